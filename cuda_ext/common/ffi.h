@@ -1,0 +1,93 @@
+// What every handler shares: how it is bound, how it refuses operands, how it hands over to a kernel.
+// Only <op>/ffi.cc and module_*.cc include this file; kernels never see XLA.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "common/dtype.h"
+#include "common/executor.h"
+#include "common/status.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace te {
+
+namespace ffi = ::xla::ffi;
+
+// Every handler binds this context first; it is the only place where the platforms differ.
+#ifdef TE_JAX_CUDA
+using Platform = ffi::PlatformStream<cudaStream_t>;
+inline Executor MakeExecutor(cudaStream_t stream) { return Executor{stream}; }
+#else
+using Platform = ffi::ThreadPool;
+inline Executor MakeExecutor(ffi::ThreadPool pool) {
+  return Executor(pool.num_threads(), [pool](std::function<void()> task) mutable { pool.Schedule(std::move(task)); });
+}
+#endif
+
+using PlatformValue = ffi::CtxDecoding<Platform>::Type;
+
+inline std::string Describe(const ffi::AnyBuffer& buffer) {
+  std::ostringstream text;
+  text << buffer.element_type() << "[";
+  for (size_t i = 0; i < buffer.dimensions().size(); ++i) text << (i ? "," : "") << buffer.dimensions()[i];
+  text << "]";
+  return text.str();
+}
+
+// Checks operands and remembers the first broken rule: a handler reads as the list of its rules. XLA's own accessors
+// check with assert(), which release builds drop.
+class Rules {
+ public:
+  explicit Rules(std::string_view operation) : operation_(operation) {}
+
+  Rules& That(bool holds, std::string_view name, const ffi::AnyBuffer& buffer, std::string_view rule) {
+    if (holds || broken_) return *this;
+    std::ostringstream text;
+    text << operation_ << ": " << name << " is " << Describe(buffer) << "; it must " << rule;
+    broken_ = text.str();
+    return *this;
+  }
+
+  Rules& Type(ffi::DataType type, std::string_view name, const ffi::AnyBuffer& buffer) {
+    std::ostringstream rule;
+    rule << "be of type " << type;
+    return That(buffer.element_type() == type, name, buffer, rule.str());
+  }
+
+  Rules& Elements(size_t count, std::string_view name, const ffi::AnyBuffer& buffer) {
+    return That(buffer.element_count() == count, name, buffer, "have " + std::to_string(count) + " elements");
+  }
+
+  bool broken() const { return broken_.has_value(); }
+  ffi::Error error() const { return ffi::Error::InvalidArgument(*broken_); }
+
+ private:
+  std::string_view operation_;
+  std::optional<std::string> broken_;
+};
+
+inline std::optional<DType> FloatingType(const ffi::AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::F32:
+      return DType::kFloat32;
+    case ffi::BF16:
+      return DType::kBFloat16;
+    case ffi::F16:
+      return DType::kFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+inline ffi::Error ToError(std::string_view operation, const Status& status) {
+  if (status.ok()) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(operation) + ": " + status.reason());
+}
+
+}  // namespace te

@@ -1,0 +1,39 @@
+// What both extension modules offer to te_jax.native.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "targets.h"
+#include "xla/ffi/api/c_api.h"
+
+#define TE_JAX_DECLARE(target) extern "C" XLA_FFI_Error* target(XLA_FFI_CallFrame*);
+TE_JAX_TARGETS(TE_JAX_DECLARE)
+#undef TE_JAX_DECLARE
+
+namespace te {
+
+// {target name: handler as a PyCapsule}, for jax.ffi.register_ffi_target.
+inline nanobind::dict Registrations() {
+  nanobind::dict targets;
+#define TE_JAX_ADD(target) targets[#target] = nanobind::capsule(reinterpret_cast<void*>(target));
+  TE_JAX_TARGETS(TE_JAX_ADD)
+#undef TE_JAX_ADD
+  return targets;
+}
+
+// Facts for error messages and `te-jax doctor`.
+inline nanobind::dict BuildFacts() {
+  nanobind::dict facts;
+  facts["te_jax"] = TE_JAX_VERSION;
+  facts["jaxlib headers"] = TE_JAX_JAXLIB_VERSION;
+  facts["compiler"] = TE_JAX_COMPILER;
+  return facts;
+}
+
+inline void DefineModule(nanobind::module_& module) {
+  module.def("registrations", &Registrations);
+  module.attr("ffi_api") = nanobind::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+}
+
+}  // namespace te

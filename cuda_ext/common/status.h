@@ -1,0 +1,22 @@
+// What a kernel's entry point reports: nothing, or why it could not run.
+#pragma once
+
+#include <string>
+#include <utility>
+
+namespace te {
+
+class [[nodiscard]] Status {
+ public:
+  static Status Ok() { return Status(""); }
+  static Status Failed(std::string reason) { return Status(std::move(reason)); }
+
+  bool ok() const { return reason_.empty(); }
+  const std::string& reason() const { return reason_; }
+
+ private:
+  explicit Status(std::string reason) : reason_(std::move(reason)) {}
+  std::string reason_;
+};
+
+}  // namespace te

@@ -1,0 +1,30 @@
+"""The only door to the compiled extensions: load, register, call, and shard.
+
+An operation uses three things: `use_native` to decide, `call` to run a target on local arrays, and `per_shard` to
+say how that call may be split over devices. None of them knows any operation.
+"""
+
+from te_jax.native.call import call, result_type
+from te_jax.native.extension import (
+    ExtensionStatus,
+    NativeUnavailableError,
+    available,
+    peer_access,
+    runtime_ffi_api,
+    status,
+    use_native,
+)
+from te_jax.native.sharding import per_shard
+
+__all__ = [
+    "ExtensionStatus",
+    "NativeUnavailableError",
+    "available",
+    "call",
+    "peer_access",
+    "per_shard",
+    "result_type",
+    "runtime_ffi_api",
+    "status",
+    "use_native",
+]

@@ -1,0 +1,214 @@
+"""Finding, checking and registering the extension modules `te_jax._te_cpu` and `te_jax._te_cuda`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import re
+import threading
+import types
+import warnings
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from te_jax.native import cuda_libraries
+
+Implementation = Literal["native", "reference"]
+
+_MODULES = {"cpu": "te_jax._te_cpu", "cuda": "te_jax._te_cuda"}
+_XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+_REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps te_jax`, or `pip install .` in its checkout)"
+
+
+class NativeUnavailableError(RuntimeError):
+    """A native kernel was asked for by name and cannot run here; the message says why and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtensionStatus:
+    """What is known of one extension module.
+
+    Attributes:
+      platform: "cpu" or "cuda".
+      module: its Python name.
+      built: whether the installation holds the module at all.
+      loaded: whether it was imported and passed all checks.
+      problem: why it is not loaded, and the way out; None when it is.
+      ffi_api: XLA FFI API version (major, minor) that it was built against; None if it could not be imported.
+      build: facts of its build: versions of te_jax, jaxlib's headers, compiler, CUDA.
+    """
+
+    platform: str
+    module: str
+    built: bool
+    loaded: bool
+    problem: str | None
+    ffi_api: tuple[int, int] | None
+    build: dict[str, str]
+
+
+@functools.cache
+def runtime_ffi_api() -> tuple[int, int]:
+    """The XLA FFI API version that the installed jaxlib speaks, as (major, minor)."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text()
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if found[0] is None or found[1] is None:
+        raise NativeUnavailableError(f"{header} does not state an XLA FFI API version; reinstall jaxlib")
+    return int(found[0][1]), int(found[1][1])
+
+
+@functools.cache
+def _load(platform: str) -> tuple[types.ModuleType | None, ExtensionStatus]:
+    name = _MODULES[platform]
+
+    def failed(problem: str, *, built: bool = True, ffi_api=None, build=None):
+        return None, ExtensionStatus(platform, name, built, False, problem, ffi_api, build or {})
+
+    if importlib.util.find_spec(name) is None:
+        needs = "a C++ compiler" if platform == "cpu" else "nvcc on PATH and TE_JAX_CUDA=ON"
+        return failed(f"te_jax was installed without {name}; install it again with {needs}", built=False)
+    try:
+        if platform == "cuda":
+            cuda_libraries.load()
+        module = importlib.import_module(name)
+        ffi_api, build = tuple(module.ffi_api), dict(module.build())
+    except Exception as error:
+        return failed(f"{name} cannot be loaded by te_jax {_version()} ({type(error).__name__}: {error}); {_REINSTALL}")
+
+    import jaxlib
+
+    if build["te_jax"] != _version():
+        problem = f"{name} was built for te_jax {build['te_jax']}, but this is te_jax {_version()}; {_REINSTALL}"
+        return failed(problem, ffi_api=ffi_api, build=build)
+    runtime = runtime_ffi_api()
+    # XLA accepts handlers of its own major version that are not newer than itself.
+    if ffi_api[0] != runtime[0] or ffi_api[1] > runtime[1]:
+        problem = (
+            f"{name} speaks XLA FFI {ffi_api[0]}.{ffi_api[1]} (headers of jaxlib {build['jaxlib headers']}), but "
+            f"jaxlib {jaxlib.__version__} speaks {runtime[0]}.{runtime[1]}; upgrade jaxlib, or {_REINSTALL}"
+        )
+        return failed(problem, ffi_api=ffi_api, build=build)
+    return module, ExtensionStatus(platform, name, True, True, None, ffi_api, build)
+
+
+def _version() -> str:
+    import te_jax
+
+    return te_jax.__version__
+
+
+def status() -> tuple[ExtensionStatus, ...]:
+    """The state of both extensions. Loads them; starts no backend."""
+    return tuple(_load(platform)[1] for platform in _MODULES)
+
+
+def peer_access() -> tuple[tuple[bool, ...], ...]:
+    """peer_access()[i][j]: whether GPU i can read GPU j's memory directly. Empty without GPUs or the extension."""
+    module, _ = _load("cuda")
+    return tuple(tuple(row) for row in module.peer_access()) if module else ()
+
+
+def _supports(architectures: str, capability: str) -> bool:
+    """Whether code for CMake's architecture list runs on a device of a compute capability such as "9.0"."""
+    major, minor = (int(part) for part in capability.split("."))
+    device = 10 * major + minor
+    for entry in architectures.split(";"):
+        found = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", entry)
+        if found is None:  # "native", "all": built for this machine or for every one
+            return True
+        number, specific, kind = int(found[1]), found[2], found[3]
+        if number == device and kind != "-virtual":
+            return True
+        if not specific and kind != "-real" and number <= device:  # carries PTX
+            return True
+        if not specific and number // 10 == major and number <= device:
+            return True
+    return False
+
+
+@functools.cache
+def _problem_on_default_backend() -> tuple[str | None, bool]:
+    """(why native kernels cannot run on the default backend or None, whether that deserves a warning)."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        problem = _load("cpu")[1].problem
+        return problem, problem is not None
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return f"te_jax has no native kernels for the platform {device.platform!r}; use implementation='reference'", False
+    module, state = _load("cuda")
+    if module is None:
+        return state.problem, True
+    capability = str(device.compute_capability)
+    architectures = state.build["cuda architectures"]
+    if not _supports(architectures, capability):
+        problem = (
+            f"te_jax._te_cuda holds code for CUDA architectures {architectures}, and {device.device_kind} has compute "
+            f"capability {capability}; rebuild with CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES={capability.replace('.', '')}"
+        )
+        return problem, True
+    return None, False
+
+
+def available() -> bool:
+    """Whether operations run native kernels on the default backend when no implementation is named. Starts it."""
+    return _problem_on_default_backend()[0] is None
+
+
+@functools.cache
+def _warn_once(problem: str) -> None:
+    warnings.warn(f"te_jax runs its reference implementations: {problem}", RuntimeWarning, stacklevel=4)
+
+
+def use_native(implementation: Implementation | None) -> bool:
+    """Decides between the native kernel and the reference.
+
+    Args:
+      implementation: None takes the native kernel where there is one, and otherwise the reference with one warning
+        for each process; "native" and "reference" never fall back.
+
+    Returns:
+      True for native.
+
+    Raises:
+      ValueError: for any other name.
+      NativeUnavailableError: for "native" where it cannot run.
+    """
+    if implementation == "reference":
+        return False
+    if implementation not in (None, "native"):
+        raise ValueError(f"implementation is {implementation!r}; it must be None, 'native' or 'reference'")
+    problem, surprising = _problem_on_default_backend()
+    if problem is None:
+        return True
+    if implementation == "native":
+        raise NativeUnavailableError(problem)
+    if surprising:
+        _warn_once(problem)
+    return False
+
+
+_registered: set[str] = set()
+_registering = threading.Lock()
+
+
+def register() -> None:
+    """Makes every target known to XLA on the platforms that JAX has started. Idempotent and thread-safe.
+
+    Targets are registered only once a backend exists: before that XLA queues them, and one that it rejects would keep
+    the whole backend from starting.
+    """
+    with _registering:
+        started = {"cpu"}
+        if jax.default_backend() == "gpu":
+            started.add("cuda")
+        for platform in sorted(started - _registered):
+            module, _ = _load(platform)
+            if module is not None:
+                for target, handler in module.registrations().items():
+                    jax.ffi.register_ffi_target(target, handler, platform=_XLA_PLATFORMS[platform])
+            _registered.add(platform)

@@ -1,0 +1,228 @@
+"""Softmax cross-entropy that reads the logits once forward and once backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import numbers
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax import native, reference
+from te_jax.reference.softmax_cross_entropy import equals, in_vocabulary, reduce_tokens
+
+AxisName = str | tuple[str, ...]
+
+# Codes that labels take on the way to the kernel, beside columns of the local vocabulary.
+_IGNORED = -1  # the row is not read
+_ELSEWHERE = -2  # no target in this shard
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """The static arguments, together: hashable, so that a loss is traced once."""
+
+    label_smoothing: float
+    ignore_index: int
+    z_loss: float
+    logit_softcap: float | None
+    axis_name: AxisName | None
+
+
+def softmax_cross_entropy(
+    logits: Array,
+    labels: Array,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    axis_name: AxisName | None = None,
+    implementation: native.Implementation | None = None,
+) -> Array:
+    r"""Cross-entropy of the softmax over the last dimension against integer labels.
+
+    With z = logits, or z = c · tanh(logits / c) for a soft cap c, with ε = label_smoothing and V the vocabulary:
+
+        lse  = log Σ_v exp(z_v)
+        loss = lse - (1 - ε) z[label] - ε/V Σ_v z_v + z_loss · lse²
+
+    The forward pass reads the logits once and keeps one float32 `lse` for each row (checkpoint name
+    "softmax_cross_entropy_lse"); the backward pass reads them once more and writes the gradient, over the logits
+    themselves where XLA may reuse their buffer. There is never a float32 copy of the logits.
+
+    Args:
+      logits: [*batch, vocab], float32, bfloat16 or float16. Sharded in any way: over batch dimensions nothing is
+        exchanged, over the vocabulary four floats for each row.
+      labels: [*batch], any integer dtype, in [0, vocab) or `ignore_index`. Any other label makes the loss of its
+        row, and its row of the gradient, NaN.
+      label_smoothing: ε in [0, 1]: probability that is spread evenly over the whole vocabulary.
+      ignore_index: label of rows that count for nothing: loss 0, gradient 0, and they are not read.
+      z_loss: weight of lse², at least 0; keeps the logits from drifting.
+      logit_softcap: c > 0, or None for none.
+      reduction: "mean" over the rows that are not ignored (at least 1), "sum", or "none" for [*batch].
+      axis_name: inside `shard_map` or `pmap`, the mesh axis or axes over which the vocabulary is split in equal
+        shards, in order; labels then count over the whole vocabulary, and the loss is the same on every shard. Under
+        `jit` on Auto or Explicit meshes leave it None: the sharding of the logits says it all.
+      implementation: None takes the native kernel where there is one, else the reference; "native" or "reference"
+        never fall back.
+
+    Returns:
+      float32 scalar, or [*batch] for reduction="none". The gradient has the dtype of the logits.
+
+    Raises:
+      ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
+      te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
+
+    References:
+      Online softmax: Milakov and Gimelshein, arXiv:1805.02867. Label smoothing: Szegedy et al., arXiv:1512.00567.
+      z-loss: Chowdhery et al., arXiv:2204.02311. Soft cap: Gemma Team, arXiv:2408.00118.
+    """
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    _validate(logits, labels, label_smoothing, z_loss, logit_softcap, reduction)
+    loss = _Loss(
+        float(label_smoothing),
+        int(ignore_index),
+        float(z_loss),
+        None if logit_softcap is None else float(logit_softcap),
+        tuple(axis_name) if isinstance(axis_name, list) else axis_name,
+    )
+    return _softmax_cross_entropy(logits, labels, loss, reduction, native.use_native(implementation))
+
+
+def _validate(logits, labels, label_smoothing, z_loss, logit_softcap, reduction) -> None:
+    if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"logits have dtype {logits.dtype}; they must be float32, bfloat16 or float16: cast them")
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits have shape {logits.shape}; they need a last dimension, the vocabulary, of 1 or more")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(f"labels have dtype {labels.dtype}; they must be integers, one for each row of the logits")
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels have shape {labels.shape}; for logits of shape {logits.shape} they must have {logits.shape[:-1]}"
+        )
+    if not (isinstance(label_smoothing, numbers.Real) and 0.0 <= label_smoothing <= 1.0):
+        raise ValueError(f"label_smoothing is {label_smoothing}; it must be a number in [0, 1]")
+    if not (isinstance(z_loss, numbers.Real) and 0.0 <= z_loss < math.inf):
+        raise ValueError(f"z_loss is {z_loss}; it must be a finite number of at least 0")
+    if logit_softcap is not None and not (isinstance(logit_softcap, numbers.Real) and 0.0 < logit_softcap < math.inf):
+        raise ValueError(f"logit_softcap is {logit_softcap}; it must be a finite number above 0, or None")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
+
+
+# Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _softmax_cross_entropy(logits: Array, labels: Array, loss: _Loss, reduction: str, use_native: bool) -> Array:
+    if not use_native:
+        return reference.softmax_cross_entropy(logits, labels, reduction=reduction, **dataclasses.asdict(loss))
+    return reduce_tokens(_per_token(logits, labels, loss), equals(labels, loss.ignore_index), reduction)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _per_token(logits: Array, labels: Array, loss: _Loss) -> Array:
+    return _forward(logits, labels, loss)[0]
+
+
+def _forward(logits: Array, labels: Array, loss: _Loss):
+    vocab = _global_vocab(logits, loss.axis_name)
+    codes = jnp.where(in_vocabulary(labels, vocab), labels.astype(jnp.int32), _ELSEWHERE)
+    codes = jnp.where(equals(labels, loss.ignore_index), _IGNORED, codes)
+    lse, target, total = _row_statistics(
+        logits,
+        codes,
+        axes={"v": loss.axis_name} if loss.axis_name else {},
+        softcap=loss.logit_softcap or 0.0,
+        with_total=loss.label_smoothing > 0.0,
+    )
+    lse = checkpoint_name(lse, "softmax_cross_entropy_lse")
+
+    value = lse - (1.0 - loss.label_smoothing) * target
+    if loss.label_smoothing:
+        value -= loss.label_smoothing / vocab * total
+    if loss.z_loss:
+        value += loss.z_loss * jnp.square(lse)
+    return _where_counted(codes, value), (logits, codes, lse)
+
+
+def _backward(loss: _Loss, residuals, cotangent: Array):
+    # An elementwise loop: XLA compiles it to the speed of a copy, and reuses the logits' buffer when it is free. A
+    # custom call could only do the second by copying the logits wherever their buffer is not (docs/measurements.md).
+    logits, codes, lse = residuals
+    vocab = _global_vocab(logits, loss.axis_name)
+    weight = _where_counted(codes, _over_replicas(cotangent, loss.axis_name))[..., None]
+    columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    hit = columns == _local_codes(codes, logits.shape[-1], loss.axis_name)[..., None]
+
+    z = logits.astype(jnp.float32)
+    slope = None
+    if loss.logit_softcap is not None:
+        tanh = jnp.tanh(z / loss.logit_softcap)
+        z, slope = loss.logit_softcap * tanh, 1.0 - jnp.square(tanh)
+    gradient = weight * (1.0 + 2.0 * loss.z_loss * lse[..., None]) * jnp.exp(z - lse[..., None])
+    gradient -= jnp.where(hit, weight * (1.0 - loss.label_smoothing), 0.0)
+    if loss.label_smoothing:
+        gradient -= weight * (loss.label_smoothing / vocab)
+    if slope is not None:
+        gradient *= slope
+    return jnp.where(weight == 0.0, 0.0, gradient).astype(logits.dtype), None
+
+
+_per_token.defvjp(_forward, _backward)
+
+
+@native.per_shard("... v, ... -> ..., ..., ...", reduced=("v",))
+def _row_statistics(logits: Array, codes: Array, *, softcap: float, with_total: bool, axes) -> tuple[Array, ...]:
+    """(lse, z[label], Σz) of each row, float32 [*batch], from the one read of the logits in the forward pass."""
+    if "v" in axes:
+        codes = _local_codes(codes, logits.shape[-1], axes["v"])
+        return _merge(_row_statistics(logits, codes, softcap=softcap, with_total=with_total), axes["v"])
+    row = jax.ShapeDtypeStruct(codes.shape, jnp.float32)
+    return native.call(
+        "te_softmax_cross_entropy", (row, row, row), logits, codes, softcap=softcap, with_total=with_total
+    )
+
+
+def _local_codes(codes: Array, local_vocab: int, axis_name: AxisName | None) -> Array:
+    """Codes of labels in the whole vocabulary as codes in this device's shard of it."""
+    if not axis_name:
+        return codes
+    column = codes - lax.axis_index(axis_name) * local_vocab
+    here = (codes >= 0) & (column >= 0) & (column < local_vocab)
+    return jnp.where(here, column, jnp.where(codes == _IGNORED, _IGNORED, _ELSEWHERE))
+
+
+def _merge(statistics: tuple[Array, ...], axis_name: AxisName) -> tuple[Array, ...]:
+    """Statistics of whole rows from those of their shards: a max and a sum over the axis, four floats a row."""
+    lse, target, total = statistics
+    peak = lax.pmax(lse, axis_name)
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+    mass, target, total = lax.psum((jnp.exp(lse - peak), target, total), axis_name)
+    return peak + jnp.log(mass), target, total
+
+
+def _where_counted(codes: Array, value: Array) -> Array:
+    """Zero in ignored rows, NaN in rows whose label is outside the vocabulary."""
+    return jnp.where(codes == _IGNORED, 0.0, jnp.where(codes == _ELSEWHERE, jnp.nan, value))
+
+
+def _global_vocab(logits: Array, axis_name: AxisName | None) -> int:
+    return logits.shape[-1] * (lax.axis_size(axis_name) if axis_name else 1)
+
+
+def _over_replicas(cotangent: Array, axis_name: AxisName | None) -> Array:
+    """The cotangent of a loss that every shard of the vocabulary holds.
+
+    Where shard_map tracks varying axes it is the same on every shard. Where it does not (check_vma=False, pmap), each
+    shard holds a part and psum's own gradient would sum them; so does this.
+    """
+    if not axis_name:
+        return cotangent
+    tracked = bool(jax.typeof(lax.axis_index(axis_name)).manual_axis_type.varying)
+    return cotangent if tracked else lax.psum(cotangent, axis_name)

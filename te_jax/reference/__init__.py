@@ -1,0 +1,8 @@
+"""The operations in plain jax.numpy: their definition, the oracle of the tests, and the fallback without an extension.
+
+Nothing here calls a kernel or defines a derivative: gradients are JAX's own.
+"""
+
+from te_jax.reference.softmax_cross_entropy import softmax_cross_entropy
+
+__all__ = ["softmax_cross_entropy"]

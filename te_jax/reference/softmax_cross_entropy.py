@@ -1,0 +1,79 @@
+"""Softmax cross-entropy in plain jax.numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def softmax_cross_entropy(
+    logits: Array,
+    labels: Array,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    reduction: str = "mean",
+    axis_name: str | tuple[str, ...] | None = None,
+) -> Array:
+    """Definition of `te_jax.ops.softmax_cross_entropy`; see there for the arguments.
+
+    Computes in float32, or in float64 for float64 logits, so that the tests have an oracle.
+    """
+    z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if logit_softcap is not None:
+        z = logit_softcap * jnp.tanh(z / logit_softcap)
+
+    local_vocab = z.shape[-1]
+    vocab = local_vocab if axis_name is None else local_vocab * lax.axis_size(axis_name)
+    offset = 0 if axis_name is None else lax.axis_index(axis_name) * local_vocab
+
+    def over_shards(reduce, x):
+        return x if axis_name is None else reduce(x, axis_name)
+
+    # The maximum only steadies the exponentials: no gradient flows through it.
+    peak = over_shards(lax.pmax, lax.stop_gradient(jnp.max(z, axis=-1)))
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+    lse = peak + jnp.log(over_shards(lax.psum, jnp.sum(jnp.exp(z - peak[..., None]), axis=-1)))
+
+    ignored = equals(labels, ignore_index)
+    valid = in_vocabulary(labels, vocab)
+    column = jnp.where(valid, labels, 0).astype(jnp.int32) - offset
+    hit = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) == column[..., None]
+    target = over_shards(lax.psum, jnp.sum(jnp.where(hit, z, 0.0), axis=-1))
+
+    loss = lse - (1.0 - label_smoothing) * target
+    if label_smoothing:
+        loss = loss - label_smoothing / vocab * over_shards(lax.psum, jnp.sum(z, axis=-1))
+    if z_loss:
+        loss = loss + z_loss * jnp.square(lse)
+    loss = jnp.where(ignored, 0.0, jnp.where(valid, loss, jnp.nan))
+    return reduce_tokens(loss, ignored, reduction)
+
+
+def equals(labels: Array, value: int) -> Array:
+    """labels == value, also where their dtype cannot hold the value."""
+    limits = jnp.iinfo(labels.dtype)
+    if not limits.min <= value <= limits.max:
+        return jnp.zeros_like(labels, dtype=bool)
+    return labels == jnp.asarray(value, labels.dtype)
+
+
+def in_vocabulary(labels: Array, vocab: int) -> Array:
+    """0 <= labels < vocab, also where their dtype cannot hold vocab."""
+    last = jnp.asarray(min(vocab - 1, jnp.iinfo(labels.dtype).max), labels.dtype)
+    return (labels >= 0) & (labels <= last)
+
+
+def reduce_tokens(loss: Array, ignored: Array, reduction: str) -> Array:
+    """The sum or the mean over tokens that are not ignored, or the losses themselves."""
+    if reduction == "none":
+        return loss
+    total = jnp.sum(loss)
+    if reduction == "sum":
+        return total
+    counted = jnp.sum(~ignored, dtype=jnp.int32)
+    return total / jnp.maximum(counted, 1).astype(loss.dtype)
+
