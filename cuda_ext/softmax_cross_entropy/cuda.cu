@@ -1,11 +1,14 @@
-// Row statistics by online softmax: one read of the logits, three floats written per row.
+// Statistics: one read of the logits by online softmax, three floats written for each row.
+// Gradient: one read and one write, elementwise.
 //
-// Bytes per logit: its own size. On an H200 (4.3 TB/s measured) 8192 × 128256 bfloat16 cannot take less than 0.49 ms.
-// Per logit: one MUFU.EX2 (16 a clock and SM) and about five FP32 instructions (128 a clock and SM), 60% and 40% of
-// that time, so the loads must run ahead of the arithmetic: every thread keeps kUnroll 16-byte loads in flight.
+// Bytes per logit: its size for the statistics, twice that for the gradient. On an H200 (4.3 TB/s measured) 8192 ×
+// 128256 bfloat16 cannot take less than 0.49 + 0.98 ms. Per logit and pass: one MUFU.EX2 (16 a clock and SM) and five to
+// eight FP32 instructions (128 a clock and SM), 60% and 50% of the statistics' time, so loads must run ahead of the
+// arithmetic: every thread keeps kUnroll 16-byte loads in flight. Sizes were tuned on an H200 (docs/measurements.md).
 //
-// A row belongs to one warp (short rows), one thread block, or a cluster of thread blocks that merge through
-// distributed shared memory (long rows, too few of them to fill the GPU).
+// In the statistics a row belongs to a few lanes (short rows), to one thread block, or to a cluster of thread blocks that
+// merge through distributed shared memory (long rows, too few of them to fill the GPU). In the gradient every thread
+// block takes a stretch of one row, whatever its length.
 
 #include <cooperative_groups.h>
 
@@ -20,9 +23,13 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kBlockThreads = 512;
-constexpr int kUnroll = 4;
 constexpr int kWarp = 32;
+constexpr int kLaneUnroll = 4;      // statistics, rows on lanes
+constexpr int kLaneThreads = 256;   // threads of a block then
+constexpr int kBlockUnroll = 8;     // statistics, rows on blocks
+constexpr int kBlockThreads = 256;  // threads of a block then
+constexpr int kGradientUnroll = 4;
+constexpr int kGradientThreads = 1024;
 constexpr int kMaxCluster = 8;  // the largest size that every Hopper GPU can schedule
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -31,6 +38,31 @@ __device__ float Exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+template <bool kSoftcap>
+__device__ float Cap(float x, float softcap, float inverse_softcap) {
+  return kSoftcap ? softcap * tanhf(x * inverse_softcap) : x;
+}
+
+// A row as 16-byte vectors in the middle and fewer than two vectors' worth of loose elements around them, where it does
+// not start or stop on a 16-byte boundary.
+template <typename T>
+struct Split {
+  static constexpr int kN = kPer16Bytes<T>;
+  int64_t head;
+  int64_t vectors;
+  int64_t loose;
+
+  __device__ Split(const T* row, int64_t vocab) {
+    const int64_t past = (reinterpret_cast<uintptr_t>(row) % 16) / sizeof(T);
+    head = min(vocab, past == 0 ? int64_t{0} : kN - past);
+    vectors = (vocab - head) / kN;
+    loose = vocab - vectors * kN;
+  }
+  __device__ int64_t ColumnOfLoose(int64_t i) const { return i < head ? i : i + vectors * kN; }
+};
+
+// ---------------------------------------------------------------------------------------------------- statistics
 
 // Running max and Σ exp(z - max), with Σ z beside them.
 struct Partial {
@@ -50,11 +82,6 @@ __device__ Partial Merge(const Partial& a, const Partial& b) {
   merged.sum = a.sum * Exp2(fmaf(a.max, kLog2E, offset)) + b.sum * Exp2(fmaf(b.max, kLog2E, offset));
   merged.total = a.total + b.total;
   return merged;
-}
-
-template <bool kSoftcap>
-__device__ float Cap(float x, float softcap, float inverse_softcap) {
-  return kSoftcap ? softcap * tanhf(x * inverse_softcap) : x;
 }
 
 template <bool kTotal, int kCount>
@@ -77,66 +104,58 @@ __device__ void Accumulate(Partial& partial, const float (&z)[kCount]) {
   partial.sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// The share of worker `worker` of `workers` in one row: whole 16-byte vectors in the middle, single elements at the
-// ends, where the row does not start or stop on a 16-byte boundary.
-template <typename T, bool kSoftcap, bool kTotal>
+// The share of worker `worker` of `workers` in one row.
+template <typename T, bool kSoftcap, bool kTotal, int kUnroll>
 __device__ Partial AccumulateRow(const T* row, int64_t vocab, int64_t worker, int64_t workers, float softcap) {
   constexpr int kN = kPer16Bytes<T>;
   const float inverse_softcap = kSoftcap ? 1.0f / softcap : 0.0f;
-  const int64_t misaligned = (reinterpret_cast<uintptr_t>(row) % 16) / sizeof(T);
-  const int64_t head = min(vocab, misaligned == 0 ? int64_t{0} : kN - misaligned);
-  const int64_t vectors = (vocab - head) / kN;
-  const uint4* body = reinterpret_cast<const uint4*>(row + head);
-
+  const Split<T> split(row, vocab);
+  const uint4* body = reinterpret_cast<const uint4*>(row + split.head);
   Partial partial;
+
+  auto add = [&](const uint4& bits) {
+    float z[kN];
+    Unpack(bits, z, row);
+#pragma unroll
+    for (int i = 0; i < kN; ++i) z[i] = Cap<kSoftcap>(z[i], softcap, inverse_softcap);
+    Accumulate<kTotal>(partial, z);
+  };
   int64_t v = worker;
-  for (; v + (kUnroll - 1) * workers < vectors; v += kUnroll * workers) {
+  for (; v + (kUnroll - 1) * workers < split.vectors; v += kUnroll * workers) {
     uint4 bits[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) bits[u] = LoadStreaming(body + v + u * workers);
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      float z[kN];
-      Unpack(bits[u], z, row);
-#pragma unroll
-      for (int i = 0; i < kN; ++i) z[i] = Cap<kSoftcap>(z[i], softcap, inverse_softcap);
-      Accumulate<kTotal>(partial, z);
-    }
+    for (int u = 0; u < kUnroll; ++u) add(bits[u]);
   }
-  for (; v < vectors; v += workers) {
-    float z[kN];
-    Unpack(LoadStreaming(body + v), z, row);
-#pragma unroll
-    for (int i = 0; i < kN; ++i) z[i] = Cap<kSoftcap>(z[i], softcap, inverse_softcap);
-    Accumulate<kTotal>(partial, z);
-  }
-  const int64_t tail = head + vectors * kN;
-  const int64_t loose = head + (vocab - tail);  // fewer than 2·kN elements
-  for (int64_t i = worker; i < loose; i += workers) {
-    const int64_t column = i < head ? i : tail + (i - head);
-    const float z[1] = {Cap<kSoftcap>(ToFloat(row[column]), softcap, inverse_softcap)};
+  for (; v < split.vectors; v += workers) add(LoadStreaming(body + v));
+  for (int64_t i = worker; i < split.loose; i += workers) {
+    const float z[1] = {Cap<kSoftcap>(ToFloat(row[split.ColumnOfLoose(i)]), softcap, inverse_softcap)};
     Accumulate<kTotal>(partial, z);
   }
   return partial;
 }
 
-__device__ Partial MergeWarp(Partial partial) {
+// Merges over groups of kLanes neighbouring lanes; only those named in `lanes` take part.
+template <int kLanes>
+__device__ Partial MergeLanes(Partial partial, unsigned lanes = 0xffffffffu) {
 #pragma unroll
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
     Partial other;
-    other.max = __shfl_xor_sync(0xffffffffu, partial.max, lanes);
-    other.sum = __shfl_xor_sync(0xffffffffu, partial.sum, lanes);
-    other.total = __shfl_xor_sync(0xffffffffu, partial.total, lanes);
+    other.max = __shfl_xor_sync(lanes, partial.max, distance);
+    other.sum = __shfl_xor_sync(lanes, partial.sum, distance);
+    other.total = __shfl_xor_sync(lanes, partial.total, distance);
     partial = Merge(partial, other);
   }
   return partial;
 }
 
-template <typename T, bool kSoftcap, bool kTotal>
+template <typename T, bool kSoftcap>
 __device__ void WriteRow(const Partial& partial, const T* row, int64_t index, int32_t label, int64_t vocab,
                          float softcap, const Statistics& out) {
+  const bool here = 0 <= label && label < vocab;
   out.lse[index] = partial.max + logf(partial.sum);
-  out.target[index] = 0 <= label && label < vocab ? Cap<kSoftcap>(ToFloat(row[label]), softcap, 1.0f / softcap) : 0.0f;
+  out.target[index] = here ? Cap<kSoftcap>(ToFloat(row[label]), softcap, 1.0f / softcap) : 0.0f;
   out.total[index] = partial.total;
 }
 
@@ -146,12 +165,14 @@ __device__ void WriteIgnored(int64_t index, const Statistics& out) {
   out.total[index] = 0.0f;
 }
 
-template <typename T, bool kSoftcap, bool kTotal>
-__global__ void __launch_bounds__(kBlockThreads)
-    WarpPerRow(const T* logits, const int32_t* labels, int64_t rows, int64_t vocab, float softcap, Statistics out) {
-  constexpr int kRows = kBlockThreads / kWarp;
-  const int lane = threadIdx.x % kWarp;
-  for (int64_t index = int64_t{blockIdx.x} * kRows + threadIdx.x / kWarp; index < rows;
+template <typename T, bool kSoftcap, bool kTotal, int kLanes>
+__global__ void __launch_bounds__(kLaneThreads) StatisticsOnLanes(const T* logits, const int32_t* labels, int64_t rows,
+                                                                  int64_t vocab, float softcap, Statistics out) {
+  constexpr int kRows = kLaneThreads / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  // Rows of one warp may end or be ignored at different times: each group shuffles alone.
+  const unsigned lanes = (kLanes == kWarp ? 0xffffffffu : (1u << kLanes) - 1u) << (threadIdx.x % kWarp / kLanes * kLanes);
+  for (int64_t index = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes; index < rows;
        index += int64_t{gridDim.x} * kRows) {
     const int32_t label = labels[index];
     if (label == kIgnored) {
@@ -159,14 +180,16 @@ __global__ void __launch_bounds__(kBlockThreads)
       continue;
     }
     const T* row = logits + index * vocab;
-    const Partial partial = MergeWarp(AccumulateRow<T, kSoftcap, kTotal>(row, vocab, lane, kWarp, softcap));
-    if (lane == 0) WriteRow<T, kSoftcap, kTotal>(partial, row, index, label, vocab, softcap, out);
+    const Partial partial =
+        MergeLanes<kLanes>(AccumulateRow<T, kSoftcap, kTotal, kLaneUnroll>(row, vocab, lane, kLanes, softcap), lanes);
+    if (lane == 0) WriteRow<T, kSoftcap>(partial, row, index, label, vocab, softcap, out);
   }
 }
 
 template <typename T, bool kSoftcap, bool kTotal>
 __global__ void __launch_bounds__(kBlockThreads)
-    ClusterPerRow(const T* logits, const int32_t* labels, int64_t rows, int64_t vocab, float softcap, Statistics out) {
+    StatisticsOnBlocks(const T* logits, const int32_t* labels, int64_t rows, int64_t vocab, float softcap,
+                       Statistics out) {
   constexpr int kWarps = kBlockThreads / kWarp;
   __shared__ Partial of_warp[kWarps];
   __shared__ Partial of_block[kMaxCluster];  // filled in the cluster's first block only
@@ -182,25 +205,24 @@ __global__ void __launch_bounds__(kBlockThreads)
       continue;
     }
     const T* row = logits + index * vocab;
-    // Neighbouring threads read neighbouring vectors, and neighbouring blocks neighbouring stretches of 8 KB.
+    // Neighbouring threads read neighbouring vectors, and neighbouring blocks neighbouring stretches.
     const int64_t worker = int64_t{block} * kBlockThreads + threadIdx.x;
+    const int64_t workers = int64_t{blocks} * kBlockThreads;
     Partial partial =
-        MergeWarp(AccumulateRow<T, kSoftcap, kTotal>(row, vocab, worker, int64_t{blocks} * kBlockThreads, softcap));
+        MergeLanes<kWarp>(AccumulateRow<T, kSoftcap, kTotal, kBlockUnroll>(row, vocab, worker, workers, softcap));
     if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = partial;
     __syncthreads();
     if (threadIdx.x < kWarp) {
-      partial = MergeWarp(threadIdx.x < kWarps ? of_warp[threadIdx.x] : Partial{});
+      partial = MergeLanes<kWarp>(threadIdx.x < kWarps ? of_warp[threadIdx.x] : Partial{});
       if (blocks > 1 && threadIdx.x == 0) cluster.map_shared_rank(of_block, 0)[block] = partial;
     }
     if (blocks > 1) {
       cluster.sync();
       if (block == 0 && threadIdx.x < kWarp) {
-        partial = MergeWarp(threadIdx.x < blocks ? of_block[threadIdx.x] : Partial{});
+        partial = MergeLanes<kWarp>(threadIdx.x < blocks ? of_block[threadIdx.x] : Partial{});
       }
     }
-    if (block == 0 && threadIdx.x == 0) {
-      WriteRow<T, kSoftcap, kTotal>(partial, row, index, label, vocab, softcap, out);
-    }
+    if (block == 0 && threadIdx.x == 0) WriteRow<T, kSoftcap>(partial, row, index, label, vocab, softcap, out);
     // The next row overwrites both arrays: nobody may still be reading them.
     if (blocks > 1) {
       cluster.sync();
@@ -210,72 +232,184 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
+// ------------------------------------------------------------------------------------------------------ gradient
+
+// What one row contributes to each of its elements.
+struct RowTerms {
+  float offset;   // -lse in log2 units
+  float softmax;  // factor of exp(z - lse)
+  float uniform;  // subtracted everywhere
+  float target;   // subtracted at the label
+
+  __device__ RowTerms(const Gradient& gradient, float lse, float weight)
+      : offset(-lse * kLog2E),
+        softmax(weight * fmaf(2.0f * gradient.z_loss, lse, 1.0f)),
+        uniform(weight * gradient.uniform),
+        target(weight * (1.0f - gradient.label_smoothing)) {}
+
+  template <bool kSoftcap>
+  __device__ float At(float x, bool is_target, float softcap, float inverse_softcap) const {
+    const float tanh = kSoftcap ? tanhf(x * inverse_softcap) : 0.0f;
+    const float z = kSoftcap ? softcap * tanh : x;
+    float slope = fmaf(softmax, Exp2(fmaf(z, kLog2E, offset)), -uniform);
+    if (is_target) slope -= target;
+    return kSoftcap ? slope * (1.0f - tanh * tanh) : slope;
+  }
+};
+
+template <typename T, bool kSoftcap>
+__global__ void __launch_bounds__(kGradientThreads)
+    GradientOnStretches(const T* logits, const int32_t* labels, int64_t rows, int64_t vocab, int64_t stretches,
+                        float softcap, Gradient gradient) {
+  constexpr int kN = kPer16Bytes<T>;
+  const float inverse_softcap = kSoftcap ? 1.0f / softcap : 0.0f;
+  // blockDim.y rows, a stretch of blockDim.x · kGradientUnroll vectors of each.
+  const int64_t rows_per_block = blockDim.y;
+  const int64_t groups = (rows + rows_per_block - 1) / rows_per_block;
+  for (int64_t item = blockIdx.x; item < groups * stretches; item += gridDim.x) {
+    const int64_t index = item / stretches * rows_per_block + threadIdx.y;
+    const int64_t stretch = item % stretches;
+    if (index >= rows) continue;
+    const float weight = gradient.weight[index];
+    const RowTerms terms(gradient, gradient.lse[index], weight);
+    const int64_t label = labels[index];
+    const T* row = logits + index * vocab;
+    T* out = static_cast<T*>(gradient.out) + index * vocab;
+    const Split<T> split(row, vocab);
+    const uint4* from = reinterpret_cast<const uint4*>(row + split.head);
+    uint4* to = reinterpret_cast<uint4*>(out + split.head);
+
+    const int64_t first = stretch * kGradientUnroll * blockDim.x + threadIdx.x;
+    uint4 bits[kGradientUnroll];
+    if (weight != 0.0f) {
+#pragma unroll
+      for (int u = 0; u < kGradientUnroll; ++u) {
+        if (first + u * blockDim.x < split.vectors) bits[u] = LoadStreaming(from + first + u * blockDim.x);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kGradientUnroll; ++u) {
+      const int64_t v = first + u * blockDim.x;
+      if (v >= split.vectors) break;
+      if (weight == 0.0f) {
+        StoreStreaming(to + v, make_uint4(0, 0, 0, 0));
+        continue;
+      }
+      float x[kN];
+      Unpack(bits[u], x, row);
+      const int64_t target = label - (split.head + v * kN);
+#pragma unroll
+      for (int i = 0; i < kN; ++i) x[i] = terms.At<kSoftcap>(x[i], i == target, softcap, inverse_softcap);
+      StoreStreaming(to + v, Pack(x, row));
+    }
+    if (stretch == 0) {
+      for (int64_t i = threadIdx.x; i < split.loose; i += blockDim.x) {
+        const int64_t c = split.ColumnOfLoose(i);
+        const float x = weight == 0.0f ? 0.0f : terms.At<kSoftcap>(ToFloat(row[c]), c == label, softcap, inverse_softcap);
+        out[c] = FromFloat<T>(x);
+      }
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------------------- launch
+
 Status Check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return Status::Ok();
   return Status::Failed(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// Blocks per row: one while the rows alone fill the GPU four times over (a block keeps 32 KB in flight, enough for an
-// SM's share of the bandwidth), else enough to do so, but never less than two rounds of loads for a thread.
+// Blocks per row: one while the rows alone give every SM four blocks, else more, as long as every thread has at least
+// one full round of loads.
 int ClusterSize(int64_t rows, int64_t vectors_per_row, int multiprocessors) {
   int blocks = 1;
   while (blocks < kMaxCluster && rows * blocks < 4 * int64_t{multiprocessors} &&
-         vectors_per_row >= int64_t{4} * blocks * kUnroll * kBlockThreads) {
+         vectors_per_row >= int64_t{2} * blocks * kBlockUnroll * kBlockThreads) {
     blocks *= 2;
   }
   return blocks;
 }
 
-template <typename T, bool kSoftcap, bool kTotal>
-Status Launch(cudaStream_t stream, const void* logits, const int32_t* labels, int64_t rows, int64_t vocab,
-              float softcap, Statistics out) {
-  int device = 0, multiprocessors = 0;
-  if (Status s = Check(cudaGetDevice(&device), "cudaGetDevice"); !s.ok()) return s;
-  if (Status s = Check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-                       "cudaDeviceGetAttribute");
-      !s.ok()) {
-    return s;
-  }
-  const int64_t vectors = vocab / kPer16Bytes<T>;
-  const bool warp_per_row = vectors <= 4 * kUnroll * kWarp;
-  const int64_t rows_per_block = kBlockThreads / kWarp;
-  const int cluster = warp_per_row ? 1 : ClusterSize(rows, vectors, multiprocessors);
-  const int64_t blocks = warp_per_row ? (rows + rows_per_block - 1) / rows_per_block : rows * cluster;
-
+template <typename... Parameters, typename... Arguments>
+Status Launch(cudaStream_t stream, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int cluster,
+              Arguments... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = cluster;
   attribute.val.clusterDim.y = 1;
   attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
+  // Kernels loop over what does not fit into one grid.
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(blocks, INT_MAX / cluster * cluster)));
-  config.blockDim = dim3(kBlockThreads);
+  config.blockDim = threads;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  auto* kernel = warp_per_row ? WarpPerRow<T, kSoftcap, kTotal> : ClusterPerRow<T, kSoftcap, kTotal>;
-  return Check(cudaLaunchKernelEx(&config, kernel, static_cast<const T*>(logits), labels, rows, vocab, softcap, out),
-               "kernel launch");
+  return Check(cudaLaunchKernelEx(&config, kernel, arguments...), "kernel launch");
+}
+
+template <typename T, bool kSoftcap, bool kTotal>
+Status LaunchStatistics(cudaStream_t stream, const Logits& logits, Statistics out) {
+  const T* data = static_cast<const T*>(logits.data);
+  const int64_t vectors = logits.vocab / kPer16Bytes<T>;
+  auto on_lanes = [&](auto* kernel, int lanes) {
+    const int64_t rows_per_block = kLaneThreads / lanes;
+    return Launch(stream, kernel, (logits.rows + rows_per_block - 1) / rows_per_block, dim3(kLaneThreads), 1, data,
+                  logits.labels, logits.rows, logits.vocab, logits.softcap, out);
+  };
+  if (vectors <= 8 * kLaneUnroll) return on_lanes(StatisticsOnLanes<T, kSoftcap, kTotal, 8>, 8);
+  if (vectors <= 4 * kWarp * kLaneUnroll) return on_lanes(StatisticsOnLanes<T, kSoftcap, kTotal, kWarp>, kWarp);
+
+  int device = 0, multiprocessors = 0;
+  if (Status s = Check(cudaGetDevice(&device), "cudaGetDevice"); !s.ok()) return s;
+  const cudaError_t known = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (Status s = Check(known, "cudaDeviceGetAttribute"); !s.ok()) return s;
+  const int cluster = ClusterSize(logits.rows, vectors, multiprocessors);
+  return Launch(stream, StatisticsOnBlocks<T, kSoftcap, kTotal>, logits.rows * cluster, dim3(kBlockThreads), cluster,
+                data, logits.labels, logits.rows, logits.vocab, logits.softcap, out);
 }
 
 template <typename T>
-Status Select(cudaStream_t stream, const void* logits, const int32_t* labels, int64_t rows, int64_t vocab,
-              float softcap, bool with_total, Statistics out) {
-  const bool capped = softcap > 0.0f;
-  auto* launch = capped ? (with_total ? Launch<T, true, true> : Launch<T, true, false>)
-                        : (with_total ? Launch<T, false, true> : Launch<T, false, false>);
-  return launch(stream, logits, labels, rows, vocab, softcap, out);
+Status SelectStatistics(cudaStream_t stream, const Logits& logits, bool with_total, Statistics out) {
+  const bool capped = logits.softcap > 0.0f;
+  auto* launch = capped ? (with_total ? LaunchStatistics<T, true, true> : LaunchStatistics<T, true, false>)
+                        : (with_total ? LaunchStatistics<T, false, true> : LaunchStatistics<T, false, false>);
+  return launch(stream, logits, out);
+}
+
+template <typename T>
+Status LaunchGradient(cudaStream_t stream, const Logits& logits, const Gradient& gradient) {
+  const int64_t vectors = std::max<int64_t>(1, logits.vocab / kPer16Bytes<T>);
+  // A short row takes as many threads as it has vectors, a power of two from 8 up; the rest take further rows.
+  unsigned width = 8;
+  while (width < kGradientThreads && width * kGradientUnroll < vectors) width *= 2;
+  const dim3 threads(width, width >= 256 ? 1 : 256 / width);
+  const int64_t stretches = (vectors + width * kGradientUnroll - 1) / (width * kGradientUnroll);
+  const int64_t blocks = (logits.rows + threads.y - 1) / threads.y * stretches;
+  auto* kernel = logits.softcap > 0.0f ? GradientOnStretches<T, true> : GradientOnStretches<T, false>;
+  return Launch(stream, kernel, blocks, threads, 1, static_cast<const T*>(logits.data), logits.labels, logits.rows,
+                logits.vocab, stretches, logits.softcap, gradient);
 }
 
 }  // namespace
 
-Status Compute(const Executor& executor, DType dtype, const void* logits, const int32_t* labels, int64_t rows,
-               int64_t vocab, float softcap, bool with_total, Statistics out) {
-  if (rows == 0) return Status::Ok();
-  auto* select = dtype == DType::kFloat32    ? Select<float>
-                 : dtype == DType::kBFloat16 ? Select<__nv_bfloat16>
-                                             : Select<__half>;
-  return select(executor.stream, logits, labels, rows, vocab, softcap, with_total, out);
+Status ComputeStatistics(const Executor& executor, const Logits& logits, bool with_total, Statistics out) {
+  if (logits.rows == 0) return Status::Ok();
+  auto* select = logits.dtype == DType::kFloat32    ? SelectStatistics<float>
+                 : logits.dtype == DType::kBFloat16 ? SelectStatistics<__nv_bfloat16>
+                                                    : SelectStatistics<__half>;
+  return select(executor.stream, logits, with_total, out);
+}
+
+Status ComputeGradient(const Executor& executor, const Logits& logits, const Gradient& gradient) {
+  if (logits.rows == 0) return Status::Ok();
+  if (reinterpret_cast<uintptr_t>(logits.data) % 16 != reinterpret_cast<uintptr_t>(gradient.out) % 16) {
+    return Status::Failed("logits and gradient must have the same alignment to 16 bytes");
+  }
+  auto* launch = logits.dtype == DType::kFloat32    ? LaunchGradient<float>
+                 : logits.dtype == DType::kBFloat16 ? LaunchGradient<__nv_bfloat16>
+                                                    : LaunchGradient<__half>;
+  return launch(executor.stream, logits, gradient);
 }
 
 }  // namespace te::softmax_cross_entropy

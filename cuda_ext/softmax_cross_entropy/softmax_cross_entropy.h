@@ -1,4 +1,4 @@
-// Row statistics of softmax cross-entropy: everything that the loss and its gradient need, from one read of the logits.
+// Softmax cross-entropy in two passes: row statistics, from which the loss follows, and the gradient from those.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,28 @@ struct Statistics {
   float* total;
 };
 
-// logits [rows, vocab] row-major, any alignment that its type allows; labels and every statistic [rows].
-Status Compute(const Executor& executor, DType dtype, const void* logits, const int32_t* labels, int64_t rows,
-               int64_t vocab, float softcap, bool with_total, Statistics out);
+struct Logits {
+  DType dtype;
+  const void* data;       // [rows, vocab] row-major, aligned as its type needs
+  const int32_t* labels;  // [rows]
+  int64_t rows;
+  int64_t vocab;
+  float softcap;  // 0 for none
+};
+
+Status ComputeStatistics(const Executor& executor, const Logits& logits, bool with_total, Statistics out);
+
+// gradient[r, v] = weight[r] · ((1 + 2 z_loss lse[r]) exp(z_v - lse[r]) - uniform - [v = label] (1 - label_smoothing))
+//                  · dz_v/dlogits_v, and 0 in rows of weight 0, which are not read.
+struct Gradient {
+  const float* lse;     // [rows]
+  const float* weight;  // [rows]: the cotangent of each row's loss
+  float label_smoothing;
+  float uniform;  // label_smoothing / size of the whole vocabulary
+  float z_loss;
+  void* out;  // [rows, vocab] of the logits' type; may be the logits' own buffer
+};
+
+Status ComputeGradient(const Executor& executor, const Logits& logits, const Gradient& gradient);
 
 }  // namespace te::softmax_cross_entropy

@@ -14,9 +14,11 @@ from te_jax.native.extension import (
     status,
     use_native,
 )
+from te_jax.native.local_call import INLINE
 from te_jax.native.sharding import per_shard
 
 __all__ = [
+    "INLINE",
     "ExtensionStatus",
     "NativeUnavailableError",
     "available",

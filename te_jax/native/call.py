@@ -48,8 +48,8 @@ def call(
       target: name of the target, the same on every platform.
       results: shape and dtype of every result.
       operands: arrays; XLA hands them over row-major.
-      aliases: {operand index: result index} that share one buffer. An operand that is still needed afterwards, or a
-        jit argument that is not donated, is copied first.
+      aliases: {operand index: result index} that must share one buffer. An operand that is still needed afterwards, or
+        a jit argument that is not donated, is copied first.
       has_side_effect: keeps the call although its results are unused. It does not order calls: depend on results.
       attributes: static values; Python floats are sent as float32.
 

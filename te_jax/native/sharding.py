@@ -13,109 +13,59 @@ Meshes that mix the three are taken apart: Explicit axes first, Auto axes inside
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Axes = tuple[str, ...]
+from te_jax.native.local_call import bind_local_call
+from te_jax.native.rule import Rule
+
+Results = tuple[Array, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """A rule such as "... v, ... -> ...": factors of each operand and result; "..." stands for leading dimensions."""
-
-    text: str
-    operands: tuple[tuple[str, ...], ...]
-    results: tuple[tuple[str, ...], ...]
-
-    @classmethod
-    def parse(cls, text: str) -> _Rule:
-        left, right = (tuple(tuple(term.split()) for term in side.split(",")) for side in text.split("->"))
-        return cls(text, left, right)
-
-    def _factors(self, term: tuple[str, ...], leading: int) -> tuple[str, ...]:
-        if term and term[0] == "...":
-            return (*(f"...{i}" for i in range(leading)), *term[1:])
-        return term
-
-    def _leading(self, ranks: Sequence[int]) -> int:
-        for term, rank in zip(self.operands, ranks, strict=True):
-            if term and term[0] == "...":
-                return rank - (len(term) - 1)
-        return 0
-
-    def assign(self, specs: Sequence[PartitionSpec], ranks: Sequence[int]) -> _Assignment:
-        """Mesh axes of each factor. Where operands disagree the first that shards the factor decides."""
-        leading = self._leading(ranks)
-        axes: dict[str, Axes] = {}
-        for term, spec in zip(self.operands, specs, strict=True):
-            for factor, entry in zip(self._factors(term, leading), spec, strict=False):
-                taken = {axis for used in axes.values() for axis in used}
-                wanted = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-                if wanted and not axes.get(factor) and not taken & set(wanted):
-                    axes[factor] = wanted
-        return _Assignment(self, leading, axes)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Assignment:
-    rule: _Rule
-    leading: int
-    axes: Mapping[str, Axes]
-
-    def _spec(self, term: tuple[str, ...]) -> PartitionSpec:
-        return PartitionSpec(*(self.axes.get(f) or None for f in self.rule._factors(term, self.leading)))
-
-    @property
-    def operand_specs(self) -> tuple[PartitionSpec, ...]:
-        return tuple(self._spec(term) for term in self.rule.operands)
-
-    @property
-    def result_specs(self) -> tuple[PartitionSpec, ...]:
-        return tuple(self._spec(term) for term in self.rule.results)
-
-    def only(self, keep: Callable[[str], bool]) -> dict[str, Axes]:
-        return {factor: axes for factor, axes in self.axes.items() if keep(factor)}
-
-
-def per_shard(rule: str, *, reduced: Sequence[str] = (), replicated: Sequence[str] = ()):
-    """Decorates `function(*operands, axes, **static)`, which computes on local arrays, for use on sharded ones.
+def per_shard(
+    rule: str,
+    *,
+    axes_of: Sequence[str] = (),
+    replicated: Sequence[str] = (),
+    reuse: Mapping[int, int] | None = None,
+):
+    """Decorates `function(*operands, axes, reuse, **static)`, which computes on local arrays, for use on sharded ones.
 
     Args:
       rule: Shardy's einsum-like notation, for example "... v, ... -> ..., ...". Factors that start a term as "..."
         are batch dimensions: `vmap` adds its own there, so the function must accept any number of them.
-      reduced: factors that operands may have sharded and results lack. The function is told their mesh axes and
-        combines over them by collectives; what it returns must not vary over them.
+      axes_of: factors whose mesh axes the function must know: to find its place in them, or, where results lack them,
+        to combine over them by collectives, so that what it returns does not vary over them.
       replicated: factors that must not be sharded; operands that are get gathered.
+      reuse: {operand index: result index}: results that may be written over an operand. The function is told to do so,
+        by `reuse`, unless the operand is an argument of the whole program that is not donated, where sharing a buffer
+        would cost a copy. Without it the function is not given `reuse`.
 
     Returns:
       A decorator. The decorated function takes the operands, the static keyword arguments, which must be hashable, and
-      `axes`, and returns a tuple. The original is given `axes`, {factor: mesh axes}, for the factors in `reduced` that
+      `axes`, and returns a tuple. The original is given `axes`, {factor: mesh axes}, for the factors in `axes_of` that
       are split right here; it should call the decorated function on its shard, without `axes`, and combine what comes
-      back. Where nothing is split `axes` is empty, and it makes its native call.
+      back. Where nothing is split `axes` is empty, and it makes its native call, with `aliases=reuse`.
     """
-    parsed = _Rule.parse(rule)
+    dispatch = _Dispatch(Rule.parse(rule), tuple(axes_of), tuple(replicated), tuple((reuse or {}).items()))
 
-    def decorate(function: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+    def decorate(function: Callable[..., Results]) -> Callable[..., Results]:
         @functools.cache
-        def bind(static: tuple[tuple[str, Any], ...]) -> Callable[..., tuple[Array, ...]]:
-            local = functools.partial(function, **dict(static))
-            return _batchable(_dispatcher(local, parsed, tuple(reduced), tuple(replicated)))
+        def bind(static: tuple[tuple[str, Any], ...]) -> Callable[..., Results]:
+            return functools.partial(dispatch, functools.partial(function, **dict(static)))
 
         @functools.wraps(function)
-        def wrapper(*operands: Array, axes: Mapping[str, Any] | None = None, **static: Any) -> tuple[Array, ...]:
+        def wrapper(*operands: Array, axes: Mapping[str, Any] | None = None, **static: Any) -> Results:
             if axes:  # the caller is inside shard_map and says itself what is split
-                return function(*operands, axes=axes, **static)
+                return function(*operands, axes=axes, **({"reuse": {}} if reuse else {}), **static)
             return bind(tuple(sorted(static.items())))(*operands)
 
         return wrapper
@@ -123,76 +73,69 @@ def per_shard(rule: str, *, reduced: Sequence[str] = (), replicated: Sequence[st
     return decorate
 
 
-def _batchable(dispatch: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """Gives `dispatch` a vmap rule, which custom_partitioning lacks: one more leading dimension."""
-    batchable = custom_vmap(dispatch)
+class _Dispatch:
+    """Calls a local function on operands that may be sharded in any way."""
 
-    @batchable.def_vmap
-    def _(axis_size, in_batched, *operands):
-        whole = [
-            x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            for x, batched in zip(operands, in_batched, strict=True)
-        ]
-        results = batchable(*whole)
-        return results, (True,) * len(results)
+    def __init__(self, rule: Rule, axes_of: tuple[str, ...], replicated: tuple[str, ...], reuse):
+        self.rule = rule
+        self.axes_of = axes_of
+        self.replicated = replicated
+        self.reuse = reuse
 
-    return batchable
-
-
-def _dispatcher(local, rule: _Rule, reduced: Axes, replicated: Axes) -> Callable[..., tuple[Array, ...]]:
-    def dispatch(*operands: Array) -> tuple[Array, ...]:
+    def __call__(self, function: Callable[..., Results], *operands: Array) -> Results:
         mesh = _mesh_of(operands)
-        explicit = set(mesh.explicit_axes)
-        if any(axis in explicit for operand in operands for axis in _axes_of(operand)):
-            return over_explicit_axes(mesh, operands)
-        if not mesh.empty and not mesh.auto_axes:
-            return local(*operands, axes={})
-        return _partitioned(local, rule, reduced, replicated, mesh)(*operands)
+        if any(axis in mesh.explicit_axes for operand in operands for axis in _axes_of(operand)):
+            return self._over_explicit_axes(function, mesh, operands)
+        local = functools.partial(function, axes={})
+        body = local if not mesh.empty and not mesh.auto_axes else self._over_auto_axes(function, mesh)
+        return bind_local_call(body, self.reuse, functools.partial(self, function), operands)
 
-    def over_explicit_axes(mesh, operands: tuple[Array, ...]) -> tuple[Array, ...]:
-        assignment = rule.assign([jax.typeof(x).sharding.spec for x in operands], [x.ndim for x in operands])
-        assignment = dataclasses.replace(assignment, axes=assignment.only(lambda factor: factor not in replicated))
-        axes = assignment.only(lambda factor: factor in reduced)
-        specs = assignment.operand_specs
+    def _assign(self, specs: Sequence[PartitionSpec], ranks: Sequence[int]):
+        assignment = self.rule.assign(specs, ranks, self.replicated)
+        return assignment, {factor: assignment.axes[factor] for factor in self.axes_of if factor in assignment.axes}
 
-        def shards(*local_operands: Array) -> tuple[Array, ...]:
-            return local(*local_operands, axes=axes) if axes else dispatch(*local_operands)
+    def _over_explicit_axes(self, function, mesh, operands: tuple[Array, ...]) -> Results:
+        assignment, axes = self._assign([jax.typeof(x).sharding.spec for x in operands], [x.ndim for x in operands])
 
+        def shards(*local: Array) -> Results:
+            if axes:
+                return function(*local, axes=axes, **({"reuse": {}} if self.reuse else {}))
+            return self(function, *local)
+
+        # Operands that already lie as they should are passed on as they are: their buffers may then be reused.
+        moved = [
+            x if jax.typeof(x).sharding.spec == spec else jax.reshard(x, NamedSharding(mesh, spec))
+            for x, spec in zip(operands, assignment.operand_specs, strict=True)
+        ]
         return jax.shard_map(
             shards,
             mesh=mesh,
-            in_specs=specs,
+            in_specs=assignment.operand_specs,
             out_specs=assignment.result_specs,
             axis_names=set(mesh.explicit_axes),
-        )(*(jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)))
+        )(*moved)
 
-    return dispatch
+    def _over_auto_axes(self, function, trace_mesh) -> Callable[..., Results]:
+        def run(*operands: Array, **reuse: Any) -> Results:
+            @custom_partitioning
+            def whole(*operands: Array) -> Results:
+                return function(*operands, axes={}, **reuse)
 
+            def partition(mesh, operand_shapes, result_shapes):
+                del result_shapes
+                whole_mesh, mesh, specs = _decode(mesh, trace_mesh, operand_shapes)
+                assignment, axes = self._assign(specs, [len(x.shape) for x in operand_shapes])
+                return (
+                    whole_mesh,
+                    functools.partial(function, axes=axes, **reuse),
+                    tuple(NamedSharding(mesh, spec) for spec in assignment.result_specs),
+                    tuple(NamedSharding(mesh, spec) for spec in assignment.operand_specs),
+                )
 
-def _partitioned(local, rule: _Rule, reduced: Axes, replicated: Axes, trace_mesh) -> Callable[..., tuple[Array, ...]]:
-    @custom_partitioning
-    def whole(*operands: Array) -> tuple[Array, ...]:
-        return local(*operands, axes={})
+            whole.def_partition(partition, sharding_rule=self.rule.text, need_replication_factors=self.replicated)
+            return whole(*operands)
 
-    def partition(mesh, operand_shapes, result_shapes):
-        del result_shapes
-        whole_mesh, mesh, specs = _decode(mesh, trace_mesh, operand_shapes)
-        assignment = rule.assign(specs, [len(x.shape) for x in operand_shapes])
-        assignment = dataclasses.replace(assignment, axes=assignment.only(lambda factor: factor not in replicated))
-        axes = assignment.only(lambda factor: factor in reduced)
-
-        def shards(*operands: Array) -> tuple[Array, ...]:
-            return local(*operands, axes=axes)
-
-        return (
-            whole_mesh,
-            shards,
-            tuple(NamedSharding(mesh, spec) for spec in assignment.result_specs),
-            tuple(NamedSharding(mesh, spec) for spec in assignment.operand_specs),
-        )
-
-    whole.def_partition(partition, sharding_rule=rule.text, need_replication_factors=replicated)
-    return whole
+        return run
 
 
 def _decode(mesh: Mesh, trace_mesh, operands) -> tuple[Mesh, Mesh, list[PartitionSpec]]:

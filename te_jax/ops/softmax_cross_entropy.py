@@ -118,7 +118,7 @@ def _validate(logits, labels, label_smoothing, z_loss, logit_softcap, reduction)
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=native.INLINE)
 def _softmax_cross_entropy(logits: Array, labels: Array, loss: _Loss, reduction: str, use_native: bool) -> Array:
     if not use_native:
         return reference.softmax_cross_entropy(logits, labels, reduction=reduction, **dataclasses.asdict(loss))
@@ -152,47 +152,48 @@ def _forward(logits: Array, labels: Array, loss: _Loss):
 
 
 def _backward(loss: _Loss, residuals, cotangent: Array):
-    # An elementwise loop: XLA compiles it to the speed of a copy, and reuses the logits' buffer when it is free. A
-    # custom call could only do the second by copying the logits wherever their buffer is not (docs/measurements.md).
     logits, codes, lse = residuals
-    vocab = _global_vocab(logits, loss.axis_name)
-    weight = _where_counted(codes, _over_replicas(cotangent, loss.axis_name))[..., None]
-    columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    hit = columns == _local_codes(codes, logits.shape[-1], loss.axis_name)[..., None]
-
-    z = logits.astype(jnp.float32)
-    slope = None
-    if loss.logit_softcap is not None:
-        tanh = jnp.tanh(z / loss.logit_softcap)
-        z, slope = loss.logit_softcap * tanh, 1.0 - jnp.square(tanh)
-    gradient = weight * (1.0 + 2.0 * loss.z_loss * lse[..., None]) * jnp.exp(z - lse[..., None])
-    gradient -= jnp.where(hit, weight * (1.0 - loss.label_smoothing), 0.0)
-    if loss.label_smoothing:
-        gradient -= weight * (loss.label_smoothing / vocab)
-    if slope is not None:
-        gradient *= slope
-    return jnp.where(weight == 0.0, 0.0, gradient).astype(logits.dtype), None
+    weight = _where_counted(codes, _over_replicas(cotangent, loss.axis_name))
+    (gradient,) = _logits_gradient(
+        logits,
+        codes,
+        lse,
+        weight,
+        axes={"v": loss.axis_name} if loss.axis_name else {},
+        softcap=loss.logit_softcap or 0.0,
+        label_smoothing=loss.label_smoothing,
+        uniform=loss.label_smoothing / _global_vocab(logits, loss.axis_name),
+        z_loss=loss.z_loss,
+    )
+    return gradient, None
 
 
 _per_token.defvjp(_forward, _backward)
 
 
-@native.per_shard("... v, ... -> ..., ..., ...", reduced=("v",))
-def _row_statistics(logits: Array, codes: Array, *, softcap: float, with_total: bool, axes) -> tuple[Array, ...]:
+@native.per_shard("... v, ... -> ..., ..., ...", axes_of=("v",))
+def _row_statistics(logits: Array, codes: Array, *, axes, **attributes) -> tuple[Array, ...]:
     """(lse, z[label], Σz) of each row, float32 [*batch], from the one read of the logits in the forward pass."""
     if "v" in axes:
         codes = _local_codes(codes, logits.shape[-1], axes["v"])
-        return _merge(_row_statistics(logits, codes, softcap=softcap, with_total=with_total), axes["v"])
+        return _merge(_row_statistics(logits, codes, **attributes), axes["v"])
     row = jax.ShapeDtypeStruct(codes.shape, jnp.float32)
+    return native.call("te_softmax_cross_entropy_statistics", (row, row, row), logits, codes, **attributes)
+
+
+@native.per_shard("... v, ..., ..., ... -> ... v", axes_of=("v",), reuse={0: 0})
+def _logits_gradient(logits: Array, codes: Array, lse: Array, weight: Array, *, axes, reuse, **attributes):
+    """The gradient of Σ weight · loss, over the logits themselves where their buffer is free."""
+    if "v" in axes:
+        codes = _local_codes(codes, logits.shape[-1], axes["v"])
+        return _logits_gradient(logits, codes, lse, weight, **attributes)
     return native.call(
-        "te_softmax_cross_entropy", (row, row, row), logits, codes, softcap=softcap, with_total=with_total
+        "te_softmax_cross_entropy_gradient", (logits,), logits, codes, lse, weight, aliases=reuse, **attributes
     )
 
 
 def _local_codes(codes: Array, local_vocab: int, axis_name: AxisName | None) -> Array:
     """Codes of labels in the whole vocabulary as codes in this device's shard of it."""
-    if not axis_name:
-        return codes
     column = codes - lax.axis_index(axis_name) * local_vocab
     here = (codes >= 0) & (column >= 0) & (column < local_vocab)
     return jnp.where(here, column, jnp.where(codes == _IGNORED, _IGNORED, _ELSEWHERE))

@@ -1,0 +1,104 @@
+"""A primitive around calls of local functions, for the two things that custom_partitioning and ffi_call cannot do.
+
+It has a vmap rule: one more leading dimension. And it knows, while it is lowered, where its operands come from, which
+decides whether a result may take over an operand's buffer. XLA can be told only that it must; where the operand is an
+argument that the caller keeps, it then copies it first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir
+
+# For jit around an operation: a function of its own would hide from _is_borrowed where its arguments come from.
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+Reuse = tuple[tuple[int, int], ...]
+
+_local_call_p = Primitive("te_local_call")
+_local_call_p.multiple_results = True
+
+
+def bind_local_call(
+    body: Callable[..., tuple[Array, ...]],
+    reuse: Reuse,
+    on_batch: Callable[..., tuple[Array, ...]],
+    operands: Sequence[Array],
+) -> tuple[Array, ...]:
+    """Calls body(*operands), or body(*operands, reuse={operand: result}) where any reuse is possible.
+
+    Args:
+      body: what to run; its results have the operands' leading dimensions.
+      reuse: (operand index, result index) pairs that may share a buffer.
+      on_batch: called under vmap, on operands that all have one more leading dimension.
+      operands: arrays.
+    """
+    fresh = functools.partial(body, reuse={}) if reuse else body
+    variants = (jax.make_jaxpr(fresh)(*operands),)
+    if reuse:
+        variants += (jax.make_jaxpr(functools.partial(body, reuse=dict(reuse)))(*operands),)
+    return tuple(_local_call_p.bind(*operands, variants=variants, reuse=reuse, on_batch=on_batch))
+
+
+@_local_call_p.def_impl
+def _(*operands, variants: tuple[ClosedJaxpr, ...], **_):
+    return jaxpr_as_fun(variants[0])(*operands)
+
+
+@_local_call_p.def_abstract_eval
+def _(*_, variants: tuple[ClosedJaxpr, ...], **__):
+    return variants[0].out_avals
+
+
+def _batch(operands, dims, *, on_batch, **_):
+    (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
+    whole = [
+        jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+        for x, dim in zip(operands, dims, strict=True)
+    ]
+    results = on_batch(*whole)
+    return results, (0,) * len(results)
+
+
+def _jvp(*_, **__):
+    raise NotImplementedError(
+        "native kernels are differentiated once, by their own rules; for second derivatives use "
+        "implementation='reference'"
+    )
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *values: ir.Value, variants, reuse: Reuse, **_):
+    free = bool(reuse) and not any(_is_borrowed(values[operand]) for operand, _ in reuse)
+    return mlir.lower_fun(jaxpr_as_fun(variants[free]), multiple_results=True)(ctx, *values)
+
+
+def _is_borrowed(value: ir.Value) -> bool:
+    """Whether the value is an argument of the whole program that its caller keeps.
+
+    Arguments of loop bodies and called functions count as free: XLA finds out, and copies where it must.
+    """
+    while isinstance(value, ir.BlockArgument):
+        owner = value.owner.owner
+        if owner.name == "sdy.manual_computation":  # the body of a shard_map: ask about what was passed in
+            value = owner.operands[value.arg_number]
+            continue
+        attributes = owner.attributes
+        if "sym_visibility" not in attributes or ir.StringAttr(attributes["sym_visibility"]).value != "public":
+            return False
+        marks = ir.DictAttr(ir.ArrayAttr(attributes["arg_attrs"])[value.arg_number]) if "arg_attrs" in attributes else ()
+        return not any(donated in marks for donated in ("tf.aliasing_output", "jax.buffer_donor"))
+    return False
+
+
+batching.primitive_batchers[_local_call_p] = _batch
+ad.primitive_jvps[_local_call_p] = _jvp
+# Not cacheable: a cached rule is lowered into a function of its own, where every operand is an argument.
+mlir.register_lowering(_local_call_p, _lower, cacheable=False)
