@@ -4,7 +4,6 @@ Importing te_jax loads no extension, starts no backend and touches no GPU; the f
 """
 
 from te_jax import ops
-
-__version__ = "0.1.0"
+from te_jax._version import __version__
 
 __all__ = ["__version__", "ops"]

@@ -1,5 +1,6 @@
-// Rows are shared out to XLA's pool of CPU threads. For the statistics each row is read once, in blocks that stay in the
-// L1 cache between the pass that finds the maximum and the pass that sums the exponentials; the gradient is elementwise.
+// Rows are shared out to XLA's pool of CPU threads. For the statistics each row is read once, in blocks that stay in
+// the L1 cache between the pass that finds the maximum and the pass that sums the exponentials; the gradient is
+// elementwise.
 //
 // The loops are written for the vectoriser, and compiled for three instruction sets: the best is picked when the
 // library is loaded, so that one wheel is fast on every x86-64.
@@ -191,13 +192,13 @@ TE_JAX_INLINE void GradientOfRows(const Logits& logits, int64_t begin, int64_t e
 }
 
 // target_clones does not apply to templates: one plain function for each type.
-#define TE_JAX_FUNCTIONS(T)                                                                                     \
-  TE_JAX_CLONES void StatisticsOf##T(const Logits& logits, int64_t begin, int64_t end, bool with_total,         \
-                                     Statistics out) {                                                          \
-    StatisticsOfRows<T>(logits, begin, end, with_total, out);                                                   \
-  }                                                                                                             \
+#define TE_JAX_FUNCTIONS(T)                                                                                      \
+  TE_JAX_CLONES void StatisticsOf##T(const Logits& logits, int64_t begin, int64_t end, bool with_total,          \
+                                     Statistics out) {                                                           \
+    StatisticsOfRows<T>(logits, begin, end, with_total, out);                                                    \
+  }                                                                                                              \
   TE_JAX_CLONES void GradientOf##T(const Logits& logits, int64_t begin, int64_t end, const Gradient& gradient) { \
-    GradientOfRows<T>(logits, begin, end, gradient);                                                            \
+    GradientOfRows<T>(logits, begin, end, gradient);                                                             \
   }
 TE_JAX_FUNCTIONS(Float32)
 TE_JAX_FUNCTIONS(BFloat16)

@@ -2,13 +2,13 @@
 // Gradient: one read and one write, elementwise.
 //
 // Bytes per logit: its size for the statistics, twice that for the gradient. On an H200 (4.3 TB/s measured) 8192 ×
-// 128256 bfloat16 cannot take less than 0.49 + 0.98 ms. Per logit and pass: one MUFU.EX2 (16 a clock and SM) and five to
-// eight FP32 instructions (128 a clock and SM), 60% and 50% of the statistics' time, so loads must run ahead of the
+// 128256 bfloat16 cannot take less than 0.49 + 0.98 ms. Per logit and pass: one MUFU.EX2 (16 a clock and SM) and five
+// to eight FP32 instructions (128 a clock and SM), 60% and 50% of the statistics' time, so loads must run ahead of the
 // arithmetic: every thread keeps kUnroll 16-byte loads in flight. Sizes were tuned on an H200 (docs/measurements.md).
 //
-// In the statistics a row belongs to a few lanes (short rows), to one thread block, or to a cluster of thread blocks that
-// merge through distributed shared memory (long rows, too few of them to fill the GPU). In the gradient every thread
-// block takes a stretch of one row, whatever its length.
+// In the statistics a row belongs to a few lanes (short rows), to one thread block, or to a cluster of thread blocks
+// that merge through distributed shared memory (long rows, too few of them to fill the GPU). In the gradient every
+// thread block takes a stretch of one row, whatever its length.
 
 #include <cooperative_groups.h>
 
@@ -171,7 +171,8 @@ __global__ void __launch_bounds__(kLaneThreads) StatisticsOnLanes(const T* logit
   constexpr int kRows = kLaneThreads / kLanes;
   const int lane = threadIdx.x % kLanes;
   // Rows of one warp may end or be ignored at different times: each group shuffles alone.
-  const unsigned lanes = (kLanes == kWarp ? 0xffffffffu : (1u << kLanes) - 1u) << (threadIdx.x % kWarp / kLanes * kLanes);
+  const unsigned lanes = (kLanes == kWarp ? 0xffffffffu : (1u << kLanes) - 1u)
+                         << (threadIdx.x % kWarp / kLanes * kLanes);
   for (int64_t index = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes; index < rows;
        index += int64_t{gridDim.x} * kRows) {
     const int32_t label = labels[index];
@@ -305,7 +306,8 @@ __global__ void __launch_bounds__(kGradientThreads)
     if (stretch == 0) {
       for (int64_t i = threadIdx.x; i < split.loose; i += blockDim.x) {
         const int64_t c = split.ColumnOfLoose(i);
-        const float x = weight == 0.0f ? 0.0f : terms.At<kSoftcap>(ToFloat(row[c]), c == label, softcap, inverse_softcap);
+        const float x =
+            weight == 0.0f ? 0.0f : terms.At<kSoftcap>(ToFloat(row[c]), c == label, softcap, inverse_softcap);
         out[c] = FromFloat<T>(x);
       }
     }

@@ -1,4 +1,5 @@
 #include "common/ffi.h"
+
 #include "softmax_cross_entropy/softmax_cross_entropy.h"
 
 namespace te::softmax_cross_entropy {

@@ -7,6 +7,7 @@ say how that call may be split over devices. None of them knows any operation.
 from te_jax.native.call import call, result_type
 from te_jax.native.extension import (
     ExtensionStatus,
+    Implementation,
     NativeUnavailableError,
     available,
     peer_access,
@@ -20,6 +21,7 @@ from te_jax.native.sharding import per_shard
 __all__ = [
     "INLINE",
     "ExtensionStatus",
+    "Implementation",
     "NativeUnavailableError",
     "available",
     "call",

@@ -36,7 +36,7 @@ def _attribute(value: object) -> object:
 
 def call(
     target: str,
-    results: Sequence[jax.ShapeDtypeStruct],
+    results: Sequence[jax.ShapeDtypeStruct | Array],
     *operands: Array,
     aliases: Mapping[int, int] | None = None,
     has_side_effect: bool = False,
@@ -46,7 +46,7 @@ def call(
 
     Args:
       target: name of the target, the same on every platform.
-      results: shape and dtype of every result.
+      results: an example of every result, for its shape and dtype.
       operands: arrays; XLA hands them over row-major.
       aliases: {operand index: result index} that must share one buffer. An operand that is still needed afterwards, or
         a jit argument that is not donated, is copied first.

@@ -26,23 +26,26 @@ def _directories() -> Iterator[Path]:
             yield from (Path(toolkit) / "lib64", Path(toolkit) / "lib")
 
 
-def load() -> None:
+def load() -> str | None:
     """Loads the libraries into the process, so that importing the extension finds them by name.
 
-    Raises:
-      OSError: naming the library that was not found, where it was sought, and how to get it.
+    Returns:
+      None, or which library was found nowhere, where it was sought, and how to get it.
     """
     for library in _LIBRARIES:
-        candidates = [str(path) for directory in _directories() if (path := directory / library).exists()]
-        for candidate in (*candidates, library):
-            try:
-                ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
-                break
-            except OSError:
-                continue
-        else:
-            sought = ", ".join(str(directory) for directory in _directories()) or "no directory"
-            raise OSError(
-                f"{library} was found neither by the dynamic loader nor in {sought}; "
+        found = (str(path) for directory in _directories() if (path := directory / library).exists())
+        if not any(_open(candidate) for candidate in (*found, library)):
+            sought = ", ".join(["the dynamic loader's paths", *(str(directory) for directory in _directories())])
+            return (
+                f"{library}, which is in none of: {sought}; "
                 'pip install "jax[cuda13]", or install the CUDA 13 toolkit and set CUDA_HOME'
             )
+    return None
+
+
+def _open(library: str) -> bool:
+    try:
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False
+    return True

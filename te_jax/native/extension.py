@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import re
 import threading
@@ -15,6 +16,7 @@ from typing import Literal
 
 import jax
 
+from te_jax._version import __version__
 from te_jax.native import cuda_libraries
 
 Implementation = Literal["native", "reference"]
@@ -72,34 +74,31 @@ def _load(platform: str) -> tuple[types.ModuleType | None, ExtensionStatus]:
     if importlib.util.find_spec(name) is None:
         needs = "a C++ compiler" if platform == "cpu" else "nvcc on PATH and TE_JAX_CUDA=ON"
         return failed(f"te_jax was installed without {name}; install it again with {needs}", built=False)
+    if platform == "cuda" and (missing := cuda_libraries.load()):
+        return failed(f"{name} needs {missing}")
     try:
-        if platform == "cuda":
-            cuda_libraries.load()
         module = importlib.import_module(name)
         ffi_api, build = tuple(module.ffi_api), dict(module.build())
     except Exception as error:
-        return failed(f"{name} cannot be loaded by te_jax {_version()} ({type(error).__name__}: {error}); {_REINSTALL}")
+        versions = f"te_jax {__version__} and jaxlib {_jaxlib_version()}"
+        return failed(f"{name} cannot be loaded under {versions} ({type(error).__name__}: {error}); {_REINSTALL}")
 
-    import jaxlib
-
-    if build["te_jax"] != _version():
-        problem = f"{name} was built for te_jax {build['te_jax']}, but this is te_jax {_version()}; {_REINSTALL}"
+    if build["te_jax"] != __version__:
+        problem = f"{name} was built for te_jax {build['te_jax']}, but this is te_jax {__version__}; {_REINSTALL}"
         return failed(problem, ffi_api=ffi_api, build=build)
     runtime = runtime_ffi_api()
     # XLA accepts handlers of its own major version that are not newer than itself.
     if ffi_api[0] != runtime[0] or ffi_api[1] > runtime[1]:
         problem = (
             f"{name} speaks XLA FFI {ffi_api[0]}.{ffi_api[1]} (headers of jaxlib {build['jaxlib headers']}), but "
-            f"jaxlib {jaxlib.__version__} speaks {runtime[0]}.{runtime[1]}; upgrade jaxlib, or {_REINSTALL}"
+            f"jaxlib {_jaxlib_version()} speaks {runtime[0]}.{runtime[1]}; upgrade jaxlib, or {_REINSTALL}"
         )
         return failed(problem, ffi_api=ffi_api, build=build)
     return module, ExtensionStatus(platform, name, True, True, None, ffi_api, build)
 
 
-def _version() -> str:
-    import te_jax
-
-    return te_jax.__version__
+def _jaxlib_version() -> str:
+    return importlib.metadata.version("jaxlib")
 
 
 def status() -> tuple[ExtensionStatus, ...]:
@@ -139,7 +138,7 @@ def _problem_on_default_backend() -> tuple[str | None, bool]:
         problem = _load("cpu")[1].problem
         return problem, problem is not None
     if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
-        return f"te_jax has no native kernels for the platform {device.platform!r}; use implementation='reference'", False
+        return f"te_jax has no native kernels for {device.platform!r} devices; use implementation='reference'", False
     module, state = _load("cuda")
     if module is None:
         return state.problem, True

@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 
 # For jit around an operation: a function of its own would hide from _is_borrowed where its arguments come from.
-INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+INLINE: Any = getattr(jax, "Inline").JAX_EARLY if hasattr(jax, "Inline") else True  # noqa: B009, jax < 0.11
 
 Reuse = tuple[tuple[int, int], ...]
 
@@ -93,7 +93,9 @@ def _is_borrowed(value: ir.Value) -> bool:
         attributes = owner.attributes
         if "sym_visibility" not in attributes or ir.StringAttr(attributes["sym_visibility"]).value != "public":
             return False
-        marks = ir.DictAttr(ir.ArrayAttr(attributes["arg_attrs"])[value.arg_number]) if "arg_attrs" in attributes else ()
+        if "arg_attrs" not in attributes:
+            return True
+        marks = ir.DictAttr(ir.ArrayAttr(attributes["arg_attrs"])[value.arg_number])
         return not any(donated in marks for donated in ("tf.aliasing_output", "jax.buffer_donor"))
     return False
 

@@ -30,11 +30,12 @@ class Rule:
 
         Where operands disagree, the first that shards a factor decides, and no mesh axis is given out twice.
         """
-        batch = next((rank - len(term) + 1 for term, rank in zip(self.operands, ranks, strict=True) if _BATCH in term), 0)
+        terms = zip(self.operands, ranks, strict=True)
+        batch = next((rank - len(term) + 1 for term, rank in terms if _BATCH in term), 0)
         axes: dict[str, Axes] = {}
         for term, spec in zip(self.operands, specs, strict=True):
             for factor, entry in zip(_expand(term, batch), spec, strict=False):
-                wanted = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+                wanted = axes_of_entry(entry)
                 taken = {axis for given in axes.values() for axis in given}
                 if wanted and factor not in axes and factor not in replicated and not taken & set(wanted):
                     axes[factor] = wanted
@@ -52,6 +53,11 @@ class Assignment:
     axes: Mapping[str, Axes]
     operand_specs: tuple[PartitionSpec, ...]
     result_specs: tuple[PartitionSpec, ...]
+
+
+def axes_of_entry(entry: str | tuple[str, ...] | None) -> Axes:
+    """The mesh axes that one entry of a PartitionSpec names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _expand(term: tuple[str, ...], batch: int) -> tuple[str, ...]:

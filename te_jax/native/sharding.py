@@ -25,7 +25,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from te_jax.native.local_call import bind_local_call
-from te_jax.native.rule import Rule
+from te_jax.native.rule import Rule, axes_of_entry
 
 Results = tuple[Array, ...]
 
@@ -159,8 +159,7 @@ def _decode(mesh: Mesh, trace_mesh, operands) -> tuple[Mesh, Mesh, list[Partitio
 
 
 def _axes_of(operand: Array) -> tuple[str, ...]:
-    spec = jax.typeof(operand).sharding.spec
-    return tuple(axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry))
+    return tuple(axis for entry in jax.typeof(operand).sharding.spec for axis in axes_of_entry(entry))
 
 
 def _mesh_of(operands: Sequence[Array]):

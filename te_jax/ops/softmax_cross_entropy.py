@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import numbers
 from typing import Literal
 
 import jax
@@ -85,7 +84,6 @@ def softmax_cross_entropy(
       z-loss: Chowdhery et al., arXiv:2204.02311. Soft cap: Gemma Team, arXiv:2408.00118.
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-    _validate(logits, labels, label_smoothing, z_loss, logit_softcap, reduction)
     loss = _Loss(
         float(label_smoothing),
         int(ignore_index),
@@ -93,10 +91,11 @@ def softmax_cross_entropy(
         None if logit_softcap is None else float(logit_softcap),
         tuple(axis_name) if isinstance(axis_name, list) else axis_name,
     )
+    _validate(logits, labels, loss, reduction)
     return _softmax_cross_entropy(logits, labels, loss, reduction, native.use_native(implementation))
 
 
-def _validate(logits, labels, label_smoothing, z_loss, logit_softcap, reduction) -> None:
+def _validate(logits: Array, labels: Array, loss: _Loss, reduction: str) -> None:
     if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"logits have dtype {logits.dtype}; they must be float32, bfloat16 or float16: cast them")
     if logits.ndim == 0 or logits.shape[-1] == 0:
@@ -107,12 +106,12 @@ def _validate(logits, labels, label_smoothing, z_loss, logit_softcap, reduction)
         raise ValueError(
             f"labels have shape {labels.shape}; for logits of shape {logits.shape} they must have {logits.shape[:-1]}"
         )
-    if not (isinstance(label_smoothing, numbers.Real) and 0.0 <= label_smoothing <= 1.0):
-        raise ValueError(f"label_smoothing is {label_smoothing}; it must be a number in [0, 1]")
-    if not (isinstance(z_loss, numbers.Real) and 0.0 <= z_loss < math.inf):
-        raise ValueError(f"z_loss is {z_loss}; it must be a finite number of at least 0")
-    if logit_softcap is not None and not (isinstance(logit_softcap, numbers.Real) and 0.0 < logit_softcap < math.inf):
-        raise ValueError(f"logit_softcap is {logit_softcap}; it must be a finite number above 0, or None")
+    if not 0.0 <= loss.label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing is {loss.label_smoothing}; it must be in [0, 1]")
+    if not 0.0 <= loss.z_loss < math.inf:
+        raise ValueError(f"z_loss is {loss.z_loss}; it must be finite and at least 0")
+    if loss.logit_softcap is not None and not 0.0 < loss.logit_softcap < math.inf:
+        raise ValueError(f"logit_softcap is {loss.logit_softcap}; it must be finite and above 0, or None")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
 

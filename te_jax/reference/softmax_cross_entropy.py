@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -76,4 +75,3 @@ def reduce_tokens(loss: Array, ignored: Array, reduction: str) -> Array:
         return total
     counted = jnp.sum(~ignored, dtype=jnp.int32)
     return total / jnp.maximum(counted, 1).astype(loss.dtype)
-

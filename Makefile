@@ -1,0 +1,100 @@
+# Every target sets up what it needs. PY names another Python that has the package and its tools, and then nothing is
+# installed: make test-gpu PY=python3
+
+PYTHON ?= python3
+VENV   ?= .venv
+PY     ?= $(VENV)/bin/python
+JAX    ?=
+
+ifeq ($(PY),$(VENV)/bin/python)
+PACKAGE := $(VENV)/package.stamp
+TOOLS   := $(VENV)/tools.stamp
+endif
+
+SOURCES := $(shell find cuda_ext -type f) CMakeLists.txt pyproject.toml
+PYTEST   = $(PY) -m pytest
+RUN_OUT ?= runs/demo
+
+.PHONY: help demo test test-gpu bench lint format sanitize sanitize-cpu tables wheel clean
+
+help:
+	@echo "make demo          train a small language model on text that ships with Python"
+	@echo "make test          all tests on the CPU, with eight simulated devices"
+	@echo "make test-gpu      the operations' tests on the GPUs of this machine"
+	@echo "make bench         every benchmark on this machine"
+	@echo "make lint          ruff, pyright, clang-format, import-linter, tables"
+	@echo "make format        what lint can mend by itself"
+	@echo "make sanitize      the operations' tests under compute-sanitizer memcheck and racecheck"
+	@echo "make sanitize-cpu  the operations' tests with the CPU extension under ASan and UBSan"
+	@echo "make tables        tables and figures of README and docs, from benchmarks/results"
+	@echo "make wheel         a wheel, in dist/"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+
+# jax[cuda13] only where there is a GPU to use it.
+EXTRAS := train$(shell nvidia-smi -L >/dev/null 2>&1 && echo ",cuda13")
+$(VENV)/package.stamp: $(SOURCES) | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --editable ".[$(EXTRAS)]" $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
+	@touch $@
+
+$(VENV)/tools.stamp: pyproject.toml | $(VENV)/package.stamp
+	$(VENV)/bin/python -m pip install --quiet --group dev $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
+	@touch $@
+
+demo: $(PACKAGE)
+	rm -rf $(RUN_OUT)
+	$(PY) -m te_jax.cli train --out $(RUN_OUT)
+
+test: $(PACKAGE) $(TOOLS)
+	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu $(PYTEST) -n auto --dist loadfile $(ARGS)
+
+test-gpu: $(PACKAGE) $(TOOLS)
+	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
+	  $(PYTEST) tests/ops tests/native tests/gpu $(ARGS)
+
+bench: $(PACKAGE) $(TOOLS)
+	$(PY) -m te_jax.cli bench softmax_cross_entropy
+
+lint: $(PACKAGE) $(TOOLS)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright --pythonpath $(PY)
+	$(dir $(PY))clang-format --dry-run --Werror $(shell find cuda_ext -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+	$(dir $(PY))lint-imports
+	$(PY) -m benchmarks.tables --check
+
+format: $(PACKAGE) $(TOOLS)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(dir $(PY))clang-format -i $(shell find cuda_ext -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+
+tables: $(PACKAGE) $(TOOLS)
+	$(PY) -m benchmarks.tables
+
+# One allocation for each buffer, so that reading past one is seen. Sharding is not the kernels' business.
+SANITIZED := tests/ops tests/gpu -m "not slow" -k "not shard and not mesh and not pmap and not subprocess" -p no:cacheprovider
+sanitize: $(PACKAGE) $(TOOLS)
+	for tool in memcheck racecheck; do \
+	  JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_ALLOCATOR=platform TE_JAX_TEST_SANITIZE=1 \
+	  compute-sanitizer --tool $$tool --error-exitcode 9 --kernel-regex kns=softmax_cross_entropy \
+	    $(PYTEST) $(SANITIZED) --timeout 1200 $(ARGS) || exit 1; \
+	done
+
+# The sanitizers' runtimes must be in the process before Python's own libraries; leaks there are not ours to report.
+sanitize-cpu: $(PACKAGE) $(TOOLS)
+	$(dir $(PY))cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(dir $(PY)))/ninja \
+	  -DPython_EXECUTABLE=$(abspath $(PY)) -DTE_JAX_CUDA=OFF -DTE_JAX_SANITIZE=ON
+	$(dir $(PY))cmake --build build/sanitize
+	$(dir $(PY))cmake --install build/sanitize --prefix build/sanitize/installed
+	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu PYTHONPATH=build/sanitize/installed TE_JAX_TEST_SANITIZE=1 \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  $(PY) -P -m pytest -o pythonpath= tests/ops -k "not subprocess" --timeout 1200 $(ARGS)
+
+wheel: | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist $(VENV)

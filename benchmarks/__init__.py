@@ -1,0 +1,8 @@
+"""Benchmarks of te_jax against its peers.
+
+A family is a module here with a `FAMILY`; `te-jax bench` lists and runs them. Beside the families there are
+
+- shapes: the shapes of real models, shared by every family
+- harness: timing, the record of the environment, the result files
+- tables: turns result files into the tables and figures of README.md and docs/
+"""

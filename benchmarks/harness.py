@@ -1,0 +1,442 @@
+"""Timing, the record of the environment, and result files: what every benchmark family shares.
+
+How a time is taken. All candidates of a case run in one process on the same values. A sample enqueues so many calls
+back to back that it lasts about `Timing.sample_seconds`, blocks once at its end, and divides: dispatch hides behind
+execution, and what remains is the device's time. Candidates take their samples in turn, and the turn starts with
+another candidate each round, so that clocks and temperatures drift alike for all. Where calls could run at the same
+time (the CPU backend runs independent computations concurrently) every call is waited for.
+"""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+import te_jax
+from te_jax.cli import _host
+from te_jax.cli._table import aligned
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+_VERSIONS_OF = ("jax", "jaxlib", "optax", "numpy", "torch", "triton", "jax-cuda13-plugin")
+
+
+class SelectionError(ValueError):
+    """The cases or peers asked for cannot be run; the message names those that can."""
+
+
+class Case(Protocol):
+    """A case of a family: one problem size."""
+
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long to measure.
+
+    Attributes:
+      samples: timed samples of each candidate.
+      sample_seconds: wall time that one sample should last, in seconds.
+    """
+
+    samples: int = 15
+    sample_seconds: float = 0.03
+
+
+FULL = Timing()
+QUICK = Timing(samples=3, sample_seconds=0.005)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation, ready to be timed.
+
+    Attributes:
+      name: its name in tables and result files.
+      call: enqueues one call and returns something that `wait` understands.
+      arguments: returns the arguments of that many calls, ready on the device, before the clock starts. Fresh ones
+        for a call that consumes its arguments.
+      wait: blocks until the call that returned its argument, and all before it on the same stream, have finished.
+      most_calls: no sample enqueues more calls than this, for the memory that `arguments` takes.
+      temporary_bytes: what the compiled program allocates beside arguments and results; None where unknown.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    arguments: Callable[[int], Sequence[tuple[Any, ...]]]
+    wait: Callable[[Any], Any] = jax.block_until_ready
+    most_calls: int = 1000
+    temporary_bytes: int | None = None
+
+
+@dataclass
+class CaseResult:
+    """What a family measured of one case.
+
+    Attributes:
+      rows: one flat dictionary for each operation and implementation; see `docs/benchmarks.md` for the keys.
+      skipped: dictionaries `{case, operation, implementation, reason}` of what could not be measured.
+      wrong: like `skipped`, for results outside the error bounds; their times are not reported.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    wrong: list[dict[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The figure of a family that README shows: `figure` of the rows of `operation`, where lower is better."""
+
+    operation: str
+    figure: str
+    label: str
+    implementations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A benchmark family: what `te-jax bench NAME` runs.
+
+    Attributes:
+      description: one line for the list of families.
+      cases: cases by JAX platform, "gpu" or "cpu"; the first of them are the default.
+      implementations: every implementation and peer that it knows, in the order of the tables.
+      peers: those of `implementations` that `--peers` chooses from. The others always run.
+      run_case: measures one case with the chosen implementations.
+      headline: what README shows.
+    """
+
+    description: str
+    cases: dict[str, tuple[Case, ...]]
+    implementations: tuple[str, ...]
+    peers: tuple[str, ...]
+    run_case: Callable[[Any, Sequence[str], Timing], CaseResult]
+    headline: Headline
+
+
+# Timing
+
+
+def measure(
+    candidates: Sequence[Candidate], timing: Timing, *, pipelined: bool
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Time candidates in turns.
+
+    Args:
+      candidates: what to time.
+      timing: how long.
+      pipelined: enqueue all calls of a sample before waiting, for backends that run them one after another.
+
+    Returns:
+      Seconds per call, one for each sample, by candidate; and, for candidates that failed, the reason.
+    """
+    seconds: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    calls: dict[str, int] = {}
+    for candidate in candidates:
+        try:
+            calls[candidate.name] = _calls_per_sample(candidate, timing, pipelined)
+            seconds[candidate.name] = []
+        except Exception as error:  # a peer that cannot run this case must not cost the others theirs
+            failed[candidate.name] = reason_of(error)
+    for turn in range(timing.samples):
+        first = turn % len(candidates) if candidates else 0
+        for candidate in (*candidates[first:], *candidates[:first]):
+            if candidate.name in failed:
+                continue
+            try:
+                seconds[candidate.name].append(_sample(candidate, calls[candidate.name], pipelined))
+            except Exception as error:
+                failed[candidate.name] = reason_of(error)
+                del seconds[candidate.name]
+    return seconds, failed
+
+
+def spread_of(seconds: Sequence[float]) -> dict[str, float]:
+    """Spread of the samples in milliseconds: minimum, maximum, interquartile range, and the number of samples."""
+    quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
+    return {
+        "min_ms": _round(min(seconds) * 1e3),
+        "max_ms": _round(max(seconds) * 1e3),
+        "iqr_ms": _round((quartiles[2] - quartiles[0]) * 1e3),
+        "samples": len(seconds),
+    }
+
+
+def timing_row(
+    seconds: dict[str, list[float]],
+    name: str,
+    *,
+    floor_bytes: int,
+    copy_bytes: int,
+    peers: Sequence[str],
+    temporary_bytes: int | None,
+    operand_bytes: int,
+) -> dict[str, Any]:
+    """The derived figures of one memory-bound candidate.
+
+    Args:
+      seconds: samples by candidate, from `measure`; holds "copy", a device-to-device copy.
+      name: the candidate.
+      floor_bytes: bytes that the operation must move at least.
+      copy_bytes: bytes that one copy moves, read and written. Its speed sets the floor's time.
+      peers: names to compare with; those without samples are left out.
+      temporary_bytes: of the candidate, or None.
+      operand_bytes: what `temporaries_over_logits` divides by.
+
+    Returns:
+      `median_ms`, `spread`, `bytes`, `share_of_floor`, `ratio_to_copy`, `speedup_over` and `temporaries_over_logits`.
+    """
+    median = statistics.median(seconds[name])
+    copy = statistics.median(seconds["copy"])
+    floor = floor_bytes * copy / copy_bytes
+    return {
+        "median_ms": _round(median * 1e3),
+        "spread": spread_of(seconds[name]),
+        "bytes": floor_bytes,
+        "share_of_floor": _round(floor / median),
+        "ratio_to_copy": _round(median / copy),
+        "speedup_over": {
+            peer: _round(statistics.median(seconds[peer]) / median)
+            for peer in peers
+            if peer in seconds and peer != name
+        },
+        "temporaries_over_logits": None if temporary_bytes is None else _round(temporary_bytes / operand_bytes),
+    }
+
+
+def temporary_bytes(compiled: Any) -> int | None:
+    """Bytes of temporaries of a compiled JAX program, or None where the backend does not say."""
+    try:
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+    except Exception:  # a figure that some backend does not offer must not stop a benchmark
+        return None
+
+
+def reason_of(error: BaseException) -> str:
+    """One line that says why a candidate failed, short enough for a table."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _calls_per_sample(candidate: Candidate, timing: Timing, pipelined: bool) -> int:
+    candidate.wait(candidate.call(*candidate.arguments(1)[0]))  # compiles, loads modules, warms up
+    calls = 1
+    for _ in range(2):  # the first estimate holds one dispatch per call; the second hides it
+        seconds = _sample(candidate, calls, pipelined)
+        wanted = math.ceil(timing.sample_seconds / max(seconds, 1e-7))
+        calls = max(1, min(wanted, candidate.most_calls))
+    return calls
+
+
+def _sample(candidate: Candidate, calls: int, pipelined: bool) -> float:
+    prepared = candidate.arguments(calls)
+    result = None
+    start = time.perf_counter()
+    for arguments in prepared:
+        result = candidate.call(*arguments)
+        if not pipelined:
+            candidate.wait(result)
+    candidate.wait(result)
+    return (time.perf_counter() - start) / calls
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+# The record
+
+
+def slug(device_kind: str) -> str:
+    """A device kind as a folder name: "NVIDIA H200" becomes "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-") or "unknown"
+
+
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """Where and with what a run happens: commit, versions, device, driver and UTC date.
+
+    Args:
+      commit: recorded when the checkout carries no git history.
+    """
+    device = jax.devices()[0]
+    on_gpu = device.platform == "gpu"
+    recorded, dirty = _commit()
+    return {
+        "commit": recorded or commit or "unknown",
+        "dirty": dirty,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "versions": {"python": platform.python_version(), "te_jax": te_jax.__version__, **_versions()},
+        "device": {
+            "kind": device.device_kind,
+            "platform": device.platform,
+            "compute_capability": str(getattr(device, "compute_capability", "")) or None if on_gpu else None,
+            "driver": _host.driver_version() if on_gpu else None,
+            "host": _host.processor(),
+        },
+        "extensions": _extension_builds(),
+    }
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """The checkout's commit and whether anything but benchmark results and generated pages differs from it."""
+    top = _host.output_of(["git", "rev-parse", "--show-toplevel"], cwd=ROOT)
+    if top is None or Path(top.strip()) != ROOT:
+        return None, None
+    head = _host.output_of(["git", "rev-parse", "HEAD"], cwd=ROOT)
+    changes = _host.output_of(["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"], cwd=ROOT)
+    return (head.strip() if head else None), (None if changes is None else bool(changes.strip()))
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for distribution in _VERSIONS_OF:
+        try:
+            found[distribution] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _extension_builds() -> dict[str, dict[str, str]]:
+    from te_jax import native
+
+    return {status.module: dict(status.build) for status in native.status() if status.loaded}
+
+
+# A whole family
+
+
+def run_family(
+    name: str,
+    family: Family,
+    *,
+    cases: Sequence[str] = (),
+    peers: Sequence[str] | None = None,
+    quick: bool = False,
+    output: Path | None = None,
+    commit: str | None = None,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Measure a family on JAX's default backend, print its table, and write its result file.
+
+    Args:
+      name: the family's name, which names the file.
+      family: the family.
+      cases: names of the cases to run; empty for all of this platform.
+      peers: names of the peers to run; None for all. What is not a peer always runs.
+      quick: few and short samples, and the first case alone unless `cases` names others.
+      output: results folder; None for `benchmarks/results`, where only complete runs are written, so that a partial
+        run never replaces published figures.
+      commit: recorded when the checkout carries no git history.
+      say: receives each line of the report.
+
+    Returns:
+      0, or 1 when an implementation's results were outside its error bounds.
+
+    Raises:
+      SelectionError: a case or peer is unknown, or the platform has no cases.
+    """
+    device = jax.devices()[0]
+    chosen = _chosen_cases(family, device.platform, cases, quick)
+    implementations = _chosen_implementations(family, peers)
+    complete = not quick and not cases and peers is None
+    record = environment(commit)
+    timing = QUICK if quick else FULL
+    say(f"{name} on {device.device_kind}, {timing.samples} samples of about {timing.sample_seconds * 1e3:.0f} ms")
+
+    total = CaseResult()
+    for case in chosen:
+        result = family.run_case(case, implementations, timing)
+        total.rows += result.rows
+        total.skipped += result.skipped
+        total.wrong += result.wrong
+        say("")
+        say(screen_table(result.rows))
+        for problem in (*result.skipped, *result.wrong):
+            say(f"  {problem['operation']} · {problem['implementation']}: not measured, {problem['reason']}")
+
+    if total.rows and (complete or output is not None):
+        document = {
+            "family": name,
+            **record,
+            "timing": {**dataclasses.asdict(timing), "complete": complete},
+            "headline": dataclasses.asdict(family.headline),
+            "rows": total.rows,
+            "skipped": [*total.skipped, *total.wrong],
+        }
+        say(f"\nWritten to {write_results(document, output or RESULTS)}.")
+    elif total.rows:
+        say("\nNot written: a partial run replaces no published figures. Name a folder with --output to keep it.")
+    return 1 if total.wrong else 0
+
+
+def write_results(document: dict[str, Any], folder: Path) -> Path:
+    """Write a result document to `<folder>/<device slug>/<family>.json` and return that path."""
+    path = folder / slug(document["device"]["kind"]) / f"{document['family']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def screen_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a table for the terminal, with a column for the ratio to each peer."""
+    if not rows:
+        return "  nothing measured"
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["speedup_over"]))
+    headings = ("case", "operation", "implementation", "ms", "iqr", "× copy", "of floor", "temporaries")
+    cells = []
+    for row in rows:
+        temporaries = row["temporaries_over_logits"]
+        cells.append(
+            (
+                row["case"],
+                row["operation"],
+                row["implementation"],
+                f"{row['median_ms']:.3f}",
+                f"{row['spread']['iqr_ms']:.3f}",
+                f"{row['ratio_to_copy']:.2f}",
+                f"{100 * row['share_of_floor']:.0f}%",
+                "" if temporaries is None else f"{temporaries:.2f}",
+                *(
+                    "" if row["speedup_over"].get(peer) is None else f"{row['speedup_over'][peer]:.2f}"
+                    for peer in peers
+                ),
+            )
+        )
+    return aligned((*headings, *(f"{peer} ÷ it" for peer in peers)), cells)
+
+
+def _chosen_cases(family: Family, platform_name: str, names: Sequence[str], quick: bool) -> Sequence[Case]:
+    everything = {case.name: case for cases in family.cases.values() for case in cases}
+    unknown = [name for name in names if name not in everything]
+    if unknown:
+        raise SelectionError(f"--cases {unknown[0]} is unknown; the cases are: {', '.join(everything)}")
+    if names:
+        return [everything[name] for name in names]
+    default = family.cases.get(platform_name, ())
+    if not default:
+        raise SelectionError(f"no case is made for the platform {platform_name}; name one with --cases")
+    return default[:1] if quick else default
+
+
+def _chosen_implementations(family: Family, peers: Sequence[str] | None) -> list[str]:
+    unknown = [peer for peer in peers or () if peer not in family.peers]
+    if unknown:
+        raise SelectionError(f"--peers {unknown[0]} is unknown; the peers are: {', '.join(family.peers)}")
+    return [name for name in family.implementations if peers is None or name not in family.peers or name in peers]

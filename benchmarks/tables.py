@@ -1,0 +1,274 @@
+"""Turn result files into the tables and figures of README.md and docs/.
+
+    python -m benchmarks.tables          # write them
+    python -m benchmarks.tables --check  # change nothing; exit 1 with a diff where they differ
+
+A page holds a place for a table between two markers, and nobody edits what stands between them:
+
+    <!-- table: softmax_cross_entropy nvidia-h200 -->
+    <!-- /table -->
+
+`table` shows every row of a result file, `summary` one line for each case of the family's headline figure, and
+`figure` that figure as a bar chart, whose SVG goes to docs/images. Where there is no result file yet, the place says
+that it is not measured.
+"""
+
+import argparse
+import difflib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_PLACE = re.compile(
+    r"(?P<open><!-- (?P<kind>table|summary|figure): (?P<family>\w+) (?P<device>[\w.-]+) -->\n)"
+    r"(?P<content>.*?)"
+    r"(?P<close><!-- /(?P=kind) -->)",
+    re.DOTALL,
+)
+_MARKER = re.compile(r"<!-- /?(?:table|summary|figure)\b")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a page: what to show there, and the page's folder, from which links are relative."""
+
+    kind: str
+    family: str
+    device: str
+    page_folder: Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check all pages and figures; see the module's docstring. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 with a diff where files differ")
+    args = parser.parse_args(argv)
+    try:
+        wanted = generate(ROOT)
+    except ValueError as error:
+        print(f"benchmarks.tables: {error}", file=sys.stderr)
+        return 1
+    stale = {path: text for path, text in wanted.items() if _read(path) != text}
+    for path, text in stale.items():
+        if args.check:
+            sys.stdout.writelines(_diff(path, _read(path), text))
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+    if args.check and stale:
+        print("Tables or figures differ from benchmarks/results; run: python -m benchmarks.tables", file=sys.stderr)
+        return 1
+    return 0
+
+
+def generate(root: Path) -> dict[Path, str]:
+    """What README.md, docs/*.md and the figures they show should hold, from the result files.
+
+    Args:
+      root: the checkout.
+
+    Returns:
+      File contents by path, for pages with places and for figures with results.
+
+    Raises:
+      ValueError: a marker has no partner, or is misspelled.
+    """
+    wanted: dict[Path, str] = {}
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        text = _read(page)
+        if not _MARKER.search(text):
+            continue
+        if len(_MARKER.findall(text)) != 2 * len(_PLACE.findall(text)):
+            raise ValueError(f"{page.relative_to(root)} has a table, summary or figure marker without its partner")
+        wanted[page] = _PLACE.sub(lambda place, page=page: _filled(place, page.parent, root, wanted), text)
+    return wanted
+
+
+def _filled(match: re.Match[str], page_folder: Path, root: Path, wanted: dict[Path, str]) -> str:
+    place = Place(match["kind"], match["family"], match["device"], page_folder)
+    results = root / "benchmarks" / "results" / place.device / f"{place.family}.json"
+    if not results.is_file():
+        content = f"Not measured yet on {place.device}: run `te-jax bench {place.family}` there.\n"
+    else:
+        document = json.loads(results.read_text(encoding="utf-8"))
+        if place.kind == "figure":
+            figure = root / "docs" / "images" / f"{place.family}-{place.device}.svg"
+            wanted[figure] = bar_chart(document)
+        content = _RENDER[place.kind](document, place, root)
+    return f"{match['open']}{content}{match['close']}"
+
+
+# Markdown
+
+
+def full_table(document: dict[str, Any]) -> str:
+    """Every row of a result file as a Markdown table, one for each operation, with a line on where it was measured."""
+    operations = list(dict.fromkeys(row["operation"] for row in document["rows"]))
+    parts = [f"{provenance(document)}\n"]
+    for operation in operations:
+        rows = [row for row in document["rows"] if row["operation"] == operation]
+        peers = list(dict.fromkeys(peer for row in rows for peer in row["speedup_over"]))
+        headings = ["case", "implementation", "ms", "IQR, ms", "× copy", "of the floor", "temporaries ÷ logits"]
+        headings += [f"{peer} ÷ it" for peer in peers]
+        body = []
+        for row in rows:
+            temporaries = row["temporaries_over_logits"]
+            body.append(
+                [
+                    row["case"],
+                    f"`{row['implementation']}`",
+                    f"{row['median_ms']:.3f}",
+                    f"{row['spread']['iqr_ms']:.3f}",
+                    f"{row['ratio_to_copy']:.2f}",
+                    f"{100 * row['share_of_floor']:.0f}%",
+                    "" if temporaries is None else f"{temporaries:.2f}",
+                    *(_ratio(row["speedup_over"].get(peer)) for peer in peers),
+                ]
+            )
+        parts.append(f"`{operation}`\n\n{_markdown_table(headings, body, left=2)}")
+    if document["skipped"]:
+        lines = dict.fromkeys(
+            f"- {entry['case']}, {entry['operation']}, `{entry['implementation']}`: {entry['reason']}\n"
+            for entry in document["skipped"]
+        )
+        parts.append("Not measured:\n\n" + "".join(lines))
+    return "\n".join(parts)
+
+
+def summary_table(document: dict[str, Any]) -> str:
+    """The headline figure: a line for each case, a column for each implementation, with a line on its provenance."""
+    headline = document["headline"]
+    cases, implementations, value = _headline_values(document)
+    body = [
+        [case, *(_ratio(value.get((case, implementation))) for implementation in implementations)] for case in cases
+    ]
+    headings = ["case", *(f"`{implementation}`" for implementation in implementations)]
+    return f"{headline['label']}.\n\n{_markdown_table(headings, body, left=1)}\n{provenance(document)}\n"
+
+
+def provenance(document: dict[str, Any]) -> str:
+    """One line: device, driver, versions, commit and date of a result file."""
+    versions = ", ".join(
+        f"{name} {document['versions'][name]}" for name in ("jax", "optax", "torch") if name in document["versions"]
+    )
+    device = document["device"]
+    where = f"{device['kind']}, driver {device['driver']}" if device["driver"] else f"CPU: {device['host']}"
+    changed = " with local changes" if document["dirty"] else ""
+    return f"{where}; {versions}; commit {document['commit'][:12]}{changed}; {document['date'][:10]}."
+
+
+def _headline_values(document: dict[str, Any]) -> tuple[list[str], list[str], dict[tuple[str, str], float]]:
+    """Cases and implementations that the headline has figures for, in order, and the figures."""
+    headline = document["headline"]
+    value = {
+        (row["case"], row["implementation"]): row[headline["figure"]]
+        for row in document["rows"]
+        if row["operation"] == headline["operation"] and row["implementation"] in headline["implementations"]
+    }
+    cases = list(dict.fromkeys(case for case, _ in value))
+    measured = {implementation for _, implementation in value}
+    return cases, [name for name in headline["implementations"] if name in measured], value
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """A Markdown table whose first `left` columns are flush left and the others flush right."""
+    rule = ["---" if index < left else "---:" for index in range(len(headings))]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, rule, *rows))
+
+
+# The figure
+
+_WIDTH, _LABELS, _BAR, _GAP, _GROUP_GAP, _TOP = 720, 200, 16, 4, 18, 44
+_STYLE = (
+    "text{font:13px system-ui,sans-serif;fill:#24292f}.title,.case{font-weight:600}.small{font-size:11px}"
+    ".te{fill:#0969da}.peer{fill:#8c959f}.axis{stroke:#8c959f}"
+    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.te{fill:#4493f8}}"
+)
+
+
+def bar_chart(document: dict[str, Any]) -> str:
+    """The headline figure as an SVG: a group of horizontal bars for each case, shorter is better.
+
+    Written without a plotting library, so that the same results give the same bytes everywhere and `--check` can
+    compare them.
+    """
+    headline = document["headline"]
+    cases, implementations, value = _headline_values(document)
+    scale = (_WIDTH - _LABELS - 70) / max(value.values(), default=1.0)
+    shapes = [f'<text class="title" x="0" y="18">{escape(headline["label"])} (shorter is better)</text>']
+    y = _TOP
+    for case in cases:
+        shapes.append(f'<text class="case" x="0" y="{y + 13}">{escape(case)}</text>')
+        y += 22
+        for implementation in implementations:
+            ratio = value.get((case, implementation))
+            if ratio is None:
+                continue
+            style = "te" if implementation.startswith("te_jax") else "peer"
+            width = ratio * scale
+            shapes.append(
+                f'<text x="{_LABELS - 8}" y="{y + 13}" text-anchor="end">{escape(implementation)}</text>'
+                f'<rect class="{style}" x="{_LABELS}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="2"/>'
+                f'<text x="{_LABELS + width + 6:.1f}" y="{y + 13}">{ratio:.2f}</text>'
+            )
+            y += _BAR + _GAP
+        y += _GROUP_GAP
+    shapes.append(f'<line class="axis" x1="{_LABELS}" y1="{_TOP}" x2="{_LABELS}" y2="{y - _GROUP_GAP}"/>')
+    device, _, software = provenance(document).partition("; ")
+    shapes += [
+        f'<text class="small" x="0" y="{y + line}">{escape(text)}</text>'
+        for line, text in ((4, device), (20, software))
+    ]
+    height = y + 28
+    body = "\n".join(shapes)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        f'role="img" aria-label="{escape(headline["label"], {chr(34): "&quot;"})}">\n'
+        f"<style>{_STYLE}</style>\n{body}\n</svg>\n"
+    )
+
+
+def _figure_link(document: dict[str, Any], place: Place, root: Path) -> str:
+    target = root / "docs" / "images" / f"{place.family}-{place.device}.svg"
+    relative = Path(os.path.relpath(target, place.page_folder)).as_posix()
+    return f"![{document['headline']['label']}]({relative})\n"
+
+
+_RENDER: dict[str, Callable[[dict[str, Any], Place, Path], str]] = {
+    "table": lambda document, place, root: full_table(document),
+    "summary": lambda document, place, root: summary_table(document),
+    "figure": _figure_link,
+}
+
+
+# Files
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _diff(path: Path, current: str, wanted: str) -> list[str]:
+    name = path.relative_to(ROOT).as_posix()
+    return list(
+        difflib.unified_diff(
+            current.splitlines(keepends=True), wanted.splitlines(keepends=True), name, f"{name} (from the results)"
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

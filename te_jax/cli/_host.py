@@ -1,0 +1,135 @@
+"""What the host itself says about its processors, NVIDIA driver and CUDA toolkit, without JAX.
+
+Every function answers "not there" with None or an empty result and raises nothing: `te-jax doctor` exists for broken
+machines, and a benchmark's record must not fail for want of a driver version.
+"""
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_COMMAND_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class HostGpu:
+    """One GPU as the NVIDIA driver reports it, whether or not JAX can use it."""
+
+    name: str
+    memory_mib: int | None
+    compute_capability: str | None
+    driver: str | None
+
+
+def output_of(command: list[str], cwd: Path | None = None) -> str | None:
+    """Standard output of a command, or None where it is missing, fails or takes more than 20 seconds."""
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=_COMMAND_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def gpus() -> tuple[HostGpu, ...]:
+    """The machine's NVIDIA GPUs, from nvidia-smi, else from the driver's files under /proc."""
+    listing = output_of(
+        ["nvidia-smi", "--query-gpu=name,memory.total,compute_cap,driver_version", "--format=csv,noheader,nounits"]
+    )
+    if listing is not None:
+        return parse_gpu_listing(listing)
+    return tuple(
+        HostGpu(name=_proc_model(folder), memory_mib=None, compute_capability=None, driver=_proc_driver())
+        for folder in _folders(Path("/proc/driver/nvidia/gpus"))
+    )
+
+
+def parse_gpu_listing(listing: str) -> tuple[HostGpu, ...]:
+    """Read nvidia-smi's `name, memory in MiB, compute capability, driver` lines; `[N/A]` fields become None."""
+    found = []
+    for line in listing.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != 4:
+            continue
+        name, memory, capability, driver = fields
+        found.append(
+            HostGpu(
+                name=name,
+                memory_mib=int(memory) if memory.isdigit() else None,
+                compute_capability=capability if re.fullmatch(r"\d+\.\d+", capability) else None,
+                driver=driver if driver[:1].isdigit() else None,
+            )
+        )
+    return tuple(found)
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA kernel driver, such as "580.159.04"."""
+    from_smi = next((gpu.driver for gpu in gpus() if gpu.driver), None)
+    return from_smi or _proc_driver()
+
+
+def driver_cuda_version() -> str | None:
+    """The newest CUDA version that the installed driver supports, such as "13.0"; starts no GPU context."""
+    try:
+        version = ctypes.c_int(0)
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def nvcc() -> tuple[str, str] | None:
+    """Path and release of the CUDA compiler on PATH, such as ("/usr/local/cuda/bin/nvcc", "13.0")."""
+    path = shutil.which("nvcc")
+    if path is None:
+        return None
+    release = re.search(r"release (\d+\.\d+)", output_of([path, "--version"]) or "")
+    return path, release.group(1) if release else "unknown release"
+
+
+def processor() -> str:
+    """Model name of the host's processor and the number of logical CPUs that this process may use."""
+    model = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return f"{model}, {count} logical CPUs"
+
+
+def _proc_driver() -> str | None:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
+    except OSError:
+        return None
+    version = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
+    return version.group(1) if version else None
+
+
+def _proc_model(folder: Path) -> str:
+    try:
+        text = (folder / "information").read_text(errors="replace")
+    except OSError:
+        return "NVIDIA GPU"
+    model = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
+    return model.group(1).strip() if model else "NVIDIA GPU"
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return sorted(entry for entry in parent.iterdir() if entry.is_dir())
+    except OSError:
+        return []

@@ -1,0 +1,195 @@
+"""The folder of a training run: a log that says what happened and checkpoints from which it can go on.
+
+    log.jsonl      a header, then one record for every step and every validation, in order
+    checkpoints/   the two latest states, each written aside and renamed when complete
+    loss.png       the curves of the log
+
+Every record up to a step is on disk before the checkpoint of that step is. Whatever follows the latest checkpoint is
+cut off when the run is resumed, and then written again, the same.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from te_jax.cli.errors import UserError
+
+__all__ = ["RunFolder"]
+
+_LOG = "log.jsonl"
+_CHECKPOINTS = "checkpoints"
+
+
+class RunFolder:
+    """A run on disk. One process at a time holds it.
+
+    Args:
+      path: the folder.
+      log: its log, open for reading and writing and locked.
+      header: the first record of the log.
+    """
+
+    def __init__(self, path: Path, log: BinaryIO, header: dict[str, Any]):
+        import orbax.checkpoint as ocp
+
+        self.path = path
+        self.header = header
+        self._log = log
+        # Synchronous: when save() has returned, that step is what a resumed run starts from.
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        )
+        self._checkpoints = ocp.CheckpointManager((path / _CHECKPOINTS).absolute(), options=options)
+
+    @classmethod
+    def create(cls, path: Path, header: dict[str, Any]) -> "RunFolder":
+        """Starts a run.
+
+        Args:
+          path: a folder, made if it does not exist.
+          header: what `read_header` is to return.
+
+        Raises:
+          UserError: the folder cannot be written, or holds a run.
+        """
+        if read_header(path) is not None:
+            raise UserError(f"--out {path} already holds a run: continue it with --resume or choose another folder")
+        with _writing(path) as undo:
+            path.mkdir(parents=True, exist_ok=True)
+            log = undo.enter_context(_open_locked(path))
+            log.truncate(0)
+            folder = cls(path, log, header)
+            folder.append(header)
+            undo.pop_all()
+        return folder
+
+    @classmethod
+    def resume(cls, path: Path) -> "RunFolder":
+        """Opens a run and cuts its log off after the latest checkpoint.
+
+        Args:
+          path: a folder made by `create`.
+
+        Raises:
+          UserError: the folder holds no run, cannot be written, or is in use.
+        """
+        header = read_header(path)
+        if header is None:
+            raise UserError(f"--out {path} holds no run to resume: leave --resume out to start one")
+        with _writing(path) as undo:
+            log = undo.enter_context(_open_locked(path))
+            folder = cls(path, log, header)
+            undo.callback(folder._checkpoints.close)
+            folder._cut_after(folder.latest_step)
+            undo.pop_all()
+        return folder
+
+    @property
+    def latest_step(self) -> int:
+        """Step of the latest complete checkpoint, 0 if there is none."""
+        return self._checkpoints.latest_step() or 0
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Adds a record to the log."""
+        self._log.write(json.dumps(record).encode() + b"\n")
+        self._log.flush()
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """The records of one kind ("train" or "validation"), in order."""
+        return [record for _, record in _read(self.path / _LOG) if record["kind"] == kind]
+
+    def save(self, step: int, state: Any) -> None:
+        """Writes a checkpoint: complete when this returns, and not there at all if the process is killed before.
+
+        Args:
+          step: number of steps taken.
+          state: pytree of jax arrays.
+        """
+        import orbax.checkpoint as ocp
+
+        os.fsync(self._log.fileno())
+        self._checkpoints.save(step, args=ocp.args.StandardSave(state))
+        self._checkpoints.wait_until_finished()
+
+    def restore(self, like: Any) -> Any:
+        """The state of the latest checkpoint.
+
+        Args:
+          like: pytree of `jax.ShapeDtypeStruct` with shardings.
+
+        Returns:
+          The same pytree of jax arrays, placed by those shardings.
+        """
+        import orbax.checkpoint as ocp
+
+        return self._checkpoints.restore(self.latest_step, args=ocp.args.StandardRestore(like))
+
+    def close(self) -> None:
+        """Lets go of the folder."""
+        self._checkpoints.close()
+        self._log.close()
+
+    def _cut_after(self, step: int) -> None:
+        end = 0
+        for offset, record in _read(self.path / _LOG):
+            if record.get("step", 0) > step or (step == 0 and record["kind"] != "header"):
+                break
+            end = offset
+        self._log.truncate(end)
+        self._log.seek(end)
+
+
+def read_header(path: Path) -> dict[str, Any] | None:
+    """The header of the run in a folder, None where there is no run.
+
+    Args:
+      path: a folder, which need not exist.
+
+    Raises:
+      UserError: the folder cannot be read.
+    """
+    try:
+        return next((record for _, record in _read(path / _LOG) if record["kind"] == "header"), None)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be read: {error.strerror or error}") from error
+
+
+def _read(log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each record and the offset behind it. A last line that a killed process left without its end does not count."""
+    offset = 0
+    with log.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                yield offset, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{log} is damaged at line {number}: the run cannot be continued") from error
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[contextlib.ExitStack]:
+    """A stack that is unwound on every way out, and an error of the file system told as one sentence."""
+    with contextlib.ExitStack() as undo:
+        try:
+            yield undo
+        except OSError as error:
+            raise UserError(f"--out {path} cannot be written: {error.strerror or error}") from error
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    log = os.fdopen(os.open(path / _LOG, os.O_RDWR | os.O_CREAT, 0o666), "rb+")
+    try:
+        # The kernel drops this lock with the process, however that ends.
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        log.close()
+        raise UserError(f"--out {path} is in use by another te-jax train") from error
+    return log

@@ -1,0 +1,200 @@
+"""The compiled parts of a training run: optimizer, placement on devices, train step and evaluation."""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from te_jax.cli.errors import UserError
+from te_jax.models import decoder
+
+__all__ = [
+    "Learner",
+    "Placement",
+    "TrainState",
+    "build_learner",
+    "build_optimizer",
+    "build_placement",
+    "optax_loss",
+    "take_devices",
+    "te_jax_loss",
+]
+
+LossFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
+"""(params, tokens [batch, time], targets [batch, time]) → float32 scalar."""
+
+_BATCH_AXIS = "data"
+_HOST_DEVICE_FLAG = "xla_force_host_platform_device_count"
+
+
+class TrainState(NamedTuple):
+    """What one step turns into the next.
+
+    Args:
+      params: of the decoder, float32.
+      optimizer: state of the optax transform.
+    """
+
+    params: Any
+    optimizer: Any
+
+
+class Placement(NamedTuple):
+    """Where the arrays of a run live.
+
+    Args:
+      state: sharding of every leaf of `TrainState`.
+      windows: sharding of uint8 [batch, seq_len + 1].
+      evaluation: sharding of uint8 [batches, batch, seq_len + 1].
+    """
+
+    state: NamedSharding
+    windows: NamedSharding
+    evaluation: NamedSharding
+
+
+class Learner(NamedTuple):
+    """A loss function with everything that trains it, compiled at first use.
+
+    Args:
+      init: key → TrainState.
+      step: (state, windows [batch, seq_len + 1]) → (state, loss); the state given is donated.
+      evaluate: (params, windows [batches, batch, seq_len + 1]) → mean loss.
+    """
+
+    init: Callable[[jax.Array], TrainState]
+    step: Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]
+    evaluate: Callable[[Any, jax.Array], jax.Array]
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, without computing it."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+
+def take_devices(count: int | None) -> list[Any]:
+    """The devices to train on. Starts JAX's backend.
+
+    Args:
+      count: the first so many GPUs, or so many CPU devices cut out of one host; None for all that JAX shows.
+
+    Returns:
+      A list of that many devices.
+
+    Raises:
+      UserError: there are fewer.
+    """
+    # JAX refuses both ways of asking for CPU devices at once; a user who set the flag has asked already.
+    if count is not None and _HOST_DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        # Raised where a backend runs in this process already: its devices are what there is.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices()
+    if count is not None and count > len(devices):
+        raise UserError(f"--devices {count} is more than the {len(devices)} {devices[0].platform} devices present")
+    return devices[:count]
+
+
+def build_placement(devices: Sequence[Any]) -> Placement:
+    """Data parallelism: each device holds the whole state and an equal part of every batch.
+
+    Args:
+      devices: jax devices.
+
+    Returns:
+      The shardings.
+    """
+    mesh = Mesh(np.asarray(devices), (_BATCH_AXIS,), axis_types=(AxisType.Auto,))
+    return Placement(
+        state=NamedSharding(mesh, PartitionSpec()),
+        windows=NamedSharding(mesh, PartitionSpec(_BATCH_AXIS)),
+        evaluation=NamedSharding(mesh, PartitionSpec(None, _BATCH_AXIS)),
+    )
+
+
+def build_optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
+    """AdamW behind a clip of the gradient's norm to 1.
+
+    Its rate rises for a twentieth of the run and then falls along a cosine to a twentieth of the peak.
+
+    Args:
+      learning_rate: the peak.
+      steps: length of the run.
+
+    Returns:
+      The transform.
+    """
+    warmup = steps // 20
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=learning_rate / (warmup + 1),
+        peak_value=learning_rate,
+        warmup_steps=warmup,
+        decay_steps=steps,
+        end_value=learning_rate / 20,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+
+
+def te_jax_loss(config: decoder.DecoderConfig, implementation: Literal["native", "reference"]) -> LossFunction:
+    """The decoder with te_jax's fused cross-entropy."""
+    return lambda params, tokens, targets: decoder.loss(params, tokens, targets, config, implementation=implementation)
+
+
+def optax_loss(config: decoder.DecoderConfig) -> LossFunction:
+    """The same decoder with the plain cross-entropy of optax: the twin that `--compare` trains."""
+
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = decoder.apply(params, tokens, config).astype(jnp.float32)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+    return loss
+
+
+def build_learner(
+    config: decoder.DecoderConfig, loss: LossFunction, optimizer: optax.GradientTransformation, placement: Placement
+) -> Learner:
+    """Puts a loss, an optimizer and a placement together.
+
+    Args:
+      config: the shape of the decoder.
+      loss: what is minimised.
+      optimizer: how.
+      placement: where.
+
+    Returns:
+      The functions of the run.
+    """
+    platform = next(iter(placement.state.device_set)).platform
+    # Autotuning and atomic additions would keep a resumed run from repeating the bits of an uninterrupted one.
+    options = {"xla_gpu_deterministic_ops": True} if platform == "gpu" else None
+
+    def init(key: jax.Array) -> TrainState:
+        params = decoder.init(config, key)
+        return TrainState(params, optimizer.init(params))
+
+    def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(state.params, *_tokens_and_targets(windows))
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), optimizer_state), value
+
+    def evaluate(params: Any, windows: jax.Array) -> jax.Array:
+        return jnp.mean(lax.map(lambda batch: loss(params, *_tokens_and_targets(batch)), windows))
+
+    return Learner(
+        init=jax.jit(init, out_shardings=placement.state, compiler_options=options),
+        step=jax.jit(
+            step, donate_argnums=0, out_shardings=(placement.state, placement.state), compiler_options=options
+        ),
+        evaluate=jax.jit(evaluate, out_shardings=placement.state, compiler_options=options),
+    )
+
+
+def _tokens_and_targets(windows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    windows = windows.astype(jnp.int32)
+    return windows[:, :-1], windows[:, 1:]

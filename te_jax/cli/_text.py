@@ -1,0 +1,155 @@
+"""Text as bytes: where it is read from, what is held out, and which windows a step sees."""
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from te_jax.cli.errors import UserError
+
+__all__ = ["DEFAULT_TEXT", "Corpus", "evaluation_windows", "load", "split", "training_windows"]
+
+DEFAULT_TEXT = "pydoc_data.topics"
+"""Name under which a run records that it read the language reference that ships with CPython."""
+
+_HELD_OUT = 10  # one part in ten
+
+
+class Corpus(NamedTuple):
+    """Text and where it came from.
+
+    Args:
+      data: uint8 [bytes].
+      source: the path, or `DEFAULT_TEXT`.
+      sha256: digest of `data`.
+    """
+
+    data: np.ndarray
+    source: str
+    sha256: str
+
+
+def load(source: str | None) -> Corpus:
+    """Reads a text file, every text file below a folder (hidden ones aside, in order of their paths), or the default.
+
+    Args:
+      source: a path; None or `DEFAULT_TEXT` for the language reference that ships with CPython.
+
+    Returns:
+      The text.
+
+    Raises:
+      UserError: there is nothing there, or nothing that is UTF-8 text.
+    """
+    if source is None or source == DEFAULT_TEXT:
+        source, data = DEFAULT_TEXT, _language_reference()
+    else:
+        path = Path(source)
+        try:
+            source, data = str(path.resolve()), _read_folder(path) if path.is_dir() else _read_file(path)
+        except OSError as error:
+            raise UserError(f"--text {path} cannot be read: {error.strerror or error}") from error
+    return Corpus(np.frombuffer(data, np.uint8), source, hashlib.sha256(data).hexdigest())
+
+
+def split(corpus: Corpus, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """The text to train on, and the contiguous tail (a tenth, and one window at least) that is held out.
+
+    Args:
+      corpus: the text.
+      seq_len: predictions per window; a window has one byte more.
+
+    Returns:
+      uint8 [train bytes] and uint8 [held-out bytes].
+
+    Raises:
+      UserError: the text has no room for a window of each.
+    """
+    size, window = corpus.data.size, seq_len + 1
+    if size < 2 * window:
+        raise UserError(
+            f"--text {corpus.source} has {size} bytes and --seq-len {seq_len} needs at least {2 * window}, one window "
+            "to train on and one to validate on: give more text or a smaller --seq-len"
+        )
+    held_out = max(size // _HELD_OUT, window)
+    return corpus.data[: size - held_out], corpus.data[size - held_out :]
+
+
+def training_windows(data: np.ndarray, *, seed: int, step: int, batch: int, seq_len: int) -> np.ndarray:
+    """The windows of one step: a pure function of its arguments, so that a resumed run sees what it would have seen.
+
+    Args:
+      data: uint8 [bytes].
+      seed: of the run.
+      step: number of the step.
+      batch: number of windows.
+      seq_len: predictions per window.
+
+    Returns:
+      uint8 [batch, seq_len + 1], each window from a uniformly random place.
+    """
+    starts = np.random.default_rng([seed, step]).integers(0, data.size - seq_len, size=batch)
+    return data[starts[:, None] + np.arange(seq_len + 1)]
+
+
+def evaluation_windows(data: np.ndarray, *, count: int, seq_len: int) -> np.ndarray:
+    """Fixed windows, evenly spread from the beginning of `data` to its end (overlapping where it is short).
+
+    Args:
+      data: uint8 [bytes].
+      count: number of windows.
+      seq_len: predictions per window.
+
+    Returns:
+      uint8 [count, seq_len + 1].
+    """
+    starts = np.linspace(0, data.size - seq_len - 1, count).astype(np.int64)
+    return data[starts[:, None] + np.arange(seq_len + 1)]
+
+
+def _language_reference() -> bytes:
+    try:
+        from pydoc_data.topics import topics  # some Linux distributions leave it out
+    except ImportError as error:
+        raise UserError("this Python comes without pydoc_data: name a text to train on with --text") from error
+    # Topics quote each other at length: each paragraph is kept once, lest what is held out be trained on elsewhere.
+    paragraphs = dict.fromkeys(part.strip("\n") for topic in topics.values() for part in topic.split("\n\n"))
+    return "\n\n".join(paragraphs).encode()
+
+
+def _read_file(path: Path) -> bytes:
+    if not path.exists():
+        raise UserError(f"--text {path} does not exist")
+    if not path.is_file():
+        raise UserError(f"--text {path} is neither a file nor a folder")
+    data = path.read_bytes()
+    if not data:
+        raise UserError(f"--text {path} is empty")
+    if not _is_text(data):
+        raise UserError(f"--text {path} is not UTF-8 text")
+    return data
+
+
+def _read_folder(folder: Path) -> bytes:
+    # A folder that cannot be listed raises here; rglob below would pass over it.
+    next(folder.iterdir(), None)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
+    texts = [data for data in map(Path.read_bytes, paths) if data and _is_text(data)]
+    if not texts:
+        raise UserError(f"--text {folder} is a folder without a text file in it")
+    return b"\n\n".join(texts)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _is_text(data: bytes) -> bool:
+    if b"\0" in data:
+        return False
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,107 @@
+"""`te-jax bench FAMILY`: measure an operation against its peers on this machine.
+
+The benchmarks themselves live in the repository's folder `benchmarks`, not in the installed package.
+"""
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from te_jax.cli._table import key_values
+from te_jax.cli.errors import UserError
+
+if TYPE_CHECKING:
+    from benchmarks.harness import Family
+
+DESCRIPTION = """\
+Measure a family of operations against its peers, in one process and on the same arrays, and print medians and ratios.
+A complete run is also written to benchmarks/results/<device>/<family>.json, from which the tables and figures of
+README.md and docs/ are made (python -m benchmarks.tables). Without FAMILY, list the families.
+
+Exit status: 0 after a run, 1 when results were outside their error bounds, 2 for a mistake in the arguments."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("family", nargs="?", metavar="FAMILY", help="what to measure; leave it out for the list")
+    parser.add_argument("--quick", action="store_true", help="few, short samples, and only the first case")
+    parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help="only these cases")
+    parser.add_argument("--peers", nargs="*", metavar="PEER", help="only these peers beside te_jax; none for none")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="results folder (default: benchmarks/results of the checkout, where only complete runs are written)",
+    )
+    parser.add_argument(
+        "--commit", metavar="SHA", help="commit to record where the checkout carries no git history of its own"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    root = _checkout()
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    names = [module.name for module in pkgutil.iter_modules([str(root / "benchmarks")])]
+    if args.family is None:
+        print("Benchmark families (te-jax bench FAMILY):")
+        families = {name: _family(name) for name in names}
+        print(key_values([(name, family.description) for name, family in families.items() if family is not None]))
+        return 0
+    family = _family(args.family) if args.family in names else None
+    if family is None:
+        raise UserError(f"no benchmark family is called {args.family!r}; `te-jax bench` lists them")
+    if args.output is not None:
+        _check_writable(args.output)
+
+    import jax
+
+    from benchmarks import harness
+
+    try:
+        jax.devices()
+    except Exception as error:  # RuntimeError, or AssertionError where JAX_PLATFORMS names a platform that is not here
+        raise UserError(f"JAX starts no backend ({harness.reason_of(error)}); `te-jax doctor` says more") from error
+    try:
+        return harness.run_family(
+            args.family,
+            family,
+            cases=args.cases,
+            peers=args.peers,
+            quick=args.quick,
+            output=args.output,
+            commit=args.commit,
+        )
+    except harness.SelectionError as error:
+        raise UserError(str(error)) from error
+
+
+def _checkout() -> Path:
+    """The checkout that holds the benchmarks: the one te_jax is imported from, else the working directory."""
+    package = Path(__file__).resolve().parent.parent
+    for root in (package.parent, Path.cwd()):
+        if (root / "benchmarks" / "harness.py").is_file() and (root / "te_jax").is_dir():
+            return root
+    raise UserError(
+        "the benchmarks live in te_jax's repository, not in the installed package; run this in a checkout of it"
+    )
+
+
+def _family(name: str) -> "Family | None":
+    """The family of a module of benchmarks, or None for the helpers among them."""
+    return getattr(importlib.import_module(f"benchmarks.{name}"), "FAMILY", None)
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a results folder before measuring for minutes, not after."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be made: {error.strerror or error}") from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--output {folder} cannot be written to")

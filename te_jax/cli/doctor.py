@@ -1,0 +1,465 @@
+"""`te-jax doctor`: what this machine offers te_jax, what is missing, and how to get it.
+
+Each fact is gathered on its own, and a fact that cannot be had becomes a line of the report instead of an exception:
+this command is for machines where something is broken.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from te_jax.cli import _host
+from te_jax.cli._table import aligned, key_values
+
+DESCRIPTION = """\
+Report what te_jax finds on this machine: versions, devices, native extensions, FFI API versions, memory kinds, peer
+access between GPUs and optional packages; and, for each thing missing, the command that gets it.
+
+Exit status: 0 when the GPU path is usable, that is when JAX sees a GPU of compute capability 9.0 and the extension
+_te_cuda is loaded; 1 otherwise. A machine without a GPU therefore exits with 1, and te_jax works there on the CPU."""
+
+COMPUTE_CAPABILITY = "9.0"
+"""The kernels are compiled for this architecture's own instructions (sm_90a), which no other GPU runs."""
+
+_CORE_PACKAGES = ("te_jax", "jax", "jaxlib", "numpy")
+_PLUGIN_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing that is missing, and the command or step that gets it."""
+
+    missing: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """One JAX device. `memory_gib` is what JAX may allocate on it; None where the backend does not say."""
+
+    id: int
+    platform: str
+    kind: str
+    compute_capability: str | None
+    memory_gib: float | None
+    memory_kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One native extension module, as `te_jax.native.status` reports it."""
+
+    platform: str
+    module: str
+    loaded: bool
+    problem: str | None
+    ffi_api: tuple[int, int] | None
+    build: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that doctor found. `failures` maps a part of the report that could not be had to the reason."""
+
+    python: str
+    versions: dict[str, str | None]
+    train_packages: dict[str, str | None]
+    host_gpus: tuple[_host.HostGpu, ...]
+    driver: str | None
+    driver_cuda: str | None
+    nvcc: tuple[str, str] | None
+    jax_platforms: str | None
+    backend: str | None
+    cuda_backend_error: str | None
+    devices: tuple[Device, ...]
+    extensions: tuple[Extension, ...]
+    jaxlib_ffi_api: tuple[int, int] | None
+    peer_access: tuple[tuple[bool, ...], ...]
+    failures: dict[str, str]
+
+    @property
+    def gpu_path_usable(self) -> bool:
+        """Whether JAX sees a GPU of the supported compute capability and the CUDA extension is loaded."""
+        return any(device.compute_capability == COMPUTE_CAPABILITY for device in self.devices) and any(
+            extension.platform == "cuda" and extension.loaded for extension in self.extensions
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    # By default JAX's first touch of a GPU takes three quarters of its memory: too much for a question, and a failure
+    # where a training run already holds it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    report = gather()
+    print(as_json(report) if args.json else as_text(report))
+    return 0 if report.gpu_path_usable else 1
+
+
+def gather() -> Report:
+    """Ask the host, the installed packages, JAX and te_jax.native; raises nothing."""
+    failures: dict[str, str] = {}
+
+    def attempt(part: str, ask: Callable[[], _Value], otherwise: _Value) -> _Value:
+        try:
+            return ask()
+        except Exception as error:
+            failures[part] = _first_line(error)
+            return otherwise
+
+    backend = attempt("JAX", _default_backend, None)
+    devices = attempt("devices", _devices, ()) if backend is not None else ()
+    return Report(
+        python=f"{platform.python_version()} ({platform.platform()})",
+        versions={name: _version(name) for name in (*_CORE_PACKAGES, *_PLUGIN_PACKAGES)},
+        train_packages={name: _version(name) for name in attempt("optional packages", _train_packages, ())},
+        host_gpus=attempt("GPUs of the host", _host.gpus, ()),
+        driver=attempt("NVIDIA driver", _host.driver_version, None),
+        driver_cuda=attempt("CUDA version of the driver", _host.driver_cuda_version, None),
+        nvcc=attempt("nvcc", _host.nvcc, None),
+        jax_platforms=os.environ.get("JAX_PLATFORMS"),
+        backend=backend,
+        cuda_backend_error=_cuda_backend_error() if backend is not None else None,
+        devices=devices,
+        extensions=attempt("extensions", _extensions, ()),
+        jaxlib_ffi_api=attempt("FFI API of jaxlib", _jaxlib_ffi_api, None),
+        peer_access=attempt("peer access", _peer_access, ()),
+        failures=failures,
+    )
+
+
+def advise(report: Report) -> tuple[Advice, ...]:
+    """What is missing from the GPU path and the optional parts, in the order in which to mend it."""
+    return (
+        *_package_advice(report),
+        *_device_advice(report),
+        *_extension_advice(report),
+        *_train_advice(report),
+    )
+
+
+def as_json(report: Report) -> str:
+    """The report as an indented JSON object, with `gpu_path_usable` and `advice` added."""
+    document = dataclasses.asdict(report)
+    document["gpu_path_usable"] = report.gpu_path_usable
+    document["advice"] = [dataclasses.asdict(item) for item in advise(report)]
+    return json.dumps(document, indent=2, default=str)
+
+
+def as_text(report: Report) -> str:
+    """The report as plain text, one titled section after another."""
+    sections = [
+        ("Versions", _versions_text(report)),
+        ("CUDA on this host", _cuda_text(report)),
+        (f"Devices (JAX's default backend: {report.backend or 'none'})", _devices_text(report)),
+        ("Native extensions", _extensions_text(report)),
+        ("Peer access between GPUs", _peer_text(report)),
+        ("Packages of the extra [train]", _train_text(report)),
+    ]
+    if report.failures:
+        sections.append(("Could not be asked", key_values(tuple(report.failures.items()))))
+    advice = advise(report)
+    if advice:
+        sections.append(("Missing, and how to get it", "\n".join(_advice_text(item) for item in advice)))
+    body = "\n\n".join(f"{title}\n{text}" for title, text in sections)
+    return f"{body}\n\n{_verdict(report)}"
+
+
+# Gathering
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except Exception:  # a half-removed package raises more than PackageNotFoundError
+        return None
+
+
+def _train_packages() -> tuple[str, ...]:
+    requirements = importlib.metadata.requires("te_jax") or []
+    train = [requirement for requirement in requirements if re.search(r"extra\s*==\s*['\"]train['\"]", requirement)]
+    return tuple(re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in train)
+
+
+def _default_backend() -> str:
+    import jax
+
+    return jax.default_backend()
+
+
+def _devices() -> tuple[Device, ...]:
+    import jax
+
+    return tuple(_describe(device) for device in jax.devices())
+
+
+def _describe(device: Any) -> Device:
+    return Device(
+        id=device.id,
+        platform=device.platform,
+        kind=device.device_kind,
+        compute_capability=_compute_capability(device),
+        memory_gib=_memory_gib(device),
+        memory_kinds=_memory_kinds(device),
+    )
+
+
+def _compute_capability(device: Any) -> str | None:
+    try:
+        capability = device.compute_capability
+    except Exception:  # CPU devices have no such attribute, and some plugins raise their own error for it
+        return None
+    return str(capability)
+
+
+def _memory_gib(device: Any) -> float | None:
+    try:
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+    except Exception:  # backends without statistics raise NotImplementedError or an XLA error
+        return None
+    return None if limit is None else round(limit / 2**30, 1)
+
+
+def _memory_kinds(device: Any) -> tuple[str, ...]:
+    try:
+        return tuple(memory.kind for memory in device.addressable_memories())
+    except Exception:
+        return ()
+
+
+def _cuda_backend_error() -> str | None:
+    import jax
+
+    try:
+        jax.devices("cuda")
+    except Exception as error:
+        return _first_line(error)
+    return None
+
+
+def _extensions() -> tuple[Extension, ...]:
+    from te_jax import native
+
+    return tuple(
+        Extension(
+            platform=status.platform,
+            module=status.module,
+            loaded=bool(status.loaded),
+            problem=status.problem,
+            ffi_api=None if status.ffi_api is None else (int(status.ffi_api[0]), int(status.ffi_api[1])),
+            build={str(key): str(value) for key, value in status.build.items()},
+        )
+        for status in native.status()
+    )
+
+
+def _jaxlib_ffi_api() -> tuple[int, int]:
+    from te_jax import native
+
+    major, minor = native.runtime_ffi_api()
+    return int(major), int(minor)
+
+
+def _peer_access() -> tuple[tuple[bool, ...], ...]:
+    from te_jax import native
+
+    return tuple(tuple(bool(cell) for cell in row) for row in native.peer_access())
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+# Advice
+
+
+def _package_advice(report: Report) -> list[Advice]:
+    advice = []
+    if report.versions.get("te_jax") is None:
+        advice.append(Advice("te_jax is not installed as a package", "pip install .    (in the checkout)"))
+    if report.versions.get("jax") is None or report.versions.get("jaxlib") is None:
+        advice.append(Advice("jax or jaxlib is not installed", 'pip install "jax>=0.10,<0.13"'))
+    elif report.backend is None:
+        setting = f" with JAX_PLATFORMS={report.jax_platforms}" if report.jax_platforms else ""
+        remedy = "unset JAX_PLATFORMS" if report.jax_platforms else 'pip install --upgrade "jax>=0.10,<0.13"'
+        advice.append(Advice(f"JAX starts no backend{setting}", remedy))
+    return advice
+
+
+def _device_advice(report: Report) -> list[Advice]:
+    jax_gpus = [device for device in report.devices if device.compute_capability is not None]
+    if any(device.compute_capability == COMPUTE_CAPABILITY for device in jax_gpus):
+        return []
+    if jax_gpus:
+        kinds = ", ".join(sorted({f"{device.kind} ({device.compute_capability})" for device in jax_gpus}))
+        return [
+            Advice(
+                f"no GPU of compute capability {COMPUTE_CAPABILITY}: JAX sees {kinds}",
+                "use an H100, H200 or GH200; on other GPUs the reference implementations run",
+            )
+        ]
+    if not (report.host_gpus or report.driver):
+        return [
+            Advice(
+                "no NVIDIA GPU or driver on this machine",
+                "nothing to install: the CPU kernels and the reference implementations run here",
+            )
+        ]
+    plugins = [name for name in _PLUGIN_PACKAGES if name.endswith("plugin") and report.versions.get(name)]
+    if not plugins:
+        return [Advice("the machine has an NVIDIA GPU, but JAX has no CUDA plugin", 'pip install "jax[cuda13]"')]
+    platforms = report.jax_platforms
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return [Advice(f"JAX_PLATFORMS={platforms} hides the GPU", "unset JAX_PLATFORMS")]
+    if report.versions.get("jax") and not any(
+        _same_release(report.versions[name], report.versions["jax"]) for name in plugins
+    ):
+        found = ", ".join(f"{name} {report.versions[name]}" for name in plugins)
+        return [
+            Advice(
+                f"JAX {report.versions['jax']} and its CUDA plugin ({found}) are of different releases",
+                f'pip install "jax[cuda13]=={report.versions["jax"]}"',
+            )
+        ]
+    reason = f": {report.cuda_backend_error}" if report.cuda_backend_error else ""
+    return [
+        Advice(
+            f"JAX's CUDA plugin is installed but starts no GPU{reason}",
+            "nvidia-smi    (is the driver running, is CUDA_VISIBLE_DEVICES right?), then "
+            'pip install --upgrade --force-reinstall "jax[cuda13]"',
+        )
+    ]
+
+
+def _same_release(first: str | None, second: str | None) -> bool:
+    """JAX's rule: plugin and jaxlib agree in the first three version numbers."""
+    return first is not None and second is not None and first.split(".")[:3] == second.split(".")[:3]
+
+
+def _extension_advice(report: Report) -> list[Advice]:
+    has_gpu = bool(report.host_gpus or report.driver or any(device.compute_capability for device in report.devices))
+    advice = []
+    for extension in report.extensions:
+        if extension.loaded or (extension.platform == "cuda" and not has_gpu):
+            continue
+        if extension.platform == "cuda" and report.nvcc is None:
+            remedy = (
+                "install the CUDA toolkit (Debian and Ubuntu, from NVIDIA's repository: apt-get install "
+                "cuda-toolkit-13-0), put nvcc on PATH, then: TE_JAX_CUDA=ON pip install --force-reinstall --no-deps ."
+            )
+        elif extension.platform == "cuda":
+            remedy = "TE_JAX_CUDA=ON pip install --force-reinstall --no-deps .    (in the checkout)"
+        else:
+            remedy = "pip install --force-reinstall --no-deps .    (in the checkout; needs a C++ compiler)"
+        reason = f": {extension.problem}" if extension.problem else ""
+        advice.append(Advice(f"{extension.module} is not loaded{reason}", remedy))
+    return advice
+
+
+def _train_advice(report: Report) -> list[Advice]:
+    missing = [name for name, version in report.train_packages.items() if version is None]
+    if not missing:
+        return []
+    return [Advice(f"te-jax train needs {', '.join(missing)}", 'pip install ".[train]"    (in the checkout)')]
+
+
+# Text
+
+
+def _versions_text(report: Report) -> str:
+    installed = [(name, report.versions.get(name)) for name in (*_CORE_PACKAGES, *_PLUGIN_PACKAGES)]
+    shown = [(name, version or "not installed") for name, version in installed if version or name in _CORE_PACKAGES]
+    return key_values([("python", report.python), *shown])
+
+
+def _cuda_text(report: Report) -> str:
+    supports = f" (supports CUDA up to {report.driver_cuda})" if report.driver_cuda else ""
+    pairs = [("driver", f"{report.driver}{supports}" if report.driver else "none found")]
+    pairs.append(("nvcc", f"{report.nvcc[1]}, {report.nvcc[0]}" if report.nvcc else "not on PATH"))
+    for extension in report.extensions:
+        if extension.platform == "cuda":
+            pairs += [(key, value) for key, value in extension.build.items() if "cuda" in key or "cublas" in key]
+    for number, gpu in enumerate(report.host_gpus):
+        memory = f", {gpu.memory_mib / 1024:.1f} GiB" if gpu.memory_mib else ""
+        capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""
+        pairs.append((f"GPU {number}", f"{gpu.name}{memory}{capability}"))
+    return key_values(pairs)
+
+
+def _devices_text(report: Report) -> str:
+    if not report.devices:
+        return "  none"
+    return aligned(
+        ("id", "platform", "kind", "compute capability", "memory for JAX, GiB", "memory kinds"),
+        [
+            (
+                str(device.id),
+                device.platform,
+                device.kind,
+                device.compute_capability or "–",
+                "–" if device.memory_gib is None else f"{device.memory_gib:.1f}",
+                ", ".join(device.memory_kinds) or "–",
+            )
+            for device in report.devices
+        ],
+    )
+
+
+def _extensions_text(report: Report) -> str:
+    lines = [f"  FFI API of the installed jaxlib: {_api(report.jaxlib_ffi_api)}"]
+    for extension in report.extensions:
+        lines.append(f"  {extension.module} ({extension.platform}): {'loaded' if extension.loaded else 'not loaded'}")
+        details = [("built for FFI API", _api(extension.ffi_api))] if extension.ffi_api else []
+        details += [(key, value) for key, value in extension.build.items()]
+        if extension.problem:
+            details.append(("problem", extension.problem))
+        if details:
+            lines.append(key_values(details, indent=4))
+    return "\n".join(lines)
+
+
+def _api(version: tuple[int, int] | None) -> str:
+    return "unknown" if version is None else f"{version[0]}.{version[1]}"
+
+
+def _peer_text(report: Report) -> str:
+    if len(report.peer_access) < 2:
+        return "  fewer than two GPUs"
+    headings = ("from \\ to", *(str(number) for number in range(len(report.peer_access))))
+    rows = [
+        (str(number), *("self" if column == number else "yes" if cell else "no" for column, cell in enumerate(row)))
+        for number, row in enumerate(report.peer_access)
+    ]
+    return aligned(headings, rows)
+
+
+def _train_text(report: Report) -> str:
+    if not report.train_packages:
+        return "  unknown: te_jax is not installed as a package"
+    return key_values([(name, version or "not installed") for name, version in report.train_packages.items()])
+
+
+def _advice_text(item: Advice) -> str:
+    return f"  - {item.missing}\n      {item.remedy}"
+
+
+def _verdict(report: Report) -> str:
+    if report.gpu_path_usable:
+        return "The GPU path is usable."
+    if any(extension.platform == "cpu" and extension.loaded for extension in report.extensions):
+        return "The GPU path is not usable. The CPU kernels are loaded: te_jax works on this machine's CPU."
+    return "The GPU path is not usable, and no native kernel is loaded: te_jax runs its reference implementations."

@@ -1,0 +1,350 @@
+"""Trains a small byte-level language model on text, on whatever devices JAX finds, and writes a log, checkpoints and
+the loss curves to a folder. A run that was killed goes on with --resume and ends with the same bits."""
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import math
+import sys
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from te_jax.cli.errors import UserError
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+    from te_jax.cli._report import Progress
+    from te_jax.cli._run_folder import RunFolder
+    from te_jax.cli._step import Learner, Placement, TrainState
+    from te_jax.cli._text import Corpus
+    from te_jax.models import DecoderConfig
+
+__all__ = ["add_arguments", "run"]
+
+_PACKAGES = ("optax", "orbax.checkpoint", "matplotlib", "tqdm")
+
+_EVALUATION_WINDOWS = 64
+
+# Steps whose losses are still on the device while the host prepares the next: enough to hide the host, few enough that
+# devices which share a host's cores do not wait for each other in several steps at once.
+_STEPS_IN_FLIGHT = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What defines a run: the same options give the same numbers. A run records them, and a resumed run keeps them.
+
+    Those whose default is None follow from the text, the model and the devices.
+    """
+
+    text: str | None = None
+    preset: str = "tiny"
+    steps: int = 300
+    batch: int = 16
+    seq_len: int = 128
+    seed: int = 0
+    devices: int | None = None
+    compare: bool = False
+    learning_rate: float | None = None
+    implementation: Literal["auto", "native", "reference"] = "auto"
+    dtype: str = "auto"
+    eval_every: int = 50
+    checkpoint_every: int = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `te-jax train` to a parser."""
+    default = Options()
+    # None stands for "not given": a resumed run takes what was not given from the run itself.
+    add = functools.partial(parser.add_argument, default=None)
+    add("--text", metavar="FILE_OR_DIR", help="what to train on (the language reference that ships with Python)")
+    add("--preset", help=f"shape of the model: nano, tiny, small or 8b ({default.preset})")
+    add("--steps", type=int, help=f"optimizer steps ({default.steps})")
+    add("--batch", type=int, help=f"windows per step, over all devices ({default.batch})")
+    add("--seq-len", type=int, help=f"bytes predicted per window ({default.seq_len})")
+    parser.add_argument("--out", default="runs/train", metavar="DIR", help="folder of the run (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    add("--seed", type=int, help=f"of the parameters and the order of the data ({default.seed})")
+    add("--devices", type=int, help="GPUs to use, or CPU devices to divide this host into (all that JAX shows)")
+    add("--compare", action="store_true", help="also train a twin with optax's loss on the same data, and print both")
+    add("--checkpoint-every", type=int, metavar="STEPS", help=f"steps between checkpoints ({default.checkpoint_every})")
+    add("--eval-every", type=int, metavar="STEPS", help=f"steps between validations ({default.eval_every})")
+    add("--learning-rate", type=float, help="peak of the schedule (0.384 / width of the model)")
+    add("--implementation", choices=("auto", "native", "reference"), help="of the cross-entropy (auto)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), help="of activations (bfloat16 on GPUs, float32 on CPUs)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, or continues to, until `--steps`.
+
+    Args:
+      args: parsed options of `add_arguments`.
+
+    Returns:
+      0.
+
+    Raises:
+      UserError: an option cannot be met; nothing has been written.
+    """
+    _require_packages()
+    from te_jax.cli import _run_folder, _step, _text
+
+    out = Path(args.out)
+    stored = _run_folder.read_header(out) if args.resume else None
+    if args.resume and stored is None:
+        raise UserError(f"--out {out} holds no run to resume: leave --resume out to start one")
+    options = _resolve(args, stored)
+    _check(options)
+    config = _config(options)
+    corpus = _text.load(options.text)
+    if stored is not None and corpus.sha256 != stored["text"]["sha256"]:
+        raise UserError(f"--text {corpus.source} is not, or no longer, what the run in {out} was trained on")
+    data = _text.split(corpus, options.seq_len)
+
+    devices = _step.take_devices(options.devices)
+    if options.batch % len(devices):
+        raise UserError(
+            f"--batch {options.batch} does not divide over {len(devices)} devices: choose a multiple of {len(devices)}"
+        )
+    options = _settle(options, config, corpus, devices)
+    config = dataclasses.replace(config, dtype=options.dtype)
+    placement = _step.build_placement(devices)
+    learners = _learners(options, config, placement)
+
+    header = _header(options, config, corpus, devices)
+    if stored is None:
+        folder = _run_folder.RunFolder.create(out, header)
+    else:
+        folder = _run_folder.RunFolder.resume(out)
+        _note_changes(stored, header)
+    try:
+        _train(folder, options, learners, placement, data, devices)
+        _conclude(folder, options, config)
+    finally:
+        folder.close()
+    return 0
+
+
+def _require_packages() -> None:
+    missing = [name.partition(".")[0] for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0]) is None]
+    if missing:
+        raise UserError(f"te-jax train needs {', '.join(missing)}: pip install 'te_jax[train]'")
+
+
+def _resolve(args: argparse.Namespace, stored: dict[str, Any] | None) -> Options:
+    """Options as given, or else as in the run that is resumed, or else their defaults."""
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if stored is None:
+        return Options(**given)
+    for name, value in given.items():
+        # The text is compared by its content, and how often to save changes no number.
+        if name in ("text", "checkpoint_every") or value in ("auto", stored["options"][name]):
+            continue
+        option = "--" + name.replace("_", "-")
+        raise UserError(
+            f"{option} is {value}, but the run in {args.out} was started with {stored['options'][name]}: "
+            f"leave {option} out to continue it, or start another run in another --out"
+        )
+    return Options(**{**stored["options"], **{name: value for name, value in given.items() if value != "auto"}})
+
+
+def _check(options: Options) -> None:
+    for name in ("steps", "batch", "seq_len", "devices", "eval_every", "checkpoint_every"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+    if not 0 <= options.seed < 2**32:
+        raise UserError(f"--seed is {options.seed}: it must lie between 0 and {2**32 - 1}")
+    rate = options.learning_rate
+    if rate is not None and not (math.isfinite(rate) and rate > 0):
+        raise UserError(f"--learning-rate is {rate}: it must be a finite number above 0")
+
+
+def _config(options: Options) -> "DecoderConfig":
+    from te_jax.models import PRESETS
+
+    if options.preset not in PRESETS:
+        raise UserError(f"--preset {options.preset} is unknown: choose one of {', '.join(PRESETS)}")
+    return PRESETS[options.preset]
+
+
+def _settle(options: Options, config: "DecoderConfig", corpus: "Corpus", devices: "list[Any]") -> Options:
+    """The options with everything that was left open filled in."""
+    on_gpu = devices[0].platform == "gpu"
+    return dataclasses.replace(
+        options,
+        text=corpus.source,
+        devices=len(devices),
+        learning_rate=_peak_rate(options, config),
+        dtype=("bfloat16" if on_gpu else "float32") if options.dtype == "auto" else options.dtype,
+    )
+
+
+def _learners(options: Options, config: "DecoderConfig", placement: "Placement") -> "dict[str, Learner]":
+    """By the name of the loss in the log: te_jax's own, and the twin where one is asked for."""
+    from te_jax.cli import _step
+
+    losses = {"loss": _step.te_jax_loss(config, _implementation(options))}
+    if options.compare:
+        losses["optax_loss"] = _step.optax_loss(config)
+    optimizer = _step.build_optimizer(_peak_rate(options, config), options.steps)
+    return {name: _step.build_learner(config, loss, optimizer, placement) for name, loss in losses.items()}
+
+
+def _peak_rate(options: Options, config: "DecoderConfig") -> float:
+    # Falls with the width, as the gradients of wider layers add up: 0.003 for `tiny`, 0.0005 for `small`.
+    return options.learning_rate or 0.384 / config.hidden_size
+
+
+def _implementation(options: Options) -> Literal["native", "reference"]:
+    """Which cross-entropy runs: "native" or "reference"."""
+    from te_jax import native
+
+    try:
+        use_native = native.use_native(None if options.implementation == "auto" else options.implementation)
+    except native.NativeUnavailableError as error:
+        raise UserError(f"--implementation {options.implementation} cannot run here: {error}") from error
+    return "native" if use_native else "reference"
+
+
+def _header(options: Options, config: "DecoderConfig", corpus: "Corpus", devices: "list[Any]") -> dict[str, Any]:
+    import platform
+
+    import jax
+    import jaxlib.version
+    import optax
+
+    import te_jax
+
+    return {
+        "kind": "header",
+        "options": dataclasses.asdict(options),
+        "model": {**dataclasses.asdict(config), "num_parameters": config.num_parameters},
+        "text": {"source": corpus.source, "bytes": corpus.data.size, "sha256": corpus.sha256},
+        "implementation": _implementation(options),
+        "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
+        "versions": {
+            "te_jax": te_jax.__version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+            "optax": optax.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _note_changes(stored: dict[str, Any], header: dict[str, Any]) -> None:
+    """Says what a resumed run cannot keep equal, since other software or hardware rounds in other places."""
+    for subject in ("implementation", "device", "versions"):
+        if stored[subject] != header[subject]:
+            print(
+                f"te-jax: note: {subject} changed from {stored[subject]} to {header[subject]}: "
+                "losses may differ in their last bits",
+                file=sys.stderr,
+            )
+
+
+def _train(
+    folder: "RunFolder",
+    options: Options,
+    learners: "dict[str, Learner]",
+    placement: "Placement",
+    data: "tuple[np.ndarray, np.ndarray]",
+    devices: "list[Any]",
+) -> None:
+    import jax
+
+    from te_jax.cli import _report, _text
+
+    training, held_out = data
+    done = folder.latest_step
+    states = _initial_states(folder, options, learners)
+    batches = math.ceil(_EVALUATION_WINDOWS / options.batch)
+    windows = _text.evaluation_windows(held_out, count=batches * options.batch, seq_len=options.seq_len)
+    windows = jax.device_put(windows.reshape(batches, options.batch, -1), placement.evaluation)
+
+    progress = _report.Progress(options.steps, done, options.batch * options.seq_len, devices)
+    records = _Records(folder, progress)
+
+    def evaluate(step: int) -> None:
+        records.add(
+            "validation", step, {name: it.evaluate(states[name].params, windows) for name, it in learners.items()}
+        )
+
+    try:
+        if not done:
+            evaluate(0)
+        for step in range(done + 1, options.steps + 1):
+            batch = _text.training_windows(
+                training, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
+            )
+            batch = jax.device_put(batch, placement.windows)
+            losses = {}
+            for name, learner in learners.items():
+                states[name], losses[name] = learner.step(states[name], batch)
+            records.add("train", step, losses)
+            if step % options.eval_every == 0 or step == options.steps:
+                evaluate(step)
+            if step % options.checkpoint_every == 0 or step == options.steps:
+                records.flush()
+                folder.save(step, states)
+    finally:
+        progress.close()
+
+
+def _initial_states(folder: "RunFolder", options: Options, learners: "dict[str, Learner]") -> "dict[str, TrainState]":
+    import jax
+
+    if folder.latest_step:
+        return folder.restore({name: learner.abstract_state() for name, learner in learners.items()})
+    return {name: learner.init(jax.random.key(options.seed)) for name, learner in learners.items()}
+
+
+class _Records:
+    """Losses on their way from the devices to the log: fetched late, so that the devices never wait for the host."""
+
+    def __init__(self, folder: "RunFolder", progress: "Progress"):
+        self._folder = folder
+        self._progress = progress
+        self._pending: deque[tuple[str, int, dict[str, Any]]] = deque()
+
+    def add(self, kind: str, step: int, losses: "dict[str, jax.Array]") -> None:
+        self._pending.append((kind, step, losses))
+        while len(self._pending) > _STEPS_IN_FLIGHT:
+            self._fetch()
+
+    def flush(self) -> None:
+        while self._pending:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        kind, step, arrays = self._pending.popleft()
+        losses = {name: float(array) for name, array in arrays.items()}
+        if not all(map(math.isfinite, losses.values())):
+            raise UserError(f"the {kind} loss is {losses['loss']} at step {step}: try a smaller --learning-rate")
+        self._folder.append({"kind": kind, "step": step, **losses})
+        if kind == "train":
+            self._progress.step(losses)
+        else:
+            self._progress.validation(step, losses)
+
+
+def _conclude(folder: "RunFolder", options: Options, config: "DecoderConfig") -> None:
+    from te_jax.cli import _report
+
+    training, validation = folder.records("train"), folder.records("validation")
+    figure = folder.path / "loss.png"
+    title = f"te-jax train · {options.preset}, {config.num_parameters:,} parameters"
+    _report.draw_losses(figure, title, training, validation)
+    for name, label in (("loss", "te_jax"), ("optax_loss", "optax twin")):
+        if name in training[-1]:
+            print(
+                f"{label:<12}training {training[-1][name]:.6f}   validation {validation[0][name]:.6f} → "
+                f"{validation[-1][name]:.6f} nats per byte"
+            )
+    print(f"{options.steps} steps in {folder.path}: log.jsonl, checkpoints, {figure.name}")

@@ -1,0 +1,283 @@
+"""For tests of numerical code: one measure of error, and what a compiled program does to its data.
+
+`assert_close` compares arrays by their relative L2 error. `collectives` and `buffers` read the text of a compiled
+program, so that a test can state which collectives it runs, and how large the arrays are that it makes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Protocol
+
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+# What rounding once to the type costs, with room for the order of sums. Other types must match exactly.
+_TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
+
+
+def relative_error(actual: ArrayLike, expected: ArrayLike) -> float:
+    """Relative L2 error ‖actual - expected‖ / ‖expected‖ in float64.
+
+    Infinities that are equal on both sides count as no error and are left out of both norms.
+
+    Args:
+      actual: any shape and real dtype.
+      expected: the same shape; any real dtype.
+
+    Returns:
+      The error: 0 where all elements are equal, inf where only `expected` is all zero or an infinity is unmatched, and
+      NaN where either holds a NaN.
+
+    Raises:
+      ValueError: if the shapes differ; nothing is broadcast.
+    """
+    actual, expected = _real("actual", actual), _real("expected", expected)
+    if actual.shape != expected.shape:
+        raise ValueError(f"actual has shape {actual.shape} and expected {expected.shape}; they must be the same")
+    if np.isnan(actual).any() or np.isnan(expected).any():
+        return math.nan
+    if np.array_equal(actual, expected):
+        return 0.0
+    difference = _difference(actual, expected)
+    if not np.isfinite(difference).all():
+        return math.inf
+    # Divided by the largest element first, so that squares neither overflow nor vanish.
+    expected = np.where(np.isfinite(expected), expected, 0.0)
+    scale = max(np.abs(difference).max(), np.abs(expected).max())
+    norm = np.linalg.norm(expected / scale)
+    return float(np.linalg.norm(difference / scale) / norm) if norm > 0.0 else math.inf
+
+
+def assert_close(
+    actual: ArrayLike,
+    expected: ArrayLike,
+    *,
+    tolerance: float | None = None,
+    dtype: DTypeLike | None = None,
+    equal_nan: bool = False,
+) -> None:
+    """Asserts that `relative_error(actual, expected)` is at most `tolerance`.
+
+    Args:
+      actual: what was computed; any shape.
+      expected: what it should be, in the same shape.
+      tolerance: largest relative L2 error that passes. The default follows from `dtype`: float64 1e-12, float32 1e-5,
+        bfloat16 1e-2, float16 2e-3, and 0 for all others.
+      dtype: dtype that `actual` must have. The default is that of `expected`; name it where `expected` comes from an
+        oracle of higher precision.
+      equal_nan: lets NaN pass where both sides have it at exactly the same places; the other elements are compared as
+        always. Without it a NaN on either side fails.
+
+    Raises:
+      AssertionError: where dtype or shape differ, for NaN, and for too large an error. The message states the metric,
+        the error, both norms, the tolerance, and the element that is furthest off.
+      ValueError: for a tolerance below 0, or one that is not a number.
+    """
+    dtype = np.dtype(dtype if dtype is not None else np.asarray(expected).dtype)
+    tolerance = _TOLERANCES.get(dtype.name, 0.0) if tolerance is None else tolerance
+    if not tolerance >= 0.0:
+        raise ValueError(f"tolerance is {tolerance}; it must be a number of at least 0")
+    actual_dtype = np.asarray(actual).dtype
+    if actual_dtype != dtype:
+        raise AssertionError(f"actual has dtype {actual_dtype.name}, but {dtype.name} is expected")
+    actual, expected = _real("actual", actual), _real("expected", expected)
+    if actual.shape != expected.shape:
+        raise AssertionError(f"actual has shape {actual.shape}, but {expected.shape} is expected")
+
+    nan, expected_nan = np.isnan(actual), np.isnan(expected)
+    if equal_nan and (nan != expected_nan).any():
+        raise AssertionError(f"NaN at different places: {_places(nan, expected_nan)}")
+    if not equal_nan and (nan | expected_nan).any():
+        raise AssertionError(f"NaN never passes without equal_nan: {_places(nan, expected_nan)}")
+    numbers = ~nan
+    error = relative_error(actual[numbers], expected[numbers])
+    if not error <= tolerance:
+        raise AssertionError(_report(actual, expected, numbers, error, tolerance))
+
+
+def _real(name: str, x: ArrayLike) -> np.ndarray:
+    array = np.asarray(x)
+    if np.iscomplexobj(array):
+        raise ValueError(f"{name} has dtype {array.dtype}; it must be real: compare real and imaginary parts")
+    return array.astype(np.float64)
+
+
+def _difference(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """actual - expected, and 0 rather than NaN where both are the same infinity."""
+    same = actual == expected
+    return np.where(same, 0.0, np.where(same, 0.0, actual) - np.where(same, 0.0, expected))
+
+
+def _places(nan: np.ndarray, expected_nan: np.ndarray) -> str:
+    first = tuple(int(i) for i in np.argwhere((nan != expected_nan) if (nan != expected_nan).any() else nan)[0])
+    return f"{nan.sum()} of {nan.size} in actual, {expected_nan.sum()} in expected, the first at {first}"
+
+
+def _report(actual: np.ndarray, expected: np.ndarray, numbers: np.ndarray, error: float, tolerance: float) -> str:
+    distance = np.where(
+        numbers, np.abs(_difference(np.where(numbers, actual, 0), np.where(numbers, expected, 0))), -1.0
+    )
+    worst = np.unravel_index(np.argmax(distance), distance.shape)
+    norms = [float(np.linalg.norm(x[numbers & np.isfinite(x)])) for x in (actual, expected)]
+    return (
+        f"relative L2 error {error:.3e} is above the tolerance {tolerance:.3e}: "
+        f"‖actual‖ = {norms[0]:.6e}, ‖expected‖ = {norms[1]:.6e}; "
+        f"furthest off at {tuple(int(i) for i in worst)}: {actual[worst]:.8g}, but {expected[worst]:.8g} is expected"
+    )
+
+
+class Compiled(Protocol):
+    """What `jax.jit(f).lower(*args).compile()` returns."""
+
+    def as_text(self) -> str | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """An array in a compiled program: on every device, its local shard.
+
+    Attributes:
+      dtype: XLA's name of it, for example "bf16", "f32", "s32" or "pred".
+      shape: its dimensions.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size without padding; elements of less than a byte are packed."""
+        return (self.elements * _bits(self.dtype) + 7) // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program.
+
+    Attributes:
+      kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute" or
+        "collective-broadcast", whether it runs asynchronously or not.
+      results: what each device holds after it; several where XLA merged several collectives into one.
+    """
+
+    kind: str
+    results: tuple[Buffer, ...]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each result."""
+        return tuple(result.shape for result in self.results)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """XLA's name of the dtype of each result."""
+        return tuple(result.dtype for result in self.results)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all results."""
+        return sum(result.elements for result in self.results)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all results."""
+        return sum(result.bytes for result in self.results)
+
+
+_KINDS = "all-reduce|all-gather|reduce-scatter|ragged-all-to-all|all-to-all|collective-permute|collective-broadcast"
+# The result's type stands between "=" and the operation; names of operands start with "%" or stand inside parentheses.
+_COLLECTIVE = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>\S.*?) (?P<kind>{_KINDS})(?P<start>-start)?\(")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>\S.*?) (?P<operation>[a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d[a-z0-9]*)\[(?P<shape>[\d,<= ]*)\]")
+# Asynchronous all-gathers and all operations in XLA's general asynchronous form are typed (operands, results, …).
+_START_HAS_OPERANDS = frozenset(_KINDS.split("|")) - {"all-reduce"}
+
+
+def collectives(program: Compiled | str) -> list[Collective]:
+    """The collectives of a compiled program, in the order of its text.
+
+    Args:
+      program: what `jax.jit(f).lower(*args).compile()` returns, or its `as_text()`.
+
+    Returns:
+      One entry for each collective; an asynchronous one counts once. A collective in a loop body counts once.
+
+    Raises:
+      ValueError: if the program has no text.
+    """
+    found = []
+    for line in _text(program).splitlines():
+        if match := _COLLECTIVE.match(line):
+            type_ = match["type"]
+            if match["start"] and match["kind"] in _START_HAS_OPERANDS:
+                type_ = _elements_of_tuple(type_)[1]
+            found.append(Collective(match["kind"], _arrays(type_)))
+    return found
+
+
+def buffers(program: Compiled | str, *operations: str) -> list[Buffer]:
+    """Every array that an instruction of a compiled program results in, those inside fusions included.
+
+    Args:
+      program: what `jax.jit(f).lower(*args).compile()` returns, or its `as_text()`.
+      operations: names of XLA operations, for example "copy" or "custom-call", to list the results of these only.
+
+    Returns:
+      One entry for each array, in the order of the text.
+
+    Raises:
+      ValueError: if the program has no text.
+    """
+    found = []
+    for line in _text(program).splitlines():
+        if (match := _INSTRUCTION.match(line)) and (not operations or match["operation"] in operations):
+            found.extend(_arrays(match["type"]))
+    return found
+
+
+def _text(program: Compiled | str) -> str:
+    text = program if isinstance(program, str) else program.as_text()
+    if text is None:
+        raise ValueError("program has no text on this platform")
+    return text
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    digits = re.search(r"\d+", dtype)
+    if digits is None:
+        raise ValueError(f"{dtype!r} is no XLA dtype")
+    return int(digits[0])
+
+
+def _arrays(type_: str) -> tuple[Buffer, ...]:
+    return tuple(
+        Buffer(match["dtype"], tuple(int(size.strip(" <=")) for size in match["shape"].split(",") if size.strip()))
+        for match in _ARRAY.finditer(type_)
+    )
+
+
+def _elements_of_tuple(type_: str) -> list[str]:
+    """The types in a tuple type such as "((f32[2]{0}), f32[4]{0}, u32[])"; anything else is its own only result."""
+    if not type_.startswith("("):
+        return ["", type_]
+    elements, depth, begin = [], 0, 1
+    for i, character in enumerate(type_):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == (0 if character == ")" else 1) and character in ",)" and i > 0:
+            if depth == 1 and character == ")":
+                continue
+            elements.append(type_[begin:i].strip())
+            begin = i + 1
+            if depth == 0:
+                break
+    return elements

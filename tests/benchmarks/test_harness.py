@@ -1,0 +1,196 @@
+"""The harness: turns, failures, derived figures and result files. Nothing here depends on how long anything takes."""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks import harness
+from benchmarks.harness import Candidate, CaseResult, Family, Headline, Timing
+
+FEW = Timing(samples=6, sample_seconds=1e-9)
+
+
+def candidate(name, log, *, fails_at=None, **fields):
+    """A candidate that logs its calls and, at call number `fails_at`, raises."""
+
+    def call(argument):
+        log.append(name)
+        if fails_at is not None and log.count(name) >= fails_at:
+            raise MemoryError(f"{name} is out of memory\nwith details")
+        return argument
+
+    return Candidate(
+        name=name,
+        call=call,
+        arguments=lambda calls: [(index,) for index in range(calls)],
+        wait=lambda _: None,
+        **fields,
+    )
+
+
+def test_candidates_take_turns_and_each_round_another_starts():
+    log = []
+    seconds, failed = harness.measure([candidate(name, log) for name in "abc"], FEW, pipelined=True)
+    assert not failed
+    assert {name: len(samples) for name, samples in seconds.items()} == dict.fromkeys("abc", FEW.samples)
+    assert "".join(log[-3 * FEW.samples :]) == "abcbcacab" * 2
+
+
+def test_a_candidate_that_fails_costs_the_others_nothing():
+    log = []
+    candidates = [candidate("a", log), candidate("warm-up", log, fails_at=1), candidate("later", log, fails_at=5)]
+    seconds, failed = harness.measure(candidates, FEW, pipelined=True)
+    assert list(seconds) == ["a"]
+    assert len(seconds["a"]) == FEW.samples
+    assert failed == {
+        "warm-up": "MemoryError: warm-up is out of memory",
+        "later": "MemoryError: later is out of memory",
+    }
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_a_sample_waits_once_or_after_every_call(pipelined):
+    waits = []
+    counted = Candidate(
+        name="a",
+        call=lambda index: index,
+        arguments=lambda calls: [(index,) for index in range(calls)],
+        wait=waits.append,
+        most_calls=4,
+    )
+    harness.measure([counted], Timing(samples=1, sample_seconds=1.0), pipelined=pipelined)
+    # Each call returns its index: one call to warm up, a sample of one, then two of four, the most allowed.
+    assert waits == ([0, 0, 3, 3] if pipelined else [0, 0, 0, 0, 1, 2, 3, 3, 0, 1, 2, 3, 3])
+
+
+def test_consumed_arguments_are_fresh_for_every_call():
+    given = []
+
+    def arguments(calls):
+        fresh = [object() for _ in range(calls)]
+        given.extend(fresh)
+        return [(item,) for item in fresh]
+
+    used = []
+    consuming = Candidate(
+        name="a", call=lambda item: used.append(id(item)), arguments=arguments, wait=lambda _: None, most_calls=3
+    )
+    harness.measure([consuming], Timing(samples=2, sample_seconds=1.0), pipelined=True)
+    assert len(used) == len(set(used)) == len(given)
+
+
+def test_derived_figures_follow_from_medians():
+    seconds = {"copy": [2e-3, 1e-3, 3e-3], "te_jax": [3e-3, 3e-3, 9e-3], "peer": [12e-3] * 3}
+    row = harness.timing_row(
+        seconds,
+        "te_jax",
+        floor_bytes=300,
+        copy_bytes=200,
+        peers=("peer", "absent", "te_jax"),
+        temporary_bytes=25,
+        operand_bytes=100,
+    )
+    assert row == {
+        "median_ms": 3.0,
+        "spread": {"min_ms": 3.0, "max_ms": 9.0, "iqr_ms": 3.0, "samples": 3},
+        "bytes": 300,
+        "share_of_floor": 1.0,
+        "ratio_to_copy": 1.5,
+        "speedup_over": {"peer": 4.0},
+        "temporaries_over_logits": 0.25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "folder"),
+    [("NVIDIA H200", "nvidia-h200"), ("cpu", "cpu"), ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3")],
+)
+def test_device_kinds_become_folder_names(kind, folder):
+    assert harness.slug(kind) == folder
+
+
+def row_of(case):
+    seconds = {"copy": [1e-3], "te_jax": [2e-3]}
+    return {
+        "case": case.name,
+        "operation": "forward",
+        "implementation": "te_jax",
+        **harness.timing_row(
+            seconds, "te_jax", floor_bytes=1, copy_bytes=2, peers=(), temporary_bytes=None, operand_bytes=1
+        ),
+    }
+
+
+class Size:
+    def __init__(self, name):
+        self.name = name
+
+
+def family_of(run_case):
+    return Family(
+        description="a family for tests",
+        cases={jax.devices()[0].platform: (Size("small"), Size("large"))},
+        implementations=("te_jax", "peer", "copy"),
+        peers=("peer",),
+        run_case=run_case,
+        headline=Headline("forward", "ratio_to_copy", "label", ("te_jax", "peer")),
+    )
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_a_complete_run_is_written_with_its_environment(results):
+    status = harness.run_family(
+        "demo", family_of(lambda case, *_: CaseResult(rows=[row_of(case)])), commit="abc", say=lambda _: None
+    )
+    (path,) = results.glob("*/demo.json")
+    document = json.loads(path.read_text())
+    assert status == 0
+    assert [row["case"] for row in document["rows"]] == ["small", "large"]
+    assert document["versions"]["jax"] == jax.__version__
+    assert document["device"]["kind"] == jax.devices()[0].device_kind
+    assert document["date"].endswith("Z")
+    assert document["headline"]["figure"] == "ratio_to_copy"
+
+
+@pytest.mark.parametrize("partial", [{"quick": True}, {"cases": ["large"]}, {"peers": []}])
+def test_a_partial_run_replaces_no_published_figures(partial, results):
+    seen = []
+
+    def run_case(case, implementations, timing):
+        seen.append((case.name, tuple(implementations)))
+        return CaseResult(rows=[row_of(case)])
+
+    harness.run_family("demo", family_of(run_case), **partial, say=lambda _: None)
+    assert not results.exists()
+    everything = ("te_jax", "peer", "copy")
+    assert (
+        seen
+        == {
+            "quick": [("small", everything)],
+            "cases": [("large", everything)],
+            "peers": [("small", ("te_jax", "copy")), ("large", ("te_jax", "copy"))],
+        }[next(iter(partial))]
+    )
+
+
+def test_wrong_results_fail_the_run_and_are_recorded_without_a_time(results):
+    problem = {"case": "small", "operation": "forward", "implementation": "te_jax", "reason": "the loss is wrong"}
+    said = []
+    family = family_of(lambda case, *_: CaseResult(rows=[row_of(case)], wrong=[problem]))
+    assert harness.run_family("demo", family, say=said.append) == 1
+    (path,) = results.glob("*/demo.json")
+    assert problem in json.loads(path.read_text())["skipped"]
+    assert any("the loss is wrong" in line for line in said)
+
+
+def test_a_platform_without_cases_is_refused():
+    family = family_of(lambda *_: CaseResult())
+    family.cases.clear()
+    with pytest.raises(harness.SelectionError, match="no case is made for the platform"):
+        harness.run_family("demo", family, say=lambda _: None)

@@ -1,0 +1,156 @@
+"""Tables and figures: made from result files alone, checked, and the pages of this repository are current."""
+
+import copy
+import json
+import xml.etree.ElementTree
+
+import pytest
+
+from benchmarks import tables
+
+MARKED = "Before.\n<!-- {kind}: demo gpu-x -->\nstale\n<!-- /{kind} -->\nAfter.\n"
+
+
+def row(case, implementation, ratio, operation="both"):
+    return {
+        "case": case,
+        "operation": operation,
+        "implementation": implementation,
+        "median_ms": ratio * 2,
+        "spread": {"min_ms": 1.0, "max_ms": 2.0, "iqr_ms": 0.125, "samples": 3},
+        "bytes": 10,
+        "share_of_floor": 0.5,
+        "ratio_to_copy": ratio,
+        "speedup_over": {} if implementation == "peer" else {"peer": 4.25},
+        "temporaries_over_logits": None if implementation == "peer" else 1.0,
+    }
+
+
+DOCUMENT = {
+    "family": "demo",
+    "commit": "0123456789abcdef",
+    "dirty": False,
+    "date": "2026-01-02T03:04:05Z",
+    "versions": {"jax": "0.11.2", "optax": "0.2.8", "numpy": "2.0"},
+    "device": {"kind": "GPU X", "driver": "580.1", "host": "processor"},
+    "headline": {
+        "operation": "both",
+        "figure": "ratio_to_copy",
+        "label": "Time & copies",
+        "implementations": ["te_jax", "peer", "never"],
+    },
+    "rows": [
+        row("small", "te_jax", 1.5),
+        row("small", "peer", 6.375),
+        row("large", "te_jax", 1.75),
+        row("large", "te_jax", 9.0, operation="forward"),
+    ],
+    "skipped": [{"case": "large", "operation": "both", "implementation": "peer", "reason": "out of memory"}],
+}
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    return tmp_path
+
+
+def page(root, kind, name="docs/page.md"):
+    (root / name).write_text(MARKED.format(kind=kind))
+    return root / name
+
+
+def publish(root, document=DOCUMENT):
+    path = root / "benchmarks" / "results" / "gpu-x" / "demo.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("kind", ["table", "summary", "figure"])
+def test_a_place_without_results_says_so(root, kind):
+    path = page(root, kind)
+    assert tables.main([]) == 0
+    text = path.read_text()
+    assert "Not measured yet on gpu-x" in text
+    assert text.startswith("Before.\n")
+    assert text.endswith("After.\n")
+    assert "stale" not in text
+
+
+def test_a_table_has_every_row_and_what_was_not_measured(root):
+    path = page(root, "table")
+    publish(root)
+    assert tables.main([]) == 0
+    text = path.read_text()
+    assert "| small | `te_jax` | 3.000 | 0.125 | 1.50 | 50% | 1.00 | 4.25 |" in text
+    assert "| small | `peer` | 12.750 | 0.125 | 6.38 | 50% |  |  |" in text
+    assert "| large | `te_jax` | 18.000 |" in text
+    assert "large, both, `peer`: out of memory" in text
+    assert "GPU X, driver 580.1; jax 0.11.2, optax 0.2.8; commit 0123456789ab; 2026-01-02." in text
+
+
+def test_a_summary_has_one_line_for_each_case_of_the_headline(root):
+    path = page(root, "summary", "README.md")
+    publish(root)
+    assert tables.main([]) == 0
+    text = path.read_text()
+    assert "| case | `te_jax` | `peer` |" in text
+    assert "| small | 1.50 | 6.38 |" in text
+    assert "| large | 1.75 |  |" in text
+    assert "9.00" not in text
+
+
+@pytest.mark.parametrize(("name", "link"), [("README.md", "docs/images/"), ("docs/page.md", "images/")])
+def test_a_figure_is_well_formed_and_linked_from_where_the_page_stands(root, name, link):
+    path = page(root, "figure", name)
+    publish(root)
+    assert tables.main([]) == 0
+    assert f"![Time & copies]({link}demo-gpu-x.svg)" in path.read_text()
+    svg = xml.etree.ElementTree.parse(root / "docs" / "images" / "demo-gpu-x.svg").getroot()
+    bars = [float(item.get("width", "")) for item in svg.iter("{http://www.w3.org/2000/svg}rect")]
+    assert len(bars) == 3
+    assert bars[1] / bars[0] == pytest.approx(6.375 / 1.5, rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["table", "summary", "figure"])
+def test_check_accepts_what_was_generated_and_nothing_else(root, kind, capsys):
+    path = page(root, kind)
+    publish(root)
+    assert tables.main(["--check"]) == 1
+    assert "stale" in path.read_text(), "--check must change nothing"
+    assert "-stale" in capsys.readouterr().out
+    assert tables.main([]) == 0
+    assert tables.main(["--check"]) == 0
+    faster = copy.deepcopy(DOCUMENT)
+    for measured in faster["rows"]:
+        measured["ratio_to_copy"] /= 2
+    publish(root, faster)
+    assert tables.main(["--check"]) == 1
+
+
+def test_check_notices_an_edited_figure(root):
+    page(root, "figure")
+    publish(root)
+    tables.main([])
+    figure = root / "docs" / "images" / "demo-gpu-x.svg"
+    figure.write_text(figure.read_text().replace("1.50", "1.05"))
+    assert tables.main(["--check"]) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<!-- table: demo gpu-x -->\nopen\n", "<!-- table: demo -->\nx\n<!-- /table -->\n", "<!-- /summary -->\n"],
+)
+def test_a_broken_marker_is_an_error_instead_of_a_forgotten_table(root, text, capsys):
+    (root / "README.md").write_text(text)
+    assert tables.main([]) == 1
+    assert "README.md has a table, summary or figure marker" in capsys.readouterr().err
+
+
+def test_local_changes_are_admitted(root):
+    assert "commit 0123456789ab with local changes" in tables.provenance({**DOCUMENT, "dirty": True})
+
+
+def test_the_pages_of_this_repository_are_current(capsys):
+    assert tables.main(["--check"]) == 0, capsys.readouterr().out

@@ -1,0 +1,232 @@
+"""`te-jax doctor`: what it reports, what it advises, and that nothing broken makes it fail."""
+
+import argparse
+import importlib.metadata
+import json
+import subprocess
+
+import jax
+import pytest
+
+from te_jax import native
+from te_jax.cli import _host, doctor
+
+
+def report(**changes):
+    """A report of a machine with one usable H200, changed as the test says."""
+    facts = {
+        "python": "3.12.3 (Linux)",
+        "versions": {
+            "te_jax": "0.1.0",
+            "jax": "0.11.2",
+            "jaxlib": "0.11.2",
+            "numpy": "2.4.0",
+            "jax-cuda13-plugin": "0.11.2",
+            "jax-cuda13-pjrt": "0.11.2",
+            "jax-cuda12-plugin": None,
+            "jax-cuda12-pjrt": None,
+        },
+        "train_packages": {"optax": "0.2.8", "tqdm": "4.66"},
+        "host_gpus": (_host.HostGpu("NVIDIA H200", 143771, "9.0", "580.159.04"),),
+        "driver": "580.159.04",
+        "driver_cuda": "13.0",
+        "nvcc": ("/usr/local/cuda/bin/nvcc", "13.0"),
+        "jax_platforms": None,
+        "backend": "gpu",
+        "cuda_backend_error": None,
+        "devices": (gpu(0, "9.0"),),
+        "extensions": (extension("cpu"), extension("cuda")),
+        "jaxlib_ffi_api": (0, 3),
+        "peer_access": ((True,),),
+        "failures": {},
+    }
+    return doctor.Report(**{**facts, **changes})
+
+
+def gpu(number, capability, kind="NVIDIA H200"):
+    return doctor.Device(number, "gpu", kind, capability, 104.6, ("device", "pinned_host"))
+
+
+def cpu():
+    return doctor.Device(0, "cpu", "cpu", None, None, ("device",))
+
+
+def extension(platform, problem=None):
+    build = {"version": "0.1.0", "cuda runtime": "13.0"}
+    return doctor.Extension(platform, f"te_jax._te_{platform}", problem is None, problem, (0, 3), build)
+
+
+def without(report_, **versions):
+    return {**report_.versions, **versions}
+
+
+def remedies(report_):
+    return [advice.remedy for advice in doctor.advise(report_)]
+
+
+def test_a_complete_machine_is_usable_and_needs_no_advice():
+    assert report().gpu_path_usable
+    assert doctor.advise(report()) == ()
+    assert "The GPU path is usable." in doctor.as_text(report())
+
+
+def test_a_gpu_without_jax_plugin_is_told_the_exact_command():
+    bare = report(
+        versions=without(report(), **{"jax-cuda13-plugin": None, "jax-cuda13-pjrt": None}),
+        devices=(cpu(),),
+        backend="cpu",
+    )
+    assert not bare.gpu_path_usable
+    assert remedies(bare) == ['pip install "jax[cuda13]"']
+
+
+@pytest.mark.parametrize("host_gpus", [(), (_host.HostGpu("NVIDIA H200", None, None, None),)])
+def test_a_driver_or_a_gpu_alone_counts_as_a_gpu_machine(host_gpus):
+    bare = report(
+        versions=without(report(), **{"jax-cuda13-plugin": None}),
+        devices=(cpu(),),
+        backend="cpu",
+        host_gpus=host_gpus,
+        driver=None if host_gpus else "580.159.04",
+    )
+    assert remedies(bare) == ['pip install "jax[cuda13]"']
+
+
+def test_a_plugin_of_another_release_is_named():
+    mixed = report(versions=without(report(), **{"jax-cuda13-plugin": "0.10.2"}), devices=(cpu(),), backend="cpu")
+    assert remedies(mixed) == ['pip install "jax[cuda13]==0.11.2"']
+    assert "0.10.2" in doctor.advise(mixed)[0].missing
+
+
+def test_jax_platforms_that_hides_the_gpu_is_named():
+    hidden = report(devices=(cpu(),), backend="cpu", jax_platforms="cpu")
+    assert remedies(hidden) == ["unset JAX_PLATFORMS"]
+
+
+def test_a_plugin_that_starts_no_gpu_is_reported_with_jax_own_reason():
+    failing = report(devices=(cpu(),), backend="cpu", cuda_backend_error="RuntimeError: CUDA_ERROR_NO_DEVICE")
+    (advice,) = doctor.advise(failing)
+    assert "CUDA_ERROR_NO_DEVICE" in advice.missing
+    assert "nvidia-smi" in advice.remedy
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0"])
+def test_other_compute_capabilities_are_not_usable(capability):
+    other = report(devices=(gpu(0, capability, kind="NVIDIA Other"),))
+    assert not other.gpu_path_usable
+    assert f"NVIDIA Other ({capability})" in doctor.advise(other)[0].missing
+
+
+def test_a_missing_extension_is_not_usable_and_is_told_what_builds_it():
+    problem = "te_jax was installed without te_jax._te_cuda"
+    with_nvcc = report(extensions=(extension("cpu"), extension("cuda", problem)))
+    without_nvcc = report(extensions=(extension("cpu"), extension("cuda", problem)), nvcc=None)
+    assert not with_nvcc.gpu_path_usable
+    assert problem in doctor.advise(with_nvcc)[0].missing
+    assert remedies(with_nvcc)[0].startswith("TE_JAX_CUDA=ON pip install")
+    assert "cuda-toolkit" in remedies(without_nvcc)[0]
+
+
+def test_a_machine_without_gpu_is_not_asked_to_build_for_one():
+    laptop = report(
+        versions=without(report(), **{"jax-cuda13-plugin": None}),
+        devices=(cpu(),),
+        backend="cpu",
+        host_gpus=(),
+        driver=None,
+        extensions=(extension("cpu"), extension("cuda", "te_jax was installed without te_jax._te_cuda")),
+    )
+    assert [advice.missing for advice in doctor.advise(laptop)] == ["no NVIDIA GPU or driver on this machine"]
+    assert "te_jax works on this machine's CPU" in doctor.as_text(laptop)
+
+
+def test_missing_train_packages_are_named_with_the_extra():
+    incomplete = report(train_packages={"optax": "0.2.8", "tqdm": None, "matplotlib": None})
+    (advice,) = doctor.advise(incomplete)
+    assert advice.missing == "te-jax train needs tqdm, matplotlib"
+    assert ".[train]" in advice.remedy
+
+
+def test_peer_access_is_a_matrix_with_direction():
+    two = report(devices=(gpu(0, "9.0"), gpu(1, "9.0")), peer_access=((True, True), (False, True)))
+    lines = doctor.as_text(two).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("Peer access"))
+    assert [line.split() for line in lines[start + 3 : start + 5]] == [["0", "self", "yes"], ["1", "no", "self"]]
+
+
+def test_json_holds_the_facts_the_verdict_and_the_advice(capsys, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    status = doctor.run(argparse.Namespace(json=True))
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["jaxlib_ffi_api"] == list(native.runtime_ffi_api())
+    assert {(item["platform"], item["loaded"]) for item in found["extensions"]} == {
+        (item.platform, item.loaded) for item in native.status()
+    }
+    assert len(found["devices"]) == len(jax.devices())
+    assert all("device" in device["memory_kinds"] for device in found["devices"])
+    assert status == (0 if found["gpu_path_usable"] else 1)
+
+
+def fail(*args, **kwargs):
+    raise RuntimeError("broken on purpose\nwith a second line")
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (jax, "default_backend"),
+        (jax, "devices"),
+        (native, "status"),
+        (native, "runtime_ffi_api"),
+        (native, "peer_access"),
+        (importlib.metadata, "version"),
+        (importlib.metadata, "requires"),
+        (_host, "gpus"),
+        (_host, "nvcc"),
+    ],
+)
+def test_nothing_broken_makes_it_fail(owner, name, form, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(owner, name, fail)
+    status = doctor.run(argparse.Namespace(json=form == "json"))
+    printed = capsys.readouterr().out
+    assert status in (0, 1)
+    assert "with a second line" not in printed
+    if name != "version":  # a version that cannot be read is a package that is not installed
+        assert "RuntimeError: broken on purpose" in printed
+
+
+def test_a_broken_backend_is_not_usable(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", fail)
+    found = doctor.gather()
+    assert not found.gpu_path_usable
+    assert found.devices == ()
+    assert any("JAX starts no backend" in advice.missing for advice in doctor.advise(found))
+
+
+@pytest.mark.parametrize("error", [OSError("no such file"), subprocess.TimeoutExpired("nvidia-smi", 20)])
+def test_commands_that_cannot_run_count_as_absent(error, monkeypatch):
+    def run(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert _host.output_of(["nvidia-smi"]) is None
+    assert all(gpu_.memory_mib is None for gpu_ in _host.gpus())
+
+
+def test_gpu_listing_keeps_what_the_driver_knows():
+    listing = "NVIDIA H200, 143771, 9.0, 580.159.04\nNVIDIA Old, [N/A], [N/A], 580.159.04\nError: garbage\n"
+    assert _host.parse_gpu_listing(listing) == (
+        _host.HostGpu("NVIDIA H200", 143771, "9.0", "580.159.04"),
+        _host.HostGpu("NVIDIA Old", None, None, "580.159.04"),
+    )
+
+
+def test_help_documents_the_exit_status():
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    text = parser.format_help()
+    assert "Exit status: 0 when the GPU path is usable" in text
+    assert "1 otherwise" in text

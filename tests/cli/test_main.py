@@ -1,0 +1,80 @@
+"""The `te-jax` command itself: its subcommands, its manners, its exit status."""
+
+import subprocess
+import sys
+
+import pytest
+
+from te_jax.cli import bench, doctor, main, train
+from te_jax.cli.errors import UserError
+
+COMMANDS = {"train": train, "doctor": doctor, "bench": bench}
+
+
+def test_help_names_every_command_and_starts_no_backend():
+    program = (
+        "import sys\n"
+        "from te_jax.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as exit: assert exit.code == 0\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+        "assert not {'optax', 'orbax', 'matplotlib'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert f"\n    {name} " in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_runs_its_module_and_returns_its_status(name, monkeypatch):
+    monkeypatch.setattr(COMMANDS[name], "run", lambda args: 7)
+    monkeypatch.setattr(COMMANDS[name], "add_arguments", lambda parser: parser.add_argument("--word"))
+    assert main.main([name, "--word", "x"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "fly"),
+        (["train", "--steps", "many"], "--steps"),
+        (["train", "--step", "1"], "--step"),  # an abbreviation
+        (["train", "--dtype", "int8"], "--dtype"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_2(argv, words, capsys):
+    assert main.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("te-jax: error: ")
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+def test_a_mistake_found_while_running_is_told_the_same_way(monkeypatch, capsys):
+    def run(args):
+        raise UserError("the moon is missing")
+
+    monkeypatch.setattr(train, "run", run)
+    assert main.main(["train"]) == 2
+    assert capsys.readouterr().err == "te-jax: error: the moon is missing\n"
+
+
+def test_an_interruption_is_no_traceback(monkeypatch, capsys):
+    def run(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "run", run)
+    assert main.main(["train"]) == 130
+    assert capsys.readouterr().err == "te-jax: interrupted\n"
+
+
+def test_other_errors_keep_their_traceback(monkeypatch):
+    def run(args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(train, "run", run)
+    with pytest.raises(ZeroDivisionError):
+        main.main(["train"])

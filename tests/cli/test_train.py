@@ -1,0 +1,248 @@
+"""`te-jax train` as a user meets it: what it writes, what it refuses, and what a kill does to it (nothing)."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from te_jax import native
+from te_jax.cli._run_folder import read_header
+from te_jax.cli.main import main
+
+SMALL = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    # optax mixes dtypes in its schedules; the command itself runs with JAX's defaults.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "run"
+
+
+def records(out, kind):
+    lines = (out / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def test_a_run_learns_and_leaves_a_log_checkpoints_and_a_figure(out, capsys):
+    argv = ["train", *SMALL, "--steps", "40", "--eval-every", "15", "--checkpoint-every", "20", "--out", str(out)]
+    assert main(argv) == 0
+    train, validation = records(out, "train"), records(out, "validation")
+    assert [record["step"] for record in train] == list(range(1, 41))
+    assert [record["step"] for record in validation] == [0, 15, 30, 40]
+    assert validation[-1]["loss"] < validation[0]["loss"] - 2
+    header = read_header(out)
+    assert header["options"]["steps"] == 40
+    assert header["options"]["dtype"] == "float32"
+    assert header["text"]["source"] == "pydoc_data.topics"
+    assert header["versions"]["jax"] == jax.__version__
+    assert header["implementation"] == ("native" if native.available() else "reference")
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["20", "40"]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert f"{validation[-1]['loss']:.6f} nats per byte" in shown
+    assert "tokens/s" in shown
+    assert "MiB" in shown
+
+
+def test_the_twin_sees_the_same_data_and_ends_at_the_same_loss(out, capsys):
+    assert main(["train", *SMALL, "--steps", "30", "--compare", "--out", str(out)]) == 0
+    train = records(out, "train")
+    assert abs(train[0]["loss"] - train[0]["optax_loss"]) < 1e-5
+    assert abs(train[-1]["loss"] - train[-1]["optax_loss"]) < 1e-3
+    last = records(out, "validation")[-1]
+    shown = capsys.readouterr().out
+    for name in ("loss", "optax_loss"):
+        assert f"→ {last[name]:.6f} nats per byte" in shown
+    assert (out / "loss.png").stat().st_size > 0
+
+
+def test_devices_share_a_batch_and_learn_the_same(tmp_path):
+    losses = []
+    for devices in ("1", "4"):
+        out = tmp_path / devices
+        assert main(["train", *SMALL[:-1], devices, "--steps", "12", "--out", str(out)]) == 0
+        assert read_header(out)["device"]["count"] == int(devices)
+        losses.append(records(out, "validation")[-1]["loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
+def test_seed_and_dtype_are_heeded(tmp_path):
+    first = {}
+    for name, extra in {"base": [], "seed": ["--seed", "1"], "dtype": ["--dtype", "bfloat16"]}.items():
+        out = tmp_path / name
+        assert main(["train", *SMALL, "--steps", "1", *extra, "--out", str(out)]) == 0
+        first[name] = records(out, "train")[0]["loss"]
+    assert abs(first["seed"] - first["base"]) > 1e-2
+    assert 0 < abs(first["dtype"] - first["base"]) < 5e-2
+
+
+def test_one_step_on_the_shortest_text(tmp_path, out):
+    (tmp_path / "text").write_text("abcd")
+    argv = ["--preset", "nano", "--steps", "1", "--batch", "1", "--seq-len", "1", "--devices", "1"]
+    assert main(["train", "--text", str(tmp_path / "text"), *argv, "--out", str(out)]) == 0
+    assert [record["step"] for record in records(out, "validation")] == [0, 1]
+
+
+def test_a_finished_run_can_be_resumed_and_stays_as_it_is(out, capsys):
+    assert main(["train", *SMALL, "--steps", "6", "--out", str(out)]) == 0
+    log, summary = (out / "log.jsonl").read_bytes(), capsys.readouterr().out.splitlines()[-2:]
+    (out / "loss.png").unlink()
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    assert (out / "log.jsonl").read_bytes() == log
+    assert capsys.readouterr().out.splitlines() == summary
+    assert (out / "loss.png").exists()
+
+
+def refused(argv, capsys):
+    assert main(["train", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("te-jax: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--steps", "0"], "--steps is 0"),
+        (["--batch", "-4"], "--batch is -4"),
+        (["--seq-len", "0"], "--seq-len is 0"),
+        (["--seq-len", "1000000000"], "--seq-len 1000000000 needs at least"),
+        (["--devices", "0"], "--devices is 0"),
+        (["--devices", "1000", "--batch", "1000"], "--devices 1000 is more than"),
+        (["--devices", "3", "--batch", "4"], "--batch 4 does not divide over 3 devices: choose a multiple of 3"),
+        (["--eval-every", "0"], "--eval-every is 0"),
+        (["--checkpoint-every", "0"], "--checkpoint-every is 0"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--learning-rate", "nan"], "--learning-rate is nan"),
+        (["--learning-rate", "0"], "--learning-rate is 0"),
+        (["--preset", "giant"], "--preset giant is unknown: choose one of nano, tiny, small, 8b"),
+        (["--text", "nowhere.txt"], "--text nowhere.txt does not exist"),
+        (["--resume"], "holds no run to resume"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_written(argv, words, out, capsys):
+    assert words in refused([*argv, "--out", str(out)], capsys)
+    assert not out.exists()
+
+
+def test_a_text_too_short_for_its_windows_is_refused(tmp_path, out, capsys):
+    (tmp_path / "text").write_text("much too short")
+    argv = ["--text", str(tmp_path / "text"), "--out", str(out)]
+    assert "14 bytes and --seq-len 128 needs at least 258" in refused(argv, capsys)
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in refused([*SMALL, "--out", str(tmp_path / "file" / "run")], capsys)
+    assert "cannot be written" in refused([*SMALL, "--out", str(tmp_path / "file")], capsys)
+
+
+def test_native_where_there_is_none_is_refused(out, capsys, monkeypatch):
+    def use_native(implementation):
+        raise native.NativeUnavailableError("the extension is missing")
+
+    monkeypatch.setattr(native, "use_native", use_native)
+    error = refused([*SMALL, "--implementation", "native", "--out", str(out)], capsys)
+    assert "--implementation native cannot run here: the extension is missing" in error
+    assert not out.exists()
+
+
+def test_a_missing_package_is_named(out, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tqdm" else object())
+    assert "te-jax train needs tqdm: pip install 'te_jax[train]'" in refused(["--out", str(out)], capsys)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(out, capsys):
+    error = refused([*SMALL, "--steps", "20", "--learning-rate", "1e38", "--out", str(out)], capsys)
+    assert "loss is " in error
+    assert "smaller --learning-rate" in error
+
+
+def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, capsys):
+    (tmp_path / "text").write_text("All happy families are alike. " * 20)
+    text = ["--text", str(tmp_path / "text")]
+    assert main(["train", *SMALL, *text, "--steps", "3", "--out", str(out)]) == 0
+    capsys.readouterr()
+    for option, value in {
+        "--preset": "tiny",
+        "--steps": "4",
+        "--batch": "8",
+        "--seq-len": "8",
+        "--seed": "1",
+        "--devices": "2",
+        "--learning-rate": "0.1",
+        "--eval-every": "7",
+        "--implementation": "reference",
+        "--dtype": "bfloat16",
+    }.items():
+        error = refused(["--resume", "--out", str(out), option, value], capsys)
+        assert error.startswith(f"te-jax: error: {option} is "), error
+    assert refused(["--resume", "--out", str(out), "--compare"], capsys).startswith("te-jax: error: --compare")
+    assert "already holds a run" in refused([*SMALL, "--out", str(out)], capsys)
+    same = [*SMALL, *text, "--steps", "3", "--checkpoint-every", "2", "--dtype", "auto"]
+    assert main(["train", "--resume", "--out", str(out), *same]) == 0
+    (tmp_path / "text").write_text("Every unhappy family is unhappy in its own way. " * 20)
+    assert "is not, or no longer, what the run" in refused(["--resume", "--out", str(out)], capsys)
+
+
+def test_other_software_is_noted_on_resuming(out, capsys):
+    assert main(["train", *SMALL, "--steps", "2", "--out", str(out)]) == 0
+    log = out / "log.jsonl"
+    log.write_text(log.read_text().replace(f'"jax": "{jax.__version__}"', '"jax": "0.1.0"'))
+    capsys.readouterr()
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    assert "note: versions changed" in capsys.readouterr().err
+
+
+class Process:
+    """A run of the command in a process of its own, with two CPU devices."""
+
+    def __init__(self, out, *argv):
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        command = [sys.executable, "-W", "error", "-m", "te_jax.cli", "train", "--out", str(out), *argv]
+        self.log = out / "log.jsonl"
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def finish(self):
+        _, errors = self.process.communicate(timeout=120)
+        assert self.process.returncode == 0, errors.decode()
+        return self.log.read_bytes()
+
+    def kill_at(self, step):
+        marker = f'"step": {step},'.encode()
+        deadline = time.monotonic() + 120
+        while not (self.log.exists() and marker in self.log.read_bytes()):
+            assert self.process.poll() is None, self.process.stderr.read().decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+        assert self.process.returncode == -signal.SIGKILL
+
+
+def test_a_run_killed_at_random_steps_ends_with_the_same_bits(tmp_path):
+    options = ["--preset", "nano", "--seq-len", "32", "--batch", "8", "--devices", "2", "--steps", "300"]
+    options += ["--eval-every", "45", "--checkpoint-every", "40"]
+    expected = Process(tmp_path / "whole", *options).finish()
+
+    before, after = random.randint(1, 39), random.randint(41, 200)
+    print("killed at", before, "and", after)  # pytest shows it if the test fails
+    out = tmp_path / "killed"
+    Process(out, *options).kill_at(before)
+    assert (out / "log.jsonl").read_bytes() != expected
+    Process(out, "--resume").kill_at(after)
+    assert (out / "log.jsonl").read_bytes() != expected
+    assert Process(out, "--resume").finish() == expected

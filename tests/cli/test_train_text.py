@@ -1,0 +1,128 @@
+"""Text: what is read, what is held out, which windows a step sees."""
+
+import os
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+
+from te_jax.cli import _text
+from te_jax.cli.errors import UserError
+
+
+def test_the_default_is_the_language_reference_with_every_paragraph_once():
+    text = _text.load(None).data.tobytes().decode()
+    paragraphs = text.split("\n\n")
+    assert len(paragraphs) == len(set(paragraphs))
+    assert set(paragraphs) == {part.strip("\n") for topic in topics.values() for part in topic.split("\n\n")}
+    assert text.startswith(topics["assert"].split("\n\n")[0])
+
+
+def test_a_file_is_read_byte_for_byte(tmp_path):
+    path = tmp_path / "poem.txt"
+    path.write_bytes("Über allen Gipfeln\r\nist Ruh".encode())
+    corpus = _text.load(str(path))
+    assert corpus.data.tobytes() == path.read_bytes()
+    assert corpus.data.dtype == np.uint8
+    assert corpus.source == str(path)
+
+
+def test_a_folder_is_its_text_files_in_order_of_their_paths(tmp_path):
+    for name, data in {
+        "b.txt": b"second",
+        "a/z.md": b"first",
+        "c.bin": b"\x00\x01",
+        "d.latin": b"\xff\xfe",
+        "e.txt": b"",
+        ".git/config": b"hidden",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    os.mkfifo(tmp_path / "pipe")
+    assert _text.load(str(tmp_path)).data.tobytes() == b"first\n\nsecond"
+
+
+def test_the_digest_tells_texts_apart(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("one")
+    first = _text.load(str(path)).sha256
+    path.write_text("two")
+    assert _text.load(str(path)).sha256 != first
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: None, "does not exist"),
+        (lambda path: path.write_bytes(b""), "is empty"),
+        (lambda path: path.write_bytes(b"text\x00text"), "is not UTF-8 text"),
+        (lambda path: path.write_bytes(b"caf\xe9"), "is not UTF-8 text"),
+        (lambda path: path.mkdir(), "without a text file"),
+        (os.mkfifo, "neither a file nor a folder"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, make, words):
+    path = tmp_path / "text"
+    make(path)
+    with pytest.raises(UserError, match=words):
+        _text.load(str(path))
+
+
+def test_what_may_not_be_read_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    path.write_text("secret")
+
+    def forbidden(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(path), "read_bytes", forbidden)
+    with pytest.raises(UserError, match="cannot be read: Permission denied"):
+        _text.load(str(path))
+
+
+def corpus_of(size):
+    return _text.Corpus(np.arange(size).astype(np.uint8), "text", "")
+
+
+@pytest.mark.parametrize(("size", "seq_len", "held_out"), [(1000, 9, 100), (1009, 9, 100), (50, 9, 10), (20, 9, 10)])
+def test_a_tenth_and_at_least_one_window_is_held_out_at_the_end(size, seq_len, held_out):
+    corpus = corpus_of(size)
+    training, validation = _text.split(corpus, seq_len)
+    assert validation.size == held_out
+    np.testing.assert_array_equal(np.concatenate([training, validation]), corpus.data)
+
+
+def test_a_text_without_room_for_two_windows_is_refused():
+    with pytest.raises(UserError, match=r"has 19 bytes and --seq-len 9 needs at least 20"):
+        _text.split(corpus_of(19), 9)
+
+
+def test_training_windows_depend_on_seed_and_step_alone():
+    data = np.random.default_rng().integers(0, 256, 500).astype(np.uint8)
+    size = {"batch": 6, "seq_len": 20}
+    windows = _text.training_windows(data, seed=3, step=41, **size)
+    assert windows.shape == (6, 21)
+    for window in windows:
+        assert window.tobytes() in data.tobytes()
+    np.testing.assert_array_equal(windows, _text.training_windows(data, seed=3, step=41, **size))
+    assert (windows != _text.training_windows(data, seed=3, step=42, **size)).any()
+    assert (windows != _text.training_windows(data, seed=4, step=41, **size)).any()
+
+
+def test_training_windows_reach_both_ends():
+    data = np.arange(12, dtype=np.uint8)
+    windows = _text.training_windows(data, seed=0, step=1, batch=200, seq_len=9)
+    assert set(windows[:, 0]) == {0, 1, 2}
+    exact = _text.training_windows(data[:10], seed=0, step=1, batch=2, seq_len=9)
+    np.testing.assert_array_equal(exact, [data[:10]] * 2)
+
+
+def test_evaluation_windows_spread_from_end_to_end():
+    data = np.arange(200, dtype=np.uint8)
+    windows = _text.evaluation_windows(data, count=5, seq_len=10)
+    assert windows.shape == (5, 11)
+    assert windows[0, 0] == 0
+    assert windows[-1, -1] == 199
+    assert (np.diff(windows[:, 0].astype(int)) > 40).all()
+    np.testing.assert_array_equal(_text.evaluation_windows(data[:11], count=3, seq_len=10), [data[:11]] * 3)

@@ -1,0 +1,109 @@
+"""How all tests run: fake devices, strict promotion, and what is skipped where.
+
+Everything here happens before a backend starts. The same tests run on a GPU with `JAX_PLATFORMS=cuda`.
+"""
+
+import os
+import secrets
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from te_jax import native
+
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Every shape is a compilation: few examples, and no deadline. Each run draws new ones; a failure is replayed from
+# hypothesis' own database, and printed.
+hypothesis.settings.register_profile(
+    "te_jax", deadline=None, max_examples=20, derandomize=False, print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+hypothesis.settings.load_profile("te_jax")
+
+_SEED = pytest.StashKey[int]()
+
+
+def pytest_sessionstart(session):
+    """TE_JAX_TEST_REQUIRE_NATIVE=1 ends a run that would silently test the reference instead of the kernels."""
+    del session
+    if os.environ.get("TE_JAX_TEST_REQUIRE_NATIVE") == "1" and not native.available():
+        problems = "; ".join(state.problem for state in native.status() if state.problem)
+        pytest.exit(f"TE_JAX_TEST_REQUIRE_NATIVE=1, but on {jax.default_backend()}: {problems}", returncode=3)
+
+
+def pytest_collection_modifyitems(items):
+    on_gpu = [item for item in items if "gpu" in item.keywords]
+    if on_gpu and not (jax.default_backend() == "gpu" and native.available()):
+        skip = pytest.mark.skip(reason="needs a GPU and the CUDA extension")
+        for item in on_gpu:
+            item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed and _SEED in item.stash:
+        report.sections.append(("rng", f"TE_JAX_TEST_SEED={item.stash[_SEED]} draws the same numbers"))
+    return report
+
+
+@pytest.fixture
+def rng(request):
+    """Fresh random numbers in every run; a failing test names the seed that repeats it."""
+    seed = int(os.environ.get("TE_JAX_TEST_SEED") or secrets.randbits(32))
+    request.node.stash[_SEED] = seed
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=["native", "reference"])
+def implementation(request):
+    """Both implementations by name; the native one is skipped where it is not built."""
+    if request.param == "native":
+        _skip_without_native()
+    return request.param
+
+
+@pytest.fixture
+def native_kernels():
+    """Skips a test that is about native kernels where there are none."""
+    _skip_without_native()
+
+
+def _skip_without_native():
+    if not native.available():
+        pytest.skip("needs the extension for this platform")
+
+
+@pytest.fixture
+def require_devices():
+    """require_devices(n) skips the test where fewer than n devices are there."""
+
+    def require(count):
+        if jax.device_count() < count:
+            pytest.skip(f"needs {count} devices, and there are {jax.device_count()}")
+
+    return require
+
+
+@pytest.fixture
+def make_mesh(require_devices):
+    """make_mesh({"data": AxisType.Auto, "model": AxisType.Auto}): a mesh of as many devices as are there.
+
+    Every axis but the first has size 2, and the first the rest, at least 2.
+    """
+
+    def make(axes: dict[str, AxisType]):
+        inner = 2 ** (len(axes) - 1)
+        require_devices(2 * inner)
+        count = jax.device_count() // inner * inner
+        shape = (count // inner,) + (2,) * (len(axes) - 1)
+        return jax.make_mesh(shape, tuple(axes), axis_types=tuple(axes.values()), devices=jax.devices()[:count])
+
+    return make

@@ -1,0 +1,262 @@
+"""The decoder against an independent one in float64 NumPy, and the promises of its docstrings."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from te_jax.models import PRESETS, DecoderConfig, apply, init, loss
+
+SMALL = DecoderConfig(
+    vocab_size=19, num_layers=3, hidden_size=24, num_heads=6, num_kv_heads=2, head_dim=8, mlp_size=40, norm_eps=1e-3
+)
+
+
+# The attention of jax.nn accumulates bfloat16 in float32, and its gradient cannot be traced under strict promotion.
+standard_promotion = pytest.mark.parametrize("promotion", ["standard"])
+
+jit_init = jax.jit(init, static_argnums=0)
+jit_apply = jax.jit(apply, static_argnums=2)
+
+
+@pytest.fixture
+def promotion():
+    return "strict"
+
+
+@pytest.fixture(autouse=True)
+def _promotion(promotion):
+    with jax.numpy_dtype_promotion(promotion):
+        yield
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng()
+
+
+def random_params(config, rng):
+    """Unlike those of `init`, with norms that are not 1."""
+    params = jit_init(config, jax.random.key(int(rng.integers(2**31))))
+    return jax.tree.map(lambda leaf: leaf * jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype), params)
+
+
+def random_tokens(config, rng, shape):
+    return jnp.asarray(rng.integers(0, config.vocab_size, shape), jnp.int32)
+
+
+def numpy_logits(params, tokens, config):
+    """One sequence, one head and one query at a time; rotations as complex numbers."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    group = config.num_heads // config.num_kv_heads
+    half = config.head_dim // 2
+    wavelengths = config.rope_theta ** (-np.arange(half) * 2 / config.head_dim)
+
+    def norm(x, scale):
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_eps) * scale
+
+    def rotate(vector, position):
+        turned = (vector[:half] + 1j * vector[half:]) * np.exp(1j * position * wavelengths)
+        return np.concatenate([turned.real, turned.imag])
+
+    def head_of(x, kernel, head):
+        return x @ kernel[:, head * config.head_dim : (head + 1) * config.head_dim]
+
+    sequences = []
+    for sequence in np.asarray(tokens):
+        x = params["embedding"][sequence]
+        for i in range(config.num_layers):
+            layer = {name: leaf[i] for name, leaf in params["layers"].items()}
+            h, heads = norm(x, layer["attention_norm"]), []
+            for head in range(config.num_heads):
+                query = head_of(h, layer["query"], head)
+                key, value = (head_of(h, layer[name], head // group) for name in ("key", "value"))
+                mixed = []
+                for t in range(len(x)):
+                    scores = np.array([rotate(query[t], t) @ rotate(key[s], s) for s in range(t + 1)])
+                    weights = np.exp(scores / np.sqrt(config.head_dim))
+                    mixed.append(weights @ value[: t + 1] / weights.sum())
+                heads.append(np.stack(mixed))
+            x = x + np.concatenate(heads, axis=-1) @ layer["out"]
+            h = norm(x, layer["mlp_norm"])
+            gate = h @ layer["gate"]
+            x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["up"])) @ layer["down"]
+        sequences.append(norm(x, params["final_norm"]) @ params["head"])
+    return np.stack(sequences)
+
+
+def relative_error(actual, expected):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_logits_are_those_of_numpy(rng, kv_heads):
+    config = dataclasses.replace(SMALL, num_kv_heads=kv_heads)
+    params, tokens = random_params(config, rng), random_tokens(config, rng, (2, 7))
+    logits = jit_apply(params, tokens, config)
+    assert logits.shape == (2, 7, config.vocab_size)
+    assert logits.dtype == jnp.float32
+    assert relative_error(logits, numpy_logits(params, tokens, config)) < 1e-5
+
+
+@standard_promotion
+def test_bfloat16_computes_in_bfloat16_and_stays_close(rng):
+    config = dataclasses.replace(SMALL, dtype="bfloat16")
+    params, tokens = random_params(config, rng), random_tokens(config, rng, (2, 16))
+    logits = jit_apply(params, tokens, config)
+    assert logits.dtype == jnp.bfloat16
+    exact = jit_apply(params, tokens, SMALL)
+    assert 1e-4 < relative_error(logits, exact) < 5e-2
+    gradients = jax.jit(jax.grad(functools.partial(loss, config=config)))(params, tokens, tokens)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+
+
+def test_a_token_changes_no_earlier_logits(rng):
+    params, tokens = random_params(SMALL, rng), random_tokens(SMALL, rng, (1, 12))
+    changed = tokens.at[0, 8].set((tokens[0, 8] + 1) % SMALL.vocab_size)
+    difference = np.abs(np.asarray(jit_apply(params, tokens, SMALL) - jit_apply(params, changed, SMALL))).max(
+        axis=(0, 2)
+    )
+    assert not difference[:8].any()
+    assert difference[8:].all()
+
+
+def test_loss_is_the_mean_over_tokens_that_have_a_target(rng):
+    params, tokens = random_params(SMALL, rng), random_tokens(SMALL, rng, (3, 9))
+    targets = random_tokens(SMALL, rng, (3, 9))
+    ignored = jnp.asarray(rng.random((3, 9)) < 0.3)
+    per_token = optax.softmax_cross_entropy_with_integer_labels(jit_apply(params, tokens, SMALL), targets)
+    expected = np.asarray(per_token)[~np.asarray(ignored)].mean()
+    for implementation in (None, "reference"):
+        targets_left = jnp.where(ignored, -100, targets)
+        value = loss(params, tokens, targets_left, SMALL, implementation=implementation)
+        assert value.dtype == jnp.float32
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+def test_gradient_is_the_slope_of_the_loss(rng):
+    params, tokens = random_params(SMALL, rng), random_tokens(SMALL, rng, (2, 8))
+    targets = random_tokens(SMALL, rng, (2, 8))
+    value = jax.jit(functools.partial(loss, config=SMALL))
+    gradients = jax.jit(jax.grad(value))(params, tokens, targets)
+    for name, gradient in [*gradients["layers"].items(), *gradients.items()]:
+        if name == "layers":
+            continue
+        # Along the gradient itself the slope is its norm; the step is small against the curvature and large against the
+        # rounding of the loss.
+        norm = np.linalg.norm(gradient)
+        width = 1e-2 / norm**2 * min(1.0, norm)
+
+        def moved(sign, name=name, move=width * gradient):
+            place = params["layers"] if name in params["layers"] else params
+            new = {**place, name: place[name] + sign * move}
+            return value({**params, "layers": new} if place is params["layers"] else new, tokens, targets)
+
+        slope = (float(moved(1.0)) - float(moved(-1.0))) / (2 * width)
+        np.testing.assert_allclose(slope, norm**2, rtol=3e-2, err_msg=name)
+
+
+def test_remat_changes_memory_and_not_gradients(rng):
+    config = dataclasses.replace(SMALL, num_layers=6)
+    recomputing = dataclasses.replace(config, remat=True)
+    params, tokens = random_params(config, rng), random_tokens(config, rng, (2, 64))
+    compiled = [
+        jax.jit(jax.grad(functools.partial(loss, config=each))).lower(params, tokens, tokens).compile()
+        for each in (config, recomputing)
+    ]
+    kept, recomputed = (each(params, tokens, tokens) for each in compiled)
+    for name, gradient in jax.tree.leaves_with_path(kept):
+        other = functools.reduce(lambda tree, key: tree[key.key], name, recomputed)
+        assert relative_error(other, gradient) < 1e-5, name
+    memory = [each.memory_analysis().temp_size_in_bytes for each in compiled]
+    assert memory[1] < 0.7 * memory[0]
+
+
+def test_split_batches_exchange_gradients_and_nothing_else(rng):
+    params, tokens = random_params(SMALL, rng), random_tokens(SMALL, rng, (8, 16))
+    value_and_grad = jax.jit(jax.value_and_grad(functools.partial(loss, config=SMALL)))
+    whole_loss, whole = value_and_grad(params, tokens, tokens)
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    tokens = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
+    compiled = value_and_grad.lower(params, tokens, tokens).compile()
+    collectives = set(
+        re.findall(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", compiled.as_text())
+    )
+    assert collectives == {"all-reduce"}
+    split_loss, split = compiled(params, tokens, tokens)
+    np.testing.assert_allclose(split_loss, whole_loss, rtol=1e-6)
+    assert relative_error(split["head"], whole["head"]) < 1e-5
+    assert relative_error(split["embedding"], whole["embedding"]) < 1e-5
+
+
+@standard_promotion
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_trace_and_count_their_parameters(name):
+    config = PRESETS[name]
+    params = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == config.num_parameters
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    logits = jax.eval_shape(functools.partial(apply, config=config), params, tokens)
+    assert logits.shape == (2, 128, config.vocab_size)
+    assert logits.dtype == config.dtype
+
+
+def test_8b_is_llama_3_8b():
+    assert PRESETS["8b"].num_parameters == 8_030_261_248
+
+
+def test_init_keeps_the_residual_stream_of_one_size():
+    def last_residual_rms(layers):
+        config = dataclasses.replace(PRESETS["nano"], num_layers=layers, hidden_size=64)
+        params = jit_init(config, jax.random.key(1))
+        # An identity for a head shows the residual stream itself; without the last norm its size would be lost.
+        stream = jit_apply({**params, "head": jnp.eye(64, dtype=jnp.float32)}, jnp.arange(64)[None], config)
+        return float(jnp.std(stream)), params
+
+    shallow, params = last_residual_rms(2)
+    deep, _ = last_residual_rms(16)
+    assert 0.5 < deep / shallow < 2.0
+    assert abs(float(jnp.std(params["layers"]["gate"])) * 64**0.5 - 1) < 0.05
+    other = jit_init(PRESETS["nano"], jax.random.key(2))
+    assert not np.array_equal(other["layers"]["key"], other["layers"]["value"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_layers": 1.5}, "num_layers is 1.5"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"num_kv_heads": 4}, "num_kv_heads is 4: .* divides 6"),
+        ({"head_dim": 7}, "head_dim is 7: .* even"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0"),
+        ({"dtype": "float16"}, "dtype is 'float16': choose one of float32, bfloat16"),
+    ],
+)
+def test_config_refuses_what_cannot_be_built(change, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "targets", "words"),
+    [
+        (jnp.zeros((4,), jnp.int32), jnp.zeros((4,), jnp.int32), "targets has shape .* leading axis"),
+        (jnp.zeros((1, 4), jnp.float32), jnp.zeros((1, 4), jnp.int32), "tokens has shape .* integers"),
+        (jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 3), jnp.int32), "one target for each token"),
+    ],
+)
+def test_loss_refuses_tokens_it_cannot_read(tokens, targets, words):
+    params = jit_init(SMALL, jax.random.key(0))
+    with pytest.raises(ValueError, match=words):
+        loss(params, tokens, targets, SMALL)

@@ -1,0 +1,276 @@
+"""Values and gradients of softmax cross-entropy against a float64 oracle, over shapes, dtypes and options."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cross_entropy_oracle import OPTIONS, check, loss_of, oracle, random_case
+from hypothesis import given
+from hypothesis import strategies as st
+
+from te_jax import ops, reference
+from te_jax.testing import assert_close, relative_error
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_value_and_gradient(dtype, options, reduction, implementation, rng):
+    logits, labels = random_case(rng, (3, 5, 517), dtype, ignored=0.3)
+    check(logits, labels, rng, implementation=implementation, reduction=reduction, **options)
+
+
+def test_oracle_can_fail(implementation, rng):
+    logits, labels = random_case(rng, (4, 33), "float32")
+    loss = loss_of(logits, labels, implementation=implementation)
+    assert relative_error(loss, oracle(logits, labels).loss) < 1e-5
+    assert relative_error(loss, oracle(logits, labels, label_smoothing=0.05).loss) > 1e-3
+    assert relative_error(loss, oracle(logits, labels, z_loss=1e-3).loss) > 1e-4
+    assert relative_error(loss, oracle(logits, labels, logit_softcap=5.0).loss) > 1e-3
+
+
+def test_native_equals_the_reference(native_kernels, rng):
+    logits, labels = random_case(rng, (7, 2, 1031), "float32", ignored=0.3)
+    for options in OPTIONS.values():
+        assert_close(
+            ops.softmax_cross_entropy(logits, labels, implementation="native", **options),
+            reference.softmax_cross_entropy(logits, labels, **options),
+        )
+
+
+def test_reference_is_exact_in_float64(rng):
+    with jax.enable_x64(True):
+        logits, labels = random_case(rng, (6, 301), "float64", ignored=0.3)
+        for options in OPTIONS.values():
+            loss, gradient = jax.value_and_grad(reference.softmax_cross_entropy)(logits, labels, **options)
+            expected = oracle(logits, labels, **options)
+            assert_close(loss, expected.loss, dtype="float64", tolerance=1e-12)
+            assert_close(gradient, expected.gradient, dtype="float64", tolerance=1e-12)
+
+
+# Vocabularies around the widths of vectors, warps and blocks, and others.
+vocabularies = st.sampled_from([1, 2, 3, 7, 8, 9, 31, 33, 127, 128, 255, 257, 1023, 2047, 2048, 2049, 4097]) | st.integers(
+    1, 5000
+)
+batches = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@given(
+    batch=batches,
+    vocab=vocabularies,
+    dtype=st.sampled_from(DTYPES),
+    options=st.sampled_from(list(OPTIONS.values())),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    ignored=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape(batch, vocab, dtype, options, reduction, ignored, seed, native_kernels):
+    rng = np.random.default_rng(seed)
+    logits, labels = random_case(rng, (*batch, vocab), dtype, ignored=ignored)
+    check(logits, labels, rng, implementation="native", reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("shape", [(1,), (300,), (0, 5), (2, 0, 9), (1, 1), (1, 5000), (2, 1, 3, 17)])
+def test_edge_shapes(shape, implementation, rng):
+    logits, labels = random_case(rng, shape, "bfloat16")
+    for reduction in ("mean", "none"):
+        loss, gradient = check(logits, labels, rng, implementation=implementation, reduction=reduction)
+        assert loss.shape == (() if reduction == "mean" else shape[:-1])
+        assert gradient.shape == shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [61, 64])
+def test_many_short_rows(dtype, vocab, implementation, rng):
+    logits, labels = random_case(rng, (3001, vocab), dtype, ignored=0.1)
+    check(logits, labels, rng, implementation=implementation, reduction="none", **OPTIONS["all"])
+
+
+def test_vocabulary_of_one_has_no_loss(implementation, rng):
+    logits, labels = random_case(rng, (5, 1), "float32")
+    loss, gradient = jax.value_and_grad(ops.softmax_cross_entropy)(logits, labels, implementation=implementation)
+    np.testing.assert_allclose(loss, 0.0, atol=1e-6)
+    np.testing.assert_allclose(gradient, 0.0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------ labels
+
+
+@pytest.mark.parametrize("labels_dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
+@pytest.mark.parametrize("vocab", [100, 70000])
+def test_label_dtypes(labels_dtype, vocab, implementation, rng):
+    """Also where the dtype cannot hold the vocabulary's size or ignore_index."""
+    logits, labels = random_case(rng, (9, vocab), "bfloat16", labels_dtype=labels_dtype)
+    check(logits, labels, rng, implementation=implementation)
+
+
+@pytest.mark.parametrize("labels_dtype", [np.int64, np.uint64])
+def test_wide_label_dtypes(labels_dtype, implementation, rng):
+    with jax.enable_x64(True):
+        logits, labels = random_case(rng, (9, 100), "float32", labels_dtype=labels_dtype)
+        assert labels.dtype == labels_dtype
+        check(logits, labels, rng, implementation=implementation)
+
+
+def test_labels_beyond_int32_do_not_wrap_around(implementation, rng):
+    with jax.enable_x64(True):
+        logits, _ = random_case(rng, (3, 10), "float32")
+        labels = jnp.asarray([2**32 + 3, 4, -(2**32) - 100], jnp.int64)
+        check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
+
+
+@pytest.mark.parametrize("labels_dtype", [np.int8, np.uint8, np.uint32])
+@pytest.mark.parametrize("ignore_index", [-100, 0, 5, 255, -1, 2**31, -(2**31) - 1, 2**40])
+def test_ignore_index(labels_dtype, ignore_index, implementation, rng):
+    """The default, inside the vocabulary, and what the labels' dtype cannot hold."""
+    logits, labels = random_case(rng, (24, 9), "float32", labels_dtype=labels_dtype)
+    limits = np.iinfo(labels_dtype)
+    if limits.min <= ignore_index <= limits.max:
+        labels = labels.at[::3].set(np.array(ignore_index, labels_dtype))
+    check(logits, labels, rng, implementation=implementation, ignore_index=ignore_index)
+
+
+def test_codes_of_the_kernel_are_no_labels(implementation, rng):
+    """-1 and -2 mean something to the kernel; to the caller they are labels outside the vocabulary."""
+    logits, _ = random_case(rng, (4, 12), "float32")
+    labels = jnp.asarray([-1, 3, -2, -100], jnp.int32)
+    loss, _ = check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
+    np.testing.assert_array_equal(np.isnan(loss), [True, False, True, False])
+
+
+@pytest.mark.parametrize("bad", [-1, -99, 50, 51, 2**31 - 1, -(2**31)])
+def test_label_outside_the_vocabulary_gives_nan_in_its_row_only(bad, implementation, rng):
+    logits, labels = random_case(rng, (6, 50), "float32", ignored=0.2)
+    labels = labels.at[2].set(bad)
+    loss, gradient = check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
+    np.testing.assert_array_equal(np.isnan(loss), np.arange(6) == 2)
+    np.testing.assert_array_equal(np.isnan(gradient), np.broadcast_to((np.arange(6) == 2)[:, None], (6, 50)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_label_outside_the_vocabulary_makes_the_whole_loss_nan(reduction, implementation, rng):
+    logits, labels = random_case(rng, (6, 50), "bfloat16")
+    assert np.isnan(loss_of(logits, labels.at[3].set(50), reduction=reduction, implementation=implementation))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_tokens_ignored(reduction, implementation, rng):
+    logits, _ = random_case(rng, (3, 4, 70), "bfloat16")
+    labels = jnp.full((3, 4), -100, jnp.int32)
+    loss, gradient = check(logits, labels, rng, implementation=implementation, reduction=reduction)
+    np.testing.assert_array_equal(loss, 0.0)
+    np.testing.assert_array_equal(gradient.astype(jnp.float32), 0.0)
+
+
+# ------------------------------------------------------------------------------------------------------- large, not finite
+
+
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["smoothing"]], ids=["plain", "smoothing"])
+def test_large_logits(options, implementation, rng):
+    logits, labels = random_case(rng, (16, 300), "float32", scale=1e4)
+    # A log-sum-exp of 10^4 is known to half a unit in the last place of float32, and exp of it to as much.
+    check(logits, labels, rng, implementation=implementation, reduction="none", tolerance=1e-3, **options)
+
+
+def test_large_logits_with_softcap(implementation, rng):
+    logits, labels = random_case(rng, (16, 300), "float32", scale=1e4)
+    check(logits, labels, rng, implementation=implementation, reduction="none", logit_softcap=30.0)
+
+
+def test_equal_large_logits_do_not_overflow(implementation):
+    logits = jnp.full((2, 1000), 3e38, jnp.float32)
+    loss = loss_of(logits, jnp.zeros(2, jnp.int32), reduction="none", implementation=implementation)
+    assert np.isfinite(loss).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 500.0])
+def test_softcap_of_small_and_large_logits(dtype, softcap, implementation, rng):
+    """tanh where it is almost linear, where it bends, and where it is almost 1."""
+    logits, labels = random_case(rng, (12, 200), "float32")
+    logits = (logits * jnp.logspace(-4, 3, 12)[:, None]).astype(dtype)
+    check(logits, labels, rng, implementation=implementation, reduction="none", logit_softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masked_vocabulary(dtype, implementation, rng):
+    """-inf in some columns: they have no probability and no gradient."""
+    logits, labels = random_case(rng, (8, 100), dtype)
+    logits, labels = logits.at[:, 60:].set(-jnp.inf).at[:, 0].set(-jnp.inf), 1 + labels % 59
+    loss, gradient = check(logits, labels, rng, implementation=implementation, reduction="none", z_loss=1e-3)
+    assert np.isfinite(loss).all()
+    np.testing.assert_array_equal(gradient[:, 60:].astype(jnp.float32), 0.0)
+
+
+def test_masked_label_has_infinite_loss(implementation, rng):
+    logits, _ = random_case(rng, (3, 10), "float32")
+    loss = loss_of(
+        logits.at[1, 4].set(-jnp.inf), jnp.full(3, 4, jnp.int32), reduction="none", implementation=implementation
+    )
+    np.testing.assert_array_equal(np.isposinf(loss), [False, True, False])
+    assert not np.isnan(loss).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("column", [0, 130])
+def test_nan_and_infinity_stay_in_their_row(dtype, bad, column, implementation, rng):
+    """In whatever order a vector unit meets them, and also where the last element of a row is the bad one."""
+    logits, labels = random_case(rng, (5, 131), dtype)
+    loss, gradient = check(
+        logits.at[3, column].set(bad),
+        labels.at[3].set(17),
+        rng,
+        implementation=implementation,
+        reduction="none",
+        equal_nan=True,
+    )
+    np.testing.assert_array_equal(np.isnan(loss), np.arange(5) == 3)
+    np.testing.assert_array_equal(np.isnan(gradient).all(axis=1), np.arange(5) == 3)
+
+
+def test_row_without_any_probability_is_nan(implementation, rng):
+    logits, labels = random_case(rng, (4, 40), "float32")
+    logits = logits.at[1].set(-jnp.inf)
+    loss, gradient = check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
+    np.testing.assert_array_equal(np.isnan(loss), np.arange(4) == 1)
+    np.testing.assert_array_equal(np.isnan(gradient).any(axis=1), np.arange(4) == 1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_ignored_rows_leak_nothing(bad, options, implementation, rng):
+    logits, labels = random_case(rng, (4, 40), "float32")
+    logits, labels = logits.at[1].set(bad).at[2, 7].set(bad), labels.at[1:3].set(-100)
+    expected = oracle(jnp.where((labels == -100)[:, None], 0.0, logits), labels, **options)
+    loss, gradient = jax.value_and_grad(ops.softmax_cross_entropy)(
+        logits, labels, implementation=implementation, **options
+    )
+    assert_close(loss, expected.loss, dtype="float32")
+    assert_close(gradient, expected.gradient, dtype="float32")
+    np.testing.assert_array_equal(gradient[1:3], 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------- determinism
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_repeated_runs_give_the_same_bits(dtype, native_kernels, rng):
+    logits, labels = random_case(rng, (64, 4099), dtype)
+    run = jax.jit(jax.value_and_grad(lambda *a: ops.softmax_cross_entropy(*a, label_smoothing=0.1, z_loss=1e-3)))
+    first = jax.tree.map(np.asarray, run(logits, labels))
+    for _ in range(10):
+        for again, once in zip(run(logits, labels), first, strict=True):
+            assert np.asarray(again).tobytes() == once.tobytes()
+
+
+def test_a_row_does_not_depend_on_its_neighbours(native_kernels, rng):
+    """Whichever thread computes a row, and whatever else it computes: the same bits."""
+    logits, labels = random_case(rng, (257, 1003), "float32")
+    options = {"label_smoothing": 0.1, "reduction": "none"}
+    whole = np.asarray(loss_of(logits, labels, **options))
+    for begin, end in ((0, 1), (100, 120), (256, 257)):
+        part = loss_of(logits[begin:end], labels[begin:end], **options)
+        assert np.asarray(part).tobytes() == whole[begin:end].tobytes()

@@ -1,0 +1,55 @@
+"""Every notebook runs from top to bottom on a CPU, and is stored without what it printed."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+# What each notebook promises its reader.
+SECONDS = {"quickstart.ipynb": 60}
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """Starts kernels with the interpreter that runs the tests, whatever kernels the machine has registered."""
+
+    @property
+    def kernel_spec(self):
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=command, display_name="this interpreter", language="python")
+
+
+def test_there_are_notebooks():
+    assert {path.name for path in NOTEBOOKS} == set(SECONDS)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_it_runs_without_an_error_or_a_warning(path, monkeypatch):
+    # The notebook asks for its devices itself.
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    notebook = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=120, kernel_manager_class=ThisInterpreter)
+    begin = time.monotonic()
+    client.execute(cwd=str(path.parent))
+    assert time.monotonic() - begin < 2 * SECONDS[path.name]  # twice, for machines that do more than this
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    complaints = [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
+    assert not complaints
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_it_is_stored_without_outputs(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
