@@ -86,17 +86,19 @@ def oracle(
 def assert_loss(actual, expected: Oracle, *, tolerance=1e-5, equal_nan=False):
     """A loss against the oracle, relative to its terms."""
     assert actual.dtype == jnp.float32
-    terms = expected.loss_terms
-    assert_close(np.asarray(actual, np.float64) + terms, expected.loss + terms, tolerance=tolerance, equal_nan=equal_nan)
+    _assert_close_beside(expected.loss_terms, actual, expected.loss, tolerance, equal_nan)
 
 
 def assert_gradient(actual, expected: Oracle, dtype, *, tolerance=None, equal_nan=False):
     """A gradient against the oracle, relative to its terms, within what its dtype allows."""
     assert actual.dtype == dtype
     tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}[dtype.name] if tolerance is None else tolerance
-    terms = expected.gradient_terms
+    _assert_close_beside(expected.gradient_terms, actual, expected.gradient, tolerance, equal_nan)
+
+
+def _assert_close_beside(terms, actual, expected, tolerance, equal_nan):
     actual = np.asarray(actual).astype(np.float64)
-    assert_close(actual + terms, expected.gradient + terms, tolerance=tolerance, equal_nan=equal_nan)
+    assert_close(np.stack([actual, terms]), np.stack([expected, terms]), tolerance=tolerance, equal_nan=equal_nan)
 
 
 # Compiled once for each shape and choice of options, whichever test asks.
