@@ -43,7 +43,7 @@ class Options:
 
     text: str | None = None
     preset: str = "tiny"
-    steps: int = 300
+    steps: int = 200
     batch: int = 16
     seq_len: int = 128
     seed: int = 0
