@@ -78,7 +78,7 @@ SANITIZED := tests/ops tests/gpu -m "not slow" -k "not shard and not mesh and no
 sanitize: $(PACKAGE) $(TOOLS)
 	for tool in memcheck racecheck; do \
 	  JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_ALLOCATOR=platform TE_JAX_TEST_SANITIZE=1 \
-	  compute-sanitizer --tool $$tool --error-exitcode 9 --kernel-regex kns=softmax_cross_entropy \
+	  compute-sanitizer --tool $$tool --error-exitcode 9 --kernel-name kernel_substring=softmax_cross_entropy \
 	    $(PYTEST) $(SANITIZED) --timeout 1200 $(ARGS) || exit 1; \
 	done
 

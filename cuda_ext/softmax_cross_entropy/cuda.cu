@@ -64,12 +64,15 @@ struct Split {
 
 // ---------------------------------------------------------------------------------------------------- statistics
 
-// Running max and Σ exp(z - max), with Σ z beside them.
+// Running max and Σ exp(z - max), with Σ z beside them. Without initialisers: every thread would run them on arrays in
+// shared memory, while others already write there.
 struct Partial {
-  float max = -INFINITY;
-  float sum = 0.0f;
-  float total = 0.0f;
+  float max;
+  float sum;
+  float total;
 };
+
+__device__ Partial Nothing() { return {-INFINITY, 0.0f, 0.0f}; }
 
 // -max in log2 units, for exp(z - max) = 2^(z·log2e + offset). A row that is all -inf so far has no finite max, and
 // -inf - (-inf) would be NaN: there every term is exp(-inf) = 0 with any finite offset.
@@ -111,7 +114,7 @@ __device__ Partial AccumulateRow(const T* row, int64_t vocab, int64_t worker, in
   const float inverse_softcap = kSoftcap ? 1.0f / softcap : 0.0f;
   const Split<T> split(row, vocab);
   const uint4* body = reinterpret_cast<const uint4*>(row + split.head);
-  Partial partial;
+  Partial partial = Nothing();
 
   auto add = [&](const uint4& bits) {
     float z[kN];
@@ -197,6 +200,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   cg::cluster_group cluster = cg::this_cluster();
   const int blocks = cluster.num_blocks();
   const int block = cluster.block_rank();
+  // The first block's shared memory may be written only once that block has started.
+  if (blocks > 1) cluster.sync();
 
   const int64_t clusters = gridDim.x / blocks;
   for (int64_t index = blockIdx.x / blocks; index < rows; index += clusters) {
@@ -214,13 +219,13 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = partial;
     __syncthreads();
     if (threadIdx.x < kWarp) {
-      partial = MergeLanes<kWarp>(threadIdx.x < kWarps ? of_warp[threadIdx.x] : Partial{});
+      partial = MergeLanes<kWarp>(threadIdx.x < kWarps ? of_warp[threadIdx.x] : Nothing());
       if (blocks > 1 && threadIdx.x == 0) cluster.map_shared_rank(of_block, 0)[block] = partial;
     }
     if (blocks > 1) {
       cluster.sync();
       if (block == 0 && threadIdx.x < kWarp) {
-        partial = MergeLanes<kWarp>(threadIdx.x < blocks ? of_block[threadIdx.x] : Partial{});
+        partial = MergeLanes<kWarp>(threadIdx.x < blocks ? of_block[threadIdx.x] : Nothing());
       }
     }
     if (block == 0 && threadIdx.x == 0) WriteRow<T, kSoftcap>(partial, row, index, label, vocab, softcap, out);

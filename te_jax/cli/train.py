@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-_PACKAGES = ("optax", "orbax.checkpoint", "matplotlib", "tqdm")
+_PACKAGES = ("optax", "orbax", "matplotlib", "tqdm")
 
 _EVALUATION_WINDOWS = 64
 
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_packages() -> None:
-    missing = [name.partition(".")[0] for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0]) is None]
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"te-jax train needs {', '.join(missing)}: pip install 'te_jax[train]'")
 

@@ -1,0 +1,74 @@
+"""Every refused argument is named, with its value and the rule."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from te_jax import ops
+
+LOGITS = jnp.zeros((4, 8), jnp.float32)
+LABELS = jnp.zeros(4, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "options", "message"),
+    [
+        (LOGITS.astype(jnp.int32), LABELS, {}, "logits have dtype int32; they must be float32, bfloat16 or float16"),
+        (LOGITS.astype(jnp.float8_e4m3fn), LABELS, {}, "logits have dtype float8_e4m3fn"),
+        (LOGITS.astype(jnp.complex64), LABELS, {}, "logits have dtype complex64"),
+        (jnp.float32(1), jnp.int32(0), {}, "logits have shape (); they need a last dimension"),
+        (jnp.zeros((4, 0)), LABELS, {}, "logits have shape (4, 0); they need a last dimension"),
+        (LOGITS, LABELS.astype(jnp.float32), {}, "labels have dtype float32; they must be integers"),
+        (LOGITS, LABELS.astype(bool), {}, "labels have dtype bool; they must be integers"),
+        (LOGITS, jnp.zeros((4, 8)), {}, "labels have dtype float32; they must be integers"),
+        (LOGITS, LABELS[:3], {}, "labels have shape (3,); for logits of shape (4, 8) they must have (4,)"),
+        (LOGITS, LABELS[:, None], {}, "labels have shape (4, 1)"),
+        (LOGITS, jnp.int32(0), {}, "labels have shape ()"),
+        (LOGITS, LABELS, {"label_smoothing": -0.1}, "label_smoothing is -0.1; it must be"),
+        (LOGITS, LABELS, {"label_smoothing": 1.5}, "label_smoothing is 1.5"),
+        (LOGITS, LABELS, {"label_smoothing": float("nan")}, "label_smoothing is nan"),
+        (LOGITS, LABELS, {"z_loss": -1e-4}, "z_loss is -0.0001; it must be"),
+        (LOGITS, LABELS, {"z_loss": float("inf")}, "z_loss is inf"),
+        (LOGITS, LABELS, {"logit_softcap": 0.0}, "logit_softcap is 0.0; it must be"),
+        (LOGITS, LABELS, {"logit_softcap": -3}, "logit_softcap is -3"),
+        (LOGITS, LABELS, {"logit_softcap": float("inf")}, "logit_softcap is inf"),
+        (LOGITS, LABELS, {"reduction": "avg"}, "reduction is 'avg'; it must be 'mean', 'sum' or 'none'"),
+        (LOGITS, LABELS, {"reduction": None}, "reduction is None"),
+        (LOGITS, LABELS, {"implementation": "cuda"}, "implementation is 'cuda'; it must be None, 'native' or 'reference'"),
+        (LOGITS, LABELS, {"ignore_index": 1.5}, "ignore_index is 1.5"),
+    ],
+)
+def test_message_names_argument_value_and_rule(logits, labels, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.softmax_cross_entropy(logits, labels, **options)
+
+
+def test_float64_logits_are_refused():
+    with jax.enable_x64(True), pytest.raises(ValueError, match="logits have dtype float64"):
+        ops.softmax_cross_entropy(jnp.zeros((4, 8), jnp.float64), LABELS)
+
+
+def test_errors_come_while_tracing():
+    with pytest.raises(ValueError, match="labels have shape"):
+        jax.eval_shape(ops.softmax_cross_entropy, LOGITS, LABELS[:2])
+
+
+def test_unknown_axis_name_is_named():
+    with pytest.raises(NameError, match="vocabulary"):
+        ops.softmax_cross_entropy(LOGITS, LABELS, axis_name="vocabulary")
+
+
+def test_numbers_of_other_types_are_taken():
+    plain = ops.softmax_cross_entropy(LOGITS, LABELS, label_smoothing=0.5, z_loss=1.0, logit_softcap=2.0)
+    others = ops.softmax_cross_entropy(
+        np.zeros((4, 8), np.float32),
+        np.zeros(4, np.int64).astype(np.int32),
+        label_smoothing=np.float32(0.5),
+        z_loss=1,
+        logit_softcap=np.int64(2),
+        ignore_index=np.int32(-100),
+    )
+    assert plain == others
