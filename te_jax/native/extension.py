@@ -133,7 +133,7 @@ def _supports(architectures: str, capability: str) -> bool:
 @functools.cache
 def _problem_on_default_backend() -> tuple[str | None, bool]:
     """(why native kernels cannot run on the default backend or None, whether that deserves a warning)."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     if device.platform == "cpu":
         problem = _load("cpu")[1].problem
         return problem, problem is not None

@@ -19,7 +19,9 @@ SMALL = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "1"
 
 
 @pytest.fixture(autouse=True)
-def _standard_promotion():
+def _as_in_a_process_of_its_own():
+    # The backend starts here, with the devices of all tests: --devices would choose them for the whole process.
+    jax.devices()
     # optax mixes dtypes in its schedules; the command itself runs with JAX's defaults.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

@@ -36,11 +36,6 @@ def _promotion(promotion):
         yield
 
 
-@pytest.fixture
-def rng():
-    return np.random.default_rng()
-
-
 def random_params(config, rng):
     """Unlike those of `init`, with norms that are not 1."""
     params = jit_init(config, jax.random.key(int(rng.integers(2**31))))

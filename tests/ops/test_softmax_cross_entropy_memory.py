@@ -80,7 +80,6 @@ def test_gradient_is_written_over_intermediate_logits(rng):
     hidden = jnp.asarray(rng.standard_normal((ROWS, 16)), jnp.bfloat16)
     weights = jnp.asarray(rng.standard_normal((16, VOCAB)), jnp.bfloat16)
     labels = jnp.asarray(rng.integers(0, VOCAB, ROWS), jnp.int32)
-    # Without the step after it, the gradient would be a result of the program, and no temporary.
     compiled = jax.jit(jax.grad(projected)).lower(hidden, weights, labels).compile()
     assert copies(compiled) == []
     if jax.default_backend() != "cpu":  # XLA's CPU matrix products make float32 copies of bfloat16 operands
@@ -92,7 +91,6 @@ def test_float32_intermediate_logits_take_one_buffer(rng):
     weights = jnp.asarray(rng.standard_normal((16, VOCAB)), jnp.float32)
     labels = jnp.asarray(rng.integers(0, VOCAB, ROWS), jnp.int32)
 
-    # Their sum reads all of the gradient, and needs no operand of the logits' size beside it.
     def step(hidden, weights, labels):
         return jax.value_and_grad(projected)(hidden, weights, labels)
 
@@ -122,14 +120,9 @@ def test_logits_that_are_read_again_survive_their_gradient(rng):
     )  # fmt: skip
 
 
-def test_saved_residuals_are_the_logits_and_one_number_a_row(case):
-    from jax.ad_checkpoint import saved_residuals
-
+def test_residuals_are_the_logits_and_two_numbers_a_row(case):
     logits, labels = case
-    saved = [
-        aval
-        for aval, _ in saved_residuals(lambda x: ops.softmax_cross_entropy(x, labels, implementation="native"), logits)
-    ]
-    sizes = sorted((aval.size * aval.dtype.itemsize for aval in saved), reverse=True)
+    _, vjp = jax.vjp(lambda x: ops.softmax_cross_entropy(x, labels, implementation="native"), logits)
+    sizes = sorted((leaf.nbytes for leaf in jax.tree.leaves(vjp) if hasattr(leaf, "nbytes")), reverse=True)
     assert sizes[0] == logits.nbytes
-    assert sum(sizes[1:]) <= 16 * ROWS
+    assert 4 * ROWS <= sum(sizes[1:]) <= 16 * ROWS

@@ -131,18 +131,11 @@ def test_checkpoint(policy, loss, case):
 def test_checkpoint_name_saves_the_second_read(policy, statistics, native_kernels, case):
     """With the log-sum-exp saved, remat runs the statistics once; without it twice."""
     logits, labels = case
-    # A sine keeps XLA from finding by itself that both reads are of the same logits.
     remat = jax.checkpoint(
-        lambda x: ops.softmax_cross_entropy(jnp.sin(x), labels, implementation="native"),
-        policy=POLICIES[policy],
-        prevent_cse=True,
+        lambda x: ops.softmax_cross_entropy(jnp.sin(x), labels, implementation="native"), policy=POLICIES[policy]
     )
-    compiled = jax.jit(jax.grad(lambda x: remat(x) * 2.0)).lower(logits).compile()
-    if policy == "nothing":
-        # The gradient alone: XLA drops the first, unused one.
-        assert targets_in(compiled) in ((1, 1), (statistics, 1))
-    else:
-        assert targets_in(compiled) == (statistics, 1)
+    compiled = jax.jit(jax.value_and_grad(remat)).lower(logits).compile()
+    assert targets_in(compiled) == (statistics, 1)
 
 
 def test_pmap_over_batch(loss, require_devices, rng):
@@ -183,11 +176,9 @@ def test_jit_compiles_once_for_equal_arguments(native_kernels, case):
     for _ in range(3):
         run(logits, labels, label_smoothing=0.1, z_loss=1e-3)
     assert count == 1
-    with jax.log_compiles(False):
-        cache = ops.softmax_cross_entropy
-        cache(logits, labels, label_smoothing=0.123)
-        with jax.no_tracing():
-            cache(logits, labels, label_smoothing=0.123)
+    ops.softmax_cross_entropy(logits, labels, label_smoothing=0.1)
+    with jax.no_tracing():  # nor does an eager call that was made before
+        ops.softmax_cross_entropy(logits, labels, label_smoothing=0.1)
 
 
 def test_eval_shape(loss):

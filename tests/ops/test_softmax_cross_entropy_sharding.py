@@ -1,0 +1,238 @@
+"""Softmax cross-entropy of sharded logits under jit: on Auto, Explicit and mixed meshes."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cross_entropy_oracle import OPTIONS, oracle, random_case
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from te_jax import ops
+from te_jax.testing import assert_close, buffers, collectives
+
+pytestmark = pytest.mark.usefixtures("native_kernels")
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SHAPE = (16, 2, 64)
+
+# logits' sharding, labels' sharding: over the mesh axes "data" and "model".
+SPECS = {
+    "rows": (P("data"), P("data")),
+    "rows over both": (P(("data", "model")), P(("data", "model"))),
+    "sequence": (P("data", "model"), P("data", "model")),
+    "vocabulary": (P(None, None, "model"), P()),
+    "rows and vocabulary": (P("data", None, "model"), P("data")),
+    "vocabulary over both": (P(None, None, ("data", "model")), P()),
+    "vocabulary over both, the other way": (P(None, None, ("model", "data")), P()),
+    "replicated": (P(), P()),
+    "labels replicated": (P("data", None, "model"), P()),
+    "labels alone": (P(), P("data")),
+    "labels over the vocabulary's axis": (P(None, None, "data"), P("data")),
+}
+
+
+def place(x, mesh, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+@functools.cache
+def step(**options):
+    def value_and_gradient(logits, labels, cotangent):
+        loss, vjp = jax.vjp(lambda x: ops.softmax_cross_entropy(x, labels, implementation="native", **options), logits)
+        return loss, vjp(cotangent)[0]
+
+    return jax.jit(value_and_gradient)
+
+
+def assert_same_bits_everywhere(x):
+    """All devices that hold the same part of an array hold the same bits."""
+    parts = {}
+    for shard in x.addressable_shards:
+        parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+    assert all(len(bits) == 1 for bits in parts.values())
+
+
+def assert_exchanges_rows_only(compiled, local_shape):
+    """Only all-reduces, of at most two float32 for each local row at once, four in all; and no float32 logits."""
+    rows = int(np.prod(local_shape[:-1]))
+    found = collectives(compiled)
+    assert {entry.kind for entry in found} <= {"all-reduce"}
+    assert all(entry.elements <= 4 * rows for entry in found), found
+    assert sum(entry.bytes for entry in found) <= 4 * 4 * rows + 32, found
+    assert not [b for b in buffers(compiled) if b.dtype == "f32" and b.elements >= int(np.prod(local_shape))]
+
+
+def check(mesh, specs, rng, *, exchanges=True, **options):
+    logits, labels = random_case(rng, SHAPE, "bfloat16", ignored=0.2)
+    expected = oracle(logits, labels, cotangent=1.5, **options)
+    logits, labels = place(logits, mesh, specs[0]), place(labels, mesh, specs[1])
+    compiled = step(**options).lower(logits, labels, jnp.float32(1.5)).compile()
+    loss, gradient = compiled(logits, labels, jnp.float32(1.5))
+    assert_close(loss, expected.loss, dtype="float32")
+    assert_close(gradient, expected.gradient, dtype="bfloat16")
+    assert_same_bits_everywhere(loss)
+    assert_same_bits_everywhere(gradient)
+    assert gradient.sharding.is_equivalent_to(logits.sharding, logits.ndim), gradient.sharding
+    if exchanges:
+        assert_exchanges_rows_only(compiled, logits.sharding.shard_shape(SHAPE))
+    return compiled
+
+
+# Where labels lie over another axis than their rows, XLA moves labels or losses, a number a row: see below.
+MOVES_LABELS = ("labels alone", "labels over the vocabulary's axis")
+
+
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("set_mesh", [False, True], ids=["", "set_mesh"])
+def test_meshes(set_mesh, axis_type, specs, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    labels_move = specs in [SPECS[name] for name in MOVES_LABELS]
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        compiled = check(mesh, specs, rng, exchanges=not labels_move, **OPTIONS["all"])
+    # Whatever moves, it is never logits.
+    local = NamedSharding(mesh, specs[0]).shard_shape(SHAPE)
+    assert all(entry.elements <= 4 * SHAPE[0] * SHAPE[1] for entry in collectives(compiled))
+    assert not [b for b in buffers(compiled) if b.elements > int(np.prod(local))]
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_without_collectives_where_rows_are_split_and_nothing_is_reduced(axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    logits, labels = random_case(rng, SHAPE, "float32", ignored=0.2)
+    cotangent = rng.standard_normal(SHAPE[:-1]).astype(np.float32)
+    expected = oracle(logits, labels, reduction="none", cotangent=cotangent)
+    sharded = [place(x, mesh, P("data", "model")) for x in (logits, labels, jnp.asarray(cotangent))]
+    compiled = step(reduction="none").lower(*sharded).compile()
+    assert collectives(compiled) == []
+    loss, gradient = compiled(*sharded)
+    assert_close(loss, expected.loss, dtype="float32")
+    assert_close(gradient, expected.gradient, dtype="float32")
+    assert loss.sharding.is_equivalent_to(sharded[1].sharding, 2)
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_every_shard_of_the_vocabulary_has_the_same_losses(axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    logits, labels = random_case(rng, SHAPE, "bfloat16")
+    cotangent = rng.standard_normal(SHAPE[:-1]).astype(np.float32)
+    expected = oracle(logits, labels, reduction="none", cotangent=cotangent, label_smoothing=0.3)
+    placed = (place(logits, mesh, P("data", None, "model")), place(labels, mesh, P("data")))
+    loss, gradient = step(reduction="none", label_smoothing=0.3)(*placed, place(cotangent, mesh, P("data")))
+    assert_close(loss, expected.loss, dtype="float32")
+    assert_close(gradient, expected.gradient, dtype="bfloat16")
+    assert_same_bits_everywhere(loss)
+
+
+@pytest.mark.parametrize("names", [("data", "model"), ("model", "data")], ids=["auto vocabulary", "explicit vocabulary"])
+def test_mixed_mesh(names, make_mesh, rng):
+    """One Explicit and one Auto axis: each over the rows and over the vocabulary."""
+    mesh = make_mesh({"data": EXPLICIT, "model": AUTO})
+    check(mesh, (P(names[0], None, names[1]), P(names[0])), rng, **OPTIONS["all"])
+
+
+@pytest.mark.parametrize("axis_types", [(AUTO,) * 3, (EXPLICIT,) * 3, (AUTO, EXPLICIT, AUTO)], ids=["auto", "explicit", "mixed"])
+def test_three_axes(axis_types, make_mesh, rng):
+    mesh = make_mesh(dict(zip(("data", "sequence", "model"), axis_types, strict=True)))
+    check(mesh, (P("data", "sequence", "model"), P("data", "sequence")), rng, **OPTIONS["all"])
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_donated_shards_become_the_gradient(axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    logits, labels = random_case(rng, (64, 2048), "bfloat16")
+    expected = oracle(logits, labels).gradient
+    logits, labels = place(logits, mesh, P("data", "model")), place(labels, mesh, P("data"))
+    size = logits.addressable_shards[0].data.nbytes
+    pointers = [shard.data.unsafe_buffer_pointer() for shard in logits.addressable_shards]
+
+    def gradient(logits, labels):
+        return jax.grad(ops.softmax_cross_entropy)(logits, labels, implementation="native")
+
+    def copies_of_logits(compiled):
+        return [b for b in buffers(compiled, "copy", "copy-start") if 2 * b.elements >= size]
+
+    kept = jax.jit(gradient).lower(logits, labels).compile()
+    assert copies_of_logits(kept) == []
+    assert kept.memory_analysis().temp_size_in_bytes < 0.1 * size
+    donated = jax.jit(gradient, donate_argnums=0).lower(logits, labels).compile()
+    assert copies_of_logits(donated) == []
+    assert donated.memory_analysis().alias_size_in_bytes == size
+    assert donated.memory_analysis().temp_size_in_bytes < 0.1 * size
+    result = donated(logits, labels)
+    assert [shard.data.unsafe_buffer_pointer() for shard in result.addressable_shards] == pointers
+    assert_close(result, expected, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_vmap_of_sharded_logits(axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    logits, labels = random_case(rng, SHAPE, "float32", ignored=0.2)
+    placed = place(logits, mesh, P("data", None, "model")), place(labels, mesh, P("data"))
+
+    @jax.jit
+    def run(logits, labels):
+        return jax.vmap(jax.value_and_grad(functools.partial(ops.softmax_cross_entropy, implementation="native")))(
+            logits, labels
+        )
+
+    compiled = run.lower(*placed).compile()
+    assert_exchanges_rows_only(compiled, placed[0].sharding.shard_shape(SHAPE))
+    loss, gradient = compiled(*placed)
+    for i in (0, 7, 15):
+        expected = oracle(logits[i], labels[i])
+        assert_close(np.asarray(loss)[i], expected.loss, dtype="float32")
+        assert_close(np.asarray(gradient)[i], expected.gradient, dtype="float32")
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_eager_calls_on_sharded_logits(axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    logits, labels = random_case(rng, SHAPE, "float32", ignored=0.2)
+    expected = oracle(logits, labels)
+    logits, labels = place(logits, mesh, P("data", None, "model")), place(labels, mesh, P("data"))
+    with jax.set_mesh(mesh):
+        loss, gradient = jax.value_and_grad(ops.softmax_cross_entropy)(logits, labels, implementation="native")
+    assert_close(loss, expected.loss, dtype="float32")
+    assert_close(gradient, expected.gradient, dtype="float32")
+    assert gradient.sharding.is_equivalent_to(logits.sharding, logits.ndim)
+
+
+def test_sharded_projection(make_mesh, rng):
+    """The last layer of a tensor-parallel model: XLA propagates the vocabulary's sharding into and out of the loss."""
+    mesh = make_mesh({"data": AUTO, "model": AUTO})
+    hidden = jnp.asarray(rng.standard_normal((32, 16)), jnp.float32)
+    weights = jnp.asarray(rng.standard_normal((16, 256)), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, 256, 32), jnp.int32)
+    expected = oracle(np.asarray(hidden, np.float64) @ np.asarray(weights, np.float64), labels)
+    placed = place(hidden, mesh, P("data")), place(weights, mesh, P(None, "model")), place(labels, mesh, P("data"))
+
+    @jax.jit
+    def run(hidden, weights, labels):
+        return jax.value_and_grad(lambda w: ops.softmax_cross_entropy(hidden @ w, labels, implementation="native"))(weights)
+
+    compiled = run.lower(*placed).compile()
+    found = collectives(compiled)
+    assert {entry.kind for entry in found} == {"all-reduce"}
+    rows = 32 // mesh.shape["data"]
+    # The gradient of the weights is summed over the data; beside that there are a few numbers for each row.
+    assert sorted(entry.elements for entry in found)[-1] == 16 * 128
+    assert all(entry.elements <= 4 * rows for entry in found if entry.elements != 16 * 128)
+    loss, gradient = compiled(*placed)
+    assert_close(loss, expected.loss, dtype="float32")
+    assert_close(gradient, np.asarray(hidden, np.float64).T @ expected.gradient, dtype="float32")
+
+
+def test_reference_on_a_sharded_vocabulary(make_mesh, rng):
+    mesh = make_mesh({"data": AUTO, "model": AUTO})
+    logits, labels = random_case(rng, SHAPE, "float32", ignored=0.2)
+    expected = oracle(logits, labels)
+    placed = place(logits, mesh, P("data", None, "model")), place(labels, mesh, P("data"))
+    run = jax.jit(jax.value_and_grad(functools.partial(ops.softmax_cross_entropy, implementation="reference")))
+    loss, gradient = run(*placed)
+    assert_close(loss, expected.loss, dtype="float32")
+    assert_close(gradient, expected.gradient, dtype="float32")
