@@ -82,16 +82,21 @@ sanitize: $(PACKAGE) $(TOOLS)
 	    $(PYTEST) $(SANITIZED) --timeout 1200 $(ARGS) || exit 1; \
 	done
 
-# The sanitizers' runtimes must be in the process before Python's own libraries; leaks there are not ours to report.
+# In an environment that sees the tools' packages but not the package's own editable install. The sanitizers' runtimes
+# must be in the process before Python's own libraries; leaks there are not ours to report.
+SANITIZE := $(abspath build/sanitize)
 sanitize-cpu: $(PACKAGE) $(TOOLS)
-	$(dir $(PY))cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(dir $(PY)))/ninja \
-	  -DPython_EXECUTABLE=$(abspath $(PY)) -DTE_JAX_CUDA=OFF -DTE_JAX_SANITIZE=ON
-	$(dir $(PY))cmake --build build/sanitize
-	$(dir $(PY))cmake --install build/sanitize --prefix build/sanitize/installed
-	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu PYTHONPATH=build/sanitize/installed TE_JAX_TEST_SANITIZE=1 \
+	$(PY) -m cmake -S . -B $(SANITIZE) -G Ninja -DCMAKE_MAKE_PROGRAM="$$($(PY) -c 'import ninja; print(ninja.BIN_DIR)')/ninja" \
+	  -DPython_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" -DTE_JAX_CUDA=OFF -DTE_JAX_SANITIZE=ON
+	$(PY) -m cmake --build $(SANITIZE)
+	$(PY) -m cmake --install $(SANITIZE) --prefix $(SANITIZE)/installed
+	$(PY) -m venv --without-pip $(SANITIZE)/venv
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(SANITIZE)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tools.pth"
+	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu PYTHONPATH=$(SANITIZE)/installed TE_JAX_TEST_SANITIZE=1 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(PY) -P -m pytest -o pythonpath= tests/ops -k "not subprocess" --timeout 1200 $(ARGS)
+	  $(SANITIZE)/venv/bin/python -P -m pytest -o pythonpath= tests/ops -k "not subprocess" --timeout 1200 $(ARGS)
 
 wheel: | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from typing import Literal
 
 import jax
@@ -84,6 +85,8 @@ def softmax_cross_entropy(
       z-loss: Chowdhery et al., arXiv:2204.02311. Soft cap: Gemma Team, arXiv:2408.00118.
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    if not isinstance(ignore_index, numbers.Integral):
+        raise ValueError(f"ignore_index is {ignore_index!r}; it must be an integer")
     loss = _Loss(
         float(label_smoothing),
         int(ignore_index),

@@ -57,13 +57,11 @@ def assert_same_bits_everywhere(x):
 
 
 def assert_exchanges_rows_only(compiled, local_shape):
-    """Only all-reduces, of at most two float32 for each local row at once, four in all; and no float32 logits."""
+    """Only all-reduces, of at most four float32 for each local row in all."""
     rows = int(np.prod(local_shape[:-1]))
     found = collectives(compiled)
     assert {entry.kind for entry in found} <= {"all-reduce"}
-    assert all(entry.elements <= 4 * rows for entry in found), found
     assert sum(entry.bytes for entry in found) <= 4 * 4 * rows + 32, found
-    assert not [b for b in buffers(compiled) if b.dtype == "f32" and b.elements >= int(np.prod(local_shape))]
 
 
 def check(mesh, specs, rng, *, exchanges=True, **options):
@@ -76,9 +74,11 @@ def check(mesh, specs, rng, *, exchanges=True, **options):
     assert_close(gradient, expected.gradient, dtype="bfloat16")
     assert_same_bits_everywhere(loss)
     assert_same_bits_everywhere(gradient)
-    assert gradient.sharding.is_equivalent_to(logits.sharding, logits.ndim), gradient.sharding
     if exchanges:
+        assert gradient.sharding.is_equivalent_to(logits.sharding, logits.ndim), gradient.sharding
         assert_exchanges_rows_only(compiled, logits.sharding.shard_shape(SHAPE))
+    local = int(np.prod(logits.sharding.shard_shape(SHAPE)))
+    assert not [b for b in buffers(compiled) if b.dtype == "f32" and b.elements >= local]
     return compiled
 
 
@@ -220,8 +220,8 @@ def test_sharded_projection(make_mesh, rng):
     assert {entry.kind for entry in found} == {"all-reduce"}
     rows = 32 // mesh.shape["data"]
     # The gradient of the weights is summed over the data; beside that there are a few numbers for each row.
-    assert sorted(entry.elements for entry in found)[-1] == 16 * 128
-    assert all(entry.elements <= 4 * rows for entry in found if entry.elements != 16 * 128)
+    assert max(entry.elements for entry in found) >= 16 * 128
+    assert sum(entry.elements for entry in found) <= 16 * 128 + 4 * rows + 8
     loss, gradient = compiled(*placed)
     assert_close(loss, expected.loss, dtype="float32")
     assert_close(gradient, np.asarray(hidden, np.float64).T @ expected.gradient, dtype="float32")

@@ -1,0 +1,252 @@
+"""Loading, checking and registering the extensions, and what happens where they are missing or do not fit."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+
+import te_jax
+from te_jax import native
+from te_jax.native import extension
+
+ROOT = Path(te_jax.__file__).parent.parent
+
+
+def run_python(code, **environment):
+    """The JSON that a fresh process prints last; without a GPU, so that it starts fast and takes no memory there."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+# ---------------------------------------------------------------------------------------------------------------- import
+
+
+def test_import_starts_no_backend_and_loads_no_extension():
+    found = run_python("""
+        import json, sys
+        import jax
+        import te_jax, te_jax.native, te_jax.testing
+        from jax._src import xla_bridge
+        loaded = [name for name in sys.modules if name.startswith("te_jax._te")]
+        print(json.dumps([sorted(xla_bridge._backends), loaded]))
+    """)
+    assert found == [[], []]
+
+
+def test_import_is_fast():
+    seconds = run_python("""
+        import json, time
+        import jax, numpy, jax.numpy, jax.experimental.custom_partitioning
+        begin = time.process_time()
+        import te_jax
+        print(json.dumps(time.process_time() - begin))
+    """)
+    assert seconds < 0.5
+
+
+def test_status_starts_no_backend(native_kernels):
+    found = run_python("""
+        import json
+        from te_jax import native
+        from jax._src import xla_bridge
+        loaded = [state.platform for state in native.status() if state.loaded]
+        print(json.dumps([sorted(xla_bridge._backends), "cpu" in loaded]))
+    """)
+    assert found == [[], True]
+
+
+# ---------------------------------------------------------------------------------------------------------------- status
+
+
+def test_status_of_the_cpu_extension(native_kernels):
+    cpu = native.status()[0]
+    assert (cpu.platform, cpu.module, cpu.built, cpu.loaded, cpu.problem) == ("cpu", "te_jax._te_cpu", True, True, None)
+    assert cpu.build["te_jax"] == te_jax.__version__
+    assert cpu.ffi_api[0] == native.runtime_ffi_api()[0]
+    assert cpu.ffi_api <= native.runtime_ffi_api()
+
+
+def test_status_explains_what_is_not_loaded():
+    for state in native.status():
+        assert state.loaded == (state.problem is None)
+        if not state.loaded:
+            assert state.module in state.problem or "libcu" in state.problem
+
+
+def test_use_native(native_kernels):
+    assert native.available()
+    assert native.use_native(None)
+    assert native.use_native("native")
+    assert not native.use_native("reference")
+    with pytest.raises(ValueError, match="implementation is 'cuda'; it must be None, 'native' or 'reference'"):
+        native.use_native("cuda")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "supported"),
+    [
+        ("90a", "9.0", True),
+        ("90a-real", "9.0", True),
+        ("90a", "10.0", False),
+        ("90a", "8.9", False),
+        ("90", "10.0", True),
+        ("90-real", "10.0", False),
+        ("80-real", "8.9", True),
+        ("90-virtual", "9.0", True),
+        ("80;90a", "8.6", True),
+        ("80-real;90a", "9.0", True),
+        ("75-real;90a-real", "8.0", False),
+        ("native", "12.0", True),
+    ],
+)
+def test_architectures(architectures, capability, supported):
+    assert extension._supports(architectures, capability) == supported
+
+
+# ---------------------------------------------------------------------------------------------------------- registration
+
+
+def test_registration_is_idempotent_and_thread_safe(native_kernels):
+    failures = []
+
+    def register():
+        try:
+            for _ in range(20):
+                extension.register()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=register) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_first_use_from_many_threads():
+    values = run_python("""
+        import json, threading
+        import jax, jax.numpy as jnp
+        from te_jax import ops
+        jax.devices()
+        barrier, values = threading.Barrier(8), []
+        def run():
+            barrier.wait()
+            loss = ops.softmax_cross_entropy(jnp.zeros((2, 4)), jnp.zeros(2, jnp.int32))
+            values.append(float(loss))
+        threads = [threading.Thread(target=run) for _ in range(8)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        print(json.dumps(values))
+    """)
+    assert values == [pytest.approx(1.3862944)] * 8
+
+
+# ------------------------------------------------------------------------------------------------------ broken extensions
+
+_BROKEN = """
+    import importlib.abc, importlib.machinery, json, sys, types, warnings
+
+    BUILD = {{"te_jax": "0.1.0", "jaxlib headers": "77.0.0", "compiler": "none", "cuda": "", "cuda architectures": ""}}
+
+    class Loader(importlib.abc.Loader):
+        def create_module(self, spec):
+            return None
+        def exec_module(self, module):
+            {execute}
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name == "te_jax._te_cpu":
+                return importlib.machinery.ModuleSpec(name, Loader(), origin="fake")
+
+    sys.meta_path.insert(0, Finder())
+
+    import jax, jax.numpy as jnp
+    import te_jax
+    from te_jax import native, ops
+
+    logits, labels = jnp.zeros((2, 4)), jnp.zeros(2, jnp.int32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value = [float(ops.softmax_cross_entropy(logits, labels)) for _ in range(3)][0]
+        gradient = jax.jit(jax.grad(ops.softmax_cross_entropy))(logits, labels)
+    try:
+        ops.softmax_cross_entropy(logits, labels, implementation="native")
+    except native.NativeUnavailableError as error:
+        refusal = str(error)
+    print(json.dumps({{
+        "value": value,
+        "gradient": gradient.tolist(),
+        "warnings": [[w.category.__name__, str(w.message), w.filename] for w in caught if "te_jax" in str(w.message)],
+        "refusal": refusal,
+        "available": native.available(),
+        "version": te_jax.__version__,
+        "jaxlib": __import__("jaxlib").__version__,
+        "backend": jax.default_backend(),
+        "loaded": native.status()[0].loaded,
+    }}))
+"""
+_FAKE = "module.{0}; module.build = lambda: {1}; module.registrations = lambda: {{}}"
+
+
+@pytest.mark.parametrize(
+    ("execute", "words"),
+    [
+        ('raise ImportError("libfoo.so.7: cannot open shared object file")', ["libfoo.so.7", "te_jax 0.1.0"]),
+        (_FAKE.format("ffi_api = (0, 99)", "BUILD"), ["XLA FFI 0.99", "jaxlib 77.0.0", "jaxlib {jaxlib} speaks"]),
+        (_FAKE.format("ffi_api = (9, 0)", "BUILD"), ["XLA FFI 9.0", "jaxlib {jaxlib} speaks"]),
+        (_FAKE.format("ffi_api = (0, 3)", 'dict(BUILD, te_jax="0.0.7")'), ["te_jax 0.0.7", "te_jax {version}"]),
+        (_FAKE.format("ffi_api = (0, 3)", "{}"), ["te_jax {version}"]),
+    ],
+    ids=["import error", "newer FFI", "other FFI", "other te_jax", "no build facts"],
+)
+def test_broken_extension(execute, words):
+    """One warning that names both versions, the reference path, and a refusal of "native" with the same words."""
+    found = run_python(textwrap.dedent(_BROKEN).format(execute=execute))
+    assert found["value"] == pytest.approx(1.3862944)
+    assert found["gradient"][0] == pytest.approx([-0.375, 0.125, 0.125, 0.125])
+    assert (found["available"], found["loaded"], found["backend"]) == (False, False, "cpu")
+    ((category, message, filename),) = found["warnings"]
+    assert category == "RuntimeWarning"
+    assert filename == "<string>"  # the caller's line, not one of te_jax
+    assert found["refusal"] in message
+    for word in words:
+        assert word.format(**found) in message
+    assert "reinstall te_jax" in message
+
+
+def test_missing_extension():
+    hidden = """
+    import importlib.util
+    find_spec = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *rest: None if name == "te_jax._te_cpu" else find_spec(name, *rest)
+    import jax, jax.numpy as jnp
+    """
+    found = run_python(
+        textwrap.dedent(_BROKEN).format(execute="pass").replace("import jax, jax.numpy as jnp", textwrap.dedent(hidden))
+    )
+    assert found["value"] == pytest.approx(1.3862944)
+    ((_, message, _),) = found["warnings"]
+    assert "te_jax was installed without te_jax._te_cpu" in message
+    assert found["refusal"] in message
+
+
+def test_default_backend_decides():
+    assert jax.default_backend() in ("cpu", "gpu")
+    assert native.available() == (extension._problem_on_default_backend()[0] is None)

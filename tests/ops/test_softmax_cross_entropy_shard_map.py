@@ -1,0 +1,246 @@
+"""Softmax cross-entropy inside shard_map: the vocabulary split by `axis_name`, fully and partly manual meshes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cross_entropy_oracle import OPTIONS, oracle, random_case
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from te_jax import ops
+from te_jax.testing import assert_close, buffers, collectives
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SHAPE = (16, 64)
+
+
+@pytest.fixture
+def loss(implementation):
+    return functools.partial(ops.softmax_cross_entropy, implementation=implementation)
+
+
+@pytest.fixture
+def mesh(make_mesh):
+    return make_mesh({"data": AUTO, "model": AUTO})
+
+
+@pytest.fixture
+def case(rng):
+    return random_case(rng, SHAPE, "float32", ignored=0.2)
+
+
+def assert_exchanges_rows_only(compiled, rows):
+    found = collectives(compiled)
+    assert {entry.kind for entry in found} <= {"all-reduce"}
+    assert sum(entry.elements for entry in found) <= 4 * rows + 8, found
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis_name", ["model", ("data", "model"), ("model", "data"), ["model"]], ids=str)
+def test_gradient_outside_of_shard_map(axis_name, check_vma, mesh, loss, case, implementation):
+    """Of the loss that shard_map returns, replicated."""
+    logits, labels = case
+    spec = P(None, tuple(axis_name) if isinstance(axis_name, list) else axis_name)
+    options = OPTIONS["all"]
+
+    def total(logits, labels):
+        local = functools.partial(loss, axis_name=axis_name, **options)
+        return jax.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=P(), check_vma=check_vma)(logits, labels)
+
+    expected = oracle(logits, labels, **options)
+    placed = jax.device_put(logits, NamedSharding(mesh, spec))
+    compiled = jax.jit(jax.value_and_grad(total)).lower(placed, labels).compile()
+    value, gradient = compiled(placed, labels)
+    assert_close(value, expected.loss, dtype="float32")
+    assert_close(gradient, expected.gradient, dtype="float32")
+    assert gradient.sharding.is_equivalent_to(placed.sharding, 2)
+    if implementation == "native" and (check_vma or len(axis_name) == 2):
+        # Without tracked axes the cotangent is summed over the shards too: one float more a row. And JAX itself sums
+        # gradients over mesh axes that in_specs do not mention.
+        assert_exchanges_rows_only(compiled, SHAPE[0] * (1 if check_vma else 2))
+
+
+def test_gradient_inside_of_shard_map(mesh, loss, case, implementation):
+    """As a training loop does: each device differentiates, rows over "data" are summed by hand."""
+    logits, labels = case
+    spec = P("data", "model")
+
+    def local(logits, labels):
+        def mean(logits):
+            total = lax.psum(loss(logits, labels, axis_name="model", reduction="sum"), "data")
+            return total / lax.psum(jnp.sum(labels != -100), "data").astype(jnp.float32)
+
+        return jax.value_and_grad(mean)(logits)
+
+    step = jax.shard_map(local, mesh=mesh, in_specs=(spec, P("data")), out_specs=(P(), spec))
+    placed = jax.device_put(logits, NamedSharding(mesh, spec)), jax.device_put(labels, NamedSharding(mesh, P("data")))
+    compiled = jax.jit(step).lower(*placed).compile()
+    value, gradient = compiled(*placed)
+    expected = oracle(logits, labels)
+    assert_close(value, expected.loss, dtype="float32")
+    assert_close(gradient, expected.gradient, dtype="float32")
+    if implementation == "native":
+        assert_exchanges_rows_only(compiled, SHAPE[0] // mesh.shape["data"])
+
+
+def test_without_tracked_axes_gradients_inside_are_those_of_the_sum(mesh, loss, case):
+    """check_vma=False: every shard returns the whole loss, and JAX differentiates the sum of what they return."""
+    logits, labels = case
+    spec = P(None, "model")
+    step = jax.shard_map(
+        jax.grad(functools.partial(loss, axis_name="model")),
+        mesh=mesh, in_specs=(spec, P()), out_specs=spec, check_vma=False,
+    )  # fmt: skip
+    assert_close(jax.jit(step)(logits, labels) / mesh.shape["model"], oracle(logits, labels).gradient, dtype="float32")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_every_row_has_its_own_cotangent(check_vma, mesh, loss, case, rng):
+    logits, labels = case
+    cotangent = rng.standard_normal(SHAPE[0]).astype(np.float32)
+    specs = (P("data", "model"), P("data"))
+
+    def rows(logits, labels):
+        local = functools.partial(loss, axis_name="model", reduction="none", **OPTIONS["all"])
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)(logits, labels)
+
+    @jax.jit
+    def run(logits, cotangent):
+        value, vjp = jax.vjp(lambda x: rows(x, labels), logits)
+        return value, vjp(cotangent)[0]
+
+    value, gradient = run(logits, jnp.asarray(cotangent))
+    expected = oracle(logits, labels, reduction="none", cotangent=cotangent, **OPTIONS["all"])
+    assert_close(value, expected.loss, dtype="float32")
+    assert_close(gradient, expected.gradient, dtype="float32")
+
+
+def test_loss_is_identical_on_every_shard(mesh, loss, rng):
+    logits, labels = random_case(rng, SHAPE, "bfloat16")
+    local = lambda *a: loss(*a, axis_name=("data", "model"), reduction="none", **OPTIONS["all"])[None]  # noqa: E731
+    split = P(None, ("data", "model"))
+    out = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(split, P()), out_specs=P(("data", "model")), check_vma=False)
+    )(logits, labels)
+    assert len({row.tobytes() for row in np.asarray(out)}) == 1
+    assert_close(out[0], oracle(logits, labels, reduction="none", **OPTIONS["all"]).loss, dtype="float32")
+
+
+def test_special_rows_of_a_split_vocabulary(mesh, loss):
+    """Masked, without probability, NaN, infinite, ignored, out of the vocabulary; each spread over shards or in one."""
+    logits = np.tile(np.linspace(-1, 1, 64, dtype=np.float32), (8, 1))
+    labels = np.full(8, 40, np.int32)
+    logits[0, :32] = -np.inf  # a whole shard masked
+    logits[1, :] = -np.inf
+    logits[2, 3] = np.nan
+    logits[3, 60] = np.inf
+    labels[4], logits[4] = -100, np.nan
+    labels[5] = 64
+    labels[6] = -1
+    expected = oracle(logits, labels, reduction="none", cotangent=np.ones(8))
+    expected.gradient[4] = 0.0
+
+    def rows(logits):
+        local = functools.partial(loss, axis_name="model", reduction="none")
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=P())(logits, labels)
+
+    @jax.jit
+    def run(logits):
+        value, vjp = jax.vjp(rows, logits)
+        return value, vjp(jnp.ones(8))[0]
+
+    value, gradient = run(jnp.asarray(logits))
+    assert_close(value, expected.loss, dtype="float32", equal_nan=True)
+    assert_close(gradient, expected.gradient, dtype="float32", equal_nan=True)
+
+
+def test_scan_inside_of_shard_map(mesh, loss, rng):
+    logits, labels = random_case(rng, (3, 8, 64), "float32")
+
+    def local(logits, labels):
+        def body(total, x):
+            return total + loss(*x, axis_name="model", reduction="sum"), None
+
+        initial = lax.pcast(jnp.float32(0), "data", to="varying")
+        return lax.psum(lax.scan(body, initial, (logits, labels))[0], "data")
+
+    total = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "data", "model"), P(None, "data")), out_specs=P())
+    value, gradient = jax.jit(jax.value_and_grad(total))(logits, labels)
+    expected = oracle(logits, labels, reduction="sum")
+    assert_close(value, expected.loss, dtype="float32")
+    assert_close(gradient, expected.gradient, dtype="float32")
+
+
+# ---------------------------------------------------------------------------------------------------------- partly manual
+
+
+@pytest.mark.parametrize("outer", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_manual_rows_and_a_vocabulary_that_jax_splits(outer, make_mesh, loss, case, implementation):
+    """shard_map over the data only; the vocabulary's sharding is XLA's, or that of the types."""
+    mesh = make_mesh({"data": AUTO, "model": outer})
+    logits, labels = case
+
+    def total(logits, labels):
+        def local(logits, labels):
+            return lax.psum(loss(logits, labels, reduction="sum", **OPTIONS["all"]), "data")
+
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P(), axis_names={"data"}
+        )(logits, labels)  # fmt: skip
+
+    _run_partly_manual(mesh, total, logits, labels, implementation)
+
+
+@pytest.mark.parametrize("outer", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_manual_vocabulary_and_rows_that_jax_splits(outer, make_mesh, loss, case, implementation):
+    mesh = make_mesh({"data": outer, "model": AUTO})
+    logits, labels = case
+
+    def total(logits, labels):
+        local = functools.partial(loss, axis_name="model", reduction="sum", **OPTIONS["all"])
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=P(), axis_names={"model"}
+        )(logits, labels)  # fmt: skip
+
+    _run_partly_manual(mesh, total, logits, labels, implementation)
+
+
+def _run_partly_manual(mesh, total, logits, labels, implementation):
+    expected = oracle(logits, labels, reduction="sum", **OPTIONS["all"])
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in ((logits, P("data", "model")), (labels, P("data")))
+        ]
+        compiled = jax.jit(jax.value_and_grad(total)).lower(*placed).compile()
+        value, gradient = compiled(*placed)
+    assert_close(value, expected.loss, dtype="float32")
+    assert_close(gradient, expected.gradient, dtype="float32")
+    # Where the other axis is Explicit, JAX itself gathers the operands of such a shard_map, whatever runs inside.
+    if implementation == "native" and not mesh.explicit_axes:
+        assert_exchanges_rows_only(compiled, SHAPE[0] // mesh.shape["data"])
+
+
+def test_donated_shards_become_the_gradient(native_kernels, mesh, rng):
+    logits, labels = random_case(rng, (64, 2048), "bfloat16")
+    spec = P("data", "model")
+
+    def local(logits, labels):
+        return jax.grad(
+            lambda x: ops.softmax_cross_entropy(x, labels, axis_name="model", reduction="sum", implementation="native")
+        )(logits)
+
+    step = jax.shard_map(local, mesh=mesh, in_specs=(spec, P("data")), out_specs=spec)
+    expected = oracle(logits, labels, reduction="sum").gradient
+    placed = jax.device_put(logits, NamedSharding(mesh, spec)), jax.device_put(labels, NamedSharding(mesh, P("data")))
+    size = placed[0].addressable_shards[0].data.nbytes
+    for donated in (False, True):
+        compiled = jax.jit(step, donate_argnums=(0,) if donated else ()).lower(*placed).compile()
+        assert not [b for b in buffers(compiled, "copy", "copy-start") if b.bytes >= size]
+        assert compiled.memory_analysis().alias_size_in_bytes == (size if donated else 0)
+        assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * size
+        assert_close(compiled(*placed), expected, dtype="bfloat16")
