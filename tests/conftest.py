@@ -18,6 +18,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would multiply float32 in TF32
 
 # Every shape is a compilation: few examples, and no deadline. Each run draws new ones; a failure is replayed from
 # hypothesis' own database, and printed.

@@ -33,9 +33,11 @@ constexpr int kGradientThreads = 1024;
 constexpr int kMaxCluster = 8;  // the largest size that every Hopper GPU can schedule
 constexpr float kLog2E = 1.4426950408889634f;
 
-__device__ float Exp2(float x) {
+// Callers subtract before this multiplies: one fused z·log2e - base·log2e is an instruction less, but rounds
+// base·log2e, and a log-sum-exp of 10^4 would be off by 10^-3.
+__device__ float Exp(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2E));
   return y;
 }
 
@@ -74,15 +76,15 @@ struct Partial {
 
 __device__ Partial Nothing() { return {-INFINITY, 0.0f, 0.0f}; }
 
-// -max in log2 units, for exp(z - max) = 2^(z·log2e + offset). A row that is all -inf so far has no finite max, and
-// -inf - (-inf) would be NaN: there every term is exp(-inf) = 0 with any finite offset.
-__device__ float Offset(float max) { return max == -INFINITY ? 0.0f : -max * kLog2E; }
+// What to subtract from logits before exp. A row that is all -inf so far has no finite max, and -inf - (-inf) would be
+// NaN: there every term is exp(-inf) = 0 whatever is subtracted.
+__device__ float Base(float max) { return max == -INFINITY ? 0.0f : max; }
 
 __device__ Partial Merge(const Partial& a, const Partial& b) {
   Partial merged;
   merged.max = fmaxf(a.max, b.max);
-  const float offset = Offset(merged.max);
-  merged.sum = a.sum * Exp2(fmaf(a.max, kLog2E, offset)) + b.sum * Exp2(fmaf(b.max, kLog2E, offset));
+  const float base = Base(merged.max);
+  merged.sum = a.sum * Exp(a.max - base) + b.sum * Exp(b.max - base);
   merged.total = a.total + b.total;
   return merged;
 }
@@ -93,15 +95,15 @@ __device__ void Accumulate(Partial& partial, const float (&z)[kCount]) {
 #pragma unroll
   for (int i = 1; i < kCount; ++i) max = fmaxf(max, z[i]);
   if (max > partial.max) {
-    // The first time there is nothing to rescale, and exp2(-inf) = 0 keeps it so.
-    partial.sum *= Exp2(fmaf(partial.max, kLog2E, Offset(max)));
+    // The first time there is nothing to rescale, and exp(-inf) = 0 keeps it so.
+    partial.sum *= Exp(partial.max - Base(max));
     partial.max = max;
   }
-  const float offset = Offset(partial.max);
+  const float base = Base(partial.max);
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // independent chains
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    sums[i % 4] += Exp2(fmaf(z[i], kLog2E, offset));
+    sums[i % 4] += Exp(z[i] - base);
     if (kTotal) partial.total += z[i];
   }
   partial.sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
@@ -242,13 +244,13 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // What one row contributes to each of its elements.
 struct RowTerms {
-  float offset;   // -lse in log2 units
+  float lse;
   float softmax;  // factor of exp(z - lse)
   float uniform;  // subtracted everywhere
   float target;   // subtracted at the label
 
   __device__ RowTerms(const Gradient& gradient, float lse, float weight)
-      : offset(-lse * kLog2E),
+      : lse(lse),
         softmax(weight * fmaf(2.0f * gradient.z_loss, lse, 1.0f)),
         uniform(weight * gradient.uniform),
         target(weight * (1.0f - gradient.label_smoothing)) {}
@@ -257,7 +259,7 @@ struct RowTerms {
   __device__ float At(float x, bool is_target, float softcap, float inverse_softcap) const {
     const float tanh = kSoftcap ? tanhf(x * inverse_softcap) : 0.0f;
     const float z = kSoftcap ? softcap * tanh : x;
-    float slope = fmaf(softmax, Exp2(fmaf(z, kLog2E, offset)), -uniform);
+    float slope = fmaf(softmax, Exp(z - lse), -uniform);
     if (is_target) slope -= target;
     return kSoftcap ? slope * (1.0f - tanh * tanh) : slope;
   }

@@ -79,18 +79,19 @@ def _load(platform: str) -> tuple[types.ModuleType | None, ExtensionStatus]:
     try:
         module = importlib.import_module(name)
         ffi_api, build = tuple(module.ffi_api), dict(module.build())
+        built_for, built_against = build["te_jax"], build["jaxlib headers"]
     except Exception as error:
         versions = f"te_jax {__version__} and jaxlib {_jaxlib_version()}"
         return failed(f"{name} cannot be loaded under {versions} ({type(error).__name__}: {error}); {_REINSTALL}")
 
-    if build["te_jax"] != __version__:
-        problem = f"{name} was built for te_jax {build['te_jax']}, but this is te_jax {__version__}; {_REINSTALL}"
+    if built_for != __version__:
+        problem = f"{name} was built for te_jax {built_for}, but this is te_jax {__version__}; {_REINSTALL}"
         return failed(problem, ffi_api=ffi_api, build=build)
     runtime = runtime_ffi_api()
     # XLA accepts handlers of its own major version that are not newer than itself.
     if ffi_api[0] != runtime[0] or ffi_api[1] > runtime[1]:
         problem = (
-            f"{name} speaks XLA FFI {ffi_api[0]}.{ffi_api[1]} (headers of jaxlib {build['jaxlib headers']}), but "
+            f"{name} speaks XLA FFI {ffi_api[0]}.{ffi_api[1]} (headers of jaxlib {built_against}), but "
             f"jaxlib {_jaxlib_version()} speaks {runtime[0]}.{runtime[1]}; upgrade jaxlib, or {_REINSTALL}"
         )
         return failed(problem, ffi_api=ffi_api, build=build)

@@ -30,7 +30,7 @@ _local_call_p.multiple_results = True
 def bind_local_call(
     body: Callable[..., tuple[Array, ...]],
     reuse: Reuse,
-    on_batch: Callable[..., tuple[Array, ...]],
+    again: Callable[..., tuple[Array, ...]],
     operands: Sequence[Array],
 ) -> tuple[Array, ...]:
     """Calls body(*operands), or body(*operands, reuse={operand: result}) where any reuse is possible.
@@ -38,19 +38,25 @@ def bind_local_call(
     Args:
       body: what to run; its results have the operands' leading dimensions.
       reuse: (operand index, result index) pairs that may share a buffer.
-      on_batch: called under vmap, on operands that all have one more leading dimension.
+      again: this same call for other operands: under vmap they all have one more leading dimension, and outside jit it
+        is what is compiled. Equal calls must bring the same object.
       operands: arrays.
     """
     fresh = functools.partial(body, reuse={}) if reuse else body
     variants = (jax.make_jaxpr(fresh)(*operands),)
     if reuse:
         variants += (jax.make_jaxpr(functools.partial(body, reuse=dict(reuse)))(*operands),)
-    return tuple(_local_call_p.bind(*operands, variants=variants, reuse=reuse, on_batch=on_batch))
+    return tuple(_local_call_p.bind(*operands, variants=variants, reuse=reuse, again=again))
 
 
 @_local_call_p.def_impl
-def _(*operands, variants: tuple[ClosedJaxpr, ...], **_):
-    return jaxpr_as_fun(variants[0])(*operands)
+def _(*operands, again, **_):
+    return _compiled(again)(*operands)
+
+
+@functools.cache
+def _compiled(again: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+    return jax.jit(again)
 
 
 @_local_call_p.def_abstract_eval
@@ -58,13 +64,13 @@ def _(*_, variants: tuple[ClosedJaxpr, ...], **__):
     return variants[0].out_avals
 
 
-def _batch(operands, dims, *, on_batch, **_):
+def _batch(operands, dims, *, again, **_):
     (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
     whole = [
         jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
         for x, dim in zip(operands, dims, strict=True)
     ]
-    results = on_batch(*whole)
+    results = again(*whole)
     return results, (0,) * len(results)
 
 

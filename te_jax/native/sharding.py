@@ -51,13 +51,16 @@ def per_shard(
 
     Returns:
       A decorator. The decorated function takes the operands, the static keyword arguments, which must be hashable, and
-      `axes`, and returns a tuple. The original is given `axes`, {factor: mesh axes}, for the factors in `axes_of` that
-      are split right here; it should call the decorated function on its shard, without `axes`, and combine what comes
-      back. Where nothing is split `axes` is empty, and it makes its native call, with `aliases=reuse`.
+      optionally `axes`, and returns a tuple. The original is given `axes`, {factor: mesh axes}, for the factors in
+      `axes_of` that are split right here; it should then call the decorated function on its shard, handing on `reuse`
+      but not `axes`, and combine what comes back. Where nothing is split `axes` is empty, and it makes its native call,
+      with `aliases=reuse`.
     """
     dispatch = _Dispatch(Rule.parse(rule), tuple(axes_of), tuple(replicated), tuple((reuse or {}).items()))
+    undecided = {"reuse": None} if reuse else {}
 
     def decorate(function: Callable[..., Results]) -> Callable[..., Results]:
+        # The same static arguments give the same object, by which eager calls find what is compiled.
         @functools.cache
         def bind(static: tuple[tuple[str, Any], ...]) -> Callable[..., Results]:
             return functools.partial(dispatch, functools.partial(function, **dict(static)))
@@ -65,8 +68,12 @@ def per_shard(
         @functools.wraps(function)
         def wrapper(*operands: Array, axes: Mapping[str, Any] | None = None, **static: Any) -> Results:
             if axes:  # the caller is inside shard_map and says itself what is split
-                return function(*operands, axes=axes, **({"reuse": {}} if reuse else {}), **static)
-            return bind(tuple(sorted(static.items())))(*operands)
+                return function(*operands, axes=axes, **undecided, **static)
+            decided = static.pop("reuse", None)
+            if decided is not None:
+                return dispatch.run(functools.partial(function, **static), operands, {"reuse": decided})
+            call = bind(tuple(sorted(static.items())))
+            return call(*operands)
 
         return wrapper
 
@@ -83,24 +90,33 @@ class _Dispatch:
         self.reuse = reuse
 
     def __call__(self, function: Callable[..., Results], *operands: Array) -> Results:
+        def body(*operands: Array, **reuse: Any) -> Results:
+            return self.run(function, operands, reuse)
+
+        return bind_local_call(body, self.reuse, self._again(function), operands)
+
+    @functools.cache  # noqa: B019, dispatches live as long as the functions they decorate
+    def _again(self, function: Callable[..., Results]) -> Callable[..., Results]:
+        return functools.partial(self, function)
+
+    def run(self, function: Callable[..., Results], operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
+        """Runs under the operands' shardings; `reuse` is empty, or {"reuse": …} as decided."""
         mesh = _mesh_of(operands)
         if any(axis in mesh.explicit_axes for operand in operands for axis in _axes_of(operand)):
-            return self._over_explicit_axes(function, mesh, operands)
-        local = functools.partial(function, axes={})
-        body = local if not mesh.empty and not mesh.auto_axes else self._over_auto_axes(function, mesh)
-        return bind_local_call(body, self.reuse, functools.partial(self, function), operands)
+            return self._over_explicit_axes(function, mesh, operands, reuse)
+        if not mesh.empty and not mesh.auto_axes:
+            return function(*operands, axes={}, **reuse)
+        return self._over_auto_axes(function, mesh, operands, reuse)
 
     def _assign(self, specs: Sequence[PartitionSpec], ranks: Sequence[int]):
         assignment = self.rule.assign(specs, ranks, self.replicated)
         return assignment, {factor: assignment.axes[factor] for factor in self.axes_of if factor in assignment.axes}
 
-    def _over_explicit_axes(self, function, mesh, operands: tuple[Array, ...]) -> Results:
+    def _over_explicit_axes(self, function, mesh, operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
         assignment, axes = self._assign([jax.typeof(x).sharding.spec for x in operands], [x.ndim for x in operands])
 
         def shards(*local: Array) -> Results:
-            if axes:
-                return function(*local, axes=axes, **({"reuse": {}} if self.reuse else {}))
-            return self(function, *local)
+            return function(*local, axes=axes, **reuse) if axes else self.run(function, local, reuse)
 
         # Operands that already lie as they should are passed on as they are: their buffers may then be reused.
         moved = [
@@ -109,33 +125,30 @@ class _Dispatch:
         ]
         return jax.shard_map(
             shards,
-            mesh=mesh,
+            mesh=_with_devices(mesh) if mesh.auto_axes else mesh,
             in_specs=assignment.operand_specs,
             out_specs=assignment.result_specs,
             axis_names=set(mesh.explicit_axes),
         )(*moved)
 
-    def _over_auto_axes(self, function, trace_mesh) -> Callable[..., Results]:
-        def run(*operands: Array, **reuse: Any) -> Results:
-            @custom_partitioning
-            def whole(*operands: Array) -> Results:
-                return function(*operands, axes={}, **reuse)
+    def _over_auto_axes(self, function, trace_mesh, operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
+        @custom_partitioning
+        def whole(*operands: Array) -> Results:
+            return function(*operands, axes={}, **reuse)
 
-            def partition(mesh, operand_shapes, result_shapes):
-                del result_shapes
-                whole_mesh, mesh, specs = _decode(mesh, trace_mesh, operand_shapes)
-                assignment, axes = self._assign(specs, [len(x.shape) for x in operand_shapes])
-                return (
-                    whole_mesh,
-                    functools.partial(function, axes=axes, **reuse),
-                    tuple(NamedSharding(mesh, spec) for spec in assignment.result_specs),
-                    tuple(NamedSharding(mesh, spec) for spec in assignment.operand_specs),
-                )
+        def partition(mesh, operand_shapes, result_shapes):
+            del result_shapes
+            whole_mesh, mesh, specs = _decode(mesh, trace_mesh, operand_shapes)
+            assignment, axes = self._assign(specs, [len(x.shape) for x in operand_shapes])
+            return (
+                whole_mesh,
+                functools.partial(function, axes=axes, **reuse),
+                tuple(NamedSharding(mesh, spec) for spec in assignment.result_specs),
+                tuple(NamedSharding(mesh, spec) for spec in assignment.operand_specs),
+            )
 
-            whole.def_partition(partition, sharding_rule=self.rule.text, need_replication_factors=self.replicated)
-            return whole(*operands)
-
-        return run
+        whole.def_partition(partition, sharding_rule=self.rule.text, need_replication_factors=self.replicated)
+        return whole(*operands)
 
 
 def _decode(mesh: Mesh, trace_mesh, operands) -> tuple[Mesh, Mesh, list[PartitionSpec]]:
@@ -148,14 +161,26 @@ def _decode(mesh: Mesh, trace_mesh, operands) -> tuple[Mesh, Mesh, list[Partitio
         return mesh, mesh, [operand.sharding.spec for operand in operands]
     from jax._src.sharding_impls import parse_flatten_op_sharding
 
-    # Only positions matter: XLA numbers the devices of a mesh in the order of the mesh.
-    def mesh_of(axes: Sequence[str]) -> Mesh:
-        sizes = [trace_mesh.shape[axis] for axis in axes]
-        return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), tuple(axes))
-
-    group = mesh_of([axis for axis in trace_mesh.axis_names if axis in trace_mesh.auto_axes])
+    # Only positions matter here: XLA numbers the devices of a mesh in the order of the mesh.
+    group = _mesh_over([axis for axis in trace_mesh.axis_names if axis in trace_mesh.auto_axes], trace_mesh)
     specs = [parse_flatten_op_sharding(operand.sharding._hlo_sharding, group)[0] for operand in operands]
-    return mesh_of(trace_mesh.axis_names), group, specs
+    return _mesh_over(trace_mesh.axis_names, trace_mesh), group, specs
+
+
+def _mesh_over(axes: Sequence[str], mesh) -> Mesh:
+    sizes = [mesh.shape[axis] for axis in axes]
+    types = tuple(dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] for axis in axes)
+    return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), tuple(axes), axis_types=types)
+
+
+def _with_devices(mesh) -> Mesh:
+    """The mesh with its devices, which custom_partitioning inside shard_map asks for.
+
+    Types do not name devices. Outside `jax.set_mesh` these are the first ones; should the operands live on others, JAX
+    says so.
+    """
+    context = jax.sharding.get_mesh()
+    return _mesh_over(mesh.axis_names, mesh) if context.empty else context
 
 
 def _axes_of(operand: Array) -> tuple[str, ...]:
@@ -163,9 +188,8 @@ def _axes_of(operand: Array) -> tuple[str, ...]:
 
 
 def _mesh_of(operands: Sequence[Array]):
-    """The mesh that the operands' types name, or the one of the context."""
-    for operand in operands:
-        mesh = jax.typeof(operand).sharding.mesh
-        if not mesh.empty:
-            return mesh
-    return jax.sharding.get_abstract_mesh()
+    """The mesh of the context, or the one that the operands' types name. Under vmap only the context leaves out the
+    axes over which the mapped dimension is split."""
+    context = jax.sharding.get_abstract_mesh()
+    named = (mesh for operand in operands if not (mesh := jax.typeof(operand).sharding.mesh).empty)
+    return context if not context.empty else next(named, context)

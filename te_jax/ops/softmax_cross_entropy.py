@@ -69,7 +69,8 @@ def softmax_cross_entropy(
       reduction: "mean" over the rows that are not ignored (at least 1), "sum", or "none" for [*batch].
       axis_name: inside `shard_map` or `pmap`, the mesh axis or axes over which the vocabulary is split in equal
         shards, in order; labels then count over the whole vocabulary, and the loss is the same on every shard. Under
-        `jit` on Auto or Explicit meshes leave it None: the sharding of the logits says it all.
+        `jit` on Auto or Explicit meshes leave it None: the sharding of the logits says it all. Under `pmap`, or with
+        check_vma=False, gradients taken inside are those of the sum of all shards' losses, as with JAX's own `psum`.
       implementation: None takes the native kernel where there is one, else the reference; "native" or "reference"
         never fall back.
 
@@ -167,6 +168,9 @@ def _backward(loss: _Loss, residuals, cotangent: Array):
         uniform=loss.label_smoothing / _global_vocab(logits, loss.axis_name),
         z_loss=loss.z_loss,
     )
+    # On Explicit meshes a gradient must lie as its primal does, also where only the labels are split.
+    if jax.typeof(gradient).sharding.spec != jax.typeof(logits).sharding.spec:
+        gradient = jax.reshard(gradient, jax.typeof(logits).sharding)
     return gradient, None
 
 
@@ -188,7 +192,7 @@ def _logits_gradient(logits: Array, codes: Array, lse: Array, weight: Array, *, 
     """The gradient of Σ weight · loss, over the logits themselves where their buffer is free."""
     if "v" in axes:
         codes = _local_codes(codes, logits.shape[-1], axes["v"])
-        return _logits_gradient(logits, codes, lse, weight, **attributes)
+        return _logits_gradient(logits, codes, lse, weight, reuse=reuse, **attributes)
     return native.call(
         "te_softmax_cross_entropy_gradient", (logits,), logits, codes, lse, weight, aliases=reuse, **attributes
     )

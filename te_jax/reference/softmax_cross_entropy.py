@@ -22,6 +22,9 @@ def softmax_cross_entropy(
     Computes in float32, or in float64 for float64 logits, so that the tests have an oracle.
     """
     z = logits.astype(jnp.float64 if logits.dtype == jnp.float64 else jnp.float32)
+    # Cut off before any arithmetic, so that no NaN of an ignored row reaches its gradient, as 0 · NaN.
+    ignored = equals(labels, ignore_index)
+    z = jnp.where(ignored[..., None], 0.0, z)
     if logit_softcap is not None:
         z = logit_softcap * jnp.tanh(z / logit_softcap)
 
@@ -37,7 +40,6 @@ def softmax_cross_entropy(
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)
     lse = peak + jnp.log(over_shards(lax.psum, jnp.sum(jnp.exp(z - peak[..., None]), axis=-1)))
 
-    ignored = equals(labels, ignore_index)
     valid = in_vocabulary(labels, vocab)
     column = jnp.where(valid, labels, 0).astype(jnp.int32) - offset
     hit = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) == column[..., None]
@@ -48,7 +50,8 @@ def softmax_cross_entropy(
         loss = loss - label_smoothing / vocab * over_shards(lax.psum, jnp.sum(z, axis=-1))
     if z_loss:
         loss = loss + z_loss * jnp.square(lse)
-    loss = jnp.where(ignored, 0.0, jnp.where(valid, loss, jnp.nan))
+    # A product rather than a choice: it makes the row's gradient NaN as well.
+    loss = jnp.where(ignored, 0.0, loss * jnp.where(valid | ignored, 1.0, jnp.nan))
     return reduce_tokens(loss, ignored, reduction)
 
 

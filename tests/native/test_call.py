@@ -22,6 +22,10 @@ def f32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def bf16(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
 def statistics(logits, labels, results=None, **attributes):
     attributes = {"softcap": 0.0, "with_total": True, **attributes}
     rows = f32(*labels.shape)
@@ -66,7 +70,7 @@ def test_vmap_calls_once_for_each(rng):
             np.testing.assert_array_equal(whole[i], one)
 
 
-# --------------------------------------------------------------------------------------------------------------- aliases
+# -------------------------------------------------------------------------------------------------------------- aliases
 
 
 def test_aliased_result_takes_over_a_donated_operand(rng):
@@ -92,7 +96,7 @@ def test_aliased_operand_that_is_not_donated_is_copied(rng):
     assert_close(result, gradient(logits, labels, row, row + 1))
 
 
-# ----------------------------------------------------------------------------------------------- what handlers refuse
+# ------------------------------------------------------------------------------------------------- what handlers refuse
 
 
 LOGITS = jnp.zeros((3, 5))
@@ -100,51 +104,43 @@ ROW = jnp.zeros(3)
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
-        (lambda: statistics(LOGITS, LABELS.astype(jnp.uint32)), [STATISTICS, "labels", "u32", "[3]", "s32"]),
-        (lambda: statistics(LOGITS, LABELS.astype(jnp.float32), (f32(3),) * 3), [STATISTICS, "labels", "f32", "[3]"]),
-        (lambda: statistics(LOGITS, LABELS[:2], (f32(3),) * 3), [STATISTICS, "labels", "s32", "[2]", "3 elements"]),
-        (lambda: statistics(LOGITS.astype(jnp.int32), LABELS), [STATISTICS, "logits", "s32", "[3, 5]", "bfloat16"]),
-        (lambda: statistics(jnp.zeros((3, 0)), LABELS), [STATISTICS, "logits", "f32", "[3, 0]"]),
-        (lambda: statistics(jnp.float32(0), LABELS), [STATISTICS, "logits", "f32", "[]"]),
-        (lambda: statistics(LOGITS, LABELS, (f32(3), f32(4), f32(3))), [STATISTICS, "target", "f32", "[4]"]),
-        (
-            lambda: statistics(LOGITS, LABELS, (f32(3), f32(3), jax.ShapeDtypeStruct((3,), jnp.bfloat16))),
-            [STATISTICS, "total", "bf16", "[3]"],
-        ),
-        (lambda: gradient(LOGITS, LABELS, ROW.astype(jnp.bfloat16), ROW), [GRADIENT, "lse", "bf16", "[3]", "f32"]),
-        (lambda: gradient(LOGITS, LABELS, ROW, ROW[:1]), [GRADIENT, "weight", "f32", "[1]"]),
-        (
-            lambda: gradient(LOGITS, LABELS, ROW, ROW, (jax.ShapeDtypeStruct((3, 5), jnp.bfloat16),)),
-            [GRADIENT, "gradient", "bf16", "[3, 5]"],
-        ),
-        (lambda: gradient(LOGITS, LABELS, ROW, ROW, (f32(3, 4),)), [GRADIENT, "gradient", "f32", "[3, 4]"]),
+        (lambda: statistics(LOGITS, LABELS.astype(jnp.uint32)), "labels is U32[3]; it must be of type S32"),
+        (lambda: statistics(LOGITS, LABELS.astype(jnp.float32)), "labels is F32[3]; it must be of type S32"),
+        (lambda: statistics(LOGITS, LABELS[:2]), "labels is S32[2]; it must have 3 elements"),
+        (lambda: statistics(LOGITS.astype(jnp.int32), LABELS), "logits is S32[3,5]; it must be float32, bfloat16 or"),
+        (lambda: statistics(jnp.zeros((3, 0)), LABELS), "logits is F32[3,0]; it must have a vocabulary"),
+        (lambda: statistics(jnp.float32(0), LABELS), "logits is F32[]; it must have a vocabulary"),
+        (lambda: statistics(LOGITS, LABELS, (f32(3), f32(4), f32(3))), "target is F32[4]; it must have 3 elements"),
+        (lambda: statistics(LOGITS, LABELS, (f32(3), f32(3), bf16(3))), "total is BF16[3]; it must be of type F32"),
+        (lambda: gradient(LOGITS, LABELS, ROW.astype(jnp.bfloat16), ROW), "lse is BF16[3]; it must be of type F32"),
+        (lambda: gradient(LOGITS, LABELS, ROW, ROW[:1]), "weight is F32[1]; it must have 3 elements"),
+        (lambda: gradient(LOGITS, LABELS, ROW, ROW, (bf16(3, 5),)), "gradient is BF16[3,5]; it must be of type F32"),
+        (lambda: gradient(LOGITS, LABELS, ROW, ROW, (f32(3, 4),)), "gradient is F32[3,4]; it must have 15 elements"),
     ],
+    ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",
 )
-def test_refusal_names_operation_operand_dtype_and_dimensions(call, words):
-    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+def test_refusal_names_operation_operand_dtype_and_dimensions(call, message):
+    operation = GRADIENT if message.split()[0] in ("lse", "weight", "gradient") else STATISTICS
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"INVALID_ARGUMENT: {operation}: {message}")):
         jax.block_until_ready(call())
-    message = re.sub(r"(\d),(\d)", r"\1, \2", str(error.value))
-    assert "INVALID_ARGUMENT" in message
-    for word in words:
-        assert word in message
 
 
 def test_refusal_of_missing_attributes():
     rows = f32(3)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="(?s)softcap|attributes"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"softcap|attributes"):
         jax.block_until_ready(native.call(STATISTICS, (rows, rows, rows), LOGITS, LABELS, with_total=True))
 
 
-def test_process_survives_refusals(rng):
+def test_process_survives_refusals():
     for _ in range(3):
         with pytest.raises(jax.errors.JaxRuntimeError):
-            jax.block_until_ready(statistics(LOGITS, LABELS[:2], (f32(3),) * 3))
+            jax.block_until_ready(statistics(LOGITS, LABELS[:2]))
     np.testing.assert_allclose(statistics(LOGITS, LABELS)[0][0], np.log(5.0), rtol=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------------- result types
+# --------------------------------------------------------------------------------------------------------- result types
 
 
 def test_result_type_outside_of_shard_map():

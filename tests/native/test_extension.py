@@ -32,7 +32,7 @@ def run_python(code, **environment):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-# ---------------------------------------------------------------------------------------------------------------- import
+# --------------------------------------------------------------------------------------------------------------- import
 
 
 def test_import_starts_no_backend_and_loads_no_extension():
@@ -69,7 +69,7 @@ def test_status_starts_no_backend(native_kernels):
     assert found == [[], True]
 
 
-# ---------------------------------------------------------------------------------------------------------------- status
+# --------------------------------------------------------------------------------------------------------------- status
 
 
 def test_status_of_the_cpu_extension(native_kernels):
@@ -117,7 +117,7 @@ def test_architectures(architectures, capability, supported):
     assert extension._supports(architectures, capability) == supported
 
 
-# ---------------------------------------------------------------------------------------------------------- registration
+# --------------------------------------------------------------------------------------------------------- registration
 
 
 def test_registration_is_idempotent_and_thread_safe(native_kernels):
@@ -157,12 +157,13 @@ def test_first_use_from_many_threads():
     assert values == [pytest.approx(1.3862944)] * 8
 
 
-# ------------------------------------------------------------------------------------------------------ broken extensions
+# ---------------------------------------------------------------------------------------------------- broken extensions
 
 _BROKEN = """
     import importlib.abc, importlib.machinery, json, sys, types, warnings
 
-    BUILD = {{"te_jax": "0.1.0", "jaxlib headers": "77.0.0", "compiler": "none", "cuda": "", "cuda architectures": ""}}
+    def build():
+        return {{"te_jax": te_jax.__version__, "jaxlib headers": "77.0.0"}}
 
     class Loader(importlib.abc.Loader):
         def create_module(self, spec):
@@ -208,10 +209,10 @@ _FAKE = "module.{0}; module.build = lambda: {1}; module.registrations = lambda: 
 @pytest.mark.parametrize(
     ("execute", "words"),
     [
-        ('raise ImportError("libfoo.so.7: cannot open shared object file")', ["libfoo.so.7", "te_jax 0.1.0"]),
-        (_FAKE.format("ffi_api = (0, 99)", "BUILD"), ["XLA FFI 0.99", "jaxlib 77.0.0", "jaxlib {jaxlib} speaks"]),
-        (_FAKE.format("ffi_api = (9, 0)", "BUILD"), ["XLA FFI 9.0", "jaxlib {jaxlib} speaks"]),
-        (_FAKE.format("ffi_api = (0, 3)", 'dict(BUILD, te_jax="0.0.7")'), ["te_jax 0.0.7", "te_jax {version}"]),
+        ('raise ImportError("libfoo.so.7: cannot open shared object file")', ["libfoo.so.7", "te_jax {version}"]),
+        (_FAKE.format("ffi_api = (0, 99)", "build()"), ["XLA FFI 0.99", "jaxlib 77.0.0", "jaxlib {jaxlib} speaks"]),
+        (_FAKE.format("ffi_api = (9, 0)", "build()"), ["XLA FFI 9.0", "jaxlib {jaxlib} speaks"]),
+        (_FAKE.format("ffi_api = (0, 3)", 'dict(build(), te_jax="0.0.7")'), ["te_jax 0.0.7", "te_jax {version}"]),
         (_FAKE.format("ffi_api = (0, 3)", "{}"), ["te_jax {version}"]),
     ],
     ids=["import error", "newer FFI", "other FFI", "other te_jax", "no build facts"],

@@ -61,8 +61,8 @@ def test_without_a_mesh(rng):
     for wrap in (lambda f: f, jax.jit):
         assert_close(wrap(product)(x, weights), expected_product(x, weights), dtype="float32")
     prefix, total = running_sum(x, reverse=False)
-    assert_close(prefix, np.cumsum(x, axis=-1, dtype=np.float64), dtype="float32")
-    assert_close(total, np.sum(x, axis=-1, dtype=np.float64), dtype="float32")
+    assert_close(prefix, np.cumsum(np.asarray(x, np.float64), axis=-1), dtype="float32")
+    assert_close(total, np.asarray(x, np.float64).sum(axis=-1), dtype="float32")
     assert_close(times_column(x)[0], x * jnp.arange(8.0)[None, None])
 
 
@@ -103,7 +103,7 @@ def test_replicated_factor_is_gathered_and_no_other(axis_type, make_mesh, rng):
     assert gathers[0].elements == 8 * 16 // mesh.shape["x"]
     prefix, total = compiled(placed)
     assert_close(prefix, np.cumsum(np.asarray(x, np.float64)[:, ::-1], axis=-1)[:, ::-1], dtype="float32")
-    assert_close(total, np.sum(x, axis=-1, dtype=np.float64), dtype="float32")
+    assert_close(total, np.asarray(x, np.float64).sum(axis=-1), dtype="float32")
     assert total.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 1)
 
 
@@ -160,17 +160,18 @@ def test_vmap(in_axes, rng):
 
 
 @axis_types
-def test_vmap_of_a_sharded_dimension(axis_type, make_mesh, rng):
+@pytest.mark.parametrize("spec", [P(None, "x", "y"), P("x", None, "y")], ids=["inner", "mapped"])
+def test_vmap_of_a_sharded_dimension(spec, axis_type, make_mesh, rng):
     mesh = make_mesh({"x": axis_type, "y": axis_type})
     x = random(rng, 8, 4, 16)
-    placed = place(x, mesh, P(None, "x", "y"))
+    placed = place(x, mesh, spec)
     compiled = jax.jit(jax.vmap(lambda x: times_column(x)[0])).lower(placed).compile()
     assert collectives(compiled) == []
     assert_close(compiled(placed), x * jnp.arange(16.0)[None, None])
 
 
-def test_vmap_of_an_operand_without_batch_dimensions_is_refused_or_right(rng):
-    """The rule gives the weights no batch dimension: there is none to put vmap's in."""
+def test_vmap_of_an_operand_that_has_no_batch_dimensions(rng):
+    """The rule gives the weights none, and vmap adds one: right for a function that takes it, as matmul does."""
     x, weights = random(rng, 3, 16), random(rng, 5, 16, 6)
     result = jax.vmap(product, in_axes=(None, 0))(x, weights)
     for i in range(5):
@@ -203,7 +204,7 @@ def test_derivatives_are_the_operations_business(rng):
         jax.grad(lambda x: product(x, weights).sum())(x)
 
 
-# ----------------------------------------------------------------------------------------------------------------- reuse
+# ---------------------------------------------------------------------------------------------------------------- reuse
 
 
 @native.per_shard("... -> ...", reuse={0: 0})

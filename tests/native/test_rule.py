@@ -69,7 +69,9 @@ entries = st.lists(st.sampled_from(MESH_AXES), unique=True, max_size=2).map(tupl
 def cases(draw):
     """(rule, specs, ranks, replicated) with any number of batch dimensions; specs may contradict each other."""
     batch = draw(st.integers(0, 3))
-    terms = draw(st.lists(st.tuples(st.booleans(), st.permutations("ijk").map(lambda f: f[:2])), min_size=1, max_size=3))
+    terms = draw(
+        st.lists(st.tuples(st.booleans(), st.permutations("ijk").map(lambda f: f[:2])), min_size=1, max_size=3)
+    )
     specs, ranks = [], []
     for has_batch, factors in terms:
         rank = len(factors) + (batch if has_batch else 0)

@@ -20,7 +20,9 @@ def case(rng):
 
 
 def gradient(logits, labels):
-    return jax.grad(ops.softmax_cross_entropy)(logits, labels, label_smoothing=0.1, z_loss=1e-3, implementation="native")
+    return jax.grad(ops.softmax_cross_entropy)(
+        logits, labels, label_smoothing=0.1, z_loss=1e-3, implementation="native"
+    )
 
 
 def large(program, *operations):
