@@ -28,17 +28,19 @@ class Rule:
     def assign(self, specs: Sequence[PartitionSpec], ranks: Sequence[int], replicated: Sequence[str]) -> Assignment:
         """Mesh axes for each factor, from the operands' shardings; those in `replicated` get none.
 
-        Where operands disagree, the first that shards a factor decides, and no mesh axis is given out twice.
+        Where operands disagree, the first that has a factor decides, and no mesh axis is given out twice.
         """
         terms = zip(self.operands, ranks, strict=True)
         batch = next((rank - len(term) + 1 for term, rank in terms if _BATCH in term), 0)
         axes: dict[str, Axes] = {}
         for term, spec in zip(self.operands, specs, strict=True):
-            for factor, entry in zip(_expand(term, batch), spec, strict=False):
-                wanted = axes_of_entry(entry)
+            factors = _expand(term, batch)
+            for factor, entry in zip(factors, (*spec, *(None,) * (len(factors) - len(spec))), strict=True):
                 taken = {axis for given in axes.values() for axis in given}
-                if wanted and factor not in axes and factor not in replicated and not taken & set(wanted):
-                    axes[factor] = wanted
+                wanted = axes_of_entry(entry)
+                if factor not in axes:
+                    axes[factor] = () if factor in replicated or taken & set(wanted) else wanted
+        axes = {factor: given for factor, given in axes.items() if given}
         return Assignment(
             axes,
             tuple(_spec(term, batch, axes) for term in self.operands),

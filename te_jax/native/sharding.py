@@ -128,7 +128,8 @@ class _Dispatch:
             mesh=_with_devices(mesh) if mesh.auto_axes else mesh,
             in_specs=assignment.operand_specs,
             out_specs=assignment.result_specs,
-            axis_names=set(mesh.explicit_axes),
+            # Left out where it can be: it is then all axes but those that a vmap around us is split over.
+            **({} if mesh.are_all_axes_explicit else {"axis_names": set(mesh.explicit_axes)}),
         )(*moved)
 
     def _over_auto_axes(self, function, trace_mesh, operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
@@ -174,13 +175,11 @@ def _mesh_over(axes: Sequence[str], mesh) -> Mesh:
 
 
 def _with_devices(mesh) -> Mesh:
-    """The mesh with its devices, which custom_partitioning inside shard_map asks for.
+    """The mesh with devices, which custom_partitioning inside shard_map asks for and types do not name.
 
-    Types do not name devices. Outside `jax.set_mesh` these are the first ones; should the operands live on others, JAX
-    says so.
+    They are JAX's first ones; should the operands live on others, JAX says so.
     """
-    context = jax.sharding.get_mesh()
-    return _mesh_over(mesh.axis_names, mesh) if context.empty else context
+    return _mesh_over(mesh.axis_names, mesh)
 
 
 def _axes_of(operand: Array) -> tuple[str, ...]:

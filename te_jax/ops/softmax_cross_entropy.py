@@ -168,9 +168,6 @@ def _backward(loss: _Loss, residuals, cotangent: Array):
         uniform=loss.label_smoothing / _global_vocab(logits, loss.axis_name),
         z_loss=loss.z_loss,
     )
-    # On Explicit meshes a gradient must lie as its primal does, also where only the labels are split.
-    if jax.typeof(gradient).sharding.spec != jax.typeof(logits).sharding.spec:
-        gradient = jax.reshard(gradient, jax.typeof(logits).sharding)
     return gradient, None
 
 

@@ -173,18 +173,21 @@ def test_memory_of_shards(donate, axis_type, spec, make_mesh, rng):
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_gradient_is_written_over_sharded_intermediate_logits(axis_type, make_mesh, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
-    x, labels = random_case(rng, (64, 2048), "float32")
-    placed = place(x, mesh, P("data", "model")), place(labels, mesh, P("data"))
+    rows, vocab = 64, 2048
+    hidden = place(jnp.asarray(rng.standard_normal((rows, 16)), jnp.float32), mesh, P("data"))
+    weights = place(jnp.asarray(rng.standard_normal((16, vocab)), jnp.float32), mesh, P(None, "model"))
+    labels = place(jnp.asarray(rng.integers(0, vocab, rows), jnp.int32), mesh, P("data"))
 
     @jax.jit
-    def run(x, labels):
-        gradient = jax.grad(ops.softmax_cross_entropy)(2.0 * x, labels, implementation="native")
+    def run(hidden, weights, labels):
+        gradient = jax.grad(ops.softmax_cross_entropy)(hidden @ weights, labels, implementation="native")
         return gradient.sum(axis=-1)
 
-    compiled = run.lower(*placed).compile()
-    size = placed[0].addressable_shards[0].data.nbytes
+    compiled = run.lower(hidden, weights, labels).compile()
+    size = 4 * rows * vocab // mesh.size
     assert [b for b in buffers(compiled, "copy", "copy-start") if b.bytes >= size] == []
-    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * size
+    if jax.default_backend() == "cpu":  # on GPUs a matrix product's workspace is larger than these logits
+        assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * size
 
 
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
