@@ -14,6 +14,7 @@ endif
 SOURCES := $(shell find cuda_ext -type f) CMakeLists.txt pyproject.toml
 PYTEST   = $(PY) -m pytest
 RUN_OUT ?= runs/demo
+DIST    ?= dist
 
 .PHONY: help demo test test-gpu bench lint format sanitize sanitize-cpu tables wheel clean
 
@@ -99,7 +100,7 @@ sanitize-cpu: $(PACKAGE) $(TOOLS)
 	  $(SANITIZE)/venv/bin/python -P -m pytest -o pythonpath= tests/ops -k "not subprocess" --timeout 1200 $(ARGS)
 
 wheel: | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .
 
 clean:
 	rm -rf build dist $(VENV)

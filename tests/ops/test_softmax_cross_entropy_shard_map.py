@@ -228,7 +228,7 @@ def _run_partly_manual(mesh, total, logits, labels, implementation):
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_memory_of_shards(check_vma, donate, native_kernels, mesh, rng):
-    """The gradient is written over donated shards. Shards that are kept XLA copies once, since inside a shard_map of the
+    """The gradient is written over donated shards. Shards that are kept are copied once: inside a shard_map of the
     user's it cannot be seen whose they are."""
     logits, labels = random_case(rng, (64, 2048), "bfloat16")
     spec = P("data", "model")
