@@ -84,8 +84,8 @@ def test_gradient_is_written_over_intermediate_logits(rng):
     labels = jnp.asarray(rng.integers(0, VOCAB, ROWS), jnp.int32)
     compiled = jax.jit(jax.grad(projected)).lower(hidden, weights, labels).compile()
     assert copies(compiled) == []
-    # No memory figure: XLA's CPU matrix products make float32 copies of bfloat16 operands, and on a GPU the workspace of
-    # a matrix product is larger than these logits; tests/gpu measures large ones.
+    # No memory figure: XLA's CPU matrix products make float32 copies of bfloat16 operands, and on a GPU the workspace
+    # of such a product is larger than these logits; tests/gpu measures large ones.
 
 
 def test_float32_intermediate_logits_take_one_buffer(rng):
