@@ -128,8 +128,8 @@ class _Dispatch:
             mesh=_with_devices(mesh) if mesh.auto_axes else mesh,
             in_specs=assignment.operand_specs,
             out_specs=assignment.result_specs,
-            # Left out where it can be: it is then all axes but those that a vmap around us is split over.
-            **({} if mesh.are_all_axes_explicit else {"axis_names": set(mesh.explicit_axes)}),
+            # Empty is all axes but those that a vmap around us is split over, which nothing else leaves out.
+            axis_names=set() if mesh.are_all_axes_explicit else set(mesh.explicit_axes),
         )(*moved)
 
     def _over_auto_axes(self, function, trace_mesh, operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
