@@ -74,14 +74,8 @@ format: $(PACKAGE) $(TOOLS)
 tables: $(PACKAGE) $(TOOLS)
 	$(PY) -m benchmarks.tables
 
-# One allocation for each buffer, so that reading past one is seen. Sharding is not the kernels' business.
-SANITIZED := tests/ops tests/gpu -m "not slow" -k "not shard and not mesh and not pmap and not subprocess" -p no:cacheprovider
 sanitize: $(PACKAGE) $(TOOLS)
-	for tool in memcheck racecheck; do \
-	  JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_ALLOCATOR=platform TE_JAX_TEST_SANITIZE=1 \
-	  compute-sanitizer --tool $$tool --error-exitcode 9 --kernel-name kernel_substring=softmax_cross_entropy \
-	    $(PYTEST) $(SANITIZED) --timeout 1200 $(ARGS) || exit 1; \
-	done
+	tests/gpu/sanitize $(PY) $(ARGS)
 
 # In an environment that sees the tools' packages but not the package's own editable install. The sanitizers' runtimes
 # must be in the process before Python's own libraries; leaks there are not ours to report.
@@ -94,7 +88,7 @@ sanitize-cpu: $(PACKAGE) $(TOOLS)
 	$(PY) -m venv --without-pip $(SANITIZE)/venv
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($(SANITIZE)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tools.pth"
-	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu PYTHONPATH=$(SANITIZE)/installed TE_JAX_TEST_SANITIZE=1 \
+	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu PYTHONPATH=$(SANITIZE)/installed \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(SANITIZE)/venv/bin/python -P -m pytest -o pythonpath= tests/ops -k "not subprocess" --timeout 1200 $(ARGS)

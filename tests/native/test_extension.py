@@ -15,14 +15,14 @@ import te_jax
 from te_jax import native
 from te_jax.native import extension
 
-ROOT = Path(te_jax.__file__).parent.parent
+ROOT = Path(te_jax.__file__).parent.parent  # of the package under test, which need not be this checkout's
 
 
 def run_python(code, **environment):
     """The JSON that a fresh process prints last; without a GPU, so that it starts fast and takes no memory there."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [sys.executable, "-P", "-c", textwrap.dedent(code)],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},
         capture_output=True,
         text=True,

@@ -181,6 +181,8 @@ def test_scan_inside_of_shard_map(mesh, loss, rng):
 @pytest.mark.parametrize("outer", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_manual_rows_and_a_vocabulary_that_jax_splits(outer, make_mesh, loss, case, implementation):
     """shard_map over the data only; the vocabulary's sharding is XLA's, or that of the types."""
+    if jax.__version_info__ < (0, 10, 2) and outer == EXPLICIT and implementation == "native":
+        pytest.skip("jax 0.10.0 cannot lower axis_index in a shard_map over an Explicit axis inside another shard_map")
     mesh = make_mesh({"data": AUTO, "model": outer})
     logits, labels = case
 
