@@ -298,9 +298,11 @@ def _commit() -> tuple[str | None, bool | None]:
     top = _host.output_of(["git", "rev-parse", "--show-toplevel"], cwd=ROOT)
     if top is None or Path(top.strip()) != ROOT:
         return None, None
-    head = _host.output_of(["git", "rev-parse", "HEAD"], cwd=ROOT)
+    head = _host.output_of(["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT)
+    if not head:  # a repository without a commit says nothing about these files
+        return None, None
     changes = _host.output_of(["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"], cwd=ROOT)
-    return (head.strip() if head else None), (None if changes is None else bool(changes.strip()))
+    return head.strip(), None if changes is None else bool(changes.strip())
 
 
 def _versions() -> dict[str, str]:
