@@ -379,6 +379,6 @@ FAMILY = Family(
         operation="forward_backward",
         figure="ratio_to_copy",
         label="Loss and gradient, time as a multiple of one copy of the logits",
-        implementations=("te_jax", "te_jax_donated", "optax", "torch", "torch.compile"),
+        implementations=("te_jax", "te_jax_donated", "optax", "optax_uncast", "torch", "torch.compile"),
     ),
 )
