@@ -24,10 +24,11 @@ namespace {
 namespace cg = cooperative_groups;
 
 constexpr int kWarp = 32;
-constexpr int kLaneUnroll = 4;      // statistics, rows on lanes
-constexpr int kLaneThreads = 256;   // threads of a block then
-constexpr int kBlockUnroll = 8;     // statistics, rows on blocks
-constexpr int kBlockThreads = 256;  // threads of a block then
+constexpr int kLaneUnroll = 4;               // statistics, rows on lanes
+constexpr int kLaneThreads = 256;            // threads of a block then
+constexpr int kBlockUnroll = 8;              // statistics, rows on blocks
+constexpr int kBlockThreads = 128;           // threads of a block then
+constexpr int kBlocksPerMultiprocessor = 8;  // bounds the registers: a row's end idles one block in eight
 constexpr int kGradientUnroll = 4;
 constexpr int kGradientThreads = 1024;
 constexpr int kMaxCluster = 8;  // the largest size that every Hopper GPU can schedule
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kLaneThreads) StatisticsOnLanes(const T* logit
 }
 
 template <typename T, bool kSoftcap, bool kTotal>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     StatisticsOnBlocks(const T* logits, const int32_t* labels, int64_t rows, int64_t vocab, float softcap,
                        Statistics out) {
   constexpr int kWarps = kBlockThreads / kWarp;
@@ -328,11 +329,11 @@ Status Check(cudaError_t error, const char* what) {
   return Status::Failed(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// Blocks per row: one while the rows alone give every SM four blocks, else more, as long as every thread has at least
-// one full round of loads.
+// Blocks per row: one while the rows alone fill every SM, else more, as long as every thread has at least one full
+// round of loads.
 int ClusterSize(int64_t rows, int64_t vectors_per_row, int multiprocessors) {
   int blocks = 1;
-  while (blocks < kMaxCluster && rows * blocks < 4 * int64_t{multiprocessors} &&
+  while (blocks < kMaxCluster && rows * blocks < kBlocksPerMultiprocessor * int64_t{multiprocessors} &&
          vectors_per_row >= int64_t{2} * blocks * kBlockUnroll * kBlockThreads) {
     blocks *= 2;
   }
