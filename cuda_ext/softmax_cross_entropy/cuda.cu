@@ -2,8 +2,8 @@
 // Gradient: one read and one write, elementwise.
 //
 // Bytes per logit: its size for the statistics, twice that for the gradient. On an H200 (4.3 TB/s measured) 8192 ×
-// 128256 bfloat16 cannot take less than 0.49 + 0.98 ms. Per logit and pass: one MUFU.EX2 (16 a clock and SM) and five
-// to eight FP32 instructions (128 a clock and SM), 60% and 50% of the statistics' time, so loads must run ahead of the
+// 128256 bfloat16 cannot take less than 0.49 + 0.98 ms. Per logit and pass: one MUFU.EX2 (16 a clock and SM) and six
+// to nine FP32 instructions (128 a clock and SM), 60% and 50% of the statistics' time, so loads must run ahead of the
 // arithmetic: every thread keeps kUnroll 16-byte loads in flight. Sizes were tuned on an H200 (docs/measurements.md).
 //
 // In the statistics a row belongs to a few lanes (short rows), to one thread block, or to a cluster of thread blocks
@@ -35,7 +35,7 @@ constexpr int kMaxCluster = 8;  // the largest size that every Hopper GPU can sc
 constexpr float kLog2E = 1.4426950408889634f;
 
 // Callers subtract before this multiplies: one fused z·log2e - base·log2e is an instruction less, but rounds
-// base·log2e, and a log-sum-exp of 10^4 would be off by 10^-3.
+// base·log2e, and at logits of 10^4 exp would be off by 10^-3.
 __device__ float Exp(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2E));

@@ -63,7 +63,7 @@ def per_shard(
         # The same static arguments give the same object, by which eager calls find what is compiled.
         @functools.cache
         def bind(static: tuple[tuple[str, Any], ...]) -> Callable[..., Results]:
-            return functools.partial(dispatch, functools.partial(function, **dict(static)))
+            return dispatch.bound(functools.partial(function, **dict(static)))
 
         @functools.wraps(function)
         def wrapper(*operands: Array, axes: Mapping[str, Any] | None = None, **static: Any) -> Results:
@@ -93,10 +93,11 @@ class _Dispatch:
         def body(*operands: Array, **reuse: Any) -> Results:
             return self.run(function, operands, reuse)
 
-        return bind_local_call(body, self.reuse, self._again(function), operands)
+        return bind_local_call(body, self.reuse, self.bound(function), operands)
 
     @functools.cache  # noqa: B019, dispatches live as long as the functions they decorate
-    def _again(self, function: Callable[..., Results]) -> Callable[..., Results]:
+    def bound(self, function: Callable[..., Results]) -> Callable[..., Results]:
+        """The dispatch of one function; always the same object for it."""
         return functools.partial(self, function)
 
     def run(self, function: Callable[..., Results], operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
