@@ -1,0 +1,137 @@
+"""FP8 data with its scales, as one pytree that stands for an array."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax.recipe import BLOCK, Scaling
+
+_DATA = ("data", "scale_inv", "transposed", "transposed_scale_inv")
+_META = ("row_ndim", "col_ndim", "scaling", "transposed_scaling", "dtype")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=_DATA, meta_fields=_META)
+@dataclasses.dataclass(frozen=True)
+class QuantizedArray:
+    """An array [*rows, *cols] in FP8: as it is, transposed, or both. Value = FP8 value × scale_inv.
+
+    It is a pytree of up to four arrays and passes through jit, scan, remat, donation, device_put and checkpoints as any
+    other.
+
+    Attributes:
+      data: FP8 [*rows, *cols], or None. Products sum over its cols.
+      scale_inv: float32, shaped as `scale_shape` says for outer = rows and summed = cols; None without data.
+      transposed: FP8 [*cols, *rows], or None. Products sum over its rows.
+      transposed_scale_inv: float32, for outer = cols and summed = rows; None without transposed.
+      row_ndim, col_ndim: number of dimensions in rows and in cols. Whatever comes before, from vmap or scan, is a
+        batch.
+      scaling, transposed_scaling: see `te_jax.recipe.Quantization`.
+      dtype: of the array that it stands for.
+    """
+
+    data: Array | None
+    scale_inv: Array | None
+    transposed: Array | None
+    transposed_scale_inv: Array | None
+    row_ndim: int
+    col_ndim: int
+    scaling: Scaling
+    transposed_scaling: Scaling
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array that it stands for."""
+        if self.data is not None:
+            return self.data.shape
+        assert self.transposed is not None
+        batch, cols, rows = _split(self.transposed.shape, self.col_ndim, self.row_ndim)
+        return (*batch, *rows, *cols)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def dequantize(self) -> Array:
+        """The array [*rows, *cols] that it stands for, in `dtype`."""
+        if self.data is not None:
+            return _dequantize(self.data, self.scale_inv, self.scaling, self.row_ndim, self.col_ndim, self.dtype)
+        value = _dequantize(
+            self.transposed,
+            self.transposed_scale_inv,
+            self.transposed_scaling,
+            self.col_ndim,
+            self.row_ndim,
+            self.dtype,
+        )
+        batch = value.ndim - self.row_ndim - self.col_ndim
+        order = [*range(batch), *range(batch + self.col_ndim, value.ndim), *range(batch, batch + self.col_ndim)]
+        return value.transpose(order)
+
+    def named(self, name: str) -> QuantizedArray:
+        """The same with a `checkpoint_name` on every array, for remat and offload policies."""
+        return jax.tree.map(lambda x: checkpoint_name(x, name), self)
+
+    def without_data(self) -> QuantizedArray:
+        """Only the transposed copy."""
+        return dataclasses.replace(self, data=None, scale_inv=None)
+
+    def without_transposed(self) -> QuantizedArray:
+        """Only the copy as it is."""
+        return dataclasses.replace(self, transposed=None, transposed_scale_inv=None)
+
+
+def scale_shape(scaling: Scaling, outer: tuple[int, ...], summed: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of a copy [*outer, *summed], in the order in which matrix products read them.
+
+    Returns:
+      tensor          ()
+      row             [*outer]
+      block_1x128     [*summed[:-1], ceil(summed[-1] / 128), *outer]
+      block_128x128   [*outer[:-1], ceil(outer[-1] / 128), *summed[:-1], ceil(summed[-1] / 128)]
+    """
+    if scaling == "tensor":
+        return ()
+    if scaling == "row":
+        return outer
+    if scaling == "block_1x128":
+        return (*summed[:-1], -(-summed[-1] // BLOCK), *outer)
+    return (*outer[:-1], -(-outer[-1] // BLOCK), *summed[:-1], -(-summed[-1] // BLOCK))
+
+
+def _split(shape: tuple[int, ...], outer_ndim: int, summed_ndim: int):
+    batch = len(shape) - outer_ndim - summed_ndim
+    return shape[:batch], shape[batch : batch + outer_ndim], shape[batch + outer_ndim :]
+
+
+def _dequantize(data, scale_inv, scaling: Scaling, outer_ndim: int, summed_ndim: int, dtype: np.dtype) -> Array:
+    batch, outer, summed = _split(data.shape, outer_ndim, summed_ndim)
+    spread = functools.partial(_spread_scales, scaling=scaling, outer=outer, summed=summed)
+    for _ in batch:
+        spread = jax.vmap(spread)
+    return (data.astype(jnp.float32) * spread(scale_inv)).astype(dtype)
+
+
+def _spread_scales(scales: Array, *, scaling: Scaling, outer: tuple[int, ...], summed: tuple[int, ...]) -> Array:
+    """The scale of every value of a copy [*outer, *summed]; broadcast where XLA can."""
+    if scaling == "tensor":
+        return jnp.broadcast_to(scales, (*outer, *summed))
+    if scaling == "row":
+        return jnp.broadcast_to(scales.reshape(*outer, *(1,) * len(summed)), (*outer, *summed))
+    if scaling == "block_1x128":
+        scales = jnp.moveaxis(scales, range(len(summed)), range(len(outer), len(outer) + len(summed)))
+    else:
+        scales = jnp.repeat(scales, BLOCK, axis=len(outer) - 1)[(*(slice(n) for n in outer),)]
+    return jnp.repeat(scales, BLOCK, axis=-1)[..., : summed[-1]]

@@ -1,0 +1,222 @@
+"""How tensors become FP8: frozen, hashable recipes, which are values to pass and static arguments of `jax.jit`.
+
+A linear layer multiplies three kinds of tensors, here called roles: the activation x and the kernel w forward, the
+gradient dy backward. FP8 tensor cores read both operands of a product along the summed dimension, so each role is
+needed in two copies: as it is, and transposed. A recipe says for each role which FP8 format the copies have and how
+many values share a scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from te_jax._maximum import maximum_of_cotangents
+
+Role = Literal["activation", "kernel", "gradient"]
+Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
+Product = Literal["forward", "dgrad", "wgrad"]
+
+BLOCK = 128
+"""Values along one side of a block that shares a scale."""
+
+_E4M3 = np.dtype(jnp.float8_e4m3fn)
+_E5M2 = np.dtype(jnp.float8_e5m2)
+_PRODUCTS = ("forward", "dgrad", "wgrad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How one tensor is quantized.
+
+    Attributes:
+      dtype: float8_e4m3fn or float8_e5m2.
+      scaling: which values of the copy as it is share a scale. A copy is a matrix, its dimensions grouped into outer
+        ones and summed ones: "tensor": all; "row": those of one outer index; "block_1x128": 128 consecutive summed
+        values of one outer index; "block_128x128": a square block.
+      transposed_scaling: the same for the transposed copy.
+      power_of_two_scales: round scales down to powers of two.
+    """
+
+    dtype: np.dtype
+    scaling: Scaling
+    transposed_scaling: Scaling
+    power_of_two_scales: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What all recipes have in common.
+
+    Args:
+      forward_dtype: FP8 format of activations and kernels.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
+      fast_accumulation: products whose sums stay inside the tensor cores (about 14 bits of mantissa) instead of
+        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad". Block scaling always
+        adds up in float32.
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
+
+    Raises:
+      ValueError: a format or product is unknown.
+    """
+
+    forward_dtype: jax.typing.DTypeLike = _E4M3
+    gradient_dtype: jax.typing.DTypeLike = _E5M2
+    fast_accumulation: tuple[Product, ...] = ("forward",)
+    power_of_two_scales: bool = False
+
+    scalings: ClassVar[dict[Role, tuple[Scaling, Scaling]]]
+
+    def __post_init__(self):
+        for name in ("forward_dtype", "gradient_dtype"):
+            dtype = np.dtype(getattr(self, name))
+            if dtype not in (_E4M3, _E5M2):
+                raise ValueError(f"{name} is {dtype}; it must be float8_e4m3fn or float8_e5m2")
+            object.__setattr__(self, name, dtype)
+        if np.dtype(self.forward_dtype) == _E5M2:
+            raise ValueError("forward_dtype is float8_e5m2; no GPU multiplies E5M2 by E5M2: use float8_e4m3fn forward")
+        if isinstance(self.fast_accumulation, str) or set(self.fast_accumulation) - set(_PRODUCTS):
+            raise ValueError(
+                f"fast_accumulation is {self.fast_accumulation!r}; it must be a tuple of names out of {_PRODUCTS}"
+            )
+        object.__setattr__(
+            self, "fast_accumulation", tuple(name for name in _PRODUCTS if name in self.fast_accumulation)
+        )
+
+    def quantization(self, role: Role) -> Quantization:
+        """How tensors of a role are quantized."""
+        dtype = self.gradient_dtype if role == "gradient" else self.forward_dtype
+        return Quantization(np.dtype(dtype), *self.scalings[role], self.power_of_two_scales)
+
+
+@dataclasses.dataclass(frozen=True)
+class CurrentScaling(Recipe):
+    """One scale for each tensor, from its own largest magnitude: the tensor is read twice."""
+
+    scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("tensor", "tensor"))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowwiseScaling(Recipe):
+    """One scale for each row of both copies: tokens and features with outliers do not disturb others."""
+
+    gradient_dtype: jax.typing.DTypeLike = _E4M3
+    scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("row", "row"))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockScaling(Recipe):
+    """One scale for 1 × 128 values of activations and gradients, and for 128 × 128 of kernels.
+
+    The transposed copy of a gradient has square blocks too: every product then has one operand of each kind, and the
+    weight gradient runs at the speed of the forward pass.
+
+    References:
+      DeepSeek-V3, arXiv:2412.19437, section 3.3.
+    """
+
+    gradient_dtype: jax.typing.DTypeLike = _E4M3
+    scalings: ClassVar = {
+        "activation": ("block_1x128", "block_1x128"),
+        "kernel": ("block_128x128", "block_128x128"),
+        "gradient": ("block_1x128", "block_128x128"),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """One scale for each tensor, from the largest magnitudes of earlier steps: the tensor is read once.
+
+    The history is state: `init()` makes it, the operation takes it, and its gradient is the next state.
+
+    Args:
+      history_len: number of earlier steps that are remembered.
+      algorithm: "max" over the history, or the "most_recent" step.
+      margin: scales are divided by 2^margin, room for values to grow from step to step.
+
+    Raises:
+      ValueError: a parameter is out of range.
+
+    References:
+      Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433.
+    """
+
+    history_len: int = 1024
+    algorithm: Literal["max", "most_recent"] = "max"
+    margin: int = 0
+    scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("tensor", "tensor"))
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.history_len < 1:
+            raise ValueError(f"history_len is {self.history_len}; it must be at least 1")
+        if self.algorithm not in ("max", "most_recent"):
+            raise ValueError(f"algorithm is {self.algorithm!r}; it must be 'max' or 'most_recent'")
+
+    def init(self) -> DelayedScalingState:
+        """The state of a layer that has seen nothing: every scale is then 1."""
+        # Three arrays, not one three times, which could not be donated.
+        return DelayedScalingState(*(jnp.zeros((self.history_len,), jnp.float32) for _ in range(3)))
+
+    def reference_amax(self, history: Array) -> Array:
+        """The magnitude that is mapped to the largest FP8 value; 0 where nothing is known, for a scale of 1.
+
+        Args:
+          history: float32 [history_len], the most recent step first.
+
+        Returns:
+          float32 scalar.
+        """
+        amax = history[0] if self.algorithm == "most_recent" else jnp.max(history)
+        return amax * np.float32(2.0**self.margin)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("activation", "kernel", "gradient"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class DelayedScalingState:
+    """Largest magnitudes of earlier steps, for each role float32 [history_len], the most recent first."""
+
+    activation: Array
+    kernel: Array
+    gradient: Array
+
+
+def observe(history: Array, amax: Array) -> Array:
+    """The history after a step in which the largest magnitude was `amax`."""
+    return jnp.concatenate([jnp.reshape(amax, (1,)), history[:-1]])
+
+
+def merge(*states: DelayedScalingState) -> DelayedScalingState:
+    """The state after several uses of one state: microbatches, shared weights, replicas. Their maximum.
+
+    Adding or averaging them, as gradients are, would be wrong.
+    """
+    return jax.tree.map(lambda *histories: functools.reduce(jnp.maximum, histories), *states)
+
+
+def accumulating(state: DelayedScalingState) -> DelayedScalingState:
+    """The state for several uses in one gradient, whose cotangents merge by their maximum instead of their sum.
+
+    Call it inside the function that is differentiated, under `jax.jit`, where a state is shared by layers or closed
+    over in a loop:
+
+        def loss(params, state, x):
+            state = accumulating(state)
+            return jnp.sum(dense(dense(x, params[0], scaling_state=state, …), params[1], scaling_state=state, …))
+
+        gradients, next_state = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, state, x)
+
+    Args:
+      state: float32 histories.
+
+    Returns:
+      The same state in a dtype that only `te_jax.ops.dense` reads. Where nothing uses it, its cotangent is the state.
+    """
+    return jax.tree.map(maximum_of_cotangents, state)
