@@ -10,12 +10,15 @@ from te_jax.native.extension import (
     Implementation,
     NativeUnavailableError,
     available,
+    compute_capability,
+    on_gpu,
     peer_access,
     runtime_ffi_api,
     status,
     use_native,
 )
 from te_jax.native.local_call import INLINE
+from te_jax.native.rule import axes_of_entry
 from te_jax.native.sharding import per_shard
 
 __all__ = [
@@ -24,7 +27,10 @@ __all__ = [
     "Implementation",
     "NativeUnavailableError",
     "available",
+    "axes_of_entry",
     "call",
+    "compute_capability",
+    "on_gpu",
     "peer_access",
     "per_shard",
     "result_type",

@@ -164,12 +164,28 @@ def _warn_once(problem: str) -> None:
     warnings.warn(f"te_jax runs its reference implementations: {problem}", RuntimeWarning, stacklevel=4)
 
 
-def use_native(implementation: Implementation | None) -> bool:
+def on_gpu() -> bool:
+    """Whether the default backend is a GPU. Starts it."""
+    return jax.default_backend() == "gpu"
+
+
+@functools.cache
+def compute_capability() -> tuple[int, int] | None:
+    """CUDA compute capability of the default backend's devices, or None where they are no CUDA GPUs. Starts it."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return None
+    major, minor = str(device.compute_capability).split(".")
+    return int(major), int(minor)
+
+
+def use_native(implementation: Implementation | None, problem: str | None = None) -> bool:
     """Decides between the native kernel and the reference.
 
     Args:
       implementation: None takes the native kernel where there is one, and otherwise the reference with one warning
         for each process; "native" and "reference" never fall back.
+      problem: why these operands in particular have no native kernel here, and the way out; None if they have.
 
     Returns:
       True for native.
@@ -182,7 +198,8 @@ def use_native(implementation: Implementation | None) -> bool:
         return False
     if implementation not in (None, "native"):
         raise ValueError(f"implementation is {implementation!r}; it must be None, 'native' or 'reference'")
-    problem, surprising = _problem_on_default_backend()
+    of_backend, surprising = _problem_on_default_backend()
+    problem, surprising = (of_backend, surprising) if of_backend else (problem, True)
     if problem is None:
         return True
     if implementation == "native":
@@ -190,6 +207,13 @@ def use_native(implementation: Implementation | None) -> bool:
     if surprising:
         _warn_once(problem)
     return False
+
+
+def _lend_blas(module: types.ModuleType) -> None:
+    """Hands the BLAS of scipy, which JAX depends on, to the CPU kernels. What lacks it says so when it is called."""
+    cython_blas = importlib.import_module("scipy.linalg.cython_blas")
+    if sgemm := getattr(cython_blas, "__pyx_capi__", {}).get("sgemm"):
+        module.use_sgemm(sgemm)
 
 
 _registered: set[str] = set()
@@ -209,6 +233,8 @@ def register() -> None:
         for platform in sorted(started - _registered):
             module, _ = _load(platform)
             if module is not None:
+                if platform == "cpu":
+                    _lend_blas(module)
                 for target, handler in module.registrations().items():
                     jax.ffi.register_ffi_target(target, handler, platform=_XLA_PLATFORMS[platform])
             _registered.add(platform)

@@ -22,9 +22,11 @@ import jax
 import numpy as np
 from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from te_jax.native.local_call import bind_local_call
+from te_jax.native.local_call import Reuse, bind_local_call
 from te_jax.native.rule import Rule, axes_of_entry
 
 Results = tuple[Array, ...]
@@ -35,16 +37,21 @@ def per_shard(
     *,
     axes_of: Sequence[str] = (),
     replicated: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
     reuse: Mapping[int, int] | None = None,
 ):
     """Decorates `function(*operands, axes, reuse, **static)`, which computes on local arrays, for use on sharded ones.
 
     Args:
       rule: Shardy's einsum-like notation, for example "... v, ... -> ..., ...". Factors that start a term as "..."
-        are batch dimensions: `vmap` adds its own there, so the function must accept any number of them.
+        are batch dimensions: `vmap` adds its own there, so the function must accept any number of them. A compound
+        dimension, such as "(kb ki)" in "m (kb ki), kb m -> m" for blocks of ki values that share a scale, is made of
+        factors of which only the first may be split: over as many shards as divide it, else the dimension is gathered,
+        as it is where its last block is short.
       axes_of: factors whose mesh axes the function must know: to find its place in them, or, where results lack them,
         to combine over them by collectives, so that what it returns does not vary over them.
       replicated: factors that must not be sharded; operands that are get gathered.
+      sizes: {factor: size} of all factors of compound dimensions but the first of each.
       reuse: {operand index: result index}: results that may be written over an operand. The function is told to do so,
         by `reuse`, unless the operand is an argument of the whole program that is not donated, where sharing a buffer
         would cost a copy. Without it the function is not given `reuse`.
@@ -56,7 +63,7 @@ def per_shard(
       but not `axes`, and combine what comes back. Where nothing is split `axes` is empty, and it makes its native call,
       with `aliases=reuse`.
     """
-    dispatch = _Dispatch(Rule.parse(rule), tuple(axes_of), tuple(replicated), tuple((reuse or {}).items()))
+    dispatch = _Dispatch(Rule.parse(rule), axes_of, replicated, sizes or {}, tuple((reuse or {}).items()))
     undecided = {"reuse": None} if reuse else {}
 
     def decorate(function: Callable[..., Results]) -> Callable[..., Results]:
@@ -83,10 +90,18 @@ def per_shard(
 class _Dispatch:
     """Calls a local function on operands that may be sharded in any way."""
 
-    def __init__(self, rule: Rule, axes_of: tuple[str, ...], replicated: tuple[str, ...], reuse):
+    def __init__(
+        self, rule: Rule, axes_of: Sequence[str], replicated: Sequence[str], sizes: Mapping[str, int], reuse: Reuse
+    ):
+        if set(rule.minor_factors) != set(sizes):
+            raise ValueError(
+                f"sizes names {sorted(sizes)}; the rule {rule.text!r} needs the sizes of {sorted(rule.minor_factors)}, "
+                "the factors in brackets but the first of each"
+            )
         self.rule = rule
-        self.axes_of = axes_of
-        self.replicated = replicated
+        self.axes_of = tuple(axes_of)
+        self.replicated = tuple(replicated)
+        self.sizes = dict(sizes)
         self.reuse = reuse
 
     def __call__(self, function: Callable[..., Results], *operands: Array) -> Results:
@@ -109,12 +124,21 @@ class _Dispatch:
             return function(*operands, axes={}, **reuse)
         return self._over_auto_axes(function, mesh, operands, reuse)
 
-    def _assign(self, specs: Sequence[PartitionSpec], ranks: Sequence[int]):
-        assignment = self.rule.assign(specs, ranks, self.replicated)
+    def _assign(self, specs: Sequence[PartitionSpec], shapes: Sequence[tuple[int, ...]], mesh):
+        rule, whole = self.rule.fitted(shapes, self.sizes)
+        sizes = rule.factor_sizes(shapes, self.sizes)
+        # Uneven shards are padded with anything: harmless, except to what is combined over shards or lies in blocks.
+        exact = {*self.axes_of, *(term[0] for term in rule.compounds)}
+
+        def divides(factor: str, axes: Sequence[str]) -> bool:
+            return factor not in exact or sizes[factor] % math.prod(mesh.shape[axis] for axis in axes) == 0
+
+        assignment = rule.assign(specs, [len(shape) for shape in shapes], (*self.replicated, *whole), divides)
         return assignment, {factor: assignment.axes[factor] for factor in self.axes_of if factor in assignment.axes}
 
     def _over_explicit_axes(self, function, mesh, operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
-        assignment, axes = self._assign([jax.typeof(x).sharding.spec for x in operands], [x.ndim for x in operands])
+        specs = [jax.typeof(x).sharding.spec for x in operands]
+        assignment, axes = self._assign(specs, [x.shape for x in operands], mesh)
 
         def shards(*local: Array) -> Results:
             return function(*local, axes=axes, **reuse) if axes else self.run(function, local, reuse)
@@ -141,32 +165,86 @@ class _Dispatch:
         def partition(mesh, operand_shapes, result_shapes):
             del result_shapes
             whole_mesh, mesh, specs = _decode(mesh, trace_mesh, operand_shapes)
-            assignment, axes = self._assign(specs, [len(x.shape) for x in operand_shapes])
+            assignment, axes = self._assign(specs, [x.shape for x in operand_shapes], mesh)
             return (
                 whole_mesh,
-                functools.partial(function, axes=axes, **reuse),
+                _without_mesh(functools.partial(function, axes=axes, **reuse)),
                 tuple(NamedSharding(mesh, spec) for spec in assignment.result_specs),
                 tuple(NamedSharding(mesh, spec) for spec in assignment.operand_specs),
             )
 
-        whole.def_partition(partition, sharding_rule=self.rule.text, need_replication_factors=self.replicated)
+        shapes = [x.shape for x in operands]
+        rule, short = self.rule.fitted(shapes, self.sizes)
+        replicated = {*self.replicated, *short, *rule.minor_factors}
+        factor_sizes: dict[str, Any] = rule.shardy_sizes(rule.factor_sizes(shapes, self.sizes))
+        whole.def_partition(
+            partition,
+            decode_shardings=False,  # _decode does it
+            sharding_rule=rule.text,
+            need_replication_factors=tuple(factor for factor in rule.factors if factor in replicated),  # in order
+            **factor_sizes,
+        )
         return whole(*operands)
+
+
+def _without_mesh(function: Callable[..., Results]) -> Callable[..., Results]:
+    """The function, traced and lowered outside of `jax.set_mesh`.
+
+    Partitioning callbacks run while a program is compiled, in the context of who compiles it. Under a mesh with
+    Explicit axes JAX would put sharding constraints into the operators of reductions, which XLA then does not know.
+    """
+
+    def call(*operands: Array) -> Results:
+        if not jax.sharding.get_abstract_mesh().explicit_axes:
+            return function(*operands)
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            jaxpr = jax.make_jaxpr(function)(*operands)
+            return tuple(_without_mesh_p.bind(*operands, jaxpr=jaxpr))
+
+    return call
+
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+_without_mesh_p = Primitive("te_without_mesh")
+_without_mesh_p.multiple_results = True
+
+
+@_without_mesh_p.def_abstract_eval
+def _(*_, jaxpr: ClosedJaxpr):
+    return jaxpr.out_avals
+
+
+def _lower_without_mesh(ctx: mlir.LoweringRuleContext, *values, jaxpr: ClosedJaxpr):
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *values)
+
+
+mlir.register_lowering(_without_mesh_p, _lower_without_mesh, cacheable=False)
 
 
 def _decode(mesh: Mesh, trace_mesh, operands) -> tuple[Mesh, Mesh, list[PartitionSpec]]:
     """(mesh of all devices, mesh that the shardings speak of, specs) of a partitioning callback's operands.
 
     Inside a partly manual shard_map JAX passes no mesh, and shardings over groups of devices that differ in the Auto
-    axes only. The mesh is then the one seen while tracing, and JAX's own decoder reads the shardings.
+    axes only. The mesh is then the one seen while tracing. An operand that is split over a part of a mesh axis, as
+    Shardy may do where the whole axis does not divide a dimension, has no PartitionSpec: it is gathered.
     """
-    if not mesh.empty:
-        return mesh, mesh, [operand.sharding.spec for operand in operands]
     from jax._src.sharding_impls import parse_flatten_op_sharding
 
-    # Only positions matter here: XLA numbers the devices of a mesh in the order of the mesh.
-    group = _mesh_over([axis for axis in trace_mesh.axis_names if axis in trace_mesh.auto_axes], trace_mesh)
-    specs = [parse_flatten_op_sharding(operand.sharding._hlo_sharding, group)[0] for operand in operands]
-    return _mesh_over(trace_mesh.axis_names, trace_mesh), group, specs
+    if mesh.empty:
+        # Only positions matter here: XLA numbers the devices of a mesh in the order of the mesh.
+        group = _mesh_over([axis for axis in trace_mesh.axis_names if axis in trace_mesh.auto_axes], trace_mesh)
+        mesh = _mesh_over(trace_mesh.axis_names, trace_mesh)
+    else:
+        group = mesh
+
+    def spec_of(operand) -> PartitionSpec:
+        try:
+            return parse_flatten_op_sharding(operand.sharding._hlo_sharding, group)[0]
+        except (ValueError, NotImplementedError):
+            return PartitionSpec()
+
+    return mesh, group, [spec_of(operand) for operand in operands]
 
 
 def _mesh_over(axes: Sequence[str], mesh) -> Mesh:

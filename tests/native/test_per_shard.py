@@ -1,5 +1,7 @@
 """`per_shard` with operations that it has never seen, made of jnp: it must know the rule only."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,12 +119,14 @@ def test_place_of_a_shard(axes, axis_type, make_mesh, rng):
     assert result.sharding.is_equivalent_to(NamedSharding(mesh, P(None, axes)), 2)
 
 
+@pytest.mark.parametrize("set_mesh", [False, True], ids=["", "set_mesh"])
 @pytest.mark.parametrize("explicit", ["x", "y"])
-def test_mesh_of_explicit_and_auto_axes(explicit, make_mesh, rng):
+def test_mesh_of_explicit_and_auto_axes(explicit, set_mesh, make_mesh, rng):
     mesh = make_mesh({axis: EXPLICIT if axis == explicit else AUTO for axis in ("x", "y")})
     x, weights = random(rng, 8, 4, 16), random(rng, 16, 6)
     placed = place(x, mesh, P("x", None, "y")), place(weights, mesh, P("y"))
-    compiled = jax.jit(product).lower(*placed).compile()
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        compiled = jax.jit(product).lower(*placed).compile()
     assert {entry.kind for entry in collectives(compiled)} == {"all-reduce"}
     assert_close(compiled(*placed), expected_product(x, weights), dtype="float32")
 
@@ -202,6 +206,200 @@ def test_derivatives_are_the_operations_business(rng):
     x, weights = random(rng, 3, 16), random(rng, 16, 6)
     with pytest.raises(NotImplementedError, match="implementation='reference'"):
         jax.grad(lambda x: product(x, weights).sum())(x)
+
+
+# -------------------------------------------------------------------------------------------------- compound dimensions
+
+
+# A product of values that share a scale in blocks of 4, in the layout of FP8 operands.
+@native.per_shard("... m (kb ki), ... kb m, ... n (kb ki) -> ... m n", axes_of=("kb",), sizes={"ki": 4})
+def block_product(x, scales, y, *, axes):
+    if "kb" in axes:
+        (part,) = block_product(x, scales, y)
+        return (lax.psum(part, axes["kb"]),)
+    LOCAL_SHAPES.append(x.shape)
+    spread = jnp.repeat(jnp.swapaxes(scales, -1, -2), 4, axis=-1)[..., : x.shape[-1]]
+    return (jnp.matmul(x * spread, jnp.swapaxes(y, -1, -2), precision="highest"),)
+
+
+# Scales of blocks, and the transposed values: compound dimensions in the results.
+@native.per_shard("... r (cb ci) -> ... (cb ci) r, ... cb r", axes_of=("cb",), sizes={"ci": 4})
+def transposed_blocks(x, *, axes):
+    if "cb" in axes:
+        return transposed_blocks(x)  # blocks do not cross shards: nothing to combine
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 4)]
+    blocks = jnp.pad(x, padding).reshape(*x.shape[:-1], -1, 4)
+    return jnp.swapaxes(x, -1, -2), jnp.swapaxes(jnp.max(jnp.abs(blocks), axis=-1), -1, -2)
+
+
+LOCAL_SHAPES: list[tuple[int, ...]] = []
+
+
+def block_case(rng, m=8, k=64, n=6, batch=()):
+    return random(rng, *batch, m, k), random(rng, *batch, -(-k // 4), m), random(rng, *batch, n, k)
+
+
+def expected_block_product(x, scales, y):
+    spread = np.repeat(np.swapaxes(np.asarray(scales, np.float64), -1, -2), 4, axis=-1)[..., : x.shape[-1]]
+    return (np.asarray(x, np.float64) * spread) @ np.swapaxes(np.asarray(y, np.float64), -1, -2)
+
+
+def product_of_blocks(x, scales, y):
+    return block_product(x, scales, y)[0]
+
+
+@pytest.mark.parametrize("k", [64, 62, 4, 3, 0], ids=["whole", "short last block", "one block", "one short", "empty"])
+def test_blocks_without_a_mesh(k, rng):
+    case = block_case(rng, k=k)
+    for wrap in (lambda f: f, jax.jit):
+        assert_close(wrap(product_of_blocks)(*case), expected_block_product(*case), dtype="float32")
+
+
+@axis_types
+@pytest.mark.parametrize(
+    ("specs", "kinds"),
+    [
+        ((P("x", "y"), P("y", "x"), P(None, "y")), {"all-reduce"}),
+        ((P(None, ("x", "y")), P(("x", "y")), P(None, ("x", "y"))), {"all-reduce"}),
+        ((P("x"), P(None, "x"), P("y")), set()),
+        ((P(None, "x"), P("x"), P("y", "x")), {"all-reduce"}),
+    ],
+    ids=str,
+)
+def test_blocks_are_split(specs, kinds, axis_type, make_mesh, rng):
+    mesh = make_mesh({"x": axis_type, "y": axis_type})
+    case = block_case(rng)
+    placed = [place(x, mesh, spec) for x, spec in zip(case, specs, strict=True)]
+    LOCAL_SHAPES.clear()
+    compiled = jax.jit(product_of_blocks).lower(*placed).compile()
+    assert {entry.kind for entry in collectives(compiled)} == kinds
+    assert NamedSharding(mesh, specs[0]).shard_shape(case[0].shape) in LOCAL_SHAPES
+    result = compiled(*placed)
+    assert_close(result, expected_block_product(*case), dtype="float32")
+    rows, columns = (*tuple(specs[0]), None)[0], (*tuple(specs[2]), None)[0]
+    assert result.sharding.is_equivalent_to(NamedSharding(mesh, P(rows, columns)), 2)
+
+
+def test_shardings_flow_through_blocks(make_mesh, rng):
+    """What only one operand says, the others follow, and the results."""
+    mesh = make_mesh({"x": AUTO, "y": AUTO})
+    x = random(rng, 8, 64)
+    compiled = jax.jit(lambda x: transposed_blocks(jnp.sin(x))).lower(place(x, mesh, P("x", "y"))).compile()
+    assert collectives(compiled) == []
+    transposed, scales = compiled(place(x, mesh, P("x", "y")))
+    assert transposed.sharding.is_equivalent_to(NamedSharding(mesh, P("y", "x")), 2)
+    assert scales.sharding.is_equivalent_to(NamedSharding(mesh, P("y", "x")), 2)
+    assert_close(transposed, np.sin(np.asarray(x)).T, dtype="float32")
+    assert_close(scales, np.abs(np.sin(np.asarray(x))).reshape(8, 16, 4).max(axis=-1).T, dtype="float32")
+
+
+@axis_types
+@pytest.mark.parametrize(
+    ("k", "spec"),
+    [(24, P(None, "x")), (56, P(None, ("x", "y"))), (24, P("y", "x")), (8, P(None, "x"))],
+    ids=["6 over 4", "14 over 8", "and rows", "2 over 4"],
+)
+def test_blocks_that_shards_would_cut_are_gathered(k, spec, axis_type, make_mesh, rng):
+    mesh = make_mesh({"x": axis_type, "y": axis_type})
+    if mesh.size != 8:
+        pytest.skip("the sizes are for eight devices")
+    case = block_case(rng, k=k)
+    placed = place(case[0], mesh, spec), place(case[1], mesh, P()), place(case[2], mesh, spec if k == 56 else P())
+    LOCAL_SHAPES.clear()
+    compiled = jax.jit(product_of_blocks).lower(*placed).compile()
+    assert LOCAL_SHAPES[-1][1] == k
+    assert {entry.kind for entry in collectives(compiled)} == {"all-gather"}
+    assert_close(compiled(*placed), expected_block_product(*case), dtype="float32")
+
+
+@axis_types
+def test_one_block_is_gathered(axis_type, make_mesh, rng):
+    mesh = make_mesh({"x": axis_type, "y": axis_type})
+    case = block_case(rng, k=4)
+    specs = P("x", "y"), P(None, "x"), P(None, "y")
+    placed = [place(x, mesh, spec) for x, spec in zip(case, specs, strict=True)]
+    assert_close(jax.jit(product_of_blocks)(*placed), expected_block_product(*case), dtype="float32")
+
+
+@axis_types
+def test_a_short_last_block_is_gathered(axis_type, make_mesh, rng):
+    mesh = make_mesh({"x": axis_type, "y": axis_type})
+    case = block_case(rng, k=30)
+    placed = place(case[0], mesh, P("x", "y")), place(case[1], mesh, P(None, "x")), place(case[2], mesh, P(None, "y"))
+    compiled = jax.jit(product_of_blocks).lower(*placed).compile()
+    assert {entry.kind for entry in collectives(compiled)} == {"all-gather"}
+    result = compiled(*placed)
+    assert_close(result, expected_block_product(*case), dtype="float32")
+    assert result.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
+    transposed, scales = jax.jit(transposed_blocks)(placed[0])
+    assert_close(transposed, case[0].T)
+    assert_close(scales[-1], jnp.max(jnp.abs(case[0][:, 28:]), axis=1))
+
+
+@pytest.mark.parametrize("explicit", ["x", "y"])
+def test_blocks_on_a_mesh_of_explicit_and_auto_axes(explicit, make_mesh, rng):
+    mesh = make_mesh({axis: EXPLICIT if axis == explicit else AUTO for axis in ("x", "y")})
+    case = block_case(rng)
+    specs = P("x", "y"), P("y", "x"), P(None, "y")
+    placed = [place(x, mesh, spec) for x, spec in zip(case, specs, strict=True)]
+    compiled = jax.jit(product_of_blocks).lower(*placed).compile()
+    assert {entry.kind for entry in collectives(compiled)} == {"all-reduce"}
+    assert_close(compiled(*placed), expected_block_product(*case), dtype="float32")
+
+
+@pytest.mark.parametrize("partly", [False, True], ids=["manual", "partly manual"])
+def test_blocks_in_shard_map(partly, make_mesh, rng):
+    mesh = make_mesh({"x": AUTO, "y": AUTO})
+    case = block_case(rng)
+
+    def local(x, scales, y):
+        return block_product(x, scales, y, axes=None if partly else {"kb": "y"})[0]
+
+    split = None if partly else "y"
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P("x", split), P(split, "x"), P(None, split)),
+        out_specs=P("x"),
+        axis_names={"x"} if partly else {"x", "y"},
+    )
+    specs = P("x", "y"), P("y", "x"), P(None, "y")
+    placed = [place(x, mesh, spec) for x, spec in zip(case, specs, strict=True)]
+    compiled = jax.jit(mapped).lower(*placed).compile()
+    assert {entry.kind for entry in collectives(compiled)} == {"all-reduce"}
+    assert_close(compiled(*placed), expected_block_product(*case), dtype="float32")
+
+
+@axis_types
+@pytest.mark.parametrize("k", [64, 30])
+def test_vmap_over_blocks(k, axis_type, make_mesh, rng):
+    mesh = make_mesh({"x": axis_type, "y": axis_type})
+    case = block_case(rng, k=k, batch=(3,))
+    assert_close(jax.vmap(product_of_blocks)(*case), expected_block_product(*case), dtype="float32")
+    placed = [place(x, mesh, P(None, "x" if i == 0 else None)) for i, x in enumerate(case)]
+    compiled = jax.jit(jax.vmap(product_of_blocks)).lower(*placed).compile()
+    assert collectives(compiled) == []
+    assert_close(compiled(*placed), expected_block_product(*case), dtype="float32")
+
+
+@pytest.mark.parametrize("sizes", [None, {}, {"kb": 4}, {"ki": 4, "m": 4}])
+def test_sizes_must_name_the_minor_factors(sizes):
+    with pytest.raises(ValueError, match=r"needs the sizes of \['ki'\]"):
+        native.per_shard("m (kb ki) -> m", sizes=sizes)
+
+
+@pytest.mark.parametrize("length", [6, 13])
+def test_uneven_shards_of_a_reduced_factor_are_gathered(length, make_mesh, rng):
+    """XLA would pad them with anything, and the sum would take it in."""
+    mesh = make_mesh({"x": AUTO, "y": AUTO})
+    x, weights = random(rng, 8, 4, 16), random(rng, 16, 6)
+
+    def run(x, weights):
+        return product(jnp.exp(x)[..., :length], jnp.exp(weights)[:length])
+
+    placed = place(x, mesh, P(None, None, ("x", "y"))), place(weights, mesh, P(("x", "y")))
+    expected = expected_product(np.exp(np.asarray(x))[..., :length], np.exp(np.asarray(weights))[:length])
+    assert_close(jax.jit(run)(*placed), expected, dtype="float32")
 
 
 # ---------------------------------------------------------------------------------------------------------------- reuse

@@ -20,7 +20,20 @@ def test_parse():
     assert Rule.parse("i k,k j->i j").operands == (("i", "k"), ("k", "j"))
 
 
-@pytest.mark.parametrize("text", ["i j", "i -> j -> k", ""])
+def test_parse_of_compound_dimensions():
+    rule = Rule.parse("m (kb ki),... kb  (nb no ni) -> m, (kb ki) m")
+    assert rule.operands == (("m", ("kb", "ki")), ("...", "kb", ("nb", "no", "ni")))
+    assert rule.results == (("m",), (("kb", "ki"), "m"))
+    assert rule.minor_factors == ("ki", "no", "ni")
+    assert rule.factors == ("m", "kb", "ki", "...", "nb", "no", "ni")
+
+
+def test_parse_of_scalars():
+    assert Rule.parse("i, -> i,").operands == (("i",), ())
+    assert Rule.parse("i, -> i,").results == (("i",), ())
+
+
+@pytest.mark.parametrize("text", ["i j", "i -> j -> k", "", "(i) -> i", "(i j -> i", "i j) -> i", "((i j) k) -> i"])
 def test_parse_refuses_what_is_no_rule(text):
     with pytest.raises(ValueError):  # noqa: PT011
         Rule.parse(text)
@@ -61,6 +74,63 @@ def test_replicated_factors_get_none():
     assert [axes(entry) for entry in assignment.operand_specs[0]] == [("x",), ()]
 
 
+# -------------------------------------------------------------------------------------------------- compound dimensions
+
+BLOCKS = "m (kb ki), kb m -> (kb ki) m, kb"
+
+
+def test_axes_of_a_compound_dimension_are_its_major_factors():
+    assignment = assign(BLOCKS, [P("x", "y"), P()], [2, 2])
+    assert assignment.axes == {"m": ("x",), "kb": ("y",)}
+    assert [tuple(map(axes, spec)) for spec in assignment.operand_specs] == [(("x",), ("y",)), (("y",), ("x",))]
+    assert [tuple(map(axes, spec)) for spec in assignment.result_specs] == [(("y",), ("x",)), (("y",),)]
+
+
+def test_the_first_operand_decides_about_a_compound_dimension_too():
+    assignment = assign("kb m, m (kb ki) -> m", [P("x"), P("x", "y")], [2, 2])
+    assert assignment.axes == {"kb": ("x",)}
+    assert [tuple(map(axes, spec)) for spec in assignment.operand_specs] == [(("x",), ()), ((), ("x",))]
+
+
+def test_factors_that_axes_do_not_divide_stay_whole():
+    rule = Rule.parse(BLOCKS)
+    assert rule.assign([P("x", "y"), P()], [2, 2], (), lambda factor, axes: factor != "kb").axes == {"m": ("x",)}
+
+
+def test_factor_sizes():
+    rule = Rule.parse("... m (kb ki), kb m, n (lb li) -> m n")
+    sizes = rule.factor_sizes([(3, 5, 512), (4, 5), (2, 384)], {"ki": 128, "li": 128})
+    assert sizes == {"m": 5, "kb": 4, "ki": 128, "n": 2, "lb": 3, "li": 128}
+    # Shardy finds out the others.
+    assert rule.shardy_sizes(sizes) == {"ki": 128, "lb": 3, "li": 128}
+
+
+def test_the_smallest_size_of_a_factor_counts():
+    assert Rule.parse("k, k -> k").factor_sizes([(8,), (6,)], {}) == {"k": 6}
+
+
+@pytest.mark.parametrize("size", [0, 256, 512])
+def test_whole_blocks_fit(size):
+    rule = Rule.parse(BLOCKS)
+    assert rule.fitted([(5, size), (size // 128, 5)], {"ki": 128}) == (rule, ())
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(200, 2), (64, 1), (129, 2), (128, 1)])
+def test_a_dimension_with_one_or_a_short_last_block_stays_whole(size, blocks):
+    rule, whole = Rule.parse(BLOCKS).fitted([(5, size), (blocks, 5)], {"ki": 128})
+    assert rule == Rule.parse("m kb_ki, kb m -> kb_ki m, kb")
+    assert set(whole) == {"kb_ki", "kb"}
+    assert rule.minor_factors == ()
+    assignment = rule.assign([P("x", "y"), P("y")], [2, 2], whole)
+    assert assignment.axes == {"m": ("x",)}
+
+
+def test_a_short_dimension_leaves_others_alone():
+    rule, whole = Rule.parse("(mb mi) (kb ki) -> mb").fitted([(256, 200)], {"mi": 128, "ki": 128})
+    assert rule.text == "(mb mi) kb_ki -> mb"
+    assert whole == ("kb_ki",)
+
+
 MESH_AXES = "wxyz"
 entries = st.lists(st.sampled_from(MESH_AXES), unique=True, max_size=2).map(tuple)
 
@@ -82,7 +152,17 @@ def cases(draw):
             spec.append(entry or None)
         specs.append(P(*spec))
         ranks.append(rank)
-    text = ", ".join(" ".join((*(("...",) if has_batch else ()), *factors)) for has_batch, factors in terms)
+    compound = draw(st.booleans())  # "(i ii)" wherever "i" stands, but in some operand alone
+    alone = draw(st.integers(0, len(terms) - 1))
+    text = ", ".join(
+        " ".join(
+            (
+                *(("...",) if has_batch else ()),
+                *(f"({f} {f}{f})" if compound and f == "i" and t != alone else f for f in factors),
+            )
+        )
+        for t, (has_batch, factors) in enumerate(terms)
+    )
     return f"{text} -> {text}", specs, ranks, draw(st.sampled_from([(), ("i",), ("j", "k")]))
 
 
