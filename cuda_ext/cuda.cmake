@@ -38,7 +38,7 @@ elseif(missing)
   message(WARNING "te_jax: a CUDA compiler, but not ${missing}: building the CPU extension only. "
                   "pip install nvidia-cuda-runtime nvidia-cublas")
 else()
-  file(GLOB cuda_kernels CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cuda_ext/*/cuda.cu)
+  file(GLOB cuda_kernels CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cuda_ext/*/*.cu)
   te_jax_extension(_te_cuda cuda_ext/module_cuda.cc ${handlers} ${cuda_kernels})
   # As with XLA's own kernels, the runtime is a shared library that te_jax.native finds before it loads this module.
   set_target_properties(_te_cuda PROPERTIES CUDA_RUNTIME_LIBRARY None CUDA_VISIBILITY_PRESET hidden)

@@ -1,6 +1,17 @@
 #include "common/module.h"
+#include "gemm/gemm.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+// te_gemm multiplies by the BLAS that scipy brings; a PyCapsule carries its C signature as its name.
+void UseSgemm(nb::capsule sgemm) { te::gemm::UseSgemm(sgemm.data(), sgemm.name() ? sgemm.name() : ""); }
+
+}  // namespace
 
 NB_MODULE(_te_cpu, module) {
   te::DefineModule(module);
   module.def("build", &te::BuildFacts);
+  module.def("use_sgemm", &UseSgemm);
 }

@@ -2,5 +2,14 @@
 #pragma once
 
 #define TE_JAX_TARGETS(X)                \
+  X(te_gemm)                             \
   X(te_softmax_cross_entropy_statistics) \
-  X(te_softmax_cross_entropy_gradient)
+  X(te_softmax_cross_entropy_gradient)   \
+  X(te_amax_tensor)                      \
+  X(te_amax_rows)                        \
+  X(te_quantize_tensor)                  \
+  X(te_quantize_rows)                    \
+  X(te_quantize_blocks)
+
+// Those among them that prepare on a GPU, before each execution of a program, by a second handler: <target>_initialize.
+#define TE_JAX_INITIALIZED_TARGETS(X) X(te_gemm)

@@ -12,6 +12,7 @@
 
 #include "common/dtype.h"
 #include "common/executor.h"
+#include "common/fp8.h"
 #include "common/status.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -55,13 +56,15 @@ class Rules {
   }
 
   Rules& Type(ffi::DataType type, std::string_view name, const ffi::AnyBuffer& buffer) {
+    if (buffer.element_type() == type) return *this;  // before any text is made: handlers are on the hot path
     std::ostringstream rule;
     rule << "be of type " << type;
-    return That(buffer.element_type() == type, name, buffer, rule.str());
+    return That(false, name, buffer, rule.str());
   }
 
   Rules& Elements(size_t count, std::string_view name, const ffi::AnyBuffer& buffer) {
-    return That(buffer.element_count() == count, name, buffer, "have " + std::to_string(count) + " elements");
+    if (buffer.element_count() == count) return *this;
+    return That(false, name, buffer, "have " + std::to_string(count) + " elements");
   }
 
   bool broken() const { return broken_.has_value(); }
@@ -80,6 +83,17 @@ inline std::optional<DType> FloatingType(const ffi::AnyBuffer& buffer) {
       return DType::kBFloat16;
     case ffi::F16:
       return DType::kFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+inline std::optional<Fp8> Fp8Type(const ffi::AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::F8E4M3FN:
+      return Fp8::kE4M3;
+    case ffi::F8E5M2:
+      return Fp8::kE5M2;
     default:
       return std::nullopt;
   }

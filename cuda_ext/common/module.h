@@ -9,16 +9,32 @@
 
 #define TE_JAX_DECLARE(target) extern "C" XLA_FFI_Error* target(XLA_FFI_CallFrame*);
 TE_JAX_TARGETS(TE_JAX_DECLARE)
+#ifdef TE_JAX_CUDA
+#define TE_JAX_DECLARE_INITIALIZE(target) TE_JAX_DECLARE(target##_initialize)
+TE_JAX_INITIALIZED_TARGETS(TE_JAX_DECLARE_INITIALIZE)
+#undef TE_JAX_DECLARE_INITIALIZE
+#endif
 #undef TE_JAX_DECLARE
 
 namespace te {
 
-// {target name: handler as a PyCapsule}, for jax.ffi.register_ffi_target.
+// {target name: handler as a PyCapsule, or handlers by stage}, for jax.ffi.register_ffi_target.
 inline nanobind::dict Registrations() {
   nanobind::dict targets;
 #define TE_JAX_ADD(target) targets[#target] = nanobind::capsule(reinterpret_cast<void*>(target));
   TE_JAX_TARGETS(TE_JAX_ADD)
 #undef TE_JAX_ADD
+#ifdef TE_JAX_CUDA
+#define TE_JAX_ADD_INITIALIZE(target)                                                       \
+  {                                                                                         \
+    nanobind::dict stages;                                                                  \
+    stages["execute"] = targets[#target];                                                   \
+    stages["initialize"] = nanobind::capsule(reinterpret_cast<void*>(target##_initialize)); \
+    targets[#target] = stages;                                                              \
+  }
+  TE_JAX_INITIALIZED_TARGETS(TE_JAX_ADD_INITIALIZE)
+#undef TE_JAX_ADD_INITIALIZE
+#endif
   return targets;
 }
 

@@ -1,9 +1,6 @@
 // Rows are shared out to XLA's pool of CPU threads. For the statistics each row is read once, in blocks that stay in
 // the L1 cache between the pass that finds the maximum and the pass that sums the exponentials; the gradient is
 // elementwise.
-//
-// The loops are written for the vectoriser, and compiled for three instruction sets: the best is picked when the
-// library is loaded, so that one wheel is fast on every x86-64.
 
 #include <algorithm>
 #include <bit>
@@ -12,96 +9,15 @@
 #include <cstring>
 #include <limits>
 
+#include "common/cpu_float.h"
+#include "common/cpu_math.h"
 #include "softmax_cross_entropy/softmax_cross_entropy.h"
-
-// Sanitizers cannot instrument the resolvers that target_clones makes.
-#if defined(__x86_64__) && defined(__linux__) && !defined(TE_JAX_SANITIZE) && \
-    ((defined(__clang__) && __clang_major__ >= 17) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 12))
-#define TE_JAX_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define TE_JAX_CLONES
-#endif
-// Each clone must get its own copy of what it calls, compiled for its instruction set.
-#define TE_JAX_INLINE inline __attribute__((always_inline))
 
 namespace te::softmax_cross_entropy {
 namespace {
 
 constexpr int64_t kBlock = 2048;
 constexpr int64_t kElementsPerTask = 65536;
-
-using Float32 = float;
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-
-TE_JAX_INLINE float ToFloat(float x) { return x; }
-TE_JAX_INLINE float ToFloat(BFloat16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
-// Integer arithmetic rather than a conversion instruction: it vectorises everywhere, and subnormals survive the
-// flush-to-zero mode that XLA sets on its threads.
-TE_JAX_INLINE float ToFloat(Float16 x) {
-  const uint32_t magnitude = (x.bits & 0x7fffu) << 13;
-  const uint32_t sign = (x.bits & 0x8000u) << 16;
-  const float normal = std::bit_cast<float>(magnitude + ((127 - 15) << 23));
-  const float special = std::bit_cast<float>(magnitude | 0x7f800000u);
-  const float subnormal = std::bit_cast<float>(magnitude + ((127 - 14) << 23)) - 0x1p-14f;
-  const float value = magnitude < (1u << 23) ? subnormal : magnitude >= (31u << 23) ? special : normal;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
-}
-
-TE_JAX_INLINE void FromFloat(float x, float* out) { *out = x; }
-
-// Both round to nearest even, as hardware does.
-TE_JAX_INLINE void FromFloat(float x, BFloat16* out) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  out->bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-TE_JAX_INLINE void FromFloat(float x, Float16* out) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t normal = (magnitude - ((127u - 15u) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Adding 0.5 leaves exactly the bits of a subnormal float16 at the end of the mantissa, rounded.
-  const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
-  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
-  out->bits = static_cast<uint16_t>((magnitude >= (143u << 23) ? special : finite) | ((bits >> 16) & 0x8000u));
-}
-
-// exp(x) for x < 80 within 1e-7, relative. 2^n · e^r with |r| <= ln2 / 2; e^r by its Taylor polynomial of degree 7.
-// NaN stays NaN; what would be subnormal is 0.
-TE_JAX_INLINE float Exp(float x) {
-  constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low mantissa bits
-  const float shifted = x * 1.4426950408889634f + kRound;
-  const float n = shifted - kRound;
-  const float r = (x - n * 0.693145751953125f) - n * 1.42860682030941723e-6f;
-  float poly = 1.0f / 5040.0f;
-  poly = poly * r + 1.0f / 720.0f;
-  poly = poly * r + 1.0f / 120.0f;
-  poly = poly * r + 1.0f / 24.0f;
-  poly = poly * r + 1.0f / 6.0f;
-  poly = poly * r + 0.5f;
-  poly = poly * r + 1.0f;
-  poly = poly * r + 1.0f;
-  const float scale = std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u);
-  const float result = poly * scale;
-  return x < -87.0f ? 0.0f : result;
-}
-
-// tanh(x), through exp of a non-positive argument.
-TE_JAX_INLINE float Tanh(float x) {
-  const float magnitude = std::fabs(x);
-  // Below 0.1 the quotient cancels; the odd series to x^7 is exact to float there.
-  const float square = magnitude * magnitude;
-  const float series =
-      magnitude * (1.0f + square * (-1.0f / 3.0f + square * (2.0f / 15.0f + square * (-17.0f / 315.0f))));
-  const float decay = Exp(-2.0f * magnitude);
-  const float quotient = (1.0f - decay) / (1.0f + decay);
-  return std::copysign(magnitude < 0.1f ? series : quotient, x);
-}
 
 template <typename T>
 TE_JAX_INLINE void StatisticsOfRow(const T* row, int64_t vocab, int32_t label, float softcap, bool with_total,
@@ -191,7 +107,6 @@ TE_JAX_INLINE void GradientOfRows(const Logits& logits, int64_t begin, int64_t e
   }
 }
 
-// target_clones does not apply to templates: one plain function for each type.
 #define TE_JAX_FUNCTIONS(T)                                                                                      \
   TE_JAX_CLONES void StatisticsOf##T(const Logits& logits, int64_t begin, int64_t end, bool with_total,          \
                                      Statistics out) {                                                           \

@@ -1,0 +1,53 @@
+// A map of bounded size that forgets what was not asked for the longest. Safe to use from many threads.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace te {
+
+template <typename Key, typename Value, typename Hash>
+class LruCache {
+ public:
+  explicit LruCache(size_t capacity) : capacity_(capacity) {}
+
+  // The value, or null. It lives on while somebody holds it, also when the cache forgets it.
+  std::shared_ptr<Value> Find(const Key& key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = places_.find(key);
+    if (found == places_.end()) return nullptr;
+    entries_.splice(entries_.begin(), entries_, found->second);
+    return found->second->second;
+  }
+
+  // Replaces a value that is there already.
+  void Insert(const Key& key, std::shared_ptr<Value> value) {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = places_.find(key); found != places_.end()) {
+      found->second->second = std::move(value);
+      entries_.splice(entries_.begin(), entries_, found->second);
+      return;
+    }
+    entries_.emplace_front(key, std::move(value));
+    places_.emplace(key, entries_.begin());
+    if (entries_.size() > capacity_) {
+      places_.erase(entries_.back().first);
+      entries_.pop_back();
+    }
+  }
+
+ private:
+  using Entries = std::list<std::pair<Key, std::shared_ptr<Value>>>;
+
+  std::mutex mutex_;
+  size_t capacity_;
+  Entries entries_;  // the last one used first
+  std::unordered_map<Key, typename Entries::iterator, Hash> places_;
+};
+
+}  // namespace te

@@ -1,0 +1,114 @@
+// Largest magnitudes: of the whole tensor, or of its rows and columns, from one read.
+#pragma once
+
+#include <cstring>
+
+#include "quantize/tile.cuh"
+
+namespace te::quantize {
+
+template <int kThreads, int kUnroll, int kBlocks>
+struct AmaxTuning {
+  static constexpr int threads = kThreads;
+  static constexpr int unroll = kUnroll;  // 16-byte loads that a thread has in flight
+  static constexpr int blocks = kBlocks;  // on a multiprocessor
+};
+
+// Forwards through memory, all blocks abreast.
+template <typename T, typename Tune>
+__global__ void __launch_bounds__(Tune::threads, Tune::blocks)
+    AmaxOfValues(const T* x, int64_t count, bool aligned, float* amax) {
+  using W = Words<T>;
+  uint32_t largest = 0;
+  auto add = [&](const uint4& bits) {
+    const uint32_t low = W::Max(W::Magnitudes(bits.x), W::Magnitudes(bits.y));
+    const uint32_t high = W::Max(W::Magnitudes(bits.z), W::Magnitudes(bits.w));
+    largest = W::Max(largest, W::Max(low, high));
+  };
+  const uint4* vectors = reinterpret_cast<const uint4*>(x);
+  const int64_t vector_count = aligned ? count / W::kPerVector : 0;
+  constexpr int64_t kChunk = Tune::threads * Tune::unroll;
+  for (int64_t chunk = blockIdx.x * kChunk; chunk < vector_count; chunk += gridDim.x * kChunk) {
+    const uint4* from = vectors + chunk + threadIdx.x;
+    if (chunk + kChunk <= vector_count) {
+      uint4 bits[Tune::unroll];
+#pragma unroll
+      for (int u = 0; u < Tune::unroll; ++u) bits[u] = LoadStreaming(from + u * Tune::threads);
+#pragma unroll
+      for (int u = 0; u < Tune::unroll; ++u) add(bits[u]);
+    } else {
+      for (int64_t v = chunk + threadIdx.x; v < vector_count; v += Tune::threads) add(LoadStreaming(vectors + v));
+    }
+  }
+  largest = W::Single(largest);
+  const int64_t stride = int64_t{gridDim.x} * Tune::threads;
+  for (int64_t i = vector_count * W::kPerVector + blockIdx.x * Tune::threads + threadIdx.x; i < count; i += stride) {
+    uint32_t word = 0;
+    memcpy(&word, x + i, sizeof(T));
+    largest = max(largest, W::Magnitudes(word));
+  }
+  largest = __reduce_max_sync(kWholeWarp, largest);
+  __shared__ uint32_t of_warps[Tune::threads / 32];
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    largest = threadIdx.x < Tune::threads / 32 ? of_warps[threadIdx.x] : 0;
+    largest = __reduce_max_sync(kWholeWarp, largest);
+    if (threadIdx.x == 0) RaiseTo(amax, W::FloatBitsOf(largest));
+  }
+}
+
+inline constexpr int kTilesPerColumnStrip = 8;
+template <typename T>
+inline constexpr int kRowAmaxBlocks = sizeof(T) == 4 ? 2 : 3;  // on a multiprocessor
+
+// A block takes tiles below each other; largest magnitudes of columns stay in registers between them.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kRowAmaxBlocks<T>)
+    AmaxOfRowsAndColumns(const T* x, const Shape shape, float* row_amax, float* col_amax) {
+  using W = Words<T>;
+  const int strips = (shape.TilesDown() + kTilesPerColumnStrip - 1) / kTilesPerColumnStrip;
+  __shared__ uint32_t of_columns[kTile];
+  for (int item = blockIdx.x; item < strips * shape.TilesAcross(); item += gridDim.x) {
+    const int tile_col = item % shape.TilesAcross();
+    const int first = item / shape.TilesAcross() * kTilesPerColumnStrip;
+    const int last = min(first + kTilesPerColumnStrip, shape.TilesDown());
+    uint32_t columns[W::kCount] = {};
+    for (int tile_row = first; tile_row < last; ++tile_row) {
+      const Place<T> place(tile_row, tile_col);
+      Patch<T> patch;
+      Load<T, false>(x, shape, place, patch);
+      uint32_t of_tile[W::kCount];
+      ColumnMagnitudes<T>(patch, of_tile);
+#pragma unroll
+      for (int w = 0; w < W::kCount; ++w) columns[w] = W::Max(columns[w], of_tile[w]);
+      if (row_amax) {
+        int row;
+        bool writes;
+        const uint32_t magnitude = RowMagnitude<T>(patch, &row, &writes);
+        if (writes && place.row + row < shape.rows) RaiseTo(row_amax + place.row + row, W::FloatBitsOf(magnitude));
+      }
+    }
+    if (!col_amax) continue;
+    if (threadIdx.x < kTile) of_columns[threadIdx.x] = 0;
+    __syncthreads();
+    const int across = threadIdx.x % kAcross;
+#pragma unroll
+    for (int w = 0; w < W::kCount; ++w) {
+      const uint32_t both = W::Max(columns[w], __shfl_xor_sync(kWholeWarp, columns[w], kAcross));
+      if (threadIdx.x % 32 >= kAcross) continue;
+      if constexpr (W::kPaired) {
+        atomicMax(&of_columns[W::Column(across, 2 * w)], both & 0xffffu);
+        atomicMax(&of_columns[W::Column(across, 2 * w + 1)], both >> 16);
+      } else {
+        atomicMax(&of_columns[W::Column(across, w)], both);
+      }
+    }
+    __syncthreads();
+    const int col = tile_col * kTile + threadIdx.x;
+    if (threadIdx.x < kTile && col < shape.cols) RaiseTo(col_amax + col, W::FloatBitsOf(of_columns[threadIdx.x]));
+    __syncthreads();
+  }
+}
+
+}  // namespace te::quantize

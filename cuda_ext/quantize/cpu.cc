@@ -1,0 +1,266 @@
+// Tiles of 128 × 128 values are shared out to XLA's pool of CPU threads. A tile is widened to float once and stays in
+// the L2 cache while its largest magnitudes, its two copies and its column sums are worked out.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "common/cpu_float.h"
+#include "quantize/quantize.h"
+
+namespace te::quantize {
+namespace {
+
+constexpr int64_t kTilesPerTask = 4;
+constexpr int64_t kStrip = 4096;  // columns of what only the largest magnitudes are asked of
+
+struct Tile {
+  int64_t row, col;    // of its first value
+  int64_t rows, cols;  // at most 128 each; a strip has up to kStrip columns
+};
+
+// Working memory of one thread.
+struct Scratch {
+  alignas(64) float values[kBlock][kBlock];
+  alignas(64) uint32_t row_amax[kBlock];  // the bits of floats
+  alignas(64) uint32_t col_amax[kBlock];
+  alignas(64) float row_scale[kBlock];
+  alignas(64) float col_scale[kBlock];
+  alignas(64) uint8_t codes[kBlock][kBlock];
+};
+
+// -------------------------------------------------------------------------------------------------------------- loops
+
+// Largest magnitudes of rows and columns as the bits of floats and, where asked for, the values as floats.
+template <typename T>
+TE_JAX_INLINE void Load(const Matrix& x, const Tile& tile, uint32_t* row_amax, uint32_t* col_amax,
+                        float (*values)[kBlock]) {
+  const T* from = static_cast<const T*>(x.data) + tile.row * x.cols + tile.col;
+  std::fill_n(col_amax, tile.cols, 0u);
+  for (int64_t r = 0; r < tile.rows; ++r, from += x.cols) {
+    uint32_t amax = 0;
+#pragma omp simd reduction(max : amax)
+    for (int64_t c = 0; c < tile.cols; ++c) {
+      const uint32_t magnitude = FloatBits(ToFloat(from[c])) & 0x7fffffffu;
+      amax = magnitude > amax ? magnitude : amax;
+      col_amax[c] = magnitude > col_amax[c] ? magnitude : col_amax[c];
+    }
+    row_amax[r] = amax;
+    if (!values) continue;
+    float* to = values[r];
+#pragma omp simd
+    for (int64_t c = 0; c < tile.cols; ++c) to[c] = ToFloat(from[c]);
+  }
+}
+
+template <typename F>
+TE_JAX_INLINE void EncodeRows(const Tile& tile, Scratch& scratch) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const float* from = scratch.values[r];
+    const float scale = scratch.row_scale[r];
+    uint8_t* to = scratch.codes[r];
+#pragma omp simd
+    for (int64_t c = 0; c < tile.cols; ++c) to[c] = EncodeFp8<F>(from[c], scale);
+  }
+}
+
+template <typename F>
+TE_JAX_INLINE void EncodeColumns(const Tile& tile, Scratch& scratch) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const float* from = scratch.values[r];
+    uint8_t* to = scratch.codes[r];
+#pragma omp simd
+    for (int64_t c = 0; c < tile.cols; ++c) to[c] = EncodeFp8<F>(from[c], scratch.col_scale[c]);
+  }
+}
+
+#define TE_JAX_LOAD(T)                                                                                  \
+  TE_JAX_CLONES void Load##T(const Matrix& x, const Tile& tile, uint32_t* row_amax, uint32_t* col_amax, \
+                             float (*values)[kBlock]) {                                                 \
+    Load<T>(x, tile, row_amax, col_amax, values);                                                       \
+  }
+TE_JAX_LOAD(Float32)
+TE_JAX_LOAD(BFloat16)
+TE_JAX_LOAD(Float16)
+#undef TE_JAX_LOAD
+
+#define TE_JAX_ENCODE(F)                                                                                 \
+  TE_JAX_CLONES void EncodeRows##F(const Tile& tile, Scratch& scratch) { EncodeRows<F>(tile, scratch); } \
+  TE_JAX_CLONES void EncodeColumns##F(const Tile& tile, Scratch& scratch) { EncodeColumns<F>(tile, scratch); }
+TE_JAX_ENCODE(E4M3)
+TE_JAX_ENCODE(E5M2)
+#undef TE_JAX_ENCODE
+
+TE_JAX_CLONES void StoreColumnSums(const Scratch& scratch, const Tile& tile, int64_t cols, float* column_sums) {
+  float sums[kBlock] = {};
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const float* values = scratch.values[r];
+#pragma omp simd
+    for (int64_t c = 0; c < tile.cols; ++c) sums[c] += values[c];
+  }
+  std::memcpy(column_sums + tile.row / kBlock * cols + tile.col, sums, tile.cols * sizeof(float));
+}
+
+void StoreCodes(const Scratch& scratch, const Tile& tile, int64_t cols, uint8_t* data) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    std::memcpy(data + (tile.row + r) * cols + tile.col, scratch.codes[r], tile.cols);
+  }
+}
+
+void StoreTransposedCodes(const Scratch& scratch, const Tile& tile, int64_t rows, uint8_t* transposed) {
+  for (int64_t c = 0; c < tile.cols; ++c) {
+    uint8_t* to = transposed + (tile.col + c) * rows + tile.row;
+    for (int64_t r = 0; r < tile.rows; ++r) to[r] = scratch.codes[r][c];
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- scales
+
+// Bits of magnitudes, compared as integers, put NaN above infinity. Every NaN is reported as the same one.
+float AmaxFromBits(uint32_t bits) { return FloatFromBits(bits > kFloatInfinityBits ? 0x7fc00000u : bits); }
+
+uint32_t LargestOf(const uint32_t* bits, int64_t count) { return *std::max_element(bits, bits + count); }
+
+void RaiseTo(float& amax, float value) {
+  const std::atomic_ref<float> shared(amax);
+  float seen = shared.load(std::memory_order_relaxed);
+  while (FloatBits(seen) < FloatBits(value) && !shared.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+  }
+}
+
+float Scale(const Copies& copies, float amax) {
+  const bool power_of_two = copies.power_of_two_scales;
+  return copies.format == Fp8::kE4M3 ? ScaleOf<E4M3>(amax, power_of_two) : ScaleOf<E5M2>(amax, power_of_two);
+}
+
+// SetScales fills row_scale, for the data, and col_scale, for the transposed copy, and writes the inverses that belong
+// to the tile. It says whether row_scale is all that both copies need.
+
+bool SetScales(const Matrix&, const Copies& copies, const TensorScaling& scaling, const Tile& tile, Scratch& scratch) {
+  const float scale = Scale(copies, *scaling.amax);
+  std::fill_n(scratch.row_scale, tile.rows, scale);
+  if (tile.row == 0 && tile.col == 0) *scaling.scale_inv = Quotient(1.0f, scale);
+  if (scaling.own_amax) RaiseTo(*scaling.own_amax, AmaxFromBits(LargestOf(scratch.row_amax, tile.rows)));
+  return true;
+}
+
+bool SetScales(const Matrix&, const Copies& copies, const RowScaling& scaling, const Tile& tile, Scratch& scratch) {
+  auto set = [&](const float* amax, int64_t first, int64_t count, float* scale, float* scale_inv) {
+    for (int64_t i = 0; amax && i < count; ++i) scale[i] = Scale(copies, amax[first + i]);
+    for (int64_t i = 0; scale_inv && i < count; ++i) scale_inv[first + i] = Quotient(1.0f, scale[i]);
+  };
+  set(scaling.row_amax, tile.row, tile.rows, scratch.row_scale, tile.col == 0 ? scaling.row_scale_inv : nullptr);
+  set(scaling.col_amax, tile.col, tile.cols, scratch.col_scale, tile.row == 0 ? scaling.col_scale_inv : nullptr);
+  return false;
+}
+
+bool SetScales(const Matrix& x, const Copies& copies, const BlockScaling& scaling, const Tile& tile, Scratch& scratch) {
+  // Of a copy [outer, summed], from the tile's largest magnitude for each outer index.
+  auto set = [&](bool square, const uint32_t* amax, int64_t outer, int64_t outer_size, int64_t count, int64_t summed,
+                 int64_t summed_size, float* scale, float* scale_inv) {
+    if (!scale_inv) return;
+    if (square) {
+      std::fill_n(scale, count, Scale(copies, AmaxFromBits(LargestOf(amax, count))));
+      scale_inv[outer / kBlock * ((summed_size + kBlock - 1) / kBlock) + summed / kBlock] = Quotient(1.0f, scale[0]);
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      scale[i] = Scale(copies, AmaxFromBits(amax[i]));
+      scale_inv[summed / kBlock * outer_size + outer + i] = Quotient(1.0f, scale[i]);
+    }
+  };
+  set(scaling.data_square, scratch.row_amax, tile.row, x.rows, tile.rows, tile.col, x.cols, scratch.row_scale,
+      scaling.scale_inv);
+  set(scaling.transposed_square, scratch.col_amax, tile.col, x.cols, tile.cols, tile.row, x.rows, scratch.col_scale,
+      scaling.transposed_scale_inv);
+  return scaling.data_square && scaling.transposed_square && scaling.scale_inv;
+}
+
+// -------------------------------------------------------------------------------------------------------------- tiles
+
+// Calls body(tile) for tiles of 128 rows and `width` columns, smaller at the edges, that lie in [begin, end).
+template <typename Body>
+void ForEachTile(const Matrix& x, int64_t width, int64_t begin, int64_t end, const Body& body) {
+  const int64_t across = (x.cols + width - 1) / width;
+  for (int64_t index = begin; index < end; ++index) {
+    const int64_t row = index / across * kBlock, col = index % across * width;
+    body(Tile{row, col, std::min(kBlock, x.rows - row), std::min(width, x.cols - col)});
+  }
+}
+
+int64_t CountTiles(const Matrix& x, int64_t width) {
+  return ((x.rows + kBlock - 1) / kBlock) * ((x.cols + width - 1) / width);
+}
+
+auto* LoadOf(const Matrix& x) {
+  return x.dtype == DType::kFloat32 ? LoadFloat32 : x.dtype == DType::kBFloat16 ? LoadBFloat16 : LoadFloat16;
+}
+
+// Calls merge(strip, row_amax, col_amax), the bits of largest magnitudes, for strips that cover x.
+template <typename Merge>
+void OverStrips(const Executor& executor, const Matrix& x, const Merge& merge) {
+  executor.ParallelFor(CountTiles(x, kStrip), 1, [&](int64_t begin, int64_t end) {
+    uint32_t row_amax[kBlock], col_amax[kStrip];
+    ForEachTile(x, kStrip, begin, end, [&](const Tile& strip) {
+      LoadOf(x)(x, strip, row_amax, col_amax, nullptr);
+      merge(strip, row_amax, col_amax);
+    });
+  });
+}
+
+template <typename Scaling>
+Status Quantize(const Executor& executor, const Matrix& x, const Copies& copies, const Scaling& scaling) {
+  const bool e4m3 = copies.format == Fp8::kE4M3;
+  auto* encode_rows = e4m3 ? EncodeRowsE4M3 : EncodeRowsE5M2;
+  auto* encode_columns = e4m3 ? EncodeColumnsE4M3 : EncodeColumnsE5M2;
+  executor.ParallelFor(CountTiles(x, kBlock), kTilesPerTask, [&](int64_t begin, int64_t end) {
+    const auto scratch = std::make_unique<Scratch>();
+    ForEachTile(x, kBlock, begin, end, [&](const Tile& tile) {
+      LoadOf(x)(x, tile, scratch->row_amax, scratch->col_amax, scratch->values);
+      const bool same = SetScales(x, copies, scaling, tile, *scratch);
+      if (copies.data || same) encode_rows(tile, *scratch);
+      if (copies.data) StoreCodes(*scratch, tile, x.cols, copies.data);
+      if (copies.transposed && !same) encode_columns(tile, *scratch);
+      if (copies.transposed) StoreTransposedCodes(*scratch, tile, x.rows, copies.transposed);
+      if (copies.column_sums) StoreColumnSums(*scratch, tile, x.cols, copies.column_sums);
+    });
+  });
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status AmaxOfTensor(const Executor& executor, const Matrix& x, float* amax) {
+  *amax = 0.0f;
+  OverStrips(executor, x, [&](const Tile& strip, const uint32_t* row_amax, const uint32_t*) {
+    RaiseTo(*amax, AmaxFromBits(LargestOf(row_amax, strip.rows)));
+  });
+  return Status::Ok();
+}
+
+Status AmaxOfRows(const Executor& executor, const Matrix& x, float* row_amax, float* col_amax) {
+  if (row_amax) std::fill_n(row_amax, x.rows, 0.0f);
+  if (col_amax) std::fill_n(col_amax, x.cols, 0.0f);
+  OverStrips(executor, x, [&](const Tile& strip, const uint32_t* rows, const uint32_t* cols) {
+    for (int64_t r = 0; row_amax && r < strip.rows; ++r) RaiseTo(row_amax[strip.row + r], AmaxFromBits(rows[r]));
+    for (int64_t c = 0; col_amax && c < strip.cols; ++c) RaiseTo(col_amax[strip.col + c], AmaxFromBits(cols[c]));
+  });
+  return Status::Ok();
+}
+
+Status QuantizeTensor(const Executor& executor, const Matrix& x, const Copies& copies, const TensorScaling& scaling) {
+  if (scaling.own_amax) *scaling.own_amax = 0.0f;
+  return Quantize(executor, x, copies, scaling);
+}
+
+Status QuantizeRows(const Executor& executor, const Matrix& x, const Copies& copies, const RowScaling& scaling) {
+  return Quantize(executor, x, copies, scaling);
+}
+
+Status QuantizeBlocks(const Executor& executor, const Matrix& x, const Copies& copies, const BlockScaling& scaling) {
+  return Quantize(executor, x, copies, scaling);
+}
+
+}  // namespace te::quantize

@@ -1,0 +1,428 @@
+// What a thread block does with one tile of 128 × 128 values: load it into registers, find largest magnitudes, encode
+// it along rows and along columns, and store both copies.
+//
+// 256 threads own 8 × 8 values each, 16 threads across: a warp loads 256 contiguous bytes of two rows at a time
+// (bfloat16), so that the values of a row stay within 16 lanes, and those of a column in two lanes of each warp. Codes
+// of the transposed copy are packed along columns, cross shared memory, and leave in 16-byte stores, 128 contiguous
+// bytes of a row.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/fp8.h"
+#include "common/vector.cuh"
+#include "quantize/quantize.h"
+
+namespace te::quantize {
+
+inline constexpr int kTile = static_cast<int>(kBlock);
+inline constexpr int kPatch = 8;                // a thread owns 8 × 8 values of a tile
+inline constexpr int kAcross = kTile / kPatch;  // threads across a tile, and down
+inline constexpr int kThreads = kAcross * kAcross;
+inline constexpr int kWarps = kThreads / 32;
+inline constexpr uint32_t kWholeWarp = 0xffffffffu;
+inline constexpr uint32_t kQuietNaN = 0x7fc00000u;
+
+// -------------------------------------------------------------------------------------------------- values and words
+
+// How 8 values of a row lie in registers. Magnitudes are compared as integers, two at a time where they have 16 bits,
+// which puts NaN above infinity.
+template <typename T>
+struct Words {
+  static constexpr int kPerVector = kPer16Bytes<T>;     // values of one 16-byte load
+  static constexpr int kVectors = kPatch / kPerVector;  // loads of 8 values
+  static constexpr int kCount = 4 * kVectors;           // words of 8 values
+  static constexpr bool kPaired = sizeof(T) == 2;
+
+  __device__ static uint32_t Magnitudes(uint32_t word) { return word & (kPaired ? 0x7fff7fffu : 0x7fffffffu); }
+
+  __device__ static uint32_t Max(uint32_t a, uint32_t b) {
+    if constexpr (!kPaired) return max(a, b);
+    uint32_t larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+  }
+
+  // The larger of the two magnitudes of a word.
+  __device__ static uint32_t Single(uint32_t word) { return kPaired ? max(word & 0xffffu, word >> 16) : word; }
+
+  // A single magnitude as the bits of a float; every NaN as the same one.
+  __device__ static uint32_t FloatBitsOf(uint32_t magnitude) {
+    uint32_t bits = magnitude;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) bits = magnitude << 16;
+    if constexpr (std::is_same_v<T, __half>) {
+      bits = __float_as_uint(__half2float(__ushort_as_half(static_cast<unsigned short>(magnitude))));
+    }
+    return bits > kFloatInfinityBits ? kQuietNaN : bits;
+  }
+
+  // The column, within the tile, of value j of the threads in lane `across`.
+  __device__ static int Column(int across, int j) {
+    return j / kPerVector * kAcross * kPerVector + across * kPerVector + j % kPerVector;
+  }
+
+  // Which of 16 threads across owns a column.
+  __device__ static int Owner(int column) { return column / kPerVector % kAcross; }
+};
+
+template <typename T>
+using Patch = uint32_t[kPatch][Words<T>::kCount];
+
+template <typename T>
+__device__ __forceinline__ float Value(const uint32_t (&words)[Words<T>::kCount], int j) {
+  if constexpr (std::is_same_v<T, float>) {
+    return __uint_as_float(words[j]);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __uint_as_float(j % 2 ? words[j / 2] & 0xffff0000u : words[j / 2] << 16);
+  } else {
+    const __half2 pair = reinterpret_cast<const __half2&>(words[j / 2]);
+    return j % 2 ? __high2float(pair) : __low2float(pair);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- tiles
+
+struct Shape {
+  int rows;
+  int cols;
+  bool aligned;  // both are multiples of 16, and all arrays start on 16 bytes
+
+  __host__ __device__ int TilesDown() const { return (rows - 1) / kTile + 1; }
+  __host__ __device__ int TilesAcross() const { return (cols - 1) / kTile + 1; }
+};
+
+// Where a row starts.
+__device__ __forceinline__ int64_t RowOffset(int row, int length) { return int64_t{row} * length; }
+
+// A thread's place in a tile.
+template <typename T>
+struct Place {
+  int across;  // 0 … 15
+  int down;    // 0 … 15
+  int row;     // of its first value
+  int col;     // of the tile's first value
+
+  __device__ Place(int tile_row, int tile_col)
+      : across(threadIdx.x % kAcross),
+        down(threadIdx.x / kAcross),
+        row(tile_row * kTile + down * kPatch),
+        col(tile_col * kTile) {}
+
+  __device__ int Column(int j) const { return col + Words<T>::Column(across, j); }
+
+  // With aligned shapes the values of a 16-byte vector, and the rows of a patch, are all inside or all outside.
+  __device__ bool Inside(const Shape& shape, int vector) const {
+    return row < shape.rows && Column(vector * Words<T>::kPerVector) < shape.cols;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ void SetVector(Patch<T>& patch, int r, int vector, const uint4& bits) {
+  patch[r][4 * vector] = bits.x;
+  patch[r][4 * vector + 1] = bits.y;
+  patch[r][4 * vector + 2] = bits.z;
+  patch[r][4 * vector + 3] = bits.w;
+}
+
+// The values of a patch; zero outside of the tensor. Evict-first where they are not read again.
+template <typename T, bool kOnce>
+__device__ __forceinline__ void Load(const T* x, const Shape& shape, const Place<T>& place, Patch<T>& patch) {
+  using W = Words<T>;
+  if (shape.aligned) {
+#pragma unroll
+    for (int v = 0; v < W::kVectors; ++v) {
+      const T* from = x + RowOffset(place.row, shape.cols) + place.Column(v * W::kPerVector);
+      const bool inside = place.Inside(shape, v);
+#pragma unroll
+      for (int r = 0; r < kPatch; ++r) {
+        const uint4* address = reinterpret_cast<const uint4*>(from + RowOffset(r, shape.cols));
+        uint4 bits = make_uint4(0, 0, 0, 0);
+        if (inside) bits = kOnce ? __ldcs(address) : LoadStreaming(address);
+        SetVector<T>(patch, r, v, bits);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < kPatch; ++r) {
+#pragma unroll
+    for (int w = 0; w < W::kCount; ++w) {
+      constexpr int kPerWord = 4 / sizeof(T);
+      uint32_t word = 0;
+#pragma unroll
+      for (int i = 0; i < kPerWord; ++i) {
+        const int row = place.row + r, col = place.Column(w * kPerWord + i);
+        if (row >= shape.rows || col >= shape.cols) continue;
+        const T value = x[RowOffset(row, shape.cols) + col];
+        if constexpr (sizeof(T) == 4) {
+          word = reinterpret_cast<const uint32_t&>(value);
+        } else {
+          word |= uint32_t{reinterpret_cast<const uint16_t&>(value)} << (16 * i);
+        }
+      }
+      patch[r][w] = word;
+    }
+  }
+}
+
+// Tiles in groups of kHeight rows of tiles, column by column: what lies near in both copies is written at about the
+// same time.
+template <int kHeight>
+__device__ __forceinline__ void FindTile(const Shape& shape, int index, int* row, int* col) {
+  const int per_group = kHeight * shape.TilesAcross();
+  const int first = index / per_group * kHeight;
+  const int within = index % per_group;
+  const int height = min(kHeight, shape.TilesDown() - first);
+  *col = height == kHeight ? within / kHeight : within / height;
+  *row = first + within - *col * height;
+}
+
+// -------------------------------------------------------------------------------------------------------- reductions
+
+// Largest magnitudes of the columns of a patch.
+template <typename T>
+__device__ __forceinline__ void ColumnMagnitudes(const Patch<T>& patch, uint32_t (&largest)[Words<T>::kCount]) {
+  using W = Words<T>;
+#pragma unroll
+  for (int w = 0; w < W::kCount; ++w) {
+    largest[w] = W::Magnitudes(patch[0][w]);
+#pragma unroll
+    for (int r = 1; r < kPatch; ++r) largest[w] = W::Max(largest[w], W::Magnitudes(patch[r][w]));
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t LargestOf(const uint32_t (&words)[Words<T>::kCount]) {
+  uint32_t largest = words[0];
+#pragma unroll
+  for (int w = 1; w < Words<T>::kCount; ++w) largest = Words<T>::Max(largest, words[w]);
+  return Words<T>::Single(largest);
+}
+
+// Largest magnitudes of rows over the 16 lanes that share them. Each lane ends with that of one row of its patch, which
+// it returns in `row`; several lanes hold the same, of which one is told to be the first.
+template <typename T>
+__device__ __forceinline__ uint32_t RowMagnitude(const Patch<T>& patch, int* row, bool* first) {
+  using W = Words<T>;
+  constexpr int kSlots = W::kPaired ? kPatch / 2 : kPatch;
+  const int lane = threadIdx.x % kAcross;
+  uint32_t slots[kSlots];
+  uint32_t rows[kPatch];
+#pragma unroll
+  for (int r = 0; r < kPatch; ++r) {
+    rows[r] = W::Magnitudes(patch[r][0]);
+#pragma unroll
+    for (int w = 1; w < W::kCount; ++w) rows[r] = W::Max(rows[r], W::Magnitudes(patch[r][w]));
+  }
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    if constexpr (W::kPaired) {  // two rows in a word
+      const uint32_t even = __byte_perm(rows[2 * s], rows[2 * s + 1], 0x5410);
+      const uint32_t odd = __byte_perm(rows[2 * s], rows[2 * s + 1], 0x7632);
+      slots[s] = W::Max(even, odd);
+    } else {
+      slots[s] = rows[s];
+    }
+  }
+  // Each exchange halves what a lane is responsible for, until that is one word.
+  int count = kSlots, slot = 0;
+#pragma unroll
+  for (int mask = kAcross / 2; mask > 0; mask /= 2) {
+    const bool upper = lane & mask;
+    if (count > 1) {
+      count /= 2;
+      slot = 2 * slot + upper;
+#pragma unroll
+      for (int s = 0; s < kSlots / 2; ++s) {
+        if (s >= count) break;
+        const uint32_t mine = upper ? slots[s + count] : slots[s];
+        const uint32_t theirs = upper ? slots[s] : slots[s + count];
+        slots[s] = W::Max(mine, __shfl_xor_sync(kWholeWarp, theirs, mask));
+      }
+    } else {
+      slots[0] = W::Max(slots[0], __shfl_xor_sync(kWholeWarp, slots[0], mask));
+    }
+  }
+  if constexpr (W::kPaired) {
+    *row = 2 * slot + lane % 2;
+    *first = (lane & 2) == 0;
+    return lane % 2 ? slots[0] >> 16 : slots[0] & 0xffffu;
+  } else {
+    *row = slot;
+    *first = lane % 2 == 0;
+    return slots[0];
+  }
+}
+
+__device__ __forceinline__ void RaiseTo(float* amax, uint32_t bits) {
+  if (bits != 0) atomicMax(reinterpret_cast<unsigned*>(amax), bits);
+}
+
+// ------------------------------------------------------------------------------------------------------------ codes
+
+// Four codes of scaled values.
+template <typename F>
+__device__ __forceinline__ uint32_t Encode(const float (&x)[4], const float (&scale)[4], bool special) {
+  uint32_t codes = PackFp8<F>(MultiplyFlushed(x[0], scale[0]), MultiplyFlushed(x[1], scale[1]),
+                              MultiplyFlushed(x[2], scale[2]), MultiplyFlushed(x[3], scale[3]));
+  if (special) {  // infinities were saturated
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t sign = F::kInfinity == kFp8NaN ? 0u : (__float_as_uint(x[i]) >> 24) & 0x80u;
+      if (isinf(x[i])) codes = (codes & ~(0xffu << (8 * i))) | (F::kInfinity | sign) << (8 * i);
+    }
+  }
+  return codes;
+}
+
+// Codes of a patch, along rows: codes[r][h] holds values 4 h to 4 h + 3 of row r.
+template <typename T, typename F, typename ScaleOfRow>
+__device__ __forceinline__ void EncodeRows(const Patch<T>& patch, bool special, uint32_t (&codes)[kPatch][2],
+                                           const ScaleOfRow& scale_of_row) {
+#pragma unroll
+  for (int r = 0; r < kPatch; ++r) {
+    const float scale = scale_of_row(r);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = Value<T>(patch[r], 4 * h + i);
+      codes[r][h] = Encode<F>(x, {scale, scale, scale, scale}, special);
+    }
+  }
+}
+
+// Codes of a patch, along columns: codes[j][h] holds rows 4 h to 4 h + 3 of column j.
+template <typename T, typename F, typename ScaleOfColumn>
+__device__ __forceinline__ void EncodeColumns(const Patch<T>& patch, bool special, uint32_t (&codes)[kPatch][2],
+                                              const ScaleOfColumn& scale_of_column) {
+#pragma unroll
+  for (int j = 0; j < kPatch; ++j) {
+    const float scale = scale_of_column(j);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = Value<T>(patch[4 * h + i], j);
+      codes[j][h] = Encode<F>(x, {scale, scale, scale, scale}, special);
+    }
+  }
+}
+
+// Codes along columns from codes along rows: four transposes of 4 × 4 bytes.
+__device__ __forceinline__ void Transpose(const uint32_t (&rows)[kPatch][2], uint32_t (&columns)[kPatch][2]) {
+#pragma unroll
+  for (int down = 0; down < 2; ++down) {
+#pragma unroll
+    for (int across = 0; across < 2; ++across) {
+      const uint32_t a = rows[4 * down][across], b = rows[4 * down + 1][across];
+      const uint32_t c = rows[4 * down + 2][across], d = rows[4 * down + 3][across];
+      const uint32_t ab_low = __byte_perm(a, b, 0x5140), cd_low = __byte_perm(c, d, 0x5140);
+      const uint32_t ab_high = __byte_perm(a, b, 0x7362), cd_high = __byte_perm(c, d, 0x7362);
+      columns[4 * across][down] = __byte_perm(ab_low, cd_low, 0x5410);
+      columns[4 * across + 1][down] = __byte_perm(ab_low, cd_low, 0x7632);
+      columns[4 * across + 2][down] = __byte_perm(ab_high, cd_high, 0x5410);
+      columns[4 * across + 3][down] = __byte_perm(ab_high, cd_high, 0x7632);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------ stores
+
+// How results are written: kept in the L2 cache as long as others, or first to be evicted from it.
+template <bool kStreaming, typename V>
+__device__ __forceinline__ void Store(V* address, const V& value) {
+  if constexpr (kStreaming) {
+    __stcs(address, value);
+  } else {
+    *address = value;
+  }
+}
+
+template <typename T, bool kStreaming>
+__device__ __forceinline__ void StoreData(const Shape& shape, const Place<T>& place, const uint32_t (&codes)[kPatch][2],
+                                          uint8_t* data) {
+  using W = Words<T>;
+  uint8_t* to = data + RowOffset(place.row, shape.cols);
+  if (shape.aligned) {
+#pragma unroll
+    for (int v = 0; v < W::kVectors; ++v) {
+      if (!place.Inside(shape, v)) continue;
+      uint8_t* first = to + place.Column(v * W::kPerVector);
+#pragma unroll
+      for (int r = 0; r < kPatch; ++r) {
+        if constexpr (W::kVectors == 1) {
+          Store<kStreaming>(reinterpret_cast<uint2*>(first + RowOffset(r, shape.cols)),
+                            make_uint2(codes[r][0], codes[r][1]));
+        } else {
+          Store<kStreaming>(reinterpret_cast<uint32_t*>(first + RowOffset(r, shape.cols)), codes[r][v]);
+        }
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < kPatch; ++r) {
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+      if (place.row + r < shape.rows && place.Column(j) < shape.cols) {
+        to[RowOffset(r, shape.cols) + place.Column(j)] = static_cast<uint8_t>(codes[r][j / 4] >> (8 * (j % 4)));
+      }
+    }
+  }
+}
+
+// The transposed tile in shared memory: for each of its 128 rows, which are columns of x, 16 units of 8 bytes. They
+// are permuted so that neither the 16 lanes that write the same unit of different rows meet in a bank, nor the 8 lanes
+// that read one row.
+struct Staged {
+  uint2 units[kTile * kAcross];
+
+  template <typename T>
+  __device__ __forceinline__ void Put(const Place<T>& place, const uint32_t (&codes)[kPatch][2]) {
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+      const int row = Words<T>::Column(place.across, j);
+      units[row * kAcross + (place.down ^ place.across)] = make_uint2(codes[j][0], codes[j][1]);
+    }
+  }
+
+  // 16 bytes, `chunk` of 8, of a row.
+  template <typename T>
+  __device__ __forceinline__ uint4 Get(int row, int chunk) const {
+    const int owner = Words<T>::Owner(row);
+    const uint4 pair = reinterpret_cast<const uint4*>(units)[row * kAcross / 2 + (chunk ^ (owner / 2))];
+    return owner % 2 ? make_uint4(pair.z, pair.w, pair.x, pair.y) : pair;
+  }
+};
+
+template <typename T, bool kStreaming>
+__device__ __forceinline__ void StoreTransposed(const Shape& shape, int tile_row, int tile_col, const Staged& staged,
+                                                uint8_t* transposed) {
+  constexpr int kChunks = kTile / 16;
+  const int chunk = threadIdx.x % kChunks;
+  const int first = tile_row * kTile + chunk * 16;  // along a transposed row
+#pragma unroll
+  for (int i = 0; i < kTile * kChunks / kThreads; ++i) {
+    const int row = i * (kThreads / kChunks) + threadIdx.x / kChunks;
+    const int outer = tile_col * kTile + row;
+    if (outer >= shape.cols) continue;
+    const uint4 codes = staged.Get<T>(row, chunk);
+    uint8_t* to = transposed + RowOffset(outer, shape.rows) + first;
+    if (shape.aligned) {
+      if (first < shape.rows) Store<kStreaming>(reinterpret_cast<uint4*>(to), codes);
+      continue;
+    }
+    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+    for (int b = 0; b < 16; ++b) {
+      if (first + b < shape.rows) to[b] = static_cast<uint8_t>(words[b / 4] >> (8 * (b % 4)));
+    }
+  }
+}
+
+}  // namespace te::quantize

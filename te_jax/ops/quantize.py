@@ -1,0 +1,161 @@
+"""Quantization to FP8: both copies that matrix products need, their scales, and what else the same pass can give."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from te_jax import native, reference
+from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
+from te_jax.recipe import BLOCK, Quantization
+from te_jax.reference.quantize import Copies, GroupAxes, blocked_groups, mesh_axes, scalings_of
+
+_COPIES = ("both", "data", "transposed")
+_SCALINGS = ("tensor", "row", "block_1x128", "block_128x128")
+
+
+def quantize(
+    x: Array,
+    quantization: Quantization,
+    *,
+    row_ndim: int | None = None,
+    copies: Copies = "both",
+    amax: Array | None = None,
+    axis_name: GroupAxes | None = None,
+    with_amax: bool = False,
+    with_dbias: bool = False,
+    implementation: native.Implementation | None = None,
+) -> Any:
+    r"""FP8 copies of an array [*rows, *cols], as it is and transposed, with their scales.
+
+    With m the largest FP8 value (448 or 57344) and amax the largest magnitude of the values that share a scale:
+
+        scale     = min(m / amax, 2^126), or 1 where amax is not finite or below 2^-126
+        data      = FP8(clip(x · scale, ±m)), rounded to nearest even
+        scale_inv = 1 / scale
+
+    Values that are not finite stay visible: NaN becomes NaN; an infinity becomes NaN in float8_e4m3fn, which has no
+    other code for it, and an infinity in float8_e5m2. Float32 subnormals count as zero. All implementations give the
+    same bits. The derivative is zero; `te_jax.ops.dense` defines those of products.
+
+    Args:
+      x: [*rows, *cols], float32, bfloat16 or float16. Sharded in any way: scales are those of the whole array, and only
+        largest magnitudes and dbias are exchanged. With block scaling, dimensions whose shards would cut blocks of 128
+        are gathered.
+      quantization: format and scaling, for example `recipe.quantization("activation")`.
+      row_ndim: number of dimensions in rows; None for all but the last. Rows and cols have at least one each. Blocks
+        of 128 lie along the last dimension of a group, which must be a multiple of 128 where the group has others.
+      copies: "both", only the "data" as it is, or only the "transposed".
+      amax: float32 scalar for tensor scaling: the scale follows from it (delayed scaling, one pass over x) and larger
+        values saturate; 0 for a scale of 1. None: the scale follows from x itself (two passes).
+      axis_name: inside `shard_map` or `pmap`, the mesh axis or axes over which rows are split in equal shards, or
+        {"rows": axes, "cols": axes}. Block scaling needs it only for amax and dbias. Under `jit` on Auto or Explicit
+        meshes leave it None.
+      with_amax: also return the largest magnitude of x. It comes from the same pass except with block scaling.
+      with_dbias: also return the sum of x over its rows, from the same pass.
+      implementation: None takes the native kernel where there is one, else the reference; "native" or "reference"
+        never fall back.
+
+    Returns:
+      `QuantizedArray`; with with_amax or with_dbias a tuple of it, the largest magnitude (float32 scalar, NaN if any
+      value is, else infinite if any is) and dbias (float32 [*cols]), in this order.
+
+    Raises:
+      ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
+      te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
+
+    References:
+      Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. Blocks: DeepSeek-V3, arXiv:2412.19437,
+      section 3.3.
+    """
+    x = jnp.asarray(x)
+    if row_ndim is not None and not isinstance(row_ndim, numbers.Integral):
+        raise ValueError(f"row_ndim is {row_ndim!r}; it must be an integer")
+    request = Request(
+        quantization,
+        x.ndim - 1 if row_ndim is None else int(row_ndim),
+        copies,
+        *mesh_axes(axis_name),
+        bool(with_amax),
+        bool(with_dbias),
+    )
+    _validate(x, request, axis_name)
+    if amax is not None:
+        amax = _validated_amax(amax, request)
+    return _quantize(x, amax, request, native.use_native(implementation) and x.size > 0)
+
+
+def _validate(x: Array, request: Request, axis_name: Any) -> None:
+    quantization = request.quantization
+    if not isinstance(quantization, Quantization):
+        raise ValueError(
+            f"quantization is {quantization!r}; it must be a Quantization, such as "
+            'te_jax.recipe.CurrentScaling().quantization("activation")'
+        )
+    if np.dtype(quantization.dtype) not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        raise ValueError(
+            f"quantization has dtype {np.dtype(quantization.dtype)}; it must be float8_e4m3fn or float8_e5m2"
+        )
+    for name in ("scaling", "transposed_scaling"):
+        if getattr(quantization, name) not in _SCALINGS:
+            raise ValueError(f"quantization has {name} {getattr(quantization, name)!r}; it must be one of {_SCALINGS}")
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"x has dtype {x.dtype}; it must be float32, bfloat16 or float16: cast it")
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}; it needs at least two dimensions, rows and cols: reshape it")
+    if not 1 <= request.row_ndim < x.ndim:
+        raise ValueError(
+            f"row_ndim is {request.row_ndim}; for x of shape {x.shape} it must be in [1, {x.ndim - 1}], so that rows "
+            "and cols have a dimension each"
+        )
+    if request.copies not in _COPIES:
+        raise ValueError(f"copies is {request.copies!r}; it must be one of {_COPIES}")
+    if isinstance(axis_name, Mapping) and set(axis_name) - {"rows", "cols"}:
+        raise ValueError(f'axis_name has keys {sorted(axis_name)}; they must be out of "rows" and "cols"')
+    blocked = blocked_groups(quantization, request.copies)
+    for group, shape in (("rows", x.shape[: request.row_ndim]), ("cols", x.shape[request.row_ndim :])):
+        if group in blocked and len(shape) > 1 and shape[-1] % BLOCK:
+            raise ValueError(
+                f"x has {group} of shape {shape}; blocks of {BLOCK} along them need a last dimension that is a "
+                f"multiple of {BLOCK} where there are others: collapse them to one dimension, or pad"
+            )
+
+
+def _validated_amax(amax: Array, request: Request) -> Array:
+    amax = jnp.asarray(amax)
+    if amax.shape != () or amax.dtype != jnp.float32:
+        raise ValueError(f"amax has shape {amax.shape} and dtype {amax.dtype}; it must be a float32 scalar")
+    if set(scalings_of(request.quantization, request.copies)) != {"tensor"}:
+        raise ValueError(
+            f"amax is given, but quantization has scaling {request.quantization.scaling!r} and "
+            f"{request.quantization.transposed_scaling!r}; only tensor scaling takes its scale from an amax: "
+            "leave it None"
+        )
+    return amax
+
+
+# Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=native.INLINE)
+def _quantize(x: Array, amax: Array | None, request: Request, use_native: bool) -> Any:
+    x, amax = lax.stop_gradient((x, amax))
+    if use_native:
+        quantized, own_amax, dbias = quantize_by_kernels(x, amax, request)
+        results = (quantized, *([own_amax] if request.with_amax else []), *([dbias] if request.with_dbias else []))
+        return results if len(results) > 1 else quantized
+    return reference.quantize(
+        x,
+        request.quantization,
+        row_ndim=request.row_ndim,
+        copies=request.copies,
+        amax=amax,
+        axis_name={"rows": request.row_axes, "cols": request.col_axes},
+        with_amax=request.with_amax,
+        with_dbias=request.with_dbias,
+    )

@@ -1,0 +1,261 @@
+"""Quantization to FP8 in plain jax.numpy.
+
+Scales and codes are worked out on the bits of floats, so that they are the same on every backend, whether or not it
+flushes subnormals to zero, divides approximately, or lets maxima drop NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import BLOCK, Quantization, Scaling
+
+AxisName = str | tuple[str, ...]
+GroupAxes = AxisName | Mapping[Literal["rows", "cols"], AxisName]
+Copies = Literal["both", "data", "transposed"]
+
+_INFINITY = 0x7F800000
+_SMALLEST_NORMAL = 0x00800000
+_QUIET_NAN = 0x7FC00000
+_FP8_NAN = 0x7F  # in both formats
+
+
+def quantize(
+    x: Array,
+    quantization: Quantization,
+    *,
+    row_ndim: int,
+    copies: Copies = "both",
+    amax: Array | None = None,
+    axis_name: GroupAxes | None = None,
+    with_amax: bool = False,
+    with_dbias: bool = False,
+) -> QuantizedArray | tuple[QuantizedArray | Array, ...]:
+    """Definition of `te_jax.ops.quantize`; see there for the arguments."""
+    rows, cols = tuple(range(row_ndim)), tuple(range(row_ndim, x.ndim))
+    row_axes, col_axes = mesh_axes(axis_name)
+    wide = x.astype(jnp.float32)
+    own_amax = None
+    if with_amax or (amax is None and "tensor" in scalings_of(quantization, copies)):
+        own_amax = _over(lax.pmax, _largest(wide, rows + cols), row_axes + col_axes)
+    reference_amax = own_amax if amax is None else _bits(amax)
+
+    data = scale_inv = transposed = transposed_scale_inv = None
+    if copies != "transposed":
+        data, scale_inv = _copy(wide, quantization, quantization.scaling, rows, cols, reference_amax, col_axes)
+    if copies != "data":
+        codes, transposed_scale_inv = _copy(
+            wide, quantization, quantization.transposed_scaling, cols, rows, reference_amax, row_axes
+        )
+        transposed = codes.transpose(cols + rows)
+    quantized = QuantizedArray(
+        data,
+        scale_inv,
+        transposed,
+        transposed_scale_inv,
+        len(rows),
+        len(cols),
+        quantization.scaling,
+        quantization.transposed_scaling,
+        np.dtype(x.dtype),
+    )
+    results = (quantized,)
+    if with_amax and own_amax is not None:
+        results += (_float(own_amax),)
+    if with_dbias:
+        results += (_over(lax.psum, jnp.sum(wide, axis=rows), row_axes),)
+    return results if len(results) > 1 else quantized
+
+
+def mesh_axes(axis_name: GroupAxes | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The mesh axes over which rows and cols are split; a name alone is about rows."""
+    if not isinstance(axis_name, Mapping):
+        axis_name = {"rows": axis_name or ()}
+
+    def names(axes: AxisName | None) -> tuple[str, ...]:
+        return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+    return names(axis_name.get("rows")), names(axis_name.get("cols"))
+
+
+def scalings_of(quantization: Quantization, copies: Copies) -> tuple[Scaling, ...]:
+    """The scalings of the copies that are asked for."""
+    both = (quantization.scaling, quantization.transposed_scaling)
+    return both if copies == "both" else (both[copies == "transposed"],)
+
+
+def blocked_groups(quantization: Quantization, copies: Copies) -> frozenset[str]:
+    """The groups of dimensions, "rows" and "cols", of which blocks take 128 at a time."""
+    groups: set[str] = set()
+    for copy, scaling, outer, summed in (
+        ("data", quantization.scaling, "rows", "cols"),
+        ("transposed", quantization.transposed_scaling, "cols", "rows"),
+    ):
+        if copies in (copy, "both") and scaling.startswith("block"):
+            groups |= {outer, summed} if scaling == "block_128x128" else {summed}
+    return frozenset(groups)
+
+
+def largest(x: Array, axes: tuple[str, ...]) -> Array:
+    """The largest magnitude of float32 x and of its shards over mesh axes; NaN where any value is."""
+    return largest_of_shards(_float(_largest(x, tuple(range(x.ndim)))), axes)
+
+
+def largest_of_shards(amax: Array, axes: tuple[str, ...]) -> Array:
+    """Elementwise, the largest of magnitudes (float32) over mesh axes. Bits are compared: NaN must not get lost."""
+    return _float(lax.pmax(_bits(amax), axes)) if axes else amax
+
+
+def scale_of(amax: Array, dtype: np.dtype, power_of_two: bool) -> Array:
+    """The factor that maps magnitudes of `amax`, given as the bits of a float32 (int32), to the largest FP8 value."""
+    largest = float(jnp.finfo(dtype).max)
+    # Below, the scale would exceed 2^126 and its inverse be subnormal.
+    smallest = np.float32(largest * 2.0**-126)
+    scale = _quotient(largest, jnp.maximum(lax.bitcast_convert_type(amax, jnp.float32), smallest))
+    if power_of_two:
+        scale = _float(_bits(scale) & _INFINITY)
+    return jnp.where((amax < _SMALLEST_NORMAL) | (amax >= _INFINITY), np.float32(1.0), scale)
+
+
+def scale_inv_of(amax: Array, quantization: Quantization) -> Array:
+    """The inverse of the scale that follows from a largest magnitude (float32); elementwise."""
+    return _quotient(1.0, scale_of(_bits(amax), quantization.dtype, quantization.power_of_two_scales))
+
+
+def _copy(
+    x: Array,
+    quantization: Quantization,
+    scaling: Scaling,
+    outer: tuple[int, ...],
+    summed: tuple[int, ...],
+    tensor_amax: Array | None,
+    summed_axes: tuple[str, ...],
+) -> tuple[Array, Array]:
+    """One copy: FP8 in the order of x, and the inverses of the scales in the order of `quantized.scale_shape`."""
+
+    def scaled(x: Array, amax: Array) -> tuple[Array, Array]:
+        scale = scale_of(amax, quantization.dtype, quantization.power_of_two_scales)
+        return _encode(x, scale, quantization.dtype), _quotient(1.0, scale)
+
+    if scaling == "tensor":
+        assert tensor_amax is not None
+        return scaled(x, jnp.expand_dims(tensor_amax, tuple(range(x.ndim))))[0], _quotient(
+            1.0, scale_of(tensor_amax, quantization.dtype, quantization.power_of_two_scales)
+        )
+    if scaling == "row":
+        codes, scale_inv = scaled(x, _over(lax.pmax, _largest(x, summed, keepdims=True), summed_axes))
+        return codes, jnp.squeeze(scale_inv, summed)
+
+    split = sorted({summed[-1], outer[-1]} if scaling == "block_128x128" else {summed[-1]})
+    blocks = _split(x, split)
+    inside = tuple(axis + place + 1 for place, axis in enumerate(split))
+    codes, scale_inv = scaled(blocks, _largest(blocks, inside, keepdims=True))
+    order = outer + summed if scaling == "block_128x128" else summed + outer
+    return _merge(codes, x.shape, split), jnp.squeeze(scale_inv, inside).transpose(order)
+
+
+def _split(x: Array, axes: Sequence[int]) -> Array:
+    """Each of the axes as two, [blocks, values of a block]; the last block is filled up with zeros."""
+    x = _gather_cut_blocks(x, axes)
+    size = {axis: max(1, min(BLOCK, x.shape[axis])) for axis in axes}
+    fill = [(0, -n % size.get(axis, 1)) for axis, n in enumerate(x.shape)]
+    if any(after for _, after in fill):
+        x = jnp.pad(x, fill)
+    for axis in reversed(axes):
+        x = x.reshape(*x.shape[:axis], x.shape[axis] // size[axis], size[axis], *x.shape[axis + 1 :])
+    return x
+
+
+def _gather_cut_blocks(x: Array, axes: Sequence[int]) -> Array:
+    """Axes that an Explicit mesh splits within a block, whole. On Auto meshes that is XLA's to find out."""
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
+        return x
+    spec = list(sharding.spec)
+    for axis in axes:
+        if x.shape[axis] % (BLOCK * _shards(sharding, axis)):
+            spec[axis] = None
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def _shards(sharding: NamedSharding, axis: int) -> int:
+    entry = sharding.spec[axis] or ()
+    return math.prod(sharding.mesh.shape[name] for name in ((entry,) if isinstance(entry, str) else entry))
+
+
+def _merge(blocks: Array, shape: tuple[int, ...], axes: Sequence[int]) -> Array:
+    """The inverse of `_split`."""
+    for axis in axes:  # the axes before are merged already
+        blocks = blocks.reshape(
+            *blocks.shape[:axis], math.prod(blocks.shape[axis : axis + 2]), *blocks.shape[axis + 2 :]
+        )
+    return blocks if blocks.shape == shape else blocks[tuple(slice(n) for n in shape)]
+
+
+def _encode(x: Array, scale: Array, dtype: np.dtype) -> Array:
+    """FP8 of x · scale: rounded to nearest even, clipped; subnormal x as zero, NaN and infinities visible."""
+    mantissa, bias, infinity = (3, 7, _FP8_NAN) if dtype == jnp.float8_e4m3fn else (2, 15, 0x7C)
+    shift = 23 - mantissa
+    smallest_normal = (128 - bias) << 23
+    # A float of this size has the spacing of FP8 subnormals: a sum with it ends in the bits of the rounded code.
+    aligned = (127 + 23 + 1 - bias - mantissa) << 23
+
+    bits = _bits(x)
+    magnitude = bits & 0x7FFFFFFF
+    product = _float(jnp.where(magnitude < _SMALLEST_NORMAL, 0, magnitude)) * scale
+    clipped = _bits(jnp.minimum(product, np.float32(jnp.finfo(dtype).max)))
+    normal = (clipped - ((127 - bias) << 23) + ((1 << (shift - 1)) - 1) + ((clipped >> shift) & 1)) >> shift
+    subnormal = _bits(_float(clipped) + np.int32(aligned).view(np.float32)) - aligned
+    finite = jnp.where(clipped < smallest_normal, subnormal, normal)
+    special = jnp.where(magnitude > _INFINITY, _FP8_NAN, infinity)
+    code = jnp.where(magnitude >= _INFINITY, special, finite)
+    sign = jnp.where(code == _FP8_NAN, 0, (bits >> 24) & 0x80)
+    return lax.bitcast_convert_type((code | sign).astype(jnp.uint8), dtype)
+
+
+def _quotient(numerator: float, denominator: Array) -> Array:
+    """numerator / denominator, rounded correctly also where the backend's own division is off by up to two units.
+
+    The numerator is n · 2^k with n in {1, 7}, which makes ties impossible; denominator and quotient are normal floats.
+    """
+    below = _bits(np.float32(numerator) / denominator) - 2
+    divisor = _mantissa(denominator)
+    # Steps up while the exact quotient is past the middle of two neighbours: numerator > middle · denominator. The
+    # difference of both sides is small, so its lowest 32 bits suffice, and the numerator's own lowest 32 bits are zero.
+    steps = [-((2 * _mantissa_of_bits(below + step) + 1) * divisor) > 0 for step in range(4)]
+    return _float(below + sum(step.astype(jnp.int32) for step in steps))
+
+
+def _mantissa(x: Array) -> Array:
+    return _mantissa_of_bits(_bits(x))
+
+
+def _mantissa_of_bits(bits: Array) -> Array:
+    return (bits & 0x007FFFFF) | _SMALLEST_NORMAL
+
+
+def _largest(x: Array, axes: tuple[int, ...], *, keepdims: bool = False) -> Array:
+    """The largest magnitude over the axes, as the bits of a float32 (int32): their order puts NaN above infinity."""
+    bits = jnp.max(_bits(x) & 0x7FFFFFFF, axis=axes, keepdims=keepdims, initial=0)
+    return jnp.where(bits > _INFINITY, _QUIET_NAN, bits)
+
+
+def _over(collective, x: Array, axes: tuple[str, ...]) -> Array:
+    return collective(x, axes) if axes else x
+
+
+def _bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits: Array) -> Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,275 @@
+"""FP8 copies, scales, largest magnitudes and dbias, bit for bit against NumPy, over shapes, dtypes and scalings."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quantize_oracle import (
+    E4M3,
+    E5M2,
+    LARGEST,
+    PAIRS,
+    assert_bits,
+    assert_dbias,
+    assert_quantized,
+    check,
+    oracle,
+    quantization_of,
+    quantize,
+    random_case,
+)
+
+from te_jax import ops, recipe
+from te_jax.testing import relative_error
+
+DTYPES = ("float32", "bfloat16", "float16")
+FORMATS = pytest.mark.parametrize("dtype_fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dtype_fp8"), [("float32", E4M3), ("bfloat16", E4M3), ("bfloat16", E5M2), ("float16", E5M2)], ids=str
+)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_copies(pair, dtype_fp8, dtype, implementation, rng):
+    x = random_case(rng, (2, 128, 384), dtype)
+    check(x, quantization_of(pair, dtype_fp8), implementation=implementation)
+
+
+@pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
+def test_power_of_two_scales(pair, implementation, rng):
+    x = random_case(rng, (200, 260), "bfloat16")
+    quantized = check(x, quantization_of(pair, power_of_two_scales=True), implementation=implementation)
+    mantissas, _ = np.frexp(np.asarray(quantized.scale_inv))
+    assert (mantissas == 0.5).all()
+
+
+@pytest.mark.parametrize("amax", [0.0, 1e-30, 3.0, 1e4, 1e38, np.inf, np.nan, 1e-40])
+def test_scale_from_a_given_amax(amax, implementation, rng):
+    """Delayed scaling: larger values saturate."""
+    x = random_case(rng, (130, 144), "float32")
+    quantized = check(x, quantization_of("tensor", E5M2), amax=amax, implementation=implementation)
+    assert np.abs(np.asarray(quantized.data).astype(np.float32)).max() <= LARGEST[E5M2]
+
+
+@pytest.mark.parametrize("copies", ["data", "transposed"])
+@pytest.mark.parametrize("pair", ["tensor", "row", "1x128 and square"])
+def test_one_copy(pair, copies, implementation, rng):
+    x = random_case(rng, (144, 256), "bfloat16")
+    check(x, quantization_of(pair), copies=copies, implementation=implementation)
+
+
+# Around tiles of 128 and vectors of 16; no size that blocks of 128 divide.
+sizes = st.sampled_from([1, 2, 7, 8, 15, 16, 17, 64, 127, 128, 129, 144, 256, 272]) | st.integers(1, 300)
+
+
+@given(
+    shape=st.tuples(sizes, sizes),
+    dtype=st.sampled_from(DTYPES),
+    dtype_fp8=st.sampled_from([E4M3, E5M2]),
+    pair=st.sampled_from(sorted(PAIRS)),
+    copies=st.sampled_from(["both", "data", "transposed"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_matrix(shape, dtype, dtype_fp8, pair, copies, seed, native_kernels):
+    x = random_case(np.random.default_rng(seed), shape, dtype)
+    check(x, quantization_of(pair, dtype_fp8), copies=copies, implementation="native")
+
+
+@pytest.mark.parametrize(
+    ("shape", "row_ndim"),
+    [((3, 4, 5), 1), ((3, 4, 5), 2), ((2, 3, 2, 5), 2), ((1, 1), 1), ((1, 130), 1), ((130, 1), 1), ((1, 7, 1, 3), 3)],
+)
+@pytest.mark.parametrize("pair", ["tensor", "row"])
+def test_groups_of_dimensions(pair, shape, row_ndim, implementation, rng):
+    check(random_case(rng, shape, "float32"), quantization_of(pair), row_ndim=row_ndim, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("shape", "row_ndim", "pair"),
+    [
+        ((2, 128, 70), 2, "1x128"),
+        ((70, 2, 128), 1, "1x128"),
+        ((2, 128, 3, 256), 2, "1x128"),
+        ((2, 128, 2, 128), 2, "128x128"),
+        ((2, 128, 60), 2, "128x128"),
+        ((60, 2, 128), 1, "1x128 and square"),
+    ],
+)
+def test_groups_of_dimensions_in_blocks(shape, row_ndim, pair, implementation, rng):
+    check(random_case(rng, shape, "bfloat16"), quantization_of(pair), row_ndim=row_ndim, implementation=implementation)
+
+
+def test_blocks_need_whole_groups_only_where_they_lie(implementation, rng):
+    x = random_case(rng, (3, 5, 200), "bfloat16")  # rows of 3 × 5 without blocks in them
+    check(x, quantization_of("1x128"), copies="data", implementation=implementation)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (2, 0, 128), (0, 0)])
+@pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
+def test_empty(pair, shape, implementation):
+    quantized, amax, dbias = quantize(
+        jnp.zeros(shape, jnp.bfloat16), quantization_of(pair), with_amax=True, with_dbias=True,
+        implementation=implementation,
+    )  # fmt: skip
+    assert quantized.shape == shape
+    assert quantized.transposed.shape == (shape[-1], *shape[:-1])
+    assert (np.asarray(quantized.scale_inv) == 1.0).all()
+    assert amax == 0.0
+    assert (np.asarray(dbias) == np.zeros(shape[-1])).all()
+
+
+# ------------------------------------------------------------------------------------------------------- special values
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@FORMATS
+@pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
+def test_values_that_are_not_finite(pair, dtype_fp8, dtype, implementation, rng):
+    """In one tile each: NaN, infinities, both. The fourth is untouched, and with blocks its scale is its own."""
+    x = np.array(random_case(rng, (256, 256), dtype, edges=0.0))
+    x[3, 5], x[77, 5] = np.nan, -np.nan
+    x[40, 200], x[41, 201] = np.inf, -np.inf
+    x[130:250, 17] = np.inf
+    x[200, 100] = np.nan
+    expected = oracle(x, quantization_of(pair, dtype_fp8))
+    quantized = check(jnp.asarray(x), quantization_of(pair, dtype_fp8), implementation=implementation)
+    codes = np.asarray(quantized.data).view(np.uint8)
+    assert codes[3, 5] == codes[77, 5] == 0x7F
+    assert (codes[40, 200], codes[41, 201]) == ((0x7F, 0x7F) if dtype_fp8 == E4M3 else (0x7C, 0xFC))
+    assert np.isnan(np.asarray(expected.amax))
+
+
+@pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
+@FORMATS
+def test_zeros_keep_their_sign(pair, dtype_fp8, implementation):
+    x = np.zeros((130, 140), np.float32)
+    x[::2, ::3] = -0.0
+    quantized = check(jnp.asarray(x), quantization_of(pair, dtype_fp8), implementation=implementation)
+    assert_bits(np.asarray(quantized.data).view(np.uint8), np.where(np.signbit(x), 0x80, 0).astype(np.uint8))
+    assert (np.asarray(quantized.scale_inv) == 1.0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pair", ["row", "1x128"])
+def test_every_magnitude(pair, dtype, implementation, rng):
+    """Rows of numbers around every power of two that float32 can hold, with subnormals between them."""
+    x = np.ldexp(rng.uniform(1, 2, (277, 130)), np.arange(-149, 128)[:, None]).astype(np.float32)
+    subnormal = np.array([1, 0x00400000, 0x007FFFFF, 0x80000001], np.uint32).view(np.float32)
+    x = np.where(rng.random(x.shape) < 0.1, rng.choice(subnormal, x.shape), x * rng.choice([-1, 1], x.shape))
+    x = jnp.asarray(x.astype(np.float32).astype(dtype))
+    quantized = check(x, quantization_of(pair), implementation=implementation)
+    scale_inv = np.asarray(quantized.scale_inv)
+    assert np.isfinite(scale_inv).all()
+    assert (scale_inv >= 2.0**-126).all()
+
+
+@pytest.mark.parametrize("exponent", [-149, -126, -119, 127])
+def test_tensors_of_tiny_and_huge_numbers(exponent, implementation, rng):
+    x = np.ldexp(rng.uniform(1, 2, (64, 130)) * rng.choice([-1, 1], (64, 130)), exponent)
+    check(jnp.asarray(x.astype(np.float32)), quantization_of("tensor"), implementation=implementation)
+
+
+def test_scales_are_divided_exactly(implementation, rng):
+    """A row for each of many magnitudes: the quotients are IEEE's."""
+    x = rng.integers(0x00800000, 0x7F800000, (4096, 1), dtype=np.uint32).view(np.float32)
+    check(jnp.asarray(x), quantization_of("row"), implementation=implementation)
+    check(jnp.asarray(x), quantization_of("row", E5M2), implementation=implementation)
+
+
+def test_every_code_comes_back(implementation):
+    call = functools.partial(quantize, implementation=implementation)
+    for dtype in (E4M3, E5M2):
+        values = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+        values = np.where(np.isnan(values), 0, values).reshape(16, 16)
+        quantized = call(jnp.asarray(values), quantization_of("tensor", dtype), amax=jnp.float32(LARGEST[dtype]))
+        assert_bits(quantized.dequantize(), values)
+
+
+@pytest.mark.parametrize(("dtype_fp8", "bound"), [(E4M3, 0.03), (E5M2, 0.06)], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
+def test_error_of_random_numbers(pair, dtype_fp8, bound, native_kernels, rng):
+    x = jnp.asarray(rng.standard_normal((256, 512)), jnp.bfloat16)
+    quantized = quantize(x, quantization_of(pair, dtype_fp8), implementation="native")
+    for copy in (quantized.without_transposed(), quantized.without_data()):
+        assert 0.01 < relative_error(copy.dequantize(), x) < bound
+
+
+# ------------------------------------------------------------------------------------------------------ transformations
+
+
+def test_results_on_request(implementation, rng):
+    x = random_case(rng, (128, 256), "bfloat16")
+    call = functools.partial(quantize, x, quantization_of("tensor"), implementation=implementation)
+    expected = oracle(x, quantization_of("tensor"))
+    assert_quantized(call(), expected)
+    quantized, amax = call(with_amax=True)
+    assert_quantized(quantized, expected)
+    assert_bits(amax, expected.amax)
+    _, dbias = call(with_dbias=True)
+    assert dbias.shape == (256,)
+    _, amax = call(with_amax=True, amax=jnp.float32(1.0))
+    assert_bits(amax, expected.amax)
+
+
+@pytest.mark.parametrize("pair", ["tensor", "row", "1x128 and square", "block and tensor"])
+def test_vmap(pair, implementation, rng):
+    """Every example is a tensor of its own."""
+    x = random_case(rng, (3, 2, 128, 160), "bfloat16")
+    quantization = quantization_of(pair)
+
+    @jax.jit
+    @jax.vmap
+    @jax.vmap
+    def run(x):
+        return ops.quantize(x, quantization, with_amax=True, with_dbias=True, implementation=implementation)
+
+    quantized, amax, dbias = run(x)
+    assert quantized.shape == x.shape
+    for i in range(3):
+        for j in range(2):
+            expected = oracle(x[i, j], quantization)
+            assert_quantized(jax.tree.map(lambda leaf: leaf[i, j], quantized), expected)  # noqa: B023
+            assert_bits(amax[i, j], expected.amax)
+            assert_dbias(dbias[i, j], x[i, j], expected)
+        value = jax.tree.map(lambda leaf: leaf[i], quantized).dequantize()  # noqa: B023
+        assert_bits(quantized.dequantize()[i], value)
+
+
+def test_vmap_over_given_amaxes(implementation, rng):
+    x = random_case(rng, (128, 32), "float32")
+    amaxes = jnp.asarray([1.0, 100.0, 0.0])
+    quantized = jax.vmap(
+        lambda amax: ops.quantize(x, quantization_of("tensor"), amax=amax, implementation=implementation)
+    )(amaxes)
+    for i, amax in enumerate(np.asarray(amaxes)):
+        assert_quantized(
+            jax.tree.map(lambda leaf: leaf[i], quantized), oracle(x, quantization_of("tensor"), amax=amax)  # noqa: B023
+        )  # fmt: skip
+
+
+def test_scan_and_remat(implementation, rng):
+    x = random_case(rng, (3, 130, 48), "bfloat16")
+    quantization = recipe.BlockScaling().quantization("activation")
+
+    @jax.checkpoint
+    def step(carry, x):
+        return carry, ops.quantize(x, quantization, implementation=implementation)
+
+    _, quantized = jax.jit(lambda x: jax.lax.scan(step, 0, x))(x)
+    for i in range(3):
+        assert_quantized(jax.tree.map(lambda leaf: leaf[i], quantized), oracle(x[i], quantization))  # noqa: B023
+
+
+def test_derivative_is_zero(implementation, rng):
+    """As that of every rounding: layers define their own."""
+    x = random_case(rng, (16, 32), "float32", edges=0.0)
+
+    def loss(x):
+        quantized = ops.quantize(x, quantization_of("tensor"), implementation=implementation)
+        return jnp.sum(quantized.dequantize()) + jnp.sum(x)
+
+    assert_bits(jax.jit(jax.grad(loss))(x), np.ones((16, 32), np.float32))

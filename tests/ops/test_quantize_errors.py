@@ -1,0 +1,109 @@
+"""Every refused argument is named, with its value and the rule; and what the handlers themselves refuse."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantize_oracle import E4M3, quantization_of
+
+from te_jax import native, ops
+from te_jax.recipe import CurrentScaling, Quantization
+
+X = jnp.zeros((4, 8), jnp.float32)
+TENSOR, ROW, BLOCK = (quantization_of(name) for name in ("tensor", "row", "1x128"))
+
+
+@pytest.mark.parametrize(
+    ("x", "quantization", "options", "message"),
+    [
+        (X.astype(jnp.int32), TENSOR, {}, "x has dtype int32; it must be float32, bfloat16 or float16"),
+        (X.astype(jnp.float8_e4m3fn), TENSOR, {}, "x has dtype float8_e4m3fn"),
+        (X[0], TENSOR, {}, "x has shape (8,); it needs at least two dimensions"),
+        (X[0, 0], TENSOR, {}, "x has shape ()"),
+        (X, TENSOR, {"row_ndim": 0}, "row_ndim is 0; for x of shape (4, 8) it must be in [1, 1]"),
+        (X, TENSOR, {"row_ndim": 2}, "row_ndim is 2"),
+        (X, TENSOR, {"row_ndim": 1.5}, "row_ndim is 1.5; it must be an integer"),
+        (X, TENSOR, {"copies": "rows"}, "copies is 'rows'; it must be one of"),
+        (X, CurrentScaling(), {}, "quantization is CurrentScaling("),
+        (X, "tensor", {}, "quantization is 'tensor'; it must be a Quantization"),
+        (X, Quantization(np.dtype(np.float16), "row", "row"), {}, "quantization has dtype float16"),
+        (X, Quantization(E4M3, "column", "row"), {}, "quantization has scaling 'column'; it must be one of"),
+        (X, Quantization(E4M3, "row", "none"), {}, "quantization has transposed_scaling 'none'"),
+        (X, TENSOR, {"amax": jnp.zeros(2)}, "amax has shape (2,) and dtype float32; it must be a float32 scalar"),
+        (X, TENSOR, {"amax": jnp.bfloat16(1)}, "amax has shape () and dtype bfloat16"),
+        (X, ROW, {"amax": jnp.float32(1)}, "amax is given, but quantization has scaling 'row'"),
+        (X, TENSOR, {"axis_name": {"row": "data"}}, "axis_name has keys ['row']; they must be out of"),
+        (jnp.zeros((3, 5, 8)), BLOCK, {}, "x has rows of shape (3, 5); blocks of 128 along them need"),
+        (jnp.zeros((3, 5, 8)), BLOCK, {"row_ndim": 1}, "x has cols of shape (5, 8); blocks of 128 along them need"),
+        (X, TENSOR, {"implementation": "cuda"}, "implementation is 'cuda'; it must be None,"),
+    ],
+)
+def test_message_names_argument_value_and_rule(x, quantization, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.quantize(x, quantization, **options)
+
+
+def test_errors_come_while_tracing():
+    with pytest.raises(ValueError, match="amax has shape"):
+        jax.eval_shape(lambda x: ops.quantize(x, TENSOR, amax=jnp.zeros(3)), X)
+
+
+def test_unknown_axis_name_is_named(implementation):
+    with pytest.raises(NameError, match="rows_axis"):
+        ops.quantize(X, TENSOR, axis_name="rows_axis", implementation=implementation)
+
+
+def test_numpy_arrays_and_numbers_are_taken(implementation):
+    x = np.arange(32, dtype=np.float32).reshape(4, 8)
+    quantized = ops.quantize(
+        x, TENSOR, row_ndim=np.int64(1), amax=np.float32(31), implementation=implementation
+    )  # fmt: skip
+    assert np.asarray(quantized.data).astype(np.float32).max() == 448.0
+
+
+F32, FP8 = np.float32, E4M3
+NONE = jax.ShapeDtypeStruct((0,), F32)
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "results", "attributes", "message"),
+    [
+        ("te_amax_tensor", [X], [((2,), F32)], {}, "te_amax_tensor: amax is F32[2]; it must have 1 elements"),
+        ("te_amax_tensor", [X.astype(np.int32)], [((), F32)], {}, "x is S32[4,8]; it must be float32"),
+        ("te_amax_tensor", [X], [((), F32)], {"batch_ndim": 2}, "x is F32[4,8]; it must have batch_ndim (2)"),
+        ("te_amax_rows", [X], [((8,), F32), ((8,), F32)], {}, "row_amax is F32[8]; it must have 4 elements"),
+    ],
+)
+def test_handlers_refuse(target, operands, results, attributes, message, native_kernels):
+    results = [jax.ShapeDtypeStruct(*result) for result in results]
+    attributes = {"row_ndim": 1, "batch_ndim": 0} | attributes
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)):
+        jax.block_until_ready(jax.jit(lambda *a: native.call(target, results, *a, **attributes))(*operands))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"data": ((4, 8), F32)}, "data is F32[4,8]; it must be float8_e4m3fn or float8_e5m2"),
+        ({"data": ((4, 7), FP8)}, "data is F8E4M3FN[4,7]; it must have 32 elements"),
+        ({"transposed": ((8, 4), jnp.float8_e5m2)}, "transposed is F8E5M2[8,4]; it must be of type F8E4M3FN"),
+        ({"data": ((0,), F32), "transposed": ((0,), F32)}, "data is F32[0]; it must be there where transposed is"),
+        ({"scale_inv": ((4,), F32)}, "scale_inv is F32[4]; it must have 1 elements"),
+        ({"dbias_partial": ((4, 8), F32)}, "dbias_partial is F32[4,8]; it must have 8 elements"),
+    ],
+)
+def test_quantizing_handler_refuses(changed, message, native_kernels):
+    results = {
+        "data": ((4, 8), FP8),
+        "transposed": ((8, 4), FP8),
+        "scale_inv": ((), F32),
+        "amax_out": ((0,), F32),
+        "dbias_partial": ((0,), F32),
+    } | changed
+    results = [jax.ShapeDtypeStruct(*result) for result in results.values()]
+    attributes = {"row_ndim": 1, "batch_ndim": 0, "power_of_two_scales": False}
+    run = jax.jit(lambda x: native.call("te_quantize_tensor", results, x, jnp.float32(1), **attributes))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)):
+        jax.block_until_ready(run(X))

@@ -1,0 +1,230 @@
+"""Quantization of sharded arrays: the scales are those of the whole array, and no array is gathered."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from quantize_oracle import E5M2, assert_bits, assert_dbias, assert_quantized, oracle, quantization_of, random_case
+
+from te_jax import ops
+from te_jax.testing import collectives
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SHAPE = (1024, 512)  # whole blocks on every one of 8 × 1 or 4 × 2 devices
+SPECS = {
+    "rows": P("data"),
+    "cols": P(None, "model"),
+    "both": P("data", "model"),
+    "rows over both": P(("data", "model")),
+    "replicated": P(),
+}
+axis_types = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+pairs = pytest.mark.parametrize("pair", ["tensor", "row", "1x128 and square"])
+
+
+def place(x, mesh, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def compiled_for(x, quantization, **options):
+    run = functools.partial(ops.quantize, with_amax=True, with_dbias=True, **options)
+    return jax.jit(lambda x: run(x, quantization)).lower(x).compile()
+
+
+def assert_exchanges_little(compiled, shape):
+    """Only all-reduces: for each local row and column a largest magnitude, and a sum for each local column."""
+    found = collectives(compiled)
+    assert {entry.kind for entry in found} <= {"all-reduce"}
+    assert sum(entry.elements for entry in found) <= shape[0] + 2 * shape[1] + 8, found
+
+
+def assert_same_bits_everywhere(x):
+    """All devices that hold the same part of an array hold the same bits."""
+    parts = {}
+    for shard in x.addressable_shards:
+        parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+    assert all(len(bits) == 1 for bits in parts.values())
+
+
+def assert_results(results, x, quantization, **options):
+    quantized, amax, dbias = results
+    expected = oracle(x, quantization, **options)
+    assert_quantized(quantized, expected)
+    assert_bits(amax, expected.amax)
+    assert_dbias(dbias, x, expected)
+    jax.tree.map(assert_same_bits_everywhere, results)
+
+
+@pairs
+@axis_types
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_meshes(spec, axis_type, pair, make_mesh, native_kernels, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    x, quantization = random_case(rng, SHAPE, "bfloat16"), quantization_of(pair)
+    placed = place(x, mesh, spec)
+    compiled = compiled_for(placed, quantization, implementation="native")
+    results = compiled(placed)
+    assert_results(results, x, quantization)
+    assert_exchanges_little(compiled, placed.sharding.shard_shape(SHAPE))
+    quantized = results[0]
+    rows, cols = (*spec, None, None)[:2]
+    assert quantized.data.sharding.is_equivalent_to(placed.sharding, 2)
+    assert quantized.transposed.sharding.is_equivalent_to(NamedSharding(mesh, P(cols, rows)), 2)
+    if pair == "row":
+        assert quantized.scale_inv.sharding.is_equivalent_to(NamedSharding(mesh, P(rows)), 1)
+    if pair == "1x128 and square":
+        assert quantized.scale_inv.sharding.is_equivalent_to(NamedSharding(mesh, P(cols, rows)), 2)
+        assert quantized.transposed_scale_inv.sharding.is_equivalent_to(NamedSharding(mesh, P(cols, rows)), 2)
+
+
+@axis_types
+@pytest.mark.parametrize("spec", [SPECS["both"], SPECS["rows over both"]], ids=["both", "rows"])
+def test_delayed_scaling_needs_no_exchange(spec, axis_type, make_mesh, native_kernels, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    x, quantization = random_case(rng, SHAPE, "bfloat16"), quantization_of("tensor", E5M2)
+    placed = place(x, mesh, spec)
+    amax = place(jnp.float32(3.0), mesh, P())
+    run = jax.jit(lambda x, amax: ops.quantize(x, quantization, amax=amax, implementation="native"))
+    compiled = run.lower(placed, amax).compile()
+    assert collectives(compiled) == []
+    assert_quantized(compiled(placed, amax), oracle(x, quantization, amax=3.0))
+
+
+@axis_types
+@pytest.mark.parametrize("shape", [(1024, 136), (264, 512)], ids=["short cols", "cut rows"])
+def test_dimensions_whose_blocks_would_be_cut_are_gathered(shape, axis_type, make_mesh, native_kernels, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    x, quantization = random_case(rng, shape, "bfloat16"), quantization_of("1x128 and square")
+    placed = place(x, mesh, P("data", "model"))
+    compiled = compiled_for(placed, quantization, implementation="native")
+    assert "all-gather" in {entry.kind for entry in collectives(compiled)}
+    assert_results(compiled(placed), x, quantization)
+    # Without blocks in them, rows may be split anywhere.
+    run = jax.jit(lambda x: ops.quantize(x, quantization, copies="data", implementation="native"))
+    rows_split = place(x, mesh, P("data"))
+    compiled = run.lower(rows_split).compile()
+    assert collectives(compiled) == []
+    assert_quantized(compiled(rows_split), oracle(x, quantization, copies="data"))
+
+
+@pairs
+@pytest.mark.parametrize("axis_types", [(EXPLICIT, AUTO), (AUTO, EXPLICIT)], ids=["explicit rows", "explicit cols"])
+def test_mixed_mesh(axis_types, pair, make_mesh, native_kernels, rng):
+    mesh = make_mesh(dict(zip(("data", "model"), axis_types, strict=True)))
+    x, quantization = random_case(rng, SHAPE, "float32"), quantization_of(pair)
+    placed = place(x, mesh, P("data", "model"))
+    compiled = compiled_for(placed, quantization, implementation="native")
+    assert_results(compiled(placed), x, quantization)
+    assert_exchanges_little(compiled, placed.sharding.shard_shape(SHAPE))
+
+
+@pairs
+@axis_types
+def test_groups_of_sharded_dimensions(axis_type, pair, make_mesh, native_kernels, rng):
+    """A batch of sequences, both sharded, and heads."""
+    mesh = make_mesh({"data": axis_type, "sequence": axis_type, "model": axis_type})
+    x, quantization = random_case(rng, (4, 256, 2, 128), "bfloat16"), quantization_of(pair)
+    placed = place(x, mesh, P("data", "sequence", "model"))
+    compiled = compiled_for(placed, quantization, row_ndim=2, implementation="native")
+    assert_results(compiled(placed), x, quantization, row_ndim=2)
+    assert_exchanges_little(compiled, (2 * 128, 128))
+
+
+@pairs
+@pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
+def test_shard_map(check_vma, pair, make_mesh, implementation, rng):
+    mesh = make_mesh({"data": AUTO, "model": AUTO})
+    x, quantization = random_case(rng, SHAPE, "bfloat16"), quantization_of(pair)
+    quantized = ops.quantize(jnp.zeros((128, 128), x.dtype), quantization)
+    scales = {"tensor": (P(), P()), "row": (P("data"), P("model"))}.get(pair, (P("model", "data"), P("model", "data")))
+    specs = [P("data", "model"), scales[0], P("model", "data"), scales[1]]
+    out_specs = (jax.tree.unflatten(jax.tree.structure(quantized), specs), P(), P("model"))
+
+    def local(x):
+        axes = {"rows": "data", "cols": "model"}
+        return ops.quantize(
+            x, quantization, axis_name=axes, with_amax=True, with_dbias=True, implementation=implementation
+        )
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=P("data", "model"), out_specs=out_specs, check_vma=check_vma)
+    placed = place(x, mesh, P("data", "model"))
+    compiled = jax.jit(run).lower(placed).compile()
+    assert_results(compiled(placed), x, quantization)
+    assert_exchanges_little(compiled, placed.sharding.shard_shape(SHAPE))
+
+
+def test_shard_map_without_axis_name_means_arrays_of_their_own(make_mesh, implementation, rng):
+    mesh = make_mesh({"data": AUTO, "model": AUTO})
+    count = mesh.shape["data"]
+    x, quantization = random_case(rng, (count, 64, 48), "bfloat16"), quantization_of("tensor")
+    out_specs = jax.tree.map(lambda _: P("data"), ops.quantize(jnp.zeros((2, 2), x.dtype), quantization))
+
+    def local(x):
+        return jax.tree.map(lambda leaf: leaf[None], ops.quantize(x[0], quantization, implementation=implementation))
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=out_specs))
+    quantized = run(x)
+    for i in range(count):
+        assert_quantized(jax.tree.map(lambda leaf: np.asarray(leaf)[i], quantized), oracle(x[i], quantization))  # noqa: B023
+
+
+def test_names_of_axes(make_mesh, implementation, rng):
+    """A name alone is about rows; several axes may split one group."""
+    mesh = make_mesh({"data": AUTO, "model": AUTO})
+    x, quantization = random_case(rng, SHAPE, "float32"), quantization_of("tensor")
+    for spec, axis_name in (
+        (P("data"), "data"),
+        (P(("data", "model")), ("data", "model")),
+        (P(None, ("model", "data")), {"cols": ("model", "data")}),
+    ):
+        run = jax.shard_map(
+            lambda x, axis_name=axis_name: ops.quantize(
+                x, quantization, axis_name=axis_name, copies="data", with_dbias=True, implementation=implementation
+            )[1],
+            mesh=mesh, in_specs=spec, out_specs=P(*(*spec, None)[1:2]),
+        )  # fmt: skip
+        assert_dbias(jax.jit(run)(x), x, oracle(x, quantization))
+
+
+@axis_types
+def test_vmap_of_sharded_arrays(axis_type, make_mesh, native_kernels, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    x, quantization = random_case(rng, (8, 128, 256), "bfloat16"), quantization_of("1x128 and square")
+    placed = place(x, mesh, P("data", None, "model"))
+    run = jax.jit(jax.vmap(functools.partial(ops.quantize, quantization=quantization, implementation="native")))
+    compiled = run.lower(placed).compile()
+    assert collectives(compiled) == []
+    quantized = compiled(placed)
+    for i in (0, 7):
+        assert_quantized(jax.tree.map(lambda leaf: np.asarray(leaf)[i], quantized), oracle(x[i], quantization))  # noqa: B023
+
+
+@axis_types
+def test_largest_magnitudes_of_shards_keep_nan(axis_type, make_mesh, native_kernels, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    x = np.array(random_case(rng, (256, 256), "float32", edges=0.0))
+    x[3, 7], x[200, 100] = np.nan, np.inf
+    for pair in ("tensor", "row"):
+        quantization = quantization_of(pair, E5M2)
+        quantized, amax = ops.quantize(
+            place(jnp.asarray(x), mesh, P("data", "model")), quantization, with_amax=True, implementation="native"
+        )
+        assert_quantized(quantized, oracle(x, quantization))
+        assert_bits(amax, np.float32(np.nan))
+
+
+@pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
+@axis_types
+def test_reference_of_sharded_arrays(axis_type, pair, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    quantization = quantization_of(pair)
+    for shape, spec in ((SHAPE, P("data", "model")), ((264, 136), P("data", "model")), (SHAPE, P(("data", "model")))):
+        x = random_case(rng, shape, "bfloat16")
+        results = ops.quantize(
+            place(x, mesh, spec), quantization, with_amax=True, with_dbias=True, implementation="reference"
+        )
+        assert_results(results, x, quantization)
