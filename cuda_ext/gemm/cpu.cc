@@ -1,0 +1,405 @@
+// The result is cut into tiles, and XLA's pool of threads shares them out. A thread turns the panels of both operands
+// that its tile needs into float32, 256 summed values at a time, and multiplies them by the BLAS that scipy brings.
+// Scales of tensors and rows are applied to the result, those of blocks to the panels. A panel of 256 × 256 values is
+// converted once for 256 multiplications of each value, and all three stay in the L2 cache.
+//
+// The BLAS has threads too. It is given products of 64 × 64 × 64 values, for which OpenBLAS, which scipy's wheels hold,
+// never wakes them: all parallelism is that of XLA's pool, neither oversubscribes the other, no call waits for another,
+// and the order of sums does not depend on how many threads there are. At this size one thread reaches 80% of what
+// large products reach (81 of 102 GFLOP/s measured on an AMD EPYC).
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "common/cpu_float.h"
+#include "common/cpu_math.h"
+#include "common/fp8.h"
+#include "gemm/gemm.h"
+
+namespace te::gemm {
+namespace {
+
+constexpr int64_t kLargestTile = 256;
+constexpr int64_t kSmallestTile = 64;
+constexpr int64_t kDepth = 256;       // summed values of a panel: a multiple of blocks
+constexpr int64_t kEnoughTiles = 64;  // for all threads to have some; fewer are cut smaller
+constexpr int64_t kBlasTile = 64;
+
+// ------------------------------------------------------------------------------------------------------- the BLAS
+
+using Sgemm = void (*)(char*, char*, int*, int*, int*, float*, float*, int*, float*, int*, float*, float*, int*);
+
+struct Blas {
+  Sgemm sgemm;
+  std::string problem;
+};
+
+std::atomic<const Blas*> blas{nullptr};
+
+// "void (char *, int *, …)" → {"void", "char *", "int *", …}, where Cython's names of single precision become "float".
+std::vector<std::string> TypesOf(const std::string& signature) {
+  std::vector<std::string> types{""};
+  for (const char c : signature) {
+    if (c == '(' || c == ',') {
+      types.emplace_back();
+    } else if (c != ' ' && c != ')') {
+      types.back() += c;
+    }
+  }
+  for (std::string& type : types) {
+    if (type.ends_with("cython_blas_s*")) type = "float*";
+  }
+  return types;
+}
+
+// --------------------------------------------------------------------------------------------------- scratch memory
+
+struct Deleter {
+  void operator()(float* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
+};
+using Memory = std::unique_ptr<float[], Deleter>;
+
+// Scratch memory of a call. It is kept for the next one: as many as ever ran at the same time.
+class Scratch {
+ public:
+  explicit Scratch(size_t count) {
+    {
+      const std::lock_guard lock(mutex());
+      if (!kept().empty()) {
+        memory_ = std::move(kept().back());
+        kept().pop_back();
+      }
+    }
+    if (memory_.second < count) {
+      memory_.first.reset(static_cast<float*>(::operator new[](count * sizeof(float), std::align_val_t{64})));
+      memory_.second = count;
+    }
+    next_ = memory_.first.get();
+  }
+  ~Scratch() {
+    const std::lock_guard lock(mutex());
+    kept().push_back(std::move(memory_));
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  float* Take(int64_t count) { return std::exchange(next_, next_ + count); }
+
+ private:
+  using Sized = std::pair<Memory, size_t>;
+  static std::mutex& mutex() {
+    static auto* mutex = new std::mutex;
+    return *mutex;
+  }
+  static std::vector<Sized>& kept() {
+    static auto* kept = new std::vector<Sized>;
+    return *kept;
+  }
+
+  Sized memory_{};
+  float* next_;
+};
+
+// ------------------------------------------------------------------------------------------------------ inner loops
+
+#define TE_JAX_LOAD(T)                                                                         \
+  TE_JAX_CLONES void Load##T(const T* in, int64_t count, float scale, float* __restrict out) { \
+    _Pragma("omp simd") for (int64_t i = 0; i < count; ++i) out[i] = ToFloat(in[i]) * scale;   \
+  }
+TE_JAX_LOAD(Float32)
+TE_JAX_LOAD(BFloat16)
+TE_JAX_LOAD(Float16)
+#undef TE_JAX_LOAD
+
+#define TE_JAX_LOAD_FP8(F)                                                                           \
+  TE_JAX_CLONES void Load##F(const uint8_t* in, int64_t count, float scale, float* __restrict out) { \
+    _Pragma("omp simd") for (int64_t i = 0; i < count; ++i) out[i] = DecodeFp8<F>(in[i]) * scale;    \
+  }
+TE_JAX_LOAD_FP8(E4M3)
+TE_JAX_LOAD_FP8(E5M2)
+#undef TE_JAX_LOAD_FP8
+
+#define TE_JAX_STORE(T)                                                               \
+  TE_JAX_CLONES void Store##T(const float* x, int64_t count, T* __restrict out) {     \
+    _Pragma("omp simd") for (int64_t i = 0; i < count; ++i) FromFloat(x[i], out + i); \
+  }
+TE_JAX_STORE(Float32)
+TE_JAX_STORE(BFloat16)
+TE_JAX_STORE(Float16)
+#undef TE_JAX_STORE
+
+#define TE_JAX_STORE_FP8(F)                                                                          \
+  TE_JAX_CLONES void Store##F(const float* x, int64_t count, float scale, uint8_t* __restrict out) { \
+    _Pragma("omp simd") for (int64_t i = 0; i < count; ++i) out[i] = EncodeFp8<F>(x[i], scale);      \
+  }
+TE_JAX_STORE_FP8(E4M3)
+TE_JAX_STORE_FP8(E5M2)
+#undef TE_JAX_STORE_FP8
+
+TE_JAX_CLONES void Multiply(float* x, int64_t count, float factor) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
+}
+
+TE_JAX_CLONES void MultiplyByEach(float* x, int64_t count, const float* factors) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) x[i] *= factors[i];
+}
+
+TE_JAX_CLONES void Add(float* x, int64_t count, const float* y) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) x[i] += y[i];
+}
+
+// 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u)), without the cancellation.
+TE_JAX_INLINE float Gate(float x) {
+  const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+  const float exponent = -2.0f * u;
+  return 1.0f / (1.0f + Exp(exponent < 79.0f ? exponent : 79.0f));
+}
+
+TE_JAX_CLONES void Gelu(float* x, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) x[i] *= Gate(x[i]);
+}
+
+TE_JAX_CLONES void MultiplyByGeluDerivative(float* x, int64_t count, const float* preactivation) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const float y = preactivation[i];
+    const float gate = Gate(y);
+    const float slope = 0.7978845608028654f * (1.0f + 3.0f * 0.044715f * y * y);
+    x[i] *= gate + 2.0f * y * gate * (1.0f - gate) * slope;
+  }
+}
+
+// The largest magnitude as its bits: their order puts NaN above infinity.
+TE_JAX_CLONES uint32_t LargestMagnitude(const float* x, int64_t count) {
+  uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t magnitude = FloatBits(x[i]) & 0x7fffffffu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest;
+}
+
+void Load(Type type, const void* base, int64_t offset, int64_t count, float scale, float* out) {
+  const void* in = static_cast<const char*>(base) + offset * SizeOf(type);
+  switch (type) {
+    case Type::kFloat32:
+      return LoadFloat32(static_cast<const Float32*>(in), count, scale, out);
+    case Type::kBFloat16:
+      return LoadBFloat16(static_cast<const BFloat16*>(in), count, scale, out);
+    case Type::kFloat16:
+      return LoadFloat16(static_cast<const Float16*>(in), count, scale, out);
+    case Type::kE4M3:
+      return LoadE4M3(static_cast<const uint8_t*>(in), count, scale, out);
+    case Type::kE5M2:
+      return LoadE5M2(static_cast<const uint8_t*>(in), count, scale, out);
+  }
+}
+
+// The scale is that of FP8 types.
+void Store(Type type, const float* x, int64_t count, float scale, void* base, int64_t offset) {
+  void* out = static_cast<char*>(base) + offset * SizeOf(type);
+  switch (type) {
+    case Type::kFloat32:
+      return StoreFloat32(x, count, static_cast<Float32*>(out));
+    case Type::kBFloat16:
+      return StoreBFloat16(x, count, static_cast<BFloat16*>(out));
+    case Type::kFloat16:
+      return StoreFloat16(x, count, static_cast<Float16*>(out));
+    case Type::kE4M3:
+      return StoreE4M3(x, count, scale, static_cast<uint8_t*>(out));
+    case Type::kE5M2:
+      return StoreE5M2(x, count, scale, static_cast<uint8_t*>(out));
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- tiles
+
+struct Range {
+  int64_t begin;
+  int64_t count;
+};
+
+Range RangeAt(int64_t index, int64_t step, int64_t size) { return {index * step, std::min(step, size - index * step)}; }
+
+// A float32 matrix of outer by summed values, row-major, or of summed by outer ones, as its operand is.
+struct Panel {
+  const float* data;
+  int64_t stride;
+  bool summed_first;
+
+  const float* At(int64_t outer, int64_t summed) const {
+    return data + (summed_first ? summed * stride + outer : outer * stride + summed);
+  }
+};
+
+// Blocks of 128 summed values, of one outer value or of 128.
+struct BlockScales {
+  const float* data;
+  int64_t outer_stride;
+  int64_t block_stride;
+  int64_t outer_per_scale;
+
+  float At(int64_t outer, int64_t summed) const {
+    return data[outer / outer_per_scale * outer_stride + summed / kBlockSize * block_stride];
+  }
+};
+
+Panel LoadPanel(const Operand& operand, int64_t outer_size, int64_t summed_size, Range outer, Range summed,
+                const BlockScales* scales, float* out) {
+  const bool summed_first = operand.summed_first;
+  const Range rows = summed_first ? summed : outer, columns = summed_first ? outer : summed;
+  const int64_t stride = summed_first ? outer_size : summed_size;
+  const int64_t step = scales == nullptr ? columns.count : kBlockSize;
+  for (int64_t row = 0; row < rows.count; ++row) {
+    for (int64_t i = 0; i < columns.count; i += step) {
+      const float scale = scales == nullptr ? 1.0f : scales->At(rows.begin + row, columns.begin + i);
+      Load(operand.type, operand.data, (rows.begin + row) * stride + columns.begin + i,
+           std::min(step, columns.count - i), scale, out + row * columns.count + i);
+    }
+  }
+  return {out, columns.count, summed_first};
+}
+
+// sums [m, n] (+)= A [m, k] B [n, k], row-major. Fortran sees every matrix transposed.
+void MultiplyPanels(Sgemm multiply, const Panel& a, const Panel& b, int64_t m, int64_t n, int64_t k, bool add,
+                    float* sums) {
+  char b_operation = b.summed_first ? 'N' : 'T', a_operation = a.summed_first ? 'T' : 'N';
+  int a_stride = static_cast<int>(a.stride), b_stride = static_cast<int>(b.stride), stride = static_cast<int>(n);
+  float alpha = 1.0f;
+  for (int64_t summed = 0; summed < k; summed += kBlasTile) {
+    int depth = static_cast<int>(std::min(kBlasTile, k - summed));
+    float beta = add || summed > 0 ? 1.0f : 0.0f;
+    for (int64_t row = 0; row < m; row += kBlasTile) {
+      int columns = static_cast<int>(std::min(kBlasTile, m - row));
+      for (int64_t column = 0; column < n; column += kBlasTile) {
+        int rows = static_cast<int>(std::min(kBlasTile, n - column));
+        multiply(&b_operation, &a_operation, &rows, &columns, &depth, &alpha, const_cast<float*>(b.At(column, summed)),
+                 &b_stride, const_cast<float*>(a.At(row, summed)), &a_stride, &beta, sums + row * n + column, &stride);
+      }
+    }
+  }
+}
+
+// What is done to tiles [rows, columns] of sums, and where they go.
+class Finish {
+ public:
+  explicit Finish(const Problem& problem) : p_(problem) {
+    if (p_.d_type == Type::kE4M3) d_scale_ = ScaleOf<E4M3>(*p_.amax_in, p_.power_of_two_scale);
+    if (p_.d_type == Type::kE5M2) d_scale_ = ScaleOf<E5M2>(*p_.amax_in, p_.power_of_two_scale);
+  }
+
+  void Tile(float* sums, Range rows, Range columns) {
+    uint32_t largest = 0;
+    for (int64_t row = 0; row < rows.count; ++row) {
+      Row(sums + row * columns.count, rows.begin + row, columns, largest);
+    }
+    uint32_t known = largest_.load();
+    while (known < largest && !largest_.compare_exchange_weak(known, largest)) {
+    }
+  }
+
+  void Scalars() const {
+    if (!IsFp8(p_.d_type)) return;
+    const uint32_t largest = largest_.load();
+    *p_.amax_out = FloatFromBits(largest > kFloatInfinityBits ? 0x7fc00000u : largest);
+    *p_.d_scale_inv = 1.0f / d_scale_;
+  }
+
+ private:
+  void Row(float* x, int64_t row, Range columns, uint32_t& largest) const {
+    const int64_t offset = row * p_.n + columns.begin;
+    const Type side = SideType(p_.d_type);
+    float other[kLargestTile];
+    if (p_.scaling == Scaling::kTensor) {
+      Multiply(x, columns.count, *p_.a.scales * *p_.b.scales);
+    } else if (p_.scaling == Scaling::kRow) {
+      Multiply(x, columns.count, p_.a.scales[row]);
+      MultiplyByEach(x, columns.count, p_.b.scales + columns.begin);
+    }
+    if (p_.accumulator != nullptr) {
+      Load(p_.d_type, p_.accumulator, offset, columns.count, 1.0f, other);
+      Add(x, columns.count, other);
+    }
+    if (p_.bias != nullptr) {
+      Load(side, p_.bias, columns.begin, columns.count, 1.0f, other);
+      Add(x, columns.count, other);
+    }
+    if (p_.aux_out != nullptr) Store(side, x, columns.count, 1.0f, p_.aux_out, offset);
+    if (p_.epilogue == Epilogue::kGelu) {
+      Gelu(x, columns.count);
+    } else if (p_.epilogue == Epilogue::kDgelu) {
+      Load(side, p_.aux_in, offset, columns.count, 1.0f, other);
+      MultiplyByGeluDerivative(x, columns.count, other);
+    }
+    if (IsFp8(p_.d_type)) largest = std::max(largest, LargestMagnitude(x, columns.count));
+    Store(p_.d_type, x, columns.count, d_scale_, p_.d, offset);
+  }
+
+  const Problem& p_;
+  float d_scale_ = 1.0f;
+  std::atomic<uint32_t> largest_{0};
+};
+
+int64_t TileSize(int64_t m, int64_t n) {
+  int64_t size = kLargestTile;
+  auto tiles = [&] { return ((m + size - 1) / size) * ((n + size - 1) / size); };
+  while (size > kSmallestTile && tiles() < kEnoughTiles) size /= 2;
+  return size;
+}
+
+}  // namespace
+
+void UseSgemm(void* function, std::string signature) {
+  static const std::vector<std::string> kTypes = {"void",   "char*", "char*",  "int*", "int*",   "int*",   "float*",
+                                                  "float*", "int*",  "float*", "int*", "float*", "float*", "int*"};
+  const bool fits = function != nullptr && TypesOf(signature) == kTypes;
+  // Never freed: another thread may be multiplying.
+  blas = fits ? new Blas{reinterpret_cast<Sgemm>(function), ""} : new Blas{nullptr, "its sgemm is " + signature};
+}
+
+Status Run(const Executor& executor, const Problem& p) {
+  const Blas* known = blas;
+  if (known == nullptr || known->sgemm == nullptr) {
+    return Status::Failed("scipy's BLAS cannot be used (" + (known ? known->problem : "it exports no sgemm") +
+                          "); install another scipy, or use implementation='reference'");
+  }
+  const int64_t k_blocks = (p.k + kBlockSize - 1) / kBlockSize;
+  const BlockScales a_blocks{p.a.scales, 1, p.m, 1}, b_blocks{p.b.scales, k_blocks, 1, kBlockSize};
+  const bool blocks = p.scaling == Scaling::kBlock;
+  const int64_t tile = TileSize(p.m, p.n);
+  const int64_t tiles_along_n = (p.n + tile - 1) / tile, tiles_along_m = (p.m + tile - 1) / tile;
+
+  Finish finish(p);
+  executor.ParallelFor(tiles_along_m * tiles_along_n, 1, [&](int64_t begin, int64_t end) {
+    Scratch scratch(2 * tile * kDepth + tile * tile);
+    float* a_scratch = scratch.Take(tile * kDepth);
+    float* b_scratch = scratch.Take(tile * kDepth);
+    float* sums = scratch.Take(tile * tile);
+    for (int64_t i = begin; i < end; ++i) {
+      const Range rows = RangeAt(i / tiles_along_n, tile, p.m), columns = RangeAt(i % tiles_along_n, tile, p.n);
+      if (p.k == 0) std::memset(sums, 0, rows.count * columns.count * sizeof(float));
+      for (int64_t k = 0; k < p.k; k += kDepth) {
+        const Range summed = RangeAt(k / kDepth, kDepth, p.k);
+        const Panel a = LoadPanel(p.a, p.m, p.k, rows, summed, blocks ? &a_blocks : nullptr, a_scratch);
+        const Panel b = LoadPanel(p.b, p.n, p.k, columns, summed, blocks ? &b_blocks : nullptr, b_scratch);
+        MultiplyPanels(known->sgemm, a, b, rows.count, columns.count, summed.count, k > 0, sums);
+      }
+      finish.Tile(sums, rows, columns);
+    }
+  });
+  finish.Scalars();
+  return Status::Ok();
+}
+
+}  // namespace te::gemm

@@ -1,0 +1,210 @@
+#include <array>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "common/cuda_status.h"
+#include "common/fp8.h"
+#include "common/lru_cache.h"
+#include "gemm/cublaslt.h"
+#include "gemm/cublaslt_plan.h"
+#include "gemm/cublaslt_tuning.h"
+
+namespace te::gemm::cublaslt {
+namespace {
+
+constexpr size_t kPlansPerDevice = 1024;
+constexpr int kMostDevices = 64;
+constexpr int64_t kAlignment = 256;
+
+// ------------------------------------------------------------------------------------------------------- workspace
+
+// The workspace begins with scalars, each on 16 bytes of its own; the rest, aligned, is cuBLASLt's.
+struct Workspace {
+  struct alignas(16) Scalar {
+    float value;
+  };
+  struct Scalars {
+    Scalar a_scale_inv, b_scale_inv, d_scale, amax;
+  };
+  Scalars* scalars;
+  void* rest;
+  int64_t rest_bytes;
+};
+
+Status Divide(const Problem& problem, Workspace& workspace) {
+  constexpr int64_t kReserved = 2 * kAlignment;  // for the scalars, and for what alignment costs
+  if (problem.workspace_bytes < kReserved) return Status::Failed("the workspace is smaller than 512 bytes");
+  const auto begin = (reinterpret_cast<uintptr_t>(problem.workspace) + kAlignment - 1) / kAlignment * kAlignment;
+  workspace = {reinterpret_cast<Workspace::Scalars*>(begin), reinterpret_cast<void*>(begin + kAlignment),
+               problem.workspace_bytes - kReserved};
+  return Status::Ok();
+}
+
+__global__ void Copy(const float* from, float* to) { *to = *from; }
+
+__global__ void StartFp8Result(const float* amax_in, bool e4m3, bool power_of_two, float* scale, float* scale_inv,
+                               float* amax) {
+  *scale = e4m3 ? ScaleOf<E4M3>(*amax_in, power_of_two) : ScaleOf<E5M2>(*amax_in, power_of_two);
+  *scale_inv = Quotient(1.0f, *scale);
+  *amax = 0.0f;
+}
+
+bool IsAligned(const float* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+Arrays ArraysOf(const Problem& p, const Workspace& workspace) {
+  Workspace::Scalars& scalars = *workspace.scalars;
+  return {p.a.data,
+          p.b.data,
+          p.accumulator,
+          p.bias,
+          p.epilogue == Epilogue::kDgelu ? p.aux_in : p.aux_out,
+          p.d,
+          IsAligned(p.a.scales) ? p.a.scales : &scalars.a_scale_inv.value,
+          IsAligned(p.b.scales) ? p.b.scales : &scalars.b_scale_inv.value,
+          &scalars.d_scale.value,
+          IsAligned(p.amax_out) ? p.amax_out : &scalars.amax.value,
+          workspace.rest};
+}
+
+// ----------------------------------------------------------------------------------------------------------- plans
+
+struct Device {
+  cublasLtHandle_t handle = nullptr;
+  std::string kind;  // GPUs of one kind get the same suggestions in the same order
+  LruCache<Key, Plan, HashOfKey> plans{kPlansPerDevice};
+};
+
+// Never freed: threads may still be launching while the process ends.
+Status DeviceOf(int ordinal, Device*& device) {
+  static auto* mutex = new std::mutex;
+  static auto* devices = new std::array<std::unique_ptr<Device>, kMostDevices>;
+  if (ordinal < 0 || ordinal >= kMostDevices) {
+    return Status::Failed("device " + std::to_string(ordinal) + " is beyond the 64 that are provided for");
+  }
+  const std::lock_guard lock(*mutex);
+  std::unique_ptr<Device>& place = (*devices)[ordinal];
+  if (place == nullptr) {
+    auto made = std::make_unique<Device>();
+    cudaDeviceProp properties{};
+    Status known = Check(cudaGetDeviceProperties(&properties, ordinal), "cudaGetDeviceProperties");
+    if (!known.ok()) return known;
+    made->kind = std::string(properties.name) + ", " + std::to_string(properties.multiProcessorCount);
+    if (Status status = Check(cublasLtCreate(&made->handle), "cublasLtCreate"); !status.ok()) return status;
+    place = std::move(made);
+  }
+  device = place.get();
+  return Status::Ok();
+}
+
+// What was found fastest, for all GPUs of one kind: on the same values they must compute the same bits, or replicas
+// would drift apart.
+struct Choices {
+  using KindAndKey = std::pair<std::string, Key>;
+  struct Hash {
+    size_t operator()(const KindAndKey& key) const {
+      return HashOfKey()(key.second) ^ std::hash<std::string>()(key.first);
+    }
+  };
+  LruCache<KindAndKey, size_t, Hash> algorithms{kPlansPerDevice};
+  std::mutex searching;  // one search at a time: the second thread finds what the first one found
+};
+
+Choices& TheChoices() {
+  static auto* choices = new Choices;
+  return *choices;
+}
+
+void ChooseAlgorithm(Device& device, Plan& plan) {
+  const Choices::KindAndKey key{device.kind, plan.key()};
+  std::shared_ptr<size_t> known = TheChoices().algorithms.Find(key);
+  if (known == nullptr) {
+    known = std::make_shared<size_t>(FastestAlgorithm(device.handle, plan));
+    TheChoices().algorithms.Insert(key, known);
+  }
+  plan.Choose(*known);
+}
+
+// The plan for a key. Where it has to be searched for, candidates are timed only if `tune`; where that was put off
+// before, it is made up for.
+Status FindPlan(Device& device, const Key& key, const Arrays& arrays, bool tune, std::shared_ptr<Plan>& plan) {
+  auto suffices = [&] { return plan != nullptr && (plan->settled || !tune); };
+  plan = device.plans.Find(key);
+  if (suffices()) return Status::Ok();
+  const std::lock_guard lock(TheChoices().searching);
+  plan = device.plans.Find(key);
+  if (suffices()) return Status::Ok();
+  std::unique_ptr<Plan> made;
+  if (Status status = Plan::Make(device.handle, key, arrays, made); !status.ok()) return status;
+  if (tune) ChooseAlgorithm(device, *made);
+  made->settled = tune || !key.autotune;
+  plan = std::move(made);
+  device.plans.Insert(key, plan);
+  return Status::Ok();
+}
+
+// The stream's device is current while this lives.
+class ScopedDevice {
+ public:
+  explicit ScopedDevice(cudaStream_t stream) {
+    if (cudaGetDevice(&before_) != cudaSuccess || cudaStreamGetDevice(stream, &ordinal_) != cudaSuccess) return;
+    if (ordinal_ != before_ && cudaSetDevice(ordinal_) != cudaSuccess) ordinal_ = -1;
+  }
+  ~ScopedDevice() {
+    if (ordinal_ != before_) cudaSetDevice(before_);
+  }
+  ScopedDevice(const ScopedDevice&) = delete;
+  ScopedDevice& operator=(const ScopedDevice&) = delete;
+  int ordinal() const { return ordinal_; }
+
+ private:
+  int before_ = -1;
+  int ordinal_ = -1;
+};
+
+}  // namespace
+
+Status Run(cudaStream_t stream, const Problem& p) {
+  Workspace workspace{};
+  if (Status status = Divide(p, workspace); !status.ok()) return status;
+  int ordinal = -1;
+  if (Status status = Check(cudaGetDevice(&ordinal), "cudaGetDevice"); !status.ok()) return status;
+  Device* device = nullptr;
+  if (Status status = DeviceOf(ordinal, device); !status.ok()) return status;
+  const Arrays arrays = ArraysOf(p, workspace);
+  std::shared_ptr<Plan> plan;
+  const Key key = KeyOf(p, arrays, workspace.rest_bytes);
+  if (Status status = FindPlan(*device, key, arrays, /*tune=*/false, plan); !status.ok()) return status;
+
+  // Scalars of a batch are not aligned.
+  if (arrays.a_scale_inv != p.a.scales) Copy<<<1, 1, 0, stream>>>(p.a.scales, &workspace.scalars->a_scale_inv.value);
+  if (arrays.b_scale_inv != p.b.scales) Copy<<<1, 1, 0, stream>>>(p.b.scales, &workspace.scalars->b_scale_inv.value);
+  if (IsFp8(p.d_type)) {
+    StartFp8Result<<<1, 1, 0, stream>>>(p.amax_in, p.d_type == Type::kE4M3, p.power_of_two_scale,
+                                        &workspace.scalars->d_scale.value, p.d_scale_inv, arrays.amax);
+  }
+  if (Status status = Check(cudaGetLastError(), "kernel launch"); !status.ok()) return status;
+  if (Status status = plan->Launch(device->handle, arrays, stream); !status.ok()) return status;
+  if (IsFp8(p.d_type) && arrays.amax != p.amax_out) Copy<<<1, 1, 0, stream>>>(arrays.amax, p.amax_out);
+  return Check(cudaGetLastError(), "kernel launch");
+}
+
+Status Prepare(cudaStream_t stream, const Problem& p) {
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  if (Status status = Check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing"); !status.ok()) {
+    return status;
+  }
+  if (capturing != cudaStreamCaptureStatusNone) return Status::Ok();
+  Workspace workspace{};
+  if (Status status = Divide(p, workspace); !status.ok()) return status;
+  const ScopedDevice scoped(stream);
+  Device* device = nullptr;
+  if (Status status = DeviceOf(scoped.ordinal(), device); !status.ok()) return status;
+  const Arrays arrays = ArraysOf(p, workspace);
+  std::shared_ptr<Plan> plan;
+  return FindPlan(*device, KeyOf(p, arrays, workspace.rest_bytes), arrays, /*tune=*/p.autotune, plan);
+}
+
+}  // namespace te::gemm::cublaslt

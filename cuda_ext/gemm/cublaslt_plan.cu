@@ -1,0 +1,231 @@
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+#include <utility>
+
+#include "gemm/cublaslt_plan.h"
+
+namespace te::gemm::cublaslt {
+namespace {
+
+constexpr int kMostAlgorithms = 16;
+// XLA's buffers have it. Stricter alignment, which some happen to have, is not told apart: it would only make the same
+// product be searched for twice.
+constexpr uintptr_t kUsualAlignment = 128;
+
+uint8_t AlignmentOf(const void* pointer) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer) | kUsualAlignment;
+  return static_cast<uint8_t>(address & (~address + 1));
+}
+
+cudaDataType_t DataTypeOf(Type type) {
+  switch (type) {
+    case Type::kFloat32:
+      return CUDA_R_32F;
+    case Type::kBFloat16:
+      return CUDA_R_16BF;
+    case Type::kFloat16:
+      return CUDA_R_16F;
+    case Type::kE4M3:
+      return CUDA_R_8F_E4M3;
+    case Type::kE5M2:
+      return CUDA_R_8F_E5M2;
+  }
+  return CUDA_R_32F;
+}
+
+cublasLtEpilogue_t EpilogueOf(const Key& key) {
+  switch (key.epilogue) {
+    case Epilogue::kNone:
+      return key.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    case Epilogue::kGelu:
+      if (key.aux) return key.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+      return key.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    case Epilogue::kDgelu:
+      return CUBLASLT_EPILOGUE_DGELU;
+  }
+  return CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+// A row of calls that stops at the first failure.
+class Attempt {
+ public:
+  template <typename Call>
+  void Do(const char* what, const Call& call) {
+    if (status_ != CUBLAS_STATUS_SUCCESS) return;
+    status_ = call();
+    what_ = what;
+  }
+  template <typename T>
+  void Set(cublasLtMatmulDesc_t description, cublasLtMatmulDescAttributes_t attribute, T value, const char* what) {
+    Do(what, [&] { return cublasLtMatmulDescSetAttribute(description, attribute, &value, sizeof(value)); });
+  }
+  template <typename T>
+  void Set(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute, T value,
+           const char* what) {
+    Do(what, [&] { return cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)); });
+  }
+  Status status() const { return Check(status_, what_); }
+
+ private:
+  cublasStatus_t status_ = CUBLAS_STATUS_SUCCESS;
+  const char* what_ = "";
+};
+
+std::string Name(Type type) {
+  constexpr std::array<const char*, 5> kNames = {"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"};
+  return kNames[static_cast<int>(type)];
+}
+
+}  // namespace
+
+size_t HashOfKey::operator()(const Key& key) const {
+  uint64_t flags = 0;
+  for (const uint64_t field :
+       {static_cast<uint64_t>(key.a_type), static_cast<uint64_t>(key.b_type), static_cast<uint64_t>(key.d_type),
+        static_cast<uint64_t>(key.epilogue), uint64_t{key.a_summed_first}, uint64_t{key.b_summed_first},
+        uint64_t{key.bias}, uint64_t{key.aux}, uint64_t{key.accumulate}, uint64_t{key.fast_accumulation},
+        uint64_t{key.autotune}}) {
+    flags = flags * 8 + field;
+  }
+  size_t hash = 0;
+  for (const uint64_t word : {static_cast<uint64_t>(key.m), static_cast<uint64_t>(key.n), static_cast<uint64_t>(key.k),
+                              flags, uint64_t{key.d_alignment}}) {
+    hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+Key KeyOf(const Problem& p, const Arrays& arrays, int64_t workspace_bytes) {
+  Key key{};
+  key.m = p.m;
+  key.n = p.n;
+  key.k = p.k;
+  key.workspace_bytes = workspace_bytes;
+  key.a_type = p.a.type;
+  key.b_type = p.b.type;
+  key.d_type = p.d_type;
+  key.epilogue = p.epilogue;
+  key.a_summed_first = p.a.summed_first;
+  key.b_summed_first = p.b.summed_first;
+  key.bias = p.bias != nullptr;
+  key.aux = arrays.aux != nullptr;
+  key.accumulate = p.accumulator != nullptr;
+  key.fast_accumulation = p.fast_accumulation && IsFp8(p.a.type);
+  key.autotune = p.autotune;
+  key.a_alignment = AlignmentOf(arrays.a);
+  key.b_alignment = AlignmentOf(arrays.b);
+  key.c_alignment = AlignmentOf(key.accumulate ? arrays.c : arrays.d);
+  key.d_alignment = AlignmentOf(arrays.d);
+  key.bias_alignment = AlignmentOf(arrays.bias);
+  key.aux_alignment = AlignmentOf(arrays.aux);
+  return key;
+}
+
+Status Plan::Make(cublasLtHandle_t handle, const Key& key, const Arrays& arrays, std::unique_ptr<Plan>& plan) {
+  std::unique_ptr<Plan> made(new Plan(key));
+  if (Status status = made->Describe(); !status.ok()) return status;
+  // The alignments of bias and aux are read off their pointers.
+  if (Status status = made->SetPointers(arrays); !status.ok()) return status;
+  if (Status status = made->FindAlgorithms(handle); !status.ok()) return status;
+  plan = std::move(made);
+  return Status::Ok();
+}
+
+Status Plan::Describe() {
+  Attempt attempt;
+  auto make_layout = [&](Type type, bool transposed, int64_t rows, int64_t columns, Layout& made, const char* what) {
+    cublasLtMatrixLayout_t layout = nullptr;
+    const auto [stored_rows, stored_columns] = transposed ? std::pair(columns, rows) : std::pair(rows, columns);
+    attempt.Do(what, [&] {
+      return cublasLtMatrixLayoutCreate(&layout, DataTypeOf(type), stored_rows, stored_columns, stored_rows);
+    });
+    made.reset(layout);
+  };
+  const bool b_transposed = !key_.b_summed_first, a_transposed = key_.a_summed_first;
+  // Beside D in FP8 there is no C, but its type decides that of bias and aux.
+  const Type added = IsFp8(key_.d_type) ? Type::kBFloat16 : key_.d_type;
+  make_layout(key_.b_type, b_transposed, key_.n, key_.k, first_, "layout of b");
+  make_layout(key_.a_type, a_transposed, key_.k, key_.m, second_, "layout of a");
+  make_layout(added, false, key_.n, key_.m, added_, "layout of the accumulator");
+  make_layout(key_.d_type, false, key_.n, key_.m, result_, "layout of d");
+
+  cublasLtMatmulDesc_t made = nullptr;
+  attempt.Do("cublasLtMatmulDescCreate",
+             [&] { return cublasLtMatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F); });
+  description_.reset(made);
+  const int32_t b_operation = b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+  const int32_t a_operation = a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+  const int32_t side = DataTypeOf(SideType(key_.d_type));
+  attempt.Set(made, CUBLASLT_MATMUL_DESC_TRANSA, b_operation, "transposition of b");
+  attempt.Set(made, CUBLASLT_MATMUL_DESC_TRANSB, a_operation, "transposition of a");
+  attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<uint32_t>(EpilogueOf(key_)), "epilogue");
+  if (IsFp8(key_.a_type)) {
+    attempt.Set(made, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(key_.fast_accumulation), "fast sums");
+  }
+  if (key_.bias) attempt.Set(made, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, side, "type of bias");
+  if (key_.aux) {
+    attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, side, "type of aux");
+    attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key_.n, "stride of aux");
+  }
+  return attempt.status();
+}
+
+Status Plan::SetPointers(const Arrays& arrays) {
+  Attempt attempt;
+  auto set = [&](bool wanted, cublasLtMatmulDescAttributes_t attribute, const void* pointer, const char* what) {
+    if (wanted) attempt.Set(description_.get(), attribute, pointer, what);
+  };
+  const bool fp8 = IsFp8(key_.a_type), fp8_result = IsFp8(key_.d_type);
+  set(key_.bias, CUBLASLT_MATMUL_DESC_BIAS_POINTER, arrays.bias, "bias");
+  set(key_.aux, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, arrays.aux, "aux");
+  set(fp8, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, arrays.b_scale_inv, "scale of b");
+  set(fp8, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, arrays.a_scale_inv, "scale of a");
+  // C never has a scale: with β ≠ 0 it would hang cuBLASLt 13.1. D has one only where it is FP8.
+  set(fp8_result, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, arrays.d_scale, "scale of d");
+  set(fp8_result, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, arrays.amax, "amax of d");
+  return attempt.status();
+}
+
+Status Plan::FindAlgorithms(cublasLtHandle_t handle) {
+  Attempt attempt;
+  cublasLtMatmulPreference_t made = nullptr;
+  attempt.Do("cublasLtMatmulPreferenceCreate", [&] { return cublasLtMatmulPreferenceCreate(&made); });
+  const Preference preference(made);
+  const uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+  const auto workspace_bytes = static_cast<uint64_t>(key_.workspace_bytes);
+  attempt.Set(made, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes, "preferred workspace");
+  attempt.Set(made, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions, "preferred reductions");
+  attempt.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t{key_.b_alignment}, "alignment of b");
+  attempt.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t{key_.a_alignment}, "alignment of a");
+  attempt.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t{key_.c_alignment}, "alignment of c");
+  attempt.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t{key_.d_alignment}, "alignment of d");
+  if (Status status = attempt.status(); !status.ok()) return status;
+  std::array<cublasLtMatmulHeuristicResult_t, kMostAlgorithms> found{};
+  int count = 0;
+  const cublasStatus_t searched =
+      cublasLtMatmulAlgoGetHeuristic(handle, description_.get(), first_.get(), second_.get(), added_.get(),
+                                     result_.get(), preference.get(), kMostAlgorithms, found.data(), &count);
+  for (int i = 0; i < count; ++i) {
+    if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms_.push_back({found[i].algo});
+  }
+  if (!algorithms_.empty()) return Status::Ok();
+  return Status::Failed("cuBLASLt has no algorithm for [" + std::to_string(key_.m) + ", " + std::to_string(key_.k) +
+                        "] " + Name(key_.a_type) + " times [" + std::to_string(key_.k) + ", " + std::to_string(key_.n) +
+                        "] " + Name(key_.b_type) + " giving " + Name(key_.d_type) + ", epilogue " +
+                        std::to_string(EpilogueOf(key_)) + " (" + cublasLtGetStatusString(searched) + ")");
+}
+
+Status Plan::Launch(cublasLtHandle_t handle, const Arrays& arrays, size_t algorithm, cudaStream_t stream) {
+  const float alpha = 1.0f, beta = key_.accumulate ? 1.0f : 0.0f;
+  const void* added = key_.accumulate ? arrays.c : IsFp8(key_.d_type) ? nullptr : arrays.d;
+  const std::lock_guard lock(mutex_);
+  if (Status status = SetPointers(arrays); !status.ok()) return status;
+  return Check(cublasLtMatmul(handle, description_.get(), &alpha, arrays.b, first_.get(), arrays.a, second_.get(),
+                              &beta, added, added_.get(), arrays.d, result_.get(), &algorithms_[algorithm].algorithm,
+                              arrays.workspace, static_cast<size_t>(key_.workspace_bytes), stream),
+               "cublasLtMatmul");
+}
+
+}  // namespace te::gemm::cublaslt

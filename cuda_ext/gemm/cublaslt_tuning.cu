@@ -1,0 +1,240 @@
+// The operands are random and roughly normal, as in training: tensor cores draw less power on zeros and then run at
+// higher clocks, which would favour other algorithms. Scratch memory is allocated and freed in the order of the tuning
+// stream, so that nobody else's work is waited for.
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "common/cuda_status.h"
+#include "common/fp8.h"
+#include "common/vector.cuh"
+#include "gemm/cublaslt_tuning.h"
+
+namespace te::gemm::cublaslt {
+namespace {
+
+constexpr int kRounds = 5;
+constexpr float kSampleMilliseconds = 0.2f;  // long enough for the clock's resolution of half a microsecond
+constexpr int kMostCalls = 50;
+// cuBLASLt's own favourite stays unless another one is faster by more than the noise.
+constexpr float kWorthwhile = 0.985f;
+constexpr float kFp8Scale = 64.0f;  // maps four standard deviations to 256
+
+__device__ uint32_t Mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+// A sum of four uniform bytes, of mean 0 and variance 1.
+__device__ float RoughlyNormal(uint32_t index, uint32_t seed) {
+  const uint32_t bits = Mix(index * 0x9e3779b9u + seed);
+  const int sum = (bits & 0xff) + (bits >> 8 & 0xff) + (bits >> 16 & 0xff) + (bits >> 24);
+  return static_cast<float>(sum - 510) * (1.0f / 147.8f);
+}
+
+template <typename T>
+__global__ void FillPlain(T* out, int64_t count, uint32_t seed) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
+    out[i] = FromFloat<T>(RoughlyNormal(static_cast<uint32_t>(i), seed));
+  }
+}
+
+template <typename F>
+__global__ void FillFp8(uint8_t* out, int64_t count, uint32_t seed) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
+    out[i] = EncodeFp8<F>(RoughlyNormal(static_cast<uint32_t>(i), seed), kFp8Scale);
+  }
+}
+
+__global__ void FillScalars(float* inverse_scale, float* d_scale, float* amax) {
+  *inverse_scale = 1.0f / kFp8Scale;
+  *d_scale = 1.0f;
+  *amax = 0.0f;
+}
+
+void Fill(Type type, void* out, int64_t count, uint32_t seed, cudaStream_t stream) {
+  const unsigned blocks = static_cast<unsigned>(std::clamp<int64_t>((count + 255) / 256, 1, 4096));
+  switch (type) {
+    case Type::kFloat32:
+      FillPlain<<<blocks, 256, 0, stream>>>(static_cast<float*>(out), count, seed);
+      break;
+    case Type::kBFloat16:
+      FillPlain<<<blocks, 256, 0, stream>>>(static_cast<__nv_bfloat16*>(out), count, seed);
+      break;
+    case Type::kFloat16:
+      FillPlain<<<blocks, 256, 0, stream>>>(static_cast<__half*>(out), count, seed);
+      break;
+    case Type::kE4M3:
+      FillFp8<E4M3><<<blocks, 256, 0, stream>>>(static_cast<uint8_t*>(out), count, seed);
+      break;
+    case Type::kE5M2:
+      FillFp8<E5M2><<<blocks, 256, 0, stream>>>(static_cast<uint8_t*>(out), count, seed);
+      break;
+  }
+}
+
+struct Destroy {
+  void operator()(CUevent_st* event) const { cudaEventDestroy(event); }
+  void operator()(CUstream_st* stream) const {
+    cudaStreamSynchronize(stream);
+    cudaStreamDestroy(stream);
+  }
+};
+using Event = std::unique_ptr<CUevent_st, Destroy>;
+using Stream = std::unique_ptr<CUstream_st, Destroy>;
+
+// Null where CUDA has none left; uses of it then fail.
+Event MakeEvent() {
+  cudaEvent_t event = nullptr;
+  return Event(cudaEventCreate(&event) == cudaSuccess ? event : nullptr);
+}
+
+Stream MakeStream() {
+  cudaStream_t stream = nullptr;
+  return Stream(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess ? stream : nullptr);
+}
+
+// Memory for the operands and results of one product.
+class Scratch {
+ public:
+  Scratch(const Key& key, cudaStream_t stream) : stream_(stream) {
+    const Type side = SideType(key.d_type);
+    const int64_t results = key.m * key.n;
+    int64_t offset = 0;
+    auto reserve = [&](int64_t bytes) {
+      const int64_t begin = offset;
+      offset += (bytes + 255) / 256 * 256;
+      return begin;
+    };
+    const int64_t a = reserve(key.m * key.k * SizeOf(key.a_type)), b = reserve(key.n * key.k * SizeOf(key.b_type));
+    const int64_t d = reserve(results * SizeOf(key.d_type)), bias = reserve(key.bias ? key.n * SizeOf(side) : 0);
+    const int64_t aux = reserve(key.aux ? results * SizeOf(side) : 0);
+    const int64_t inverse_scale = reserve(4), d_scale = reserve(4), amax = reserve(4);
+    const int64_t workspace = reserve(key.workspace_bytes);
+    if (cudaMallocAsync(&memory_, offset, stream) != cudaSuccess) {
+      memory_ = nullptr;
+      return;
+    }
+    char* base = static_cast<char*>(memory_);
+    auto scalar = [&](int64_t at) { return reinterpret_cast<float*>(base + at); };
+    arrays_ = {base + a,
+               base + b,
+               base + d,
+               key.bias ? base + bias : nullptr,
+               key.aux ? base + aux : nullptr,
+               base + d,
+               scalar(inverse_scale),
+               scalar(inverse_scale),
+               scalar(d_scale),
+               scalar(amax),
+               base + workspace};
+    Fill(key.a_type, base + a, key.m * key.k, 1, stream);
+    Fill(key.b_type, base + b, key.n * key.k, 2, stream);
+    Fill(key.d_type, base + d, results, 3, stream);
+    if (key.bias) Fill(side, base + bias, key.n, 4, stream);
+    if (key.aux) Fill(side, base + aux, results, 5, stream);
+    FillScalars<<<1, 1, 0, stream>>>(scalar(inverse_scale), scalar(d_scale), scalar(amax));
+    filled_ = cudaGetLastError() == cudaSuccess;
+  }
+  ~Scratch() {
+    if (memory_ != nullptr) cudaFreeAsync(memory_, stream_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  bool ready() const { return filled_; }
+  const Arrays& arrays() const { return arrays_; }
+
+ private:
+  cudaStream_t stream_;
+  void* memory_ = nullptr;
+  bool filled_ = false;
+  Arrays arrays_{};
+};
+
+// Other threads may be capturing graphs, which this thread's allocations must not disturb.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+struct Candidate {
+  explicit Candidate(size_t algorithm) : algorithm(algorithm) {}
+
+  size_t algorithm;
+  Event begin = MakeEvent();
+  Event end = MakeEvent();
+  std::vector<float> milliseconds;
+};
+
+float Median(const Candidate& candidate) {
+  std::vector<float> sorted = candidate.milliseconds;
+  std::sort(sorted.begin(), sorted.end());
+  return sorted[sorted.size() / 2];
+}
+
+// Runs every candidate once, one after another, and appends what each took. Those that fail are dropped.
+void MeasureRound(cublasLtHandle_t handle, Plan& plan, const Arrays& arrays, int calls, cudaStream_t stream,
+                  std::vector<Candidate>& candidates) {
+  std::erase_if(candidates, [&](Candidate& candidate) {
+    bool fine = cudaEventRecord(candidate.begin.get(), stream) == cudaSuccess;
+    for (int call = 0; fine && call < calls; ++call) {
+      fine = plan.Launch(handle, arrays, candidate.algorithm, stream).ok();
+    }
+    return !fine || cudaEventRecord(candidate.end.get(), stream) != cudaSuccess;
+  });
+  if (cudaStreamSynchronize(stream) != cudaSuccess) candidates.clear();
+  for (Candidate& candidate : candidates) {
+    float milliseconds = std::numeric_limits<float>::infinity();
+    cudaEventElapsedTime(&milliseconds, candidate.begin.get(), candidate.end.get());
+    candidate.milliseconds.push_back(milliseconds / static_cast<float>(calls));
+  }
+}
+
+}  // namespace
+
+size_t FastestAlgorithm(cublasLtHandle_t handle, Plan& plan) {
+  if (plan.algorithms() < 2) return 0;
+  size_t fastest = 0;
+  const RelaxedCapture relaxed;
+  if (const Stream stream = MakeStream()) {
+    const Scratch scratch(plan.key(), stream.get());
+    std::vector<Candidate> candidates;
+    for (size_t i = 0; scratch.ready() && i < plan.algorithms(); ++i) candidates.emplace_back(i);
+    auto measure = [&](int calls) { MeasureRound(handle, plan, scratch.arrays(), calls, stream.get(), candidates); };
+
+    measure(1);  // loads kernels
+    measure(1);
+    float shortest = kSampleMilliseconds;
+    for (Candidate& candidate : candidates) {
+      shortest = std::min(shortest, candidate.milliseconds.back());
+      candidate.milliseconds.clear();
+    }
+    const int calls = std::clamp(static_cast<int>(kSampleMilliseconds / std::max(shortest, 1e-3f)), 1, kMostCalls);
+    for (int round = 0; round < kRounds; ++round) measure(calls);
+
+    float shortest_median = std::numeric_limits<float>::infinity(), first_median = shortest_median;
+    for (const Candidate& candidate : candidates) {
+      const float median = Median(candidate);
+      if (candidate.algorithm == 0) first_median = median;
+      if (median < shortest_median) {
+        shortest_median = median;
+        fastest = candidate.algorithm;
+      }
+    }
+    const bool first_runs = first_median < std::numeric_limits<float>::infinity();
+    if (first_runs && shortest_median > kWorthwhile * first_median) fastest = 0;
+  }
+  static_cast<void>(cudaGetLastError());  // what failed here is nobody else's
+  return fastest;
+}
+
+}  // namespace te::gemm::cublaslt

@@ -1,0 +1,143 @@
+// Choosing a tile for a problem, and launching the kernel of one mode and pair of formats.
+#pragma once
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+
+#include "gemm/hopper.h"
+#include "gemm/hopper_kernel.cuh"
+
+namespace te::gemm::hopper {
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// A function of the driver, which this library does not link: null where it is missing.
+inline EncodeTiled FindEncodeTiled() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(function)
+                                                                       : nullptr;
+}
+
+// Describes boxes of `box_rows` rows and 128 bytes of a row-major matrix.
+inline bool DescribeMatrix(CUtensorMap* map, CUtensorMapDataType type, int size, const void* data, int64_t rows,
+                           int64_t columns, int box_rows) {
+  static const EncodeTiled encode = FindEncodeTiled();
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(columns * size)};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(128 / size), static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[] = {1, 1};
+  return encode != nullptr &&
+         encode(map, type, 2, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+inline CUtensorMapDataType TensorMapType(DType type) {
+  switch (type) {
+    case DType::kFloat32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case DType::kBFloat16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  }
+}
+
+struct Device {
+  int ordinal = -1;
+  int clusters = 0;  // of two multiprocessors
+};
+
+inline cudaError_t CurrentDevice(Device* device) {
+  static thread_local Device known;
+  int ordinal;
+  if (const cudaError_t error = cudaGetDevice(&ordinal); error != cudaSuccess) return error;
+  if (known.ordinal != ordinal) {
+    int multiprocessors;
+    const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, ordinal);
+    if (error != cudaSuccess) return error;
+    known = {ordinal, multiprocessors / 2};
+  }
+  *device = known;
+  return cudaSuccess;
+}
+
+template <typename C>
+int64_t ClusterTiles(const Problem& problem) {
+  return int64_t{CeilDiv(problem.m, C::kClusterM)} * CeilDiv(problem.n, C::kClusterN);
+}
+
+// Cycles that a problem takes, from those of a step and of an epilogue (docs/measurements.md): what decides between
+// configurations is how many rounds of clusters their tiles need.
+template <typename C>
+double Cycles(const Problem& problem, int clusters) {
+  const double rounds = static_cast<double>((ClusterTiles<C>(problem) + clusters - 1) / clusters);
+  return rounds * (CeilDiv(problem.k, C::kBK) * C::kStepCycles + C::kTileCycles);
+}
+
+inline Status Failed(const char* what, cudaError_t error) {
+  return Status::Failed(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+template <typename C>
+Status Launch(cudaStream_t stream, const Problem& problem, const Device& device) {
+  Arguments arguments;
+  arguments.problem = problem;
+  constexpr CUtensorMapDataType kByte = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const int d_size = problem.d_type == DType::kFloat32 ? 4 : 2;
+  if (!DescribeMatrix(&arguments.a, kByte, 1, problem.a, problem.m, problem.k, C::kBoxA) ||
+      !DescribeMatrix(&arguments.b, kByte, 1, problem.b, problem.n, problem.k, C::kBoxB) ||
+      !DescribeMatrix(&arguments.d, TensorMapType(problem.d_type), d_size, problem.d, problem.m, problem.n, 16)) {
+    return Status::Failed("cuTensorMapEncodeTiled refuses the operands");
+  }
+
+  constexpr int kMaxDevices = 64;
+  static std::once_flag prepared[kMaxDevices];
+  cudaError_t error = cudaSuccess;
+  std::call_once(prepared[device.ordinal % kMaxDevices], [&error] {
+    error = cudaFuncSetAttribute(Multiply<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes);
+  });
+  if (error != cudaSuccess) return Failed("cudaFuncSetAttribute", error);
+
+  const int clusters = static_cast<int>(std::min<int64_t>(ClusterTiles<C>(problem), device.clusters));
+  Multiply<C><<<2 * clusters, C::kThreads, C::kBytes, stream>>>(arguments);
+  error = cudaGetLastError();
+  return error == cudaSuccess ? Status::Ok() : Failed("launch", error);
+}
+
+// The configuration of fewest cycles.
+template <typename First, typename Second>
+Status LaunchBest(cudaStream_t stream, const Problem& problem) {
+  Device device;
+  if (const cudaError_t error = CurrentDevice(&device); error != cudaSuccess) return Failed("cudaGetDevice", error);
+  if (Cycles<Second>(problem, device.clusters) < Cycles<First>(problem, device.clusters)) {
+    return Launch<Second>(stream, problem, device);
+  }
+  return Launch<First>(stream, problem, device);
+}
+
+// Three warpgroups with 64 rows each, or two with 128: 192 and 256 rows.
+template <Formats kFormats, Mode kMode>
+Status RunMode(cudaStream_t stream, const Problem& problem) {
+  return LaunchBest<Config<kFormats, kMode, 3, 1, 4, 2>, Config<kFormats, kMode, 2, 2, 4, 1>>(stream, problem);
+}
+
+template <Mode kMode>
+Status RunFormats(cudaStream_t stream, const Problem& problem) {
+  if (problem.a_is_e5m2) return RunMode<Formats::kE5M2E4M3, kMode>(stream, problem);
+  if (problem.b_is_e5m2) return RunMode<Formats::kE4M3E5M2, kMode>(stream, problem);
+  return RunMode<Formats::kE4M3E4M3, kMode>(stream, problem);
+}
+
+// One for each mode, in a file of its own: they compile side by side.
+Status RunFast(cudaStream_t stream, const Problem& problem);
+Status RunPromoted(cudaStream_t stream, const Problem& problem);
+Status RunBlock(cudaStream_t stream, const Problem& problem);
+
+}  // namespace te::gemm::hopper

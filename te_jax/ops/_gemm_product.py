@@ -1,0 +1,357 @@
+"""The native product: what te_gemm computes in one pass, how it is split over devices, and how it is called."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from te_jax import native
+from te_jax.recipe import BLOCK, Quantization
+from te_jax.reference.gemm import epilogue
+
+Scaling = Literal["none", "tensor", "row", "block"]
+"""Of a product: both operands' scales together."""
+Group = Literal["m", "n", "k"]
+"""The outer dimensions of lhs and of rhs, and those summed over."""
+
+_E5M2 = np.dtype(jnp.float8_e5m2)
+_FLOAT32, _BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
+
+# The order in which te_gemm takes them.
+_OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator", "aux_in", "amax_in")
+_ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
+
+_CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
+"""32 MiB aligned to 256 bytes, and before them 256 bytes for scalars."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Followup:
+    """What follows a product of bias and epilogue, in this order, each where it is asked for.
+
+    Attributes:
+      bias: whether one is added.
+      activation: "gelu", or "dgelu" for a product with gelu's derivative at values that are given.
+      save_preactivation: whether the values before the activation are a result as well.
+      quantization: of the result.
+      accumulate: whether an accumulator is added; then there is nothing else.
+    """
+
+    bias: bool = False
+    activation: Literal["gelu", "dgelu"] | None = None
+    save_preactivation: bool = False
+    quantization: Quantization | None = None
+    accumulate: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One call of te_gemm, as static as its attributes are.
+
+    Attributes:
+      a_outer_ndim, b_outer_ndim, summed_ndim: of both operands.
+      a_summed_first, b_summed_first: whether the summed dimensions come before the outer ones.
+      scaling: "none", "tensor", "row" or "block".
+      dtype: of the result, before it is quantized.
+      followup: what is fused.
+      overwrite: whether the result may take the place of an accumulator that is not read.
+      fast_accumulation, autotune, own_kernel: see `te_jax.ops.gemm`.
+      whole: factors that must not be split, since shards of them could not be multiplied.
+    """
+
+    a_outer_ndim: int
+    b_outer_ndim: int
+    summed_ndim: int
+    a_summed_first: bool
+    b_summed_first: bool
+    scaling: Scaling
+    dtype: np.dtype
+    followup: Followup
+    overwrite: bool
+    fast_accumulation: bool
+    autotune: bool
+    own_kernel: bool
+    whole: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Those that it takes, in order."""
+        followup = self.followup
+        taken = {
+            "a_scale_inv": self.scaling != "none",
+            "b_scale_inv": self.scaling != "none",
+            "bias": followup.bias,
+            "accumulator": followup.accumulate or self.overwrite,
+            "aux_in": followup.activation == "dgelu",
+            "amax_in": followup.quantization is not None,
+        }
+        return tuple(name for name in _OPERANDS if taken.get(name, True))
+
+    def factors(self, group: Group) -> tuple[str, ...]:
+        """Names of the dimensions of a group that may be split, as sharding rules know them."""
+        ndim = {"m": self.a_outer_ndim, "n": self.b_outer_ndim, "k": self.summed_ndim}[group]
+        return tuple(f"{group}{i}" for i in range(ndim))
+
+
+def multiply(product: Product, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+    """The product of sharded arrays.
+
+    Args:
+      product: what to compute.
+      arrays: by name, all of `product.operands`.
+
+    Returns:
+      D; with `save_preactivation` the values before the activation; with `quantization` amax and the inverse of the
+      scale.
+    """
+    return _sharded(product)(*(arrays[name] for name in product.operands))
+
+
+def allowed_dtype(operand_dtype: np.dtype, wanted: np.dtype) -> np.dtype:
+    """The dtype nearest to the wanted one that products of plain operands can have."""
+    return wanted if wanted in (operand_dtype, _FLOAT32) else _FLOAT32
+
+
+def split_followup(product: Product, *, e5m2_operand: bool, whole_rows: bool) -> tuple[Followup, Followup]:
+    """What of a followup te_gemm does in the same pass, and what XLA does afterwards.
+
+    cuBLASLt sets the rules. Its epilogues know one scale for each tensor, and results of 16 and 8 bits; the bias of a
+    float32 result of FP8 operands would be bfloat16; FP8 results come with bfloat16 bias and preactivation, and are
+    E5M2 only if an operand is; and they want rows of the result of a multiple of 16 bytes, on every shard of them too,
+    which `whole_rows` promises. The kernel of rows and blocks adds a bias.
+    """
+    wanted = product.followup
+    epilogues = product.scaling in ("none", "tensor") and not product.own_kernel and whole_rows
+    fuses_bias = product.scaling != "tensor" or product.own_kernel or product.dtype != _FLOAT32
+    fuses_fp8 = (
+        wanted.quantization is not None
+        and epilogues
+        and product.scaling == "tensor"
+        and wanted.activation != "dgelu"
+        and (e5m2_operand or wanted.quantization.dtype != _E5M2)
+        and (product.dtype == _BFLOAT16 or not wanted.save_preactivation)
+    )
+    if fuses_fp8:
+        return wanted, Followup()
+    bias = wanted.bias and fuses_bias
+    activation = wanted.activation if epilogues and product.dtype != _FLOAT32 and bias == wanted.bias else None
+    fused = Followup(
+        bias=bias,
+        activation=activation,
+        save_preactivation=wanted.save_preactivation and activation is not None,
+        accumulate=wanted.accumulate,
+    )
+    rest = Followup(
+        bias=wanted.bias and not fused.bias,
+        activation=wanted.activation if activation is None else None,
+        save_preactivation=wanted.save_preactivation and activation is None,
+        quantization=wanted.quantization,
+    )
+    return fused, rest
+
+
+def follow_up(
+    value: Array, followup: Followup, arrays: Mapping[str, Array], dtype: np.dtype, row_ndim: int, axes=None
+) -> tuple[Array, ...]:
+    """A followup in XLA, with the results of `multiply`; `axes` are the mesh axes that rows and cols are split over."""
+    results = epilogue(
+        value,
+        bias=arrays["bias"] if followup.bias else None,
+        activation="gelu" if followup.activation == "gelu" else None,
+        save_preactivation=followup.save_preactivation,
+        gelu_preactivation=arrays["aux_in"] if followup.activation == "dgelu" else None,
+        dtype=dtype,
+        out_quantization=followup.quantization,
+        out_amax=arrays["amax_in"] if followup.quantization is not None else None,
+        out_row_ndim=row_ndim,
+        accumulator=arrays["accumulator"] if followup.accumulate else None,
+        axis_name=axes,
+    )
+    if followup.quantization is None:
+        return results if followup.save_preactivation else (results,)
+    d, amax, *preactivation = results
+    return d.data, *preactivation, amax, d.scale_inv
+
+
+@functools.cache
+def _sharded(product: Product):
+    """The product as a function of its operands, which may be sharded in any way."""
+    names = product.operands
+    over_m, over_n, over_k = (product.factors(group) for group in ("m", "n", "k"))
+    quantizes = product.followup.quantization is not None
+    reuse = {names.index("accumulator"): _D} if "accumulator" in names else None
+
+    @native.per_shard(
+        _rule(product),
+        axes_of=(*over_k, *over_m, *over_n) if quantizes else over_k,
+        replicated=product.whole,
+        sizes=_minor_sizes(product),
+        reuse=reuse,
+    )
+    def local(*operands: Array, axes: Mapping[str, Sequence[str]], reuse: Mapping[int, int] | None = None):
+        arrays = dict(zip(names, operands, strict=True))
+        m_axes, n_axes, k_axes = (
+            tuple(axis for factor in factors for axis in axes.get(factor, ())) for factors in (over_m, over_n, over_k)
+        )
+        if k_axes:
+            # Only sums are exchanged: whatever follows is done once, after them, and so is an accumulator added.
+            (part,) = multiply(dataclasses.replace(product, followup=Followup(), overwrite=False), arrays)
+            total = lax.psum(part, k_axes)
+            return follow_up(
+                total,
+                product.followup,
+                arrays,
+                product.dtype,
+                total.ndim - product.b_outer_ndim,
+                {"rows": m_axes, "cols": n_axes},
+            )
+        if axes:  # the largest magnitude is that of the whole result
+            *others, amax, scale_inv = multiply(product, arrays)
+            return (*others, *_largest((amax, scale_inv), m_axes + n_axes))
+        return _call(product, arrays, in_place=bool(reuse))
+
+    return local
+
+
+def _largest(values: Sequence[Array], axes: Sequence[str]) -> Sequence[Array]:
+    """The largest of values of at least 0 over mesh axes, as bits: their order puts NaN above infinity."""
+    bits = lax.pmax([lax.bitcast_convert_type(value, jnp.int32) for value in values], tuple(axes))
+    return [lax.bitcast_convert_type(value, jnp.float32) for value in bits]
+
+
+def _call(product: Product, arrays: Mapping[str, Array], *, in_place: bool) -> tuple[Array, ...]:
+    """te_gemm on local arrays."""
+    followup, a, b = product.followup, arrays["a"], arrays["b"]
+    if not (in_place or followup.accumulate):
+        arrays = {name: array for name, array in arrays.items() if name != "accumulator"}
+    batch_ndim = a.ndim - product.a_outer_ndim - product.summed_ndim
+    outer = [
+        x.shape[batch_ndim:][product.summed_ndim :] if summed_first else x.shape[batch_ndim : batch_ndim + outer_ndim]
+        for x, summed_first, outer_ndim in (
+            (a, product.a_summed_first, product.a_outer_ndim),
+            (b, product.b_summed_first, product.b_outer_ndim),
+        )
+    ]
+    batch = a.shape[:batch_ndim]
+    shape = (*batch, *outer[0], *outer[1])
+    quantizes = followup.quantization is not None
+    d_dtype = followup.quantization.dtype if followup.quantization is not None else product.dtype
+    side_dtype = _BFLOAT16 if quantizes else product.dtype
+    absent = jax.ShapeDtypeStruct((0,), jnp.float32)
+    scalar = jax.ShapeDtypeStruct(batch, jnp.float32)
+    results = (
+        jax.ShapeDtypeStruct(shape, d_dtype),
+        jax.ShapeDtypeStruct(shape, side_dtype) if followup.save_preactivation else absent,
+        scalar if quantizes else absent,
+        scalar if quantizes else absent,
+        jax.ShapeDtypeStruct((_workspace_bytes(product, arrays, batch_ndim),), jnp.uint8),
+    )
+    arrays = {
+        name: x.astype(side_dtype) if name in ("bias", "aux_in") else x for name, x in arrays.items()
+    }  # fmt: skip
+    d, preactivation, amax, scale_inv, _ = native.call(
+        "te_gemm",
+        results,
+        *(arrays[name] if name in arrays else jnp.zeros((0,), jnp.float32) for name in _OPERANDS),
+        aliases={_ACCUMULATOR: _D} if in_place else None,
+        a_outer_ndim=product.a_outer_ndim,
+        b_outer_ndim=product.b_outer_ndim,
+        a_summed_first=product.a_summed_first,
+        b_summed_first=product.b_summed_first,
+        scaling=product.scaling,
+        epilogue=followup.activation or "none",
+        fast_accumulation=product.fast_accumulation,
+        accumulate=followup.accumulate,
+        power_of_two_scale=followup.quantization is not None and followup.quantization.power_of_two_scales,
+        autotune=product.autotune,
+        own_kernel=product.own_kernel,
+    )
+    kept = (d, *((preactivation,) if followup.save_preactivation else ()))
+    return (*kept, amax, scale_inv) if quantizes else kept
+
+
+def _workspace_bytes(product: Product, arrays: Mapping[str, Array], batch_ndim: int) -> int:
+    if not native.on_gpu():
+        return 0
+    if product.scaling in ("none", "tensor") and not product.own_kernel:
+        return _CUBLASLT_WORKSPACE_BYTES
+    # Kernels want scales on 16 bytes. Arrays begin there, but not every example of a batch does: those are copied.
+    scales = [arrays[name].shape[batch_ndim:] for name in ("a_scale_inv", "b_scale_inv")]
+    return sum(4 * math.prod(shape) + 16 for shape in scales) if batch_ndim else 0
+
+
+# The sharding rule. Dimensions of FP8 operands are split where every shard has whole blocks, and multiples of what
+# kernels can address; a compound factor of the last dimension of a group says so.
+
+
+def _granularity(scaling: Scaling) -> dict[Group, int]:
+    """Multiples of which a shard must have, by group."""
+    if scaling == "none":
+        return {}
+    return {"m": 4, "n": BLOCK, "k": BLOCK} if scaling == "block" else {"n": 16, "k": 16}
+
+
+def factors_kept_whole(scaling: Scaling, sizes: Mapping[Group, tuple[int, ...]]) -> tuple[str, ...]:
+    """Factors of groups whose last dimension is no multiple of what a shard must have, but their product is.
+
+    The last one itself is kept whole by its compound factor.
+
+    Args:
+      scaling: of both operands.
+      sizes: of the dimensions, by group.
+    """
+    return tuple(
+        f"{group}{i}"
+        for group, granularity in _granularity(scaling).items()
+        for i in range(len(sizes[group]) - 1)
+        if sizes[group][-1] % granularity
+    )
+
+
+def _minor_sizes(product: Product) -> dict[str, int]:
+    granularity = _granularity(product.scaling)
+    return {f"{group}_": size for group, size in granularity.items() if product.factors(group)}
+
+
+def _rule(product: Product) -> str:
+    granularity = _granularity(product.scaling)
+
+    def dimensions(group: Group) -> str:
+        factors = list(product.factors(group))
+        if factors and group in granularity:
+            factors[-1] = f"({factors[-1]} {group}_)"
+        return " ".join(factors)
+
+    def blocks(group: Group) -> str:
+        return " ".join(product.factors(group))
+
+    m, n, k = dimensions("m"), dimensions("n"), dimensions("k")
+    scales = {
+        "tensor": ("", ""),
+        "row": (m, n),
+        "block": (f"{blocks('k')} {m}", f"{blocks('n')} {blocks('k')}"),
+    }.get(product.scaling, ("", ""))
+    terms = {
+        "a": f"{k} {m}" if product.a_summed_first else f"{m} {k}",
+        "b": f"{k} {n}" if product.b_summed_first else f"{n} {k}",
+        "a_scale_inv": scales[0],
+        "b_scale_inv": scales[1],
+        "bias": n,
+        "accumulator": f"{m} {n}",
+        "aux_in": f"{m} {n}",
+        "amax_in": "",
+    }
+    followup = product.followup
+    results = [f"{m} {n}"]
+    results += [f"{m} {n}"] if followup.save_preactivation else []
+    results += ["", ""] if followup.quantization is not None else []
+    operands = ", ".join(f"... {terms[name]}" for name in product.operands)
+    return f"{operands} -> {', '.join(f'... {term}' for term in results)}"

@@ -1,0 +1,115 @@
+"""Random operands of matrix products, and what comes out of them in float64, by NumPy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from te_jax.quantized import QuantizedArray, scale_shape
+from te_jax.testing import assert_close
+
+E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+SCALINGS = {
+    "tensor": ("tensor", "tensor"),
+    "row": ("row", "row"),
+    "block": ("block_1x128", "block_128x128"),
+}
+"""Scalings of lhs and rhs by the kind of product."""
+FLOATS = ("float32", "bfloat16", "float16")
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def random_quantized(rng, rows, cols, scaling, *, dtype=E4M3, transposed_scaling=None, stands_for="bfloat16"):
+    """A QuantizedArray whose two copies are independent of each other, so that a mix-up shows."""
+
+    def copy(outer, summed, scaling):
+        data = jnp.asarray(rng.standard_normal((*outer, *summed)), jnp.float32).astype(dtype)
+        scales = np.exp(rng.uniform(-1, 1, scale_shape(scaling, outer, summed)))
+        return data, jnp.asarray(scales, jnp.float32)
+
+    transposed_scaling = transposed_scaling or scaling
+    return QuantizedArray(
+        *copy(rows, cols, scaling),
+        *copy(cols, rows, transposed_scaling),
+        len(rows),
+        len(cols),
+        scaling,
+        transposed_scaling,
+        np.dtype(stands_for),
+    )
+
+
+def random_product(rng, m, n, k, kind, *, lhs_dtype=E4M3, rhs_dtype=E4M3, **options):
+    """lhs [*m, *k] and rhs [*k, *n] of a product over cols and rows."""
+    lhs_scaling, rhs_scaling = SCALINGS[kind]
+    return (
+        random_quantized(rng, m, k, lhs_scaling, dtype=lhs_dtype, **options),
+        random_quantized(rng, k, n, rhs_scaling, dtype=rhs_dtype, **options),
+    )
+
+
+def wide(x):
+    """Any array in float64."""
+    return np.asarray(x).astype(np.float64)
+
+
+def random_array(rng, shape, dtype="float32"):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
+
+
+def matrix(x, contracting, contracting_ndim=1):
+    """The copy of an operand that a product reads, as a float64 matrix [outer, summed], and its outer dimensions."""
+    if not isinstance(x, QuantizedArray):
+        first = x.ndim - contracting_ndim if contracting == "cols" else contracting_ndim
+        rows, cols = x.shape[:first], x.shape[first:]
+        value = wide(x).reshape(math.prod(rows), math.prod(cols))
+        return (value, rows) if contracting == "cols" else (value.T, cols)
+    if contracting == "cols":
+        data, scales, scaling, outer_ndim = x.data, x.scale_inv, x.scaling, x.row_ndim
+    else:
+        data, scales, scaling, outer_ndim = x.transposed, x.transposed_scale_inv, x.transposed_scaling, x.col_ndim
+    outer, summed = data.shape[:outer_ndim], data.shape[outer_ndim:]
+    value, scales = wide(data).reshape(math.prod(outer), math.prod(summed)), wide(scales)
+    blocks = -(-value.shape[1] // 128)
+    if scaling == "row":
+        scales = scales.reshape(-1, 1)
+    elif scaling == "block_1x128":
+        scales = np.repeat(scales.reshape(blocks, len(value)).T, 128, axis=1)[:, : value.shape[1]]
+    elif scaling == "block_128x128":
+        scales = scales.reshape(-(-len(value) // 128), blocks)
+        scales = np.repeat(np.repeat(scales, 128, axis=0), 128, axis=1)[: len(value), : value.shape[1]]
+    return value * scales, outer
+
+
+def product(lhs, rhs, lhs_contracting="cols", rhs_contracting="rows", contracting_ndim=1):
+    """The product [*lhs outer, *rhs outer] in float64."""
+    a, a_outer = matrix(lhs, lhs_contracting, contracting_ndim)
+    b, b_outer = matrix(rhs, rhs_contracting, contracting_ndim)
+    return (a @ b.T).reshape(*a_outer, *b_outer)
+
+
+def assert_product(actual, expected, *, dtype, kind=""):
+    """`assert_close` with room for what tensor cores drop of sums of FP8 products between promotions to float32."""
+    on_tensor_cores = jax.default_backend() == "gpu" and kind != "plain"
+    tolerance = {"float32": 1e-3, "float16": 4e-3}.get(np.dtype(dtype).name) if on_tensor_cores else None
+    assert_close(actual, expected, dtype=dtype, tolerance=tolerance)
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_slope(x):
+    """Its derivative, by central differences that are exact to 1e-9."""
+    step = 1e-5
+    return (gelu(x + step) - gelu(x - step)) / (2 * step)
+
+
+def as_fp8(x, amax, dtype, power_of_two=False):
+    """(FP8 values in float64, inverse of the scale) of float64 values, with the scale that follows from amax."""
+    scale = LARGEST[np.dtype(dtype)] / amax
+    if power_of_two:
+        scale = 2.0 ** math.floor(math.log2(scale))
+    largest = LARGEST[np.dtype(dtype)]
+    return np.clip(x * scale, -largest, largest).astype(np.float32).astype(dtype).astype(np.float64), 1 / scale

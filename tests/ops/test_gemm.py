@@ -1,0 +1,331 @@
+"""Values of matrix products against float64: every scaling, dtype and layout, and everything that follows a product."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gemm_oracle import (
+    E4M3,
+    E5M2,
+    FLOATS,
+    SCALINGS,
+    as_fp8,
+    assert_product,
+    gelu,
+    gelu_slope,
+    product,
+    random_array,
+    random_product,
+    random_quantized,
+    wide,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_jax import native, ops, recipe
+from te_jax.testing import assert_close, relative_error
+
+kinds = pytest.mark.parametrize("kind", SCALINGS)
+FP8_RESULT = recipe.Quantization(E4M3, "tensor", "tensor")
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("lhs_dtype", "rhs_dtype", "out_dtype"),
+    [(E4M3, E4M3, "float32"), (E4M3, E4M3, "bfloat16"), (E5M2, E4M3, "float32"), (E4M3, E5M2, "float16")],
+    ids=str,
+)
+def test_fp8(lhs_dtype, rhs_dtype, out_dtype, kind, implementation, rng):
+    lhs, rhs = random_product(rng, (36,), (48,), (176,), kind, lhs_dtype=lhs_dtype, rhs_dtype=rhs_dtype)
+    result = ops.gemm(lhs, rhs, out_dtype=out_dtype, implementation=implementation)
+    assert_product(result, product(lhs, rhs), dtype=out_dtype)
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_plain(dtype, out_dtype, implementation, rng):
+    lhs, rhs = random_array(rng, (35, 77), dtype), random_array(rng, (77, 53), dtype)
+    result = ops.gemm(lhs, rhs, out_dtype=out_dtype, implementation=implementation)
+    assert_close(result, product(lhs, rhs), dtype=out_dtype)
+
+
+@kinds
+@pytest.mark.parametrize("rhs_contracting", ["rows", "cols"])
+@pytest.mark.parametrize("lhs_contracting", ["cols", "rows"])
+def test_layouts(lhs_contracting, rhs_contracting, kind, implementation, rng):
+    """Each side by either copy, with several dimensions in every group."""
+    m, n, k = (2, 3, 32), (2, 128), (3, 128)
+    lhs_scaling, rhs_scaling = SCALINGS[kind]
+    lhs = random_quantized(rng, *((m, k) if lhs_contracting == "cols" else (k, m)), lhs_scaling)
+    rhs = random_quantized(rng, *((k, n) if rhs_contracting == "rows" else (n, k)), rhs_scaling)
+    contracting = {"lhs_contracting": lhs_contracting, "rhs_contracting": rhs_contracting}
+    result = ops.gemm(lhs, rhs, out_dtype="float32", implementation=implementation, **contracting)
+    assert result.shape == (*m, *n)
+    assert_product(result, product(lhs, rhs, **contracting), dtype="float32")
+
+
+@pytest.mark.parametrize("rhs_contracting", ["rows", "cols"])
+@pytest.mark.parametrize("lhs_contracting", ["cols", "rows"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layouts_of_plain_arrays(dtype, lhs_contracting, rhs_contracting, implementation, rng):
+    m, n, k = (2, 7), (5, 3), (3, 11)
+    lhs = random_array(rng, (*m, *k) if lhs_contracting == "cols" else (*k, *m), dtype)
+    rhs = random_array(rng, (*k, *n) if rhs_contracting == "rows" else (*n, *k), dtype)
+    contracting = {
+        "lhs_contracting": lhs_contracting,
+        "rhs_contracting": rhs_contracting,
+        "contracting_ndim": 2,
+    }
+    result = ops.gemm(lhs, rhs, out_dtype="float32", implementation=implementation, **contracting)
+    assert_close(result, product(lhs, rhs, **contracting), dtype="float32")
+
+
+@pytest.mark.parametrize("shape", [(1300, 1056, 1168), (4, 2064, 2064), (2052, 16, 48)], ids=str)
+@kinds
+def test_sizes_beyond_one_tile_and_below(kind, shape, rng, native_kernels):
+    m, n, k = shape
+    lhs, rhs = random_product(rng, (m,), (n,), (k,), kind)
+    result = ops.gemm(lhs, rhs, out_dtype="float32", implementation="native")
+    assert_product(result, product(lhs, rhs), dtype="float32")
+
+
+@settings(max_examples=10)
+@given(m=st.integers(1, 300), n=st.integers(1, 40), k=st.integers(1, 40), kind=st.sampled_from([*SCALINGS, "plain"]))
+def test_any_size(m, n, k, kind):
+    rng = np.random.default_rng([m, n, k])
+    if kind == "plain":
+        lhs, rhs = random_array(rng, (m, k), "bfloat16"), random_array(rng, (k, n), "bfloat16")
+    else:
+        m = 4 * m if kind == "block" else m
+        lhs, rhs = random_product(rng, (m,), (16 * n,), (16 * k,), kind)
+    for implementation in ["reference", *(["native"] if native.available() else [])]:
+        result = ops.gemm(lhs, rhs, out_dtype="float32", implementation=implementation)
+        assert_product(result, product(lhs, rhs), dtype="float32", kind=kind)
+
+
+def test_every_fp8_code_has_its_value(implementation):
+    """256 codes of both formats times one: the table of values, subnormals, infinities and NaN included."""
+    codes = jnp.arange(256, dtype=jnp.uint8).reshape(256, 1)
+    for dtype in (E4M3, E5M2):
+        # One code in each row, beside zeros, which no infinity may meet: their product would be NaN.
+        lhs = jax.lax.bitcast_convert_type(codes, dtype)
+        expected = wide(lhs)
+        lhs = jnp.pad(lhs.astype(jnp.float32), ((0, 0), (0, 15))).astype(dtype)
+        one = jnp.float32(1)
+        x = ops.quantize(jnp.ones((256, 16)), recipe.Quantization(dtype, "tensor", "tensor"), amax=one)
+        x = jax.tree_util.tree_unflatten(jax.tree.structure(x), (lhs, one, lhs.T, one))
+        w = random_quantized(np.random.default_rng(0), (16,), (16,), "tensor")
+        ones = jnp.ones((16, 16), E4M3)
+        w = jax.tree_util.tree_unflatten(jax.tree.structure(w), (ones, one, ones, one))
+        result = np.asarray(ops.gemm(x, w, out_dtype="float32", implementation=implementation))
+        np.testing.assert_array_equal(result, np.broadcast_to(expected, (256, 16)))
+
+
+# ---------------------------------------------------------------------------------------------- what follows a product
+
+
+@pytest.mark.parametrize("kind", [*SCALINGS, "plain"])
+@pytest.mark.parametrize(("dtype", "bias_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_bias(dtype, bias_dtype, kind, implementation, rng):
+    lhs, rhs = operands(rng, kind, dtype, (3, 20), (32,), (48,))
+    bias = random_array(rng, (32,), bias_dtype)
+    result = ops.gemm(lhs, rhs, bias=bias, out_dtype=dtype, implementation=implementation)
+    assert_product(result, product(lhs, rhs) + wide(bias)[None, None], dtype=dtype, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [*SCALINGS, "plain"])
+@pytest.mark.parametrize(("dtype", "with_bias"), [("float32", True), ("bfloat16", False), ("bfloat16", True)])
+def test_gelu(dtype, with_bias, kind, implementation, rng):
+    lhs, rhs = operands(rng, kind, dtype, (24,), (2, 128), (48,))
+    bias = random_array(rng, (2, 128), dtype) if with_bias else None
+    call = functools.partial(
+        ops.gemm, lhs, rhs, bias=bias, activation="gelu", out_dtype=dtype, implementation=implementation
+    )
+    expected = product(lhs, rhs) + (wide(bias)[None] if with_bias else 0)
+    assert_product(call(), gelu(expected), dtype=dtype, kind=kind)
+    result, preactivation = call(save_preactivation=True)
+    assert_product(result, gelu(expected), dtype=dtype, kind=kind)
+    assert_product(preactivation, expected, dtype=dtype, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [*SCALINGS, "plain"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_derivative_of_gelu(dtype, kind, implementation, rng):
+    lhs, rhs = operands(rng, kind, dtype, (24,), (32,), (48,))
+    preactivation = 3 * random_array(rng, (24, 32), dtype)
+    result = ops.gemm(lhs, rhs, gelu_preactivation=preactivation, out_dtype=dtype, implementation=implementation)
+    assert_product(result, product(lhs, rhs) * gelu_slope(wide(preactivation)), dtype=dtype, kind=kind)
+
+
+def test_gelu_far_from_zero(implementation):
+    """Neither tail overflows, and the negative one decays to zero without cancellation."""
+    x = jnp.asarray([-100.0, -20.0, -6.0, -3.0, -1e-6, 0.0, 1e-6, 6.0, 100.0, 1e6], jnp.float32)[:, None]
+    x = x.astype("bfloat16")
+    call = functools.partial(ops.gemm, x, jnp.ones((1, 1), "bfloat16"), implementation=implementation)
+    x = wide(x)
+    assert_close(call(activation="gelu"), gelu(x), dtype="bfloat16")
+    ones = jnp.ones((10, 1), "bfloat16")
+    slopes = ops.gemm(
+        ones,
+        jnp.ones((1, 1), "bfloat16"),
+        gelu_preactivation=jnp.asarray(x, jnp.float32).astype("bfloat16"),
+        implementation=implementation,
+    )
+    np.testing.assert_allclose(wide(slopes), gelu_slope(x), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "followup", "dtype", "power_of_two"),
+    [
+        ("tensor", "", E4M3, False),
+        ("tensor", "", E5M2, True),
+        ("tensor", "bias", E4M3, True),
+        ("tensor", "gelu", E4M3, False),
+        ("tensor", "bias gelu", E5M2, False),
+        ("tensor", "saved", E4M3, False),
+        ("tensor", "dgelu", E5M2, False),
+        ("row", "bias gelu", E4M3, False),
+        ("row", "dgelu", E5M2, True),
+        ("block", "saved", E4M3, False),
+        ("block", "", E5M2, False),
+    ],
+)
+def test_fp8_result(kind, followup, dtype, power_of_two, implementation, rng):
+    lhs, rhs = random_product(rng, (24,), (32,), (48,), kind, lhs_dtype=E5M2)
+    expected, options = product(lhs, rhs), {}
+    if "bias" in followup:
+        options["bias"] = random_array(rng, (32,), "bfloat16")
+        expected += wide(options["bias"])[None]
+    preactivation = expected
+    if followup == "dgelu":
+        options["gelu_preactivation"] = random_array(rng, (24, 32), "bfloat16")
+        expected = expected * gelu_slope(wide(options["gelu_preactivation"]))
+    elif "gelu" in followup or followup == "saved":
+        options["activation"] = "gelu"
+        expected = gelu(expected)
+    amax = np.float32(0.7 * np.abs(expected).max())  # the largest values saturate
+    out_quantization = recipe.Quantization(dtype, "tensor", "tensor", power_of_two)
+    result, own_amax, *saved = ops.gemm(
+        lhs,
+        rhs,
+        out_quantization=out_quantization,
+        out_amax=amax,
+        save_preactivation=followup == "saved",
+        implementation=implementation,
+        **options,
+    )
+    values, scale_inv = as_fp8(expected, float(amax), dtype, power_of_two)
+    assert (result.data.dtype, result.scaling, result.row_ndim, result.col_ndim) == (dtype, "tensor", 1, 1)
+    assert (result.dtype, result.transposed) == (jnp.bfloat16, None)
+    assert_close(result.scale_inv, scale_inv, dtype="float32", tolerance=1e-6)
+    # What is rounded to bfloat16 before may end in a neighbouring FP8 value, and so may what lies between two.
+    composed = kind != "tensor" or followup == "dgelu"
+    assert relative_error(wide(result.data), values) < (0.06 if composed else 0.03)
+    if composed:
+        assert_close(own_amax, np.abs(expected).max(), dtype="float32", tolerance=1e-2)
+    else:
+        assert_product(own_amax, np.abs(expected).max(), dtype="float32")
+    if saved:
+        assert_close(saved[0], preactivation, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("place", "largest"), [(jnp.nan, np.nan), (jnp.inf, np.inf), (-jnp.inf, np.inf)])
+def test_fp8_result_shows_what_is_not_finite(place, largest, implementation, rng):
+    lhs, rhs = random_product(rng, (4,), (16,), (16,), "tensor", lhs_dtype=E5M2)
+    bias = jnp.zeros(16, "bfloat16").at[3].set(place)
+    result, amax = ops.gemm(
+        lhs, rhs, bias=bias, out_quantization=FP8_RESULT, out_amax=jnp.float32(100), implementation=implementation
+    )
+    np.testing.assert_array_equal(amax, largest)
+    finite = np.isfinite(wide(result.data))
+    if jax.default_backend() == "cpu" or jnp.isnan(place):  # tensor cores saturate infinities
+        assert not finite[:, 3].any()
+    assert finite[:, :3].all()
+    assert finite[:, 4:].all()
+
+
+def test_fp8_result_without_history_has_scale_one(implementation, rng):
+    lhs, rhs = random_product(rng, (8,), (16,), (16,), "tensor")
+    result, amax = ops.gemm(
+        lhs, rhs, out_quantization=FP8_RESULT, out_amax=jnp.float32(0), implementation=implementation
+    )
+    assert result.scale_inv == 1.0
+    assert_product(amax, np.abs(product(lhs, rhs)).max(), dtype="float32")
+    assert relative_error(wide(result.data), product(lhs, rhs)) < 0.04
+
+
+# -------------------------------------------------------------------------------------------------------- accumulation
+
+
+@pytest.mark.parametrize("kind", [*SCALINGS, "plain"])
+@pytest.mark.parametrize(("dtype", "accumulate"), [("float32", True), ("bfloat16", True), ("float32", False)])
+def test_accumulator(dtype, accumulate, kind, implementation, rng):
+    lhs, rhs = operands(rng, kind, "bfloat16", (8, 4), (32,), (48,))
+    accumulator = 10 * random_array(rng, (8, 4, 32), dtype)
+    if not accumulate:
+        accumulator = accumulator.at[0, 0, 0].set(jnp.nan)
+    expected = product(lhs, rhs) + (wide(accumulator) if accumulate else 0)
+    before = np.array(accumulator)
+    result = ops.gemm(lhs, rhs, accumulator=accumulator, accumulate=accumulate, implementation=implementation)
+    assert_product(result, expected, dtype=dtype, kind=kind)
+    np.testing.assert_array_equal(accumulator, before)  # not donated: not touched
+
+
+def test_repeated_accumulation_keeps_what_is_small(implementation, rng):
+    """Sums in float32: a hundred small products show beside a large first one."""
+    lhs, rhs = random_product(rng, (16,), (16,), (32,), "tensor")
+    total = jnp.full((16, 16), 1e4, jnp.float32)
+    step = jax.jit(lambda total: ops.gemm(lhs, rhs, accumulator=total, implementation=implementation), donate_argnums=0)
+    for _ in range(100):
+        total = step(total)
+    assert_close(wide(total) - 1e4, 100 * product(lhs, rhs), dtype="float64", tolerance=2e-3)
+    # In bfloat16 nothing would have been added: its values near 10⁴ lie 64 apart.
+
+
+# ------------------------------------------------------------------------------------------------------- special sizes
+
+
+@pytest.mark.parametrize("kind", [*SCALINGS, "plain"])
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 16, 16), (16, 0, 16), (16, 16, 0), (0, 0, 0)])
+def test_empty(m, n, k, kind, implementation, rng):
+    lhs, rhs = operands(rng, kind, "bfloat16", (m,), (n,), (k,))
+    bias = random_array(rng, (n,), "bfloat16")
+    result = ops.gemm(lhs, rhs, bias=bias, implementation=implementation)
+    np.testing.assert_array_equal(result, np.broadcast_to(bias, (m, n)))
+    accumulator = random_array(rng, (m, n))
+    result = ops.gemm(lhs, rhs, accumulator=accumulator, implementation=implementation)
+    np.testing.assert_array_equal(result, accumulator)
+
+
+def test_vectors(implementation, rng):
+    """No outer dimensions: a product of a vector and a matrix, and an inner product."""
+    x, w = random_array(rng, (64,)), random_array(rng, (64, 5))
+    assert_close(ops.gemm(x, w, implementation=implementation), wide(x) @ wide(w), dtype="float32")
+    assert_close(ops.gemm(x, x, implementation=implementation), wide(x) @ wide(x), dtype="float32")
+    outer = ops.gemm(x, x, contracting_ndim=0, implementation=implementation)
+    assert_close(outer, np.outer(wide(x), wide(x)), dtype="float32")
+
+
+def test_default_dtypes(implementation, rng):
+    lhs, rhs = random_product(rng, (4,), (16,), (16,), "tensor", stands_for="float16")
+    call = functools.partial(ops.gemm, implementation=implementation)
+    assert call(lhs, rhs).dtype == jnp.float16
+    assert call(lhs, rhs, out_dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    assert call(lhs, rhs, accumulator=jnp.zeros((4, 16))).dtype == jnp.float32
+
+
+def test_options_of_gpus_change_nothing_here(implementation, rng):
+    lhs, rhs = random_product(rng, (4,), (16,), (16,), "tensor")
+    expected = product(lhs, rhs)
+    for options in ({"fast_accumulation": True}, {"autotune": False}, {"own_kernel": True}):
+        result = ops.gemm(lhs, rhs, out_dtype="float32", implementation=implementation, **options)
+        assert_product(result, expected, dtype="float32")
+
+
+def operands(rng, kind, dtype, m, n, k):
+    """lhs [*m, *k] and rhs [*k, *n]: quantized, or plain arrays of the dtype."""
+    if kind == "plain":
+        return random_array(rng, (*m, *k), dtype), random_array(rng, (*k, *n), dtype)
+    return random_product(rng, m, n, k, kind)

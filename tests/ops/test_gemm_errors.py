@@ -1,0 +1,371 @@
+"""Every refused argument is named, with its value, the rule and the way out."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gemm_oracle import E4M3, E5M2, assert_product, product, random_array, random_product, random_quantized, wide
+
+from te_jax import native, ops, recipe
+from te_jax.native import extension
+from te_jax.testing import assert_close
+
+RNG = np.random.default_rng(0)
+LHS, RHS = random_product(RNG, (8,), (32,), (48,), "tensor")
+ROWS = random_product(RNG, (8,), (32,), (48,), "row")
+BLOCKS = random_product(RNG, (8,), (32,), (48,), "block")
+X, W = jnp.ones((8, 4)), jnp.ones((4, 6))
+FP8_RESULT = recipe.Quantization(E4M3, "tensor", "tensor")
+
+
+def quantized(rows, cols, scaling="tensor", **options):
+    return random_quantized(RNG, rows, cols, scaling, **options)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "options", "message"),
+    [
+        # kinds of operands
+        (LHS, W, {}, "rhs is a plain array and the other operand quantized; quantize both or neither"),
+        (X, RHS, {}, "lhs is a plain array and the other operand quantized"),
+        (X.astype(jnp.int32), W, {}, "lhs has dtype int32; it must be a QuantizedArray, float32, bfloat16 or float16"),
+        (X, W.astype(E4M3), {}, "rhs has dtype float8_e4m3fn; it must be a QuantizedArray"),
+        (X, W.astype(jnp.bfloat16), {}, "rhs has dtype bfloat16 and lhs float32; cast one of them"),
+        (
+            LHS.without_data(),
+            RHS,
+            {},
+            "lhs has no data copy, which lhs_contracting='cols' reads; quantize it with copies=",
+        ),
+        (LHS, RHS.without_transposed(), {}, "rhs has no transposed copy, which rhs_contracting='rows' reads"),
+        (
+            quantized((8,), (48,), dtype=E5M2),
+            quantized((48,), (32,), dtype=E5M2),
+            {},
+            "lhs and rhs are both float8_e5m2, which no GPU multiplies; quantize one of them to float8_e4m3fn",
+        ),
+        (
+            dataclasses.replace(LHS, data=LHS.data.astype(jnp.bfloat16)),
+            RHS,
+            {},
+            "lhs has data of dtype bfloat16; it must be float8_e4m3fn or float8_e5m2",
+        ),
+        (jax.tree.map(lambda x: x[None], LHS), RHS, {}, "a batch of products is written with jax.vmap"),
+        # shapes
+        (X, jnp.ones((5, 6)), {}, "rhs sums over dimensions of sizes (5,), but lhs over (4,)"),
+        (X, W, {"lhs_contracting": "rows"}, "rhs sums over dimensions of sizes (4,), but lhs over (8,)"),
+        (X, W, {"contracting_ndim": 2}, "rhs sums over dimensions of sizes (4, 6), but lhs over (8, 4)"),
+        (X, W, {"contracting_ndim": 3}, "lhs has shape (8, 4); a product over 3 dimensions needs as many"),
+        (X, W, {"contracting_ndim": -1}, "contracting_ndim is -1; it must be an integer of at least 0, or None"),
+        (LHS, RHS, {"contracting_ndim": 2}, "contracting_ndim is 2, but lhs was quantized for 1 summed dimensions"),
+        (X, W, {"lhs_contracting": "columns"}, "lhs_contracting is 'columns'; it must be 'cols' or 'rows'"),
+        (X, W, {"rhs_contracting": None}, "rhs_contracting is None; it must be 'cols' or 'rows'"),
+        (
+            dataclasses.replace(ROWS[0], scale_inv=jnp.ones(7)),
+            ROWS[1],
+            {},
+            "lhs has scales of shape (7,) and dtype float32; for data of shape (8, 48) and 'row' scaling they must be "
+            "float32 (8,)",
+        ),
+        (
+            LHS,
+            dataclasses.replace(RHS, transposed_scale_inv=jnp.bfloat16(1)),
+            {},
+            "rhs has scales of shape () and dtype bfloat16",
+        ),
+        # scalings
+        (LHS, ROWS[1], {}, "rhs has 'row' scales and lhs 'tensor'; both must have the same kind"),
+        (
+            BLOCKS[0],
+            LHS,
+            {"rhs_contracting": "cols"},
+            "a product of blocks needs 'block_1x128' on lhs and 'block_128x128' on",
+        ),
+        (
+            quantized((8,), (48,), "block_128x128"),
+            quantized((48,), (32,), "block_1x128"),
+            {},
+            "lhs has 'block_128x128' scales and rhs 'block_1x128'; a product of blocks needs 'block_1x128' on lhs and "
+            "'block_128x128' on rhs: quantize them so, or exchange them and transpose the result",
+        ),
+        (
+            quantized((8,), (48,), "block_1x128"),
+            quantized((48,), (32,), "block_1x128"),
+            {},
+            "rhs 'block_1x128'; a product",
+        ),
+        (
+            quantized((8,), (3, 16), "block_1x128"),
+            quantized((3, 16), (32,), "block_128x128"),
+            {},
+            "lhs sums over dimensions of sizes (3, 16); with blocks the last of several must be a multiple of 128: "
+            "collapse them into one before quantizing",
+        ),
+        # alignment
+        (
+            quantized((8,), (40,)),
+            quantized((40,), (32,)),
+            {},
+            "lhs sums over 40 values; FP8 products need a multiple of 16",
+        ),
+        (
+            LHS,
+            quantized((48,), (24,)),
+            {},
+            "rhs has 24 outer values; FP8 products need a multiple of 16: pad rhs and slice",
+        ),
+        (
+            quantized((6,), (48,), "block_1x128"),
+            BLOCKS[1],
+            {},
+            "lhs has 6 outer values; products of blocks need a multiple of 4: pad lhs and slice the result",
+        ),
+        # what follows
+        (X, W, {"bias": jnp.ones(5)}, "bias has shape (5,); for a result of shape (8, 6) it must have (6,)"),
+        (X, W, {"bias": jnp.ones(6, jnp.int32)}, "bias has dtype int32; it must be float32, bfloat16 or float16"),
+        (X, W, {"activation": "relu"}, "activation is 'relu'; it must be None or 'gelu': apply others to the result"),
+        (X, W, {"save_preactivation": True}, "save_preactivation is True without an activation"),
+        (X, W, {"gelu_preactivation": jnp.ones((8, 5))}, "gelu_preactivation has shape (8, 5)"),
+        (
+            X,
+            W,
+            {"gelu_preactivation": jnp.ones((8, 6)), "bias": jnp.ones(6)},
+            "it goes with neither activation nor bias",
+        ),
+        (X, W, {"gelu_preactivation": jnp.ones((8, 6)), "activation": "gelu"}, "gelu_preactivation is for gradients"),
+        (X, W, {"out_dtype": jnp.int8}, "out_dtype is int8; it must be float32, bfloat16 or float16; for FP8 give"),
+        (X, W, {"out_dtype": E4M3}, "out_dtype is float8_e4m3fn"),
+        (
+            quantized((8,), (48,), stands_for="float32"),
+            RHS,
+            {},
+            "lhs stands for float32 and rhs for bfloat16; give the out_dt",
+        ),
+        (LHS, RHS, {"out_quantization": FP8_RESULT}, "out_quantization needs out_amax, from which the scale follows"),
+        (LHS, RHS, {"out_amax": jnp.float32(1)}, "out_amax is given without out_quantization"),
+        (
+            LHS,
+            RHS,
+            {"out_quantization": FP8_RESULT, "out_amax": jnp.ones(1)},
+            "out_amax is float32[1]; it must be a float32 scal",
+        ),
+        (
+            LHS,
+            RHS,
+            {"out_quantization": recipe.Quantization(E4M3, "row", "row"), "out_amax": jnp.float32(1)},
+            "out_quantization has 'row' scaling; an FP8 result has one scale, 'tensor': quantize the result afterwards",
+        ),
+        # accumulation
+        (X, W, {"accumulator": jnp.ones((6, 8))}, "accumulator has shape (6, 8); for a result of shape (8, 6)"),
+        (
+            X,
+            W,
+            {"accumulator": jnp.ones((8, 6)), "out_dtype": jnp.bfloat16},
+            "accumulator has dtype float32 and out_dtype is bf",
+        ),
+        (X, W, {"accumulator": jnp.ones((8, 6)), "bias": jnp.ones(6)}, "accumulator is given together with bias"),
+        (
+            X,
+            W,
+            {"accumulator": jnp.ones((8, 6)), "activation": "gelu"},
+            "accumulator is given together with activation",
+        ),
+        (X, W, {"implementation": "cuda"}, "implementation is 'cuda'; it must be None, 'native' or 'reference'"),
+    ],
+    ids=lambda value: "",
+)
+def test_message_names_argument_value_and_rule(lhs, rhs, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.gemm(lhs, rhs, **options)
+
+
+def test_errors_come_while_tracing():
+    with pytest.raises(ValueError, match="rhs sums over dimensions"):
+        jax.eval_shape(ops.gemm, X, W.T)
+
+
+def test_arrays_of_numpy_are_taken(implementation):
+    result = ops.gemm(np.ones((2, 3), np.float32), np.ones((3, 4), np.float32), implementation=implementation)
+    np.testing.assert_array_equal(result, np.full((2, 4), 3.0))
+
+
+# -------------------------------------------------------------------------------------------------- devices without FP8
+
+
+@pytest.mark.parametrize(
+    ("operands", "options", "capability", "message"),
+    [
+        ((LHS, RHS), {}, (8, 0), "FP8 products need CUDA compute capability 8.9 or later, and this GPU has 8.0"),
+        ((LHS, RHS), {}, (8, 9), None),
+        ((LHS, RHS), {}, (9, 0), None),
+        ((LHS, RHS), {"own_kernel": True}, (8, 9), "with 'tensor' scaling need CUDA compute capability 9.0 exactly"),
+        (
+            ROWS,
+            {},
+            (8, 9),
+            "FP8 products with 'row' scaling need CUDA compute capability 9.0 exactly, and this GPU has",
+        ),
+        (BLOCKS, {}, (8, 9), "FP8 products with 'block_1x128' scaling need"),
+        (BLOCKS, {}, (10, 0), "and this GPU has 10.0"),
+        (BLOCKS, {}, (9, 0), None),
+        ((X, W), {}, (7, 5), None),
+    ],
+    ids=lambda value: "",
+)
+def test_unsupported_gpu(operands, options, capability, message, monkeypatch, native_kernels):
+    monkeypatch.setattr(native, "compute_capability", lambda: capability)
+    extension._warn_once.cache_clear()
+    if message is None:
+        assert_product(
+            ops.gemm(*operands, out_dtype="float32", implementation="native", **options),
+            product(*operands),
+            dtype="float32",
+        )
+        return
+    with pytest.raises(native.NativeUnavailableError, match=re.escape(message)):
+        ops.gemm(*operands, implementation="native", **options)
+    with pytest.warns(RuntimeWarning, match=re.escape(message)):
+        result = ops.gemm(*operands, out_dtype="float32", **options)
+    assert_product(result, product(*operands), dtype="float32")
+    ops.gemm(*operands, implementation="reference", **options)
+    extension._warn_once.cache_clear()
+
+
+# --------------------------------------------------------------------------------------------- what the handler refuses
+
+F32 = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+NONE = jax.ShapeDtypeStruct((0,), jnp.float32)
+ABSENT = jnp.zeros(0)
+OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator", "aux_in", "amax_in")
+RESULTS = ("d", "aux_out", "amax_out", "d_scale_inv", "workspace")
+
+
+def call(**given):
+    """te_gemm of a plain product [8, 48] · [32, 48]ᵀ, but for what is given."""
+    operands = dict.fromkeys(OPERANDS, ABSENT) | {"a": jnp.ones((8, 48)), "b": jnp.ones((32, 48))}
+    results = dict.fromkeys(RESULTS, NONE) | {"d": F32}
+    attributes = {
+        "a_outer_ndim": 1,
+        "b_outer_ndim": 1,
+        "a_summed_first": False,
+        "b_summed_first": False,
+        "scaling": "none",
+        "epilogue": "none",
+        "fast_accumulation": False,
+        "accumulate": False,
+        "power_of_two_scale": False,
+        "autotune": False,
+        "own_kernel": False,
+    }
+    for name, value in given.items():
+        assert name in operands or name in results or name in attributes
+        (operands if name in operands else results if name in results else attributes)[name] = value
+    if jax.default_backend() == "gpu":
+        results["workspace"] = jax.ShapeDtypeStruct((2**25 + 512,), jnp.uint8)
+    return native.call("te_gemm", tuple(results.values()), *operands.values(), **attributes)[0]
+
+
+def fp8(*shape, dtype=E4M3):
+    return jnp.ones(shape, jnp.float32).astype(dtype)
+
+
+SCALED = {
+    "a": fp8(8, 48),
+    "b": fp8(32, 48),
+    "a_scale_inv": jnp.ones(1),
+    "b_scale_inv": jnp.ones(1),
+    "scaling": "tensor",
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"a": jnp.ones((8, 48), jnp.int32)}, "a is S32[8,48]; it must be of a float type of 8, 16 or 32 bits"),
+        ({"b": jnp.ones((32, 47))}, "b is F32[32,47]; it must sum over 48 values, as a does"),
+        ({"b": jnp.ones((32, 48), jnp.bfloat16)}, "b is BF16[32,48]; it must have the type of a"),
+        ({"d": jax.ShapeDtypeStruct((8, 31), jnp.float32)}, "d is F32[8,31]; it must have 256 elements"),
+        (
+            {"d": jax.ShapeDtypeStruct((8,), jnp.float32)},
+            "d is F32[8]; it must have the outer dimensions of a and of b",
+        ),
+        ({"scaling": "channel"}, "a is F32[8,48]; it must come with scaling none, tensor, row or block"),
+        ({"scaling": "tensor"}, "a is F32[8,48]; it must be FP8 with scaling"),
+        ({"a": fp8(8, 48)}, "a is F8E4M3FN[8,48]; it must be plain without scaling"),
+        (SCALED | {"a_scale_inv": jnp.ones(8)}, "a_scale_inv is F32[8]; it must have 1 elements"),
+        (SCALED | {"b_scale_inv": jnp.ones(1, jnp.bfloat16)}, "b_scale_inv is BF16[1]; it must be of type F32"),
+        (
+            SCALED | {"a": fp8(8, 48, dtype=E5M2), "b": fp8(32, 48, dtype=E5M2)},
+            "b is F8E5M2[32,48]; it must be E4M3 where a is E5M2",
+        ),
+        (
+            SCALED | {"a_summed_first": True, "a": fp8(48, 8)},
+            "a is F8E4M3FN[48,8]; it must have its summed dimensions last with scaling",
+        ),
+        (SCALED | {"bias": jnp.ones(32)}, "bias is F32[32]; it must be absent where tensors in FP8 give float32"),
+        (
+            SCALED | {"d": jax.ShapeDtypeStruct((8, 32), E4M3)},
+            "d is F8E4M3FN[8,32]; it must come with amax_in, amax_out and d_scale_inv as FP8",
+        ),
+        ({"bias": jnp.ones(31)}, "bias is F32[31]; it must have 32 elements"),
+        ({"bias": jnp.ones(32, jnp.bfloat16)}, "bias is BF16[32]; it must be of type F32"),
+        ({"epilogue": "relu"}, "d is F32[8,32]; it must come with epilogue none, gelu or dgelu"),
+        ({"epilogue": "gelu"}, "d is F32[8,32]; it must be of 8 or 16 bits for an epilogue"),
+        ({"aux_in": jnp.ones((8, 32))}, "aux_in is F32[8,32]; it must come with the epilogue dgelu"),
+        (
+            {"accumulator": jnp.ones((8, 32)), "accumulate": True, "bias": jnp.ones(32)},
+            "accumulator is F32[8,32]; it must come without bias, epilogue and FP8 result",
+        ),
+        ({"accumulator": jnp.ones((8, 31)), "accumulate": True}, "accumulator is F32[8,31]; it must have 256 elements"),
+    ],
+    ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",
+)
+def test_handler_refuses(given, message, native_kernels):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"INVALID_ARGUMENT: te_gemm: {message}")):
+        jax.block_until_ready(call(**given))
+
+
+def test_handler_works_otherwise(native_kernels):
+    np.testing.assert_array_equal(call(), np.full((8, 32), 48.0))
+    np.testing.assert_array_equal(call(**SCALED), np.full((8, 32), 48.0))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about the CPU's BLAS")
+@pytest.mark.parametrize(
+    ("signature", "fits"),
+    [
+        ("void (char *, char *, int *, int *, int *, {0}, {0}, int *, {0}, int *, {0}, {0}, int *)", True),
+        ("void (char *, char *, long *, long *, long *, {0}, {0}, long *, {0}, long *, {0}, {0}, long *)", False),
+        ("int (char *, char *)", False),
+        ("", False),
+    ],
+)
+def test_only_a_blas_of_the_known_signature_is_used(signature, fits, native_kernels):
+    """scipy names the C types of what it exports; a BLAS with 64-bit integers would read beyond the arguments."""
+    import ctypes
+
+    from scipy.linalg import cython_blas
+
+    module, _ = extension._load("cpu")
+    real = cython_blas.__pyx_capi__["sgemm"]
+    get_name, get, new = (getattr(ctypes.pythonapi, f"PyCapsule_{name}") for name in ("GetName", "GetPointer", "New"))
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    name = signature.format("__pyx_t_5scipy_6linalg_11cython_blas_s *").encode()
+    x, w = random_array(RNG, (3, 5)), random_array(RNG, (5, 4))
+    try:
+        module.use_sgemm(new(get(real, get_name(real)), name, None))
+        if fits:
+            assert_close(ops.gemm(x, w, implementation="native"), wide(x) @ wide(w), dtype="float32")
+        else:
+            with pytest.raises(
+                (ValueError, jax.errors.JaxRuntimeError), match=r"scipy's BLAS cannot be used \(its sgemm"
+            ):
+                jax.block_until_ready(ops.gemm(x, w, implementation="native"))
+    finally:
+        module.use_sgemm(real)
+    assert_close(ops.gemm(x, w, implementation="native"), wide(x) @ wide(w), dtype="float32")

@@ -1,0 +1,308 @@
+"""Matrix products of sharded operands under jit: on Auto, Explicit and mixed meshes, and inside shard_map."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gemm_oracle import E4M3, assert_product, gelu, product, random_array, random_product, random_quantized, wide
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from te_jax import ops, recipe
+from te_jax.quantized import QuantizedArray
+from te_jax.testing import assert_close, buffers, collectives, relative_error
+
+pytestmark = pytest.mark.usefixtures("native_kernels")
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+axis_types = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+
+# Mesh axes of m, n and k.
+SPLITS = {
+    "m": ("data", None, None),
+    "m over both": (("data", "model"), None, None),
+    "n": (None, "model", None),
+    "m and n": ("data", "model", None),
+    "k": (None, None, "model"),
+    "k over both": (None, None, ("model", "data")),
+    "m and k": ("data", None, "model"),
+    "m, n and k": ("data", "model", "sequence"),
+    "nothing": (None, None, None),
+}
+
+
+def spec_of(scaling, outer, summed):
+    """Shardings of data and scales of a copy, with one dimension in each group."""
+    scales = {
+        "tensor": P(),
+        "row": P(outer),
+        "block_1x128": P(summed, outer),
+        "block_128x128": P(outer, summed),
+    }[scaling]
+    return P(outer, summed), scales
+
+
+def place(x, mesh, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def place_operands(lhs, rhs, mesh, m, n, k):
+    """lhs [m, k] and rhs [k, n], split over these mesh axes."""
+    if not isinstance(lhs, QuantizedArray):
+        return place(lhs, mesh, P(m, k)), place(rhs, mesh, P(k, n))
+    data, scales = spec_of(lhs.scaling, m, k)
+    placed = {"data": place(lhs.data, mesh, data), "scale_inv": place(lhs.scale_inv, mesh, scales)}
+    lhs = dataclasses.replace(lhs.without_transposed(), **placed)
+    data, scales = spec_of(rhs.transposed_scaling, n, k)
+    placed = {
+        "transposed": place(rhs.transposed, mesh, data),
+        "transposed_scale_inv": place(rhs.transposed_scale_inv, mesh, scales),
+    }
+    return lhs, dataclasses.replace(rhs.without_data(), **placed)
+
+
+def draw(rng, kind, m, n, k):
+    if kind == "plain":
+        return random_array(rng, (m, k), "bfloat16"), random_array(rng, (k, n), "bfloat16")
+    return random_product(rng, (m,), (n,), (k,), kind)
+
+
+def shards(mesh, axes):
+    return int(np.prod([mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ())]))
+
+
+def assert_exchanges_only(compiled, result, split):
+    """One all-reduce of the local result where the contraction is split, and nothing otherwise."""
+    found = collectives(compiled)
+    if not split:
+        assert found == []
+        return
+    assert [entry.kind for entry in found] == ["all-reduce"]
+    assert found[0].shapes == (result.sharding.shard_shape(result.shape),)
+
+
+@axis_types
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [
+        *(("block", split) for split in SPLITS),
+        *((kind, split) for kind in ("tensor", "row", "plain") for split in ("m and n", "m and k")),
+    ],
+)
+def test_meshes(kind, split, axis_type, make_mesh, rng):
+    split = SPLITS[split]
+    names = ("data", "model", "sequence") if "sequence" in split else ("data", "model")
+    mesh = make_mesh(dict.fromkeys(names, axis_type))
+    m, n, k = 64, 2 * 128 * 2, 128 * mesh.size
+    lhs, rhs = draw(rng, kind, m, n, k)
+    expected = product(lhs, rhs)
+    bias = random_array(rng, (n,), "bfloat16")
+    operands = (*place_operands(lhs, rhs, mesh, *split), place(bias, mesh, P(split[1])))
+    compiled = (
+        jax.jit(lambda lhs, rhs, bias: ops.gemm(lhs, rhs, bias=bias, implementation="native"))
+        .lower(*operands)
+        .compile()
+    )
+    result = compiled(*operands)
+    assert_close(result, expected + wide(bias)[None], dtype="bfloat16")
+    assert result.sharding.is_equivalent_to(NamedSharding(mesh, P(*split[:2])), 2), result.sharding
+    assert_exchanges_only(compiled, result, split[2])
+    if split[2] and jax.default_backend() == "gpu":  # XLA widens them on a CPU
+        assert [entry.dtypes for entry in collectives(compiled)] == [("bf16",)]
+    # Every device holds its shards of the operands and no more.
+    most = max(m // shards(mesh, split[0]), n // shards(mesh, split[1])) * k // shards(mesh, split[2])
+    assert not [b for b in buffers(compiled) if b.dtype.startswith("f8") and b.elements > most]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "block"])
+def test_mixed_mesh(kind, make_mesh, rng):
+    mesh = make_mesh({"data": EXPLICIT, "model": AUTO})
+    lhs, rhs = draw(rng, kind, 32, 256, 256 * mesh.size)
+    expected = product(lhs, rhs)
+    operands = place_operands(lhs, rhs, mesh, "data", None, "model")
+    compiled = jax.jit(lambda *a: ops.gemm(*a, out_dtype="float32", implementation="native")).lower(*operands).compile()
+    result = compiled(*operands)
+    assert_product(result, expected, dtype="float32", kind=kind)
+    assert_exchanges_only(compiled, result, "model")
+
+
+@axis_types
+@pytest.mark.parametrize("size", [("k", 16 * 5), ("k", 128 * 5 + 16), ("n", 16 * 9), ("m", 20)], ids=str)
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_sizes_that_shards_cannot_have(kind, size, axis_type, make_mesh, rng):
+    """Where shards would cut blocks, or be too small to address, operands are gathered; the result is right."""
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    group, count = size
+    sizes = {"m": 16, "n": 512, "k": 512} | {group: count}
+    lhs, rhs = random_product(rng, (sizes["m"],), (sizes["n"],), (sizes["k"],), kind)
+    expected = product(lhs, rhs)
+    split = {group: "model"} if sizes[group] % 2 == 0 else {}
+    # Scales of short blocks cannot be split evenly themselves.
+    lhs, rhs = place_operands(lhs, rhs, mesh, *(None,) * 3)
+    data = [lhs.data, rhs.transposed]
+    for i, outer in enumerate(("m", "n")):
+        data[i] = place(data[i], mesh, P(split.get(outer), split.get("k")))
+    lhs, rhs = dataclasses.replace(lhs, data=data[0]), dataclasses.replace(rhs, transposed=data[1])
+    result = jax.jit(lambda *a: ops.gemm(*a, out_dtype="float32", implementation="native"))(lhs, rhs)
+    assert_product(result, expected, dtype="float32")
+
+
+@axis_types
+def test_several_dimensions(axis_type, make_mesh, rng):
+    """[batch, sequence, heads, values] times [heads, values, features]: each split on its own."""
+    mesh = make_mesh({"data": axis_type, "sequence": axis_type, "model": axis_type})
+    lhs = random_quantized(rng, (4, 8), (4, 128), "block_1x128")
+    rhs = random_quantized(rng, (4, 128), (2, 128), "block_128x128")
+    expected = product(lhs, rhs)
+    lhs = dataclasses.replace(
+        lhs.without_transposed(),
+        data=place(lhs.data, mesh, P("data", "sequence", "model")),
+        scale_inv=place(lhs.scale_inv, mesh, P("model", None, "data", "sequence")),
+    )
+    rhs = dataclasses.replace(
+        rhs.without_data(),
+        transposed=place(rhs.transposed, mesh, P(None, None, "model")),
+        transposed_scale_inv=place(rhs.transposed_scale_inv, mesh, P(None, None, "model")),
+    )
+    compiled = jax.jit(lambda *a: ops.gemm(*a, out_dtype="float32", implementation="native")).lower(lhs, rhs).compile()
+    result = compiled(lhs, rhs)
+    assert_product(result, expected, dtype="float32")
+    assert_exchanges_only(compiled, result, "model")
+
+
+@axis_types
+def test_heads_whose_shards_could_not_be_addressed(axis_type, make_mesh, rng):
+    """Heads of 8 values: a shard of one head would have 8 values to sum over, and kernels need 16."""
+    mesh = make_mesh({"data": axis_type})
+    heads = 2 * mesh.size
+    lhs, rhs = (
+        random_quantized(rng, (16,), (heads, 8), "tensor"),
+        random_quantized(rng, (heads, 8), (16,), "tensor"),
+    )
+    expected = product(lhs, rhs)
+    lhs = dataclasses.replace(lhs.without_transposed(), data=place(lhs.data, mesh, P(None, "data")))
+    rhs = dataclasses.replace(rhs.without_data(), transposed=place(rhs.transposed, mesh, P(None, "data")))
+    lhs, rhs = jax.tree.map(lambda x: x if len(x.sharding.device_set) > 1 else place(x, mesh, P()), (lhs, rhs))
+    result = jax.jit(lambda *a: ops.gemm(*a, out_dtype="float32", implementation="native"))(lhs, rhs)
+    assert_product(result, expected, dtype="float32")
+
+
+# ---------------------------------------------------------------------------------------- what follows a split product
+
+
+@axis_types
+@pytest.mark.parametrize("split", ["m and n", "m and k"])
+@pytest.mark.parametrize("kind", ["tensor", "row"])
+def test_epilogues(kind, split, axis_type, make_mesh, rng):
+    """Once, after the sum over shards: bias and gelu of parts would be wrong."""
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    m, n, k = SPLITS[split]
+    lhs, rhs = draw(rng, kind, 32, 256, 128 * mesh.size)
+    bias = random_array(rng, (256,), "bfloat16")
+    expected = product(lhs, rhs) + wide(bias)[None]
+    operands = (*place_operands(lhs, rhs, mesh, m, n, k), place(bias, mesh, P(n)))
+
+    @jax.jit
+    def run(lhs, rhs, bias):
+        return ops.gemm(lhs, rhs, bias=bias, activation="gelu", save_preactivation=True, implementation="native")
+
+    compiled = run.lower(*operands).compile()
+    result, preactivation = compiled(*operands)
+    assert_close(preactivation, expected, dtype="bfloat16")
+    assert_close(result, gelu(expected), dtype="bfloat16")
+    assert_exchanges_only(compiled, result, k)
+
+
+@axis_types
+@pytest.mark.parametrize(("kind", "split"), [("tensor", "m and n"), ("tensor", "m and k"), ("row", "m and n")])
+def test_largest_magnitude_is_that_of_the_whole(kind, split, axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    m, n, k = SPLITS[split]
+    lhs, rhs = random_product(rng, (32,), (256,), (32 * mesh.size,), kind)
+    expected = product(lhs, rhs)
+    amax = np.abs(expected).max()
+    operands = place_operands(lhs, rhs, mesh, m, n, k)
+
+    @jax.jit
+    def run(lhs, rhs, amax):
+        return ops.gemm(
+            lhs,
+            rhs,
+            out_quantization=recipe.Quantization(E4M3, "tensor", "tensor"),
+            out_amax=amax,
+            implementation="native",
+        )
+
+    compiled = run.lower(*operands, jnp.float32(amax)).compile()
+    result, own_amax = compiled(*operands, jnp.float32(amax))
+    assert_close(own_amax, amax, dtype="float32", tolerance=1e-2)
+    assert own_amax.sharding.is_fully_replicated
+    assert relative_error(result.dequantize(), expected) < 0.04
+    scalars = [entry for entry in collectives(compiled) if entry.elements <= 2]
+    products = [entry for entry in collectives(compiled) if entry.elements > 2]
+    assert {entry.kind for entry in scalars} <= {"all-reduce"}
+    assert len(products) == (1 if k else 0)
+
+
+# -------------------------------------------------------------------------------------------------------- accumulation
+
+
+@axis_types
+@pytest.mark.parametrize(
+    ("kind", "split", "accumulate"),
+    [
+        ("block", "m and n", True),
+        ("block", "m and n", False),
+        ("block", "m and k", True),
+        ("block", "k", False),
+        ("plain", "m and n", True),
+        ("tensor", "m and k", True),
+    ],
+)
+def test_accumulator(kind, split, accumulate, axis_type, make_mesh, rng):
+    """Added once, also where the contraction is split; in place where the product needs no exchange."""
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    m, n, k = SPLITS[split]
+    lhs, rhs = draw(rng, kind, 64, 512, 128 * mesh.size)
+    accumulator = 5 * random_array(rng, (64, 512))
+    expected = product(lhs, rhs) + (wide(accumulator) if accumulate else 0)
+    lhs, rhs = place_operands(lhs, rhs, mesh, m, n, k)
+    accumulator = place(accumulator, mesh, P(m, n))
+    local = accumulator.addressable_shards[0].data.nbytes
+
+    def run(lhs, rhs, accumulator):
+        return ops.gemm(lhs, rhs, accumulator=accumulator, accumulate=accumulate, implementation="native")
+
+    # An overwritten one is not read where the sum over shards comes from XLA, and its buffer then stays free.
+    compiled = jax.jit(run, donate_argnums=2, keep_unused=True).lower(lhs, rhs, accumulator).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == local
+    if not k:
+        assert [b for b in buffers(compiled, "copy", "copy-start") if b.bytes >= local] == []
+    result = compiled(lhs, rhs, accumulator)
+    assert_product(result, expected, dtype="float32", kind=kind)
+    assert result.sharding.is_equivalent_to(NamedSharding(mesh, P(m, n)), 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- shard_map
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", ""])
+@pytest.mark.parametrize("kind", ["block", "plain"])
+def test_inside_shard_map(kind, check_vma, make_mesh, rng):
+    """Operands are local there, and the caller sums."""
+    mesh = make_mesh({"data": AUTO, "model": AUTO})
+    lhs, rhs = draw(rng, kind, 32, 256, 128 * mesh.size)
+    expected = product(lhs, rhs)
+    lhs, rhs = place_operands(lhs, rhs, mesh, "data", None, "model")
+
+    def local(lhs, rhs):
+        return lax.psum(ops.gemm(lhs, rhs, out_dtype="float32", implementation="native"), "model")
+
+    specs = jax.tree.map(lambda x: x.sharding.spec, (lhs, rhs))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
+    compiled = jax.jit(mapped).lower(lhs, rhs).compile()
+    assert_product(compiled(lhs, rhs), expected, dtype="float32", kind=kind)
+    assert [entry.kind for entry in collectives(compiled)] == ["all-reduce"]

@@ -1,0 +1,199 @@
+"""Matrix products under jit, vmap, scan, grad and from threads, and what they do to the buffers of accumulators."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gemm_oracle import E4M3, SCALINGS, assert_product, gelu, product, random_array, random_product, wide
+from jax import lax
+
+from te_jax import ops, recipe
+from te_jax.testing import assert_close, buffers, relative_error
+
+KINDS = [*SCALINGS, "plain"]
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def draw(rng, kind, m, n, k):
+    if kind == "plain":
+        return random_array(rng, (*m, *k), "bfloat16"), random_array(rng, (*k, *n), "bfloat16")
+    return random_product(rng, m, n, k, kind)
+
+
+def stack(*trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+# ---------------------------------------------------------------------------------------------------------------- vmap
+
+
+@pytest.mark.parametrize(("kind", "jit"), [("tensor", False), ("block", True), ("row", True), ("plain", True)])
+def test_vmap(kind, jit, implementation, rng):
+    """Every example has scales of its own."""
+    examples = [draw(rng, kind, (12,), (2, 128), (48,)) for _ in range(3)]
+    biases = [random_array(rng, (2, 128), "bfloat16") for _ in examples]
+    call = jax.vmap(
+        lambda lhs, rhs, bias: ops.gemm(
+            lhs, rhs, bias=bias, activation="gelu", save_preactivation=True, implementation=implementation
+        )
+    )
+    lhs, rhs = (stack(*side) for side in zip(*examples, strict=True))
+    results, preactivations = (jax.jit(call) if jit else call)(lhs, rhs, jnp.stack(biases))
+    for i, (example, bias) in enumerate(zip(examples, biases, strict=True)):
+        expected = product(*example) + wide(bias)[None]
+        assert_close(np.asarray(preactivations)[i], expected, dtype="bfloat16")
+        assert_close(np.asarray(results)[i], gelu(expected), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["tensor", "block"])
+def test_vmap_over_one_operand_and_in_two_dimensions(kind, implementation, rng):
+    lhs, rhs = draw(rng, kind, (8,), (16,), (32,))
+    others = [draw(rng, kind, (8,), (16,), (32,))[0] for _ in range(6)]
+    grid = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), stack(*others))
+    call = functools.partial(ops.gemm, out_dtype="float32", implementation=implementation)
+    results = jax.vmap(jax.vmap(call, in_axes=(0, None)), in_axes=(0, None))(grid, rhs)
+    for i, other in enumerate(others):
+        assert_product(np.asarray(results)[i // 3, i % 3], product(other, rhs), dtype="float32")
+    last = jax.vmap(call, in_axes=(None, 0), out_axes=-1)(lhs, stack(rhs, rhs))
+    assert_product(np.asarray(last)[..., 1], product(lhs, rhs), dtype="float32")
+
+
+def test_vmap_of_fp8_results(implementation, rng):
+    examples = [random_product(rng, (8,), (16,), (32,), "tensor") for _ in range(5)]
+    expected = [product(*example) for example in examples]
+    amaxes = jnp.asarray([np.abs(x).max() for x in expected], jnp.float32)
+
+    def call(lhs, rhs, amax):
+        return ops.gemm(
+            lhs,
+            rhs,
+            out_quantization=recipe.Quantization(E4M3, "tensor", "tensor"),
+            out_amax=amax,
+            implementation=implementation,
+        )
+
+    lhs, rhs = (stack(*side) for side in zip(*examples, strict=True))
+    result, own_amax = jax.vmap(call)(lhs, rhs, amaxes)
+    assert_product(own_amax, amaxes, dtype="float32")
+    assert_close(result.scale_inv, wide(amaxes) / 448, dtype="float32")
+    assert relative_error(jax.vmap(lambda x: x.dequantize())(result), np.stack(expected)) < 0.04
+
+
+# --------------------------------------------------------------------------------------------------- buffers, and scan
+
+
+@pytest.mark.parametrize("kind", ["tensor", "block", "plain"])
+@pytest.mark.parametrize("accumulate", [True, False], ids=["added", "overwritten"])
+def test_donated_accumulator_is_written_in_place(accumulate, kind, native_kernels, rng):
+    lhs, rhs = draw(rng, kind, (256,), (512,), (128,))
+    accumulator = random_array(rng, (256, 512))
+    expected = product(lhs, rhs) + (wide(accumulator) if accumulate else 0)
+
+    def run(lhs, rhs, accumulator):
+        return ops.gemm(lhs, rhs, accumulator=accumulator, accumulate=accumulate, implementation="native")
+
+    compiled = jax.jit(run, donate_argnums=2).lower(lhs, rhs, accumulator).compile()
+    size, pointer = accumulator.nbytes, accumulator.unsafe_buffer_pointer()
+    assert compiled.memory_analysis().alias_size_in_bytes == size
+    assert [b for b in buffers(compiled, "copy", "copy-start") if b.bytes >= size] == []
+    result = compiled(lhs, rhs, accumulator)
+    assert accumulator.is_deleted()
+    assert result.unsafe_buffer_pointer() == pointer
+    assert_product(result, expected, dtype="float32", kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["row", "plain"])
+@pytest.mark.parametrize("accumulate", [True, False], ids=["added", "overwritten"])
+def test_accumulator_that_is_kept_is_not_copied(accumulate, kind, native_kernels, rng):
+    lhs, rhs = draw(rng, kind, (256,), (512,), (128,))
+    accumulator = random_array(rng, (256, 512))
+
+    def run(lhs, rhs, accumulator):
+        return ops.gemm(lhs, rhs, accumulator=accumulator, accumulate=accumulate, implementation="native")
+
+    compiled = jax.jit(run, keep_unused=True).lower(lhs, rhs, accumulator).compile()
+    assert [b for b in buffers(compiled, "copy", "copy-start") if b.bytes >= accumulator.nbytes] == []
+    if jax.default_backend() == "cpu":
+        assert compiled.memory_analysis().temp_size_in_bytes < accumulator.nbytes
+    expected = product(lhs, rhs) + (wide(accumulator) if accumulate else 0)
+    assert_product(compiled(lhs, rhs, accumulator), expected, dtype="float32", kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["block", "plain"])
+def test_accumulation_in_a_scan_copies_nothing(kind, native_kernels, rng):
+    """Weight gradients of microbatches, added up in the carry."""
+    steps = [draw(rng, kind, (256,), (512,), (128,)) for _ in range(4)]
+    start = random_array(rng, (256, 512))
+
+    def run(start, steps):
+        def step(total, operands):
+            return ops.gemm(*operands, accumulator=total, implementation="native"), None
+
+        return lax.scan(step, start, steps)[0]
+
+    lhs, rhs = (stack(*side) for side in zip(*steps, strict=True))
+    compiled = jax.jit(run, donate_argnums=0).lower(start, (lhs, rhs)).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == start.nbytes
+    assert [b for b in buffers(compiled, "copy", "copy-start") if b.bytes >= start.nbytes] == []
+    expected = wide(start) + sum(product(*operands) for operands in steps)
+    assert_product(compiled(start, (lhs, rhs)), expected, dtype="float32", kind=kind)
+
+
+def test_accumulator_that_is_used_again_keeps_its_values(native_kernels, rng):
+    lhs, rhs = random_product(rng, (16,), (32,), (16,), "tensor")
+    start = random_array(rng, (16, 32))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(start):
+        doubled = 2 * start
+        return ops.gemm(lhs, rhs, accumulator=doubled, implementation="native"), doubled
+
+    expected = 2 * wide(start)
+    total, doubled = run(start)
+    assert_close(doubled, expected, dtype="float32")
+    assert_product(total, expected + product(lhs, rhs), dtype="float32")
+
+
+# ------------------------------------------------------------------------------------------ derivatives, threads, bits
+
+
+def test_native_products_are_not_differentiated(native_kernels, rng):
+    x, w = random_array(rng, (4, 8)), random_array(rng, (8, 3))
+    with pytest.raises(NotImplementedError, match="use implementation='reference'"):
+        jax.grad(lambda x: ops.gemm(x, w, implementation="native").sum())(x)
+    gradient = jax.grad(lambda x: ops.gemm(x, w, implementation="reference").sum())(x)
+    assert_close(gradient, np.broadcast_to(wide(w).sum(axis=1), (4, 8)), dtype="float32")
+
+
+@kinds
+def test_repeated_runs_give_the_same_bits(kind, implementation, rng):
+    lhs, rhs = draw(rng, kind, (200,), (304,), (1072,))
+    if kind == "plain":
+        lhs, rhs = lhs.astype("float32"), rhs.astype("float32")
+    run = jax.jit(functools.partial(ops.gemm, out_dtype="float32", implementation=implementation))
+    assert len({np.asarray(run(lhs, rhs)).tobytes() for _ in range(5)}) == 1
+
+
+def test_many_threads_at_once(native_kernels, rng):
+    """Handlers share the BLAS and the scratch memory; each gets its own result."""
+    cases = [random_product(rng, (64 * (i + 1),), (48,), (160,), "row") for i in range(4)]
+    expected = [product(*case) for case in cases]
+    run = jax.jit(lambda lhs, rhs: ops.gemm(lhs, rhs, out_dtype="float32", implementation="native"))
+    failures = []
+
+    def work(i):
+        try:
+            for _ in range(10):
+                assert_product(run(*cases[i % 4]), expected[i % 4], dtype="float32")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
