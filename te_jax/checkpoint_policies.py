@@ -1,0 +1,51 @@
+"""What `jax.checkpoint` keeps of layers in FP8: their operands in one byte a value, while the rest is recomputed.
+
+    layer = jax.checkpoint(layer, policy=te_jax.checkpoint_policies.save_fp8_operands)
+
+`te_jax.ops.dense` gives names to what its backward pass reads; these policies, and any of `jax.checkpoint_policies`
+that takes names, choose among them:
+
+    te_dense_activation      x in FP8, transposed, with its scales: 1 byte a value
+    te_dense_kernel          kernel in FP8, with its scales: 1 byte a value; a kernel that is passed in quantized has no
+                             name, for it is there anyway
+    te_dense_preactivation   y before the activation, in the dtype of x; layers without activation have none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+Policy = Callable[..., Any]
+
+_OPERANDS = ("te_dense_activation", "te_dense_kernel")
+_PREACTIVATION = "te_dense_preactivation"
+
+save_fp8_operands: Policy = jax.checkpoint_policies.save_only_these_names(*_OPERANDS)
+"""Keeps the FP8 operands. Before activations one forward product is run again; elsewhere no product is."""
+
+save_fp8_operands_and_preactivations: Policy = jax.checkpoint_policies.save_only_these_names(*_OPERANDS, _PREACTIVATION)
+"""Keeps the FP8 operands and what activations are applied to: no product is run again, only what is cheap."""
+
+
+def offload_fp8_operands(
+    *, preactivations: bool = False, offload_src: str = "device", offload_dst: str = "pinned_host"
+) -> Policy:
+    """Keeps activations in FP8 in host memory and kernels in FP8 on the device, and recomputes the rest.
+
+    Args:
+      preactivations: also keep, in host memory, what activations are applied to.
+      offload_src: memory kind of the device.
+      offload_dst: memory kind to keep them in.
+
+    Returns:
+      A policy for `jax.checkpoint`.
+    """
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["te_dense_kernel"],
+        names_which_can_be_offloaded=["te_dense_activation", *([_PREACTIVATION] if preactivations else [])],
+        offload_src=offload_src,
+        offload_dst=offload_dst,
+    )

@@ -1,0 +1,331 @@
+"""The three matrix products of a linear layer in FP8, and what is kept between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import custom_vjp_primal_tree_values
+from jax.sharding import NamedSharding, PartitionSpec
+
+from te_jax import native
+from te_jax.ops._plain_dense import Activation, KernelContracting, activate, activation_gradient
+from te_jax.ops.gemm import gemm
+from te_jax.ops.quantize import quantize
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import DelayedScaling, DelayedScalingState, Product, Quantization, Recipe, Role, observe
+
+AxisName = str | tuple[str, ...]
+Copy = Literal["data", "transposed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The static arguments, together, for shapes that FP8 takes: hashable, so that a layer is traced once."""
+
+    recipe: Recipe
+    contracting_ndim: int
+    out_ndim: int
+    kernel_contracting: KernelContracting
+    activation: Activation | None
+    accumulate: bool
+    axis_name: AxisName | None
+    implementation: native.Implementation
+
+    @property
+    def dgrad_copy(self) -> Copy:
+        """The copy of the kernel that the input gradient reads, which sums over out."""
+        return "data" if self.kernel_contracting == "first" else "transposed"
+
+    @property
+    def gelu_is_fused(self) -> bool:
+        return self.activation == "gelu" and self.recipe.scalings["activation"][0] == "tensor"
+
+    def quantization(self, role: Role) -> Quantization:
+        """How a role is quantized here: the left operand of a product of blocks has slim ones, the right square ones,
+        and with kernel_contracting="last" x and the gradient change sides in the weight gradient."""
+        quantization = self.recipe.quantization(role)
+        if self.kernel_contracting == "first" or role == "kernel":
+            return quantization
+        other = self.recipe.quantization("gradient" if role == "activation" else "activation")
+        return dataclasses.replace(quantization, transposed_scaling=other.transposed_scaling)
+
+    def is_fast(self, product: Product) -> bool:
+        return product in self.recipe.fast_accumulation
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Like:
+    """What a cotangent must be like: the dtype of its primal and, on Explicit meshes, its sharding."""
+
+    dtype: np.dtype
+    sharding: NamedSharding | None
+
+    @classmethod
+    def of(cls, x: Array) -> _Like:
+        sharding = jax.typeof(x).sharding
+        return cls(np.dtype(x.dtype), sharding if sharding.mesh.explicit_axes else None)
+
+
+def _cast(value: Any, like: Any) -> Array:
+    value = value.astype(like.dtype)
+    if like.sharding is None or jax.typeof(value).sharding.spec == like.sharding.spec:
+        return value
+    return jax.reshard(value, like.sharding)
+
+
+def _like_result(layer: Layer, x: Array, kernel: Array | QuantizedArray) -> _Like:
+    """The batch lies as that of x and out as that of kernel, whichever copies products read, and what they gather."""
+    out_first = layer.kernel_contracting == "last"
+    copy: Any = kernel
+    if isinstance(kernel, QuantizedArray):
+        copy, out_first = (kernel.data if out_first else kernel.transposed), True
+    specs = [
+        tuple(sharding.spec) if sharding.mesh.explicit_axes else (None,) * ndim
+        for sharding, ndim in ((jax.typeof(a).sharding, a.ndim) for a in (x, copy))
+    ]
+    mesh = next((m for a in (x, copy) if (m := jax.typeof(a).sharding.mesh).explicit_axes), None)
+    if mesh is None:
+        return _Like(np.dtype(x.dtype), None)
+    batch = specs[0][: x.ndim - layer.contracting_ndim]
+    taken = {axis for entry in batch for axis in native.axes_of_entry(entry)}
+    out = specs[1][: layer.out_ndim] if out_first else specs[1][-layer.out_ndim :]
+    out = tuple(None if taken & set(native.axes_of_entry(entry)) else entry for entry in out)
+    return _Like(np.dtype(x.dtype), NamedSharding(mesh, PartitionSpec(*batch, *out)))
+
+
+class _Residuals(NamedTuple):
+    """What is kept for the backward pass. What is not needed is there without elements: JAX may run the backward pass
+    of one choice of derivatives with the tree of another's residuals, so only shapes may depend on the choice."""
+
+    wanted: tuple[Array, ...]  # gradients of x, kernel, bias and state: shape (1, 0) for yes, (0, 0) for no
+    likes: tuple[_Like | None, ...]  # of x, kernel, bias and accumulator
+    x: QuantizedArray  # the copy that products over tokens read
+    kernel: QuantizedArray  # the copy that products over out read
+    preactivation: Array | None
+    accumulator: Array | None
+    state: DelayedScalingState | None
+    amaxes: dict[Role, Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(layer: Layer, x: Array, kernel, bias: Array | None, accumulator: Array | None, state) -> Array:
+    del accumulator
+    like = _like_result(layer, x, kernel)
+    x8, _, _ = _quantize(layer, "activation", x, state, outer=True)
+    if not isinstance(kernel, QuantizedArray):
+        kernel, _, _ = _quantize(layer, "kernel", kernel, state, outer=True)
+    return _forward_product(layer, x8, kernel, bias, like, keep_preactivation=False)[0]
+
+
+def _forward(layer: Layer, *operands):
+    x, kernel, bias, accumulator, state = custom_vjp_primal_tree_values(operands)
+    for_x, for_kernel, for_bias, for_accumulator, for_state = (
+        any(leaf.perturbed for leaf in jax.tree.leaves(operand)) for operand in operands
+    )
+    quantized = isinstance(kernel, QuantizedArray)
+    if accumulator is not None and for_kernel and not for_accumulator and not quantized:
+        raise ValueError(
+            "wgrad_accumulator takes the gradient of kernel, but only kernel is differentiated; differentiate with "
+            "respect to wgrad_accumulator, whose cotangent is its next value"
+        )
+    for_wgrad = for_accumulator if accumulator is not None else for_kernel and not quantized
+
+    x8, x_amax, _ = _quantize(layer, "activation", x, state, outer=True, summed=for_wgrad)
+    amaxes: dict[Role, Any] = {"activation": x_amax}
+    if quantized:
+        kernel8 = kernel
+        kept_kernel = _kept(kernel, layer.dgrad_copy)  # without a name: as an argument it is there anyway
+        if for_x and getattr(kernel, layer.dgrad_copy) is None:
+            raise ValueError(
+                f"kernel has no {layer.dgrad_copy} copy, which the gradient with respect to x reads; quantize it with "
+                "copies='both'"
+            )
+    else:
+        kernel8, amaxes["kernel"], _ = _quantize(layer, "kernel", kernel, state, outer=True, summed=for_x)
+        kept_kernel = _kept(kernel8, layer.dgrad_copy).named("te_dense_kernel")
+    like = _like_result(layer, x, kernel)
+    y, preactivation = _forward_product(layer, x8, kernel8, bias, like, keep_preactivation=True)
+    return y, _Residuals(
+        tuple(jnp.zeros((int(wanted), 0), jnp.int8) for wanted in (for_x, for_wgrad, for_bias, for_state)),
+        tuple(_Like.of(a) if isinstance(a, Array) else None for a in (x, kernel, bias, accumulator)),
+        _kept(x8, "transposed").named("te_dense_activation"),
+        kept_kernel,
+        None if preactivation is None else checkpoint_name(preactivation, "te_dense_preactivation"),
+        accumulator,
+        state,
+        {role: checkpoint_name(amax, f"te_dense_{role}") for role, amax in amaxes.items() if amax is not None},
+    )
+
+
+def _backward(layer: Layer, residuals: _Residuals, dy: Array):
+    wanted, likes, x8, kernel8, preactivation, accumulator, state, amaxes = residuals
+    for_x, for_wgrad, for_bias, for_state = (len(flag) == 1 for flag in wanted)
+    x_like, kernel_like, bias_like, accumulator_like = likes
+    if layer.activation is not None:
+        assert preactivation is not None
+        dy = activation_gradient(layer.activation, preactivation, dy)
+    dx = dkernel = dbias = next_accumulator = next_state = None
+    if for_x or for_wgrad or for_state:
+        dy8, amax, dbias = _quantize(
+            layer, "gradient", dy, state, outer=for_x or not for_wgrad, summed=for_wgrad, with_dbias=for_bias
+        )
+        if for_x:
+            dx = _cast(_dgrad(layer, dy8, kernel8, dy.dtype), x_like)
+        if for_wgrad and accumulator is not None:
+            next_accumulator = _cast(_wgrad(layer, x8, dy8, accumulator, accumulator.dtype), accumulator_like)
+        elif for_wgrad:
+            assert kernel_like is not None
+            dkernel = _cast(_wgrad(layer, x8, dy8, None, kernel_like.dtype), kernel_like)
+        if for_state:
+            assert state is not None
+            next_state = _next_state(layer, state, {**amaxes, "gradient": amax})
+    elif for_bias:
+        dbias = jnp.sum(dy.astype(jnp.float32), axis=tuple(range(dy.ndim - layer.out_ndim)))
+    return dx, dkernel, _cast(dbias, bias_like) if for_bias else None, next_accumulator, next_state
+
+
+product.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _forward_product(layer: Layer, x8, kernel8, bias: Array | None, like: _Like, *, keep_preactivation: bool):
+    """(y, preactivation or None)."""
+    result = gemm(
+        x8,
+        kernel8,
+        rhs_contracting="rows" if layer.kernel_contracting == "first" else "cols",
+        bias=bias,
+        activation="gelu" if layer.gelu_is_fused else None,
+        save_preactivation=layer.gelu_is_fused and keep_preactivation,
+        out_dtype=like.dtype,
+        fast_accumulation=layer.is_fast("forward"),
+        implementation=layer.implementation,
+    )
+    y, preactivation = result if layer.gelu_is_fused and keep_preactivation else (result, None)
+    y, preactivation = _cast(y, like), None if preactivation is None else _cast(preactivation, like)
+    if layer.activation is None or layer.gelu_is_fused:
+        return y, preactivation
+    return activate(layer.activation, y), y
+
+
+def _dgrad(layer: Layer, dy8: QuantizedArray, kernel8: Any, dtype) -> Array:
+    return gemm(
+        dy8,
+        kernel8,
+        rhs_contracting="cols" if layer.kernel_contracting == "first" else "rows",
+        out_dtype=dtype,
+        fast_accumulation=layer.is_fast("dgrad"),
+        implementation=layer.implementation,
+    )
+
+
+def _wgrad(layer: Layer, x8: Any, dy8: QuantizedArray, accumulator: Array | None, dtype) -> Array:
+    return gemm(
+        *((x8, dy8) if layer.kernel_contracting == "first" else (dy8, x8)),
+        lhs_contracting="rows",
+        rhs_contracting="rows",
+        out_dtype=dtype,
+        accumulator=accumulator,
+        accumulate=layer.accumulate,
+        fast_accumulation=layer.is_fast("wgrad"),
+        implementation=layer.implementation,
+    )
+
+
+def _kept(x: QuantizedArray, copy: Copy) -> QuantizedArray:
+    """x with this copy alone, which has no elements where it was not made."""
+    codes, scale_inv = (x.data, x.scale_inv) if copy == "data" else (x.transposed, x.transposed_scale_inv)
+    if codes is None:
+        other = x.data if x.transposed is None else x.transposed
+        assert other is not None
+        codes, scale_inv = jnp.zeros((0,), other.dtype), jnp.zeros((0,), jnp.float32)
+    if copy == "data":
+        return dataclasses.replace(x.without_transposed(), data=codes, scale_inv=scale_inv)
+    return dataclasses.replace(x.without_data(), transposed=codes, transposed_scale_inv=scale_inv)
+
+
+def _quantize(
+    layer: Layer,
+    role: Role,
+    x: Array,
+    state: DelayedScalingState | None,
+    *,
+    outer: bool,
+    summed: bool = False,
+    with_dbias: bool = False,
+) -> tuple[QuantizedArray, Array | None, Array | None]:
+    """(FP8, largest magnitude where scaling is delayed, dbias where asked for).
+
+    Of activations and gradients [*batch, *features] the outer copy keeps the batch and the summed copy sums over it. Of
+    kernels the outer copy keeps out, and the summed copy sums over it.
+    """
+    if role != "kernel":
+        row_ndim = x.ndim - (layer.contracting_ndim if role == "activation" else layer.out_ndim)
+    else:
+        row_ndim = layer.contracting_ndim if layer.kernel_contracting == "first" else layer.out_ndim
+    rows_are_outer = role != "kernel" or layer.kernel_contracting == "last"
+    one: Copy = "data" if outer == rows_are_outer else "transposed"
+    delayed = layer.recipe if isinstance(layer.recipe, DelayedScaling) else None
+    result = quantize(
+        x,
+        layer.quantization(role),
+        row_ndim=row_ndim,
+        copies="both" if outer and summed else one,
+        amax=delayed.reference_amax(_as_float32(getattr(state, role))) if delayed else None,
+        with_amax=delayed is not None,
+        with_dbias=with_dbias,
+        implementation=layer.implementation,
+    )
+    quantized, *rest = result if isinstance(result, tuple) else (result,)
+    return quantized, rest.pop(0) if delayed else None, rest.pop(0) if with_dbias else None
+
+
+def _next_state(layer: Layer, state: DelayedScalingState, amaxes: dict[Role, Any]) -> DelayedScalingState:
+    """The state after this step. What was not observed, a kernel that was quantized before, stays as it is."""
+
+    def next_history(role: Role) -> Array:
+        history = getattr(state, role)
+        if role not in amaxes:
+            return history
+        axes = tuple(sorted(varying_axes(amaxes[role]) - varying_axes(history))) or _untracked(layer.axis_name)
+        amax = lax.pmax(amaxes[role], axes) if axes else amaxes[role]
+        return lax.convert_element_type(_observe(_as_float32(history), amax), history.dtype)
+
+    return DelayedScalingState(next_history("activation"), next_history("kernel"), next_history("gradient"))
+
+
+@jax.custom_batching.custom_vmap
+def _observe(history: Array, amax: Array) -> Array:
+    """The next history. Where examples of a vmap share one, it is one for all of them, with the largest magnitude."""
+    return observe(history, amax)
+
+
+@_observe.def_vmap
+def _(size: int, batched: list[bool], history: Array, amax: Array):
+    del size
+    if batched[0]:
+        return jax.vmap(observe, in_axes=(0, 0 if batched[1] else None))(history, amax), True
+    return _observe(history, jnp.max(amax, axis=0)), False
+
+
+def _as_float32(history: Array) -> Array:
+    return lax.convert_element_type(history, jnp.float32)
+
+
+def _untracked(axis_name: AxisName | None) -> tuple[str, ...]:
+    """The axes, where JAX does not track itself what varies over them."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name or ()
+    return tuple(name for name in names if not jax.typeof(lax.axis_index(name)).manual_axis_type.varying)
+
+
+def varying_axes(*operands) -> frozenset[str]:
+    """The manual mesh axes that any of the operands varies over."""
+    types = [jax.typeof(x) for x in jax.tree.leaves(operands)]
+    return frozenset().union(*(type_.manual_axis_type.varying for type_ in types))

@@ -1,0 +1,121 @@
+"""Linear layers without FP8, and the activations of linear layers with it: left to XLA, which is at the limit there."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from te_jax import native
+
+Activation = Literal["gelu", "relu", "silu"]
+KernelContracting = Literal["first", "last"]
+
+ACTIVATIONS = ("gelu", "relu", "silu")
+
+
+# Under jit even when called eagerly, as the layers in FP8 are.
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), inline=native.INLINE)
+def dense(
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    accumulator: Array | None,
+    contracting_ndim: int,
+    kernel_contracting: KernelContracting,
+    activation: Activation | None,
+    accumulate: bool,
+) -> Array:
+    """`te_jax.ops.dense` with recipe=None; see there for the arguments."""
+    y: Any
+    if accumulator is None:
+        y = _forward(x, kernel, contracting_ndim, kernel_contracting)
+    else:
+        y = _accumulating(contracting_ndim, kernel_contracting, accumulate, x, kernel, accumulator)
+    if bias is not None:
+        # In float32, so that the sum that is its gradient is too.
+        wide = jnp.expand_dims(bias.astype(jnp.float32), tuple(range(y.ndim - bias.ndim)))
+        y = (y.astype(jnp.float32) + wide).astype(y.dtype)
+    if activation is not None:
+        # Keeps the values before the activation only, rather than the float32 ones inside it.
+        y = jax.checkpoint(functools.partial(activate, activation))(checkpoint_name(y, "te_dense_preactivation"))
+    return y
+
+
+def activate(activation: Activation, x: Array) -> Array:
+    """The activation, computed in float32, in the dtype of x."""
+    functions = {"gelu": functools.partial(jax.nn.gelu, approximate=True), "relu": jax.nn.relu, "silu": jax.nn.silu}
+    return functions[activation](x.astype(jnp.float32)).astype(x.dtype)
+
+
+def activation_gradient(activation: Activation, x: Array, dy: Array) -> Array:
+    """The gradient with respect to x where dy is that of the activation at x, computed in float32."""
+    return jax.vjp(functools.partial(activate, activation), x)[1](dy)[0]
+
+
+def _forward(x: Array, kernel: Array, contracting_ndim: int, kernel_contracting: KernelContracting) -> Array:
+    first = 0 if kernel_contracting == "first" else kernel.ndim - contracting_ndim
+    dims = (tuple(range(x.ndim - contracting_ndim, x.ndim)), tuple(range(first, first + contracting_ndim)))
+    return _dot(x, kernel.astype(x.dtype), dims, x.dtype)
+
+
+def _dot(lhs: Array, rhs: Array, dims: tuple[tuple[int, ...], tuple[int, ...]], dtype) -> Array:
+    """A product over the given dimensions of either; on Explicit meshes rhs comes to lhs where they disagree."""
+    sharding = jax.typeof(lhs).sharding
+    mesh = sharding.mesh if sharding.mesh.explicit_axes else jax.typeof(rhs).sharding.mesh
+    if not mesh.explicit_axes:
+        return lax.dot_general(lhs, rhs, (dims, ((), ())), preferred_element_type=dtype)
+    lhs_spec = list(sharding.spec) if sharding.mesh.explicit_axes else [None] * lhs.ndim
+    taken = {axis for entry in lhs_spec for axis in native.axes_of_entry(entry)}
+    own = jax.typeof(rhs).sharding
+    rhs_spec = [
+        entry if not taken & set(native.axes_of_entry(entry)) else None
+        for entry in (own.spec if own.mesh.explicit_axes else [None] * rhs.ndim)
+    ]
+    for left, right in zip(*dims, strict=True):
+        rhs_spec[right] = lhs_spec[left]
+    rhs = jax.reshard(rhs, NamedSharding(mesh, PartitionSpec(*rhs_spec)))
+    out = [entry for i, entry in enumerate(lhs_spec) if i not in dims[0]]
+    out += [entry for i, entry in enumerate(rhs_spec) if i not in dims[1]]
+    return lax.dot_general(
+        lhs,
+        rhs,
+        (dims, ((), ())),
+        preferred_element_type=dtype,
+        out_sharding=NamedSharding(mesh, PartitionSpec(*out)),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _accumulating(contracting_ndim, kernel_contracting, accumulate, x: Array, kernel: Array, accumulator: Array):
+    """The product whose gradient with respect to kernel goes to the accumulator."""
+    del accumulate, accumulator
+    return _forward(x, kernel, contracting_ndim, kernel_contracting)
+
+
+def _accumulating_forward(contracting_ndim, kernel_contracting, accumulate, x, kernel, accumulator):
+    y = _accumulating(contracting_ndim, kernel_contracting, accumulate, x, kernel, accumulator)
+    return y, (x, kernel, accumulator)
+
+
+def _accumulating_backward(contracting_ndim, kernel_contracting, accumulate, residuals, dy: Array):
+    x, kernel, accumulator = residuals
+    (dx,) = jax.vjp(lambda x: _forward(x, kernel, contracting_ndim, kernel_contracting), x)[1](dy)
+    tokens = tuple(range(x.ndim - contracting_ndim))
+    operands = (x, dy) if kernel_contracting == "first" else (dy, x)
+    wgrad = _dot(*operands, (tokens, tokens), accumulator.dtype)
+    like = jax.typeof(accumulator).sharding
+    if like.mesh.explicit_axes:
+        wgrad = jax.reshard(wgrad, like)
+    if accumulate:
+        return dx, None, accumulator + wgrad
+    # The buffer is written over: an argument that is not mentioned at all would not be donated.
+    return dx, None, lax.dynamic_update_slice(accumulator, wgrad, (0,) * wgrad.ndim)
+
+
+_accumulating.defvjp(_accumulating_forward, _accumulating_backward)

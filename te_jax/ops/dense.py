@@ -1,0 +1,322 @@
+"""Linear layers in FP8: forward, input gradient and weight gradient, with what surrounds them fused where possible."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from te_jax import native
+from te_jax.ops import _fp8_dense, _plain_dense
+from te_jax.ops._fp8_dense import AxisName, Layer, varying_axes
+from te_jax.ops._plain_dense import ACTIVATIONS, Activation, KernelContracting
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import BLOCK, DelayedScaling, DelayedScalingState, Recipe
+
+_ALIGNMENT = 16  # values of one byte in what FP8 matrix products read at once
+_FLOATS = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16))
+
+
+def dense(
+    x: Array,
+    kernel: Array | QuantizedArray,
+    bias: Array | None = None,
+    *,
+    recipe: Recipe | None = None,
+    contracting_ndim: int = 1,
+    kernel_contracting: KernelContracting = "first",
+    activation: Activation | None = None,
+    wgrad_accumulator: Array | None = None,
+    accumulate: bool = True,
+    scaling_state: DelayedScalingState | None = None,
+    axis_name: AxisName | None = None,
+    implementation: native.Implementation | None = None,
+) -> Array:
+    r"""A linear layer, y = activation(x · kernel + bias), whose three matrix products run in FP8.
+
+    With Q for quantization as the recipe says, g for the gradient of y before the activation:
+
+        y  = activation(Q(x) Q(kernel) + bias)
+        dx = Q(g) Q(kernel)ᵀ,   dkernel = Q(x)ᵀ Q(g),   dbias = Σ g
+
+    Every tensor is quantized once, in one pass that also gives its transposed copy, its largest magnitude and dbias
+    where they are needed. For the backward pass the layer keeps x and kernel in FP8 ("te_dense_activation",
+    "te_dense_kernel"), and with an activation the values before it ("te_dense_preactivation"): names for
+    `te_jax.checkpoint_policies`. What is not differentiated is neither kept nor computed. tanh-gelu is part of the
+    matrix product where scaling is by tensor; the other activations are left to XLA, in float32.
+
+    The number of tokens need not fit: they are padded with zeros to a multiple of 16. Block scaling divides the last
+    dimension of each group; where that is no multiple of 128, the group is treated as one dimension.
+
+    Args:
+      x: [*batch, *in], float32, bfloat16 or float16. Sharded in any way.
+      kernel: [*in, *out], or [*out, *in] for kernel_contracting="last"; float32, bfloat16 or float16. Or a
+        QuantizedArray of it, from `quantize(kernel, recipe.quantization("kernel"), row_ndim=…)`, which serves several
+        microbatches; its gradient then goes to wgrad_accumulator, or is not computed. Where kernels are sharded and
+        tokens are too (FSDP), FP8 values are gathered.
+      bias: [*out], or None.
+      recipe: how to quantize; None multiplies x and kernel as they are, in the dtype of x, by XLA.
+      contracting_ndim: number of dimensions in `in`.
+      kernel_contracting: "first" or "last": where in the kernel the dimensions of `in` stand. With "last", block
+        scaling has square blocks in the transposed copy of x rather than of g, so that its weight gradient is as fast.
+      activation: None, "gelu" (tanh approximation), "relu" or "silu".
+      wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is not a gradient but its next
+        value, written in place where the buffer is donated or carried by a loop; kernel's own cotangent is then zero.
+        One use in each backward pass: JAX would add up the values of several. Inside `shard_map` each device
+        accumulates what it computes: sum over devices at the end.
+      accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
+      scaling_state: for DelayedScaling: histories of largest magnitudes. Its cotangent is the next state. Where several
+        layers or iterations share one, pass `te_jax.recipe.accumulating(state)`, whose cotangents merge by their
+        maximum.
+      axis_name: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which scaling_state is the same:
+        what delayed scaling observes is combined over them. Elsewhere that is known: leave it None.
+      implementation: None takes the native kernels where there are, else the reference; "native" or "reference" never
+        fall back.
+
+    Returns:
+      [*batch, *out], in the dtype of x. Gradients have the dtypes of what they belong to. Inside `shard_map` every
+      device's operands are tensors of their own, with their own scales.
+
+    Raises:
+      ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
+      te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
+
+    References:
+      Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. Blocks: DeepSeek-V3, arXiv:2412.19437,
+      section 3.3. gelu: Hendrycks and Gimpel, arXiv:1606.08415.
+    """
+    x = jnp.asarray(x)
+    bias, wgrad_accumulator = (None if a is None else jnp.asarray(a) for a in (bias, wgrad_accumulator))
+    kernel = kernel if isinstance(kernel, QuantizedArray) else jnp.asarray(kernel)
+    shape = _Shape.of(x, kernel, contracting_ndim, kernel_contracting)
+    _validate(x, kernel, bias, shape, activation, wgrad_accumulator)
+    if recipe is None:
+        _validate_plain(kernel, scaling_state)
+        native.use_native(implementation)  # the same answer to a bad name as with a recipe
+        return _plain_dense.dense(
+            x, kernel, bias, wgrad_accumulator, len(shape.inner), kernel_contracting, activation, bool(accumulate)
+        )
+    _validate_fp8(kernel, shape, recipe, scaling_state, kernel_contracting)
+    layer = Layer(
+        recipe,
+        len(shape.inner),
+        len(shape.outer),
+        kernel_contracting,
+        activation,
+        bool(accumulate),
+        axis_name if axis_name is None or isinstance(axis_name, str) else tuple(axis_name),
+        "native" if native.use_native(implementation) else "reference",
+    )
+    return _dense(x, kernel, bias, wgrad_accumulator, scaling_state, layer)
+
+
+class _Shape(NamedTuple):
+    """The sizes of the groups of dimensions."""
+
+    batch: tuple[int, ...]
+    inner: tuple[int, ...]
+    outer: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Array, kernel: Array | QuantizedArray, contracting_ndim: int, kernel_contracting: str) -> _Shape:
+        if kernel_contracting not in ("first", "last"):
+            raise ValueError(f"kernel_contracting is {kernel_contracting!r}; it must be 'first' or 'last'")
+        if isinstance(contracting_ndim, bool) or not isinstance(contracting_ndim, int) or contracting_ndim < 1:
+            raise ValueError(f"contracting_ndim is {contracting_ndim!r}; it must be an integer of at least 1")
+        if x.ndim < contracting_ndim:
+            raise ValueError(
+                f"x has shape {x.shape}; contracting_ndim={contracting_ndim} needs at least as many dimensions"
+            )
+        if kernel.ndim <= contracting_ndim:
+            raise ValueError(
+                f"kernel has shape {kernel.shape}; beside its {contracting_ndim} contracted dimensions it needs at "
+                "least one of its own"
+            )
+        first = kernel_contracting == "first"
+        place = contracting_ndim if first else kernel.ndim - contracting_ndim
+        groups = kernel.shape[:place], kernel.shape[place:]
+        inner, outer = groups if first else groups[::-1]
+        if x.shape[-contracting_ndim:] != inner:
+            raise ValueError(
+                f"kernel has shape {kernel.shape}; its {kernel_contracting} {contracting_ndim} must be the last of x, "
+                f"which has shape {x.shape}"
+            )
+        return cls(x.shape[:-contracting_ndim], inner, outer)
+
+
+# ----------------------------------------------------------------------------------------------------------- validation
+
+
+def _validate(x: Array, kernel, bias: Array | None, shape: _Shape, activation, accumulator: Array | None) -> None:
+    for name, array, expected in (
+        ("x", x, x.shape),
+        ("kernel", kernel, kernel.shape),
+        ("bias", bias, shape.outer),
+        ("wgrad_accumulator", accumulator, kernel.shape),
+    ):
+        if array is None:
+            continue
+        if array.dtype not in _FLOATS:
+            raise ValueError(f"{name} has dtype {array.dtype}; it must be float32, bfloat16 or float16: cast it")
+        if array.shape != expected:
+            raise ValueError(
+                f"{name} has shape {array.shape}; for a kernel of shape {kernel.shape} it must be {expected}"
+            )
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be None or one of {ACTIVATIONS}: apply others to y")
+    if 0 in (*shape.inner, *shape.outer):
+        raise ValueError(f"kernel has shape {kernel.shape}; only the batch may be empty")
+    if accumulator is not None and (missing := varying_axes(x, kernel) - varying_axes(accumulator)):
+        raise ValueError(
+            f"wgrad_accumulator is the same on all devices along {sorted(missing)}, but each has other tokens or "
+            "another kernel there and accumulates its own part: make it with lax.pcast(…, to='varying') or pass it in "
+            "split, and sum over these axes after the last microbatch"
+        )
+
+
+def _validate_plain(kernel: Array | QuantizedArray, scaling_state: DelayedScalingState | None) -> None:
+    if isinstance(kernel, QuantizedArray):
+        raise ValueError("recipe is None, but kernel is a QuantizedArray; name its recipe or pass kernel.dequantize()")
+    if scaling_state is not None:
+        raise ValueError("scaling_state is given, but recipe is None; only DelayedScaling has a state")
+
+
+def _validate_fp8(
+    kernel: Array | QuantizedArray, shape: _Shape, recipe: Recipe, state: Any, kernel_contracting: str
+) -> None:
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe is {recipe!r}; it must be a Recipe, such as te_jax.recipe.CurrentScaling(), or None")
+    for name, sizes in (("in", shape.inner), ("out", shape.outer)):
+        if math.prod(sizes) % _ALIGNMENT:
+            raise ValueError(
+                f"kernel has shape {kernel.shape}, {math.prod(sizes)} features {name}; FP8 products need a multiple of "
+                f"{_ALIGNMENT}: pad them or use recipe=None"
+            )
+    if isinstance(kernel, QuantizedArray):
+        _validate_quantized(kernel, shape, recipe, kernel_contracting)
+    if not isinstance(recipe, DelayedScaling):
+        if state is not None:
+            raise ValueError(f"scaling_state is given, but recipe is {recipe!r}; only DelayedScaling has a state")
+        return
+    if not isinstance(state, DelayedScalingState):
+        raise ValueError(f"scaling_state is {state!r}; DelayedScaling needs a DelayedScalingState, first recipe.init()")
+    for role in ("activation", "kernel", "gradient"):
+        history = getattr(state, role)
+        if history.shape != (recipe.history_len,):
+            raise ValueError(
+                f"scaling_state has {role} of shape {history.shape}; for history_len={recipe.history_len} it must be "
+                f"({recipe.history_len},): make it with recipe.init()"
+            )
+        if not jnp.issubdtype(history.dtype, jax.dtypes.extended) and history.dtype != jnp.float32:
+            raise ValueError(f"scaling_state has {role} of dtype {history.dtype}; it must be float32")
+
+
+def _validate_quantized(kernel: QuantizedArray, shape: _Shape, recipe: Recipe, kernel_contracting: str) -> None:
+    copy = "transposed" if kernel_contracting == "first" else "data"
+    if getattr(kernel, copy) is None:
+        raise ValueError(f"kernel has no {copy} copy, which the forward pass reads; quantize it with copies='both'")
+    inner, outer = len(shape.inner), len(shape.outer)
+    if kernel.shape[: kernel.row_ndim] not in (shape.inner, shape.outer) or kernel.row_ndim + kernel.col_ndim != (
+        inner + outer
+    ):
+        raise ValueError(
+            f"kernel was quantized as {kernel.row_ndim} rows and {kernel.col_ndim} cols, shape {kernel.shape}; in and "
+            f"out have sizes {shape.inner} and {shape.outer}: quantize it with that row_ndim"
+        )
+    expected = recipe.quantization("kernel")
+    if (kernel.scaling, kernel.transposed_scaling) != (expected.scaling, expected.transposed_scaling):
+        raise ValueError(
+            f"kernel has {kernel.scaling!r} and {kernel.transposed_scaling!r} scaling, but recipe is {recipe!r}; "
+            'quantize it with recipe.quantization("kernel")'
+        )
+
+
+# ------------------------------------------------------------------------------------------------ shapes that FP8 takes
+
+
+# Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
+@functools.partial(jax.jit, static_argnums=5, inline=native.INLINE)
+def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, state, layer: Layer) -> Array:
+    """Brings tokens and groups of dimensions to sizes that FP8 products take, and back."""
+    shape = _Shape.of(x, kernel, layer.contracting_ndim, layer.kernel_contracting)
+    batch, inner, outer = (_whole_blocks(sizes, layer.recipe) for sizes in shape)
+    tokens = math.prod(batch)
+    padding = -tokens % _ALIGNMENT if tokens else _ALIGNMENT
+    tokens_first = (tokens,) if padding or not batch else batch
+    flat = _regrouped(x, (shape.batch, shape.inner), (tokens_first, inner))
+    if padding:
+        flat = _padded(flat, padding)
+    if not isinstance(kernel, QuantizedArray):
+        before, after = (shape.inner, shape.outer), (inner, outer)
+        if layer.kernel_contracting == "last":
+            before, after = before[::-1], after[::-1]
+        kernel, accumulator = (None if a is None else _regrouped(a, before, after) for a in (kernel, accumulator))
+    bias = None if bias is None else _regrouped(bias, (shape.outer,), (outer,))
+    layer = dataclasses.replace(layer, contracting_ndim=len(inner), out_ndim=len(outer))
+    y: Any = _fp8_dense.product(layer, *_varying_together(flat, kernel, bias, accumulator), state)
+    return _regrouped(y[:tokens] if padding else y, (tokens_first, outer), (shape.batch, shape.outer))
+
+
+def _whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
+    """The group as it is, or as one dimension where blocks do not divide its last one."""
+    blocks = recipe.scalings["activation"][0].startswith("block")
+    return (math.prod(sizes),) if blocks and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
+
+
+def _regrouped(x: Array, before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> Array:
+    """x with the dimensions of each group merged into one or split, as `after` says.
+
+    On Explicit meshes what splits the first dimension of a group over devices does so afterwards; the others are
+    gathered, for their shards would not lie in one piece.
+    """
+    sizes = tuple(itertools.chain(*after))
+    if x.shape == sizes:
+        return x
+    sharding = jax.typeof(x).sharding
+    if not sharding.mesh.explicit_axes:
+        return x.reshape(sizes)
+    place, spec_before, spec_after = 0, [], []
+    for old, new in zip(before, after, strict=True):
+        entries = list(sharding.spec[place : place + len(old)])
+        place += len(old)
+        if old != new:
+            shards = math.prod(sharding.mesh.shape[axis] for axis in native.axes_of_entry(entries[0])) if entries else 1
+            first = entries[0] if new and new[0] % shards == 0 else None
+            entries = [first, *(None,) * (len(old) - 1)][: len(old)]
+            spec_after += [first, *(None,) * (len(new) - 1)][: len(new)]
+        else:
+            spec_after += entries
+        spec_before += entries
+    x = jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec_before)))
+    return lax.reshape(x, sizes, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec_after)))
+
+
+def _padded(x: Array, padding: int) -> Array:
+    """x with zeros appended to its first dimension."""
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh.explicit_axes:
+        shards = math.prod(sharding.mesh.shape[axis] for axis in native.axes_of_entry(sharding.spec[0]))
+        if (x.shape[0] + padding) % shards:
+            x = jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
+    return jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)))
+
+
+def _varying_together(*operands):
+    """The operands, all varying over the manual mesh axes that any of them varies over. Gradients are then summed over
+    those axes outside, as those of JAX's own operations are."""
+    axes = varying_axes(*operands)
+
+    def vary(x: Array) -> Array:
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, operands)

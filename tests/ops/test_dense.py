@@ -1,0 +1,236 @@
+"""Linear layers: y and all gradients against float64, for every recipe, dtype and shape."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_oracle import (
+    EXACT,
+    RECIPES,
+    assert_matches,
+    check,
+    computed,
+    errors,
+    gradients_of,
+    oracle,
+    random_case,
+    wide,
+)
+
+from te_jax import ops
+from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
+from te_jax.testing import assert_close, relative_error
+
+recipes = pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "none"])
+fp8_recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+few_recipes = pytest.mark.parametrize(
+    "recipe", [RECIPES["current"], RECIPES["block"], None], ids=["current", "block", "none"]
+)
+sides = pytest.mark.parametrize("kernel_contracting", ["first", "last"])
+
+
+@recipes
+@sides
+def test_value_and_gradients(kernel_contracting, recipe, implementation, rng):
+    case = random_case(rng, (4, 64), (256,), (384,), kernel_contracting=kernel_contracting)
+    check(case, recipe=recipe, implementation=implementation)
+
+
+# The others run the native kernels where there are any: they are about the layer, not about its products.
+
+
+@few_recipes
+@pytest.mark.parametrize(
+    ("dtype", "kernel_dtype"),
+    [("float32", "float32"), ("float16", "float16"), ("bfloat16", "float32"), ("float32", "bfloat16")],
+)
+def test_dtypes(dtype, kernel_dtype, recipe, rng):
+    """y has the dtype of x, and every gradient that of what it belongs to."""
+    case = random_case(rng, (48,), (128,), (64,), dtype, kernel_dtype=kernel_dtype)
+    check(case, recipe=recipe)
+
+
+@few_recipes
+@pytest.mark.parametrize(
+    ("batch", "inner", "outer", "kernel_contracting"),
+    [
+        ((2, 3, 16), (4, 32), (2, 64), "first"),
+        ((2, 3, 16), (4, 32), (2, 64), "last"),
+        ((2, 128), (2, 128), (128,), "last"),
+        ((32,), (16,), (3, 16), "first"),
+        ((), (32,), (16,), "first"),
+        ((1,), (2, 2, 8), (2, 8), "last"),
+        ((3, 5), (64,), (48,), "first"),
+        ((130,), (2, 128), (2, 3, 128), "first"),
+    ],
+    ids=str,
+)
+def test_shapes(batch, inner, outer, kernel_contracting, recipe, rng):
+    """Groups of several dimensions, tokens that are no multiple of 16, blocks that do not divide anything."""
+    case = random_case(rng, batch, inner, outer, kernel_contracting=kernel_contracting)
+    # Few values: errors of single ones show.
+    tokens = math.prod(batch)
+    factor = 1.0 if tokens >= 32 else 1.6
+    check(case, recipe=recipe, factor=factor)
+
+
+@recipes
+@pytest.mark.parametrize("batch", [(2, 0, 3)], ids=str)
+def test_empty_batch(batch, recipe, rng):
+    case = random_case(rng, batch, (32,), (48,))
+    found = computed(case, recipe=recipe, state=None if recipe is None else _cold(recipe))
+    assert found.y.shape == (*batch, 48)
+    assert found.dx.shape == (*batch, 32)
+    assert not np.any(wide(found.dkernel))
+    assert not np.any(wide(found.dbias))
+
+
+def _cold(recipe):
+    return recipe.init() if hasattr(recipe, "init") else None
+
+
+@few_recipes
+@pytest.mark.parametrize(
+    ("activation", "kernel_contracting"), [("gelu", "first"), ("gelu", "last"), ("relu", "first"), ("silu", "last")]
+)
+def test_activations(activation, kernel_contracting, recipe, rng):
+    """The derivative is taken at values that FP8 has rounded, which adds to the errors of the gradients."""
+    case = random_case(rng, (2, 64), (256,), (256,), kernel_contracting=kernel_contracting)
+    found = check(case, recipe=recipe, activation=activation, factor=1.15)
+    assert relative_error(found.y, oracle(case).y) > 0.2  # it was applied
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_activation_without_a_recipe_is_computed_in_float32(activation, dtype, rng):
+    case = random_case(rng, (32,), (64,), (64,), dtype)
+    check(case, recipe=None, activation=activation)
+
+
+@fp8_recipes
+def test_fp8_is_used(recipe, rng):
+    """The errors are those of FP8: neither those of bfloat16 nor much larger."""
+    case = random_case(rng, (256,), (256,), (256,), with_bias=False)
+    found = errors(computed(case, recipe=recipe), oracle(case))
+    e5m2 = recipe.gradient_dtype == jnp.float8_e5m2
+    assert 0.03 < found["y"] < 0.04
+    for name in ("dx", "dkernel"):
+        assert (0.05 if e5m2 else 0.03) < found[name] < (0.062 if e5m2 else 0.04), found
+
+
+@pytest.mark.parametrize(
+    ("power_of_two_scales", "gradient_dtype"),
+    [(False, jnp.float8_e4m3fn), (True, jnp.float8_e4m3fn), (True, jnp.float8_e5m2)],
+    ids=["e4m3", "e4m3, powers of two", "e5m2, powers of two"],
+)
+@pytest.mark.parametrize("kind", [CurrentScaling, RowwiseScaling, BlockScaling])
+def test_formats_of_recipes(kind, power_of_two_scales, gradient_dtype, rng):
+    recipe = kind(gradient_dtype=gradient_dtype, power_of_two_scales=power_of_two_scales)
+    case = random_case(rng, (128,), (128,), (128,))
+    found = errors(check(case, recipe=recipe), oracle(case))
+    assert (found["dx"] > 0.05) == (gradient_dtype == jnp.float8_e5m2)
+
+
+@pytest.mark.parametrize("products", [(), ("forward", "dgrad", "wgrad")], ids=str)
+def test_fast_accumulation_of_products(products, rng):
+    case = random_case(rng, (128,), (128,), (128,))
+    check(case, recipe=CurrentScaling(fast_accumulation=products))
+
+
+def test_both_sides_of_the_kernel_give_the_same(rng):
+    """Scaling by tensor does not know which way the kernel lies."""
+    case = random_case(rng, (64,), (128,), (64,))
+    turned = dataclasses.replace(case, kernel=case.kernel.T, kernel_contracting="last")
+    one, other = (computed(c, recipe=CurrentScaling()) for c in (case, turned))
+    np.testing.assert_array_equal(one.y, other.y)
+    np.testing.assert_array_equal(one.dx, other.dx)
+    np.testing.assert_array_equal(one.dkernel, other.dkernel.T)
+
+
+@fp8_recipes
+def test_outliers_stay_in_their_block(recipe, rng):
+    """One token is a million times larger than the others, which with one scale for the tensor become subnormal."""
+    case = random_case(rng, (256,), (256,), (128,), with_bias=False)
+    scale = np.ones((256, 1), np.float32)
+    scale[7] = 1e6
+    x = (case.x.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+    y, _ = gradients_of(x, case.kernel, None, case.dy, _state_for(recipe, x), recipe=recipe)
+    others = np.arange(256) != 7
+    error = relative_error(wide(y)[others], (wide(x) @ wide(case.kernel))[others])
+    assert (error < 0.045) == (recipe in (RECIPES["rowwise"], RECIPES["block"]))
+
+
+def _state_for(recipe, x):
+    if not hasattr(recipe, "init"):
+        return None
+    amaxes = np.float32(np.abs(wide(x)).max()), np.float32(1.0), np.float32(5.0)
+    return type(recipe.init())(*(h + a for h, a in zip(jax.tree.leaves(recipe.init()), amaxes, strict=True)))
+
+
+@few_recipes
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_not_finite_is_visible(poison, recipe, rng):
+    case = random_case(rng, (32,), (32,), (32,), with_bias=False)
+    x = case.x.at[3, 5].set(poison)
+    state = None if not hasattr(recipe, "init") else _state_for(recipe, case.x)
+    y, (_, dkernel, _, _) = gradients_of(x, case.kernel, None, case.dy, state, recipe=recipe)
+    assert not np.isfinite(wide(y)[3]).any()
+    assert np.isfinite(wide(y)[:3]).all()
+    assert not np.isfinite(wide(dkernel)[5]).any()
+
+
+@fp8_recipes
+def test_zeros(recipe, rng):
+    case = random_case(rng, (32,), (32,), (32,))
+    zeros = jnp.zeros_like(case.x)
+    state = _cold(recipe)
+    y, (dx, dkernel, dbias, _) = gradients_of(zeros, case.kernel, case.bias, case.dy, state, recipe=recipe)
+    assert_close(y, jnp.broadcast_to(case.bias, (32, 32)))
+    assert not np.any(wide(dkernel))
+    assert_close(dbias, wide(case.dy).sum(axis=0), dtype="bfloat16", tolerance=1e-2)
+    assert relative_error(dx, wide(case.dy) @ wide(case.kernel).T) < 0.1
+
+
+def test_a_layer_without_a_recipe_is_jnp(rng):
+    case = random_case(rng, (4, 16), (32,), (48,), "float32")
+    expected, vjp = jax.vjp(lambda x, kernel, bias: x @ kernel + jnp.expand_dims(bias, (0, 1)), *case.operands)
+    y, (dx, dkernel, dbias, _) = gradients_of(*case.operands, case.dy, recipe=None)
+    for found, wanted in zip((y, dx, dkernel, dbias), (expected, *vjp(case.dy)), strict=True):
+        assert_close(found, wanted)
+
+
+def test_a_layer_without_a_recipe_has_all_derivatives(rng):
+    case = random_case(rng, (3,), (4,), (5,), "float32")
+
+    def f(x):
+        return jnp.sum(ops.dense(x, case.kernel, case.bias, activation="silu") ** 2)
+
+    hessian = jax.hessian(f)(case.x)
+    step = 1e-2 * jnp.asarray(rng.standard_normal(case.x.shape), jnp.float32)
+    change = jax.grad(f)(case.x + step) - jax.grad(f)(case.x - step)
+    assert_close(jnp.tensordot(hessian, 2 * step, 2), change, tolerance=1e-2)
+
+
+def test_results_do_not_depend_on_padding(rng):
+    """Tokens that are added to fill up a block change nothing, not even a bit."""
+    case = random_case(rng, (48,), (64,), (32,))
+    x, dy = (jnp.concatenate([a, jnp.zeros_like(a[:5])]) for a in (case.x, case.dy))
+    whole, found = (
+        computed(c, recipe=CurrentScaling()) for c in (case, dataclasses.replace(case, x=x, dy=dy, batch=(53,)))
+    )
+    np.testing.assert_array_equal(found.y[:48], whole.y)
+    np.testing.assert_array_equal(found.dx[:48], whole.dx)
+    assert_close(found.dkernel, whole.dkernel, tolerance=EXACT["bfloat16"])
+    assert not np.any(wide(found.dx[48:]))
+
+
+@recipes
+def test_native_and_reference_agree(recipe, native_kernels, rng):
+    case = random_case(rng, (40,), (128,), (2, 128))
+    native, reference = (computed(case, recipe=recipe, implementation=name) for name in ("native", "reference"))
+    assert_matches(native, oracle(case), case, recipe=recipe)
+    for one, other in ((native.y, reference.y), (native.dx, reference.dx), (native.dkernel, reference.dkernel)):
+        assert_close(one, other, tolerance=EXACT["bfloat16"])

@@ -1,0 +1,310 @@
+"""Weight gradients that are accumulated over microbatches, in place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_oracle import GRADIENT, PLAIN, RECIPES, oracle, random_case, wide
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from te_jax import ops
+from te_jax.testing import assert_close, buffers, collectives
+
+CURRENT = RECIPES["current"]
+recipes = pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "none"])
+few_recipes = pytest.mark.parametrize("recipe", [CURRENT, RECIPES["block"], None], ids=["current", "block", "none"])
+
+
+def loss(x, kernel, accumulator, dy, recipe=CURRENT, **options):
+    state = _state(recipe)
+    y = ops.dense(x, kernel, recipe=recipe, wgrad_accumulator=accumulator, scaling_state=state, **options)
+    return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32))
+
+
+def _state(recipe):
+    return jax.tree.map(lambda h: h + 6, recipe.init()) if hasattr(recipe, "init") else None
+
+
+def draw(rng, like, dtype=jnp.float32):
+    return jnp.asarray(10 * rng.standard_normal(like.shape), dtype)
+
+
+@recipes
+@pytest.mark.parametrize("kernel_contracting", ["first", "last"])
+@pytest.mark.parametrize("accumulate", [True, False], ids=["accumulate", "overwrite"])
+def test_value(accumulate, kernel_contracting, recipe, rng):
+    case = random_case(rng, (4, 32), (64,), (48,), with_bias=False, kernel_contracting=kernel_contracting)
+    before = draw(rng, case.kernel)
+    options = {"recipe": recipe, "accumulate": accumulate, "kernel_contracting": kernel_contracting}
+    dx, dkernel, after = jax.jit(jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2)))(
+        case.x, case.kernel, before, case.dy
+    )
+    expected = oracle(case)
+    tolerance = PLAIN["bfloat16"] if recipe is None else GRADIENT
+    assert_close(after - before * np.float32(accumulate), expected.dkernel, dtype="float32", tolerance=tolerance)
+    assert_close(dx, expected.dx, dtype="bfloat16", tolerance=tolerance)
+    assert not np.any(wide(dkernel))
+
+
+@few_recipes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes(dtype, recipe, rng):
+    """The product is added up in float32 and rounded once, to the accumulator's dtype."""
+    case = random_case(rng, (32,), (32,), (48,), "float32" if dtype == "float32" else "bfloat16", with_bias=False)
+    before = draw(rng, case.kernel, dtype)
+    after = jax.grad(functools.partial(loss, recipe=recipe), argnums=2)(case.x, case.kernel, before, case.dy)
+    assert_close(after, wide(before) + oracle(case).dkernel, dtype=dtype, tolerance=GRADIENT)
+    assert not np.array_equal(after, before)
+
+
+@few_recipes
+def test_groups_of_dimensions(recipe, rng):
+    case = random_case(rng, (3, 5), (2, 32), (4, 16), with_bias=False)
+    before = draw(rng, case.kernel)
+    after = jax.grad(functools.partial(loss, recipe=recipe, contracting_ndim=2), argnums=2)(
+        case.x, case.kernel, before, case.dy
+    )
+    assert after.shape == case.kernel.shape
+    assert_close(
+        after - before, oracle(case).dkernel, dtype="float32", tolerance=PLAIN["bfloat16"] if recipe is None else 0.08
+    )
+
+
+def test_quantized_kernel(rng):
+    """Where the master copy lives elsewhere: the layer has FP8 values and the accumulator, and nothing in between."""
+    case = random_case(rng, (32,), (64,), (48,), with_bias=False)
+    before = draw(rng, case.kernel)
+    kernel = ops.quantize(case.kernel, CURRENT.quantization("kernel"))
+    dx, after = jax.grad(loss, argnums=(0, 2))(case.x, kernel, before, case.dy)
+    plain = jax.grad(loss, argnums=(0, 2))(case.x, case.kernel, before, case.dy)
+    np.testing.assert_array_equal(dx, plain[0])
+    np.testing.assert_array_equal(after, plain[1])
+
+
+def test_only_the_accumulator_is_differentiated(rng):
+    case = random_case(rng, (32,), (32,), (48,), with_bias=False)
+    before = jnp.zeros(case.kernel.shape)
+    after = jax.jit(jax.grad(loss, argnums=2))(case.x, case.kernel, before, case.dy)
+    assert_close(after, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
+
+
+def test_an_accumulator_that_is_not_differentiated_is_refused(rng):
+    """It would swallow the gradient of the kernel."""
+    case = random_case(rng, (32,), (32,), (48,), with_bias=False)
+    with pytest.raises(ValueError, match="differentiate with respect to wgrad_accumulator"):
+        jax.grad(loss, argnums=1)(case.x, case.kernel, jnp.zeros(case.kernel.shape), case.dy)
+
+
+# ------------------------------------------------------------------------------------------------------------ in place
+
+
+SHAPE = (256, 512)
+SIZE = 4 * 256 * 512
+
+
+def copies(compiled):
+    """Arrays of the accumulator's size that are copied."""
+    return [b for b in buffers(compiled, "copy", "copy-start") if b.elements >= SHAPE[0] * SHAPE[1]]
+
+
+def large_results(compiled, dtype="f32"):
+    """How many instructions have a float32 result of the accumulator's size, beside arguments and what only renames."""
+    return [
+        b
+        for b in buffers(compiled, "custom-call", "fusion", "dot", "copy", "add")
+        if b.shape == SHAPE and b.dtype == dtype
+    ]
+
+
+@pytest.fixture
+def big_case(rng):
+    return random_case(rng, (128,), SHAPE[:1], SHAPE[1:], with_bias=False)
+
+
+@few_recipes
+@pytest.mark.parametrize("accumulate", [True, False], ids=["accumulate", "overwrite"])
+def test_donated_accumulator_is_written_in_place(accumulate, recipe, native_kernels, big_case, rng):
+    case = big_case
+    accumulator = draw(rng, case.kernel)
+    before, pointer = np.array(accumulator), accumulator.unsafe_buffer_pointer()
+    step = jax.jit(jax.grad(functools.partial(loss, recipe=recipe, accumulate=accumulate), argnums=2), donate_argnums=2)
+    compiled = step.lower(case.x, case.kernel, accumulator, case.dy).compile()
+    assert copies(compiled) == []
+    assert compiled.memory_analysis().alias_size_in_bytes == SIZE
+    if recipe is not None:
+        assert len(large_results(compiled)) == 1  # the product itself: there is no second buffer to add up
+    after = compiled(case.x, case.kernel, accumulator, case.dy)
+    assert accumulator.is_deleted()
+    assert after.unsafe_buffer_pointer() == pointer
+    tolerance = PLAIN["bfloat16"] if recipe is None else GRADIENT
+    assert_close(after - before * np.float32(accumulate), oracle(case).dkernel, dtype="float32", tolerance=tolerance)
+
+
+def test_accumulator_that_is_kept_keeps_its_value(native_kernels, big_case, rng):
+    case, accumulator = big_case, draw(rng, big_case.kernel)
+    before = np.array(accumulator)
+    after = jax.jit(jax.grad(loss, argnums=2))(case.x, case.kernel, accumulator, case.dy)
+    np.testing.assert_array_equal(accumulator, before)
+    assert_close(after - before, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
+
+
+@few_recipes
+def test_accumulator_carried_over_microbatches(recipe, native_kernels, rng):
+    """A loop over microbatches, with a kernel that is quantized once: the accumulator stays in its place."""
+    case = random_case(rng, (3, 128), SHAPE[:1], SHAPE[1:], with_bias=False)
+
+    def step(accumulator, kernel, x, dy):
+        if recipe is not None:
+            kernel = ops.quantize(kernel, recipe.quantization("kernel"))
+
+        def microbatch(accumulator, inputs):
+            dx, accumulator = jax.grad(functools.partial(loss, recipe=recipe), argnums=(0, 2))(
+                inputs[0], kernel, accumulator, inputs[1]
+            )
+            return accumulator, dx
+
+        return lax.scan(microbatch, accumulator, (x, dy))
+
+    accumulator = jnp.zeros(SHAPE)
+    compiled = jax.jit(step, donate_argnums=0).lower(accumulator, case.kernel, case.x, case.dy).compile()
+    assert copies(compiled) == []
+    assert compiled.memory_analysis().alias_size_in_bytes == SIZE
+    if recipe is not None:
+        assert len(large_results(compiled)) == 1
+    pointer = accumulator.unsafe_buffer_pointer()
+    after, dx = compiled(accumulator, case.kernel, case.x, case.dy)
+    assert after.unsafe_buffer_pointer() == pointer
+    expected, tolerance = oracle(case), PLAIN["bfloat16"] if recipe is None else GRADIENT
+    assert_close(after, expected.dkernel, dtype="float32", tolerance=tolerance)
+    assert_close(dx, expected.dx, dtype="bfloat16", tolerance=tolerance)
+
+
+def test_overwrite_then_accumulate(native_kernels, rng):
+    """The first microbatch overwrites what is left from the step before, so that nothing has to be zeroed."""
+    case = random_case(rng, (3, 32), (64,), (48,), with_bias=False)
+    accumulator = draw(rng, case.kernel) * np.nan
+    for i in range(3):
+        run = jax.jit(jax.grad(functools.partial(loss, accumulate=i > 0), argnums=2), donate_argnums=2)
+        accumulator = run(case.x[i], case.kernel, accumulator, case.dy[i])
+    assert_close(accumulator, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
+
+
+def test_stacked_layers(rng):
+    """Accumulators of layers in a scan are its inputs, and what follows its outputs."""
+    x = jnp.asarray(rng.standard_normal((32, 64)), jnp.bfloat16)
+    kernels = jnp.asarray(rng.standard_normal((3, 64, 64)) / 8, jnp.bfloat16)
+    before = draw(rng, kernels)
+
+    def run(accumulators):
+        def layer(x, inputs):
+            return ops.dense(x, inputs[0], recipe=CURRENT, wgrad_accumulator=inputs[1]), None
+
+        return jnp.sum(jnp.square(lax.scan(layer, x, (kernels, accumulators))[0].astype(jnp.float32)))
+
+    def plain(kernels):
+        def layer(x, kernel):
+            return ops.dense(x, kernel, recipe=CURRENT), None
+
+        return jnp.sum(jnp.square(lax.scan(layer, x, kernels)[0].astype(jnp.float32)))
+
+    after = jax.jit(jax.grad(run))(before)
+    assert_close(after - before, wide(jax.jit(jax.grad(plain))(kernels)), dtype="float32", tolerance=1e-2)
+
+
+@pytest.mark.parametrize("wrap", ["checkpoint", "vmap"])
+def test_transformations(wrap, rng):
+    case = random_case(rng, (3, 32), (64,), (48,), with_bias=False)
+    if wrap == "checkpoint":
+        before = draw(rng, case.kernel)
+        x, dy = case.x.reshape(96, 64), case.dy.reshape(96, 48)
+        after = jax.jit(jax.grad(jax.checkpoint(loss), argnums=2))(x, case.kernel, before, dy)
+        assert_close(after - before, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
+        return
+    before = draw(rng, jnp.zeros((3, *case.kernel.shape)))
+    after = jax.vmap(jax.grad(loss, argnums=2), in_axes=(0, None, 0, 0))(case.x, case.kernel, before, case.dy)
+    for i in range(3):
+        expected = wide(case.x[i]).T @ wide(case.dy[i])
+        assert_close(after[i] - before[i], expected, dtype="float32", tolerance=GRADIENT)
+
+
+# ------------------------------------------------------------------------------------------------------------ sharding
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P(None, "model"), P("model"), P("data")], ids=["columns", "rows", "fsdp"])
+@few_recipes
+def test_sharded_accumulator(recipe, spec, axis_type, native_kernels, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    case = random_case(rng, (16 * mesh.shape["data"],), SHAPE[:1], SHAPE[1:], with_bias=False)
+    accumulator = draw(rng, case.kernel)
+    before = np.array(accumulator)
+    x, kernel, accumulator, dy = (
+        jax.device_put(a, NamedSharding(mesh, s))
+        for a, s in zip((case.x, case.kernel, accumulator, case.dy), (P("data"), spec, spec, P("data")), strict=True)
+    )
+    step = jax.jit(jax.grad(functools.partial(loss, recipe=recipe), argnums=2), donate_argnums=2)
+    after = step(x, kernel, accumulator, dy)
+    tolerance = PLAIN["bfloat16"] if recipe is None else GRADIENT
+    assert_close(np.asarray(after) - before, oracle(case).dkernel, dtype="float32", tolerance=tolerance)
+    if axis_type is AxisType.Explicit:
+        assert after.sharding.is_equivalent_to(kernel.sharding, 2)
+
+
+def test_shards_without_sums_accumulate_in_place(native_kernels, make_mesh, rng):
+    """Features over devices, tokens on all of them: every shard of the accumulator stays where it is."""
+    mesh = make_mesh({"model": AxisType.Auto})
+    case = random_case(rng, (128,), SHAPE[:1], SHAPE[1:], with_bias=False)
+    specs = P(), P(None, "model"), P(None, "model"), P(None, "model")
+    accumulator = draw(rng, case.kernel)
+    before = np.array(accumulator)
+    x, kernel, accumulator, dy = (
+        jax.device_put(a, NamedSharding(mesh, s))
+        for a, s in zip((case.x, case.kernel, accumulator, case.dy), specs, strict=True)
+    )
+    compiled = jax.jit(jax.grad(loss, argnums=2), donate_argnums=2).lower(x, kernel, accumulator, dy).compile()
+    assert all(entry.elements < 16 for entry in collectives(compiled))
+    shard = SHAPE[0] * SHAPE[1] // mesh.size
+    assert [b for b in buffers(compiled, "copy", "copy-start") if b.elements >= shard and b.dtype == "f32"] == []
+    assert compiled.memory_analysis().alias_size_in_bytes == 4 * shard
+    pointers = [s.data.unsafe_buffer_pointer() for s in accumulator.addressable_shards]
+    after = compiled(x, kernel, accumulator, dy)
+    assert [s.data.unsafe_buffer_pointer() for s in after.addressable_shards] == pointers
+    assert_close(np.asarray(after) - before, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
+
+
+@few_recipes
+def test_each_device_accumulates_its_own_part_inside_shard_map(recipe, make_mesh, rng):
+    mesh = make_mesh({"data": AxisType.Auto})
+    case = random_case(rng, (2, 16 * mesh.size), (64,), (48,), with_bias=False)
+
+    def step(x, kernel, dy):
+        accumulator = lax.pcast(jnp.zeros(case.kernel.shape), "data", to="varying")
+
+        def microbatch(accumulator, inputs):
+            return jax.grad(functools.partial(loss, recipe=recipe), argnums=2)(
+                inputs[0], kernel, accumulator, inputs[1]
+            ), None
+
+        return lax.psum(lax.scan(microbatch, accumulator, (x, dy))[0], "data")
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(None, "data"), P(), P(None, "data")), out_specs=P())
+    compiled = jax.jit(mapped).lower(case.x, case.kernel, case.dy).compile()
+    large = [entry for entry in collectives(compiled) if entry.elements > 64]
+    assert [(entry.kind, entry.elements) for entry in large] == [("all-reduce", 64 * 48)]  # once for both microbatches
+    tolerance = PLAIN["bfloat16"] if recipe is None else GRADIENT
+    assert_close(compiled(case.x, case.kernel, case.dy), oracle(case).dkernel, dtype="float32", tolerance=tolerance)
+
+
+def test_an_accumulator_that_devices_share_inside_shard_map_is_refused(make_mesh, rng):
+    """JAX would sum over devices what each has added up already."""
+    mesh = make_mesh({"data": AxisType.Auto})
+    case = random_case(rng, (16 * mesh.size,), (32,), (32,), with_bias=False)
+    mapped = jax.shard_map(
+        jax.grad(loss, argnums=2), mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P()
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"wgrad_accumulator is the same on all devices along \['data'\]"):
+        mapped(case.x, case.kernel, jnp.zeros(case.kernel.shape), case.dy)

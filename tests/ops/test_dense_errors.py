@@ -1,0 +1,113 @@
+"""Every refused argument is named, with its value and the rule."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from te_jax import native, ops
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState
+
+CURRENT, BLOCK, DELAYED = CurrentScaling(), BlockScaling(), DelayedScaling(history_len=4)
+X = jnp.zeros((32, 64), jnp.bfloat16)
+KERNEL = jnp.zeros((64, 48), jnp.bfloat16)
+BIAS = jnp.zeros(48, jnp.bfloat16)
+QUANTIZED = ops.quantize(KERNEL, CURRENT.quantization("kernel"))
+HISTORY = jnp.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("x", "kernel", "bias", "options", "message"),
+    [
+        (X.astype(jnp.int32), KERNEL, None, {}, "x has dtype int32; it must be float32, bfloat16 or float16"),
+        (X.astype(jnp.float8_e4m3fn), KERNEL, None, {}, "x has dtype float8_e4m3fn"),
+        (X, KERNEL.astype(jnp.complex64), None, {}, "kernel has dtype complex64"),
+        (X, KERNEL, BIAS.astype(jnp.int8), {}, "bias has dtype int8"),
+        (X, KERNEL, BIAS[:16], {}, "bias has shape (16,); for a kernel of shape (64, 48) it must be (48,)"),
+        (X, KERNEL[:32], None, {}, "kernel has shape (32, 48); its first 1 must be the last of x"),
+        (
+            X,
+            KERNEL,
+            None,
+            {"kernel_contracting": "last"},
+            "kernel has shape (64, 48); its last 1 must be",
+        ),
+        (X, KERNEL, None, {"kernel_contracting": "rows"}, "kernel_contracting is 'rows'; it must be 'first' or 'last'"),
+        (X, KERNEL, None, {"contracting_ndim": 0}, "contracting_ndim is 0; it must be an integer of at least 1"),
+        (X, KERNEL, None, {"contracting_ndim": 2}, "kernel has shape (64, 48); beside its 2 contracted dimensions"),
+        (X[0, 0], KERNEL, None, {}, "x has shape (); contracting_ndim=1 needs at least as many dimensions"),
+        (X, KERNEL[:, :0], None, {}, "kernel has shape (64, 0); only the batch may be empty"),
+        (X, KERNEL, None, {"activation": "tanh"}, "activation is 'tanh'; it must be None or one of"),
+        (X, KERNEL, None, {"wgrad_accumulator": jnp.zeros((48, 64))}, "wgrad_accumulator has shape (48, 64)"),
+        (X, KERNEL, None, {"wgrad_accumulator": KERNEL.astype(jnp.int32)}, "wgrad_accumulator has dtype int32"),
+        (X, KERNEL, None, {"implementation": "cuda"}, "implementation is 'cuda'; it must be None"),
+        (X, KERNEL, None, {"recipe": CURRENT, "implementation": "cuda"}, "implementation is 'cuda'"),
+        (X, KERNEL, None, {"recipe": "current"}, "recipe is 'current'; it must be a Recipe"),
+        (X, KERNEL, None, {"recipe": CurrentScaling}, "it must be a Recipe, such as te_jax.recipe.CurrentScaling()"),
+        (X[:, :40], KERNEL[:40], None, {"recipe": CURRENT}, "kernel has shape (40, 48), 40 features in; FP8 products"),
+        (
+            X,
+            KERNEL[:, :40],
+            None,
+            {"recipe": CURRENT},
+            "40 features out; FP8 products need a multiple of 16: pad",
+        ),
+        (X, QUANTIZED, None, {}, "recipe is None, but kernel is a QuantizedArray"),
+        (X, QUANTIZED, None, {"recipe": BLOCK}, "kernel has 'tensor' and 'tensor' scaling, but recipe is BlockScaling"),
+        (
+            jnp.zeros((8, 4, 16), jnp.bfloat16),
+            ops.quantize(jnp.zeros((4, 16, 48), jnp.bfloat16), CURRENT.quantization("kernel"), row_ndim=1),
+            None,
+            {"recipe": CURRENT, "contracting_ndim": 2},
+            "kernel was quantized as 1 rows and 2 cols, shape (4, 16, 48); in and out have sizes (4, 16) and (48,)",
+        ),
+        (X, KERNEL, None, {"recipe": DELAYED}, "scaling_state is None; DelayedScaling needs a DelayedScalingState"),
+        (X, KERNEL, None, {"scaling_state": DELAYED.init()}, "scaling_state is given, but recipe is None"),
+        (X, KERNEL, None, {"recipe": CURRENT, "scaling_state": DELAYED.init()}, "only DelayedScaling has a state"),
+        (
+            X,
+            KERNEL,
+            None,
+            {"recipe": DELAYED, "scaling_state": DelayedScaling(history_len=8).init()},
+            "scaling_state has activation of shape (8,); for history_len=4 it must be (4,): make it with recipe.init()",
+        ),
+        (
+            X,
+            KERNEL,
+            None,
+            {"recipe": DELAYED, "scaling_state": DelayedScalingState(HISTORY, HISTORY.astype(jnp.bfloat16), HISTORY)},
+            "scaling_state has kernel of dtype bfloat16; it must be float32",
+        ),
+    ],
+)
+def test_message_names_argument_value_and_rule(x, kernel, bias, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.dense(x, kernel, bias, **options)
+
+
+def test_errors_come_while_tracing():
+    with pytest.raises(ValueError, match="40 features in"):
+        jax.eval_shape(lambda x: ops.dense(x[:, :40], KERNEL[:40], recipe=CURRENT), X)
+
+
+def test_quantized_kernel_without_the_copy_that_the_forward_pass_reads():
+    kernel = QUANTIZED.without_transposed()
+    with pytest.raises(ValueError, match=r"has no transposed copy.*quantize it with copies"):
+        ops.dense(X, kernel, recipe=CURRENT)
+
+
+def test_quantized_kernel_without_the_copy_that_the_input_gradient_reads():
+    kernel = QUANTIZED.without_data()
+    assert ops.dense(X, kernel, recipe=CURRENT).shape == (32, 48)
+    with pytest.raises(ValueError, match=r"no data copy, which the gradient with respect to x reads; quantize"):
+        jax.grad(lambda x: ops.dense(x, kernel, recipe=CURRENT).astype(jnp.float32).sum())(X)
+
+
+def test_named_implementation_that_is_not_there(monkeypatch):
+    from te_jax.native import extension
+
+    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: ("there is none", False))
+    with pytest.raises(native.NativeUnavailableError, match="there is none"):
+        ops.dense(X, KERNEL, recipe=CURRENT, implementation="native")
+    assert ops.dense(X, KERNEL, recipe=CURRENT).shape == (32, 48)

@@ -1,0 +1,276 @@
+"""Linear layers on sharded operands under jit: what is exchanged between devices, and what is not."""
+
+import contextlib
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from dense_oracle import RECIPES, Gradients, assert_matches, oracle, random_case, warm_state, wide
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from te_jax import ops
+from te_jax.testing import assert_close, collectives
+
+pytestmark = pytest.mark.usefixtures("native_kernels")
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+axis_types = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+BATCH, IN, OUT = (4, 256), 512, 512
+TOKENS = math.prod(BATCH)
+
+# How x, kernel and dy lie over the mesh axes "data" and "model".
+SPECS = {
+    "data parallel": (P("data"), P(), P("data")),
+    "sequence parallel": (P("data", "model"), P(), P("data", "model")),
+    "column parallel": (P("data"), P(None, "model"), P("data", None, "model")),
+    "row parallel": (P("data", None, "model"), P("model"), P("data")),
+    "fsdp": (P("data"), P("data"), P("data")),
+    "fsdp of columns": (P("data"), P(None, "data"), P("data")),
+    "fsdp, column parallel": (P("data"), P("data", "model"), P("data", None, "model")),
+    "fsdp, row parallel": (P("data", None, "model"), P("model", "data"), P("data")),
+}
+
+
+def exchanged(name, d, m):
+    """Forward and backward, what is exchanged beside a few numbers for each row: [(kind, elements on a device)].
+
+    `d` and `m` are the sizes of "data" and "model".
+    """
+    y_or_dx = TOKENS // d
+    gather = {
+        "fsdp": IN * OUT,
+        "fsdp of columns": IN * OUT,
+        "fsdp, column parallel": IN * OUT // m,
+        "fsdp, row parallel": IN * OUT // m,
+    }
+    forward = [("all-gather", gather[name])] if name in gather else []
+    backward = list(forward)
+    if "row parallel" in name:
+        forward.append(("all-reduce", y_or_dx * OUT))
+    if "column parallel" in name:
+        backward.append(("all-reduce", y_or_dx * IN))
+    split = m if "parallel" in name and ("column" in name or "row" in name) else 1
+    backward.append(("all-reduce", IN * OUT // split))  # the gradient of the kernel, over its replicas
+    return {"forward": sorted(forward), "backward": sorted(backward)}
+
+
+def place(x, mesh, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def placed(case, mesh, specs):
+    return [place(a, mesh, spec) for a, spec in zip((case.x, case.kernel, case.dy), specs, strict=True)]
+
+
+@functools.cache
+def forward_of(**options):
+    return jax.jit(lambda x, kernel: ops.dense(x, kernel, **options))
+
+
+@functools.cache
+def backward_of(**options):
+    def gradients(x, kernel, dy):
+        return jax.vjp(lambda x, kernel: ops.dense(x, kernel, **options), x, kernel)[1](dy)
+
+    return jax.jit(gradients)
+
+
+def large(compiled):
+    """Collectives of matrices. Scales and largest magnitudes, of rows at most, are left out."""
+    limit = 4 * max(TOKENS, IN, OUT)
+    found = [entry for entry in collectives(compiled) if max(b.elements for b in entry.results) > limit]
+    assert all(len(entry.results) == 1 for entry in found)
+    return sorted((entry.kind, entry.elements) for entry in found)
+
+
+@axis_types
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("recipe", ["current", "block", None])
+def test_only_expected_collectives(recipe, name, axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    case = random_case(rng, BATCH, (IN,), (OUT,), with_bias=False)
+    x, kernel, dy = placed(case, mesh, SPECS[name])
+    options = {"recipe": RECIPES.get(recipe)}
+    forward = forward_of(**options).lower(x, kernel).compile()
+    backward = backward_of(**options).lower(x, kernel, dy).compile()
+    expected = exchanged(name, mesh.shape["data"], mesh.shape["model"])
+    assert large(forward) == expected["forward"]
+    if recipe is not None or name != "sequence parallel":  # there XLA sums over one axis after the other
+        assert large(backward) == expected["backward"]
+    y, (dx, dkernel) = forward(x, kernel), backward(x, kernel, dy)
+    assert_matches(Gradients(y, dx, dkernel, None), oracle(case), case, recipe=options["recipe"])
+    assert y.sharding.is_equivalent_to(dy.sharding, y.ndim), y.sharding
+    assert dx.sharding.is_equivalent_to(x.sharding, x.ndim), dx.sharding
+    if axis_type is EXPLICIT:
+        assert dkernel.sharding.is_equivalent_to(kernel.sharding, kernel.ndim), dkernel.sharding
+
+
+@axis_types
+@pytest.mark.parametrize("name", ["data parallel", "column parallel", "row parallel", "fsdp"])
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_other_recipes(recipe, name, axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    case = random_case(rng, BATCH, (IN,), (OUT,), with_bias=False)
+    operands = placed(case, mesh, SPECS[name])
+    recipe = RECIPES[recipe]
+    state = place(warm_state(case, recipe), mesh, P()) if recipe is RECIPES["delayed"] else None
+
+    @jax.jit
+    def run(x, kernel, dy, state):
+        y, vjp = jax.vjp(lambda x, kernel: ops.dense(x, kernel, recipe=recipe, scaling_state=state), x, kernel)
+        return y, vjp(dy)
+
+    compiled = run.lower(*operands, state).compile()
+    expected = exchanged(name, mesh.shape["data"], mesh.shape["model"])
+    assert set(large(compiled)) == set(expected["forward"] + expected["backward"])
+    y, (dx, dkernel) = compiled(*operands, state)
+    assert_matches(Gradients(y, dx, dkernel, None), oracle(case), case, recipe=recipe)
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_the_result_does_not_depend_on_the_sharding(axis_type, make_mesh, rng):
+    """Scales are those of whole tensors: sharded, the layer computes what one device computes, up to sums' order."""
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    case = random_case(rng, BATCH, (IN,), (OUT,), with_bias=False)
+    scaled = case.x * jnp.linspace(0.01, 30, BATCH[0]).astype(jnp.bfloat16)[:, None, None]
+    options = {"recipe": RECIPES["current"]}
+    alone = forward_of(**options)(scaled, case.kernel)
+    for name in ("data parallel", "row parallel", "fsdp, column parallel"):
+        x, kernel = place(scaled, mesh, SPECS[name][0]), place(case.kernel, mesh, SPECS[name][1])
+        assert_close(forward_of(**options)(x, kernel), alone, tolerance=5e-3)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_fsdp_gathers_fp8(recipe, make_mesh, rng, tmp_path):
+    """One byte a value, half of bfloat16. XLA's CPU backend widens FP8 afterwards, so this reads the program before."""
+    mesh = make_mesh({"data": AUTO, "model": AUTO})
+    case = random_case(rng, BATCH, (IN,), (OUT,), with_bias=False)
+    x, kernel, dy = placed(case, mesh, SPECS["fsdp"])
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd-partitioning"}
+    backward_of(recipe=RECIPES[recipe]).lower(x, kernel, dy).compile(compiler_options=dump)
+    (partitioned,) = tmp_path.glob("*gradients*after_spmd-partitioning*.txt")
+    gathers = [entry for entry in collectives(partitioned.read_text()) if entry.kind == "all-gather"]
+    assert {dtype for entry in gathers for dtype in entry.dtypes} <= {"f8e4m3fn", "f32"}  # values, scales of blocks
+    assert [entry.bytes for entry in gathers if "f8e4m3fn" in entry.dtypes] == [IN * OUT]
+    assert sum(entry.bytes for entry in gathers) < 1.01 * IN * OUT
+
+
+@axis_types
+@pytest.mark.parametrize("name", ["column parallel", "row parallel"])
+@pytest.mark.parametrize("recipe", ["current", "block", None])
+def test_bias_and_activation(recipe, name, axis_type, make_mesh, rng):
+    """Both come after the sum over devices, once."""
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    case = random_case(rng, BATCH, (IN,), (OUT,))
+    x, kernel, dy = placed(case, mesh, SPECS[name])
+    bias = place(case.bias, mesh, P("model") if name == "column parallel" else P())
+
+    @jax.jit
+    def run(x, kernel, bias, dy):
+        y, vjp = jax.vjp(lambda *a: ops.dense(*a, recipe=RECIPES.get(recipe), activation="gelu"), x, kernel, bias)
+        return y, *vjp(dy)
+
+    expected = oracle(case, activation="gelu")
+    assert_matches(Gradients(*run(x, kernel, bias, dy)), expected, case, recipe=RECIPES.get(recipe), factor=1.15)
+
+
+@axis_types
+@pytest.mark.parametrize("kernel_contracting", ["first", "last"])
+def test_groups_of_dimensions(kernel_contracting, axis_type, make_mesh, rng):
+    """Heads split over devices, and a batch that has to be padded."""
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    d = mesh.shape["data"]
+    case = random_case(rng, (d, 3), (64,), (4, 32), kernel_contracting=kernel_contracting)
+    kernel_spec = P(None, "model") if kernel_contracting == "first" else P("model")
+    specs = P("data"), kernel_spec, P("model"), P("data", None, "model")
+    operands = [place(a, mesh, spec) for a, spec in zip((*case.operands, case.dy), specs, strict=True)]
+    for recipe in (RECIPES["current"], RECIPES["block"], None):
+
+        @jax.jit
+        def run(x, kernel, bias, dy, recipe=recipe):
+            y, vjp = jax.vjp(
+                lambda *a: ops.dense(*a, recipe=recipe, kernel_contracting=kernel_contracting), x, kernel, bias
+            )
+            return y, *vjp(dy)
+
+        found = Gradients(*run(*operands))
+        assert_matches(found, oracle(case), case, recipe=recipe, factor=1.6)
+        if axis_type is EXPLICIT:
+            for gradient, primal in zip((found.dx, found.dkernel, found.dbias), operands[:3], strict=True):
+                assert gradient.sharding.is_equivalent_to(primal.sharding, primal.ndim)
+
+
+@pytest.mark.parametrize("explicit", ["data", "model"])
+def test_mixed_mesh(explicit, make_mesh, rng):
+    """In float32: XLA's CPU backend aborts on sums of bfloat16 over some axes of a mesh inside any shard_map."""
+    mesh = make_mesh({axis: EXPLICIT if axis == explicit else AUTO for axis in ("data", "model")})
+    case = random_case(rng, BATCH, (IN,), (OUT,), "float32", with_bias=False)
+    for name in ("column parallel", "row parallel"):
+        x, kernel, dy = placed(case, mesh, SPECS[name])
+        with jax.set_mesh(mesh):
+            y = forward_of(recipe=RECIPES["current"])(x, kernel)
+            dx, dkernel = backward_of(recipe=RECIPES["current"])(x, kernel, dy)
+        assert_matches(Gradients(y, dx, dkernel, None), oracle(case), case, recipe=RECIPES["current"])
+
+
+@axis_types
+@pytest.mark.parametrize("set_mesh", [False, True], ids=["", "set_mesh"])
+def test_eager_calls_and_scan(set_mesh, axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    case = random_case(rng, (8, 64), (128,), (128,), with_bias=False)
+    x, kernel = place(case.x, mesh, P("data")), place(case.kernel, mesh, P(None, "model"))
+    expected = wide(case.x) @ wide(case.kernel)
+    kernels = place(jnp.stack([case.kernel] * 3), mesh, P(None, None, "data"))
+
+    def run(x, kernels):
+        def layer(x, kernel):
+            return ops.dense(x, kernel, recipe=RECIPES["block"]), None
+
+        return jax.lax.scan(layer, x, kernels)[0]
+
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        assert_close(ops.dense(x, kernel, recipe=RECIPES["current"]), expected, dtype="bfloat16", tolerance=0.045)
+        deep = jax.jit(run)(x, kernels)
+    for _ in range(2):
+        expected = expected @ wide(case.kernel)
+    assert_close(deep, expected, dtype="bfloat16", tolerance=0.08)
+
+
+def test_partly_manual(make_mesh, rng):
+    """Tokens by shard_map, features by jit."""
+    mesh = make_mesh({"data": AUTO, "model": AUTO})
+    case = random_case(rng, BATCH, (IN,), (OUT,), with_bias=False)
+    x, kernel, _ = placed(case, mesh, SPECS["row parallel"])
+    mapped = jax.shard_map(
+        lambda x, kernel: ops.dense(x, kernel, recipe=RECIPES["current"]),
+        mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"},
+    )  # fmt: skip
+    compiled = jax.jit(mapped).lower(x, kernel).compile()
+    assert large(compiled) == [("all-reduce", TOKENS // mesh.shape["data"] * OUT)]
+    assert_close(compiled(x, kernel), oracle(case).y, dtype="bfloat16", tolerance=0.045)
+
+
+def test_sharded_quantized_kernel(make_mesh, rng):
+    """Quantized once where it lies, gathered in FP8 by every microbatch."""
+    mesh = make_mesh({"data": AUTO, "model": AUTO})
+    case = random_case(rng, BATCH, (IN,), (OUT,), with_bias=False)
+    x, kernel, _ = placed(case, mesh, SPECS["fsdp"])
+    recipe = RECIPES["block"]
+    quantized = jax.jit(lambda k: ops.quantize(k, recipe.quantization("kernel")))(kernel)
+    for copy, spec in ((quantized.data, P("data")), (quantized.transposed, P(None, "data"))):
+        assert copy.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    compiled = forward_of(recipe=recipe).lower(x, quantized).compile()
+    assert large(compiled) == [("all-gather", IN * OUT)]
+    assert_close(compiled(x, quantized), oracle(case).y, dtype="bfloat16", tolerance=0.045)
+
+
+def test_reference_on_an_auto_mesh(make_mesh, rng):
+    mesh = make_mesh({"data": AUTO, "model": AUTO})
+    case = random_case(rng, (8, 64), (64,), (64,), with_bias=False)
+    x, kernel, dy = placed(case, mesh, SPECS["row parallel"])
+    options = {"recipe": RECIPES["current"], "implementation": "reference"}
+    y, (dx, dkernel) = forward_of(**options)(x, kernel), backward_of(**options)(x, kernel, dy)
+    assert_matches(Gradients(y, dx, dkernel, None), oracle(case), case, recipe=RECIPES["current"])

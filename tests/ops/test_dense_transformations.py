@@ -1,0 +1,269 @@
+"""Linear layers under JAX's transformations, and that nothing is computed that nobody asks for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_oracle import GRADIENT, PLAIN, RECIPES, oracle, random_case, wide
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from te_jax import checkpoint_policies, ops
+from te_jax.testing import assert_close
+
+CURRENT, BLOCK = RECIPES["current"], RECIPES["block"]
+recipes = pytest.mark.parametrize("recipe", [CURRENT, BLOCK, None], ids=["current", "block", "none"])
+
+
+@pytest.fixture
+def case(rng):
+    return random_case(rng, (32,), (64,), (48,), with_bias=False)
+
+
+def loss(x, kernel, dy, **options):
+    return jnp.sum(ops.dense(x, kernel, **options).astype(jnp.float32) * dy.astype(jnp.float32))
+
+
+def assert_gradients(found, case, recipe=CURRENT):
+    expected = oracle(case)
+    tolerance = PLAIN["bfloat16"] if recipe is None else GRADIENT * 1.1
+    for gradient, wanted in zip(found, (expected.dx, expected.dkernel), strict=True):
+        assert_close(gradient, wanted, dtype="bfloat16", tolerance=tolerance)
+
+
+@recipes
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_grad(wrap, recipe, case):
+    run = wrap(jax.grad(functools.partial(loss, recipe=recipe), argnums=(0, 1)))
+    assert_gradients(run(case.x, case.kernel, case.dy), case, recipe)
+
+
+@recipes
+def test_scan_over_layers_with_shared_code(recipe, rng):
+    """As a model with stacked layers has it: kernels are slices, and so are their gradients."""
+    x = jnp.asarray(rng.standard_normal((32, 64)), jnp.bfloat16)
+    kernels = jnp.asarray(rng.standard_normal((3, 64, 64)) / 8, jnp.bfloat16)
+
+    def run(x, kernels):
+        y, _ = lax.scan(lambda x, kernel: (ops.dense(x, kernel, recipe=recipe), None), x, kernels)
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+    _, (dx, dkernels) = jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(x, kernels)
+    hidden = [wide(x)]
+    for kernel in wide(kernels):
+        hidden.append(hidden[-1] @ kernel)
+    g, expected = 2 * hidden[-1], []
+    for kernel, inputs in zip(wide(kernels)[::-1], hidden[-2::-1], strict=True):
+        expected.insert(0, inputs.T @ g)
+        g = g @ kernel.T
+    tolerance = 0.03 if recipe is None else 0.13  # three layers deep
+    assert_close(dx, g, dtype="bfloat16", tolerance=tolerance)
+    assert_close(dkernels, np.stack(expected), dtype="bfloat16", tolerance=tolerance)
+
+
+@recipes
+def test_vmap(recipe, rng):
+    """Every example is a tensor of its own; a kernel that is not mapped collects the sum of its gradients."""
+    case = random_case(rng, (3, 32), (64,), (48,), with_bias=False)
+    run = jax.grad(functools.partial(loss, recipe=recipe), argnums=(0, 1))
+    per_example = jax.vmap(run, in_axes=(0, None, 0))(case.x, case.kernel, case.dy)
+    assert_gradients(
+        (per_example[0], jnp.sum(per_example[1].astype(jnp.float32), 0).astype(jnp.bfloat16)), case, recipe
+    )
+    mapped = jax.vmap(functools.partial(ops.dense, recipe=recipe), in_axes=(0, None))
+    total = jax.grad(
+        lambda x, k: jnp.sum(mapped(x, k).astype(jnp.float32) * case.dy.astype(jnp.float32)), argnums=(0, 1)
+    )
+    assert_gradients(jax.jit(total)(case.x, case.kernel), case, recipe)
+    for i in range(3):
+        alone = ops.dense(case.x[i], case.kernel, recipe=recipe)
+        assert_close(mapped(case.x, case.kernel)[i], alone, tolerance=1e-3)
+
+
+def test_vmap_of_everything(rng):
+    """Experts: every one has tokens and a kernel."""
+    case = random_case(rng, (4, 32), (64,), (48,), with_bias=False)
+    kernels = jnp.stack([case.kernel * i for i in (1, 2, 3, 4)])
+    run = jax.vmap(jax.value_and_grad(functools.partial(loss, recipe=CURRENT), argnums=(0, 1)))
+    _, (dx, dkernels) = jax.jit(run)(case.x, kernels, case.dy)
+    expected = oracle(case)
+    for i in range(4):
+        assert_close(dx[i], (i + 1) * expected.dx[i], dtype="bfloat16", tolerance=GRADIENT * 1.1)
+        assert_close(dkernels[i], wide(case.x[i]).T @ wide(case.dy[i]), dtype="bfloat16", tolerance=GRADIENT * 1.1)
+
+
+@recipes
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma, recipe, make_mesh, rng):
+    """Tokens split over one axis, out features over the other; JAX sums gradients over devices, once."""
+    mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
+    case = random_case(rng, (16 * mesh.shape["data"],), (64,), (64,))
+
+    def local(x, kernel, bias, dy):
+        return lax.psum(loss_with_bias(x, kernel, bias, dy, recipe), ("data", "model"))
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P("data"), P(None, "model"), P("model"), P("data", "model")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    dx, dkernel, dbias = jax.jit(jax.grad(mapped, argnums=(0, 1, 2)))(*case.operands, case.dy)
+    assert_gradients((dx, dkernel), case, recipe)
+    assert_close(dbias, oracle(case).dbias, dtype="bfloat16", tolerance=1e-2)
+
+
+def loss_with_bias(x, kernel, bias, dy, recipe):
+    return jnp.sum(ops.dense(x, kernel, bias, recipe=recipe).astype(jnp.float32) * dy.astype(jnp.float32))
+
+
+def test_gradient_inside_shard_map(make_mesh, rng):
+    mesh = make_mesh({"data": AxisType.Auto})
+    case = random_case(rng, (16 * mesh.size,), (64,), (64,))
+
+    def local(x, kernel, bias, dy):
+        return jax.grad(lambda *a: loss_with_bias(*a, dy, CURRENT), argnums=(0, 1, 2))(x, kernel, bias)
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=(P("data"), P(), P())
+    )  # fmt: skip
+    dx, dkernel, dbias = jax.jit(mapped)(*case.operands, case.dy)
+    assert_gradients((dx, dkernel), case)
+    assert_close(dbias, oracle(case).dbias, dtype="bfloat16", tolerance=1e-2)
+
+
+def test_pmap(require_devices, rng):
+    require_devices(2)
+    count = jax.device_count()
+    case = random_case(rng, (count, 16), (32,), (32,), with_bias=False)
+    run = jax.pmap(jax.grad(functools.partial(loss, recipe=CURRENT), argnums=(0, 1)), in_axes=(0, None, 0))
+    dx, dkernels = run(case.x, case.kernel, case.dy)
+    assert_gradients((dx, jnp.sum(dkernels.astype(jnp.float32), 0).astype(jnp.bfloat16)), case)
+
+
+# -------------------------------------------------------------------------------------- what is computed, and what kept
+
+
+def count(function, *arguments, **options):
+    """(products, FP8 copies) in what JAX traces, before any compiler removes what is not used."""
+    run = functools.partial(function, **options)
+    return _count(jax.make_jaxpr(run)(*arguments).jaxpr)
+
+
+def _count(jaxpr: Jaxpr):
+    products, copies = 0, 0
+    for eqn in jaxpr.eqns:
+        products += eqn.primitive.name == "dot_general"
+        copies += eqn.primitive.name == "bitcast_convert_type" and "float8" in str(eqn.params["new_dtype"])
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: isinstance(v, Jaxpr | ClosedJaxpr)):
+            inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+            if isinstance(inner, Jaxpr) and eqn.primitive.name != "custom_vjp_call":
+                found = _count(inner)
+                products, copies = products + found[0], copies + found[1]
+    return products, copies
+
+
+reference = functools.partial(loss, implementation="reference")
+
+
+@pytest.mark.parametrize("kernel_contracting", ["first", "last"])
+@pytest.mark.parametrize(
+    ("argnums", "expected"), [((0, 1), (3, 6)), ((0,), (2, 4)), ((1,), (2, 4))], ids=["both", "x", "kernel"]
+)
+def test_only_what_is_differentiated_is_computed(argnums, expected, kernel_contracting, rng):
+    """Both: three products of two copies each. One alone needs two products, and no copy for the third."""
+    case = random_case(rng, (32,), (64,), (48,), with_bias=False, kernel_contracting=kernel_contracting)
+    options = {"recipe": CURRENT, "kernel_contracting": kernel_contracting}
+    for wrap in (lambda f: f, jax.jit):
+        grad = wrap(jax.grad(functools.partial(reference, **options), argnums=argnums))
+        assert count(grad, case.x, case.kernel, case.dy) == expected
+
+
+def test_a_forward_pass_makes_two_copies(case):
+    def run(x, kernel, dy):
+        return jax.jit(functools.partial(reference, recipe=CURRENT))(x, kernel, dy)
+
+    # A function with a derivative of its own is traced into one equation; what is inside is what runs.
+    text = str(jax.jit(run).lower(case.x, case.kernel, case.dy).as_text())
+    assert text.count("stablehlo.dot_general") == 1
+    assert sum("bitcast_convert" in line and "f8E4M3FN>" in line.split("->")[-1] for line in text.splitlines()) == 2
+
+
+def test_gradient_of_the_bias_alone_needs_no_gradient_products(rng):
+    case = random_case(rng, (32,), (64,), (48,))
+
+    def run(bias):
+        return jnp.sum(
+            ops.dense(case.x, case.kernel, bias, recipe=CURRENT, implementation="reference").astype(jnp.float32)
+        )
+
+    assert count(jax.grad(run), case.bias) == (1, 2)
+    assert_close(jax.grad(run)(case.bias), np.full(48, 32.0), dtype="bfloat16", tolerance=0.0)
+
+
+POLICIES = {
+    "operands": checkpoint_policies.save_fp8_operands,
+    "preactivations": checkpoint_policies.save_fp8_operands_and_preactivations,
+    "offload": checkpoint_policies.offload_fp8_operands(preactivations=True),
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+# Two layers with gelu between them, products and copies: plain gradients have 6 and 12. The first product has to run
+# again where the values before gelu are not kept, on x and kernel that are quantized again: either copy of both where
+# the other one is kept, else both, while the forward pass then makes those only that it reads.
+EXPECTED = {
+    "operands": (7, 12 + 2),
+    "preactivations": (6, 12),
+    "offload": (6, 12),
+    "everything": (6, 12),
+    "nothing": (7, 4 + 6 + 4),
+}
+
+
+def two_layers(x, kernels, policy=None):
+    dense = functools.partial(ops.dense, recipe=CURRENT, implementation="reference")
+
+    def layers(x, kernels):
+        return dense(dense(jnp.sin(x), kernels[0], activation="gelu"), kernels[1])
+
+    if policy is not None:
+        layers = jax.checkpoint(layers, policy=POLICIES[policy])
+    return jnp.sum(jnp.square(layers(x, kernels).astype(jnp.float32)))
+
+
+@pytest.fixture
+def two_layer_case(rng):
+    x = jnp.asarray(rng.standard_normal((32, 64)), jnp.bfloat16)
+    return x, [jnp.asarray(rng.standard_normal(shape) / 8, jnp.bfloat16) for shape in ((64, 128), (128, 64))]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_recompute_what_they_say(policy, two_layer_case):
+    remat = functools.partial(two_layers, policy=policy)
+    assert count(jax.grad(remat, argnums=(0, 1)), *two_layer_case) == EXPECTED[policy]
+    if policy == "offload" and jax.default_backend() == "cpu":
+        return  # one memory only
+    plain, again = (jax.jit(jax.grad(f, argnums=(0, 1)))(*two_layer_case) for f in (two_layers, remat))
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# x and kernel of either layer, transposed and as it is, with their scales.
+OPERANDS = ["f8_e4m3fn[64,32]", "f8_e4m3fn[128,32]", "f8_e4m3fn[64,128]", "f8_e4m3fn[128,64]", *["f32[]"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("operands", OPERANDS), ("preactivations", [*OPERANDS, "bf16[32,128]"]), ("nothing", [])],
+    ids=["operands", "preactivations", "nothing"],
+)
+def test_policies_keep_what_they_say(policy, expected, two_layer_case, capsys):
+    jax.ad_checkpoint.print_saved_residuals(functools.partial(two_layers, policy=policy), *two_layer_case)
+    kept = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
+    kept = [name for name in kept if name != "f32[32,64]"]  # the result, which the loss squares
+    assert sorted(kept) == sorted(expected)
