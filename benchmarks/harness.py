@@ -211,12 +211,37 @@ def timing_row(
         "bytes": floor_bytes,
         "share_of_floor": _round(floor / median),
         "ratio_to_copy": _round(median / copy),
-        "speedup_over": {
-            peer: _round(statistics.median(seconds[peer]) / median)
-            for peer in peers
-            if peer in seconds and peer != name
-        },
+        "speedup_over": _speedups(seconds, name, peers),
         "temporaries_over_logits": None if temporary_bytes is None else _round(temporary_bytes / operand_bytes),
+    }
+
+
+def compute_row(seconds: dict[str, list[float]], name: str, *, flops: int, peers: Sequence[str]) -> dict[str, Any]:
+    """The derived figures of one compute-bound candidate.
+
+    Args:
+      seconds: samples by candidate, from `measure`.
+      name: the candidate.
+      flops: floating-point operations of one call.
+      peers: names to compare with; those without samples are left out.
+
+    Returns:
+      `median_ms`, `spread`, `flops`, `tflops` and `speedup_over`.
+    """
+    median = statistics.median(seconds[name])
+    return {
+        "median_ms": _round(median * 1e3),
+        "spread": spread_of(seconds[name]),
+        "flops": flops,
+        "tflops": _round(flops / median / 1e12),
+        "speedup_over": _speedups(seconds, name, peers),
+    }
+
+
+def _speedups(seconds: dict[str, list[float]], name: str, peers: Sequence[str]) -> dict[str, float]:
+    median = statistics.median(seconds[name])
+    return {
+        peer: _round(statistics.median(seconds[peer]) / median) for peer in peers if peer in seconds and peer != name
     }
 
 
@@ -258,6 +283,46 @@ def _sample(candidate: Candidate, calls: int, pipelined: bool) -> float:
 
 def _round(value: float) -> float:
     return float(f"{value:.5g}")
+
+
+# Columns of tables
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure that only some families measure, and how tables show it.
+
+    Attributes:
+      key: of a row; tables whose rows all lack it have no such column.
+      heading: on pages.
+      short: heading on a terminal.
+      text: shows a value that is not None.
+    """
+
+    key: str
+    heading: str
+    short: str
+    text: Callable[[Any], str]
+
+
+COLUMNS = (
+    Column("ratio_to_copy", "× copy", "× copy", "{:.2f}".format),
+    Column("share_of_floor", "of the floor", "of floor", "{:.0%}".format),
+    Column("tflops", "TFLOP/s", "TFLOP/s", "{:.4g}".format),
+    Column("temporaries_over_logits", "temporaries ÷ logits", "temporaries", "{:.2f}".format),
+)
+"""All of them, in the order of tables."""
+
+
+def columns_of(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    """The columns that a table of these rows has."""
+    return [column for column in COLUMNS if any(column.key in row for row in rows)]
+
+
+def cell(row: dict[str, Any], column: Column) -> str:
+    """What a row has in a column: nothing where it does not know."""
+    value = row.get(column.key)
+    return "" if value is None else column.text(value)
 
 
 # The record
@@ -401,26 +466,20 @@ def screen_table(rows: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return "  nothing measured"
     peers = list(dict.fromkeys(peer for row in rows for peer in row["speedup_over"]))
-    headings = ("case", "operation", "implementation", "ms", "iqr", "× copy", "of floor", "temporaries")
-    cells = []
-    for row in rows:
-        temporaries = row["temporaries_over_logits"]
-        cells.append(
-            (
-                row["case"],
-                row["operation"],
-                row["implementation"],
-                f"{row['median_ms']:.3f}",
-                f"{row['spread']['iqr_ms']:.3f}",
-                f"{row['ratio_to_copy']:.2f}",
-                f"{100 * row['share_of_floor']:.0f}%",
-                "" if temporaries is None else f"{temporaries:.2f}",
-                *(
-                    "" if row["speedup_over"].get(peer) is None else f"{row['speedup_over'][peer]:.2f}"
-                    for peer in peers
-                ),
-            )
+    columns = columns_of(rows)
+    headings = ("case", "operation", "implementation", "ms", "iqr", *(column.short for column in columns))
+    cells = [
+        (
+            row["case"],
+            row["operation"],
+            row["implementation"],
+            f"{row['median_ms']:.3f}",
+            f"{row['spread']['iqr_ms']:.3f}",
+            *(cell(row, column) for column in columns),
+            *("" if row["speedup_over"].get(peer) is None else f"{row['speedup_over'][peer]:.2f}" for peer in peers),
         )
+        for row in rows
+    ]
     return aligned((*headings, *(f"{peer} ÷ it" for peer in peers)), cells)
 
 

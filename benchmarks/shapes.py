@@ -45,3 +45,81 @@ LOGITS_CPU = (
     LogitsShape(rows=512, vocab=32768, dtype="float32", model="Mistral 7B v0.3"),
     LogitsShape(rows=512, vocab=32768, dtype="bfloat16", model="Mistral 7B v0.3"),
 )
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """A product of [m, k] and [k, n].
+
+    Attributes:
+      m: rows of the result: tokens.
+      n: columns of the result: features out.
+      k: values summed over: features in.
+      model: a model that has a layer of this size.
+    """
+
+    m: int
+    n: int
+    k: int
+    model: str
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line: m, n and k, such as "8192x28672x8192"."""
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+GEMM_GPU = (
+    GemmShape(m=8192, n=8192, k=8192, model="Llama 3 70B, attention output"),
+    GemmShape(m=8192, n=28672, k=8192, model="Llama 3 70B, MLP up"),
+    GemmShape(m=8192, n=14336, k=4096, model="Llama 3 8B, MLP up"),
+    GemmShape(m=16384, n=4096, k=4096, model="Llama 3 8B, attention output"),
+    GemmShape(m=8192, n=4096, k=14336, model="Llama 3 8B, MLP down"),
+    GemmShape(m=4096, n=7168, k=16384, model="DeepSeek-V3, attention output"),
+)
+
+GEMM_CPU = (
+    GemmShape(m=512, n=512, k=512, model="te-jax train"),
+    GemmShape(m=1024, n=512, k=2048, model="te-jax train, MLP down"),
+)
+
+DENSE_GPU = GEMM_GPU[:4]
+DENSE_CPU = GEMM_CPU
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """A tensor of a linear layer, as a matrix.
+
+    Attributes:
+      rows: tokens, or features of a kernel.
+      cols: features.
+      dtype: as NumPy names it.
+      model: a model that has a tensor of this size.
+    """
+
+    rows: int
+    cols: int
+    dtype: str
+    model: str
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line, such as "8192x8192-bfloat16"."""
+        return f"{self.rows}x{self.cols}-{self.dtype}"
+
+    @property
+    def elements(self) -> int:
+        """Number of values."""
+        return self.rows * self.cols
+
+
+QUANTIZE_GPU = (
+    MatrixShape(rows=8192, cols=8192, dtype="bfloat16", model="Llama 3 70B, 8192 tokens"),
+    MatrixShape(rows=16384, cols=8192, dtype="bfloat16", model="Llama 3 70B, 16384 tokens"),
+)
+
+QUANTIZE_CPU = (
+    MatrixShape(rows=2048, cols=1024, dtype="bfloat16", model="te-jax train"),
+    MatrixShape(rows=2048, cols=1024, dtype="float32", model="te-jax train"),
+)

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from benchmarks.harness import cell, columns_of
+
 ROOT = Path(__file__).resolve().parent.parent
 
 _PLACE = re.compile(
@@ -117,23 +119,20 @@ def full_table(document: dict[str, Any]) -> str:
     for operation in operations:
         rows = [row for row in document["rows"] if row["operation"] == operation]
         peers = list(dict.fromkeys(peer for row in rows for peer in row["speedup_over"]))
-        headings = ["case", "implementation", "ms", "IQR, ms", "× copy", "of the floor", "temporaries ÷ logits"]
+        columns = columns_of(rows)
+        headings = ["case", "implementation", "ms", "IQR, ms", *(column.heading for column in columns)]
         headings += [f"{peer} ÷ it" for peer in peers]
-        body = []
-        for row in rows:
-            temporaries = row["temporaries_over_logits"]
-            body.append(
-                [
-                    row["case"],
-                    f"`{row['implementation']}`",
-                    f"{row['median_ms']:.3f}",
-                    f"{row['spread']['iqr_ms']:.3f}",
-                    f"{row['ratio_to_copy']:.2f}",
-                    f"{100 * row['share_of_floor']:.0f}%",
-                    "" if temporaries is None else f"{temporaries:.2f}",
-                    *(_ratio(row["speedup_over"].get(peer)) for peer in peers),
-                ]
-            )
+        body = [
+            [
+                row["case"],
+                f"`{row['implementation']}`",
+                f"{row['median_ms']:.3f}",
+                f"{row['spread']['iqr_ms']:.3f}",
+                *(cell(row, column) for column in columns),
+                *(_ratio(row["speedup_over"].get(peer)) for peer in peers),
+            ]
+            for row in rows
+        ]
         parts.append(f"`{operation}`\n\n{_markdown_table(headings, body, left=2)}")
     if document["skipped"]:
         lines = dict.fromkeys(

@@ -1,0 +1,332 @@
+"""Linear layers: te_jax in FP8 with every recipe against jnp in bfloat16.
+
+x [M, K], kernel [K, N] and dy [M, N] are random normal values in bfloat16, and so are results; all quantization is
+inside the clock. Operations:
+
+- forward: y = x · kernel. 2MNK floating-point operations.
+- forward_backward: y, and for the cotangent dy the gradients with respect to x and kernel, in one program. 6MNK.
+
+Implementations, for each recipe: `te_jax_current` (all sums stay inside the tensor cores), `te_jax_current_split` (in
+gradients float32 takes over sums every 128 values, the recipe's default), `te_jax_current_once` (the kernel comes
+quantized, as for all but the first of several microbatches, and its gradient is written into a buffer that is
+donated); likewise `te_jax_delayed…`, whose state advances, and `te_jax_rowwise…`; `te_jax_block` and
+`te_jax_block_once` always split. `jnp` is a bfloat16 dot with JAX's own derivative.
+
+No time is reported for a result outside the error bounds: 64 rows of y and of either gradient are compared with float64
+arithmetic on the values before quantization.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import shapes
+from benchmarks.harness import (
+    Candidate,
+    CaseResult,
+    Family,
+    Headline,
+    Timing,
+    compute_row,
+    measure,
+    reason_of,
+    temporary_bytes,
+)
+from te_jax import ops
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, Recipe, RowwiseScaling
+
+OPERATIONS = ("forward", "forward_backward")
+FORWARD_BOUND, GRADIENT_BOUND = 0.045, 0.065
+"""Relative L2 errors of FP8 against float64 beyond which no time is reported."""
+EXACT_BOUND = 1e-2
+"""The same without FP8."""
+
+_CHECKED_ROWS = 64
+_ALL = ("forward", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """How te_jax runs the layer.
+
+    Attributes:
+      recipe: how to quantize.
+      once: whether the kernel comes quantized.
+      operations: in which it takes part.
+    """
+
+    recipe: Recipe
+    once: bool = False
+    operations: tuple[str, ...] = OPERATIONS
+
+
+def _variants(name: str, kind: type[Recipe]) -> dict[str, _Variant]:
+    fast = kind(fast_accumulation=_ALL)
+    return {
+        f"te_jax_{name}": _Variant(fast),
+        f"te_jax_{name}_split": _Variant(kind(), operations=("forward_backward",)),
+        f"te_jax_{name}_once": _Variant(fast, once=True),
+    }
+
+
+VARIANTS = {
+    **_variants("current", CurrentScaling),
+    **_variants("delayed", DelayedScaling),
+    **_variants("rowwise", RowwiseScaling),
+    "te_jax_block": _Variant(BlockScaling()),
+    "te_jax_block_once": _Variant(BlockScaling(), once=True),
+}
+PEERS = ("jnp",)
+IMPLEMENTATIONS = (*VARIANTS, *PEERS)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """x [M, K], kernel [K, N], possibly quantized, and dy [M, N], bfloat16."""
+
+    x: jax.Array
+    kernel: Any
+    dy: jax.Array
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """Rows of y, dx and dkernel in float64, at the indices `tokens` of y and dx and `features` of dkernel."""
+
+    tokens: np.ndarray
+    features: np.ndarray
+    y: np.ndarray
+    dx: np.ndarray
+    dkernel: np.ndarray
+
+
+def run_case(case: shapes.GemmShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
+    """Measure both operations of one case with the named implementations; see `harness.Family.run_case`."""
+    inputs = _inputs(case)
+    exact = _exact(inputs)
+    result = CaseResult()
+    for operation in OPERATIONS:
+        _run_operation(case, operation, implementations, timing, inputs, exact, result)
+    return result
+
+
+def _run_operation(
+    case: shapes.GemmShape,
+    operation: str,
+    implementations: Sequence[str],
+    timing: Timing,
+    inputs: _Inputs,
+    exact: _Exact,
+    result: CaseResult,
+) -> None:
+    def entry(name: str, reason: str) -> dict[str, str]:
+        return {"case": case.name, "operation": operation, "implementation": name, "reason": reason}
+
+    errors: dict[str, dict[str, float]] = {}
+    candidates: list[Candidate] = []
+    for name in implementations:
+        if name in VARIANTS and operation not in VARIANTS[name].operations:
+            continue
+        try:
+            candidate = _build(name, operation, inputs)
+            output = candidate.call(*candidate.arguments(1)[0])
+            candidate.wait(output)
+            errors[name] = _errors(output, exact)
+            del output
+        except Exception as error:  # one peer that is missing or out of memory must not cost the others theirs
+            result.skipped.append(entry(name, reason_of(error)))
+            continue
+        wrong = _out_of_bounds(errors[name], fp8=name in VARIANTS)
+        if wrong:
+            result.wrong.append(entry(name, wrong))
+        else:
+            candidates.append(candidate)
+
+    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
+    result.skipped += [entry(name, reason) for name, reason in failed.items()]
+    flops = {"forward": 2, "forward_backward": 6}[operation] * case.m * case.n * case.k
+    for candidate in candidates:
+        if candidate.name not in seconds:
+            continue
+        row = compute_row(seconds, candidate.name, flops=flops, peers=PEERS)
+        relative = {"time_over_jnp": 1 / row["speedup_over"]["jnp"]} if "jnp" in row["speedup_over"] else {}
+        result.rows.append(
+            {
+                "case": case.name,
+                "model": case.model,
+                "operation": operation,
+                "implementation": candidate.name,
+                **row,
+                **relative,
+                "temporary_bytes": candidate.temporary_bytes,
+                **errors[candidate.name],
+            }
+        )
+
+
+# Inputs and exact results
+
+
+def _inputs(case: shapes.GemmShape) -> _Inputs:
+    shapes_of = ((case.m, case.k), (case.k, case.n), (case.m, case.n))
+    keys = jax.random.split(jax.random.key(0), len(shapes_of))
+    draw = jax.jit(functools.partial(jax.random.normal, dtype=jnp.bfloat16), static_argnums=1)
+    return jax.block_until_ready(_Inputs(*(draw(key, shape) for key, shape in zip(keys, shapes_of, strict=True))))
+
+
+def _exact(inputs: _Inputs) -> _Exact:
+    x, kernel, dy = (np.asarray(a) for a in (inputs.x, inputs.kernel, inputs.dy))
+    tokens, features = (np.unique(np.linspace(0, n - 1, _CHECKED_ROWS).astype(np.int32)) for n in x.shape)
+    return _Exact(
+        tokens,
+        features,
+        _product(x[tokens], kernel.T),
+        _product(dy[tokens], kernel),
+        _product(x[:, features].T, dy.T),
+    )
+
+
+def _product(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    """lhs · rhsᵀ in float64, a part of rhs at a time."""
+    lhs = lhs.astype(np.float64)
+    step = max(1, 2**24 // rhs.shape[1])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = pool.map(lambda i: lhs @ rhs[i : i + step].astype(np.float64).T, range(0, len(rhs), step))
+        return np.concatenate(list(parts), axis=1)
+
+
+def _errors(output: dict[str, jax.Array], exact: _Exact) -> dict[str, float]:
+    """Relative L2 errors by name, of the rows that are checked."""
+    rows = {"y": exact.tokens, "dx": exact.tokens, "dkernel": exact.features}
+    errors = {}
+    for name, indices in rows.items():
+        if name in output:
+            expected = getattr(exact, name)
+            difference = np.linalg.norm(np.asarray(output[name][indices]).astype(np.float64) - expected)
+            errors[f"{name}_error"] = float(f"{difference / np.linalg.norm(expected):.3g}")
+    return errors
+
+
+def _out_of_bounds(errors: dict[str, float], *, fp8: bool) -> str | None:
+    """Says which error is too large. Written so that NaN is too large."""
+    for name, error in errors.items():
+        bound = (FORWARD_BOUND if name == "y_error" else GRADIENT_BOUND) if fp8 else EXACT_BOUND
+        if not error <= bound:
+            return f"{name.removesuffix('_error')} is wrong: relative L2 error {error:.3g}, bound {bound:.3g}"
+    return None
+
+
+# Implementations
+
+
+def _build(name: str, operation: str, inputs: _Inputs) -> Candidate:
+    if name != "jnp":
+        return _build_te_jax(name, operation, inputs)
+
+    def forward(x: jax.Array, kernel: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
+        del dy
+        return {"y": x @ kernel}
+
+    def forward_backward(x: jax.Array, kernel: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
+        y, vjp = jax.vjp(jnp.matmul, x, kernel)
+        dx, dkernel = vjp(dy)
+        return {"y": y, "dx": dx, "dkernel": dkernel}
+
+    return _candidate(name, forward if operation == "forward" else forward_backward, inputs)
+
+
+def _build_te_jax(name: str, operation: str, inputs: _Inputs) -> Candidate:
+    variant = VARIANTS[name]
+    recipe = variant.recipe
+    # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
+    dense = functools.partial(ops.dense, recipe=recipe, implementation="native")
+    state = _state(recipe, inputs)
+
+    def forward(x: jax.Array, kernel: Any, dy: jax.Array, state: DelayedScalingState | None) -> dict[str, jax.Array]:
+        del dy
+        return {"y": dense(x, kernel, scaling_state=state)}
+
+    def forward_backward(x: jax.Array, kernel: Any, dy: jax.Array, state, buffer=None) -> dict[str, Any]:
+        def layer(x, kernel, state, buffer):
+            return dense(x, kernel, scaling_state=state, wgrad_accumulator=buffer, accumulate=False)
+
+        y, vjp = jax.vjp(layer, x, kernel, state, buffer)
+        dx, dkernel, next_state, next_buffer = vjp(dy)
+        return {"y": y, "dx": dx, "dkernel": dkernel if buffer is None else next_buffer, "state": next_state}
+
+    function = forward if operation == "forward" else forward_backward
+    if not variant.once:
+        return _candidate(name, function, inputs, state)
+    amax = recipe.reference_amax(state.kernel) if isinstance(recipe, DelayedScaling) and state else None
+    quantized = ops.quantize(inputs.kernel, recipe.quantization("kernel"), amax=amax, implementation="native")
+    buffer = None if operation == "forward" else jnp.zeros(inputs.kernel.shape, jnp.bfloat16)
+    return _candidate(name, function, dataclasses.replace(inputs, kernel=quantized), state, buffer=buffer)
+
+
+def _state(recipe: Recipe, inputs: _Inputs) -> DelayedScalingState | None:
+    """For delayed scaling, what it knows after many steps on values like these."""
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    amaxes = [jnp.max(jnp.abs(a)).astype(jnp.float32) for a in (inputs.x, inputs.kernel, inputs.dy)]
+    return DelayedScalingState(*(jnp.full((recipe.history_len,), amax) for amax in amaxes))
+
+
+def _candidate(
+    name: str,
+    function: Callable[..., dict[str, Any]],
+    inputs: _Inputs,
+    *rest: Any,
+    buffer: jax.Array | None = None,
+) -> Candidate:
+    """The compiled function; with a buffer, each call writes over the kernel's gradient of the one before."""
+    operands = (inputs.x, inputs.kernel, inputs.dy, *rest)
+    if buffer is None:
+        compiled = jax.jit(function).lower(*operands).compile()
+        call: Callable[..., Any] = compiled
+    else:
+        buffers = [buffer]
+        compiled = jax.jit(function, donate_argnums=len(operands)).lower(*operands, buffer).compile()
+
+        def overwrite(*operands: Any) -> dict[str, Any]:
+            output = compiled(*operands, buffers[0])
+            buffers[0] = output["dkernel"]
+            return output
+
+        call = overwrite
+    return Candidate(
+        name=name,
+        call=call,
+        arguments=lambda calls: [operands] * calls,
+        most_calls=_results_that_fit(inputs),
+        temporary_bytes=temporary_bytes(compiled),
+    )
+
+
+def _results_that_fit(inputs: _Inputs) -> int:
+    """Calls whose results take a quarter of what JAX may allocate, or 4 GiB where the backend does not say."""
+    limit = (inputs.x.devices().pop().memory_stats() or {}).get("bytes_limit", 2**34)
+    size = inputs.x.nbytes + inputs.dy.nbytes + 2 * inputs.x.shape[1] * inputs.dy.shape[1]
+    return max(1, min(1000, int(limit) // 4 // size))
+
+
+FAMILY = Family(
+    description="linear layers in FP8, quantization included: forward, and with the gradients of x and kernel",
+    cases={"gpu": shapes.DENSE_GPU, "cpu": shapes.DENSE_CPU},
+    implementations=IMPLEMENTATIONS,
+    peers=PEERS,
+    run_case=run_case,
+    headline=Headline(
+        operation="forward_backward",
+        figure="time_over_jnp",
+        label="FP8 layer with gradients, time as a multiple of jnp's in bfloat16",
+        implementations=("te_jax_current", "te_jax_delayed", "te_jax_rowwise", "te_jax_block", "te_jax_current_once"),
+    ),
+)
