@@ -1,0 +1,337 @@
+"""What Linen and NNX layers share: from what a layer holds to one call of `te_jax.ops.dense`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+
+from te_jax import native, ops
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import BLOCK, DelayedScaling, DelayedScalingState, Recipe
+
+Activation = Literal["gelu", "relu", "silu"]
+STATE_NAMES = ("activation_amax_history", "kernel_amax_history", "gradient_amax_history", "uses")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("kernel", "gradient", "uses"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class AccumulatedKernel:
+    """A quantized kernel and what its gradient is added to.
+
+    Attributes:
+      kernel: both copies.
+      gradient: of the kernel's shape. The gradient with respect to it is the sum.
+      uses: float32, shaped as the dimensions along which kernels are stacked, () for one kernel. The gradient with
+        respect to it counts the layer's calls: JAX would add up the sums of several.
+    """
+
+    kernel: QuantizedArray
+    gradient: Array
+    uses: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What layers hand on to `te_jax.ops.dense`."""
+
+    recipe: Recipe | None
+    axis_name: str | tuple[str, ...] | None
+    implementation: native.Implementation | None
+
+
+def linear(
+    x: Array,
+    kernel: Array | QuantizedArray | AccumulatedKernel,
+    bias: Array | None,
+    scaling_state: DelayedScalingState | None,
+    *,
+    axis: tuple[int, ...],
+    features: tuple[int, ...],
+    dtype: jax.typing.DTypeLike | None,
+    activation: Activation | None,
+    options: Options,
+) -> Array:
+    """activation(x · kernel + bias), contracting the dimensions `axis` of x with the first ones of the kernel.
+
+    y [*other dimensions of x, *features] has the given dtype, or what x, kernel and bias promote to. The kernel is
+    quantized from its own dtype.
+    """
+    operand, accumulator = _kernel_and_accumulator(kernel)
+    x = _contracted_last(x.astype(_result_dtype(dtype, x, operand, bias)), axis)
+    batch, contracted = x.shape[: x.ndim - len(axis)], x.shape[x.ndim - len(axis) :]
+    if isinstance(operand, QuantizedArray):  # possibly with fewer dimensions, see `quantize_kernel`
+        rows, cols = operand.shape[: operand.row_ndim], operand.shape[operand.row_ndim :]
+        if math.prod(contracted) != math.prod(rows):
+            raise ValueError(
+                f"inputs have sizes {contracted} along the contracted axes; the quantized kernel has {rows} there"
+            )
+        x, contracted = x.reshape(*batch, *rows), rows
+        bias = None if bias is None else bias.reshape(cols)
+        accumulator = None if accumulator is None else accumulator.reshape(operand.shape)
+    y = ops.dense(
+        x,
+        operand,
+        bias,
+        contracting_ndim=len(contracted),
+        activation=activation,
+        wgrad_accumulator=accumulator,
+        scaling_state=scaling_state,
+        **vars(options),
+    )
+    return y.reshape(*batch, *features)
+
+
+def dot_general(
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]],
+    scaling_state: DelayedScalingState | None,
+    *,
+    preferred_element_type: jax.typing.DTypeLike | None,
+    out_sharding: Any,
+    options: Options,
+) -> Array:
+    """`jax.lax.dot_general` of an activation and a kernel, without batch dimensions."""
+    (lhs_axes, rhs_axes), (lhs_batch, rhs_batch) = dimension_numbers
+    if lhs_batch or rhs_batch:
+        raise ValueError(
+            f"dimension_numbers is {dimension_numbers}; batch dimensions are not supported: "
+            "use jax.vmap, or jax.lax.dot_general for products of two activations"
+        )
+    if not rhs_axes:
+        raise ValueError(f"dimension_numbers is {dimension_numbers}; it must contract at least one dimension")
+    lhs_axes = normalize_axes("dimension_numbers", lhs_axes, lhs.ndim)
+    rhs_axes = normalize_axes("dimension_numbers", rhs_axes, rhs.ndim)
+    if [lhs.shape[i] for i in lhs_axes] != [rhs.shape[i] for i in rhs_axes]:
+        raise ValueError(
+            f"dimension_numbers is {dimension_numbers}; it contracts dimensions of different sizes: "
+            f"lhs has shape {lhs.shape} and rhs {rhs.shape}"
+        )
+    rhs_axes, lhs_axes = zip(*sorted(zip(rhs_axes, lhs_axes, strict=True)), strict=True)
+    count = len(rhs_axes)
+    last = rhs_axes == tuple(range(rhs.ndim - count, rhs.ndim))
+    y = ops.dense(
+        _contracted_last(lhs, lhs_axes),
+        rhs if last else _moved(rhs, (*rhs_axes, *_others(rhs_axes, rhs.ndim))),
+        contracting_ndim=count,
+        kernel_contracting="last" if last else "first",
+        scaling_state=scaling_state,
+        **vars(options),
+    )
+    y = y if preferred_element_type is None else y.astype(preferred_element_type)
+    return y if out_sharding is None else jax.reshard(y, out_sharding)
+
+
+def quantize_kernel(kernel: Array, row_ndim: int, col_ndim: int, options: Options) -> QuantizedArray:
+    """Both copies of a kernel [*stacked, *rows, *cols], each stacked one with scales of its own.
+
+    Where blocks would not divide the last dimension of rows or cols, these are one dimension, as `ops.dense` has it.
+    """
+    assert options.recipe is not None
+    quantization = options.recipe.quantization("kernel")
+
+    def group(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return (math.prod(sizes),) if quantization.scaling.startswith("block") and sizes[-1] % BLOCK else sizes
+
+    stacked_ndim = kernel.ndim - row_ndim - col_ndim
+    rows, cols = group(kernel.shape[stacked_ndim : kernel.ndim - col_ndim]), group(kernel.shape[-col_ndim:])
+    quantize = functools.partial(
+        ops.quantize, quantization=quantization, row_ndim=len(rows), implementation=options.implementation
+    )
+    for _ in range(stacked_ndim):
+        quantize = jax.vmap(quantize)
+    return quantize(kernel.reshape(*kernel.shape[:stacked_ndim], *rows, *cols))
+
+
+def accumulate(
+    loss_of: Callable[[dict[str, AccumulatedKernel], Any], tuple[Array, Any]],
+    kernels: Mapping[str, QuantizedArray],
+    sums: Mapping[str, Array],
+    rest: Any,
+) -> tuple[Array, Any, dict[str, Array], Any]:
+    """A loss and its gradients, with those of quantized kernels added to former ones.
+
+    Args:
+      loss_of: (kernels, rest) -> (loss, aux).
+      kernels: by name.
+      sums: what their gradients are added to, by name; floating point, of the shapes of the kernels.
+      rest: what else is differentiated.
+
+    Returns:
+      (loss, aux, sums, gradient with respect to rest). The loss is NaN where a kernel was used several times, or in a
+      branch that was not taken: its sum is then wrong.
+
+    Raises:
+      ValueError: the same, outside of jit.
+    """
+
+    def anchored_loss(sums: Mapping[str, Array], uses: Mapping[str, Array], rest: Any):
+        accumulated, anchors = {}, []
+        for name, kernel in kernels.items():
+            sum_, count, anchor = _kept_if_unused(sums[name], uses[name])
+            accumulated[name] = AccumulatedKernel(kernel, sum_, count)
+            anchors.append(anchor)
+        loss, aux = loss_of(accumulated, rest)
+        return sum((anchor.astype(loss.dtype) for anchor in anchors), loss), aux
+
+    uses = {
+        name: jnp.zeros(kernel.shape[: kernel.ndim - kernel.row_ndim - kernel.col_ndim], jnp.float32)
+        for name, kernel in kernels.items()
+    }
+    differentiated = ({name: sums[name] for name in kernels}, uses, rest)
+    (loss, aux), gradients = jax.value_and_grad(anchored_loss, argnums=(0, 1, 2), has_aux=True)(*differentiated)
+    sums, uses, rest = gradients
+    once = jnp.array(True)
+    for name, count in uses.items():
+        wrong = jnp.any(count != 1.0)
+        if not isinstance(wrong, Tracer) and wrong:
+            raise ValueError(
+                f"kernel {name} is quantized and was used {count} times in one gradient, which is then wrong: "
+                "quantize only kernels of layers that are called once"
+            )
+        once &= ~wrong
+    return jnp.where(once, loss, jnp.nan), aux, dict(sums), rest
+
+
+def _kernel_and_accumulator(
+    kernel: Array | QuantizedArray | AccumulatedKernel,
+) -> tuple[Array | QuantizedArray, Array | None]:
+    if isinstance(kernel, AccumulatedKernel):
+        return kernel.kernel, _count_use(kernel.gradient, kernel.uses)
+    return (_not_differentiated(kernel) if isinstance(kernel, QuantizedArray) else kernel), None
+
+
+@jax.custom_vjp
+def _not_differentiated(kernel: QuantizedArray) -> QuantizedArray:
+    return kernel
+
+
+def _refuse_differentiation(kernel):
+    if any(leaf.perturbed for leaf in jax.tree.leaves(kernel)):
+        raise ValueError(
+            "kernel is quantized and has no gradient of its own: use accumulate_gradients, or differentiate with "
+            "respect to other parameters only"
+        )
+    return custom_vjp_primal_tree_values(kernel), None
+
+
+_not_differentiated.defvjp(_refuse_differentiation, lambda _, gradient: (gradient,), symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def _count_use(gradient: Array, uses: Array) -> Array:
+    del uses
+    return gradient
+
+
+_count_use.defvjp(
+    lambda gradient, uses: (gradient, uses),
+    lambda uses, next_gradient: (next_gradient, jnp.ones_like(uses)),
+)
+
+
+@jax.custom_vjp
+def _kept_if_unused(gradient: Array, uses: Array) -> tuple[Array, Array, Array]:
+    """(gradient, uses, 0). Where nothing uses the first, so that nothing is added to it, it is its own cotangent.
+
+    The 0 must be added to the loss: JAX skips the backward pass of what nothing depends on.
+    """
+    return gradient, uses, jnp.zeros((), jnp.float32)
+
+
+def _kept_forward(gradient, uses):
+    return _kept_if_unused(gradient.value, uses.value), (gradient.value, uses.value)
+
+
+def _kept_backward(residuals, cotangents):
+    gradient, uses, _ = cotangents
+    if isinstance(gradient, SymbolicZero):
+        return residuals[0], jnp.ones_like(residuals[1])
+    return gradient, uses
+
+
+_kept_if_unused.defvjp(_kept_forward, _kept_backward, symbolic_zeros=True)
+
+
+def as_tuple(value: int | Iterable[int]) -> tuple[int, ...]:
+    """One number or several, as several."""
+    return tuple(value) if isinstance(value, Iterable) else (value,)
+
+
+def normalize_axes(name: str, axes: Iterable[int], ndim: int) -> tuple[int, ...]:
+    """Axes counted from the front, in the order given."""
+    axes = tuple(axes)
+    positive = tuple(axis + ndim if axis < 0 else axis for axis in axes)
+    if not all(0 <= axis < ndim for axis in positive) or len(set(positive)) != len(axes):
+        raise ValueError(f"{name} is {axes}; for an input with {ndim} dimensions it must name different ones of them")
+    return positive
+
+
+def initial_state(recipe: DelayedScaling) -> dict[str, Array]:
+    """What a layer keeps between steps, by name: the amaxes of each role, and how often a step used them."""
+    state = recipe.init()
+    histories = (state.activation, state.kernel, state.gradient)
+    return dict(zip(STATE_NAMES, (*histories, jnp.ones((), jnp.float32)), strict=True))
+
+
+def scaling_state(values: Mapping[str, Array]) -> DelayedScalingState:
+    """The state out of what `initial_state` names."""
+    *histories, uses = (values[name] for name in STATE_NAMES)
+    return _counted(DelayedScalingState(*histories), uses)
+
+
+@jax.custom_vjp
+def _counted(state: DelayedScalingState, uses: Array) -> DelayedScalingState:
+    """The state that was used `uses` times in the step before.
+
+    JAX adds up the cotangents of what is used several times, and so the next states of a layer that is called twice
+    inside one gradient. Their number, which is added up alike, takes the sum apart: all but the most recent amaxes are
+    equal, so dividing restores them. Of the most recent ones the sum remains, which no value exceeds: scales are then
+    smaller than need be, at most by the number of uses, and nothing saturates. With `te_jax.recipe.accumulating` the
+    number stays 1, and the maximum is exact.
+    """
+    state, uses = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32), (state, uses))
+    count = jnp.maximum(uses, 1.0)
+    return jax.tree.map(lambda history: history.at[1:].divide(count), state)
+
+
+def _counted_backward(dtype, next_state: DelayedScalingState):
+    once = jnp.ones((), jnp.float32)
+    return jax.tree.map(lambda x: lax.convert_element_type(x, dtype.value), (next_state, once))
+
+
+_counted.defvjp(lambda state, uses: (_counted(state, uses), _Static(uses.dtype)), _counted_backward)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    value: Any
+
+
+def _result_dtype(dtype: jax.typing.DTypeLike | None, *arrays: Any) -> jax.typing.DTypeLike:
+    if dtype is not None:
+        return dtype
+    dtype = jnp.result_type(*(x.dtype if isinstance(x, QuantizedArray) else x for x in arrays if x is not None))
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(jnp.float32, dtype)
+
+
+def _contracted_last(x: Array, axes: tuple[int, ...]) -> Array:
+    return _moved(x, (*_others(axes, x.ndim), *axes))
+
+
+def _others(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    return tuple(axis for axis in range(ndim) if axis not in axes)
+
+
+def _moved(x: Array, order: tuple[int, ...]) -> Array:
+    return x if order == tuple(range(x.ndim)) else x.transpose(order)

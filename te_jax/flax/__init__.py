@@ -1,0 +1,21 @@
+"""Linen modules over `te_jax.ops`. They hold parameters and state; the arithmetic is in the operations."""
+
+try:
+    import flax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "flax":
+        raise
+    raise ImportError("te_jax.flax needs Flax, which is not installed: pip install 'te_jax[flax]'") from error
+
+from te_jax.flax.linear import Dense, DenseGeneral, DotGeneral, make_dot_general_cls
+from te_jax.flax.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
+
+__all__ = [
+    "Dense",
+    "DenseGeneral",
+    "DotGeneral",
+    "accumulate_gradients",
+    "make_dot_general_cls",
+    "merge_gradients",
+    "quantize_kernels",
+]

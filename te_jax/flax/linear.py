@@ -1,0 +1,212 @@
+"""Linear layers for Linen, and a `dot_general_cls` for layers that others wrote."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import meta
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax import Array
+
+from te_jax import _linear, native
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
+
+Initializer = Callable[..., Any]
+
+
+class DenseGeneral(nn.Module):
+    """A linear layer over any dimensions, in FP8 with a recipe: y = activation(x · kernel + bias).
+
+    Parameters have the names, shapes and initial values of `flax.linen.DenseGeneral`, so checkpoints are exchangeable.
+    `DelayedScaling` adds state in the collection "_overwrite_with_gradient": its gradient is its next value, which
+    `flax.training.train_state.TrainState` puts in its place.
+
+    Attributes:
+      features: number of output features, or several numbers.
+      axis: dimension of the input that is contracted, or several; they are taken in ascending order.
+      use_bias: whether to add a bias.
+      dtype: of the computation and of y: float32, bfloat16 or float16. None is what input and parameters promote to.
+      param_dtype: of the parameters.
+      kernel_init, bias_init: initializers; like Flax's they see the kernel as a matrix and the bias as a vector.
+      kernel_axes, bias_axes: logical names of the dimensions of kernel and bias, for `flax.linen.logical_axis_rules`;
+        None for parameters without names.
+      recipe: how to quantize (`te_jax.recipe`), or None to compute in `dtype`.
+      activation: "gelu", "relu", "silu", or None.
+      axis_name: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
+        `DelayedScaling` is the same; None elsewhere.
+      implementation: None takes native kernels where there are some, else the reference; "native" or "reference" never
+        fall back.
+    """
+
+    features: int | Sequence[int]
+    axis: int | Sequence[int] = -1
+    use_bias: bool = True
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+    kernel_axes: Sequence[str | None] | None = None
+    bias_axes: Sequence[str | None] | None = None
+    recipe: Recipe | None = None
+    activation: _linear.Activation | None = None
+    axis_name: str | tuple[str, ...] | None = None
+    implementation: native.Implementation | None = None
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:
+        """Applies the layer.
+
+        Args:
+          inputs: floating point, with the dimensions `axis` to contract.
+
+        Returns:
+          [*other dimensions of the inputs, *features].
+
+        Raises:
+          ValueError: for axes, names, shapes or dtypes that do not fit, naming the argument.
+        """
+        inputs = jnp.asarray(inputs)
+        features = _linear.as_tuple(self.features)
+        axis = tuple(sorted(_linear.normalize_axes("axis", _linear.as_tuple(self.axis), inputs.ndim)))
+        contracted = tuple(inputs.shape[i] for i in axis)
+        kernel = self._kernel((math.prod(contracted), math.prod(features)), (*contracted, *features))
+        bias = None
+        if self.use_bias:
+            init = _initializer("bias_axes", self.bias_init, (math.prod(features),), features, self.bias_axes)
+            bias = self.param("bias", init, features, self.param_dtype)
+        return _linear.linear(
+            inputs,
+            kernel,
+            bias,
+            _scaling_state(self, self.recipe),
+            axis=axis,
+            features=features,
+            dtype=self.dtype,
+            activation=self.activation,
+            options=layer_options(self),
+        )
+
+    def _kernel(self, matrix: tuple[int, ...], shape: tuple[int, ...]):
+        if self.has_variable("params", "kernel"):
+            kernel = self.get_variable("params", "kernel")
+            if isinstance(kernel, (QuantizedArray, _linear.AccumulatedKernel)):
+                return kernel
+        init = _initializer("kernel_axes", self.kernel_init, matrix, shape, self.kernel_axes)
+        return self.param("kernel", init, shape, self.param_dtype)
+
+
+class Dense(DenseGeneral):
+    """`DenseGeneral` over the last dimension, with the parameters of `flax.linen.Dense`."""
+
+
+class DotGeneral(nn.Module):
+    """`jax.lax.dot_general` of an activation and a kernel in FP8, for layers that take a `dot_general_cls`.
+
+    With `DelayedScaling` it holds its state, as `DenseGeneral` does.
+
+    Attributes:
+      recipe: how to quantize, or None.
+      axis_name, implementation: as in `DenseGeneral`.
+    """
+
+    recipe: Recipe | None = None
+    axis_name: str | tuple[str, ...] | None = None
+    implementation: native.Implementation | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        out_sharding: Any = None,
+        **kwargs: Any,
+    ) -> Array:
+        """The product [*other dimensions of lhs, *other dimensions of rhs].
+
+        Args:
+          lhs: the activation.
+          rhs: the kernel. It is read as it is where the contracted dimensions are its first or its last ones, and is
+            transposed first otherwise, as is an activation whose contracted dimensions are not the last ones.
+          dimension_numbers: ((dimensions of lhs, dimensions of rhs), ((), ())).
+          precision: has no effect: the recipe says how precise the product is.
+          preferred_element_type: dtype of the result; None for that of lhs.
+          out_sharding: of the result, on Explicit meshes.
+          kwargs: what callers hand to `jax.lax.dot_general` beside, without effect.
+
+        Raises:
+          ValueError: for batch dimensions, and where the operands do not fit.
+        """
+        del precision, kwargs
+        return _linear.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            _scaling_state(self, self.recipe),
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            options=layer_options(self),
+        )
+
+
+@functools.cache
+def make_dot_general_cls(
+    recipe: Recipe | None,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+    implementation: native.Implementation | None = None,
+) -> Callable[[], DotGeneral]:
+    """The `dot_general_cls` of `flax.linen.Dense`, `flax.linen.DenseGeneral` and others like them.
+
+    Args:
+      recipe: how to quantize, or None.
+      axis_name, implementation: as in `DenseGeneral`.
+
+    Returns:
+      What makes a `DotGeneral` when called; the same object for the same arguments.
+    """
+    return functools.partial(DotGeneral, recipe=recipe, axis_name=axis_name, implementation=implementation)
+
+
+def layer_options(module: DenseGeneral | DotGeneral) -> _linear.Options:
+    """What a module hands on to the operation."""
+    return _linear.Options(module.recipe, module.axis_name, module.implementation)
+
+
+def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingState | None:
+    """The state of delayed scaling, which is made at initialisation."""
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    initial = _linear.initial_state(recipe).items()
+    return _linear.scaling_state(
+        {name: module.variable(OVERWRITE_WITH_GRADIENT, name, lambda v=value: v).value for name, value in initial}
+    )
+
+
+def _initializer(
+    name: str,
+    init: Initializer,
+    flat: tuple[int, ...],
+    shape: tuple[int, ...],
+    axes: Sequence[str | None] | None,
+) -> Initializer:
+    """An initializer that draws `flat` and returns it in `shape`, with names where there are some."""
+    if axes is not None and len(axes) != len(shape):
+        raise ValueError(f"{name} is {tuple(axes)}; for shape {shape} it must have {len(shape)} names, or be None")
+
+    def shaped(rng: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
+        value = init(rng, flat, dtype)
+        if isinstance(value, meta.AxisMetadata):
+            return meta.replace_boxed(value, value.unbox().reshape(shape))
+        return value.reshape(shape)
+
+    return shaped if axes is None else nn.with_logical_partitioning(shaped, tuple(axes))

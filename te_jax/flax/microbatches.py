@@ -1,0 +1,137 @@
+"""Kernels that are quantized once per optimizer step, and gradients that are added up over microbatches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import meta
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+from te_jax import _linear
+from te_jax.flax.linear import DenseGeneral, layer_options
+from te_jax.quantized import QuantizedArray
+
+Variables = Any
+"""A nest of dicts with arrays, as `flax.linen.Module.init` returns it."""
+
+
+def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
+    """The variables with the kernels of te_jax's layers in FP8, to be quantized once for several microbatches.
+
+    Each kernel is quantized as its layer's recipe says, and is then a `te_jax.quantized.QuantizedArray`. Kernels of
+    layers with recipe=None, and all other variables, stay what they are, but without names of logical axes. The model
+    runs with them as with `variables`; gradients come from `accumulate_gradients`. The optimizer keeps `variables`.
+
+    Args:
+      model: a Linen module.
+      variables: what `model.apply` takes. Kernels that `flax.linen.scan` or `vmap` stack have the layers in front
+        (`variable_axes={"params": 0}`).
+      args, kwargs: what `model.apply` takes beside; only shapes and dtypes matter, nothing is computed with them.
+
+    Returns:
+      Variables of the same structure.
+
+    Raises:
+      ValueError: a kernel is stacked along another dimension than the first.
+    """
+    layers: dict[tuple[str, ...], tuple[_linear.Options, tuple[int, ...], int]] = {}
+
+    def note(call, call_args, call_kwargs, context):
+        module = context.module
+        if isinstance(module, DenseGeneral) and context.method_name == "__call__" and module.recipe is not None:
+            y = call(*call_args, **call_kwargs)
+            kernel = _unboxed(module.get_variable("params", "kernel"))
+            if not _is_quantized(kernel):
+                layers[module.path] = (layer_options(module), kernel.shape, len(_linear.as_tuple(module.axis)))
+            return y
+        return call(*call_args, **call_kwargs)
+
+    with nn.intercept_methods(note):
+        jax.eval_shape(lambda variables, args: model.apply(variables, *args, **kwargs), variables, args)
+
+    def quantized(path: tuple[Any, ...], value: Any):
+        keys = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+        if keys[:1] != ("params",) or keys[-1] != "kernel" or keys[1:-1] not in layers:
+            return value
+        options, shape, row_ndim = layers[keys[1:-1]]
+        if value.shape[value.ndim - len(shape) :] != shape:
+            raise ValueError(
+                f"kernel {'/'.join(keys[1:])} has shape {value.shape}, and its layer sees {shape}: "
+                'stack the kernels of layers along the first dimension, variable_axes={"params": 0}'
+            )
+        return _linear.quantize_kernel(value, row_ndim, len(shape) - row_ndim, options)
+
+    return jax.tree.map_with_path(quantized, _unboxed(variables), is_leaf=_is_quantized)
+
+
+def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Variables]]:
+    """`jax.value_and_grad` with respect to the first argument, added to the gradients of the microbatches before.
+
+    Gradients of quantized kernels are written over the former sum where that is donated or the carry of a loop. What is
+    in the collection "_overwrite_with_gradient" is not added: its next value is the maximum (`te_jax.recipe.merge`).
+
+    Args:
+      loss_fn: loss_fn(variables, *args, **kwargs) returns a scalar, or (scalar, aux) with has_aux.
+      has_aux: as in `jax.value_and_grad`.
+
+    Returns:
+      f(variables, gradients, *args, **kwargs) -> (what loss_fn returns, gradients). `variables` may have quantized
+      kernels; `gradients` have their structure with arrays for kernels, zeros at first:
+      `jax.tree.map(jnp.zeros_like, variables)` before `quantize_kernels`.
+    """
+
+    @functools.wraps(loss_fn)
+    def wrapped(variables: Variables, gradients: Variables, *args: Any, **kwargs: Any):
+        leaves, structure = jax.tree.flatten_with_path(variables, is_leaf=_is_quantized)
+        named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        before = dict(zip(named, structure.flatten_up_to(gradients), strict=True))
+        kernels = {name: leaf for name, leaf in named.items() if _is_quantized(leaf)}
+        rest = {name: leaf for name, leaf in named.items() if name not in kernels}
+
+        def loss_of(kernels: dict[str, Any], rest: dict[str, Any]):
+            inputs = kernels | rest
+            result = loss_fn(structure.unflatten([inputs[name] for name in named]), *args, **kwargs)
+            return result if has_aux else (result, None)
+
+        loss, aux, sums, found = _linear.accumulate(loss_of, kernels, before, rest)
+        after = [
+            sums[name] if name in kernels else _merged(path, before[name], found[name])
+            for (path, _), name in zip(leaves, named, strict=True)
+        ]
+        return (loss, aux) if has_aux else loss, structure.unflatten(after)
+
+    return wrapped
+
+
+def merge_gradients(first: Variables, second: Variables) -> Variables:
+    """The gradients of two microbatches as one: their sum, and the maximum in "_overwrite_with_gradient".
+
+    Args:
+      first, second: gradients with respect to the same variables.
+    """
+    return jax.tree.map_with_path(_merged, first, second)
+
+
+def _merged(path: tuple[Any, ...], first: Any, second: Any) -> Any:
+    overwrites = jax.tree_util.DictKey(OVERWRITE_WITH_GRADIENT) in path
+    return jnp.maximum(first, second) if overwrites else first + second.astype(first.dtype)
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, QuantizedArray)
+
+
+def _unboxed(tree: Any) -> Any:
+    """The arrays in boxes with names of axes, where they are: constraints are for the model to apply."""
+
+    def unboxed(x: Any) -> Any:
+        if isinstance(x, meta.Partitioned):
+            return x.unbox(apply_constraint=False)
+        return x.unbox() if isinstance(x, meta.AxisMetadata) else x
+
+    return jax.tree.map(unboxed, tree, is_leaf=lambda x: isinstance(x, (meta.AxisMetadata, QuantizedArray)))

@@ -1,0 +1,24 @@
+"""NNX modules over `te_jax.ops`. They hold parameters and state; the arithmetic is in the operations."""
+
+try:
+    import flax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "flax":
+        raise
+    raise ImportError("te_jax.nnx needs Flax, which is not installed: pip install 'te_jax[flax]'") from error
+
+from te_jax.nnx.linear import DotGeneral, Linear, LinearGeneral
+from te_jax.nnx.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
+from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel, overwrite_with_gradient
+
+__all__ = [
+    "DotGeneral",
+    "Linear",
+    "LinearGeneral",
+    "OverwriteWithGradient",
+    "QuantizedKernel",
+    "accumulate_gradients",
+    "merge_gradients",
+    "overwrite_with_gradient",
+    "quantize_kernels",
+]

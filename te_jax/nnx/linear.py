@@ -1,0 +1,199 @@
+"""Linear layers for NNX, and a `dot_general` for layers that others wrote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx import variablelib
+from jax import Array
+
+from te_jax import _linear, native
+from te_jax.nnx.variables import OverwriteWithGradient
+from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
+
+Initializer = Callable[..., Any]
+
+
+class LinearGeneral(nnx.Module):
+    """A linear layer over any dimensions, in FP8 with a recipe: y = activation(x · kernel + bias).
+
+    Parameters have the names, shapes and initial values of `flax.nnx.LinearGeneral`. `DelayedScaling` adds state in
+    variables of type `OverwriteWithGradient`.
+
+    Args:
+      in_features: number of input features, or several numbers, one for each axis.
+      out_features: number of output features, or several numbers.
+      axis: dimension of the input that is contracted, or several; they are taken in ascending order.
+      use_bias: whether to add a bias.
+      dtype: of the computation and of y: float32, bfloat16 or float16. None is what input and parameters promote to.
+      param_dtype: of the parameters.
+      kernel_init, bias_init: initializers; like Flax's they see the kernel as a matrix and the bias as a vector.
+      kernel_metadata, bias_metadata: metadata of the parameters, such as {"out_sharding": ("embed", "mlp")}.
+      recipe: how to quantize (`te_jax.recipe`), or None to compute in `dtype`.
+      activation: "gelu", "relu", "silu", or None.
+      axis_name: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
+        `DelayedScaling` is the same; None elsewhere.
+      implementation: None takes native kernels where there are some, else the reference; "native" or "reference" never
+        fall back.
+      rngs: `nnx.Rngs`, of which "params" is used.
+
+    Raises:
+      ValueError: in_features and axis differ in number.
+    """
+
+    def __init__(
+        self,
+        in_features: int | Sequence[int],
+        out_features: int | Sequence[int],
+        *,
+        axis: int | Sequence[int] = -1,
+        use_bias: bool = True,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        bias_init: Initializer = nnx.initializers.zeros_init(),
+        kernel_metadata: Mapping[str, Any] | None = None,
+        bias_metadata: Mapping[str, Any] | None = None,
+        recipe: Recipe | None = None,
+        activation: _linear.Activation | None = None,
+        axis_name: str | tuple[str, ...] | None = None,
+        implementation: native.Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.in_features = _linear.as_tuple(in_features)
+        self.out_features = _linear.as_tuple(out_features)
+        self.axis = _linear.as_tuple(axis)
+        if len(self.in_features) != len(self.axis):
+            raise ValueError(
+                f"in_features is {self.in_features} and axis is {self.axis}; they must have the same number of entries"
+            )
+        self.use_bias = use_bias
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.activation: _linear.Activation | None = activation
+        self.options = _linear.Options(recipe, axis_name, implementation)
+
+        matrix = (math.prod(self.in_features), math.prod(self.out_features))
+        kernel = _reshaped(kernel_init(rngs.params(), matrix, param_dtype), (*self.in_features, *self.out_features))
+        self.kernel: nnx.Variable[Any] = nnx.Param(kernel, **(kernel_metadata or {}))
+        if use_bias:
+            bias = _reshaped(bias_init(rngs.params(), matrix[1:], param_dtype), self.out_features)
+            self.bias = nnx.Param(bias, **(bias_metadata or {}))
+        else:
+            self.bias = nnx.data(None)
+        _add_scaling_state(self, recipe)
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+        """Applies the layer.
+
+        Args:
+          inputs: floating point, with the dimensions `axis` of sizes in_features.
+          out_sharding: of the result, on Explicit meshes.
+
+        Returns:
+          [*other dimensions of the inputs, *out_features].
+
+        Raises:
+          ValueError: for axes, shapes or dtypes that do not fit, naming the argument.
+        """
+        inputs = jnp.asarray(inputs)
+        y = _linear.linear(
+            inputs,
+            self.kernel.get_value(),
+            None if self.bias is None else self.bias.get_value(),
+            _scaling_state(self, self.options.recipe),
+            axis=tuple(sorted(_linear.normalize_axes("axis", self.axis, inputs.ndim))),
+            features=self.out_features,
+            dtype=self.dtype,
+            activation=self.activation,
+            options=self.options,
+        )
+        return y if out_sharding is None else jax.reshard(y, out_sharding)
+
+
+class Linear(LinearGeneral):
+    """`LinearGeneral` over the last dimension, with the parameters of `flax.nnx.Linear`."""
+
+    def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs, **kwargs: Any):
+        super().__init__(in_features, out_features, rngs=rngs, **kwargs)
+
+
+class DotGeneral(nnx.Module):
+    """`jax.lax.dot_general` of an activation and a kernel in FP8, for layers that take a `dot_general`.
+
+    With `DelayedScaling` it holds its state: each layer needs one of its own.
+
+    Args:
+      recipe: how to quantize, or None.
+      axis_name, implementation: as in `LinearGeneral`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | None,
+        *,
+        axis_name: str | tuple[str, ...] | None = None,
+        implementation: native.Implementation | None = None,
+    ):
+        self.options = _linear.Options(recipe, axis_name, implementation)
+        _add_scaling_state(self, recipe)
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        out_sharding: Any = None,
+        **kwargs: Any,
+    ) -> Array:
+        """The product [*other dimensions of lhs, *other dimensions of rhs].
+
+        Args:
+          lhs: the activation.
+          rhs: the kernel. It is read as it is where the contracted dimensions are its first or its last ones, and is
+            transposed first otherwise, as is an activation whose contracted dimensions are not the last ones.
+          dimension_numbers: ((dimensions of lhs, dimensions of rhs), ((), ())).
+          precision: has no effect: the recipe says how precise the product is.
+          preferred_element_type: dtype of the result; None for that of lhs.
+          out_sharding: of the result, on Explicit meshes.
+          kwargs: what callers hand to `jax.lax.dot_general` beside, without effect.
+
+        Raises:
+          ValueError: for batch dimensions, and where the operands do not fit.
+        """
+        del precision, kwargs
+        return _linear.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            _scaling_state(self, self.options.recipe),
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            options=self.options,
+        )
+
+
+def _add_scaling_state(module: nnx.Module, recipe: Recipe | None) -> None:
+    if isinstance(recipe, DelayedScaling):
+        for name, value in _linear.initial_state(recipe).items():
+            setattr(module, name, OverwriteWithGradient(value))
+
+
+def _scaling_state(module: nnx.Module, recipe: Recipe | None) -> DelayedScalingState | None:
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    return _linear.scaling_state({name: getattr(module, name).get_value() for name in _linear.STATE_NAMES})
+
+
+def _reshaped(value: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(value, variablelib.VariableMetadata):  # from an initializer with metadata
+        value.raw_value = value.raw_value.reshape(shape)
+        return value
+    return value.reshape(shape)

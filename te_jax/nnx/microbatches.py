@@ -1,0 +1,99 @@
+"""Kernels that are quantized once per optimizer step, and gradients that are added up over microbatches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from te_jax import _linear
+from te_jax.nnx.linear import LinearGeneral
+from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel
+from te_jax.quantized import QuantizedArray
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+def quantize_kernels(model: Model) -> Model:
+    """A model whose te_jax layers hold kernels in FP8, to be quantized once for several microbatches.
+
+    Each kernel is quantized as its layer's recipe says, and its variable is then a `QuantizedKernel`. Kernels of layers
+    with recipe=None, and all other variables, are shared with the given model, which the optimizer keeps and updates.
+    Gradients come from `accumulate_gradients`.
+
+    Args:
+      model: an NNX module. Kernels that `nnx.vmap` stacked have the layers in front.
+
+    Returns:
+      A model of the same structure.
+    """
+    quantized = nnx.clone(model, variables=False)
+    for _, module in nnx.iter_modules(quantized):
+        if not isinstance(module, LinearGeneral) or module.options.recipe is None:
+            continue
+        kernel = module.kernel.get_value()
+        if not isinstance(kernel, QuantizedArray):
+            sizes = len(module.in_features), len(module.out_features)
+            module.kernel = QuantizedKernel(_linear.quantize_kernel(kernel, *sizes, module.options))
+    return quantized
+
+
+def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, nnx.State]]:
+    """`nnx.value_and_grad` with respect to the model, added to the gradients of the microbatches before.
+
+    Gradients of quantized kernels are written over the former sum where that is donated or the carry of a loop.
+    `OverwriteWithGradient` state is not added: its next value is the maximum (`te_jax.recipe.merge`).
+
+    Args:
+      loss_fn: loss_fn(model, *args, **kwargs) returns a scalar, or (scalar, aux) with has_aux. What it changes in
+        variables that are not differentiated, such as batch statistics, is kept.
+      has_aux: as in `nnx.value_and_grad`.
+
+    Returns:
+      f(model, gradients, *args, **kwargs) -> (what loss_fn returns, gradients). `model` may have quantized kernels;
+      `gradients` are a state of the parameters and the `OverwriteWithGradient` variables, zeros at first:
+      `jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Any(nnx.Param, OverwriteWithGradient)))` before
+      `quantize_kernels`.
+    """
+
+    @functools.wraps(loss_fn)
+    def wrapped(model: nnx.Module, gradients: nnx.State, *args: Any, **kwargs: Any):
+        differentiable = nnx.Any(nnx.Param, OverwriteWithGradient)
+        graphdef, quantized, trained, rest = nnx.split(model, QuantizedKernel, differentiable, ...)
+        paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(quantized)}
+        variables, before = dict(nnx.to_flat_state(quantized)), dict(nnx.to_flat_state(gradients))
+
+        def loss_of(kernels: dict[str, _linear.AccumulatedKernel], trained: nnx.State):
+            accumulated = {path: variables[path].replace(kernels[name]) for name, path in paths.items()}
+            merged = nnx.merge(graphdef, nnx.from_flat_state(accumulated), trained, rest, copy=True)
+            result = loss_fn(merged, *args, **kwargs)
+            loss, aux = result if has_aux else (result, None)
+            return loss, (aux, nnx.split(merged, nnx.Any(QuantizedKernel, differentiable), ...)[2])
+
+        kernels = {name: variables[path].get_value() for name, path in paths.items()}
+        sums = {name: before[path].get_value() for name, path in paths.items()}
+        loss, (aux, changed), sums, found = _linear.accumulate(loss_of, kernels, sums, trained)
+        nnx.update(model, changed)
+        after = {path: before[path].replace(sums[name]) for name, path in paths.items()}
+        after |= {path: _merged(before[path], variable) for path, variable in nnx.to_flat_state(found)}
+        return (loss, aux) if has_aux else loss, nnx.from_flat_state(after)
+
+    return wrapped
+
+
+def merge_gradients(first: nnx.State, second: nnx.State) -> nnx.State:
+    """The gradients of two microbatches as one: their sum, and the maximum of `OverwriteWithGradient` variables.
+
+    Args:
+      first, second: gradients with respect to the same variables.
+    """
+    return jax.tree.map(_merged, first, second, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _merged(first: nnx.Variable, second: nnx.Variable) -> nnx.Variable:
+    a, b = first.get_value(), second.get_value()
+    return first.replace(jnp.maximum(a, b) if isinstance(first, OverwriteWithGradient) else a + b.astype(a.dtype))

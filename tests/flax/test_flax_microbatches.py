@@ -1,0 +1,268 @@
+"""Kernels that are quantized once and used by several microbatches, in Linen."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITE
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from te_jax.flax import Dense, DenseGeneral, accumulate_gradients, quantize_kernels
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.testing import Buffer, assert_close, buffers
+
+RECIPES = {
+    "current": CurrentScaling(),
+    "rowwise": RowwiseScaling(),
+    "block": BlockScaling(),
+    "delayed": DelayedScaling(history_len=4),
+}
+
+
+class Model(nn.Module):
+    """Two layers that are quantized and one that is not, with heads that blocks of 128 do not divide."""
+
+    recipe: object
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm(name="norm")(x)
+        x = DenseGeneral((4, 48), recipe=self.recipe, activation="gelu", name="split")(x)
+        x = DenseGeneral(32, axis=(-2, -1), recipe=self.recipe, use_bias=False, name="join")(x)
+        return Dense(8, name="exact")(x)
+
+
+class Scanned(nn.Module):
+    recipe: object
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            recipe: object
+
+            @nn.compact
+            def __call__(self, x, _):
+                return x + Dense(32, recipe=self.recipe, name="dense")(x), None
+
+        scan = nn.scan(
+            nn.remat(Block), variable_axes={"params": 0, OVERWRITE: 0}, split_rngs={"params": True}, length=3
+        )
+        return scan(self.recipe, name="layers")(x, None)[0]
+
+
+def normal(rng, shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def loss_of(model):
+    return lambda variables, x: jnp.mean(jnp.square(model.apply(variables, x)))
+
+
+def assert_trees_close(actual, expected, tolerance):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, e: assert_close(a, e, tolerance=tolerance), actual, expected)
+
+
+@pytest.mark.parametrize(("model", "recipe"), [*((Model, name) for name in RECIPES), (Scanned, "delayed")])
+def test_gradients_are_those_of_kernels_quantized_in_each_microbatch(rng, model, recipe):
+    model = model(RECIPES[recipe])
+    microbatches = normal(rng, (3, 16, 32))
+    variables = jax.jit(model.init)(jax.random.key(int(rng.integers(2**31))), microbatches[0])
+    value_and_gradient = jax.jit(jax.value_and_grad(loss_of(model)))
+    if OVERWRITE in variables:  # scales that a step has found; those of kernels quantized once are always up to date
+        variables |= {OVERWRITE: value_and_gradient(variables, microbatches[0])[1][OVERWRITE]}
+
+    @jax.jit
+    def accumulated(variables, microbatches):
+        quantized = quantize_kernels(model, variables, microbatches[0])
+
+        def one(gradients, x):
+            return accumulate_gradients(loss_of(model))(quantized, gradients, x)[::-1]
+
+        return jax.lax.scan(one, jax.tree.map(jnp.zeros_like, variables), microbatches)
+
+    actual, losses = accumulated(variables, microbatches)
+    expected_losses, single = zip(*(value_and_gradient(variables, x) for x in microbatches), strict=True)
+    expected = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *(leaf["params"] for leaf in single))
+    assert_trees_close(actual["params"], expected, 5e-3)
+    assert_close(losses, np.stack(expected_losses), tolerance=1e-3)
+    if OVERWRITE in variables:
+        largest = jax.tree.map(lambda *leaves: np.max(leaves, axis=0), *(leaf[OVERWRITE] for leaf in single))
+        found = dict(jax.tree.leaves_with_path(actual[OVERWRITE]))
+        for path, expected in jax.tree.leaves_with_path(largest):
+            if "kernel_amax_history" not in str(path):  # quantized kernels are not observed
+                np.testing.assert_allclose(found[path], expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_only_kernels_of_layers_with_a_recipe_are_quantized(rng, recipe):
+    model, x = Model(recipe), normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    if OVERWRITE in variables:
+        variables |= {OVERWRITE: jax.jit(jax.grad(loss_of(model)))(variables, x)[OVERWRITE]}
+    quantized = quantize_kernels(model, variables, x)
+    leaves = jax.tree.leaves_with_path(quantized["params"], is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
+    kinds = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    found = {path for path, leaf in kinds.items() if isinstance(leaf, QuantizedArray)}
+    assert found == {"split/kernel", "join/kernel"}
+    kernel = np.asarray(variables["params"]["join"]["kernel"])
+    assert_close(
+        np.asarray(kinds["join/kernel"].dequantize()).reshape(kernel.shape), kernel, tolerance=0.04, dtype=jnp.float32
+    )
+    assert_close(model.apply(quantized, x), model.apply(variables, x), tolerance=2e-3)
+    again = quantize_kernels(model, quantized, x)
+    assert jax.tree.map(jax.typeof, again) == jax.tree.map(jax.typeof, quantized)
+
+
+def test_training_with_quantized_kernels_follows_training_without(rng):
+    """Optimizer steps with two microbatches each; the optimizer holds the only float32 kernels."""
+    model, data = Model(CurrentScaling()), normal(rng, (3, 2, 16, 32))
+    variables = jax.jit(model.init)(jax.random.key(int(rng.integers(2**31))), data[0, 0])
+
+    def train(quantize):
+        state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.sgd(0.1))
+
+        @jax.jit
+        def step(state, microbatches):
+            used = {"params": state.params}
+            gradients = jax.tree.map(jnp.zeros_like, used)
+            if quantize:
+                used = quantize_kernels(model, used, microbatches[0])
+            for x in microbatches:
+                loss, gradients = accumulate_gradients(loss_of(model))(used, gradients, x)
+            return state.apply_gradients(grads=gradients["params"]), loss
+
+        losses = []
+        for microbatches in data:
+            state, loss = step(state, microbatches)
+            losses.append(float(loss))
+        return state, losses
+
+    (state, losses), (expected_state, expected_losses) = train(True), train(False)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-3)
+    assert losses[-1] < losses[0]
+    moved = jax.tree.map(lambda a, b: a - b, expected_state.params, variables["params"])
+    actual = jax.tree.map(lambda a, b: a - b, state.params, variables["params"])
+    assert_trees_close(actual, moved, 0.02)
+
+
+def test_gradients_are_written_over_the_former_sum(rng):
+    """Donated gradients are not copied."""
+    model, x = Dense(256, use_bias=False, recipe=CurrentScaling()), normal(rng, (16, 256))
+    variables = model.init(jax.random.key(0), x)
+    quantized = quantize_kernels(model, variables, x)
+    gradients = jax.tree.map(jnp.zeros_like, variables)
+    step = jax.jit(accumulate_gradients(loss_of(model)), donate_argnums=1)
+    compiled = step.lower(quantized, gradients, x).compile()
+    assert Buffer("f32", (256, 256)) not in buffers(compiled, "copy")
+    loss, after = compiled(quantized, gradients, x)
+    assert gradients["params"]["kernel"].is_deleted()
+    assert after["params"]["kernel"].dtype == jnp.float32
+    assert jnp.isfinite(loss)
+
+
+def test_gradient_of_a_kernel_that_the_loss_does_not_use(rng):
+    class Two(nn.Module):
+        def setup(self):
+            self.used, self.unused = (Dense(32, recipe=CurrentScaling()) for _ in range(2))
+
+        def __call__(self, x):
+            return self.used(x) + self.unused(x)
+
+    model, x = Two(), normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    quantized = quantize_kernels(model, variables, x)
+    before = jax.tree.map(jnp.ones_like, variables)
+    loss, after = accumulate_gradients(lambda v, x: jnp.sum(model.apply(v, x, method=lambda m, x: m.used(x)) ** 2))(
+        quantized, before, x
+    )
+    assert jnp.isfinite(loss)
+    np.testing.assert_array_equal(after["params"]["unused"]["kernel"], 1.0)
+    assert jnp.linalg.norm(after["params"]["used"]["kernel"] - 1.0) > 1.0
+
+
+def test_a_quantized_kernel_has_no_gradient_of_its_own(rng):
+    model, x = Dense(32, recipe=CurrentScaling()), normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    quantized = quantize_kernels(model, variables, x)
+    for gradient in (jax.grad(loss_of(model)), jax.jit(jax.grad(loss_of(model)))):
+        with pytest.raises(ValueError, match="kernel is quantized and has no gradient of its own"):
+            gradient(quantized, x)
+    assert_close(
+        jax.grad(loss_of(model), argnums=1)(quantized, x),
+        jax.grad(loss_of(model), argnums=1)(variables, x),
+        tolerance=1e-4,
+    )
+    with pytest.raises(ValueError, match=r"inputs have sizes \(48,\) along the contracted axes"):
+        model.apply(quantized, normal(rng, (16, 48)))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_quantized_kernel_that_is_used_twice_is_visible(rng, jit):
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            shared = Dense(32, recipe=CurrentScaling(), name="shared")
+            return shared(shared(x))
+
+    model, x = Twice(), normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    quantized = quantize_kernels(model, variables, x)
+    function = accumulate_gradients(loss_of(model))
+    gradients = jax.tree.map(jnp.zeros_like, variables)
+    if jit:
+        assert jnp.isnan(jax.jit(function)(quantized, gradients, x)[0])
+    else:
+        with pytest.raises(ValueError, match=r"kernel .*shared.* is quantized and was used 2.0 times"):
+            function(quantized, gradients, x)
+
+
+def test_aux_is_handed_on(rng):
+    model, x = Dense(32, recipe=CurrentScaling()), normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    zeros = jax.tree.map(jnp.zeros_like, variables)
+    loss_fn = accumulate_gradients(lambda v, x: (loss_of(model)(v, x), {"rows": x.shape[0]}), has_aux=True)
+    (loss, aux), _ = loss_fn(quantize_kernels(model, variables, x), zeros, x)
+    assert aux == {"rows": 16}
+    assert loss == accumulate_gradients(loss_of(model))(quantize_kernels(model, variables, x), zeros, x)[0]
+
+
+def test_layers_stacked_along_another_dimension_are_refused(rng):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return Dense(32, recipe=CurrentScaling())(x), None
+
+    model = nn.scan(Block, variable_axes={"params": 1}, split_rngs={"params": True}, length=3)()
+    x = normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x, None)
+    with pytest.raises(
+        ValueError, match=r"kernel Dense_0/kernel has shape \(32, 3, 32\), and its layer sees \(32, 32\)"
+    ):
+        quantize_kernels(model, variables, x, None)
+
+
+def test_boxed_and_sharded_kernels(rng, make_mesh):
+    mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
+    rules = (("embed", None), ("mlp", "model"))
+    model = Dense(512, kernel_axes=("embed", "mlp"), bias_axes=("mlp",), recipe=CurrentScaling())
+    x = normal(rng, (64, 256))
+    boxed = model.init(jax.random.key(int(rng.integers(2**31))), x)
+    variables = nn.unbox(boxed)
+    expected = jax.grad(loss_of(model))(variables, x)
+
+    @jax.jit
+    def gradients(variables, x):
+        quantized = quantize_kernels(model, variables, x)
+        zeros = jax.tree.map(jnp.zeros_like, nn.unbox(variables))
+        return accumulate_gradients(loss_of(model))(quantized, zeros, x)[1]
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
+        found = gradients(jax.device_put(boxed, shardings), jax.device_put(x, NamedSharding(mesh, P("data"))))
+    assert_trees_close(found, expected, 5e-3)
