@@ -56,7 +56,7 @@ test-gpu: $(PACKAGE) $(TOOLS)
 	  $(PYTEST) tests/ops tests/native tests/gpu $(ARGS)
 
 bench: $(PACKAGE) $(TOOLS)
-	$(PY) -m te_jax.cli bench softmax_cross_entropy
+	for family in softmax_cross_entropy quantize gemm dense; do $(PY) -m te_jax.cli bench $$family || exit; done
 
 lint: $(PACKAGE) $(TOOLS)
 	$(PY) -m ruff check .

@@ -81,6 +81,9 @@ TE_JAX_HOST_DEVICE uint8_t EncodeFp8(float x, float scale) {
   // A float of this size has the spacing of FP8 subnormals: a sum with it ends in the bits of the rounded code.
   constexpr uint32_t kAligned = uint32_t(127 + 23 + 1 - F::kBias - F::kMantissaBits) << 23;
 
+  // From this magnitude on the code is NaN, whose sign is dropped.
+  constexpr uint32_t kWithoutSign = kFloatInfinityBits + (F::kInfinity == kFp8NaN ? 0 : 1);
+
   const uint32_t bits = FloatBits(x);
   const uint32_t magnitude = bits & 0x7fffffffu;
   const float product = FloatFromBits(magnitude < kFloatSmallestNormalBits ? 0u : magnitude) * scale;
@@ -90,7 +93,7 @@ TE_JAX_HOST_DEVICE uint8_t EncodeFp8(float x, float scale) {
   const uint32_t finite = clipped < kSmallestNormal ? subnormal : normal;
   const uint32_t special = magnitude > kFloatInfinityBits ? kFp8NaN : F::kInfinity;
   const uint32_t code = magnitude >= kFloatInfinityBits ? special : finite;
-  const uint32_t sign = code == kFp8NaN ? 0u : (bits >> 24) & 0x80u;
+  const uint32_t sign = (bits >> 24) & (magnitude < kWithoutSign ? 0x80u : 0u);
   return static_cast<uint8_t>(code | sign);
 }
 

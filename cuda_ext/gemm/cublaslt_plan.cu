@@ -84,8 +84,8 @@ size_t HashOfKey::operator()(const Key& key) const {
   for (const uint64_t field :
        {static_cast<uint64_t>(key.a_type), static_cast<uint64_t>(key.b_type), static_cast<uint64_t>(key.d_type),
         static_cast<uint64_t>(key.epilogue), uint64_t{key.a_summed_first}, uint64_t{key.b_summed_first},
-        uint64_t{key.bias}, uint64_t{key.aux}, uint64_t{key.accumulate}, uint64_t{key.fast_accumulation},
-        uint64_t{key.autotune}}) {
+        uint64_t{key.row_scales}, uint64_t{key.bias}, uint64_t{key.aux}, uint64_t{key.accumulate},
+        uint64_t{key.fast_accumulation}, uint64_t{key.autotune}}) {
     flags = flags * 8 + field;
   }
   size_t hash = 0;
@@ -109,6 +109,7 @@ Key KeyOf(const Problem& p, const Arrays& arrays, int64_t workspace_bytes) {
   key.epilogue = p.epilogue;
   key.a_summed_first = p.a.summed_first;
   key.b_summed_first = p.b.summed_first;
+  key.row_scales = p.scaling == Scaling::kRow;
   key.bias = p.bias != nullptr;
   key.aux = arrays.aux != nullptr;
   key.accumulate = p.accumulator != nullptr;
@@ -163,6 +164,11 @@ Status Plan::Describe() {
   attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<uint32_t>(EpilogueOf(key_)), "epilogue");
   if (IsFp8(key_.a_type)) {
     attempt.Set(made, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(key_.fast_accumulation), "fast sums");
+  }
+  if (key_.row_scales) {
+    constexpr int32_t kOneForEachRow = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+    attempt.Set(made, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kOneForEachRow, "scales of b");
+    attempt.Set(made, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kOneForEachRow, "scales of a");
   }
   if (key_.bias) attempt.Set(made, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, side, "type of bias");
   if (key_.aux) {

@@ -35,7 +35,7 @@ struct Arrays {
   const void* bias;
   const void* aux;  // read or written
   void* d;
-  const float* a_scale_inv;  // aligned to 16 bytes, as all scalars: cuBLASLt 13.1 needs it
+  const float* a_scale_inv;  // one, or one for each row; aligned to 16 bytes, as all scalars: cuBLASLt 13.1 needs it
   const float* b_scale_inv;
   const float* d_scale;  // of D in FP8
   float* amax;           // of D in FP8; must be 0 before
@@ -49,7 +49,7 @@ struct Key {
   Type a_type, b_type, d_type;
   Epilogue epilogue;
   bool a_summed_first, b_summed_first;
-  bool bias, aux, accumulate, fast_accumulation, autotune;
+  bool row_scales, bias, aux, accumulate, fast_accumulation, autotune;
   uint8_t a_alignment, b_alignment, c_alignment, d_alignment, bias_alignment, aux_alignment;
 
   friend bool operator==(const Key&, const Key&) = default;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "common/cuda_status.h"
@@ -19,6 +20,13 @@ namespace {
 constexpr int kRounds = 5;
 constexpr float kSampleMilliseconds = 0.2f;  // long enough for the clock's resolution of half a microsecond
 constexpr int kMostCalls = 50;
+// Power limits the clocks within milliseconds, and what is fastest at full clocks need not be at what they then are. So
+// the best of the short samples, this close to the fastest, are compared again under a load that lasts.
+constexpr float kContender = 1.12f;
+constexpr size_t kMostContenders = 5;
+constexpr float kSustainedMilliseconds = 12.0f;
+constexpr float kShortestSustained = 0.04f;  // shorter products do not heat anything
+constexpr int kSustainedRounds = 3;
 // cuBLASLt's own favourite stays unless another one is faster by more than the noise.
 constexpr float kWorthwhile = 0.985f;
 constexpr float kFp8Scale = 64.0f;  // maps four standard deviations to 256
@@ -50,8 +58,8 @@ __global__ void FillFp8(uint8_t* out, int64_t count, uint32_t seed) {
   }
 }
 
-__global__ void FillScalars(float* inverse_scale, float* d_scale, float* amax) {
-  *inverse_scale = 1.0f / kFp8Scale;
+__global__ void FillScales(float* inverse_scales, int64_t count, float* d_scale, float* amax) {
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) inverse_scales[i] = 1.0f / kFp8Scale;
   *d_scale = 1.0f;
   *amax = 0.0f;
 }
@@ -113,7 +121,8 @@ class Scratch {
     const int64_t a = reserve(key.m * key.k * SizeOf(key.a_type)), b = reserve(key.n * key.k * SizeOf(key.b_type));
     const int64_t d = reserve(results * SizeOf(key.d_type)), bias = reserve(key.bias ? key.n * SizeOf(side) : 0);
     const int64_t aux = reserve(key.aux ? results * SizeOf(side) : 0);
-    const int64_t inverse_scale = reserve(4), d_scale = reserve(4), amax = reserve(4);
+    const int64_t scales = key.row_scales ? std::max(key.m, key.n) : 1;
+    const int64_t inverse_scale = reserve(4 * scales), d_scale = reserve(4), amax = reserve(4);
     const int64_t workspace = reserve(key.workspace_bytes);
     if (cudaMallocAsync(&memory_, offset, stream) != cudaSuccess) {
       memory_ = nullptr;
@@ -137,7 +146,7 @@ class Scratch {
     Fill(key.d_type, base + d, results, 3, stream);
     if (key.bias) Fill(side, base + bias, key.n, 4, stream);
     if (key.aux) Fill(side, base + aux, results, 5, stream);
-    FillScalars<<<1, 1, 0, stream>>>(scalar(inverse_scale), scalar(d_scale), scalar(amax));
+    FillScales<<<1, 1024, 0, stream>>>(scalar(inverse_scale), scales, scalar(d_scale), scalar(amax));
     filled_ = cudaGetLastError() == cudaSuccess;
   }
   ~Scratch() {
@@ -220,6 +229,21 @@ size_t FastestAlgorithm(cublasLtHandle_t handle, Plan& plan) {
     }
     const int calls = std::clamp(static_cast<int>(kSampleMilliseconds / std::max(shortest, 1e-3f)), 1, kMostCalls);
     for (int round = 0; round < kRounds; ++round) measure(calls);
+
+    std::sort(candidates.begin(), candidates.end(),
+              [](const Candidate& a, const Candidate& b) { return Median(a) < Median(b); });
+    if (candidates.size() > 1 && Median(candidates.front()) > kShortestSustained) {
+      const float fastest = Median(candidates.front());
+      size_t rank = 0;
+      std::erase_if(candidates, [&](const Candidate& candidate) {
+        return candidate.algorithm != 0 && (++rank > kMostContenders || Median(candidate) > kContender * fastest);
+      });
+      for (Candidate& candidate : candidates) candidate.milliseconds.clear();
+      const int sustained = std::max(1, static_cast<int>(kSustainedMilliseconds / fastest));
+      measure(sustained);  // heats
+      for (Candidate& candidate : candidates) candidate.milliseconds.clear();
+      for (int round = 0; round < kSustainedRounds; ++round) measure(sustained);
+    }
 
     float shortest_median = std::numeric_limits<float>::infinity(), first_median = shortest_median;
     for (const Candidate& candidate : candidates) {

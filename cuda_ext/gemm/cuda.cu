@@ -1,5 +1,7 @@
 // Which library or kernel multiplies what on a GPU.
 
+#include <cstdint>
+
 #include "common/cuda_status.h"
 #include "gemm/cublaslt.h"
 #include "gemm/gemm.h"
@@ -8,8 +10,12 @@
 namespace te::gemm {
 namespace {
 
+bool IsAligned(const float* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
 bool UsesCublasLt(const Problem& p) {
-  return p.scaling == Scaling::kNone || (p.scaling == Scaling::kTensor && !p.own_kernel);
+  if (p.scaling == Scaling::kNone) return true;
+  if (p.own_kernel || p.scaling == Scaling::kBlock) return false;
+  return p.scaling == Scaling::kTensor || (IsAligned(p.a.scales) && IsAligned(p.b.scales));
 }
 
 DType DTypeOf(Type type) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -109,10 +110,33 @@ void StoreCodes(const Scratch& scratch, const Tile& tile, int64_t cols, uint8_t*
   }
 }
 
+// Eight rows of eight bytes, transposed: halves, quarters and eighths of words change places.
+TE_JAX_INLINE void TransposeBytes(uint64_t (&rows)[8]) {
+  constexpr uint64_t kMasks[3] = {0x00000000ffffffffu, 0x0000ffff0000ffffu, 0x00ff00ff00ff00ffu};
+  for (int stage = 0; stage < 3; ++stage) {
+    const int distance = 4 >> stage;
+    for (int i = 0; i < 8; ++i) {
+      if (i & distance) continue;
+      const uint64_t swapped = ((rows[i] >> (8 * distance)) ^ rows[i + distance]) & kMasks[stage];
+      rows[i] ^= swapped << (8 * distance);
+      rows[i + distance] ^= swapped;
+    }
+  }
+}
+
 void StoreTransposedCodes(const Scratch& scratch, const Tile& tile, int64_t rows, uint8_t* transposed) {
-  for (int64_t c = 0; c < tile.cols; ++c) {
-    uint8_t* to = transposed + (tile.col + c) * rows + tile.row;
-    for (int64_t r = 0; r < tile.rows; ++r) to[r] = scratch.codes[r][c];
+  static_assert(std::endian::native == std::endian::little);
+  for (int64_t c = 0; c < tile.cols; c += 8) {
+    uint8_t turned[8][kBlock];
+    for (int64_t r = 0; r < tile.rows; r += 8) {
+      uint64_t words[8];
+      for (int i = 0; i < 8; ++i) std::memcpy(&words[i], &scratch.codes[r + i][c], 8);
+      TransposeBytes(words);
+      for (int i = 0; i < 8; ++i) std::memcpy(&turned[i][r], &words[i], 8);
+    }
+    for (int64_t i = 0; i < std::min<int64_t>(8, tile.cols - c); ++i) {
+      std::memcpy(transposed + (tile.col + c + i) * rows + tile.row, turned[i], tile.rows);
+    }
   }
 }
 

@@ -32,6 +32,9 @@ _ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
 """32 MiB aligned to 256 bytes, and before them 256 bytes for scalars."""
 
+_COLUMNS_OF_EPILOGUES = 8
+"""cuBLASLt's activations want rows of a multiple of 16 bytes. Those of FP8 operands have them, on every shard."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Followup:
@@ -120,16 +123,15 @@ def allowed_dtype(operand_dtype: np.dtype, wanted: np.dtype) -> np.dtype:
     return wanted if wanted in (operand_dtype, _FLOAT32) else _FLOAT32
 
 
-def split_followup(product: Product, *, e5m2_operand: bool, whole_rows: bool) -> tuple[Followup, Followup]:
+def split_followup(product: Product, *, e5m2_operand: bool) -> tuple[Followup, Followup]:
     """What of a followup te_gemm does in the same pass, and what XLA does afterwards.
 
     cuBLASLt sets the rules. Its epilogues know one scale for each tensor, and results of 16 and 8 bits; the bias of a
     float32 result of FP8 operands would be bfloat16; FP8 results come with bfloat16 bias and preactivation, and are
-    E5M2 only if an operand is; and they want rows of the result of a multiple of 16 bytes, on every shard of them too,
-    which `whole_rows` promises. The kernel of rows and blocks adds a bias.
+    E5M2 only if an operand is. The kernel of rows and blocks adds a bias.
     """
     wanted = product.followup
-    epilogues = product.scaling in ("none", "tensor") and not product.own_kernel and whole_rows
+    epilogues = product.scaling in ("none", "tensor") and not product.own_kernel
     fuses_bias = product.scaling != "tensor" or product.own_kernel or product.dtype != _FLOAT32
     fuses_fp8 = (
         wanted.quantization is not None
@@ -216,9 +218,19 @@ def _sharded(product: Product):
         if axes:  # the largest magnitude is that of the whole result
             *others, amax, scale_inv = multiply(product, arrays)
             return (*others, *_largest((amax, scale_inv), m_axes + n_axes))
+        if product.followup.activation and _columns(product, arrays["b"]) % _COLUMNS_OF_EPILOGUES:
+            part = dataclasses.replace(product, followup=Followup())
+            (value,) = _call(part, {name: arrays[name] for name in part.operands}, in_place=False)
+            return follow_up(value, product.followup, arrays, product.dtype, value.ndim - product.b_outer_ndim)
         return _call(product, arrays, in_place=bool(reuse))
 
     return local
+
+
+def _columns(product: Product, b: Array) -> int:
+    """Columns of the result on this shard."""
+    end = b.ndim if product.b_summed_first else b.ndim - product.summed_ndim
+    return math.prod(b.shape[end - product.b_outer_ndim : end])
 
 
 def _largest(values: Sequence[Array], axes: Sequence[str]) -> Sequence[Array]:
@@ -281,7 +293,7 @@ def _call(product: Product, arrays: Mapping[str, Array], *, in_place: bool) -> t
 def _workspace_bytes(product: Product, arrays: Mapping[str, Array], batch_ndim: int) -> int:
     if not native.on_gpu():
         return 0
-    if product.scaling in ("none", "tensor") and not product.own_kernel:
+    if product.scaling != "block" and not product.own_kernel:
         return _CUBLASLT_WORKSPACE_BYTES
     # Kernels want scales on 16 bytes. Arrays begin there, but not every example of a batch does: those are copied.
     scales = [arrays[name].shape[batch_ndim:] for name in ("a_scale_inv", "b_scale_inv")]

@@ -137,8 +137,8 @@ def gemm(
       autotune: on a GPU, times cuBLASLt's candidates once in a process for each kind of product; devices of one kind
         agree on the fastest. False takes cuBLASLt's first suggestion, which is the same in every process, for bits
         that are. Each candidate adds up in a fixed order.
-      own_kernel: on a GPU, multiplies operands with one scale each by the kernel that rows and blocks use, instead of
-        cuBLASLt.
+      own_kernel: on a GPU, multiplies operands with one scale each, or one for each row, by the kernel that blocks use,
+        instead of cuBLASLt.
       implementation: None takes the native kernel where there is one, else the reference; "native" or "reference"
         never fall back.
 
@@ -237,8 +237,7 @@ def _native_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, opti
         whole=factors_kept_whole(scaling, {"m": a.outer, "n": b.outer, "k": a.summed}),
     )
     if fits:
-        whole_rows = math.prod(b.outer) % BLOCK == 0  # 16 bytes of any type on up to eight shards, or more
-        fused, rest = split_followup(product, e5m2_operand=_FP8[1] in (a.dtype, b.dtype), whole_rows=whole_rows)
+        fused, rest = split_followup(product, e5m2_operand=_FP8[1] in (a.dtype, b.dtype))
     else:
         fused, rest = Followup(), wanted
     arrays = {

@@ -159,6 +159,22 @@ def test_derivative_of_gelu(dtype, kind, implementation, rng):
     assert_product(result, product(lhs, rhs) * gelu_slope(wide(preactivation)), dtype=dtype, kind=kind)
 
 
+@pytest.mark.parametrize("columns", [1, 7, 8, 12])
+def test_gelu_of_rows_of_any_length(columns, implementation, rng):
+    """cuBLASLt's epilogues want rows of 16 bytes; others are followed up by XLA."""
+    lhs, rhs = random_array(rng, (5, 9), "bfloat16"), random_array(rng, (9, columns), "bfloat16")
+    bias = random_array(rng, (columns,), "bfloat16")
+    expected = product(lhs, rhs) + wide(bias)[None]
+    result, preactivation = ops.gemm(
+        lhs, rhs, bias=bias, activation="gelu", save_preactivation=True, implementation=implementation
+    )
+    assert_close(result, gelu(expected), dtype="bfloat16")
+    assert_close(preactivation, expected, dtype="bfloat16")
+    slopes = random_array(rng, (5, columns), "bfloat16")
+    result = ops.gemm(lhs, rhs, gelu_preactivation=slopes, implementation=implementation)
+    assert_close(result, product(lhs, rhs) * gelu_slope(wide(slopes)), dtype="bfloat16")
+
+
 def test_gelu_far_from_zero(implementation):
     """Neither tail overflows, and the negative one decays to zero without cancellation."""
     x = jnp.asarray([-100.0, -20.0, -6.0, -3.0, -1e-6, 0.0, 1e-6, 6.0, 100.0, 1e6], jnp.float32)[:, None]

@@ -1,0 +1,410 @@
+"""Quantization to FP8, both copies: te_jax against jnp, torch.compile and a device copy of as many bytes.
+
+Random normal values are quantized to float8_e4m3fn, as they are and transposed, with their scales. Operations:
+
+- delayed: one scale, which is known beforehand, and the largest magnitude of the values for later. They are read once
+  and two bytes are written for each: in bfloat16 4 bytes a value.
+- current: one scale, from the values themselves, which are therefore read twice: 6 bytes a value.
+- row: a scale for each row of both copies: 6 bytes a value.
+- block: a scale for 1 × 128 values of both copies, as activations have: 4 bytes a value.
+- block_gradient: 1 × 128 values, and squares of 128 × 128 for the transposed copy: 4 bytes a value.
+- block_kernel: squares of 128 × 128 for both copies: 4 bytes a value.
+- current_dbias: current, and the sum of the values over the rows.
+
+Implementations: `te_jax` (native kernels), `te_jax_reference` (its definition in jnp, under jit), `jnp` (largest
+magnitude, scale, clip, `astype` and transpose, as one would write them, under jit), `torch.compile` (the same in torch)
+and `copy` (a device copy that reads and writes as many bytes as the operation must, the yardstick).
+
+No time is reported for a result that is wrong: of te_jax both copies and all scales are compared bit by bit with
+its definition, of the others both copies by their relative error.
+"""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import shapes
+from benchmarks.harness import (
+    Candidate,
+    CaseResult,
+    Family,
+    Headline,
+    Timing,
+    measure,
+    reason_of,
+    temporary_bytes,
+    timing_row,
+)
+from te_jax import ops
+from te_jax.recipe import Quantization, Scaling
+
+IMPLEMENTATIONS = ("te_jax", "te_jax_reference", "jnp", "torch.compile", "copy")
+PEERS = ("te_jax_reference", "jnp", "torch.compile")
+ERROR_BOUND = 0.03
+"""Relative L2 error of both copies beyond which no time is reported: of normal values in 3 bits of mantissa, 0.027."""
+
+_LARGEST = 448.0
+_E4M3 = np.dtype(jnp.float8_e4m3fn)
+_AMAX = 6.0  # where the scale is known beforehand
+_BYTES_BEYOND_CACHES = 256 * 2**20
+_MOST_BUFFERS = 64
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """What is quantized how.
+
+    Attributes:
+      scaling, transposed_scaling: see `te_jax.recipe.Quantization`.
+      reads: how often every value is read at least.
+      delayed: the scale is known beforehand, and the largest magnitude is a result.
+      dbias: the sum over the rows is a result.
+    """
+
+    scaling: Scaling
+    transposed_scaling: Scaling
+    reads: int
+    delayed: bool = False
+    dbias: bool = False
+
+    @property
+    def quantization(self) -> Quantization:
+        return Quantization(_E4M3, self.scaling, self.transposed_scaling)
+
+
+OPERATIONS = {
+    "delayed": _Operation("tensor", "tensor", 1, delayed=True),
+    "current": _Operation("tensor", "tensor", 2),
+    "row": _Operation("row", "row", 2),
+    "block": _Operation("block_1x128", "block_1x128", 1),
+    "block_gradient": _Operation("block_1x128", "block_128x128", 1),
+    "block_kernel": _Operation("block_128x128", "block_128x128", 1),
+    "current_dbias": _Operation("tensor", "tensor", 2, dbias=True),
+}
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A candidate, and what is wrong with a result of it, or None."""
+
+    candidate: Candidate
+    problem: Callable[[Any], str | None]
+
+
+def run_case(case: shapes.MatrixShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
+    """Measure all operations of one case with the named implementations; see `harness.Family.run_case`."""
+    x = _inputs(case)
+    buffers = [x, *(_fresh(x) for _ in range(_buffers_for(x.nbytes) - 1))]
+    result = CaseResult()
+    for name, operation in OPERATIONS.items():
+        _run_operation(case, name, operation, implementations, timing, buffers, result)
+    return result
+
+
+def _run_operation(
+    case: shapes.MatrixShape,
+    operation_name: str,
+    operation: _Operation,
+    implementations: Sequence[str],
+    timing: Timing,
+    buffers: list[jax.Array],
+    result: CaseResult,
+) -> None:
+    def entry(name: str, reason: str) -> dict[str, str]:
+        return {"case": case.name, "operation": operation_name, "implementation": name, "reason": reason}
+
+    floor_bytes = case.elements * (operation.reads * buffers[0].itemsize + 2)
+    candidates: list[Candidate] = []
+    for name in implementations:
+        if name == "torch.compile" and jax.default_backend() != "gpu":
+            continue
+        try:
+            checked = _build(name, operation, buffers, floor_bytes)
+            output = checked.candidate.call(*checked.candidate.arguments(1)[0])
+            checked.candidate.wait(output)
+            problem = checked.problem(output)
+            del output
+        except Exception as error:  # one peer that is missing or out of memory must not cost the others theirs
+            result.skipped.append(entry(name, reason_of(error)))
+            continue
+        if problem:
+            result.wrong.append(entry(name, problem))
+        else:
+            candidates.append(checked.candidate)
+
+    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
+    result.skipped += [entry(name, reason) for name, reason in failed.items()]
+    if "copy" not in seconds:
+        raise RuntimeError(f"the copy, the yardstick of {case.name}, was not measured: {failed}")
+    for candidate in candidates:
+        if candidate.name not in seconds:
+            continue
+        row = timing_row(
+            seconds,
+            candidate.name,
+            floor_bytes=floor_bytes,
+            copy_bytes=floor_bytes,
+            peers=() if candidate.name == "copy" else PEERS,
+            temporary_bytes=candidate.temporary_bytes,
+            operand_bytes=buffers[0].nbytes,
+        )
+        del row["temporaries_over_logits"]
+        head = {"case": case.name, "model": case.model, "operation": operation_name, "implementation": candidate.name}
+        result.rows.append(head | row)
+
+
+# Inputs
+
+
+def _inputs(case: shapes.MatrixShape) -> jax.Array:
+    draw = jax.jit(lambda key: jax.random.normal(key, (case.rows, case.cols), jnp.dtype(case.dtype)))
+    return jax.block_until_ready(draw(jax.random.key(0)))
+
+
+_fresh = jax.jit(jnp.copy)
+"""A new array with the same values, copied on the device."""
+
+
+def _buffers_for(size: int) -> int:
+    """How many copies of the values to rotate through so that no cache serves the next call."""
+    return max(1, min(_MOST_BUFFERS, -(-_BYTES_BEYOND_CACHES // size)))
+
+
+def _calls_that_fit(array: jax.Array) -> int:
+    """Calls whose results take a third of what JAX may allocate, or 4 GiB where the backend does not say."""
+    memory = (array.devices().pop().memory_stats() or {}).get("bytes_limit", 12 * 2**30) // 3
+    return max(1, min(1000, memory // (2 * array.size)))
+
+
+# Implementations
+
+
+def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_bytes: int) -> _Checked:
+    if name == "copy":
+        return _build_copy(buffers, floor_bytes)
+    if name == "torch.compile":
+        return _build_torch(operation, buffers)
+    if name == "jnp":
+        return _build_jax(name, _jnp(operation), buffers, lambda output: _too_far_off(_errors(output, buffers[0])))
+
+    def quantize(implementation):
+        def run(x, amax):
+            return ops.quantize(
+                x,
+                operation.quantization,
+                amax=amax if operation.delayed else None,
+                with_amax=operation.delayed,
+                with_dbias=operation.dbias,
+                implementation=implementation,
+            )
+
+        return run
+
+    # Never None: where the kernels are not loaded that would publish the reference under their name.
+    reference = quantize("reference")
+    if name == "te_jax_reference":
+        return _build_jax(name, reference, buffers, lambda output: _too_far_off(_errors_of_copies(output, buffers[0])))
+
+    def problem(output: Any) -> str | None:
+        expected = jax.jit(reference)(buffers[0], jnp.float32(_AMAX))
+        if operation.dbias:
+            output, expected = output[0], expected[0]
+        differ = jax.jit(lambda a, b: jax.tree.map(_differing_bits, a, b))(output, expected)
+        wrong = sum(int(count) for count in jax.tree.leaves(differ))
+        return f"{wrong} codes or scales differ from the definition" if wrong else None
+
+    return _build_jax(name, quantize("native"), buffers, problem)
+
+
+def _build_copy(buffers: list[jax.Array], floor_bytes: int) -> _Checked:
+    size = floor_bytes // 2
+    copied = [jnp.zeros((size,), jnp.uint8) for _ in range(_buffers_for(size))]
+    compiled = _fresh.lower(copied[0]).compile()
+    candidate = Candidate(
+        name="copy",
+        call=compiled,
+        arguments=lambda calls: [(copied[index % len(copied)],) for index in range(calls)],
+        most_calls=_calls_that_fit(copied[0]),
+        temporary_bytes=temporary_bytes(compiled),
+    )
+
+    def problem(output: jax.Array) -> str | None:
+        same = output.unsafe_buffer_pointer() == copied[0].unsafe_buffer_pointer()
+        return "XLA returned the array itself instead of a copy" if same else None
+
+    return _Checked(candidate, problem)
+
+
+def _build_jax(
+    name: str,
+    function: Callable[[jax.Array, jax.Array], Any],
+    buffers: list[jax.Array],
+    problem: Callable[[Any], str | None],
+) -> _Checked:
+    amax = jnp.float32(_AMAX)
+    compiled = jax.jit(function).lower(buffers[0], amax).compile()
+    candidate = Candidate(
+        name=name,
+        call=compiled,
+        arguments=lambda calls: [(buffers[index % len(buffers)], amax) for index in range(calls)],
+        most_calls=_calls_that_fit(buffers[0]),
+        temporary_bytes=temporary_bytes(compiled),
+    )
+    return _Checked(candidate, problem)
+
+
+def _jnp(operation: _Operation) -> Callable[[jax.Array, jax.Array], Any]:
+    """As one would write it: (data, transposed, inverse scales of both for every value, dbias, amax)."""
+
+    def scale_of(amax: jax.Array) -> jax.Array:
+        return _LARGEST / jnp.maximum(amax, 1e-30)
+
+    def encode(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.clip(x * scale, -_LARGEST, _LARGEST).astype(_E4M3)
+
+    def copy(x: jax.Array, scaling: Scaling, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        outer, summed = x.shape
+        if scaling == "tensor":
+            scale = scale_of(amax if operation.delayed else jnp.max(jnp.abs(x)))
+            return encode(x, scale), jnp.reshape(1 / scale, (1, 1))
+        if scaling == "row":
+            scale = scale_of(jnp.max(jnp.abs(x), axis=1, keepdims=True))
+            return encode(x, scale), 1 / scale
+        height = 1 if scaling == "block_1x128" else 128
+        blocks = x.reshape(outer // height, height, summed // 128, 128)
+        scale = scale_of(jnp.max(jnp.abs(blocks), axis=(1, 3), keepdims=True))
+        return encode(blocks, scale).reshape(x.shape), (1 / scale)[:, 0, :, 0]
+
+    def quantize(x: jax.Array, amax: jax.Array) -> Any:
+        wide = x.astype(jnp.float32)
+        data, scale_inv = copy(wide, operation.scaling, amax)
+        if operation.scaling == operation.transposed_scaling and operation.scaling in ("tensor", "block_128x128"):
+            transposed, transposed_scale_inv = data.T, scale_inv.T
+        else:
+            transposed, transposed_scale_inv = copy(wide.T, operation.transposed_scaling, amax)
+        extra = [jnp.max(jnp.abs(x))] if operation.delayed else []
+        extra += [jnp.sum(wide, axis=0)] if operation.dbias else []
+        return data, scale_inv, transposed, transposed_scale_inv, extra
+
+    return quantize
+
+
+def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> _Checked:
+    if importlib.util.find_spec("torch") is None:
+        raise RuntimeError("torch is not installed")
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("this torch has no CUDA support")
+    torch.compiler.reset()  # otherwise the next shape is compiled as a dynamic one
+
+    def scale_of(amax: Any) -> Any:
+        return _LARGEST / amax.clamp(min=1e-30)
+
+    def encode(x: Any, scale: Any) -> Any:
+        return (x * scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+
+    def copy(x: Any, scaling: Scaling, amax: Any) -> tuple[Any, Any]:
+        outer, summed = x.shape
+        if scaling == "tensor":
+            scale = scale_of(amax if operation.delayed else x.abs().amax())
+            return encode(x, scale), (1 / scale).reshape(1, 1)
+        if scaling == "row":
+            scale = scale_of(x.abs().amax(dim=1, keepdim=True))
+            return encode(x, scale), 1 / scale
+        height = 1 if scaling == "block_1x128" else 128
+        blocks = x.reshape(outer // height, height, summed // 128, 128)
+        scale = scale_of(blocks.abs().amax(dim=(1, 3), keepdim=True))
+        return encode(blocks, scale).reshape(x.shape), (1 / scale)[:, 0, :, 0]
+
+    @torch.compile(dynamic=False)
+    def quantize(x: Any, amax: Any) -> Any:
+        wide = x.float()
+        data, scale_inv = copy(wide, operation.scaling, amax)
+        if operation.scaling == operation.transposed_scaling and operation.scaling in ("tensor", "block_128x128"):
+            transposed, transposed_scale_inv = data.t().contiguous(), scale_inv.t()
+        else:
+            transposed, transposed_scale_inv = copy(wide.t(), operation.transposed_scaling, amax)
+            transposed = transposed.contiguous()
+        extra = [x.abs().amax()] if operation.delayed else []
+        extra += [wide.sum(dim=0)] if operation.dbias else []
+        return data, scale_inv, transposed, transposed_scale_inv, extra
+
+    def as_torch(array: jax.Array) -> Any:
+        return torch.utils.dlpack.from_dlpack(jax.block_until_ready(array)).detach()
+
+    def as_jax(tensor: Any) -> jax.Array:
+        if tensor.dtype == torch.float8_e4m3fn:
+            return jax.lax.bitcast_convert_type(as_jax(tensor.view(torch.uint8)), _E4M3)
+        return jnp.from_dlpack(tensor.contiguous())
+
+    tensors, amax = [as_torch(x) for x in buffers], as_torch(jnp.float32(_AMAX))
+    candidate = Candidate(
+        name="torch.compile",
+        call=lambda *arguments: quantize(*arguments),
+        arguments=lambda calls: [(tensors[index % len(tensors)], amax) for index in range(calls)],
+        wait=lambda output: torch.cuda.synchronize(),
+    )
+    return _Checked(candidate, lambda output: _too_far_off(_errors([as_jax(part) for part in output[:4]], buffers[0])))
+
+
+# Checks
+
+
+def _errors(output: Any, x: jax.Array) -> tuple[float, float]:
+    """Relative L2 errors of both copies, whose scales are spread over rows and columns of blocks."""
+    data, scale_inv, transposed, transposed_scale_inv, *_ = output
+
+    @jax.jit
+    def error(codes: jax.Array, scale_inv: jax.Array, x: jax.Array) -> jax.Array:
+        for axis in (0, 1):
+            scale_inv = jnp.repeat(scale_inv, codes.shape[axis] // scale_inv.shape[axis], axis=axis)
+        return _relative(codes.astype(jnp.float32) * scale_inv, x)
+
+    return float(error(data, scale_inv, x)), float(error(transposed, transposed_scale_inv, x.T))
+
+
+def _errors_of_copies(output: Any, x: jax.Array) -> tuple[float, float]:
+    """Relative L2 errors of both copies of a QuantizedArray."""
+    quantized = output[0] if isinstance(output, tuple) else output
+    error = jax.jit(lambda copy, x: _relative(copy.dequantize(), x))
+    return float(error(quantized.without_transposed(), x)), float(error(quantized.without_data(), x))
+
+
+def _relative(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    actual, expected = actual.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected)
+
+
+def _too_far_off(errors: tuple[float, float]) -> str | None:
+    """Says which error is too large. Written so that NaN is too large."""
+    for copy, error in zip(("data", "transposed"), errors, strict=True):
+        if not error <= ERROR_BOUND:
+            return f"{copy} is wrong: relative L2 error {error:.3g}, bound {ERROR_BOUND:.3g}"
+    return None
+
+
+def _differing_bits(a: jax.Array, b: jax.Array) -> jax.Array:
+    unsigned = {1: jnp.uint8, 4: jnp.uint32}[a.dtype.itemsize]
+    a, b = (jax.lax.bitcast_convert_type(x, unsigned) for x in (a, b))
+    return jnp.sum(a != b, dtype=jnp.int32)
+
+
+FAMILY = Family(
+    description="both FP8 copies of a tensor and their scales",
+    cases={"gpu": shapes.QUANTIZE_GPU, "cpu": shapes.QUANTIZE_CPU},
+    implementations=IMPLEMENTATIONS,
+    peers=PEERS,
+    run_case=run_case,
+    headline=Headline(
+        operation="current",
+        figure="ratio_to_copy",
+        label="Both FP8 copies with one scale from the tensor itself, time as a multiple of a copy of as many bytes",
+        implementations=("te_jax", "te_jax_reference", "jnp", "torch.compile"),
+    ),
+)
