@@ -15,7 +15,9 @@ bool IsAligned(const float* pointer) { return reinterpret_cast<uintptr_t>(pointe
 bool UsesCublasLt(const Problem& p) {
   if (p.scaling == Scaling::kNone) return true;
   if (p.own_kernel || p.scaling == Scaling::kBlock) return false;
-  return p.scaling == Scaling::kTensor || (IsAligned(p.a.scales) && IsAligned(p.b.scales));
+  if (p.scaling == Scaling::kTensor) return true;
+  // With a scale for each row cuBLASLt 13.1 adds no bias to float32 results.
+  return IsAligned(p.a.scales) && IsAligned(p.b.scales) && !(p.bias != nullptr && p.d_type == Type::kFloat32);
 }
 
 DType DTypeOf(Type type) {

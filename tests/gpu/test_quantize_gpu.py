@@ -124,7 +124,7 @@ def test_more_values_than_32_bits_count(shape, rng):
     quantized, amax = run(x, quantization, with_amax=True)
     tensor = run(x, QUANTIZATIONS["current"], amax=amax)
     last = 2**31 // cols // 128
-    for block in {0, last - 1, last, last + 1, rows // 128 - 1}:
+    for block in {0, last - 1, last, min(last + 1, rows // 128 - 1), rows // 128 - 1}:
         part = slice(128 * block, 128 * block + 128)
         own = run(x[part], quantization)
         assert_same_bits(own.data, quantized.data[part])
