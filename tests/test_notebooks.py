@@ -14,7 +14,7 @@ from jupyter_client.manager import AsyncKernelManager
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 # What each notebook promises its reader.
-SECONDS = {"quickstart.ipynb": 60}
+SECONDS = {"fp8_linear.ipynb": 60, "quickstart.ipynb": 60}
 
 
 class ThisInterpreter(AsyncKernelManager):

@@ -1,12 +1,13 @@
 """What a training run shows: the progress bar, the lines beneath it, and the figure of the losses."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Progress", "draw_losses", "memory_in_use"]
+__all__ = ["Progress", "draw_losses", "memory_in_use", "summary"]
 
 _INK, _MUTED, _BLUE, _ORANGE = "#1f2430", "#7a8294", "#2563c9", "#d9641e"
 
@@ -77,21 +78,48 @@ def memory_in_use(devices: Sequence[Any]) -> int:
     return peak or _resident_bytes()
 
 
+def summary(label: str, training: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]]) -> str:
+    """Where the losses of a log ended, in a line for the run, one for its twin and one for how far apart the two are.
+
+    Args:
+      label: what the run is called.
+      training: records with "step", "loss" and, of a twin, "<its name>_loss".
+      validation: the same.
+
+    Returns:
+      Lines without a final newline.
+    """
+    twin = _twin(training[-1])
+    labels = {"loss": label} if twin is None else {"loss": label, f"{twin}_loss": f"{twin} twin"}
+    width = max(12, *(len(label) + 2 for label in labels.values()))
+    lines = [
+        f"{label:<{width}}training {training[-1][name]:.6f}   validation {validation[0][name]:.6f} → "
+        f"{validation[-1][name]:.6f} nats per byte"
+        for name, label in labels.items()
+    ]
+    if twin is not None:
+        trained, held_out = _excess(training[-1], twin), _excess(validation[-1], twin)
+        lines.append(f"{'difference':<{width}}training {trained:+.3f}%   validation {held_out:+.3f}%")
+    return "\n".join(lines)
+
+
 def draw_losses(
-    path: Path, title: str, training: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]]
+    path: Path, title: str, label: str, training: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]]
 ) -> None:
     """Draws the losses of a log. Where a twin was trained too, a second panel shows how far apart the two are.
 
     Args:
       path: PNG file to write.
       title: of the figure.
-      training: records with "step", "loss" and, of a twin, "optax_loss".
+      label: what the run is called.
+      training: records with "step", "loss" and, of a twin, "<its name>_loss".
       validation: the same.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    compared = "optax_loss" in training[0]
+    twin = _twin(training[0])
+    compared = twin is not None
     # Figure, not pyplot: no global state, and it draws without a display.
     figure = Figure(figsize=(8.0, 6.0 if compared else 4.5), dpi=150, layout="constrained")
     axes = figure.subplots(
@@ -120,12 +148,13 @@ def draw_losses(
         fontweight="bold",
     )
     if compared:
-        twin = _column(validation, "optax_loss")
-        top.plot(held_out_steps, twin, color=_INK, linewidth=1.2, linestyle=(0, (2, 3)), label="validation, optax twin")
-        differences = [ours - theirs for ours, theirs in zip(losses, _column(training, "optax_loss"), strict=True)]
+        dots, name = (0, (2, 3)), f"{twin}_loss"
+        held_out = _column(validation, name)
+        top.plot(held_out_steps, held_out, color=_INK, linewidth=1.2, linestyle=dots, label=f"validation, {twin} twin")
+        differences = [ours - theirs for ours, theirs in zip(losses, _column(training, name), strict=True)]
         panels[1].axhline(0.0, color=_MUTED, linewidth=0.8)
         panels[1].plot(steps, differences, color=_BLUE, linewidth=0.8)
-        panels[1].set_ylabel("te_jax − optax\n(nats per byte)")
+        panels[1].set_ylabel(f"{label} − {twin}\n(nats per byte)")
         panels[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
     top.legend(frameon=False, labelcolor=_INK)
     top.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
@@ -141,8 +170,19 @@ def draw_losses(
 
 
 def _format_losses(losses: Mapping[str, float]) -> str:
-    twin = f" (optax {losses['optax_loss']:.4f})" if "optax_loss" in losses else ""
-    return f"loss {losses['loss']:.4f}{twin}"
+    twin = _twin(losses)
+    return f"loss {losses['loss']:.4f}" + ("" if twin is None else f" ({twin} {losses[f'{twin}_loss']:.4f})")
+
+
+def _twin(record: Mapping[str, Any]) -> str | None:
+    """The name of the twin whose losses a record holds beside the run's own."""
+    return next((name.removesuffix("_loss") for name in record if name.endswith("_loss")), None)
+
+
+def _excess(record: Mapping[str, Any], twin: str) -> float:
+    """By how many per cent a loss lies above the twin's."""
+    ours, theirs = record["loss"], record[f"{twin}_loss"]
+    return 100 * (ours - theirs) / theirs if theirs else math.nan
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:

@@ -27,8 +27,8 @@ __all__ = [
     "te_jax_loss",
 ]
 
-LossFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
-"""(params, tokens [batch, time], targets [batch, time]) → float32 scalar."""
+LossFunction = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]
+"""(params, scaling state, tokens [batch, time], targets [batch, time]) → float32 scalar."""
 
 _BATCH_AXIS = "data"
 _HOST_DEVICE_FLAG = "xla_force_host_platform_device_count"
@@ -40,10 +40,12 @@ class TrainState(NamedTuple):
     Args:
       params: of the decoder, float32.
       optimizer: state of the optax transform.
+      scaling: largest magnitudes that delayed scaling remembers; None for every other recipe.
     """
 
     params: Any
     optimizer: Any
+    scaling: Any
 
 
 class Placement(NamedTuple):
@@ -66,12 +68,12 @@ class Learner(NamedTuple):
     Args:
       init: key → TrainState.
       step: (state, windows [batch, seq_len + 1]) → (state, loss); the state given is donated.
-      evaluate: (params, windows [batches, batch, seq_len + 1]) → mean loss.
+      evaluate: (state, windows [batches, batch, seq_len + 1]) → mean loss; the state stays as it is.
     """
 
     init: Callable[[jax.Array], TrainState]
     step: Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]
-    evaluate: Callable[[Any, jax.Array], jax.Array]
+    evaluate: Callable[[TrainState, jax.Array], jax.Array]
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without computing it."""
@@ -142,15 +144,19 @@ def build_optimizer(learning_rate: float, steps: int) -> optax.GradientTransform
 
 
 def te_jax_loss(config: decoder.DecoderConfig, implementation: Literal["native", "reference"]) -> LossFunction:
-    """The decoder with te_jax's fused cross-entropy."""
-    return lambda params, tokens, targets: decoder.loss(params, tokens, targets, config, implementation=implementation)
+    """The decoder with te_jax's fused cross-entropy and, where its recipe says so, projections in FP8."""
+
+    def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        return decoder.loss(params, tokens, targets, config, scaling, implementation=implementation)
+
+    return loss
 
 
 def optax_loss(config: decoder.DecoderConfig) -> LossFunction:
-    """The same decoder with the plain cross-entropy of optax: the twin that `--compare` trains."""
+    """The same decoder with the plain cross-entropy of optax: the twin that `--compare` trains beside no recipe."""
 
-    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = decoder.apply(params, tokens, config).astype(jnp.float32)
+    def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = decoder.apply(params, tokens, config, scaling).astype(jnp.float32)
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
     return loss
@@ -176,15 +182,18 @@ def build_learner(
 
     def init(key: jax.Array) -> TrainState:
         params = decoder.init(config, key)
-        return TrainState(params, optimizer.init(params))
+        return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config))
 
     def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
-        value, gradients = jax.value_and_grad(loss)(state.params, *_tokens_and_targets(windows))
+        batch = _tokens_and_targets(windows)
+        # What comes back for the scaling state is no gradient but its next value, which the optimizer never sees.
+        value, (gradients, scaling) = jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.scaling, *batch)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), optimizer_state), value
+        return TrainState(optax.apply_updates(state.params, updates), optimizer_state, scaling), value
 
-    def evaluate(params: Any, windows: jax.Array) -> jax.Array:
-        return jnp.mean(lax.map(lambda batch: loss(params, *_tokens_and_targets(batch)), windows))
+    def evaluate(state: TrainState, windows: jax.Array) -> jax.Array:
+        losses = lax.map(lambda batch: loss(state.params, state.scaling, *_tokens_and_targets(batch)), windows)
+        return jnp.mean(losses)
 
     return Learner(
         init=jax.jit(init, out_shardings=placement.state, compiler_options=options),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from te_jax.cli.errors import UserError
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 
 if TYPE_CHECKING:
     import jax
@@ -19,13 +20,21 @@ if TYPE_CHECKING:
 
     from te_jax.cli._report import Progress
     from te_jax.cli._run_folder import RunFolder
-    from te_jax.cli._step import Learner, Placement, TrainState
+    from te_jax.cli._step import Learner, LossFunction, Placement, TrainState
     from te_jax.cli._text import Corpus
     from te_jax.models import DecoderConfig
 
 __all__ = ["add_arguments", "run"]
 
 _PACKAGES = ("optax", "orbax", "matplotlib", "tqdm")
+
+_RECIPES: dict[str, Recipe | None] = {
+    "block": BlockScaling(),
+    "current": CurrentScaling(),
+    "rowwise": RowwiseScaling(),
+    "delayed": DelayedScaling(),
+    "none": None,
+}
 
 _EVALUATION_WINDOWS = 64
 
@@ -50,6 +59,7 @@ class Options:
     devices: int | None = None
     compare: bool = False
     learning_rate: float | None = None
+    recipe: str = "none"
     implementation: Literal["auto", "native", "reference"] = "auto"
     dtype: str = "auto"
     eval_every: int = 50
@@ -70,11 +80,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     add("--seed", type=int, help=f"of the parameters and the order of the data ({default.seed})")
     add("--devices", type=int, help="GPUs to use, or CPU devices to divide this host into (all that JAX shows)")
-    add("--compare", action="store_true", help="also train a twin with optax's loss on the same data, and print both")
+    add("--recipe", help=f"of the FP8 of projections: {', '.join(_RECIPES)} ({default.recipe})")
+    add(
+        "--compare",
+        action="store_true",
+        help="also train a twin on the same data, without the recipe or, where there is none, with optax's loss",
+    )
     add("--checkpoint-every", type=int, metavar="STEPS", help=f"steps between checkpoints ({default.checkpoint_every})")
     add("--eval-every", type=int, metavar="STEPS", help=f"steps between validations ({default.eval_every})")
     add("--learning-rate", type=float, help="peak of the schedule (0.384 / width of the model)")
-    add("--implementation", choices=("auto", "native", "reference"), help="of the cross-entropy (auto)")
+    add("--implementation", choices=("auto", "native", "reference"), help="of te_jax's operations (auto)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), help="of activations (bfloat16 on GPUs, float32 on CPUs)")
 
 
@@ -143,11 +158,12 @@ def _resolve(args: argparse.Namespace, stored: dict[str, Any] | None) -> Options
         return Options(**given)
     for name, value in given.items():
         # The text is compared by its content, and how often to save changes no number.
-        if name in ("text", "checkpoint_every") or value in ("auto", stored["options"][name]):
+        before = stored["options"].get(name, getattr(Options, name))
+        if name in ("text", "checkpoint_every") or value in ("auto", before):
             continue
         option = "--" + name.replace("_", "-")
         raise UserError(
-            f"{option} is {value}, but the run in {args.out} was started with {stored['options'][name]}: "
+            f"{option} is {value}, but the run in {args.out} was started with {before}: "
             f"leave {option} out to continue it, or start another run in another --out"
         )
     return Options(**{**stored["options"], **{name: value for name, value in given.items() if value != "auto"}})
@@ -170,7 +186,9 @@ def _config(options: Options) -> "DecoderConfig":
 
     if options.preset not in PRESETS:
         raise UserError(f"--preset {options.preset} is unknown: choose one of {', '.join(PRESETS)}")
-    return PRESETS[options.preset]
+    if options.recipe not in _RECIPES:
+        raise UserError(f"--recipe {options.recipe} is unknown: choose one of {', '.join(_RECIPES)}")
+    return dataclasses.replace(PRESETS[options.preset], recipe=_RECIPES[options.recipe])
 
 
 def _settle(options: Options, config: "DecoderConfig", corpus: "Corpus", devices: "list[Any]") -> Options:
@@ -186,14 +204,22 @@ def _settle(options: Options, config: "DecoderConfig", corpus: "Corpus", devices
 
 
 def _learners(options: Options, config: "DecoderConfig", placement: "Placement") -> "dict[str, Learner]":
-    """By the name of the loss in the log: te_jax's own, and the twin where one is asked for."""
+    """By the name of the loss in the log: te_jax's own, and the twin's where one is asked for."""
     from te_jax.cli import _step
 
-    losses = {"loss": _step.te_jax_loss(config, _implementation(options))}
-    if options.compare:
-        losses["optax_loss"] = _step.optax_loss(config)
+    implementation = _implementation(options)
     optimizer = _step.build_optimizer(_peak_rate(options, config), options.steps)
-    return {name: _step.build_learner(config, loss, optimizer, placement) for name, loss in losses.items()}
+
+    def learner(config: "DecoderConfig", loss: "LossFunction") -> "Learner":
+        return _step.build_learner(config, loss, optimizer, placement)
+
+    learners = {"loss": learner(config, _step.te_jax_loss(config, implementation))}
+    if options.compare and config.recipe is None:
+        learners["optax_loss"] = learner(config, _step.optax_loss(config))
+    elif options.compare:
+        plain = dataclasses.replace(config, recipe=None)
+        learners[f"{config.dtype}_loss"] = learner(plain, _step.te_jax_loss(plain, implementation))
+    return learners
 
 
 def _peak_rate(options: Options, config: "DecoderConfig") -> float:
@@ -202,14 +228,37 @@ def _peak_rate(options: Options, config: "DecoderConfig") -> float:
 
 
 def _implementation(options: Options) -> Literal["native", "reference"]:
-    """Which cross-entropy runs: "native" or "reference"."""
+    """Which implementation of te_jax's operations runs: "native" or "reference"."""
     from te_jax import native
 
     try:
         use_native = native.use_native(None if options.implementation == "auto" else options.implementation)
     except native.NativeUnavailableError as error:
         raise UserError(f"--implementation {options.implementation} cannot run here: {error}") from error
+    if use_native:
+        _check_products(options)
     return "native" if use_native else "reference"
+
+
+def _check_products(options: Options) -> None:
+    """Kernels may be there, and the GPU not one that multiplies what the recipe makes."""
+    import jax
+    import jax.numpy as jnp
+
+    from te_jax import native, ops
+
+    recipe = _RECIPES[options.recipe]
+    if recipe is None:
+        return
+    activation, kernel = recipe.quantization("activation"), recipe.quantization("kernel")
+
+    def product(x: jax.Array) -> jax.Array:
+        return ops.gemm(ops.quantize(x, activation), ops.quantize(x, kernel), implementation="native")
+
+    try:
+        jax.eval_shape(product, jax.ShapeDtypeStruct((16, 16), jnp.float32))
+    except native.NativeUnavailableError as error:
+        raise UserError(f"--recipe {options.recipe} cannot run here: {error}") from error
 
 
 def _header(options: Options, config: "DecoderConfig", corpus: "Corpus", devices: "list[Any]") -> dict[str, Any]:
@@ -224,7 +273,11 @@ def _header(options: Options, config: "DecoderConfig", corpus: "Corpus", devices
     return {
         "kind": "header",
         "options": dataclasses.asdict(options),
-        "model": {**dataclasses.asdict(config), "num_parameters": config.num_parameters},
+        "model": {
+            **dataclasses.asdict(config),
+            "recipe": _describe(config.recipe),
+            "num_parameters": config.num_parameters,
+        },
         "text": {"source": corpus.source, "bytes": corpus.data.size, "sha256": corpus.sha256},
         "implementation": _implementation(options),
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
@@ -236,6 +289,13 @@ def _header(options: Options, config: "DecoderConfig", corpus: "Corpus", devices
             "python": platform.python_version(),
         },
     }
+
+
+def _describe(recipe: Recipe | None) -> dict[str, Any] | None:
+    if recipe is None:
+        return None
+    values = {name: str(v) if name.endswith("dtype") else v for name, v in dataclasses.asdict(recipe).items()}
+    return {"name": type(recipe).__name__, **values}
 
 
 def _note_changes(stored: dict[str, Any], header: dict[str, Any]) -> None:
@@ -272,9 +332,7 @@ def _train(
     records = _Records(folder, progress)
 
     def evaluate(step: int) -> None:
-        records.add(
-            "validation", step, {name: it.evaluate(states[name].params, windows) for name, it in learners.items()}
-        )
+        records.add("validation", step, {name: it.evaluate(states[name], windows) for name, it in learners.items()})
 
     try:
         if not done:
@@ -339,12 +397,8 @@ def _conclude(folder: "RunFolder", options: Options, config: "DecoderConfig") ->
 
     training, validation = folder.records("train"), folder.records("validation")
     figure = folder.path / "loss.png"
-    title = f"te-jax train · {options.preset}, {config.num_parameters:,} parameters"
-    _report.draw_losses(figure, title, training, validation)
-    for name, label in (("loss", "te_jax"), ("optax_loss", "optax twin")):
-        if name in training[-1]:
-            print(
-                f"{label:<12}training {training[-1][name]:.6f}   validation {validation[0][name]:.6f} → "
-                f"{validation[-1][name]:.6f} nats per byte"
-            )
+    label = "te_jax" if config.recipe is None else f"{options.recipe} scaling"
+    title = f"te-jax train · {options.preset}, {config.num_parameters:,} parameters · {label}"
+    _report.draw_losses(figure, title, label, training, validation)
+    print(_report.summary(label, training, validation))
     print(f"{options.steps} steps in {folder.path}: log.jsonl, checkpoints, {figure.name}")

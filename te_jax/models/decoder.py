@@ -1,14 +1,18 @@
-"""A decoder-only transformer of the Llama family as three pure functions: `init`, `apply` and `loss`.
+"""A decoder-only transformer of the Llama family as pure functions: `init`, `apply` and `loss`.
 
 RMSNorm before each block, rotary positions, grouped-query attention, a SiLU-gated MLP, no biases. The parameters of all
 layers are stacked on a leading axis and run by one `lax.scan`, so a deeper model does not compile for longer.
 
-The output head is not tied to the embedding: it is then a projection like every other (same layout, same precision,
-split over devices in the same way), and it is what the large shapes in `PRESETS` do.
+With a recipe, the projections of attention and MLP run in FP8. The embedding and the output head stay in `dtype`: there
+the rounding of FP8 would reach every logit directly, and of a deep model's products the head is a small part.
+
+The output head is not tied to the embedding, as in the large shapes of `PRESETS`: it is then a projection of the same
+layout as the others, and split over devices in the same way.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -16,10 +20,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax import ops
+from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
 
-__all__ = ["PRESETS", "DecoderConfig", "apply", "init", "loss"]
+__all__ = ["PRESETS", "DecoderConfig", "apply", "init", "init_scaling_state", "loss"]
 
 _DTYPES = ("float32", "bfloat16")
+_PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
+
+Implementation = Literal["native", "reference"]
+Project = Callable[[jax.Array, str], jax.Array]
+"""(x [..., in], name of a projection) → [..., out], with the kernel of the layer at hand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +49,11 @@ class DecoderConfig:
       dtype: "float32" or "bfloat16": what activations and projections are computed in. Parameters are always float32;
         norms, rotations and the softmax of attention are computed in float32.
       remat: recompute each block in the backward pass and keep only its input: memory for about a third more FLOPs.
+      recipe: how the projections of attention and MLP are quantized to FP8 (`te_jax.recipe`), whose sizes must then be
+        multiples of 16; None computes them in `dtype`. Kernels are quantized from float32.
 
     Raises:
-      ValueError: a size is below 1, heads do not divide, or a name is unknown.
+      ValueError: a size is below 1, heads do not divide, a name is unknown, or `recipe` is no recipe.
     """
 
     vocab_size: int
@@ -55,6 +67,7 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     dtype: str = "float32"
     remat: bool = False
+    recipe: Recipe | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
@@ -74,6 +87,10 @@ class DecoderConfig:
                 raise ValueError(f"{name} is {value!r}: it needs to be a finite number above 0")
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(_DTYPES)}")
+        if self.recipe is not None and not isinstance(self.recipe, Recipe):
+            raise ValueError(
+                f"recipe is {self.recipe!r}: it needs to be a Recipe, such as te_jax.recipe.CurrentScaling(), or None"
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -155,35 +172,74 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
     }
 
 
-def apply(params: dict[str, Any], tokens: jax.Array, config: DecoderConfig) -> jax.Array:
+def init_scaling_state(config: DecoderConfig) -> dict[str, DelayedScalingState] | None:
+    """The state of delayed scaling before the first step; `loss` takes it, and its gradient is the next state.
+
+    Args:
+      config: the shape.
+
+    Returns:
+      A dict with a `te_jax.recipe.DelayedScalingState` for each projection ("query", "key", "value", "out", "gate",
+      "up", "down"), its histories float32 [num_layers, history_len]; None where the recipe has no state.
+    """
+    if not isinstance(config.recipe, DelayedScaling):
+        return None
+    shape = (config.num_layers, config.recipe.history_len)
+    return {
+        name: DelayedScalingState(*(jnp.zeros(shape, jnp.float32) for _ in dataclasses.fields(DelayedScalingState)))
+        for name in _PROJECTIONS
+    }
+
+
+def apply(
+    params: dict[str, Any],
+    tokens: jax.Array,
+    config: DecoderConfig,
+    scaling_state: dict[str, DelayedScalingState] | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array:
     """Logits of the next token at every position; position t sees tokens 0 … t.
 
     Args:
       params: what `init` returned for this `config`.
       tokens: integer [batch, time], each in [0, vocab_size).
       config: the shape.
+      scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
+      implementation: passed to `te_jax.ops.dense`: None, "native" or "reference".
 
     Returns:
       Logits [batch, time, vocab_size] in `config.dtype`.
 
     Raises:
-      ValueError: `tokens` is not an integer array of two dimensions.
+      ValueError: `tokens` is not an integer array of two dimensions; `scaling_state` is missing or has no use; a size
+        does not fit FP8 products.
     """
     _check_tokens("tokens", tokens)
+    if (scaling_state is not None) != isinstance(config.recipe, DelayedScaling):
+        raise ValueError(
+            f"scaling_state is {'missing' if scaling_state is None else 'given'}, and config.recipe is "
+            f"{config.recipe!r}: delayed scaling, and nothing else, takes what `init_scaling_state` returns"
+        )
     dtype = jnp.dtype(config.dtype)
     cos, sin = _rotary_tables(tokens.shape[1], config)
 
-    def block(x, layer):
-        x = x + _attention(_rms_norm(x, layer["attention_norm"], config), layer, cos, sin, config)
-        x = x + _mlp(_rms_norm(x, layer["mlp_norm"], config), layer)
+    def block(x, layer_and_state):
+        layer, state = layer_and_state
+
+        def project(x: jax.Array, name: str) -> jax.Array:
+            return _project(x, layer[name], config.recipe, None if state is None else state[name], implementation)
+
+        x = x + _attention(_rms_norm(x, layer["attention_norm"], config), project, cos, sin, config)
+        x = x + _mlp(_rms_norm(x, layer["mlp_norm"], config), project)
         return x, None
 
     # Inside scan the loop itself keeps XLA from merging the recomputation with the forward pass, so the barriers that
     # prevent_cse adds would only cost time.
     body = jax.checkpoint(block, prevent_cse=False) if config.remat else block
     x = jnp.take(params["embedding"], tokens, axis=0).astype(dtype)
-    x, _ = lax.scan(body, x, params["layers"])
-    return _project(_rms_norm(x, params["final_norm"], config), params["head"])
+    x, _ = lax.scan(body, x, (params["layers"], scaling_state))
+    return _project(_rms_norm(x, params["final_norm"], config), params["head"], implementation=implementation)
 
 
 def loss(
@@ -191,30 +247,39 @@ def loss(
     tokens: jax.Array,
     targets: jax.Array,
     config: DecoderConfig,
+    scaling_state: dict[str, DelayedScalingState] | None = None,
     *,
-    implementation: Literal["native", "reference"] | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Mean cross-entropy of `targets` under the logits of `apply`, in nats per token.
+
+    With delayed scaling the gradient with respect to `scaling_state` is the state of the next step:
+
+        gradients, scaling_state = jax.grad(loss, argnums=(0, 4))(params, tokens, targets, config, scaling_state)
 
     Args:
       params: what `init` returned for this `config`.
       tokens: integer [batch, time].
       targets: integer [batch, time]: the token that follows each position, or -100 where none is to be predicted.
       config: the shape.
-      implementation: passed to `te_jax.ops.softmax_cross_entropy`: None, "native" or "reference".
+      scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
+      implementation: passed to `te_jax.ops.dense` and `te_jax.ops.softmax_cross_entropy`: None, "native" or
+        "reference".
 
     Returns:
       float32 scalar.
 
     Raises:
-      ValueError: `tokens` or `targets` is not an integer array of two dimensions, or their shapes differ.
+      ValueError: `tokens` or `targets` is not an integer array of two dimensions, or their shapes differ; or for what
+        `apply` refuses.
     """
     _check_tokens("targets", targets)
     if targets.shape != tokens.shape:
         raise ValueError(
             f"targets has shape {targets.shape} and tokens has shape {tokens.shape}: give one target for each token"
         )
-    return ops.softmax_cross_entropy(apply(params, tokens, config), targets, implementation=implementation)
+    logits = apply(params, tokens, config, scaling_state, implementation=implementation)
+    return ops.softmax_cross_entropy(logits, targets, implementation=implementation)
 
 
 def _check_tokens(name: str, tokens: jax.Array) -> None:
@@ -225,9 +290,15 @@ def _check_tokens(name: str, tokens: jax.Array) -> None:
         )
 
 
-def _project(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [..., in] · kernel [in, out] in the dtype of x. All products with parameters go through here."""
-    return x @ kernel.astype(x.dtype)
+def _project(
+    x: jax.Array,
+    kernel: jax.Array,
+    recipe: Recipe | None = None,
+    scaling_state: DelayedScalingState | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """x [..., in] · kernel [in, out], in the dtype of x. All products with parameters go through here."""
+    return ops.dense(x, kernel, recipe=recipe, scaling_state=scaling_state, implementation=implementation)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array:
@@ -249,16 +320,16 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _attention(x: jax.Array, layer: dict[str, Any], cos: jax.Array, sin: jax.Array, config: DecoderConfig) -> jax.Array:
+def _attention(x: jax.Array, project: Project, cos: jax.Array, sin: jax.Array, config: DecoderConfig) -> jax.Array:
     batch, time, _ = x.shape
 
     def heads(name: str) -> jax.Array:
-        return _project(x, layer[name]).reshape(batch, time, -1, config.head_dim)
+        return project(x, name).reshape(batch, time, -1, config.head_dim)
 
     query, key = _rotate(heads("query"), cos, sin), _rotate(heads("key"), cos, sin)
     mixed = jax.nn.dot_product_attention(query, key, heads("value"), is_causal=True)
-    return _project(mixed.reshape(batch, time, -1), layer["out"])
+    return project(mixed.reshape(batch, time, -1), "out")
 
 
-def _mlp(x: jax.Array, layer: dict[str, Any]) -> jax.Array:
-    return _project(jax.nn.silu(_project(x, layer["gate"])) * _project(x, layer["up"]), layer["down"])
+def _mlp(x: jax.Array, project: Project) -> jax.Array:
+    return project(jax.nn.silu(project(x, "gate")) * project(x, "up"), "down")

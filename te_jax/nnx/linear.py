@@ -119,9 +119,6 @@ class LinearGeneral(nnx.Module):
 class Linear(LinearGeneral):
     """`LinearGeneral` over the last dimension, with the parameters of `flax.nnx.Linear`."""
 
-    def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs, **kwargs: Any):
-        super().__init__(in_features, out_features, rngs=rngs, **kwargs)
-
 
 class DotGeneral(nnx.Module):
     """`jax.lax.dot_general` of an activation and a kernel in FP8, for layers that take a `dot_general`.

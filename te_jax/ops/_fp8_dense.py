@@ -63,7 +63,7 @@ class Layer:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Like:
-    """What a cotangent must be like: the dtype of its primal and, on Explicit meshes, its sharding."""
+    """What an array must be like: its dtype and, on Explicit meshes, its sharding."""
 
     dtype: np.dtype
     sharding: NamedSharding | None
@@ -119,9 +119,9 @@ class _Residuals(NamedTuple):
 def product(layer: Layer, x: Array, kernel, bias: Array | None, accumulator: Array | None, state) -> Array:
     del accumulator
     like = _like_result(layer, x, kernel)
-    x8, _, _ = _quantize(layer, "activation", x, state, outer=True)
+    x8, _, _ = _quantize(layer, "activation", x, state, outer=True, observed=False)
     if not isinstance(kernel, QuantizedArray):
-        kernel, _, _ = _quantize(layer, "kernel", kernel, state, outer=True)
+        kernel, _, _ = _quantize(layer, "kernel", kernel, state, outer=True, observed=False)
     return _forward_product(layer, x8, kernel, bias, like, keep_preactivation=False)[0]
 
 
@@ -158,7 +158,7 @@ def _forward(layer: Layer, *operands):
         tuple(_Like.of(a) if isinstance(a, Array) else None for a in (x, kernel, bias, accumulator)),
         _kept(x8, "transposed").named("te_dense_activation"),
         kept_kernel,
-        None if preactivation is None else checkpoint_name(preactivation, "te_dense_preactivation"),
+        preactivation,
         accumulator,
         state,
         {role: checkpoint_name(amax, f"te_dense_{role}") for role, amax in amaxes.items() if amax is not None},
@@ -209,10 +209,17 @@ def _forward_product(layer: Layer, x8, kernel8, bias: Array | None, like: _Like,
         implementation=layer.implementation,
     )
     y, preactivation = result if layer.gelu_is_fused and keep_preactivation else (result, None)
-    y, preactivation = _cast(y, like), None if preactivation is None else _cast(preactivation, like)
-    if layer.activation is None or layer.gelu_is_fused:
-        return y, preactivation
-    return activate(layer.activation, y), y
+    y = _cast(y, like)
+    if layer.activation is None:
+        return y, None
+    if layer.gelu_is_fused:
+        return y, None if preactivation is None else _named_preactivation(_cast(preactivation, like))
+    preactivation = _named_preactivation(y)  # where it is kept, y is computed from it again
+    return activate(layer.activation, preactivation), preactivation
+
+
+def _named_preactivation(x: Array) -> Array:
+    return checkpoint_name(x, "te_dense_preactivation")
 
 
 def _dgrad(layer: Layer, dy8: QuantizedArray, kernel8: Any, dtype) -> Array:
@@ -259,9 +266,10 @@ def _quantize(
     *,
     outer: bool,
     summed: bool = False,
+    observed: bool = True,
     with_dbias: bool = False,
 ) -> tuple[QuantizedArray, Array | None, Array | None]:
-    """(FP8, largest magnitude where scaling is delayed, dbias where asked for).
+    """(FP8, largest magnitude where scaling is delayed and observed, dbias where asked for).
 
     Of activations and gradients [*batch, *features] the outer copy keeps the batch and the summed copy sums over it. Of
     kernels the outer copy keeps out, and the summed copy sums over it.
@@ -279,12 +287,12 @@ def _quantize(
         row_ndim=row_ndim,
         copies="both" if outer and summed else one,
         amax=delayed.reference_amax(_as_float32(getattr(state, role))) if delayed else None,
-        with_amax=delayed is not None,
+        with_amax=delayed is not None and observed,
         with_dbias=with_dbias,
         implementation=layer.implementation,
     )
     quantized, *rest = result if isinstance(result, tuple) else (result,)
-    return quantized, rest.pop(0) if delayed else None, rest.pop(0) if with_dbias else None
+    return quantized, rest.pop(0) if delayed and observed else None, rest.pop(0) if with_dbias else None
 
 
 def _next_state(layer: Layer, state: DelayedScalingState, amaxes: dict[Role, Any]) -> DelayedScalingState:

@@ -139,7 +139,7 @@ def test_groups_of_sharded_dimensions(axis_type, pair, make_mesh, native_kernels
 def test_shard_map(check_vma, pair, make_mesh, implementation, rng):
     mesh = make_mesh({"data": AUTO, "model": AUTO})
     x, quantization = random_case(rng, SHAPE, "bfloat16"), quantization_of(pair)
-    quantized = ops.quantize(jnp.zeros((128, 128), x.dtype), quantization)
+    quantized = ops.quantize(jnp.zeros((128, 128), x.dtype), quantization, implementation=implementation)
     scales = {"tensor": (P(), P()), "row": (P("data"), P("model"))}.get(pair, (P("model", "data"), P("model", "data")))
     specs = [P("data", "model"), scales[0], P("model", "data"), scales[1]]
     out_specs = (jax.tree.unflatten(jax.tree.structure(quantized), specs), P(), P("model"))
@@ -161,7 +161,9 @@ def test_shard_map_without_axis_name_means_arrays_of_their_own(make_mesh, implem
     mesh = make_mesh({"data": AUTO, "model": AUTO})
     count = mesh.shape["data"]
     x, quantization = random_case(rng, (count, 64, 48), "bfloat16"), quantization_of("tensor")
-    out_specs = jax.tree.map(lambda _: P("data"), ops.quantize(jnp.zeros((2, 2), x.dtype), quantization))
+    out_specs = jax.tree.map(
+        lambda _: P("data"), ops.quantize(jnp.zeros((2, 2), x.dtype), quantization, implementation="reference")
+    )
 
     def local(x):
         return jax.tree.map(lambda leaf: leaf[None], ops.quantize(x[0], quantization, implementation=implementation))
@@ -217,12 +219,12 @@ def test_largest_magnitudes_of_shards_keep_nan(axis_type, make_mesh, native_kern
         assert_bits(amax, np.float32(np.nan))
 
 
-@pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
+@pytest.mark.parametrize("pair", ["row", "1x128 and square"])
 @axis_types
 def test_reference_of_sharded_arrays(axis_type, pair, make_mesh, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
     quantization = quantization_of(pair)
-    for shape, spec in ((SHAPE, P("data", "model")), ((264, 136), P("data", "model")), (SHAPE, P(("data", "model")))):
+    for shape, spec in (((512, 256), P("data", "model")), ((264, 136), P("data", "model"))):
         x = random_case(rng, shape, "bfloat16")
         results = ops.quantize(
             place(x, mesh, spec), quantization, with_amax=True, with_dbias=True, implementation="reference"

@@ -1,0 +1,156 @@
+"""`te-jax train` in FP8: every recipe learns as the run without one, and delayed scaling's state is kept apart."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from te_jax import native
+from te_jax.cli import _step
+from te_jax.cli._run_folder import RunFolder, read_header
+from te_jax.cli.main import main
+from te_jax.models import PRESETS
+from te_jax.recipe import DelayedScaling
+
+RECIPES = ("block", "current", "rowwise", "delayed")
+DELAYED = DelayedScaling(history_len=3)
+STEPS = 40
+ARGV = ["train", "--preset", "nano", "--seq-len", "32", "--batch", "4", "--devices", "1", "--steps", str(STEPS)]
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_process_of_its_own():
+    jax.devices()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def losses(out, kind, name="loss"):
+    lines = (out / "log.jsonl").read_text().splitlines()
+    return np.array([record[name] for record in map(json.loads, lines) if record["kind"] == kind])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The run without a recipe. A module's fixture is set up before those of its tests."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    jax.devices()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert main([*ARGV, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_ends_where_the_run_without_one_does(recipe, plain, tmp_path, capsys):
+    out = tmp_path / "run"
+    compare = ["--compare"] if recipe == "current" else []
+    assert main([*ARGV, "--recipe", recipe, *compare, "--out", str(out)]) == 0
+    assert read_header(out)["options"]["recipe"] == recipe
+    assert read_header(out)["model"]["recipe"]["forward_dtype"] == "float8_e4m3fn"
+    before, after = losses(out, "validation")
+    expected_before, expected_after = losses(plain, "validation")
+    assert before == pytest.approx(expected_before, rel=2e-2)
+    assert after == pytest.approx(expected_after, rel=2e-2)
+    assert after < before - 2
+    train, expected = losses(out, "train"), losses(plain, "train")
+    assert (train != expected).all()
+    np.testing.assert_allclose(train, expected, rtol=5e-2)
+    if compare:
+        _check_twin(out, plain, capsys.readouterr().out)
+
+
+def _check_twin(out, plain, shown):
+    for kind in ("train", "validation"):
+        np.testing.assert_allclose(losses(out, kind, "float32_loss"), losses(plain, kind), rtol=1e-4)
+    for name, label in {"loss": "current scaling", "float32_loss": "float32 twin"}.items():
+        assert re.search(
+            rf"^{label} .* → {losses(out, 'validation', name)[-1]:.6f} nats per byte$", shown, re.MULTILINE
+        )
+    difference = re.search(r"^difference +training (.*)% +validation (.*)%$", shown, re.MULTILINE)
+    for kind, found in zip(("train", "validation"), difference.groups(), strict=True):
+        ratio = losses(out, kind)[-1] / losses(out, kind, "float32_loss")[-1]
+        assert float(found) == pytest.approx(100 * (ratio - 1), abs=1e-3)
+
+
+# ----------------------------------------------------------------------------------------- the state of delayed scaling
+
+
+@functools.cache
+def learner_on(devices, recipe=DELAYED):
+    """A learner and its placement, compiled once."""
+    config = dataclasses.replace(PRESETS["nano"], recipe=recipe)
+    placement = _step.build_placement(jax.devices()[:devices])
+    loss = _step.te_jax_loss(config, "native" if native.available() else "reference")
+    return _step.build_learner(config, loss, _step.build_optimizer(1e-2, 10), placement), placement
+
+
+def histories(state):
+    """By projection and role, float32 [layers, history_len]."""
+    return {
+        f"{name}/{role}": np.asarray(history)
+        for name, of_projection in state.scaling.items()
+        for role, history in vars(of_projection).items()
+    }
+
+
+def test_a_step_advances_the_state_and_an_evaluation_does_not(rng):
+    learner, placement = learner_on(1)
+    windows = rng.integers(0, 256, (3, 4, 33)).astype(np.uint8)
+    state = learner.init(jax.random.key(0))
+    seen = [histories(state)]
+    for batch in windows:
+        learner.evaluate(state, jax.device_put(windows, placement.evaluation))
+        state, _ = learner.step(state, jax.device_put(batch, placement.windows))
+        seen.append(histories(state))
+    kernels = state.params["layers"]
+    for name, last in seen[-1].items():
+        assert last.shape == (2, 3)
+        assert (last > 0).all(), name
+        for before, after in itertools.pairwise(seen):
+            np.testing.assert_array_equal(after[name][:, 1:], before[name][:, :-1])
+        if name.endswith("kernel"):  # of the step before the optimizer changed it
+            largest = np.abs(np.asarray(kernels[name.partition("/")[0]])).max(axis=(1, 2))
+            np.testing.assert_allclose(last[:, 0], largest, rtol=0.2)
+            assert (last[:, 0] != last[:, 1]).all()
+
+
+def test_the_optimizer_knows_nothing_of_the_state():
+    delayed, plain = (learner_on(1, recipe)[0].abstract_state() for recipe in (DELAYED, None))
+    assert delayed.optimizer == plain.optimizer
+    assert delayed.params == plain.params
+    assert plain.scaling is None
+
+
+def test_devices_agree_on_the_state(rng):
+    windows = rng.integers(0, 256, (2, 4, 33)).astype(np.uint8)
+    ends = []
+    for devices in (1, 4):
+        learner, placement = learner_on(devices)
+        state = learner.init(jax.random.key(0))
+        for batch in windows:
+            state, _ = learner.step(state, jax.device_put(batch, placement.windows))
+        assert all(history.sharding.is_fully_replicated for history in jax.tree.leaves(state.scaling))
+        ends.append(histories(state))
+    for name, one in ends[0].items():
+        np.testing.assert_allclose(ends[1][name], one, rtol=0.1, err_msg=name)
+
+
+def test_a_checkpoint_holds_the_state(tmp_path, rng):
+    learner, placement = learner_on(1)
+    batch = jax.device_put(rng.integers(0, 256, (4, 33)).astype(np.uint8), placement.windows)
+    state, _ = learner.step(learner.init(jax.random.key(0)), batch)
+    folder = RunFolder.create(tmp_path / "run", {"kind": "header"})
+    try:
+        folder.save(1, {"loss": state})
+        restored = folder.restore({"loss": learner.abstract_state()})["loss"]
+    finally:
+        folder.close()
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for found, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert all(history.any() for history in histories(restored).values())

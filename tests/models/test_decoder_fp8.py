@@ -1,0 +1,181 @@
+"""The decoder with recipes: what runs in FP8 and what does not, and the state of delayed scaling."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from te_jax.models import PRESETS, DecoderConfig, apply, init, init_scaling_state, loss
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+
+RECIPES = [CurrentScaling(), BlockScaling(), RowwiseScaling(), DelayedScaling(history_len=3)]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+
+# A vocabulary that FP8 products would refuse.
+PLAIN = DecoderConfig(
+    vocab_size=19, num_layers=3, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_size=48
+)
+PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
+
+# Compiled once for each recipe, so tests use one shape.
+SHAPE = (4, 32)
+value_and_grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 4)), static_argnums=3)
+
+
+def random_params(rng):
+    """Unlike those of `init`, of another size in each layer."""
+    params = jax.jit(init, static_argnums=0)(PLAIN, jax.random.key(int(rng.integers(2**31))))
+    return jax.tree.map(
+        lambda leaf: leaf * jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape[:1] + (1,) * (leaf.ndim - 1)), leaf.dtype),
+        params,
+    )
+
+
+def random_tokens(rng):
+    return jnp.asarray(rng.integers(0, PLAIN.vocab_size, SHAPE), jnp.int32)
+
+
+def relative_error(actual, expected):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+@every_recipe
+def test_loss_and_gradients_are_near_those_without_a_recipe(recipe, rng):
+    config = dataclasses.replace(PLAIN, recipe=recipe)
+    params, tokens = random_params(rng), random_tokens(rng)
+    targets = random_tokens(rng)
+    state = init_scaling_state(config)
+    for _ in range(3):  # gradients reach layers beneath others at their right size once those know their own
+        (value, (gradients, state)) = value_and_grad(params, tokens, targets, config, state)
+    expected, (expected_gradients, _) = value_and_grad(params, tokens, targets, PLAIN, None)
+    assert 0 < abs(value - expected) < 2e-2 * expected
+    for path, gradient in jax.tree.leaves_with_path(expected_gradients):
+        found = functools.reduce(lambda tree, key: tree[key.key], path, gradients)
+        assert found.dtype == jnp.float32
+        assert 1e-4 < relative_error(found, gradient) < 0.3, path
+
+
+def test_projections_of_blocks_are_in_fp8_and_nothing_else_is(rng):
+    params, tokens = random_params(rng), random_tokens(rng)
+    config = dataclasses.replace(PLAIN, recipe=CurrentScaling())
+
+    def fp8_shapes(config):
+        text = str(jax.make_jaxpr(lambda *a: apply(*a, config, implementation="reference"))(params, tokens))
+        return {tuple(map(int, shape.split(","))) for shape in re.findall(r"f8_e4m3fn\[([\d,]+)\]", text)}
+
+    assert not fp8_shapes(PLAIN)
+    shapes = {tuple(sorted(shape)) for shape in fp8_shapes(config)}
+    assert shapes >= {tuple(sorted(params["layers"][name].shape[1:])) for name in PROJECTIONS}
+    assert not any(PLAIN.vocab_size in shape for shape in shapes)
+
+
+def test_each_layer_and_projection_has_a_history_of_its_own(rng):
+    config = dataclasses.replace(PLAIN, recipe=DelayedScaling(history_len=3))
+    params, tokens = random_params(rng), random_tokens(rng)
+    state = init_scaling_state(config)
+    assert set(state) == set(PROJECTIONS)
+    histories = [jax.tree.map(np.asarray, state)]
+    for _ in range(2):
+        _, (_, state) = value_and_grad(params, tokens, tokens, config, state)
+        histories.append(jax.tree.map(np.asarray, state))
+    before, first, second = histories
+    for name in PROJECTIONS:
+        for role in ("activation", "kernel", "gradient"):
+            zero, one, two = (getattr(each[name], role) for each in (before, first, second))
+            assert zero.shape == one.shape == (3, 3)
+            assert not zero.any()
+            assert (two[:, 0] > 0).all()
+            assert not one[:, 1:].any()
+            np.testing.assert_array_equal(two[:, 1:], one[:, :-1])
+        largest = np.abs(np.asarray(params["layers"][name])).max(axis=(1, 2))
+        np.testing.assert_array_equal(first[name].kernel[:, 0], largest)
+    # What enters the first layer is not touched by FP8.
+    embedded = np.asarray(params["embedding"], np.float64)[np.asarray(tokens)]
+    normed = embedded / np.sqrt(np.mean(embedded**2, axis=-1, keepdims=True) + PLAIN.norm_eps)
+    largest = np.abs(normed * np.asarray(params["layers"]["attention_norm"][0])).max()
+    for name in ("query", "key", "value"):
+        np.testing.assert_allclose(first[name].activation[0, 0], largest, rtol=1e-5)
+
+
+def test_the_state_decides_the_scales(rng):
+    config = dataclasses.replace(PLAIN, recipe=DelayedScaling(history_len=3))
+    params, tokens = random_params(rng), random_tokens(rng)
+    _, (_, state) = value_and_grad(params, tokens, tokens, config, init_scaling_state(config))
+    logits = jax.jit(apply, static_argnums=2)
+    exact = logits(params, tokens, PLAIN)
+    assert relative_error(logits(params, tokens, config, state), exact) < 0.15
+    saturating = jax.tree.map(lambda history: history / 1024, state)
+    assert relative_error(logits(params, tokens, config, saturating), exact) > 0.3
+
+
+def test_remat_changes_nothing(rng):
+    config = dataclasses.replace(PLAIN, recipe=DelayedScaling(history_len=3))
+    params, tokens = random_params(rng), random_tokens(rng)
+    kept, recomputed = (
+        value_and_grad(params, tokens, tokens, each, init_scaling_state(each))
+        for each in (config, dataclasses.replace(config, remat=True))
+    )
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(kept), jax.tree.leaves(recomputed), strict=True):
+        assert relative_error(other, leaf) < 2e-2, path
+
+
+def test_split_batches_exchange_gradients_and_largest_magnitudes(rng):
+    config = dataclasses.replace(PLAIN, recipe=DelayedScaling(history_len=3))
+    params, tokens = random_params(rng), random_tokens(rng)
+    state = init_scaling_state(config)
+    whole, (whole_gradients, whole_state) = value_and_grad(params, tokens, tokens, config, state)
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    params, state = jax.device_put((params, state), NamedSharding(mesh, PartitionSpec()))
+    tokens = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
+    compiled = value_and_grad.lower(params, tokens, tokens, config, state).compile()
+    collectives = re.findall(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", compiled.as_text())
+    assert set(collectives) == {"all-reduce"}
+    split, (split_gradients, split_state) = compiled(params, tokens, tokens, state)
+    np.testing.assert_allclose(split, whole, rtol=1e-3)
+    # Scales are those of the whole batch. Sums in another order round a few values to their FP8 neighbours.
+    for found, expected in zip(jax.tree.leaves(split_gradients), jax.tree.leaves(whole_gradients), strict=True):
+        assert relative_error(found, expected) < 5e-2
+    for found, expected in zip(jax.tree.leaves(split_state), jax.tree.leaves(whole_state), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=5e-2)
+
+
+@pytest.mark.parametrize("promotion", ["standard"])  # attention in bfloat16 needs it
+@every_recipe
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_fit_every_recipe(name, recipe, promotion):
+    config = dataclasses.replace(PRESETS[name], recipe=recipe)
+    params = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    state = jax.eval_shape(functools.partial(init_scaling_state, config))
+    tokens = jax.ShapeDtypeStruct((2, 32), jnp.int32)
+    step = jax.value_and_grad(loss, argnums=(0, 4))
+    with jax.numpy_dtype_promotion(promotion):
+        _, (gradients, next_state) = jax.eval_shape(
+            lambda *a: step(*a[:3], config, *a[3:]), params, tokens, tokens, state
+        )
+    shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (params, gradients)]
+    assert shapes[0] == shapes[1]
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, next_state)
+
+
+def test_what_does_not_fit_is_refused():
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match=r"recipe is 'block': it needs to be a Recipe"):
+        dataclasses.replace(PLAIN, recipe="block")
+    odd = dataclasses.replace(PLAIN, mlp_size=40, recipe=CurrentScaling())
+    with pytest.raises(ValueError, match=r"kernel has shape \(32, 40\), 40 features out; .* multiple of 16"):
+        jax.eval_shape(lambda key: apply(init(odd, key), tokens, odd), jax.random.key(0))
+    params = jax.eval_shape(functools.partial(init, PLAIN), jax.random.key(0))
+    delayed = dataclasses.replace(PLAIN, recipe=DelayedScaling())
+    with pytest.raises(ValueError, match=r"scaling_state is missing, .* DelayedScaling.*init_scaling_state"):
+        apply(params, tokens, delayed)
+    for config in (PLAIN, dataclasses.replace(PLAIN, recipe=BlockScaling())):
+        assert init_scaling_state(config) is None
+        with pytest.raises(ValueError, match=r"scaling_state is given, and config.recipe is "):
+            apply(params, tokens, config, init_scaling_state(delayed))
+    assert hash(delayed) == hash(dataclasses.replace(PLAIN, recipe=DelayedScaling()))
