@@ -52,7 +52,11 @@ def quantize(
     data = scale_inv = transposed = transposed_scale_inv = None
     if copies != "transposed":
         data, scale_inv = _copy(wide, quantization, quantization.scaling, rows, cols, reference_amax, col_axes)
-    if copies != "data":
+    same_scales = quantization.scaling == quantization.transposed_scaling in ("tensor", "block_128x128")
+    if data is not None and scale_inv is not None and copies == "both" and same_scales:
+        transposed = data.transpose(cols + rows)
+        transposed_scale_inv = scale_inv.transpose(cols + rows) if scale_inv.ndim else scale_inv
+    elif copies != "data":
         codes, transposed_scale_inv = _copy(
             wide, quantization, quantization.transposed_scaling, cols, rows, reference_amax, row_axes
         )
@@ -144,13 +148,14 @@ def _copy(
 
     def scaled(x: Array, amax: Array) -> tuple[Array, Array]:
         scale = scale_of(amax, quantization.dtype, quantization.power_of_two_scales)
-        return _encode(x, scale, quantization.dtype), _quotient(1.0, scale)
+        # Worked out once for each scale: fused into the loop over x it would be for each value.
+        scale, scale_inv = lax.optimization_barrier((scale, _quotient(1.0, scale)))
+        return _encode(x, scale, quantization.dtype), scale_inv
 
     if scaling == "tensor":
         assert tensor_amax is not None
-        return scaled(x, jnp.expand_dims(tensor_amax, tuple(range(x.ndim))))[0], _quotient(
-            1.0, scale_of(tensor_amax, quantization.dtype, quantization.power_of_two_scales)
-        )
+        codes, scale_inv = scaled(x, jnp.expand_dims(tensor_amax, tuple(range(x.ndim))))
+        return codes, jnp.squeeze(scale_inv, tuple(range(x.ndim)))
     if scaling == "row":
         codes, scale_inv = scaled(x, _over(lax.pmax, _largest(x, summed, keepdims=True), summed_axes))
         return codes, jnp.squeeze(scale_inv, summed)

@@ -81,12 +81,12 @@ def backward_of(**options):
 def large(compiled, parts=1):
     """Collectives of matrices. Scales and largest magnitudes, of rows at most, are left out."""
     limit = 4 * max(TOKENS, IN, OUT)
-    found = [entry for entry in collectives(compiled) if max(b.elements for b in entry.results) > limit]
-    assert all(len(entry.results) == 1 for entry in found)
-    # A sum of which each device keeps a part is a sum.
+    # GPUs join several into one. A sum of which each device keeps a part is a sum.
     return sorted(
-        ("all-reduce", entry.elements * parts) if entry.kind == "reduce-scatter" else (entry.kind, entry.elements)
-        for entry in found
+        ("all-reduce", result.elements * parts) if entry.kind == "reduce-scatter" else (entry.kind, result.elements)
+        for entry in collectives(compiled)
+        for result in entry.results
+        if result.elements > limit
     )
 
 
