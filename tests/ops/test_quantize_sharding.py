@@ -161,7 +161,9 @@ def test_shard_map_without_axis_name_means_arrays_of_their_own(make_mesh, implem
     mesh = make_mesh({"data": AUTO, "model": AUTO})
     count = mesh.shape["data"]
     x, quantization = random_case(rng, (count, 64, 48), "bfloat16"), quantization_of("tensor")
-    out_specs = jax.tree.map(lambda _: P("data"), ops.quantize(jnp.zeros((2, 2), x.dtype), quantization, implementation="reference"))
+    out_specs = jax.tree.map(
+        lambda _: P("data"), ops.quantize(jnp.zeros((2, 2), x.dtype), quantization, implementation="reference")
+    )
 
     def local(x):
         return jax.tree.map(lambda leaf: leaf[None], ops.quantize(x[0], quantization, implementation=implementation))
