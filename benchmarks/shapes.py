@@ -123,3 +123,36 @@ QUANTIZE_CPU = (
     MatrixShape(rows=2048, cols=1024, dtype="bfloat16", model="te-jax train"),
     MatrixShape(rows=2048, cols=1024, dtype="float32", model="te-jax train"),
 )
+
+
+@dataclass(frozen=True)
+class LeavesShape:
+    """Parameters of a model: as many matrices of one shape.
+
+    Attributes:
+      leaves: number of matrices.
+      rows, cols: of each.
+      model: what has about as many parameters.
+    """
+
+    leaves: int
+    rows: int
+    cols: int
+    model: str
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line, such as "16x4096x4096"."""
+        return f"{self.leaves}x{self.rows}x{self.cols}"
+
+    @property
+    def elements(self) -> int:
+        return self.leaves * self.rows * self.cols
+
+
+LEAVES_GPU = (
+    LeavesShape(leaves=16, rows=4096, cols=4096, model="268 million parameters"),
+    LeavesShape(leaves=16, rows=4096, cols=16384, model="1.07 billion parameters"),
+)
+
+LEAVES_CPU = (LeavesShape(leaves=4, rows=512, cols=512, model="one million parameters"),)

@@ -6,18 +6,16 @@ flushes subnormals to zero, divides approximately, or lets maxima drop NaN.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
 
+from te_jax import _blocks
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BLOCK, Quantization, Scaling
+from te_jax.recipe import Quantization, Scaling
 
 AxisName = str | tuple[str, ...]
 GroupAxes = AxisName | Mapping[Literal["rows", "cols"], AxisName]
@@ -161,49 +159,11 @@ def _copy(
         return codes, jnp.squeeze(scale_inv, summed)
 
     split = sorted({summed[-1], outer[-1]} if scaling == "block_128x128" else {summed[-1]})
-    blocks = _split(x, split)
+    blocks = _blocks.split(x, split)
     inside = tuple(axis + place + 1 for place, axis in enumerate(split))
     codes, scale_inv = scaled(blocks, _largest(blocks, inside, keepdims=True))
     order = outer + summed if scaling == "block_128x128" else summed + outer
-    return _merge(codes, x.shape, split), jnp.squeeze(scale_inv, inside).transpose(order)
-
-
-def _split(x: Array, axes: Sequence[int]) -> Array:
-    """Each of the axes as two, [blocks, values of a block]; the last block is filled up with zeros."""
-    x = _gather_cut_blocks(x, axes)
-    size = {axis: max(1, min(BLOCK, x.shape[axis])) for axis in axes}
-    fill = [(0, -n % size.get(axis, 1)) for axis, n in enumerate(x.shape)]
-    if any(after for _, after in fill):
-        x = jnp.pad(x, fill)
-    for axis in reversed(axes):
-        x = x.reshape(*x.shape[:axis], x.shape[axis] // size[axis], size[axis], *x.shape[axis + 1 :])
-    return x
-
-
-def _gather_cut_blocks(x: Array, axes: Sequence[int]) -> Array:
-    """Axes that an Explicit mesh splits within a block, whole. On Auto meshes that is XLA's to find out."""
-    sharding = jax.typeof(x).sharding
-    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
-        return x
-    spec = list(sharding.spec)
-    for axis in axes:
-        if x.shape[axis] % (BLOCK * _shards(sharding, axis)):
-            spec[axis] = None
-    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
-
-
-def _shards(sharding: NamedSharding, axis: int) -> int:
-    entry = sharding.spec[axis] or ()
-    return math.prod(sharding.mesh.shape[name] for name in ((entry,) if isinstance(entry, str) else entry))
-
-
-def _merge(blocks: Array, shape: tuple[int, ...], axes: Sequence[int]) -> Array:
-    """The inverse of `_split`."""
-    for axis in axes:  # the axes before are merged already
-        blocks = blocks.reshape(
-            *blocks.shape[:axis], math.prod(blocks.shape[axis : axis + 2]), *blocks.shape[axis + 2 :]
-        )
-    return blocks if blocks.shape == shape else blocks[tuple(slice(n) for n in shape)]
+    return _blocks.merge(codes, x.shape, split), jnp.squeeze(scale_inv, inside).transpose(order)
 
 
 def _encode(x: Array, scale: Array, dtype: np.dtype) -> Array:

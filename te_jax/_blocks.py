@@ -1,0 +1,75 @@
+"""Blocks of 128 values along dimensions of an array."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from te_jax.recipe import BLOCK
+
+
+def size_of(length: int) -> int:
+    """Of the blocks of a dimension: 128, or all of a shorter one."""
+    return max(1, min(BLOCK, length))
+
+
+def zeros(x: Any) -> Array:
+    """float32 zeros, one for each block along the last dimension of x, sharded as x where the blocks divide so."""
+    shape = (*x.shape[:-1], -(-x.shape[-1] // BLOCK)) if x.shape else ()
+    if isinstance(x, jax.core.Tracer):
+        sharding = jax.typeof(x).sharding
+        known = not sharding.mesh.empty and sharding.mesh.explicit_axes
+    else:
+        sharding = getattr(x, "sharding", None)
+        known = isinstance(sharding, NamedSharding)
+    return jnp.zeros(shape, jnp.float32, device=_of_blocks(sharding, shape) if known else None)
+
+
+def _of_blocks(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    if not shape or len(sharding.spec) < len(shape) or shape[-1] % _shards(sharding, len(shape) - 1) == 0:
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1]))
+
+
+def split(x: Array, axes: Sequence[int]) -> Array:
+    """Each of the axes as two, [blocks, values of a block]; the last block is filled up with zeros."""
+    x = _gather_cut_blocks(x, axes)
+    size = {axis: size_of(x.shape[axis]) for axis in axes}
+    fill = [(0, -n % size.get(axis, 1)) for axis, n in enumerate(x.shape)]
+    if any(after for _, after in fill):
+        x = jnp.pad(x, fill)
+    for axis in reversed(axes):
+        x = x.reshape(*x.shape[:axis], x.shape[axis] // size[axis], size[axis], *x.shape[axis + 1 :])
+    return x
+
+
+def _gather_cut_blocks(x: Array, axes: Sequence[int]) -> Array:
+    """Axes that an Explicit mesh splits within a block, whole. On Auto meshes that is XLA's to find out."""
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
+        return x
+    spec = list(sharding.spec)
+    for axis in axes:
+        if x.shape[axis] % (BLOCK * _shards(sharding, axis)):
+            spec[axis] = None
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def _shards(sharding: NamedSharding, axis: int) -> int:
+    entry = sharding.spec[axis] or ()
+    return math.prod(sharding.mesh.shape[name] for name in ((entry,) if isinstance(entry, str) else entry))
+
+
+def merge(blocks: Array, shape: tuple[int, ...], axes: Sequence[int]) -> Array:
+    """The inverse of `split`."""
+    for axis in axes:  # the axes before are merged already
+        blocks = blocks.reshape(
+            *blocks.shape[:axis], math.prod(blocks.shape[axis : axis + 2]), *blocks.shape[axis + 2 :]
+        )
+    return blocks if blocks.shape == shape else blocks[tuple(slice(n) for n in shape)]

@@ -1,0 +1,38 @@
+"""Adam with states in few bytes, as optax transforms."""
+
+try:
+    import optax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "optax":
+        raise
+    raise ImportError("te_jax.optim needs optax, which is not installed: pip install 'te_jax[optim]'") from error
+
+from te_jax.optim._adam import ScaleByAdamState, adam, adamw, scale_by_adam
+from te_jax.optim._convert import convert_state
+from te_jax.optim._master import MasterWeightsState, master_weights, weights
+from te_jax.optim._nonfinite import (
+    DynamicLossScaleState,
+    SkipNonfiniteState,
+    dynamic_loss_scale,
+    loss_scale,
+    skip_nonfinite,
+)
+from te_jax.optim._requantize import Requantize, apply_updates
+
+__all__ = [
+    "DynamicLossScaleState",
+    "MasterWeightsState",
+    "Requantize",
+    "ScaleByAdamState",
+    "SkipNonfiniteState",
+    "adam",
+    "adamw",
+    "apply_updates",
+    "convert_state",
+    "dynamic_loss_scale",
+    "loss_scale",
+    "master_weights",
+    "scale_by_adam",
+    "skip_nonfinite",
+    "weights",
+]

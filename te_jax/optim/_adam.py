@@ -1,0 +1,265 @@
+"""Adam with moments in few bytes, as an optax transform."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+
+from te_jax.optim import _moments, _rounding
+from te_jax.optim._master import in_float32, master_weights
+from te_jax.optim._nonfinite import skip_nonfinite as skip_nonfinite_steps
+
+ScalarOrSchedule = float | Array | Callable[[Any], Any]
+
+
+class ScaleByAdamState(NamedTuple):
+    """State of `scale_by_adam`: that of optax, and a bound for every block of a moment in float16 or FP8."""
+
+    count: Array  # int32 (): steps taken
+    mu: Any  # of the parameters' structure and shapes, mu_dtype
+    nu: Any  # of the parameters' structure and shapes, nu_dtype
+    mu_bounds: Any  # float32 [..., ceil(n / 128)] for a parameter [..., n]; None where mu needs none
+    nu_bounds: Any  # the same for nu
+
+
+class _Step(NamedTuple):
+    """Numbers of a step, the same for every parameter; float32 scalars."""
+
+    b1: Array
+    b2: Array
+    one_minus_b1: Array
+    one_minus_b2: Array
+    correction1: Array
+    correction1_next: Array
+    correction2: Array
+    eps: Array
+    eps_root: Array
+
+
+def scale_by_adam(
+    b1: float | Array = 0.9,
+    b2: float | Array = 0.999,
+    eps: float | Array = 1e-8,
+    eps_root: float | Array = 0.0,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
+    stochastic_rounding: bool = True,
+    seed: int | Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Rescales gradients as `optax.scale_by_adam` does, with both moments in dtypes of their own.
+
+    All arithmetic is in float32, and the update follows from the moments before they are rounded:
+
+        m ← b1·m + (1-b1)·g,  v ← b2·v + (1-b2)·g²,  u = m/(1-b1^t) / (√(v/(1-b2^t) + eps_root) + eps)
+
+    A second moment in bfloat16 that is rounded to nearest stops following its gradients: a step of b2 = 0.999 changes
+    it by less than half of its last digit. So moments are rounded at random, up or down by distance, which is right on
+    average. The random bits are a hash of seed, step, parameter and place: the same after a restart and for every
+    sharding under `jit`. In `shard_map` places count within a shard.
+
+    float16 and FP8 hold blocks of 128 values along the last dimension, with a power of two as scale for each. Second
+    moments above zero are kept above zero, at least 2^-17 of the largest in their block in FP8.
+
+    Args:
+      b1, b2: decay of the first and of the second moment.
+      eps, eps_root: added outside and inside of the square root.
+      mu_dtype, nu_dtype: float32, bfloat16, float16 or float8_e4m3fn. None: the parameter's own, as in optax, but
+        float32 for a float16 parameter.
+      nesterov: Nesterov's momentum, as in `optax.nadam`.
+      stochastic_rounding: at random. False rounds to nearest.
+      seed: of the random bits.
+
+    Returns:
+      The transform. Updates have the gradients' dtypes.
+
+    Raises:
+      ValueError: a dtype that moments or parameters cannot have.
+
+    References:
+      Kingma and Ba, https://arxiv.org/abs/1412.6980. Dozat, https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ.
+      Low-precision moments: Dettmers et al., https://arxiv.org/abs/2110.02861; optax issue 1552.
+    """
+    dtypes = _moments.checked_dtype("mu_dtype", mu_dtype), _moments.checked_dtype("nu_dtype", nu_dtype)
+
+    def init(params: Any) -> ScaleByAdamState:
+        mu, nu = (jax.tree.map(lambda p, dtype=dtype: _moments.zeros(p, dtype), params) for dtype in dtypes)
+        bounds = (jax.tree.map(_moments.zero_bounds, params) if _moments.is_scaled(d) else None for d in dtypes)
+        return ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu, *bounds)
+
+    def update(updates: Any, state: ScaleByAdamState, params: Any = None, **extra_args: Any):
+        del params, extra_args
+        count = optax.safe_increment(state.count)
+        t, t_next = (n.astype(float) for n in (count, optax.safe_increment(count)))
+        step = _Step(
+            *(b1, b2, 1 - b1, 1 - b2),
+            *(1 - b1**t, 1 - b1**t_next, 1 - b2**t),
+            *(eps, eps_root),
+        )
+        step = _Step(*(jnp.asarray(value, jnp.float32) for value in step))
+        gradients, structure = jax.tree.flatten(updates)
+        moments = [
+            [None] * len(gradients) if tree is None else structure.flatten_up_to(tree)
+            for tree in (state.mu, state.nu, state.mu_bounds, state.nu_bounds)
+        ]
+        keys = None
+        if stochastic_rounding:
+            key = _rounding.mix(_rounding.mix(jnp.asarray(seed).astype(jnp.uint32)) + count.astype(jnp.uint32))
+            keys = _rounding.mix(key ^ jnp.arange(len(gradients), dtype=jnp.uint32))
+        after = []
+        for leaf, (gradient, *of_leaf) in enumerate(zip(gradients, *moments, strict=True)):
+            change, new_mu, *rest = _update(
+                gradient, *of_leaf, None if keys is None else keys[leaf], step, nesterov=nesterov
+            )
+            # One leaf after the other: XLA would make one loop of several, which then runs short of registers.
+            new_mu, step, keys = lax.optimization_barrier((new_mu, step, keys))
+            after.append((change, new_mu, *rest))
+        columns = list(zip(*after, strict=True)) if after else [()] * 5
+        trees = [structure.unflatten(column) for column in columns]
+        mu_bounds, nu_bounds = (None if old is None else new for old, new in zip(state[3:], trees[3:], strict=True))
+        return trees[0], ScaleByAdamState(count, trees[1], trees[2], mu_bounds, nu_bounds)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@functools.partial(jax.jit, static_argnames="nesterov")
+def _update(
+    gradient: Array,
+    mu: Array,
+    nu: Array,
+    mu_bounds: Array | None,
+    nu_bounds: Array | None,
+    key: Array | None,
+    step: _Step,
+    *,
+    nesterov: bool,
+):
+    """One parameter: its update, both moments, and the bounds of their blocks."""
+    dtype = np.promote_types(gradient.dtype, np.float32)
+    step = _Step(*(value.astype(dtype) for value in step))
+    g = gradient.astype(dtype)
+
+    def corrected(moment: Array, correction: Array) -> Array:
+        # optax divides, and float32 states repeat its bits. Loops that move fewer bytes have no time to.
+        return moment / correction if mu.dtype == nu.dtype == dtype else moment * (1 / correction)
+
+    m = step.one_minus_b1 * g + step.b1 * _moments.decode(mu, mu_bounds, dtype)
+    v = step.one_minus_b2 * (g * g) + step.b2 * _moments.decode(nu, nu_bounds, dtype)
+    momentum = corrected(m, step.correction1)
+    if nesterov:
+        momentum = step.b1 * corrected(m, step.correction1_next) + step.one_minus_b1 * corrected(g, step.correction1)
+    update = momentum / (jnp.sqrt(corrected(v, step.correction2) + step.eps_root) + step.eps)
+
+    if mu_bounds is not None or nu_bounds is not None:
+        largest = _moments.maxima(gradient)
+        if mu_bounds is not None:
+            mu_bounds = step.one_minus_b1 * largest + step.b1 * mu_bounds
+        if nu_bounds is not None:
+            nu_bounds = step.one_minus_b2 * (largest * largest) + step.b2 * nu_bounds
+    bits = None if key is None else _rounding.random_bits(key, gradient.shape)
+    mu = _moments.encode(m, mu_bounds, mu.dtype, bits)
+    nu = _moments.encode(v, nu_bounds, nu.dtype, bits, positive=True)
+    return update.astype(gradient.dtype), mu, nu, mu_bounds, nu_bounds
+
+
+def adam(
+    learning_rate: ScalarOrSchedule,
+    b1: float | Array = 0.9,
+    b2: float | Array = 0.999,
+    eps: float | Array = 1e-8,
+    eps_root: float | Array = 0.0,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
+    stochastic_rounding: bool = True,
+    seed: int | Array = 0,
+    master_dtype: Any = None,
+    skip_nonfinite: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.adam` with moments in few bytes.
+
+    Args:
+      learning_rate: a number, or a schedule: step → number.
+      b1, b2, eps, eps_root, mu_dtype, nu_dtype, nesterov, stochastic_rounding, seed: see `scale_by_adam`.
+      master_dtype: see `master_weights`; None where parameters are their own master.
+      skip_nonfinite: see `te_jax.optim.skip_nonfinite`.
+
+    Returns:
+      The transform. Its arithmetic is in float32 up to the update, which has the gradients' dtypes, or float32 with a
+      master_dtype.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, te_jax.optim
+      >>> optimizer = te_jax.optim.adam(0.1, mu_dtype=jnp.bfloat16, nu_dtype=jnp.float8_e4m3fn)
+      >>> params = {"w": jnp.ones(4)}
+      >>> state = optimizer.init(params)
+      >>> updates, state = optimizer.update({"w": jnp.full(4, 2.0)}, state, params)
+      >>> optax.apply_updates(params, updates)["w"]
+      Array([0.9, 0.9, 0.9, 0.9], dtype=float32)
+    """
+    chain = optax.chain(
+        scale_by_adam(
+            *(b1, b2, eps, eps_root, mu_dtype, nu_dtype),
+            **{"nesterov": nesterov, "stochastic_rounding": stochastic_rounding, "seed": seed},
+        ),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return _finished(chain, master_dtype, skip_nonfinite)
+
+
+def adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: float | Array = 0.9,
+    b2: float | Array = 0.999,
+    eps: float | Array = 1e-8,
+    eps_root: float | Array = 0.0,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+    weight_decay: ScalarOrSchedule = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    stochastic_rounding: bool = True,
+    seed: int | Array = 0,
+    master_dtype: Any = None,
+    skip_nonfinite: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.adamw` with moments in few bytes.
+
+    Args:
+      learning_rate: a number, or a schedule: step → number.
+      b1, b2, eps, eps_root, mu_dtype, nu_dtype, nesterov, stochastic_rounding, seed: see `scale_by_adam`.
+      weight_decay: times the learning rate is taken off every parameter.
+      mask: which parameters decay: a tree of bools, or a function from the parameters to one.
+      master_dtype: see `master_weights`; None where parameters are their own master.
+      skip_nonfinite: see `te_jax.optim.skip_nonfinite`.
+
+    Returns:
+      The transform; see `adam`.
+
+    References:
+      Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
+    """
+    chain = optax.chain(
+        scale_by_adam(
+            *(b1, b2, eps, eps_root, mu_dtype, nu_dtype),
+            **{"nesterov": nesterov, "stochastic_rounding": stochastic_rounding, "seed": seed},
+        ),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return _finished(chain, master_dtype, skip_nonfinite)
+
+
+def _finished(chain: optax.GradientTransformation, master_dtype: Any, skip: bool):
+    optimizer = in_float32(chain) if master_dtype is None else master_weights(chain, master_dtype)
+    return skip_nonfinite_steps(optimizer) if skip else optimizer

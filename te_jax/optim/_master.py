@@ -1,0 +1,170 @@
+"""Parameters in few bits, and the exact ones that steps are added to."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+
+_BFLOAT16, _INT16 = np.dtype(jnp.bfloat16), np.dtype(np.int16)
+_INFINITY = 0x7F800000
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `master_weights`."""
+
+    master: Any  # of the parameters' structure and shapes, master_dtype; optax.MaskedNode for float32 parameters
+    inner: Any  # state of the wrapped transform
+
+
+def master_weights(
+    inner: optax.GradientTransformation, dtype: Any = jnp.float32
+) -> optax.GradientTransformationExtraArgs:
+    """Adds the updates of a transform to float32 weights, of which 16-bit parameters are the rounded image.
+
+    Steps too small for a 16-bit parameter add up in its master until they show. The transform inside sees gradients in
+    float32, and the masters as its parameters, so that weight decay acts on them too.
+
+    With int16 the master costs two bytes: a bfloat16 parameter is the upper half of the float32 number, rounded to
+    nearest (ties away from zero), and the state holds what is left, the lower half as a signed number. Both together
+    are the master, bit for bit; so parameters must come back as the last update made them.
+
+    Args:
+      inner: the transform.
+      dtype: float32, a copy of its own for each parameter of 16 bits; or int16, for bfloat16 parameters.
+
+    Returns:
+      The transform. Its update needs `params`. Updates are float32, and those that `optax.apply_updates` turns the
+      parameters with into the images of the new masters.
+
+    Raises:
+      ValueError: another dtype, int16 with parameters other than bfloat16 and float32, or no `params`.
+    """
+    dtype = np.dtype(dtype)
+    if dtype not in (np.dtype(np.float32), _INT16):
+        raise ValueError(
+            f"master_dtype is {dtype}: choose float32, or int16 for the half of a float32 that bfloat16 lacks"
+        )
+    inner = optax.with_extra_args_support(inner)
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(_wide, tree)
+
+    def master_of(param: Any) -> Any:
+        if param.dtype == jnp.float32:
+            return optax.MaskedNode()
+        if dtype == _INT16 and param.dtype != _BFLOAT16:
+            raise ValueError(
+                f"a parameter has dtype {param.dtype}: master_dtype int16 completes bfloat16 ones; use float32"
+            )
+        if isinstance(param, jax.ShapeDtypeStruct):
+            return jnp.zeros_like(param, dtype=dtype)
+        return jnp.zeros_like(param, dtype=dtype) if dtype == _INT16 else param.astype(jnp.float32)
+
+    def init(params: Any) -> MasterWeightsState:
+        return MasterWeightsState(jax.tree.map(master_of, params), inner.init(wide(params)))
+
+    def update(updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any):
+        if params is None:
+            raise ValueError("params is None: masters belong to parameters; call update(updates, state, params)")
+        masters = jax.tree.map(_weight, params, state.master)
+        steps, inner_state = inner.update(wide(updates), state.inner, masters, **extra_args)
+        structure = jax.tree.structure(updates)
+        columns = (structure.flatten_up_to(tree) for tree in (params, state.master, masters, steps))
+        pairs = [_step(*leaf) for leaf in zip(*columns, strict=True)]
+        changes, left = (structure.unflatten(column) for column in (zip(*pairs, strict=True) if pairs else ((), ())))
+        return changes, MasterWeightsState(left, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The transform on gradients and parameters in float32; updates get the gradients' dtypes at its end."""
+    inner = optax.with_extra_args_support(inner)
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(_wide, tree)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
+        steps, state = inner.update(wide(updates), state, None if params is None else wide(params), **extra_args)
+        return jax.tree.map(lambda step, g: step.astype(g.dtype), steps, updates), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def weights(params: Any, state: Any) -> Any:
+    """The float32 weights that parameters are the image of: for evaluation, checkpoints and other formats.
+
+    Args:
+      params: the parameters.
+      state: of an optimizer with `master_weights` (or a master_dtype) in it; of any other, parameters are their own
+        masters.
+
+    Returns:
+      float32 arrays of the parameters' structure.
+    """
+    found = [
+        leaf
+        for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MasterWeightsState))
+        if isinstance(leaf, MasterWeightsState)
+    ]
+    if len(found) > 1:
+        raise ValueError(f"state holds the masters of {len(found)} optimizers: name one of their states")
+    if not found:
+        return jax.tree.map(_wide, params)
+    return jax.tree.map(_weight, params, found[0].master)
+
+
+def _wide(x: Any) -> Any:
+    dtype = np.promote_types(x.dtype, np.float32)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return jnp.asarray(x).astype(dtype)
+
+
+def convert_masters(target: Any, source: Any, params: Any) -> Any:
+    """The masters `source` in the form of the masters `target`; both belong to `params`."""
+
+    def convert(param: Array, new: Any, old: Any) -> Any:
+        if isinstance(new, optax.MaskedNode) or isinstance(old, optax.MaskedNode) or new.dtype == old.dtype:
+            return new if isinstance(old, optax.MaskedNode) else old
+        weight = _weight(param, old)
+        if new.dtype != _INT16:
+            return weight
+        upper = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.int32)
+        # The parameter was rounded to even where both neighbours are as near: there the last digit may be lost.
+        remainder = lax.bitcast_convert_type(weight, jnp.int32) - upper
+        return jnp.clip(remainder, -0x8000, 0x7FFF).astype(jnp.int16)
+
+    return jax.tree.map(convert, params, target, source)
+
+
+def _weight(param: Array, master: Any) -> Array:
+    """The float32 number that a parameter stands for."""
+    if isinstance(master, optax.MaskedNode):
+        return param
+    if master.dtype != _INT16:
+        return master
+    upper = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.int32)
+    return lax.bitcast_convert_type(upper + master.astype(jnp.int32), jnp.float32)
+
+
+def _step(param: Array, master: Any, weight: Array, step: Array) -> tuple[Array, Any]:
+    """What to add to a parameter, and what to keep beside it."""
+    if isinstance(master, optax.MaskedNode):
+        return step, master
+    weight = weight + step
+    before = param.astype(jnp.float32)
+    if master.dtype != _INT16:
+        return weight.astype(param.dtype).astype(jnp.float32) - before, weight
+    bits = lax.bitcast_convert_type(weight, jnp.int32)
+    upper = (bits + 0x8000) & ~0xFFFF
+    change = lax.bitcast_convert_type(upper, jnp.float32) - before + (weight - weight)  # NaN where it is not finite
+    # Where a parameter all but vanishes in one step the sum can miss the image; the weight is then what the sum gives.
+    reached = lax.bitcast_convert_type((before + change).astype(_BFLOAT16).astype(jnp.float32), jnp.int32)
+    remainder = jnp.where(reached == upper, bits - upper, 0)
+    return change, remainder.astype(jnp.int16)

@@ -1,0 +1,101 @@
+"""How a moment of Adam is kept: as it is, in bfloat16, or in blocks of 128 values of float16 or FP8 with a scale each.
+
+A block's scale follows from an upper bound of its magnitudes, which is kept beside it and takes the same step as the
+moment itself: |b·m + (1-b)·g| ≤ b·bound + (1-b)·max|g|. So one look at the gradient's block maxima is enough, where the
+maxima of the new moment would take a second pass over everything. Scales are powers of two: exact, and the exponent of
+the bound is all that they need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from te_jax import _blocks
+from te_jax.optim import _rounding
+
+FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+_FLOAT16 = np.dtype(jnp.float16)
+_PLAIN = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float64))
+_INFINITY = 0x7F800000
+_MANTISSA = 0x007FFFFF
+# The power of two on which the bound of a block comes to lie. Values that rounding took above their bound, step after
+# step, still find room: to 3.5 times the bound in FP8.
+_TARGET = {FLOAT8: 2.0**7, _FLOAT16: 2.0**12}
+
+
+def checked_dtype(name: str, dtype: Any) -> np.dtype | None:
+    """The dtype of a moment, or None for that of the parameter."""
+    if dtype is None:
+        return None
+    dtype = np.dtype(dtype)
+    if dtype not in (*_PLAIN, *_TARGET):
+        raise ValueError(f"{name} is {dtype}: choose float32, bfloat16, float16 or float8_e4m3fn")
+    return dtype
+
+
+def is_scaled(dtype: np.dtype | None) -> bool:
+    """Whether a moment of this dtype has a bound for every block."""
+    return dtype in _TARGET
+
+
+def zeros(param: Any, dtype: np.dtype | None) -> Array:
+    """A moment before the first step."""
+    dtype = dtype or (np.dtype(jnp.float32) if param.dtype == _FLOAT16 else np.dtype(param.dtype))
+    if not jnp.issubdtype(param.dtype, jnp.floating):
+        raise ValueError(f"a parameter has dtype {param.dtype}: Adam needs floating-point parameters; mask it out")
+    return jnp.zeros_like(param, dtype=dtype)
+
+
+def zero_bounds(param: Any) -> Array:
+    """Bounds before the first step: the parameter's shape with blocks for values in the last dimension."""
+    return _blocks.zeros(param)
+
+
+def maxima(x: Array) -> Array:
+    """The largest magnitude in each block of x; NaN where there is one."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF  # in this order NaN is largest
+    if bits.ndim:
+        bits = jnp.max(_blocks.split(bits, [x.ndim - 1]), axis=-1, initial=0)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def decode(values: Array, bounds: Array | None, dtype: Any) -> Array:
+    """The moment in float32 (or float64)."""
+    wide = values.astype(dtype)
+    return wide if bounds is None else wide * _scales(bounds, values.dtype, values.shape)
+
+
+def encode(x: Array, bounds: Array | None, dtype: np.dtype, bits: Array | None, *, positive: bool = False) -> Array:
+    """The moment as it is kept.
+
+    Args:
+      x: float32, of magnitudes not above the bounds.
+      bounds: float32, of blocks; None for a dtype that is not scaled.
+      dtype: what to keep it in.
+      bits: from `random_bits`, or None to round to nearest.
+      positive: x is a second moment. In blocks it is kept above zero.
+    """
+    if bounds is None:
+        return x.astype(dtype) if bits is None or dtype != jnp.bfloat16 else _rounding.to_bfloat16(x, bits)
+    # A block with values that are not finite has a bound that is not: whatever its codes, it reads as NaN.
+    scaled = x * _scales(bounds, dtype, x.shape, inverse=True)
+    return _rounding.to_narrow_float(scaled, dtype, bits, positive=positive)
+
+
+def _scales(bounds: Array, dtype: Any, shape: tuple[int, ...], *, inverse: bool = False) -> Array:
+    """What codes are multiplied by to get values, spread over values: the bound's next power of two by the target's."""
+    target = int(np.float32(_TARGET[np.dtype(dtype)]).view(np.int32))
+    exponent = (lax.bitcast_convert_type(bounds, jnp.int32) + _MANTISSA) & _INFINITY
+    # The scale and its inverse are normal numbers.
+    exponent = jnp.clip(exponent, (1 << 23) + target - (127 << 23), 253 << 23)
+    difference = target - exponent if inverse else exponent - target
+    scales = lax.bitcast_convert_type(difference + (127 << 23), jnp.float32)
+    scales = jnp.where(bounds < np.inf, scales, np.float32(np.nan))  # false for NaN too
+    if not shape:
+        return scales
+    size = _blocks.size_of(shape[-1])
+    return _blocks.merge(jnp.broadcast_to(scales[..., None], (*scales.shape, size)), shape, [len(shape) - 1])

@@ -1,0 +1,139 @@
+"""Steps that are left out where a gradient overflowed, and the scale of the loss that keeps float16 from it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+AxisName = str | tuple[str, ...]
+
+
+class SkipNonfiniteState(NamedTuple):
+    """State of `skip_nonfinite`."""
+
+    skipped: Array  # int32 (): steps left out so far
+    inner: Any  # state of the wrapped transform
+
+
+class DynamicLossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale`."""
+
+    loss_scale: Array  # float32 (): what the next loss is multiplied by
+    finite_steps: Array  # int32 (): steps since the scale changed
+    skipped: Array  # int32 (): steps left out so far
+    inner: Any  # state of the wrapped transform
+
+
+def skip_nonfinite(
+    inner: optax.GradientTransformation, *, axis_name: AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Leaves out a step whose gradients have an infinity or NaN: updates are zero, and the state stays as it was.
+
+    So the count of steps, schedules and random bits stay too. The decision is made on the device by selection, without
+    waiting for it on the host, as `jax.lax.cond` would on a GPU. It costs another read of the gradients.
+
+    Args:
+      inner: the transform, whole: what comes after it, such as weight decay, would not be skipped.
+      axis_name: mesh axes over which gradients are split, in `shard_map` or `pmap`: all shards decide alike.
+
+    Returns:
+      The transform.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> SkipNonfiniteState:
+        return SkipNonfiniteState(jnp.zeros([], jnp.int32), inner.init(params))
+
+    def update(updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any):
+        finite = _all_finite(updates, axis_name)
+        updates, inner_state = _update_if(finite, inner, updates, state.inner, params, extra_args)
+        return updates, SkipNonfiniteState(state.skipped + (~finite).astype(jnp.int32), inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation,
+    initial_scale: float = 2.0**15,
+    *,
+    growth_interval: int = 2000,
+    factor: float = 2.0,
+    smallest: float = 1.0,
+    largest: float = 2.0**24,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Divides gradients by the scale of the loss, and finds that scale: for training in float16.
+
+    A step whose gradients overflowed is left out as in `skip_nonfinite`, and the scale falls by `factor`; after
+    `growth_interval` steps without one it rises by it. The loss is multiplied by `loss_scale(state)`:
+
+        loss_of = lambda params: loss(params, batch) * te_jax.optim.loss_scale(state)
+
+    Args:
+      inner: the transform. It gets unscaled gradients in float32, so its updates are float32.
+      initial_scale: of the first step.
+      growth_interval: steps.
+      factor: a power of two changes no digit of a gradient.
+      smallest, largest: between which the scale stays.
+      axis_name: see `skip_nonfinite`.
+
+    Returns:
+      The transform.
+
+    References:
+      Micikevicius et al., Mixed precision training, https://arxiv.org/abs/1710.03740.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> DynamicLossScaleState:
+        # Two arrays, not one twice, which could not be donated.
+        steps, skipped = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
+        return DynamicLossScaleState(jnp.asarray(initial_scale, jnp.float32), steps, skipped, inner.init(params))
+
+    def update(updates: Any, state: DynamicLossScaleState, params: Any = None, **extra_args: Any):
+        finite = _all_finite(updates, axis_name)
+        unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
+        updates, inner_state = _update_if(finite, inner, unscaled, state.inner, params, extra_args)
+        steps = jnp.where(finite, state.finite_steps + 1, 0)
+        grown = jnp.where(steps == growth_interval, state.loss_scale * factor, state.loss_scale)
+        scale = jnp.clip(jnp.where(finite, grown, state.loss_scale / factor), smallest, largest)
+        steps = jnp.where(steps == growth_interval, 0, steps)
+        return updates, DynamicLossScaleState(scale, steps, state.skipped + (~finite).astype(jnp.int32), inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def loss_scale(state: Any) -> Array:
+    """What to multiply the loss by: float32 scalar.
+
+    Args:
+      state: of an optimizer with a `dynamic_loss_scale` somewhere in it.
+
+    Raises:
+      ValueError: there is none, or more than one.
+    """
+    found = [
+        leaf.loss_scale
+        for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, DynamicLossScaleState))
+        if isinstance(leaf, DynamicLossScaleState)
+    ]
+    if len(found) != 1:
+        raise ValueError(f"state holds {len(found)} loss scales: it must come from one `dynamic_loss_scale`")
+    return found[0]
+
+
+def _all_finite(updates: Any, axis_name: AxisName | None) -> Array:
+    finite = jnp.asarray(True)
+    for gradient in jax.tree.leaves(updates):
+        finite &= jnp.all(jnp.isfinite(gradient))
+    return finite if axis_name is None else lax.pmin(finite.astype(jnp.int32), axis_name) > 0
+
+
+def _update_if(finite: Array, inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]):
+    steps, after = inner.update(updates, state, params, **extra_args)
+    steps = jax.tree.map(lambda step: jnp.where(finite, step, jnp.zeros_like(step)), steps)
+    return steps, jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)

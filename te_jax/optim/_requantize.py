@@ -1,0 +1,83 @@
+"""New parameters, and at once what the next forward pass reads of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from te_jax import native, ops
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Requantize:
+    """How a kernel is quantized after each step.
+
+    Attributes:
+      recipe: of the layer that it belongs to.
+      row_ndim: number of dimensions of the kernel in its rows.
+      stacked_ndim: number of dimensions in front of them along which the kernels of several layers are stacked; each
+        has scales of its own.
+      implementation: see `te_jax.ops.quantize`.
+    """
+
+    recipe: Recipe
+    row_ndim: int = 1
+    stacked_ndim: int = 0
+    implementation: native.Implementation | None = None
+
+
+def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
+    """`optax.apply_updates`, and with `requantize` the kernels of the next forward pass in FP8.
+
+    The largest magnitude that a scale for a whole tensor needs is taken in the loop that makes the new kernel, so
+    quantization reads the kernel once and not twice.
+
+    Args:
+      params: the parameters, the optimizer's own: float32, or bfloat16 with or without a master.
+      updates: from the optimizer.
+      requantize: of the structure of `params`, or the beginning of it, with a `Requantize` or None at its leaves; what
+        None stands for stays as it is.
+
+    Returns:
+      The new parameters; with `requantize` (parameters, operands), where operands has a
+      `te_jax.quantized.QuantizedArray` with both copies for each kernel that is quantized and the new parameter
+      elsewhere. Layers that are called several times, for microbatches, take operands and quantize nothing.
+
+    Examples:
+      >>> import jax.numpy as jnp, te_jax.optim
+      >>> from te_jax.recipe import CurrentScaling
+      >>> params = {"kernel": jnp.ones((16, 32)), "bias": jnp.zeros(32)}
+      >>> how = {"kernel": te_jax.optim.Requantize(CurrentScaling()), "bias": None}
+      >>> params, operands = te_jax.optim.apply_updates(params, params, requantize=how)
+      >>> operands["kernel"].transposed.shape, operands["bias"].dtype
+      ((32, 16), dtype('float32'))
+    """
+    with jax.numpy_dtype_promotion("standard"):  # float32 updates of 16-bit parameters
+        new = optax.apply_updates(params, updates)
+    if requantize is None:
+        return new
+
+    def quantized(how: Requantize | None, part: Any) -> Any:
+        return part if how is None else jax.tree.map(functools.partial(_quantized, how), part)
+
+    return new, jax.tree.map(quantized, requantize, new, is_leaf=lambda x: x is None)
+
+
+def _quantized(how: Requantize, kernel: Array) -> QuantizedArray:
+    quantization = how.recipe.quantization("kernel")
+
+    def quantize(kernel: Array) -> QuantizedArray:
+        amax = jnp.max(jnp.abs(kernel), initial=0).astype(jnp.float32) if quantization.scaling == "tensor" else None
+        return ops.quantize(kernel, quantization, row_ndim=how.row_ndim, amax=amax, implementation=how.implementation)
+
+    for _ in range(how.stacked_ndim):
+        quantize = jax.vmap(quantize)
+    return quantize(kernel)
