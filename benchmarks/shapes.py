@@ -153,6 +153,8 @@ class LeavesShape:
 LEAVES_GPU = (
     LeavesShape(leaves=16, rows=4096, cols=4096, model="268 million parameters"),
     LeavesShape(leaves=16, rows=4096, cols=16384, model="1.07 billion parameters"),
+    LeavesShape(leaves=10, rows=1600, cols=2560, model="41 million parameters"),
+    LeavesShape(leaves=10_000, rows=64, cols=64, model="41 million parameters in small leaves"),
 )
 
 LEAVES_CPU = (LeavesShape(leaves=4, rows=512, cols=512, model="one million parameters"),)

@@ -2,8 +2,10 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "common/cuda_status.h"
 #include "common/fp8.h"
@@ -108,7 +110,7 @@ struct Choices {
       return HashOfKey()(key.second) ^ std::hash<std::string>()(key.first);
     }
   };
-  LruCache<KindAndKey, size_t, Hash> algorithms{kPlansPerDevice};
+  LruCache<KindAndKey, Choice, Hash> algorithms{kPlansPerDevice};
   std::mutex searching;  // one search at a time: the second thread finds what the first one found
 };
 
@@ -117,14 +119,23 @@ Choices& TheChoices() {
   return *choices;
 }
 
-void ChooseAlgorithm(Device& device, Plan& plan) {
-  const Choices::KindAndKey key{device.kind, plan.key()};
-  std::shared_ptr<size_t> known = TheChoices().algorithms.Find(key);
+// Of the plan and, where the product has one, that which spreads scales: the faster one stays.
+void ChooseAlgorithm(Device& device, const Arrays& arrays, std::unique_ptr<Plan>& plan) {
+  std::unique_ptr<Plan> spread;
+  if (const std::optional<Key> key = SpreadKeyOf(plan->key())) {
+    static_cast<void>(Plan::Make(device.handle, *key, arrays, spread));  // products can do without
+  }
+  const Choices::KindAndKey key{device.kind, plan->key()};
+  std::shared_ptr<Choice> known = TheChoices().algorithms.Find(key);
   if (known == nullptr) {
-    known = std::make_shared<size_t>(FastestAlgorithm(device.handle, plan));
+    std::vector<Plan*> plans{plan.get()};
+    if (spread != nullptr) plans.push_back(spread.get());
+    known = std::make_shared<Choice>(FastestAlgorithm(device.handle, plans));
     TheChoices().algorithms.Insert(key, known);
   }
-  plan.Choose(*known);
+  if (known->plan == 1 && spread == nullptr) return;
+  if (known->plan == 1) plan = std::move(spread);
+  plan->Choose(known->algorithm);
 }
 
 // The plan for a key. Where it has to be searched for, candidates are timed only if `tune`; where that was put off
@@ -138,7 +149,7 @@ Status FindPlan(Device& device, const Key& key, const Arrays& arrays, bool tune,
   if (suffices()) return Status::Ok();
   std::unique_ptr<Plan> made;
   if (Status status = Plan::Make(device.handle, key, arrays, made); !status.ok()) return status;
-  if (tune) ChooseAlgorithm(device, *made);
+  if (tune) ChooseAlgorithm(device, arrays, made);
   made->settled = tune || !key.autotune;
   plan = std::move(made);
   device.plans.Insert(key, plan);

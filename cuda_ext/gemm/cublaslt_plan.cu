@@ -3,6 +3,7 @@
 #include <initializer_list>
 #include <utility>
 
+#include "common/cuda_status.h"
 #include "gemm/cublaslt_plan.h"
 
 namespace te::gemm::cublaslt {
@@ -12,6 +13,11 @@ constexpr int kMostAlgorithms = 16;
 // XLA's buffers have it. Stricter alignment, which some happen to have, is not told apart: it would only make the same
 // product be searched for twice.
 constexpr uintptr_t kUsualAlignment = 128;
+
+constexpr int64_t kSpreadAlignment = 64;  // floats: cuBLASLt's workspace, which follows, is aligned to 256 bytes
+constexpr int64_t AlignedCount(int64_t count) {
+  return (count + kSpreadAlignment - 1) / kSpreadAlignment * kSpreadAlignment;
+}
 
 uint8_t AlignmentOf(const void* pointer) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(pointer) | kUsualAlignment;
@@ -72,6 +78,17 @@ class Attempt {
   const char* what_ = "";
 };
 
+// Where scales are spread they take the beginning of the workspace, those of a first.
+int64_t SpreadBytes(const Key& key) {
+  if (!key.spread) return 0;
+  return (AlignedCount(key.m) + AlignedCount(key.n)) * static_cast<int64_t>(sizeof(float));
+}
+
+__global__ void SpreadScales(const float* a, const float* b, int64_t a_count, int64_t count, float* out) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i < count) out[i] = i < a_count ? *a : *b;
+}
+
 std::string Name(Type type) {
   constexpr std::array<const char*, 5> kNames = {"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"};
   return kNames[static_cast<int>(type)];
@@ -85,7 +102,7 @@ size_t HashOfKey::operator()(const Key& key) const {
        {static_cast<uint64_t>(key.a_type), static_cast<uint64_t>(key.b_type), static_cast<uint64_t>(key.d_type),
         static_cast<uint64_t>(key.epilogue), uint64_t{key.a_summed_first}, uint64_t{key.b_summed_first},
         uint64_t{key.row_scales}, uint64_t{key.bias}, uint64_t{key.aux}, uint64_t{key.accumulate},
-        uint64_t{key.fast_accumulation}, uint64_t{key.autotune}}) {
+        uint64_t{key.fast_accumulation}, uint64_t{key.autotune}, uint64_t{key.spread}}) {
     flags = flags * 8 + field;
   }
   size_t hash = 0;
@@ -122,6 +139,17 @@ Key KeyOf(const Problem& p, const Arrays& arrays, int64_t workspace_bytes) {
   key.bias_alignment = AlignmentOf(arrays.bias);
   key.aux_alignment = AlignmentOf(arrays.aux);
   return key;
+}
+
+std::optional<Key> SpreadKeyOf(const Key& key) {
+  // With a scale for each row cuBLASLt 13.1 makes no FP8, and adds no bias to float32.
+  const bool supported = IsFp8(key.a_type) && !key.row_scales && !IsFp8(key.d_type) &&
+                         key.epilogue == Epilogue::kNone && !(key.bias && key.d_type == Type::kFloat32);
+  if (!supported) return std::nullopt;
+  Key spread = key;
+  spread.row_scales = spread.spread = true;
+  if (SpreadBytes(spread) > key.workspace_bytes) return std::nullopt;
+  return spread;
 }
 
 Status Plan::Make(cublasLtHandle_t handle, const Key& key, const Arrays& arrays, std::unique_ptr<Plan>& plan) {
@@ -200,7 +228,7 @@ Status Plan::FindAlgorithms(cublasLtHandle_t handle) {
   attempt.Do("cublasLtMatmulPreferenceCreate", [&] { return cublasLtMatmulPreferenceCreate(&made); });
   const Preference preference(made);
   const uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-  const auto workspace_bytes = static_cast<uint64_t>(key_.workspace_bytes);
+  const auto workspace_bytes = static_cast<uint64_t>(key_.workspace_bytes - SpreadBytes(key_));
   attempt.Set(made, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes, "preferred workspace");
   attempt.Set(made, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions, "preferred reductions");
   attempt.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t{key_.b_alignment}, "alignment of b");
@@ -223,14 +251,27 @@ Status Plan::FindAlgorithms(cublasLtHandle_t handle) {
                         std::to_string(EpilogueOf(key_)) + " (" + cublasLtGetStatusString(searched) + ")");
 }
 
-Status Plan::Launch(cublasLtHandle_t handle, const Arrays& arrays, size_t algorithm, cudaStream_t stream) {
+Status Plan::Launch(cublasLtHandle_t handle, const Arrays& given, size_t algorithm, cudaStream_t stream) {
+  Arrays arrays = given;
+  if (key_.spread) {
+    auto* scales = static_cast<float*>(arrays.workspace);
+    const int64_t a_count = AlignedCount(key_.m), count = a_count + AlignedCount(key_.n);
+    constexpr int kThreads = 256;
+    const auto blocks = static_cast<unsigned>((count + kThreads - 1) / kThreads);
+    SpreadScales<<<blocks, kThreads, 0, stream>>>(arrays.a_scale_inv, arrays.b_scale_inv, a_count, count, scales);
+    if (Status status = Check(cudaGetLastError(), "kernel launch"); !status.ok()) return status;
+    arrays.a_scale_inv = scales;
+    arrays.b_scale_inv = scales + a_count;
+    arrays.workspace = scales + count;
+  }
   const float alpha = 1.0f, beta = key_.accumulate ? 1.0f : 0.0f;
   const void* added = key_.accumulate ? arrays.c : IsFp8(key_.d_type) ? nullptr : arrays.d;
+  const auto workspace_bytes = static_cast<size_t>(key_.workspace_bytes - SpreadBytes(key_));
   const std::lock_guard lock(mutex_);
   if (Status status = SetPointers(arrays); !status.ok()) return status;
   return Check(cublasLtMatmul(handle, description_.get(), &alpha, arrays.b, first_.get(), arrays.a, second_.get(),
                               &beta, added, added_.get(), arrays.d, result_.get(), &algorithms_[algorithm].algorithm,
-                              arrays.workspace, static_cast<size_t>(key_.workspace_bytes), stream),
+                              arrays.workspace, workspace_bytes, stream),
                "cublasLtMatmul");
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -50,6 +51,7 @@ struct Key {
   Epilogue epilogue;
   bool a_summed_first, b_summed_first;
   bool row_scales, bias, aux, accumulate, fast_accumulation, autotune;
+  bool spread;  // one scale for each operand, which Launch writes for every row first
   uint8_t a_alignment, b_alignment, c_alignment, d_alignment, bias_alignment, aux_alignment;
 
   friend bool operator==(const Key&, const Key&) = default;
@@ -60,6 +62,10 @@ struct HashOfKey {
 };
 
 Key KeyOf(const Problem& problem, const Arrays& arrays, int64_t workspace_bytes);
+
+// The same product by the algorithms for scales of rows, if there are any for it. They are others than those for one
+// scale, and on H200s that run at their power limit the faster ones, by more than writing the scales out costs.
+std::optional<Key> SpreadKeyOf(const Key& key);
 
 class Plan {
  public:

@@ -20,10 +20,11 @@ namespace {
 constexpr int kRounds = 5;
 constexpr float kSampleMilliseconds = 0.2f;  // long enough for the clock's resolution of half a microsecond
 constexpr int kMostCalls = 50;
-// Power limits the clocks within milliseconds, and what is fastest at full clocks need not be at what they then are. So
-// the best of the short samples, this close to the fastest, are compared again under a load that lasts.
+// Under a load that lasts power limits the clocks, and what is fastest at full clocks need not be at what they then
+// are. So the best of the short samples, this close to the fastest, are compared again after some time of it.
 constexpr float kContender = 1.12f;
-constexpr size_t kMostContenders = 5;
+constexpr size_t kMostContenders = 6;
+constexpr float kHeatingMilliseconds = 150.0f;
 constexpr float kSustainedMilliseconds = 12.0f;
 constexpr float kShortestSustained = 0.04f;  // shorter products do not heat anything
 constexpr int kSustainedRounds = 3;
@@ -176,9 +177,9 @@ class RelaxedCapture {
 };
 
 struct Candidate {
-  explicit Candidate(size_t algorithm) : algorithm(algorithm) {}
+  explicit Candidate(Choice choice) : choice(choice) {}
 
-  size_t algorithm;
+  Choice choice;
   Event begin = MakeEvent();
   Event end = MakeEvent();
   std::vector<float> milliseconds;
@@ -191,12 +192,12 @@ float Median(const Candidate& candidate) {
 }
 
 // Runs every candidate once, one after another, and appends what each took. Those that fail are dropped.
-void MeasureRound(cublasLtHandle_t handle, Plan& plan, const Arrays& arrays, int calls, cudaStream_t stream,
-                  std::vector<Candidate>& candidates) {
+void MeasureRound(cublasLtHandle_t handle, const std::vector<Plan*>& plans, const Arrays& arrays, int calls,
+                  cudaStream_t stream, std::vector<Candidate>& candidates) {
   std::erase_if(candidates, [&](Candidate& candidate) {
     bool fine = cudaEventRecord(candidate.begin.get(), stream) == cudaSuccess;
     for (int call = 0; fine && call < calls; ++call) {
-      fine = plan.Launch(handle, arrays, candidate.algorithm, stream).ok();
+      fine = plans[candidate.choice.plan]->Launch(handle, arrays, candidate.choice.algorithm, stream).ok();
     }
     return !fine || cudaEventRecord(candidate.end.get(), stream) != cudaSuccess;
   });
@@ -208,54 +209,64 @@ void MeasureRound(cublasLtHandle_t handle, Plan& plan, const Arrays& arrays, int
   }
 }
 
+// cuBLASLt's own favourite.
+bool IsFirst(const Candidate& candidate) { return candidate.choice.plan == 0 && candidate.choice.algorithm == 0; }
+
 }  // namespace
 
-size_t FastestAlgorithm(cublasLtHandle_t handle, Plan& plan) {
-  if (plan.algorithms() < 2) return 0;
-  size_t fastest = 0;
+Choice FastestAlgorithm(cublasLtHandle_t handle, const std::vector<Plan*>& plans) {
+  size_t algorithms = 0;
+  for (const Plan* plan : plans) algorithms += plan->algorithms();
+  Choice fastest;
+  if (algorithms < 2) return fastest;
   const RelaxedCapture relaxed;
   if (const Stream stream = MakeStream()) {
-    const Scratch scratch(plan.key(), stream.get());
+    const Scratch scratch(plans.front()->key(), stream.get());
     std::vector<Candidate> candidates;
-    for (size_t i = 0; scratch.ready() && i < plan.algorithms(); ++i) candidates.emplace_back(i);
-    auto measure = [&](int calls) { MeasureRound(handle, plan, scratch.arrays(), calls, stream.get(), candidates); };
+    for (size_t plan = 0; scratch.ready() && plan < plans.size(); ++plan) {
+      for (size_t i = 0; i < plans[plan]->algorithms(); ++i) candidates.emplace_back(Choice{plan, i});
+    }
+    auto measure = [&](int calls) { MeasureRound(handle, plans, scratch.arrays(), calls, stream.get(), candidates); };
+    auto forget = [&] {
+      for (Candidate& candidate : candidates) candidate.milliseconds.clear();
+    };
 
     measure(1);  // loads kernels
     measure(1);
     float shortest = kSampleMilliseconds;
-    for (Candidate& candidate : candidates) {
-      shortest = std::min(shortest, candidate.milliseconds.back());
-      candidate.milliseconds.clear();
-    }
+    for (const Candidate& candidate : candidates) shortest = std::min(shortest, candidate.milliseconds.back());
+    forget();
     const int calls = std::clamp(static_cast<int>(kSampleMilliseconds / std::max(shortest, 1e-3f)), 1, kMostCalls);
     for (int round = 0; round < kRounds; ++round) measure(calls);
 
     std::sort(candidates.begin(), candidates.end(),
               [](const Candidate& a, const Candidate& b) { return Median(a) < Median(b); });
     if (candidates.size() > 1 && Median(candidates.front()) > kShortestSustained) {
-      const float fastest = Median(candidates.front());
+      const float least = Median(candidates.front());
       size_t rank = 0;
       std::erase_if(candidates, [&](const Candidate& candidate) {
-        return candidate.algorithm != 0 && (++rank > kMostContenders || Median(candidate) > kContender * fastest);
+        return !IsFirst(candidate) && (++rank > kMostContenders || Median(candidate) > kContender * least);
       });
-      for (Candidate& candidate : candidates) candidate.milliseconds.clear();
-      const int sustained = std::max(1, static_cast<int>(kSustainedMilliseconds / fastest));
-      measure(sustained);  // heats
-      for (Candidate& candidate : candidates) candidate.milliseconds.clear();
+      const int sustained = std::max(1, static_cast<int>(kSustainedMilliseconds / least));
+      for (float heated = 0.0f; heated < kHeatingMilliseconds && !candidates.empty();
+           heated += kSustainedMilliseconds * static_cast<float>(candidates.size())) {
+        measure(sustained);
+      }
+      forget();
       for (int round = 0; round < kSustainedRounds; ++round) measure(sustained);
     }
 
     float shortest_median = std::numeric_limits<float>::infinity(), first_median = shortest_median;
     for (const Candidate& candidate : candidates) {
       const float median = Median(candidate);
-      if (candidate.algorithm == 0) first_median = median;
+      if (IsFirst(candidate)) first_median = median;
       if (median < shortest_median) {
         shortest_median = median;
-        fastest = candidate.algorithm;
+        fastest = candidate.choice;
       }
     }
     const bool first_runs = first_median < std::numeric_limits<float>::infinity();
-    if (first_runs && shortest_median > kWorthwhile * first_median) fastest = 0;
+    if (first_runs && shortest_median > kWorthwhile * first_median) fastest = {};
   }
   static_cast<void>(cudaGetLastError());  // what failed here is nobody else's
   return fastest;

@@ -8,6 +8,7 @@ except ModuleNotFoundError as error:
     raise ImportError("te_jax.optim needs optax, which is not installed: pip install 'te_jax[optim]'") from error
 
 from te_jax.optim._adam import ScaleByAdamState, adam, adamw, scale_by_adam
+from te_jax.optim._buckets import Buckets, Packed
 from te_jax.optim._convert import convert_state
 from te_jax.optim._master import MasterWeightsState, master_weights, weights
 from te_jax.optim._nonfinite import (
@@ -20,8 +21,10 @@ from te_jax.optim._nonfinite import (
 from te_jax.optim._requantize import Requantize, apply_updates
 
 __all__ = [
+    "Buckets",
     "DynamicLossScaleState",
     "MasterWeightsState",
+    "Packed",
     "Requantize",
     "ScaleByAdamState",
     "SkipNonfiniteState",

@@ -40,7 +40,7 @@ class _Step(NamedTuple):
     correction1_next: Array
     correction2: Array
     eps: Array
-    eps_root: Array
+    eps_root: Array | None  # None for zero
 
 
 def scale_by_adam(
@@ -102,9 +102,9 @@ def scale_by_adam(
         step = _Step(
             *(b1, b2, 1 - b1, 1 - b2),
             *(1 - b1**t, 1 - b1**t_next, 1 - b2**t),
-            *(eps, eps_root),
+            *(eps, None if isinstance(eps_root, float) and eps_root == 0 else eps_root),
         )
-        step = _Step(*(jnp.asarray(value, jnp.float32) for value in step))
+        step = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), step)
         gradients, structure = jax.tree.flatten(updates)
         moments = [
             [None] * len(gradients) if tree is None else structure.flatten_up_to(tree)
@@ -144,19 +144,22 @@ def _update(
 ):
     """One parameter: its update, both moments, and the bounds of their blocks."""
     dtype = np.promote_types(gradient.dtype, np.float32)
-    step = _Step(*(value.astype(dtype) for value in step))
+    step = jax.tree.map(lambda value: value.astype(dtype), step)
     g = gradient.astype(dtype)
 
     def corrected(moment: Array, correction: Array) -> Array:
         # optax divides, and float32 states repeat its bits. Loops that move fewer bytes have no time to.
         return moment / correction if mu.dtype == nu.dtype == dtype else moment * (1 / correction)
 
-    m = step.one_minus_b1 * g + step.b1 * _moments.decode(mu, mu_bounds, dtype)
-    v = step.one_minus_b2 * (g * g) + step.b2 * _moments.decode(nu, nu_bounds, dtype)
+    m = step.one_minus_b1 * g + _moments.decode(mu, mu_bounds, dtype, times=step.b1)
+    v = step.one_minus_b2 * (g * g) + _moments.decode(nu, nu_bounds, dtype, times=step.b2)
     momentum = corrected(m, step.correction1)
     if nesterov:
         momentum = step.b1 * corrected(m, step.correction1_next) + step.one_minus_b1 * corrected(g, step.correction1)
-    update = momentum / (jnp.sqrt(corrected(v, step.correction2) + step.eps_root) + step.eps)
+    variance = corrected(v, step.correction2)
+    if step.eps_root is not None:
+        variance = variance + step.eps_root
+    update = momentum / (jnp.sqrt(variance) + step.eps)
 
     if mu_bounds is not None or nu_bounds is not None:
         largest = _moments.maxima(gradient)

@@ -85,13 +85,15 @@ def _convert_adam(target: Any, source: Any) -> Any:
         old, new = getattr(source, name), getattr(target, name)
         old_bounds = getattr(source, f"{name}_bounds", None)
         leaves, structure = jax.tree.flatten(old)
+        dtypes = [leaf.dtype for leaf in structure.flatten_up_to(new)]
+        scaled = getattr(target, f"{name}_bounds", None) is not None
+        if dtypes == [leaf.dtype for leaf in leaves] and scaled == (old_bounds is not None):
+            return old, old_bounds
         bounds = [None] * len(leaves) if old_bounds is None else structure.flatten_up_to(old_bounds)
         wide = [
             _moments.decode(leaf, bound, np.promote_types(leaf.dtype, np.float32) if bound is None else "float32")
             for leaf, bound in zip(leaves, bounds, strict=True)
         ]
-        dtypes = [leaf.dtype for leaf in structure.flatten_up_to(new)]
-        scaled = getattr(target, f"{name}_bounds", None) is not None
         largest = [_moments.maxima(x) if scaled else None for x in wide]
         values = [
             _moments.encode(x, bound, dtype, None, positive=name == "nu")

@@ -63,10 +63,12 @@ def maxima(x: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def decode(values: Array, bounds: Array | None, dtype: Any) -> Array:
-    """The moment in float32 (or float64)."""
+def decode(values: Array, bounds: Array | None, dtype: Any, *, times: Array | float = 1.0) -> Array:
+    """The moment in float32 (or float64), times a number, which is one product with the scales of blocks."""
     wide = values.astype(dtype)
-    return wide if bounds is None else wide * _scales(bounds, values.dtype, values.shape)
+    if bounds is None:
+        return wide if isinstance(times, float) and times == 1.0 else times * wide
+    return wide * _spread(times * _scales(bounds, values.dtype), values.shape)
 
 
 def encode(x: Array, bounds: Array | None, dtype: np.dtype, bits: Array | None, *, positive: bool = False) -> Array:
@@ -82,19 +84,23 @@ def encode(x: Array, bounds: Array | None, dtype: np.dtype, bits: Array | None, 
     if bounds is None:
         return x.astype(dtype) if bits is None or dtype != jnp.bfloat16 else _rounding.to_bfloat16(x, bits)
     # A block with values that are not finite has a bound that is not: whatever its codes, it reads as NaN.
-    scaled = x * _scales(bounds, dtype, x.shape, inverse=True)
+    scaled = x * _spread(_scales(bounds, dtype, inverse=True), x.shape)
     return _rounding.to_narrow_float(scaled, dtype, bits, positive=positive)
 
 
-def _scales(bounds: Array, dtype: Any, shape: tuple[int, ...], *, inverse: bool = False) -> Array:
-    """What codes are multiplied by to get values, spread over values: the bound's next power of two by the target's."""
+def _scales(bounds: Array, dtype: Any, *, inverse: bool = False) -> Array:
+    """What codes of each block are multiplied by to get values: the bound's next power of two by the target's."""
     target = int(np.float32(_TARGET[np.dtype(dtype)]).view(np.int32))
     exponent = (lax.bitcast_convert_type(bounds, jnp.int32) + _MANTISSA) & _INFINITY
     # The scale and its inverse are normal numbers.
     exponent = jnp.clip(exponent, (1 << 23) + target - (127 << 23), 253 << 23)
     difference = target - exponent if inverse else exponent - target
     scales = lax.bitcast_convert_type(difference + (127 << 23), jnp.float32)
-    scales = jnp.where(bounds < np.inf, scales, np.float32(np.nan))  # false for NaN too
+    return jnp.where(bounds < np.inf, scales, np.float32(np.nan))  # false for NaN too
+
+
+def _spread(scales: Array, shape: tuple[int, ...]) -> Array:
+    """To every value that of its block."""
     if not shape:
         return scales
     size = _blocks.size_of(shape[-1])

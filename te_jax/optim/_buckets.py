@@ -1,0 +1,142 @@
+"""Thousands of small parameters in a few arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from te_jax.recipe import BLOCK
+
+
+class Packed(NamedTuple):
+    """Parameters, gradients or anything of their structure, as `Buckets` packs it: a pytree like any other."""
+
+    buckets: dict[str, Array]  # by "dtype" or "label/dtype": the small leaves, one after the other, [n]
+    leaves: tuple[Array, ...]  # the others, as they are
+
+
+class _Slot(NamedTuple):
+    """Where a leaf lies: in a bucket, or (without a name) among the leaves that stay what they are."""
+
+    bucket: str | None
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """A plan that packs the small leaves of a tree into a few arrays, and takes them out again.
+
+    A step over ten thousand leaves of a few thousand values costs as many kernels, and in JAX a multiple of that for
+    handling their buffers; over what packs them it costs what their bytes do. So keep parameters packed from step to
+    step, and unpack where the model reads them:
+
+        buckets = te_jax.optim.Buckets.of(params)
+        packed = buckets.pack(params)
+        state = optimizer.init(packed)
+
+        def step(packed, state, batch):
+            loss, gradients = jax.value_and_grad(lambda p: loss_fn(buckets.unpack(p), batch))(packed)
+            updates, state = optimizer.update(gradients, state, packed)
+            return optax.apply_updates(packed, updates), state, loss
+
+    Gradients with respect to what is packed come packed, by one concatenation. Leaves begin at multiples of 128 values,
+    so no block of a moment in FP8 holds values of two. The plan is hashable, and static in `jax.jit`.
+    """
+
+    structure: Any
+    slots: tuple[_Slot, ...]
+
+    @classmethod
+    def of(cls, tree: Any, *, largest: int = 2**16, labels: Any = None) -> Buckets:
+        """Plans for trees like this one.
+
+        Args:
+          tree: arrays, or `jax.ShapeDtypeStruct`.
+          largest: leaves of more values stay arrays of their own, as do those that are not floating-point.
+          labels: of the tree's structure, or the beginning of it, with strings at its leaves: each label has buckets of
+            its own, which masks such as that of weight decay can then name.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        names = [""] * len(leaves) if labels is None else _spread_labels(labels, tree)
+        ends: dict[str, int] = {}
+        slots = []
+        for leaf, label in zip(leaves, names, strict=True):
+            shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+            if math.prod(shape) > largest or not jnp.issubdtype(dtype, jnp.floating):
+                slots.append(_Slot(None, 0, shape, dtype))
+                continue
+            bucket = f"{label}/{dtype}" if label else str(dtype)
+            start = ends.get(bucket, 0)
+            slots.append(_Slot(bucket, start, shape, dtype))
+            ends[bucket] = start + -(-math.prod(shape) // BLOCK) * BLOCK
+        return cls(structure, tuple(slots))
+
+    def pack(self, tree: Any) -> Packed:
+        """The tree, or another of its structure and shapes, packed; leaves in a bucket get its dtype if theirs differ.
+
+        Raises:
+          ValueError: the structure or a shape is another.
+        """
+        leaves = self._checked(tree)
+        parts: dict[str, list[Array]] = {}
+        for slot, leaf in zip(self.slots, leaves, strict=True):
+            if slot.bucket is not None:
+                flat = jnp.ravel(leaf)
+                fill = -flat.size % BLOCK
+                parts.setdefault(slot.bucket, []).append(jnp.pad(flat, (0, fill)) if fill else flat)
+        buckets = {name: jnp.concatenate(arrays) for name, arrays in parts.items()}
+        others = tuple(x for slot, x in zip(self.slots, leaves, strict=True) if slot.bucket is None)
+        return Packed(buckets, others)
+
+    def unpack(self, packed: Packed) -> Any:
+        """The tree of what was packed."""
+        return _unpack(self, packed)
+
+    def _checked(self, tree: Any) -> list[Any]:
+        leaves, structure = jax.tree.flatten(tree)
+        if structure != self.structure:
+            raise ValueError(f"tree has structure {structure}, and the buckets were planned for {self.structure}")
+        for slot, leaf in zip(self.slots, leaves, strict=True):
+            if tuple(leaf.shape) != slot.shape:
+                raise ValueError(
+                    f"a leaf has shape {tuple(leaf.shape)} where the buckets were planned for {slot.shape}"
+                )
+        return leaves
+
+
+def _spread_labels(labels: Any, tree: Any) -> list[str]:
+    names = jax.tree.map(lambda label, part: jax.tree.map(lambda _: label, part), labels, tree)
+    return jax.tree.leaves(names)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unpack(plan: Buckets, packed: Packed) -> Any:
+    leaves, others = [], iter(packed.leaves)
+    for slot in plan.slots:
+        if slot.bucket is None:
+            leaves.append(next(others))
+        else:
+            end = slot.start + math.prod(slot.shape)
+            leaves.append(packed.buckets[slot.bucket][slot.start : end].reshape(slot.shape))
+    return plan.structure.unflatten(leaves)
+
+
+def _unpack_forward(plan: Buckets, packed: Packed) -> tuple[Any, None]:
+    return _unpack(plan, packed), None
+
+
+def _unpack_backward(plan: Buckets, _: None, gradients: Any) -> tuple[Packed]:
+    # One concatenation, where JAX would add up as many padded arrays as there are leaves.
+    return (plan.pack(gradients),)
+
+
+_unpack.defvjp(_unpack_forward, _unpack_backward)
