@@ -53,10 +53,10 @@ test: $(PACKAGE) $(TOOLS)
 
 test-gpu: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
-	  $(PYTEST) tests/ops tests/native tests/gpu $(ARGS)
+	  $(PYTEST) tests/ops tests/native tests/optim tests/gpu $(ARGS)
 
 bench: $(PACKAGE) $(TOOLS)
-	for family in softmax_cross_entropy quantize gemm dense; do $(PY) -m te_jax.cli bench $$family || exit; done
+	for family in softmax_cross_entropy quantize gemm dense adam; do $(PY) -m te_jax.cli bench $$family || exit; done
 
 lint: $(PACKAGE) $(TOOLS)
 	$(PY) -m ruff check .

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax.recipe import BLOCK
@@ -22,13 +23,12 @@ def size_of(length: int) -> int:
 def zeros(x: Any) -> Array:
     """float32 zeros, one for each block along the last dimension of x, sharded as x where the blocks divide so."""
     shape = (*x.shape[:-1], -(-x.shape[-1] // BLOCK)) if x.shape else ()
-    if isinstance(x, jax.core.Tracer):
-        sharding = jax.typeof(x).sharding
-        known = not sharding.mesh.empty and sharding.mesh.explicit_axes
-    else:
-        sharding = getattr(x, "sharding", None)
-        known = isinstance(sharding, NamedSharding)
-    return jnp.zeros(shape, jnp.float32, device=_of_blocks(sharding, shape) if known else None)
+    traced = isinstance(x, Tracer)
+    sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
+    # What is traced knows its sharding on Explicit meshes; elsewhere that is XLA's to find out.
+    if not isinstance(sharding, NamedSharding) or (traced and not sharding.mesh.explicit_axes):
+        return jnp.zeros(shape, jnp.float32)
+    return jnp.zeros(shape, jnp.float32, device=_of_blocks(sharding, shape))
 
 
 def _of_blocks(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:

@@ -90,7 +90,7 @@ def summary(label: str, training: Sequence[Mapping[str, Any]], validation: Seque
       Lines without a final newline.
     """
     twin = _twin(training[-1])
-    labels = {"loss": label} if twin is None else {"loss": label, f"{twin}_loss": f"{twin} twin"}
+    labels = {"loss": label} if twin is None else {"loss": label, f"{twin}_loss": f"{_words(twin)} twin"}
     width = max(12, *(len(label) + 2 for label in labels.values()))
     lines = [
         f"{label:<{width}}training {training[-1][name]:.6f}   validation {validation[0][name]:.6f} → "
@@ -150,11 +150,18 @@ def draw_losses(
     if compared:
         dots, name = (0, (2, 3)), f"{twin}_loss"
         held_out = _column(validation, name)
-        top.plot(held_out_steps, held_out, color=_INK, linewidth=1.2, linestyle=dots, label=f"validation, {twin} twin")
+        top.plot(
+            held_out_steps,
+            held_out,
+            color=_INK,
+            linewidth=1.2,
+            linestyle=dots,
+            label=f"validation, {_words(twin)} twin",
+        )
         differences = [ours - theirs for ours, theirs in zip(losses, _column(training, name), strict=True)]
         panels[1].axhline(0.0, color=_MUTED, linewidth=0.8)
         panels[1].plot(steps, differences, color=_BLUE, linewidth=0.8)
-        panels[1].set_ylabel(f"{label} − {twin}\n(nats per byte)")
+        panels[1].set_ylabel(f"{label} − {_words(twin)}\n(nats per byte)")
         panels[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
     top.legend(frameon=False, labelcolor=_INK)
     top.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
@@ -171,12 +178,17 @@ def draw_losses(
 
 def _format_losses(losses: Mapping[str, float]) -> str:
     twin = _twin(losses)
-    return f"loss {losses['loss']:.4f}" + ("" if twin is None else f" ({twin} {losses[f'{twin}_loss']:.4f})")
+    return f"loss {losses['loss']:.4f}" + ("" if twin is None else f" ({_words(twin)} {losses[f'{twin}_loss']:.4f})")
 
 
 def _twin(record: Mapping[str, Any]) -> str | None:
     """The name of the twin whose losses a record holds beside the run's own."""
     return next((name.removesuffix("_loss") for name in record if name.endswith("_loss")), None)
+
+
+def _words(twin: str) -> str:
+    """A twin's name for people."""
+    return twin.replace("_", " ")
 
 
 def _excess(record: Mapping[str, Any], twin: str) -> float:

@@ -12,6 +12,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from te_jax import optim
 from te_jax.cli.errors import UserError
 from te_jax.models import decoder
 
@@ -22,9 +23,11 @@ __all__ = [
     "build_learner",
     "build_optimizer",
     "build_placement",
+    "from_optax",
     "optax_loss",
     "take_devices",
     "te_jax_loss",
+    "to_optax",
 ]
 
 LossFunction = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]
@@ -120,7 +123,9 @@ def build_placement(devices: Sequence[Any]) -> Placement:
     )
 
 
-def build_optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
+def build_optimizer(
+    learning_rate: float, steps: int, *, state_dtype: str = "float32", seed: int = 0
+) -> optax.GradientTransformation:
     """AdamW behind a clip of the gradient's norm to 1.
 
     Its rate rises for a twentieth of the run and then falls along a cosine to a twentieth of the peak.
@@ -128,6 +133,8 @@ def build_optimizer(learning_rate: float, steps: int) -> optax.GradientTransform
     Args:
       learning_rate: the peak.
       steps: length of the run.
+      state_dtype: of both moments.
+      seed: of their rounding, below 2^32.
 
     Returns:
       The transform.
@@ -140,7 +147,34 @@ def build_optimizer(learning_rate: float, steps: int) -> optax.GradientTransform
         decay_steps=steps,
         end_value=learning_rate / 20,
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+    adamw = optim.adamw(
+        schedule,
+        b2=0.95,
+        weight_decay=0.1,
+        mu_dtype=state_dtype,
+        nu_dtype=state_dtype,
+        seed=jnp.uint32(seed),
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def to_optax(state: Any) -> Any:
+    """A pytree with Adam's float32 moments as optax keeps them: without bounds."""
+    return _converted(optim.ScaleByAdamState, lambda adam: optax.ScaleByAdamState(adam.count, adam.mu, adam.nu), state)
+
+
+def from_optax(state: Any) -> Any:
+    """The inverse of `to_optax`."""
+    return _converted(
+        optax.ScaleByAdamState, lambda adam: optim.ScaleByAdamState(adam.count, adam.mu, adam.nu, None, None), state
+    )
+
+
+def _converted(kind: type, convert: Callable[[Any], Any], tree: Any) -> Any:
+    def is_one(part: Any) -> bool:
+        return isinstance(part, kind)
+
+    return jax.tree.map(lambda part: convert(part) if is_one(part) else part, tree, is_leaf=is_one)
 
 
 def te_jax_loss(config: decoder.DecoderConfig, implementation: Literal["native", "reference"]) -> LossFunction:

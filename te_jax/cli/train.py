@@ -36,6 +36,8 @@ _RECIPES: dict[str, Recipe | None] = {
     "none": None,
 }
 
+_STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+
 _EVALUATION_WINDOWS = 64
 
 # Steps whose losses are still on the device while the host prepares the next: enough to hide the host, few enough that
@@ -60,6 +62,7 @@ class Options:
     compare: bool = False
     learning_rate: float | None = None
     recipe: str = "none"
+    optimizer_state: str = "f32"
     implementation: Literal["auto", "native", "reference"] = "auto"
     dtype: str = "auto"
     eval_every: int = 50
@@ -78,13 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=int, help=f"bytes predicted per window ({default.seq_len})")
     parser.add_argument("--out", default="runs/train", metavar="DIR", help="folder of the run (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
-    add("--seed", type=int, help=f"of the parameters and the order of the data ({default.seed})")
+    add("--seed", type=int, help=f"of parameters, order of the data and rounding at random ({default.seed})")
     add("--devices", type=int, help="GPUs to use, or CPU devices to divide this host into (all that JAX shows)")
     add("--recipe", help=f"of the FP8 of projections: {', '.join(_RECIPES)} ({default.recipe})")
     add(
+        "--optimizer-state",
+        help=f"what Adam's moments are kept in: {', '.join(_STATE_DTYPES)} ({default.optimizer_state})",
+    )
+    add(
         "--compare",
         action="store_true",
-        help="also train a twin on the same data, without the recipe or, where there is none, with optax's loss",
+        help="also train a twin on the same data: without the recipe; where there is none, with float32 moments; where "
+        "the run has these too, with optax's loss",
     )
     add("--checkpoint-every", type=int, metavar="STEPS", help=f"steps between checkpoints ({default.checkpoint_every})")
     add("--eval-every", type=int, metavar="STEPS", help=f"steps between validations ({default.eval_every})")
@@ -188,6 +196,10 @@ def _config(options: Options) -> "DecoderConfig":
         raise UserError(f"--preset {options.preset} is unknown: choose one of {', '.join(PRESETS)}")
     if options.recipe not in _RECIPES:
         raise UserError(f"--recipe {options.recipe} is unknown: choose one of {', '.join(_RECIPES)}")
+    if options.optimizer_state not in _STATE_DTYPES:
+        raise UserError(
+            f"--optimizer-state {options.optimizer_state} is unknown: choose one of {', '.join(_STATE_DTYPES)}"
+        )
     return dataclasses.replace(PRESETS[options.preset], recipe=_RECIPES[options.recipe])
 
 
@@ -208,17 +220,23 @@ def _learners(options: Options, config: "DecoderConfig", placement: "Placement")
     from te_jax.cli import _step
 
     implementation = _implementation(options)
-    optimizer = _step.build_optimizer(_peak_rate(options, config), options.steps)
 
-    def learner(config: "DecoderConfig", loss: "LossFunction") -> "Learner":
+    def learner(config: "DecoderConfig", loss: "LossFunction", states: str = options.optimizer_state) -> "Learner":
+        optimizer = _step.build_optimizer(
+            _peak_rate(options, config), options.steps, state_dtype=_STATE_DTYPES[states], seed=options.seed
+        )
         return _step.build_learner(config, loss, optimizer, placement)
 
-    learners = {"loss": learner(config, _step.te_jax_loss(config, implementation))}
-    if options.compare and config.recipe is None:
-        learners["optax_loss"] = learner(config, _step.optax_loss(config))
-    elif options.compare:
+    loss = _step.te_jax_loss(config, implementation)
+    learners = {"loss": learner(config, loss)}
+    # A twin differs in one thing, so that the distance of the two curves is what that costs.
+    if options.compare and config.recipe is not None:
         plain = dataclasses.replace(config, recipe=None)
         learners[f"{config.dtype}_loss"] = learner(plain, _step.te_jax_loss(plain, implementation))
+    elif options.compare and options.optimizer_state != "f32":
+        learners["f32_states_loss"] = learner(config, loss, "f32")
+    elif options.compare:
+        learners["optax_loss"] = learner(config, _step.optax_loss(config))
     return learners
 
 
@@ -358,9 +376,18 @@ def _train(
 def _initial_states(folder: "RunFolder", options: Options, learners: "dict[str, Learner]") -> "dict[str, TrainState]":
     import jax
 
-    if folder.latest_step:
-        return folder.restore({name: learner.abstract_state() for name, learner in learners.items()})
-    return {name: learner.init(jax.random.key(options.seed)) for name, learner in learners.items()}
+    from te_jax.cli import _step
+
+    if not folder.latest_step:
+        return {name: learner.init(jax.random.key(options.seed)) for name, learner in learners.items()}
+    like = {name: learner.abstract_state() for name, learner in learners.items()}
+    if "optimizer_state" in folder.header["options"]:
+        return folder.restore(like)
+    # A run begun before that option existed: checkpoints of then hold the state of optax.adamw, later ones te_jax's.
+    try:
+        return folder.restore(like)
+    except ValueError:
+        return _step.from_optax(folder.restore(_step.to_optax(like)))
 
 
 class _Records:
@@ -397,8 +424,11 @@ def _conclude(folder: "RunFolder", options: Options, config: "DecoderConfig") ->
 
     training, validation = folder.records("train"), folder.records("validation")
     figure = folder.path / "loss.png"
-    label = "te_jax" if config.recipe is None else f"{options.recipe} scaling"
-    title = f"te-jax train · {options.preset}, {config.num_parameters:,} parameters · {label}"
+    chosen = [] if config.recipe is None else [f"{options.recipe} scaling"]
+    chosen += [] if options.optimizer_state == "f32" else [f"{options.optimizer_state} states"]
+    chosen = chosen or ["te_jax"]
+    label = chosen[0]  # what a twin lacks
+    title = f"te-jax train · {options.preset}, {config.num_parameters:,} parameters · {', '.join(chosen)}"
     _report.draw_losses(figure, title, label, training, validation)
     print(_report.summary(label, training, validation))
     print(f"{options.steps} steps in {folder.path}: log.jsonl, checkpoints, {figure.name}")

@@ -22,7 +22,7 @@ ScalarOrSchedule = float | Array | Callable[[Any], Any]
 class ScaleByAdamState(NamedTuple):
     """State of `scale_by_adam`: that of optax, and a bound for every block of a moment in float16 or FP8."""
 
-    count: Array  # int32 (): steps taken
+    count: Array  # int32 (): steps taken  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: Any  # of the parameters' structure and shapes, mu_dtype
     nu: Any  # of the parameters' structure and shapes, nu_dtype
     mu_bounds: Any  # float32 [..., ceil(n / 128)] for a parameter [..., n]; None where mu needs none
@@ -32,15 +32,15 @@ class ScaleByAdamState(NamedTuple):
 class _Step(NamedTuple):
     """Numbers of a step, the same for every parameter; float32 scalars."""
 
-    b1: Array
-    b2: Array
-    one_minus_b1: Array
-    one_minus_b2: Array
-    correction1: Array
-    correction1_next: Array
-    correction2: Array
-    eps: Array
-    eps_root: Array | None  # None for zero
+    b1: Any
+    b2: Any
+    one_minus_b1: Any
+    one_minus_b2: Any
+    correction1: Any
+    correction1_next: Any
+    correction2: Any
+    eps: Any
+    eps_root: Any  # None for zero
 
 
 def scale_by_adam(
@@ -67,7 +67,7 @@ def scale_by_adam(
     sharding under `jit`. In `shard_map` places count within a shard.
 
     float16 and FP8 hold blocks of 128 values along the last dimension, with a power of two as scale for each. Second
-    moments above zero are kept above zero, at least 2^-17 of the largest in their block in FP8.
+    moments stay above zero there, in FP8 at 2^-16 of the power of two above their block's bound or more.
 
     Args:
       b1, b2: decay of the first and of the second moment.
@@ -95,10 +95,10 @@ def scale_by_adam(
         bounds = (jax.tree.map(_moments.zero_bounds, params) if _moments.is_scaled(d) else None for d in dtypes)
         return ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu, *bounds)
 
-    def update(updates: Any, state: ScaleByAdamState, params: Any = None, **extra_args: Any):
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
         del params, extra_args
-        count = optax.safe_increment(state.count)
-        t, t_next = (n.astype(float) for n in (count, optax.safe_increment(count)))
+        count = jnp.asarray(optax.safe_increment(state.count))
+        t, t_next = (jnp.asarray(n).astype(float) for n in (count, optax.safe_increment(count)))
         step = _Step(
             *(b1, b2, 1 - b1, 1 - b2),
             *(1 - b1**t, 1 - b1**t_next, 1 - b2**t),
@@ -112,7 +112,7 @@ def scale_by_adam(
         ]
         keys = None
         if stochastic_rounding:
-            key = _rounding.mix(_rounding.mix(jnp.asarray(seed).astype(jnp.uint32)) + count.astype(jnp.uint32))
+            key = _rounding.mix(_rounding.mix(jnp.uint32(seed)) + count.astype(jnp.uint32))
             keys = _rounding.mix(key ^ jnp.arange(len(gradients), dtype=jnp.uint32))
         after = []
         for leaf, (gradient, *of_leaf) in enumerate(zip(gradients, *moments, strict=True)):

@@ -59,7 +59,8 @@ def _convert(target: Any, source: Any, params: Any) -> Any:
         return {key: _convert(target[key], source[key], params) if key in source else target[key] for key in target}
     if isinstance(target, tuple | list) and isinstance(source, tuple | list) and len(target) == len(source):
         parts = [_convert(one, other, params) for one, other in zip(target, source, strict=True)]
-        return type(target)(*parts) if hasattr(target, "_fields") else type(target)(parts)
+        kind: Any = type(target)
+        return kind(*parts) if hasattr(target, "_fields") else kind(parts)
     if jax.tree.structure(target) != jax.tree.structure(source):
         raise ValueError(
             f"state has {type(source).__name__} where the optimizer has {type(target).__name__}: "

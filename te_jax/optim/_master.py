@@ -68,7 +68,7 @@ def master_weights(
     def init(params: Any) -> MasterWeightsState:
         return MasterWeightsState(jax.tree.map(master_of, params), inner.init(wide(params)))
 
-    def update(updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any):
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
         if params is None:
             raise ValueError("params is None: masters belong to parameters; call update(updates, state, params)")
         masters = jax.tree.map(_weight, params, state.master)

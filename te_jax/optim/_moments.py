@@ -92,8 +92,8 @@ def _scales(bounds: Array, dtype: Any, *, inverse: bool = False) -> Array:
     """What codes of each block are multiplied by to get values: the bound's next power of two by the target's."""
     target = int(np.float32(_TARGET[np.dtype(dtype)]).view(np.int32))
     exponent = (lax.bitcast_convert_type(bounds, jnp.int32) + _MANTISSA) & _INFINITY
-    # The scale and its inverse are normal numbers.
-    exponent = jnp.clip(exponent, (1 << 23) + target - (127 << 23), 253 << 23)
+    # The scale and its inverse are normal numbers, and so is a scale that XLA has multiplied by a decay first.
+    exponent = jnp.clip(exponent, (8 << 23) + target - (127 << 23), 253 << 23)
     difference = target - exponent if inverse else exponent - target
     scales = lax.bitcast_convert_type(difference + (127 << 23), jnp.float32)
     return jnp.where(bounds < np.inf, scales, np.float32(np.nan))  # false for NaN too

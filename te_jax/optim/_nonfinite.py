@@ -48,7 +48,7 @@ def skip_nonfinite(
     def init(params: Any) -> SkipNonfiniteState:
         return SkipNonfiniteState(jnp.zeros([], jnp.int32), inner.init(params))
 
-    def update(updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any):
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
         finite = _all_finite(updates, axis_name)
         updates, inner_state = _update_if(finite, inner, updates, state.inner, params, extra_args)
         return updates, SkipNonfiniteState(state.skipped + (~finite).astype(jnp.int32), inner_state)
@@ -94,7 +94,7 @@ def dynamic_loss_scale(
         steps, skipped = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
         return DynamicLossScaleState(jnp.asarray(initial_scale, jnp.float32), steps, skipped, inner.init(params))
 
-    def update(updates: Any, state: DynamicLossScaleState, params: Any = None, **extra_args: Any):
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
         finite = _all_finite(updates, axis_name)
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
         updates, inner_state = _update_if(finite, inner, unscaled, state.inner, params, extra_args)

@@ -1,0 +1,186 @@
+"""`te-jax train --optimizer-state`: Adam's moments in fewer bytes, kept by the run, its twin and its checkpoints."""
+
+import contextlib
+import dataclasses
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from te_jax.cli import _step, train
+from te_jax.cli._run_folder import RunFolder, read_header
+from te_jax.cli.main import main
+from te_jax.models import PRESETS
+from te_jax.optim import ScaleByAdamState
+from te_jax.recipe import CurrentScaling
+
+STEPS = 8
+ARGV = ["train", "--preset", "nano", "--seq-len", "16", "--batch", "4", "--steps", str(STEPS), "--seed", str(2**32 - 1)]
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
+
+
+@contextlib.contextmanager
+def jax_as_in_a_process_of_its_own():
+    jax.devices()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_process_of_its_own():
+    with jax_as_in_a_process_of_its_own():
+        yield
+
+
+def run(out, *options, devices=1):
+    """A run with checkpoints at steps 3, 6 and 8."""
+    assert main([*ARGV, "--checkpoint-every", "3", "--devices", str(devices), *options, "--out", str(out)]) == 0
+    return out
+
+
+def without_last_checkpoint(whole, out):
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoints" / str(STEPS))
+    return out
+
+
+def resume(out, *options):
+    assert main(["train", "--resume", "--out", str(out), *options]) == 0
+
+
+def refused(argv, capsys):
+    assert main(["train", *argv]) == 2
+    return capsys.readouterr().err
+
+
+def log(out):
+    return (out / "log.jsonl").read_text().splitlines()
+
+
+def losses(out, name="loss"):
+    return [(record["step"], record[name]) for record in map(json.loads, log(out)) if record["kind"] != "header"]
+
+
+@pytest.fixture(scope="module")
+def of_before(tmp_path_factory):
+    """A run from before the option existed: with optax's optimizer, and a header that knows nothing of the option."""
+
+    def build_optimizer(learning_rate, steps, **_):
+        rates = optax.warmup_cosine_decay_schedule(learning_rate, learning_rate, 0, steps, learning_rate / 20)
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.95, weight_decay=0.1))
+
+    def header(*args):
+        written = header_of_now(*args)
+        del written["options"]["optimizer_state"]
+        return written
+
+    header_of_now = train._header
+    with pytest.MonkeyPatch.context() as patch, jax_as_in_a_process_of_its_own():
+        patch.setattr(_step, "build_optimizer", build_optimizer)
+        patch.setattr(train, "_header", header)
+        return run(tmp_path_factory.mktemp("before") / "run")
+
+
+def test_a_run_of_before_the_option_resumes_in_float32_with_the_same_bits(of_before, tmp_path, capsys):
+    out = without_last_checkpoint(of_before, tmp_path / "run")
+    error = refused(["--resume", "--out", str(out), "--optimizer-state", "bf16"], capsys)
+    assert "--optimizer-state is bf16, but the run in" in error
+    assert "was started with f32" in error
+    # Then from a checkpoint that the resumed run wrote itself.
+    for last in (6, STEPS):
+        assert max(int(path.name) for path in (out / "checkpoints").iterdir()) == last
+        resume(out)
+        assert log(out) == log(of_before)
+
+
+def test_few_bytes_learn_beside_a_float32_twin_and_resume_with_the_same_bits(of_before, tmp_path, capsys):
+    whole = run(tmp_path / "whole", "--optimizer-state", "fp8", "--compare")
+    shown = capsys.readouterr().out
+    assert read_header(whole)["options"]["optimizer_state"] == "fp8"
+    assert losses(whole, "f32_states_loss") == losses(of_before)
+    (_, last), (_, expected) = losses(whole)[-1], losses(of_before)[-1]
+    assert last != expected
+    assert last == pytest.approx(expected, rel=1e-2)
+    assert last < losses(whole)[0][1] - 1
+    for loss, label in {"loss": "fp8 states", "f32_states_loss": "f32 states twin"}.items():
+        assert re.search(rf"^{label} .* → {losses(whole, loss)[-1][1]:.6f} nats per byte$", shown, re.MULTILINE)
+
+    _check_resuming(whole, tmp_path / "cut", {"loss": "fp8", "f32_states_loss": "f32"}, devices=1)
+    error = refused(["--resume", "--out", str(whole), "--optimizer-state", "f32"], capsys)
+    assert error.startswith(f"te-jax: error: --optimizer-state is f32, but the run in {whole} was started with fp8")
+
+
+def test_bfloat16_on_two_devices_resumes_with_the_same_bits(tmp_path):
+    whole = run(tmp_path / "whole", "--optimizer-state", "bf16", devices=2)
+    _check_resuming(whole, tmp_path / "cut", {"loss": "bf16"}, devices=2)
+
+
+def _check_resuming(whole, out, states, devices):
+    cut = without_last_checkpoint(whole, out)
+    resume(cut, "--optimizer-state", states["loss"])
+    assert log(cut) == log(whole)
+    found, expected = checkpoint(cut, states, devices), checkpoint(whole, states, devices)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for name, state in states.items():
+        adam = adam_of(found[name])
+        moments = jax.tree.leaves((adam.mu, adam.nu))
+        assert {moment.dtype for moment in moments} == {jnp.dtype(DTYPES[state])}
+        assert all(np.asarray(moment, np.float32).any() for moment in moments)
+        assert adam.count == STEPS
+
+
+def checkpoint(out, states, devices):
+    """The last one, by the names of losses."""
+
+    def like(state):
+        optimizer = _step.build_optimizer(1e-2, STEPS, state_dtype=jnp.dtype(DTYPES[state]).name)
+        return _step.build_learner(PRESETS["nano"], lambda *_: 0, optimizer, placement).abstract_state()
+
+    placement = _step.build_placement(jax.devices()[:devices])
+    folder = RunFolder.resume(out)
+    try:
+        return folder.restore({name: like(state) for name, state in states.items()})
+    finally:
+        folder.close()
+
+
+def adam_of(state):
+    parts = jax.tree.leaves(state.optimizer, is_leaf=lambda part: isinstance(part, ScaleByAdamState))
+    (adam,) = [part for part in parts if isinstance(part, ScaleByAdamState)]
+    return adam
+
+
+@pytest.mark.parametrize(
+    ("recipe", "state", "twin", "twin_state"),
+    [
+        ("none", "f32", "optax_loss", "f32"),
+        ("none", "bf16", "f32_states_loss", "f32"),
+        ("none", "fp8", "f32_states_loss", "f32"),
+        ("current", "f32", "bfloat16_loss", "f32"),
+        ("current", "fp8", "bfloat16_loss", "fp8"),
+    ],
+)
+def test_a_twin_differs_in_one_thing(recipe, state, twin, twin_state):
+    """The recipe first, and then the moments. Beside both there is the loss."""
+    config = dataclasses.replace(
+        PRESETS["nano"], dtype="bfloat16", recipe=CurrentScaling() if recipe == "current" else None
+    )
+    options = train.Options(preset="nano", recipe=recipe, optimizer_state=state, compare=True)
+    learners = train._learners(options, config, _step.build_placement(jax.devices()[:1]))
+    assert list(learners) == ["loss", twin]
+    for name, expected in {"loss": state, twin: twin_state}.items():
+        adam = adam_of(learners[name].abstract_state())
+        assert {leaf.dtype for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {jnp.dtype(DTYPES[expected])}
+
+
+@pytest.mark.parametrize("state", ["fp4", "", "float32"])
+def test_an_unknown_state_is_refused(state, tmp_path, capsys):
+    error = refused(["--optimizer-state", state, "--out", str(tmp_path / "run")], capsys)
+    assert error == f"te-jax: error: --optimizer-state {state} is unknown: choose one of f32, bf16, fp8\n"
+    assert not (tmp_path / "run").exists()
