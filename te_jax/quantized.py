@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from te_jax import _blocks
 from te_jax.recipe import BLOCK, Scaling
 
 _DATA = ("data", "scale_inv", "transposed", "transposed_scale_inv")
@@ -133,5 +134,12 @@ def _spread_scales(scales: Array, *, scaling: Scaling, outer: tuple[int, ...], s
     if scaling == "block_1x128":
         scales = jnp.moveaxis(scales, range(len(summed)), range(len(outer), len(outer) + len(summed)))
     else:
-        scales = jnp.repeat(scales, BLOCK, axis=len(outer) - 1)[(*(slice(n) for n in outer),)]
-    return jnp.repeat(scales, BLOCK, axis=-1)[..., : summed[-1]]
+        scales = _repeated(scales, len(outer) - 1, outer[-1])
+    return _repeated(scales, scales.ndim - 1, summed[-1])
+
+
+def _repeated(scales: Array, axis: int, length: int) -> Array:
+    """Each scale for all values of its block: as `jnp.repeat`, which does not know what to do on Explicit meshes."""
+    shape = (*scales.shape[: axis + 1], _blocks.size_of(length), *scales.shape[axis + 1 :])
+    blocks = jnp.broadcast_to(jnp.expand_dims(scales, axis + 1), shape)
+    return _blocks.merge(blocks, (*scales.shape[:axis], length, *scales.shape[axis + 1 :]), [axis])

@@ -1,4 +1,7 @@
-"""The native product: what te_gemm computes in one pass, how it is split over devices, and how it is called."""
+"""The product of sharded operands: what te_gemm computes in one pass, how it is split, and how it is called.
+
+On Explicit meshes the reference is split in the same way; on Auto meshes XLA does that.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax import native
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, Quantization
 from te_jax.reference.gemm import epilogue
 
 Scaling = Literal["none", "tensor", "row", "block"]
 """Of a product: both operands' scales together."""
+BlockScaling = Literal["block_1x128", "block_128x128"]
 Group = Literal["m", "n", "k"]
 """The outer dimensions of lhs and of rhs, and those summed over."""
 
@@ -64,6 +69,7 @@ class Product:
       a_summed_first, b_summed_first: whether the summed dimensions come before the outer ones.
       scaling: "none", "tensor", "row" or "block".
       dtype: of the result, before it is quantized.
+      native: by te_gemm; else by the reference, with nothing fused.
       followup: what is fused.
       overwrite: whether the result may take the place of an accumulator that is not read.
       fast_accumulation, autotune, own_kernel: see `te_jax.ops.gemm`.
@@ -77,6 +83,7 @@ class Product:
     b_summed_first: bool
     scaling: Scaling
     dtype: np.dtype
+    native: bool
     followup: Followup
     overwrite: bool
     fast_accumulation: bool
@@ -240,7 +247,9 @@ def _largest(values: Sequence[Array], axes: Sequence[str]) -> Sequence[Array]:
 
 
 def _call(product: Product, arrays: Mapping[str, Array], *, in_place: bool) -> tuple[Array, ...]:
-    """te_gemm on local arrays."""
+    """te_gemm, or the reference, on local arrays."""
+    if not product.native:
+        return (_reference_product(product, arrays),)
     followup, a, b = product.followup, arrays["a"], arrays["b"]
     if not (in_place or followup.accumulate):
         arrays = {name: array for name, array in arrays.items() if name != "accumulator"}
@@ -288,6 +297,35 @@ def _call(product: Product, arrays: Mapping[str, Array], *, in_place: bool) -> t
     )
     kept = (d, *((preactivation,) if followup.save_preactivation else ()))
     return (*kept, amax, scale_inv) if quantizes else kept
+
+
+def _reference_product(product: Product, arrays: Mapping[str, Array]) -> Array:
+    a, b = arrays["a"], arrays["b"]
+    batch_ndim = a.ndim - product.a_outer_ndim - product.summed_ndim
+    if product.scaling != "none":
+        a = _dequantized(product, a, arrays["a_scale_inv"], product.a_outer_ndim, "block_1x128")
+        b = _dequantized(product, b, arrays["b_scale_inv"], product.b_outer_ndim, "block_128x128")
+
+    def summed(x: Array, summed_first: bool) -> tuple[int, ...]:
+        first = batch_ndim if summed_first else x.ndim - product.summed_ndim
+        return tuple(range(first, first + product.summed_ndim))
+
+    batch = tuple(range(batch_ndim))
+    contracting = summed(a, product.a_summed_first), summed(b, product.b_summed_first)
+    return lax.dot_general(
+        a,
+        b,
+        (contracting, (batch, batch)),
+        precision=lax.Precision.HIGHEST if a.dtype == product.dtype else None,
+        preferred_element_type=product.dtype,
+    )
+
+
+def _dequantized(product: Product, data: Array, scale_inv: Array, outer_ndim: int, block: BlockScaling) -> Array:
+    scaling = block if product.scaling == "block" else "row" if product.scaling == "row" else "tensor"
+    float32 = np.dtype(np.float32)
+    quantized = QuantizedArray(data, scale_inv, None, None, outer_ndim, product.summed_ndim, scaling, scaling, float32)
+    return quantized.dequantize()
 
 
 def _workspace_bytes(product: Product, arrays: Mapping[str, Array], batch_ndim: int) -> int:

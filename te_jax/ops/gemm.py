@@ -187,8 +187,8 @@ def gemm(
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
 @functools.partial(jax.jit, static_argnums=(6, 7), inline=native.INLINE)
 def _gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options: _Options, use_native: bool):
-    if use_native:
-        return _native_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options)
+    if use_native or _on_explicit_mesh(lhs, rhs):
+        return _sharded_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options, use_native)
     return reference.gemm(
         lhs,
         rhs,
@@ -207,13 +207,20 @@ def _gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options: _O
     )
 
 
-def _native_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options: _Options):
+def _on_explicit_mesh(*operands) -> bool:
+    """Whether the caller has to say how what is sharded is multiplied, as XLA does on Auto meshes."""
+    return any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(operands))
+
+
+def _sharded_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options: _Options, use_native: bool):
     a = _operand("lhs", lhs, options.lhs_contracting, options.contracting_ndim)
     b = _operand("rhs", rhs, options.rhs_contracting, options.contracting_ndim)
     fp8 = a.scaling is not None
     scaling = _OF_PRODUCT[a.scaling]
     dtype = options.out_dtype if fp8 else allowed_dtype(a.dtype, options.out_dtype)
-    fits = dtype == options.out_dtype
+    if not use_native:
+        dtype = np.promote_types(np.float32, np.float32 if fp8 else a.dtype)
+    fits = use_native and dtype == options.out_dtype
     wanted = Followup(
         bias=bias is not None,
         activation="dgelu" if gelu_preactivation is not None else options.activation,
@@ -229,6 +236,7 @@ def _native_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, opti
         b_summed_first=not fp8 and options.rhs_contracting == "rows",
         scaling=scaling,
         dtype=dtype,
+        native=use_native,
         followup=wanted,
         overwrite=accumulator is not None and not options.accumulate and fits,
         fast_accumulation=options.fast_accumulation and fp8,

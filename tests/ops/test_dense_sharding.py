@@ -287,10 +287,18 @@ def test_sharded_quantized_kernel(axis_type, make_mesh, rng):
     assert_close(dx, oracle(case).dx, dtype="bfloat16", tolerance=0.065)
 
 
-def test_reference_on_an_auto_mesh(make_mesh, rng):
-    mesh = make_mesh({"data": AUTO, "model": AUTO})
-    case = random_case(rng, (8, 64), (64,), (64,), with_bias=False)
-    x, kernel, dy = placed(case, mesh, SPECS["row parallel"])
-    options = {"recipe": RECIPES["current"], "implementation": "reference"}
+@axis_types
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [("current", "row parallel"), ("rowwise", "column parallel"), ("block", "fsdp, row parallel"), (None, "fsdp")],
+)
+def test_the_reference_is_split_as_well(recipe, name, axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    case = random_case(rng, (8, 64), (1024,), (1024,), with_bias=False)
+    x, kernel, dy = placed(case, mesh, SPECS[name])
+    options = {"recipe": RECIPES.get(recipe), "implementation": "reference"}
     y, (dx, dkernel) = forward_of(**options)(x, kernel), backward_of(**options)(x, kernel, dy)
-    assert_matches(Gradients(y, dx, dkernel, None), oracle(case), case, recipe=RECIPES["current"])
+    assert_matches(Gradients(y, dx, dkernel, None), oracle(case), case, recipe=options["recipe"])
+    if axis_type is EXPLICIT:
+        assert y.sharding.is_equivalent_to(dy.sharding, y.ndim), y.sharding
+        assert dkernel.sharding.is_equivalent_to(kernel.sharding, kernel.ndim), dkernel.sharding
