@@ -64,9 +64,12 @@ def to_narrow_float(x: Array, dtype: np.dtype, bits: Array | None, *, positive: 
     normal = info.smallest_normal.astype(np.float32)
     subnormal = magnitude < normal
     first = normal.view(np.int32)
-    aligned = lax.bitcast_convert_type(magnitude + jnp.where(subnormal, normal, np.float32(0)), jnp.int32)
-    first_code = jnp.where(subnormal, first, first - (1 << 23))
-    code = (aligned + ((bits >> (32 - dropped)).astype(jnp.int32) - first_code)) >> dropped
+    aligned = jnp.where(  # of two arrays: a choice of two scalars has no sharding on an Explicit mesh
+        subnormal,
+        lax.bitcast_convert_type(magnitude + normal, jnp.int32) - first,
+        lax.bitcast_convert_type(magnitude, jnp.int32) - (first - (1 << 23)),
+    )
+    code = (aligned + (bits >> (32 - dropped)).astype(jnp.int32)) >> dropped
     largest_code = int(np.asarray(info.max, dtype).view(code_of))
     code = jnp.minimum(code, largest_code)
     if not positive:

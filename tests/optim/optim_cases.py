@@ -1,0 +1,88 @@
+"""Random parameters and gradients, Adam in NumPy's float64, and how states are compared and read."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from te_jax import optim
+
+FLOAT8 = jnp.float8_e4m3fn
+MOMENT_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float8": FLOAT8}
+
+
+def random_params(rng, dtype="float32"):
+    """Around blocks of 128: a short dimension, two that they do not divide, one that they do, a scalar, and nothing."""
+    return normal_like(
+        rng,
+        {
+            "kernel": jnp.zeros((int(rng.integers(1, 5)), int(rng.integers(129, 256))), dtype),
+            "heads": jnp.zeros((2, int(rng.integers(1, 4)), int(rng.integers(2, 128))), dtype),
+            "bias": [jnp.zeros(int(rng.integers(257, 384)), dtype), jnp.zeros(128, dtype), jnp.zeros(1, dtype)],
+            "scale": jnp.zeros((), dtype),
+            "empty": jnp.zeros((3, 0), dtype),
+            "absent": None,
+        },
+    )
+
+
+def normal_like(rng, tree, steps=None):
+    """Normal numbers of the tree's shapes and dtypes, with `steps` in front of the shapes."""
+    lead = () if steps is None else (steps,)
+    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(lead + x.shape), x.dtype), tree)
+
+
+def assert_same(actual, expected):
+    """Trees of one structure whose leaves agree in dtype, shape and every bit."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        a, e = np.asarray(a), np.asarray(e)
+        assert (a.dtype, a.shape) == (e.dtype, e.shape), jax.tree_util.keystr(path)
+        assert a.tobytes() == e.tobytes(), jax.tree_util.keystr(path)
+
+
+def differ(one, other):
+    """Whether any leaf has other bits."""
+    return any(
+        np.asarray(a).tobytes() != np.asarray(b).tobytes()
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+def types(tree):
+    """The structure, and dtype, shape and weakness of every leaf."""
+    return jax.tree.structure(tree), [(x.dtype, x.shape, x.weak_type) for x in jax.tree.leaves(tree)]
+
+
+def adam_state(state):
+    """The one ScaleByAdamState in a state."""
+    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, optim.ScaleByAdamState))
+    (state,) = (x for x in found if isinstance(x, optim.ScaleByAdamState))
+    return state
+
+
+@jax.jit
+def moments(state, params):
+    """Both moments of a ScaleByAdamState in float32."""
+    wide = optim.convert_state(optim.scale_by_adam(mu_dtype="float32", nu_dtype="float32"), state, params)
+    return wide.mu, wide.nu
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """float64: update and moments after the last step."""
+
+    update: np.ndarray
+    mu: np.ndarray
+    nu: np.ndarray
+
+
+def adam_oracle(gradients, b1=0.9, b2=0.999, eps=1e-8):
+    """Adam of gradients [steps, ...]."""
+    gradients = np.asarray(gradients).astype(np.float64)
+    m, v = np.zeros(gradients.shape[1:]), np.zeros(gradients.shape[1:])
+    for g in gradients:
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+    t = len(gradients)
+    return Expected(m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps), m, v)

@@ -1,0 +1,278 @@
+"""Adam: optax's own in float32, and close to it with moments in fewer bits, for gradients of every magnitude."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from optim_cases import FLOAT8, MOMENT_DTYPES, adam_oracle, moments, normal_like, random_params
+
+from te_jax import optim
+from te_jax.testing import assert_close, relative_error
+
+NARROW = {name: dtype for name, dtype in MOMENT_DTYPES.items() if name != "float32"}
+CHOICES = {"none": None, **MOMENT_DTYPES}
+narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
+scaled = pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def after(transform, gradients, params):
+    """The updates of all steps and the last state; gradients have steps in front."""
+
+    def step(state, g):
+        return transform.update(g, state, params)[::-1]
+
+    return lax.scan(step, transform.init(params), gradients)[::-1]
+
+
+# ------------------------------------------------------------------------------------------------------- as optax's own
+
+
+def kernels_only(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+PAIRS = {
+    "adam": (optim.adam, optax.adam, {"b1": 0.8, "eps_root": 1e-12}),
+    "adamw": (optim.adamw, optax.adamw, {"weight_decay": 0.1, "mask": kernels_only}),
+    "nadam": (functools.partial(optim.adam, nesterov=True), optax.nadam, {"b2": 0.99}),
+    "nadamw": (functools.partial(optim.adamw, nesterov=True), optax.nadamw, {"eps": 1e-6}),
+}
+
+
+def assert_ulps(actual, expected, count=2):
+    """Ten times as many for a single value: for those XLA fuses products and sums, as it likes in every program."""
+    for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        a, e = np.asarray(a), np.asarray(e)
+        count = count if e.size > 1 else 10 * count
+        assert a.dtype == e.dtype == np.float32
+        assert (np.abs(a - e) <= count * np.spacing(np.abs(e))).all(), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "options"), PAIRS.values(), ids=PAIRS)
+def test_float32_is_optax(ours, theirs, options, standard_promotion, rng):
+    params = random_params(rng)
+    gradients = normal_like(rng, params, 100)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def train(optimizer, params, gradients):
+        def step(carry, g):
+            params, state = carry
+            updates, state = optimizer.update(g, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return lax.scan(step, (params, optimizer.init(params)), gradients)[0]
+
+    rate = optax.cosine_decay_schedule(0.01, 200)
+    (actual, state), (expected, expected_state) = (
+        train(make(rate, **options), params, gradients) for make in (ours, theirs)
+    )
+    assert_ulps(actual, expected)
+    assert_ulps(state[0].mu, expected_state[0].mu)
+    assert_ulps(state[0].nu, expected_state[0].nu)
+    assert (state[0].mu_bounds, state[0].nu_bounds) == (None, None)
+    assert state[0].count == expected_state[0].count == 100
+    assert jnp.linalg.norm(actual["kernel"] - params["kernel"]) > 0.1
+
+
+def test_float64_parameters(standard_promotion, rng):
+    with jax.enable_x64(True):
+        params = random_params(rng, "float64")
+        gradients = normal_like(rng, params, 10)
+        updates, state = after(optim.scale_by_adam(), gradients, params)
+        expected, expected_state = after(optax.scale_by_adam(), gradients, params)
+        for actual, exact in ((updates, expected), (state.mu, expected_state.mu), (state.nu, expected_state.nu)):
+            jax.tree.map(functools.partial(assert_close, tolerance=1e-5), actual, exact)
+
+
+# -------------------------------------------------------------------------------------------------- moments in few bits
+
+
+def rounding_error(dtype, decay, steps):
+    """Of a moment that was rounded at random after every step: half a digit each, forgotten as the moment forgets."""
+    if dtype == jnp.float32:
+        return 1e-5
+    return float(jnp.finfo(dtype).eps) / 2 * np.sqrt(sum(decay ** (2 * k) for k in range(steps)))
+
+
+@pytest.mark.parametrize("nu_dtype", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("mu_dtype", CHOICES.values(), ids=CHOICES)
+def test_moments_are_close_to_float32(mu_dtype, nu_dtype, rng):
+    x, steps = jnp.zeros((6, 300)), 20
+    gradients = normal_like(rng, x, steps)
+    updates, state = after(optim.scale_by_adam(mu_dtype=mu_dtype, nu_dtype=nu_dtype), gradients, x)
+    mu, nu = moments(state, x)
+    errors = []
+    for kept, bounds, dtype, decay in (
+        (state.mu, state.mu_bounds, mu_dtype or jnp.float32, 0.9),
+        (state.nu, state.nu_bounds, nu_dtype or jnp.float32, 0.999),
+    ):
+        assert (kept.shape, kept.dtype) == (x.shape, dtype)
+        if dtype in (jnp.float16, FLOAT8):
+            assert (bounds.shape, bounds.dtype) == ((6, 3), jnp.float32)
+        else:
+            assert bounds is None
+        errors.append(rounding_error(dtype, decay, steps))
+    expected = adam_oracle(gradients)
+    assert_close(mu, expected.mu, dtype="float32", tolerance=errors[0])
+    assert_close(nu, expected.nu, dtype="float32", tolerance=errors[1])
+    assert_close(updates[-1], expected.update, dtype="float32", tolerance=errors[0] + errors[1])
+
+
+@narrow
+def test_an_update_precedes_rounding(dtype, rng):
+    """The first one is that of float32 moments; the second is not."""
+    x = jnp.zeros((6, 300))
+    gradients = normal_like(rng, x, 2)
+    actual, _ = after(optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype), gradients, x)
+    expected, _ = after(optim.scale_by_adam(), gradients, x)
+    assert_ulps(actual[0], expected[0], 4)
+    assert relative_error(actual[1], expected[1]) > float(jnp.finfo(dtype).eps) / 16
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_arithmetic_of_16_bit_gradients_is_float32(dtype, rng):
+    x = jnp.zeros((3, 200), dtype)
+    gradients = normal_like(rng, x, 5)
+    updates, state = after(optim.scale_by_adam(mu_dtype="float32", nu_dtype="float32"), gradients, x)
+    expected = adam_oracle(gradients)
+    assert_close(state.mu, expected.mu, dtype="float32", tolerance=1e-6)
+    assert_close(state.nu, expected.nu, dtype="float32", tolerance=1e-6)
+    assert_close(updates[-1], expected.update, dtype=dtype, tolerance=float(jnp.finfo(dtype).eps) / 3)
+
+
+def test_dtypes_of_moments_without_a_choice():
+    params = {"a": jnp.zeros(3), "b": jnp.zeros(3, jnp.bfloat16), "c": jnp.zeros(3, jnp.float16)}
+    state = optim.scale_by_adam().init(params)
+    for tree in (state.mu, state.nu):
+        assert {name: x.dtype.name for name, x in tree.items()} == {"a": "float32", "b": "bfloat16", "c": "float32"}
+
+
+# ---------------------------------------------------------------------------------- second moments follow the gradients
+
+
+def after_a_fall(transform, size=16384):
+    """Mean of nu after 1000 gradients of 1 and 2000 of 0.001."""
+
+    @jax.jit
+    def run(x):
+        def steps(count, value, state):
+            return lax.fori_loop(0, count, lambda _, s: transform.update(jnp.full_like(x, value), s)[1], state)
+
+        return steps(2000, 1e-3, steps(1000, 1.0, transform.init(x)))
+
+    x = jnp.zeros(size)
+    return float(jnp.mean(moments(run(x), x)[1]))
+
+
+FALLEN = (1 - 0.999**1000) * 0.999**2000 + 1e-6 * (1 - 0.999**2000)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.01), ("float16", 0.01), (FLOAT8, 0.03)], ids=NARROW)
+def test_second_moments_follow_their_gradients(dtype, tolerance, rng):
+    transform = optim.scale_by_adam(nu_dtype=dtype, seed=int(rng.integers(2**31)))
+    assert after_a_fall(transform) == pytest.approx(FALLEN, rel=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", FLOAT8], ids=["bfloat16", "float8"])
+def test_rounded_to_nearest_they_do_not(dtype):
+    """In bfloat16 as optax has it: half of the last digit is more than a step."""
+    transform = optim.scale_by_adam(nu_dtype=dtype, stochastic_rounding=False)
+    assert abs(after_a_fall(transform, 256) / FALLEN - 1) > 0.3
+
+
+# ---------------------------------------------------------------------------------------------------- extreme gradients
+
+
+@pytest.mark.parametrize("magnitude", [1e-16, 1e4, 1e12], ids=lambda m: f"{m:g}")
+@scaled
+def test_gradients_of_any_magnitude(dtype, magnitude, rng):
+    """What float16 and FP8 could not hold by themselves."""
+    x, steps = jnp.zeros((4, 200)), 10
+    gradients = normal_like(rng, x, steps) * np.float32(magnitude)
+    updates, state = after(optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype, eps=0.0), gradients, x)
+    mu, nu = moments(state, x)
+    expected = adam_oracle(gradients, eps=0.0)
+    errors = rounding_error(dtype, 0.9, steps), rounding_error(dtype, 0.999, steps)
+    assert_close(mu, expected.mu, dtype="float32", tolerance=errors[0])
+    assert_close(nu, expected.nu, dtype="float32", tolerance=errors[1])
+    assert_close(updates[-1], expected.update, dtype="float32", tolerance=sum(errors))
+
+
+@scaled
+def test_first_moments_of_gradients_whose_squares_vanish(dtype, rng):
+    x, steps = jnp.zeros(300), 10
+    gradients = normal_like(rng, x, steps) * np.float32(1e-20)
+    updates, state = after(optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype), gradients, x)
+    mu, _ = moments(state, x)
+    assert_close(mu, adam_oracle(gradients).mu, dtype="float32", tolerance=rounding_error(dtype, 0.9, steps))
+    assert jnp.isfinite(updates).all()
+
+
+@scaled
+def test_magnitudes_mixed_in_a_block(dtype, rng):
+    """The small ones of a block lose digits, but neither their second moment nor, on average, their first."""
+    x, steps = jnp.zeros((64, 128)), 20
+    magnitudes = 10.0 ** rng.uniform(-6, 3, x.shape)
+    gradients = jnp.asarray(rng.standard_normal((steps, *x.shape)) * magnitudes, jnp.float32)
+    updates, state = after(optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype), gradients, x)
+    mu, nu = (np.asarray(m, np.float64) for m in moments(state, x))
+    expected = adam_oracle(gradients)
+    assert np.isfinite(updates).all()
+    assert np.isfinite(mu).all()
+    assert (nu[expected.nu > 0] > 0).all()
+    largest = np.abs(gradients).max(axis=0).astype(np.float64)
+    for actual, exact, magnitude in ((mu, expected.mu, largest), (nu, expected.nu, 0.02 * largest**2)):
+        digit = float(jnp.finfo(dtype).eps) * magnitude + 2.0**-15 * magnitude.max(axis=1, keepdims=True)
+        assert (np.abs(actual - exact) < 4 * digit).all()
+
+
+def test_second_moments_are_at_least_a_small_part_of_the_largest(rng):
+    """In FP8; below it they are kept too large, which makes updates too small, and never divides by zero."""
+    x = jnp.zeros((4, 128))
+    gradients = np.full((30, *x.shape), 1e-6, np.float32)
+    gradients[..., 7] = rng.uniform(1, 2, (30, 4))
+    updates, state = after(optim.scale_by_adam(nu_dtype=FLOAT8), jnp.asarray(gradients), x)
+    nu = np.asarray(moments(state, x)[1])
+    assert (nu >= 2.0**-17 * nu.max(axis=1, keepdims=True)).all()
+    small = np.delete(np.asarray(updates[-1]), 7, axis=1)
+    assert ((small > 0) & (small < 1)).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf], ids=str)
+@pytest.mark.parametrize("dtype", MOMENT_DTYPES.values(), ids=MOMENT_DTYPES)
+def test_gradients_that_are_not_finite_stay_visible(dtype, value, rng):
+    """For the step and all after it, and only in their own block."""
+    x = jnp.zeros((3, 300))
+    gradients = np.array(normal_like(rng, x, 3))
+    transform = optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype)
+    clean = after(transform, jnp.asarray(gradients), x)
+    gradients[1, 2, 150] = value
+    dirty = after(transform, jnp.asarray(gradients), x)
+    others = np.ones(x.shape, bool)
+    others[2, 128:256] = False
+    dirty, clean = ((updates[-1], *moments(state, x)) for updates, state in (dirty, clean))
+    for actual, expected in zip(dirty, clean, strict=True):
+        assert not np.isfinite(actual[2, 150])
+        np.testing.assert_array_equal(np.asarray(actual)[others], np.asarray(expected)[others])
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e5m2, jnp.complex64], ids=["int8", "float8_e5m2", "complex64"])
+@pytest.mark.parametrize("name", ["mu_dtype", "nu_dtype"])
+def test_dtypes_that_moments_cannot_have(name, dtype):
+    for make in (optim.scale_by_adam, functools.partial(optim.adam, 0.1), functools.partial(optim.adamw, 0.1)):
+        with pytest.raises(ValueError, match=f"{name} is {np.dtype(dtype)}: choose float32, bfloat16, float16 or"):
+            make(**{name: dtype})
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
+def test_parameters_that_are_no_floating_point_numbers(dtype):
+    with pytest.raises(ValueError, match=f"a parameter has dtype {dtype}: Adam needs floating-point parameters"):
+        optim.adam(0.1).init({"a": jnp.zeros(3), "b": jnp.zeros(3, dtype)})

@@ -1,0 +1,240 @@
+"""States of one Adam made into those of another: nothing is lost that the new one can hold."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optim_cases import FLOAT8, MOMENT_DTYPES, adam_state, assert_same, moments, normal_like, types
+
+from te_jax import optim
+from te_jax.testing import assert_close, relative_error
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+SHAPES = {"kernel": jnp.zeros((3, 200)), "scale": jnp.zeros(()), "absent": None}
+dtypes = pytest.mark.parametrize("dtype", MOMENT_DTYPES.values(), ids=MOMENT_DTYPES)
+
+
+def run(transform, params, gradients, state=None):
+    """Without jit: the same programs for all transforms, so that bits can be compared."""
+    state = transform.init(params) if state is None else state
+    for g in gradients:
+        updates, state = transform.update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def narrow(dtype, **options):
+    return optim.adamw(0.1, mu_dtype=dtype, nu_dtype=dtype, **options)
+
+
+@pytest.fixture
+def params(rng):
+    return normal_like(rng, SHAPES)
+
+
+@pytest.fixture
+def gradients(rng):
+    return [normal_like(rng, SHAPES) for _ in range(4)]
+
+
+SMALLEST = {jnp.float32: 0.0, jnp.bfloat16: 0.0, jnp.float16: 2.0**-35, FLOAT8: 2.0**-15}
+
+
+def assert_rounded_once(actual, expected, dtype, *, exact):
+    """To nearest: within half of a digit, or of the distance of the smallest numbers of a block."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    digits = 0.0 if exact else float(jnp.finfo(dtype).eps) / 2 * np.abs(expected)
+    assert (np.abs(actual - expected) <= np.maximum(digits, SMALLEST[dtype] * np.abs(expected).max())).all()
+
+
+@dtypes
+def test_optax_to_ours_and_back(dtype, params, gradients):
+    params, state = run(optax.adamw(0.1), params, gradients)
+    ours = optim.convert_state(narrow(dtype), state, params)
+    assert types(ours) == types(narrow(dtype).init(params))
+    assert ours[0].count == 4
+    wide = optim.convert_state(optax.adamw(0.1), ours, params)
+    assert types(wide) == types(state)
+    for name in ("mu", "nu"):
+        actual, expected = getattr(wide[0], name), getattr(state[0], name)
+        assert_rounded_once(actual["kernel"], expected["kernel"], dtype, exact=dtype == jnp.float32)
+    again = optim.convert_state(optax.adamw(0.1), optim.convert_state(narrow(dtype), wide, params), params)
+    assert_same(again, wide)
+
+
+@pytest.mark.parametrize("to", [jnp.bfloat16, jnp.float16, FLOAT8], ids=["bfloat16", "float16", "float8"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, FLOAT8], ids=["bfloat16", "float16", "float8"])
+def test_our_dtypes_among_each_other(dtype, to, params, gradients):
+    params, state = run(narrow(dtype), params, gradients[:2])
+    converted = optim.convert_state(narrow(to), state, params)
+    assert types(converted) == types(narrow(to).init(params))
+    wider = jnp.finfo(to).nmant >= jnp.finfo(dtype).nmant
+    for actual, expected in zip(moments(converted[0], params), moments(state[0], params), strict=True):
+        assert_rounded_once(actual["kernel"], expected["kernel"], to, exact=wider)
+
+
+def test_carrying_on_after_float32_to_float32(params, gradients):
+    """The bits of a run that was not converted, whoever's it is."""
+    for before, after in ((optim.adamw(0.1), optim.adamw(0.1)), (optax.adamw(0.1), optax.adamw(0.1))):
+        half, state = run(before, params, gradients[:2])
+        there = optim.convert_state(optim.adamw(0.1), state, half)
+        back = optim.convert_state(after, there, half)
+        assert_same(back, state)
+        assert_same(run(after, half, gradients[2:], back), run(before, params, gradients))
+
+
+def test_carrying_on_in_fewer_bits(params, gradients):
+    """An optax run goes on as it would have, but for rounding."""
+    half, state = run(optax.adamw(0.1), params, gradients[:2])
+    expected, _ = run(optax.adamw(0.1), half, gradients[2:], state)
+    optimizer = narrow("bfloat16")
+    actual, after = run(optimizer, half, gradients[2:], optim.convert_state(optimizer, state, half))
+    assert after[0].count == 4
+    assert_close(actual["kernel"] - half["kernel"], expected["kernel"] - half["kernel"], tolerance=0.02)
+    fresh, _ = run(optimizer, half, gradients[2:])
+    assert relative_error(fresh["kernel"] - half["kernel"], expected["kernel"] - half["kernel"]) > 0.1
+
+
+# ---------------------------------------------------------------------------------------------- wrappers and companions
+
+
+def bfloat16(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+
+def test_masters_begin_as_the_parameters_are(params, gradients):
+    params, state = run(narrow("bfloat16"), bfloat16(params), [bfloat16(g) for g in gradients])
+    for dtype in ("float32", "int16"):
+        converted = optim.convert_state(narrow("bfloat16", master_dtype=dtype), state, params)
+        assert types(converted) == types(narrow("bfloat16", master_dtype=dtype).init(params))
+        assert_same(converted.inner, state)
+        weights = params if dtype == "float32" else jax.tree.map(jnp.zeros_like, params)
+        assert_same(converted.master, jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), weights))
+
+
+def test_masters_are_taken_over(params, gradients):
+    """From either form to the other, and dropped where there are none."""
+    whole, half = (narrow("bfloat16", master_dtype=dtype) for dtype in ("float32", "int16"))
+    params, state = run(half, bfloat16(params), [bfloat16(g) for g in gradients])
+    assert jnp.count_nonzero(state.master["kernel"]) > 300
+    wide = optim.convert_state(whole, state, params)
+    remainder = np.asarray(state.master["kernel"]).astype(np.int64)
+    upper = np.asarray(params["kernel"]).view(np.uint16).astype(np.int64) << 16
+    assert_same(wide.master["kernel"], ((upper + remainder) & 0xFFFFFFFF).astype(np.uint32).view(np.float32))
+    assert_same(wide.inner, state.inner)
+    assert_same(optim.convert_state(half, wide, params), state)
+    assert_same(optim.convert_state(whole, wide, params), wide)
+    assert_same(optim.convert_state(narrow("bfloat16"), wide, params), state.inner)
+
+
+def test_masters_half_way_between_two_parameters():
+    """One of float32 rounds to the even parameter, and int16 cannot hold the distance: the last digit is lost."""
+    exact = np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8], np.float32)
+    params = jnp.asarray(exact, jnp.bfloat16)
+    state = optim.master_weights(optax.identity()).init(params)._replace(master=jnp.asarray(exact))
+    half = optim.master_weights(optax.identity(), "int16")
+    back = optim.convert_state(optim.master_weights(optax.identity()), optim.convert_state(half, state, params), params)
+    assert (np.abs(np.asarray(back.master) - exact) <= np.spacing(np.abs(exact))).all()
+
+
+def test_wrappers_are_added_and_dropped(params, gradients):
+    skip, scale = (optim.skip_nonfinite(narrow(FLOAT8)), optim.dynamic_loss_scale(narrow(FLOAT8), 4.0))
+    both = optim.skip_nonfinite(optim.dynamic_loss_scale(narrow(FLOAT8), 2.0))
+    params, state = run(skip, params, [*gradients, jax.tree.map(lambda g: g * jnp.nan, gradients[0])])
+    assert state.skipped == 1
+    assert_same(optim.convert_state(skip, state, params), state)
+    plain = optim.convert_state(narrow("float32"), state, params)
+    assert_same((moments(plain[0], params), plain[0].count), (moments(state.inner[0], params), jnp.int32(4)))
+    scaled = optim.convert_state(scale, state, params)
+    assert (scaled.loss_scale, scaled.skipped) == (4.0, 0)
+    used = scaled._replace(loss_scale=jnp.float32(32.0), finite_steps=jnp.int32(5))
+    nested = optim.convert_state(both, used, params)
+    assert types(nested) == types(both.init(params))
+    assert (nested.skipped, nested.inner.loss_scale, nested.inner.finite_steps) == (0, 32.0, 5)
+    assert_same(optim.convert_state(scale, nested, params), used)
+
+
+def chained(adamw):
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def injected(make, **options):
+    return optax.inject_hyperparams(make)(learning_rate=optax.linear_schedule(0.1, 0.0, 10), **options)
+
+
+def masked(adamw):
+    return optax.masked(adamw, {"kernel": True, "scale": False, "absent": False})
+
+
+def parted(adamw):
+    return optax.partition({"a": adamw, "b": optax.sgd(0.1)}, {"kernel": "a", "scale": "b", "absent": "a"})
+
+
+def accumulated(adamw):
+    return optax.MultiSteps(adamw, 2).gradient_transformation()
+
+
+@pytest.mark.parametrize("around", [chained, masked, parted, accumulated])
+def test_inside_of_other_transforms(around, params, gradients):
+    theirs, ours = around(optax.adamw(0.1)), around(narrow("bfloat16", skip_nonfinite=True))
+    params, state = run(theirs, params, gradients[:3])
+    converted = optim.convert_state(ours, state, params)
+    assert types(converted) == types(ours.init(params))
+    assert_same(adam_state(converted).mu["kernel"], adam_mu(state)["kernel"].astype(jnp.bfloat16))
+    assert adam_state(converted).count == (1 if around is accumulated else 3)
+    run(ours, params, gradients[3:], converted)
+
+
+def adam_mu(state):
+    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))
+    (state,) = (x for x in found if isinstance(x, optax.ScaleByAdamState))
+    return state.mu
+
+
+def test_injected_hyperparameters(params, gradients):
+    """Those of both are kept, with the counts of their schedules; those of the new one alone are its own."""
+    theirs = injected(optax.adamw, b1=0.8)
+    ours = injected(functools.partial(optim.adamw, mu_dtype="bfloat16"), seed=7)
+    params, state = run(theirs, params, gradients)
+    converted = optim.convert_state(ours, state, params)
+    assert types(converted) == types(ours.init(params))
+    assert converted.count == 4
+    assert converted.hyperparams_states["learning_rate"].count == 4
+    assert converted.hyperparams["b1"] == jnp.float32(0.8)
+    assert converted.hyperparams["seed"] == 7
+    assert_same(converted.inner_state[0].mu["kernel"], adam_mu(state)["kernel"].astype(jnp.bfloat16))
+
+
+def test_schedules_go_on(params, gradients):
+    rate = optax.linear_schedule(0.1, 0.0, 10)
+    params, state = run(optax.adamw(rate), params, gradients)
+    converted = optim.convert_state(optim.adamw(rate, nu_dtype=FLOAT8), state, params)
+    assert [leaf.count for leaf in (converted[0], converted[2])] == [4, 4]
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_other_compositions(params):
+    ours, plain = optim.adamw(0.1), optax.adamw(0.1)
+    pairs = [
+        (ours, optax.sgd(0.1, momentum=0.9)),
+        (ours, optax.chain(optax.clip(1.0), plain)),
+        (optim.adam(0.1), plain),
+        (ours, optax.adamw(optax.linear_schedule(0.1, 0.0, 10))),
+        (optim.adam(optax.linear_schedule(0.1, 0.0, 10)), optax.adam(0.1)),
+        (optim.skip_nonfinite(ours), optax.sgd(0.1)),
+    ]
+    for optimizer, other in pairs:
+        with pytest.raises(ValueError, match="both must be composed of the same transforms"):
+            optim.convert_state(optimizer, other.init(params), params)
+
+
+def test_other_parameters(params):
+    state = optax.adamw(0.1).init({"kernel": params["kernel"]})
+    with pytest.raises(ValueError, match="scale"):
+        optim.convert_state(optim.adamw(0.1), state, params)

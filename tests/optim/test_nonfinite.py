@@ -1,0 +1,199 @@
+"""Steps that are left out, and the scale of a loss: what they change, what they leave, and that nobody waits for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from optim_cases import FLOAT8, adam_state, assert_same, normal_like
+
+from te_jax import optim
+
+SHAPES = {"kernel": jnp.zeros((3, 200)), "bias": jnp.zeros(7)}
+WRAPPERS = {"skip": optim.skip_nonfinite, "loss scale": optim.dynamic_loss_scale}
+wrappers = pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+not_finite = pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+
+
+def adamw(**options):
+    rate = optax.linear_schedule(0.1, 0.0, 10)
+    return optim.adamw(rate, mu_dtype="bfloat16", nu_dtype=FLOAT8, **options)
+
+
+def with_one(gradients, name, value):
+    return {**gradients, name: gradients[name].at[(1,) * gradients[name].ndim].set(value)}
+
+
+def run(transform, params, gradients, state):
+    """Without jit: the same programs for all transforms, so that bits can be compared. Losses are scaled."""
+    for g in gradients:
+        if isinstance(state, optim.DynamicLossScaleState):
+            g = jax.tree.map(lambda g, scale=optim.loss_scale(state): g * scale.astype(g.dtype), g)
+        updates, state = transform.update(g, state, params)
+        params = optim.apply_updates(params, updates)
+    return params, state
+
+
+@not_finite
+@wrappers
+def test_a_step_is_left_out(wrapper, value, rng):
+    """Parameters, moments, schedule and random bits are those of a run that never saw it."""
+    params = normal_like(rng, SHAPES)
+    good = [normal_like(rng, params) for _ in range(3)]
+    bad = [with_one(good[0], name, value) for name in params]
+    transform = wrapper(adamw())
+    start = transform.init(params)
+    updates, state = transform.update(bad[0], start, params)
+    assert_same(updates, jax.tree.map(jnp.zeros_like, params))
+    assert_same(state.inner, start.inner)
+    actual, state = run(transform, params, [good[0], *bad, *good[1:]], start)
+    assert state.skipped == 2
+    assert adam_state(state).count == 3
+    assert_same((actual, state.inner), run(adamw(), params, good, start.inner))
+
+
+def test_the_option_of_adamw(rng):
+    params = normal_like(rng, SHAPES)
+    gradients = [normal_like(rng, params), with_one(normal_like(rng, params), "bias", np.nan)]
+    option, wrapped = adamw(skip_nonfinite=True), optim.skip_nonfinite(adamw())
+    expected = run(wrapped, params, gradients, wrapped.init(params))
+    assert_same(run(option, params, gradients, option.init(params)), expected)
+    assert expected[1].skipped == 1
+    masters = optim.adam(0.1, master_dtype="float32", skip_nonfinite=True)
+    assert isinstance(masters.init(params).inner, optim.MasterWeightsState)
+
+
+@wrappers
+def test_masters_and_weight_decay_are_left_out_too(wrapper, rng):
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), normal_like(rng, SHAPES))
+    transform = wrapper(adamw(master_dtype="int16", weight_decay=0.1))
+    start = transform.init(params)
+    bad = with_one(normal_like(rng, params), "kernel", np.nan)
+    after, state = run(transform, params, [bad], start)
+    assert_same((after, state.inner), (params, start.inner))
+
+
+@wrappers
+def test_nothing_waits_for_the_decision(wrapper):
+    """By selection: no branch, and nothing for the host to look at."""
+    transform = wrapper(adamw())
+    abstract = jax.eval_shape(lambda: SHAPES), jax.eval_shape(transform.init, SHAPES)
+    text = jax.jit(transform.update).lower(*abstract, abstract[0]).compile().as_text()
+    assert "select" in text
+    for operation in ("conditional", "while", "outfeed", "infeed", "callback", "send("):
+        assert operation not in text
+
+
+@pytest.mark.parametrize("axis_name", ["data", ("data", "model")], ids=str)
+@wrappers
+def test_shards_decide_alike(wrapper, axis_name, make_mesh, rng):
+    mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
+    spec = P("data") if axis_name == "data" else P("data", "model")
+    params, g = normal_like(rng, jnp.zeros((8, 4))), normal_like(rng, jnp.zeros((8, 4)))
+    transform = wrapper(optim.adam(0.1), axis_name=axis_name)
+    state = transform.init(params)
+    specs = jax.tree.map(lambda x: spec if x.ndim else P(), state)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(spec, specs), out_specs=(spec, specs))
+    def update(g, state):
+        return transform.update(g, state)
+
+    updates, after = update(g, state)
+    assert after.skipped == 0
+    assert (np.asarray(updates) != 0).all()
+    updates, after = update(g.at[5, 3].set(jnp.nan), state)
+    assert after.skipped == 1
+    assert_same(updates, jnp.zeros_like(g))
+    assert_same(after.inner, state.inner)
+
+
+# ----------------------------------------------------------------------------------------------------------- loss scale
+
+
+def scales(transform, finite):
+    """The scale after each step, where `finite` says how a step went."""
+    params = jnp.zeros(3)
+    state = transform.init(params)
+    update = jax.jit(transform.update)
+    for good in finite:
+        _, state = update(jnp.where(good, jnp.ones(3), jnp.inf), state)
+        yield float(optim.loss_scale(state)), int(state.finite_steps), int(state.skipped)
+
+
+def test_the_scale_rises_and_falls():
+    transform = optim.dynamic_loss_scale(optax.identity(), 8.0, growth_interval=3)
+    assert float(optim.loss_scale(transform.init(jnp.zeros(3)))) == 8.0
+    steps = [True, True, True, True, False, True, True, False, False, True, True, True]
+    expected = [
+        *((8, 1, 0), (8, 2, 0), (16, 0, 0), (16, 1, 0), (8, 0, 1), (8, 1, 1)),
+        *((8, 2, 1), (4, 0, 2), (2, 0, 3), (2, 1, 3), (2, 2, 3), (4, 0, 3)),
+    ]
+    assert list(scales(transform, steps)) == expected
+
+
+def test_the_scale_stays_between_its_limits():
+    options = {"growth_interval": 1, "factor": 4.0, "smallest": 2.0, "largest": 40.0}
+    transform = optim.dynamic_loss_scale(optax.identity(), 8.0, **options)
+    assert [scale for scale, _, _ in scales(transform, [True] * 3 + [False] * 4)] == [32, 40, 40, 10, 2.5, 2, 2]
+
+
+def test_defaults_of_the_scale():
+    state = optim.dynamic_loss_scale(optax.identity()).init(jnp.zeros(3))
+    assert float(state.loss_scale) == 2.0**15
+    assert (state.loss_scale.dtype, state.finite_steps.dtype, state.skipped.dtype) == (
+        jnp.float32,
+        jnp.int32,
+        jnp.int32,
+    )
+
+
+def test_float16_gradients_that_would_vanish():
+    """Of 2e-8, which float16 does not hold: the scale lifts them, and falls until the large ones do not overflow."""
+    w = {"small": jnp.float16(1.0), "large": jnp.float16(1.0)}
+    transform = optim.dynamic_loss_scale(optax.sgd(1.0), 2.0**24, growth_interval=10**6)
+    state = transform.init(w)
+
+    def loss(w, scale):
+        w = jax.tree.map(lambda x: x.astype(jnp.float32), w)
+        return (2e-8 * w["small"] + 10.0 * w["large"]) * scale
+
+    assert jax.grad(lambda w: loss(w, jnp.float32(1.0)))(w)["small"] == 0
+    for _ in range(20):
+        updates, state = transform.update(jax.grad(loss)(w, optim.loss_scale(state)), state, w)
+    assert state.skipped == 12
+    assert float(state.loss_scale) == 2.0**12
+    assert {u.dtype for u in updates.values()} == {np.dtype(np.float32)}
+    np.testing.assert_allclose([-updates["small"], -updates["large"]], [2e-8, 10.0], rtol=2.0**-10)
+
+
+def test_gradients_are_unscaled_in_float32(rng):
+    """A gradient in float16 is divided as float32: nothing vanishes."""
+    g = jnp.asarray(rng.uniform(1, 2, 64), jnp.float16)
+    transform = optim.dynamic_loss_scale(optax.identity(), 2.0**24)
+    updates, _ = transform.update(g, transform.init(g))
+    assert_same(updates, np.asarray(g).astype(np.float32) / np.float32(2.0**24))
+
+
+def test_loss_scale_finds_the_one_in_a_state():
+    params = {"w": jnp.zeros(3)}
+    scaled = optim.dynamic_loss_scale(optim.adam(0.1), 64.0)
+    for transform in (
+        scaled,
+        optax.chain(optax.clip(1.0), scaled),
+        optim.skip_nonfinite(scaled),
+        optax.masked(scaled, {"w": True}),
+    ):
+        scale = jax.jit(optim.loss_scale)(transform.init(params))
+        assert (scale.dtype, scale.shape, float(scale)) == (jnp.float32, (), 64.0)
+
+
+def test_loss_scale_of_none_or_two():
+    params = jnp.zeros(3)
+    with pytest.raises(ValueError, match="state holds 0 loss scales: it must come from one `dynamic_loss_scale`"):
+        optim.loss_scale(optim.adam(0.1).init(params))
+    scaled = optim.dynamic_loss_scale(optax.identity())
+    with pytest.raises(ValueError, match="state holds 2 loss scales"):
+        optim.loss_scale(optax.chain(scaled, scaled).init(params))

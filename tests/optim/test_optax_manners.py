@@ -1,0 +1,278 @@
+"""What every optax transform can be relied on for, through one table of ours."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from optim_cases import FLOAT8, adam_state, assert_same, differ, normal_like, types
+
+from te_jax import optim
+from te_jax.testing import assert_close
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+FLOAT32, BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
+NARROW = {"mu_dtype": np.dtype(FLOAT8), "nu_dtype": np.dtype(jnp.float16)}
+# A constructor, its options, and the dtype of parameters and gradients.
+CASES = {
+    "adam": (optim.adam, {"learning_rate": 0.1}, FLOAT32),
+    "adamw of bfloat16": (optim.adamw, {"learning_rate": 0.1, "mu_dtype": "bfloat16"}, BFLOAT16),
+    "adamw in few bits": (optim.adamw, {"learning_rate": 0.1, **NARROW}, FLOAT32),
+    "scale_by_adam": (optim.scale_by_adam, NARROW, FLOAT32),
+    "float32 masters": (optim.adamw, {"learning_rate": 0.1, "master_dtype": "float32"}, BFLOAT16),
+    "int16 masters": (optim.adam, {"learning_rate": 0.1, "master_dtype": "int16", **NARROW}, BFLOAT16),
+    "skipping": (optim.adamw, {"learning_rate": 0.1, "skip_nonfinite": True, **NARROW}, FLOAT32),
+    "loss scale": (
+        lambda **options: optim.dynamic_loss_scale(optim.adamw(**options)),
+        {"learning_rate": 0.1, "master_dtype": "int16", "nu_dtype": "bfloat16"},
+        BFLOAT16,
+    ),
+}
+cases = pytest.mark.parametrize("case", CASES)
+few_cases = pytest.mark.parametrize("case", ["adamw in few bits", "int16 masters", "loss scale"])
+WITH_MASTERS = ("float32 masters", "int16 masters", "loss scale")
+with_rates = pytest.mark.parametrize("case", [name for name in CASES if name != "scale_by_adam"])
+
+
+def transform_of(case, **options):
+    make, defaults, _ = CASES[case]
+    return make(**{**defaults, **options})
+
+
+@pytest.fixture
+def params(case, rng):
+    """None and an empty tuple stand for what is not there."""
+    dtype = CASES[case][2]
+    tree = {"kernel": jnp.zeros((3, 130), dtype), "scale": jnp.zeros((), dtype), "absent": None, "nothing": ()}
+    return normal_like(rng, tree)
+
+
+@pytest.fixture
+def gradients(params, rng):
+    return [normal_like(rng, params) for _ in range(3)]
+
+
+def run(transform, params, gradients, state=None):
+    """Parameters and state after some steps, as a loop in Python makes them."""
+    state = transform.init(params) if state is None else state
+    for g in gradients:
+        updates, state = transform.update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_alike(actual, expected):
+    """Parameters; programs that are compiled differently may round one moment in a million to its other neighbour."""
+    tolerance = {FLOAT32: 1e-3, BFLOAT16: 1e-2}
+    jax.tree.map(lambda a, e: assert_close(a, e, tolerance=tolerance[e.dtype]), actual, expected)
+
+
+# ----------------------------------------------------------------------------------------------- init, update and types
+
+
+@cases
+def test_init_of_shapes_alone(case, params):
+    """On jax.ShapeDtypeStruct and in jax.eval_shape."""
+    transform = transform_of(case)
+    expected = transform.init(params)
+    assert types(transform.init(jax.eval_shape(lambda: params))) == types(expected)
+    assert types(jax.eval_shape(transform.init, params)) == types(expected)
+
+
+@cases
+def test_updates_have_the_gradients_dtypes_or_float32_with_masters(case, params, gradients):
+    transform = transform_of(case)
+    state = transform.init(params)
+    updates, _ = jax.eval_shape(transform.update, gradients[0], state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    expected = FLOAT32 if case in WITH_MASTERS else CASES[case][2]
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {expected}
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), gradients[0])
+    updates, _ = jax.eval_shape(transform.update, wide, state, params)
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {FLOAT32}
+
+
+@cases
+def test_state_keeps_its_type_in_loops_and_branches(case, params, gradients):
+    transform = transform_of(case)
+    state = transform.init(params)
+
+    def step(carry, g):
+        params, state = carry
+        updates, after = transform.update(g, state, params)
+        after = lax.cond(jnp.all(updates["scale"] > 0), lambda: after, lambda: state)
+        return (optax.apply_updates(params, updates), after), None
+
+    stacked = jax.tree.map(lambda *g: jnp.stack(g), *gradients)
+    (_, after), _ = jax.eval_shape(lambda *args: lax.scan(step, *args), (params, state), stacked)
+    assert types(after) == types(state)
+    _, after = transform.update(gradients[0], state, params)
+    assert types(after) == types(state)
+
+
+@cases
+def test_repeated_steps_trace_once_and_may_be_donated(case, params, gradients):
+    """A donated buffer that is of no use, or that occurs twice, would be a warning or an error."""
+    transform, traces = transform_of(case), []
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, g):
+        traces.append(None)
+        updates, state = transform.update(g, state, params)
+        return optax.apply_updates(params, updates), state
+
+    copy = jax.tree.map(jnp.copy, params)
+    state = transform.init(copy)
+    for g in gradients:
+        before = jax.tree.leaves((copy, state))
+        copy, state = step(copy, state, g)
+        assert all(leaf.is_deleted() for leaf in before)
+    assert len(traces) == 1
+    assert_alike(copy, run(transform, params, gradients)[0])
+
+
+# ----------------------------------------------------------------------------------------------------- other transforms
+
+
+@cases
+def test_chain(case, params, gradients):
+    clip, transform = optax.clip_by_global_norm(1.0), transform_of(case)
+    clipped = [clip.update(g, clip.init(params))[0] for g in gradients]
+    actual, state = run(optax.chain(clip, transform), params, gradients)
+    expected, expected_state = run(transform, params, clipped)
+    assert_same((actual, state[1]), (expected, expected_state))
+    assert differ(expected_state, run(transform, params, gradients)[1])
+
+
+@with_rates
+def test_schedules_of_the_learning_rate(case, params, gradients):
+    def rate(step):
+        return jnp.where(step < 2, 0.1, 0.0)
+
+    actual, state = run(transform_of(case, learning_rate=rate), params, gradients[:2])
+    assert_same(actual, run(transform_of(case), params, gradients[:2])[0])
+    assert_same(run(transform_of(case, learning_rate=rate), actual, gradients[2:], state)[0], actual)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "loss scale"])
+def test_inject_hyperparams(case, params, gradients):
+    make, options, _ = CASES[case]
+
+    def b1(step):
+        return 0.9 - 0.4 * step
+
+    injected = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(**options, b1=b1)
+    first, state = run(injected, params, gradients[:1])
+    assert_alike(first, run(transform_of(case), params, gradients[:1])[0])
+    actual, after = run(injected, first, gradients[1:2], state)
+    expected, _ = run(transform_of(case, b1=0.5), first, gradients[1:2], state.inner_state)
+    assert_alike(actual, expected)
+    assert types(after) == types(state)
+    if "learning_rate" in options:
+        stopped = {**after.hyperparams, "learning_rate": jnp.float32(0.0)}
+        assert_same(run(injected, actual, gradients[2:], after._replace(hyperparams=stopped))[0], actual)
+
+
+@cases
+def test_tree_map_params(case, params):
+    """Moments, bounds and masters belong to parameters, counts and scales do not."""
+    transform = transform_of(case)
+    state = transform.init(params)
+    names = jax.tree.unflatten(jax.tree.structure(params), ["kernel", "scale"])
+    mapped = optax.tree_map_params(transform, lambda _, name: name, state, names, transform_non_params=lambda _: "none")
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+    for path, name in jax.tree.leaves_with_path(mapped):
+        last = getattr(path[-1], "key", None)
+        assert name == (last or "none"), jax.tree_util.keystr(path)
+    assert adam_state(mapped).mu["kernel"] == "kernel"
+    if adam_state(state).nu_bounds is not None:
+        assert adam_state(mapped).nu_bounds["kernel"] == "kernel"
+
+
+@few_cases
+def test_multi_steps(case, params, gradients):
+    """Two microbatches are a step with their mean."""
+    wide = [jax.tree.map(lambda g: g.astype(jnp.float32), g) for g in gradients]
+    multi = optax.MultiSteps(transform_of(case), every_k_schedule=2)
+    actual, state = run(multi, params, wide[:2])
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *wide[:2])
+    assert_alike(actual, run(transform_of(case), params, [mean])[0])
+    assert (state.gradient_step, adam_state(state).count) == (1, 1)
+
+
+@cases
+def test_masked(case, params, gradients):
+    masked = optax.masked(transform_of(case), {"kernel": True, "scale": False, "absent": False, "nothing": ()})
+    state = masked.init(params)
+    updates, state = masked.update(gradients[0], state, params)
+    alone = {"kernel": params["kernel"]}
+    expected, _ = transform_of(case).update({"kernel": gradients[0]["kernel"]}, transform_of(case).init(alone), alone)
+    assert_same(updates["kernel"], expected["kernel"])
+    assert_same(updates["scale"], gradients[0]["scale"])
+
+
+@cases
+def test_partition(case, params, gradients):
+    labels = {"kernel": "ours", "scale": "theirs", "absent": "ours", "nothing": ()}
+    parted = optax.partition({"ours": transform_of(case), "theirs": optax.sgd(0.5)}, labels)
+    actual, _ = run(parted, params, gradients)
+    kernels, _ = run(transform_of(case), {"kernel": params["kernel"]}, [{"kernel": g["kernel"]} for g in gradients])
+    scales, _ = run(optax.sgd(0.5), params["scale"], [g["scale"] for g in gradients])
+    assert_same(actual, {**params, "kernel": kernels["kernel"], "scale": scales})
+
+
+@few_cases
+def test_apply_if_finite(case, params, gradients):
+    """Its branches want updates in the gradients' dtypes, which float32 gradients give everywhere."""
+    wide = [jax.tree.map(lambda g: g.astype(jnp.float32), g) for g in gradients]
+    wide[1]["kernel"] = wide[1]["kernel"].at[1, 7].set(jnp.nan)
+    actual, state = run(optax.apply_if_finite(transform_of(case), 3), params, wide)
+    assert_alike(actual, run(transform_of(case), params, [wide[0], wide[2]])[0])
+    assert (state.total_notfinite, adam_state(state).count) == (1, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@few_cases
+def test_orbax(case, params, gradients, tmp_path):
+    """A run that is carried on from disk has the bits of one that was not stopped."""
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    transform = transform_of(case)
+    expected = run(transform, params, gradients)
+    saved = run(transform, params, gradients[:1])
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(jnp.zeros_like, saved))
+    assert_same(restored, saved)
+    params, state = restored
+    assert_same(run(transform, params, gradients[1:], state), expected)
+
+
+@pytest.mark.parametrize("case", ["adamw in few bits", "int16 masters"])
+def test_nnx_optimizer(case, params, gradients):
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.kernel, self.scale = nnx.Param(params["kernel"]), nnx.Param(params["scale"])
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, transform_of(case), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, g):
+        of_model = nnx.state(model, nnx.Param)
+        nnx.replace_by_pure_dict(of_model, g)
+        optimizer.update(model, of_model)
+
+    for g in gradients:
+        step(model, optimizer, {"kernel": g["kernel"], "scale": g["scale"]})
+    expected, _ = run(transform_of(case), params, gradients)
+    actual = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    assert_alike(actual, {"kernel": expected["kernel"], "scale": expected["scale"]})

@@ -1,0 +1,135 @@
+"""Kernels for the next forward pass from the optimizer's step: the bits that quantizing the new kernels has."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optim_cases import assert_same, normal_like
+
+from te_jax import ops, optim
+from te_jax.optim import Requantize
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
+
+RECIPES = {
+    "current": CurrentScaling(),
+    "current, powers of two": CurrentScaling(power_of_two_scales=True),
+    "rowwise": RowwiseScaling(),
+    "block": BlockScaling(),
+}
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+blocks_and_tensors = pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=["current", "block"])
+
+
+def step(rng, shape, dtype="float32"):
+    """A kernel and its update."""
+    kernel, updates = (normal_like(rng, jnp.zeros(shape, d)) for d in (dtype, jnp.float32))
+    return kernel, updates * jnp.float32(0.1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def quantized(kernel, recipe, row_ndim, implementation):
+    return ops.quantize(kernel, recipe.quantization("kernel"), row_ndim=row_ndim, implementation=implementation)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def apply(params, updates, how):
+    return optim.apply_updates(params, updates, requantize=how)
+
+
+@recipes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_operands_are_the_new_kernel_quantized(dtype, recipe, implementation, rng):
+    kernel, updates = step(rng, (144, 256), dtype)
+    new, operand = apply(kernel, updates, Requantize(recipe, implementation=implementation))
+    assert_same(new, np.asarray(kernel.astype(jnp.float32) + updates).astype(dtype))
+    assert isinstance(operand, QuantizedArray)
+    assert_same(operand, quantized(new, recipe, 1, implementation))
+    assert operand.transposed is not None
+
+
+@blocks_and_tensors
+def test_stacked_kernels_have_scales_of_their_own(recipe, implementation, rng):
+    """Two layers of three experts each, of magnitudes far apart."""
+    kernel, updates = step(rng, (2, 3, 48, 128))
+    kernel = kernel * jnp.asarray(10.0 ** rng.uniform(-3, 3, (2, 3, 1, 1)), jnp.float32)
+    new, operand = apply(kernel, updates, Requantize(recipe, stacked_ndim=2, implementation=implementation))
+    for layer in range(2):
+        for expert in range(3):
+            expected = quantized(new[layer, expert], recipe, 1, implementation)
+            assert_same(jax.tree.map(lambda x: x[layer, expert], operand), expected)  # noqa: B023
+
+
+@blocks_and_tensors
+def test_several_dimensions_in_rows(recipe, implementation, rng):
+    kernel, updates = step(rng, (4, 128, 256))
+    new, operand = apply(kernel, updates, Requantize(recipe, row_ndim=2, implementation=implementation))
+    assert_same(operand, quantized(new, recipe, 2, implementation))
+
+
+def test_trees(rng):
+    """None and a whole subtree may stand for one Requantize or none."""
+    params = {
+        "attention": {"query": jnp.zeros((32, 16)), "out": jnp.zeros((16, 32))},
+        "norm": {"scale": jnp.zeros(32), "bias": jnp.zeros(32)},
+        "head": jnp.zeros((32, 64)),
+        "unused": None,
+    }
+    params, updates = normal_like(rng, params), normal_like(rng, params)
+    how = {
+        "attention": Requantize(CurrentScaling(), implementation="reference"),
+        "norm": None,
+        "head": Requantize(RowwiseScaling(), implementation="reference"),
+        "unused": None,
+    }
+    new, operands = optim.apply_updates(params, updates, requantize=how)
+    assert_same(new, optax.apply_updates(params, updates))
+    for name in ("query", "out"):
+        assert_same(operands["attention"][name], quantized(new["attention"][name], CurrentScaling(), 1, "reference"))
+    assert_same(operands["head"], quantized(new["head"], RowwiseScaling(), 1, "reference"))
+    assert_same(operands["norm"], new["norm"])
+    assert operands["unused"] is None
+
+
+def test_without_requantize_it_is_optax(rng):
+    params = normal_like(rng, {"kernel": jnp.zeros((3, 4)), "bias": jnp.zeros(4), "absent": None})
+    assert_same(optim.apply_updates(params, params), optax.apply_updates(params, params))
+
+
+def test_values_that_are_not_finite(implementation, rng):
+    kernel, updates = step(rng, (32, 48))
+    kernel = kernel.at[3, 5].set(jnp.nan)
+    new, operand = apply(kernel, updates, Requantize(CurrentScaling(), implementation=implementation))
+    assert_same(operand, quantized(new, CurrentScaling(), 1, implementation))
+    assert np.isnan(np.asarray(operand.data).astype(np.float32)[3, 5])
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
+def test_dense_takes_the_operands(recipe, implementation, rng):
+    """A training step that quantizes its kernel once, in its end, for two microbatches of the next one."""
+    optimizer = optim.adamw(0.01, mu_dtype="bfloat16", master_dtype="int16")
+    kernel = normal_like(rng, jnp.zeros((128, 64), jnp.bfloat16))
+    how = Requantize(recipe, implementation=implementation)
+    x, g = normal_like(rng, jnp.zeros((2, 16, 128), jnp.bfloat16)), normal_like(rng, kernel)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train(kernel, state, g):
+        updates, state = optimizer.update(g, state, kernel)
+        return optim.apply_updates(kernel, updates, requantize=how), state
+
+    (new, operand), _ = train(jnp.copy(kernel), optimizer.init(kernel), g)
+    assert (np.asarray(new) != np.asarray(kernel)).mean() > 0.5
+    for microbatch in x:
+        actual, expected = (
+            ops.dense(microbatch, k, recipe=recipe, implementation=implementation) for k in (operand, new)
+        )
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_how_it_is_done_is_hashable():
+    """So that it may be a static argument."""
+    assert hash(Requantize(BlockScaling())) == hash(Requantize(BlockScaling()))
+    assert Requantize(BlockScaling()) != Requantize(BlockScaling(), row_ndim=2)

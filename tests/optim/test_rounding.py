@@ -1,0 +1,195 @@
+"""Rounding at random: one of two neighbours, right on average, with bits that follow from the place alone.
+
+With b1 = 0 the first moment is the gradient as it was rounded, which shows the rounding of every dtype from outside.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optim_cases import FLOAT8, assert_same, moments, normal_like
+
+from te_jax import optim
+from te_jax.optim import _rounding
+from te_jax.testing import buffers
+
+NARROW = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float8": FLOAT8}
+narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
+# The distance of the smallest numbers of a block by its largest one, or less.
+SMALLEST = {jnp.bfloat16: 0.0, jnp.float16: 2.0**-35, FLOAT8: 2.0**-15}
+COPIES = 8192
+
+
+def narrow_adam(dtype, **options):
+    return optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype, **options)
+
+
+def rounded(x, dtype, **options):
+    """float32 x as a moment keeps it, in float32."""
+    x = jnp.asarray(x, jnp.float32)
+    transform = optim.scale_by_adam(b1=0.0, mu_dtype=dtype, **options)
+    _, state = jax.jit(transform.update)(x, transform.init(x))
+    return np.asarray(moments(state, x)[0], np.float64)
+
+
+def seed_of(rng):
+    return int(rng.integers(2**31))
+
+
+def distance(x, dtype):
+    """Between the neighbours of each number of a block; or twice that, just above a power of two."""
+    return np.maximum(float(jnp.finfo(dtype).eps) * np.abs(x), SMALLEST[dtype] * np.abs(x).max())
+
+
+@narrow
+def test_right_on_average_and_never_further_than_a_neighbour(dtype, rng):
+    """Over magnitudes down to where FP8 runs out of digits, and signs."""
+    x = (rng.standard_normal(128) * 10.0 ** rng.uniform(-4, 0, 128)).astype(np.float32).astype(np.float64)
+    order = rng.permuted(np.tile(np.arange(128), (COPIES, 1)), axis=1)
+    values = np.empty((COPIES, 128))
+    np.put_along_axis(values, order, rounded(x[order], dtype, seed=seed_of(rng)), axis=1)
+    low, high = values.min(axis=0), values.max(axis=0)
+    assert ((values == low) | (values == high)).all()
+    assert (high - low <= distance(x, dtype)).all()
+    assert (np.abs(values - x) <= distance(x, dtype)).all()
+    inexact = low < high
+    assert inexact.mean() > 0.9
+    assert ((low <= x) & (x <= high))[inexact].all()
+    low, high, x, values = low[inexact], high[inexact], x[inexact], values[:, inexact]
+    chance = (x - low) / (high - low)
+    error = np.abs((values == high).mean(axis=0) - chance)
+    # Six standard deviations, and a bit for chances that 16 random bits, or 24 of a sum, cannot tell apart.
+    assert (error < 6 * np.sqrt(chance * (1 - chance) / COPIES) + 2.0**-12).all()
+
+
+@narrow
+def test_numbers_of_the_dtype_stay(dtype, rng):
+    digits = jnp.finfo(dtype).nmant
+    x = (1 + rng.integers(0, 2**digits, 128) / 2**digits) * 2.0 ** rng.integers(-5, 0, 128) * rng.choice([-1, 1], 128)
+    x[:2] = 0.0, -0.0
+    values = rounded(np.tile(x, (64, 1)), dtype, seed=seed_of(rng))
+    np.testing.assert_array_equal(values, np.tile(x, (64, 1)))
+
+
+@narrow
+def test_to_nearest(dtype, rng):
+    """Without random bits there is one neighbour for all copies, and it is no further than the other."""
+    x = (rng.standard_normal(128) * 10.0 ** rng.uniform(-4, 0, 128)).astype(np.float32).astype(np.float64)
+    values = rounded(np.tile(x, (8, 1)), dtype, stochastic_rounding=False)
+    assert (values == values[0]).all()
+    assert (np.abs(values[0] - x) <= distance(x, dtype) / 2).all()
+    assert (values[0] != x).mean() > 0.9
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf], ids=str)
+@narrow
+def test_values_that_are_not_finite_do_not_become_finite(dtype, value, rng):
+    x = rng.standard_normal((64, 128))
+    x[3, 5] = value
+    finite = np.isfinite(rounded(x, dtype, seed=seed_of(rng)))
+    assert not finite[3, 5]
+    if dtype == jnp.bfloat16:
+        assert finite.sum() == finite.size - 1
+    else:  # the scale of a block is then NaN
+        assert np.delete(finite, 3, axis=0).all()
+
+
+@narrow
+def test_finite_values_do_not_become_infinite(dtype, rng):
+    x = float(jnp.finfo(jnp.bfloat16).max) * rng.uniform(0.5, 0.99, (64, 256)) * rng.choice([-1, 1], (64, 256))
+    x[5, 7] = jnp.finfo(jnp.bfloat16).max
+    if dtype != jnp.bfloat16:
+        x /= 2
+    np.testing.assert_allclose(rounded(x, dtype, seed=seed_of(rng)), x, rtol=float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
+def test_scales_change_no_digit(dtype, rng):
+    """They are powers of two: a block and its multiple are rounded alike."""
+    x, seed = rng.standard_normal((16, 384)).astype(np.float32), seed_of(rng)
+    for scale in (2.0**-90, 2.0**100):
+        np.testing.assert_array_equal(
+            rounded(x * np.float32(scale), dtype, seed=seed), rounded(x, dtype, seed=seed) * scale
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- random bits
+
+
+def run(transform, gradients, state):
+    for g in gradients:
+        _, state = jax.jit(transform.update)(g, state)
+    return state
+
+
+@narrow
+def test_the_same_bits_again_and_after_a_restart(dtype, rng):
+    params = {"a": jnp.zeros((5, 200)), "b": jnp.zeros(130)}
+    gradients, seed = [normal_like(rng, params) for _ in range(4)], seed_of(rng)
+    transform = narrow_adam(dtype, seed=seed)
+    expected = run(transform, gradients, transform.init(params))
+    saved = jax.tree.map(np.asarray, run(transform, gradients[:2], transform.init(params)))
+    restarted = narrow_adam(dtype, seed=jnp.uint32(seed))
+    assert_same(run(restarted, gradients[2:], jax.tree.map(jnp.asarray, saved)), expected)
+
+
+def ups(transform, count, leaf, x):
+    """Where a value half-way between two neighbours was rounded up, at a step and leaf."""
+    params = [x] * (leaf + 1)
+    state = transform.init(params)._replace(count=jnp.int32(count))
+    _, state = transform.update(params, state)
+    return np.asarray(state.mu[leaf]) > x[0, 0]
+
+
+def test_other_bits_for_every_seed_step_leaf_and_place(rng):
+    x = jnp.full((128, 256), 1 + 2.0**-8)
+    transforms = [optim.scale_by_adam(b1=0.0, mu_dtype="bfloat16", seed=seed) for seed in (7, 8, 7 + 2**16)]
+    patterns = [
+        *(ups(t, 0, 0, x) for t in transforms),
+        *(ups(transforms[0], count, 0, x) for count in (1, 2, 1000)),
+        *(ups(transforms[0], 0, leaf, x) for leaf in (1, 2)),
+    ]
+    patterns += [np.roll(patterns[0], 1, axis=axis) for axis in (0, 1)]
+    deviation = 0.5 / np.sqrt(x.size)
+    for i, one in enumerate(patterns):
+        assert abs(one.mean() - 0.5) < 6 * deviation
+        for other in patterns[:i]:
+            assert abs((one == other).mean() - 0.5) < 6 * deviation
+
+
+def test_random_bits_look_random(rng):
+    """The upper 20 are set half of the time, and tell nothing of that bit at a neighbour or of the bit beside them."""
+    key = jnp.uint32(rng.integers(2**32))
+    words = [np.asarray(_rounding.random_bits(k, (256, 512))) for k in (key, _rounding.mix(key))]
+    bits, other_key = ((word[..., None] >> np.arange(12, 32, dtype=np.uint32)) & 1 for word in words)
+    deviation = 0.5 / np.sqrt(words[0].size)
+    assert (np.abs(bits.mean(axis=(0, 1)) - 0.5) < 6 * deviation).all()
+    neighbours = [np.roll(bits, distance, axis) for distance in (1, 2) for axis in (0, 1)]
+    for other in (*neighbours, np.roll(bits, 1, 2), other_key):
+        assert (np.abs((bits == other).mean(axis=(0, 1)) - 0.5) < 6 * deviation).all()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_the_same_bits_for_every_sharding(axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    x = jnp.zeros((32, 512))
+    g, transform = normal_like(rng, x), optim.scale_by_adam(mu_dtype="bfloat16", nu_dtype=FLOAT8, seed=seed_of(rng))
+    expected = run(transform, [g], transform.init(x))
+    sharding = NamedSharding(mesh, P("data", "model"))
+    actual = run(transform, [jax.device_put(g, sharding)], transform.init(jax.device_put(x, sharding)))
+    assert_same(actual, expected)
+    assert actual.mu.sharding.is_equivalent_to(sharding, 2)
+
+
+@narrow
+def test_bits_are_worked_out_and_not_stored(dtype):
+    """No generator of random numbers, which would also tie bits to the sharding, and no table."""
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    transform = narrow_adam(dtype)
+    compiled = jax.jit(transform.update).lower(x, jax.eval_shape(transform.init, x)).compile()
+    text = compiled.as_text()
+    assert "rng" not in text
+    assert "threefry" not in text
+    assert all(constant.elements < 1024 for constant in buffers(compiled, "constant"))

@@ -1,0 +1,218 @@
+"""Optimizers of sharded parameters: states lie where parameters do, and every bit is that of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optim_cases import FLOAT8, adam_state, assert_same, normal_like
+
+from te_jax import optim
+from te_jax.testing import collectives
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+axis_types = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+# Of parameters on 4 × 2 devices; with whole blocks on each, and with blocks that shards cut.
+WHOLE = {
+    "rows": ((32, 256), P("data")),
+    "cols": ((6, 1024), P(None, "model")),
+    "both": ((8, 512), P("data", "model")),
+    "cols over both": ((3, 1024), P(None, ("model", "data"))),
+    "heads": ((4, 2, 136), P("data", "model")),
+    "one dimension": ((2048,), P(("data", "model"))),
+}
+CUT = {
+    "cols": ((8, 200), P("data", "model")),
+    "fewer blocks than shards": ((2, 264), P("model", "data")),
+    "blocks that do not divide": ((6, 384), P(None, "data")),
+    "one dimension": ((1032,), P("data")),
+}
+NARROW = optim.scale_by_adam(mu_dtype="bfloat16", nu_dtype=FLOAT8)
+
+
+@pytest.fixture
+def mesh(axis_type, make_mesh):
+    return make_mesh({"data": axis_type, "model": axis_type})
+
+
+def place(tree, mesh, spec):
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def assert_sharded_as(state, param):
+    """Moments as the parameter; bounds too, where there are as many as shards or a multiple."""
+    rows, cols = param.sharding.spec[: param.ndim - 1], (*param.sharding.spec, *[None] * param.ndim)[param.ndim - 1]
+    for moment, bounds in ((state.mu, state.mu_bounds), (state.nu, state.nu_bounds)):
+        assert moment.sharding.is_equivalent_to(param.sharding, param.ndim)
+        if bounds is not None:
+            names = (cols,) if isinstance(cols, str) else cols or ()
+            shards = np.prod([param.sharding.mesh.shape[name] for name in names], dtype=int)
+            rows = (*rows, *[None] * (param.ndim - 1 - len(rows)))
+            expected = P(*rows, cols if bounds.shape[-1] % shards == 0 else None)
+            assert bounds.sharding.is_equivalent_to(NamedSharding(param.sharding.mesh, expected), param.ndim)
+
+
+@axis_types
+@pytest.mark.parametrize(("shape", "spec"), [*WHOLE.values(), *CUT.values()], ids=str)
+def test_states_lie_where_parameters_do(shape, spec, mesh):
+    x = place(jnp.zeros(shape), mesh, spec)
+    assert_sharded_as(NARROW.init(x), x)
+
+
+@pytest.mark.parametrize("axis_type", [EXPLICIT], ids=["explicit"])
+@pytest.mark.parametrize(("shape", "spec"), [WHOLE["both"], CUT["blocks that do not divide"]], ids=str)
+def test_states_lie_where_parameters_do_in_jit(shape, spec, mesh):
+    """On Auto meshes jit knows no shardings of parameters: out_shardings say it there."""
+    x = place(jnp.zeros(shape), mesh, spec)
+    with jax.set_mesh(mesh):
+        assert_sharded_as(jax.jit(NARROW.init)(x), x)
+
+
+@axis_types
+def test_shardings_of_shapes_alone(mesh):
+    """What a checkpoint is restored to, before there are parameters."""
+    sharding = NamedSharding(mesh, P("data", "model"))
+    abstract = jax.ShapeDtypeStruct((8, 512), jnp.float32, sharding=sharding)
+    state = NARROW.init(abstract)
+    assert_sharded_as(state, abstract)
+
+
+def update_both(transform, shape, spec, mesh, rng):
+    """Two updates: compiled for the sharding, with its results, and those of one device."""
+    x = jnp.zeros(shape)
+    gradients = [normal_like(rng, x) for _ in range(2)]
+    expected = transform.init(x)
+    for g in gradients:
+        expected_updates, expected = jax.jit(transform.update)(g, expected, x)
+    placed, *gradients = (place(array, mesh, spec) for array in (x, *gradients))
+    # As a loop finds it: the count is on all devices after the first step.
+    state = transform.init(placed)
+    state = jax.device_put(state, jax.tree.map(lambda s: s.sharding if s.ndim else NamedSharding(mesh, P()), state))
+    compiled = jax.jit(transform.update).lower(gradients[0], state, placed).compile()
+    for g in gradients:
+        updates, state = compiled(g, state, placed)
+    assert updates.sharding.is_equivalent_to(placed.sharding, placed.ndim)
+    assert_sharded_as(state, placed)
+    assert_same_values((updates, state), (expected_updates, expected))
+    return compiled
+
+
+def assert_same_values(actual, expected):
+    """Every bit, but for the last of bounds: what XLA fuses in so small an array depends on its size."""
+    (updates, state), (expected_updates, expected) = actual, expected
+    for name in ("mu_bounds", "nu_bounds"):
+        if getattr(expected, name) is not None:
+            jax.tree.map(
+                lambda a, e: np.testing.assert_array_almost_equal_nulp(np.asarray(a), np.asarray(e), nulp=2),
+                *(getattr(s, name) for s in (state, expected)),
+            )
+    state, expected = (s._replace(mu_bounds=None, nu_bounds=None) for s in (state, expected))
+    assert_same((updates, state), (expected_updates, expected))
+
+
+@axis_types
+@pytest.mark.parametrize(("shape", "spec"), WHOLE.values(), ids=WHOLE)
+def test_shards_of_whole_blocks_exchange_nothing(shape, spec, mesh, rng):
+    assert collectives(update_both(NARROW, shape, spec, mesh, rng)) == []
+
+
+@axis_types
+@pytest.mark.parametrize(("shape", "spec"), CUT.values(), ids=CUT)
+def test_blocks_that_shards_cut(shape, spec, mesh, rng):
+    """Gathered or exchanged; the bits are those of whole ones."""
+    assert collectives(update_both(NARROW, shape, spec, mesh, rng)) != []
+
+
+@axis_types
+def test_bfloat16_has_no_blocks(mesh, rng):
+    """And no exchange, however odd the shards are."""
+    transform = optim.scale_by_adam(mu_dtype="bfloat16", nu_dtype="bfloat16")
+    for shape, spec in (CUT["cols"], CUT["one dimension"]):
+        assert collectives(update_both(transform, shape, spec, mesh, rng)) == []
+
+
+@axis_types
+def test_a_training_step(mesh, rng):
+    """Masters, weight decay and skipping, eager and compiled; only the decision to skip is exchanged."""
+    specs = {"kernel": P("data", "model"), "bias": P("model"), "scale": P()}
+    params = {"kernel": jnp.zeros((8, 512)), "bias": jnp.zeros(512), "scale": jnp.zeros(())}
+    params, g = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), normal_like(rng, params)) for _ in range(2))
+    optimizer = optim.adamw(
+        0.1, mu_dtype=FLOAT8, nu_dtype=FLOAT8, weight_decay=0.1, master_dtype="int16", skip_nonfinite=True
+    )
+
+    def step(params, state, g):
+        updates, state = optimizer.update(g, state, params)
+        return optim.apply_updates(params, updates), state
+
+    expected = jax.jit(step)(params, optimizer.init(params), g)
+    placed, placed_g = (jax.tree.map(lambda x, spec: place(x, mesh, spec), tree, specs) for tree in (params, g))
+    state = optimizer.init(placed)
+    for leaf in (state.inner.master["kernel"], adam_state(state).mu["kernel"], adam_state(state).nu_bounds["kernel"]):
+        assert leaf.sharding.is_equivalent_to(placed["kernel"].sharding, 2)
+    compiled = jax.jit(step).lower(placed, state, placed_g).compile()
+    found = collectives(compiled)
+    assert {entry.kind for entry in found} <= {"all-reduce"}
+    assert sum(entry.elements for entry in found) <= len(params)
+    actual = compiled(placed, state, placed_g)
+    assert_same_values(*((new, adam_state(state)) for new, state in (actual, expected)))
+    assert_same(actual[1].inner.master, expected[1].inner.master)
+    for new, old in zip(jax.tree.leaves(actual[0]), jax.tree.leaves(placed), strict=True):
+        assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+
+
+@axis_types
+def test_without_jit(mesh, rng):
+    x, g = jnp.zeros((8, 512)), normal_like(rng, jnp.zeros((8, 512)))
+    expected = NARROW.update(g, NARROW.init(x), x)
+    placed = place(x, mesh, P("data", "model"))
+    actual = NARROW.update(place(g, mesh, P("data", "model")), NARROW.init(placed), placed)
+    assert_same_values(actual, expected)
+    assert_sharded_as(actual[1], placed)
+
+
+def test_shard_map(make_mesh, rng):
+    """Every shard is updated as an array of its own, whose places are counted within it."""
+    mesh = make_mesh({"data": AUTO, "model": AUTO})
+    spec = P("data", "model")
+    optimizer = optim.adamw(0.1, mu_dtype="bfloat16", nu_dtype=FLOAT8, master_dtype="float32")
+    params = normal_like(rng, jnp.zeros((8, 512), jnp.bfloat16))
+    gradients = [normal_like(rng, params) for _ in range(2)]
+    specs = jax.tree.map(lambda x: spec if x.ndim else P(), optimizer.init(params))
+
+    def step(params, state, g):
+        updates, state = optimizer.update(g, state, params)
+        return optim.apply_updates(params, updates), state
+
+    init = jax.jit(jax.shard_map(optimizer.init, mesh=mesh, in_specs=spec, out_specs=specs, check_vma=False))
+    run = jax.shard_map(step, mesh=mesh, in_specs=(spec, specs, spec), out_specs=(spec, specs), check_vma=True)
+    actual, state = params, init(params)
+    for g in gradients:
+        actual, state = jax.jit(run)(actual, state, g)
+    rows, cols = 8 // mesh.shape["data"], 512 // mesh.shape["model"]
+    part = np.s_[rows : 2 * rows, cols : 2 * cols]
+    expected, expected_state = params[part], optimizer.init(params[part])
+    for g in gradients:
+        expected, expected_state = jax.jit(step)(expected, expected_state, g[part])
+    assert_same(actual[part], expected)
+    assert_same(
+        (state.master[part], adam_state(state).nu[part]), (expected_state.master, adam_state(expected_state).nu)
+    )
+
+
+@axis_types
+def test_tree_map_params_gives_shardings(mesh):
+    """The way of optax to say where a state goes, for jit's out_shardings."""
+    params = place(jnp.zeros((8, 512)), mesh, P("data", "model"))
+    optimizer = optim.adamw(0.1, mu_dtype=FLOAT8, nu_dtype=FLOAT8)
+    shardings = optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, params),
+        params.sharding,
+        transform_non_params=lambda _: NamedSharding(mesh, P()),
+    )
+    state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+    assert_sharded_as(adam_state(state), params)
