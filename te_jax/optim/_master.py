@@ -31,7 +31,8 @@ def master_weights(
 
     With int16 the master costs two bytes: a bfloat16 parameter is the upper half of the float32 number, rounded to
     nearest (ties away from zero), and the state holds what is left, the lower half as a signed number. Both together
-    are the master, bit for bit; so parameters must come back as the last update made them.
+    are the master, bit for bit (but for one last digit of the weight before, where a step all but cancels it); so
+    parameters must come back as the last update made them.
 
     Args:
       inner: the transform.
