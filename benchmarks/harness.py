@@ -2,9 +2,10 @@
 
 How a time is taken. All candidates of a case run in one process on the same values. A sample enqueues so many calls
 back to back that it lasts about `Timing.sample_seconds`, blocks once at its end, and divides: dispatch hides behind
-execution, and what remains is the device's time. Candidates take their samples in turn, and the turn starts with
-another candidate each round, so that clocks and temperatures drift alike for all. Where calls could run at the same
-time (the CPU backend runs independent computations concurrently) every call is waited for.
+execution, and what remains is the device's time. Candidates take their samples in rounds, each in an order of
+its own: clocks and temperatures drift alike for all, and nobody always finds the clocks that the same other one leaves.
+Where calls could run at the same time (the CPU backend runs independent computations concurrently) every call is waited
+for.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import random
 import re
 import statistics
 import time
@@ -135,7 +137,7 @@ class Family:
 def measure(
     candidates: Sequence[Candidate], timing: Timing, *, pipelined: bool
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Time candidates in turns.
+    """Time candidates in rounds.
 
     Args:
       candidates: what to time.
@@ -155,8 +157,7 @@ def measure(
         except Exception as error:  # a peer that cannot run this case must not cost the others theirs
             failed[candidate.name] = reason_of(error)
     for turn in range(timing.samples):
-        first = turn % len(candidates) if candidates else 0
-        for candidate in (*candidates[first:], *candidates[:first]):
+        for candidate in random.Random(turn).sample(candidates, len(candidates)):
             if candidate.name in failed:
                 continue
             try:
