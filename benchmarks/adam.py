@@ -7,7 +7,8 @@ te_jax keeps; the bytes of a parameter and step are those of all that must be re
 - bfloat16: parameters and gradients in float32, both moments in bfloat16, rounded at random: 20 bytes.
 - remainder: parameters and gradients in bfloat16, 16 bits of remainder that make them float32 masters, both moments in
   bfloat16: 18 bytes.
-- float8: as remainder, with both moments in FP8 and a bound for each block of 128: 14.1 bytes.
+- float8: as remainder, with both moments in FP8 and a bound for each block of 128: 14.1 bytes. te_jax reads gradients
+  twice here, 16.1 bytes, of which the two more are not counted.
 
 Implementations: `te_jax` (`te_jax.optim.adamw`), `optax` (`optax.adamw`) and `optax_mu_bf16` (with
 mu_dtype=bfloat16), `torch` (AdamW, fused=True), all three with float32 parameters, gradients and other states whatever

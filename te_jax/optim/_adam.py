@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax import Array, lax
 
+from te_jax import _blocks
 from te_jax.optim import _moments, _rounding
 from te_jax.optim._master import in_float32, master_weights
 from te_jax.optim._nonfinite import skip_nonfinite as skip_nonfinite_steps
@@ -92,7 +93,7 @@ def scale_by_adam(
 
     def init(params: Any) -> ScaleByAdamState:
         mu, nu = (jax.tree.map(lambda p, dtype=dtype: _moments.zeros(p, dtype), params) for dtype in dtypes)
-        bounds = (jax.tree.map(_moments.zero_bounds, params) if _moments.is_scaled(d) else None for d in dtypes)
+        bounds = (jax.tree.map(_blocks.zeros, params) if _moments.is_scaled(d) else None for d in dtypes)
         return ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu, *bounds)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
@@ -116,6 +117,11 @@ def scale_by_adam(
             keys = _rounding.mix(key ^ jnp.arange(len(gradients), dtype=jnp.uint32))
         after = []
         for leaf, (gradient, *of_leaf) in enumerate(zip(gradients, *moments, strict=True)):
+            if gradient.shape != of_leaf[0].shape:
+                raise ValueError(
+                    f"updates have a gradient of shape {gradient.shape} whose moments have shape {of_leaf[0].shape}: "
+                    "gradients must have the shapes of the parameters that the state was made for"
+                )
             change, new_mu, *rest = _update(
                 gradient, *of_leaf, None if keys is None else keys[leaf], step, nesterov=nesterov
             )
@@ -209,11 +215,11 @@ def adam(
       >>> optax.apply_updates(params, updates)["w"]
       Array([0.9, 0.9, 0.9, 0.9], dtype=float32)
     """
+    scaled = scale_by_adam(
+        b1, b2, eps, eps_root, mu_dtype, nu_dtype, nesterov=nesterov, stochastic_rounding=stochastic_rounding, seed=seed
+    )
     chain = optax.chain(
-        scale_by_adam(
-            *(b1, b2, eps, eps_root, mu_dtype, nu_dtype),
-            **{"nesterov": nesterov, "stochastic_rounding": stochastic_rounding, "seed": seed},
-        ),
+        scaled,
         optax.scale_by_learning_rate(learning_rate),
     )
     return _finished(chain, master_dtype, skip_nonfinite)
@@ -252,11 +258,11 @@ def adamw(
     References:
       Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
+    scaled = scale_by_adam(
+        b1, b2, eps, eps_root, mu_dtype, nu_dtype, nesterov=nesterov, stochastic_rounding=stochastic_rounding, seed=seed
+    )
     chain = optax.chain(
-        scale_by_adam(
-            *(b1, b2, eps, eps_root, mu_dtype, nu_dtype),
-            **{"nesterov": nesterov, "stochastic_rounding": stochastic_rounding, "seed": seed},
-        ),
+        scaled,
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

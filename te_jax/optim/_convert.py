@@ -63,7 +63,7 @@ def _convert(target: Any, source: Any, params: Any) -> Any:
         return kind(*parts) if hasattr(target, "_fields") else kind(parts)
     if jax.tree.structure(target) != jax.tree.structure(source):
         raise ValueError(
-            f"state has {type(source).__name__} where the optimizer has {type(target).__name__}: "
+            f"state has {jax.tree.structure(source)} where the optimizer has {jax.tree.structure(target)}: "
             "both must be composed of the same transforms"
         )
     return jax.tree.map(lambda new, old: jnp.asarray(old).astype(new.dtype), target, source)

@@ -45,11 +45,11 @@ def master_weights(
     Raises:
       ValueError: another dtype, int16 with parameters other than bfloat16 and float32, or no `params`.
     """
-    dtype = np.dtype(dtype)
-    if dtype not in (np.dtype(np.float32), _INT16):
+    if dtype not in (np.float32, np.int16, "float32", "int16"):
         raise ValueError(
             f"master_dtype is {dtype}: choose float32, or int16 for the half of a float32 that bfloat16 lacks"
         )
+    dtype = np.dtype(dtype)
     inner = optax.with_extra_args_support(inner)
 
     def wide(tree: Any) -> Any:

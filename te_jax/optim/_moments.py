@@ -31,10 +31,13 @@ def checked_dtype(name: str, dtype: Any) -> np.dtype | None:
     """The dtype of a moment, or None for that of the parameter."""
     if dtype is None:
         return None
-    dtype = np.dtype(dtype)
-    if dtype not in (*_PLAIN, *_TARGET):
-        raise ValueError(f"{name} is {dtype}: choose float32, bfloat16, float16 or float8_e4m3fn")
-    return dtype
+    try:
+        known = np.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or known not in (*_PLAIN, *_TARGET):  # NumPy calls None equal to float64
+        raise ValueError(f"{name} is {known or dtype}: choose float32, bfloat16, float16 or float8_e4m3fn")
+    return known
 
 
 def is_scaled(dtype: np.dtype | None) -> bool:
@@ -50,11 +53,6 @@ def zeros(param: Any, dtype: np.dtype | None) -> Array:
     return jnp.zeros_like(param, dtype=dtype)
 
 
-def zero_bounds(param: Any) -> Array:
-    """Bounds before the first step: the parameter's shape with blocks for values in the last dimension."""
-    return _blocks.zeros(param)
-
-
 def maxima(x: Array) -> Array:
     """The largest magnitude in each block of x; NaN where there is one."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF  # in this order NaN is largest
@@ -63,12 +61,13 @@ def maxima(x: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def decode(values: Array, bounds: Array | None, dtype: Any, *, times: Array | float = 1.0) -> Array:
-    """The moment in float32 (or float64), times a number, which is one product with the scales of blocks."""
+def decode(values: Array, bounds: Array | None, dtype: Any, *, times: Array | None = None) -> Array:
+    """The moment in float32 (or float64), times a number: of blocks it is the scales that are multiplied by it."""
     wide = values.astype(dtype)
     if bounds is None:
-        return wide if isinstance(times, float) and times == 1.0 else times * wide
-    return wide * _spread(times * _scales(bounds, values.dtype), values.shape)
+        return wide if times is None else times * wide
+    scales = _scales(bounds, values.dtype)
+    return wide * _spread(scales if times is None else times * scales, values.shape)
 
 
 def encode(x: Array, bounds: Array | None, dtype: np.dtype, bits: Array | None, *, positive: bool = False) -> Array:

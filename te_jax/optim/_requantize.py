@@ -66,6 +66,8 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
         return new
 
     def quantized(how: Requantize | None, part: Any) -> Any:
+        if how is not None and not isinstance(how, Requantize):
+            raise ValueError(f"requantize has {how!r} at a leaf: it must be a Requantize, or None")
         return part if how is None else jax.tree.map(functools.partial(_quantized, how), part)
 
     return new, jax.tree.map(quantized, requantize, new, is_leaf=lambda x: x is None)

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-_INFINITY = 0x7F800000
-
 
 def mix(x: Array) -> Array:
     """A bijection of uint32 that spreads every bit of x over all bits of the result: shifts and two products."""

@@ -276,3 +276,16 @@ def test_dtypes_that_moments_cannot_have(name, dtype):
 def test_parameters_that_are_no_floating_point_numbers(dtype):
     with pytest.raises(ValueError, match=f"a parameter has dtype {dtype}: Adam needs floating-point parameters"):
         optim.adam(0.1).init({"a": jnp.zeros(3), "b": jnp.zeros(3, dtype)})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "no dtype"])
+@pytest.mark.parametrize("name", ["mu_dtype", "nu_dtype"])
+def test_names_of_no_dtype(name, dtype):
+    with pytest.raises(ValueError, match=f"{name} is {dtype}: choose float32, bfloat16, float16 or float8_e4m3fn"):
+        optim.adamw(1e-3, **{name: dtype})
+
+
+def test_gradients_of_other_shapes():
+    adam = optim.scale_by_adam()
+    with pytest.raises(ValueError, match=r"shape \(4, 1\) whose moments have shape \(4, 2\): gradients must have"):
+        adam.update({"w": jnp.ones((4, 1))}, adam.init({"w": jnp.ones((4, 2))}))

@@ -133,3 +133,9 @@ def test_how_it_is_done_is_hashable():
     """So that it may be a static argument."""
     assert hash(Requantize(BlockScaling())) == hash(Requantize(BlockScaling()))
     assert Requantize(BlockScaling()) != Requantize(BlockScaling(), row_ndim=2)
+
+
+def test_what_is_no_requantize():
+    params = {"kernel": jnp.ones((16, 32))}
+    with pytest.raises(ValueError, match="requantize has 3 at a leaf: it must be a Requantize, or None"):
+        optim.apply_updates(params, params, requantize={"kernel": 3})
