@@ -1,3 +1,4 @@
+#include "collective_gemm/module.h"
 #include "common/module.h"
 #include "gemm/gemm.h"
 
@@ -12,6 +13,7 @@ void UseSgemm(nb::capsule sgemm) { te::gemm::UseSgemm(sgemm.data(), sgemm.name()
 
 NB_MODULE(_te_cpu, module) {
   te::DefineModule(module);
+  te::collective_gemm::DefineModule(module);
   module.def("build", &te::BuildFacts);
   module.def("use_sgemm", &UseSgemm);
 }

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "collective_gemm/module.h"
 #include "common/module.h"
 
 namespace nb = nanobind;
@@ -50,6 +51,7 @@ nb::list PeerAccess() {
 
 NB_MODULE(_te_cuda, module) {
   te::DefineModule(module);
+  te::collective_gemm::DefineModule(module);
   module.def("build", &Build);
   module.def("peer_access", &PeerAccess);
 }

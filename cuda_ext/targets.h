@@ -3,6 +3,8 @@
 
 #define TE_JAX_TARGETS(X)                \
   X(te_gemm)                             \
+  X(te_all_gather_gemm)                  \
+  X(te_gemm_reduce_scatter)              \
   X(te_softmax_cross_entropy_statistics) \
   X(te_softmax_cross_entropy_gradient)   \
   X(te_amax_tensor)                      \
@@ -12,4 +14,4 @@
   X(te_quantize_blocks)
 
 // Those among them that prepare on a GPU, before each execution of a program, by a second handler: <target>_initialize.
-#define TE_JAX_INITIALIZED_TARGETS(X) X(te_gemm)
+#define TE_JAX_INITIALIZED_TARGETS(X) X(te_gemm) X(te_all_gather_gemm) X(te_gemm_reduce_scatter)

@@ -1,11 +1,9 @@
-#include "common/ffi.h"
-
 #include <functional>
 #include <numeric>
 #include <span>
 #include <type_traits>
 
-#include "gemm/gemm.h"
+#include "gemm/ffi_types.h"
 
 namespace te::gemm {
 namespace {
@@ -20,23 +18,6 @@ struct Batch {
   int64_t count;
   Problem first;
 };
-
-std::optional<Type> TypeOf(const AnyBuffer& buffer) {
-  switch (buffer.element_type()) {
-    case ffi::F32:
-      return Type::kFloat32;
-    case ffi::BF16:
-      return Type::kBFloat16;
-    case ffi::F16:
-      return Type::kFloat16;
-    case ffi::F8E4M3FN:
-      return Type::kE4M3;
-    case ffi::F8E5M2:
-      return Type::kE5M2;
-    default:
-      return std::nullopt;
-  }
-}
 
 ffi::DataType DataTypeOf(Type type) {
   switch (type) {

@@ -102,6 +102,19 @@ def _jaxlib_version() -> str:
     return importlib.metadata.version("jaxlib")
 
 
+def extension_module() -> types.ModuleType:
+    """The extension of the default backend, for what it offers beside its targets.
+
+    Raises:
+      NativeUnavailableError: it cannot run here.
+    """
+    problem, _ = _problem_on_default_backend()
+    module, state = _load("cuda" if on_gpu() else "cpu")
+    if module is None or problem is not None:
+        raise NativeUnavailableError(problem or state.problem)
+    return module
+
+
 def status() -> tuple[ExtensionStatus, ...]:
     """The state of both extensions. Loads them; starts no backend."""
     return tuple(_load(platform)[1] for platform in _MODULES)

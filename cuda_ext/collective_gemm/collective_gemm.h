@@ -1,0 +1,94 @@
+// Products of a matrix whose rows lie on several devices, each of which runs the same call:
+//
+//   all-gather, product    y_i[a, q, r, n] = Σ_k x_q[a, r, k] w_i[n, k]           x_q from device q
+//   product, reduce-scatter    z[a, r, n] = Σ_q Σ_i Σ_k x_i,q[a, rank, r, k] w_i,q[n, k]
+//
+// Devices read and write each other's arrays directly, piece by piece, while they multiply the pieces that are there.
+// See protocol.h for who waits for whom.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collective_gemm/space.h"
+#include "common/executor.h"
+#include "common/status.h"
+#include "gemm/gemm.h"
+
+namespace te::collective_gemm {
+
+// Who takes part in a call.
+struct Group {
+  std::string name;  // of the call, for errors
+  int64_t run;
+  int64_t call;
+  int rank;
+  std::vector<int> devices;  // places, by rank
+  std::chrono::nanoseconds timeout;
+  std::shared_ptr<Space> space;  // where other processes drive some of them, otherwise null
+
+  int size() const { return static_cast<int>(devices.size()); }
+  int device() const { return OrdinalOf(devices[rank]); }
+};
+
+inline std::string NameOf(int place) {
+  const std::string device = std::to_string(place & 0xffff);
+  return place >> 16 == 0 ? device : device + " of process " + std::to_string(place >> 16);
+}
+
+// Every device has one part of an array; all will have all.
+struct Gathered {
+  const void* mine;
+  void* all;       // piece a of the part of rank q is at (a · size + q) · bytes
+  int64_t pieces;  // of a part
+  int64_t bytes;   // of a piece
+  bool with_mine;  // whether `all` is to hold this device's part too
+
+  const char* Part(int rank, const Group& group, int64_t piece) const {
+    if (rank == group.rank) return static_cast<const char*>(mine) + piece * bytes;
+    return At(rank, group, piece);
+  }
+  char* At(int rank, const Group& group, int64_t piece) const {
+    return static_cast<char*>(all) + (piece * group.size() + rank) * bytes;
+  }
+};
+
+// A weight, and the result of the product with it.
+struct Product {
+  gemm::Problem problem;  // of one piece: m rows; a.data, a.scales and d are filled in for each
+  void* y;                // [pieces, size, m, n]
+};
+
+struct AllGatherProblem {
+  Gathered x;
+  Gathered scales;  // of x, one part after another; no bytes where there are none, or one for all of x
+  std::vector<Gathered> others;
+  std::vector<Product> products;
+  void* workspace;  // of as many bytes as products say, times size: steps run at the same time
+  bool put;         // devices write to their peers instead of reading from them
+};
+
+struct ReduceScatterProblem {
+  std::vector<gemm::Problem> products;   // of one piece: m rows; a.data, a.scales and d are filled in
+  std::vector<int64_t> scales_of_piece;  // of a, by product: 0 for one scale for all
+  int64_t pieces;
+  void* received;     // [size, pieces, m, n]: from every device its sums for this one
+  void* outgoing;     // [size - 1, pieces, m, n], or null: products then write to their peers themselves
+  const float* bias;  // [n], or null
+  void* z;            // [pieces, m, n]
+  void* workspace;    // as above
+};
+
+Status AllGather(const Executor& executor, const Group& group, const AllGatherProblem& problem);
+Status ReduceScatter(const Executor& executor, const Group& group, const ReduceScatterProblem& problem);
+
+#ifdef TE_JAX_CUDA
+// Finds and makes what the calls will need, at leisure.
+Status PrepareAllGather(const Executor& executor, const Group& group, const AllGatherProblem& problem);
+Status PrepareReduceScatter(const Executor& executor, const Group& group, const ReduceScatterProblem& problem);
+#endif
+
+}  // namespace te::collective_gemm

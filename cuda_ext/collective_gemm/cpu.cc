@@ -1,0 +1,101 @@
+// On CPUs a queue is the thread itself: what is handed over is done at once, and marks are not needed.
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "collective_gemm/protocol.h"
+#include "common/cpu_float.h"
+
+namespace te::collective_gemm {
+namespace {
+
+template <typename T>
+void SumParts(const Executor& executor, const ReduceScatterProblem& p, int parts) {
+  constexpr int64_t kGrain = 1 << 14;
+  const int64_t columns = p.products.front().n, count = p.pieces * p.products.front().m * columns;
+  const T* const from = static_cast<const T*>(p.received);
+  const float* const bias = p.bias;
+  T* const to = static_cast<T*>(p.z);
+  executor.ParallelFor(count, kGrain, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      float sum = 0.0f;
+      for (int part = 0; part < parts; ++part) sum += ToFloat(from[part * count + i]);
+      if (bias != nullptr) sum += bias[i % columns];
+      FromFloat(sum, to + i);
+    }
+  });
+}
+
+class CpuCall {
+ public:
+  explicit CpuCall(const Executor& executor) : executor_(executor) {}
+
+  void* Mark(Queue, void* = nullptr) { return nullptr; }
+  Status Wait(Queue, void*) { return Status::Ok(); }
+  Status Copy(Queue, void* to, const void* from, int64_t bytes) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+    return Status::Ok();
+  }
+  Status Multiply(Queue, const gemm::Problem& problem) { return gemm::Run(executor_, problem); }
+  Status Sum(Queue, const ReduceScatterProblem& p, int parts) {
+    switch (p.products.front().d_type) {
+      case gemm::Type::kFloat32:
+        SumParts<float>(executor_, p, parts);
+        break;
+      case gemm::Type::kBFloat16:
+        SumParts<BFloat16>(executor_, p, parts);
+        break;
+      default:
+        SumParts<Float16>(executor_, p, parts);
+        break;
+    }
+    return Status::Ok();
+  }
+  std::atomic<int>* Readers() { return nullptr; }
+
+ private:
+  const Executor& executor_;
+};
+
+}  // namespace
+
+// Memory of this process that others map.
+class CpuReach : public Reach {
+ public:
+  explicit CpuReach(std::unique_ptr<SharedMemory> memory) : memory_(std::move(memory)) {}
+  std::string Describe() const override { return memory_->name(); }
+  void* data() const override { return memory_->data(); }
+  void* mark(int) const override { return nullptr; }
+  void Announced() override { memory_->Unlink(); }
+
+ private:
+  std::unique_ptr<SharedMemory> memory_;
+};
+
+Status MakeReach(int, int64_t bytes, std::unique_ptr<Reach>& made) {
+  std::unique_ptr<SharedMemory> memory;
+  TE_JAX_TRY(SharedMemory::Create(bytes, memory));
+  made = std::make_unique<CpuReach>(std::move(memory));
+  return Status::Ok();
+}
+
+Status OpenReach(int, int64_t bytes, const std::string& description, std::unique_ptr<Reach>& opened) {
+  std::unique_ptr<SharedMemory> memory;
+  TE_JAX_TRY(SharedMemory::Open(description, bytes, memory));
+  opened = std::make_unique<CpuReach>(std::move(memory));
+  return Status::Ok();
+}
+
+Status AllGather(const Executor& executor, const Group& group, const AllGatherProblem& problem) {
+  CpuCall call(executor);
+  return RunAllGather(call, group, problem);
+}
+
+Status ReduceScatter(const Executor& executor, const Group& group, const ReduceScatterProblem& problem) {
+  CpuCall call(executor);
+  return RunReduceScatter(call, group, problem);
+}
+
+}  // namespace te::collective_gemm

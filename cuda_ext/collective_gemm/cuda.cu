@@ -1,0 +1,359 @@
+// On GPUs the main queue is XLA's stream. The two others, and the events that are the marks, are made once and belong
+// to one call at a time: another device waits for an event as it was last recorded, so it must not be recorded again
+// before every host thread that waits for it has said so to its own device.
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <memory>
+#include <mutex>
+
+#include "collective_gemm/protocol.h"
+#include "common/cuda_status.h"
+#include "common/vector.cuh"
+
+namespace te::collective_gemm {
+namespace {
+
+constexpr int kMostDevices = 64;
+
+// z = Σ received + bias in float32, rounded once. Bytes: parts + 1 times those of z.
+template <typename T>
+__global__ void SumParts(const T* received, const float* bias, T* z, int64_t count, int64_t columns, int parts) {
+  constexpr int kWidth = kPer16Bytes<T>;
+  const int64_t first = blockIdx.x * int64_t{blockDim.x} + threadIdx.x, stride = int64_t{gridDim.x} * blockDim.x;
+  const bool vectors = count % kWidth == 0;
+  for (int64_t i = first; vectors && i < count / kWidth; i += stride) {
+    float sum[kWidth] = {};
+    for (int part = 0; part < parts; ++part) {
+      float values[kWidth];
+      Unpack(LoadStreaming(reinterpret_cast<const uint4*>(received + part * count) + i), values,
+             static_cast<const T*>(nullptr));
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum[j] += values[j];
+    }
+    if (bias != nullptr) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum[j] += bias[(i * kWidth + j) % columns];
+    }
+    reinterpret_cast<uint4*>(z)[i] = Pack(sum, static_cast<const T*>(nullptr));
+  }
+  for (int64_t i = first; !vectors && i < count; i += stride) {
+    float sum = 0.0f;
+    for (int part = 0; part < parts; ++part) sum += ToFloat(received[part * count + i]);
+    if (bias != nullptr) sum += bias[i % columns];
+    z[i] = FromFloat<T>(sum);
+  }
+}
+
+template <typename T>
+void LaunchSum(cudaStream_t stream, const ReduceScatterProblem& p, int parts) {
+  const gemm::Problem& first = p.products.front();
+  const int64_t count = p.pieces * first.m * first.n;
+  const unsigned blocks = static_cast<unsigned>(std::clamp<int64_t>(count / kPer16Bytes<T> / 256 + 1, 1, 132 * 8));
+  SumParts<T><<<blocks, 256, 0, stream>>>(static_cast<const T*>(p.received), p.bias, static_cast<T*>(p.z), count,
+                                          first.n, parts);
+}
+
+// The queues and marks of one call.
+struct Resources {
+  cudaStream_t copy = nullptr;
+  std::vector<cudaStream_t> products;
+  std::vector<cudaEvent_t> events;
+  std::atomic<int> readers{0};
+  bool taken = false;
+};
+
+struct Device {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Resources>> resources;
+};
+
+// Never freed: threads may still be launching while the process ends.
+Device& DeviceOf(int ordinal) {
+  static auto* devices = new std::array<Device, kMostDevices>;
+  return (*devices)[ordinal % kMostDevices];
+}
+
+Status MakeStream(Resources& resources) {
+  int least = 0, greatest = 0;
+  TE_JAX_TRY(Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange"));
+  cudaStream_t stream = nullptr;
+  const int priority = std::min(least, greatest + static_cast<int>(resources.products.size()));
+  TE_JAX_TRY(Check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority), "cudaStreamCreate"));
+  resources.products.push_back(stream);
+  return Status::Ok();
+}
+
+Status MakeEvent(Resources& resources) {
+  cudaEvent_t event = nullptr;
+  TE_JAX_TRY(Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate"));
+  resources.events.push_back(event);
+  return Status::Ok();
+}
+
+class CudaCall {
+ public:
+  explicit CudaCall(cudaStream_t main) : main_(main) {}
+  CudaCall(const CudaCall&) = delete;
+  CudaCall& operator=(const CudaCall&) = delete;
+  ~CudaCall() {
+    if (resources_ == nullptr) return;
+    const std::lock_guard lock(device_->mutex);
+    resources_->taken = false;
+  }
+
+  // With as many queues for products.
+  Status Begin(int steps) {
+    int ordinal = 0;
+    TE_JAX_TRY(Check(cudaGetDevice(&ordinal), "cudaGetDevice"));
+    device_ = &DeviceOf(ordinal);
+    const std::lock_guard lock(device_->mutex);
+    for (const auto& resources : device_->resources) {
+      if (resources->taken || resources->readers.load() != 0) continue;
+      resources_ = resources.get();
+      break;
+    }
+    if (resources_ == nullptr) {
+      auto made = std::make_unique<Resources>();
+      TE_JAX_TRY(Check(cudaStreamCreateWithFlags(&made->copy, cudaStreamNonBlocking), "cudaStreamCreate"));
+      device_->resources.push_back(std::move(made));
+      resources_ = device_->resources.back().get();
+    }
+    resources_->taken = true;
+    while (resources_->products.size() < static_cast<size_t>(steps)) TE_JAX_TRY(MakeStream(*resources_));
+    return Status::Ok();
+  }
+
+  // Makes as many events as a call takes, so that calls only record them.
+  Status Prepare(size_t events) {
+    while (resources_->events.size() < events) TE_JAX_TRY(MakeEvent(*resources_));
+    return Status::Ok();
+  }
+
+  // Null, and an error at the next wait, where it cannot be placed.
+  void* Mark(Queue queue, void* mark = nullptr) {
+    if (mark != nullptr) {
+      return Succeeds(Check(cudaEventRecord(static_cast<cudaEvent_t>(mark), StreamOf(queue)), "cudaEventRecord"))
+                 ? mark
+                 : nullptr;
+    }
+    if (used_ == resources_->events.size() && !Succeeds(MakeEvent(*resources_))) return nullptr;
+    cudaEvent_t event = resources_->events[used_++];
+    return Succeeds(Check(cudaEventRecord(event, StreamOf(queue)), "cudaEventRecord")) ? event : nullptr;
+  }
+
+  Status Wait(Queue queue, void* mark) {
+    if (!problem_.empty()) return Status::Failed(problem_);
+    if (mark == nullptr) return Status::Failed("a peer has placed no mark");
+    return Check(cudaStreamWaitEvent(StreamOf(queue), static_cast<cudaEvent_t>(mark), 0), "cudaStreamWaitEvent");
+  }
+
+  Status Copy(Queue queue, void* to, const void* from, int64_t bytes) {
+    return Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, StreamOf(queue)), "copy between devices");
+  }
+
+  Status Multiply(Queue queue, const gemm::Problem& problem) { return gemm::Run(Executor{StreamOf(queue)}, problem); }
+
+  Status Sum(Queue queue, const ReduceScatterProblem& p, int parts) {
+    switch (p.products.front().d_type) {
+      case gemm::Type::kFloat32:
+        LaunchSum<float>(StreamOf(queue), p, parts);
+        break;
+      case gemm::Type::kBFloat16:
+        LaunchSum<__nv_bfloat16>(StreamOf(queue), p, parts);
+        break;
+      default:
+        LaunchSum<__half>(StreamOf(queue), p, parts);
+        break;
+    }
+    return Check(cudaGetLastError(), "launch");
+  }
+
+  std::atomic<int>* Readers() { return &resources_->readers; }
+
+ private:
+  bool Succeeds(const Status& status) {
+    if (problem_.empty()) problem_ = status.reason();
+    return status.ok();
+  }
+
+  cudaStream_t StreamOf(Queue queue) const {
+    if (queue.kind == Queue::kProduct) return resources_->products[queue.step];
+    return queue.kind == Queue::kMain ? main_ : resources_->copy;
+  }
+
+  cudaStream_t main_;
+  Device* device_ = nullptr;
+  Resources* resources_ = nullptr;
+  size_t used_ = 0;
+  std::string problem_;  // the first mark that could not be placed
+};
+
+// The stream's device is current while this lives.
+class ScopedDevice {
+ public:
+  explicit ScopedDevice(int ordinal) {
+    if (cudaGetDevice(&before_) == cudaSuccess && before_ != ordinal) cudaSetDevice(ordinal);
+  }
+  ~ScopedDevice() { cudaSetDevice(before_); }
+  ScopedDevice(const ScopedDevice&) = delete;
+  ScopedDevice& operator=(const ScopedDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+Status ReachPeers(const Group& group) {
+  for (const int place : group.devices) {
+    const int peer = OrdinalOf(place);
+    if (peer < 0 || peer == group.device()) continue;  // other processes open what they share
+    const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
+    if (error == cudaSuccess) continue;
+    static_cast<void>(cudaGetLastError());
+    if (error != cudaErrorPeerAccessAlreadyEnabled) {
+      return Status::Failed("GPU " + std::to_string(group.device()) + " cannot reach GPU " + std::to_string(peer) +
+                            " directly (" + cudaGetErrorString(error) + "): use transport='ring' or 'xla'");
+    }
+  }
+  return Status::Ok();
+}
+
+// What every call needs on its device.
+Status PrepareCall(const Group& group) {
+  TE_JAX_TRY(ReachPeers(group));
+  CudaCall call(nullptr);
+  TE_JAX_TRY(call.Begin(group.size()));
+  return call.Prepare(5 * group.size() + 6);
+}
+
+Status PrepareProduct(const Executor& executor, gemm::Problem problem, void* workspace) {
+  problem.workspace = workspace;
+  return gemm::Prepare(executor, problem);
+}
+
+template <typename T>
+std::string AsHex(const T& value) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const unsigned char byte : std::bit_cast<std::array<unsigned char, sizeof(T)>>(value)) {
+    text += kDigits[byte >> 4];
+    text += kDigits[byte & 15];
+  }
+  return text;
+}
+
+template <typename T>
+T FromHex(const std::string& text) {
+  std::array<unsigned char, sizeof(T)> bytes{};
+  for (size_t i = 0; i < sizeof(T); ++i) bytes[i] = std::stoul(text.substr(2 * i, 2), nullptr, 16);
+  return std::bit_cast<T>(bytes);
+}
+
+// Memory of this device, or of one that another process drives, and two events of it. Never freed: others may be using
+// it while this process ends.
+class CudaReach : public Reach {
+ public:
+  CudaReach(void* data, cudaEvent_t first, cudaEvent_t second, std::string description)
+      : data_(data), marks_{first, second}, description_(std::move(description)) {}
+  std::string Describe() const override { return description_; }
+  void* data() const override { return data_; }
+  void* mark(int stage) const override { return marks_[stage]; }
+
+ private:
+  void* data_;
+  cudaEvent_t marks_[2];
+  std::string description_;
+};
+
+constexpr unsigned kBetweenProcesses = cudaEventDisableTiming | cudaEventInterprocess;
+
+}  // namespace
+
+Status MakeReach(int device, int64_t bytes, std::unique_ptr<Reach>& made) {
+  const ScopedDevice scoped(device);
+  void* data = nullptr;
+  cudaEvent_t events[2] = {};
+  cudaIpcMemHandle_t memory{};
+  cudaIpcEventHandle_t marks[2] = {};
+  TE_JAX_TRY(Check(cudaMalloc(&data, bytes), "cudaMalloc of memory that processes share"));
+  TE_JAX_TRY(Check(cudaIpcGetMemHandle(&memory, data), "cudaIpcGetMemHandle"));
+  std::string description = AsHex(memory);
+  for (int i = 0; i < 2; ++i) {
+    TE_JAX_TRY(Check(cudaEventCreateWithFlags(&events[i], kBetweenProcesses), "cudaEventCreate"));
+    TE_JAX_TRY(Check(cudaIpcGetEventHandle(&marks[i], events[i]), "cudaIpcGetEventHandle"));
+    description += AsHex(marks[i]);
+  }
+  made = std::make_unique<CudaReach>(data, events[0], events[1], std::move(description));
+  return Status::Ok();
+}
+
+Status OpenReach(int device, int64_t, const std::string& description, std::unique_ptr<Reach>& opened) {
+  const ScopedDevice scoped(device);
+  if (description.size() != 2 * (sizeof(cudaIpcMemHandle_t) + 2 * sizeof(cudaIpcEventHandle_t))) {
+    return Status::Failed("a process describes its memory in another way: run the same version in all");
+  }
+  void* data = nullptr;
+  cudaEvent_t events[2] = {};
+  TE_JAX_TRY(
+      Check(cudaIpcOpenMemHandle(&data, FromHex<cudaIpcMemHandle_t>(description), cudaIpcMemLazyEnablePeerAccess),
+            "cudaIpcOpenMemHandle"));
+  for (int i = 0; i < 2; ++i) {
+    const size_t at = 2 * (sizeof(cudaIpcMemHandle_t) + i * sizeof(cudaIpcEventHandle_t));
+    TE_JAX_TRY(Check(cudaIpcOpenEventHandle(&events[i], FromHex<cudaIpcEventHandle_t>(description.substr(at))),
+                     "cudaIpcOpenEventHandle"));
+  }
+  opened = std::make_unique<CudaReach>(data, events[0], events[1], description);
+  return Status::Ok();
+}
+
+Status AllGather(const Executor& executor, const Group& group, const AllGatherProblem& problem) {
+  CudaCall call(executor.stream);
+  TE_JAX_TRY(call.Begin(group.size()));
+  return RunAllGather(call, group, problem);
+}
+
+Status ReduceScatter(const Executor& executor, const Group& group, const ReduceScatterProblem& problem) {
+  CudaCall call(executor.stream);
+  TE_JAX_TRY(call.Begin(group.size()));
+  return RunReduceScatter(call, group, problem);
+}
+
+Status PrepareAllGather(const Executor& executor, const Group& group, const AllGatherProblem& p) {
+  const ScopedDevice scoped(group.device());
+  TE_JAX_TRY(PrepareCall(group));
+  for (const Product& product : p.products) {
+    gemm::Problem problem = product.problem;
+    const int64_t bytes = problem.m * problem.n * gemm::SizeOf(problem.d_type);
+    for (int rank = 0; rank < group.size(); ++rank) {
+      problem.a.data = p.x.Part(rank, group, 0);
+      if (p.scales.bytes != 0) problem.a.scales = reinterpret_cast<const float*>(p.scales.Part(rank, group, 0));
+      problem.d = static_cast<char*>(product.y) + rank * bytes;
+      TE_JAX_TRY(PrepareProduct(executor, problem, p.workspace));
+    }
+  }
+  return Status::Ok();
+}
+
+Status PrepareReduceScatter(const Executor& executor, const Group& group, const ReduceScatterProblem& p) {
+  const ScopedDevice scoped(group.device());
+  TE_JAX_TRY(PrepareCall(group));
+  cudaFuncAttributes attributes;
+  TE_JAX_TRY(Check(cudaFuncGetAttributes(&attributes, SumParts<float>), "cudaFuncGetAttributes"));
+  TE_JAX_TRY(Check(cudaFuncGetAttributes(&attributes, SumParts<__nv_bfloat16>), "cudaFuncGetAttributes"));
+  TE_JAX_TRY(Check(cudaFuncGetAttributes(&attributes, SumParts<__half>), "cudaFuncGetAttributes"));
+  for (size_t i = 0; i < p.products.size(); ++i) {
+    for (int part = 0; part < group.size(); ++part) {
+      gemm::Problem problem = p.products[i];
+      problem.a.data =
+          static_cast<const char*>(problem.a.data) + part * problem.m * problem.k * gemm::SizeOf(problem.a.type);
+      if (problem.a.scales != nullptr) problem.a.scales += part * p.scales_of_piece[i];
+      problem.d = static_cast<char*>(p.received) + part * p.pieces * problem.m * problem.n * SizeOf(problem.d_type);
+      problem.accumulator = i == 0 ? nullptr : problem.d;
+      TE_JAX_TRY(PrepareProduct(executor, problem, p.workspace));
+    }
+  }
+  return Status::Ok();
+}
+
+}  // namespace te::collective_gemm

@@ -1,0 +1,355 @@
+#include <algorithm>
+#include <chrono>
+
+#include "collective_gemm/collective_gemm.h"
+#include "gemm/ffi_types.h"
+
+namespace te::collective_gemm {
+namespace {
+
+using ffi::AnyBuffer;
+using Sizes = ffi::Span<const int64_t>;
+using gemm::Scaling;
+
+// Operands and results one after another, where their number depends on attributes.
+class Operands {
+ public:
+  Operands(ffi::RemainingArgs& arguments, ffi::RemainingRets& results) : arguments_(arguments), results_(results) {}
+
+  std::optional<AnyBuffer> Argument() {
+    auto buffer = arguments_.get<AnyBuffer>(argument_++);
+    return buffer.has_value() ? std::optional<AnyBuffer>(*buffer) : std::nullopt;
+  }
+  std::optional<AnyBuffer> Result() {
+    auto buffer = results_.get<AnyBuffer>(result_++);
+    return buffer.has_value() ? std::optional<AnyBuffer>(**buffer) : std::nullopt;
+  }
+  size_t arguments_left() const { return arguments_.size() - argument_; }
+
+ private:
+  ffi::RemainingArgs& arguments_;
+  ffi::RemainingRets& results_;
+  size_t argument_ = 0, result_ = 0;
+};
+
+// What both calls are told.
+struct Attributes {
+  std::string_view name;
+  Sizes groups;  // places of devices, group after group
+  int64_t group_size;
+  int64_t space;  // the number of the group's shared space, or 0
+  int64_t call;
+  float timeout;  // in seconds
+  std::string_view scaling;
+  bool summed_first;  // weights are [k, n]
+  bool fast_accumulation;
+  bool autotune;
+  int64_t products;
+};
+
+template <typename T>
+T* Present(const AnyBuffer& buffer) {
+  return buffer.element_count() == 0 ? nullptr : static_cast<T*>(buffer.untyped_data());
+}
+
+std::optional<Scaling> ScalingOf(std::string_view name) {
+  if (name == "none") return Scaling::kNone;
+  if (name == "tensor") return Scaling::kTensor;
+  if (name == "row") return Scaling::kRow;
+  if (name == "block") return Scaling::kBlock;
+  return std::nullopt;
+}
+
+ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t device) {
+  const auto found = std::find(attributes.groups.begin(), attributes.groups.end(), PlaceOf(device));
+  if (found == attributes.groups.end() || attributes.group_size < 1) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(attributes.name) + ": device " +
+                                                       std::to_string(device) + " belongs to no group of this call"));
+  }
+  const int64_t place = found - attributes.groups.begin();
+  const auto begin = attributes.groups.begin() + place / attributes.group_size * attributes.group_size;
+  Group group{std::string(attributes.name),
+              run,
+              attributes.call,
+              static_cast<int>(place % attributes.group_size),
+              std::vector<int>(begin, begin + attributes.group_size),
+              std::chrono::nanoseconds(static_cast<int64_t>(attributes.timeout * 1e9)),
+              nullptr};
+  if (attributes.space != 0) {
+    group.space = FindSpace(group.devices, static_cast<int>(attributes.space), group.rank);
+    if (group.space == nullptr) {
+      return ffi::Unexpected(ffi::Error::InvalidArgument(
+          group.name +
+          ": this program was compiled in another run, whose processes shared memory that is gone: compile "
+          "it again, without a cache"));
+    }
+  }
+  return group;
+}
+
+// The product of a piece of x with a weight; its rows and its pointers into x are the caller's.
+gemm::Problem ProductOf(Rules& rules, const Attributes& attributes, Scaling scaling, const AnyBuffer& x, int64_t k,
+                        const AnyBuffer& w, const AnyBuffer& w_scales, const AnyBuffer& y) {
+  gemm::Problem problem{};
+  const auto a_type = gemm::TypeOf(x), b_type = gemm::TypeOf(w), d_type = gemm::TypeOf(y);
+  rules.That(a_type.has_value(), "x", x, "be of a float type of 8, 16 or 32 bits");
+  rules.That(b_type.has_value(), "w", w, "be of a float type of 8, 16 or 32 bits");
+  rules.That(d_type.has_value() && !gemm::IsFp8(*d_type), "y", y, "be float32, bfloat16 or float16");
+  rules.That(w.dimensions().size() == 2, "w", w, "have two dimensions");
+  if (rules.broken()) return problem;
+  const bool plain = scaling == Scaling::kNone;
+  rules.That(gemm::IsFp8(*a_type) != plain, "x", x, plain ? "be plain without scaling" : "be FP8 with scaling");
+  rules.That(gemm::IsFp8(*b_type) != plain, "w", w, plain ? "be plain without scaling" : "be FP8 with scaling");
+  rules.That(!plain || *a_type == *b_type, "w", w, "have the type of x");
+  rules.That(*a_type != gemm::Type::kE5M2 || *b_type != gemm::Type::kE5M2, "w", w, "be E4M3 where x is E5M2");
+  rules.That(plain || !attributes.summed_first, "w", w, "have its summed dimension last with scaling");
+  problem.k = k;
+  problem.n = w.dimensions()[attributes.summed_first ? 1 : 0];
+  if (w.dimensions()[attributes.summed_first ? 0 : 1] != k) {
+    rules.That(false, "w", w, "sum over " + std::to_string(k) + " values, as x does");
+  }
+  problem.scaling = scaling;
+  problem.d_type = *d_type;
+  problem.a = {x.untyped_data(), nullptr, *a_type, false};
+  problem.b = {w.untyped_data(), Present<const float>(w_scales), *b_type, attributes.summed_first};
+  problem.fast_accumulation = attributes.fast_accumulation;
+  problem.autotune = attributes.autotune;
+  rules.Type(ffi::F32, "w_scale_inv", w_scales)
+      .Elements(gemm::ScaleCount(problem, problem.n, true), "w_scale_inv", w_scales);
+  return problem;
+}
+
+bool IsMissing(Rules& rules, const std::optional<AnyBuffer>& buffer, const AnyBuffer& x) {
+  rules.That(buffer.has_value(), "x", x, "come with all the operands and results that its attributes announce");
+  return !buffer.has_value();
+}
+
+Gathered GatheredOf(const AnyBuffer& mine, const AnyBuffer& all, int64_t pieces, bool with_mine) {
+  return {mine.untyped_data(), all.untyped_data(), pieces,
+          static_cast<int64_t>(mine.size_bytes()) / std::max<int64_t>(pieces, 1), with_mine};
+}
+
+// x [pieces, rows, k], its scales; weights, their scales and biases; others, in their order. Results: a product
+// [pieces, size, rows, n] for each weight, all of x [pieces, size, rows, k], all scales and others [size, …], and a
+// workspace.
+std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs& arguments,
+                                                ffi::RemainingRets& results, const Attributes& attributes,
+                                                bool keep_gathered, bool put) {
+  Operands operands(arguments, results);
+  const auto x = operands.Argument(), x_scales = operands.Argument();
+  if (!x || !x_scales) return std::nullopt;
+  rules.That(x->dimensions().size() == 3, "x", *x, "have three dimensions");
+  const std::optional<Scaling> scaling = ScalingOf(attributes.scaling);
+  rules.That(scaling.has_value(), "x", *x, "come with scaling none, tensor, row or block");
+  if (rules.broken()) return std::nullopt;
+  const int64_t pieces = x->dimensions()[0], rows = x->dimensions()[1], k = x->dimensions()[2];
+  const int64_t size = attributes.group_size;
+
+  AllGatherProblem problem{};
+  problem.put = put;
+  for (int64_t i = 0; i < attributes.products; ++i) {
+    const auto w = operands.Argument(), w_scales = operands.Argument(), bias = operands.Argument();
+    const auto y = operands.Result();
+    if (IsMissing(rules, bias, *x) || IsMissing(rules, y, *x)) return std::nullopt;
+    Product product{ProductOf(rules, attributes, *scaling, *x, k, *w, *w_scales, *y), y->untyped_data()};
+    product.problem.m = rows;
+    rules.Elements(pieces * size * rows * product.problem.n, "y", *y);
+    if (bias->element_count() != 0) {
+      rules.Type(y->element_type(), "bias", *bias).Elements(product.problem.n, "bias", *bias);
+      product.problem.bias = bias->untyped_data();
+    }
+    if (rules.broken()) return std::nullopt;
+    const int64_t scales = gemm::ScaleCount(product.problem, rows, false);
+    rules.Type(ffi::F32, "x_scale_inv", *x_scales)
+        .Elements(*scaling == Scaling::kTensor ? 1 : pieces * scales, "x_scale_inv", *x_scales);
+    if (*scaling == Scaling::kTensor) product.problem.a.scales = Present<const float>(*x_scales);
+    problem.products.push_back(product);
+  }
+  const auto all = operands.Result(), all_scales = operands.Result();
+  if (IsMissing(rules, all, *x) || IsMissing(rules, all_scales, *x)) return std::nullopt;
+  rules.Type(x->element_type(), "gathered", *all).Elements(size * x->element_count(), "gathered", *all);
+  problem.x = GatheredOf(*x, *all, pieces, keep_gathered);
+  if (*scaling == Scaling::kRow || *scaling == Scaling::kBlock) {
+    rules.Elements(size * x_scales->element_count(), "gathered scales", *all_scales);
+    problem.scales = GatheredOf(*x_scales, *all_scales, 1, false);
+  }
+  while (operands.arguments_left() > 0) {
+    const auto other = operands.Argument();
+    const auto all_others = operands.Result();
+    if (IsMissing(rules, other, *x) || IsMissing(rules, all_others, *x)) return std::nullopt;
+    rules.Type(other->element_type(), "gathered", *all_others)
+        .Elements(size * other->element_count(), "gathered", *all_others);
+    problem.others.push_back(GatheredOf(*other, *all_others, 1, true));
+  }
+  const auto workspace = operands.Result();
+  if (IsMissing(rules, workspace, *x)) return std::nullopt;
+  problem.workspace = Present<void>(*workspace);
+  for (Product& product : problem.products) product.problem.workspace_bytes = workspace->size_bytes() / size;
+  if (rules.broken()) return std::nullopt;
+  return problem;
+}
+
+// For each product x [pieces, size, rows, k], its scales, a weight and its scales; then a bias. Results: z [pieces,
+// rows, n], what is received [size, pieces, rows, n], what is sent, and a workspace.
+std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::RemainingArgs& arguments,
+                                                        ffi::RemainingRets& results, const Attributes& attributes) {
+  Operands operands(arguments, results);
+  const std::optional<Scaling> scaling = ScalingOf(attributes.scaling);
+  const auto z = operands.Result(), received = operands.Result(), outgoing = operands.Result();
+  if (!z || !received || !outgoing) return std::nullopt;
+  rules.That(z->dimensions().size() == 3, "z", *z, "have three dimensions");
+  rules.That(scaling.has_value(), "z", *z, "come with scaling none, tensor, row or block");
+  rules.That(attributes.products > 0, "z", *z, "be the sum of at least one product");
+  if (rules.broken()) return std::nullopt;
+  const int64_t size = attributes.group_size, pieces = z->dimensions()[0], rows = z->dimensions()[1];
+
+  ReduceScatterProblem problem{};
+  for (int64_t i = 0; i < attributes.products; ++i) {
+    const auto x = operands.Argument(), x_scales = operands.Argument();
+    const auto w = operands.Argument(), w_scales = operands.Argument();
+    if (IsMissing(rules, w_scales, *z)) return std::nullopt;
+    rules.That(x->dimensions().size() == 4, "x", *x, "have four dimensions");
+    if (rules.broken()) return std::nullopt;
+    gemm::Problem product = ProductOf(rules, attributes, *scaling, *x, x->dimensions()[3], *w, *w_scales, *z);
+    product.m = rows;
+    rules.Elements(pieces * size * rows * product.k, "x", *x);
+    rules.That(product.n == z->dimensions()[2], "w", *w, "have as many columns as z");
+    if (rules.broken()) return std::nullopt;
+    const int64_t scales = *scaling == Scaling::kTensor ? 0 : gemm::ScaleCount(product, rows, false);
+    rules.Type(ffi::F32, "x_scale_inv", *x_scales)
+        .Elements(*scaling == Scaling::kTensor ? 1 : pieces * size * scales, "x_scale_inv", *x_scales);
+    product.a.scales = Present<const float>(*x_scales);
+    problem.products.push_back(product);
+    problem.scales_of_piece.push_back(scales);
+  }
+  const auto bias = operands.Argument();
+  if (IsMissing(rules, bias, *z)) return std::nullopt;
+  if (bias->element_count() != 0) {
+    rules.Type(ffi::F32, "bias", *bias).Elements(z->dimensions()[2], "bias", *bias);
+    problem.bias = static_cast<const float*>(bias->untyped_data());
+  }
+  rules.Type(z->element_type(), "received", *received).Elements(size * z->element_count(), "received", *received);
+  if (outgoing->element_count() != 0) {
+    rules.Type(z->element_type(), "outgoing", *outgoing)
+        .Elements((size - 1) * z->element_count(), "outgoing", *outgoing);
+    problem.outgoing = outgoing->untyped_data();
+  }
+  problem.pieces = pieces;
+  problem.received = received->untyped_data();
+  problem.z = z->untyped_data();
+  const auto workspace = operands.Result();
+  if (IsMissing(rules, workspace, *z)) return std::nullopt;
+  problem.workspace = Present<void>(*workspace);
+  for (gemm::Problem& product : problem.products) product.workspace_bytes = workspace->size_bytes() / size;
+  if (rules.broken()) return std::nullopt;
+  return problem;
+}
+
+Attributes AttributesOf(std::string_view name, Sizes groups, int64_t group_size, int64_t space, int64_t call,
+                        float timeout, std::string_view scaling, bool summed_first, bool fast_accumulation,
+                        bool autotune, int64_t products) {
+  return {name, groups, group_size, space, call, timeout, scaling, summed_first, fast_accumulation, autotune, products};
+}
+
+template <typename Problem>
+using Do = Status (*)(const Executor&, const Group&, const Problem&);
+
+ffi::Error RunAllGatherCall(Do<AllGatherProblem> act, PlatformValue platform, int64_t run, int32_t device,
+                            ffi::RemainingArgs& arguments, ffi::RemainingRets& results, const Attributes& attributes,
+                            bool keep_gathered, bool put) {
+  Rules rules("te_all_gather_gemm");
+  auto group = GroupOf(attributes, run, device);
+  if (!group.has_value()) return group.error();
+  const auto problem = DecodeAllGather(rules, arguments, results, attributes, keep_gathered, put);
+  if (!problem) return rules.broken() ? rules.error() : ffi::Error::InvalidArgument("te_all_gather_gemm: no operands");
+  return ToError("te_all_gather_gemm", act(MakeExecutor(platform), *group, *problem));
+}
+
+ffi::Error RunReduceScatterCall(Do<ReduceScatterProblem> act, PlatformValue platform, int64_t run, int32_t device,
+                                ffi::RemainingArgs& arguments, ffi::RemainingRets& results,
+                                const Attributes& attributes) {
+  Rules rules("te_gemm_reduce_scatter");
+  auto group = GroupOf(attributes, run, device);
+  if (!group.has_value()) return group.error();
+  const auto problem = DecodeReduceScatter(rules, arguments, results, attributes);
+  if (!problem) {
+    return rules.broken() ? rules.error() : ffi::Error::InvalidArgument("te_gemm_reduce_scatter: no operands");
+  }
+  return ToError("te_gemm_reduce_scatter", act(MakeExecutor(platform), *group, *problem));
+}
+
+// Of eleven attributes; what follows is a call's own.
+#define TE_JAX_ATTRIBUTES                                                                              \
+  std::string_view name, Sizes groups, int64_t group_size, int64_t space, int64_t call, float timeout, \
+      std::string_view scaling, bool summed_first, bool fast_accumulation, bool autotune, int64_t products
+#define TE_JAX_ATTRIBUTE_VALUES                                                                                    \
+  AttributesOf(name, groups, group_size, space, call, timeout, scaling, summed_first, fast_accumulation, autotune, \
+               products)
+
+template <typename Binding>
+auto WithAttributes(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<std::string_view>("name")
+      .template Attr<Sizes>("groups")
+      .template Attr<int64_t>("group_size")
+      .template Attr<int64_t>("space")
+      .template Attr<int64_t>("call")
+      .template Attr<float>("timeout")
+      .template Attr<std::string_view>("scaling")
+      .template Attr<bool>("summed_first")
+      .template Attr<bool>("fast_accumulation")
+      .template Attr<bool>("autotune")
+      .template Attr<int64_t>("products");
+}
+
+auto ExecuteBinding() { return ffi::Ffi::Bind().Ctx<Platform>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>(); }
+
+ffi::Error ExecuteAllGather(PlatformValue platform, ffi::RunId run, int32_t device, ffi::RemainingArgs arguments,
+                            ffi::RemainingRets results, TE_JAX_ATTRIBUTES, bool keep_gathered, bool put) {
+  return RunAllGatherCall(AllGather, platform, run.run_id, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES,
+                          keep_gathered, put);
+}
+
+ffi::Error ExecuteReduceScatter(PlatformValue platform, ffi::RunId run, int32_t device, ffi::RemainingArgs arguments,
+                                ffi::RemainingRets results, TE_JAX_ATTRIBUTES) {
+  return RunReduceScatterCall(ReduceScatter, platform, run.run_id, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES);
+}
+
+#ifdef TE_JAX_CUDA
+auto InitializeBinding() {
+  return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<Platform>().Ctx<ffi::DeviceOrdinal>();
+}
+
+ffi::Error InitializeAllGather(PlatformValue platform, int32_t device, ffi::RemainingArgs arguments,
+                               ffi::RemainingRets results, TE_JAX_ATTRIBUTES, bool keep_gathered, bool put) {
+  return RunAllGatherCall(PrepareAllGather, platform, 0, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES,
+                          keep_gathered, put);
+}
+
+ffi::Error InitializeReduceScatter(PlatformValue platform, int32_t device, ffi::RemainingArgs arguments,
+                                   ffi::RemainingRets results, TE_JAX_ATTRIBUTES) {
+  return RunReduceScatterCall(PrepareReduceScatter, platform, 0, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES);
+}
+#endif
+
+}  // namespace
+}  // namespace te::collective_gemm
+
+// Not compatible with command buffers: waits for other devices' events cannot be captured on one device alone.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_all_gather_gemm, te::collective_gemm::ExecuteAllGather,
+                              te::collective_gemm::WithAttributes(te::collective_gemm::ExecuteBinding())
+                                  .Attr<bool>("keep_gathered")
+                                  .Attr<bool>("put"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_reduce_scatter, te::collective_gemm::ExecuteReduceScatter,
+                              te::collective_gemm::WithAttributes(te::collective_gemm::ExecuteBinding()));
+
+#ifdef TE_JAX_CUDA
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_all_gather_gemm_initialize, te::collective_gemm::InitializeAllGather,
+                              te::collective_gemm::WithAttributes(te::collective_gemm::InitializeBinding())
+                                  .Attr<bool>("keep_gathered")
+                                  .Attr<bool>("put"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_reduce_scatter_initialize, te::collective_gemm::InitializeReduceScatter,
+                              te::collective_gemm::WithAttributes(te::collective_gemm::InitializeBinding()));
+#endif

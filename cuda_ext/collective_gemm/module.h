@@ -1,0 +1,46 @@
+// What the extensions offer to te_jax.parallel beside their targets.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "collective_gemm/collective_gemm.h"
+
+namespace te::collective_gemm {
+
+inline void Require(const Status& status) {
+  if (!status.ok()) throw std::runtime_error(status.reason());
+}
+
+// open_space(members, rank, number, bytes): what this member shares, as text for the others.
+inline std::string OpenSpace(const std::vector<int>& members, int rank, int number, int64_t bytes) {
+  std::shared_ptr<Space> space;
+  Require(Space::Make(members, rank, OrdinalOf(members[rank]), bytes, space));
+  KeepSpace(members, number, rank, space);
+  return space->Describe();
+}
+
+// join_space(members, rank, number, texts of all, seconds)
+inline void JoinSpace(const std::vector<int>& members, int rank, int number, const std::vector<std::string>& texts,
+                      double seconds) {
+  const std::shared_ptr<Space> space = FindSpace(members, number, rank);
+  if (space == nullptr) throw std::runtime_error("the space was not opened");
+  const nanobind::gil_scoped_release release;
+  Require(space->Join(texts, std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9))));
+}
+
+inline void DefineModule(nanobind::module_& module) {
+  module.def("introduce", &SetOrdinals);
+  module.def("open_space", &OpenSpace);
+  module.def("join_space", &JoinSpace);
+}
+
+}  // namespace te::collective_gemm

@@ -1,0 +1,289 @@
+"""Collective products by direct copies between devices: one custom call, in which copies hide behind products.
+
+Devices of a group must be able to reach each other's memory. Where one process drives them all, they copy between XLA's
+own buffers; where several do, between memory that these processes share.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh
+
+from te_jax import native
+from te_jax.ops._gemm_product import allowed_dtype
+from te_jax.parallel import _processes, _ring
+from te_jax.parallel._exchange import Exchange, Operand
+
+_FLOAT32 = np.dtype(np.float32)
+_WORKSPACE_BYTES = 8 * 2**20 + 512
+"""Of each product: 8 MiB for cuBLASLt, and before them 512 bytes for scalars and alignment."""
+
+_SHORTEST_PRODUCT = 90e-6
+"""Seconds of multiplying below which plain collectives are as fast: a call costs the host about 50 µs more than theirs.
+Measured (docs/measurements.md), as are the rates, in operations a second."""
+_RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}  # by bytes of an operand's value
+
+
+def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[Operand], *, gathers: bool) -> bool:
+    """Whether this transport can be used here and is expected to be faster than plain collectives.
+
+    Args:
+      exchange: what is static.
+      xs, weights: as of the transport's functions; one x where rows are gathered.
+      gathers: whether they are, or products scattered.
+    """
+    if not exchange.native or native.compute_capability() is None or jax.process_count() > 1 or axes_left_to_xla():
+        return False
+    seconds = 0.0
+    for i, weight in enumerate(weights):
+        x = xs[0 if gathers else i].data
+        rows = math.prod(x.shape[:-1]) * (exchange.size if gathers else 1)
+        seconds += 2 * rows * math.prod(weight.data.shape) / _RATES[x.dtype.itemsize]
+    return seconds >= _SHORTEST_PRODUCT
+
+
+def all_gather_gemm(
+    exchange: Exchange,
+    x: Operand,
+    weights: tuple[Operand, ...],
+    biases: tuple[Array | None, ...],
+    extras: tuple[Array, ...],
+    keep_gathered: bool,
+) -> tuple[tuple[Array, ...], Array | None, tuple[Array, ...]]:
+    """See `te_jax.parallel._exchange.Transport`."""
+    pieces, rows, summed = x.data.shape
+    if 0 in (pieces, rows):
+        return _ring.all_gather_gemm(exchange, x, weights, biases, extras, keep_gathered)
+    dtype = _product_dtype(exchange, x)
+    fused = [bias is not None and _fuses_bias(exchange, x, dtype) for bias in biases]
+    operands = [x.data, _scales(x)]
+    results = []
+    for weight, bias, is_fused in zip(weights, biases, fused, strict=True):
+        operands += [weight.data, _scales(weight), bias.astype(dtype) if bias is not None and is_fused else _absent()]
+        columns = weight.data.shape[1 if weight.summed_first else 0]
+        results.append(jax.ShapeDtypeStruct((pieces, exchange.size * rows, columns), dtype))
+    results.append(jax.ShapeDtypeStruct((pieces, exchange.size * rows, summed), x.data.dtype))
+    scale_shape = (exchange.size, *_scales(x).shape) if x.scaling in ("row", "block") else (0,)
+    results.append(jax.ShapeDtypeStruct(scale_shape, _FLOAT32))
+    operands += extras
+    results += [jax.ShapeDtypeStruct((exchange.size, *extra.shape), extra.dtype) for extra in extras]
+    results.append(_workspace(exchange, x))
+    attributes: dict[str, object] = {"keep_gathered": keep_gathered, "put": exchange.protocol != "get"}
+    attributes |= _attributes(exchange, x, weights)
+    outcome = _call(exchange, "te_all_gather_gemm", results, operands, (x.data, _scales(x), *extras), **attributes)
+    ys, (gathered, _, *others) = outcome[: len(weights)], outcome[len(weights) :]
+    products = tuple(
+        _finished(y, None if is_fused else bias, exchange.out_dtype)
+        for y, bias, is_fused in zip(ys, biases, fused, strict=True)
+    )
+    return products, gathered if keep_gathered else None, tuple(others[: len(extras)])
+
+
+def gemm_reduce_scatter(
+    exchange: Exchange, xs: tuple[Operand, ...], weights: tuple[Operand, ...], bias: Array | None
+) -> Array:
+    """See `te_jax.parallel._exchange.Transport`."""
+    pieces, _, rows, _ = xs[0].data.shape
+    if 0 in (pieces, rows):
+        return _ring.gemm_reduce_scatter(exchange, xs, weights, bias)
+    dtype = _product_dtype(exchange, xs[0])
+    columns = weights[0].data.shape[1 if weights[0].summed_first else 0]
+    operands = []
+    for x, weight in zip(xs, weights, strict=True):
+        operands += [x.data, _scales(x), weight.data, _scales(weight)]
+    operands.append(_absent() if bias is None else bias)
+    block = (pieces, rows, columns)
+    outgoing = (0,) if exchange.protocol == "store" else (exchange.size - 1, *block)
+    results = [
+        jax.ShapeDtypeStruct(block, dtype),
+        jax.ShapeDtypeStruct((exchange.size, *block), dtype),
+        jax.ShapeDtypeStruct(outgoing, dtype),
+        _workspace(exchange, xs[0]),
+    ]
+    attributes = _attributes(exchange, xs[0], weights)
+    z, *_ = _call(exchange, "te_gemm_reduce_scatter", results, operands, results[1:2], **attributes)
+    return z.astype(exchange.out_dtype)
+
+
+def _product_dtype(exchange: Exchange, x: Operand) -> np.dtype:
+    """Of a result that a product can write: of plain operands their own or float32, of quantized ones any."""
+    return exchange.out_dtype if x.scaling != "none" else allowed_dtype(x.data.dtype, exchange.out_dtype)
+
+
+def _fuses_bias(exchange: Exchange, x: Operand, dtype: np.dtype) -> bool:
+    """Products of tensors in FP8 add no bias to float32, and what is cast afterwards is not yet to be rounded."""
+    return dtype == exchange.out_dtype and not (x.scaling == "tensor" and dtype == _FLOAT32)
+
+
+def _finished(y: Array, bias: Array | None, dtype: np.dtype) -> Array:
+    return (y if bias is None else y.astype(_FLOAT32) + bias[None, None]).astype(dtype)
+
+
+def _absent() -> Array:
+    return jnp.zeros((0,), jnp.float32)
+
+
+def _scales(operand: Operand) -> Array:
+    return _absent() if operand.scale_inv is None else operand.scale_inv
+
+
+def _workspace(exchange: Exchange, x: Operand) -> jax.ShapeDtypeStruct:
+    """For as many products at the same time as there are devices."""
+    needed = native.on_gpu() and x.scaling != "block"
+    return jax.ShapeDtypeStruct((exchange.size * _WORKSPACE_BYTES if needed else 0,), jnp.uint8)
+
+
+def _attributes(exchange: Exchange, x: Operand, weights: Sequence[Operand]) -> dict[str, object]:
+    return {
+        "name": exchange.name,
+        "timeout": float(exchange.timeout),
+        "scaling": x.scaling,
+        "summed_first": bool(weights and weights[0].summed_first),
+        "fast_accumulation": exchange.fast_accumulation and x.scaling != "none",
+        "autotune": True,
+        "products": len(weights),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ the call
+
+# Which devices form a group is known only while the program is lowered: until then a mesh has no devices.
+_collective_p = Primitive("te_collective")
+_collective_p.multiple_results = True
+
+
+def _call(
+    exchange: Exchange,
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[Array],
+    shared: Sequence[jax.ShapeDtypeStruct | Array],
+    **attributes,
+) -> tuple[Array, ...]:
+    """Runs a target. `shared` is what other processes must be able to reach."""
+    if not exchange.native:
+        raise native.NativeUnavailableError(
+            "transport='p2p' is a kernel of te_jax's extension, which is not loaded or was not asked for: leave "
+            "implementation=None where `te-jax doctor` finds the extension, or use transport='ring' or 'xla'"
+        )
+    if axes := axes_left_to_xla():
+        raise ValueError(
+            f"transport='p2p' inside a shard_map that leaves {axes} to XLA, which could only gather all operands along "
+            "them: map these axes too, or use transport='ring' or 'xla'"
+        )
+    operands = _varying_over(exchange.axis_name, operands)
+    avals = tuple(native.result_type(result.shape, result.dtype, *operands) for result in results)
+    return tuple(
+        _collective_p.bind(
+            *operands,
+            target=target,
+            results=avals,
+            axis_name=exchange.axis_name,
+            shared_bytes=_bytes_shared(shared),
+            attributes=tuple(sorted(attributes.items())),
+        )
+    )
+
+
+def axes_left_to_xla() -> list[str]:
+    """The axes of the mesh at hand that have several devices and that no shard_map has mapped."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
+
+
+def _varying_over(axes: tuple[str, ...], operands: Sequence[Array]) -> list[Array]:
+    """The operands, all varying over the axes and over those of each other: they are of one call."""
+    union = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+    if not union:  # check_vma=False, or pmap: nothing is tracked
+        return list(operands)
+    union |= frozenset(axes)
+
+    def vary(x: Array) -> Array:
+        missing = tuple(sorted(union - jax.typeof(x).manual_axis_type.varying))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return [vary(x) for x in operands]
+
+
+@_collective_p.def_abstract_eval
+def _(*_, results, **__):
+    return results
+
+
+def _batch(operands, dims, **params):
+    """One call after another: a batch dimension is better made a dimension of x."""
+    (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
+    whole = [
+        jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+        for x, dim in zip(operands, dims, strict=True)
+    ]
+    results = lax.map(lambda example: tuple(_collective_p.bind(*example, **params)), tuple(whole))
+    return list(results), [0] * len(results)
+
+
+def _jvp(*_, **__):
+    raise NotImplementedError("collective products are differentiated once, by their own rules: use transport='xla'")
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *values, target, results, axis_name, shared_bytes, attributes):
+    groups = _groups(getattr(ctx.module_context.axis_context, "mesh", None), axis_name)
+    attributes, space = dict(attributes), 0
+    if len(set((groups >> 16).flat)) > 1:
+        space = _processes.ensure(groups, shared_bytes)
+        if "put" in attributes:  # what XLA has allocated here other processes cannot write to
+            attributes["put"] = False
+    call = functools.partial(
+        native.call,
+        target,
+        results,
+        groups=groups.reshape(-1),
+        group_size=groups.shape[1],
+        space=space,
+        call=int(ctx.module_context.new_channel()),
+        **attributes,
+    )
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
+
+
+def _groups(mesh: object, axis_name: tuple[str, ...]) -> np.ndarray:
+    """Places of the devices that exchange with each other, int64 [groups, size], in the order of their ranks."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            "transport='p2p' must know the devices, and this program is lowered for an abstract mesh: pass the mesh to "
+            "jax.shard_map or enter it with jax.set_mesh, or use transport='ring' or 'xla'"
+        )
+    _processes.introduce(mesh.devices.flat)
+    order = [mesh.axis_names.index(name) for name in axis_name]
+    others = [axis for axis in range(mesh.devices.ndim) if axis not in order]
+    devices = mesh.devices.transpose(*others, *order).reshape(-1, math.prod(mesh.devices.shape[axis] for axis in order))
+    return np.vectorize(_processes.place_of, otypes=[np.int64])(devices)
+
+
+def _bytes_shared(parts: Iterable[jax.ShapeDtypeStruct | Array]) -> int:
+    """What a call takes of memory that processes share: each part on a multiple of 256 bytes."""
+    return sum(-(-math.prod(part.shape) * part.dtype.itemsize // 256) * 256 for part in parts)
+
+
+batching.primitive_batchers[_collective_p] = _batch
+ad.primitive_jvps[_collective_p] = _jvp
+mlir.register_lowering(_collective_p, _lower, cacheable=False)
+
+
+def _require_devices() -> None:
+    """Programs with this primitive are lowered for each assignment of devices anew. Without it JAX would take a program
+    that it lowered for other devices of the same mesh shape, with their groups."""
+    from jax._src import dispatch
+
+    dispatch.prim_requires_devices_during_lowering.add(_collective_p)
+
+
+_require_devices()

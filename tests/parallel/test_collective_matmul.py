@@ -1,0 +1,370 @@
+"""Collective products of plain arrays: values, gradients, and what is exchanged."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from collective_oracle import TRANSPORTS, check, computed, mesh_of, oracle, place, random_case, wide
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
+from te_jax.testing import assert_close, collectives
+
+transports = pytest.mark.parametrize("transport", TRANSPORTS)
+functions = pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
+
+
+def kinds(compiled):
+    return sorted(entry.kind for entry in collectives(compiled))
+
+
+@transports
+@functions
+@pytest.mark.parametrize("size", [2, 8])
+def test_values_and_gradients(size, name, transport, rng, require_devices):
+    require_devices(size)
+    check(random_case(rng, name, size), mesh_of({"tp": size}), transport=transport)
+
+
+@transports
+@functions
+def test_bfloat16(name, transport, rng, require_devices):
+    require_devices(4)
+    case = random_case(rng, name, 4, rows=8, inner=32, outers=((16,),), dtype="bfloat16")
+    check(case, mesh_of({"tp": 4}), transport=transport)
+
+
+@transports
+@functions
+def test_dtypes_of_gradients(name, transport, rng, require_devices):
+    """Weights in float32 and results in float32, of x in bfloat16: the weight gradient is not rounded to bfloat16."""
+    require_devices(2)
+    case = random_case(rng, name, 2, rows=8, inner=32, outers=((16,),), dtype="bfloat16", weight_dtype="float32")
+    case = dataclasses.replace(case, dys=tuple(dy.astype(jnp.float32) for dy in case.dys))
+    found = check(case, mesh_of({"tp": 2}), transport=transport, out_dtype=jnp.float32)
+    exact = dataclasses.replace(case, weights=tuple(w.astype(jnp.bfloat16) for w in case.weights))
+    assert_close(found.dweights[0], oracle(exact).dweights[0], tolerance=1e-5, dtype=jnp.float32)
+
+
+@transports
+@pytest.mark.parametrize("residual", ["gathered", "shard"])
+def test_several_weights(residual, transport, rng, require_devices):
+    require_devices(4)
+    case = random_case(rng, "all_gather_matmul", 4, lead=(2,), outers=((3,), (2,), (1, 2)))
+    case = dataclasses.replace(case, biases=(case.biases[0], None, case.biases[2]))
+    check(case, mesh_of({"tp": 4}), transport=transport, residual=residual)
+
+
+@transports
+@functions
+@pytest.mark.parametrize(
+    ("lead", "mid", "axis"),
+    [((), (3, 2), 0), ((2,), (), 1), ((2,), (3,), -3), ((1, 2), (), -2)],
+)
+def test_any_axis(lead, mid, axis, name, transport, rng, require_devices):
+    require_devices(2)
+    case = random_case(rng, name, 2, lead=lead, mid=mid, rows=2, outers=((3, 2),))
+    check(case, mesh_of({"tp": 2}), transport=transport, axis=axis)
+
+
+@functions
+@pytest.mark.parametrize(("size", "rows"), [(2, 5), (4, 1), (4, 2)])
+def test_a_ring_both_ways(size, rows, name, rng, require_devices):
+    require_devices(size)
+    case = random_case(rng, name, size, lead=(2,), rows=rows)
+    check(case, mesh_of({"tp": size}), transport="ring", bidirectional=True)
+
+
+@functions
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_ring_computes_what_xla_does(bidirectional, name, rng, require_devices):
+    """Up to the order of sums in float32."""
+    require_devices(4)
+    case, mesh = random_case(rng, name, 4, rows=4, inner=16, outers=((8,),)), mesh_of({"tp": 4})
+    xla = computed(case, mesh, transport="xla")
+    ring = computed(case, mesh, transport="ring", bidirectional=bidirectional)
+    for one, other in zip(jax.tree.leaves(vars(ring)), jax.tree.leaves(vars(xla)), strict=True):
+        assert_close(one, other, tolerance=1e-6)
+
+
+@functions
+@pytest.mark.parametrize("transport", ["auto", *TRANSPORTS])
+def test_one_device(transport, name, rng):
+    case, mesh = random_case(rng, name, 1, lead=(2,)), mesh_of({"tp": 1})
+    check(case, mesh, transport=transport)
+    assert kinds(jax.jit(case.mapped(mesh, transport=transport)).lower(*case.operands).compile()) == []
+
+
+# ------------------------------------------------------------------------------------------------- what is exchanged
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_of_a_gather(size, rng, require_devices):
+    require_devices(size)
+    case, mesh = random_case(rng, "all_gather_matmul", size, outers=((3,), (2,))), mesh_of({"tp": size})
+    for transport, expected in {"xla": ["all-gather"], "ring": ["collective-permute"] * (size - 1)}.items():
+        compiled = jax.jit(case.mapped(mesh, transport=transport)).lower(*case.placed(mesh).operands).compile()
+        assert kinds(compiled) == expected
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_of_a_scatter(size, rng, require_devices):
+    require_devices(size)
+    case, mesh = random_case(rng, "matmul_reduce_scatter", size), mesh_of({"tp": size})
+    for transport, expected in {"xla": ["reduce-scatter"], "ring": ["collective-permute"] * (size - 1)}.items():
+        compiled = jax.jit(case.mapped(mesh, transport=transport)).lower(*case.placed(mesh).operands).compile()
+        assert kinds(compiled) == expected
+
+
+@pytest.mark.parametrize(("residual", "gathers"), [("gathered", 1), ("shard", 2)])
+def test_the_residual_is_a_choice(residual, gathers, rng, require_devices):
+    """Either x is gathered once and kept whole, or this device's part is kept and gathered again."""
+    require_devices(4)
+    case, mesh = random_case(rng, "all_gather_matmul", 4), mesh_of({"tp": 4})
+    function = jax.jit(functools.partial(jax.vjp, case.mapped(mesh, transport="xla", residual=residual)))
+    _, vjp = function(*case.placed(mesh).operands)
+    kept = {leaf.shape for leaf in jax.tree.leaves(vjp) if leaf.size and leaf.shape[-1] == 5}
+    whole = math.prod(case.x.shape) * (4 if residual == "gathered" else 1)
+    assert [math.prod(shape) for shape in kept] == [whole]
+
+    def gradients(operands, dys):
+        return jax.vjp(case.mapped(mesh, transport="xla", residual=residual), *operands)[1](dys)
+
+    # As it is written: XLA's CPU backend drops the barrier, and then finds that both gathers are one.
+    text = str(jax.make_jaxpr(gradients)(case.operands, case.dys))
+    assert text.count(" all_gather[") == gathers
+    assert ("optimization_barrier" in text) == (residual == "shard")
+
+
+def test_partial_sums_are_added_in_float32(require_devices):
+    """256 and seven ones are 263 in float32, and 256 where each sum is rounded to bfloat16."""
+    require_devices(8)
+    mesh = mesh_of({"tp": 8})
+    x = np.ones((8, 8), np.float32)
+    x[:, 3] = 256
+    x, w = jnp.asarray(x, jnp.bfloat16), jnp.ones((8, 4), jnp.bfloat16)
+    for transport in set(TRANSPORTS) - {"xla"}:
+        run = jax.shard_map(
+            lambda x, w, transport=transport: matmul_reduce_scatter(x, w, axis_name="tp", transport=transport),
+            mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"),
+        )  # fmt: skip
+        assert_close(jax.jit(run)(x, w), np.full((8, 4), 263).astype(jnp.bfloat16), tolerance=0.0)
+
+
+# -------------------------------------------------------------------------------------------------- gathered x
+
+
+@transports
+@pytest.mark.parametrize("residual", ["gathered", "shard"])
+def test_the_gathered_operand_as_a_result(residual, transport, rng, require_devices):
+    require_devices(4)
+    case, mesh = random_case(rng, "all_gather_matmul", 4, lead=(2,)), mesh_of({"tp": 4})
+
+    def local(x, w):
+        y, whole = all_gather_matmul(
+            x, w, axis_name="tp", gather_axis=1, gather_result=True, residual=residual, transport=transport
+        )
+        return y, whole[None]
+
+    specs = case.specs[0], case.specs[1][0]
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(case.result_specs[0], P("tp")))
+
+    @jax.jit
+    def run(x, w, dy, dwhole):
+        results, vjp = jax.vjp(mapped, x, w)
+        (only_whole,) = jax.vjp(lambda x: mapped(x, w)[1], x)[1](dwhole)
+        return results, vjp((dy, dwhole)), only_whole
+
+    dwhole = rng.standard_normal((4, *case.x.shape)).astype(np.float32)  # one for each device
+    expected = oracle(dataclasses.replace(case, biases=(None,)))
+    (y, whole), (dx, dw), only_whole = run(case.x, case.weights[0], case.dys[0], dwhole)
+    assert_close(y, expected.ys[0], dtype=jnp.float32)
+    assert_close(whole, np.broadcast_to(wide(case.x), whole.shape), tolerance=0.0, dtype=jnp.float32)
+    assert_close(dw, expected.dweights[0], dtype=jnp.float32)
+    assert_close(dx, expected.dx + dwhole.sum(axis=0), dtype=jnp.float32)
+    assert_close(only_whole, wide(dwhole).sum(axis=0), dtype=jnp.float32)
+
+
+# -------------------------------------------------------------------------------------- meshes and transformations
+
+
+@transports
+@functions
+@pytest.mark.parametrize(("check_vma", "axes"), [(True, {"dp": 2, "tp": 4}), (False, {"tp": 4, "dp": 2})])
+def test_groups_within_a_mesh(check_vma, axes, name, transport, rng, require_devices):
+    """Weights are replicated over dp: their gradients are summed over it."""
+    require_devices(8)
+    case = random_case(rng, name, 4, lead=(4,), batch="dp")
+    check(case, mesh_of(axes), transport=transport, check_vma=check_vma)
+
+
+@transports
+@functions
+@pytest.mark.parametrize("split", [("a", "b"), ("b", "a")])
+def test_several_axes(split, name, transport, rng, require_devices):
+    """The first varies slowest, whatever the order of the mesh."""
+    require_devices(8)
+    mesh = mesh_of({"a": 2, "dp": 2, "b": 2})
+    size = math.prod(mesh.shape[axis] for axis in split)
+    check(random_case(rng, name, size, lead=(2,), split=split, batch="dp"), mesh, transport=transport)
+
+
+@transports
+@functions
+def test_explicit_mesh(name, transport, rng, require_devices):
+    require_devices(4)
+    case = random_case(rng, name, 2, lead=(4,), batch="dp")
+    check(case, mesh_of({"dp": 2, "tp": 2}, AxisType.Explicit), transport=transport)
+
+
+@functions
+@pytest.mark.parametrize("transport", ["auto", "xla", "ring"])
+def test_partly_manual(transport, name, rng, require_devices):
+    """Rows of the batch are split by jit."""
+    require_devices(4)
+    mesh = mesh_of({"dp": 2, "tp": 2})
+    case = random_case(rng, name, 2, lead=(4,))
+    case = dataclasses.replace(case, x=place(case.x, mesh, P("dp")))
+    expected = oracle(case)
+    mapped = case.mapped(mesh, transport=transport, axis_names={"tp"})
+    with jax.set_mesh(mesh):
+        (y,) = jax.jit(mapped)(*case.operands)
+    assert_close(y, expected.ys[0], dtype=jnp.float32)
+
+
+@transports
+@functions
+def test_pmap(name, transport, rng, require_devices):
+    require_devices(4)
+    case = random_case(rng, name, 4)
+
+    def local(x, w, b, dy):
+        (y,), vjp = jax.vjp(lambda *a: case.call(a[0], a[1:2], a[2:], transport=transport), x, w, b)
+        return y, vjp((dy,))
+
+    def shards(a, axis):
+        return jnp.stack(jnp.split(a, 4, axis=axis))
+
+    rows, cols = (0, 1) if case.gathers else (1, 0)
+    (w,), (b,), (dy,) = case.weights, case.biases, case.dys
+    bias = shards(b, 0) if case.gathers else jnp.stack([b] * 4)
+    arguments = shards(case.x, rows), shards(w, cols), bias, shards(dy, cols)
+    y, (dx, dw, db) = jax.pmap(local, axis_name="tp", devices=jax.devices()[:4])(*arguments)
+    expected = oracle(case)
+    assert_close(jnp.concatenate(y, axis=cols), expected.ys[0], dtype=jnp.float32)
+    assert_close(jnp.concatenate(dx, axis=rows), expected.dx, dtype=jnp.float32)
+    assert_close(jnp.concatenate(dw, axis=cols), expected.dweights[0], dtype=jnp.float32)
+    # Untracked, the bias that all devices share has a part of its gradient on each.
+    whole = jnp.concatenate(db) if case.gathers else jnp.sum(db, axis=0)
+    assert_close(whole, expected.dbiases[0], dtype=jnp.float32)
+
+
+@transports
+@functions
+@pytest.mark.parametrize("wanted", ["x", "w", "bias"])
+def test_a_choice_of_gradients(wanted, name, transport, rng, require_devices):
+    require_devices(2)
+    case, mesh = random_case(rng, name, 2), mesh_of({"tp": 2})
+    place = ["x", "w", "bias"].index(wanted)
+    expected = oracle(case)
+
+    def of_one(operand):
+        operands = list(case.operands)
+        operands[place] = operand
+        return case.mapped(mesh, transport=transport)(*operands)
+
+    (found,) = jax.jit(lambda operand, dys: jax.vjp(of_one, operand)[1](dys))(case.operands[place], case.dys)
+    found, wide = jax.tree.leaves(found), jax.tree.leaves((expected.dx, expected.dweights, expected.dbiases)[place])
+    assert_close(found[0], wide[0], dtype=jnp.float32)
+
+
+def block(x, up, down, **options):
+    """A layer as tensor and sequence parallel ones are."""
+    h = all_gather_matmul(x, up, axis_name="tp", **options)
+    return x + matmul_reduce_scatter(jnp.tanh(h), down, axis_name="tp", **options)
+
+
+@transports
+@pytest.mark.parametrize("policy", [None, "names", "nothing"])
+def test_scan_and_remat(policy, transport, rng, require_devices):
+    require_devices(4)
+    mesh = mesh_of({"tp": 4})
+    x = rng.standard_normal((8, 6)).astype(np.float32)
+    up = (0.5 * rng.standard_normal((3, 6, 8))).astype(np.float32)
+    down = (0.5 * rng.standard_normal((3, 8, 6))).astype(np.float32)
+
+    def layer(x, kernels):
+        return block(x, *kernels, transport=transport), None
+
+    if policy is not None:
+        names = ("te_collective_activation", "te_collective_kernel")
+        policies = jax.checkpoint_policies
+        layer = jax.checkpoint(
+            layer, policy=policies.save_only_these_names(*names) if policy == "names" else policies.nothing_saveable
+        )
+    mapped = jax.shard_map(
+        lambda x, up, down: jax.lax.scan(layer, x, (up, down))[0],
+        mesh=mesh, in_specs=(P("tp"), P(None, None, "tp"), P(None, "tp")), out_specs=P("tp"),
+    )  # fmt: skip
+
+    def loss(x, up, down):
+        return jnp.sum(jnp.square(mapped(x, up, down)))
+
+    def expected_loss(x, up, down):
+        for i in range(3):
+            x = x + jnp.tanh(x @ up[i]) @ down[i]
+        return jnp.sum(jnp.square(x))
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, up, down)
+    for found, wanted in zip(gradients, jax.grad(expected_loss, argnums=(0, 1, 2))(x, up, down), strict=True):
+        assert_close(found, wanted, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("policy", "gathers"), [("names", 1), ("nothing", 2)])
+def test_remat_keeps_what_has_a_name(policy, gathers, rng, require_devices):
+    require_devices(4)
+    case, mesh = random_case(rng, "all_gather_matmul", 4), mesh_of({"tp": 4})
+    policies = jax.checkpoint_policies
+    policy = (
+        policies.save_only_these_names("te_collective_activation") if policy == "names" else policies.nothing_saveable
+    )
+    mapped = case.mapped(mesh, transport="xla")
+
+    def loss(x, weights):
+        # The gather must not be the last thing, or nothing is left to be run again.
+        return jnp.sum(
+            jnp.sin(jax.checkpoint(lambda x, w: mapped(jnp.sin(x), w, case.biases), policy=policy)(x, weights)[0])
+        )
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(case.x, case.weights).as_text()
+    assert text.count("stablehlo.all_gather") == gathers
+
+
+@transports
+def test_vmap(transport, rng, require_devices):
+    """Over several x, and over several weights as well."""
+    require_devices(2)
+    mesh = mesh_of({"tp": 2})
+    x = rng.standard_normal((3, 4, 6)).astype(np.float32)
+    up, down = (rng.standard_normal((3, *shape)).astype(np.float32) for shape in ((6, 8), (8, 6)))
+    for axes, weights in ((0, (up, down)), (None, (up[0], down[0]))):
+        many = jax.vmap(functools.partial(block, transport=transport), in_axes=(0, axes, axes))
+        batch = [None] * (weights[0].ndim - 2)
+        mapped = jax.shard_map(
+            many, mesh=mesh, in_specs=(P(None, "tp"), P(*batch, None, "tp"), P(*batch, "tp")), out_specs=P(None, "tp")
+        )
+        expected = x + np.tanh(x @ weights[0]) @ weights[1]
+        assert_close(jax.jit(mapped)(x, *weights), expected, tolerance=1e-5)
+
+
+@transports
+def test_eager_calls(transport, rng, require_devices):
+    require_devices(2)
+    case, mesh = random_case(rng, "all_gather_matmul", 2), mesh_of({"tp": 2})
+    (y,) = case.mapped(mesh, transport=transport)(*case.operands)
+    assert_close(y, oracle(case).ys[0], dtype=jnp.float32)

@@ -1,0 +1,191 @@
+"""What collective products refuse, and what they say."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from collective_oracle import FUNCTIONS, mesh_of
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from te_jax import ops
+from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+
+functions = pytest.mark.parametrize("name", FUNCTIONS)
+GATHER, SCATTER = FUNCTIONS
+
+
+def inside(function, *operands, size=2, check_vma=True):
+    """Runs a function of operands that are whole on every device."""
+    mapped = jax.shard_map(
+        lambda *operands: jax.tree.leaves(function(*operands))[0][None],
+        mesh=mesh_of({"tp": size}), in_specs=P(), out_specs=P("tp"), check_vma=check_vma,
+    )  # fmt: skip
+    return jax.eval_shape(mapped, *operands)
+
+
+def zeros(*shape, dtype=jnp.bfloat16):
+    return jnp.zeros(shape, dtype)
+
+
+def refuses(message, name, x=(4, 16), w=(16, 16), *, x_dtype=jnp.bfloat16, w_dtype=jnp.bfloat16, size=2, **options):
+    function = functools.partial(FUNCTIONS[name], **{"axis_name": "tp", **options})
+    with pytest.raises(ValueError, match=message):
+        inside(function, zeros(*x, dtype=x_dtype), zeros(*w, dtype=w_dtype), size=size)
+
+
+@pytest.fixture(autouse=True)
+def _two_devices(require_devices):
+    require_devices(2)
+
+
+@functions
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("transport is 'nccl'; it must be one of", {"transport": "nccl"}),
+        ("timeout is 0; it must be a positive number of seconds", {"timeout": 0}),
+        ("timeout is True; it must be", {"timeout": True}),
+        ("out_dtype is int32; it must be float32, bfloat16 or float16", {"out_dtype": jnp.int32}),
+        ("axis_name is 3; it must be the name of a mesh axis", {"axis_name": 3}),
+        (r"axis_name is \(\); it must be", {"axis_name": ()}),
+        (r"axis_name is \('tp', 'tp'\); it must be", {"axis_name": ("tp", "tp")}),
+        ("no axis 'dp' is mapped here; call it inside shard_map or pmap over a mesh with", {"axis_name": "dp"}),
+        ("x has dtype int32; it must be float32, bfloat16 or float16: cast it", {"x_dtype": jnp.int32}),
+        ("w has dtype int8; it must be float32, bfloat16 or float16: cast it", {"w_dtype": jnp.int8}),
+        (r"w has shape \(8, 16\); it must be \[16, …\]", {"w": (8, 16)}),
+        (r"w has shape \(16,\); it must be \[16, …\]", {"w": (16,)}),
+        (r"w has shape \(16, 0\); no dimension may be 0", {"w": (16, 0)}),
+        (r"x has shape \(0, 16\); no dimension may be 0", {"x": (0, 16)}),
+        (r"x has shape \(16,\); it needs a dimension before the last", {"x": (16,)}),
+        ("bias has dtype int32; it must be", {"bias": jnp.zeros((16,), jnp.int32)}),
+        (r"bias has shape \(8,\); for w of shape \(16, 16\) it must be \(16,\)", {"bias": jnp.zeros((8,))}),
+        ("bias is a tuple, but w is not", {"bias": (None,)}),
+        ("recipe is 'fp8'; it must be a Recipe", {"recipe": "fp8"}),
+        ("recipe is DelayedScaling.*use CurrentScaling", {"recipe": DelayedScaling()}),
+        ("w has shape .*, 8 features out on this device; FP8 products need a multiple of 16", {
+            "w": (16, 8), "recipe": CurrentScaling(),
+        }),
+        ("w has shape .*, 8 features in on this device; FP8 products need a multiple of 16", {
+            "x": (4, 8), "w": (8, 16), "recipe": RowwiseScaling(),
+        }),
+    ],
+)  # fmt: skip
+def test_arguments(message, options, name):
+    refuses(message, name, **options)
+
+
+@pytest.mark.parametrize(("name", "axis"), [(GATHER, "gather_axis"), (SCATTER, "scatter_axis")])
+def test_axes(name, axis):
+    refuses(f"{axis} is 2; for x of shape \\(4, 16\\) it must be in \\[-2, 0\\]", name, **{axis: 2})
+    refuses(f"{axis} is -3; for x of shape", name, **{axis: -3})
+    refuses(f"{axis} is 0.5; for x of shape", name, **{axis: 0.5})
+    refuses(f"{axis} is -1, the last dimension of x, which is summed over", name, **{axis: -1})
+    refuses(f"{axis} is 1, the last dimension of x", name, **{axis: 1})
+
+
+def test_arguments_of_a_gather():
+    refuses("residual is 'none'; it must be 'gathered' or 'shard'", GATHER, residual="none")
+    refuses("gather_result is True with a recipe", GATHER, gather_result=True, recipe=CurrentScaling())
+    x, w = zeros(4, 16), zeros(16, 16)
+    gather = functools.partial(all_gather_matmul, axis_name="tp")
+    with pytest.raises(ValueError, match="w is an empty tuple"):
+        inside(lambda x: gather(x, ()), x)
+    with pytest.raises(ValueError, match=r"w\[1\] has shape \(8, 16\); it must be \[16, …\]"):
+        inside(lambda x, w: gather(x, (w, w[:8])), x, w)
+    with pytest.raises(ValueError, match="w is a tuple of 2, so bias must be one too"):
+        inside(lambda x, w: gather(x, (w, w), bias=w[0]), x, w)
+    with pytest.raises(ValueError, match=r"bias\[1\] has shape \(8,\); for w\[1\] of shape"):
+        inside(lambda x, w: gather(x, (w, w), bias=(None, w[0, :8])), x, w)
+
+
+def test_arguments_of_a_scatter():
+    refuses(r"x has shape \(3, 16\); dimension 0, scatter_axis, must be a multiple of the 2 dev", SCATTER, x=(3, 16))
+    with pytest.raises(ValueError, match="w is a tuple; matmul_reduce_scatter takes one"):
+        inside(lambda x, w: matmul_reduce_scatter(x, (w, w), axis_name="tp"), zeros(4, 16), zeros(16, 16))
+
+
+@functions
+def test_outside_of_a_mesh(name):
+    with pytest.raises(ValueError, match="no axis 'tp' is mapped here; call it inside shard_map"):
+        FUNCTIONS[name](zeros(4, 16), zeros(16, 16), axis_name="tp")
+
+
+@functions
+def test_axes_that_shard_map_leaves_out(name, require_devices):
+    require_devices(4)
+    mesh = mesh_of({"dp": 2, "tp": 2}, AxisType.Explicit)
+    function = functools.partial(FUNCTIONS[name], axis_name="tp")
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(P(), P()), out_specs=P("tp"), axis_names={"tp"})
+    x = jax.device_put(zeros(2, 4, 16), jax.NamedSharding(mesh, P("dp")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"x is split over \['dp'\], Explicit axes that shard_map"):
+        jax.jit(mapped)(x, zeros(16, 16))
+
+
+@functions
+def test_rows_of_blocks(name):
+    """Products take 4 rows at a time, and the weight gradient whole blocks of each shard."""
+    rows = 1 if name == GATHER else 2
+    function = functools.partial(FUNCTIONS[name], axis_name="tp", recipe=BlockScaling())
+    with pytest.raises(ValueError, match=r"3 rows for each device along .*_axis; block scaling needs a multiple of 4"):
+        inside(function, zeros(3 * rows, 16), zeros(16, 16))
+    x, w = zeros(64 * rows, 16), zeros(16, 16)
+    inside(function, x, w)
+    inside(lambda x, w: jax.vjp(lambda x: function(x, w), x)[0], x, w)
+    with pytest.raises(ValueError, match="64 rows for each device; the gradient of w with block scaling needs a mult"):
+        inside(lambda x, w: jax.vjp(lambda w: function(x, w), w)[0], x, w)
+
+
+# --------------------------------------------------------------------------------------------------- quantized operands
+
+
+def quantized(x, recipe, role, **options):
+    return ops.quantize(x, recipe.quantization(role), **options)
+
+
+@functions
+@pytest.mark.parametrize(
+    ("message", "recipe", "of_x", "of_w"),
+    [
+        ("recipe is None, but x is a QuantizedArray", None, {}, None),
+        ("recipe is None, but w is a QuantizedArray", None, None, {}),
+        ("x has no data copy, which the product reads", CurrentScaling(), {"copies": "transposed"}, None),
+        ("w has no transposed copy, which the product reads", CurrentScaling(), None, {"copies": "data"}),
+        ("x has 'tensor' and 'tensor' scaling, but recipe is Rowwise", RowwiseScaling(), {"axis_name": "tp"}, None),
+        ("w has 'tensor' and 'tensor' scaling, but recipe is Block", BlockScaling(), None, {}),
+        ("x was quantized as 1 rows and 2 cols", CurrentScaling(), {"row_ndim": 1, "axis_name": "tp"}, None),
+    ],
+)
+def test_quantized_operands(message, recipe, of_x, of_w, name):
+    def call(x, w):
+        x = x if of_x is None else quantized(x, CurrentScaling(), "activation", **of_x)
+        w = w if of_w is None else quantized(w, CurrentScaling(), "kernel", **of_w)
+        return FUNCTIONS[name](x, w, axis_name="tp", recipe=recipe)
+
+    with pytest.raises(ValueError, match=message):
+        inside(call, zeros(2, 8, 16), zeros(16, 16))
+
+
+@functions
+def test_formats_of_quantized_operands(name):
+    def call(x, w):
+        x = quantized(x, CurrentScaling(), "gradient", axis_name="tp")
+        return FUNCTIONS[name](x, w, axis_name="tp", recipe=CurrentScaling())
+
+    with pytest.raises(ValueError, match="x has float8_e5m2 values, but recipe is"):
+        inside(call, zeros(4, 16), zeros(16, 16))
+
+
+def test_scales_that_differ():
+    """Quantized without axis_name, each device has a scale of its own."""
+
+    def call(x, w):
+        x = jax.lax.pcast(x, "tp", to="varying")
+        return all_gather_matmul(
+            quantized(x, CurrentScaling(), "activation"), w, axis_name="tp", recipe=CurrentScaling()
+        )
+
+    with pytest.raises(ValueError, match=r"x has another scale on each device along \['tp'\].*quantize it with axis_n"):
+        inside(call, zeros(4, 16), zeros(16, 16))

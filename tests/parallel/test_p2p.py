@@ -1,0 +1,299 @@
+"""The custom call: its protocols, who takes part, and what happens when somebody does not."""
+
+import dataclasses
+import functools
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from te_jax import native
+from te_jax.parallel import _p2p, all_gather_matmul, matmul_reduce_scatter
+from te_jax.parallel._exchange import Exchange, Operand
+from te_jax.testing import assert_close
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="needs te_jax's extension")
+
+F32 = np.dtype(np.float32)
+GATHERS, SCATTERS = ("get", "put"), ("put", "store")
+
+
+def exchange_of(axes, mesh, protocol=None, timeout=20.0):
+    size = int(np.prod([mesh.shape[axis] for axis in axes]))
+    return Exchange(
+        axis_name=axes,
+        size=size,
+        out_dtype=F32,
+        fast_accumulation=False,
+        native=True,
+        bidirectional=False,
+        timeout=timeout,
+        name="test",
+        protocol=protocol,
+    )
+
+
+def mesh_of(shape, names, rng=None):
+    """A mesh whose devices are in random order, where there is one."""
+    devices = np.array(jax.devices())
+    if rng is not None:
+        devices = rng.permutation(devices)
+    return Mesh(devices[: np.prod(shape)].reshape(shape), names)
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+# Everything is [groups, ...] outside, so that each group works on numbers of its own.
+def gathering(mesh, axes, protocol, *, timeout=20.0):
+    groups = tuple(axis for axis in mesh.axis_names if axis not in axes) or None
+    exchange = exchange_of(axes, mesh, protocol, timeout)
+
+    def local(x, w, v, other):
+        weights = (Operand(w[0], summed_first=True), Operand(v[0], summed_first=True))
+        (y, z), gathered, (others,) = _p2p.all_gather_gemm(
+            exchange, Operand(x[0]), weights, (None, None), (other[0],), True
+        )
+        return y[None], z[None], gathered[None], others[None]
+
+    specs = P(groups, None, axes), P(groups, None, axes), P(groups, None, axes), P(groups, axes)
+    out_specs = P(groups, None, None, axes), P(groups, None, None, axes), P(groups), P(groups)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False))
+
+
+def scattering(mesh, axes, protocol, *, timeout=20.0):
+    groups = tuple(axis for axis in mesh.axis_names if axis not in axes) or None
+    exchange = exchange_of(axes, mesh, protocol, timeout)
+
+    def local(h, w, g, v):
+        def left(x):
+            return Operand(x[0].reshape(x.shape[1], exchange.size, -1, x.shape[-1]))
+
+        weights = (Operand(w[0]), Operand(v[0]))
+        return _p2p.gemm_reduce_scatter(exchange, (left(h), left(g)), weights, None)[None]
+
+    specs = (P(groups, None, None, axes), P(groups, None, axes)) * 2
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(groups, None, axes), check_vma=False))
+
+
+MESHES = [
+    ((2,), ("t",), ("t",)),
+    ((4,), ("t",), ("t",)),
+    ((8,), ("t",), ("t",)),
+    ((2, 2), ("d", "t"), ("t",)),
+    ((2, 2), ("d", "t"), ("d",)),
+    ((2, 4), ("d", "t"), ("t",)),
+    ((4, 2), ("d", "t"), ("t", "d")),
+    ((2, 2, 2), ("a", "b", "c"), ("c", "a")),
+]
+
+
+@pytest.mark.parametrize(("shape", "names", "axes"), MESHES)
+@pytest.mark.parametrize("protocol", GATHERS)
+def test_gather(protocol, shape, names, axes, rng, require_devices):
+    require_devices(int(np.prod(shape)))
+    mesh = mesh_of(shape, names, rng)
+    size = int(np.prod([mesh.shape[axis] for axis in axes]))
+    groups = mesh.size // size
+    x, other = normal(rng, groups, 2, size * 3, 5), normal(rng, groups, size * 2, 3)
+    w, v = normal(rng, groups, 5, size * 4), normal(rng, groups, 5, size * 7)
+    y, z, gathered, others = gathering(mesh, axes, protocol)(x, w, v, other)
+    assert_close(y, np.einsum("gask,gkn->gasn", x.astype(np.float64), w), dtype=F32)
+    assert_close(z, np.einsum("gask,gkn->gasn", x.astype(np.float64), v), dtype=F32)
+    np.testing.assert_array_equal(gathered, x)
+    np.testing.assert_array_equal(others, other.reshape(groups, size, 2, 3))
+
+
+@pytest.mark.parametrize(("shape", "names", "axes"), MESHES)
+@pytest.mark.parametrize("protocol", SCATTERS)
+def test_scatter(protocol, shape, names, axes, rng, require_devices):
+    require_devices(int(np.prod(shape)))
+    mesh = mesh_of(shape, names, rng)
+    size = int(np.prod([mesh.shape[axis] for axis in axes]))
+    groups = mesh.size // size
+    h, g = normal(rng, groups, 2, size * 3, size * 4), normal(rng, groups, 2, size * 3, size * 5)
+    w, v = normal(rng, groups, 6, size * 4), normal(rng, groups, 6, size * 5)
+    z = scattering(mesh, axes, protocol)(h, w, g, v)
+    expected = np.einsum("gask,gnk->gasn", h.astype(np.float64), w)
+    expected += np.einsum("gask,gnk->gasn", g.astype(np.float64), v)
+    assert_close(z, expected, dtype=F32)
+
+
+def test_devices_in_another_order_are_another_program(rng, require_devices):
+    """The same traced function on meshes of one shape, whose groups differ."""
+    require_devices(4)
+    x, w = normal(rng, 8, 3), normal(rng, 3, 8)
+
+    def layer(x, w):
+        return all_gather_matmul(x, w, axis_name="t", transport="p2p")
+
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
+        mesh = Mesh(np.array(jax.devices())[order], ("t",))
+        with jax.set_mesh(mesh):
+            mapped = jax.jit(jax.shard_map(layer, in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")))
+            assert_close(mapped(x, w), x.astype(np.float64) @ w, dtype=F32)
+
+
+def test_devices_that_arrive_at_different_times(rng, require_devices):
+    """Every device works for a time of its own before each call, on buffers that the next call takes over."""
+    require_devices(4)
+    mesh = mesh_of((4,), ("t",))
+    x, w = normal(rng, 8, 16), normal(rng, 16, 16) / 4
+
+    def delayed(x, work):
+        def body(_, a):
+            return jnp.sin(a) * 1.0001
+
+        spent = lax.fori_loop(0, work, body, jnp.ones((64,)))
+        return x + 0.0 * jnp.sum(spent)
+
+    def local(x, w, works):
+        def step(x, work):
+            y = all_gather_matmul(delayed(x, work[0]), w, axis_name="t", transport="p2p")
+            return jnp.tanh(matmul_reduce_scatter(y, w.T, axis_name="t", transport="p2p")), None
+
+        return lax.scan(step, x, works)[0]
+
+    works = rng.integers(0, 2000, (150, 4)) * (rng.random((150, 4)) < 0.3)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("t"), P(None, "t"), P(None, "t")), out_specs=P("t"))
+    found = jax.jit(mapped)(x, w, works)
+    expected = x.astype(np.float64)
+    for _ in range(150):
+        expected = np.tanh(expected @ w @ w.T)
+    assert_close(found, expected, tolerance=1e-4, dtype=F32)
+
+
+def test_mixed_calls_in_random_groups(rng, require_devices):
+    """Gathers and scatters over different axes of a mesh, several of them independent of each other."""
+    require_devices(8)
+    names = ("a", "b", "c")
+    mesh = mesh_of((2, 2, 2), names, rng)
+    subsets = [axes for count in (1, 2, 3) for axes in itertools.permutations(names, count)]
+    x = normal(rng, 8, 8, 4)  # [device, rows, columns]
+    for _ in range(3):
+        plan = [(subsets[rng.integers(len(subsets))], GATHERS[rng.integers(2)]) for _ in range(25)]
+
+        def local(x, plan=tuple(plan)):
+            total = jnp.zeros((4,))
+            for axes, protocol in plan:
+                exchange = exchange_of(axes, mesh, protocol)
+                eye = Operand(jnp.eye(4), summed_first=True)
+                (y,), _, _ = _p2p.all_gather_gemm(exchange, Operand(x), (eye,), (None,), (), False)
+                blocks = Operand(y.reshape(1, exchange.size, 8, 4))
+                scatter = dataclasses.replace(exchange, protocol=SCATTERS[GATHERS.index(protocol)])
+                z = _p2p.gemm_reduce_scatter(scatter, (blocks,), (eye,), None)
+                total += jnp.sum(z, axis=(0, 1)) / exchange.size
+            return total[None]
+
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)
+        # A device gets back the rows that it gave, once from each of the group.
+        assert_close(jax.jit(mapped)(x), 25 * x.astype(np.float64).sum(1), dtype=F32)
+
+
+def test_several_programs_at_once(rng, require_devices):
+    """Executions of one program that are under way together do not meet each other's devices."""
+    require_devices(4)
+    mesh = mesh_of((4,), ("t",))
+    call = gathering(mesh, ("t",), None)
+    w, v, other = normal(rng, 1, 5, 16), normal(rng, 1, 5, 28), normal(rng, 1, 8, 3)
+    xs = [normal(rng, 1, 2, 12, 5) for _ in range(20)]
+    for x, (y, *_) in zip(xs, [call(x, w, v, other) for x in xs], strict=True):
+        assert_close(y, np.einsum("gask,gkn->gasn", x.astype(np.float64), w), dtype=F32)
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_a_device_that_does_not_come_in_time(name, rng, require_devices):
+    """All devices give up, the late one too, and say who is missing; the next execution works."""
+    require_devices(4)
+    mesh = mesh_of((4,), ("t",))
+    late = [2]
+
+    def local(x, w):
+        def wait(rank, x):
+            time.sleep(3.0 if rank in late else 0.0)
+            return x
+
+        x = jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), lax.axis_index("t"), x)
+        call = all_gather_matmul if name == "all_gather_matmul" else matmul_reduce_scatter
+        return call(x, w, axis_name="t", transport="p2p", timeout=1.5)
+
+    specs = (P("t"), P(None, "t")) if name == "all_gather_matmul" else (P(None, "t"), P("t"))
+    out = P(None, "t") if name == "all_gather_matmul" else P("t")
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
+    x, w = normal(rng, 8, 8), normal(rng, 8, 8)
+    missing = rf"{name}, call \d+, on device \d of the group 0, 1, 2, 3 waited 1.5.* for device 2"
+    with pytest.raises(Exception, match=missing):
+        jax.block_until_ready(mapped(x, w))
+    late.clear()
+    assert_close(mapped(x, w), x.astype(np.float64) @ w, dtype=F32)
+
+
+def test_a_mesh_without_devices(require_devices):
+    require_devices(4)
+    mesh = mesh_of((4,), ("t",)).abstract_mesh
+    mapped = jax.shard_map(
+        functools.partial(all_gather_matmul, axis_name="t", transport="p2p"),
+        mesh=mesh,
+        in_specs=(P("t"), P(None, "t")),
+        out_specs=P(None, "t"),
+    )
+    with pytest.raises(ValueError, match="must know the devices"):
+        jax.jit(mapped).lower(jnp.ones((8, 3)), jnp.ones((3, 8)))
+
+
+def test_axes_that_are_left_to_xla(require_devices):
+    require_devices(4)
+    mesh = mesh_of((2, 2), ("d", "t"))
+    mapped = jax.shard_map(
+        functools.partial(all_gather_matmul, axis_name="t", transport="p2p"),
+        mesh=mesh,
+        in_specs=(P("t"), P(None, "t")),
+        out_specs=P(None, "t"),
+        axis_names={"t"},
+    )
+    with pytest.raises(ValueError, match=r"leaves \['d'\] to XLA"):
+        jax.jit(mapped)(jnp.ones((8, 3)), jnp.ones((3, 8)))
+
+
+def test_reference(require_devices):
+    require_devices(2)
+    mapped = jax.shard_map(
+        functools.partial(all_gather_matmul, axis_name="t", transport="p2p", implementation="reference"),
+        mesh=mesh_of((2,), ("t",)),
+        in_specs=(P("t"), P(None, "t")),
+        out_specs=P(None, "t"),
+    )
+    with pytest.raises(native.NativeUnavailableError, match="transport='p2p' is a kernel"):
+        jax.jit(mapped)(jnp.ones((8, 3)), jnp.ones((3, 8)))
+
+
+def test_second_derivatives_say_so(require_devices):
+    require_devices(2)
+    mapped = jax.shard_map(
+        functools.partial(all_gather_matmul, axis_name="t", transport="p2p"),
+        mesh=mesh_of((2,), ("t",)),
+        in_specs=(P("t"), P(None, "t")),
+        out_specs=P(None, "t"),
+    )
+    with pytest.raises(NotImplementedError, match="transport='xla'"):
+        jax.jit(jax.grad(lambda x: jax.grad(lambda y: mapped(y, jnp.ones((3, 4))).sum())(x).sum()))(jnp.ones((4, 3)))
+
+
+def test_vmap(rng, require_devices):
+    require_devices(2)
+    x, w = normal(rng, 3, 4, 5), normal(rng, 5, 6)
+    layer = functools.partial(all_gather_matmul, axis_name="t", transport="p2p")
+    mapped = jax.shard_map(
+        jax.vmap(layer, in_axes=(0, None)),
+        mesh=mesh_of((2,), ("t",)),
+        in_specs=(P(None, "t"), P(None, "t")),
+        out_specs=P(None, None, "t"),
+    )
+    assert_close(jax.jit(mapped)(x, w), x.astype(np.float64) @ w, dtype=F32)

@@ -1,0 +1,62 @@
+"""One process for each device: the same calls through memory that the processes share."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from te_jax import native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="needs te_jax's extension")
+
+WORKER = Path(__file__).with_name("process_worker.py")
+ROOT = WORKER.parents[2]
+
+
+def run(processes, *arguments):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(processes), str(port), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for rank in range(processes)
+    ]
+    try:
+        return [worker.communicate(timeout=200)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes(processes):
+    if jax.default_backend() == "gpu" and len(jax.devices()) < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    before = shared_files()
+    for output in run(processes):
+        assert "fine" in output.splitlines(), output
+    assert shared_files() <= before
+
+
+def test_a_process_that_leaves():
+    if jax.default_backend() == "gpu" and len(jax.devices()) < 2:
+        pytest.skip("needs 2 GPUs")
+    stayed, left = run(2, "leave")
+    assert "left" in left.splitlines(), left
+    assert "fine" in stayed.splitlines(), stayed
+
+
+def shared_files():
+    return {path.name for path in Path("/dev/shm").glob("te_jax-*")}
