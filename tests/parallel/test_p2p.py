@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -212,27 +211,23 @@ def test_several_programs_at_once(rng, require_devices):
 def test_a_device_that_does_not_come_in_time(name, rng, require_devices):
     """All devices give up, the late one too, and say who is missing; the next execution works."""
     require_devices(4)
+    if jax.default_backend() == "gpu":
+        pytest.skip("work on a GPU does not keep its host thread from coming; see test_processes")
     mesh = mesh_of((4,), ("t",))
-    late = [2]
 
-    def local(x, w):
-        def wait(rank, x):
-            time.sleep(3.0 if rank in late else 0.0)
-            return x
-
-        x = jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), lax.axis_index("t"), x)
+    def local(x, w, work):
+        spent = lax.fori_loop(0, work[0], lambda _, a: jnp.sin(a) * 1.0001, jnp.ones((4096,)))
         call = all_gather_matmul if name == "all_gather_matmul" else matmul_reduce_scatter
-        return call(x, w, axis_name="t", transport="p2p", timeout=1.5)
+        return call(x + 0.0 * jnp.sum(spent), w, axis_name="t", transport="p2p", timeout=0.5)
 
     specs = (P("t"), P(None, "t")) if name == "all_gather_matmul" else (P(None, "t"), P("t"))
     out = P(None, "t") if name == "all_gather_matmul" else P("t")
-    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(*specs, P("t")), out_specs=out))
     x, w = normal(rng, 8, 8), normal(rng, 8, 8)
-    missing = rf"{name}, call \d+, on device \d of the group 0, 1, 2, 3 waited 1.5.* for device 2"
+    missing = rf"{name}, call \d+, on device \d of the group 0, 1, 2, 3 waited 0.5.* for device 2"
     with pytest.raises(Exception, match=missing):
-        jax.block_until_ready(mapped(x, w))
-    late.clear()
-    assert_close(mapped(x, w), x.astype(np.float64) @ w, dtype=F32)
+        jax.block_until_ready(mapped(x, w, np.array([0, 0, 300_000, 0])))
+    assert_close(mapped(x, w, np.zeros(4, int)), x.astype(np.float64) @ w, dtype=F32)
 
 
 def test_a_mesh_without_devices(require_devices):
