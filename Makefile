@@ -53,10 +53,10 @@ test: $(PACKAGE) $(TOOLS)
 
 test-gpu: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
-	  $(PYTEST) tests/ops tests/native tests/optim tests/gpu $(ARGS)
+	  $(PYTEST) tests/ops tests/native tests/optim tests/parallel tests/gpu $(ARGS)
 
 bench: $(PACKAGE) $(TOOLS)
-	for family in softmax_cross_entropy quantize gemm dense adam; do $(PY) -m te_jax.cli bench $$family || exit; done
+	for family in softmax_cross_entropy quantize gemm dense adam interconnect collective_matmul transformer; do $(PY) -m te_jax.cli bench $$family || exit; done
 
 lint: $(PACKAGE) $(TOOLS)
 	$(PY) -m ruff check .
@@ -91,7 +91,7 @@ sanitize-cpu: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu PYTHONPATH=$(SANITIZE)/installed \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(SANITIZE)/venv/bin/python -P -m pytest -o pythonpath= tests/ops -k "not subprocess" --timeout 1200 $(ARGS)
+	  $(SANITIZE)/venv/bin/python -P -m pytest -o pythonpath= tests/ops tests/parallel/test_p2p.py -k "not subprocess" --timeout 1200 $(ARGS)
 
 wheel: | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .

@@ -310,6 +310,9 @@ COLUMNS = (
     Column("ratio_to_copy", "× copy", "× copy", "{:.2f}".format),
     Column("share_of_floor", "of the floor", "of floor", "{:.0%}".format),
     Column("tflops", "TFLOP/s", "TFLOP/s", "{:.4g}".format),
+    Column("over_gemm", "× GEMM alone", "× GEMM", "{:.2f}".format),
+    Column("gigabytes_per_second", "GB/s a direction", "GB/s", "{:.4g}".format),
+    Column("share_of_link", "of the link", "of link", "{:.0%}".format),
     Column("temporaries_over_logits", "temporaries ÷ logits", "temporaries", "{:.2f}".format),
 )
 """All of them, in the order of tables."""

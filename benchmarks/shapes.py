@@ -158,3 +158,125 @@ LEAVES_GPU = (
 )
 
 LEAVES_CPU = (LeavesShape(leaves=4, rows=512, cols=512, model="one million parameters"),)
+
+
+@dataclass(frozen=True)
+class MessageSizes:
+    """Messages between devices, each four times as large as the one before.
+
+    Attributes:
+      smallest, largest: bytes.
+      devices: how many take part; None for all that are there.
+    """
+
+    smallest: int
+    largest: int
+    devices: int | None
+
+    @property
+    def name(self) -> str:
+        """The case's name on the command line, such as "2x4KiB-4MiB", or "4KiB-1GiB" for all devices."""
+        head = "" if self.devices is None else f"{self.devices}x"
+        return f"{head}{bytes_as_text(self.smallest)}-{bytes_as_text(self.largest)}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of every message."""
+        sizes = [self.smallest]
+        while sizes[-1] * 4 <= self.largest:
+            sizes.append(sizes[-1] * 4)
+        return tuple(sizes)
+
+
+def bytes_as_text(size: int) -> str:
+    """A power of two as in "64KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size}{unit}"
+        size //= 1024
+    return f"{size}GiB"
+
+
+MESSAGES_GPU = (MessageSizes(smallest=2**12, largest=2**30, devices=None),)
+
+MESSAGES_CPU = (
+    MessageSizes(smallest=2**12, largest=2**22, devices=2),
+    MessageSizes(smallest=2**12, largest=2**22, devices=4),
+)
+
+
+@dataclass(frozen=True)
+class TensorParallelShape:
+    """Two linear layers that are split over devices: into the features, and back to the hidden size.
+
+    Attributes:
+      tokens, hidden, features: of the whole layers.
+      model: a model that has a pair of layers of this size.
+      tensor_parallel: the number of devices whose share of the layers each device has; None for all that are there.
+      sweep: whether the case is one of a series that shows which way to communicate is best for how many tokens.
+    """
+
+    tokens: int
+    hidden: int
+    features: int
+    model: str
+    tensor_parallel: int | None = None
+    sweep: bool = False
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line: "8192x8192x28672", or with "-tp4" behind it."""
+        tail = "" if self.tensor_parallel is None else f"-tp{self.tensor_parallel}"
+        return f"{self.tokens}x{self.hidden}x{self.features}{tail}"
+
+
+_TENSOR_PARALLEL = (
+    (8192, 8192, 28672, "Llama 3 70B, MLP up and down"),
+    (8192, 8192, 10240, "Llama 3 70B, queries, keys and values"),
+    (16384, 4096, 14336, "Llama 3 8B, MLP up and down"),
+)
+
+TENSOR_PARALLEL_GPU = (
+    *(TensorParallelShape(*shape) for shape in _TENSOR_PARALLEL),
+    *(TensorParallelShape(*shape, tensor_parallel=4) for shape in _TENSOR_PARALLEL),
+    *(
+        TensorParallelShape(tokens, 8192, 28672, "Llama 3 70B, MLP up and down", sweep=True)
+        for tokens in (512, 1024, 2048, 4096, 16384)
+    ),
+)
+
+TENSOR_PARALLEL_CPU = (
+    TensorParallelShape(tokens=512, hidden=256, features=512, model="te-jax train, MLP up and down"),
+    TensorParallelShape(tokens=1024, hidden=256, features=512, model="te-jax train, MLP up and down", sweep=True),
+)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A block of a decoder of the Llama family, for one sequence.
+
+    Attributes:
+      sequence, hidden, mlp: tokens, and widths of the residual stream and between the gated projections.
+      heads, kv_heads, head_dim: of attention.
+      model: a model that has such blocks.
+    """
+
+    sequence: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    model: str
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line, such as "8192x8192x28672"."""
+        return f"{self.sequence}x{self.hidden}x{self.mlp}"
+
+
+BLOCK_GPU = (
+    BlockShape(sequence=8192, hidden=8192, mlp=28672, heads=64, kv_heads=8, head_dim=128, model="Llama 3 70B"),
+)
+
+BLOCK_CPU = (BlockShape(sequence=128, hidden=128, mlp=256, heads=16, kv_heads=8, head_dim=16, model="te-jax train"),)

@@ -1,0 +1,474 @@
+"""A decoder block of the Llama family over several devices, forward and backward, with overlapped communication.
+
+The devices share the block by tensor parallelism with sequence parallelism: the residual stream and norms are split
+along the sequence; query, key and value share one gather, as gate and up do; attention and MLP are split by heads and
+columns, and their outputs are scattered. A call computes the block's result, and for a given cotangent the gradients of
+its input and all parameters. Activations and parameters are bfloat16.
+
+Implementations: `te_jax` (transport "auto"), `te_jax_p2p`, `te_jax_ring` and `xla` (plain collectives: nothing
+overlaps); `te_jax_current`, `te_jax_current_p2p` and `te_jax_current_xla` have their projections in FP8
+(CurrentScaling, fast accumulation), all quantization inside the clock. Attention is `jax.nn.dot_product_attention`, by
+cuDNN where that compiles, else by XLA; rows say which.
+
+TFLOP/s are those of one device, for three times the forward pass's operations, where causal attention counts the pairs
+that it needs. No time is reported for results that differ from those of `xla` by more than the error bounds.
+
+    te-jax bench transformer                                              # all implementations, on all devices
+    python -m benchmarks.transformer --tp 2 --transport p2p --profile DIR # one of them, and a trace for ui.perfetto.dev
+    python -m benchmarks.transformer --no-sp --transport xla              # all-reduces in place of gathers and scatters
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import shapes
+from benchmarks.collective_matmul import too_few
+from benchmarks.harness import (
+    FULL,
+    QUICK,
+    Candidate,
+    CaseResult,
+    Family,
+    Headline,
+    Timing,
+    compute_row,
+    measure,
+    reason_of,
+    screen_table,
+)
+from te_jax import ops
+from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
+from te_jax.recipe import CurrentScaling, Recipe
+
+OPERATION = "forward_backward"
+ERROR_BOUND = 0.02
+"""Largest relative L2 difference of the result, and of any gradient, to those of `xla`."""
+FP8_ERROR_BOUNDS = {"y_error": 0.08, "gradient_error": 0.2}
+"""The same in FP8."""
+
+AXIS = "tensor"
+TransportName = Literal["auto", "p2p", "ring", "xla"]
+Attention = Literal["cudnn", "xla"]
+Parameters = dict[str, jax.Array]
+
+_FP8 = CurrentScaling(fast_accumulation=("forward", "dgrad", "wgrad"))
+_NORM_EPS, _ROPE_THETA = 1e-5, 500_000.0
+_CALLS = {"gpu": 4, "cpu": 1}
+"""Calls that are enqueued together, so that the dispatch of a few milliseconds hides behind one call at most."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How devices share the block.
+
+    Attributes:
+      transport: of collective products.
+      recipe: of all projections; None for bfloat16.
+      sequence_parallel: whether the residual stream is split. Else all devices have all of it, nothing is gathered, and
+        sums are all-reduced.
+    """
+
+    transport: TransportName = "auto"
+    recipe: Recipe | None = None
+    sequence_parallel: bool = True
+
+
+SETUPS = {
+    "te_jax": Setup("auto"),
+    "te_jax_p2p": Setup("p2p"),
+    "te_jax_ring": Setup("ring"),
+    "xla": Setup("xla"),
+    "te_jax_current": Setup("auto", _FP8),
+    "te_jax_current_p2p": Setup("p2p", _FP8),
+    "te_jax_current_xla": Setup("xla", _FP8),
+}
+PEERS = ("te_jax_ring", "te_jax_current_xla")
+
+
+def run_case(case: shapes.BlockShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
+    """Measure one case with the named implementations; see `harness.Family.run_case`."""
+    devices = jax.local_devices()
+    if problem := too_few(devices) or _misfit(case, len(devices)):
+        entry = {"case": case.name, "operation": "all", "implementation": "all"}
+        return CaseResult(skipped=[entry | {"reason": problem}])
+    result, _ = _measure(case, {name: SETUPS[name] for name in implementations}, mesh_of(devices), timing)
+    return result
+
+
+def mesh_of(devices: Sequence[Any]) -> Mesh:
+    """The mesh of a group of devices."""
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _misfit(case: shapes.BlockShape, count: int) -> str | None:
+    if case.sequence % count or case.kv_heads % count or case.mlp % (16 * count):
+        return (
+            f"the block cannot be split over {count} devices: name fewer, as in `python -m benchmarks.transformer --tp`"
+        )
+    return None
+
+
+def _measure(
+    case: shapes.BlockShape, setups: dict[str, Setup], mesh: Mesh, timing: Timing
+) -> tuple[CaseResult, dict[str, Candidate]]:
+    """(rows of the setups by name, and what was measured). "xla", which all are compared with, is one of them."""
+    result = CaseResult()
+
+    def entry(name: str, reason: str) -> dict[str, str]:
+        return {"case": case.name, "operation": OPERATION, "implementation": name, "reason": reason}
+
+    attention, reason = _attention_that_compiles(case, mesh)
+    if reason is not None:
+        result.skipped.append(entry("cudnn", f"attention is XLA's in all rows, because cuDNN's fails: {reason}"))
+    expected = None
+    errors: dict[str, dict[str, float]] = {}
+    candidates: dict[str, Candidate] = {}
+    for name in sorted(setups, key=lambda name: name != "xla"):
+        try:
+            call, arguments = compiled(case, setups[name], mesh, attention)
+            output = jax.block_until_ready(call(*arguments))
+            expected = output if name == "xla" else expected
+            if expected is None:
+                raise RuntimeError("there is no result of xla to compare with")
+            errors[name] = _errors(output, expected)
+            del output
+        except Exception as error:  # one that is missing or out of memory must not cost the others theirs
+            result.skipped.append(entry(name, reason_of(error)))
+            continue
+        if wrong := _out_of_bounds(errors[name], fp8=setups[name].recipe is not None):
+            result.wrong.append(entry(name, wrong))
+        else:
+            candidates[name] = _candidate(name, call, arguments)
+    del expected
+
+    on_cpu = jax.default_backend() == "cpu"
+    seconds, failed = measure(list(candidates.values()), timing, pipelined=not on_cpu)
+    result.skipped += [entry(name, reason) for name, reason in failed.items()]
+    calls = _CALLS[jax.default_backend()]
+    seconds = {name: [sample / calls for sample in seconds[name]] for name in setups if name in seconds}
+    for name in seconds:
+        row = compute_row(seconds, name, flops=_flops(case) // mesh.size, peers=("xla", "te_jax_current_xla"))
+        relative = {"time_over_xla": 1 / row["speedup_over"]["xla"]} if "xla" in row["speedup_over"] else {}
+        result.rows.append(
+            {
+                "case": case.name,
+                "model": case.model,
+                "devices": mesh.size,
+                "operation": OPERATION,
+                "implementation": name,
+                **row,
+                **relative,
+                "attention": attention,
+                **errors[name],
+            }
+        )
+    return result, candidates
+
+
+def _candidate(name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Candidate:
+    def calls(*arguments: Any) -> Any:
+        result = None
+        for _ in range(_CALLS[jax.default_backend()]):
+            result = call(*arguments)
+        return result
+
+    return Candidate(name=name, call=calls, arguments=lambda calls: [arguments] * calls, most_calls=4)
+
+
+def _flops(case: shapes.BlockShape) -> int:
+    """Of all devices, forward and backward: a product has two gradients of its own size."""
+    attention_width, kv_width = case.heads * case.head_dim, case.kv_heads * case.head_dim
+    projections = 2 * case.sequence * case.hidden * (2 * attention_width + 2 * kv_width + 3 * case.mlp)
+    pairs = case.sequence * (case.sequence + 1) // 2
+    return 3 * (projections + 4 * pairs * attention_width)
+
+
+def _errors(output: Any, expected: Any) -> dict[str, float]:
+    """Relative L2 differences: of the result, and the largest of all gradients."""
+    y, *gradients = jax.device_get(_differences(output, expected))
+    largest = np.max(jax.tree.leaves(gradients))  # NaN if any is
+    return {"y_error": float(f"{y:.3g}"), "gradient_error": float(f"{largest:.3g}")}
+
+
+@jax.jit
+def _differences(output: Any, expected: Any) -> Any:
+    def difference(one: jax.Array, other: jax.Array) -> jax.Array:
+        one, other = one.astype(jnp.float32), other.astype(jnp.float32)
+        return jnp.sqrt(jnp.sum((one - other) ** 2) / jnp.sum(other**2))
+
+    return jax.tree.map(difference, output, expected)
+
+
+def _out_of_bounds(errors: dict[str, float], *, fp8: bool) -> str | None:
+    """Says which error is too large. Written so that NaN is too large."""
+    for name, error in errors.items():
+        bound = FP8_ERROR_BOUNDS[name] if fp8 else ERROR_BOUND
+        if not error <= bound:
+            what = "the result" if name == "y_error" else "a gradient"
+            return f"{what} is wrong: relative L2 difference to xla {error:.3g}, bound {bound:.3g}"
+    return None
+
+
+# The block
+
+
+def compiled(
+    case: shapes.BlockShape, setup: Setup, mesh: Mesh, attention: Attention, seed: int = 0
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The compiled block, and arguments for it.
+
+    Args:
+      case: its shape.
+      setup: how the devices share it.
+      mesh: of the devices, with one axis, `AXIS`.
+      attention: implementation of `jax.nn.dot_product_attention`.
+      seed: of parameters, x and dy, normal values that are scaled as in a network that begins to train.
+
+    Returns:
+      (parameters, x [1, sequence, hidden], dy like x) → (y like x, gradients of parameters, gradient of x); and
+      (parameters, x, dy), placed.
+    """
+    specs, stream = _parameter_specs(), P(None, AXIS) if setup.sequence_parallel else P()
+
+    def forward_backward(parameters: Parameters, x: jax.Array, dy: jax.Array) -> Any:
+        y, vjp = jax.vjp(functools.partial(_block, case=case, setup=setup, attention=attention), parameters, x)
+        return y, *vjp(dy)
+
+    mapped = jax.shard_map(
+        forward_backward, mesh=mesh, in_specs=(specs, stream, stream), out_specs=(stream, specs, stream)
+    )
+    parameters, x, dy = _drawing(case, mesh)(jax.random.key(seed))
+    x, dy = jax.device_put((x, dy), NamedSharding(mesh, stream))
+    arguments = jax.block_until_ready((parameters, x, dy))
+    return jax.jit(mapped).lower(*arguments).compile(), arguments
+
+
+@functools.cache
+def _drawing(case: shapes.BlockShape, mesh: Mesh) -> Callable[[jax.Array], tuple[Parameters, jax.Array, jax.Array]]:
+    stream = P(None, AXIS)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (_parameter_specs(), stream, stream))
+    return jax.jit(functools.partial(_drawn, case), out_shardings=shardings)
+
+
+def _parameter_shapes(case: shapes.BlockShape) -> dict[str, tuple[int, ...]]:
+    attention_width, kv_width = case.heads * case.head_dim, case.kv_heads * case.head_dim
+    return {
+        "attention_norm": (case.hidden,),
+        "query": (case.hidden, attention_width),
+        "key": (case.hidden, kv_width),
+        "value": (case.hidden, kv_width),
+        "out": (attention_width, case.hidden),
+        "mlp_norm": (case.hidden,),
+        "gate": (case.hidden, case.mlp),
+        "up": (case.hidden, case.mlp),
+        "down": (case.mlp, case.hidden),
+    }
+
+
+def _parameter_specs() -> dict[str, P]:
+    columns, rows, everywhere = P(None, AXIS), P(AXIS), P()
+    return {
+        "attention_norm": everywhere,
+        "query": columns,
+        "key": columns,
+        "value": columns,
+        "out": rows,
+        "mlp_norm": everywhere,
+        "gate": columns,
+        "up": columns,
+        "down": rows,
+    }
+
+
+def _drawn(case: shapes.BlockShape, key: jax.Array) -> tuple[Parameters, jax.Array, jax.Array]:
+    sizes = _parameter_shapes(case)
+    *keys, x_key, dy_key = jax.random.split(key, len(sizes) + 2)
+    parameters = {}
+    for (name, shape), each in zip(sizes.items(), keys, strict=True):
+        normal = jax.random.normal(each, shape, jnp.bfloat16)
+        is_norm = len(shape) == 1
+        parameters[name] = 1 + 0.1 * normal if is_norm else normal * shape[0] ** -0.5
+    stream = (1, case.sequence, case.hidden)
+    x, dy = (jax.random.normal(each, stream, jnp.bfloat16) for each in (x_key, dy_key))
+    return parameters, x, dy
+
+
+def _block(
+    parameters: Parameters, x: jax.Array, *, case: shapes.BlockShape, setup: Setup, attention: Attention
+) -> jax.Array:
+    """One device's part: x is [1, its part of the sequence, hidden], or all of it without sequence parallelism."""
+    h = _rms_norm(x, parameters["attention_norm"])
+    projected = _from_stream(setup, h, tuple(parameters[name] for name in ("query", "key", "value")))
+    query, key, value = (each.reshape(1, case.sequence, -1, case.head_dim) for each in projected)
+    query, key = _rotated(query), _rotated(key)
+    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=attention)
+    x = x + _to_stream(setup, mixed.reshape(1, case.sequence, -1), parameters["out"])
+    h = _rms_norm(x, parameters["mlp_norm"])
+    gate, up = _from_stream(setup, h, (parameters["gate"], parameters["up"]))
+    return x + _to_stream(setup, jax.nn.silu(gate) * up, parameters["down"])
+
+
+def _from_stream(setup: Setup, x: jax.Array, kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """x · kernel for each of them, this device's columns, for the whole sequence."""
+    if setup.sequence_parallel:
+        return all_gather_matmul(x, kernels, **_collective_options(setup))
+    x = lax.pcast(x, AXIS, to="varying")  # whose derivative is the all-reduce
+    return tuple(_dense(setup, x, kernel) for kernel in kernels)
+
+
+def _to_stream(setup: Setup, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x · kernel summed over devices, for this device's part of the sequence."""
+    if setup.sequence_parallel:
+        return matmul_reduce_scatter(x, kernel, **_collective_options(setup))
+    return lax.psum(_dense(setup, x, kernel), AXIS)
+
+
+def _collective_options(setup: Setup) -> dict[str, Any]:
+    return {"axis_name": AXIS, "recipe": setup.recipe, "transport": setup.transport, **_implementation(setup)}
+
+
+def _dense(setup: Setup, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return ops.dense(x, kernel, recipe=setup.recipe, **_implementation(setup))
+
+
+def _implementation(setup: Setup) -> dict[str, Any]:
+    # Never None with FP8: where the kernels are not loaded that would publish the reference under their name.
+    return {} if setup.recipe is None else {"implementation": "native"}
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    normal = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + _NORM_EPS)
+    return (normal * scale.astype(jnp.float32)[None, None]).astype(x.dtype)
+
+
+def _rotated(x: jax.Array) -> jax.Array:
+    """Turns pairs (i, i + head_dim / 2) of x [1, sequence, heads, head_dim] by the angle of their position."""
+    _, sequence, _, head_dim = x.shape
+    frequencies = _ROPE_THETA ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = jnp.outer(jnp.arange(sequence, dtype=jnp.float32), frequencies)[None, :, None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _attention_that_compiles(case: shapes.BlockShape, mesh: Mesh) -> tuple[Attention, str | None]:
+    """(implementation, why cuDNN's is not the one), tried with the gradient of the block's own heads."""
+    if jax.default_backend() != "gpu":
+        return "xla", None
+
+    def gradients(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        y, vjp = jax.vjp(attend, query, key, value)
+        return vjp(y)
+
+    heads = NamedSharding(mesh, P(None, None, AXIS))
+    operands = [
+        jax.ShapeDtypeStruct((1, case.sequence, count, case.head_dim), jnp.bfloat16, sharding=heads)
+        for count in (case.heads, case.kv_heads, case.kv_heads)
+    ]
+    try:
+        jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=heads.spec, out_specs=heads.spec)).lower(
+            *operands
+        ).compile()
+    except Exception as error:  # missing, too old, or not for this GPU or these shapes
+        return "xla", reason_of(error)
+    return "cudnn", None
+
+
+FAMILY = Family(
+    description="a decoder block over several devices, forward and backward, by transport and precision",
+    cases={"gpu": shapes.BLOCK_GPU, "cpu": shapes.BLOCK_CPU},
+    implementations=tuple(SETUPS),
+    peers=PEERS,
+    run_case=run_case,
+    headline=Headline(
+        operation=OPERATION,
+        figure="time_over_xla",
+        label="Decoder block with gradients, time as a multiple of that with plain collectives in bfloat16",
+        implementations=("te_jax", "te_jax_ring", "te_jax_current", "te_jax_current_xla"),
+    ),
+)
+
+
+# One setup, chosen by hand
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure one setup against `xla`, and trace it if asked to. Returns the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not args.sp and args.transport != "xla":
+        parser.error("--no-sp leaves nothing to gather or scatter: name --transport xla, whose all-reduces remain")
+    devices = jax.local_devices()
+    count = args.tp or len(devices)
+    platform = devices[0].platform
+    (default, *_) = shapes.BLOCK_GPU if platform == "gpu" else shapes.BLOCK_CPU
+    case = next((case for case in (*shapes.BLOCK_GPU, *shapes.BLOCK_CPU) if case.name == args.case), default)
+    if not 1 <= count <= len(devices):
+        flag = "; set XLA_FLAGS=--xla_force_host_platform_device_count to have more" if platform == "cpu" else ""
+        parser.error(f"--tp is {args.tp}, and the devices here are {len(devices)}{flag}")
+    if problem := _misfit(case, count):
+        parser.error(f"--tp is {count}: {problem}")
+
+    setup = Setup(args.transport, _FP8 if args.recipe == "current" else None, args.sp)
+    name = next((name for name, each in SETUPS.items() if each == setup), "no_sp")
+    setups = {name: setup, "xla": SETUPS["xla"]}
+    result, candidates = _measure(case, setups, mesh_of(devices[:count]), QUICK if args.quick else FULL)
+    print(f"transformer on {count} × {devices[0].device_kind}: {_described(args)}")
+    print(screen_table(result.rows))
+    for problem in (*result.skipped, *result.wrong):
+        print(f"  {problem['implementation']}: not measured, {problem['reason']}")
+    measured = name in {row["implementation"] for row in result.rows}
+    if measured and args.profile is not None:
+        print(f"Perfetto trace: {_traced(candidates[name], args.profile)}")
+    return 0 if measured and not result.wrong else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transformer", description="Measure a decoder block over several devices against xla."
+    )
+    parser.add_argument("--case", choices=[case.name for case in (*shapes.BLOCK_GPU, *shapes.BLOCK_CPU)])
+    parser.add_argument("--tp", type=int, metavar="N", help="number of devices that share the block (default: all)")
+    parser.add_argument(
+        "--sp",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="split the residual stream along the sequence, or not",
+    )
+    parser.add_argument("--transport", choices=("auto", "p2p", "ring", "xla"), default="auto")
+    parser.add_argument("--recipe", choices=("none", "current"), default="none", help="FP8 scaling of projections")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a Perfetto trace of a few calls under DIR")
+    parser.add_argument("--quick", action="store_true", help="few, short samples")
+    return parser
+
+
+def _described(args: argparse.Namespace) -> str:
+    precision = "bfloat16" if args.recipe == "none" else "FP8, current scaling"
+    sequence = "with" if args.sp else "without"
+    return f"transport {args.transport}, {precision}, {sequence} sequence parallelism"
+
+
+def _traced(candidate: Candidate, folder: Path) -> Path:
+    """Traces a few calls, and returns the file that Perfetto opens."""
+    (arguments,) = candidate.arguments(1)
+    with jax.profiler.trace(str(folder), create_perfetto_trace=True):
+        candidate.wait(candidate.call(*arguments))
+    return max(folder.rglob("perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

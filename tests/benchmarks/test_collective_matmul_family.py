@@ -1,0 +1,328 @@
+"""The collective matmul family: its operands and float64 rows, what it refuses to publish, and torch's processes."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import collective_matmul as family
+from benchmarks.harness import QUICK, Timing, screen_table
+from benchmarks.shapes import TensorParallelShape
+from te_jax import native, parallel
+
+CASE = TensorParallelShape(tokens=64, hidden=64, features=128, model="test")
+ONE = Timing(samples=1, sample_seconds=1e-6)
+ALL_GATHER, REDUCE_SCATTER = family._Operation(gathers=True), family._Operation(gathers=False)
+
+
+@pytest.fixture
+def devices(require_devices, monkeypatch):
+    """Four devices, however many there are."""
+    require_devices(4)
+    four = jax.local_devices()[:4]
+    monkeypatch.setattr(jax, "local_devices", lambda: four)
+    return four
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """only(operations): the family has no others, which would only take longer."""
+    return lambda *operations: monkeypatch.setattr(family, "OPERATIONS", operations)
+
+
+def by_name(result, operation):
+    return {row["implementation"]: row for row in result.rows if row["operation"] == operation.name}
+
+
+@pytest.mark.usefixtures("devices")
+def test_every_operation_is_measured_and_within_its_bounds():
+    names = ("te_jax", "xla", "gemm_alone", "torch")
+    result = family.run_case(CASE, names, QUICK)
+    assert not result.wrong
+    for operation in family.OPERATIONS:
+        rows = by_name(result, operation)
+        assert set(rows) == ({"te_jax", "xla", "gemm_alone"} if native.available() or not operation.fp8 else set())
+        for name, row in rows.items():
+            assert row["flops"] == (6 if operation.backward else 2) * 64 * 64 * 128 // 4
+            assert {key for key in row if key.endswith("_error")} == (
+                {"y_error", "dx_error", "dkernel_error"} if operation.backward else {"y_error"}
+            )
+            assert 0 < row["y_error"] < (0.045 if operation.fp8 else 0.01)
+            assert row["over_gemm"] == pytest.approx(row["median_ms"] / rows["gemm_alone"]["median_ms"], rel=1e-3)
+            assert set(row["speedup_over"]) == {"xla"} - {name}
+    torch = [problem for problem in result.skipped if problem["implementation"] == "torch"]
+    assert [(problem["operation"], problem["reason"]) for problem in torch] == [("all", "its fused products need GPUs")]
+    assert "× GEMM" in screen_table(result.rows)
+
+
+@pytest.mark.usefixtures("devices")
+def test_every_transport_takes_part_forward_and_backward(only):
+    only(family._Operation(gathers=True, backward=True))
+    result = family.run_case(CASE, family.IMPLEMENTATIONS, ONE)
+    measured = {row["implementation"] for row in result.rows}
+    assert measured == set(family.IMPLEMENTATIONS) - {"torch"} - (set() if native.available() else {"te_jax_p2p"})
+
+
+@pytest.mark.parametrize(
+    ("operation", "spoil"),
+    [(ALL_GATHER, lambda y: y * jnp.nan), (ALL_GATHER, jnp.zeros_like), (REDUCE_SCATTER, lambda y: y * 1.1)],
+)
+@pytest.mark.usefixtures("devices")
+def test_a_wrong_result_is_not_timed(operation, spoil, only, monkeypatch):
+    only(operation)
+    right = getattr(parallel, operation.name)
+    monkeypatch.setattr(parallel, operation.name, lambda *operands, **options: spoil(right(*operands, **options)))
+    result = family.run_case(CASE, ("xla", "gemm_alone"), ONE)
+    assert {row["implementation"] for row in result.rows} == {"gemm_alone"}
+    (problem,) = result.wrong
+    assert problem["implementation"] == "xla"
+    assert "y is wrong" in problem["reason"]
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_wrong_gradient_is_not_timed(only, monkeypatch):
+    only(family._Operation(gathers=True, backward=True))
+    right = parallel.all_gather_matmul
+
+    def spoilt(x, w, **options):
+        y = right(x, w, **options)
+        return y * 1.5 - jax.lax.stop_gradient(y) * 0.5
+
+    monkeypatch.setattr(parallel, "all_gather_matmul", spoilt)
+    result = family.run_case(CASE, ("xla", "gemm_alone"), ONE)
+    assert {row["implementation"] for row in result.rows} == {"gemm_alone"}
+    (problem,) = result.wrong
+    assert "dx is wrong" in problem["reason"]
+
+
+@pytest.mark.usefixtures("devices")
+def test_nothing_is_reported_where_there_is_nothing_to_compare_with(only, monkeypatch):
+    only(ALL_GATHER)
+
+    def fail(_):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(family, "_products_alone", fail)
+    result = family.run_case(CASE, ("xla", "gemm_alone"), ONE)
+    assert not result.rows
+    assert {problem["implementation"] for problem in result.skipped} == {"xla", "gemm_alone"}
+
+
+@pytest.mark.usefixtures("devices")
+def test_the_reference_is_not_published_as_the_native_kernel(only, monkeypatch):
+    only(family._Operation(gathers=True, fp8=True))
+
+    def only_reference(*_, implementation=None, **__):
+        assert implementation == "native"
+        raise native.NativeUnavailableError("the kernels are not loaded")
+
+    monkeypatch.setattr(family.ops, "quantize", only_reference)
+    result = family.run_case(CASE, ("te_jax", "gemm_alone"), ONE)
+    assert not result.rows
+    assert all("the kernels are not loaded" in problem["reason"] for problem in result.skipped)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_calls_of_a_program_wait_for_one_another_and_none_is_left_out(backward):
+    """Whatever XLA leaves out, or runs at the same time, would make calls look faster than they are."""
+    calls, shape = 3, (64, 32)
+
+    def call(x, w, dy):
+        return {"y": x @ w} if dy is None else {"dx": dy @ w.T, "y": x @ w, "dkernel": x.T @ dy}
+
+    xs, w = tuple(jnp.full(shape, i + 1.0) for i in range(calls)), jnp.ones((32, 16))
+    dy = jnp.ones((64, 16)) if backward else None
+    program = jax.jit(family._chained(call), donate_argnums=(0, 1)).lower(xs, dy, w).compile()
+    cost, memory = program.cost_analysis(), program.memory_analysis()
+    assert cost is not None
+    assert memory is not None
+    assert cost["flops"] >= calls * (3 if backward else 1) * 2 * 64 * 32 * 16
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves((xs, dy)))
+    assert " copy(" not in str(program.as_text())  # operands are written in place
+
+    for name, value in call(xs[0], w, dy).items():
+        poisoned = value.at[0, 0].set(jnp.nan)
+        for operand in jax.tree.leaves((xs[1], dy)):
+            written = family._after({"other": value, name: poisoned}, operand)
+            assert jnp.isnan(written[0, 0])  # so it waits for this result
+            np.testing.assert_array_equal(family._after({name: value}, operand), operand.at[0, 0].set(0))
+
+    written, _, results = program(xs, dy, w)
+    np.testing.assert_array_equal(jnp.stack(written)[:, 0, :2], [[1, 1], [0, 2], [0, 3]])
+    np.testing.assert_array_equal(results["y"], jnp.full((64, 16), 96.0).at[0].set(93))
+
+
+def test_shares_of_four_devices_on_two():
+    case = TensorParallelShape(tokens=8192, hidden=4096, features=14336, model="test", tensor_parallel=4)
+    assert case.name == "8192x4096x14336-tp4"
+    gather, scatter = (family._Layer.of(operation, case, 2) for operation in (ALL_GATHER, REDUCE_SCATTER))
+    assert (gather.rows // 2, gather.inner, gather.columns // 2) == (8192 // 4, 4096, 14336 // 4)
+    assert (scatter.rows // 2, scatter.inner // 2, scatter.columns) == (8192 // 4, 14336 // 4, 4096)
+    whole = family._Layer.of(ALL_GATHER, TensorParallelShape(8192, 4096, 14336, "test"), 4)
+    assert gather.flops == whole.flops // 2  # the same columns of half as many gathered rows
+
+
+def test_quantized_operands_are_split_as_plain_ones(devices, native_kernels):
+    del native_kernels
+    mesh = Mesh(np.array(devices), (family.AXIS,), axis_types=(AxisType.Auto,))
+    layer = family._Layer.of(family._Operation(gathers=True, fp8=True), CASE, 4)
+    inputs = family._inputs(layer, mesh)
+    operands = family._operands(layer, inputs)
+    x, w = operands.xs[0], operands.w
+    for plain in (*inputs.xs, inputs.dy):
+        shards = [np.asarray(shard.data, np.float32) for shard in plain.addressable_shards]
+        assert [shard[0, 0] for shard in shards] == [0] * 4  # what `_after` writes again
+        assert all(np.count_nonzero(shard) > 0.9 * shard.size for shard in shards)
+    assert x.transposed is None
+    assert w.data is None
+    assert x.data.sharding == inputs.xs[0].sharding == NamedSharding(mesh, P(family.AXIS, None))
+    assert w.transposed.sharding == NamedSharding(mesh, P(family.AXIS, None))  # [columns, inner]
+    for quantized, plain in ((x, inputs.xs[0]), (w, inputs.w)):
+        plain = np.asarray(plain, np.float32)
+        difference = np.asarray(quantized.dequantize(), np.float32) - plain
+        assert np.linalg.norm(difference) < 0.04 * np.linalg.norm(plain)
+
+
+@pytest.mark.parametrize(
+    ("case", "count", "reason"),
+    [
+        (CASE, 1, "set XLA_FLAGS=--xla_force_host_platform_device_count"),
+        (TensorParallelShape(64, 64, 128, "test", tensor_parallel=4), 4, "for fewer than 4 devices"),
+        (CASE, 3, "cannot be split over 3 devices"),
+    ],
+)
+def test_what_cannot_be_run_says_why(case, count, reason, devices, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: devices[:count])
+    if reason.startswith("set") and devices[0].platform != "cpu":
+        reason = "it needs 2 devices"
+    result = family.run_case(case, family.IMPLEMENTATIONS, QUICK)
+    assert not result.rows
+    (problem,) = result.skipped
+    assert reason in problem["reason"]
+
+
+@pytest.mark.usefixtures("devices")
+def test_sweeps_measure_only_what_they_are_for(monkeypatch):
+    seen = set()
+
+    def run_operation(case, layer, implementations, *_):
+        seen.add((layer.operation.name, *implementations))
+
+    monkeypatch.setattr(family, "_run_operation", run_operation)
+    monkeypatch.setattr(
+        family, "_inputs", lambda layer, mesh: family._Inputs(mesh, (jnp.ones((1, 1)),), *jnp.ones((2, 1, 1)))
+    )
+    family.run_case(TensorParallelShape(64, 64, 128, "test", sweep=True), family.IMPLEMENTATIONS, QUICK)
+    names = ("te_jax", "te_jax_p2p", "te_jax_ring", "xla", "gemm_alone")
+    assert seen == {("all_gather_matmul", *names), ("matmul_reduce_scatter", *names)}
+
+
+# Torch's processes, with other work for them
+
+
+class Rank:
+    """What a process of these tests does in place of torch. Rank 1 is the one that makes trouble."""
+
+    def __init__(self, rank, count, file):
+        self.rank, self.count, self.file = rank, count, file
+        self.clock = 0.0
+
+    def where(self):
+        return self.rank, self.count, self.file
+
+    def ready(self):
+        pass
+
+    def prepare(self, layer, calls):
+        del layer
+        return {"y_error": 0.001 * (self.rank + 1) * calls}
+
+    def time(self, calls):
+        self.clock += 1.0
+        return self.clock + 0.1 * self.rank + 0.001 * calls
+
+    def all_raise(self):
+        raise ValueError("not on this GPU\nmore")
+
+    def one_raises(self):
+        if self.rank == 1:
+            raise ValueError("out of memory")
+
+    def one_ends(self):
+        if self.rank == 1:
+            raise SystemExit(3)
+
+    def one_hangs(self):
+        if self.rank == 1:
+            time.sleep(600)
+
+
+def no_rank(rank, count, file):
+    raise ImportError(f"rank {rank} of {count} has no torch")
+
+
+@pytest.fixture
+def start():
+    """start(): processes that end with the test."""
+    started = []
+
+    def start(make=Rank):
+        started.append(family.Workers(2, make))
+        return started[-1]
+
+    yield start
+    for workers in started:
+        workers.close()
+
+
+def test_torch_takes_the_slowest_clock_and_the_largest_error(start):
+    workers = start()
+    (first, count, file), (second, *others) = workers.ask("where")
+    assert (first, second, count) == (0, 1, 2)
+    assert others == [2, file]
+
+    built = family._build_torch(family._Layer.of(ALL_GATHER, CASE, 2), workers)
+    calls = family._CALLS[jax.default_backend()]
+    assert built.errors(None) == {"y_error": 0.002 * calls}
+    for programs in (1, 3, 2):
+        for arguments in built.candidate.arguments(programs):
+            built.candidate.call(*arguments)
+        built.candidate.wait(None)
+    expected = [2 + 0.1 + 0.003 * calls, 3 + 0.1 + 0.002 * calls]
+    assert built.seconds_of_a_call([9.0, 9.0]) == pytest.approx(expected)  # its own clock, not the harness'
+
+    with pytest.raises(RuntimeError, match=r"ValueError: not on this GPU$"):
+        workers.ask("all_raise")
+    assert len(workers.ask("where")) == 2  # what all of them refuse costs none of them its life
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        ("one_raises", "raised ValueError: out of memory"),
+        ("one_ends", "has ended"),
+        ("one_hangs", "did not answer within"),
+    ],
+)
+def test_a_lost_process_costs_a_bounded_time_and_takes_the_others_with_it(trouble, reason, start):
+    workers = start()
+    workers.ask("where")  # started
+    workers._patience = 2.0
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"device 1 {reason}"):
+        workers.ask(trouble)
+    assert time.monotonic() - begin < 30
+    assert not any(process.is_alive() for process in workers._processes)
+    with pytest.raises(RuntimeError, match=f"device 1 {reason}"):
+        workers.ask("where")
+
+
+def test_processes_that_cannot_begin_say_why_every_time(start):
+    workers = start(no_rank)
+    for method in ("ready", "prepare"):
+        with pytest.raises(RuntimeError, match="ImportError: rank 0 of 2 has no torch"):
+            workers.ask(method)

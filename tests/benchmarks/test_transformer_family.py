@@ -1,0 +1,187 @@
+"""The transformer family: every way to share the block against the block on one device, and what it refuses."""
+
+import gzip
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import shapes
+from benchmarks import transformer as family
+from benchmarks.harness import Timing, screen_table
+from benchmarks.shapes import BlockShape
+from benchmarks.transformer import SETUPS, Setup
+from te_jax import native
+
+CASE = BlockShape(sequence=16, hidden=64, mlp=128, heads=8, kv_heads=4, head_dim=16, model="test")
+ONE = Timing(samples=1, sample_seconds=1e-6)
+
+
+@pytest.fixture
+def devices(require_devices, monkeypatch):
+    """Four devices, however many there are."""
+    require_devices(4)
+    four = jax.local_devices()[:4]
+    monkeypatch.setattr(jax, "local_devices", lambda: four)
+    return four
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    """`jax.nn.dot_product_attention` promotes bfloat16 to float32 itself."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def mesh(devices):
+    return family.mesh_of(devices)
+
+
+@jax.jit
+def block_on_one_device(parameters, x, dy):
+    """The result and gradients in float32, with all pairs of positions."""
+    y, vjp = jax.vjp(plain_block, parameters, x)
+    return y, *vjp(dy.astype(jnp.float32))
+
+
+def plain_block(parameters, x):
+
+    def norm(x, scale):
+        return x / jnp.sqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-5) * scale[None]
+
+    def rotated(x):
+        half = CASE.head_dim // 2
+        angles = jnp.arange(CASE.sequence)[:, None] * 500_000.0 ** (-jnp.arange(half)[None] / half)
+        turned = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angles)[None]
+        return jnp.concatenate([turned.real, turned.imag], axis=2)
+
+    p = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters)
+    x = x[0].astype(jnp.float32)
+    h = norm(x, p["attention_norm"])
+    kv = np.arange(CASE.heads) // (CASE.heads // CASE.kv_heads)
+    query, key, value = (
+        (h @ p[name]).reshape(CASE.sequence, -1, CASE.head_dim).swapaxes(0, 1) for name in ("query", "key", "value")
+    )
+    scores = jnp.einsum("hqd,hkd->hqk", rotated(query), rotated(key)[kv]) / math.sqrt(CASE.head_dim)
+    weights = jax.nn.softmax(jnp.where(np.tri(CASE.sequence, dtype=bool)[None], scores, -jnp.inf), axis=2)
+    mixed = jnp.einsum("hqk,hkd->qhd", weights, value[kv]).reshape(CASE.sequence, -1)
+    x = x + mixed @ p["out"]
+    h = norm(x, p["mlp_norm"])
+    gate = h @ p["gate"]
+    return (x + (gate / (1 + jnp.exp(-gate)) * (h @ p["up"])) @ p["down"])[None]
+
+
+@pytest.mark.parametrize(
+    ("setup", "bound"),
+    [
+        (SETUPS["xla"], 0.02),
+        (SETUPS["te_jax_p2p"], 0.02),
+        (SETUPS["te_jax_ring"], 0.02),
+        (SETUPS["te_jax_current"], 0.2),
+        (Setup("xla", sequence_parallel=False), 0.02),
+    ],
+    ids=["xla", "p2p", "ring", "fp8", "no_sp"],
+)
+def test_results_and_gradients_are_those_of_one_device(setup, bound, mesh, rng):
+    if not native.available() and (setup.recipe is not None or setup.transport == "p2p"):
+        pytest.skip("needs the extension for this platform")
+    call, (parameters, x, dy) = family.compiled(CASE, setup, mesh, "xla", seed=int(rng.integers(2**31)))
+    actual = call(parameters, x, dy)
+    expected = block_on_one_device(*jax.device_put((parameters, x, dy), jax.devices()[0]))
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for path, leaf in jax.tree.leaves_with_path(expected):
+        other = jax.tree.leaves([each for where, each in jax.tree.leaves_with_path(actual) if where == path])[0]
+        exact, other = (np.asarray(each, np.float64) for each in (leaf, other))
+        assert np.linalg.norm(other - exact) < bound * np.linalg.norm(exact), jax.tree_util.keystr(path)
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    factors = {"xla": 1.0, "auto": 1.01, "ring": 1.1}
+
+    def compiled(case, setup, mesh, attention):
+        del case, mesh, attention
+        return lambda x: (factors[setup.transport] * x, {"gate": x}, x), (jnp.ones((4, 4)),)
+
+    monkeypatch.setattr(family, "compiled", compiled)
+    result = family.run_case(CASE, ("te_jax", "te_jax_ring", "xla"), ONE)
+    rows = {row["implementation"]: row for row in result.rows}
+    assert list(rows) == ["te_jax", "xla"]
+    assert rows["te_jax"]["y_error"] == pytest.approx(0.01, rel=1e-2)
+    assert rows["te_jax"]["attention"] in ("xla", "cudnn")
+    ratio = rows["te_jax"]["median_ms"] / rows["xla"]["median_ms"]
+    assert rows["te_jax"]["time_over_xla"] == pytest.approx(ratio, rel=1e-3)
+    assert rows["te_jax"]["flops"] == family._flops(CASE) // 4
+    (problem,) = result.wrong
+    assert problem["implementation"] == "te_jax_ring"
+    assert "the result is wrong" in problem["reason"]
+    assert "te_jax" in screen_table(result.rows)
+
+
+def test_errors_see_what_is_wrong_anywhere():
+    expected = (jnp.ones((2, 2)), {"a": jnp.ones(3), "b": jnp.ones(4)}, jnp.ones(5))
+    assert family._errors(expected, expected) == {"y_error": 0, "gradient_error": 0}
+    for spoilt, name in (
+        ((expected[0] * 1.5, *expected[1:]), "y_error"),
+        ((expected[0], {"a": jnp.ones(3) * 1.5, "b": jnp.ones(4)}, expected[2]), "gradient_error"),
+        ((*expected[:2], expected[2] * 1.5), "gradient_error"),
+        ((*expected[:2], expected[2] * jnp.nan), "gradient_error"),
+    ):
+        errors = family._errors(spoilt, expected)
+        assert not errors.pop(name) <= 0.4
+        assert list(errors.values()) == [0]
+    assert "the result is wrong" in str(family._out_of_bounds({"y_error": math.nan, "gradient_error": 0}, fp8=True))
+    assert family._out_of_bounds({"y_error": 0.05, "gradient_error": 0.15}, fp8=True) is None
+    assert "a gradient is wrong" in str(family._out_of_bounds({"y_error": 0, "gradient_error": 0.15}, fp8=False))
+
+
+def test_operations_are_counted_as_in_a_program_that_wastes_none():
+    products = sum(
+        2 * CASE.sequence * math.prod(shape) for shape in family._parameter_shapes(CASE).values() if shape[1:]
+    )
+    pairs = sum(1 for q in range(CASE.sequence) for k in range(CASE.sequence) if k <= q)
+    attention = CASE.heads * pairs * 2 * 2 * CASE.head_dim  # scores, and the sum of values
+    assert family._flops(CASE) == 3 * (products + attention)
+
+
+@pytest.mark.parametrize(("count", "reason"), [(1, "it needs 2 devices"), (3, "cannot be split over 3 devices")])
+def test_what_cannot_be_run_says_why(count, reason, devices, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: devices[:count])
+    result = family.run_case(CASE, tuple(SETUPS), ONE)
+    assert not result.rows
+    (problem,) = result.skipped
+    assert reason in problem["reason"]
+
+
+@pytest.mark.usefixtures("devices")
+def test_one_setup_with_a_trace(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(shapes, "BLOCK_CPU", (CASE,))
+    monkeypatch.setattr(shapes, "BLOCK_GPU", (CASE,))
+    monkeypatch.setattr(family, "QUICK", ONE)
+    assert family.main(["--tp", "2", "--transport", "ring", "--quick", "--profile", str(tmp_path)]) == 0
+    (path,) = tmp_path.rglob("perfetto_trace.json.gz")
+    printed = capsys.readouterr().out
+    assert f"Perfetto trace: {path}" in printed
+    assert "transformer on 2 × " in printed
+    assert "te_jax_ring" in printed
+    names = {event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    assert any("ppermute" in name or "collective-permute" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--no-sp", "--transport", "ring"), "name --transport xla"),
+        (("--tp", "5"), "the devices here are 4"),
+        (("--tp", "3"), "cannot be split over 3 devices"),
+    ],
+)
+@pytest.mark.usefixtures("devices")
+def test_arguments_that_do_not_fit_are_refused(words, reason, capsys):
+    with pytest.raises(SystemExit):
+        family.main(words)
+    assert reason in capsys.readouterr().err
