@@ -55,8 +55,9 @@ from te_jax.recipe import CurrentScaling, Recipe
 OPERATION = "forward_backward"
 ERROR_BOUND = 0.02
 """Largest relative L2 difference of the result, and of any gradient, to those of `xla`."""
-FP8_ERROR_BOUNDS = {"y_error": 0.08, "gradient_error": 0.2}
-"""The same in FP8."""
+FP8_ERROR_BOUNDS = {"y_error": 0.08, "gradient_error": 0.5}
+"""The same in FP8. The gradients of queries and keys are differences of nearly equal terms: 0.38 at 8192 tokens, with
+every transport."""
 
 AXIS = "tensor"
 TransportName = Literal["auto", "p2p", "ring", "xla"]

@@ -23,7 +23,12 @@ class ThisInterpreter(AsyncKernelManager):
 
 
 def test_there_are_notebooks():
-    assert {path.name for path in NOTEBOOKS} == {"fp8_linear.ipynb", "collective_matmul.ipynb", "low_precision_adam.ipynb", "quickstart.ipynb"}
+    assert {path.name for path in NOTEBOOKS} == {
+        "collective_matmul.ipynb",
+        "fp8_linear.ipynb",
+        "low_precision_adam.ipynb",
+        "quickstart.ipynb",
+    }
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

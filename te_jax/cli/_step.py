@@ -14,7 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from te_jax import optim
 from te_jax.cli.errors import UserError
-from te_jax.models import decoder
+from te_jax.models import TensorParallel, decoder, parallel_apply, parallel_loss, param_specs
+from te_jax.parallel.collective_matmul import TransportName
 
 __all__ = [
     "Learner",
@@ -33,7 +34,7 @@ __all__ = [
 LossFunction = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]
 """(params, scaling state, tokens [batch, time], targets [batch, time]) → float32 scalar."""
 
-_BATCH_AXIS = "data"
+_BATCH_AXIS, _TENSOR_AXIS = "data", "tensor"
 _HOST_DEVICE_FLAG = "xla_force_host_platform_device_count"
 
 
@@ -55,14 +56,53 @@ class Placement(NamedTuple):
     """Where the arrays of a run live.
 
     Args:
-      state: sharding of every leaf of `TrainState`.
+      state: sharding of losses, and of every leaf of `TrainState` unless devices share a decoder.
       windows: sharding of uint8 [batch, seq_len + 1].
       evaluation: sharding of uint8 [batches, batch, seq_len + 1].
+      parallel: how devices share a decoder, None where each has all of it.
     """
 
     state: NamedSharding
     windows: NamedSharding
     evaluation: NamedSharding
+    parallel: TensorParallel | None
+
+    @property
+    def mesh(self) -> Mesh:
+        assert isinstance(self.state.mesh, Mesh)
+        return self.state.mesh
+
+    def of_state(self, state: TrainState, config: decoder.DecoderConfig) -> Any:
+        """Shardings of the leaves of a state.
+
+        Args:
+          state: its shapes.
+          config: of the decoder.
+
+        Returns:
+          One sharding for all, or a tree of them like the state.
+        """
+        if self.parallel is None:
+            return self.state
+        specs, structure = param_specs(config, self.parallel), jax.tree.structure(state.params)
+
+        def one_for_each_parameter(part: Any) -> bool:
+            return jax.tree.structure(part) == structure
+
+        def shardings(part: Any) -> Any:
+            if not one_for_each_parameter(part):
+                return self.state
+            return jax.tree.map(self._like_parameter, part, specs)
+
+        return jax.tree.map(shardings, state, is_leaf=one_for_each_parameter)
+
+    def _like_parameter(self, leaf: Any, spec: PartitionSpec) -> NamedSharding:
+        """Of a parameter, of a moment, or of the bounds of a moment's blocks, which may be too few to be split."""
+        entries = [
+            entry if entry is not None and size % self.mesh.shape[entry] == 0 else None
+            for entry, size in zip(spec, leaf.shape, strict=False)
+        ]
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
 
 
 class Learner(NamedTuple):
@@ -83,43 +123,55 @@ class Learner(NamedTuple):
         return jax.eval_shape(self.init, jax.random.key(0))
 
 
-def take_devices(count: int | None) -> list[Any]:
+def take_devices(count: int | None, tp: int = 1) -> list[Any]:
     """The devices to train on. Starts JAX's backend.
 
     Args:
-      count: the first so many GPUs, or so many CPU devices cut out of one host; None for all that JAX shows.
+      count: the first so many GPUs, or so many CPU devices cut out of one host; None for all that JAX shows, or, where
+        devices share a decoder, for as many as do.
+      tp: how many devices share a decoder.
 
     Returns:
       A list of that many devices.
 
     Raises:
-      UserError: there are fewer.
+      UserError: there are fewer, or they cannot be divided into groups of `tp`.
     """
+    if count is not None and count % tp:
+        raise UserError(f"--devices {count} cannot be divided into groups of --tp {tp}: choose a multiple of {tp}")
+    wanted = tp if count is None and tp > 1 else count
     # JAX refuses both ways of asking for CPU devices at once; a user who set the flag has asked already.
-    if count is not None and _HOST_DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    if wanted is not None and _HOST_DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
         # Raised where a backend runs in this process already: its devices are what there is.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", count)
+            jax.config.update("jax_num_cpu_devices", wanted)
     devices = jax.devices()
-    if count is not None and count > len(devices):
-        raise UserError(f"--devices {count} is more than the {len(devices)} {devices[0].platform} devices present")
-    return devices[:count]
+    if wanted is not None and wanted > len(devices):
+        platform = devices[0].platform
+        option = f"--devices {wanted}" if count is not None else f"--tp {tp}"
+        way_out = f": start it with XLA_FLAGS=--{_HOST_DEVICE_FLAG}={wanted}" if platform == "cpu" else ""
+        raise UserError(f"{option} is more than the {len(devices)} {platform} devices present{way_out}")
+    return devices[:wanted]
 
 
-def build_placement(devices: Sequence[Any]) -> Placement:
-    """Data parallelism: each device holds the whole state and an equal part of every batch.
+def build_placement(devices: Sequence[Any], tp: int = 1, transport: TransportName = "auto") -> Placement:
+    """Each device, or each group of devices that share a decoder, has the whole state and an equal part of every batch.
 
     Args:
       devices: jax devices.
+      tp: how many devices share a decoder.
+      transport: how these exchange what they compute; see `te_jax.parallel`.
 
     Returns:
       The shardings.
     """
-    mesh = Mesh(np.asarray(devices), (_BATCH_AXIS,), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.asarray(devices).reshape(-1, tp), (_BATCH_AXIS, _TENSOR_AXIS), axis_types=(AxisType.Auto,) * 2)
+    parallel = TensorParallel(tp, axis_name=_TENSOR_AXIS, batch_axes=(_BATCH_AXIS,), transport=transport)
     return Placement(
         state=NamedSharding(mesh, PartitionSpec()),
         windows=NamedSharding(mesh, PartitionSpec(_BATCH_AXIS)),
         evaluation=NamedSharding(mesh, PartitionSpec(None, _BATCH_AXIS)),
+        parallel=parallel if tp > 1 else None,
     )
 
 
@@ -177,8 +229,13 @@ def _converted(kind: type, convert: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(lambda part: convert(part) if is_one(part) else part, tree, is_leaf=is_one)
 
 
-def te_jax_loss(config: decoder.DecoderConfig, implementation: Literal["native", "reference"]) -> LossFunction:
+def te_jax_loss(
+    config: decoder.DecoderConfig, implementation: Literal["native", "reference"], placement: Placement | None = None
+) -> LossFunction:
     """The decoder with te_jax's fused cross-entropy and, where its recipe says so, projections in FP8."""
+    if placement is not None and placement.parallel is not None:
+        split = parallel_loss(placement.mesh, config, placement.parallel, implementation=implementation)
+        return lambda params, scaling, tokens, targets: split(params, tokens, targets)
 
     def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         return decoder.loss(params, tokens, targets, config, scaling, implementation=implementation)
@@ -186,12 +243,15 @@ def te_jax_loss(config: decoder.DecoderConfig, implementation: Literal["native",
     return loss
 
 
-def optax_loss(config: decoder.DecoderConfig) -> LossFunction:
+def optax_loss(config: decoder.DecoderConfig, placement: Placement | None = None) -> LossFunction:
     """The same decoder with the plain cross-entropy of optax: the twin that `--compare` trains beside no recipe."""
+    split = None
+    if placement is not None and placement.parallel is not None:
+        split = parallel_apply(placement.mesh, config, placement.parallel)
 
     def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = decoder.apply(params, tokens, config, scaling).astype(jnp.float32)
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+        logits = decoder.apply(params, tokens, config, scaling) if split is None else split(params, tokens)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets))
 
     return loss
 
@@ -218,6 +278,8 @@ def build_learner(
         params = decoder.init(config, key)
         return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config))
 
+    shardings = placement.of_state(jax.eval_shape(init, jax.random.key(0)), config)
+
     def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
         batch = _tokens_and_targets(windows)
         # What comes back for the scaling state is no gradient but its next value, which the optimizer never sees.
@@ -230,10 +292,8 @@ def build_learner(
         return jnp.mean(losses)
 
     return Learner(
-        init=jax.jit(init, out_shardings=placement.state, compiler_options=options),
-        step=jax.jit(
-            step, donate_argnums=0, out_shardings=(placement.state, placement.state), compiler_options=options
-        ),
+        init=jax.jit(init, out_shardings=shardings, compiler_options=options),
+        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, placement.state), compiler_options=options),
         evaluate=jax.jit(evaluate, out_shardings=placement.state, compiler_options=options),
     )
 

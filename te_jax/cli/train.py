@@ -59,6 +59,8 @@ class Options:
     seq_len: int = 128
     seed: int = 0
     devices: int | None = None
+    tp: int = 1
+    transport: Literal["auto", "xla", "ring", "p2p"] = "auto"
     compare: bool = False
     learning_rate: float | None = None
     recipe: str = "none"
@@ -82,7 +84,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="runs/train", metavar="DIR", help="folder of the run (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     add("--seed", type=int, help=f"of parameters, order of the data and rounding at random ({default.seed})")
-    add("--devices", type=int, help="GPUs to use, or CPU devices to divide this host into (all that JAX shows)")
+    add(
+        "--devices", type=int, help="GPUs to use, or CPU devices to divide this host into (all that JAX shows, or --tp)"
+    )
+    add(
+        "--tp",
+        type=int,
+        metavar="N",
+        help=f"devices that share the model: each has a part of its heads, widths and vocabulary ({default.tp})",
+    )
+    add(
+        "--transport",
+        choices=("auto", "xla", "ring", "p2p"),
+        help=f"how devices that share the model exchange what they compute ({default.transport})",
+    )
     add("--recipe", help=f"of the FP8 of projections: {', '.join(_RECIPES)} ({default.recipe})")
     add(
         "--optimizer-state",
@@ -123,19 +138,20 @@ def run(args: argparse.Namespace) -> int:
     options = _resolve(args, stored)
     _check(options)
     config = _config(options)
+    _check_parallel(options, config)
     corpus = _text.load(options.text)
     if stored is not None and corpus.sha256 != stored["text"]["sha256"]:
         raise UserError(f"--text {corpus.source} is not, or no longer, what the run in {out} was trained on")
     data = _text.split(corpus, options.seq_len)
 
-    devices = _step.take_devices(options.devices)
-    if options.batch % len(devices):
-        raise UserError(
-            f"--batch {options.batch} does not divide over {len(devices)} devices: choose a multiple of {len(devices)}"
-        )
+    devices = _step.take_devices(options.devices, options.tp)
+    parts = len(devices) // options.tp
+    if options.batch % parts:
+        over = f"{parts} devices" if options.tp == 1 else f"{parts} groups of --tp {options.tp}"
+        raise UserError(f"--batch {options.batch} does not divide over {over}: choose a multiple of {parts}")
     options = _settle(options, config, corpus, devices)
     config = dataclasses.replace(config, dtype=options.dtype)
-    placement = _step.build_placement(devices)
+    placement = _step.build_placement(devices, options.tp, options.transport)
     learners = _learners(options, config, placement)
 
     header = _header(options, config, corpus, devices)
@@ -144,6 +160,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         folder = _run_folder.RunFolder.resume(out)
         _note_changes(stored, header)
+    if options.tp > 1:
+        print(
+            f"{len(devices)} {devices[0].platform} devices, {options.tp} share the model: transport {options.transport}"
+        )
     try:
         _train(folder, options, learners, placement, data, devices)
         _conclude(folder, options, config)
@@ -164,21 +184,28 @@ def _resolve(args: argparse.Namespace, stored: dict[str, Any] | None) -> Options
     given = {name: value for name, value in given.items() if value is not None}
     if stored is None:
         return Options(**given)
+    kept = {**dataclasses.asdict(Options()), **stored["options"]}
+    if "tp" in given:
+        # Parts of the batch stay what they are, and more or fewer devices share the model for each.
+        kept["devices"] = kept["devices"] // kept["tp"] * given["tp"]
+        kept["transport"] = kept["transport"] if given["tp"] > 1 else "auto"
     for name, value in given.items():
-        # The text is compared by its content, and how often to save changes no number.
-        before = stored["options"].get(name, getattr(Options, name))
-        if name in ("text", "checkpoint_every") or value in ("auto", before):
+        # The text is compared by its content, and neither how often to save nor how a model is split changes more than
+        # the rounding of numbers.
+        before = kept[name]
+        if name in ("text", "checkpoint_every", "tp", "transport") or value in ("auto", before):
             continue
         option = "--" + name.replace("_", "-")
         raise UserError(
             f"{option} is {value}, but the run in {args.out} was started with {before}: "
             f"leave {option} out to continue it, or start another run in another --out"
         )
-    return Options(**{**stored["options"], **{name: value for name, value in given.items() if value != "auto"}})
+    new = {name: value for name, value in given.items() if value != "auto" or name == "transport"}
+    return Options(**{**kept, **new})
 
 
 def _check(options: Options) -> None:
-    for name in ("steps", "batch", "seq_len", "devices", "eval_every", "checkpoint_every"):
+    for name in ("steps", "batch", "seq_len", "tp", "devices", "eval_every", "checkpoint_every"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
@@ -201,6 +228,39 @@ def _config(options: Options) -> "DecoderConfig":
             f"--optimizer-state {options.optimizer_state} is unknown: choose one of {', '.join(_STATE_DTYPES)}"
         )
     return dataclasses.replace(PRESETS[options.preset], recipe=_RECIPES[options.recipe])
+
+
+def _check_parallel(options: Options, config: "DecoderConfig") -> None:
+    from te_jax.models import PRESETS, TensorParallel
+    from te_jax.recipe import BLOCK
+
+    if options.tp == 1:
+        if options.transport != "auto":
+            raise UserError(f"--transport {options.transport} is for devices that share a model: add --tp N")
+        return
+    parallel = TensorParallel(options.tp)
+    if isinstance(config.recipe, DelayedScaling):
+        raise UserError("--recipe delayed does not run with --tp: use --recipe current, which has the same formats")
+
+    def problem(preset: str) -> ValueError | None:
+        try:
+            parallel.check(dataclasses.replace(PRESETS[preset], recipe=config.recipe))
+        except ValueError as error:
+            return error
+
+    if misfit := problem(options.preset):
+        fitting = ", ".join(preset for preset in PRESETS if not problem(preset)) or "none"
+        raise UserError(
+            f"--tp {options.tp} does not fit --preset {options.preset}: {misfit}; presets that {options.tp} fits: "
+            f"{fitting}"
+        )
+    # Blocks of the weight gradients' operands lie along the time that a device has.
+    multiple = options.tp * (BLOCK if isinstance(config.recipe, BlockScaling) else 1)
+    if options.seq_len % multiple:
+        raise UserError(
+            f"--seq-len {options.seq_len} does not divide over --tp {options.tp}"
+            f"{'' if multiple == options.tp else f' in blocks of {BLOCK}'}: choose a multiple of {multiple}"
+        )
 
 
 def _settle(options: Options, config: "DecoderConfig", corpus: "Corpus", devices: "list[Any]") -> Options:
@@ -227,16 +287,16 @@ def _learners(options: Options, config: "DecoderConfig", placement: "Placement")
         )
         return _step.build_learner(config, loss, optimizer, placement)
 
-    loss = _step.te_jax_loss(config, implementation)
+    loss = _step.te_jax_loss(config, implementation, placement)
     learners = {"loss": learner(config, loss)}
     # A twin differs in one thing, so that the distance of the two curves is what that costs.
     if options.compare and config.recipe is not None:
         plain = dataclasses.replace(config, recipe=None)
-        learners[f"{config.dtype}_loss"] = learner(plain, _step.te_jax_loss(plain, implementation))
+        learners[f"{config.dtype}_loss"] = learner(plain, _step.te_jax_loss(plain, implementation, placement))
     elif options.compare and options.optimizer_state != "f32":
         learners["f32_states_loss"] = learner(config, loss, "f32")
     elif options.compare:
-        learners["optax_loss"] = learner(config, _step.optax_loss(config))
+        learners["optax_loss"] = learner(config, _step.optax_loss(config, placement))
     return learners
 
 
@@ -253,6 +313,11 @@ def _implementation(options: Options) -> Literal["native", "reference"]:
         use_native = native.use_native(None if options.implementation == "auto" else options.implementation)
     except native.NativeUnavailableError as error:
         raise UserError(f"--implementation {options.implementation} cannot run here: {error}") from error
+    if options.transport == "p2p":
+        try:
+            native.use_native("native")
+        except native.NativeUnavailableError as error:
+            raise UserError(f"--transport p2p cannot run here: {error}") from error
     if use_native:
         _check_products(options)
     return "native" if use_native else "reference"
@@ -298,6 +363,7 @@ def _header(options: Options, config: "DecoderConfig", corpus: "Corpus", devices
         },
         "text": {"source": corpus.source, "bytes": corpus.data.size, "sha256": corpus.sha256},
         "implementation": _implementation(options),
+        "parallel": {"tp": options.tp, "transport": options.transport},
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
         "versions": {
             "te_jax": te_jax.__version__,
@@ -318,10 +384,12 @@ def _describe(recipe: Recipe | None) -> dict[str, Any] | None:
 
 def _note_changes(stored: dict[str, Any], header: dict[str, Any]) -> None:
     """Says what a resumed run cannot keep equal, since other software or hardware rounds in other places."""
-    for subject in ("implementation", "device", "versions"):
-        if stored[subject] != header[subject]:
+    for subject in ("implementation", "parallel", "device", "versions"):
+        # Runs of before devices could share a model say nothing of it.
+        before = stored.get(subject, {"tp": Options.tp, "transport": Options.transport})
+        if before != header[subject]:
             print(
-                f"te-jax: note: {subject} changed from {stored[subject]} to {header[subject]}: "
+                f"te-jax: note: {subject} changed from {before} to {header[subject]}: "
                 "losses may differ in their last bits",
                 file=sys.stderr,
             )
@@ -428,7 +496,9 @@ def _conclude(folder: "RunFolder", options: Options, config: "DecoderConfig") ->
     chosen += [] if options.optimizer_state == "f32" else [f"{options.optimizer_state} states"]
     chosen = chosen or ["te_jax"]
     label = chosen[0]  # what a twin lacks
+    chosen += [] if options.tp == 1 else [f"tp {options.tp} ({options.transport})"]
     title = f"te-jax train · {options.preset}, {config.num_parameters:,} parameters · {', '.join(chosen)}"
     _report.draw_losses(figure, title, label, training, validation)
     print(_report.summary(label, training, validation))
-    print(f"{options.steps} steps in {folder.path}: log.jsonl, checkpoints, {figure.name}")
+    how = "" if options.tp == 1 else f" with tp {options.tp}, transport {options.transport},"
+    print(f"{options.steps} steps{how} in {folder.path}: log.jsonl, checkpoints, {figure.name}")

@@ -1,5 +1,18 @@
 """Reference models: what `te-jax train`, the notebooks and the benchmarks share."""
 
 from te_jax.models.decoder import PRESETS, DecoderConfig, apply, init, init_scaling_state, loss
+from te_jax.models.sharded import parallel_apply, parallel_loss
+from te_jax.models.tensor_parallel import TensorParallel, param_specs
 
-__all__ = ["PRESETS", "DecoderConfig", "apply", "init", "init_scaling_state", "loss"]
+__all__ = [
+    "PRESETS",
+    "DecoderConfig",
+    "TensorParallel",
+    "apply",
+    "init",
+    "init_scaling_state",
+    "loss",
+    "parallel_apply",
+    "parallel_loss",
+    "param_specs",
+]

@@ -8,18 +8,22 @@ the rounding of FP8 would reach every logit directly, and of a deep model's prod
 
 The output head is not tied to the embedding, as in the large shapes of `PRESETS`: it is then a projection of the same
 layout as the others, and split over devices in the same way.
+
+Inside `shard_map`, `apply` and `loss` take `parallel`, and run on a part of every parameter: see
+`te_jax.models.TensorParallel`. `te_jax.models.parallel_loss` is the same for whole arrays on a mesh.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from te_jax import ops
+from te_jax.models import tensor_parallel
+from te_jax.models.tensor_parallel import TensorParallel
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
 
 __all__ = ["PRESETS", "DecoderConfig", "apply", "init", "init_scaling_state", "loss"]
@@ -28,8 +32,21 @@ _DTYPES = ("float32", "bfloat16")
 _PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 
 Implementation = Literal["native", "reference"]
-Project = Callable[[jax.Array, str], jax.Array]
-"""(x [..., in], name of a projection) → [..., out], with the kernel of the layer at hand."""
+
+
+class Projections(Protocol):
+    """The products of a block with its kernels, which are called by their names in `init`.
+
+    Split over devices, the residual stream is this device's part of the time, and all else its heads and MLP columns.
+    """
+
+    def from_stream(self, x: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, ...]:
+        """The residual stream [batch, time, D] times kernels [D, N]: [batch, time, N] for each."""
+        ...
+
+    def to_stream(self, x: jax.Array, name: str) -> jax.Array:
+        """[batch, time, N] times a kernel [N, D]: what is added to the residual stream."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +214,7 @@ def apply(
     config: DecoderConfig,
     scaling_state: dict[str, DelayedScalingState] | None = None,
     *,
+    parallel: TensorParallel | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Logits of the next token at every position; position t sees tokens 0 … t.
@@ -206,14 +224,16 @@ def apply(
       tokens: integer [batch, time], each in [0, vocab_size).
       config: the shape.
       scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
-      implementation: passed to `te_jax.ops.dense`: None, "native" or "reference".
+      parallel: inside `shard_map`, how the decoder is split over devices. `params` are then this device's parts, as
+        `te_jax.models.param_specs` says, and `tokens` whole sequences, the same on all devices along its axis.
+      implementation: passed to `te_jax.ops.dense` and `te_jax.parallel`: None, "native" or "reference".
 
     Returns:
-      Logits [batch, time, vocab_size] in `config.dtype`.
+      Logits [batch, time, vocab_size] in `config.dtype`; with `parallel` this device's part of the vocabulary.
 
     Raises:
       ValueError: `tokens` is not an integer array of two dimensions; `scaling_state` is missing or has no use; a size
-        does not fit FP8 products.
+        does not fit FP8 products, or does not divide over devices.
     """
     _check_tokens("tokens", tokens)
     if (scaling_state is not None) != isinstance(config.recipe, DelayedScaling):
@@ -221,25 +241,31 @@ def apply(
             f"scaling_state is {'missing' if scaling_state is None else 'given'}, and config.recipe is "
             f"{config.recipe!r}: delayed scaling, and nothing else, takes what `init_scaling_state` returns"
         )
-    dtype = jnp.dtype(config.dtype)
+    if parallel is not None:
+        params = tensor_parallel.enter(params, tokens, config, parallel)
     cos, sin = _rotary_tables(tokens.shape[1], config)
 
     def block(x, layer_and_state):
         layer, state = layer_and_state
-
-        def project(x: jax.Array, name: str) -> jax.Array:
-            return _project(x, layer[name], config.recipe, None if state is None else state[name], implementation)
-
-        x = x + _attention(_rms_norm(x, layer["attention_norm"], config), project, cos, sin, config)
-        x = x + _mlp(_rms_norm(x, layer["mlp_norm"], config), project)
+        if parallel is None:
+            projections = _WholeProjections(layer, state, config, implementation)
+        else:
+            projections = tensor_parallel.SplitProjections(layer, config, parallel, implementation)
+        x = x + _attention(_rms_norm(x, layer["attention_norm"], config), projections, cos, sin, config)
+        x = x + _mlp(_rms_norm(x, layer["mlp_norm"], config), projections)
         return x, None
 
     # Inside scan the loop itself keeps XLA from merging the recomputation with the forward pass, so the barriers that
     # prevent_cse adds would only cost time.
     body = jax.checkpoint(block, prevent_cse=False) if config.remat else block
-    x = jnp.take(params["embedding"], tokens, axis=0).astype(dtype)
+    x = jnp.take(params["embedding"], tokens, axis=0).astype(config.dtype)
+    if parallel is not None:
+        x = tensor_parallel.features_to_time(x, parallel)
     x, _ = lax.scan(body, x, (params["layers"], scaling_state))
-    return _project(_rms_norm(x, params["final_norm"], config), params["head"], implementation=implementation)
+    x = _rms_norm(x, params["final_norm"], config)
+    if parallel is not None:
+        return tensor_parallel.logits(x, params["head"], parallel, implementation)
+    return ops.dense(x, params["head"], implementation=implementation)
 
 
 def loss(
@@ -249,6 +275,7 @@ def loss(
     config: DecoderConfig,
     scaling_state: dict[str, DelayedScalingState] | None = None,
     *,
+    parallel: TensorParallel | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Mean cross-entropy of `targets` under the logits of `apply`, in nats per token.
@@ -263,11 +290,12 @@ def loss(
       targets: integer [batch, time]: the token that follows each position, or -100 where none is to be predicted.
       config: the shape.
       scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
-      implementation: passed to `te_jax.ops.dense` and `te_jax.ops.softmax_cross_entropy`: None, "native" or
-        "reference".
+      parallel: inside `shard_map`, how the decoder is split over devices: see `apply`. `targets` are like `tokens`.
+      implementation: passed to `te_jax.ops.dense`, `te_jax.parallel` and `te_jax.ops.softmax_cross_entropy`: None,
+        "native" or "reference".
 
     Returns:
-      float32 scalar.
+      float32 scalar; with `parallel` the same on all devices.
 
     Raises:
       ValueError: `tokens` or `targets` is not an integer array of two dimensions, or their shapes differ; or for what
@@ -278,7 +306,9 @@ def loss(
         raise ValueError(
             f"targets has shape {targets.shape} and tokens has shape {tokens.shape}: give one target for each token"
         )
-    logits = apply(params, tokens, config, scaling_state, implementation=implementation)
+    logits = apply(params, tokens, config, scaling_state, parallel=parallel, implementation=implementation)
+    if parallel is not None:
+        return tensor_parallel.mean_cross_entropy(logits, targets, parallel, implementation)
     return ops.softmax_cross_entropy(logits, targets, implementation=implementation)
 
 
@@ -290,15 +320,26 @@ def _check_tokens(name: str, tokens: jax.Array) -> None:
         )
 
 
-def _project(
-    x: jax.Array,
-    kernel: jax.Array,
-    recipe: Recipe | None = None,
-    scaling_state: DelayedScalingState | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array:
-    """x [..., in] · kernel [in, out], in the dtype of x. All products with parameters go through here."""
-    return ops.dense(x, kernel, recipe=recipe, scaling_state=scaling_state, implementation=implementation)
+@dataclasses.dataclass(frozen=True)
+class _WholeProjections:
+    """`Projections` of a block that one device holds."""
+
+    layer: dict[str, jax.Array]
+    scaling_state: dict[str, DelayedScalingState] | None
+    config: DecoderConfig
+    implementation: Implementation | None
+
+    def from_stream(self, x: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, ...]:
+        return tuple(self.to_stream(x, name) for name in names)
+
+    def to_stream(self, x: jax.Array, name: str) -> jax.Array:
+        return ops.dense(
+            x,
+            self.layer[name],
+            recipe=self.config.recipe,
+            scaling_state=None if self.scaling_state is None else self.scaling_state[name],
+            implementation=self.implementation,
+        )
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array:
@@ -320,16 +361,18 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _attention(x: jax.Array, project: Project, cos: jax.Array, sin: jax.Array, config: DecoderConfig) -> jax.Array:
-    batch, time, _ = x.shape
+def _attention(
+    x: jax.Array, projections: Projections, cos: jax.Array, sin: jax.Array, config: DecoderConfig
+) -> jax.Array:
+    query, key, value = (
+        projected.reshape(*projected.shape[:2], -1, config.head_dim)
+        for projected in projections.from_stream(x, ("query", "key", "value"))
+    )
+    query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    return projections.to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")
 
-    def heads(name: str) -> jax.Array:
-        return project(x, name).reshape(batch, time, -1, config.head_dim)
 
-    query, key = _rotate(heads("query"), cos, sin), _rotate(heads("key"), cos, sin)
-    mixed = jax.nn.dot_product_attention(query, key, heads("value"), is_causal=True)
-    return project(mixed.reshape(batch, time, -1), "out")
-
-
-def _mlp(x: jax.Array, project: Project) -> jax.Array:
-    return project(jax.nn.silu(project(x, "gate")) * project(x, "up"), "down")
+def _mlp(x: jax.Array, projections: Projections) -> jax.Array:
+    gate, up = projections.from_stream(x, ("gate", "up"))
+    return projections.to_stream(jax.nn.silu(gate) * up, "down")

@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_near_those_without_a_recipe(recipe, rng):
     for path, gradient in jax.tree.leaves_with_path(expected_gradients):
         found = functools.reduce(lambda tree, key: tree[key.key], path, gradients)
         assert found.dtype == jnp.float32
-        assert 1e-4 < relative_error(found, gradient) < 0.3, path
+        assert 1e-4 < relative_error(found, gradient) < 0.4, path
 
 
 def test_projections_of_blocks_are_in_fp8_and_nothing_else_is(rng):

@@ -1,0 +1,94 @@
+"""The decoder over several devices of a mesh: functions of whole arrays, for `jax.jit` and `jax.grad`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from te_jax.models import decoder
+from te_jax.models.decoder import DecoderConfig, Implementation
+from te_jax.models.tensor_parallel import TensorParallel, param_specs
+
+__all__ = ["parallel_apply", "parallel_loss"]
+
+
+def parallel_apply(
+    mesh: Mesh, config: DecoderConfig, parallel: TensorParallel, *, implementation: Implementation | None = None
+):
+    """`te_jax.models.apply` over several devices.
+
+    Args:
+      mesh: with the axes that `parallel` names.
+      config: the shape.
+      parallel: the devices that share the decoder.
+      implementation: see `te_jax.models.apply`.
+
+    Returns:
+      (params, tokens [batch, time]) → logits [batch, time, vocab_size], split over the vocabulary. Parameters that do
+      not lie as `te_jax.models.param_specs` says are moved first.
+
+    Raises:
+      ValueError: `parallel` does not fit the mesh or the decoder; and, when called, for what `apply` refuses.
+    """
+    specs, batch = _specs(mesh, config, parallel)
+
+    def local(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+        return decoder.apply(params, tokens, config, parallel=parallel, implementation=implementation)
+
+    return _mapped(local, mesh, (specs, batch), PartitionSpec(*batch, None, parallel.axis_name))
+
+
+def parallel_loss(
+    mesh: Mesh, config: DecoderConfig, parallel: TensorParallel, *, implementation: Implementation | None = None
+):
+    """`te_jax.models.loss` over several devices, the same up to the order of sums.
+
+        mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+        parallel = TensorParallel(size=4, batch_axes=("data",))
+        specs = param_specs(config, parallel)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        params = jax.jit(functools.partial(init, config), out_shardings=shardings)(key)
+        value, gradients = jax.jit(jax.value_and_grad(parallel_loss(mesh, config, parallel)))(params, tokens, targets)
+
+    Args:
+      mesh, config, parallel, implementation: as in `parallel_apply`.
+
+    Returns:
+      (params, tokens [batch, time], targets [batch, time]) → float32 scalar. Gradients lie where the parameters do.
+
+    Raises:
+      ValueError: `parallel` does not fit the mesh or the decoder; and, when called, for what `loss` refuses.
+    """
+    specs, batch = _specs(mesh, config, parallel)
+
+    def local(params: dict[str, Any], tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        return decoder.loss(params, tokens, targets, config, parallel=parallel, implementation=implementation)
+
+    return _mapped(local, mesh, (specs, batch, batch), PartitionSpec())
+
+
+def _specs(mesh: Mesh, config: DecoderConfig, parallel: TensorParallel) -> tuple[dict[str, Any], PartitionSpec]:
+    """Of parameters and of tokens."""
+    missing = [name for name in (parallel.axis_name, *parallel.batch_axes) if name not in mesh.shape]
+    if missing:
+        raise ValueError(f"mesh has axes {mesh.axis_names}, and parallel names {missing}: name axes of the mesh")
+    size = mesh.shape[parallel.axis_name]
+    if size != parallel.size:
+        raise ValueError(
+            f"parallel.size is {parallel.size}, and the mesh has {size} devices along {parallel.axis_name!r}: "
+            "they must be the same"
+        )
+    return param_specs(config, parallel), PartitionSpec(parallel.batch_axes or None)
+
+
+def _mapped(local: Callable[..., jax.Array], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: PartitionSpec):
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def whole(*arguments: Any) -> jax.Array:
+        if AxisType.Explicit in mesh.axis_types:  # where shard_map moves nothing by itself
+            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
+            arguments = jax.tree.map(jax.reshard, arguments, shardings)
+        return mapped(*arguments)
+
+    return jax.jit(whole)

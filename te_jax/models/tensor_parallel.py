@@ -1,0 +1,296 @@
+"""How the decoder is split over the devices of one mesh axis: tensor parallel, with sequence parallelism in between.
+
+    residual stream, norms    [batch, time / N, D]: each device has a part of the time
+    attention                 each device has a part of the heads, for all of the time
+    gated MLP                 each device has a part of its columns, for all of the time
+    embedding                 each device has a part of the features; one all-to-all makes it a part of the time
+    head and loss             each device has a part of the vocabulary
+
+A block gathers its time twice, for query, key and value together and for gate and up together, and scatters sums twice:
+`te_jax.parallel.all_gather_matmul` and `matmul_reduce_scatter`, whose transports hide that behind the products. Key and
+value kernels are split where every device gets whole heads of its own. Else all devices have all of them, and each uses
+the heads that its query heads share; their gradients are summed over devices, like those of norms, once for all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from te_jax import native, ops
+from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
+from te_jax.parallel.collective_matmul import Residual, TransportName
+from te_jax.recipe import DelayedScaling
+
+if TYPE_CHECKING:
+    from te_jax.models.decoder import DecoderConfig
+
+__all__ = ["TensorParallel", "param_specs"]
+
+_TIME_AXIS = 1
+_FP8_ALIGNMENT = 16
+_NO_TARGET = -100  # `ignore_index` of `te_jax.ops.softmax_cross_entropy`
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """The devices that share one decoder, and how they exchange what they compute.
+
+    Args:
+      size: number N of devices along `axis_name`. It divides the decoder's `num_heads`, `hidden_size`, `mlp_size` and
+        `vocab_size`, and the time of its tokens.
+      axis_name: the mesh axis of these devices.
+      batch_axes: mesh axes over which the batch is split besides; losses are means over them. Scales of FP8 tensors are
+        those of a device's own part of the batch.
+      transport, bidirectional, residual, timeout: see `te_jax.parallel.all_gather_matmul`.
+
+    Raises:
+      ValueError: `size` is no whole number of at least 1, or an axis is named twice.
+    """
+
+    size: int
+    axis_name: str = "tensor"
+    batch_axes: tuple[str, ...] = ()
+    transport: TransportName = "auto"
+    bidirectional: bool = False
+    residual: Residual = "gathered"
+    timeout: float = 60.0
+
+    def __post_init__(self):
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"size is {self.size!r}: it needs to be a whole number of devices, at least 1")
+        if isinstance(self.batch_axes, str):
+            raise ValueError(f"batch_axes is {self.batch_axes!r}: name mesh axes in a tuple, ({self.batch_axes!r},)")
+        names = (self.axis_name, *self.batch_axes)
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"axis_name is {self.axis_name!r} and batch_axes is {self.batch_axes}: name each axis once"
+            )
+
+    def check(self, config: DecoderConfig) -> None:
+        """Checks that a decoder can be split like this.
+
+        Args:
+          config: its shape.
+
+        Raises:
+          ValueError: a size does not divide, or the recipe has a state; the message names sizes that fit.
+        """
+        if isinstance(config.recipe, DelayedScaling):
+            raise ValueError(
+                "config.recipe is DelayedScaling, whose state collective products do not carry: use CurrentScaling, "
+                "which has the same formats, or no tensor parallelism"
+            )
+        problem = _misfit(config, self.size)
+        if problem is not None:
+            fitting = [str(size) for size in range(1, config.num_heads + 1) if _misfit(config, size) is None]
+            raise ValueError(
+                f"parallel.size is {self.size}: {problem}; sizes that fit this decoder: {', '.join(fitting) or 'none'}"
+            )
+
+
+def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, Any]:
+    """How the parameters of a decoder lie on a mesh.
+
+    Args:
+      config: its shape.
+      parallel: the devices that share it.
+
+    Returns:
+      A PartitionSpec for every array of `te_jax.models.init`, in the same dicts.
+
+    Raises:
+      ValueError: what `parallel.check` refuses.
+    """
+    parallel.check(config)
+    axis = parallel.axis_name
+    rows, columns, everywhere = PartitionSpec(None, axis), PartitionSpec(None, None, axis), PartitionSpec()
+    kv = columns if _kv_heads(config, parallel.size).is_split else everywhere
+    return {
+        "embedding": PartitionSpec(None, axis),
+        "layers": {
+            "attention_norm": everywhere,
+            "mlp_norm": everywhere,
+            "query": columns,
+            "key": kv,
+            "value": kv,
+            "out": rows,
+            "gate": columns,
+            "up": columns,
+            "down": rows,
+        },
+        "final_norm": everywhere,
+        "head": PartitionSpec(None, axis),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeyValueHeads:
+    """Which key and value heads the devices use.
+
+    Attributes:
+      per_device: how many each of them uses.
+      repeats: how often each head stands in the list of what all devices use, one device after the other.
+    """
+
+    per_device: int
+    repeats: int
+
+    @property
+    def is_split(self) -> bool:
+        return self.repeats == 1
+
+
+def _kv_heads(config: DecoderConfig, size: int) -> _KeyValueHeads:
+    # The least number of heads that is a multiple of both: each device then has the same number, and each of these
+    # serves the same number of query heads. Both divide num_heads, so it does too.
+    total = math.lcm(config.num_kv_heads, size)
+    return _KeyValueHeads(total // size, total // config.num_kv_heads)
+
+
+def _misfit(config: DecoderConfig, size: int) -> str | None:
+    """Why the decoder cannot be split into so many parts, or None."""
+    for name in ("num_heads", "hidden_size", "mlp_size", "vocab_size"):
+        if getattr(config, name) % size:
+            return f"{name} is {getattr(config, name)}, which {size} does not divide"
+    if config.recipe is None:
+        return None
+    columns = {
+        "query": config.num_heads // size * config.head_dim,
+        "key": _kv_heads(config, size).per_device * config.head_dim,
+        "gate": config.mlp_size // size,
+        "out": config.hidden_size,
+    }
+    for name, count in columns.items():
+        if count % _FP8_ALIGNMENT:
+            return f"{name} has {count} columns on a device, and FP8 products need a multiple of {_FP8_ALIGNMENT}"
+    return None
+
+
+# ------------------------------------------------------------------------------ pieces of the decoder, inside shard_map
+
+
+def enter(params: dict[str, Any], tokens: Array, config: DecoderConfig, parallel: TensorParallel) -> dict[str, Any]:
+    """This device's parameters, such that gradients of what all devices have are summed once for all layers.
+
+    Raises:
+      ValueError: this is no place for `parallel`, or it does not fit the decoder or the tokens.
+    """
+    parallel.check(config)
+    axis = parallel.axis_name
+    try:
+        size = lax.axis_size(axis)
+    except NameError:
+        raise ValueError(
+            f"parallel.axis_name is {axis!r}, and no such axis is mapped here: call this inside shard_map over a mesh "
+            "that has it, or use te_jax.models.parallel_loss"
+        ) from None
+    if size != parallel.size:
+        raise ValueError(f"parallel.size is {parallel.size}, and the mesh has {size} devices along {axis!r}")
+    if not _varying(lax.axis_index(axis)):
+        raise ValueError(
+            "parallel is given where JAX does not track what varies over devices, and gradients of what they share "
+            "would not be summed: use shard_map with check_vma=True, its default"
+        )
+    if tokens.shape[_TIME_AXIS] % size:
+        raise ValueError(
+            f"tokens has shape {tokens.shape}, a time of {tokens.shape[_TIME_AXIS]}, which the {size} devices of "
+            "`parallel` do not divide: pad it, with -100 for targets"
+        )
+    # Here rather than where they are used: the loop over layers would sum gradients in every one of its steps.
+    return jax.tree.map(lambda leaf: leaf if axis in _varying(leaf) else lax.pcast(leaf, axis, to="varying"), params)
+
+
+def features_to_time(x: Array, parallel: TensorParallel) -> Array:
+    """[batch, time, D/N] → [batch, time/N, D]."""
+    return lax.all_to_all(x, parallel.axis_name, split_axis=_TIME_AXIS, concat_axis=2, tiled=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitProjections:
+    """`te_jax.models.decoder.Projections` of a block that devices share."""
+
+    layer: dict[str, Array]
+    config: DecoderConfig
+    parallel: TensorParallel
+    implementation: native.Implementation | None
+
+    def from_stream(self, x: Array, names: tuple[str, ...]) -> tuple[Array, ...]:
+        return all_gather_matmul(
+            x,
+            tuple(self._kernel(name) for name in names),
+            gather_axis=_TIME_AXIS,
+            recipe=self.config.recipe,
+            residual=self.parallel.residual,
+            implementation=self.implementation,
+            **_exchange(self.parallel),
+        )
+
+    def to_stream(self, x: Array, name: str) -> Array:
+        return matmul_reduce_scatter(
+            x,
+            self._kernel(name),
+            scatter_axis=_TIME_AXIS,
+            recipe=self.config.recipe,
+            implementation=self.implementation,
+            **_exchange(self.parallel),
+        )
+
+    def _kernel(self, name: str) -> Array:
+        kernel, heads = self.layer[name], _kv_heads(self.config, self.parallel.size)
+        if name not in ("key", "value") or heads.is_split:
+            return kernel
+        first, width = lax.axis_index(self.parallel.axis_name) * heads.per_device, self.config.head_dim
+        return jnp.concatenate(
+            [
+                lax.dynamic_slice_in_dim(kernel, (first + i) // heads.repeats * width, width, axis=1)
+                for i in range(heads.per_device)
+            ],
+            axis=1,
+        )
+
+
+def logits(x: Array, head: Array, parallel: TensorParallel, implementation: native.Implementation | None) -> Array:
+    """[batch, time/N, D] · [D, V/N] → [batch, time, V/N]."""
+    return all_gather_matmul(
+        x,
+        head,
+        gather_axis=_TIME_AXIS,
+        residual=parallel.residual,
+        implementation=implementation,
+        **_exchange(parallel),
+    )
+
+
+def mean_cross_entropy(
+    logits: Array, targets: Array, parallel: TensorParallel, implementation: native.Implementation | None
+) -> Array:
+    """The mean over all tokens with a target, of all devices; logits are [batch, time, V/N]."""
+    total = ops.softmax_cross_entropy(
+        logits, targets, reduction="sum", axis_name=parallel.axis_name, implementation=implementation
+    )
+    counted = jnp.sum(targets.astype(jnp.int32) != _NO_TARGET, dtype=jnp.int32)
+    if parallel.batch_axes:
+        total, counted = lax.psum((total, counted), parallel.batch_axes)
+    return total / jnp.maximum(counted, 1).astype(total.dtype)
+
+
+def _exchange(parallel: TensorParallel) -> dict[str, Any]:
+    """Arguments that all collective products have."""
+    return {
+        "axis_name": parallel.axis_name,
+        "transport": parallel.transport,
+        "bidirectional": parallel.bidirectional,
+        "timeout": parallel.timeout,
+    }
+
+
+def _varying(x: Array) -> frozenset[str]:
+    """The mesh axes along which an array differs from device to device; empty where JAX does not track that."""
+    return jax.typeof(x).manual_axis_type.varying

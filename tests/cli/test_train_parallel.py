@@ -1,0 +1,262 @@
+"""`te-jax train --tp`: devices that share a model learn what one does, and runs go on with more of them or fewer."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from te_jax import native
+from te_jax.cli import _step, train
+from te_jax.cli._run_folder import read_header
+from te_jax.cli.main import main
+from te_jax.models import PRESETS, init
+from te_jax.parallel import inspect
+
+STEPS = 30
+ARGV = [
+    "train",
+    "--preset",
+    "nano",
+    "--seq-len",
+    "32",
+    "--batch",
+    "4",
+    "--steps",
+    str(STEPS),
+    "--checkpoint-every",
+    "8",
+]
+
+
+@contextlib.contextmanager
+def jax_as_in_a_process_of_its_own():
+    """Except that it compiles fast, which is what these tests spend their time on."""
+    jax.devices()
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_process_of_its_own(require_devices):
+    require_devices(8)
+    with jax_as_in_a_process_of_its_own():
+        yield
+
+
+def losses(out, name="loss"):
+    """Of every step and validation."""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return np.array([record[name] for record in records if record["kind"] != "header"])
+
+
+def without_last_checkpoint(whole, out):
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoints" / str(STEPS))
+    return out
+
+
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "run"
+    with jax_as_in_a_process_of_its_own():
+        assert main([*ARGV, "--devices", "1", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def on_two_devices(tmp_path_factory):
+    """In a process of its own, which has to make the two devices."""
+    out = tmp_path_factory.mktemp("two") / "run"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    command = [sys.executable, "-m", "te_jax.cli", *ARGV, "--tp", "2", "--transport", "ring", "--out", str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (out / "shown").write_text(done.stdout)
+    return out
+
+
+def test_two_devices_learn_what_one_does(on_one_device, on_two_devices):
+    np.testing.assert_allclose(losses(on_two_devices), losses(on_one_device), rtol=1e-4)
+    header = read_header(on_two_devices)
+    assert header["parallel"] == {"tp": 2, "transport": "ring"}
+    assert header["device"]["count"] == header["options"]["devices"] == 2
+    shown = (on_two_devices / "shown").read_text()
+    assert "2 cpu devices, 2 share the model: transport ring" in shown
+    assert re.search(rf"^{STEPS} steps with tp 2, transport ring, in ", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("begun", "options", "before", "after"),
+    [
+        ("on_one_device", ["--tp", "2", "--transport", "xla"], ("1", "auto"), ("2", "xla")),
+        ("on_two_devices", ["--tp", "1"], ("2", "ring"), ("1", "auto")),
+    ],
+)
+def test_a_run_goes_on_with_more_or_with_fewer(begun, options, before, after, request, tmp_path, capsys, on_one_device):
+    out = without_last_checkpoint(request.getfixturevalue(begun), tmp_path / "run")
+    assert main(["train", "--resume", *options, "--out", str(out)]) == 0
+    np.testing.assert_allclose(losses(out), losses(on_one_device), rtol=1e-4)
+    note = "note: parallel changed from {{'tp': {}, 'transport': '{}'}} to {{'tp': {}, 'transport': '{}'}}"
+    shown = capsys.readouterr()
+    assert note.format(*before, *after) in shown.err
+    assert f"'count': {after[0]}}}: losses may differ in their last bits" in shown.err
+
+
+def test_a_run_goes_on_as_it_was(on_two_devices, tmp_path, capsys):
+    out = without_last_checkpoint(on_two_devices, tmp_path / "run")
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    assert (out / "log.jsonl").read_bytes() == (on_two_devices / "log.jsonl").read_bytes()
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "expected"),
+    [
+        ({"devices": 8, "tp": 2, "transport": "ring"}, {}, (8, 2, "ring")),
+        ({"devices": 8, "tp": 2, "transport": "ring"}, {"tp": 1}, (4, 1, "auto")),
+        ({"devices": 8, "tp": 2, "transport": "ring"}, {"tp": 4, "devices": 16}, (16, 4, "ring")),
+        ({"devices": 8, "tp": 2, "transport": "ring"}, {"transport": "auto"}, (8, 2, "auto")),
+        ({"devices": 4}, {"tp": 2, "transport": "p2p"}, (8, 2, "p2p")),  # from before --tp existed
+    ],
+)
+def test_parts_of_the_batch_stay_what_they_are(stored, given, expected):
+    """And as many devices as are asked for share the model for each of them."""
+    arguments = {field.name: None for field in dataclasses.fields(train.Options)}
+    options = train._resolve(argparse.Namespace(out="run", **{**arguments, **given}), {"options": stored})
+    assert (options.devices, options.tp, options.transport) == expected
+
+
+def test_recipe_and_twin_on_a_mesh_of_data_and_parts(on_one_device, tmp_path, capsys):
+    """The twin has neither recipe nor its own devices, so with float32 moments it is the run on one device."""
+    out = tmp_path / "run"
+    options = ["--tp", "2", "--devices", "4", "--recipe", "current", "--compare"]
+    assert main([*ARGV, *options, "--out", str(out)]) == 0
+    np.testing.assert_allclose(losses(out, "float32_loss"), losses(on_one_device), rtol=1e-4)
+    np.testing.assert_allclose(losses(out), losses(on_one_device), rtol=5e-2)
+    assert (losses(out) != losses(out, "float32_loss")).all()
+    assert "4 cpu devices, 2 share the model: transport auto" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------ the compiled parts
+
+
+def learner_of(tp, state_dtype="float32"):
+    config, placement = PRESETS["nano"], _step.build_placement(jax.devices()[:tp], tp)
+    loss = _step.te_jax_loss(config, "native" if native.available() else "reference", placement)
+    optimizer = _step.build_optimizer(1e-2, 10, state_dtype=state_dtype)
+    return _step.build_learner(config, loss, optimizer, placement), placement
+
+
+def steps_of(learner, placement, batches):
+    state, found = learner.init(jax.random.key(0)), []
+    for batch in batches:
+        state, value = learner.step(state, jax.device_put(batch, placement.windows))
+        found.append(float(value))
+    return state, found
+
+
+def test_moments_in_few_bytes_are_split_as_parameters_are(rng):
+    batches = rng.integers(0, 256, (4, 4, 33)).astype(np.uint8)
+    (_, expected), (state, found) = (steps_of(*learner_of(tp, "float8_e4m3fn"), batches) for tp in (1, 2))
+    # Rounding at random has the bits of its place in the whole array.
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+    adam = next(part for part in jax.tree.leaves(state.optimizer, is_leaf=lambda part: hasattr(part, "mu_bounds")))
+    for tree in (state.params, adam.mu, adam.nu):
+        assert tree["layers"]["down"].addressable_shards[0].data.shape == (2, 48, 32)
+        assert tree["layers"]["key"].sharding.is_fully_replicated  # one key head, of which two devices use the same
+    # A block of 128 values is not cut in two.
+    assert adam.mu_bounds["head"].shape == (32, 2)
+    assert adam.mu_bounds["head"].addressable_shards[0].data.shape == (32, 1)
+    assert adam.mu_bounds["layers"]["gate"].sharding.is_fully_replicated
+
+
+def test_a_step_moves_no_parameters(rng):
+    learner, placement = learner_of(2)
+    windows = jax.ShapeDtypeStruct((4, 33), np.uint8, sharding=placement.windows)
+    inspect.assert_no_resharding(learner.step, learner.abstract_state(), windows, allowed=("all-reduce",))
+
+
+def test_the_twin_with_the_loss_of_optax(rng):
+    config = PRESETS["nano"]
+    params = jax.jit(init, static_argnums=0)(config, jax.random.key(0))
+    tokens, targets = rng.integers(0, 256, (2, 4, 32), np.int32)
+    found, expected = (
+        jax.jit(_step.optax_loss(config, _step.build_placement(jax.devices()[:tp], tp)))(params, None, tokens, targets)
+        for tp in (2, 1)
+    )
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(argv, capsys):
+    assert main(["train", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("te-jax: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--tp", "0"], "--tp is 0: it must be at least 1"),
+        (["--transport", "ring"], "--transport ring is for devices that share a model: add --tp N"),
+        (
+            ["--preset", "nano", "--tp", "4"],
+            "--tp 4 does not fit --preset nano: parallel.size is 4: num_heads is 2, which 4 does not divide; sizes "
+            "that fit this decoder: 1, 2; presets that 4 fits: tiny, small, 8b",
+        ),
+        (["--preset", "small", "--tp", "3"], "presets that 3 fits: none"),
+        (["--tp", "2", "--recipe", "delayed"], "--recipe delayed does not run with --tp: use --recipe current"),
+        (["--tp", "2", "--seq-len", "33"], "--seq-len 33 does not divide over --tp 2: choose a multiple of 2"),
+        (["--tp", "2", "--recipe", "block"], "does not divide over --tp 2 in blocks of 128: choose a multiple of 256"),
+        (
+            ["--tp", "2", "--devices", "3"],
+            "--devices 3 cannot be divided into groups of --tp 2: choose a multiple of 2",
+        ),
+        (["--tp", "2", "--devices", "6"], "--batch 16 does not divide over 3 groups of --tp 2: choose a multiple of 3"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_written(argv, words, tmp_path, capsys):
+    assert words in refused([*argv, "--out", str(tmp_path / "run")], capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_few_devices_are_refused_with_the_flag_that_makes_them(tmp_path, capsys):
+    if jax.default_backend() != "cpu" or jax.device_count() >= 16:
+        pytest.skip("for fewer than 16 CPU devices")
+    error = refused(["--preset", "8b", "--tp", "16", "--out", str(tmp_path / "run")], capsys)
+    assert (
+        f"--tp 16 is more than the {jax.device_count()} cpu devices present: start it with XLA_FLAGS=--xla_force"
+        in error
+    )
+    assert "_host_platform_device_count=16" in error
+
+
+def test_copies_between_devices_without_their_extension_are_refused(tmp_path, capsys, monkeypatch):
+    def use_native(implementation):
+        if implementation == "native":
+            raise native.NativeUnavailableError("the extension is missing")
+        return False
+
+    monkeypatch.setattr(native, "use_native", use_native)
+    argv = ["--preset", "nano", "--tp", "2", "--transport", "p2p", "--out", str(tmp_path / "run")]
+    assert "--transport p2p cannot run here: the extension is missing" in refused(argv, capsys)
+    assert not (tmp_path / "run").exists()

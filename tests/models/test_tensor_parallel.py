@@ -1,0 +1,316 @@
+"""The decoder split over devices: loss and gradients of one device, what is exchanged for them, and what is refused."""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from te_jax.models import (
+    PRESETS,
+    DecoderConfig,
+    TensorParallel,
+    apply,
+    init,
+    loss,
+    parallel_apply,
+    parallel_loss,
+    param_specs,
+)
+from te_jax.parallel import inspect
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.testing import assert_close, relative_error
+
+# Of two devices each has 3 key heads of its own. Of four each uses one and the half of another.
+CONFIG = DecoderConfig(
+    vocab_size=24, num_layers=2, hidden_size=24, num_heads=12, num_kv_heads=6, head_dim=4, mlp_size=40, norm_eps=1e-3
+)
+TOKENS = (4, 16)
+TRANSPORTS = ["xla", "ring", "p2p"]
+
+# Nearly all of the time goes into compiling.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.fixture
+def promotion():
+    return "strict"
+
+
+@pytest.fixture(autouse=True)
+def _promotion(promotion):
+    with jax.numpy_dtype_promotion(promotion):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _devices(require_devices):
+    require_devices(8)
+
+
+def mesh_of(axis_type=AxisType.Auto, **axes):
+    sizes = tuple(axes.values())
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, tuple(axes), axis_types=(axis_type,) * len(axes))
+
+
+def random_params(config, rng):
+    """Of the sizes of those of `init`, but with norms that are not 1."""
+
+    def draw(path, leaf):
+        if "norm" in path[-1].key:
+            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+        scale = 1.0 if path[-1].key == "embedding" else leaf.shape[-2] ** -0.5
+        return jnp.asarray(scale * rng.standard_normal(leaf.shape), leaf.dtype)
+
+    return jax.tree.map_with_path(draw, jax.eval_shape(functools.partial(init, config), jax.random.key(0)))
+
+
+def random_batch(config, rng, shape=TOKENS):
+    """Tokens and targets; a part of the targets is missing, and not the same number in every sequence."""
+    tokens, targets = (jnp.asarray(rng.integers(0, config.vocab_size, shape), jnp.int32) for _ in range(2))
+    return tokens, jnp.where(jnp.asarray(rng.random(shape) < 0.3), -100, targets)
+
+
+def placed(params, mesh, config, parallel):
+    return jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, param_specs(config, parallel)
+    )
+
+
+@functools.cache
+def on_one_device(config):
+    return jit(jax.value_and_grad(functools.partial(loss, config=config)))
+
+
+@functools.cache
+def on_mesh(mesh, config, parallel):
+    return jit(jax.value_and_grad(parallel_loss(mesh, config, parallel)))
+
+
+def compare(config, parallel, mesh, rng, *, reference=None, tolerance, gradients=None, shape=TOKENS):
+    """Loss and gradients with those of one device.
+
+    Args:
+      config, parallel, mesh: what runs.
+      rng: draws parameters and tokens.
+      reference: runs on one device; None for `config`.
+      tolerance: relative error that passes, and
+      gradients: that of gradients, if it is another.
+      shape: of tokens.
+
+    Returns:
+      The errors of gradients, by their paths.
+    """
+    params, batch = random_params(config, rng), random_batch(config, rng, shape)
+    expected, expected_gradients = on_one_device(reference or config)(params, *batch)
+    params = placed(params, mesh, config, parallel)
+    value, found_gradients = on_mesh(mesh, config, parallel)(params, *batch)
+    assert_close(value, expected, tolerance=tolerance)
+    errors = {}
+    leaves = (jax.tree.leaves(tree) for tree in (expected_gradients, params))
+    for (path, found), expected, parameter in zip(jax.tree.leaves_with_path(found_gradients), *leaves, strict=True):
+        assert found.dtype == jnp.float32, path
+        assert found.sharding.is_equivalent_to(parameter.sharding, found.ndim), path
+        errors[jax.tree_util.keystr(path)] = relative_error(found, expected)
+    assert max(errors.values()) <= (gradients or tolerance), errors
+    return errors
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_loss_and_gradients_are_those_of_one_device(size, transport, rng, request):
+    if transport == "p2p":
+        request.getfixturevalue("native_kernels")
+    compare(CONFIG, TensorParallel(size, transport=transport), mesh_of(tensor=size), rng, tolerance=1e-5)
+
+
+def test_a_batch_that_is_split_too_and_blocks_that_are_recomputed(rng):
+    """Sequences have different numbers of targets, so a mean of means would be another loss."""
+    parallel = TensorParallel(
+        2, axis_name="model", batch_axes=("data", "more"), transport="ring", bidirectional=True, residual="shard"
+    )
+    config, mesh = dataclasses.replace(CONFIG, remat=True), mesh_of(data=2, model=2, more=2)
+    compare(config, parallel, mesh, rng, reference=CONFIG, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("promotion", ["standard"])  # attention in bfloat16 needs it
+def test_bfloat16(promotion, rng):
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    errors = compare(config, TensorParallel(2), mesh_of(tensor=2), rng, reference=CONFIG, tolerance=5e-2)
+    assert min(errors.values()) > 1e-4
+
+
+FOR_FP8 = dataclasses.replace(CONFIG, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, mlp_size=64)
+
+
+def test_current_scaling_has_the_scales_of_one_device(rng):
+    """So values in FP8 are the same, unless sums in another order round one to a neighbour: not in every batch."""
+    config, mesh = dataclasses.replace(FOR_FP8, recipe=CurrentScaling()), mesh_of(tensor=2)
+    errors = [
+        compare(config, TensorParallel(2), mesh, rng, tolerance=2e-2, gradients=0.25, shape=(1, 256)) for _ in range(10)
+    ]
+    assert min(max(each.values()) for each in errors) < 1e-3
+
+
+@pytest.mark.parametrize("recipe", [RowwiseScaling(), BlockScaling()], ids=lambda recipe: type(recipe).__name__)
+def test_other_recipes_scale_the_parts_of_a_device(recipe, rng):
+    config = dataclasses.replace(FOR_FP8, recipe=recipe)
+    errors = compare(
+        config,
+        TensorParallel(2),
+        mesh_of(tensor=2),
+        rng,
+        reference=FOR_FP8,
+        tolerance=2e-2,
+        gradients=0.25,
+        shape=(1, 256),
+    )
+    assert min(errors.values()) > 1e-3
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_logits_are_split_over_the_vocabulary(axis_type, rng):
+    """And operands that lie elsewhere are moved, which Explicit axes would refuse."""
+    params, (tokens, _) = random_params(CONFIG, rng), random_batch(CONFIG, rng)
+    parallel, mesh = TensorParallel(2, batch_axes=("data",)), mesh_of(axis_type, data=2, tensor=2)
+    logits = jit(parallel_apply(mesh, CONFIG, parallel))(params, tokens)
+    assert_close(logits, jit(apply, static_argnums=2)(params, tokens, CONFIG), tolerance=1e-5)
+    assert {shard.data.shape for shard in logits.addressable_shards} == {(2, 16, 12)}
+
+
+# --------------------------------------------------------------------------------------------------- what is exchanged
+
+
+def abstract_params(config, parallel, mesh):
+    params = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        params,
+        param_specs(config, parallel),
+    )
+
+
+def test_a_block_gathers_twice_and_scatters_twice_each_way(rng):
+    config, parallel, mesh = dataclasses.replace(CONFIG, num_layers=3), TensorParallel(4), mesh_of(tensor=4)
+    tokens, _ = random_batch(config, rng)
+    found = inspect.collectives(
+        jit(jax.value_and_grad(parallel_loss(mesh, config, dataclasses.replace(parallel, transport="xla")))),
+        abstract_params(config, parallel, mesh),
+        tokens,
+        tokens,
+    )
+    found = [each for each in found if each.axis == ("tensor",)]
+    assert not any(each.inserted for each in found)
+    counts = Counter()
+    for each in found:
+        counts[each.kind] += each.times
+    # Query, key and value share a gather, as do gate and up; the head has its own. Features become time, and back.
+    times = {"all-gather": 4 * 3 + 1, "reduce-scatter": 4 * 3 + 1, "all-to-all": 2}
+    assert {kind: count for kind, count in counts.items() if kind != "all-reduce"} == times
+    # Of statistics of the loss, and of gradients of what all devices have: once for all layers.
+    sums = [each for each in found if each.kind == "all-reduce"]
+    assert {each.times for each in sums} == {1}
+    shared = ("attention_norm", "mlp_norm", "key", "value")
+    params = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    size = params["final_norm"].size + sum(params["layers"][name].size for name in shared)
+    statistics = 3 * tokens.size  # the largest logit, and two sums, of each token
+    assert sum(each.bytes for each in sums) == 4 * (size + statistics)
+
+
+@pytest.mark.parametrize(("name", "size"), [("tiny", 4), ("small", 2), ("8b", 8)])
+def test_each_device_has_its_part_of_the_parameters(name, size):
+    config = PRESETS[name]
+    parallel, mesh = TensorParallel(size), AbstractMesh((size,), ("tensor",))
+    params = abstract_params(config, parallel, mesh)
+    assert jax.tree.structure(params) == jax.tree.structure(
+        jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    )
+    sizes = {
+        jax.tree_util.keystr(path): np.prod(leaf.sharding.shard_shape(leaf.shape)) / leaf.size
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    # `tiny` has 2 key heads for 4 devices.
+    shared = ("norm", "key", "value") if name == "tiny" else ("norm",)
+    assert sizes == {path: 1.0 if any(word in path for word in shared) else 1 / size for path in sizes}
+
+
+@pytest.mark.parametrize("promotion", ["standard"])  # attention in bfloat16 needs it
+@pytest.mark.parametrize(("name", "size"), [("nano", 2), ("tiny", 4), ("small", 4), ("8b", 8)])
+def test_presets_trace(name, size, promotion):
+    config = dataclasses.replace(PRESETS[name], recipe=CurrentScaling())
+    parallel, mesh = TensorParallel(size, transport="ring"), mesh_of(tensor=size)
+    params = abstract_params(config, parallel, mesh)
+    tokens = jax.ShapeDtypeStruct((2, 8 * size), jnp.int32)
+    value, gradients = jax.eval_shape(jax.value_and_grad(parallel_loss(mesh, config, parallel)), params, tokens, tokens)
+    assert (value.shape, value.dtype) == ((), jnp.float32)
+    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, params)
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"size": 0}, "size is 0: it needs"),
+        ({"size": True}, "size is True"),
+        ({"size": 2, "batch_axes": "data"}, r"batch_axes is 'data': name mesh axes in a tuple, \('data',\)"),
+        ({"size": 2, "batch_axes": ("tensor",)}, "axis_name is 'tensor' and batch_axes .* once"),
+    ],
+)
+def test_what_is_no_split(options, words):
+    with pytest.raises(ValueError, match=words):
+        TensorParallel(**options)
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "words"),
+    [
+        ({}, 5, "parallel.size is 5: num_heads is 12, which 5 does not divide; sizes that fit this decoder: 1, 2, 4$"),
+        ({"hidden_size": 25}, 2, "hidden_size is 25, which 2 does not divide; .*: 1$"),
+        ({"mlp_size": 42}, 4, "mlp_size is 42, .*: 1, 2, 3, 6$"),
+        ({"vocab_size": 19}, 2, "vocab_size is 19"),
+        ({"recipe": CurrentScaling()}, 2, "query has 24 columns on a device, .* multiple of 16; .*: none$"),
+        ({"recipe": CurrentScaling(), "head_dim": 16, "hidden_size": 32}, 4, "gate has 10 columns"),
+        ({"recipe": DelayedScaling()}, 2, "DelayedScaling, .*: use CurrentScaling"),
+    ],
+)
+def test_decoders_that_do_not_fit(change, size, words):
+    config = dataclasses.replace(CONFIG, **change)
+    for function in (TensorParallel(size).check, functools.partial(param_specs, parallel=TensorParallel(size))):
+        with pytest.raises(ValueError, match=words):
+            function(config)
+    with pytest.raises(ValueError, match=words):
+        parallel_loss(mesh_of(tensor=size), config, TensorParallel(size))
+
+
+def test_meshes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"parallel.size is 2, and the mesh has 4 devices along 'tensor'"):
+        parallel_loss(mesh_of(tensor=4), CONFIG, TensorParallel(2))
+    with pytest.raises(ValueError, match=r"mesh has axes \('tensor',\), and parallel names \['data'\]"):
+        parallel_apply(mesh_of(tensor=2), CONFIG, TensorParallel(2, batch_axes=("data",)))
+
+
+def test_places_where_a_decoder_cannot_be_split(rng):
+    params, (tokens, targets) = random_params(CONFIG, rng), random_batch(CONFIG, rng)
+    parallel, mesh = TensorParallel(2), mesh_of(tensor=2)
+    with pytest.raises(ValueError, match=r"no such axis is mapped here: call this inside shard_map"):
+        loss(params, tokens, targets, CONFIG, parallel=parallel)
+
+    def mapped(parallel, mesh, **options):
+        specs = param_specs(CONFIG, parallel), P(), P()
+        function = functools.partial(loss, config=CONFIG, parallel=parallel)
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P(), **options)
+
+    with pytest.raises(ValueError, match=r"parallel.size is 2, and the mesh has 4 devices along 'tensor'"):
+        mapped(parallel, mesh_of(tensor=4))(params, tokens, targets)
+    with pytest.raises(ValueError, match=r"gradients of what they share would not be summed: .* check_vma=True"):
+        mapped(parallel, mesh, check_vma=False)(params, tokens, targets)
+    with pytest.raises(ValueError, match=r"tokens has shape \(4, 15\), a time of 15, which the 2 devices"):
+        mapped(parallel, mesh)(params, tokens[:, 1:], targets[:, 1:])
