@@ -11,37 +11,33 @@ one is the other. What the backward pass reads has names for `jax.checkpoint` po
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import native
-from te_jax.ops.gemm import gemm
-from te_jax.ops.quantize import quantize
-from te_jax.parallel import _p2p, _ring, _xla
-from te_jax.parallel._exchange import Exchange, Operand, Scaling, Transport, all_gather, dot, quantized, varying_axes
+from te_jax.parallel._call import (
+    ALIGNMENT,
+    FLOAT_NAMES,
+    FLOATS,
+    AxisName,
+    Call,
+    Group,
+    Residual,
+    TransportName,
+)
+from te_jax.parallel._exchange import varying_axes
+from te_jax.parallel._products import all_gather_products, reduce_scatter_product
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BLOCK, DelayedScaling, Product, Recipe, Role
+from te_jax.recipe import BLOCK, DelayedScaling, Recipe, Role
 
-AxisName = str | tuple[str, ...]
-TransportName = Literal["auto", "xla", "ring", "p2p"]
-Residual = Literal["gathered", "shard"]
 Weight = Array | QuantizedArray
 
-_TRANSPORTS = ("auto", "xla", "ring", "p2p")
-_FLOATS = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16))
-_FLOAT_NAMES = "float32, bfloat16 or float16"
-_ALIGNMENT = 16  # values of one byte in what FP8 matrix products read at once
 _BLOCK_PRODUCT_ROWS = 4  # products of blocks want multiples of this many rows
-_NAMES = {"activation": "te_collective_activation", "kernel": "te_collective_kernel"}
 
 
 def all_gather_matmul(
@@ -109,19 +105,19 @@ def all_gather_matmul(
     weights: tuple[Any, ...] = tuple(_array(weight) for weight in (w if isinstance(w, tuple | list) else (w,)))
     biases = _biases(bias, len(weights), several)
     x = _array(x)
-    group = _Group.of(axis_name)
+    group = Group.of(axis_name)
     axis = _axis("gather_axis", gather_axis, x)
     lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
     names = [f"w[{i}]" for i in range(len(weights))] if several else ["w"]
     _validate_operands(x, weights, names, biases, recipe)
-    call = _Call.of(
+    call = Call.of(
         "all_gather_matmul", group, x, math.prod(lead), x.shape[axis] * math.prod(mid), recipe, transport,
         bidirectional, residual, gather_result, out_dtype, timeout, implementation,
     )  # fmt: skip
     _validate_recipe(call, x, weights, names, "gather_axis", group)
     outs = [weight.shape[1:] for weight in weights]
     operands = _canonical(call, x, (call.leading, call.rows), weights, biases)
-    products, gathered = _all_gather_matmul(call, *operands)
+    products, gathered = all_gather_products(call, *operands)
     rows = (*lead, group.size * x.shape[axis], *mid)
     y: Any = tuple(product.reshape(*rows, *out) for product, out in zip(products, outs, strict=True))
     y = y if several else y[0]
@@ -178,7 +174,7 @@ def matmul_reduce_scatter(
         raise ValueError("w is a tuple; matmul_reduce_scatter takes one, for its products have one sum: pass an array")
     x, weight = _array(x), _array(w)
     (bias,) = _biases(bias, 1, False)
-    group = _Group.of(axis_name)
+    group = Group.of(axis_name)
     axis = _axis("scatter_axis", scatter_axis, x)
     if x.shape[axis] % group.size:
         raise ValueError(
@@ -187,124 +183,14 @@ def matmul_reduce_scatter(
         )
     lead, size, mid = x.shape[:axis], x.shape[axis] // group.size, x.shape[axis + 1 : -1]
     _validate_operands(x, (weight,), ["w"], (bias,), recipe)
-    call = _Call.of(
+    call = Call.of(
         "matmul_reduce_scatter", group, x, math.prod(lead), size * math.prod(mid), recipe, transport, bidirectional,
         "shard", False, out_dtype, timeout, implementation,
     )  # fmt: skip
     _validate_recipe(call, x, (weight,), ["w"], "scatter_axis", group)
     x, (w,), (bias,) = _canonical(call, x, (call.leading, call.size, call.rows), (weight,), (bias,))
-    y = _matmul_reduce_scatter(call, x, w, bias)
+    y = reduce_scatter_product(call, x, w, bias)
     return y.reshape(*lead, size, *mid, *weight.shape[1:])
-
-
-# ------------------------------------------------------------------------------------------------- the static arguments
-
-
-class _Group(NamedTuple):
-    """The devices that communicate."""
-
-    names: tuple[str, ...]
-    size: int
-
-    @classmethod
-    def of(cls, axis_name: Any) -> _Group:
-        names = (axis_name,) if isinstance(axis_name, str) else axis_name
-        if (
-            not isinstance(names, tuple | list)
-            or not names
-            or not all(isinstance(name, str) for name in names)
-            or len(set(names)) < len(names)
-        ):
-            raise ValueError(f"axis_name is {axis_name!r}; it must be the name of a mesh axis, or a tuple of several")
-        size = 1
-        for name in names:
-            try:
-                size *= lax.axis_size(name)
-            except NameError:
-                raise ValueError(
-                    f"axis_name is {axis_name!r}, but no axis {name!r} is mapped here; call it inside shard_map or "
-                    "pmap over a mesh with that axis"
-                ) from None
-        return cls(tuple(names), size)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The static arguments, together: hashable.
-
-    Attributes:
-      leading: A, the product of the dimensions before the one that is gathered or scattered.
-      rows: R, those of one device: its part of that dimension times the ones between it and the last.
-      x_dtype: of x, or of what it stands for.
-      out_dtype: of y.
-    """
-
-    name: str
-    axis_name: tuple[str, ...]
-    size: int
-    leading: int
-    rows: int
-    recipe: Recipe | None
-    transport: str
-    bidirectional: bool
-    residual: str
-    gather_result: bool
-    x_dtype: np.dtype
-    out_dtype: np.dtype
-    timeout: float
-    native: bool
-
-    @classmethod
-    def of(
-        cls, name: str, group: _Group, x, leading: int, rows: int, recipe, transport, bidirectional, residual,
-        gather_result, out_dtype, timeout, implementation,
-    ) -> _Call:  # fmt: skip
-        if transport not in _TRANSPORTS:
-            raise ValueError(f"transport is {transport!r}; it must be one of {_TRANSPORTS}")
-        if residual not in ("gathered", "shard"):
-            raise ValueError(f"residual is {residual!r}; it must be 'gathered' or 'shard'")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise ValueError(f"timeout is {timeout!r}; it must be a positive number of seconds")
-        dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
-        if dtype not in _FLOATS:
-            raise ValueError(f"out_dtype is {dtype}; it must be {_FLOAT_NAMES}")
-        return cls(
-            name, group.names, group.size, leading, rows, recipe, transport, bool(bidirectional), residual,
-            bool(gather_result), np.dtype(x.dtype), dtype, float(timeout), native.use_native(implementation),
-        )  # fmt: skip
-
-    @property
-    def implementation(self) -> native.Implementation:
-        return "native" if self.native else "reference"
-
-    @property
-    def scaling(self) -> Scaling:
-        """Of all operands of all products."""
-        return "none" if self.recipe is None else _scaling(self.recipe.scalings["activation"][0])
-
-    @property
-    def fp8(self) -> Recipe:
-        assert self.recipe is not None
-        return self.recipe
-
-    def is_fast(self, product: Product) -> bool:
-        return self.recipe is not None and product in self.recipe.fast_accumulation
-
-    def exchange(self, product: Product) -> Exchange:
-        return Exchange(
-            self.axis_name,
-            self.size,
-            self.out_dtype if product == "forward" else self.x_dtype,
-            self.is_fast(product),
-            self.native,
-            self.bidirectional,
-            self.timeout,
-            self.name,
-        )
-
-
-def _scaling(scaling: str) -> Scaling:
-    return cast(Scaling, scaling.partition("_")[0])
 
 
 # ----------------------------------------------------------------------------------------------------------- validation
@@ -347,8 +233,8 @@ def _validate_operands(x, weights: tuple[Any, ...], names: list[str], biases: tu
                     "well, or make them Auto"
                 )
     for name, array in (("x", x), *zip(names, weights, strict=True)):
-        if array.dtype not in _FLOATS:
-            raise ValueError(f"{name} has dtype {array.dtype}; it must be {_FLOAT_NAMES}: cast it")
+        if array.dtype not in FLOATS:
+            raise ValueError(f"{name} has dtype {array.dtype}; it must be {FLOAT_NAMES}: cast it")
         if isinstance(array, QuantizedArray) and recipe is None:
             raise ValueError(
                 f"recipe is None, but {name} is a QuantizedArray; name its recipe or pass {name}.dequantize()"
@@ -366,15 +252,15 @@ def _validate_operands(x, weights: tuple[Any, ...], names: list[str], biases: tu
         if bias is None:
             continue
         label = name.replace("w", "bias")
-        if bias.dtype not in _FLOATS:
-            raise ValueError(f"{label} has dtype {bias.dtype}; it must be {_FLOAT_NAMES}: cast it")
+        if bias.dtype not in FLOATS:
+            raise ValueError(f"{label} has dtype {bias.dtype}; it must be {FLOAT_NAMES}: cast it")
         if bias.shape != weight.shape[1:]:
             raise ValueError(
                 f"{label} has shape {bias.shape}; for {name} of shape {weight.shape} it must be {weight.shape[1:]}"
             )
 
 
-def _validate_recipe(call: _Call, x, weights: tuple[Any, ...], names: list[str], axis: str, group: _Group) -> None:
+def _validate_recipe(call: Call, x, weights: tuple[Any, ...], names: list[str], axis: str, group: Group) -> None:
     recipe = call.recipe
     if recipe is None:
         return
@@ -392,10 +278,10 @@ def _validate_recipe(call: _Call, x, weights: tuple[Any, ...], names: list[str],
         )
     for name, weight in zip(names, weights, strict=True):
         for what, size in ((f"{weight.shape[0]} in", weight.shape[0]), ("out", math.prod(weight.shape[1:]))):
-            if size % _ALIGNMENT:
+            if size % ALIGNMENT:
                 raise ValueError(
                     f"{name} has shape {weight.shape}, {size} features {what.split()[-1]} on this device; FP8 products "
-                    f"need a multiple of {_ALIGNMENT}: pad them or use recipe=None"
+                    f"need a multiple of {ALIGNMENT}: pad them or use recipe=None"
                 )
     if call.scaling == "block" and call.rows % _BLOCK_PRODUCT_ROWS:
         raise ValueError(
@@ -437,19 +323,10 @@ def _validate_quantized(name: str, x: QuantizedArray, row_ndim: int, recipe: Rec
         )
 
 
-def _validate_rows_of_blocks(call: _Call) -> None:
-    """Where tokens of several shards are summed over, blocks of them must not reach over shards."""
-    if call.scaling == "block" and call.leading * call.size > 1 and call.rows % BLOCK:
-        raise ValueError(
-            f"x has {call.rows} rows for each device; the gradient of w with block scaling needs a multiple of {BLOCK}:"
-            " pad them, or use CurrentScaling or RowwiseScaling"
-        )
-
-
 # ----------------------------------------------------------------------------------------------------- canonical shapes
 
 
-def _canonical(call: _Call, x, sizes: tuple[int, ...], weights: tuple[Any, ...], biases: tuple[Any, ...]) -> Any:
+def _canonical(call: Call, x, sizes: tuple[int, ...], weights: tuple[Any, ...], biases: tuple[Any, ...]) -> Any:
     """x [*sizes, K], weights [K, N] and biases [N] in float32, in which they are added and their gradients summed, all
     varying over the same mesh axes: gradients are then summed outside, as those of JAX's own operations are. Quantized
     arrays are matrices."""
@@ -496,438 +373,4 @@ def _matrix(x: QuantizedArray, rows: int, cols: int) -> QuantizedArray:
         x.scaling,
         x.transposed_scaling,
         x.dtype,
-    )
-
-
-def _left(x: QuantizedArray, *sizes: int) -> Operand:
-    """The data [prod(sizes), K] of a quantized matrix as a left side [*sizes, K]."""
-    data, scale_inv, scaling = x.data, x.scale_inv, _scaling(x.scaling)
-    assert data is not None
-    assert scale_inv is not None
-    if scaling == "row":
-        scale_inv = scale_inv.reshape(sizes)
-    if scaling == "block":
-        scale_inv = jnp.moveaxis(scale_inv.reshape(scale_inv.shape[0], *sizes), 0, -2)
-    return Operand(data.reshape(*sizes, data.shape[-1]), scale_inv, scaling)
-
-
-def _transposed(x: QuantizedArray) -> Operand:
-    """The transposed copy of a quantized matrix, which products over its rows read, as either side."""
-    assert x.transposed is not None
-    return Operand(x.transposed, x.transposed_scale_inv, _scaling(x.transposed_scaling))
-
-
-# ------------------------------------------------------------------------------------------------------------- products
-
-
-# Under jit even when called eagerly: shard_map does not run rules of derivatives that tell apart what is asked for.
-@functools.partial(jax.jit, static_argnums=0, inline=native.INLINE)
-def _all_gather_matmul(call: _Call, x, weights, biases) -> Any:
-    return _gathered_products(call, x, weights, biases)
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=native.INLINE)
-def _matmul_reduce_scatter(call: _Call, x, weight, bias) -> Any:
-    return _scattered_product(call, x, weight, bias)
-
-
-class _Residuals(NamedTuple):
-    """What is kept for the backward pass. What is not needed is there without elements: JAX may run the backward pass
-    of one choice of derivatives with the tree of another's residuals, so only shapes may depend on the choice."""
-
-    wanted: tuple[Array, ...]  # gradients of x, of each of the weights and of each bias: (1, 0) for yes, (0, 0) for no
-    dtypes: _Dtypes
-    activation: Array  # what dw reads of x
-    activation_scale_inv: Array | None
-    weights: tuple[Operand, ...]  # right sides that sum over N
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Dtypes:
-    """Of the weights."""
-
-    weights: tuple[np.dtype, ...]
-
-
-class _Wanted(NamedTuple):
-    """Which gradients are asked for."""
-
-    x: bool
-    weights: tuple[bool, ...]
-    biases: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, x, weights, biases) -> _Wanted:
-        """From the operands of a forward rule. What was quantized before has no gradient."""
-
-        def perturbed(operand) -> bool:
-            leaves = jax.tree.leaves(operand)
-            return not isinstance(operand, QuantizedArray) and any(leaf.perturbed for leaf in leaves)
-
-        return cls(perturbed(x), tuple(map(perturbed, weights)), tuple(map(perturbed, biases)))
-
-    def as_flags(self) -> tuple[Array, ...]:
-        return tuple(jnp.zeros((int(flag), 0), jnp.int8) for flag in (self.x, *self.weights, *self.biases))
-
-    @classmethod
-    def from_flags(cls, flags: tuple[Array, ...]) -> _Wanted:
-        first, *rest = (len(flag) == 1 for flag in flags)
-        return cls(first, tuple(rest[: len(rest) // 2]), tuple(rest[len(rest) // 2 :]))
-
-
-_NOTHING = _Wanted(False, (), ())
-
-
-def _all_gather_gemm(call: _Call, product: Product, x: Operand, weights, biases, extras=(), *, keep_gathered=False):
-    exchange = call.exchange(product)
-    transport = _transport(call, exchange, "all_gather", (x,), weights)
-    return transport.all_gather_gemm(exchange, x, weights, biases, extras, keep_gathered)
-
-
-def _gemm_reduce_scatter(call: _Call, product: Product, xs, weights, bias: Array | None) -> Array:
-    exchange = call.exchange(product)
-    transport = _transport(call, exchange, "reduce_scatter", xs, weights)
-    return transport.gemm_reduce_scatter(exchange, xs, weights, bias)
-
-
-def _transport(
-    call: _Call, exchange: Exchange, kind: Literal["all_gather", "reduce_scatter"], xs, weights
-) -> Transport:
-    name = call.transport
-    if call.size == 1:
-        name = "ring"  # without any step it is the product alone
-    elif name == "auto":
-        name = "p2p" if _p2p.is_worthwhile(exchange, xs, weights, gathers=kind == "all_gather") else "xla"
-    return cast(Transport, {"xla": _xla, "ring": _ring, "p2p": _p2p}[name])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered_products(call: _Call, x, weights: tuple[Any, ...], biases: tuple[Any, ...]):
-    """(products [A, D·R, N], gathered x [A, D·R, K] where it is a result)"""
-    return _gathered_products_and_residuals(call, x, weights, biases, _NOTHING)[0]
-
-
-def _gathered_products_forward(call: _Call, *operands):
-    x, weights, biases = custom_vjp_primal_tree_values(operands)
-    return _gathered_products_and_residuals(call, x, weights, biases, _Wanted.of(*operands))
-
-
-def _gathered_products_and_residuals(call: _Call, x, weights, biases, wanted: _Wanted):
-    dtypes = _Dtypes(tuple(np.dtype(weight.dtype) for weight in weights))
-    for_w = any(wanted.weights)
-    keep = for_w and call.residual == "gathered"
-    if call.recipe is None:
-        rights = tuple(Operand(weight.astype(x.dtype), summed_first=True) for weight in weights)
-        products, gathered, _ = _all_gather_gemm(
-            call, "forward", Operand(x), rights, biases, keep_gathered=keep or call.gather_result
-        )
-        activation, scale_inv = gathered if keep else x if for_w else _absent(x.dtype), None
-        kept = tuple(Operand(weight if wanted.x else _absent(weight.dtype)) for weight in weights)
-        results = products, gathered if call.gather_result else None
-        return results, _residuals(wanted, dtypes, activation, scale_inv, kept)
-
-    rows, cols = {"rows": call.axis_name}, {"cols": call.axis_name}
-    # One scale for all of the tensor: the gathered codes are transposed where that is read.
-    travelling = for_w and call.scaling != "tensor"
-    x8, _ = _quantize(call, "activation", x, rows, data=True, transposed=travelling, gathered=True)
-    if for_w:
-        _validate_rows_of_blocks(call)
-    quantized_weights = [
-        _quantize(call, "kernel", weight, cols, data=wanted.x, transposed=True)[0] for weight in weights
-    ]
-    products, gathered, extras = _all_gather_gemm(
-        call,
-        "forward",
-        _left(x8, call.leading, call.rows),
-        tuple(_transposed(weight) for weight in quantized_weights),
-        biases,
-        _travelling(call, x8) if travelling and keep else (),
-        keep_gathered=keep and not travelling,
-    )
-    assert x8.data is not None
-    if not for_w:
-        activation, scale_inv = _absent(x8.data.dtype), _absent(jnp.float32)
-    elif travelling:
-        activation, scale_inv = (*(extras if keep else _travelling(call, x8)), x8.transposed_scale_inv)[:2]
-    else:
-        activation, scale_inv = gathered if keep else _left(x8, call.leading, call.rows).data, x8.scale_inv
-    kept = tuple(
-        _kept_weight(weight, weight8, wanted.x) for weight, weight8 in zip(weights, quantized_weights, strict=True)
-    )
-    return (products, None), _residuals(wanted, dtypes, activation, scale_inv, kept)
-
-
-def _gathered_products_backward(call: _Call, residuals: _Residuals, cotangents):
-    dys, dgathered = cotangents
-    wanted = _Wanted.from_flags(residuals.wanted)
-    seen = [i for i, dy in enumerate(dys) if not isinstance(dy, SymbolicZero)]
-    A, D, R = call.leading, call.size, call.rows
-    dx: Any = None
-    dweights: list[Any] = [None] * len(dys)
-    dbiases: list[Any] = [None] * len(dys)
-    lefts, rights = [], []
-    whole = _whole_activation(call, residuals, dys[seen[0]]) if any(wanted.weights[i] for i in seen) else None
-    for i in seen:
-        dy, for_w, for_bias = dys[i], wanted.weights[i], wanted.biases[i]
-        dtype = residuals.dtypes.weights[i]
-        if call.recipe is None:
-            if for_bias:
-                dbiases[i] = jnp.sum(dy.astype(jnp.float32), axis=(0, 1))
-            dy = dy.astype(call.x_dtype)
-            lefts.append(Operand(dy.reshape(A, D, R, dy.shape[-1])))
-            if for_w:
-                assert whole is not None
-                dweights[i] = dot(whole.data, dy, (0, 1), (0, 1), dtype)
-        elif wanted.x or for_w:
-            dy8, dbiases[i] = _quantize(
-                call, "gradient", dy, {"cols": call.axis_name}, data=wanted.x, transposed=for_w, with_dbias=for_bias
-            )
-            if wanted.x:
-                lefts.append(_left(dy8, A, D, R))
-            if for_w:
-                assert whole is not None
-                dweights[i] = _wgrad(call, whole, _transposed(dy8), dtype)
-        elif for_bias:
-            dbiases[i] = jnp.sum(dy.astype(jnp.float32), axis=(0, 1))
-        rights.append(_like_left(residuals.weights[i], call))
-    if wanted.x:
-        if seen:
-            dx = _gemm_reduce_scatter(call, "dgrad", tuple(lefts), tuple(rights), None)
-        if dgathered is not None and not isinstance(dgathered, SymbolicZero):
-            more = lax.psum_scatter(dgathered.astype(jnp.float32), call.axis_name, scatter_dimension=1, tiled=True)
-            dx = (more if dx is None else dx.astype(jnp.float32) + more).astype(call.x_dtype)
-    return dx, tuple(dweights), tuple(dbiases)
-
-
-_gathered_products.defvjp(_gathered_products_forward, _gathered_products_backward, symbolic_zeros=True)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scattered_product(call: _Call, x, weight, bias: Array | None) -> Array:
-    """[A, R, N]"""
-    return _scattered_product_and_residuals(call, x, weight, bias, _NOTHING)[0]
-
-
-def _scattered_product_forward(call: _Call, x, weight, bias):
-    wanted = _Wanted.of(x, (weight,), (bias,))
-    x, weight, bias = custom_vjp_primal_tree_values((x, weight, bias))
-    return _scattered_product_and_residuals(call, x, weight, bias, wanted)
-
-
-def _scattered_product_and_residuals(call: _Call, x, weight, bias: Array | None, wanted: _Wanted):
-    dtypes = _Dtypes((np.dtype(weight.dtype),))
-    for_w = any(wanted.weights)
-    if call.recipe is None:
-        right = Operand(weight.astype(x.dtype), summed_first=True)
-        z = _gemm_reduce_scatter(call, "forward", (Operand(x),), (right,), bias)
-        kept = Operand(weight if wanted.x else _absent(weight.dtype))
-        return z, _residuals(wanted, dtypes, x if for_w else _absent(x.dtype), None, (kept,))
-
-    if for_w:
-        _validate_rows_of_blocks(call)
-    x8, _ = _quantize(call, "activation", x, {"cols": call.axis_name}, data=True, transposed=for_w)
-    weight8, _ = _quantize(call, "kernel", weight, {"rows": call.axis_name}, data=wanted.x, transposed=True)
-    left = _left(x8, call.leading, call.size, call.rows)
-    z = _gemm_reduce_scatter(call, "forward", (left,), (_transposed(weight8),), bias)
-    activation, scale_inv = x8.transposed, x8.transposed_scale_inv
-    if not for_w or activation is None:
-        activation, scale_inv = _absent(left.data.dtype), _absent(jnp.float32)
-    kept = _kept_weight(weight, weight8, wanted.x)
-    return z, _residuals(wanted, dtypes, activation, scale_inv, (kept,))
-
-
-def _scattered_product_backward(call: _Call, residuals: _Residuals, dz):
-    if isinstance(dz, SymbolicZero):
-        return None, None, None
-    wanted = _Wanted.from_flags(residuals.wanted)
-    (for_w,), (for_bias,), (dtype,) = wanted.weights, wanted.biases, residuals.dtypes.weights
-    dbias = jnp.sum(dz.astype(jnp.float32), axis=(0, 1)) if for_bias else None
-    dx = dweight = None
-    gathered: Any = None
-    extras: tuple[Array, ...] = ()
-    if not (wanted.x or for_w):
-        return None, None, dbias
-    dz8 = None
-    if call.recipe is None:
-        left = Operand(dz.astype(call.x_dtype))
-    else:
-        travelling = for_w and call.scaling != "tensor"
-        dz8, _ = _quantize(
-            call,
-            "gradient",
-            dz,
-            {"rows": call.axis_name},
-            data=wanted.x or not travelling,
-            transposed=travelling,
-            gathered=True,
-        )
-        left = _left(dz8, call.leading, call.rows) if dz8.data is not None else None
-        extras = _travelling(call, dz8) if travelling else ()
-    keep = for_w and not extras
-    if wanted.x:
-        assert left is not None
-        right = _like_left(residuals.weights[0], call)
-        (dx,), gathered, extras = _all_gather_gemm(call, "dgrad", left, (right,), (None,), extras, keep_gathered=keep)
-    elif keep:
-        assert left is not None
-        gathered = all_gather(left.data, call.axis_name, axis=1, tiled=True)
-    else:
-        extras = tuple(all_gather(extra, call.axis_name) for extra in extras)
-    if for_w and call.recipe is None:
-        x = residuals.activation
-        x = x.reshape(call.leading, call.size * call.rows, x.shape[-1])
-        dweight = dot(x, gathered, (0, 1), (0, 1), dtype)
-    elif for_w:
-        assert dz8 is not None
-        if extras:
-            right = _in_order(call, (*extras, dz8.transposed_scale_inv)[:2], square=True)
-        else:
-            right = _transposed_codes(gathered, dz8.scale_inv)
-        x8 = Operand(residuals.activation, residuals.activation_scale_inv, call.scaling)
-        dweight = _wgrad(call, x8, right, dtype)
-    if dx is not None:
-        dx = dx.reshape(call.leading, call.size, call.rows, dx.shape[-1])
-    return dx, dweight, dbias
-
-
-_scattered_product.defvjp(_scattered_product_forward, _scattered_product_backward, symbolic_zeros=True)
-
-
-def _absent(dtype) -> Array:
-    return jnp.zeros((0,), dtype)
-
-
-def _residuals(wanted: _Wanted, dtypes, activation: Any, scale_inv, weights: tuple[Operand, ...]) -> _Residuals:
-    name = _NAMES["activation"]
-    return _Residuals(
-        wanted.as_flags(),
-        dtypes,
-        checkpoint_name(activation, name),
-        None if scale_inv is None else checkpoint_name(scale_inv, name),
-        weights,
-    )
-
-
-def _kept_weight(weight, weight8: QuantizedArray, wanted: bool) -> Operand:
-    """The copy that products over N read, with a name unless it is an argument."""
-    given = isinstance(weight, QuantizedArray)
-    scaling = _scaling(weight8.scaling)
-    if not wanted:
-        assert weight8.transposed is not None
-        return Operand(_absent(weight8.transposed.dtype), _absent(jnp.float32), scaling)
-    if weight8.data is None:
-        raise ValueError(
-            "w has no data copy, which the gradient with respect to x reads; quantize it with copies='both'"
-        )
-    kept = Operand(weight8.data, weight8.scale_inv, scaling)
-    return kept if given else jax.tree.map(lambda leaf: checkpoint_name(leaf, _NAMES["kernel"]), kept)
-
-
-def _like_left(weight: Operand, call: _Call) -> Operand:
-    """A kept right side in the dtype of plain left sides."""
-    return dataclasses.replace(weight, data=weight.data.astype(call.x_dtype)) if weight.scaling == "none" else weight
-
-
-def _quantize(
-    call: _Call,
-    role: Role,
-    x,
-    split: dict[Any, tuple[str, ...]],
-    *,
-    data: bool,
-    transposed: bool,
-    gathered: bool = False,
-    with_dbias: bool = False,
-) -> tuple[QuantizedArray, Array | None]:
-    """(FP8 of x as a matrix of rows [-1, last dimension], Σ rows in float32 where asked for).
-
-    Args:
-      call: what is static.
-      role: of x.
-      x: the array; a QuantizedArray is returned as it is.
-      split: the mesh axes over which rows or cols of the whole tensor are split.
-      data, transposed: which copies are needed.
-      gathered: the rows of other devices are gathered: the scales of columns then have to agree.
-      with_dbias: whether the sum is asked for.
-    """
-    if isinstance(x, QuantizedArray):
-        if transposed and x.transposed is None:
-            raise ValueError(
-                "x has no transposed copy, which the gradient with respect to w reads; quantize it with copies='both'"
-            )
-        return x, None
-    agreed = call.scaling == "tensor" or (gathered and call.scaling == "row")
-    result = quantize(
-        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
-        call.fp8.quantization(role),
-        copies="both" if data and transposed else "data" if data else "transposed",
-        axis_name=split if agreed else None,
-        with_dbias=with_dbias,
-        implementation=call.implementation,
-    )
-    return result if with_dbias else (result, None)
-
-
-def _travelling(call: _Call, x8: QuantizedArray) -> tuple[Array, ...]:
-    """What is gathered of a transposed copy: its codes, and its scales where they are those of blocks."""
-    assert x8.transposed is not None
-    assert x8.transposed_scale_inv is not None
-    return (x8.transposed, x8.transposed_scale_inv) if call.scaling == "block" else (x8.transposed,)
-
-
-def _whole_activation(call: _Call, residuals: _Residuals, dy: Array) -> Operand:
-    """What dw reads of x: plain [A, D·R, K], or FP8 [K, A·D·R]."""
-    activation, scale_inv = residuals.activation, residuals.activation_scale_inv
-    shard = call.residual == "shard"
-    if shard:
-        # Not before dy is there, and not as one with the gather of the forward pass: what it gathers would be kept.
-        activation, _ = lax.optimization_barrier((activation, dy))
-    if call.scaling in ("none", "tensor"):
-        if shard:
-            activation = all_gather(activation, call.axis_name, axis=1, tiled=True)
-        return Operand(activation) if scale_inv is None else _transposed_codes(activation, scale_inv)
-    assert scale_inv is not None
-    if shard:
-        activation = all_gather(activation, call.axis_name)
-        scale_inv = all_gather(scale_inv, call.axis_name) if call.scaling == "block" else scale_inv
-    return _in_order(call, (activation, scale_inv), square=False)
-
-
-def _transposed_codes(codes: Any, scale_inv: Any) -> Operand:
-    """[A, D·R, K] with one scale as [K, A·D·R]."""
-    return Operand(codes.reshape(math.prod(codes.shape[:-1]), codes.shape[-1]).T, scale_inv, "tensor")
-
-
-def _in_order(call: _Call, parts: tuple[Any, ...], *, square: bool) -> Operand:
-    """Gathered transposed copies [D, K, A·R] as one [K, A·D·R], whose rows have the order of those of x.
-
-    Args:
-      call: what is static.
-      parts: codes, and scales: of rows [K], of blocks [D, A·R/128, K], or [D, K/128, A·R/128] where they are square.
-      square: whether blocks are.
-    """
-    codes, scale_inv = parts
-    A, D = call.leading, call.size
-
-    def merged(x: Array) -> Array:
-        _, outer, rows = x.shape
-        return x.reshape(D, outer, A, rows // A).transpose(1, 2, 0, 3).reshape(outer, D * rows)
-
-    if call.scaling == "block":
-        scale_inv = merged(scale_inv) if square else merged(scale_inv.transpose(0, 2, 1)).T
-    return Operand(merged(codes), scale_inv, call.scaling)
-
-
-def _wgrad(call: _Call, x: Operand, dy: Operand, dtype: np.dtype) -> Array:
-    """x · dyᵀ of FP8 [K, T] and [N, T]: [K, N]."""
-    padding = -x.data.shape[1] % _ALIGNMENT  # zeros change neither the sum nor the scales
-    x, dy = (dataclasses.replace(a, data=jnp.pad(a.data, ((0, 0), (0, padding)))) for a in (x, dy))
-    return gemm(
-        quantized(x, left=True),
-        quantized(dy, left=False),
-        rhs_contracting="cols",
-        out_dtype=dtype,
-        fast_accumulation=call.is_fast("wgrad"),
-        implementation=call.implementation,
     )

@@ -1,0 +1,141 @@
+"""The static arguments of a collective product, and the devices that share it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from te_jax import native
+from te_jax.parallel._exchange import Exchange, Scaling
+from te_jax.recipe import BLOCK, Product, Recipe
+
+AxisName = str | tuple[str, ...]
+TransportName = Literal["auto", "xla", "ring", "p2p"]
+Residual = Literal["gathered", "shard"]
+
+TRANSPORTS = ("auto", "xla", "ring", "p2p")
+FLOATS = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16))
+FLOAT_NAMES = "float32, bfloat16 or float16"
+ALIGNMENT = 16
+"""Values of one byte in what FP8 matrix products read at once."""
+
+
+class Group(NamedTuple):
+    """The devices that communicate."""
+
+    names: tuple[str, ...]
+    size: int
+
+    @classmethod
+    def of(cls, axis_name: Any) -> Group:
+        names = (axis_name,) if isinstance(axis_name, str) else axis_name
+        if (
+            not isinstance(names, tuple | list)
+            or not names
+            or not all(isinstance(name, str) for name in names)
+            or len(set(names)) < len(names)
+        ):
+            raise ValueError(f"axis_name is {axis_name!r}; it must be the name of a mesh axis, or a tuple of several")
+        size = 1
+        for name in names:
+            try:
+                size *= lax.axis_size(name)
+            except NameError:
+                raise ValueError(
+                    f"axis_name is {axis_name!r}, but no axis {name!r} is mapped here; call it inside shard_map or "
+                    "pmap over a mesh with that axis"
+                ) from None
+        return cls(tuple(names), size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static arguments, together: hashable.
+
+    Attributes:
+      leading: A, the product of the dimensions before the one that is gathered or scattered.
+      rows: R, those of one device: its part of that dimension times the ones between it and the last.
+      x_dtype: of x, or of what it stands for.
+      out_dtype: of y.
+    """
+
+    name: str
+    axis_name: tuple[str, ...]
+    size: int
+    leading: int
+    rows: int
+    recipe: Recipe | None
+    transport: str
+    bidirectional: bool
+    residual: str
+    gather_result: bool
+    x_dtype: np.dtype
+    out_dtype: np.dtype
+    timeout: float
+    native: bool
+
+    @classmethod
+    def of(
+        cls, name: str, group: Group, x, leading: int, rows: int, recipe, transport, bidirectional, residual,
+        gather_result, out_dtype, timeout, implementation,
+    ) -> Call:  # fmt: skip
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport is {transport!r}; it must be one of {TRANSPORTS}")
+        if residual not in ("gathered", "shard"):
+            raise ValueError(f"residual is {residual!r}; it must be 'gathered' or 'shard'")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+            raise ValueError(f"timeout is {timeout!r}; it must be a positive number of seconds")
+        dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
+        if dtype not in FLOATS:
+            raise ValueError(f"out_dtype is {dtype}; it must be {FLOAT_NAMES}")
+        return cls(
+            name, group.names, group.size, leading, rows, recipe, transport, bool(bidirectional), residual,
+            bool(gather_result), np.dtype(x.dtype), dtype, float(timeout), native.use_native(implementation),
+        )  # fmt: skip
+
+    @property
+    def implementation(self) -> native.Implementation:
+        return "native" if self.native else "reference"
+
+    @property
+    def scaling(self) -> Scaling:
+        """Of all operands of all products."""
+        return "none" if self.recipe is None else scaling_of(self.recipe.scalings["activation"][0])
+
+    @property
+    def fp8(self) -> Recipe:
+        assert self.recipe is not None
+        return self.recipe
+
+    def is_fast(self, product: Product) -> bool:
+        return self.recipe is not None and product in self.recipe.fast_accumulation
+
+    def exchange(self, product: Product) -> Exchange:
+        return Exchange(
+            self.axis_name,
+            self.size,
+            self.out_dtype if product == "forward" else self.x_dtype,
+            self.is_fast(product),
+            self.native,
+            self.bidirectional,
+            self.timeout,
+            self.name,
+        )
+
+
+def validate_rows_of_blocks(call: Call) -> None:
+    """Where tokens of several shards are summed over, blocks of them must not reach over shards."""
+    if call.scaling == "block" and call.leading * call.size > 1 and call.rows % BLOCK:
+        raise ValueError(
+            f"x has {call.rows} rows for each device; the gradient of w with block scaling needs a multiple of {BLOCK}:"
+            " pad them, or use CurrentScaling or RowwiseScaling"
+        )
+
+
+def scaling_of(scaling: str) -> Scaling:
+    return cast(Scaling, scaling.partition("_")[0])
