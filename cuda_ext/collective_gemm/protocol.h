@@ -8,11 +8,15 @@
 // Every product has a queue of its own, the first ones more urgent than the later ones: where one leaves
 // multiprocessors idle at its end, the next one fills them, without delaying it.
 //
-// A platform provides `Call`: the queues and marks of one device for one call.
-//   void* Mark(Queue, void* mark = nullptr)   a point in a queue, that any device can wait for; a given mark, or a new
-//   one Status Wait(Queue, void* mark) Status Copy(Queue, void* to, const void* from, int64_t bytes) Status
-//   Multiply(Queue, const gemm::Problem&) Status Sum(Queue, const ReduceScatterProblem&, int parts) std::atomic<int>*
-//   Readers()               host threads that have still to wait for marks; or null
+// A platform provides `Call`, the queues and marks of one device for one call:
+//
+//   - void* Mark(Queue, void* mark = nullptr): a point in a queue that any device can wait for; a given mark, or a new
+//     one.
+//   - Status Wait(Queue, void* mark).
+//   - Status Copy(Queue, void* to, const void* from, int64_t bytes).
+//   - Status Multiply(Queue, const gemm::Problem&).
+//   - Status Sum(Queue, const ReduceScatterProblem&, int parts).
+//   - std::atomic<int>* Readers(): host threads that have still to wait for marks of this call, or null.
 #pragma once
 
 #include <atomic>

@@ -196,6 +196,28 @@ def test_mixed_calls_in_random_groups(rng, require_devices):
         assert_close(jax.jit(mapped)(x), 25 * x.astype(np.float64).sum(1), dtype=F32)
 
 
+def test_one_function_called_several_times(rng, require_devices):
+    """It is lowered once, so all its calls have one name; their operands are ready in another order on each device."""
+    require_devices(8)
+    mesh = mesh_of((8,), ("t",))
+    layer = jax.jit(functools.partial(all_gather_matmul, axis_name="t", transport="p2p"))
+    xs, w = [normal(rng, 16, 8) for _ in range(6)], normal(rng, 8, 16)
+
+    def after_some_work(x, i):
+        work = (lax.axis_index("t") * 7 + i * 5) % 8 * 300
+        spent = lax.fori_loop(0, work, lambda _, a: jnp.sin(a) * 1.0001, jnp.ones((256,)))
+        return x + 0.0 * jnp.sum(spent)
+
+    def local(xs, w):
+        return [layer(after_some_work(x, i), w) for i, x in enumerate(xs)]
+
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")))
+    assert mapped.lower(xs, w).as_text().count("te_all_gather_gemm") == 1
+    for _ in range(5):
+        for x, y in zip(xs, mapped(xs, w), strict=True):
+            assert_close(y, x.astype(np.float64) @ w, dtype=F32)
+
+
 def test_several_programs_at_once(rng, require_devices):
     """Executions of one program that are under way together do not meet each other's devices."""
     require_devices(4)
