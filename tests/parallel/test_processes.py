@@ -14,7 +14,6 @@ from te_jax import native
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs te_jax's extension")
 
 WORKER = Path(__file__).with_name("process_worker.py")
-ROOT = WORKER.parents[2]
 
 
 def run(processes, *arguments):
@@ -22,7 +21,6 @@ def run(processes, *arguments):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     workers = [
         subprocess.Popen(
             [sys.executable, str(WORKER), str(rank), str(processes), str(port), *arguments],
