@@ -248,7 +248,7 @@ def test_a_device_that_does_not_come_in_time(name, rng, require_devices):
     x, w = normal(rng, 8, 8), normal(rng, 8, 8)
     missing = rf"{name}, call \d+, on device \d of the group 0, 1, 2, 3 waited 0.5.* for device 2"
     with pytest.raises(Exception, match=missing):
-        jax.block_until_ready(mapped(x, w, np.array([0, 0, 300_000, 0])))
+        jax.block_until_ready(mapped(x, w, np.array([0, 0, 120_000, 0])))
     assert_close(mapped(x, w, np.zeros(4, int)), x.astype(np.float64) @ w, dtype=F32)
 
 
