@@ -1,5 +1,5 @@
-// On GPUs the main queue is XLA's stream. The two others, and the events that are the marks, are made once and belong
-// to one call at a time: another device waits for an event as it was last recorded, so it must not be recorded again
+// On GPUs the main queue is XLA's stream. The others, and the events that are the marks, are made once and belong to
+// one call at a time: another device waits for an event as it was last recorded, so it must not be recorded again
 // before every host thread that waits for it has said so to its own device.
 
 #include <algorithm>

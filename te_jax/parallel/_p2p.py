@@ -29,8 +29,9 @@ _WORKSPACE_BYTES = 8 * 2**20 + 512
 
 _SHORTEST_PRODUCT = 90e-6
 """Seconds of multiplying below which plain collectives are as fast: a call costs the host about 50 µs more than theirs.
-Measured (docs/measurements.md), as are the rates, in operations a second."""
-_RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}  # by bytes of an operand's value
+Measured on two H200s (docs/measurements.md)."""
+_RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}
+"""Operations a second, by bytes of an operand's value: of FP8 and bfloat16 as measured, of float32 a guess at TF32."""
 
 
 def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[Operand], *, gathers: bool) -> bool:
