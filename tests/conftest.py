@@ -11,10 +11,12 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from xla_flags import asks_for_devices, compile_quickly
 
 from te_jax import native
 
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+compile_quickly()
+if not asks_for_devices():
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

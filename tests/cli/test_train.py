@@ -1,7 +1,6 @@
 """`te-jax train` as a user meets it: what it writes, what it refuses, and what a kill does to it (nothing)."""
 
 import json
-import os
 import random
 import re
 import signal
@@ -11,6 +10,7 @@ import time
 
 import jax
 import pytest
+from xla_flags import environment_without_devices
 
 from te_jax import native
 from te_jax.cli._run_folder import read_header
@@ -227,7 +227,7 @@ class Process:
     """A run of the command in a process of its own, with two CPU devices."""
 
     def __init__(self, out, *argv):
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        environment = environment_without_devices()
         command = [sys.executable, "-W", "error", "-m", "te_jax.cli", "train", "--out", str(out), *argv]
         self.log = out / "log.jsonl"
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -251,11 +251,11 @@ class Process:
 
 def test_a_run_killed_at_random_steps_ends_with_the_same_bits(tmp_path):
     """With delayed scaling, which has state that the optimizer does not know."""
-    options = ["--preset", "nano", "--seq-len", "32", "--batch", "8", "--devices", "2", "--steps", "300"]
-    options += ["--recipe", "delayed", "--eval-every", "45", "--checkpoint-every", "40"]
+    options = ["--preset", "nano", "--seq-len", "32", "--batch", "8", "--devices", "2", "--steps", "100"]
+    options += ["--recipe", "delayed", "--eval-every", "23", "--checkpoint-every", "20"]
     expected = Process(tmp_path / "whole", *options).finish()
 
-    before, after = random.randint(1, 39), random.randint(41, 200)
+    before, after = random.randint(1, 19), random.randint(21, 70)
     print("killed at", before, "and", after)  # pytest shows it if the test fails
     out = tmp_path / "killed"
     Process(out, *options).kill_at(before)

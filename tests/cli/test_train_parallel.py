@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from xla_flags import environment_without_devices
 
 from te_jax import native
 from te_jax.cli import _step, train
@@ -81,7 +81,7 @@ def on_one_device(tmp_path_factory):
 def on_two_devices(tmp_path_factory):
     """In a process of its own, which has to make the two devices."""
     out = tmp_path_factory.mktemp("two") / "run"
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = environment_without_devices()
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [sys.executable, "-m", "te_jax.cli", *ARGV, "--tp", "2", "--transport", "ring", "--out", str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

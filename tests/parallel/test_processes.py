@@ -1,6 +1,5 @@
 """One process for each device: the same calls through memory that the processes share."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from xla_flags import environment_without_devices
 
 from te_jax import native
 
@@ -20,7 +20,7 @@ def run(processes, *arguments):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = environment_without_devices()
     workers = [
         subprocess.Popen(
             [sys.executable, str(WORKER), str(rank), str(processes), str(port), *arguments],
