@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
+
+from te_jax._hlo import COLLECTIVES, Buffer, Instruction, arrays
 
 # What rounding once to the type costs, with room for the order of sums. Other types must match exactly.
 _TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
@@ -136,29 +139,6 @@ class Compiled(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffer:
-    """An array in a compiled program: on every device, its local shard.
-
-    Attributes:
-      dtype: XLA's name of it, for example "bf16", "f32", "s32" or "pred".
-      shape: its dimensions.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        """Size without padding; elements of less than a byte are packed."""
-        return (self.elements * _bits(self.dtype) + 7) // 8
-
-
-@dataclasses.dataclass(frozen=True)
 class Collective:
     """One collective of a compiled program.
 
@@ -192,13 +172,8 @@ class Collective:
         return sum(result.bytes for result in self.results)
 
 
-_KINDS = "all-reduce|all-gather|reduce-scatter|ragged-all-to-all|all-to-all|collective-permute|collective-broadcast"
 # The result's type stands between "=" and the operation; names of operands start with "%" or stand inside parentheses.
-_COLLECTIVE = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>\S.*?) (?P<kind>{_KINDS})(?P<start>-start)?\(")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>\S.*?) (?P<operation>[a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d[a-z0-9]*)\[(?P<shape>[\d,<= ]*)\]")
-# Asynchronous all-gathers and all operations in XLA's general asynchronous form are typed (operands, results, …).
-_START_HAS_OPERANDS = frozenset(_KINDS.split("|")) - {"all-reduce"}
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<rest>(?P<type>\S.*?) (?P<operation>[a-z][\w\-]*)\(.*)")
 
 
 def collectives(program: Compiled | str) -> list[Collective]:
@@ -214,12 +189,10 @@ def collectives(program: Compiled | str) -> list[Collective]:
       ValueError: if the program has no text.
     """
     found = []
-    for line in _text(program).splitlines():
-        if match := _COLLECTIVE.match(line):
-            type_ = match["type"]
-            if match["start"] and match["kind"] in _START_HAS_OPERANDS:
-                type_ = _elements_of_tuple(type_)[1]
-            found.append(Collective(match["kind"], _arrays(type_)))
+    for match in _instructions(program):
+        kind = match["operation"].removesuffix("-start")
+        if kind in COLLECTIVES:
+            found.append(Collective(kind, arrays(Instruction.parse(match["rest"]).result_type)))
     return found
 
 
@@ -237,47 +210,14 @@ def buffers(program: Compiled | str, *operations: str) -> list[Buffer]:
       ValueError: if the program has no text.
     """
     found = []
-    for line in _text(program).splitlines():
-        if (match := _INSTRUCTION.match(line)) and (not operations or match["operation"] in operations):
-            found.extend(_arrays(match["type"]))
+    for match in _instructions(program):
+        if not operations or match["operation"] in operations:
+            found.extend(arrays(match["type"]))
     return found
 
 
-def _text(program: Compiled | str) -> str:
+def _instructions(program: Compiled | str) -> Iterator[re.Match[str]]:
     text = program if isinstance(program, str) else program.as_text()
     if text is None:
         raise ValueError("program has no text on this platform")
-    return text
-
-
-def _bits(dtype: str) -> int:
-    if dtype == "pred":
-        return 8
-    digits = re.search(r"\d+", dtype)
-    if digits is None:
-        raise ValueError(f"{dtype!r} is no XLA dtype")
-    return int(digits[0])
-
-
-def _arrays(type_: str) -> tuple[Buffer, ...]:
-    return tuple(
-        Buffer(match["dtype"], tuple(int(size.strip(" <=")) for size in match["shape"].split(",") if size.strip()))
-        for match in _ARRAY.finditer(type_)
-    )
-
-
-def _elements_of_tuple(type_: str) -> list[str]:
-    """The types in a tuple type such as "((f32[2]{0}), f32[4]{0}, u32[])"; anything else is its own only result."""
-    if not type_.startswith("("):
-        return ["", type_]
-    elements, depth, begin = [], 0, 1
-    for i, character in enumerate(type_):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == (0 if character == ")" else 1) and character in ",)" and i > 0:
-            if depth == 1 and character == ")":
-                continue
-            elements.append(type_[begin:i].strip())
-            begin = i + 1
-            if depth == 0:
-                break
-    return elements
+    return filter(None, map(_INSTRUCTION.match, text.splitlines()))
