@@ -235,7 +235,7 @@ def te_jax_loss(
     """The decoder with te_jax's fused cross-entropy and, where its recipe says so, projections in FP8."""
     if placement is not None and placement.parallel is not None:
         split = parallel_loss(placement.mesh, config, placement.parallel, implementation=implementation)
-        return lambda params, scaling, tokens, targets: split(params, tokens, targets)
+        return lambda params, scaling, tokens, targets: split(params, tokens, targets, scaling)
 
     def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         return decoder.loss(params, tokens, targets, config, scaling, implementation=implementation)
@@ -250,7 +250,7 @@ def optax_loss(config: decoder.DecoderConfig, placement: Placement | None = None
         split = parallel_apply(placement.mesh, config, placement.parallel)
 
     def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = decoder.apply(params, tokens, config, scaling) if split is None else split(params, tokens)
+        logits = decoder.apply(params, tokens, config, scaling) if split is None else split(params, tokens, scaling)
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets))
 
     return loss

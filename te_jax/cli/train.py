@@ -239,8 +239,6 @@ def _check_parallel(options: Options, config: "DecoderConfig") -> None:
             raise UserError(f"--transport {options.transport} is for devices that share a model: add --tp N")
         return
     parallel = TensorParallel(options.tp)
-    if isinstance(config.recipe, DelayedScaling):
-        raise UserError("--recipe delayed does not run with --tp: use --recipe current, which has the same formats")
 
     def problem(preset: str) -> ValueError | None:
         try:

@@ -250,7 +250,7 @@ def apply(
         if parallel is None:
             projections = _WholeProjections(layer, state, config, implementation)
         else:
-            projections = tensor_parallel.SplitProjections(layer, config, parallel, implementation)
+            projections = tensor_parallel.SplitProjections(layer, state, config, parallel, implementation)
         x = x + _attention(_rms_norm(x, layer["attention_norm"], config), projections, cos, sin, config)
         x = x + _mlp(_rms_norm(x, layer["mlp_norm"], config), projections)
         return x, None

@@ -9,6 +9,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from te_jax.models import decoder
 from te_jax.models.decoder import DecoderConfig, Implementation
 from te_jax.models.tensor_parallel import TensorParallel, param_specs
+from te_jax.recipe import DelayedScalingState
+
+ScalingState = dict[str, DelayedScalingState] | None
+
+_EVERYWHERE = PartitionSpec()
 
 __all__ = ["parallel_apply", "parallel_loss"]
 
@@ -25,18 +30,23 @@ def parallel_apply(
       implementation: see `te_jax.models.apply`.
 
     Returns:
-      (params, tokens [batch, time]) → logits [batch, time, vocab_size], split over the vocabulary. Parameters that do
-      not lie as `te_jax.models.param_specs` says are moved first.
+      (params, tokens [batch, time], scaling_state=None) → logits [batch, time, vocab_size], split over the vocabulary.
+      Parameters that do not lie as `te_jax.models.param_specs` says are moved first.
 
     Raises:
       ValueError: `parallel` does not fit the mesh or the decoder; and, when called, for what `apply` refuses.
     """
     specs, batch = _specs(mesh, config, parallel)
 
-    def local(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
-        return decoder.apply(params, tokens, config, parallel=parallel, implementation=implementation)
+    def local(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState) -> jax.Array:
+        return decoder.apply(params, tokens, config, scaling_state, parallel=parallel, implementation=implementation)
 
-    return _mapped(local, mesh, (specs, batch), PartitionSpec(*batch, None, parallel.axis_name))
+    mapped = _mapped(local, mesh, (specs, batch, _EVERYWHERE), PartitionSpec(*batch, None, parallel.axis_name))
+
+    def whole(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState = None) -> jax.Array:
+        return mapped(params, tokens, scaling_state)
+
+    return jax.jit(whole)
 
 
 def parallel_loss(
@@ -55,17 +65,28 @@ def parallel_loss(
       mesh, config, parallel, implementation: as in `parallel_apply`.
 
     Returns:
-      (params, tokens [batch, time], targets [batch, time]) → float32 scalar. Gradients lie where the parameters do.
+      (params, tokens [batch, time], targets [batch, time], scaling_state=None) → float32 scalar. Gradients lie where
+      the parameters do. The gradient with respect to scaling_state, which for delayed scaling is what
+      `te_jax.models.init_scaling_state` returned or a later one, is the state of the next step.
 
     Raises:
       ValueError: `parallel` does not fit the mesh or the decoder; and, when called, for what `loss` refuses.
     """
     specs, batch = _specs(mesh, config, parallel)
 
-    def local(params: dict[str, Any], tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        return decoder.loss(params, tokens, targets, config, parallel=parallel, implementation=implementation)
+    def local(params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState) -> jax.Array:
+        return decoder.loss(
+            params, tokens, targets, config, scaling_state, parallel=parallel, implementation=implementation
+        )
 
-    return _mapped(local, mesh, (specs, batch, batch), PartitionSpec())
+    mapped = _mapped(local, mesh, (specs, batch, batch, _EVERYWHERE), _EVERYWHERE)
+
+    def whole(
+        params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState = None
+    ) -> jax.Array:
+        return mapped(params, tokens, targets, scaling_state)
+
+    return jax.jit(whole)
 
 
 def _specs(mesh: Mesh, config: DecoderConfig, parallel: TensorParallel) -> tuple[dict[str, Any], PartitionSpec]:
@@ -87,8 +108,7 @@ def _mapped(local: Callable[..., jax.Array], mesh: Mesh, in_specs: tuple[Any, ..
 
     def whole(*arguments: Any) -> jax.Array:
         if AxisType.Explicit in mesh.axis_types:  # where shard_map moves nothing by itself
-            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
-            arguments = jax.tree.map(jax.reshard, arguments, shardings)
+            arguments = jax.tree.map(lambda spec, x: jax.reshard(x, NamedSharding(mesh, spec)), in_specs, arguments)
         return mapped(*arguments)
 
-    return jax.jit(whole)
+    return whole

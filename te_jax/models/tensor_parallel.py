@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from te_jax import native, ops
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
 from te_jax.parallel.collective_matmul import Residual, TransportName
-from te_jax.recipe import DelayedScaling
+from te_jax.recipe import DelayedScalingState
 
 if TYPE_CHECKING:
     from te_jax.models.decoder import DecoderConfig
@@ -47,7 +47,7 @@ class TensorParallel:
         `vocab_size`, and the time of its tokens.
       axis_name: the mesh axis of these devices.
       batch_axes: mesh axes over which the batch is split besides; losses are means over them. Scales of FP8 tensors are
-        those of a device's own part of the batch.
+        those of a device's own part of the batch, except for delayed scaling, whose state is one for all.
       transport, bidirectional, residual, timeout: see `te_jax.parallel.all_gather_matmul`.
 
     Raises:
@@ -80,13 +80,8 @@ class TensorParallel:
           config: its shape.
 
         Raises:
-          ValueError: a size does not divide, or the recipe has a state; the message names sizes that fit.
+          ValueError: a size does not divide; the message names sizes that fit.
         """
-        if isinstance(config.recipe, DelayedScaling):
-            raise ValueError(
-                "config.recipe is DelayedScaling, whose state collective products do not carry: use CurrentScaling, "
-                "which has the same formats, or no tensor parallelism"
-            )
         problem = _misfit(config, self.size)
         if problem is not None:
             fitting = [str(size) for size in range(1, config.num_heads + 1) if _misfit(config, size) is None]
@@ -193,7 +188,7 @@ def enter(params: dict[str, Any], tokens: Array, config: DecoderConfig, parallel
         ) from None
     if size != parallel.size:
         raise ValueError(f"parallel.size is {parallel.size}, and the mesh has {size} devices along {axis!r}")
-    if not _varying(lax.axis_index(axis)):
+    if not native.varying_axes(lax.axis_index(axis)):
         raise ValueError(
             "parallel is given where JAX does not track what varies over devices, and gradients of what they share "
             "would not be summed: use shard_map with check_vma=True, its default"
@@ -204,7 +199,9 @@ def enter(params: dict[str, Any], tokens: Array, config: DecoderConfig, parallel
             "`parallel` do not divide: pad it, with -100 for targets"
         )
     # Here rather than where they are used: the loop over layers would sum gradients in every one of its steps.
-    return jax.tree.map(lambda leaf: leaf if axis in _varying(leaf) else lax.pcast(leaf, axis, to="varying"), params)
+    return jax.tree.map(
+        lambda leaf: leaf if axis in native.varying_axes(leaf) else lax.pcast(leaf, axis, to="varying"), params
+    )
 
 
 def features_to_time(x: Array, parallel: TensorParallel) -> Array:
@@ -217,6 +214,7 @@ class SplitProjections:
     """`te_jax.models.decoder.Projections` of a block that devices share."""
 
     layer: dict[str, Array]
+    scaling_state: dict[str, DelayedScalingState] | None
     config: DecoderConfig
     parallel: TensorParallel
     implementation: native.Implementation | None
@@ -227,6 +225,7 @@ class SplitProjections:
             tuple(self._kernel(name) for name in names),
             gather_axis=_TIME_AXIS,
             recipe=self.config.recipe,
+            scaling_state=None if self.scaling_state is None else tuple(self.scaling_state[name] for name in names),
             residual=self.parallel.residual,
             implementation=self.implementation,
             **_exchange(self.parallel),
@@ -238,6 +237,7 @@ class SplitProjections:
             self._kernel(name),
             scatter_axis=_TIME_AXIS,
             recipe=self.config.recipe,
+            scaling_state=None if self.scaling_state is None else self.scaling_state[name],
             implementation=self.implementation,
             **_exchange(self.parallel),
         )
@@ -289,8 +289,3 @@ def _exchange(parallel: TensorParallel) -> dict[str, Any]:
         "bidirectional": parallel.bidirectional,
         "timeout": parallel.timeout,
     }
-
-
-def _varying(x: Array) -> frozenset[str]:
-    """The mesh axes along which an array differs from device to device; empty where JAX does not track that."""
-    return jax.typeof(x).manual_axis_type.varying

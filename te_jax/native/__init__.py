@@ -4,7 +4,7 @@ An operation uses three things: `use_native` to decide, `call` to run a target o
 say how that call may be split over devices. None of them knows any operation.
 """
 
-from te_jax.native.call import call, result_type
+from te_jax.native.call import call, result_type, varying_axes
 from te_jax.native.extension import (
     ExtensionStatus,
     Implementation,
@@ -39,4 +39,5 @@ __all__ = [
     "runtime_ffi_api",
     "status",
     "use_native",
+    "varying_axes",
 ]

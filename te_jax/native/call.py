@@ -12,20 +12,28 @@ from jax.sharding import PartitionSpec
 from te_jax.native import extension
 
 
+def varying_axes(*operands) -> frozenset[str]:
+    """The mesh axes, mapped by `shard_map`, along which any of the operands differs from device to device.
+
+    Empty where JAX does not track that: in `pmap` and with check_vma=False.
+    """
+    types = [jax.typeof(x) for x in jax.tree.leaves(operands)]
+    return frozenset().union(*(type_.manual_axis_type.varying for type_ in types))
+
+
 def result_type(shape: Sequence[int], dtype: jax.typing.DTypeLike, *operands: Array):
     """The abstract value of a result that depends on all operands.
 
     Inside `shard_map` it varies over every mesh axis that any operand varies over. A plain `ShapeDtypeStruct` would
     drop these axes silently: wrong `out_specs` then pass the check, and `custom_vjp` rejects the gradients.
     """
-    types = [jax.typeof(operand) for operand in operands]
-    varying = frozenset().union(*(type_.manual_axis_type.varying for type_ in types))
-    return types[0].update(
+    first = jax.typeof(operands[0])
+    return first.update(
         shape=tuple(shape),
         dtype=np.dtype(dtype),
         weak_type=False,
-        sharding=types[0].sharding.update(spec=PartitionSpec(*(None,) * len(shape))),
-        manual_axis_type=types[0].manual_axis_type.update(varying=varying),
+        sharding=first.sharding.update(spec=PartitionSpec(*(None,) * len(shape))),
+        manual_axis_type=first.manual_axis_type.update(varying=varying_axes(*operands)),
     )
 
 

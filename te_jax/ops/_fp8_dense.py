@@ -9,19 +9,20 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native
+from te_jax.ops import _delayed
+from te_jax.ops._delayed import AxisName
 from te_jax.ops._plain_dense import Activation, KernelContracting, activate, activation_gradient
 from te_jax.ops.gemm import gemm
 from te_jax.ops.quantize import quantize
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScaling, DelayedScalingState, Product, Quantization, Recipe, Role, observe
+from te_jax.recipe import DelayedScalingState, Product, Quantization, Recipe, Role
 
-AxisName = str | tuple[str, ...]
 Copy = Literal["data", "transposed"]
 
 
@@ -186,7 +187,7 @@ def _backward(layer: Layer, residuals: _Residuals, dy: Array):
             dkernel = _cast(_wgrad(layer, x8, dy8, None, kernel_like.dtype), kernel_like)
         if for_state:
             assert state is not None
-            next_state = _next_state(layer, state, {**amaxes, "gradient": amax})
+            next_state = _delayed.next_state(state, {**amaxes, "gradient": amax}, layer.axis_name)
     elif for_bias:
         dbias = jnp.sum(dy.astype(jnp.float32), axis=tuple(range(dy.ndim - layer.out_ndim)))
     return dx, dkernel, _cast(dbias, bias_like) if for_bias else None, next_accumulator, next_state
@@ -280,60 +281,16 @@ def _quantize(
         row_ndim = layer.contracting_ndim if layer.kernel_contracting == "first" else layer.out_ndim
     rows_are_outer = role != "kernel" or layer.kernel_contracting == "last"
     one: Copy = "data" if outer == rows_are_outer else "transposed"
-    delayed = layer.recipe if isinstance(layer.recipe, DelayedScaling) else None
+    amax = _delayed.reference_amax(layer.recipe, state, role)
     result = quantize(
         x,
         layer.quantization(role),
         row_ndim=row_ndim,
         copies="both" if outer and summed else one,
-        amax=delayed.reference_amax(_as_float32(getattr(state, role))) if delayed else None,
-        with_amax=delayed is not None and observed,
+        amax=amax,
+        with_amax=amax is not None and observed,
         with_dbias=with_dbias,
         implementation=layer.implementation,
     )
     quantized, *rest = result if isinstance(result, tuple) else (result,)
-    return quantized, rest.pop(0) if delayed and observed else None, rest.pop(0) if with_dbias else None
-
-
-def _next_state(layer: Layer, state: DelayedScalingState, amaxes: dict[Role, Any]) -> DelayedScalingState:
-    """The state after this step. What was not observed, a kernel that was quantized before, stays as it is."""
-
-    def next_history(role: Role) -> Array:
-        history = getattr(state, role)
-        if role not in amaxes:
-            return history
-        axes = tuple(sorted(varying_axes(amaxes[role]) - varying_axes(history))) or _untracked(layer.axis_name)
-        amax = lax.pmax(amaxes[role], axes) if axes else amaxes[role]
-        return lax.convert_element_type(_observe(_as_float32(history), amax), history.dtype)
-
-    return DelayedScalingState(next_history("activation"), next_history("kernel"), next_history("gradient"))
-
-
-@jax.custom_batching.custom_vmap
-def _observe(history: Array, amax: Array) -> Array:
-    """The next history. Where examples of a vmap share one, it is one for all of them, with the largest magnitude."""
-    return observe(history, amax)
-
-
-@_observe.def_vmap
-def _(size: int, batched: list[bool], history: Array, amax: Array):
-    del size
-    if batched[0]:
-        return jax.vmap(observe, in_axes=(0, 0 if batched[1] else None))(history, amax), True
-    return _observe(history, jnp.max(amax, axis=0)), False
-
-
-def _as_float32(history: Array) -> Array:
-    return lax.convert_element_type(history, jnp.float32)
-
-
-def _untracked(axis_name: AxisName | None) -> tuple[str, ...]:
-    """The axes, where JAX does not track itself what varies over them."""
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name or ()
-    return tuple(name for name in names if not jax.typeof(lax.axis_index(name)).manual_axis_type.varying)
-
-
-def varying_axes(*operands) -> frozenset[str]:
-    """The manual mesh axes that any of the operands varies over."""
-    types = [jax.typeof(x) for x in jax.tree.leaves(operands)]
-    return frozenset().union(*(type_.manual_axis_type.varying for type_ in types))
+    return quantized, rest.pop(0) if amax is not None and observed else None, rest.pop(0) if with_dbias else None

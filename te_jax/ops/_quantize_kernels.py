@@ -275,8 +275,7 @@ def _combined(result: _Result, value: Array, axes: Mapping[str, tuple[str, ...]]
 
 def _varies_more(value: Array, operand: Array) -> bool:
     """Whether, inside shard_map, the value varies over mesh axes over which the operand does not."""
-    varying, also = (jax.typeof(x).manual_axis_type.varying for x in (value, operand))
-    return bool(varying - also)
+    return bool(native.varying_axes(value) - native.varying_axes(operand))
 
 
 def _dimensions(name: str, ndim: int, blocked: bool) -> Dimensions:

@@ -16,11 +16,12 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native
-from te_jax.ops import _fp8_dense, _plain_dense
-from te_jax.ops._fp8_dense import AxisName, Layer, varying_axes
+from te_jax.ops import _delayed, _fp8_dense, _plain_dense
+from te_jax.ops._delayed import AxisName
+from te_jax.ops._fp8_dense import Layer
 from te_jax.ops._plain_dense import ACTIVATIONS, Activation, KernelContracting
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BLOCK, DelayedScaling, DelayedScalingState, Recipe
+from te_jax.recipe import BLOCK, DelayedScalingState, Recipe
 
 _ALIGNMENT = 16  # values of one byte in what FP8 matrix products read at once
 _FLOATS = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16))
@@ -175,7 +176,7 @@ def _validate(x: Array, kernel, bias: Array | None, shape: _Shape, activation, a
         raise ValueError(f"activation is {activation!r}; it must be None or one of {ACTIVATIONS}: apply others to y")
     if 0 in (*shape.inner, *shape.outer):
         raise ValueError(f"kernel has shape {kernel.shape}; only the batch may be empty")
-    if accumulator is not None and (missing := varying_axes(x, kernel) - varying_axes(accumulator)):
+    if accumulator is not None and (missing := native.varying_axes(x, kernel) - native.varying_axes(accumulator)):
         raise ValueError(
             f"wgrad_accumulator is the same on all devices along {sorted(missing)}, but each has other tokens or "
             "another kernel there and accumulates its own part: make it with lax.pcast(…, to='varying') or pass it in "
@@ -203,21 +204,7 @@ def _validate_fp8(
             )
     if isinstance(kernel, QuantizedArray):
         _validate_quantized(kernel, shape, recipe, kernel_contracting)
-    if not isinstance(recipe, DelayedScaling):
-        if state is not None:
-            raise ValueError(f"scaling_state is given, but recipe is {recipe!r}; only DelayedScaling has a state")
-        return
-    if not isinstance(state, DelayedScalingState):
-        raise ValueError(f"scaling_state is {state!r}; DelayedScaling needs a DelayedScalingState, first recipe.init()")
-    for role in ("activation", "kernel", "gradient"):
-        history = getattr(state, role)
-        if history.shape != (recipe.history_len,):
-            raise ValueError(
-                f"scaling_state has {role} of shape {history.shape}; for history_len={recipe.history_len} it must be "
-                f"({recipe.history_len},): make it with recipe.init()"
-            )
-        if not jnp.issubdtype(history.dtype, jax.dtypes.extended) and history.dtype != jnp.float32:
-            raise ValueError(f"scaling_state has {role} of dtype {history.dtype}; it must be float32")
+    _delayed.validate(recipe, state)
 
 
 def _validate_quantized(kernel: QuantizedArray, shape: _Shape, recipe: Recipe, kernel_contracting: str) -> None:
@@ -313,10 +300,10 @@ def _padded(x: Array, padding: int) -> Array:
 def _varying_together(*operands):
     """The operands, all varying over the manual mesh axes that any of them varies over. Gradients are then summed over
     those axes outside, as those of JAX's own operations are."""
-    axes = varying_axes(*operands)
+    axes = native.varying_axes(*operands)
 
     def vary(x: Array) -> Array:
-        missing = tuple(sorted(axes - varying_axes(x)))
+        missing = tuple(sorted(axes - native.varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, operands)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from te_jax import native
 from te_jax.ops.gemm import gemm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling as CopyScaling
@@ -244,12 +245,6 @@ def all_gather(x: Array, axis_name: tuple[str, ...], *, axis: int = 0, tiled: bo
 
 def empty(shape: tuple[int, ...], like: Array) -> Array:
     """A buffer to be written over, which varies over the mesh axes that `like` varies over."""
-    varying = tuple(sorted(jax.typeof(like).manual_axis_type.varying))
+    varying = tuple(sorted(native.varying_axes(like)))
     buffer = lax.empty(shape, like.dtype)
     return lax.pcast(buffer, varying, to="varying") if varying else buffer
-
-
-def varying_axes(*operands) -> frozenset[str]:
-    """The manual mesh axes that any of the operands varies over."""
-    types = [jax.typeof(x) for x in jax.tree.leaves(operands)]
-    return frozenset().union(*(type_.manual_axis_type.varying for type_ in types))

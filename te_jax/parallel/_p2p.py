@@ -203,13 +203,13 @@ def axes_left_to_xla() -> list[str]:
 
 def _varying_over(axes: tuple[str, ...], operands: Sequence[Array]) -> list[Array]:
     """The operands, all varying over the axes and over those of each other: they are of one call."""
-    union = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+    union = native.varying_axes(*operands)
     if not union:  # check_vma=False, or pmap: nothing is tracked
         return list(operands)
     union |= frozenset(axes)
 
     def vary(x: Array) -> Array:
-        missing = tuple(sorted(union - jax.typeof(x).manual_axis_type.varying))
+        missing = tuple(sorted(union - native.varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return [vary(x) for x in operands]

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import native
+from te_jax.ops import _delayed
 from te_jax.ops.gemm import gemm
 from te_jax.parallel import _p2p, _ring, _xla
 from te_jax.parallel._call import ALIGNMENT, Call, scaling_of, validate_rows_of_blocks
@@ -27,31 +28,33 @@ from te_jax.parallel._sides import (
     travelling_parts,
 )
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Product
+from te_jax.recipe import DelayedScalingState, Product, Role
 
 _NAMES = {"activation": "te_collective_activation", "kernel": "te_collective_kernel"}
 
 
 # Under jit even when called eagerly: shard_map does not run rules of derivatives that tell apart what is asked for.
 @functools.partial(jax.jit, static_argnums=0, inline=native.INLINE)
-def all_gather_products(call: Call, x, weights, biases) -> Any:
-    return _gathered_products(call, x, weights, biases)
+def all_gather_products(call: Call, x, weights, biases, states) -> Any:
+    return _gathered_products(call, x, weights, biases, states)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=native.INLINE)
-def reduce_scatter_product(call: Call, x, weight, bias) -> Any:
-    return _scattered_product(call, x, weight, bias)
+def reduce_scatter_product(call: Call, x, weight, bias, state) -> Any:
+    return _scattered_product(call, x, weight, bias, state)
 
 
 class _Residuals(NamedTuple):
     """What is kept for the backward pass. What is not needed is there without elements: JAX may run the backward pass
     of one choice of derivatives with the tree of another's residuals, so only shapes may depend on the choice."""
 
-    wanted: tuple[Array, ...]  # gradients of x, of each of the weights and of each bias: (1, 0) for yes, (0, 0) for no
+    wanted: tuple[Array, ...]  # of x, of each of the weights, biases and states: (1, 0) for yes, (0, 0) for no
     dtypes: _Dtypes
     activation: Array  # what dw reads of x
     activation_scale_inv: Array | None
     weights: tuple[Operand, ...]  # right sides that sum over N
+    states: tuple[DelayedScalingState | None, ...]  # of each of the weights
+    amaxes: tuple[Array, ...]  # of x and of each of the weights
 
 
 @jax.tree_util.register_static
@@ -68,27 +71,31 @@ class _Wanted(NamedTuple):
     x: bool
     weights: tuple[bool, ...]
     biases: tuple[bool, ...]
+    states: tuple[bool, ...]
 
     @classmethod
-    def of(cls, x, weights, biases) -> _Wanted:
+    def of(cls, x, weights, biases, states) -> _Wanted:
         """From the operands of a forward rule. What was quantized before has no gradient."""
 
         def perturbed(operand) -> bool:
             leaves = jax.tree.leaves(operand)
             return not isinstance(operand, QuantizedArray) and any(leaf.perturbed for leaf in leaves)
 
-        return cls(perturbed(x), tuple(map(perturbed, weights)), tuple(map(perturbed, biases)))
+        return cls(perturbed(x), *(tuple(map(perturbed, operands)) for operands in (weights, biases, states)))
 
     def as_flags(self) -> tuple[Array, ...]:
-        return tuple(jnp.zeros((int(flag), 0), jnp.int8) for flag in (self.x, *self.weights, *self.biases))
+        return tuple(
+            jnp.zeros((int(flag), 0), jnp.int8) for flag in (self.x, *self.weights, *self.biases, *self.states)
+        )
 
     @classmethod
     def from_flags(cls, flags: tuple[Array, ...]) -> _Wanted:
         first, *rest = (len(flag) == 1 for flag in flags)
-        return cls(first, tuple(rest[: len(rest) // 2]), tuple(rest[len(rest) // 2 :]))
+        count = len(rest) // 3
+        return cls(first, tuple(rest[:count]), tuple(rest[count : 2 * count]), tuple(rest[2 * count :]))
 
 
-_NOTHING = _Wanted(False, (), ())
+_NOTHING = _Wanted(False, (), (), ())
 
 
 def _all_gather_gemm(call: Call, product: Product, x: Operand, weights, biases, extras=(), *, keep_gathered=False):
@@ -113,17 +120,17 @@ def _transport(call: Call, exchange: Exchange, kind: Literal["all_gather", "redu
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered_products(call: Call, x, weights: tuple[Any, ...], biases: tuple[Any, ...]):
+def _gathered_products(call: Call, x, weights: tuple[Any, ...], biases: tuple[Any, ...], states: tuple[Any, ...]):
     """(products [A, D·R, N], gathered x [A, D·R, K] where it is a result)"""
-    return _gathered_products_and_residuals(call, x, weights, biases, _NOTHING)[0]
+    return _gathered_products_and_residuals(call, x, weights, biases, states, _NOTHING)[0]
 
 
 def _gathered_products_forward(call: Call, *operands):
-    x, weights, biases = custom_vjp_primal_tree_values(operands)
-    return _gathered_products_and_residuals(call, x, weights, biases, _Wanted.of(*operands))
+    x, weights, biases, states = custom_vjp_primal_tree_values(operands)
+    return _gathered_products_and_residuals(call, x, weights, biases, states, _Wanted.of(*operands))
 
 
-def _gathered_products_and_residuals(call: Call, x, weights, biases, wanted: _Wanted):
+def _gathered_products_and_residuals(call: Call, x, weights, biases, states, wanted: _Wanted):
     dtypes = _Dtypes(tuple(np.dtype(weight.dtype) for weight in weights))
     for_w = any(wanted.weights)
     keep = for_w and call.residual == "gathered"
@@ -135,17 +142,24 @@ def _gathered_products_and_residuals(call: Call, x, weights, biases, wanted: _Wa
         activation, scale_inv = gathered if keep else x if for_w else _absent(x.dtype), None
         kept = tuple(Operand(weight if wanted.x else _absent(weight.dtype)) for weight in weights)
         results = products, gathered if call.gather_result else None
-        return results, _residuals(wanted, dtypes, activation, scale_inv, kept)
+        return results, _residuals(wanted, dtypes, activation, scale_inv, kept, states)
 
     rows, cols = {"rows": call.axis_name}, {"cols": call.axis_name}
     # One scale for all of the tensor: the gathered codes are transposed where that is read.
     travelling = for_w and call.scaling != "tensor"
-    x8, _ = quantize_matrix(call, "activation", x, rows, data=True, transposed=travelling, gathered=True)
+    observed = any(wanted.states)
+    x8, x_amax, _ = quantize_matrix(
+        call, "activation", x, rows, data=True, transposed=travelling, gathered=True, state=states[0], observed=observed
+    )
     if for_w:
         validate_rows_of_blocks(call)
-    quantized_weights = [
-        quantize_matrix(call, "kernel", weight, cols, data=wanted.x, transposed=True)[0] for weight in weights
-    ]
+    quantized_weights, amaxes = [], [x_amax]
+    for weight, state in zip(weights, states, strict=True):
+        weight8, amax, _ = quantize_matrix(
+            call, "kernel", weight, cols, data=wanted.x, transposed=True, state=state, observed=observed
+        )
+        quantized_weights.append(weight8)
+        amaxes.append(amax)
     products, gathered, extras = _all_gather_gemm(
         call,
         "forward",
@@ -165,7 +179,7 @@ def _gathered_products_and_residuals(call: Call, x, weights, biases, wanted: _Wa
     kept = tuple(
         _kept_weight(weight, weight8, wanted.x) for weight, weight8 in zip(weights, quantized_weights, strict=True)
     )
-    return (products, None), _residuals(wanted, dtypes, activation, scale_inv, kept)
+    return (products, None), _residuals(wanted, dtypes, activation, scale_inv, kept, states, amaxes)
 
 
 def _gathered_products_backward(call: Call, residuals: _Residuals, cotangents):
@@ -176,6 +190,8 @@ def _gathered_products_backward(call: Call, residuals: _Residuals, cotangents):
     dx: Any = None
     dweights: list[Any] = [None] * len(dys)
     dbiases: list[Any] = [None] * len(dys)
+    dstates: list[Any] = [None] * len(dys)
+    amaxes: list[Any] = [None] * len(dys)
     lefts, rights = [], []
     whole = _whole_activation(call, residuals, dys[seen[0]]) if any(wanted.weights[i] for i in seen) else None
     for i in seen:
@@ -189,9 +205,17 @@ def _gathered_products_backward(call: Call, residuals: _Residuals, cotangents):
             if for_w:
                 assert whole is not None
                 dweights[i] = dot(whole.data, dy, (0, 1), (0, 1), dtype)
-        elif wanted.x or for_w:
-            dy8, dbiases[i] = quantize_matrix(
-                call, "gradient", dy, {"cols": call.axis_name}, data=wanted.x, transposed=for_w, with_dbias=for_bias
+        elif wanted.x or for_w or wanted.states[i]:
+            dy8, amaxes[i], dbiases[i] = quantize_matrix(
+                call,
+                "gradient",
+                dy,
+                {"cols": call.axis_name},
+                data=wanted.x or not for_w,
+                transposed=for_w,
+                with_dbias=for_bias,
+                state=residuals.states[i],
+                observed=wanted.states[i],
             )
             if wanted.x:
                 lefts.append(left_side(dy8, A, D, R))
@@ -207,63 +231,73 @@ def _gathered_products_backward(call: Call, residuals: _Residuals, cotangents):
         if dgathered is not None and not isinstance(dgathered, SymbolicZero):
             more = lax.psum_scatter(dgathered.astype(jnp.float32), call.axis_name, scatter_dimension=1, tiled=True)
             dx = (more if dx is None else dx.astype(jnp.float32) + more).astype(call.x_dtype)
-    return dx, tuple(dweights), tuple(dbiases)
+    for i, state in enumerate(residuals.states):
+        if wanted.states[i]:
+            dstates[i] = _next_state(call, state, (residuals.amaxes[0], residuals.amaxes[i + 1], amaxes[i]))
+    return dx, tuple(dweights), tuple(dbiases), tuple(dstates)
 
 
 _gathered_products.defvjp(_gathered_products_forward, _gathered_products_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scattered_product(call: Call, x, weight, bias: Array | None) -> Array:
+def _scattered_product(call: Call, x, weight, bias: Array | None, state: DelayedScalingState | None) -> Array:
     """[A, R, N]"""
-    return _scattered_product_and_residuals(call, x, weight, bias, _NOTHING)[0]
+    return _scattered_product_and_residuals(call, x, weight, bias, state, _NOTHING)[0]
 
 
-def _scattered_product_forward(call: Call, x, weight, bias):
-    wanted = _Wanted.of(x, (weight,), (bias,))
-    x, weight, bias = custom_vjp_primal_tree_values((x, weight, bias))
-    return _scattered_product_and_residuals(call, x, weight, bias, wanted)
+def _scattered_product_forward(call: Call, x, weight, bias, state):
+    wanted = _Wanted.of(x, (weight,), (bias,), (state,))
+    x, weight, bias, state = custom_vjp_primal_tree_values((x, weight, bias, state))
+    return _scattered_product_and_residuals(call, x, weight, bias, state, wanted)
 
 
-def _scattered_product_and_residuals(call: Call, x, weight, bias: Array | None, wanted: _Wanted):
+def _scattered_product_and_residuals(call: Call, x, weight, bias: Array | None, state, wanted: _Wanted):
     dtypes = _Dtypes((np.dtype(weight.dtype),))
     for_w = any(wanted.weights)
     if call.recipe is None:
         right = Operand(weight.astype(x.dtype), summed_first=True)
         z = _gemm_reduce_scatter(call, "forward", (Operand(x),), (right,), bias)
         kept = Operand(weight if wanted.x else _absent(weight.dtype))
-        return z, _residuals(wanted, dtypes, x if for_w else _absent(x.dtype), None, (kept,))
+        return z, _residuals(wanted, dtypes, x if for_w else _absent(x.dtype), None, (kept,), (state,))
 
     if for_w:
         validate_rows_of_blocks(call)
-    x8, _ = quantize_matrix(call, "activation", x, {"cols": call.axis_name}, data=True, transposed=for_w)
-    weight8, _ = quantize_matrix(call, "kernel", weight, {"rows": call.axis_name}, data=wanted.x, transposed=True)
+    rows, cols = {"rows": call.axis_name}, {"cols": call.axis_name}
+    observed = any(wanted.states)
+    x8, x_amax, _ = quantize_matrix(
+        call, "activation", x, cols, data=True, transposed=for_w, state=state, observed=observed
+    )
+    weight8, amax, _ = quantize_matrix(
+        call, "kernel", weight, rows, data=wanted.x, transposed=True, state=state, observed=observed
+    )
     left = left_side(x8, call.leading, call.size, call.rows)
     z = _gemm_reduce_scatter(call, "forward", (left,), (transposed_side(weight8),), bias)
     activation, scale_inv = x8.transposed, x8.transposed_scale_inv
     if not for_w or activation is None:
         activation, scale_inv = _absent(left.data.dtype), _absent(jnp.float32)
     kept = _kept_weight(weight, weight8, wanted.x)
-    return z, _residuals(wanted, dtypes, activation, scale_inv, (kept,))
+    return z, _residuals(wanted, dtypes, activation, scale_inv, (kept,), (state,), (x_amax, amax))
 
 
 def _scattered_product_backward(call: Call, residuals: _Residuals, dz):
     if isinstance(dz, SymbolicZero):
-        return None, None, None
+        return None, None, None, None
     wanted = _Wanted.from_flags(residuals.wanted)
     (for_w,), (for_bias,), (dtype,) = wanted.weights, wanted.biases, residuals.dtypes.weights
+    (for_state,), (state,) = wanted.states, residuals.states
     dbias = jnp.sum(dz.astype(jnp.float32), axis=(0, 1)) if for_bias else None
-    dx = dweight = None
+    dx = dweight = dstate = None
     gathered: Any = None
     extras: tuple[Array, ...] = ()
-    if not (wanted.x or for_w):
-        return None, None, dbias
+    if not (wanted.x or for_w or for_state):
+        return None, None, dbias, None
     dz8 = None
     if call.recipe is None:
         left = Operand(dz.astype(call.x_dtype))
     else:
         travelling = for_w and call.scaling != "tensor"
-        dz8, _ = quantize_matrix(
+        dz8, amax, _ = quantize_matrix(
             call,
             "gradient",
             dz,
@@ -271,7 +305,11 @@ def _scattered_product_backward(call: Call, residuals: _Residuals, dz):
             data=wanted.x or not travelling,
             transposed=travelling,
             gathered=True,
+            state=state,
+            observed=for_state,
         )
+        if for_state:
+            dstate = _next_state(call, state, (*residuals.amaxes, amax))
         left = left_side(dz8, call.leading, call.rows) if dz8.data is not None else None
         extras = travelling_parts(call, dz8) if travelling else ()
     keep = for_w and not extras
@@ -298,7 +336,7 @@ def _scattered_product_backward(call: Call, residuals: _Residuals, dz):
         dweight = _wgrad(call, x8, right, dtype)
     if dx is not None:
         dx = dx.reshape(call.leading, call.size, call.rows, dx.shape[-1])
-    return dx, dweight, dbias
+    return dx, dweight, dbias, dstate
 
 
 _scattered_product.defvjp(_scattered_product_forward, _scattered_product_backward, symbolic_zeros=True)
@@ -308,7 +346,9 @@ def _absent(dtype) -> Array:
     return jnp.zeros((0,), dtype)
 
 
-def _residuals(wanted: _Wanted, dtypes, activation: Any, scale_inv, weights: tuple[Operand, ...]) -> _Residuals:
+def _residuals(
+    wanted: _Wanted, dtypes, activation: Any, scale_inv, weights: tuple[Operand, ...], states, amaxes=()
+) -> _Residuals:
     name = _NAMES["activation"]
     return _Residuals(
         wanted.as_flags(),
@@ -316,7 +356,18 @@ def _residuals(wanted: _Wanted, dtypes, activation: Any, scale_inv, weights: tup
         checkpoint_name(activation, name),
         None if scale_inv is None else checkpoint_name(scale_inv, name),
         weights,
+        states,
+        tuple(_absent(jnp.float32) if amax is None else checkpoint_name(amax, name) for amax in amaxes),
     )
+
+
+def _next_state(call: Call, state: Any, amaxes: tuple[Any, ...]) -> DelayedScalingState:
+    """What follows from the largest magnitudes of x, w and dy; those without elements or None were not observed."""
+    roles: tuple[Role, ...] = ("activation", "kernel", "gradient")
+    seen: dict[Role, Any] = {
+        role: amax for role, amax in zip(roles, amaxes, strict=True) if amax is not None and amax.ndim == 0
+    }
+    return _delayed.next_state(state, seen, call.axis_name)
 
 
 def _kept_weight(weight, weight8: QuantizedArray, wanted: bool) -> Operand:

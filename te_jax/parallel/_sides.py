@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
+from te_jax.ops import _delayed
 from te_jax.ops.quantize import quantize
 from te_jax.parallel._call import Call, scaling_of
 from te_jax.parallel._exchange import Operand
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Role
+from te_jax.recipe import DelayedScalingState, Role
+
+
+class Quantized(NamedTuple):
+    """A quantized matrix, with the largest magnitude of this device's part and Σ rows in float32 where asked for."""
+
+    array: QuantizedArray
+    amax: Array | None
+    dbias: Array | None
 
 
 def quantize_matrix(
@@ -25,8 +34,10 @@ def quantize_matrix(
     transposed: bool,
     gathered: bool = False,
     with_dbias: bool = False,
-) -> tuple[QuantizedArray, Array | None]:
-    """(FP8 of x as a matrix of rows [-1, last dimension], Σ rows in float32 where asked for).
+    state: DelayedScalingState | None = None,
+    observed: bool = False,
+) -> Quantized:
+    """FP8 of x as a matrix of rows [-1, last dimension].
 
     Args:
       call: what is static.
@@ -36,23 +47,29 @@ def quantize_matrix(
       data, transposed: which copies are needed.
       gathered: the rows of other devices are gathered: the scales of columns then have to agree.
       with_dbias: whether the sum is asked for.
+      state: of delayed scaling, the same on all devices; None for other recipes.
+      observed: whether the largest magnitude is asked for.
     """
     if isinstance(x, QuantizedArray):
         if transposed and x.transposed is None:
             raise ValueError(
                 "x has no transposed copy, which the gradient with respect to w reads; quantize it with copies='both'"
             )
-        return x, None
+        return Quantized(x, None, None)
+    amax = _delayed.reference_amax(call.fp8, state, role)
     agreed = call.scaling == "tensor" or (gathered and call.scaling == "row")
     result = quantize(
         x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
         call.fp8.quantization(role),
         copies="both" if data and transposed else "data" if data else "transposed",
-        axis_name=split if agreed else None,
+        amax=amax,
+        axis_name=split if agreed and amax is None else None,
+        with_amax=observed,
         with_dbias=with_dbias,
         implementation=call.implementation,
     )
-    return result if with_dbias else (result, None)
+    array, *rest = result if isinstance(result, tuple) else (result,)
+    return Quantized(array, rest.pop(0) if observed else None, rest.pop(0) if with_dbias else None)
 
 
 def travelling_parts(call: Call, x8: QuantizedArray) -> tuple[Array, ...]:

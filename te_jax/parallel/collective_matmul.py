@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax import native
+from te_jax.ops import _delayed
 from te_jax.parallel._call import (
     ALIGNMENT,
     FLOAT_NAMES,
@@ -30,10 +31,9 @@ from te_jax.parallel._call import (
     Residual,
     TransportName,
 )
-from te_jax.parallel._exchange import varying_axes
 from te_jax.parallel._products import all_gather_products, reduce_scatter_product
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BLOCK, DelayedScaling, Recipe, Role
+from te_jax.recipe import BLOCK, DelayedScalingState, Recipe, Role
 
 Weight = Array | QuantizedArray
 
@@ -48,6 +48,7 @@ def all_gather_matmul(
     bias: Array | tuple[Array | None, ...] | None = None,
     gather_axis: int = -2,
     recipe: Recipe | None = None,
+    scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
     transport: TransportName = "auto",
     bidirectional: bool = False,
     gather_result: bool = False,
@@ -78,6 +79,10 @@ def all_gather_matmul(
       bias: [*N], or None; a tuple of them where w is one.
       gather_axis: the dimension of x that is split, any but the last.
       recipe: how to quantize; None multiplies x and w as they are.
+      scaling_state: for DelayedScaling: histories of largest magnitudes, the same on all devices; a tuple of them where
+        w is one, of which the first says how x is quantized. Its cotangent is the next state, as in
+        `te_jax.ops.dense`: what was observed is combined over all axes along which it varies, and over axis_name alone
+        in `pmap` and with check_vma=False; there combine next states over other axes with `lax.pmax`.
       transport: "xla": one all-gather, then the product; nothing overlaps. "ring": shards are passed on by `ppermute`,
         this device's own is multiplied first. "p2p": copies between GPUs that run beside the products; it needs
         the extension, and a shard_map that maps all axes. "auto" is "p2p" on GPUs of one process where products last
@@ -115,9 +120,10 @@ def all_gather_matmul(
         bidirectional, residual, gather_result, out_dtype, timeout, implementation,
     )  # fmt: skip
     _validate_recipe(call, x, weights, names, "gather_axis", group)
+    states = _states(call, scaling_state, len(weights), several)
     outs = [weight.shape[1:] for weight in weights]
     operands = _canonical(call, x, (call.leading, call.rows), weights, biases)
-    products, gathered = all_gather_products(call, *operands)
+    products, gathered = all_gather_products(call, *operands, states)
     rows = (*lead, group.size * x.shape[axis], *mid)
     y: Any = tuple(product.reshape(*rows, *out) for product, out in zip(products, outs, strict=True))
     y = y if several else y[0]
@@ -132,6 +138,7 @@ def matmul_reduce_scatter(
     bias: Array | None = None,
     scatter_axis: int = -2,
     recipe: Recipe | None = None,
+    scaling_state: DelayedScalingState | None = None,
     transport: TransportName = "auto",
     bidirectional: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
@@ -159,7 +166,7 @@ def matmul_reduce_scatter(
       axis_name: the mesh axis of the devices, or several: the first varies slowest.
       bias: [*N], the same on all devices, added once, after the sum; or None.
       scatter_axis: the dimension of x that the result is split along, any but the last; a multiple of D.
-      recipe, transport, bidirectional, out_dtype, timeout, implementation: as in `all_gather_matmul`.
+      recipe, scaling_state, transport, bidirectional, out_dtype, timeout, implementation: as in `all_gather_matmul`.
 
     Returns:
       y [*lead, S/D, *mid, *N]. Gradients have the dtypes of what they belong to.
@@ -188,8 +195,9 @@ def matmul_reduce_scatter(
         "shard", False, out_dtype, timeout, implementation,
     )  # fmt: skip
     _validate_recipe(call, x, (weight,), ["w"], "scatter_axis", group)
+    (state,) = _states(call, scaling_state, 1, False)
     x, (w,), (bias,) = _canonical(call, x, (call.leading, call.size, call.rows), (weight,), (bias,))
-    y = reduce_scatter_product(call, x, w, bias)
+    y = reduce_scatter_product(call, x, w, bias, state)
     return y.reshape(*lead, size, *mid, *weight.shape[1:])
 
 
@@ -266,11 +274,6 @@ def _validate_recipe(call: Call, x, weights: tuple[Any, ...], names: list[str], 
         return
     if not isinstance(recipe, Recipe):
         raise ValueError(f"recipe is {recipe!r}; it must be a Recipe, such as te_jax.recipe.CurrentScaling(), or None")
-    if isinstance(recipe, DelayedScaling):
-        raise ValueError(
-            "recipe is DelayedScaling, whose state collective products do not carry; use CurrentScaling, whose scales "
-            "follow from the tensors themselves"
-        )
     if call.gather_result:
         raise ValueError(
             "gather_result is True with a recipe: only FP8 values are gathered; pass several weights in a tuple to "
@@ -292,7 +295,7 @@ def _validate_recipe(call: Call, x, weights: tuple[Any, ...], names: list[str], 
         _validate_quantized("x", x, x.ndim - 1, recipe, "activation", "data")
         if call.name == "all_gather_matmul" and call.scaling == "tensor":
             assert x.scale_inv is not None
-            if differing := varying_axes(x.scale_inv) & set(group.names):
+            if differing := native.varying_axes(x.scale_inv) & set(group.names):
                 raise ValueError(
                     f"x has another scale on each device along {sorted(differing)}; scales of tensors must agree: "
                     "quantize it with axis_name"
@@ -300,6 +303,29 @@ def _validate_recipe(call: Call, x, weights: tuple[Any, ...], names: list[str], 
     for name, weight in zip(names, weights, strict=True):
         if isinstance(weight, QuantizedArray):
             _validate_quantized(name, weight, 1, recipe, "kernel", "transposed")
+
+
+def _states(call: Call, states: Any, count: int, several: bool) -> tuple[DelayedScalingState | None, ...]:
+    if not several:
+        if isinstance(states, tuple | list):
+            raise ValueError("scaling_state is a tuple, but w is not; pass a DelayedScalingState")
+        states = (states,)
+    elif states is None:
+        states = (None,) * count
+    elif not isinstance(states, tuple | list) or len(states) != count:
+        raise ValueError(f"w is a tuple of {count}, so scaling_state must be one too, with a state for each")
+    for i, state in enumerate(states):
+        name = f"scaling_state[{i}]" if several else "scaling_state"
+        if call.recipe is not None:
+            _delayed.validate(call.recipe, state, name)
+        elif state is not None:
+            raise ValueError(f"{name} is given, but recipe is None; only DelayedScaling has a state")
+        if differing := native.varying_axes(state) & set(call.axis_name):
+            raise ValueError(
+                f"{name} differs from device to device along {sorted(differing)}; scales of tensors must agree: pass "
+                "it into shard_map whole, with PartitionSpec()"
+            )
+    return tuple(states)
 
 
 def _validate_quantized(name: str, x: QuantizedArray, row_ndim: int, recipe: Recipe, role: Role, copy: str) -> None:
@@ -343,10 +369,10 @@ def _canonical(call: Call, x, sizes: tuple[int, ...], weights: tuple[Any, ...], 
     tracked = {
         name for name in call.axis_name if jax.typeof(lax.axis_index(name)).manual_axis_type.varying
     }  # not in pmap, nor with check_vma=False
-    axes = varying_axes(operands) | tracked
+    axes = native.varying_axes(operands) | tracked
 
     def vary(x: Array) -> Array:
-        missing = tuple(sorted(axes - varying_axes(x)))
+        missing = tuple(sorted(axes - native.varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, operands)

@@ -20,6 +20,7 @@ from te_jax.cli._run_folder import read_header
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, init
 from te_jax.parallel import inspect
+from te_jax.recipe import DelayedScaling
 
 STEPS = 30
 ARGV = [
@@ -155,8 +156,9 @@ def test_recipe_and_twin_on_a_mesh_of_data_and_parts(on_one_device, tmp_path, ca
 # ------------------------------------------------------------------------------------------------ the compiled parts
 
 
-def learner_of(tp, state_dtype="float32"):
-    config, placement = PRESETS["nano"], _step.build_placement(jax.devices()[:tp], tp)
+def learner_of(tp, state_dtype="float32", recipe=None):
+    config = dataclasses.replace(PRESETS["nano"], recipe=recipe)
+    placement = _step.build_placement(jax.devices()[:tp], tp)
     loss = _step.te_jax_loss(config, "native" if native.available() else "reference", placement)
     optimizer = _step.build_optimizer(1e-2, 10, state_dtype=state_dtype)
     return _step.build_learner(config, loss, optimizer, placement), placement
@@ -183,6 +185,18 @@ def test_moments_in_few_bytes_are_split_as_parameters_are(rng):
     assert adam.mu_bounds["head"].shape == (32, 2)
     assert adam.mu_bounds["head"].addressable_shards[0].data.shape == (32, 1)
     assert adam.mu_bounds["layers"]["gate"].sharding.is_fully_replicated
+
+
+def test_the_state_of_delayed_scaling_is_that_of_one_device(rng):
+    batches = rng.integers(0, 256, (3, 4, 33)).astype(np.uint8)
+    recipe = DelayedScaling(history_len=4)
+    (before, expected), (after, found) = (steps_of(*learner_of(tp, recipe=recipe), batches) for tp in (1, 2))
+    np.testing.assert_allclose(found, expected, rtol=1e-2)
+    for name, state in after.scaling.items():
+        assert all(history.sharding.is_fully_replicated for history in jax.tree.leaves(state))
+        np.testing.assert_array_equal(state.kernel[:, 2], before.scaling[name].kernel[:, 2])  # of the first step
+        np.testing.assert_allclose(state.activation[:, 2], before.scaling[name].activation[:, 2], rtol=0.1)
+        assert (np.asarray(state.gradient[:, :3]) > 0).all()
 
 
 def test_a_step_moves_no_parameters(rng):
@@ -224,7 +238,6 @@ def refused(argv, capsys):
             "that fit this decoder: 1, 2; presets that 4 fits: tiny, small, 8b",
         ),
         (["--preset", "small", "--tp", "3"], "presets that 3 fits: none"),
-        (["--tp", "2", "--recipe", "delayed"], "--recipe delayed does not run with --tp: use --recipe current"),
         (["--tp", "2", "--seq-len", "33"], "--seq-len 33 does not divide over --tp 2: choose a multiple of 2"),
         (["--tp", "2", "--recipe", "block"], "does not divide over --tp 2 in blocks of 128: choose a multiple of 256"),
         (

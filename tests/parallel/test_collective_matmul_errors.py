@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
 
 functions = pytest.mark.parametrize("name", FUNCTIONS)
 GATHER, SCATTER = FUNCTIONS
@@ -64,7 +64,6 @@ def _two_devices(require_devices):
         (r"bias has shape \(8,\); for w of shape \(16, 16\) it must be \(16,\)", {"bias": jnp.zeros((8,))}),
         ("bias is a tuple, but w is not", {"bias": (None,)}),
         ("recipe is 'fp8'; it must be a Recipe", {"recipe": "fp8"}),
-        ("recipe is DelayedScaling.*use CurrentScaling", {"recipe": DelayedScaling()}),
         ("w has shape .*, 8 features out on this device; FP8 products need a multiple of 16", {
             "w": (16, 8), "recipe": CurrentScaling(),
         }),
