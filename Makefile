@@ -82,7 +82,7 @@ sanitize: $(PACKAGE) $(TOOLS)
 SANITIZE := $(abspath build/sanitize)
 sanitize-cpu: $(PACKAGE) $(TOOLS)
 	$(PY) -m cmake -S . -B $(SANITIZE) -G Ninja -DCMAKE_MAKE_PROGRAM="$$($(PY) -c 'import ninja; print(ninja.BIN_DIR)')/ninja" \
-	  -DPython_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" -DTE_JAX_CUDA=OFF -DTE_JAX_SANITIZE=ON
+	  -DPython_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" -DTE_JAX_CUDA=OFF -DTE_JAX_SANITIZE=ON -DCMAKE_CXX_FLAGS_RELEASE=-O1
 	$(PY) -m cmake --build $(SANITIZE)
 	$(PY) -m cmake --install $(SANITIZE) --prefix $(SANITIZE)/installed
 	$(PY) -m venv --without-pip $(SANITIZE)/venv

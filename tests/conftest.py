@@ -3,6 +3,7 @@
 Everything here happens before a backend starts. The same tests run on a GPU with `JAX_PLATFORMS=cuda`.
 """
 
+import gc
 import os
 import secrets
 
@@ -15,6 +16,7 @@ from xla_flags import asks_for_devices, compile_quickly
 
 from te_jax import native
 
+gc.set_threshold(100_000, 20, 50)  # tracing makes many objects that stay: looking for cycles was a tenth of the time
 compile_quickly()
 if not asks_for_devices():
     jax.config.update("jax_num_cpu_devices", 8)
@@ -42,6 +44,8 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_modifyitems(items):
+    # Workers share files in this order: one that takes minutes would end alone.
+    items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_train.py"))
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if on_gpu and not (jax.default_backend() == "gpu" and native.available()):
         skip = pytest.mark.skip(reason="needs a GPU and the CUDA extension")
