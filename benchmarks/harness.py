@@ -402,6 +402,7 @@ def run_family(
     quick: bool = False,
     output: Path | None = None,
     commit: str | None = None,
+    add: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
     """Measure a family on JAX's default backend, print its table, and write its result file.
@@ -415,51 +416,87 @@ def run_family(
       output: results folder; None for `benchmarks/results`, where only complete runs are written, so that a partial
         run never replaces published figures.
       commit: recorded when the checkout carries no git history.
+      add: keep the other cases of the result file, which must be of the same commit, device and versions.
       say: receives each line of the report.
 
     Returns:
       0, or 1 when an implementation's results were outside its error bounds.
 
     Raises:
-      SelectionError: a case or peer is unknown, or the platform has no cases.
+      SelectionError: a case or peer is unknown, the platform has no cases, or the result file is of another commit,
+        device or version than what would be added.
     """
     device = jax.devices()[0]
     chosen = _chosen_cases(family, device.platform, cases, quick)
     implementations = _chosen_implementations(family, peers)
-    complete = not quick and not cases and peers is None
     record = environment(commit)
     timing = QUICK if quick else FULL
+    folder = output or RESULTS
+    found = _kept(folder, name, record, timing, {case.name for case in chosen}) if add else _empty()
+    default = {case.name for case in family.cases.get(device.platform, ())}
     say(f"{name} on {device.device_kind}, {timing.samples} samples of about {timing.sample_seconds * 1e3:.0f} ms")
 
-    total = CaseResult()
+    wrong, written = False, None
     for case in chosen:
         result = family.run_case(case, implementations, timing)
-        total.rows += result.rows
-        total.skipped += result.skipped
-        total.wrong += result.wrong
+        wrong = wrong or bool(result.wrong)
+        found["rows"] += result.rows
+        found["skipped"] += [*result.skipped, *result.wrong]
+        found["cases"] += [case.name] if peers is None else []
         say("")
         say(screen_table(result.rows))
         for problem in (*result.skipped, *result.wrong):
             say(f"  {problem['operation']} · {problem['implementation']}: not measured, {problem['reason']}")
-
-    if total.rows and (complete or output is not None):
-        document = {
-            "family": name,
-            **record,
-            "timing": {**dataclasses.asdict(timing), "complete": complete},
-            "headline": dataclasses.asdict(family.headline),
-            "rows": total.rows,
-            "skipped": [*total.skipped, *total.wrong],
-        }
-        say(f"\nWritten to {write_results(document, output or RESULTS)}.")
-    elif total.rows:
+        complete = not quick and bool(default) and default <= set(found["cases"])
+        if found["rows"] and (complete or output is not None):  # after each case, for a run may be cut off
+            document = {
+                "family": name,
+                **record,
+                "timing": {**dataclasses.asdict(timing), "complete": complete},
+                "headline": dataclasses.asdict(family.headline),
+                **found,
+            }
+            written = write_results(document, folder)
+    if written is not None:
+        say(f"\nWritten to {written}.")
+    elif found["rows"]:
         say("\nNot written: a partial run replaces no published figures. Name a folder with --output to keep it.")
-    return 1 if total.wrong else 0
+    return int(wrong)
+
+
+def _empty() -> dict[str, list[Any]]:
+    return {"cases": [], "rows": [], "skipped": []}
+
+
+def _result_path(name: str, device_kind: str, folder: Path) -> Path:
+    return folder / slug(device_kind) / f"{name}.json"
+
+
+def _kept(
+    folder: Path, name: str, record: dict[str, Any], timing: Timing, measured_again: set[str]
+) -> dict[str, list[Any]]:
+    """What a result file has of other cases than those that are measured again; "cases" are those with all peers."""
+    path = _result_path(name, record["device"]["kind"], folder)
+    if not path.exists():
+        return _empty()
+    document = json.loads(path.read_text(encoding="utf-8"))
+    theirs = {**document, **document["timing"]}
+    for key, mine in {**record, **dataclasses.asdict(timing)}.items():
+        if key != "date" and theirs.get(key) != mine:
+            raise SelectionError(
+                f"--add would mix runs: {path} has {key} {theirs.get(key)!r}, and this run {mine!r}; name another "
+                "folder with --output, or measure everything without --add"
+            )
+    return {
+        "cases": [case for case in document.get("cases", ()) if case not in measured_again],
+        "rows": [row for row in document["rows"] if row["case"] not in measured_again],
+        "skipped": [problem for problem in document["skipped"] if problem["case"] not in measured_again],
+    }
 
 
 def write_results(document: dict[str, Any], folder: Path) -> Path:
     """Write a result document to `<folder>/<device slug>/<family>.json` and return that path."""
-    path = folder / slug(document["device"]["kind"]) / f"{document['family']}.json"
+    path = _result_path(document["family"], document["device"]["kind"], folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

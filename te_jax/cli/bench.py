@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="results folder (default: benchmarks/results of the checkout, where only complete runs are written)",
     )
     parser.add_argument(
+        "--add",
+        action="store_true",
+        help="keep the other cases of the result file, of the same commit, device and versions: a run in several parts",
+    )
+    parser.add_argument(
         "--commit", metavar="SHA", help="commit to record where the checkout carries no git history of its own"
     )
 
@@ -76,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
             quick=args.quick,
             output=args.output,
             commit=args.commit,
+            add=args.add,
         )
     except harness.SelectionError as error:
         raise UserError(str(error)) from error

@@ -184,6 +184,51 @@ def test_a_partial_run_replaces_no_published_figures(partial, results):
     )
 
 
+def test_a_run_in_parts_is_complete_with_its_last(tmp_path):
+    def run(**options):
+        family = family_of(lambda case, *_: CaseResult(rows=[row_of(case)]))
+        harness.run_family("demo", family, output=tmp_path, commit="abc", say=lambda _: None, **options)
+        (path,) = tmp_path.glob("*/demo.json")
+        document = json.loads(path.read_text())
+        return [row["case"] for row in document["rows"]], document["timing"]["complete"]
+
+    assert run(cases=["small"]) == (["small"], False)
+    assert run(cases=["large"]) == (["large"], False)
+    assert run(cases=["small"], peers=[], add=True) == (["large", "small"], False)
+    assert run(cases=["small"], add=True) == (["large", "small"], True)
+    assert run(cases=["large"], add=True) == (["small", "large"], True)
+
+
+def test_parts_of_different_runs_are_not_mixed(tmp_path):
+    def run(**options):
+        family = family_of(lambda case, *_: CaseResult(rows=[row_of(case)]))
+        harness.run_family("demo", family, output=tmp_path, say=lambda _: None, **options)
+
+    run(cases=["small"])
+    (path,) = tmp_path.glob("*/demo.json")
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"commit": "another"}))
+    with pytest.raises(harness.SelectionError, match=r"--add would mix runs: .* has commit 'another', and this run"):
+        run(cases=["large"], add=True)
+    path.write_text(before)
+    with pytest.raises(harness.SelectionError, match="has samples"):
+        run(quick=True, add=True)
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_has(tmp_path):
+    def run_case(case, *_):
+        if case.name == "large":
+            raise KeyboardInterrupt
+        return CaseResult(rows=[row_of(case)])
+
+    with pytest.raises(KeyboardInterrupt):
+        harness.run_family("demo", family_of(run_case), output=tmp_path, say=lambda _: None)
+    (path,) = tmp_path.glob("*/demo.json")
+    document = json.loads(path.read_text())
+    assert document["cases"] == ["small"]
+    assert not document["timing"]["complete"]
+
+
 def test_wrong_results_fail_the_run_and_are_recorded_without_a_time(results):
     problem = {"case": "small", "operation": "forward", "implementation": "te_jax", "reason": "the loss is wrong"}
     said = []
