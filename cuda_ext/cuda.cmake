@@ -39,6 +39,7 @@ elseif(missing)
                   "pip install nvidia-cuda-runtime nvidia-cublas")
 else()
   file(GLOB cuda_kernels CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cuda_ext/*/*.cu)
+  list(REVERSE cuda_kernels)  # those that compile longest come late in the alphabet
   te_jax_extension(_te_cuda cuda_ext/module_cuda.cc ${handlers} ${cuda_kernels})
   # As with XLA's own kernels, the runtime is a shared library that te_jax.native finds before it loads this module.
   set_target_properties(_te_cuda PROPERTIES CUDA_RUNTIME_LIBRARY None CUDA_VISIBILITY_PRESET hidden)
