@@ -27,7 +27,7 @@ jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would multi
 # Every shape is a compilation: few examples, and no deadline. Each run draws new ones; a failure is replayed from
 # hypothesis' own database, and printed.
 hypothesis.settings.register_profile(
-    "te_jax", deadline=None, max_examples=20, derandomize=False, print_blob=True,
+    "te_jax", deadline=None, max_examples=12, derandomize=False, print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 hypothesis.settings.load_profile("te_jax")
