@@ -162,15 +162,10 @@ def test_current_scaling_has_the_scales_of_one_device(rng):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_delayed_scaling_has_one_state_for_all_devices(axis_type, rng):
     """Also where the batch is split: its next value has the largest magnitudes of the whole."""
-    config, mesh = (
-        dataclasses.replace(FOR_FP8, recipe=DelayedScaling(history_len=2)),
-        mesh_of(axis_type, data=2, tensor=2),
-    )
-    parallel = TensorParallel(2, batch_axes=("data",))
+    config = dataclasses.replace(FOR_FP8, recipe=DelayedScaling(history_len=2))
+    mesh, parallel = mesh_of(axis_type, data=2, tensor=2), TensorParallel(2, batch_axes=("data",))
     params, batch, state = random_params(config, rng), random_batch(config, rng), init_scaling_state(config)
-    whole = jit(
-        jax.value_and_grad(lambda *operands: loss(*operands[:3], config, operands[3]), argnums=(0, 3)),
-    )
+    whole = jit(jax.value_and_grad(lambda *operands: loss(*operands[:3], config, operands[3]), argnums=(0, 3)))
     split = jit(jax.value_and_grad(parallel_loss(mesh, config, parallel), argnums=(0, 3)))
     for _ in range(3):  # gradients reach layers beneath others at their right size once those know their own
         _, (_, state) = whole(params, *batch, state)
