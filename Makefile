@@ -62,14 +62,14 @@ lint: $(PACKAGE) $(TOOLS)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright --pythonpath $(PY)
-	$(dir $(PY))clang-format --dry-run --Werror $(shell find cuda_ext -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+	$(dir $(PY))clang-format --dry-run --Werror $(shell find cuda_ext tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 	$(dir $(PY))lint-imports
 	$(PY) -m benchmarks.tables --check
 
 format: $(PACKAGE) $(TOOLS)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(dir $(PY))clang-format -i $(shell find cuda_ext -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+	$(dir $(PY))clang-format -i $(shell find cuda_ext tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
 tables: $(PACKAGE) $(TOOLS)
 	$(PY) -m benchmarks.tables

@@ -35,8 +35,8 @@ struct Group {
 };
 
 inline std::string NameOf(int place) {
-  const std::string device = std::to_string(place & 0xffff);
-  return place >> 16 == 0 ? device : device + " of process " + std::to_string(place >> 16);
+  const std::string device = std::to_string(NumberOf(place));
+  return ProcessOf(place) == 0 ? device : device + " of process " + std::to_string(ProcessOf(place));
 }
 
 // Every device has one part of an array; all will have all.

@@ -54,6 +54,8 @@ class CpuCall {
     return Status::Ok();
   }
   std::atomic<int>* Readers() { return nullptr; }
+  void Settle() {}
+  void WaitOnHost(void*) {}
 
  private:
   const Executor& executor_;

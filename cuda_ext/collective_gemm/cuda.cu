@@ -172,6 +172,13 @@ class CudaCall {
 
   std::atomic<int>* Readers() { return &resources_->readers; }
 
+  // What goes wrong here has gone wrong before, and was reported.
+  void Settle() {
+    static_cast<void>(cudaStreamSynchronize(resources_->copy));
+    for (const cudaStream_t stream : resources_->products) static_cast<void>(cudaStreamSynchronize(stream));
+  }
+  void WaitOnHost(void* mark) { static_cast<void>(cudaEventSynchronize(static_cast<cudaEvent_t>(mark))); }
+
  private:
   bool Succeeds(const Status& status) {
     if (problem_.empty()) problem_ = status.reason();
@@ -274,15 +281,26 @@ Status MakeReach(int device, int64_t bytes, std::unique_ptr<Reach>& made) {
   const ScopedDevice scoped(device);
   void* data = nullptr;
   cudaEvent_t events[2] = {};
-  cudaIpcMemHandle_t memory{};
-  cudaIpcEventHandle_t marks[2] = {};
-  TE_JAX_TRY(Check(cudaMalloc(&data, bytes), "cudaMalloc of memory that processes share"));
-  TE_JAX_TRY(Check(cudaIpcGetMemHandle(&memory, data), "cudaIpcGetMemHandle"));
-  std::string description = AsHex(memory);
-  for (int i = 0; i < 2; ++i) {
-    TE_JAX_TRY(Check(cudaEventCreateWithFlags(&events[i], kBetweenProcesses), "cudaEventCreate"));
-    TE_JAX_TRY(Check(cudaIpcGetEventHandle(&marks[i], events[i]), "cudaIpcGetEventHandle"));
-    description += AsHex(marks[i]);
+  std::string description;
+  const auto make = [&] {
+    cudaIpcMemHandle_t memory{};
+    cudaIpcEventHandle_t marks[2] = {};
+    TE_JAX_TRY(Check(cudaMalloc(&data, bytes), "cudaMalloc of memory that processes share"));
+    TE_JAX_TRY(Check(cudaIpcGetMemHandle(&memory, data), "cudaIpcGetMemHandle"));
+    description = AsHex(memory);
+    for (int i = 0; i < 2; ++i) {
+      TE_JAX_TRY(Check(cudaEventCreateWithFlags(&events[i], kBetweenProcesses), "cudaEventCreate"));
+      TE_JAX_TRY(Check(cudaIpcGetEventHandle(&marks[i], events[i]), "cudaIpcGetEventHandle"));
+      description += AsHex(marks[i]);
+    }
+    return Status::Ok();
+  };
+  if (Status status = make(); !status.ok()) {
+    for (const cudaEvent_t event : events) {
+      if (event != nullptr) static_cast<void>(cudaEventDestroy(event));
+    }
+    static_cast<void>(cudaFree(data));
+    return status;
   }
   made = std::make_unique<CudaReach>(data, events[0], events[1], std::move(description));
   return Status::Ok();

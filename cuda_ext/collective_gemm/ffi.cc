@@ -37,7 +37,7 @@ struct Attributes {
   std::string_view name;
   Sizes groups;  // places of devices, group after group
   int64_t group_size;
-  int64_t space;  // the number of the group's shared space, or 0
+  int64_t shared_bytes;  // of the memory that a group shares whose devices are driven by several processes
   int64_t call;
   float timeout;  // in seconds
   std::string_view scaling;
@@ -75,8 +75,9 @@ ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t d
               std::vector<int>(begin, begin + attributes.group_size),
               std::chrono::nanoseconds(static_cast<int64_t>(attributes.timeout * 1e9)),
               nullptr};
-  if (attributes.space != 0) {
-    group.space = FindSpace(group.devices, static_cast<int>(attributes.space), group.rank);
+  const auto other_process = [&](int place) { return ProcessOf(place) != ProcessOf(group.devices.front()); };
+  if (std::any_of(group.devices.begin(), group.devices.end(), other_process)) {
+    group.space = FindSpace(group.devices, group.rank, attributes.shared_bytes);
     if (group.space == nullptr) {
       return ffi::Unexpected(ffi::Error::InvalidArgument(
           group.name +
@@ -245,10 +246,11 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
   return problem;
 }
 
-Attributes AttributesOf(std::string_view name, Sizes groups, int64_t group_size, int64_t space, int64_t call,
+Attributes AttributesOf(std::string_view name, Sizes groups, int64_t group_size, int64_t shared_bytes, int64_t call,
                         float timeout, std::string_view scaling, bool summed_first, bool fast_accumulation,
                         bool autotune, int64_t products) {
-  return {name, groups, group_size, space, call, timeout, scaling, summed_first, fast_accumulation, autotune, products};
+  return {name,    groups,       group_size,        shared_bytes, call,    timeout,
+          scaling, summed_first, fast_accumulation, autotune,     products};
 }
 
 template <typename Problem>
@@ -279,12 +281,12 @@ ffi::Error RunReduceScatterCall(Do<ReduceScatterProblem> act, PlatformValue plat
 }
 
 // Of eleven attributes; what follows is a call's own.
-#define TE_JAX_ATTRIBUTES                                                                              \
-  std::string_view name, Sizes groups, int64_t group_size, int64_t space, int64_t call, float timeout, \
+#define TE_JAX_ATTRIBUTES                                                                                     \
+  std::string_view name, Sizes groups, int64_t group_size, int64_t shared_bytes, int64_t call, float timeout, \
       std::string_view scaling, bool summed_first, bool fast_accumulation, bool autotune, int64_t products
-#define TE_JAX_ATTRIBUTE_VALUES                                                                                    \
-  AttributesOf(name, groups, group_size, space, call, timeout, scaling, summed_first, fast_accumulation, autotune, \
-               products)
+#define TE_JAX_ATTRIBUTE_VALUES                                                                                 \
+  AttributesOf(name, groups, group_size, shared_bytes, call, timeout, scaling, summed_first, fast_accumulation, \
+               autotune, products)
 
 template <typename Binding>
 auto WithAttributes(Binding&& binding) {
@@ -294,7 +296,7 @@ auto WithAttributes(Binding&& binding) {
       .template Attr<std::string_view>("name")
       .template Attr<Sizes>("groups")
       .template Attr<int64_t>("group_size")
-      .template Attr<int64_t>("space")
+      .template Attr<int64_t>("shared_bytes")
       .template Attr<int64_t>("call")
       .template Attr<float>("timeout")
       .template Attr<std::string_view>("scaling")

@@ -20,27 +20,29 @@ inline void Require(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.reason());
 }
 
-// open_space(members, rank, number, bytes): what this member shares, as text for the others.
-inline std::string OpenSpace(const std::vector<int>& members, int rank, int number, int64_t bytes) {
+// open_space(members, number, rank, bytes): what this member shares, as text for the others.
+inline std::string OpenSpace(const std::vector<int>& members, int number, int rank, int64_t bytes) {
   std::shared_ptr<Space> space;
   Require(Space::Make(members, rank, OrdinalOf(members[rank]), bytes, space));
-  KeepSpace(members, number, rank, space);
+  KeepOpening(members, number, rank, space);
   return space->Describe();
 }
 
-// join_space(members, rank, number, texts of all, seconds)
-inline void JoinSpace(const std::vector<int>& members, int rank, int number, const std::vector<std::string>& texts,
+// join_space(members, number, rank, texts of all, seconds)
+inline void JoinSpace(const std::vector<int>& members, int number, int rank, const std::vector<std::string>& texts,
                       double seconds) {
-  const std::shared_ptr<Space> space = FindSpace(members, number, rank);
+  const std::shared_ptr<Space> space = FindOpening(members, number, rank);
   if (space == nullptr) throw std::runtime_error("the space was not opened");
   const nanobind::gil_scoped_release release;
   Require(space->Join(texts, std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9))));
+  KeepSpace(members, rank, space);
 }
 
 inline void DefineModule(nanobind::module_& module) {
   module.def("introduce", &SetOrdinals);
   module.def("open_space", &OpenSpace);
   module.def("join_space", &JoinSpace);
+  module.def("forget_opening", &ForgetOpening);  // (members, number): those that were not joined are given up
 }
 
 }  // namespace te::collective_gemm

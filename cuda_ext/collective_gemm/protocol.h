@@ -17,6 +17,11 @@
 //   - Status Multiply(Queue, const gemm::Problem&).
 //   - Status Sum(Queue, const ReduceScatterProblem&, int parts).
 //   - std::atomic<int>* Readers(): host threads that have still to wait for marks of this call, or null.
+//   - void Settle(): returns once all that is in this call's queues is done, those of the main queue excepted.
+//   - void WaitOnHost(void* mark).
+//
+// Where a step fails, on this device or on another, nothing may outlast the call, for XLA then frees what it works on:
+// every device settles its own queues and waits on the host for the marks of its peers.
 #pragma once
 
 #include <atomic>
@@ -53,47 +58,76 @@ inline std::string Names(const std::vector<int>& devices) {
 
 // The meetings of one call. A device that has failed must come too, or the others would wait in vain; nobody comes to
 // another meeting after that.
+template <typename Call>
 class Meetings {
  public:
-  explicit Meetings(const Group& group) : group_(group) {}
+  Meetings(Call& call, const Group& group) : call_(call), group_(group) {}
   Meetings(const Meetings&) = delete;
   Meetings& operator=(const Meetings&) = delete;
   ~Meetings() {
-    if (stage_ == 2) return;
-    if (group_.space != nullptr) {
-      group_.space->Break();
-      return;
+    if (stage_ < kStages) {
+      call_.Settle();
+      Release();
+      Brought failed;
+      failed.failed = true;
+      std::vector<Brought> all;
+      if (group_.space != nullptr) {
+        group_.space->Break();
+      } else if (MeetHere(failed, stage_, all, absent_)) {
+        LeaveFailed(stage_, all);
+      }
     }
-    Brought failed;
-    failed.failed = true;
-    std::vector<Brought> all;
-    static_cast<void>(Meet(failed, all));
+    Release();
   }
 
-  Status Meet(const Brought& mine, std::vector<Brought>& all) {
-    static auto* rendezvous = new Rendezvous<Brought>;
-    std::vector<int> absent;
+  Status Meet(Brought mine, std::vector<Brought>& all) {
     const int stage = stage_++;
-    const bool complete = group_.space != nullptr
-                              ? MeetInSpace(mine, stage, all, absent)
-                              : rendezvous->Meet(MeetingKey{group_.run, group_.call, stage, group_.devices},
-                                                 group_.rank, mine, group_.timeout, all, absent);
+    // Peers of other processes wait for marks that the group shares, and that no other call uses.
+    mine.readers = group_.space == nullptr ? call_.Readers() : nullptr;
+    if (mine.readers != nullptr) mine.readers->fetch_add(group_.size() - 1);
+    const bool complete =
+        group_.space != nullptr ? MeetInSpace(mine, stage, all, absent_) : MeetHere(mine, stage, all, absent_);
     if (!complete) {
-      stage_ = 2;
-      return Status::Failed(
-          Where() + " waited " + std::to_string(std::chrono::duration<double>(group_.timeout).count()) +
-          " s for device " + Names(absent) +
-          ", which did not come: look for what failed there first, or give the call a longer timeout");
+      stage_ = kStages;
+      if (mine.readers != nullptr) mine.readers->fetch_sub(group_.size() - 1);  // nobody has seen its marks
+      call_.Settle();
+      return Status::Failed(absent_.empty() ? WasBroken() : WaitedInVain());
     }
+    held_ = all;
     for (int rank = 0; rank < group_.size(); ++rank) {
-      if (!all[rank].failed || mine.failed) continue;
-      stage_ = 2;
+      if (!all[rank].failed) continue;
+      stage_ = kStages;
+      LeaveFailed(stage, all);
       return Status::Failed(Where() + " gave up because device " + NameOf(group_.devices[rank]) + " failed");
     }
     return Status::Ok();
   }
 
+  // This thread waits for no more marks of the last meeting.
+  void Release() {
+    for (int rank = 0; rank < static_cast<int>(held_.size()); ++rank) {
+      if (rank != group_.rank && held_[rank].readers != nullptr) held_[rank].readers->fetch_sub(1);
+    }
+    held_.clear();
+  }
+
  private:
+  static constexpr int kStages = 2;
+
+  void LeaveFailed(int stage, const std::vector<Brought>& all) {
+    held_ = all;
+    call_.Settle();
+    for (int rank = 0; stage == 1 && rank < group_.size(); ++rank) {
+      if (rank != group_.rank && all[rank].mark != nullptr) call_.WaitOnHost(all[rank].mark);
+    }
+  }
+
+  bool MeetHere(const Brought& mine, int stage, std::vector<Brought>& all, std::vector<int>& absent) {
+    static auto* rendezvous = new Rendezvous<Brought>;
+    return rendezvous->Meet(MeetingKey{group_.run, group_.call, stage, group_.devices}, group_.rank, mine,
+                            group_.timeout, all, absent);
+  }
+
   // Processes bring nothing but themselves: arrays lie at the same places of every device's memory, and each device has
   // one mark for each stage.
   bool MeetInSpace(const Brought& mine, int stage, std::vector<Brought>& all, std::vector<int>& absent) {
@@ -114,8 +148,23 @@ class Meetings {
            NameOf(group_.devices[group_.rank]) + " of the group " + Names(group_.devices);
   }
 
+  std::string WaitedInVain() const {
+    return Where() + " waited " + std::to_string(std::chrono::duration<double>(group_.timeout).count()) +
+           " s for device " + Names(absent_) +
+           ", which did not come: look for what failed there first, or give the call a longer timeout";
+  }
+
+  std::string WasBroken() const {
+    return Where() +
+           " cannot run: another call of this group failed, and after that its processes do not agree on what "
+           "they share: look for the first error, and start them anew";
+  }
+
+  Call& call_;
   const Group& group_;
   int stage_ = 0;
+  std::vector<Brought> held_;  // of the last meeting, until its marks are waited for
+  std::vector<int> absent_;
 };
 
 // Returns from the caller where a step fails.
@@ -142,34 +191,21 @@ inline Status SpaceTooSmall(const Group& group) {
 
 // The first meeting.
 template <typename Call>
-Status Introduce(Call& call, const Group& group, Meetings& meetings, std::vector<void*> arrays, void* ready,
-                 std::vector<Brought>& all) {
+Status Introduce(Meetings<Call>& meetings, std::vector<void*> arrays, void* ready, std::vector<Brought>& all) {
   Brought mine;
   mine.arrays = std::move(arrays);
   mine.mark = ready;
-  mine.readers = call.Readers();
-  if (mine.readers != nullptr) mine.readers->fetch_add(group.size() - 1);
-  return meetings.Meet(mine, all);
-}
-
-// This thread waits for no more marks of its peers.
-inline void Release(const Group& group, const std::vector<Brought>& all) {
-  for (int rank = 0; rank < group.size(); ++rank) {
-    if (rank != group.rank && all[rank].readers != nullptr) all[rank].readers->fetch_sub(1);
-  }
+  return meetings.Meet(std::move(mine), all);
 }
 
 // The second meeting, after all waits for marks of the first one are in this device's queues.
 template <typename Call>
-Status Conclude(Call& call, const Group& group, Meetings& meetings, void* mark, std::vector<void*> marks_by_rank,
-                const std::vector<Brought>& first, std::vector<Brought>& second) {
-  Release(group, first);
+Status Conclude(Meetings<Call>& meetings, void* mark, std::vector<void*> marks_by_rank, std::vector<Brought>& second) {
+  meetings.Release();
   Brought mine;
   mine.mark = mark;
   mine.marks_by_rank = std::move(marks_by_rank);
-  mine.readers = call.Readers();
-  if (mine.readers != nullptr) mine.readers->fetch_add(group.size() - 1);
-  return meetings.Meet(mine, second);
+  return meetings.Meet(std::move(mine), second);
 }
 
 // The main queue goes on after its peers' marks.
@@ -178,7 +214,6 @@ Status Leave(Call& call, const Group& group, const std::vector<Brought>& second)
   for (int step = 1; step < group.size(); ++step) {
     TE_JAX_TRY(call.Wait(kMain, second[(group.rank + step) % group.size()].mark));
   }
-  Release(group, second);
   return Status::Ok();
 }
 
@@ -240,7 +275,7 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
   const int size = group.size(), rank = group.rank;
   const std::vector<Gathered> arrays = AllOf(p);
   const size_t urgent = p.scales.bytes != 0 ? 2 : 1;
-  Meetings meetings(group);
+  Meetings meetings(call, group);
   std::vector<void*> addresses;
   for (const Gathered& array : arrays) addresses.push_back(p.put ? array.all : const_cast<void*>(array.mine));
   if (group.space != nullptr) {  // what XLA has allocated other processes cannot reach
@@ -255,7 +290,7 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
   }
   void* const ready = PublicMark(call, group, kMain, 0);
   std::vector<Brought> peers;
-  TE_JAX_TRY(Introduce(call, group, meetings, addresses, ready, peers));
+  TE_JAX_TRY(Introduce(meetings, addresses, ready, peers));
   TE_JAX_TRY(call.Wait(kCopy, ready));
   for (int step = 0; step < size; ++step) TE_JAX_TRY(call.Wait(ProductQueue(step), ready));
   if (!p.put) TE_JAX_TRY(MultiplyPart(call, group, p, rank, 0));
@@ -288,7 +323,7 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
     TE_JAX_TRY(JoinProducts(call, size));
   }
   std::vector<Brought> senders;
-  TE_JAX_TRY(Conclude(call, group, meetings, done, copied, peers, senders));
+  TE_JAX_TRY(Conclude(meetings, done, copied, senders));
   if (p.put) {
     TE_JAX_TRY(MultiplyPart(call, group, p, rank, 0));
     for (int step = 1; step < size; ++step) {
@@ -306,7 +341,7 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
 template <typename Call>
 Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) {
   const int size = group.size(), rank = group.rank;
-  Meetings meetings(group);
+  Meetings meetings(call, group);
   if (group.space != nullptr) {
     const gemm::Problem& product = p.products.front();
     if (size * p.pieces * product.m * product.n * gemm::SizeOf(product.d_type) > group.space->bytes()) {
@@ -316,7 +351,7 @@ Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) 
   }
   void* const ready = PublicMark(call, group, kMain, 0);
   std::vector<Brought> peers;
-  TE_JAX_TRY(Introduce(call, group, meetings, {p.received}, ready, peers));
+  TE_JAX_TRY(Introduce(meetings, {p.received}, ready, peers));
 
   const gemm::Problem& first = p.products.front();
   const int64_t bytes = first.m * first.n * gemm::SizeOf(first.d_type);
@@ -359,7 +394,7 @@ Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) 
   TE_JAX_TRY(call.Wait(kMain, sent));
   TE_JAX_TRY(JoinProducts(call, size));
   std::vector<Brought> senders;
-  TE_JAX_TRY(Conclude(call, group, meetings, sent, {}, peers, senders));
+  TE_JAX_TRY(Conclude(meetings, sent, {}, senders));
   TE_JAX_TRY(Leave(call, group, senders));
   return call.Sum(kMain, p, size);
 }

@@ -52,7 +52,8 @@ std::vector<std::string> Lines(const std::string& text) {
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::tuple<std::vector<int>, int, int>, std::shared_ptr<Space>> spaces;
+  std::map<std::tuple<std::vector<int>, int, int>, std::shared_ptr<Space>> opening;
+  std::map<std::pair<std::vector<int>, int>, std::vector<std::shared_ptr<Space>>> spaces;
 };
 
 // What XLA calls the devices of this process.
@@ -195,6 +196,7 @@ bool Space::Meet(std::chrono::nanoseconds timeout, std::vector<int>& absent) {
   constexpr auto kSpin = std::chrono::microseconds(50);
   const auto begin = std::chrono::steady_clock::now();
   const uint64_t meeting = ++meetings_;
+  if (barrier_->broken.load() != 0) return false;
   barrier_->members[rank_].arrived.store(meeting, std::memory_order_release);
   for (size_t i = 0; i < members_.size(); ++i) {
     while (barrier_->members[i].arrived.load(std::memory_order_acquire) < meeting) {
@@ -209,20 +211,43 @@ bool Space::Meet(std::chrono::nanoseconds timeout, std::vector<int>& absent) {
       if (waited > kSpin) std::this_thread::sleep_for(std::chrono::microseconds(waited > 20 * kSpin ? 200 : 10));
     }
   }
-  return true;
+  return barrier_->broken.load() == 0;
 }
 
-void KeepSpace(const std::vector<int>& members, int number, int rank, std::shared_ptr<Space> space) {
+void KeepOpening(const std::vector<int>& members, int number, int rank, std::shared_ptr<Space> space) {
   Registry& registry = TheRegistry();
   const std::lock_guard lock(registry.mutex);
-  registry.spaces[{members, number, rank}] = std::move(space);
+  registry.opening[{members, number, rank}] = std::move(space);
 }
 
-std::shared_ptr<Space> FindSpace(const std::vector<int>& members, int number, int rank) {
+std::shared_ptr<Space> FindOpening(const std::vector<int>& members, int number, int rank) {
   Registry& registry = TheRegistry();
   const std::lock_guard lock(registry.mutex);
-  const auto found = registry.spaces.find({members, number, rank});
-  return found == registry.spaces.end() ? nullptr : found->second;
+  const auto found = registry.opening.find({members, number, rank});
+  return found == registry.opening.end() ? nullptr : found->second;
+}
+
+void ForgetOpening(const std::vector<int>& members, int number) {
+  Registry& registry = TheRegistry();
+  const std::lock_guard lock(registry.mutex);
+  for (size_t rank = 0; rank < members.size(); ++rank) {
+    registry.opening.erase({members, number, static_cast<int>(rank)});
+  }
+}
+
+void KeepSpace(const std::vector<int>& members, int rank, std::shared_ptr<Space> space) {
+  Registry& registry = TheRegistry();
+  const std::lock_guard lock(registry.mutex);
+  registry.spaces[{members, rank}].push_back(std::move(space));
+}
+
+std::shared_ptr<Space> FindSpace(const std::vector<int>& members, int rank, int64_t bytes) {
+  Registry& registry = TheRegistry();
+  const std::lock_guard lock(registry.mutex);
+  for (const std::shared_ptr<Space>& space : registry.spaces[{members, rank}]) {
+    if (space->bytes() >= bytes) return space;
+  }
+  return nullptr;
 }
 
 }  // namespace te::collective_gemm

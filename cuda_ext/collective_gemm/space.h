@@ -18,7 +18,8 @@ constexpr int kMostMembers = 64;
 
 // Devices are known by places, the same in all processes: the number of the process that drives it in the upper bits,
 // and its number among the devices of that in the lower 16.
-//
+inline int ProcessOf(int place) { return place >> 16; }
+inline int NumberOf(int place) { return place & 0xffff; }
 // What XLA calls the devices of this process: ordinals, by place.
 void SetOrdinals(const std::map<int, int>& ordinals);
 // The ordinal of a place of this process, or -1.
@@ -83,7 +84,8 @@ class Space {
   // With what every member, in order of rank, says of itself. Waits until all have come.
   Status Join(const std::vector<std::string>& descriptions, std::chrono::nanoseconds timeout);
 
-  // As Rendezvous::Meet. A space in which somebody was missing once stays broken.
+  // As Rendezvous::Meet. Once somebody was missing, members may have counted their meetings differently: every later
+  // one fails at once, with nobody absent.
   bool Meet(std::chrono::nanoseconds timeout, std::vector<int>& absent);
   // For a member that cannot come: the others learn at once.
   void Break() { barrier_->broken.store(1); }
@@ -105,8 +107,12 @@ class Space {
   std::vector<std::shared_ptr<Reach>> reaches_;  // by rank
 };
 
-// Spaces are found by their group and number, counted from 1.
-void KeepSpace(const std::vector<int>& members, int number, int rank, std::shared_ptr<Space> space);
-std::shared_ptr<Space> FindSpace(const std::vector<int>& members, int number, int rank);
+// A member's spaces: while a group opens one it is known by a number; once all have joined it serves their calls.
+void KeepOpening(const std::vector<int>& members, int number, int rank, std::shared_ptr<Space> space);
+std::shared_ptr<Space> FindOpening(const std::vector<int>& members, int number, int rank);
+void ForgetOpening(const std::vector<int>& members, int number);
+void KeepSpace(const std::vector<int>& members, int rank, std::shared_ptr<Space> space);
+// The first that is large enough, or null. The same for all members: they have joined theirs in the same order.
+std::shared_ptr<Space> FindSpace(const std::vector<int>& members, int rank, int64_t bytes);
 
 }  // namespace te::collective_gemm

@@ -102,14 +102,14 @@ def _jaxlib_version() -> str:
     return importlib.metadata.version("jaxlib")
 
 
-def extension_module() -> types.ModuleType:
-    """The extension of the default backend, for what it offers beside its targets.
+def extension_module(platform: str) -> types.ModuleType:
+    """The extension for devices of a platform, "cpu" or "gpu", for what it offers beside its targets.
 
     Raises:
       NativeUnavailableError: it cannot run here.
     """
-    problem, _ = _problem_on_default_backend()
-    module, state = _load("cuda" if on_gpu() else "cpu")
+    module, state = _load("cuda" if platform == "gpu" else "cpu")
+    problem = _problem_on_default_backend()[0] if platform == jax.default_backend() else None
     if module is None or problem is not None:
         raise NativeUnavailableError(problem or state.problem)
     return module

@@ -125,6 +125,7 @@ class Call:
             self.bidirectional,
             self.timeout,
             self.name,
+            automatic=self.transport == "auto",
         )
 
 

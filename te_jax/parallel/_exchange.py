@@ -39,6 +39,8 @@ class Exchange:
       name: of the public function, for messages.
       protocol: of "p2p": None for the fastest one; a gather can "get" from its peers or "put" to them, a scatter can
         "put" what it has multiplied, or "store" it from the product itself.
+      automatic: "auto" has chosen the transport: plain collectives stand in for it where it turns out, while a program
+        is lowered, that it cannot be used.
     """
 
     axis_name: tuple[str, ...]
@@ -50,6 +52,7 @@ class Exchange:
     timeout: float
     name: str
     protocol: Literal["get", "put", "store"] | None = None
+    automatic: bool = False
 
 
 @functools.partial(

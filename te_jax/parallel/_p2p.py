@@ -6,9 +6,11 @@ own buffers; where several do, between memory that these processes share.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +18,12 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from te_jax import native
 from te_jax.ops._gemm_product import allowed_dtype
-from te_jax.parallel import _processes, _ring
-from te_jax.parallel._exchange import Exchange, Operand
+from te_jax.parallel import _processes, _ring, _xla
+from te_jax.parallel._exchange import Exchange, Operand, Scaling
 
 _FLOAT32 = np.dtype(np.float32)
 _WORKSPACE_BYTES = 8 * 2**20 + 512
@@ -32,6 +34,8 @@ _SHORTEST_PRODUCT = 90e-6
 Measured on two H200s (docs/measurements.md)."""
 _RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}
 """Operations a second, by bytes of an operand's value: of FP8 and bfloat16 as measured, of float32 a guess at TF32."""
+_LONGEST_TIMEOUT = 1e8
+"""Seconds, three years: the extension counts in nanoseconds."""
 
 
 def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[Operand], *, gathers: bool) -> bool:
@@ -42,7 +46,7 @@ def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[O
       xs, weights: as of the transport's functions; one x where rows are gathered.
       gathers: whether they are, or products scattered.
     """
-    if not exchange.native or native.compute_capability() is None or jax.process_count() > 1 or axes_left_to_xla():
+    if not exchange.native or native.compute_capability() is None or axes_left_to_xla():
         return False
     seconds = 0.0
     for i, weight in enumerate(weights):
@@ -146,7 +150,7 @@ def _workspace(exchange: Exchange, x: Operand) -> jax.ShapeDtypeStruct:
 def _attributes(exchange: Exchange, x: Operand, weights: Sequence[Operand]) -> dict[str, object]:
     return {
         "name": exchange.name,
-        "timeout": float(exchange.timeout),
+        "timeout": min(float(exchange.timeout), _LONGEST_TIMEOUT),
         "scaling": x.scaling,
         "summed_first": bool(weights and weights[0].summed_first),
         "fast_accumulation": exchange.fast_accumulation and x.scaling != "none",
@@ -188,9 +192,10 @@ def _call(
             *operands,
             target=target,
             results=avals,
-            axis_name=exchange.axis_name,
+            exchange=exchange,
             shared_bytes=_bytes_shared(shared),
             attributes=tuple(sorted(attributes.items())),
+            mesh=jax.sharding.get_abstract_mesh(),
         )
     )
 
@@ -235,11 +240,21 @@ def _jvp(*_, **__):
     raise NotImplementedError("collective products are differentiated once, by their own rules: use transport='xla'")
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *values, target, results, axis_name, shared_bytes, attributes):
-    groups = _groups(getattr(ctx.module_context.axis_context, "mesh", None), axis_name)
-    attributes, space = dict(attributes), 0
-    if len(set((groups >> 16).flat)) > 1:
-        space = _processes.ensure(groups, shared_bytes)
+def _lower(ctx: mlir.LoweringRuleContext, *values, target, results, exchange, shared_bytes, attributes, mesh):
+    devices = _devices(getattr(ctx.module_context.axis_context, "mesh", None), exchange.axis_name)
+    groups = None if devices is None else np.vectorize(_processes.place_of, otypes=[np.int64])(devices)
+    attributes = dict(attributes)
+    if exchange.automatic and not _is_usable(devices, groups):
+        stand_in = functools.partial(_with_plain_collectives, target, results, exchange, attributes, mesh)
+        return mlir.lower_fun(stand_in, multiple_results=True)(ctx, *values)
+    if devices is None or groups is None:
+        raise ValueError(
+            "transport='p2p' must know the devices, and this program is lowered for an abstract mesh: pass the mesh to "
+            "jax.shard_map or enter it with jax.set_mesh, or use transport='ring' or 'xla'"
+        )
+    _processes.introduce(devices.flat)
+    if shares := _processes.cross(groups):
+        _processes.ensure(groups, shared_bytes, devices.flat[0].platform)
         if "put" in attributes:  # what XLA has allocated here other processes cannot write to
             attributes["put"] = False
     call = functools.partial(
@@ -248,25 +263,71 @@ def _lower(ctx: mlir.LoweringRuleContext, *values, target, results, axis_name, s
         results,
         groups=groups.reshape(-1),
         group_size=groups.shape[1],
-        space=space,
+        shared_bytes=shared_bytes if shares else 0,
         call=int(ctx.module_context.new_channel()),
         **attributes,
     )
     return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
 
 
-def _groups(mesh: object, axis_name: tuple[str, ...]) -> np.ndarray:
-    """Places of the devices that exchange with each other, int64 [groups, size], in the order of their ranks."""
+def _is_usable(devices: np.ndarray | None, groups: np.ndarray | None) -> bool:
+    """Whether "auto" may keep to this transport: between processes it needs what only some jobs allow."""
+    return (
+        devices is not None
+        and groups is not None
+        and devices.flat[0].platform != "cpu"
+        and not _processes.cross(groups)
+    )
+
+
+def _devices(mesh: object, axis_name: tuple[str, ...]) -> np.ndarray | None:
+    """Those that exchange with each other, [groups, size], in the order of their ranks; None of an abstract mesh."""
     if not isinstance(mesh, Mesh):
-        raise ValueError(
-            "transport='p2p' must know the devices, and this program is lowered for an abstract mesh: pass the mesh to "
-            "jax.shard_map or enter it with jax.set_mesh, or use transport='ring' or 'xla'"
-        )
-    _processes.introduce(mesh.devices.flat)
+        return None
     order = [mesh.axis_names.index(name) for name in axis_name]
     others = [axis for axis in range(mesh.devices.ndim) if axis not in order]
-    devices = mesh.devices.transpose(*others, *order).reshape(-1, math.prod(mesh.devices.shape[axis] for axis in order))
-    return np.vectorize(_processes.place_of, otypes=[np.int64])(devices)
+    size = math.prod(mesh.devices.shape[axis] for axis in order)
+    return mesh.devices.transpose(*others, *order).reshape(-1, size)
+
+
+def _with_plain_collectives(
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    exchange: Exchange,
+    attributes: dict[str, object],
+    mesh: AbstractMesh,
+    *operands: Array,
+) -> list[Array]:
+    """The results of a target, and zeros where it keeps what it has gathered for itself, and its workspace."""
+    scaling = cast(Scaling, attributes["scaling"])
+    exchange = dataclasses.replace(exchange, out_dtype=np.dtype(results[0].dtype))
+
+    def operand(data: Array, scale_inv: Array, *, summed_first: bool = False) -> Operand:
+        return Operand(data, None if scaling == "none" else scale_inv, scaling, summed_first)
+
+    def weight(data: Array, scale_inv: Array) -> Operand:
+        return operand(data, scale_inv, summed_first=bool(attributes["summed_first"]))
+
+    found: list[Array | None] = [None] * len(results)
+    with jax.sharding.use_abstract_mesh(mesh):
+        if target == "te_gemm_reduce_scatter":
+            *parts, bias = operands
+            xs = tuple(operand(*pair) for pair in zip(parts[::4], parts[1::4], strict=True))
+            weights = tuple(weight(*pair) for pair in zip(parts[2::4], parts[3::4], strict=True))
+            found[0] = _xla.gemm_reduce_scatter(exchange, xs, weights, bias if bias.size else None)
+        else:
+            count = cast(int, attributes["products"])
+            (x, scale_inv), parts, extras = operands[:2], operands[2 : 2 + 3 * count], operands[2 + 3 * count :]
+            weights = tuple(weight(*pair) for pair in zip(parts[::3], parts[1::3], strict=True))
+            biases = tuple(bias if bias.size else None for bias in parts[2::3])
+            keep = bool(attributes["keep_gathered"])
+            ys, gathered, others = _xla.all_gather_gemm(exchange, operand(x, scale_inv), weights, biases, extras, keep)
+            found[:count], found[count] = ys, gathered
+            found[count + 2 : count + 2 + len(extras)] = others
+        return [
+            jnp.zeros(result.shape, result.dtype) if one is None else one
+            for one, result in zip(found, results, strict=True)
+        ]
 
 
 def _bytes_shared(parts: Iterable[jax.ShapeDtypeStruct | Array]) -> int:

@@ -3,6 +3,9 @@
 Each process opens a space for each of its devices in a group, and tells the others of it through the key-value store of
 `jax.distributed`, while a program is lowered: all processes lower the same programs in the same order. A space serves
 all calls of its group that it is large enough for; where nothing is larger than before, nothing is exchanged.
+
+Programs state how much they need, and calls take the first space of their group that has it: spaces only grow, so all
+members find the same one, and the same program in all processes has the same text.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ _PLACE_BITS = 16
 _DEFAULT_SECONDS = 300.0
 
 _sizes: dict[tuple[int, ...], list[int]] = {}
-"""By group, the bytes of its spaces; the last is the largest."""
+"""By group of which this process drives a member, the bytes of its spaces; the last is the largest."""
+_attempts: dict[tuple[int, ...], int] = {}
 _opening = threading.Lock()
 
 
@@ -32,9 +36,10 @@ def place_of(device: Any) -> int:
 
 def introduce(devices: Iterable[Any]) -> None:
     """Tells the extension what XLA calls those of the devices that this process drives."""
+    devices = list(devices)
     index = jax.process_index()
     ordinals = {place_of(device): _ordinal_of(device) for device in devices if device.process_index == index}
-    native.extension_module().introduce(ordinals)
+    native.extension_module(devices[0].platform).introduce(ordinals)
 
 
 def _ordinal_of(device: Any) -> int:
@@ -42,37 +47,49 @@ def _ordinal_of(device: Any) -> int:
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
-def ensure(groups: np.ndarray, bytes_needed: int) -> int:
-    """The number of a space, counted from 1, that each of the groups has and that is large enough.
+def cross(groups: np.ndarray) -> bool:
+    """Whether devices of one group, a row of places, are driven by several processes."""
+    return bool((groups >> _PLACE_BITS != groups[:, :1] >> _PLACE_BITS).any())
+
+
+def ensure(groups: np.ndarray, bytes_needed: int, platform: str) -> None:
+    """Makes sure that those of the groups that several processes drive, this one among them, share enough memory.
 
     Args:
       groups: places, int64 [groups, size].
       bytes_needed: on each device.
+      platform: of the devices, as JAX names it.
 
     Raises:
       ValueError: there is no key-value store, because `jax.distributed` is not initialised.
       RuntimeError: the devices are not of one host, or a process did not take part in time.
     """
+    index = jax.process_index()
     with _opening:
-        numbers = {_open(tuple(int(place) for place in group), bytes_needed) for group in groups}
-    (number,) = numbers  # all groups of a call have grown together
-    return number
+        for places in groups:
+            group = tuple(int(place) for place in places)
+            if cross(places[None]) and index in (place >> _PLACE_BITS for place in group):
+                _open(group, bytes_needed, platform)
 
 
-def _open(group: tuple[int, ...], bytes_needed: int) -> int:
+def _open(group: tuple[int, ...], bytes_needed: int, platform: str) -> None:
     sizes = _sizes.setdefault(group, [])
     if sizes and sizes[-1] >= bytes_needed:
-        return len(sizes)
-    number = len(sizes) + 1
-    store, module = _store(), native.extension_module()
+        return
+    # Not the number of spaces: what a failed attempt has left in the store must not be taken for that of the next one.
+    number = _attempts[group] = _attempts.get(group, 0) + 1
+    store, module = _store(), native.extension_module(platform)
     mine = [rank for rank, place in enumerate(group) if place >> _PLACE_BITS == jax.process_index()]
     key = f"te_jax/space/{'-'.join(map(str, group))}/{number}"
-    for rank in mine:
-        store.key_value_set(f"{key}/{rank}", module.open_space(group, rank, number, bytes_needed))
-    texts = [store.blocking_key_value_get(f"{key}/{rank}", int(_DEFAULT_SECONDS * 1e3)) for rank in range(len(group))]
-    _join(module, group, mine, number, texts)
+    milliseconds = int(_DEFAULT_SECONDS * 1e3)
+    try:
+        for rank in mine:
+            store.key_value_set(f"{key}/{rank}", module.open_space(group, number, rank, bytes_needed))
+        texts = [store.blocking_key_value_get(f"{key}/{rank}", milliseconds) for rank in range(len(group))]
+        _join(module, group, mine, number, texts)
+    finally:
+        module.forget_opening(group, number)
     sizes.append(bytes_needed)
-    return number
 
 
 def _join(module: Any, group: tuple[int, ...], ranks: Sequence[int], number: int, texts: list[str]) -> None:
@@ -81,7 +98,7 @@ def _join(module: Any, group: tuple[int, ...], ranks: Sequence[int], number: int
 
     def join(rank: int) -> None:
         try:
-            module.join_space(group, rank, number, texts, _DEFAULT_SECONDS)
+            module.join_space(group, number, rank, texts, _DEFAULT_SECONDS)
         except BaseException as problem:
             problems.append(problem)
 

@@ -293,13 +293,15 @@ def _validate_recipe(call: Call, x, weights: tuple[Any, ...], names: list[str], 
         )
     if isinstance(x, QuantizedArray):
         _validate_quantized("x", x, x.ndim - 1, recipe, "activation", "data")
-        if call.name == "all_gather_matmul" and call.scaling == "tensor":
-            assert x.scale_inv is not None
-            if differing := native.varying_axes(x.scale_inv) & set(group.names):
-                raise ValueError(
-                    f"x has another scale on each device along {sorted(differing)}; scales of tensors must agree: "
-                    "quantize it with axis_name"
-                )
+        # Scales of rows and blocks travel with them; not so those of features, which the gradient of w reads.
+        shared = {"tensor": x.scale_inv, "row": x.transposed_scale_inv}.get(call.scaling)
+        differing = native.varying_axes(shared) & set(group.names)
+        if call.name == "all_gather_matmul" and differing:
+            kind = "tensors" if call.scaling == "tensor" else "features, of the transposed copy,"
+            raise ValueError(
+                f"x has another scale on each device along {sorted(differing)}; scales of {kind} must agree: quantize "
+                "it with axis_name"
+            )
     for name, weight in zip(names, weights, strict=True):
         if isinstance(weight, QuantizedArray):
             _validate_quantized(name, weight, 1, recipe, "kernel", "transposed")

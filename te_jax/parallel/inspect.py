@@ -32,6 +32,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from te_jax._hlo import COLLECTIVES, Buffer, Instruction, arrays, split_at_commas, unquoted
 from te_jax.parallel import _replica_groups
+from te_jax.parallel._processes import place_of
 from te_jax.parallel._program import Program, name_of
 
 __all__ = ["KINDS", "Collective", "assert_no_resharding", "collectives", "parse", "table"]
@@ -318,6 +319,11 @@ def _collective(
     op_name, attributes = instruction.metadata.get("op_name", ""), instruction.attributes
     if own := kind in _FUSED.values():
         groups = _replica_groups.of_call(attributes.get("backend_config", ""))
+        numbers = _numbers_of_places(mesh)
+        if all(place in numbers for group in groups for place in group):
+            groups = tuple(tuple(numbers[place] for place in group) for group in groups)
+        else:
+            mesh = None
     else:
         groups = _replica_groups.of_collective(attributes, program.devices)
     return Collective(
@@ -330,6 +336,14 @@ def _collective(
         times=times,
         inserted=not own and _is_inserted(instruction, op_name),
     )
+
+
+def _numbers_of_places(mesh: Mesh | AbstractMesh | None) -> dict[int, int]:
+    """XLA numbers devices as they come in the mesh; te_jax's calls know them by their processes. An abstract mesh is
+    taken for one of a single process, in the order of its devices."""
+    if isinstance(mesh, Mesh):
+        return {place_of(device): number for number, device in enumerate(mesh.devices.flat)}
+    return {number: number for number in range(mesh.size if mesh is not None else 0)}
 
 
 def _kind(instruction: Instruction) -> str | None:

@@ -1,13 +1,14 @@
-"""One of several processes with a device each: worker.py RANK PROCESSES PORT [leave]. Prints "fine" at its end.
+"""One of several processes: worker.py RANK PROCESSES PORT [leave | late | groups]. Prints "fine" at its end.
 
-With "leave" the last process ends without taking part in the last call.
+With "leave" the last process ends without taking part in the last call; with "late" it comes too late for one, and all
+go on as if nothing had happened; with "groups" each process has two devices, in groups of its own and with others.
 """
 
 import os
 import sys
 
 rank, processes, port = (int(text) for text in sys.argv[1:4])
-leave = sys.argv[4:] == ["leave"]
+task = "".join(sys.argv[4:])
 gpu = os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
 
 import jax  # noqa: E402
@@ -20,6 +21,7 @@ jax.distributed.initialize(
 )
 
 import functools  # noqa: E402
+import time  # noqa: E402
 
 import numpy as np  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
@@ -58,6 +60,34 @@ def loss(x, w, v):
     return (scatters(inverse)(y, v) ** 2).sum()
 
 
+def run_in_groups(devices, names, axis, rows):
+    """A gather along one axis of a mesh, or all of it. Each group works on numbers of its own."""
+    mesh = Mesh(devices, names)
+    outer = tuple(name for name in names if name not in axis)
+    x = rng.standard_normal((len(devices.reshape(-1)) // mesh.shape["t"], rows, 8)).astype(np.float32)
+    w = rng.standard_normal((8, 8)).astype(np.float32)
+    if len(axis) > 1:
+        x = x[:1]
+    specs = P(outer, axis), P(None, axis)
+    layer = functools.partial(all_gather_matmul, **{**options, "axis_name": axis})
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P(outer, None, axis))
+    local_part(jax.jit(mapped)(placed(mesh, specs[0], x), placed(mesh, specs[1], w)), x.astype(np.float64) @ w)
+
+
+if task == "groups":
+    grid = np.array(jax.devices()).reshape(processes, 2)  # a row for each process
+    run_in_groups(grid, ("d", "t"), ("t",), 16)
+    assert not _processes._sizes  # within a process nothing is shared
+    run_in_groups(grid.T, ("d", "t"), ("t",), 16)
+    run_in_groups(grid[:, :1].T, ("d", "t"), ("t",), 64)  # more, for the first devices alone
+    run_in_groups(grid.T, ("d", "t"), ("t",), 32)  # enough for these, too little for the second ones
+    run_in_groups(np.stack([grid[0], grid[1][::-1]], axis=1), ("d", "t"), ("t",), 16)  # in other pairs
+    run_in_groups(grid, ("d", "t"), ("d", "t"), 16)
+    assert all(len({place >> 16 for place in group}) > 1 for group in _processes._sizes)
+    print("fine", flush=True)
+    jax.distributed.shutdown()
+    raise SystemExit
+
 shared = []
 for rows in (8, 8, 40, 16):  # the third call needs more shared memory, and the last one nothing new
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 12), (12, 8 * processes)))
@@ -90,7 +120,7 @@ for _ in range(300):
     expected = np.tanh(expected @ w @ w.T)
 local_part(found, expected, 1e-3)
 
-if leave:
+if task == "leave":
     if rank == processes - 1:
         print("left", flush=True)
         os._exit(0)
@@ -103,5 +133,20 @@ if leave:
         print("fine", flush=True)
         os._exit(0)
     raise SystemExit("nobody missed the process that left")
+
+if task == "late":
+    options["timeout"] = 1.0
+    step = jax.jit(gathers(layer)).lower(gx, gw).compile()
+    if rank == processes - 1:
+        time.sleep(2.5)
+    found = []
+    for _ in range(3):  # nobody may take what a peer has left from another step for that of this one
+        try:
+            jax.block_until_ready(step(gx, gw))
+        except Exception as error:
+            found.append(str(error))
+    assert len(found) == 3, found
+    assert "which did not come" in found[0] or "cannot run: another call of this group failed" in found[0], found
+    assert all("cannot run: another call of this group failed" in text for text in found[1:]), found
 print("fine", flush=True)
 jax.distributed.shutdown()

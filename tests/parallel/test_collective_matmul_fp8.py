@@ -1,6 +1,7 @@
 """Collective products in FP8: against float64 and against what one device computes, and what travels."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -16,7 +17,7 @@ from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
 from te_jax.testing import assert_close, collectives
 
 RECIPES = {"current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
-BOUNDS = (0.045, 0.065)  # relative L2 errors on normal data: forward, gradients
+BOUNDS = (0.055, 0.085)  # relative L2 errors on normal data: forward, gradients
 SUMS = 1e-5 if jax.default_backend() == "cpu" else 1e-3  # FP8 tensor cores add up with about 14 bits
 
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -314,3 +315,22 @@ def test_a_layer_in_a_loop(check_vma, transport, rng, require_devices):
 
     for found, expected in zip(gradients(mapped), gradients(exact), strict=True):
         assert_close(found, expected, tolerance=0.1)
+
+
+@pytest.mark.parametrize(("recipe", "scales"), [(CurrentScaling(), "tensors"), (RowwiseScaling(), "features")])
+def test_an_x_whose_scales_do_not_agree(recipe, scales):
+    x, w = jnp.ones((32, 32)), jnp.ones((32, 32))
+
+    def layer(x, w, **options):
+        x8 = ops.quantize(x, recipe.quantization("activation"), **options)
+        return all_gather_matmul(x8, w, axis_name="tp", recipe=recipe, transport="ring")
+
+    def run(**options):
+        mapped = functools.partial(layer, **options)
+        return jax.jit(
+            jax.shard_map(mapped, mesh=mesh_of({"tp": 2}), in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+        )(x, w)
+
+    with pytest.raises(ValueError, match=rf"along \['tp'\]; scales of {scales}.*quantize it with axis_name"):
+        run()
+    run(axis_name="tp")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax import ops
-from te_jax.parallel import inspect
+from te_jax import native, ops
+from te_jax.parallel import all_gather_matmul, inspect
 
 HERE = os.path.relpath(__file__)
 
@@ -224,6 +224,21 @@ def test_axes_are_those_along_which_members_differ(groups, axis):
     assert inspect.parse(text, mesh=AbstractMesh((4, 2), ("a", "b")))[0].axis == axis
     with pytest.raises(ValueError, match=r"mesh has shape .*'a': 2.*, but the program runs on 8 devices"):
         inspect.parse(text, mesh=AbstractMesh((2,), ("a",)))
+
+
+@pytest.mark.skipif(not native.available(), reason="needs te_jax's extension")
+def test_own_calls_on_devices_in_another_order(rng, require_devices):
+    """They know devices by other numbers than XLA does, which counts them as they come in the mesh."""
+    require_devices(4)
+    mesh = Mesh(np.array(jax.devices())[[0, 2, 1, 3]].reshape(2, 2), ("d", "t"))
+    groups = {}
+    for transport in ("p2p", "xla"):
+        layer = functools.partial(all_gather_matmul, axis_name="t", transport=transport)
+        mapped = jax.shard_map(layer, mesh=mesh, in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t"))
+        found = inspect.collectives(mapped, *(jnp.ones(shape) for shape in ((4, 4), (4, 8))), mesh=mesh)
+        (groups[transport],) = [c.groups for c in found if "all-gather" in c.kind]
+        assert all(c.axis == ("t",) for c in found)
+    assert groups["p2p"] == groups["xla"] == ((0, 1), (2, 3))
 
 
 TABLES = r"""

@@ -9,18 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import native
 from te_jax.parallel import _p2p, all_gather_matmul, matmul_reduce_scatter
 from te_jax.parallel._exchange import Exchange, Operand
+from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs te_jax's extension")
 
 F32 = np.dtype(np.float32)
 GATHERS, SCATTERS = ("get", "put"), ("put", "store")
+FP8 = (CurrentScaling(), RowwiseScaling(), BlockScaling())
 
 
 def exchange_of(axes, mesh, protocol=None, timeout=20.0):
@@ -263,6 +265,42 @@ def test_a_mesh_without_devices(require_devices):
     )
     with pytest.raises(ValueError, match="must know the devices"):
         jax.jit(mapped).lower(jnp.ones((8, 3)), jnp.ones((3, 8)))
+
+
+@pytest.mark.parametrize("recipe", [None, *FP8], ids=["plain", *(type(recipe).__name__ for recipe in FP8)])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_auto_does_without_it_where_devices_are_unknown(recipe, check_vma, monkeypatch, rng, require_devices):
+    """As `transport="xla"` does, also for a mesh without devices, and for CPUs beside a GPU."""
+    require_devices(4)
+    monkeypatch.setattr(_p2p, "is_worthwhile", lambda *_, **__: True)
+    mesh = mesh_of((2, 2), ("d", "t"), rng)
+    specs = P("d", "t"), P(None, "t"), P("t"), P("t")
+    x, w, b, v = (normal(rng, *shape) for shape in ((2, 256, 128), (128, 256), (256,), (256, 128)))
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w, b, v), specs, strict=True)]
+
+    def run(transport, mesh):
+        options = {"axis_name": "t", "transport": transport, "recipe": recipe}
+
+        def layers(x, w, b, v):
+            return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, bias=b, **options)), v, **options)
+
+        mapped = jax.shard_map(layers, mesh=mesh, in_specs=specs, out_specs=P("d", "t"), check_vma=check_vma)
+        return jax.jit(jax.value_and_grad(lambda *a: jnp.square(mapped(*a)).sum(), argnums=(0, 1, 2, 3)))(*placed)
+
+    for found, expected in zip(
+        jax.tree.leaves(run("auto", mesh.abstract_mesh)), jax.tree.leaves(run("xla", mesh)), strict=True
+    ):
+        assert_close(found, expected)
+
+
+def test_a_very_long_timeout(rng, require_devices):
+    require_devices(2)
+    x, w = normal(rng, 4, 5), normal(rng, 5, 6)
+    layer = functools.partial(all_gather_matmul, axis_name="t", transport="p2p", timeout=1e10)
+    mapped = jax.shard_map(
+        layer, mesh=mesh_of((2,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")
+    )  # fmt: skip
+    assert_close(jax.jit(mapped)(x, w), x.astype(np.float64) @ w, dtype=F32)
 
 
 def test_axes_that_are_left_to_xla(require_devices):

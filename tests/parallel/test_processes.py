@@ -1,4 +1,4 @@
-"""One process for each device: the same calls through memory that the processes share."""
+"""Several processes: the same calls through memory that they share."""
 
 import socket
 import subprocess
@@ -16,11 +16,13 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="needs te_jax's e
 WORKER = Path(__file__).with_name("process_worker.py")
 
 
-def run(processes, *arguments):
+def run(processes, *arguments, devices=1):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = environment_without_devices()
+    if devices > 1:
+        environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     workers = [
         subprocess.Popen(
             [sys.executable, str(WORKER), str(rank), str(processes), str(port), *arguments],
@@ -54,6 +56,21 @@ def test_a_process_that_leaves():
     stayed, left = run(2, "leave")
     assert "left" in left.splitlines(), left
     assert "fine" in stayed.splitlines(), stayed
+
+
+def test_a_process_that_is_late():
+    if jax.default_backend() == "gpu" and len(jax.devices()) < 2:
+        pytest.skip("needs 2 GPUs")
+    for output in run(2, "late"):
+        assert "fine" in output.splitlines(), output
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="several devices for each process are simulated on CPUs")
+def test_groups_within_and_across_processes():
+    before = shared_files()
+    for output in run(2, "groups", devices=2):
+        assert "fine" in output.splitlines(), output
+    assert shared_files() <= before
 
 
 def shared_files():
