@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import native, ops
+from te_jax.ops._regrouped import regrouped
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, DelayedScaling, DelayedScalingState, Recipe
 
@@ -74,9 +75,11 @@ def linear(
             raise ValueError(
                 f"inputs have sizes {contracted} along the contracted axes; the quantized kernel has {rows} there"
             )
-        x, contracted = x.reshape(*batch, *rows), rows
-        bias = None if bias is None else bias.reshape(cols)
-        accumulator = None if accumulator is None else accumulator.reshape(operand.shape)
+        x = regrouped(x, (batch, contracted), (batch, rows))
+        bias = None if bias is None else regrouped(bias, (features,), (cols,))
+        if accumulator is not None:
+            accumulator = regrouped(accumulator, (contracted, features), (rows, cols))
+        contracted = rows
     y = ops.dense(
         x,
         operand,
@@ -87,7 +90,7 @@ def linear(
         scaling_state=scaling_state,
         **vars(options),
     )
-    return y.reshape(*batch, *features)
+    return regrouped(y, (batch, y.shape[len(batch) :]), (batch, features))
 
 
 def dot_general(
@@ -143,13 +146,49 @@ def quantize_kernel(kernel: Array, row_ndim: int, col_ndim: int, options: Option
         return (math.prod(sizes),) if quantization.scaling.startswith("block") and sizes[-1] % BLOCK else sizes
 
     stacked_ndim = kernel.ndim - row_ndim - col_ndim
-    rows, cols = group(kernel.shape[stacked_ndim : kernel.ndim - col_ndim]), group(kernel.shape[-col_ndim:])
+    stacked = kernel.shape[:stacked_ndim]
+    before = kernel.shape[stacked_ndim : kernel.ndim - col_ndim], kernel.shape[kernel.ndim - col_ndim :]
+    after = group(before[0]), group(before[1])
     quantize = functools.partial(
-        ops.quantize, quantization=quantization, row_ndim=len(rows), implementation=options.implementation
+        ops.quantize, quantization=quantization, row_ndim=len(after[0]), implementation=options.implementation
     )
-    for _ in range(stacked_ndim):
+    for _ in stacked:
         quantize = jax.vmap(quantize)
-    return quantize(kernel.reshape(*kernel.shape[:stacked_ndim], *rows, *cols))
+    return quantize(regrouped(kernel, (stacked, *before), (stacked, *after)))
+
+
+def validate_gradients(variables: Mapping[str, Any], gradients: Mapping[str, Any], zeros: str) -> None:
+    """Checks that gradients fit what they are gradients of, both by name.
+
+    Args:
+      variables: arrays and QuantizedArrays.
+      gradients: what is added to.
+      zeros: how to make gradients that fit, for errors.
+
+    Raises:
+      ValueError: names or shapes differ, or gradients are quantized.
+    """
+    missing = [name for name in variables if name not in gradients]
+    surplus = [name for name in gradients if name not in variables]
+    if missing or surplus:
+        lacks = f"have nothing for {missing}" if missing else f"have {surplus}, which is not differentiated"
+        raise ValueError(f"gradients {lacks}: start from {zeros}")
+    for name, variable in variables.items():
+        gradient = gradients[name]
+        if isinstance(gradient, QuantizedArray):
+            raise ValueError(f"gradients have a QuantizedArray for {name}, and sums need an array: start from {zeros}")
+        if not _has_shape_of(variable, jnp.shape(gradient)):
+            raise ValueError(
+                f"gradients have shape {jnp.shape(gradient)} for {name}, which has shape {variable.shape}: start from "
+                f"{zeros}"
+            )
+
+
+def _has_shape_of(variable: Any, shape: tuple[int, ...]) -> bool:
+    if not isinstance(variable, QuantizedArray):
+        return shape == jnp.shape(variable)
+    stacked = variable.shape[: variable.ndim - variable.row_ndim - variable.col_ndim]  # the others may be merged
+    return shape[: len(stacked)] == stacked and math.prod(shape) == variable.size
 
 
 def accumulate(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import _blocks
@@ -24,8 +27,8 @@ _META = ("row_ndim", "col_ndim", "scaling", "transposed_scaling", "dtype")
 class QuantizedArray:
     """An array [*rows, *cols] in FP8: as it is, transposed, or both. Value = FP8 value × scale_inv.
 
-    It is a pytree of up to four arrays and passes through jit, scan, remat, donation, device_put and checkpoints as any
-    other.
+    It is a pytree of up to four arrays and passes through jit, scan, remat, donation, device_put, jax.export and
+    checkpoints as any other.
 
     Attributes:
       data: FP8 [*rows, *cols], or None. Products sum over its cols.
@@ -92,6 +95,29 @@ class QuantizedArray:
     def without_transposed(self) -> QuantizedArray:
         """Only the copy as it is."""
         return dataclasses.replace(self, transposed=None, transposed_scale_inv=None)
+
+
+def _serialize_meta(meta: Any) -> bytes:
+    *others, dtype = meta
+    return json.dumps([*others, np.dtype(dtype).name]).encode()
+
+
+def _deserialize_meta(serialized: bytes | bytearray) -> tuple[Any, ...]:
+    *others, dtype = json.loads(serialized)
+    return (*others, jnp.dtype(dtype))
+
+
+def _of_children(aux_data: Any, children: Sequence[Any]) -> QuantizedArray:
+    return QuantizedArray(*children, *aux_data)
+
+
+export.register_pytree_node_serialization(
+    QuantizedArray,
+    serialized_name="te_jax.quantized.QuantizedArray",
+    serialize_auxdata=_serialize_meta,
+    deserialize_auxdata=_deserialize_meta,
+    from_children=_of_children,
+)
 
 
 def scale_shape(scaling: Scaling, outer: tuple[int, ...], summed: tuple[int, ...]) -> tuple[int, ...]:

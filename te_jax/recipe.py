@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import ClassVar, Literal
 
 import jax
@@ -64,7 +65,7 @@ class Recipe:
       power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
 
     Raises:
-      ValueError: a format or product is unknown.
+      ValueError: a format or product is unknown, or the recipe is none of those below.
     """
 
     forward_dtype: jax.typing.DTypeLike = _E4M3
@@ -75,16 +76,27 @@ class Recipe:
     scalings: ClassVar[dict[Role, tuple[Scaling, Scaling]]]
 
     def __post_init__(self):
+        if not hasattr(self, "scalings"):
+            raise ValueError(
+                f"{type(self).__name__} does not say which values share a scale; use a recipe that does, such as "
+                "te_jax.recipe.CurrentScaling()"
+            )
         for name in ("forward_dtype", "gradient_dtype"):
-            dtype = np.dtype(getattr(self, name))
+            given = getattr(self, name)
+            try:
+                dtype = None if given is None else np.dtype(given)  # np.dtype(None) is float64
+            except TypeError:
+                dtype = None
             if dtype not in (_E4M3, _E5M2):
-                raise ValueError(f"{name} is {dtype}; it must be float8_e4m3fn or float8_e5m2")
+                shown = repr(given) if dtype is None else dtype
+                raise ValueError(f"{name} is {shown}; it must be float8_e4m3fn or float8_e5m2, of jax.numpy")
             object.__setattr__(self, name, dtype)
         if np.dtype(self.forward_dtype) == _E5M2:
             raise ValueError("forward_dtype is float8_e5m2; no GPU multiplies E5M2 by E5M2: use float8_e4m3fn forward")
-        if isinstance(self.fast_accumulation, str) or set(self.fast_accumulation) - set(_PRODUCTS):
+        fast = self.fast_accumulation
+        if not isinstance(fast, Collection) or isinstance(fast, str) or any(name not in _PRODUCTS for name in fast):
             raise ValueError(
-                f"fast_accumulation is {self.fast_accumulation!r}; it must be a tuple of names out of {_PRODUCTS}"
+                f"fast_accumulation is {fast!r}; it must be a tuple of names out of {_PRODUCTS}, () for none"
             )
         object.__setattr__(
             self, "fast_accumulation", tuple(name for name in _PRODUCTS if name in self.fast_accumulation)
@@ -181,7 +193,10 @@ class DelayedScaling(Recipe):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("activation", "kernel", "gradient"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class DelayedScalingState:
-    """Largest magnitudes of earlier steps, for each role float32 [history_len], the most recent first."""
+    """Largest magnitudes of earlier steps, for each role float32 [history_len], the most recent first.
+
+    A step in which one was not finite repeats the entry before it.
+    """
 
     activation: Array
     kernel: Array
@@ -189,7 +204,12 @@ class DelayedScalingState:
 
 
 def observe(history: Array, amax: Array) -> Array:
-    """The history after a step in which the largest magnitude was `amax`."""
+    """The history after a step in which the largest magnitude was `amax`.
+
+    One that is not finite is not remembered, but the newest entry repeated: it would make scales 1 for as long as it is
+    in the history, and gradients zero for many steps after one that overflowed.
+    """
+    amax = jnp.where(jnp.isfinite(amax), amax, history[0])
     return jnp.concatenate([jnp.reshape(amax, (1,)), history[:-1]])
 
 

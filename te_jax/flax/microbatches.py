@@ -19,6 +19,8 @@ from te_jax.quantized import QuantizedArray
 Variables = Any
 """A nest of dicts with arrays, as `flax.linen.Module.init` returns it."""
 
+_ZEROS = "jax.tree.map(jnp.zeros_like, flax.linen.unbox(variables)), of the variables before quantize_kernels"
+
 
 def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
     """The variables with the kernels of te_jax's layers in FP8, to be quantized once for several microbatches.
@@ -31,7 +33,8 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
       model: a Linen module.
       variables: what `model.apply` takes. Kernels that `flax.linen.scan` or `vmap` stack have the layers in front
         (`variable_axes={"params": 0}`).
-      args, kwargs: what `model.apply` takes beside; only shapes and dtypes matter, nothing is computed with them.
+      args, kwargs: what `model.apply` takes beside. Of the arrays in args only shapes and dtypes matter; nothing is
+        computed with them. Flags and whatever else is no array reach the model as they are.
 
     Returns:
       Variables of the same structure.
@@ -51,8 +54,15 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
             return y
         return call(*call_args, **call_kwargs)
 
+    leaves, structure = jax.tree.flatten(args)
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+
+    def apply(variables: Variables, arrays: dict[int, Any]):
+        given = structure.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return model.apply(variables, *given, **kwargs)
+
     with nn.intercept_methods(note):
-        jax.eval_shape(lambda variables, args: model.apply(variables, *args, **kwargs), variables, args)
+        jax.eval_shape(apply, variables, arrays)
 
     def quantized(path: tuple[Any, ...], value: Any):
         keys = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
@@ -82,14 +92,17 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
     Returns:
       f(variables, gradients, *args, **kwargs) -> (what loss_fn returns, gradients). `variables` may have quantized
       kernels; `gradients` have their structure with arrays for kernels, zeros at first:
-      `jax.tree.map(jnp.zeros_like, variables)` before `quantize_kernels`.
+      `jax.tree.map(jnp.zeros_like, variables)` before `quantize_kernels`. f raises ValueError where `gradients` do not
+      fit.
     """
 
     @functools.wraps(loss_fn)
     def wrapped(variables: Variables, gradients: Variables, *args: Any, **kwargs: Any):
         leaves, structure = jax.tree.flatten_with_path(variables, is_leaf=_is_quantized)
         named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-        before = dict(zip(named, structure.flatten_up_to(gradients), strict=True))
+        given = jax.tree.leaves_with_path(gradients, is_leaf=_is_quantized)
+        before = {jax.tree_util.keystr(path): leaf for path, leaf in given}
+        _linear.validate_gradients(named, before, _ZEROS)
         kernels = {name: leaf for name, leaf in named.items() if _is_quantized(leaf)}
         rest = {name: leaf for name, leaf in named.items() if name not in kernels}
 

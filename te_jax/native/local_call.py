@@ -51,7 +51,8 @@ def bind_local_call(
 
 @_local_call_p.def_impl
 def _(*operands, again, **_):
-    return _compiled(again)(*operands)
+    with jax.disable_jit(False):  # else it would call this function again
+        return _compiled(again)(*operands)
 
 
 @functools.cache
@@ -76,8 +77,8 @@ def _batch(operands, dims, *, again, **_):
 
 def _jvp(*_, **__):
     raise NotImplementedError(
-        "native kernels are differentiated once, by their own rules; for second derivatives use "
-        "implementation='reference'"
+        "native kernels have no derivatives but those that operations define, such as the first ones of "
+        "te_jax.ops.dense; for others, of gemm or second ones, use implementation='reference'"
     )
 
 

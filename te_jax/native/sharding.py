@@ -14,7 +14,10 @@ Meshes that mix the three are taken apart: Explicit axes first, Auto axes inside
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +25,12 @@ import jax
 import numpy as np
 from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from te_jax._version import __version__
 from te_jax.native.local_call import Reuse, bind_local_call
 from te_jax.native.rule import Rule, axes_of_entry
 
@@ -150,7 +155,7 @@ class _Dispatch:
         ]
         return jax.shard_map(
             shards,
-            mesh=_with_devices(mesh) if mesh.auto_axes else mesh,
+            mesh=_with_devices(mesh) if mesh.auto_axes and not _is_entered(mesh) else mesh,
             in_specs=assignment.operand_specs,
             out_specs=assignment.result_specs,
             # Empty is all axes but those that a vmap around us is split over, which nothing else leaves out.
@@ -158,9 +163,12 @@ class _Dispatch:
         )(*moved)
 
     def _over_auto_axes(self, function, trace_mesh, operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
+        body = jax.make_jaxpr(functools.partial(function, axes={}, **reuse))(*operands)
+
         @custom_partitioning
         def whole(*operands: Array) -> Results:
-            return function(*operands, axes={}, **reuse)
+            with set_xla_metadata(te_jax=None):  # the call is marked, not what it consists of
+                return tuple(jaxpr_as_fun(body)(*operands))
 
         def partition(mesh, operand_shapes, result_shapes):
             del result_shapes
@@ -184,7 +192,30 @@ class _Dispatch:
             need_replication_factors=tuple(factor for factor in rule.factors if factor in replicated),  # in order
             **factor_sizes,
         )
-        return whole(*operands)
+        if not getattr(jax.config, "jax_use_shardy_partitioner", True):
+            operands = _on_one_device_p.bind(*operands)
+        # XLA's text of the call has an address for what it consists of. With
+        # jax_remove_custom_partitioning_ptr_from_cache_key the key of the persistent compilation cache is made of the
+        # rest, which must therefore say what is called.
+        with set_xla_metadata(te_jax=self._digest(function, reuse, body)):
+            return whole(*operands)
+
+    def _digest(self, function: Callable[..., Results], reuse: dict[str, Any], body: ClosedJaxpr) -> str:
+        """What the call consists of, and how it is split, in a few characters that are the same in every process."""
+        settings = (self.rule.text, self.axes_of, self.replicated, sorted(self.sizes.items()), self.reuse)
+        static = _static_values(function)
+        text = _ADDRESS.sub("", f"{__version__} {settings} {sorted(reuse.items())} {static} {body}")
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+")
+
+
+def _static_values(function: Callable[..., Results]) -> tuple[Any, ...]:
+    """Name, static arguments and closure of a local function."""
+    bound = functools.partial(function)  # of a partial, the same function with the same arguments
+    captured = inspect.getclosurevars(bound.func).nonlocals
+    return bound.func.__module__, bound.func.__qualname__, sorted(bound.keywords.items()), sorted(captured.items())
 
 
 def _without_mesh(function: Callable[..., Results]) -> Callable[..., Results]:
@@ -222,6 +253,31 @@ def _lower_without_mesh(ctx: mlir.LoweringRuleContext, *values, jaxpr: ClosedJax
 mlir.register_lowering(_without_mesh_p, _lower_without_mesh, cacheable=False)
 
 
+_on_one_device_p = Primitive("te_on_one_device")
+_on_one_device_p.multiple_results = True
+
+
+@_on_one_device_p.def_abstract_eval
+def _(*operands):
+    return operands
+
+
+def _lower_on_one_device(ctx: mlir.LoweringRuleContext, *values):
+    context: Any = ctx.module_context.axis_context
+    devices = context.mesh.size if hasattr(context, "mesh") else getattr(context, "num_devices", 1)
+    if devices > 1:
+        raise NotImplementedError(
+            f"jax_use_shardy_partitioner is False, and a native kernel is to be split over {devices} devices, which "
+            "only Shardy can: set the option to True, JAX's default, call the operation inside jax.shard_map over all "
+            "mesh axes, or use implementation='reference'"
+        )
+    return values
+
+
+# Only lowering knows the devices; XLA would end the process.
+mlir.register_lowering(_on_one_device_p, _lower_on_one_device, cacheable=False)
+
+
 def _decode(mesh: Mesh, trace_mesh, operands) -> tuple[Mesh, Mesh, list[PartitionSpec]]:
     """(mesh of all devices, mesh that the shardings speak of, specs) of a partitioning callback's operands.
 
@@ -253,10 +309,15 @@ def _mesh_over(axes: Sequence[str], mesh) -> Mesh:
     return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), tuple(axes), axis_types=types)
 
 
+def _is_entered(mesh) -> bool:
+    """Whether the mesh is that of `jax.set_mesh`, of which JAX knows the devices while it lowers."""
+    return mesh == jax.sharding.get_abstract_mesh() and not mesh.manual_axes
+
+
 def _with_devices(mesh) -> Mesh:
     """The mesh with devices, which custom_partitioning inside shard_map asks for and types do not name.
 
-    They are JAX's first ones; should the operands live on others, JAX says so.
+    They are JAX's first ones; should the operands live on others, JAX says so: the way out is `jax.set_mesh`.
     """
     return _mesh_over(mesh.axis_names, mesh)
 

@@ -17,6 +17,11 @@ from te_jax.quantized import QuantizedArray
 
 Model = TypeVar("Model", bound=nnx.Module)
 
+_ZEROS = (
+    "jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Any(nnx.Param, te_jax.nnx.OverwriteWithGradient))), of the "
+    "model before quantize_kernels"
+)
+
 
 def quantize_kernels(model: Model) -> Model:
     """A model whose te_jax layers hold kernels in FP8, to be quantized once for several microbatches.
@@ -29,16 +34,36 @@ def quantize_kernels(model: Model) -> Model:
       model: an NNX module. Kernels that `nnx.vmap` stacked have the layers in front.
 
     Returns:
-      A model of the same structure.
+      A model of the same structure. Layers that share a kernel share the quantized one.
+
+    Raises:
+      ValueError: a kernel is shared by layers that quantize it differently, or with something that does not.
     """
     quantized = nnx.clone(model, variables=False)
-    for _, module in nnx.iter_modules(quantized):
+    done: dict[int, tuple[tuple[Any, ...], QuantizedKernel, Any]] = {}  # by the identity of the kernel's variable
+    for path, module in nnx.iter_modules(quantized):
         if not isinstance(module, LinearGeneral) or module.options.recipe is None:
             continue
-        kernel = module.kernel.get_value()
-        if not isinstance(kernel, QuantizedArray):
-            sizes = len(module.in_features), len(module.out_features)
-            module.kernel = QuantizedKernel(_linear.quantize_kernel(kernel, *sizes, module.options))
+        variable, sizes = module.kernel, (len(module.in_features), len(module.out_features))
+        if isinstance(variable.get_value(), QuantizedArray):
+            continue
+        how = (*sizes, module.options.recipe.quantization("kernel"))
+        if id(variable) not in done:
+            kernel = QuantizedKernel(_linear.quantize_kernel(variable.get_value(), *sizes, module.options))
+            done[id(variable)] = path, kernel, how
+        first, kernel, as_first = done[id(variable)]
+        if how != as_first:
+            raise ValueError(
+                f"layers {_name(first)} and {_name(path)} share a kernel and quantize it differently: give them the "
+                "same recipe and the same numbers of dimensions, or kernels of their own"
+            )
+        module.kernel = kernel
+    for path, node in nnx.iter_graph(quantized):
+        if id(node) in done:
+            raise ValueError(
+                f"layer {_name(done[id(node)][0])} has a recipe and shares its kernel with {_name(path)}, which needs "
+                "it as it is: use recipe=None for the layer, or a kernel of its own"
+            )
     return quantized
 
 
@@ -57,15 +82,17 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
       f(model, gradients, *args, **kwargs) -> (what loss_fn returns, gradients). `model` may have quantized kernels;
       `gradients` are a state of the parameters and the `OverwriteWithGradient` variables, zeros at first:
       `jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Any(nnx.Param, OverwriteWithGradient)))` before
-      `quantize_kernels`.
+      `quantize_kernels`. f raises ValueError where `gradients` do not fit.
     """
 
     @functools.wraps(loss_fn)
     def wrapped(model: nnx.Module, gradients: nnx.State, *args: Any, **kwargs: Any):
         differentiable = nnx.Any(nnx.Param, OverwriteWithGradient)
         graphdef, quantized, trained, rest = nnx.split(model, QuantizedKernel, differentiable, ...)
-        paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(quantized)}
+        paths = {_name(path): path for path, _ in nnx.to_flat_state(quantized)}
         variables, before = dict(nnx.to_flat_state(quantized)), dict(nnx.to_flat_state(gradients))
+        needed = variables | dict(nnx.to_flat_state(trained))
+        _linear.validate_gradients(_values(needed), _values(before), _ZEROS)
 
         def loss_of(kernels: dict[str, _linear.AccumulatedKernel], trained: nnx.State):
             accumulated = {path: variables[path].replace(kernels[name]) for name, path in paths.items()}
@@ -97,3 +124,11 @@ def merge_gradients(first: nnx.State, second: nnx.State) -> nnx.State:
 def _merged(first: nnx.Variable, second: nnx.Variable) -> nnx.Variable:
     a, b = first.get_value(), second.get_value()
     return first.replace(jnp.maximum(a, b) if isinstance(first, OverwriteWithGradient) else a + b.astype(a.dtype))
+
+
+def _values(variables: dict[Any, nnx.Variable]) -> dict[str, Any]:
+    return {_name(path): variable.get_value() for path, variable in variables.items()}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))

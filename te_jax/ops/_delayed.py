@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from te_jax import native
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe, Role, observe
+from te_jax.reference.quantize import largest_of_shards
 
 AxisName = str | tuple[str, ...]
 
@@ -48,7 +49,8 @@ def reference_amax(recipe: Recipe, state: DelayedScalingState | None, role: Role
 def next_state(
     state: DelayedScalingState, amaxes: dict[Role, Any], axis_name: AxisName | None = None
 ) -> DelayedScalingState:
-    """The state after a step. What was not observed, such as a kernel that was quantized before, stays as it is.
+    """The state after a step. What was not observed, such as a kernel that was quantized before, stays as it is, and
+    what is not finite on any device is remembered on none.
 
     Args:
       state: before it.
@@ -61,7 +63,7 @@ def next_state(
         if role not in amaxes:
             return history
         axes = tuple(sorted(native.varying_axes(amaxes[role]) - native.varying_axes(history))) or _untracked(axis_name)
-        amax = lax.pmax(amaxes[role], axes) if axes else amaxes[role]
+        amax = largest_of_shards(amaxes[role], axes)
         return lax.convert_element_type(_observe(_as_float32(history), amax), history.dtype)
 
     return DelayedScalingState(next_history("activation"), next_history("kernel"), next_history("gradient"))
@@ -78,7 +80,7 @@ def _(size: int, batched: list[bool], history: Array, amax: Array):
     del size
     if batched[0]:
         return jax.vmap(observe, in_axes=(0, 0 if batched[1] else None))(history, amax), True
-    return _observe(history, jnp.max(amax, axis=0)), False
+    return _observe(history, jnp.max(amax, axis=0, initial=0.0)), False  # 0 of no examples, as of no tokens
 
 
 def _as_float32(history: Array) -> Array:

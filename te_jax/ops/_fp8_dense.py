@@ -17,11 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from te_jax import native
 from te_jax.ops import _delayed
 from te_jax.ops._delayed import AxisName
-from te_jax.ops._plain_dense import Activation, KernelContracting, activate, activation_gradient
+from te_jax.ops._derivatives import differentiated_once
+from te_jax.ops._plain_dense import Activation, KernelContracting, activate, activation_gradient, added_once
 from te_jax.ops.gemm import gemm
 from te_jax.ops.quantize import quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Product, Quantization, Recipe, Role
+
+_NAME = "te_jax.ops.dense"
 
 Copy = Literal["data", "transposed"]
 
@@ -181,6 +184,8 @@ def _backward(layer: Layer, residuals: _Residuals, dy: Array):
         if for_x:
             dx = _cast(_dgrad(layer, dy8, kernel8, dy.dtype), x_like)
         if for_wgrad and accumulator is not None:
+            if layer.accumulate:
+                accumulator = added_once(accumulator, *jax.tree.leaves((x8, dy8)))
             next_accumulator = _cast(_wgrad(layer, x8, dy8, accumulator, accumulator.dtype), accumulator_like)
         elif for_wgrad:
             assert kernel_like is not None
@@ -283,11 +288,11 @@ def _quantize(
     one: Copy = "data" if outer == rows_are_outer else "transposed"
     amax = _delayed.reference_amax(layer.recipe, state, role)
     result = quantize(
-        x,
+        differentiated_once(x, _NAME),
         layer.quantization(role),
         row_ndim=row_ndim,
         copies="both" if outer and summed else one,
-        amax=amax,
+        amax=None if amax is None else differentiated_once(amax, _NAME),
         with_amax=amax is not None and observed,
         with_dbias=with_dbias,
         implementation=layer.implementation,

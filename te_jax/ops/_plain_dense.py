@@ -113,9 +113,32 @@ def _accumulating_backward(contracting_ndim, kernel_contracting, accumulate, res
     if like.mesh.explicit_axes:
         wgrad = jax.reshard(wgrad, like)
     if accumulate:
-        return dx, None, accumulator + wgrad
+        return dx, None, added_once(accumulator, wgrad) + wgrad
     # The buffer is written over: an argument that is not mentioned at all would not be donated.
     return dx, None, lax.dynamic_update_slice(accumulator, wgrad, (0,) * wgrad.ndim)
 
 
 _accumulating.defvjp(_accumulating_forward, _accumulating_backward)
+
+
+@jax.custom_batching.custom_vmap
+def added_once(accumulator: Array, *added: Array) -> Array:
+    """The accumulator, to add `added` to. Where examples of a vmap share it, theirs is zero but for the first one's:
+    JAX sums over them what comes back, as it does with all cotangents."""
+    del added
+    return accumulator
+
+
+@added_once.def_vmap
+def _(size: int, batched: list[bool], accumulator: Array, *added: Array):
+    if batched[0]:
+        return accumulator, True
+    if not size:
+        raise ValueError(
+            "wgrad_accumulator is shared by the 0 examples of a vmap, whose sum would be zero and not its value; do "
+            "without the empty vmap, or map wgrad_accumulator too"
+        )
+    # Examples of a vmap around this one may share it as well. The maxima only have its dimension, and are not computed.
+    rest = (jnp.max(x, axis=0) if mapped else x for x, mapped in zip(added, batched[1:], strict=True))
+    own = added_once(accumulator, *rest)
+    return jnp.pad(own[None], ((0, size - 1), *((0, 0),) * own.ndim)), True

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Sequence
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ from te_jax.ops import _delayed, _fp8_dense, _plain_dense
 from te_jax.ops._delayed import AxisName
 from te_jax.ops._fp8_dense import Layer
 from te_jax.ops._plain_dense import ACTIVATIONS, Activation, KernelContracting
+from te_jax.ops._regrouped import regrouped
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, DelayedScalingState, Recipe
 
@@ -72,8 +72,9 @@ def dense(
       activation: None, "gelu" (tanh approximation), "relu" or "silu".
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is not a gradient but its next
         value, written in place where the buffer is donated or carried by a loop; kernel's own cotangent is then zero.
-        One use in each backward pass: JAX would add up the values of several. Inside `shard_map` each device
-        accumulates what it computes: sum over devices at the end.
+        One use in each backward pass: JAX would add up the values of several. Examples of a vmap may share it: it is
+        added once, and every example's gradient is there first. Inside `shard_map` each device accumulates what it
+        computes: sum over devices at the end.
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
       scaling_state: for DelayedScaling: histories of largest magnitudes. Its cotangent is the next state. Where several
         layers or iterations share one, pass `te_jax.recipe.accumulating(state)`, whose cotangents merge by their
@@ -89,6 +90,7 @@ def dense(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
+      NotImplementedError: for second derivatives with a recipe.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     References:
@@ -131,7 +133,8 @@ class _Shape(NamedTuple):
     def of(cls, x: Array, kernel: Array | QuantizedArray, contracting_ndim: int, kernel_contracting: str) -> _Shape:
         if kernel_contracting not in ("first", "last"):
             raise ValueError(f"kernel_contracting is {kernel_contracting!r}; it must be 'first' or 'last'")
-        if isinstance(contracting_ndim, bool) or not isinstance(contracting_ndim, int) or contracting_ndim < 1:
+        integer = isinstance(contracting_ndim, numbers.Integral) and not isinstance(contracting_ndim, bool)
+        if not integer or contracting_ndim < 1:
             raise ValueError(f"contracting_ndim is {contracting_ndim!r}; it must be an integer of at least 1")
         if x.ndim < contracting_ndim:
             raise ValueError(
@@ -239,52 +242,24 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
     tokens = math.prod(batch)
     padding = -tokens % _ALIGNMENT if tokens else _ALIGNMENT
     tokens_first = (tokens,) if padding or not batch else batch
-    flat = _regrouped(x, (shape.batch, shape.inner), (tokens_first, inner))
+    flat = regrouped(x, (shape.batch, shape.inner), (tokens_first, inner))
     if padding:
         flat = _padded(flat, padding)
     if not isinstance(kernel, QuantizedArray):
         before, after = (shape.inner, shape.outer), (inner, outer)
         if layer.kernel_contracting == "last":
             before, after = before[::-1], after[::-1]
-        kernel, accumulator = (None if a is None else _regrouped(a, before, after) for a in (kernel, accumulator))
-    bias = None if bias is None else _regrouped(bias, (shape.outer,), (outer,))
+        kernel, accumulator = (None if a is None else regrouped(a, before, after) for a in (kernel, accumulator))
+    bias = None if bias is None else regrouped(bias, (shape.outer,), (outer,))
     layer = dataclasses.replace(layer, contracting_ndim=len(inner), out_ndim=len(outer))
     y: Any = _fp8_dense.product(layer, *_varying_together(flat, kernel, bias, accumulator), state)
-    return _regrouped(y[:tokens] if padding else y, (tokens_first, outer), (shape.batch, shape.outer))
+    return regrouped(y[:tokens] if padding else y, (tokens_first, outer), (shape.batch, shape.outer))
 
 
 def _whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
     """The group as it is, or as one dimension where blocks do not divide its last one."""
     blocks = recipe.scalings["activation"][0].startswith("block")
     return (math.prod(sizes),) if blocks and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
-
-
-def _regrouped(x: Array, before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> Array:
-    """x with the dimensions of each group merged into one or split, as `after` says.
-
-    On Explicit meshes what splits the first dimension of a group over devices does so afterwards; the others are
-    gathered, for their shards would not lie in one piece.
-    """
-    sizes = tuple(itertools.chain(*after))
-    if x.shape == sizes:
-        return x
-    sharding = jax.typeof(x).sharding
-    if not sharding.mesh.explicit_axes:
-        return x.reshape(sizes)
-    place, spec_before, spec_after = 0, [], []
-    for old, new in zip(before, after, strict=True):
-        entries = list(sharding.spec[place : place + len(old)])
-        place += len(old)
-        if old != new:
-            shards = math.prod(sharding.mesh.shape[axis] for axis in native.axes_of_entry(entries[0])) if entries else 1
-            first = entries[0] if new and new[0] % shards == 0 else None
-            entries = [first, *(None,) * (len(old) - 1)][: len(old)]
-            spec_after += [first, *(None,) * (len(new) - 1)][: len(new)]
-        else:
-            spec_after += entries
-        spec_before += entries
-    x = jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec_before)))
-    return lax.reshape(x, sizes, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec_after)))
 
 
 def _padded(x: Array, padding: int) -> Array:

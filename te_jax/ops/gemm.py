@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from typing import Any, Literal
 
 import jax
@@ -299,8 +300,10 @@ def _operands(lhs, rhs, lhs_contracting, rhs_contracting, contracting_ndim) -> t
     if isinstance(lhs, QuantizedArray) != isinstance(rhs, QuantizedArray):
         plain = "rhs" if isinstance(lhs, QuantizedArray) else "lhs"
         raise ValueError(f"{plain} is a plain array and the other operand quantized; quantize both or neither")
-    if contracting_ndim is not None and (not isinstance(contracting_ndim, int) or contracting_ndim < 0):
-        raise ValueError(f"contracting_ndim is {contracting_ndim!r}; it must be an integer of at least 0, or None")
+    if contracting_ndim is not None:
+        if not isinstance(contracting_ndim, numbers.Integral) or contracting_ndim < 0:
+            raise ValueError(f"contracting_ndim is {contracting_ndim!r}; it must be an integer of at least 0, or None")
+        contracting_ndim = int(contracting_ndim)
     a = _operand("lhs", lhs, lhs_contracting, contracting_ndim)
     b = _operand("rhs", rhs, rhs_contracting, contracting_ndim)
     return a, b

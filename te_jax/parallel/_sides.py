@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax.ops import _delayed
+from te_jax.ops._derivatives import differentiated_once
 from te_jax.ops.quantize import quantize
 from te_jax.parallel._call import Call, scaling_of
 from te_jax.parallel._exchange import Operand
@@ -59,10 +60,10 @@ def quantize_matrix(
     amax = _delayed.reference_amax(call.fp8, state, role)
     agreed = call.scaling == "tensor" or (gathered and call.scaling == "row")
     result = quantize(
-        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
+        differentiated_once(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), call.name),
         call.fp8.quantization(role),
         copies="both" if data and transposed else "data" if data else "transposed",
-        amax=amax,
+        amax=None if amax is None else differentiated_once(amax, call.name),
         axis_name=split if agreed and amax is None else None,
         with_amax=observed,
         with_dbias=with_dbias,

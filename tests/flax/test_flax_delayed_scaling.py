@@ -130,7 +130,7 @@ def test_the_next_step_uses_what_this_one_observed(rng, model):
         y, variables = step(variables, x)
         errors.append(relative_error(y, reference(model, variables, x)))
     assert errors[0] > 0.5
-    assert errors[-1] < 0.08
+    assert errors[-1] < 0.12
 
 
 def reference(model, variables, x):
@@ -157,7 +157,7 @@ def test_gradients_of_the_next_step_follow_its_scale_too(rng):
     gradients = gradient(variables)
     assert relative_error(gradients["params"]["kernel"], expected) > 0.5
     gradients = gradient(variables | {OVERWRITE: gradients[OVERWRITE]})
-    assert relative_error(gradients["params"]["kernel"], expected) < 0.08
+    assert relative_error(gradients["params"]["kernel"], expected) < 0.12
 
 
 def test_accumulated_microbatches_keep_the_largest(rng):
@@ -211,7 +211,7 @@ def test_a_layer_that_is_called_twice_in_one_gradient(rng):
     history = np.asarray(variables[OVERWRITE]["shared"]["activation_amax_history"])
     np.testing.assert_allclose(history[1:] / 2, peaks[-2 : -HISTORY - 1 : -1], rtol=1e-6)
     exact = x @ variables["params"]["shared"]["kernel"] * 3.0 @ variables["params"]["shared"]["kernel"]
-    assert relative_error(model.apply(variables, x), exact) < 0.08
+    assert relative_error(model.apply(variables, x), exact) < 0.12
 
 
 def test_a_layer_that_is_called_twice_has_the_exact_maximum_with_accumulating(rng):

@@ -125,9 +125,9 @@ def test_value_and_gradients_in_fp8(rng, recipe):
 
     kernel = np.asarray(variables["params"]["kernel"], np.float64)
     x64, g64 = np.asarray(x, np.float64), np.asarray(cotangent, np.float64)
-    assert relative_error(y, np.einsum("bij,ijkl->bkl", x64, kernel)) < 0.045
-    assert relative_error(dx, np.einsum("bkl,ijkl->bij", g64, kernel)) < 0.065
-    assert relative_error(gradients["params"]["kernel"], np.einsum("bij,bkl->ijkl", x64, g64)) < 0.065
+    assert relative_error(y, np.einsum("bij,ijkl->bkl", x64, kernel)) < 0.055
+    assert relative_error(dx, np.einsum("bkl,ijkl->bij", g64, kernel)) < 0.085
+    assert relative_error(gradients["params"]["kernel"], np.einsum("bij,bkl->ijkl", x64, g64)) < 0.085
     assert_close(gradients["params"]["bias"], g64.sum(0), dtype=jnp.float32)
 
 

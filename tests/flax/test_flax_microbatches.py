@@ -222,6 +222,45 @@ def test_a_quantized_kernel_that_is_used_twice_is_visible(rng, jit):
             function(quantized, gradients, x)
 
 
+def test_flags_among_the_arguments(rng):
+    """What is no array reaches the model as it is, as `model.apply` hands it on."""
+
+    class WithFlag(nn.Module):
+        @nn.compact
+        def __call__(self, inputs, train, names):
+            x = Dense(32, recipe=CurrentScaling())(inputs["x"])
+            return x if train else x[..., : len(names["kept"])]
+
+    model, x = WithFlag(), normal(rng, (16, 32))
+    arguments = {"x": x}, False, {"kept": "abcd"}
+    variables = model.init(jax.random.key(0), *arguments)
+    shapes = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    for given in (arguments, (shapes, *arguments[1:])):
+        quantized = quantize_kernels(model, variables, *given)
+        assert isinstance(quantized["params"]["Dense_0"]["kernel"], QuantizedArray)
+        assert model.apply(quantized, *arguments).shape == (16, 4)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients_that_do_not_fit_are_refused(jit, rng):
+    model, x = Dense(32, recipe=DelayedScaling(history_len=4)), normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    quantized = quantize_kernels(model, variables, x)
+    function = accumulate_gradients(loss_of(model))
+    function = jax.jit(function) if jit else function
+    zeros = jax.tree.map(jnp.zeros_like, variables)
+    remedy = r"start from jax.tree.map\(jnp.zeros_like, flax.linen.unbox\(variables\)\)"
+    with pytest.raises(ValueError, match=rf"a QuantizedArray for \['params'\]\['kernel'\].*{remedy}"):
+        function(quantized, jax.tree.map(jnp.zeros_like, quantized), x)
+    with pytest.raises(ValueError, match=rf"have nothing for .*{OVERWRITE}.*{remedy}"):
+        function(quantized, {"params": zeros["params"]}, x)
+    with pytest.raises(ValueError, match=rf"have .*other.*, which is not differentiated: {remedy}"):
+        function(quantized, zeros | {"other": x}, x)
+    for name, wrong in (("kernel", jnp.zeros((32, 16))), ("bias", jnp.zeros(16))):
+        with pytest.raises(ValueError, match=rf"have shape \(.*16,?\) for .*{name}.*, which has shape .*: {remedy}"):
+            function(quantized, zeros | {"params": zeros["params"] | {name: wrong}}, x)
+
+
 def test_aux_is_handed_on(rng):
     model, x = Dense(32, recipe=CurrentScaling()), normal(rng, (16, 32))
     variables = model.init(jax.random.key(0), x)

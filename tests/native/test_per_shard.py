@@ -1,15 +1,21 @@
 """`per_shard` with operations that it has never seen, made of jnp: it must know the rule only."""
 
 import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import te_jax
 from te_jax import native
 from te_jax.testing import assert_close, collectives
 
@@ -131,6 +137,19 @@ def test_mesh_of_explicit_and_auto_axes(explicit, set_mesh, make_mesh, rng):
     assert_close(compiled(*placed), expected_product(x, weights), dtype="float32")
 
 
+@pytest.mark.parametrize("explicit", ["x", "y"])
+def test_mesh_of_explicit_and_auto_axes_on_devices_in_another_order(explicit, make_mesh, rng):
+    """Types do not name devices, but `jax.set_mesh` does."""
+    mesh = make_mesh({axis: EXPLICIT if axis == explicit else AUTO for axis in ("x", "y")})
+    mesh = Mesh(mesh.devices[::-1, ::-1], mesh.axis_names, axis_types=mesh.axis_types)
+    x, weights = random(rng, 8, 4, 16), random(rng, 16, 6)
+    placed = place(x, mesh, P("x", None, "y")), place(weights, mesh, P("y"))
+    with jax.set_mesh(mesh):
+        result = jax.jit(product)(*placed)
+    assert result.sharding.mesh.devices.tolist() == mesh.devices.tolist()
+    assert_close(result, expected_product(x, weights), dtype="float32")
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_manual(check_vma, make_mesh, rng):
     """Operands are local, and the caller says itself what is split."""
@@ -200,6 +219,34 @@ def test_static_arguments_are_part_of_the_operation(rng):
     x, weights = random(rng, 3, 16), random(rng, 16, 6)
     one, two = (scaled_product(x, weights, scale=scale)[0] for scale in (1.0, 2.0))
     assert_close(two, 2.0 * one)
+
+
+def test_without_jit(rng):
+    x, weights = random(rng, 3, 16), random(rng, 16, 6)
+    with jax.disable_jit():
+        assert_close(product(x, weights), expected_product(x, weights), dtype="float32")
+
+
+@pytest.fixture
+def gspmd():
+    """Without Shardy, as long as JAX has that option."""
+    jax.config.update("jax_use_shardy_partitioner", False)
+    yield
+    jax.config.update("jax_use_shardy_partitioner", True)
+
+
+@pytest.mark.usefixtures("gspmd")
+@pytest.mark.parametrize("from_arguments", [True, False], ids=["arguments", "in_shardings"])
+def test_without_shardy_several_devices_are_refused(from_arguments, make_mesh, rng):
+    """While lowering: XLA would end the process."""
+    mesh = make_mesh({"x": AUTO, "y": AUTO})
+    x, weights = random(rng, 8, 16), random(rng, 16, 6)
+    shardings = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    given = jax.device_put((x, weights), shardings) if from_arguments else (np.asarray(x), np.asarray(weights))
+    run = jax.jit(product, in_shardings=None if from_arguments else shardings)
+    with pytest.raises(NotImplementedError, match=r"jax_use_shardy_partitioner is False.*set the option to True"):
+        run.lower(*given)
+    assert_close(jax.jit(product)(x, weights), expected_product(x, weights), dtype="float32")  # one device
 
 
 def test_derivatives_are_the_operations_business(rng):
@@ -420,3 +467,104 @@ def test_function_is_told_what_it_may_reuse(rng):
     assert_close(jax.jit(lambda x: with_reuse(x)[0])(random(rng, 4) * 0), np.ones(4, np.float32))
     assert {} in REUSES
     assert {0: 0} in REUSES
+
+
+# ---------------------------------------------------------------------------------------------------- compilation cache
+
+
+def with_constant(constant):
+    """As operations are that are made for a request: what is static lies in the closure."""
+
+    @native.per_shard("... -> ...")
+    def plus(x, *, axes):
+        assert not axes
+        return (x + constant,)
+
+    return plus
+
+
+def with_sum(sums):
+    """What is static matters where the operand is split only."""
+
+    @native.per_shard("... v -> ...", axes_of=("v",))
+    def total(x, *, axes):
+        if "v" in axes:
+            (part,) = total(x)
+            return (lax.psum(part, axes["v"]) if sums else lax.pmax(part, axes["v"]),)
+        return (jnp.sum(x, axis=-1),)
+
+    return total
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda x: running_sum(x, reverse=False), lambda x: running_sum(x, reverse=True)),
+        (with_constant(1.0), with_constant(2.0)),
+        (with_sum(True), with_sum(False)),
+        (with_reuse, native.per_shard("... -> ...", reuse={})(lambda x, *, axes: (x + 1,))),
+    ],
+    ids=["argument", "closure", "where split", "reuse"],
+)
+def test_programs_differ_where_static_values_do(one, other, make_mesh):
+    """Even without the address of a callback, which the key of the compilation cache may leave out."""
+    mesh = make_mesh({"x": AUTO, "y": AUTO})
+    x = place(jnp.ones((8, 16)), mesh, P("x", "y"))
+
+    def text(function):
+        jax.clear_caches()
+        found, addresses = re.subn(r'backend_config = "\d+"', "", jax.jit(lambda x: function(x)).lower(x).as_text())
+        assert addresses
+        return found
+
+    assert text(one) == text(one)
+    assert text(one) != text(other)
+
+
+def test_only_the_call_is_marked():
+    """On one device its operations are part of the program, and stay as they are but for the result."""
+    text = jax.jit(lambda x: with_constant(1.0)(jnp.sin(x) * 2)).lower(jnp.ones((8, 16))).as_text()
+    assert len(re.findall("te_jax = ", text)) == 1
+
+
+def test_compilation_cache_of_several_processes(tmp_path):
+    """A hit where the static arguments are the same, and a result of its own where they are not."""
+    code = """
+        import sys, jax, jax.numpy as jnp
+        jax.config.update("jax_num_cpu_devices", 2)
+        jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+        from te_jax import native
+        mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        x = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("x")))
+
+        @native.per_shard("... -> ...")
+        def times(x, *, axes, factor):
+            return (x * factor,)
+
+        hits = []
+        jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if "cache_hits" in event else None)
+        for factor in sys.argv[2:]:
+            hits.clear()
+            (y,) = jax.jit(lambda x: times(x, factor=float(factor)))(x)
+            print(len(hits), float(y[0]))
+    """
+    code = "\n".join(line.removeprefix(8 * " ") for line in code.splitlines())
+    root = str(Path(te_jax.__file__).parent.parent)
+
+    def run(seed, *factors):
+        paths = [root, os.environ.get("PYTHONPATH", "")]
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+        command = [sys.executable, "-P", "-c", code, str(tmp_path), *factors]
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
+
+    assert run("1", "2") == [(0, 2.0)]
+    assert run("2", "3", "2") == [(0, 3.0), (1, 2.0)]

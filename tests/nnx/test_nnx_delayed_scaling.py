@@ -146,7 +146,7 @@ def test_the_next_step_uses_what_this_one_observed(rng, model):
     for _ in range(4):  # a layer needs the one before it to be right
         errors.append(relative_error(step(model, x), reference(model, x)))
     assert errors[0] > 0.5
-    assert errors[-1] < 0.08
+    assert errors[-1] < 0.12
 
 
 def test_split_and_merge_keep_it(rng):

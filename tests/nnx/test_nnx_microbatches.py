@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from te_jax.nnx import (
     Linear,
@@ -190,3 +192,94 @@ def test_aux_is_handed_on(rng):
     (loss, aux), _ = with_aux(quantized, zeros(model), x)
     assert aux == {"rows": 16}
     assert loss == accumulate_gradients(loss_fn)(quantized, zeros(model), x)[0]
+
+
+class Tied(nnx.Module):
+    def __init__(self, recipe, other, features=32):
+        rngs = nnx.Rngs(0)
+        self.first = Linear(32, 32, recipe=recipe, rngs=rngs)
+        self.second = LinearGeneral(32, features, recipe=other, rngs=rngs)
+        self.second.kernel = self.first.kernel
+
+    def __call__(self, x):
+        return self.second(x)
+
+
+def test_a_kernel_that_layers_share_stays_one(rng):
+    model, x = Tied(CurrentScaling(), CurrentScaling()), normal(rng, (16, 32))
+    quantized = quantize_kernels(model)
+    assert quantized.first.kernel is quantized.second.kernel
+    assert model.first.kernel is model.second.kernel
+    assert isinstance(model.first.kernel, nnx.Param)
+    assert_close(quantized(x), model(x), tolerance=1e-4)
+    _, actual = accumulate_gradients(loss_fn)(quantized, zeros(model), x)
+    expected = nnx.grad(loss_fn)(model, x)
+    assert_close(actual["first"]["kernel"][...], expected["first"]["kernel"][...], tolerance=5e-3)
+    with pytest.raises(ValueError, match=r"kernel first.kernel is quantized and was used 2.0 times"):
+        accumulate_gradients(lambda model, x: jnp.sum(model(model.first(x))))(quantized, zeros(model), x)
+
+
+def test_layers_that_share_a_kernel_and_need_different_ones_are_refused():
+    with pytest.raises(ValueError, match="layers first and second share a kernel and quantize it differently"):
+        quantize_kernels(Tied(CurrentScaling(), BlockScaling()))
+    for recipes, names in (
+        ((None, CurrentScaling()), "second .* with first.kernel"),
+        ((CurrentScaling(), None), "first .* with second.kernel"),
+    ):
+        with pytest.raises(ValueError, match=f"layer {names}, which needs it as it is: use recipe=None"):
+            quantize_kernels(Tied(*recipes))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients_that_do_not_fit_are_refused(jit, rng):
+    model, x = Linear(32, 32, recipe=DelayedScaling(history_len=4), rngs=nnx.Rngs(0)), normal(rng, (16, 32))
+    quantized, given = quantize_kernels(model), dict(nnx.to_flat_state(zeros(model)))
+    function = accumulate_gradients(loss_fn)
+    function = nnx.jit(function) if jit else function
+
+    def refuses(gradients, message):
+        remedy = (
+            r"start from jax.tree.map\(jnp.zeros_like, nnx.state\(model, .*OverwriteWithGradient\)\)\), of the model"
+        )
+        with pytest.raises(ValueError, match=f"gradients have {message}.*: {remedy}"):
+            function(quantized, gradients, x)
+
+    refuses(jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param)), "nothing for .*'activation_amax_history'")
+    refuses(zeros(quantized), r"nothing for \['kernel'\]")
+    everything = nnx.Any(TRAINED, QuantizedKernel)
+    refuses(jax.tree.map(jnp.zeros_like, nnx.state(quantized, everything)), "a QuantizedArray for kernel")
+    refuses(nnx.from_flat_state(given | {("other",): nnx.Param(x)}), r"\['other'\], which is not differentiated")
+    for name in ("kernel", "bias"):
+        wrong = given | {(name,): given[(name,)].replace(jnp.zeros(16))}
+        refuses(nnx.from_flat_state(wrong), rf"shape \(16,\) for {name}, which has shape")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kernel_spec", "bias_spec", "x_spec"),
+    [
+        ((64, (4, 32)), P(None, None, "model"), P(None, "model"), P("data")),
+        ((64, (4, 32)), P("data", "model", None), P("model"), P("data")),
+        (((4, 32), 64), P(None, "model", None), P(), P("data", None, "model")),
+        (((4, 32), 64), P("model", None, "data"), P("data"), P(None, "model")),
+    ],
+    ids=["in heads", "of heads", "in contracted heads", "of contracted heads"],
+)
+def test_heads_on_explicit_meshes(sizes, kernel_spec, bias_spec, x_spec, make_mesh, rng):
+    """Blocks of 128 do not divide heads, so that those are merged, however they are split over devices."""
+    mesh = make_mesh({"data": AxisType.Explicit, "model": AxisType.Explicit})
+    inner, outer = sizes
+    axis = (-2, -1) if isinstance(inner, tuple) else -1
+    model = LinearGeneral(inner, outer, axis=axis, recipe=BlockScaling(), rngs=nnx.Rngs(int(rng.integers(2**31))))
+    x = normal(rng, (16, *model.in_features))
+
+    def gradients_of(model, x):
+        return accumulate_gradients(loss_fn)(quantize_kernels(model), zeros(model), x)
+
+    loss, expected = nnx.jit(gradients_of)(model, x)
+    with jax.set_mesh(mesh):
+        for variable, spec in ((model.kernel, kernel_spec), (model.bias, bias_spec)):
+            variable.set_value(jax.device_put(variable[...], NamedSharding(mesh, spec)))
+        actual_loss, actual = nnx.jit(gradients_of)(model, jax.device_put(x, NamedSharding(mesh, x_spec)))
+    assert_close(actual_loss, loss, tolerance=1e-4)
+    jax.tree.map(lambda a, e: assert_close(a, e, tolerance=1e-3), parameters(actual), parameters(expected))
+    assert actual["kernel"][...].sharding.is_equivalent_to(NamedSharding(mesh, kernel_spec), model.kernel.ndim)

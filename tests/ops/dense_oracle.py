@@ -20,8 +20,9 @@ RECIPES = {
 }
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
-# Relative L2 errors on normal data. FP8 rounds both operands of a product; E5M2 gradients have a bit less.
-FORWARD, GRADIENT = 0.045, 0.065
+# Relative L2 errors on normal data. FP8 rounds both operands of a product, which costs 0.037; E5M2 gradients have a bit
+# less, 0.058. The rest is for the scatter of small cases.
+FORWARD, GRADIENT = 0.055, 0.085
 EXACT = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 PLAIN = {**EXACT, "bfloat16": 3e-2}  # XLA's CPU backend adds up some products of bfloat16 in bfloat16
 

@@ -16,6 +16,7 @@ from te_jax.testing import assert_close, buffers, collectives
 
 CURRENT = RECIPES["current"]
 recipes = pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "none"])
+axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 few_recipes = pytest.mark.parametrize("recipe", [CURRENT, RECIPES["block"], None], ids=["current", "block", "none"])
 
 
@@ -97,6 +98,59 @@ def test_an_accumulator_that_is_not_differentiated_is_refused(rng):
     case = random_case(rng, (32,), (32,), (48,), with_bias=False)
     with pytest.raises(ValueError, match="differentiate with respect to wgrad_accumulator"):
         jax.grad(loss, argnums=1)(case.x, case.kernel, jnp.zeros(case.kernel.shape), case.dy)
+
+
+@few_recipes
+@pytest.mark.parametrize("accumulate", [True, False], ids=["accumulate", "overwrite"])
+@pytest.mark.parametrize("examples", [(4,), (2, 2)], ids=["vmap", "vmap of vmap"])
+def test_examples_of_a_vmap_share_it(examples, accumulate, recipe, implementation, rng):
+    """It is added once, not once for each of them."""
+    case = random_case(rng, (*examples, 16), (32,), (48,), with_bias=False)
+    before = draw(rng, case.kernel)
+    run = functools.partial(loss, recipe=recipe, accumulate=accumulate, implementation=implementation)
+    for _ in examples:
+        run = jax.vmap(run, in_axes=(0, None, None, 0))
+    total = jax.grad(lambda accumulator: jnp.sum(run(case.x, case.kernel, accumulator, case.dy)))
+    tolerance = PLAIN["bfloat16"] if recipe is None else GRADIENT
+    for after in (total(before), jax.jit(total)(before)):
+        assert_close(
+            after - before * np.float32(accumulate), oracle(case).dkernel, dtype="float32", tolerance=tolerance
+        )
+
+
+@axis_types
+def test_sharded_examples_of_a_vmap_share_it(axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    case = random_case(rng, (2 * mesh.shape["data"], 16), (32,), (48,), with_bias=False)
+    before = draw(rng, case.kernel)
+    x, dy = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (case.x, case.dy))
+    kernel, accumulator = (jax.device_put(a, NamedSharding(mesh, P(None, "model"))) for a in (case.kernel, before))
+
+    def total(accumulator, x, kernel, dy):
+        return jnp.sum(jax.vmap(loss, in_axes=(0, None, None, 0))(x, kernel, accumulator, dy))
+
+    after = jax.jit(jax.grad(total))(accumulator, x, kernel, dy)
+    assert_close(after - before, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
+
+
+def test_an_accumulator_of_every_example(rng):
+    case = random_case(rng, (3, 16), (32,), (48,), with_bias=False)
+    before = jnp.stack([draw(rng, case.kernel) for _ in range(3)])
+    after = jax.vmap(jax.grad(loss, argnums=2), in_axes=(0, None, 0, 0))(case.x, case.kernel, before, case.dy)
+    for i in range(3):
+        alone = jax.grad(loss, argnums=2)(case.x[i], case.kernel, before[i], case.dy[i])
+        assert_close(after[i], alone, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, None], ids=["current", "none"])
+def test_an_accumulator_that_no_examples_share_is_refused(recipe):
+    def total(accumulator, x, dy):
+        kernel = jnp.zeros((32, 48), jnp.bfloat16)
+        run = functools.partial(loss, recipe=recipe)
+        return jnp.sum(jax.vmap(run, in_axes=(0, None, None, 0))(x, kernel, accumulator, dy))
+
+    with pytest.raises(ValueError, match="wgrad_accumulator is shared by the 0 examples of a vmap"):
+        jax.grad(total)(jnp.zeros((32, 48)), jnp.zeros((0, 16, 32)), jnp.zeros((0, 16, 48)))
 
 
 # ------------------------------------------------------------------------------------------------------------ in place

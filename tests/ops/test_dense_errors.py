@@ -4,10 +4,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from te_jax import native, ops
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, Recipe
 
 CURRENT, BLOCK, DELAYED = CurrentScaling(), BlockScaling(), DelayedScaling(history_len=4)
 X = jnp.zeros((32, 64), jnp.bfloat16)
@@ -35,6 +36,8 @@ HISTORY = jnp.zeros(4)
         ),
         (X, KERNEL, None, {"kernel_contracting": "rows"}, "kernel_contracting is 'rows'; it must be 'first' or 'last'"),
         (X, KERNEL, None, {"contracting_ndim": 0}, "contracting_ndim is 0; it must be an integer of at least 1"),
+        (X, KERNEL, None, {"contracting_ndim": True}, "contracting_ndim is True; it must be an integer of at least 1"),
+        (X, KERNEL, None, {"contracting_ndim": 1.0}, "contracting_ndim is 1.0; it must be an integer of at least 1"),
         (X, KERNEL, None, {"contracting_ndim": 2}, "kernel has shape (64, 48); beside its 2 contracted dimensions"),
         (X[0, 0], KERNEL, None, {}, "x has shape (); contracting_ndim=1 needs at least as many dimensions"),
         (X, KERNEL[:, :0], None, {}, "kernel has shape (64, 0); only the batch may be empty"),
@@ -84,6 +87,32 @@ HISTORY = jnp.zeros(4)
 def test_message_names_argument_value_and_rule(x, kernel, bias, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ops.dense(x, kernel, bias, **options)
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, None], ids=["current", "none"])
+def test_integers_of_numpy_are_taken(recipe):
+    assert ops.dense(X, KERNEL, recipe=recipe, contracting_ndim=np.int64(1)).shape == (32, 48)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (CurrentScaling, {"forward_dtype": "E4M3"}, "forward_dtype is 'E4M3'; it must be float8_e4m3fn or float8_e5m2"),
+        (CurrentScaling, {"gradient_dtype": None}, "gradient_dtype is None; it must be float8_e4m3fn or float8_e5m2"),
+        (CurrentScaling, {"gradient_dtype": jnp.bfloat16}, "gradient_dtype is bfloat16; it must be float8_e4m3fn or"),
+        (CurrentScaling, {"forward_dtype": jnp.float8_e5m2}, "forward_dtype is float8_e5m2; no GPU multiplies E5M2"),
+        (BlockScaling, {"fast_accumulation": None}, "fast_accumulation is None; it must be a tuple of names out of"),
+        (BlockScaling, {"fast_accumulation": True}, "fast_accumulation is True; it must be a tuple of names out of"),
+        (BlockScaling, {"fast_accumulation": "wgrad"}, "fast_accumulation is 'wgrad'; it must be a tuple of names"),
+        (BlockScaling, {"fast_accumulation": (["wgrad"],)}, "fast_accumulation is (['wgrad'],); it must be a tuple"),
+        (DelayedScaling, {"history_len": 0}, "history_len is 0; it must be at least 1"),
+        (DelayedScaling, {"algorithm": "mean"}, "algorithm is 'mean'; it must be 'max' or 'most_recent'"),
+        (Recipe, {}, "Recipe does not say which values share a scale; use a recipe that does, such as te_jax.recipe."),
+    ],
+)
+def test_message_of_a_recipe_names_parameter_value_and_rule(kind, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind(**options)
 
 
 def test_errors_come_while_tracing():

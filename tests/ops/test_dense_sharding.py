@@ -249,7 +249,7 @@ def test_eager_calls_and_scan(set_mesh, axis_type, make_mesh, rng):
         return jax.lax.scan(layer, x, kernels)[0]
 
     with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
-        assert_close(ops.dense(x, kernel, recipe=RECIPES["current"]), expected, dtype="bfloat16", tolerance=0.045)
+        assert_close(ops.dense(x, kernel, recipe=RECIPES["current"]), expected, dtype="bfloat16", tolerance=0.055)
         deep = jax.jit(run)(x, kernels)
     for _ in range(2):
         expected = expected @ wide(case.kernel)
@@ -267,7 +267,7 @@ def test_partly_manual(make_mesh, rng):
     )  # fmt: skip
     compiled = jax.jit(mapped).lower(x, kernel).compile()
     assert large(compiled) == [("all-reduce", TOKENS // mesh.shape["data"] * OUT)]
-    assert_close(compiled(x, kernel), oracle(case).y, dtype="bfloat16", tolerance=0.045)
+    assert_close(compiled(x, kernel), oracle(case).y, dtype="bfloat16", tolerance=0.055)
 
 
 @axis_types
@@ -282,9 +282,9 @@ def test_sharded_quantized_kernel(axis_type, make_mesh, rng):
         assert copy.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
     compiled = forward_of(recipe=recipe).lower(x, quantized).compile()
     assert large(compiled) == [("all-gather", IN * OUT)]
-    assert_close(compiled(x, quantized), oracle(case).y, dtype="bfloat16", tolerance=0.045)
+    assert_close(compiled(x, quantized), oracle(case).y, dtype="bfloat16", tolerance=0.055)
     dx, _ = backward_of(recipe=recipe)(x, quantized, dy)
-    assert_close(dx, oracle(case).dx, dtype="bfloat16", tolerance=0.065)
+    assert_close(dx, oracle(case).dx, dtype="bfloat16", tolerance=0.085)
 
 
 @axis_types
@@ -302,3 +302,20 @@ def test_the_reference_is_split_as_well(recipe, name, axis_type, make_mesh, rng)
     if axis_type is EXPLICIT:
         assert y.sharding.is_equivalent_to(dy.sharding, y.ndim), y.sharding
         assert dkernel.sharding.is_equivalent_to(kernel.sharding, kernel.ndim), dkernel.sharding
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("spec", [P(), P("model")], ids=["whole", "split"])
+@axis_types
+def test_one_token_without_a_batch(axis_type, spec, recipe, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    case = random_case(rng, (), (64,), (32 * mesh.shape["model"],), "float32", with_bias=False)
+    x, kernel, dy = placed(case, mesh, (spec, P(None, "model"), P("model")))
+    state = warm_state(case, recipe) if hasattr(recipe, "init") else None
+
+    def run(x, kernel, dy):
+        y, vjp = jax.vjp(lambda x, kernel: ops.dense(x, kernel, recipe=recipe, scaling_state=state), x, kernel)
+        return y, *vjp(dy)
+
+    y, dx, dkernel = jax.jit(run)(x, kernel, dy)
+    assert_matches(Gradients(y, dx, dkernel, None), oracle(case), case, recipe=recipe, factor=1.5)

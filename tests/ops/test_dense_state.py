@@ -60,9 +60,9 @@ def test_scales_follow_from_the_state_and_not_from_the_tensor(implementation, ca
     x, kernel, dy = (
         np.clip(wide(a), -limit, limit) for a, limit in zip((case.x, case.kernel, case.dy), limits, strict=True)
     )
-    assert_close(y, x @ kernel, dtype="bfloat16", tolerance=0.045)
-    assert_close(dx, dy @ kernel.T, dtype="bfloat16", tolerance=0.065)
-    assert_close(dkernel, x.T @ dy, dtype="bfloat16", tolerance=0.065)
+    assert_close(y, x @ kernel, dtype="bfloat16", tolerance=0.055)
+    assert_close(dx, dy @ kernel.T, dtype="bfloat16", tolerance=0.085)
+    assert_close(dkernel, x.T @ dy, dtype="bfloat16", tolerance=0.085)
     assert relative_error(y, oracle(case).y) > 0.3
 
 
@@ -79,7 +79,7 @@ def test_algorithms(recipe, largest, case):
     state = state_of([1, 2, 3], [10] * 3, [10] * 3)
     y = ops.dense(case.x * 10, case.kernel, recipe=recipe, scaling_state=state)
     assert_close(
-        y, np.clip(wide(case.x * 10), -largest, largest) @ wide(case.kernel), dtype="bfloat16", tolerance=0.045
+        y, np.clip(wide(case.x * 10), -largest, largest) @ wide(case.kernel), dtype="bfloat16", tolerance=0.055
     )
 
 
@@ -111,7 +111,7 @@ def test_training_loop(rng):
     expected = oracle(case).dkernel * factor
     for _ in range(2):
         dkernel, state = step(state, factor)
-    assert relative_error(dkernel, expected) < 0.065
+    assert relative_error(dkernel, expected) < 0.085
     assert relative_error(without, expected) > 0.5  # the gradients saturate without it
 
 
@@ -133,11 +133,25 @@ def test_padding_is_not_observed_in_the_wrong_place(case):
     assert histories(found) == [[amax(a), 0, 0, 0] for a in (case.x[:5], case.kernel, case.dy[:5])]
 
 
-def test_what_is_not_finite_is_remembered_and_gives_a_scale_of_one(case):
-    state = next_state_of(case.x.at[0, 0].set(np.inf), case.kernel, RECIPE.init(), case.dy)
-    assert histories(state)[0] == [np.inf, 0, 0, 0]
-    y = ops.dense(case.x, case.kernel, recipe=RECIPE, scaling_state=state)
-    assert np.isfinite(wide(y)).all()
+@pytest.mark.parametrize("poison", [np.inf, np.nan])
+def test_what_is_not_finite_is_shown_and_not_remembered(poison, implementation, case):
+    state = state_of([4, 3, 2, 1], [8, 7, 6, 5], [12, 11, 10, 9])
+    operands = [a.at[0, 0].set(poison) for a in (case.x, case.kernel, case.dy)]
+    y, (_, dkernel, _, found) = gradients_of(
+        *operands[:2], None, operands[2], state, recipe=RECIPE, implementation=implementation
+    )
+    assert not np.isfinite(wide(y)[0]).any()
+    assert not np.isfinite(wide(dkernel)[0]).any()
+    assert histories(found) == [[4, 4, 3, 2], [8, 8, 7, 6], [12, 12, 11, 10]]
+
+
+def test_the_step_after_one_that_overflowed_scales_as_before(case):
+    """Gradients too small for FP8 at a scale of 1, which an infinity in the history would lead to."""
+    small, overflown = case.dy * 2.0**-30, case.dy * jnp.bfloat16(np.inf)
+    state = next_state_of(case.x, case.kernel, RECIPE.init(), small)
+    state = next_state_of(case.x, case.kernel, state, overflown)
+    _, (_, dkernel, _, _) = gradients_of(case.x, case.kernel, None, small, state, recipe=RECIPE)
+    assert_close(dkernel, oracle(case).dkernel * 2.0**-30, dtype="bfloat16", tolerance=0.085)
 
 
 # -------------------------------------------------------------------------------------------------------------- sharing
@@ -255,6 +269,41 @@ def test_vmap_over_examples_that_share_a_state(share, rng):
     assert histories(found) == [[amax(case.x), 5, 5, 5], [amax(case.kernel), 1, 1, 1], [amax(case.dy), 5, 5, 5]]
 
 
+def test_vmap_over_no_examples(case):
+    """What they share sees what an empty batch shows: nothing but the kernel."""
+
+    def total(state, x, dy):
+        return jnp.sum(jax.vmap(loss, in_axes=(0, None, None, 0))(x, case.kernel, state, dy))
+
+    nothing = jnp.zeros((0, *case.x.shape), case.x.dtype), jnp.zeros((0, *case.dy.shape), case.dy.dtype)
+    found = jax.grad(total)(state_of([4] * 4, [3] * 4, [2] * 4), *nothing)
+    assert histories(found) == [[0, 4, 4, 4], [amax(case.kernel), 3, 3, 3], [0, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("poison", [np.inf, np.nan])
+@pytest.mark.parametrize("share", ["vmap", "accumulating", "merge"])
+def test_a_shared_state_stays_finite(share, poison, rng):
+    """The first of three microbatches is spoilt. A maximum of histories takes the others' magnitudes."""
+    case = random_case(rng, (3, 32), (32,), (32,), with_bias=False)
+    x = case.x.at[0, 0, 0].set(poison)
+    state = state_of([2] * 4, [1] * 4, [3] * 4)
+    whole = jax.vmap(loss, in_axes=(0, None, None, 0))
+
+    def one_by_one(state):
+        state = accumulating(state)
+        return sum(loss(x[i], case.kernel, state, case.dy[i]) for i in range(3))
+
+    if share == "vmap":  # one tensor, of which one magnitude is known
+        found = jax.jit(jax.grad(lambda state: jnp.sum(whole(x, case.kernel, state, case.dy))))(state)
+        seen = 2.0
+    elif share == "accumulating":
+        found, seen = jax.jit(jax.grad(one_by_one))(state), max(2.0, amax(x[1:]))
+    else:
+        found = merge(*(next_state_of(x[i], case.kernel, state, case.dy[i]) for i in range(3)))
+        seen = max(2.0, amax(x[1:]))
+    assert histories(found) == [[seen, 2, 2, 2], [amax(case.kernel), 1, 1, 1], [amax(case.dy), 3, 3, 3]]
+
+
 def test_vmap_over_states(rng):
     case = random_case(rng, (3, 32), (32,), (32,), with_bias=False)
     states = jax.tree.map(lambda h: jnp.stack([h + i for i in (4.0, 5.0, 6.0)]), RECIPE.init())
@@ -294,6 +343,27 @@ def test_data_parallel(axis_type, native_kernels, make_mesh, rng):
     kernel, state = jax.device_put((case.kernel, RECIPE.init()), NamedSharding(mesh, P()))
     found = next_state_of(placed[0], kernel, state, placed[1])
     assert histories(found) == [[77, 0, 0, 0], [amax(case.kernel), 0, 0, 0], [amax(case.dy), 0, 0, 0]]
+    for leaf in jax.tree.leaves(found):
+        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
+
+
+@pytest.mark.parametrize("poison", [np.inf, np.nan])
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", "untracked"])
+def test_what_is_not_finite_on_one_device_is_remembered_on_none(kind, poison, make_mesh, rng):
+    mesh = make_mesh({"data": AxisType.Explicit if kind == "explicit" else AxisType.Auto})
+    case = random_case(rng, (16 * mesh.size,), (32,), (32,), with_bias=False)
+    x, state = case.x.at[-1, 3].set(poison), state_of([4] * 4, [5] * 4, [6] * 4)
+    if kind in ("auto", "explicit"):
+        x, dy = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, case.dy))
+        found = next_state_of(x, *jax.device_put((case.kernel, state), NamedSharding(mesh, P())), dy)
+    else:
+        tracked = kind == "shard_map"
+        run = jax.shard_map(
+            lambda *a: jax.grad(loss, argnums=2)(*a, axis_name=None if tracked else "data"),
+            mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P(), check_vma=tracked,
+        )  # fmt: skip
+        found = jax.jit(run)(x, case.kernel, state, case.dy)
+    assert histories(found) == [[4, 4, 4, 4], [amax(case.kernel), 5, 5, 5], [amax(case.dy), 6, 6, 6]]
     for leaf in jax.tree.leaves(found):
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 

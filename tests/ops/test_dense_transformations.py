@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from te_jax import checkpoint_policies, ops
+from te_jax.recipe import DelayedScaling
 from te_jax.testing import assert_close
 
 CURRENT, BLOCK = RECIPES["current"], RECIPES["block"]
@@ -162,6 +163,59 @@ def test_eval_shape(recipe):
     assert (y.shape, y.dtype, y.weak_type) == ((3, 7, 48), jnp.float16, False)
     gradients = jax.eval_shape(jax.grad(lambda *a: run(*a).astype(jnp.float32).sum(), argnums=(0, 1)), x, kernel)
     assert [(g.shape, g.dtype, g.weak_type) for g in gradients] == [(a.shape, a.dtype, False) for a in (x, kernel)]
+
+
+@recipes
+def test_without_jit(recipe, case):
+    run = jax.grad(functools.partial(loss, recipe=recipe, activation="gelu"), argnums=(0, 1))
+    expected = jax.jit(run)(case.x, case.kernel, case.dy)
+    with jax.disable_jit():
+        found = run(case.x, case.kernel, case.dy)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, tolerance=1e-2)
+
+
+# --------------------------------------------------------------------------------------------------- second derivatives
+
+
+def _input_gradient_norm(x, kernel, dy, wrap=lambda f: f, **options):
+    """What a gradient penalty is: its derivatives are second ones of the layer."""
+    return jnp.sum(jnp.square(wrap(jax.grad(functools.partial(loss, **options)))(x, kernel, dy).astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("argnum", [0, 1, 2], ids=["x", "kernel", "dy"])
+@pytest.mark.parametrize("recipe", [*RECIPES.values()], ids=RECIPES)
+def test_second_derivatives_are_refused(recipe, argnum, implementation, case):
+    options = {"recipe": recipe, "implementation": implementation, "activation": "silu"}
+    if isinstance(recipe, DelayedScaling):
+        options["scaling_state"] = recipe.init()
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        run = functools.partial(_input_gradient_norm, wrap=wrap, **options)
+        with pytest.raises(NotImplementedError, match=r"is differentiated once.*recipe=None"):
+            jax.grad(run, argnums=argnum)(case.x, case.kernel, case.dy)
+    first = jax.grad(functools.partial(loss, **options), argnums=argnum % 2)
+    with pytest.raises(NotImplementedError, match="is differentiated once"):
+        jax.jvp(first, (case.x, case.kernel, case.dy), (case.x, case.kernel, case.dy))
+
+
+def test_second_derivative_without_a_recipe(rng):
+    case = random_case(rng, (32,), (64,), (48,), "float32", with_bias=False)
+    found = jax.grad(_input_gradient_norm, argnums=1)(case.x, case.kernel, case.dy)
+    dy, kernel = wide(case.dy), wide(case.kernel)
+    assert_close(found, 2 * (dy @ kernel.T).T @ dy, dtype="float32", tolerance=1e-5)
+
+
+def test_derivatives_of_what_surrounds_a_gradient(case):
+    """An outer derivative that does not pass the layer is none of its business."""
+
+    def outer(factor):
+        dx = jax.grad(functools.partial(loss, recipe=CURRENT))(case.x, case.kernel, case.dy)
+        return factor * jnp.sum(jnp.square(dx.astype(jnp.float32)))
+
+    (value, slope), linear = jax.value_and_grad(outer)(2.0), jax.linearize(outer, 2.0)[1]
+    assert value == pytest.approx(2 * slope)
+    assert linear(1.0) == pytest.approx(slope)
+    assert slope > 0
 
 
 # -------------------------------------------------------------------------------------- what is computed, and what kept

@@ -238,7 +238,7 @@ def test_fp8_result(kind, followup, dtype, power_of_two, implementation, rng):
     assert_close(result.scale_inv, scale_inv, dtype="float32", tolerance=1e-6)
     # What is rounded to bfloat16 before may end in a neighbouring FP8 value, and so may what lies between two.
     composed = kind != "tensor" or followup == "dgelu"
-    assert relative_error(wide(result.data), values) < (0.06 if composed else 0.03)
+    assert relative_error(wide(result.data), values) < (0.06 if composed else 0.04)
     if composed:
         assert_close(own_amax, np.abs(expected).max(), dtype="float32", tolerance=1e-2)
     else:

@@ -187,8 +187,13 @@ def test_errors_come_while_tracing():
         jax.eval_shape(ops.gemm, X, W.T)
 
 
-def test_arrays_of_numpy_are_taken(implementation):
-    result = ops.gemm(np.ones((2, 3), np.float32), np.ones((3, 4), np.float32), implementation=implementation)
+def test_arrays_and_integers_of_numpy_are_taken(implementation):
+    result = ops.gemm(
+        np.ones((2, 3), np.float32),
+        np.ones((3, 4), np.float32),
+        contracting_ndim=np.int64(1),
+        implementation=implementation,
+    )
     np.testing.assert_array_equal(result, np.full((2, 4), 3.0))
 
 

@@ -186,7 +186,7 @@ def test_every_code_comes_back(implementation):
         assert_bits(quantized.dequantize(), values)
 
 
-@pytest.mark.parametrize(("dtype_fp8", "bound"), [(E4M3, 0.03), (E5M2, 0.06)], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize(("dtype_fp8", "bound"), [(E4M3, 0.035), (E5M2, 0.07)], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
 def test_error_of_random_numbers(pair, dtype_fp8, bound, native_kernels, rng):
     x = jnp.asarray(rng.standard_normal((256, 512)), jnp.bfloat16)

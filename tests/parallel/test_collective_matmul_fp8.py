@@ -334,3 +334,20 @@ def test_an_x_whose_scales_do_not_agree(recipe, scales):
     with pytest.raises(ValueError, match=rf"along \['tp'\]; scales of {scales}.*quantize it with axis_name"):
         run()
     run(axis_name="tp")
+
+
+@functions
+@pytest.mark.parametrize("recipe", [CurrentScaling(), RowwiseScaling()], ids=["current", "rowwise"])
+def test_second_derivatives_say_so(name, recipe, rng):
+    """They would be zero."""
+    case, mesh = fp8_case(rng, name, 2), mesh_of({"tp": 2})
+    function = all_gather_matmul if name == "all_gather_matmul" else matmul_reduce_scatter
+    x_spec, (w_spec,), _ = case.specs
+    layer = functools.partial(function, axis_name="tp", recipe=recipe, transport="ring")
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=case.result_specs[0])
+
+    def slope(w):
+        return jnp.square(jax.grad(lambda x: mapped(x, w).astype(jnp.float32).sum())(case.x)).sum()
+
+    with pytest.raises(NotImplementedError, match=rf"{name} in FP8 is differentiated once.*recipe=None"):
+        jax.jit(jax.grad(slope))(case.weights[0])
