@@ -49,7 +49,7 @@ demo: $(PACKAGE)
 	$(PY) -m te_jax.cli train --out $(RUN_OUT)
 
 test: $(PACKAGE) $(TOOLS)
-	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu $(PYTEST) -n auto --dist loadfile $(ARGS)
+	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \

@@ -44,7 +44,7 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_modifyitems(items):
-    # Workers share files in this order: one that takes minutes would end alone.
+    # With --no-loadscope-reorder workers share files in this order: one that takes minutes would end alone.
     items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_train.py"))
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if on_gpu and not (jax.default_backend() == "gpu" and native.available()):
