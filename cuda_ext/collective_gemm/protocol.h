@@ -67,17 +67,17 @@ class Meetings {
   ~Meetings() {
     if (stage_ < kStages) {
       call_.Settle();
-      Release();
       Brought failed;
       failed.failed = true;
       std::vector<Brought> all;
       if (group_.space != nullptr) {
         group_.space->Break();
       } else if (MeetHere(failed, stage_, all, absent_)) {
-        LeaveFailed(stage_, all);
+        Hold(all);
+        WaitForAll(stage_, all);
       }
     }
-    Release();
+    for (std::atomic<int>* const readers : held_) readers->fetch_sub(1);
   }
 
   Status Meet(Brought mine, std::vector<Brought>& all) {
@@ -93,29 +93,26 @@ class Meetings {
       call_.Settle();
       return Status::Failed(absent_.empty() ? WasBroken() : WaitedInVain());
     }
-    held_ = all;
+    Hold(all);
     for (int rank = 0; rank < group_.size(); ++rank) {
       if (!all[rank].failed) continue;
       stage_ = kStages;
-      LeaveFailed(stage, all);
+      WaitForAll(stage, all);
       return Status::Failed(Where() + " gave up because device " + NameOf(group_.devices[rank]) + " failed");
     }
     return Status::Ok();
   }
 
-  // This thread waits for no more marks of the last meeting.
-  void Release() {
-    for (int rank = 0; rank < static_cast<int>(held_.size()); ++rank) {
-      if (rank != group_.rank && held_[rank].readers != nullptr) held_[rank].readers->fetch_sub(1);
-    }
-    held_.clear();
-  }
-
  private:
   static constexpr int kStages = 2;
 
-  void LeaveFailed(int stage, const std::vector<Brought>& all) {
-    held_ = all;
+  void Hold(const std::vector<Brought>& all) {
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      if (rank != group_.rank && all[rank].readers != nullptr) held_.push_back(all[rank].readers);
+    }
+  }
+
+  void WaitForAll(int stage, const std::vector<Brought>& all) {
     call_.Settle();
     for (int rank = 0; stage == 1 && rank < group_.size(); ++rank) {
       if (rank != group_.rank && all[rank].mark != nullptr) call_.WaitOnHost(all[rank].mark);
@@ -163,7 +160,7 @@ class Meetings {
   Call& call_;
   const Group& group_;
   int stage_ = 0;
-  std::vector<Brought> held_;  // of the last meeting, until its marks are waited for
+  std::vector<std::atomic<int>*> held_;  // of peers, whose marks this thread waits for until it leaves
   std::vector<int> absent_;
 };
 
@@ -201,7 +198,6 @@ Status Introduce(Meetings<Call>& meetings, std::vector<void*> arrays, void* read
 // The second meeting, after all waits for marks of the first one are in this device's queues.
 template <typename Call>
 Status Conclude(Meetings<Call>& meetings, void* mark, std::vector<void*> marks_by_rank, std::vector<Brought>& second) {
-  meetings.Release();
   Brought mine;
   mine.mark = mark;
   mine.marks_by_rank = std::move(marks_by_rank);

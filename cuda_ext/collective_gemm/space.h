@@ -20,6 +20,7 @@ constexpr int kMostMembers = 64;
 // and its number among the devices of that in the lower 16.
 inline int ProcessOf(int place) { return place >> 16; }
 inline int NumberOf(int place) { return place & 0xffff; }
+
 // What XLA calls the devices of this process: ordinals, by place.
 void SetOrdinals(const std::map<int, int>& ordinals);
 // The ordinal of a place of this process, or -1.

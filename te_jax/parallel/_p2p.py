@@ -48,6 +48,8 @@ def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[O
     """
     if not exchange.native or native.compute_capability() is None or axes_left_to_xla():
         return False
+    if jax.local_device_count() < exchange.size:  # a group of several processes: see _is_usable
+        return False
     seconds = 0.0
     for i, weight in enumerate(weights):
         x = xs[0 if gathers else i].data
@@ -242,18 +244,18 @@ def _jvp(*_, **__):
 
 def _lower(ctx: mlir.LoweringRuleContext, *values, target, results, exchange, shared_bytes, attributes, mesh):
     devices = _devices(getattr(ctx.module_context.axis_context, "mesh", None), exchange.axis_name)
-    groups = None if devices is None else np.vectorize(_processes.place_of, otypes=[np.int64])(devices)
     attributes = dict(attributes)
-    if exchange.automatic and not _is_usable(devices, groups):
+    if exchange.automatic and not _is_usable(devices):
         stand_in = functools.partial(_with_plain_collectives, target, results, exchange, attributes, mesh)
         return mlir.lower_fun(stand_in, multiple_results=True)(ctx, *values)
-    if devices is None or groups is None:
+    if devices is None:
         raise ValueError(
             "transport='p2p' must know the devices, and this program is lowered for an abstract mesh: pass the mesh to "
             "jax.shard_map or enter it with jax.set_mesh, or use transport='ring' or 'xla'"
         )
     _processes.introduce(devices.flat)
-    if shares := _processes.cross(groups):
+    groups = _processes.places_of(devices)
+    if shares := _processes.span_processes(groups):
         _processes.ensure(groups, shared_bytes, devices.flat[0].platform)
         if "put" in attributes:  # what XLA has allocated here other processes cannot write to
             attributes["put"] = False
@@ -270,14 +272,11 @@ def _lower(ctx: mlir.LoweringRuleContext, *values, target, results, exchange, sh
     return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
 
 
-def _is_usable(devices: np.ndarray | None, groups: np.ndarray | None) -> bool:
+def _is_usable(devices: np.ndarray | None) -> bool:
     """Whether "auto" may keep to this transport: between processes it needs what only some jobs allow."""
-    return (
-        devices is not None
-        and groups is not None
-        and devices.flat[0].platform != "cpu"
-        and not _processes.cross(groups)
-    )
+    if devices is None or devices.flat[0].platform == "cpu":
+        return False
+    return not _processes.span_processes(_processes.places_of(devices))
 
 
 def _devices(mesh: object, axis_name: tuple[str, ...]) -> np.ndarray | None:

@@ -34,6 +34,11 @@ def place_of(device: Any) -> int:
     return device.process_index << _PLACE_BITS | siblings.index(device.id)
 
 
+def places_of(devices: np.ndarray) -> np.ndarray:
+    """The place of each device, int64 of the same shape."""
+    return np.vectorize(place_of, otypes=[np.int64])(devices)
+
+
 def introduce(devices: Iterable[Any]) -> None:
     """Tells the extension what XLA calls those of the devices that this process drives."""
     devices = list(devices)
@@ -47,7 +52,7 @@ def _ordinal_of(device: Any) -> int:
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
-def cross(groups: np.ndarray) -> bool:
+def span_processes(groups: np.ndarray) -> bool:
     """Whether devices of one group, a row of places, are driven by several processes."""
     return bool((groups >> _PLACE_BITS != groups[:, :1] >> _PLACE_BITS).any())
 
@@ -68,7 +73,7 @@ def ensure(groups: np.ndarray, bytes_needed: int, platform: str) -> None:
     with _opening:
         for places in groups:
             group = tuple(int(place) for place in places)
-            if cross(places[None]) and index in (place >> _PLACE_BITS for place in group):
+            if span_processes(places[None]) and index in (place >> _PLACE_BITS for place in group):
                 _open(group, bytes_needed, platform)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import native
@@ -291,6 +291,16 @@ def test_auto_does_without_it_where_devices_are_unknown(recipe, check_vma, monke
         jax.tree.leaves(run("auto", mesh.abstract_mesh)), jax.tree.leaves(run("xla", mesh)), strict=True
     ):
         assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("local_devices", "worthwhile"), [(1, False), (2, True)])
+def test_auto_leaves_groups_of_several_processes_to_xla(local_devices, worthwhile, monkeypatch):
+    """Known while tracing where a process has fewer devices than a group."""
+    monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(jax, "local_device_count", lambda: local_devices)
+    x, w = (Operand(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in ((1, 8192, 8192), (8192, 8192)))
+    exchange = exchange_of(("t",), AbstractMesh((2,), ("t",)))
+    assert _p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
 
 
 def test_a_very_long_timeout(rng, require_devices):
