@@ -20,6 +20,8 @@
 
 namespace te::collective_gemm {
 
+inline constexpr int kProductQueues = 2;  // products run at the same time
+
 // Who takes part in a call.
 struct Group {
   std::string name;  // of the call, for errors
@@ -67,7 +69,7 @@ struct AllGatherProblem {
   Gathered scales;  // of x, one part after another; no bytes where there are none, or one for all of x
   std::vector<Gathered> others;
   std::vector<Product> products;
-  void* workspace;  // of as many bytes as products say, times size: steps run at the same time
+  void* workspace;  // of as many bytes as products say, for each of kProductQueues
   bool put;         // devices write to their peers instead of reading from them
 };
 
@@ -75,12 +77,24 @@ struct ReduceScatterProblem {
   std::vector<gemm::Problem> products;   // of one piece: m rows; a.data, a.scales and d are filled in
   std::vector<int64_t> scales_of_piece;  // of a, by product: 0 for one scale for all
   int64_t pieces;
-  void* received;     // [size, pieces, m, n]: from every device its sums for this one
+  void* received;     // [PartsReceived(size), pieces, m, n]: from every peer its sums for this device
   void* outgoing;     // [size - 1, pieces, m, n], or null: products then write to their peers themselves
   const float* bias;  // [n], or null
   void* z;            // [pieces, m, n]
   void* workspace;    // as above
+
+  int64_t BytesOfPart() const {
+    const gemm::Problem& first = products.front();
+    return pieces * first.m * first.n * gemm::SizeOf(first.d_type);
+  }
+  // Whether the last product leaves nothing to be added.
+  bool SumsItself(int size) const { return size <= 2 && bias == nullptr; }
 };
+
+// One at least, for this device's own sums when there is no other.
+constexpr int PartsReceived(int size) { return size > 1 ? size - 1 : 1; }
+// Part 0 comes from the next neighbour, who sends it last.
+constexpr int PartFrom(int sender, int owner, int size) { return (sender - owner - 1 + size) % size; }
 
 Status AllGather(const Executor& executor, const Group& group, const AllGatherProblem& problem);
 Status ReduceScatter(const Executor& executor, const Group& group, const ReduceScatterProblem& problem);

@@ -57,8 +57,7 @@ void LaunchSum(cudaStream_t stream, const ReduceScatterProblem& p, int parts) {
 
 // The queues and marks of one call.
 struct Resources {
-  cudaStream_t copy = nullptr;
-  std::vector<cudaStream_t> products;
+  cudaStream_t copy = nullptr, side = nullptr;
   std::vector<cudaEvent_t> events;
   std::atomic<int> readers{0};
   bool taken = false;
@@ -73,16 +72,6 @@ struct Device {
 Device& DeviceOf(int ordinal) {
   static auto* devices = new std::array<Device, kMostDevices>;
   return (*devices)[ordinal % kMostDevices];
-}
-
-Status MakeStream(Resources& resources) {
-  int least = 0, greatest = 0;
-  TE_JAX_TRY(Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange"));
-  cudaStream_t stream = nullptr;
-  const int priority = std::min(least, greatest + static_cast<int>(resources.products.size()));
-  TE_JAX_TRY(Check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority), "cudaStreamCreate"));
-  resources.products.push_back(stream);
-  return Status::Ok();
 }
 
 Status MakeEvent(Resources& resources) {
@@ -103,8 +92,7 @@ class CudaCall {
     resources_->taken = false;
   }
 
-  // With as many queues for products.
-  Status Begin(int steps) {
+  Status Begin() {
     int ordinal = 0;
     TE_JAX_TRY(Check(cudaGetDevice(&ordinal), "cudaGetDevice"));
     device_ = &DeviceOf(ordinal);
@@ -116,12 +104,13 @@ class CudaCall {
     }
     if (resources_ == nullptr) {
       auto made = std::make_unique<Resources>();
-      TE_JAX_TRY(Check(cudaStreamCreateWithFlags(&made->copy, cudaStreamNonBlocking), "cudaStreamCreate"));
+      for (cudaStream_t* const stream : {&made->copy, &made->side}) {
+        TE_JAX_TRY(Check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate"));
+      }
       device_->resources.push_back(std::move(made));
       resources_ = device_->resources.back().get();
     }
     resources_->taken = true;
-    while (resources_->products.size() < static_cast<size_t>(steps)) TE_JAX_TRY(MakeStream(*resources_));
     return Status::Ok();
   }
 
@@ -174,8 +163,9 @@ class CudaCall {
 
   // What goes wrong here has gone wrong before, and was reported.
   void Settle() {
-    static_cast<void>(cudaStreamSynchronize(resources_->copy));
-    for (const cudaStream_t stream : resources_->products) static_cast<void>(cudaStreamSynchronize(stream));
+    for (const cudaStream_t stream : {resources_->copy, resources_->side, main_}) {
+      static_cast<void>(cudaStreamSynchronize(stream));
+    }
   }
   void WaitOnHost(void* mark) { static_cast<void>(cudaEventSynchronize(static_cast<cudaEvent_t>(mark))); }
 
@@ -186,8 +176,7 @@ class CudaCall {
   }
 
   cudaStream_t StreamOf(Queue queue) const {
-    if (queue.kind == Queue::kProduct) return resources_->products[queue.step];
-    return queue.kind == Queue::kMain ? main_ : resources_->copy;
+    return queue == Queue::kMain ? main_ : queue == Queue::kSide ? resources_->side : resources_->copy;
   }
 
   cudaStream_t main_;
@@ -230,8 +219,8 @@ Status ReachPeers(const Group& group) {
 Status PrepareCall(const Group& group) {
   TE_JAX_TRY(ReachPeers(group));
   CudaCall call(nullptr);
-  TE_JAX_TRY(call.Begin(group.size()));
-  return call.Prepare(5 * group.size() + 6);
+  TE_JAX_TRY(call.Begin());
+  return call.Prepare(group.size() + 4);
 }
 
 Status PrepareProduct(const Executor& executor, gemm::Problem problem, void* workspace) {
@@ -327,13 +316,13 @@ Status OpenReach(int device, int64_t, const std::string& description, std::uniqu
 
 Status AllGather(const Executor& executor, const Group& group, const AllGatherProblem& problem) {
   CudaCall call(executor.stream);
-  TE_JAX_TRY(call.Begin(group.size()));
+  TE_JAX_TRY(call.Begin());
   return RunAllGather(call, group, problem);
 }
 
 Status ReduceScatter(const Executor& executor, const Group& group, const ReduceScatterProblem& problem) {
   CudaCall call(executor.stream);
-  TE_JAX_TRY(call.Begin(group.size()));
+  TE_JAX_TRY(call.Begin());
   return RunReduceScatter(call, group, problem);
 }
 
@@ -360,14 +349,22 @@ Status PrepareReduceScatter(const Executor& executor, const Group& group, const 
   TE_JAX_TRY(Check(cudaFuncGetAttributes(&attributes, SumParts<float>), "cudaFuncGetAttributes"));
   TE_JAX_TRY(Check(cudaFuncGetAttributes(&attributes, SumParts<__nv_bfloat16>), "cudaFuncGetAttributes"));
   TE_JAX_TRY(Check(cudaFuncGetAttributes(&attributes, SumParts<__half>), "cudaFuncGetAttributes"));
-  for (size_t i = 0; i < p.products.size(); ++i) {
-    for (int part = 0; part < group.size(); ++part) {
+  const int size = group.size();
+  for (int owner = 0; owner < size; ++owner) {
+    const bool own = owner == group.rank, outgoing = !own && p.outgoing != nullptr;
+    const int part = own        ? PartFrom((owner + size - 1) % size, owner, size)
+                     : outgoing ? (owner - group.rank - 1 + size) % size
+                                : PartFrom(group.rank, owner, size);
+    char* const at = static_cast<char*>(outgoing ? p.outgoing : p.received) + part * p.BytesOfPart();
+    void* const to = own && p.SumsItself(size) ? p.z : at;
+    const void* const added = own && size > 1 ? at : nullptr;
+    for (size_t i = 0; i < p.products.size(); ++i) {
       gemm::Problem problem = p.products[i];
       problem.a.data =
-          static_cast<const char*>(problem.a.data) + part * problem.m * problem.k * gemm::SizeOf(problem.a.type);
-      if (problem.a.scales != nullptr) problem.a.scales += part * p.scales_of_piece[i];
-      problem.d = static_cast<char*>(p.received) + part * p.pieces * problem.m * problem.n * SizeOf(problem.d_type);
-      problem.accumulator = i == 0 ? nullptr : problem.d;
+          static_cast<const char*>(problem.a.data) + owner * problem.m * problem.k * gemm::SizeOf(problem.a.type);
+      if (problem.a.scales != nullptr) problem.a.scales += owner * p.scales_of_piece[i];
+      problem.d = to;
+      problem.accumulator = i != 0 ? problem.d : added;
       TE_JAX_TRY(PrepareProduct(executor, problem, p.workspace));
     }
   }

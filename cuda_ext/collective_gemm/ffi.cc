@@ -185,13 +185,13 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
   const auto workspace = operands.Result();
   if (IsMissing(rules, workspace, *x)) return std::nullopt;
   problem.workspace = Present<void>(*workspace);
-  for (Product& product : problem.products) product.problem.workspace_bytes = workspace->size_bytes() / size;
+  for (Product& product : problem.products) product.problem.workspace_bytes = workspace->size_bytes() / kProductQueues;
   if (rules.broken()) return std::nullopt;
   return problem;
 }
 
 // For each product x [pieces, size, rows, k], its scales, a weight and its scales; then a bias. Results: z [pieces,
-// rows, n], what is received [size, pieces, rows, n], what is sent, and a workspace.
+// rows, n], what is received [parts, pieces, rows, n], what is sent, and a workspace.
 std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::RemainingArgs& arguments,
                                                         ffi::RemainingRets& results, const Attributes& attributes) {
   Operands operands(arguments, results);
@@ -229,7 +229,8 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
     rules.Type(ffi::F32, "bias", *bias).Elements(z->dimensions()[2], "bias", *bias);
     problem.bias = static_cast<const float*>(bias->untyped_data());
   }
-  rules.Type(z->element_type(), "received", *received).Elements(size * z->element_count(), "received", *received);
+  rules.Type(z->element_type(), "received", *received)
+      .Elements(PartsReceived(static_cast<int>(size)) * z->element_count(), "received", *received);
   if (outgoing->element_count() != 0) {
     rules.Type(z->element_type(), "outgoing", *outgoing)
         .Elements((size - 1) * z->element_count(), "outgoing", *outgoing);
@@ -241,7 +242,7 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
   const auto workspace = operands.Result();
   if (IsMissing(rules, workspace, *z)) return std::nullopt;
   problem.workspace = Present<void>(*workspace);
-  for (gemm::Problem& product : problem.products) product.workspace_bytes = workspace->size_bytes() / size;
+  for (gemm::Problem& product : problem.products) product.workspace_bytes = workspace->size_bytes() / kProductQueues;
   if (rules.broken()) return std::nullopt;
   return problem;
 }

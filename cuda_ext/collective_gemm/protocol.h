@@ -5,8 +5,9 @@
 // not yet handed over. At the second they exchange marks that nobody's arrays are in use any longer; a device's main
 // queue goes on after the marks of all its peers.
 //
-// Every product has a queue of its own, the first ones more urgent than the later ones: where one leaves
-// multiprocessors idle at its end, the next one fills them, without delaying it.
+// Products take turns on the main queue and one beside it: where one leaves multiprocessors idle at its end, the next
+// one fills them. What needs no peer is handed over before the first meeting. Queues, marks and waits are few, because
+// calls of the driver are what a short call spends its time on.
 //
 // A platform provides `Call`, the queues and marks of one device for one call:
 //
@@ -17,13 +18,14 @@
 //   - Status Multiply(Queue, const gemm::Problem&).
 //   - Status Sum(Queue, const ReduceScatterProblem&, int parts).
 //   - std::atomic<int>* Readers(): host threads that have still to wait for marks of this call, or null.
-//   - void Settle(): returns once all that is in this call's queues is done, those of the main queue excepted.
+//   - void Settle(): returns once all that is in the queues is done.
 //   - void WaitOnHost(void* mark).
 //
 // Where a step fails, on this device or on another, nothing may outlast the call, for XLA then frees what it works on:
 // every device settles its own queues and waits on the host for the marks of its peers.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 #include <vector>
@@ -33,13 +35,9 @@
 
 namespace te::collective_gemm {
 
-struct Queue {
-  enum Kind { kMain, kCopy, kProduct } kind;
-  int step = 0;  // of a product
-};
+enum class Queue { kMain, kSide, kCopy };
 inline constexpr int64_t kSpaceAlignment = 256;
-inline constexpr Queue kMain{Queue::kMain}, kCopy{Queue::kCopy};
-inline constexpr Queue ProductQueue(int step) { return {Queue::kProduct, step}; }
+inline constexpr Queue ProductQueue(int turn) { return turn % kProductQueues == 0 ? Queue::kMain : Queue::kSide; }
 
 // What a device brings to a meeting.
 struct Brought {
@@ -48,6 +46,8 @@ struct Brought {
   std::vector<void*> marks_by_rank;
   std::atomic<int>* readers = nullptr;
   bool failed = false;
+
+  void* MarkFor(int rank) const { return marks_by_rank.empty() ? nullptr : marks_by_rank[rank]; }
 };
 
 inline std::string Names(const std::vector<int>& devices) {
@@ -57,7 +57,7 @@ inline std::string Names(const std::vector<int>& devices) {
 }
 
 // The meetings of one call. A device that has failed must come too, or the others would wait in vain; nobody comes to
-// another meeting after that.
+// another meeting after that. Where a call leaves without having said that it is done, it has failed.
 template <typename Call>
 class Meetings {
  public:
@@ -65,23 +65,27 @@ class Meetings {
   Meetings(const Meetings&) = delete;
   Meetings& operator=(const Meetings&) = delete;
   ~Meetings() {
-    if (stage_ < kStages) {
+    if (!done_) {
       call_.Settle();
-      Brought failed;
-      failed.failed = true;
-      std::vector<Brought> all;
-      if (group_.space != nullptr) {
-        group_.space->Break();
-      } else if (MeetHere(failed, stage_, all, absent_)) {
-        Hold(all);
-        WaitForAll(stage_, all);
-      }
+      if (stage_ < kStages) ComeWithNothing();
+      WaitForPeers();
     }
     for (std::atomic<int>* const readers : held_) readers->fetch_sub(1);
   }
 
-  Status Meet(Brought mine, std::vector<Brought>& all) {
+  // What a device has brought, once all have met.
+  const Brought& Introduced(int rank) const { return met_[0][rank]; }
+  const Brought& Concluded(int rank) const { return met_[1][rank]; }
+
+  // All that this device waits for is in its queues.
+  Status Done() {
+    done_ = true;
+    return Status::Ok();
+  }
+
+  Status Meet(Brought mine) {
     const int stage = stage_++;
+    std::vector<Brought>& all = met_[stage];
     // Peers of other processes wait for marks that the group shares, and that no other call uses.
     mine.readers = group_.space == nullptr ? call_.Readers() : nullptr;
     if (mine.readers != nullptr) mine.readers->fetch_add(group_.size() - 1);
@@ -90,14 +94,12 @@ class Meetings {
     if (!complete) {
       stage_ = kStages;
       if (mine.readers != nullptr) mine.readers->fetch_sub(group_.size() - 1);  // nobody has seen its marks
-      call_.Settle();
       return Status::Failed(absent_.empty() ? WasBroken() : WaitedInVain());
     }
     Hold(all);
     for (int rank = 0; rank < group_.size(); ++rank) {
       if (!all[rank].failed) continue;
       stage_ = kStages;
-      WaitForAll(stage, all);
       return Status::Failed(Where() + " gave up because device " + NameOf(group_.devices[rank]) + " failed");
     }
     return Status::Ok();
@@ -112,10 +114,19 @@ class Meetings {
     }
   }
 
-  void WaitForAll(int stage, const std::vector<Brought>& all) {
-    call_.Settle();
-    for (int rank = 0; stage == 1 && rank < group_.size(); ++rank) {
-      if (rank != group_.rank && all[rank].mark != nullptr) call_.WaitOnHost(all[rank].mark);
+  void ComeWithNothing() {
+    if (group_.space != nullptr) return group_.space->Break();
+    Brought failed;
+    failed.failed = true;
+    if (MeetHere(failed, stage_, met_[stage_], absent_)) Hold(met_[stage_]);
+  }
+
+  // Nobody uses this device's arrays any longer.
+  void WaitForPeers() {
+    for (const Brought& peer : met_[kStages - 1]) {
+      for (void* const mark : {peer.mark, peer.MarkFor(group_.rank)}) {
+        if (mark != nullptr) call_.WaitOnHost(mark);
+      }
     }
   }
 
@@ -160,6 +171,8 @@ class Meetings {
   Call& call_;
   const Group& group_;
   int stage_ = 0;
+  bool done_ = false;
+  std::vector<Brought> met_[kStages];    // by rank
   std::vector<std::atomic<int>*> held_;  // of peers, whose marks this thread waits for until it leaves
   std::vector<int> absent_;
 };
@@ -170,9 +183,10 @@ class Meetings {
     if (Status status_ = (step); !status_.ok()) return status_; \
   } while (false)
 
-// A device's share of a workspace that is divided among the steps of a call.
-inline void* WorkspaceOf(const gemm::Problem& problem, void* workspace, int step) {
-  return workspace == nullptr ? nullptr : static_cast<char*>(workspace) + step * problem.workspace_bytes;
+// The share of a workspace that belongs to the queue of a product.
+inline void* WorkspaceOf(const gemm::Problem& problem, void* workspace, int turn) {
+  return workspace == nullptr ? nullptr
+                              : static_cast<char*>(workspace) + turn % kProductQueues * problem.workspace_bytes;
 }
 
 // The mark that goes to a meeting.
@@ -188,29 +202,20 @@ inline Status SpaceTooSmall(const Group& group) {
 
 // The first meeting.
 template <typename Call>
-Status Introduce(Meetings<Call>& meetings, std::vector<void*> arrays, void* ready, std::vector<Brought>& all) {
+Status Introduce(Meetings<Call>& meetings, std::vector<void*> arrays, void* ready) {
   Brought mine;
   mine.arrays = std::move(arrays);
   mine.mark = ready;
-  return meetings.Meet(std::move(mine), all);
+  return meetings.Meet(std::move(mine));
 }
 
 // The second meeting, after all waits for marks of the first one are in this device's queues.
 template <typename Call>
-Status Conclude(Meetings<Call>& meetings, void* mark, std::vector<void*> marks_by_rank, std::vector<Brought>& second) {
+Status Conclude(Meetings<Call>& meetings, void* mark, std::vector<void*> marks_by_rank) {
   Brought mine;
   mine.mark = mark;
   mine.marks_by_rank = std::move(marks_by_rank);
-  return meetings.Meet(std::move(mine), second);
-}
-
-// The main queue goes on after its peers' marks.
-template <typename Call>
-Status Leave(Call& call, const Group& group, const std::vector<Brought>& second) {
-  for (int step = 1; step < group.size(); ++step) {
-    TE_JAX_TRY(call.Wait(kMain, second[(group.rank + step) % group.size()].mark));
-  }
-  return Status::Ok();
+  return meetings.Meet(std::move(mine));
 }
 
 inline std::vector<Gathered> AllOf(const AllGatherProblem& p) {
@@ -222,11 +227,11 @@ inline std::vector<Gathered> AllOf(const AllGatherProblem& p) {
 
 // A part of x times every weight.
 template <typename Call>
-Status MultiplyPart(Call& call, const Group& group, const AllGatherProblem& p, int rank, int step) {
+Status MultiplyPart(Call& call, const Group& group, const AllGatherProblem& p, int rank, int turn) {
   for (const Product& product : p.products) {
     gemm::Problem problem = product.problem;
     const int64_t bytes = problem.m * problem.n * gemm::SizeOf(problem.d_type);
-    problem.workspace = WorkspaceOf(problem, p.workspace, step);
+    problem.workspace = WorkspaceOf(problem, p.workspace, turn);
     for (int64_t piece = 0; piece < p.x.pieces; ++piece) {
       problem.a.data = p.x.Part(rank, group, piece);
       if (p.scales.bytes != 0) {
@@ -234,16 +239,9 @@ Status MultiplyPart(Call& call, const Group& group, const AllGatherProblem& p, i
         problem.a.scales = reinterpret_cast<const float*>(p.scales.Part(rank, group, 0) + piece * of_piece);
       }
       problem.d = static_cast<char*>(product.y) + (piece * group.size() + rank) * bytes;
-      TE_JAX_TRY(call.Multiply(ProductQueue(step), problem));
+      TE_JAX_TRY(call.Multiply(ProductQueue(turn), problem));
     }
   }
-  return Status::Ok();
-}
-
-// The main queue goes on after all products.
-template <typename Call>
-Status JoinProducts(Call& call, int steps) {
-  for (int step = 0; step < steps; ++step) TE_JAX_TRY(call.Wait(kMain, call.Mark(ProductQueue(step))));
   return Status::Ok();
 }
 
@@ -257,7 +255,7 @@ Status CopyParts(Call& call, const Group& group, const std::vector<Gathered>& ar
     if (put) array.all = peer.arrays[i];
     for (int64_t piece = 0; piece < array.pieces; ++piece) {
       const char* const from = put ? array.Part(group.rank, group, piece) : theirs + piece * array.bytes;
-      TE_JAX_TRY(call.Copy(kCopy, array.At(put ? group.rank : rank, group, piece), from, array.bytes));
+      TE_JAX_TRY(call.Copy(Queue::kCopy, array.At(put ? group.rank : rank, group, piece), from, array.bytes));
     }
   }
   return Status::Ok();
@@ -279,120 +277,134 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
     for (size_t i = 0; i < arrays.size(); ++i) {
       const int64_t bytes = arrays[i].pieces * arrays[i].bytes;
       if (next + bytes > group.space->data(rank) + group.space->bytes()) return SpaceTooSmall(group);
-      TE_JAX_TRY(call.Copy(kMain, next, arrays[i].mine, bytes));
+      TE_JAX_TRY(call.Copy(Queue::kMain, next, arrays[i].mine, bytes));
       addresses[i] = next;
       next += (bytes + kSpaceAlignment - 1) / kSpaceAlignment * kSpaceAlignment;
     }
   }
-  void* const ready = PublicMark(call, group, kMain, 0);
-  std::vector<Brought> peers;
-  TE_JAX_TRY(Introduce(meetings, addresses, ready, peers));
-  TE_JAX_TRY(call.Wait(kCopy, ready));
-  for (int step = 0; step < size; ++step) TE_JAX_TRY(call.Wait(ProductQueue(step), ready));
-  if (!p.put) TE_JAX_TRY(MultiplyPart(call, group, p, rank, 0));
+  void* const ready = PublicMark(call, group, Queue::kMain, 0);
+  TE_JAX_TRY(MultiplyPart(call, group, p, rank, 0));
+  TE_JAX_TRY(Introduce(meetings, std::move(addresses), ready));
 
+  TE_JAX_TRY(call.Wait(Queue::kCopy, ready));
   auto peer_at = [&](int step) { return (rank + (p.put ? size - step : step)) % size; };
   std::vector<void*> copied(size);  // marks after what is urgent, by rank of the peer
+  void* last = ready;
   for (int step = 1; step < size; ++step) {
     const int peer = peer_at(step);
-    TE_JAX_TRY(call.Wait(kCopy, peers[peer].mark));
-    TE_JAX_TRY(CopyParts(call, group, arrays, peers[peer], peer, p.put, 0, urgent));
-    copied[peer] = call.Mark(kCopy);
+    TE_JAX_TRY(call.Wait(Queue::kCopy, meetings.Introduced(peer).mark));
+    TE_JAX_TRY(CopyParts(call, group, arrays, meetings.Introduced(peer), peer, p.put, 0, urgent));
+    last = copied[peer] = call.Mark(Queue::kCopy);
   }
-  for (int step = 1; step < size; ++step) {
+  const bool more = arrays.size() > urgent;
+  for (int step = 1; more && step < size; ++step) {
     const int peer = peer_at(step);
-    TE_JAX_TRY(CopyParts(call, group, arrays, peers[peer], peer, p.put, urgent, arrays.size()));
+    TE_JAX_TRY(CopyParts(call, group, arrays, meetings.Introduced(peer), peer, p.put, urgent, arrays.size()));
   }
-  void* const done = PublicMark(call, group, kCopy, 1);  // with its peers' arrays
-  for (const Gathered& array : arrays) {
-    for (int64_t piece = 0; array.with_mine && piece < array.pieces; ++piece) {
-      TE_JAX_TRY(call.Copy(kCopy, array.At(rank, group, piece), array.Part(rank, group, piece), array.bytes));
+  // With its peers' arrays; who is only put to, and of what is urgent, waits for the marks above.
+  void* const done = !p.put || more ? PublicMark(call, group, Queue::kCopy, 1) : nullptr;
+  if (done != nullptr) last = done;
+  if (std::any_of(arrays.begin(), arrays.end(), [](const Gathered& array) { return array.with_mine; })) {
+    for (const Gathered& array : arrays) {
+      for (int64_t piece = 0; array.with_mine && piece < array.pieces; ++piece) {
+        TE_JAX_TRY(call.Copy(Queue::kCopy, array.At(rank, group, piece), array.Part(rank, group, piece), array.bytes));
+      }
     }
+    last = call.Mark(Queue::kCopy);
   }
-  TE_JAX_TRY(call.Wait(kMain, call.Mark(kCopy)));
-  if (!p.put) {
+  auto multiply_others = [&] {
     for (int step = 1; step < size; ++step) {
-      const int peer = peer_at(step);
-      TE_JAX_TRY(call.Wait(ProductQueue(step), copied[peer]));
+      const int peer = (rank + step) % size;  // those who send to this device do so in the same order
+      TE_JAX_TRY(call.Wait(ProductQueue(step), p.put ? meetings.Concluded(peer).MarkFor(rank) : copied[peer]));
       TE_JAX_TRY(MultiplyPart(call, group, p, peer, step));
     }
-    TE_JAX_TRY(JoinProducts(call, size));
+    return Status::Ok();
+  };
+  if (!p.put) TE_JAX_TRY(multiply_others());
+  TE_JAX_TRY(Conclude(meetings, done, copied));
+  if (p.put) TE_JAX_TRY(multiply_others());
+
+  if (size > 1) TE_JAX_TRY(call.Wait(Queue::kMain, call.Mark(Queue::kSide)));
+  TE_JAX_TRY(call.Wait(Queue::kMain, last));
+  for (int step = 1; done != nullptr && step < size; ++step) {
+    TE_JAX_TRY(call.Wait(Queue::kMain, meetings.Concluded((rank + step) % size).mark));
   }
-  std::vector<Brought> senders;
-  TE_JAX_TRY(Conclude(meetings, done, copied, senders));
-  if (p.put) {
-    TE_JAX_TRY(MultiplyPart(call, group, p, rank, 0));
-    for (int step = 1; step < size; ++step) {
-      const int sender = (rank + step) % size;  // who sends to this device in the same order
-      TE_JAX_TRY(call.Wait(ProductQueue(step), senders[sender].marks_by_rank[rank]));
-      TE_JAX_TRY(MultiplyPart(call, group, p, sender, step));
+  return meetings.Done();
+}
+
+// The rows of one device times every weight.
+template <typename Call>
+Status MultiplyRows(Call& call, const Group& group, const ReduceScatterProblem& p, int owner, char* to,
+                    const char* added) {
+  for (int64_t piece = 0; piece < p.pieces; ++piece) {
+    for (size_t i = 0; i < p.products.size(); ++i) {
+      gemm::Problem problem = p.products[i];
+      const int64_t part = piece * group.size() + owner;
+      const int64_t offset = piece * problem.m * problem.n * gemm::SizeOf(problem.d_type);
+      problem.workspace = p.workspace;
+      problem.a.data =
+          static_cast<const char*>(problem.a.data) + part * problem.m * problem.k * gemm::SizeOf(problem.a.type);
+      if (problem.a.scales != nullptr) problem.a.scales += part * p.scales_of_piece[i];
+      problem.d = to + offset;
+      problem.accumulator = i != 0 ? problem.d : added == nullptr ? nullptr : added + offset;
+      TE_JAX_TRY(call.Multiply(Queue::kMain, problem));
     }
-    TE_JAX_TRY(JoinProducts(call, size));
   }
-  return Leave(call, group, senders);
+  return Status::Ok();
 }
 
 // Every device multiplies the rows of its next neighbour first and its own last, so that nothing is left to send at the
-// end, and sends each product to its owner, who adds up all of them once, in float32.
+// end, and in just that order, so that no two send to the same one at the same time. The last product adds what has
+// come first; what came later is added to that in float32, by one sum for all.
 template <typename Call>
 Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) {
-  const int size = group.size(), rank = group.rank;
+  const int size = group.size(), rank = group.rank, former = (rank + size - 1) % size;
+  const int64_t bytes = p.BytesOfPart();
   Meetings meetings(call, group);
   if (group.space != nullptr) {
-    const gemm::Problem& product = p.products.front();
-    if (size * p.pieces * product.m * product.n * gemm::SizeOf(product.d_type) > group.space->bytes()) {
-      return SpaceTooSmall(group);
-    }
+    if (PartsReceived(size) * bytes > group.space->bytes()) return SpaceTooSmall(group);
     p.received = group.space->data(rank);
   }
-  void* const ready = PublicMark(call, group, kMain, 0);
-  std::vector<Brought> peers;
-  TE_JAX_TRY(Introduce(meetings, {p.received}, ready, peers));
+  void* const ready = PublicMark(call, group, Queue::kMain, 0);
+  TE_JAX_TRY(Introduce(meetings, {p.received}, ready));
 
-  const gemm::Problem& first = p.products.front();
-  const int64_t bytes = first.m * first.n * gemm::SizeOf(first.d_type);
-  void* begun = ready;
-  for (int step = 0; step < size; ++step) {
+  std::vector<void*> sent(size);  // by owner
+  for (int step = 0; step < size - 1; ++step) {
     const int owner = (rank + step + 1) % size;
-    const Queue queue = ProductQueue(step);
-    // Whatever starts first takes the whole device: nothing may overtake what has to be sent.
-    TE_JAX_TRY(call.Wait(queue, begun));
-    char* const received =
-        static_cast<char*>(owner == rank ? p.received : peers[owner].arrays[0]) + rank * p.pieces * bytes;
-    const bool copied = owner != rank && p.outgoing != nullptr;
-    char* const to = copied ? static_cast<char*>(p.outgoing) + step * p.pieces * bytes : received;
-    if (owner != rank && !copied) TE_JAX_TRY(call.Wait(queue, peers[owner].mark));
-    begun = call.Mark(queue);
-    for (int64_t piece = 0; piece < p.pieces; ++piece) {
-      for (size_t i = 0; i < p.products.size(); ++i) {
-        gemm::Problem problem = p.products[i];
-        const int64_t part = piece * size + owner;
-        problem.workspace = WorkspaceOf(problem, p.workspace, step);
-        problem.a.data =
-            static_cast<const char*>(problem.a.data) + part * problem.m * problem.k * gemm::SizeOf(problem.a.type);
-        if (problem.a.scales != nullptr) problem.a.scales += part * p.scales_of_piece[i];
-        problem.d = to + piece * bytes;
-        problem.accumulator = i == 0 ? nullptr : problem.d;
-        TE_JAX_TRY(call.Multiply(queue, problem));
-      }
+    const Brought& peer = meetings.Introduced(owner);
+    char* const received = static_cast<char*>(peer.arrays[0]) + PartFrom(rank, owner, size) * bytes;
+    if (p.outgoing == nullptr) {
+      TE_JAX_TRY(call.Wait(Queue::kMain, peer.mark));
+      TE_JAX_TRY(MultiplyRows(call, group, p, owner, received, nullptr));
+      sent[owner] = call.Mark(Queue::kMain);
+      continue;
     }
-    if (copied) {
-      TE_JAX_TRY(call.Wait(kCopy, call.Mark(queue)));
-      TE_JAX_TRY(call.Wait(kCopy, peers[owner].mark));
-      TE_JAX_TRY(call.Copy(kCopy, received, to, p.pieces * bytes));
-    }
+    char* const outgoing = static_cast<char*>(p.outgoing) + step * bytes;
+    TE_JAX_TRY(MultiplyRows(call, group, p, owner, outgoing, nullptr));
+    TE_JAX_TRY(call.Wait(Queue::kCopy, call.Mark(Queue::kMain)));
+    TE_JAX_TRY(call.Wait(Queue::kCopy, peer.mark));
+    TE_JAX_TRY(call.Copy(Queue::kCopy, received, outgoing, bytes));
+    sent[owner] = call.Mark(Queue::kCopy);
   }
-  // Before this mark, all that this device sends has arrived.
-  if (p.outgoing == nullptr) {
-    for (int step = 0; step < size - 1; ++step) TE_JAX_TRY(call.Wait(kCopy, call.Mark(ProductQueue(step))));
+  void* all_sent = nullptr;  // where each device has but one mark
+  if (group.space != nullptr) {
+    all_sent = PublicMark(call, group, p.outgoing == nullptr ? Queue::kMain : Queue::kCopy, 1);
   }
-  void* const sent = PublicMark(call, group, kCopy, 1);
-  TE_JAX_TRY(call.Wait(kMain, sent));
-  TE_JAX_TRY(JoinProducts(call, size));
-  std::vector<Brought> senders;
-  TE_JAX_TRY(Conclude(meetings, sent, {}, senders));
-  TE_JAX_TRY(Leave(call, group, senders));
-  return call.Sum(kMain, p, size);
+  TE_JAX_TRY(Conclude(meetings, all_sent, sent));
+
+  auto wait_for = [&](int sender) {
+    const Brought& peer = meetings.Concluded(sender);
+    return call.Wait(Queue::kMain, group.space != nullptr ? peer.mark : peer.MarkFor(rank));
+  };
+  char* own = static_cast<char*>(p.received) + PartFrom(former, rank, size) * bytes;
+  const char* const added = size > 1 ? own : nullptr;
+  if (size > 1) TE_JAX_TRY(wait_for(former));
+  if (p.SumsItself(size)) own = static_cast<char*>(p.z);
+  TE_JAX_TRY(MultiplyRows(call, group, p, rank, own, added));
+  if (size > 1) TE_JAX_TRY(call.Wait(Queue::kMain, sent[former]));  // the last that this device sends
+  for (int step = 1; step < size - 1; ++step) TE_JAX_TRY(wait_for((rank + step) % size));
+  if (!p.SumsItself(size)) TE_JAX_TRY(call.Sum(Queue::kMain, p, PartsReceived(size)));
+  return meetings.Done();
 }
 
 }  // namespace te::collective_gemm

@@ -37,8 +37,7 @@ class Exchange:
       bidirectional: rings send halves both ways.
       timeout: seconds to wait for a device that does not arrive, where a transport waits on the host.
       name: of the public function, for messages.
-      protocol: of "p2p": None for the fastest one; a gather can "get" from its peers or "put" to them, a scatter can
-        "put" what it has multiplied, or "store" it from the product itself.
+      protocol: of a gather by "p2p": None for the faster one; it can "get" from its peers or "put" to them.
       automatic: "auto" has chosen the transport: plain collectives stand in for it where it turns out, while a program
         is lowered, that it cannot be used.
     """
@@ -51,7 +50,7 @@ class Exchange:
     bidirectional: bool
     timeout: float
     name: str
-    protocol: Literal["get", "put", "store"] | None = None
+    protocol: Literal["get", "put"] | None = None
     automatic: bool = False
 
 

@@ -28,10 +28,12 @@ from te_jax.parallel._exchange import Exchange, Operand, Scaling
 _FLOAT32 = np.dtype(np.float32)
 _WORKSPACE_BYTES = 8 * 2**20 + 512
 """Of each product: 8 MiB for cuBLASLt, and before them 512 bytes for scalars and alignment."""
+_PRODUCT_QUEUES = 2
+"""Products that run at the same time: kProductQueues of cuda_ext/collective_gemm."""
 
-_SHORTEST_PRODUCT = 90e-6
-"""Seconds of multiplying below which plain collectives are as fast: a call costs the host about 50 µs more than theirs.
-Measured on two H200s (docs/measurements.md)."""
+_SHORTEST_PRODUCT = 30e-6
+"""Seconds of multiplying for each device of a group, and once more for the call, below which plain collectives are as
+fast: a call costs the host more than theirs do. Measured on two and four H200s (docs/measurements.md)."""
 _RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}
 """Operations a second, by bytes of an operand's value: of FP8 and bfloat16 as measured, of float32 a guess at TF32."""
 _LONGEST_TIMEOUT = 1e8
@@ -55,7 +57,7 @@ def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[O
         x = xs[0 if gathers else i].data
         rows = math.prod(x.shape[:-1]) * (exchange.size if gathers else 1)
         seconds += 2 * rows * math.prod(weight.data.shape) / _RATES[x.dtype.itemsize]
-    return seconds >= _SHORTEST_PRODUCT
+    return seconds >= _SHORTEST_PRODUCT * (exchange.size + 1)
 
 
 def all_gather_gemm(
@@ -83,7 +85,7 @@ def all_gather_gemm(
     results.append(jax.ShapeDtypeStruct(scale_shape, _FLOAT32))
     operands += extras
     results += [jax.ShapeDtypeStruct((exchange.size, *extra.shape), extra.dtype) for extra in extras]
-    results.append(_workspace(exchange, x))
+    results.append(_workspace(x))
     attributes: dict[str, object] = {"keep_gathered": keep_gathered, "put": exchange.protocol != "get"}
     attributes |= _attributes(exchange, x, weights)
     outcome = _call(exchange, "te_all_gather_gemm", results, operands, (x.data, _scales(x), *extras), **attributes)
@@ -109,12 +111,14 @@ def gemm_reduce_scatter(
         operands += [x.data, _scales(x), weight.data, _scales(weight)]
     operands.append(_absent() if bias is None else bias)
     block = (pieces, rows, columns)
-    outgoing = (0,) if exchange.protocol == "store" else (exchange.size - 1, *block)
+    # Of two devices a product can write to the other one while it runs. Several would write to the same one whenever
+    # they get out of step, and their products would wait for each other: copies do not keep them.
+    outgoing = (exchange.size - 1, *block) if exchange.size > 2 else (0,)
     results = [
         jax.ShapeDtypeStruct(block, dtype),
-        jax.ShapeDtypeStruct((exchange.size, *block), dtype),
+        jax.ShapeDtypeStruct((max(exchange.size - 1, 1), *block), dtype),
         jax.ShapeDtypeStruct(outgoing, dtype),
-        _workspace(exchange, xs[0]),
+        _workspace(xs[0]),
     ]
     attributes = _attributes(exchange, xs[0], weights)
     z, *_ = _call(exchange, "te_gemm_reduce_scatter", results, operands, results[1:2], **attributes)
@@ -143,10 +147,9 @@ def _scales(operand: Operand) -> Array:
     return _absent() if operand.scale_inv is None else operand.scale_inv
 
 
-def _workspace(exchange: Exchange, x: Operand) -> jax.ShapeDtypeStruct:
-    """For as many products at the same time as there are devices."""
+def _workspace(x: Operand) -> jax.ShapeDtypeStruct:
     needed = native.on_gpu() and x.scaling != "block"
-    return jax.ShapeDtypeStruct((exchange.size * _WORKSPACE_BYTES if needed else 0,), jnp.uint8)
+    return jax.ShapeDtypeStruct((_PRODUCT_QUEUES * _WORKSPACE_BYTES if needed else 0,), jnp.uint8)
 
 
 def _attributes(exchange: Exchange, x: Operand, weights: Sequence[Operand]) -> dict[str, object]:

@@ -102,8 +102,7 @@ class Stream {
 
 // As the CUDA calls keep them: of one call at a time, and not of another before all peers have said what they wait for.
 struct Resources {
-  Stream copy;
-  std::deque<Stream> products;
+  Stream copy, side;
   std::deque<Event> events;
   std::atomic<int> readers{0};
 };
@@ -116,7 +115,7 @@ struct Device {
 
 class SimulatedCall {
  public:
-  SimulatedCall(Device& device, int size, int failing_step) : device_(device), steps_left_(failing_step) {
+  SimulatedCall(Device& device, int failing_step) : device_(device), steps_left_(failing_step) {
     for (auto& resources : device.free) {
       if (resources != nullptr && resources->readers.load() == 0) {
         resources_ = std::move(resources);
@@ -124,7 +123,6 @@ class SimulatedCall {
       }
     }
     if (resources_ == nullptr) resources_ = std::make_unique<Resources>();
-    while (static_cast<int>(resources_->products.size()) < size) resources_->products.emplace_back();
   }
   ~SimulatedCall() {
     std::erase(device_.free, nullptr);
@@ -179,15 +177,13 @@ class SimulatedCall {
   }
   std::atomic<int>* Readers() { return &resources_->readers; }
   void Settle() {
-    resources_->copy.Synchronize();
-    for (Stream& stream : resources_->products) stream.Synchronize();
+    for (Stream* const stream : {&resources_->copy, &resources_->side, &device_.main}) stream->Synchronize();
   }
   void WaitOnHost(void* mark) { static_cast<Event*>(mark)->Last()->Await(); }
 
  private:
   Stream& StreamOf(Queue queue) {
-    if (queue.kind == Queue::kProduct) return resources_->products[queue.step];
-    return queue.kind == Queue::kMain ? device_.main : resources_->copy;
+    return queue == Queue::kMain ? device_.main : queue == Queue::kSide ? resources_->side : resources_->copy;
   }
   bool Fails() { return steps_left_ >= 0 && steps_left_-- == 0; }
   std::chrono::microseconds Pause() { return std::chrono::microseconds(device_.random() % 4 == 0 ? 300 : 0); }
@@ -203,10 +199,27 @@ constexpr int64_t kRows = 3, kSummed = 4, kColumns = 5;
 // What all devices of a group do in one call, known to all of them.
 struct Plan {
   int size;
-  bool gathers, direct;  // put or store
+  bool gathers, put;  // of scatters, whether products write to their peers themselves
   int64_t pieces;
   int failing_rank, failing_step;  // or -1
   bool one_stays_away;
+
+  // Copies and products of one device; those of scatters are of two weights.
+  int Steps() const { return StepsInCommon() + StepsAlone(); }
+  // Before the second meeting: where one fails, all do.
+  int StepsInCommon() const {
+    const int peers = size - 1, of_each = static_cast<int>(pieces);
+    if (!gathers) return peers * (2 * of_each + (put ? 0 : 1));
+    const int copies = peers * (of_each + 1) + 1 + (pieces == 2 ? of_each : 0);
+    return of_each + copies + (put ? 0 : peers * of_each);
+  }
+  int StepsAlone() const {
+    const int of_each = static_cast<int>(pieces);
+    return !gathers ? 2 * of_each : put ? (size - 1) * of_each : 0;
+  }
+  bool Fails(int rank) const {
+    return one_stays_away || (failing_rank >= 0 && (failing_step < StepsInCommon() || rank == failing_rank));
+  }
 };
 
 // Whole numbers, so that sums are exact: of x and of w, by the owner and the call.
@@ -225,7 +238,7 @@ class Member {
   // Empty, or what went wrong.
   std::string Run(const Plan& plan, int number) {
     Fill(plan, number);
-    const bool fails = plan.failing_rank >= 0 || plan.one_stays_away;
+    const bool fails = plan.Fails(rank_);
     if (plan.one_stays_away && rank_ == 0) {
       device_.main.Synchronize();
       return "";
@@ -236,7 +249,7 @@ class Member {
     const Group group{"simulated", number, 1, rank_, devices, timeout, nullptr};
     Status status = Status::Ok();
     {
-      SimulatedCall call(device_, plan.size, rank_ == plan.failing_rank ? plan.failing_step : -1);
+      SimulatedCall call(device_, rank_ == plan.failing_rank ? plan.failing_step : -1);
       status = plan.gathers ? RunAllGather(call, group, AllGather(plan)) : RunReduceScatter(call, group, Scatter(plan));
     }
     if (fails && status.ok()) return "no error";
@@ -294,7 +307,7 @@ class Member {
     problem.x = {x_.data(), all_.data(), plan.pieces, kRows * kSummed * 4, plan.pieces == 2};
     problem.others = {{others_.data(), all_others_.data(), 1, kRows * 4, true}};
     problem.products = {{Product(), y_.data()}};
-    problem.put = plan.direct;
+    problem.put = plan.put;
     return problem;
   }
 
@@ -304,7 +317,7 @@ class Member {
     problem.scales_of_piece = {0, 0};
     problem.pieces = plan.pieces;
     problem.received = received_.data();
-    problem.outgoing = plan.direct ? nullptr : outgoing_.data();
+    problem.outgoing = plan.put ? nullptr : outgoing_.data();
     problem.z = y_.data();
     return problem;
   }
@@ -360,7 +373,7 @@ int Main(int calls, unsigned seed) {
       Plan plan{size, random() % 2 == 0, random() % 2 == 0, 1 + static_cast<int64_t>(random() % 2), -1, -1, false};
       if (random() % 6 == 0) {
         plan.failing_rank = static_cast<int>(random() % size);
-        plan.failing_step = static_cast<int>(random() % (plan.gathers ? 2 : 4));
+        plan.failing_step = static_cast<int>(random() % plan.Steps());
       } else if (random() % 40 == 0) {
         plan.one_stays_away = true;
       }

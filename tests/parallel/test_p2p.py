@@ -1,6 +1,5 @@
 """The custom call: its protocols, who takes part, and what happens when somebody does not."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -21,7 +20,7 @@ from te_jax.testing import assert_close
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs te_jax's extension")
 
 F32 = np.dtype(np.float32)
-GATHERS, SCATTERS = ("get", "put"), ("put", "store")
+GATHERS = ("get", "put")
 FP8 = (CurrentScaling(), RowwiseScaling(), BlockScaling())
 
 
@@ -69,9 +68,9 @@ def gathering(mesh, axes, protocol, *, timeout=20.0):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False))
 
 
-def scattering(mesh, axes, protocol, *, timeout=20.0):
+def scattering(mesh, axes, *, timeout=20.0):
     groups = tuple(axis for axis in mesh.axis_names if axis not in axes) or None
-    exchange = exchange_of(axes, mesh, protocol, timeout)
+    exchange = exchange_of(axes, mesh, timeout=timeout)
 
     def local(h, w, g, v):
         def left(x):
@@ -113,15 +112,14 @@ def test_gather(protocol, shape, names, axes, rng, require_devices):
 
 
 @pytest.mark.parametrize(("shape", "names", "axes"), MESHES)
-@pytest.mark.parametrize("protocol", SCATTERS)
-def test_scatter(protocol, shape, names, axes, rng, require_devices):
+def test_scatter(shape, names, axes, rng, require_devices):
     require_devices(int(np.prod(shape)))
     mesh = mesh_of(shape, names, rng)
     size = int(np.prod([mesh.shape[axis] for axis in axes]))
     groups = mesh.size // size
     h, g = normal(rng, groups, 2, size * 3, size * 4), normal(rng, groups, 2, size * 3, size * 5)
     w, v = normal(rng, groups, 6, size * 4), normal(rng, groups, 6, size * 5)
-    z = scattering(mesh, axes, protocol)(h, w, g, v)
+    z = scattering(mesh, axes)(h, w, g, v)
     expected = np.einsum("gask,gnk->gasn", h.astype(np.float64), w)
     expected += np.einsum("gask,gnk->gasn", g.astype(np.float64), v)
     assert_close(z, expected, dtype=F32)
@@ -188,8 +186,7 @@ def test_mixed_calls_in_random_groups(rng, require_devices):
                 eye = Operand(jnp.eye(4), summed_first=True)
                 (y,), _, _ = _p2p.all_gather_gemm(exchange, Operand(x), (eye,), (None,), (), False)
                 blocks = Operand(y.reshape(1, exchange.size, 8, 4))
-                scatter = dataclasses.replace(exchange, protocol=SCATTERS[GATHERS.index(protocol)])
-                z = _p2p.gemm_reduce_scatter(scatter, (blocks,), (eye,), None)
+                z = _p2p.gemm_reduce_scatter(exchange, (blocks,), (eye,), None)
                 total += jnp.sum(z, axis=(0, 1)) / exchange.size
             return total[None]
 
