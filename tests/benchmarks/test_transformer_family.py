@@ -79,7 +79,7 @@ def plain_block(parameters, x):
     ("setup", "bound"),
     [
         (SETUPS["xla"], 0.02),
-        (SETUPS["te_jax_p2p"], 0.02),
+        (Setup("p2p"), 0.02),
         (SETUPS["te_jax_ring"], 0.02),
         (SETUPS["te_jax_current"], 0.2),
         (Setup("xla", sequence_parallel=False), 0.02),
