@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -74,21 +74,22 @@ def all_gather_gemm(
         return _ring.all_gather_gemm(exchange, x, weights, biases, extras, keep_gathered)
     dtype = _product_dtype(exchange, x)
     fused = [bias is not None and _fuses_bias(exchange, x, dtype) for bias in biases]
-    operands = [x.data, _scales(x)]
+    operands: list[Array | None] = [x.data, x.scale_inv]
     results = []
     for weight, bias, is_fused in zip(weights, biases, fused, strict=True):
-        operands += [weight.data, _scales(weight), bias.astype(dtype) if bias is not None and is_fused else _absent()]
+        operands += [weight.data, weight.scale_inv, bias.astype(dtype) if bias is not None and is_fused else None]
         columns = weight.data.shape[1 if weight.summed_first else 0]
         results.append(jax.ShapeDtypeStruct((pieces, exchange.size * rows, columns), dtype))
     results.append(jax.ShapeDtypeStruct((pieces, exchange.size * rows, summed), x.data.dtype))
-    scale_shape = (exchange.size, *_scales(x).shape) if x.scaling in ("row", "block") else (0,)
+    travels = x.scale_inv if x.scaling in ("row", "block") else None
+    scale_shape = (0,) if travels is None else (exchange.size, *travels.shape)
     results.append(jax.ShapeDtypeStruct(scale_shape, _FLOAT32))
     operands += extras
     results += [jax.ShapeDtypeStruct((exchange.size, *extra.shape), extra.dtype) for extra in extras]
     results.append(_workspace(x))
     attributes: dict[str, object] = {"keep_gathered": keep_gathered, "put": exchange.protocol != "get"}
     attributes |= _attributes(exchange, x, weights)
-    outcome = _call(exchange, "te_all_gather_gemm", results, operands, (x.data, _scales(x), *extras), **attributes)
+    outcome = _call(exchange, "te_all_gather_gemm", results, operands, (x.data, travels, *extras), **attributes)
     ys, (gathered, _, *others) = outcome[: len(weights)], outcome[len(weights) :]
     products = tuple(
         _finished(y, None if is_fused else bias, exchange.out_dtype)
@@ -106,10 +107,10 @@ def gemm_reduce_scatter(
         return _ring.gemm_reduce_scatter(exchange, xs, weights, bias)
     dtype = _product_dtype(exchange, xs[0])
     columns = weights[0].data.shape[1 if weights[0].summed_first else 0]
-    operands = []
+    operands: list[Array | None] = []
     for x, weight in zip(xs, weights, strict=True):
-        operands += [x.data, _scales(x), weight.data, _scales(weight)]
-    operands.append(_absent() if bias is None else bias)
+        operands += [x.data, x.scale_inv, weight.data, weight.scale_inv]
+    operands.append(bias)
     block = (pieces, rows, columns)
     # Of two devices a product can write to the other one while it runs. Several would write to the same one whenever
     # they get out of step, and their products would wait for each other: copies do not keep them.
@@ -137,14 +138,6 @@ def _fuses_bias(exchange: Exchange, x: Operand, dtype: np.dtype) -> bool:
 
 def _finished(y: Array, bias: Array | None, dtype: np.dtype) -> Array:
     return (y if bias is None else y.astype(_FLOAT32) + bias[None, None]).astype(dtype)
-
-
-def _absent() -> Array:
-    return jnp.zeros((0,), jnp.float32)
-
-
-def _scales(operand: Operand) -> Array:
-    return _absent() if operand.scale_inv is None else operand.scale_inv
 
 
 def _workspace(x: Operand) -> jax.ShapeDtypeStruct:
@@ -175,11 +168,15 @@ def _call(
     exchange: Exchange,
     target: str,
     results: Sequence[jax.ShapeDtypeStruct],
-    operands: Sequence[Array],
-    shared: Sequence[jax.ShapeDtypeStruct | Array],
+    operands: Sequence[Array | None],
+    shared: Sequence[jax.ShapeDtypeStruct | Array | None],
     **attributes,
 ) -> tuple[Array, ...]:
-    """Runs a target. `shared` is what other processes must be able to reach."""
+    """Runs a target, for which None is an array without elements. Other processes must be able to reach `shared`.
+
+    Such arrays are made while the program is lowered: as operands they would be constants, which differentiation takes
+    out of a shard_map inside a loop, and XLA's Shardy of jax 0.11.2 crashes on what is then passed in.
+    """
     if not exchange.native:
         raise native.NativeUnavailableError(
             "transport='p2p' is a kernel of te_jax's extension, which is not loaded or was not asked for: leave "
@@ -190,12 +187,13 @@ def _call(
             f"transport='p2p' inside a shard_map that leaves {axes} to XLA, which could only gather all operands along "
             "them: map these axes too, or use transport='ring' or 'xla'"
         )
-    operands = _varying_over(exchange.axis_name, operands)
-    avals = tuple(native.result_type(result.shape, result.dtype, *operands) for result in results)
+    present = _varying_over(exchange.axis_name, [operand for operand in operands if operand is not None])
+    avals = tuple(native.result_type(result.shape, result.dtype, *present) for result in results)
     return tuple(
         _collective_p.bind(
-            *operands,
+            *present,
             target=target,
+            present=tuple(operand is not None for operand in operands),
             results=avals,
             exchange=exchange,
             shared_bytes=_bytes_shared(shared),
@@ -245,12 +243,12 @@ def _jvp(*_, **__):
     raise NotImplementedError("collective products are differentiated once, by their own rules: use transport='xla'")
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *values, target, results, exchange, shared_bytes, attributes, mesh):
+def _lower(ctx: mlir.LoweringRuleContext, *values, target, present, results, exchange, shared_bytes, attributes, mesh):
     devices = _devices(getattr(ctx.module_context.axis_context, "mesh", None), exchange.axis_name)
     attributes = dict(attributes)
     if exchange.automatic and not _is_usable(devices):
         stand_in = functools.partial(_with_plain_collectives, target, results, exchange, attributes, mesh)
-        return mlir.lower_fun(stand_in, multiple_results=True)(ctx, *values)
+        return mlir.lower_fun(_given_all(stand_in, present), multiple_results=True)(ctx, *values)
     if devices is None:
         raise ValueError(
             "transport='p2p' must know the devices, and this program is lowered for an abstract mesh: pass the mesh to "
@@ -272,7 +270,17 @@ def _lower(ctx: mlir.LoweringRuleContext, *values, target, results, exchange, sh
         call=int(ctx.module_context.new_channel()),
         **attributes,
     )
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
+    return mlir.lower_fun(_given_all(call, present), multiple_results=True)(ctx, *values)
+
+
+def _given_all(function: Callable[..., Any], present: tuple[bool, ...]) -> Callable[..., Any]:
+    """The function of all operands as one of those that are present."""
+
+    def of_present(*operands: Array) -> Any:
+        given = iter(operands)
+        return function(*(next(given) if is_present else jnp.zeros((0,), jnp.float32) for is_present in present))
+
+    return of_present
 
 
 def _is_usable(devices: np.ndarray | None) -> bool:
@@ -332,9 +340,9 @@ def _with_plain_collectives(
         ]
 
 
-def _bytes_shared(parts: Iterable[jax.ShapeDtypeStruct | Array]) -> int:
+def _bytes_shared(parts: Iterable[jax.ShapeDtypeStruct | Array | None]) -> int:
     """What a call takes of memory that processes share: each part on a multiple of 256 bytes."""
-    return sum(-(-math.prod(part.shape) * part.dtype.itemsize // 256) * 256 for part in parts)
+    return sum(-(-math.prod(part.shape) * part.dtype.itemsize // 256) * 256 for part in parts if part is not None)
 
 
 batching.primitive_batchers[_collective_p] = _batch

@@ -171,6 +171,22 @@ def test_layers_of_a_loop_share_a_state(name, transport, rng):
     assert after.kernel[0] == jnp.abs(kernels).max()
 
 
+@functions
+def test_no_empty_array_enters_or_leaves_a_shard_map(name, rng):
+    """XLA of jax 0.11.2 crashes while it compiles such a program for GPUs."""
+    x, kernels, state = normal(rng, 2, 32, 32), normal(rng, 3, 32, 32), seen(rng)
+    product = collective(name, transport="p2p")
+
+    def loss(kernels, state):
+        return jnp.sum(jax.lax.scan(lambda x, kernel: (product(x, kernel, state), None), x, kernels)[0])
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(kernels, state).as_text()
+    empty = [line for line in text.splitlines() if "tensor<0x" in line]
+    made_and_used_in_place = ("stablehlo.constant", "stablehlo.broadcast_in_dim", "stablehlo.custom_call")
+    assert empty
+    assert not [line for line in empty if not any(operation in line for operation in made_and_used_in_place)]
+
+
 def test_quantized_weights_are_not_observed(rng):
     x, w, state = normal(rng, 2, 32, 32), normal(rng, 32, 32), seen(rng)
 
