@@ -186,20 +186,6 @@ class CudaCall {
   std::string problem_;  // the first mark that could not be placed
 };
 
-// The stream's device is current while this lives.
-class ScopedDevice {
- public:
-  explicit ScopedDevice(int ordinal) {
-    if (cudaGetDevice(&before_) == cudaSuccess && before_ != ordinal) cudaSetDevice(ordinal);
-  }
-  ~ScopedDevice() { cudaSetDevice(before_); }
-  ScopedDevice(const ScopedDevice&) = delete;
-  ScopedDevice& operator=(const ScopedDevice&) = delete;
-
- private:
-  int before_ = 0;
-};
-
 Status ReachPeers(const Group& group) {
   for (const int place : group.devices) {
     const int peer = OrdinalOf(place);

@@ -5,9 +5,10 @@
 // not yet handed over. At the second they exchange marks that nobody's arrays are in use any longer; a device's main
 // queue goes on after the marks of all its peers.
 //
-// Products take turns on the main queue and one beside it: where one leaves multiprocessors idle at its end, the next
-// one fills them. What needs no peer is handed over before the first meeting. Queues, marks and waits are few, because
-// calls of the driver are what a short call spends its time on.
+// Products of a gather take turns on the main queue and one beside it: where one leaves multiprocessors idle at its
+// end, the next one fills them. Those of a scatter must keep their order, on one queue: which of two products that are
+// let loose together comes first is a matter of chance. What needs no peer is handed over before the first meeting.
+// Queues, marks and waits are few, because calls of the driver are what a short call spends its time on.
 //
 // A platform provides `Call`, the queues and marks of one device for one call:
 //

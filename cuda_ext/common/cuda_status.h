@@ -14,4 +14,20 @@ inline Status Check(cudaError_t error, const char* what) {
   return Status::Failed(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
+// The device is current while this lives.
+class ScopedDevice {
+ public:
+  explicit ScopedDevice(int ordinal) {
+    if (cudaGetDevice(&before_) == cudaSuccess && before_ != ordinal) cudaSetDevice(ordinal);
+  }
+  ~ScopedDevice() {
+    if (before_ >= 0) cudaSetDevice(before_);
+  }
+  ScopedDevice(const ScopedDevice&) = delete;
+  ScopedDevice& operator=(const ScopedDevice&) = delete;
+
+ private:
+  int before_ = -1;
+};
+
 }  // namespace te

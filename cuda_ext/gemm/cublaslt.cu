@@ -156,25 +156,6 @@ Status FindPlan(Device& device, const Key& key, const Arrays& arrays, bool tune,
   return Status::Ok();
 }
 
-// The stream's device is current while this lives.
-class ScopedDevice {
- public:
-  explicit ScopedDevice(cudaStream_t stream) {
-    if (cudaGetDevice(&before_) != cudaSuccess || cudaStreamGetDevice(stream, &ordinal_) != cudaSuccess) return;
-    if (ordinal_ != before_ && cudaSetDevice(ordinal_) != cudaSuccess) ordinal_ = -1;
-  }
-  ~ScopedDevice() {
-    if (ordinal_ != before_) cudaSetDevice(before_);
-  }
-  ScopedDevice(const ScopedDevice&) = delete;
-  ScopedDevice& operator=(const ScopedDevice&) = delete;
-  int ordinal() const { return ordinal_; }
-
- private:
-  int before_ = -1;
-  int ordinal_ = -1;
-};
-
 }  // namespace
 
 Status Run(cudaStream_t stream, const Problem& p) {
@@ -210,9 +191,11 @@ Status Prepare(cudaStream_t stream, const Problem& p) {
   if (capturing != cudaStreamCaptureStatusNone) return Status::Ok();
   Workspace workspace{};
   if (Status status = Divide(p, workspace); !status.ok()) return status;
-  const ScopedDevice scoped(stream);
+  int ordinal = -1;
+  if (Status status = Check(cudaStreamGetDevice(stream, &ordinal), "cudaStreamGetDevice"); !status.ok()) return status;
+  const ScopedDevice scoped(ordinal);
   Device* device = nullptr;
-  if (Status status = DeviceOf(scoped.ordinal(), device); !status.ok()) return status;
+  if (Status status = DeviceOf(ordinal, device); !status.ok()) return status;
   const Arrays arrays = ArraysOf(p, workspace);
   std::shared_ptr<Plan> plan;
   return FindPlan(*device, KeyOf(p, arrays, workspace.rest_bytes), arrays, /*tune=*/p.autotune, plan);
