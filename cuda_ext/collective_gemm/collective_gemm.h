@@ -77,7 +77,7 @@ struct ReduceScatterProblem {
   std::vector<gemm::Problem> products;   // of one piece: m rows; a.data, a.scales and d are filled in
   std::vector<int64_t> scales_of_piece;  // of a, by product: 0 for one scale for all
   int64_t pieces;
-  void* received;     // [PartsReceived(size), pieces, m, n]: from every peer its sums for this device
+  void* received;     // [Parts(size), pieces, m, n]: from every device its sums for this one
   void* outgoing;     // [size - 1, pieces, m, n], or null: products then write to their peers themselves
   const float* bias;  // [n], or null
   void* z;            // [pieces, m, n]
@@ -87,13 +87,12 @@ struct ReduceScatterProblem {
     const gemm::Problem& first = products.front();
     return pieces * first.m * first.n * gemm::SizeOf(first.d_type);
   }
-  // Whether the last product leaves nothing to be added.
+  // Whether the last product adds what was received, and no sum is left.
   bool SumsItself(int size) const { return size <= 2 && bias == nullptr; }
+  int Parts(int size) const { return SumsItself(size) ? 1 : size; }
 };
 
-// One at least, for this device's own sums when there is no other.
-constexpr int PartsReceived(int size) { return size > 1 ? size - 1 : 1; }
-// Part 0 comes from the next neighbour, who sends it last.
+// The last part is this device's own; part 0 comes from its next neighbour.
 constexpr int PartFrom(int sender, int owner, int size) { return (sender - owner - 1 + size) % size; }
 
 Status AllGather(const Executor& executor, const Group& group, const AllGatherProblem& problem);

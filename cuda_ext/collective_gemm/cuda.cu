@@ -338,12 +338,10 @@ Status PrepareReduceScatter(const Executor& executor, const Group& group, const 
   const int size = group.size();
   for (int owner = 0; owner < size; ++owner) {
     const bool own = owner == group.rank, outgoing = !own && p.outgoing != nullptr;
-    const int part = own        ? PartFrom((owner + size - 1) % size, owner, size)
-                     : outgoing ? (owner - group.rank - 1 + size) % size
-                                : PartFrom(group.rank, owner, size);
+    const int part = outgoing ? (owner - group.rank - 1 + size) % size : PartFrom(group.rank, owner, size);
     char* const at = static_cast<char*>(outgoing ? p.outgoing : p.received) + part * p.BytesOfPart();
     void* const to = own && p.SumsItself(size) ? p.z : at;
-    const void* const added = own && size > 1 ? at : nullptr;
+    const void* const added = own && p.SumsItself(size) && size > 1 ? p.received : nullptr;
     for (size_t i = 0; i < p.products.size(); ++i) {
       gemm::Problem problem = p.products[i];
       problem.a.data =

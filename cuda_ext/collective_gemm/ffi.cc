@@ -230,7 +230,7 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
     problem.bias = static_cast<const float*>(bias->untyped_data());
   }
   rules.Type(z->element_type(), "received", *received)
-      .Elements(PartsReceived(static_cast<int>(size)) * z->element_count(), "received", *received);
+      .Elements(problem.Parts(static_cast<int>(size)) * z->element_count(), "received", *received);
   if (outgoing->element_count() != 0) {
     rules.Type(z->element_type(), "outgoing", *outgoing)
         .Elements((size - 1) * z->element_count(), "outgoing", *outgoing);

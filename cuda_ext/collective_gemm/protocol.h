@@ -355,15 +355,15 @@ Status MultiplyRows(Call& call, const Group& group, const ReduceScatterProblem& 
 }
 
 // Every device multiplies the rows of its next neighbour first and its own last, so that nothing is left to send at the
-// end, and in just that order, so that no two send to the same one at the same time. The last product adds what has
-// come first; what came later is added to that in float32, by one sum for all.
+// end, and in just that order, so that no two send to the same one at the same time. All parts are added up once, in
+// float32; of two devices the last product does that itself.
 template <typename Call>
 Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) {
   const int size = group.size(), rank = group.rank, former = (rank + size - 1) % size;
   const int64_t bytes = p.BytesOfPart();
   Meetings meetings(call, group);
   if (group.space != nullptr) {
-    if (PartsReceived(size) * bytes > group.space->bytes()) return SpaceTooSmall(group);
+    if (p.Parts(size) * bytes > group.space->bytes()) return SpaceTooSmall(group);
     p.received = group.space->data(rank);
   }
   void* const ready = PublicMark(call, group, Queue::kMain, 0);
@@ -397,14 +397,17 @@ Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) 
     const Brought& peer = meetings.Concluded(sender);
     return call.Wait(Queue::kMain, group.space != nullptr ? peer.mark : peer.MarkFor(rank));
   };
-  char* own = static_cast<char*>(p.received) + PartFrom(former, rank, size) * bytes;
-  const char* const added = size > 1 ? own : nullptr;
-  if (size > 1) TE_JAX_TRY(wait_for(former));
-  if (p.SumsItself(size)) own = static_cast<char*>(p.z);
-  TE_JAX_TRY(MultiplyRows(call, group, p, rank, own, added));
+  if (p.SumsItself(size)) {
+    if (size > 1) TE_JAX_TRY(wait_for(former));
+    const char* const added = size > 1 ? static_cast<const char*>(p.received) : nullptr;
+    TE_JAX_TRY(MultiplyRows(call, group, p, rank, static_cast<char*>(p.z), added));
+  } else {
+    char* const own = static_cast<char*>(p.received) + PartFrom(rank, rank, size) * bytes;
+    TE_JAX_TRY(MultiplyRows(call, group, p, rank, own, nullptr));
+    for (int step = 1; step < size; ++step) TE_JAX_TRY(wait_for((rank + step) % size));
+    TE_JAX_TRY(call.Sum(Queue::kMain, p, size));
+  }
   if (size > 1) TE_JAX_TRY(call.Wait(Queue::kMain, sent[former]));  // the last that this device sends
-  for (int step = 1; step < size - 1; ++step) TE_JAX_TRY(wait_for((rank + step) % size));
-  if (!p.SumsItself(size)) TE_JAX_TRY(call.Sum(Queue::kMain, p, PartsReceived(size)));
   return meetings.Done();
 }
 

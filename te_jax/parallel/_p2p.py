@@ -117,7 +117,7 @@ def gemm_reduce_scatter(
     outgoing = (exchange.size - 1, *block) if exchange.size > 2 else (0,)
     results = [
         jax.ShapeDtypeStruct(block, dtype),
-        jax.ShapeDtypeStruct((max(exchange.size - 1, 1), *block), dtype),
+        jax.ShapeDtypeStruct((1 if exchange.size <= 2 and bias is None else exchange.size, *block), dtype),
         jax.ShapeDtypeStruct(outgoing, dtype),
         _workspace(xs[0]),
     ]

@@ -203,6 +203,7 @@ struct Plan {
   int64_t pieces;
   int failing_rank, failing_step;  // or -1
   bool one_stays_away;
+  bool biased;  // by nothing: of two devices the last product then leaves the sum to another step
 
   // Copies and products of one device; those of scatters are of two weights.
   int Steps() const { return StepsInCommon() + StepsAlone(); }
@@ -318,6 +319,7 @@ class Member {
     problem.pieces = plan.pieces;
     problem.received = received_.data();
     problem.outgoing = plan.put ? nullptr : outgoing_.data();
+    problem.bias = plan.biased ? nothing_.data() : nullptr;
     problem.z = y_.data();
     return problem;
   }
@@ -361,6 +363,7 @@ class Member {
 
   const int rank_;
   std::vector<float> x_, w_, all_, others_, all_others_, y_, received_, outgoing_;
+  const std::vector<float> nothing_ = std::vector<float>(kColumns);
   std::string problem_;  // the first one
   Device device_;        // its threads end before the arrays
 };
@@ -370,7 +373,8 @@ int Main(int calls, unsigned seed) {
   for (int size = 2; size <= 4; ++size) {
     std::vector<Plan> plans;
     for (int i = 0; i < calls; ++i) {
-      Plan plan{size, random() % 2 == 0, random() % 2 == 0, 1 + static_cast<int64_t>(random() % 2), -1, -1, false};
+      Plan plan{size,  random() % 2 == 0, random() % 2 == 0, 1 + static_cast<int64_t>(random() % 2), -1, -1,
+                false, random() % 2 == 0};
       if (random() % 6 == 0) {
         plan.failing_rank = static_cast<int>(random() % size);
         plan.failing_step = static_cast<int>(random() % plan.Steps());
