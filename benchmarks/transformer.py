@@ -5,9 +5,9 @@ along the sequence; query, key and value share one gather, as gate and up do; at
 columns, and their outputs are scattered. A call computes the block's result, and for a given cotangent the gradients of
 its input and all parameters. Activations and parameters are bfloat16.
 
-Implementations: `te_jax` (transport "auto", which is p2p for all of these products), `te_jax_ring` and `xla` (plain
-collectives: nothing overlaps); `te_jax_current` and `te_jax_current_xla` have their projections in FP8 (CurrentScaling,
-fast accumulation), all quantization inside the clock. Attention is `jax.nn.dot_product_attention`, by
+Implementations: `te_jax` (transport "auto", which is p2p for all of these products on two and four GPUs), `te_jax_ring`
+and `xla` (plain collectives: nothing overlaps); `te_jax_current` and `te_jax_current_xla` have their projections in FP8
+(CurrentScaling, fast accumulation), all quantization inside the clock. Attention is `jax.nn.dot_product_attention`, by
 cuDNN where that compiles, else by XLA; rows say which.
 
 TFLOP/s are those of one device, for three times the forward pass's operations, where causal attention counts the pairs

@@ -20,7 +20,7 @@
 
 namespace te::collective_gemm {
 
-inline constexpr int kProductQueues = 2;  // products run at the same time
+inline constexpr int kProductQueues = 2;  // of a gather, whose products run at the same time
 
 // Who takes part in a call.
 struct Group {
@@ -81,15 +81,15 @@ struct ReduceScatterProblem {
   void* outgoing;     // [size - 1, pieces, m, n], or null: products then write to their peers themselves
   const float* bias;  // [n], or null
   void* z;            // [pieces, m, n]
-  void* workspace;    // as above
+  void* workspace;    // of as many bytes as products say
 
   int64_t BytesOfPart() const {
     const gemm::Problem& first = products.front();
     return pieces * first.m * first.n * gemm::SizeOf(first.d_type);
   }
-  // Whether the last product adds what was received, and no sum is left.
-  bool SumsItself(int size) const { return size <= 2 && bias == nullptr; }
-  int Parts(int size) const { return SumsItself(size) ? 1 : size; }
+  // Otherwise all parts are summed after it.
+  bool LastProductAdds(int size) const { return size <= 2 && bias == nullptr; }
+  int Parts(int size) const { return LastProductAdds(size) ? 1 : size; }
 };
 
 // The last part is this device's own; part 0 comes from its next neighbour.

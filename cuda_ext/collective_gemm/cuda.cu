@@ -336,12 +336,13 @@ Status PrepareReduceScatter(const Executor& executor, const Group& group, const 
   TE_JAX_TRY(Check(cudaFuncGetAttributes(&attributes, SumParts<__nv_bfloat16>), "cudaFuncGetAttributes"));
   TE_JAX_TRY(Check(cudaFuncGetAttributes(&attributes, SumParts<__half>), "cudaFuncGetAttributes"));
   const int size = group.size();
-  for (int owner = 0; owner < size; ++owner) {
+  for (int step = 0; step < size; ++step) {
+    const int owner = (group.rank + step + 1) % size;
     const bool own = owner == group.rank, outgoing = !own && p.outgoing != nullptr;
-    const int part = outgoing ? (owner - group.rank - 1 + size) % size : PartFrom(group.rank, owner, size);
+    const int part = outgoing ? step : PartFrom(group.rank, owner, size);
     char* const at = static_cast<char*>(outgoing ? p.outgoing : p.received) + part * p.BytesOfPart();
-    void* const to = own && p.SumsItself(size) ? p.z : at;
-    const void* const added = own && p.SumsItself(size) && size > 1 ? p.received : nullptr;
+    void* const to = own && p.LastProductAdds(size) ? p.z : at;
+    const void* const added = own && p.LastProductAdds(size) && size > 1 ? p.received : nullptr;
     for (size_t i = 0; i < p.products.size(); ++i) {
       gemm::Problem problem = p.products[i];
       problem.a.data =

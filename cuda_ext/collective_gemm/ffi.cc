@@ -242,7 +242,7 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
   const auto workspace = operands.Result();
   if (IsMissing(rules, workspace, *z)) return std::nullopt;
   problem.workspace = Present<void>(*workspace);
-  for (gemm::Problem& product : problem.products) product.workspace_bytes = workspace->size_bytes() / kProductQueues;
+  for (gemm::Problem& product : problem.products) product.workspace_bytes = workspace->size_bytes();
   if (rules.broken()) return std::nullopt;
   return problem;
 }

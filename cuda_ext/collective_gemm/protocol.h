@@ -26,7 +26,6 @@
 // every device settles its own queues and waits on the host for the marks of its peers.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <string>
 #include <vector>
@@ -84,6 +83,25 @@ class Meetings {
     return Status::Ok();
   }
 
+  // The first meeting.
+  Status Introduce(std::vector<void*> arrays, void* ready) {
+    Brought mine;
+    mine.arrays = std::move(arrays);
+    mine.mark = ready;
+    return Meet(std::move(mine));
+  }
+
+  // The second meeting, after all waits for marks of the first one are in this device's queues.
+  Status Conclude(void* mark, std::vector<void*> marks_by_rank) {
+    Brought mine;
+    mine.mark = mark;
+    mine.marks_by_rank = std::move(marks_by_rank);
+    return Meet(std::move(mine));
+  }
+
+ private:
+  static constexpr int kStages = 2;
+
   Status Meet(Brought mine) {
     const int stage = stage_++;
     std::vector<Brought>& all = met_[stage];
@@ -105,9 +123,6 @@ class Meetings {
     }
     return Status::Ok();
   }
-
- private:
-  static constexpr int kStages = 2;
 
   void Hold(const std::vector<Brought>& all) {
     for (int rank = 0; rank < group_.size(); ++rank) {
@@ -201,24 +216,6 @@ inline Status SpaceTooSmall(const Group& group) {
                         " needs more memory than the group shares: " + std::to_string(group.space->bytes()) + " bytes");
 }
 
-// The first meeting.
-template <typename Call>
-Status Introduce(Meetings<Call>& meetings, std::vector<void*> arrays, void* ready) {
-  Brought mine;
-  mine.arrays = std::move(arrays);
-  mine.mark = ready;
-  return meetings.Meet(std::move(mine));
-}
-
-// The second meeting, after all waits for marks of the first one are in this device's queues.
-template <typename Call>
-Status Conclude(Meetings<Call>& meetings, void* mark, std::vector<void*> marks_by_rank) {
-  Brought mine;
-  mine.mark = mark;
-  mine.marks_by_rank = std::move(marks_by_rank);
-  return meetings.Meet(std::move(mine));
-}
-
 inline std::vector<Gathered> AllOf(const AllGatherProblem& p) {
   std::vector<Gathered> all{p.x};
   if (p.scales.bytes != 0) all.push_back(p.scales);
@@ -262,6 +259,22 @@ Status CopyParts(Call& call, const Group& group, const std::vector<Gathered>& ar
   return Status::Ok();
 }
 
+// What XLA has allocated other processes cannot reach.
+template <typename Call>
+Status CopyIntoSpace(Call& call, const Group& group, const std::vector<Gathered>& arrays,
+                     std::vector<void*>& addresses) {
+  char* const begin = group.space->data(group.rank);
+  char* next = begin;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const int64_t bytes = arrays[i].pieces * arrays[i].bytes;
+    if (next + bytes > begin + group.space->bytes()) return SpaceTooSmall(group);
+    TE_JAX_TRY(call.Copy(Queue::kMain, next, arrays[i].mine, bytes));
+    addresses[i] = next;
+    next += (bytes + kSpaceAlignment - 1) / kSpaceAlignment * kSpaceAlignment;
+  }
+  return Status::Ok();
+}
+
 // Get: every device reads its peers' parts, its next neighbour's first, so that no two read from the same one at the
 // same time. Put: every device writes its part to its peers, its former neighbour first, who wait for marks that come
 // to the second meeting. What products need comes before what is only gathered.
@@ -273,19 +286,10 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
   Meetings meetings(call, group);
   std::vector<void*> addresses;
   for (const Gathered& array : arrays) addresses.push_back(p.put ? array.all : const_cast<void*>(array.mine));
-  if (group.space != nullptr) {  // what XLA has allocated other processes cannot reach
-    char* next = group.space->data(rank);
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      const int64_t bytes = arrays[i].pieces * arrays[i].bytes;
-      if (next + bytes > group.space->data(rank) + group.space->bytes()) return SpaceTooSmall(group);
-      TE_JAX_TRY(call.Copy(Queue::kMain, next, arrays[i].mine, bytes));
-      addresses[i] = next;
-      next += (bytes + kSpaceAlignment - 1) / kSpaceAlignment * kSpaceAlignment;
-    }
-  }
+  if (group.space != nullptr) TE_JAX_TRY(CopyIntoSpace(call, group, arrays, addresses));
   void* const ready = PublicMark(call, group, Queue::kMain, 0);
   TE_JAX_TRY(MultiplyPart(call, group, p, rank, 0));
-  TE_JAX_TRY(Introduce(meetings, std::move(addresses), ready));
+  TE_JAX_TRY(meetings.Introduce(std::move(addresses), ready));
 
   TE_JAX_TRY(call.Wait(Queue::kCopy, ready));
   auto peer_at = [&](int step) { return (rank + (p.put ? size - step : step)) % size; };
@@ -305,11 +309,10 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
   // With its peers' arrays; who is only put to, and of what is urgent, waits for the marks above.
   void* const done = !p.put || more ? PublicMark(call, group, Queue::kCopy, 1) : nullptr;
   if (done != nullptr) last = done;
-  if (std::any_of(arrays.begin(), arrays.end(), [](const Gathered& array) { return array.with_mine; })) {
-    for (const Gathered& array : arrays) {
-      for (int64_t piece = 0; array.with_mine && piece < array.pieces; ++piece) {
-        TE_JAX_TRY(call.Copy(Queue::kCopy, array.At(rank, group, piece), array.Part(rank, group, piece), array.bytes));
-      }
+  for (const Gathered& array : arrays) {
+    if (!array.with_mine) continue;
+    for (int64_t piece = 0; piece < array.pieces; ++piece) {
+      TE_JAX_TRY(call.Copy(Queue::kCopy, array.At(rank, group, piece), array.Part(rank, group, piece), array.bytes));
     }
     last = call.Mark(Queue::kCopy);
   }
@@ -322,7 +325,7 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
     return Status::Ok();
   };
   if (!p.put) TE_JAX_TRY(multiply_others());
-  TE_JAX_TRY(Conclude(meetings, done, copied));
+  TE_JAX_TRY(meetings.Conclude(done, copied));
   if (p.put) TE_JAX_TRY(multiply_others());
 
   if (size > 1) TE_JAX_TRY(call.Wait(Queue::kMain, call.Mark(Queue::kSide)));
@@ -367,7 +370,7 @@ Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) 
     p.received = group.space->data(rank);
   }
   void* const ready = PublicMark(call, group, Queue::kMain, 0);
-  TE_JAX_TRY(Introduce(meetings, {p.received}, ready));
+  TE_JAX_TRY(meetings.Introduce({p.received}, ready));
 
   std::vector<void*> sent(size);  // by owner
   for (int step = 0; step < size - 1; ++step) {
@@ -391,13 +394,13 @@ Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) 
   if (group.space != nullptr) {
     all_sent = PublicMark(call, group, p.outgoing == nullptr ? Queue::kMain : Queue::kCopy, 1);
   }
-  TE_JAX_TRY(Conclude(meetings, all_sent, sent));
+  TE_JAX_TRY(meetings.Conclude(all_sent, sent));
 
   auto wait_for = [&](int sender) {
     const Brought& peer = meetings.Concluded(sender);
     return call.Wait(Queue::kMain, group.space != nullptr ? peer.mark : peer.MarkFor(rank));
   };
-  if (p.SumsItself(size)) {
+  if (p.LastProductAdds(size)) {
     if (size > 1) TE_JAX_TRY(wait_for(former));
     const char* const added = size > 1 ? static_cast<const char*>(p.received) : nullptr;
     TE_JAX_TRY(MultiplyRows(call, group, p, rank, static_cast<char*>(p.z), added));

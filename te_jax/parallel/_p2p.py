@@ -28,12 +28,13 @@ from te_jax.parallel._exchange import Exchange, Operand, Scaling
 _FLOAT32 = np.dtype(np.float32)
 _WORKSPACE_BYTES = 8 * 2**20 + 512
 """Of each product: 8 MiB for cuBLASLt, and before them 512 bytes for scalars and alignment."""
-_PRODUCT_QUEUES = 2
-"""Products that run at the same time: kProductQueues of cuda_ext/collective_gemm."""
+_GATHER_QUEUES = 2
+"""Products of a gather that run at the same time: kProductQueues of cuda_ext/collective_gemm."""
 
 _SHORTEST_PRODUCT = 30e-6
 """Seconds of multiplying for each device of a group, and once more for the call, below which plain collectives are as
-fast: a call costs the host more than theirs do. Measured on two and four H200s (docs/measurements.md)."""
+fast: a call costs the host more than theirs do. Measured on two and four H200s (docs/measurements.md), a guess for
+more."""
 _RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}
 """Operations a second, by bytes of an operand's value: of FP8 and bfloat16 as measured, of float32 a guess at TF32."""
 _LONGEST_TIMEOUT = 1e8
@@ -86,7 +87,7 @@ def all_gather_gemm(
     results.append(jax.ShapeDtypeStruct(scale_shape, _FLOAT32))
     operands += extras
     results += [jax.ShapeDtypeStruct((exchange.size, *extra.shape), extra.dtype) for extra in extras]
-    results.append(_workspace(x))
+    results.append(_workspace(x, _GATHER_QUEUES))
     attributes: dict[str, object] = {"keep_gathered": keep_gathered, "put": exchange.protocol != "get"}
     attributes |= _attributes(exchange, x, weights)
     outcome = _call(exchange, "te_all_gather_gemm", results, operands, (x.data, travels, *extras), **attributes)
@@ -119,7 +120,7 @@ def gemm_reduce_scatter(
         jax.ShapeDtypeStruct(block, dtype),
         jax.ShapeDtypeStruct((1 if exchange.size <= 2 and bias is None else exchange.size, *block), dtype),
         jax.ShapeDtypeStruct(outgoing, dtype),
-        _workspace(xs[0]),
+        _workspace(xs[0], 1),
     ]
     attributes = _attributes(exchange, xs[0], weights)
     z, *_ = _call(exchange, "te_gemm_reduce_scatter", results, operands, results[1:2], **attributes)
@@ -140,9 +141,9 @@ def _finished(y: Array, bias: Array | None, dtype: np.dtype) -> Array:
     return (y if bias is None else y.astype(_FLOAT32) + bias[None, None]).astype(dtype)
 
 
-def _workspace(x: Operand) -> jax.ShapeDtypeStruct:
+def _workspace(x: Operand, queues: int) -> jax.ShapeDtypeStruct:
     needed = native.on_gpu() and x.scaling != "block"
-    return jax.ShapeDtypeStruct((_PRODUCT_QUEUES * _WORKSPACE_BYTES if needed else 0,), jnp.uint8)
+    return jax.ShapeDtypeStruct((queues * _WORKSPACE_BYTES if needed else 0,), jnp.uint8)
 
 
 def _attributes(exchange: Exchange, x: Operand, weights: Sequence[Operand]) -> dict[str, object]:

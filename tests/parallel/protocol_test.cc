@@ -199,7 +199,8 @@ constexpr int64_t kRows = 3, kSummed = 4, kColumns = 5;
 // What all devices of a group do in one call, known to all of them.
 struct Plan {
   int size;
-  bool gathers, put;  // of scatters, whether products write to their peers themselves
+  bool gathers;
+  bool direct;  // gathers put, and products of scatters write to their peers
   int64_t pieces;
   int failing_rank, failing_step;  // or -1
   bool one_stays_away;
@@ -210,13 +211,13 @@ struct Plan {
   // Before the second meeting: where one fails, all do.
   int StepsInCommon() const {
     const int peers = size - 1, of_each = static_cast<int>(pieces);
-    if (!gathers) return peers * (2 * of_each + (put ? 0 : 1));
+    if (!gathers) return peers * (2 * of_each + (direct ? 0 : 1));
     const int copies = peers * (of_each + 1) + 1 + (pieces == 2 ? of_each : 0);
-    return of_each + copies + (put ? 0 : peers * of_each);
+    return of_each + copies + (direct ? 0 : peers * of_each);
   }
   int StepsAlone() const {
     const int of_each = static_cast<int>(pieces);
-    return !gathers ? 2 * of_each : put ? (size - 1) * of_each : 0;
+    return !gathers ? 2 * of_each : direct ? (size - 1) * of_each : 0;
   }
   bool Fails(int rank) const {
     return one_stays_away || (failing_rank >= 0 && (failing_step < StepsInCommon() || rank == failing_rank));
@@ -308,7 +309,7 @@ class Member {
     problem.x = {x_.data(), all_.data(), plan.pieces, kRows * kSummed * 4, plan.pieces == 2};
     problem.others = {{others_.data(), all_others_.data(), 1, kRows * 4, true}};
     problem.products = {{Product(), y_.data()}};
-    problem.put = plan.put;
+    problem.put = plan.direct;
     return problem;
   }
 
@@ -318,7 +319,7 @@ class Member {
     problem.scales_of_piece = {0, 0};
     problem.pieces = plan.pieces;
     problem.received = received_.data();
-    problem.outgoing = plan.put ? nullptr : outgoing_.data();
+    problem.outgoing = plan.direct ? nullptr : outgoing_.data();
     problem.bias = plan.biased ? nothing_.data() : nullptr;
     problem.z = y_.data();
     return problem;
