@@ -154,7 +154,6 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
     if (IsMissing(rules, bias, *x) || IsMissing(rules, y, *x)) return std::nullopt;
     Product product{ProductOf(rules, attributes, *scaling, *x, k, *w, *w_scales, *y), y->untyped_data()};
     product.problem.m = rows;
-    product.problem.overlapped = size > 1;
     rules.Elements(pieces * size * rows * product.problem.n, "y", *y);
     if (bias->element_count() != 0) {
       rules.Type(y->element_type(), "bias", *bias).Elements(product.problem.n, "bias", *bias);

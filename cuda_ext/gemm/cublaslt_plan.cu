@@ -102,7 +102,7 @@ size_t HashOfKey::operator()(const Key& key) const {
        {static_cast<uint64_t>(key.a_type), static_cast<uint64_t>(key.b_type), static_cast<uint64_t>(key.d_type),
         static_cast<uint64_t>(key.epilogue), uint64_t{key.a_summed_first}, uint64_t{key.b_summed_first},
         uint64_t{key.row_scales}, uint64_t{key.bias}, uint64_t{key.aux}, uint64_t{key.accumulate},
-        uint64_t{key.fast_accumulation}, uint64_t{key.autotune}, uint64_t{key.overlapped}, uint64_t{key.spread}}) {
+        uint64_t{key.fast_accumulation}, uint64_t{key.autotune}, uint64_t{key.spread}}) {
     flags = flags * 8 + field;
   }
   size_t hash = 0;
@@ -132,7 +132,6 @@ Key KeyOf(const Problem& p, const Arrays& arrays, int64_t workspace_bytes) {
   key.accumulate = p.accumulator != nullptr;
   key.fast_accumulation = p.fast_accumulation && IsFp8(p.a.type);
   key.autotune = p.autotune;
-  key.overlapped = p.overlapped;
   key.a_alignment = AlignmentOf(arrays.a);
   key.b_alignment = AlignmentOf(arrays.b);
   key.c_alignment = AlignmentOf(key.accumulate ? arrays.c : arrays.d);

@@ -50,7 +50,7 @@ struct Key {
   Type a_type, b_type, d_type;
   Epilogue epilogue;
   bool a_summed_first, b_summed_first;
-  bool row_scales, bias, aux, accumulate, fast_accumulation, autotune, overlapped;
+  bool row_scales, bias, aux, accumulate, fast_accumulation, autotune;
   bool spread;  // one scale for each operand, which Launch writes for every row first
   uint8_t a_alignment, b_alignment, c_alignment, d_alignment, bias_alignment, aux_alignment;
 

@@ -20,15 +20,14 @@ namespace {
 constexpr int kRounds = 5;
 constexpr float kSampleMilliseconds = 0.2f;  // long enough for the clock's resolution of half a microsecond
 constexpr int kMostCalls = 50;
-// Under a load that lasts power limits the clocks, and then the algorithm that takes the least energy is the fastest,
-// which is often another one. So the best of the short samples, this close to the fastest, are compared again, each of
-// them at the clocks that it gets when it runs alone: those of an H200 follow its power within 80 ms.
-constexpr float kContender = 1.2f;
-constexpr size_t kMostContenders = 8;
-constexpr float kHeatingMilliseconds = 100.0f;
-constexpr float kSettlingMilliseconds = 80.0f;
-constexpr float kSustainedMilliseconds = 40.0f;
+// Under a load that lasts power limits the clocks, and what is fastest at full clocks need not be at what they then
+// are. So the best of the short samples, this close to the fastest, are compared again after some time of it.
+constexpr float kContender = 1.12f;
+constexpr size_t kMostContenders = 6;
+constexpr float kHeatingMilliseconds = 150.0f;
+constexpr float kSustainedMilliseconds = 12.0f;
 constexpr float kShortestSustained = 0.04f;  // shorter products do not heat anything
+constexpr int kSustainedRounds = 3;
 // cuBLASLt's own favourite stays unless another one is faster by more than the noise.
 constexpr float kWorthwhile = 0.985f;
 constexpr float kFp8Scale = 64.0f;  // maps four standard deviations to 256
@@ -126,7 +125,6 @@ class Scratch {
     const int64_t scales = key.row_scales ? std::max(key.m, key.n) : 1;
     const int64_t inverse_scale = reserve(4 * scales), d_scale = reserve(4), amax = reserve(4);
     const int64_t workspace = reserve(key.workspace_bytes);
-    workspace_of_other_ = reserve(key.overlapped ? key.workspace_bytes : 0) - workspace;
     if (cudaMallocAsync(&memory_, offset, stream) != cudaSuccess) {
       memory_ = nullptr;
       return;
@@ -159,17 +157,11 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
 
   bool ready() const { return filled_; }
-  // Of one of two streams, which write the same values to the same result.
-  Arrays ArraysOf(bool other) const {
-    Arrays arrays = arrays_;
-    if (other) arrays.workspace = static_cast<char*>(arrays.workspace) + workspace_of_other_;
-    return arrays;
-  }
+  const Arrays& arrays() const { return arrays_; }
 
  private:
   cudaStream_t stream_;
   void* memory_ = nullptr;
-  int64_t workspace_of_other_ = 0;
   bool filled_ = false;
   Arrays arrays_{};
 };
@@ -199,54 +191,23 @@ float Median(const Candidate& candidate) {
   return sorted[sorted.size() / 2];
 }
 
-// Runs candidates, on two streams in turns where products will run so.
-class Track {
- public:
-  Track(cublasLtHandle_t handle, const std::vector<Plan*>& plans, cudaStream_t stream, const Scratch& scratch)
-      : handle_(handle), plans_(plans), stream_(stream), arrays_{scratch.ArraysOf(false), scratch.ArraysOf(true)} {
-    if (plans.front()->key().overlapped) other_ = MakeStream();
-  }
-
-  // Each candidate, one after another, and appends what a call took, not counting the first `ahead`. Those that fail
-  // are dropped.
-  void Measure(std::vector<Candidate>& candidates, int calls, int ahead = 0) {
-    std::erase_if(candidates, [&](Candidate& candidate) {
-      return !Launch(candidate, ahead) || cudaEventRecord(candidate.begin.get(), stream_) != cudaSuccess ||
-             !Launch(candidate, calls) || cudaEventRecord(candidate.end.get(), stream_) != cudaSuccess;
-    });
-    if (cudaStreamSynchronize(stream_) != cudaSuccess) candidates.clear();
-    for (Candidate& candidate : candidates) {
-      float milliseconds = std::numeric_limits<float>::infinity();
-      cudaEventElapsedTime(&milliseconds, candidate.begin.get(), candidate.end.get());
-      candidate.milliseconds.push_back(milliseconds / static_cast<float>(calls));
-    }
-  }
-
- private:
-  bool Follow(cudaStream_t stream, cudaStream_t former) {
-    return cudaEventRecord(order_.get(), former) == cudaSuccess &&
-           cudaStreamWaitEvent(stream, order_.get(), 0) == cudaSuccess;
-  }
-
-  bool Launch(const Candidate& candidate, int calls) {
-    const bool both = other_ != nullptr && calls > 1;
-    bool fine = !both || Follow(other_.get(), stream_);
+// Runs every candidate once, one after another, and appends what each took. Those that fail are dropped.
+void MeasureRound(cublasLtHandle_t handle, const std::vector<Plan*>& plans, const Arrays& arrays, int calls,
+                  cudaStream_t stream, std::vector<Candidate>& candidates) {
+  std::erase_if(candidates, [&](Candidate& candidate) {
+    bool fine = cudaEventRecord(candidate.begin.get(), stream) == cudaSuccess;
     for (int call = 0; fine && call < calls; ++call) {
-      const bool other = both && call % 2 != 0;
-      fine = plans_[candidate.choice.plan]
-                 ->Launch(handle_, arrays_[other], candidate.choice.algorithm, other ? other_.get() : stream_)
-                 .ok();
+      fine = plans[candidate.choice.plan]->Launch(handle, arrays, candidate.choice.algorithm, stream).ok();
     }
-    return (!both || Follow(stream_, other_.get())) && fine;
+    return !fine || cudaEventRecord(candidate.end.get(), stream) != cudaSuccess;
+  });
+  if (cudaStreamSynchronize(stream) != cudaSuccess) candidates.clear();
+  for (Candidate& candidate : candidates) {
+    float milliseconds = std::numeric_limits<float>::infinity();
+    cudaEventElapsedTime(&milliseconds, candidate.begin.get(), candidate.end.get());
+    candidate.milliseconds.push_back(milliseconds / static_cast<float>(calls));
   }
-
-  cublasLtHandle_t handle_;
-  const std::vector<Plan*>& plans_;
-  cudaStream_t stream_;
-  Stream other_;
-  Event order_ = MakeEvent();
-  Arrays arrays_[2];
-};
+}
 
 // cuBLASLt's own favourite.
 bool IsFirst(const Candidate& candidate) { return candidate.choice.plan == 0 && candidate.choice.algorithm == 0; }
@@ -265,18 +226,18 @@ Choice FastestAlgorithm(cublasLtHandle_t handle, const std::vector<Plan*>& plans
     for (size_t plan = 0; scratch.ready() && plan < plans.size(); ++plan) {
       for (size_t i = 0; i < plans[plan]->algorithms(); ++i) candidates.emplace_back(Choice{plan, i});
     }
-    Track track(handle, plans, stream.get(), scratch);
+    auto measure = [&](int calls) { MeasureRound(handle, plans, scratch.arrays(), calls, stream.get(), candidates); };
     auto forget = [&] {
       for (Candidate& candidate : candidates) candidate.milliseconds.clear();
     };
 
-    track.Measure(candidates, 1);  // loads kernels
-    track.Measure(candidates, 1);
+    measure(1);  // loads kernels
+    measure(1);
     float shortest = kSampleMilliseconds;
     for (const Candidate& candidate : candidates) shortest = std::min(shortest, candidate.milliseconds.back());
     forget();
     const int calls = std::clamp(static_cast<int>(kSampleMilliseconds / std::max(shortest, 1e-3f)), 1, kMostCalls);
-    for (int round = 0; round < kRounds; ++round) track.Measure(candidates, calls);
+    for (int round = 0; round < kRounds; ++round) measure(calls);
 
     std::sort(candidates.begin(), candidates.end(),
               [](const Candidate& a, const Candidate& b) { return Median(a) < Median(b); });
@@ -286,10 +247,13 @@ Choice FastestAlgorithm(cublasLtHandle_t handle, const std::vector<Plan*>& plans
       std::erase_if(candidates, [&](const Candidate& candidate) {
         return !IsFirst(candidate) && (++rank > kMostContenders || Median(candidate) > kContender * least);
       });
-      const auto calls_in = [&](float milliseconds) { return std::max(1, static_cast<int>(milliseconds / least)); };
-      track.Measure(candidates, 1, calls_in(kHeatingMilliseconds / static_cast<float>(candidates.size())));
+      const int sustained = std::max(1, static_cast<int>(kSustainedMilliseconds / least));
+      for (float heated = 0.0f; heated < kHeatingMilliseconds && !candidates.empty();
+           heated += kSustainedMilliseconds * static_cast<float>(candidates.size())) {
+        measure(sustained);
+      }
       forget();
-      track.Measure(candidates, calls_in(kSustainedMilliseconds), calls_in(kSettlingMilliseconds));
+      for (int round = 0; round < kSustainedRounds; ++round) measure(sustained);
     }
 
     float shortest_median = std::numeric_limits<float>::infinity(), first_median = shortest_median;

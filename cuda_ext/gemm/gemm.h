@@ -57,7 +57,6 @@ struct Problem {
   bool power_of_two_scale;
   bool fast_accumulation;  // sums of FP8 products may stay in the tensor cores
   bool autotune;           // time candidates rather than take the library's first suggestion
-  bool overlapped;         // runs beside others of its kind, on two streams in turns: for the choice of a candidate
   bool own_kernel;         // kTensor by the kernel of the other scalings
   void* workspace;
   int64_t workspace_bytes;
