@@ -31,10 +31,9 @@ _WORKSPACE_BYTES = 8 * 2**20 + 512
 _GATHER_QUEUES = 2
 """Products of a gather that run at the same time: kProductQueues of cuda_ext/collective_gemm."""
 
-_SHORTEST_PRODUCT = 30e-6
-"""Seconds of multiplying for each device of a group, and once more for the call, below which plain collectives are as
-fast: a call costs the host more than theirs do. Measured on two and four H200s (docs/measurements.md), a guess for
-more."""
+_SHORTEST_PRODUCT = 48e-6
+"""Seconds of multiplying for each device of a group, below which plain collectives are as fast: a call costs the host
+more than theirs do. Measured on two and four H200s (docs/measurements.md), a guess for more."""
 _RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}
 """Operations a second, by bytes of an operand's value: of FP8 and bfloat16 as measured, of float32 a guess at TF32."""
 _LONGEST_TIMEOUT = 1e8
@@ -58,7 +57,7 @@ def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[O
         x = xs[0 if gathers else i].data
         rows = math.prod(x.shape[:-1]) * (exchange.size if gathers else 1)
         seconds += 2 * rows * math.prod(weight.data.shape) / _RATES[x.dtype.itemsize]
-    return seconds >= _SHORTEST_PRODUCT * (exchange.size + 1)
+    return seconds >= _SHORTEST_PRODUCT * exchange.size
 
 
 def all_gather_gemm(
