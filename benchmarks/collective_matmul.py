@@ -25,20 +25,12 @@ No time is reported for a result outside the error bounds: 64 rows of y and of e
 arithmetic on the values before quantization.
 """
 
-import atexit
-import faulthandler
 import functools
 import importlib.util
-import multiprocessing
-import os
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +39,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import dense, shapes
+from benchmarks import collective_torch, dense, shapes
 from benchmarks.harness import (
     Candidate,
     CaseResult,
@@ -59,6 +51,7 @@ from benchmarks.harness import (
     reason_of,
     temporary_bytes,
 )
+from benchmarks.workers import Workers
 from te_jax import ops, parallel
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import CurrentScaling
@@ -67,7 +60,7 @@ AXIS = "tensor"
 
 
 @dataclass(frozen=True)
-class _Operation:
+class Operation:
     """What is computed.
 
     Attributes:
@@ -88,7 +81,7 @@ class _Operation:
 
 
 OPERATIONS = tuple(
-    _Operation(gathers, **kind) for kind in ({}, {"backward": True}, {"fp8": True}) for gathers in (True, False)
+    Operation(gathers, **kind) for kind in ({}, {"backward": True}, {"fp8": True}) for gathers in (True, False)
 )
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "te_jax": {"transport": "auto"},
@@ -108,7 +101,7 @@ _CALLS = {"gpu": 4, "cpu": 2}
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """The layer of an operation on this machine.
 
     Attributes:
@@ -116,14 +109,14 @@ class _Layer:
       devices: that share it.
     """
 
-    operation: _Operation
+    operation: Operation
     rows: int
     inner: int
     columns: int
     devices: int
 
     @classmethod
-    def of(cls, operation: _Operation, case: shapes.TensorParallelShape, devices: int) -> "_Layer":
+    def of(cls, operation: Operation, case: shapes.TensorParallelShape, devices: int) -> "Layer":
         share = devices / (case.tensor_parallel or devices)
         tokens, features = int(case.tokens * share), int(case.features * share)
         widths = (case.hidden, features) if operation.gathers else (features, case.hidden)
@@ -165,10 +158,10 @@ def run_case(case: shapes.TensorParallelShape, implementations: Sequence[str], t
     implementations = [name for name in implementations if name not in problems]
     for gathers in sorted({operation.gathers for operation in operations}, reverse=True):
         same = [operation for operation in operations if operation.gathers == gathers]
-        inputs = _inputs(_Layer.of(same[0], case, len(devices)), mesh)
+        inputs = _inputs(Layer.of(same[0], case, len(devices)), mesh)
         exact = dense._exact(dense._Inputs(inputs.xs[-1], inputs.w, inputs.dy))
         for operation in same:
-            layer = _Layer.of(operation, case, len(devices))
+            layer = Layer.of(operation, case, len(devices))
             _run_operation(case, layer, implementations, timing, inputs, exact, result)
     return result
 
@@ -206,7 +199,7 @@ def _unavailable(name: str, count: int) -> str | None:
 
 def _run_operation(
     case: shapes.TensorParallelShape,
-    layer: _Layer,
+    layer: Layer,
     implementations: Sequence[str],
     timing: Timing,
     inputs: "_Inputs",
@@ -224,7 +217,7 @@ def _run_operation(
     for name in implementations:
         try:
             if name == "torch":
-                candidate = _build_torch(layer, _torch_workers(layer.devices))
+                candidate = _build_torch(layer, collective_torch.workers(layer.devices))
             else:
                 operands = operands or _operands(layer, inputs)
                 candidate = _build(name, layer, inputs.mesh, operands)
@@ -278,7 +271,7 @@ class _Inputs:
     dy: jax.Array
 
 
-def _inputs(layer: _Layer, mesh: Mesh) -> _Inputs:
+def _inputs(layer: Layer, mesh: Mesh) -> _Inputs:
     calls = _CALLS[jax.default_backend()]
     shapes_of = [(layer.rows, layer.inner)] * calls + [(layer.inner, layer.columns), (layer.rows, layer.columns)]
     specs = [layer.x] * calls + [layer.w, layer.y]
@@ -317,7 +310,7 @@ class _Operands:
         return xs, None if self.dy is None else _placed(self.dy, mesh, dy, may_alias=False)
 
 
-def _operands(layer: _Layer, inputs: _Inputs) -> _Operands:
+def _operands(layer: Layer, inputs: _Inputs) -> _Operands:
     operation = layer.operation
     if not operation.fp8:
         return _Operands(inputs.xs, inputs.w, inputs.dy if operation.backward else None)
@@ -363,7 +356,7 @@ class _Built:
     seconds_of_a_call: Callable[[list[float]], list[float]]
 
 
-def _build(name: str, layer: _Layer, mesh: Mesh, operands: _Operands) -> _Built:
+def _build(name: str, layer: Layer, mesh: Mesh, operands: _Operands) -> _Built:
     x, dy = layer.x, layer.y
     results = {"y": layer.y, "dx": layer.x, "dkernel": layer.w} if layer.operation.backward else {"y": layer.y}
     unsummed = None
@@ -444,7 +437,7 @@ def _after(results: _Results, operands: Any) -> Any:
     return jax.tree.map(write, operands)
 
 
-def _collective(operation: _Operation, transport: dict[str, Any]) -> _Call:
+def _collective(operation: Operation, transport: dict[str, Any]) -> _Call:
     collective = parallel.all_gather_matmul if operation.gathers else parallel.matmul_reduce_scatter
     options = {"recipe": _RECIPE, "implementation": "native"} if operation.fp8 else {}
     layer = functools.partial(collective, axis_name=AXIS, **transport, **options)
@@ -459,7 +452,7 @@ def _collective(operation: _Operation, transport: dict[str, Any]) -> _Call:
     return forward_backward
 
 
-def _products_alone(layer: _Layer) -> tuple[_Call, str | None]:
+def _products_alone(layer: Layer) -> tuple[_Call, str | None]:
     """The products of a layer whose operands are gathered, and the name of the result that would be scattered."""
     operation = layer.operation
 
@@ -479,22 +472,17 @@ def _products_alone(layer: _Layer) -> tuple[_Call, str | None]:
     return call, unsummed
 
 
-def _programs_that_fit(layer: _Layer) -> int:
+def _programs_that_fit(layer: Layer) -> int:
     """Programs whose results take a quarter of what JAX may allocate, or 4 GiB where the backend does not say."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 2**34)
     size = 2 * (layer.rows * (layer.inner + layer.columns) + layer.inner * layer.columns)
     return max(1, min(1000, int(limit) // 4 // size))
 
 
-# Torch, in a process for each GPU
-
-_PATIENCE = 60.0
-"""Seconds after which torch's processes are ended."""
-_ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
-"""Multicast over NVLink stays off: on a shared host it can put GPUs out of service."""
+# Torch
 
 
-def _build_torch(layer: _Layer, workers: "Workers") -> _Built:
+def _build_torch(layer: Layer, workers: Workers) -> _Built:
     calls = _CALLS[jax.default_backend()]
     programs = 0
     clocked: list[float] = []
@@ -515,278 +503,6 @@ def _build_torch(layer: _Layer, workers: "Workers") -> _Built:
 
     candidate = Candidate(name="torch", call=enqueue, arguments=lambda programs: [()] * programs, wait=wait)
     return _Built(candidate, errors, lambda samples: clocked[-len(samples) :])
-
-
-class Workers:
-    """A process for each device, which all do the same at the same time.
-
-    Args:
-      count: how many.
-      make: (rank, count, file) → what does the work, in the process of that rank. Its methods are what `ask` names. The
-        file does not exist; all ranks are given the same path, to find each other.
-      patience: seconds after which a process that does not answer is taken for lost.
-    """
-
-    def __init__(self, count: int, make: Callable[[int, int, str], Any], patience: float = _PATIENCE):
-        self._patience = patience
-        self._folder = tempfile.TemporaryDirectory(prefix="te_jax_bench_")
-        self._lost: str | None = None
-        context = multiprocessing.get_context("spawn")  # a fork would inherit JAX's threads' locks
-        self._connections: list[Connection] = []
-        self._processes = []
-        for rank in range(count):
-            connection, other = context.Pipe()
-            arguments = (other, make, rank, count, str(Path(self._folder.name) / "rendezvous"), patience)
-            process = context.Process(target=_work, args=arguments, daemon=True)
-            process.start()
-            other.close()
-            self._connections.append(connection)
-            self._processes.append(process)
-
-    def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method in all processes, and returns what they return, by rank.
-
-        Raises:
-          RuntimeError: a process raised, ended or did not answer in time. Unless all of them raised, all are ended, and
-            every later call raises too.
-        """
-        if self._lost is not None:
-            raise RuntimeError(self._lost)
-        deadline = time.monotonic() + self._patience
-        answers: list[Any] = []
-        for rank, connection in enumerate(self._connections):
-            try:
-                connection.send((method, arguments))
-            except OSError:
-                self._give_up(rank, "has ended", answers)
-        for rank, connection in enumerate(self._connections):
-            try:
-                if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    self._give_up(rank, f"did not answer within {self._patience:g} s", answers)
-                answers.append(connection.recv())
-            except (EOFError, OSError):
-                self._give_up(rank, "has ended", answers)
-        problems = [answer for answer in answers if isinstance(answer, _Problem)]
-        if problems and len(problems) < len(answers):
-            self._give_up(answers.index(problems[0]), f"raised {problems[0].reason}", [])
-        if problems:
-            raise RuntimeError(problems[0].reason)
-        return answers
-
-    def close(self) -> None:
-        """Ends all processes. They have nothing to lose, and one that waits for another would not end by itself."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join(self._patience)
-        for connection in self._connections:
-            connection.close()
-        self._folder.cleanup()
-        self._lost = self._lost or "the processes were ended"
-
-    def _give_up(self, rank: int, what: str, answers: list[Any]) -> NoReturn:
-        problem = next((f"; before that: {each.reason}" for each in answers if isinstance(each, _Problem)), "")
-        self._lost = f"the process for device {rank} {what}{problem}"
-        self.close()
-        raise RuntimeError(self._lost)
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """What a process answers when it raised."""
-
-    reason: str
-
-
-def _work(
-    connection: Connection, make: Callable[[int, int, str], Any], rank: int, count: int, file: str, patience: float
-) -> None:
-    """Answers calls until the other side closes."""
-
-    def answer(call: Callable[[], Any]) -> Any:
-        # Should the other side be gone as well, nobody else would end a process that waits for a peer.
-        faulthandler.dump_traceback_later(patience + 10, exit=True)
-        try:
-            return call()
-        except Exception as error:
-            return _Problem(reason_of(error))
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-    worker = answer(functools.partial(make, rank, count, file))
-    while True:
-        try:
-            method, arguments = connection.recv()
-        except EOFError:
-            return
-        if isinstance(worker, _Problem):
-            connection.send(worker)
-        else:
-            connection.send(answer(lambda method=method, arguments=arguments: getattr(worker, method)(*arguments)))
-
-
-@functools.cache
-def _torch_workers(count: int) -> Workers:
-    """Started once: later cases ask the same processes, or learn that they are lost."""
-    workers = Workers(count, TorchRank)
-    atexit.register(workers.close)
-    return workers
-
-
-class TorchRank:
-    """Torch's side of the comparison on one GPU: its part of the layer, computed by fused operations.
-
-    Args:
-      rank, count: of this process.
-      file: where all of them meet.
-    """
-
-    def __init__(self, rank: int, count: int, file: str):
-        os.environ.update(_ENVIRONMENT)  # read when torch is imported
-        import datetime
-
-        import torch  # pyright: ignore[reportMissingImports]
-        import torch.distributed  # pyright: ignore[reportMissingImports]
-        import torch.distributed._symmetric_memory  # pyright: ignore[reportMissingImports]  # defines the operations
-        from torch._C._autograd import DeviceType  # pyright: ignore[reportMissingImports]
-        from torch._C._distributed_c10d import _SymmetricMemory  # pyright: ignore[reportMissingImports]
-
-        self.torch, self.rank = torch, rank
-        self.device = torch.device("cuda", rank)
-        torch.cuda.set_device(self.device)
-        if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, rank):
-            raise RuntimeError(f"torch means to use NVLink multicast although the environment has {_ENVIRONMENT}")
-        torch.distributed.init_process_group(
-            "nccl",
-            store=torch.distributed.FileStore(file, count),
-            rank=rank,
-            world_size=count,
-            timeout=datetime.timedelta(seconds=_PATIENCE),
-            device_id=self.device,
-        )
-        self.group = torch.distributed.group.WORLD.group_name
-        self.count = count
-        self.calls: list[Callable[[], dict[str, Any]]] = []
-
-    def ready(self) -> None:
-        """To be asked first, so that what comes next need not wait for all of this to start."""
-
-    def prepare(self, layer: _Layer, calls: int) -> dict[str, float]:
-        """Draws operands for that many calls, and returns relative L2 errors of this device's part of the results."""
-        torch, operation, devices = self.torch, layer.operation, layer.devices
-        self.calls = []
-        torch.cuda.empty_cache()
-        rows, inner, columns = layer.rows, layer.inner, layer.columns
-        if operation.gathers:
-            sizes = {"x": (rows // devices, inner), "w": (inner, columns // devices), "dy": (rows, columns // devices)}
-        else:
-            sizes = {"x": (rows, inner // devices), "w": (inner // devices, columns), "dy": (rows // devices, columns)}
-        generator = torch.Generator(self.device).manual_seed(self.rank)
-        options = {"generator": generator, "device": self.device, "dtype": torch.bfloat16}
-        xs = [torch.randn(sizes["x"], **options) for _ in range(calls)]
-        w, dy = (torch.randn(sizes[name], **options) for name in ("w", "dy"))
-        compute = self._fp8_call if operation.fp8 else self._call
-        right = self._quantized(w.t().contiguous()) if operation.fp8 else w
-        self.calls = [
-            functools.partial(compute, operation, self._quantized(x) if operation.fp8 else x, right, dy) for x in xs
-        ]
-        return self._errors(operation, self.calls[-1](), xs[-1], w, dy)
-
-    def time(self, calls: int) -> float:
-        """Seconds that each of so many calls takes by this GPU's clock."""
-        torch = self.torch
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.distributed.barrier()
-        torch.cuda.synchronize()
-        start.record()
-        for number in range(calls):
-            self.calls[number % len(self.calls)]()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3 / calls
-
-    def _call(self, operation: _Operation, x: Any, w: Any, dy: Any) -> dict[str, Any]:
-        fused = self.torch.ops.symm_mem
-        if operation.gathers:
-            gathered, (y,) = fused.fused_all_gather_matmul(x, [w], 0, self.group, return_A=operation.backward)
-            if not operation.backward:
-                return {"y": y}
-            dx = fused.fused_matmul_reduce_scatter(dy, w.t(), "sum", 0, self.group)
-            return {"y": y, "dx": dx, "dkernel": gathered.t() @ dy}
-        y = fused.fused_matmul_reduce_scatter(x, w, "sum", 0, self.group)
-        if not operation.backward:
-            return {"y": y}
-        gathered, (dx,) = fused.fused_all_gather_matmul(dy, [w.t()], 0, self.group, return_A=True)
-        return {"y": y, "dx": dx, "dkernel": x.t() @ gathered}
-
-    def _fp8_call(self, operation: _Operation, x: Any, w: Any, dy: Any) -> dict[str, Any]:
-        del dy
-        fused, out = self.torch.ops.symm_mem, self.torch.bfloat16
-        (x, x_scale), (w, w_scale) = x, w
-        w = w.t()  # [inner, columns] with its columns in one piece, as FP8 products want the right side
-        if operation.gathers:
-            _, (y,) = fused.fused_all_gather_scaled_matmul(
-                x, [w], x_scale, [w_scale], 0, self.group, [None], [None], [out], [True]
-            )
-            return {"y": y}
-        y = fused.fused_scaled_matmul_reduce_scatter(
-            x,
-            w,
-            x_scale,
-            w_scale,
-            "sum",
-            0,
-            0,
-            self.group,
-            [x.shape[0], w.shape[1]],
-            out_dtype=out,
-            use_fast_accum=True,
-        )
-        return {"y": y}
-
-    def _quantized(self, x: Any) -> tuple[Any, Any]:
-        """FP8 and the scale that all devices share."""
-        amax = x.abs().max().float()
-        self.torch.distributed.all_reduce(amax, self.torch.distributed.ReduceOp.MAX)
-        scale = 448 / amax
-        return (x.float() * scale).clamp(-448, 448).to(self.torch.float8_e4m3fn), scale.reciprocal()
-
-    def _errors(self, operation: _Operation, results: dict[str, Any], x: Any, w: Any, dy: Any) -> dict[str, float]:
-        """Of rows all over the results of this device, against float64."""
-        if operation.gathers:
-            x = self._gathered(x)
-            exact = {"y": self._own(x, w), "dx": self._scattered(dy, w.t()), "dkernel": self._own(x.t(), dy)}
-        else:
-            dy = self._gathered(dy)
-            exact = {"y": self._scattered(x, w), "dx": self._own(dy, w.t()), "dkernel": self._own(x.t(), dy)}
-        errors = {}
-        for name, value in results.items():
-            rows, expected = exact[name]
-            difference = (value[rows].double() - expected).norm() / expected.norm()
-            errors[f"{name}_error"] = float(f"{difference.item():.3g}")
-        return errors
-
-    def _gathered(self, x: Any) -> Any:
-        whole = x.new_empty((x.shape[0] * self.count, x.shape[1]))
-        self.torch.distributed.all_gather_into_tensor(whole, x)
-        return whole
-
-    def _rows(self, count: int) -> Any:
-        return self.torch.linspace(0, count - 1, dense._CHECKED_ROWS, device=self.device).long().unique()
-
-    def _own(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        """(indices, exact rows) of a product of what this device has."""
-        rows = self._rows(lhs.shape[0])
-        return rows, lhs[rows].double() @ rhs.double()
-
-    def _scattered(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        """(indices, exact rows) of this device's part of a sum of products over all devices."""
-        part = lhs.shape[0] // self.count
-        rows = self._rows(part)
-        indices = (self.torch.arange(self.count, device=self.device)[:, None] * part + rows).flatten()
-        total = lhs[indices].double() @ rhs.double()
-        self.torch.distributed.all_reduce(total)
-        return rows, total.chunk(self.count)[self.rank]
 
 
 FAMILY = Family(

@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import collective_matmul as family
 from benchmarks.harness import QUICK, Timing, screen_table
 from benchmarks.shapes import TensorParallelShape
+from benchmarks.workers import Workers
 from te_jax import native, parallel
 
 CASE = TensorParallelShape(tokens=64, hidden=64, features=128, model="test")
 ONE = Timing(samples=1, sample_seconds=1e-6)
-ALL_GATHER, REDUCE_SCATTER = family._Operation(gathers=True), family._Operation(gathers=False)
+ALL_GATHER, REDUCE_SCATTER = family.Operation(gathers=True), family.Operation(gathers=False)
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_every_operation_is_measured_and_within_its_bounds():
 
 @pytest.mark.usefixtures("devices")
 def test_every_transport_takes_part_forward_and_backward(only):
-    only(family._Operation(gathers=True, backward=True))
+    only(family.Operation(gathers=True, backward=True))
     result = family.run_case(CASE, family.IMPLEMENTATIONS, ONE)
     measured = {row["implementation"] for row in result.rows}
     assert measured == set(family.IMPLEMENTATIONS) - {"torch"} - (set() if native.available() else {"te_jax_p2p"})
@@ -85,7 +86,7 @@ def test_a_wrong_result_is_not_timed(operation, spoil, only, monkeypatch):
 
 @pytest.mark.usefixtures("devices")
 def test_a_wrong_gradient_is_not_timed(only, monkeypatch):
-    only(family._Operation(gathers=True, backward=True))
+    only(family.Operation(gathers=True, backward=True))
     right = parallel.all_gather_matmul
 
     def spoilt(x, w, **options):
@@ -114,7 +115,7 @@ def test_nothing_is_reported_where_there_is_nothing_to_compare_with(only, monkey
 
 @pytest.mark.usefixtures("devices")
 def test_the_reference_is_not_published_as_the_native_kernel(only, monkeypatch):
-    only(family._Operation(gathers=True, fp8=True))
+    only(family.Operation(gathers=True, fp8=True))
 
     def only_reference(*_, implementation=None, **__):
         assert implementation == "native"
@@ -159,17 +160,17 @@ def test_calls_of_a_program_wait_for_one_another_and_none_is_left_out(backward):
 def test_shares_of_four_devices_on_two():
     case = TensorParallelShape(tokens=8192, hidden=4096, features=14336, model="test", tensor_parallel=4)
     assert case.name == "8192x4096x14336-tp4"
-    gather, scatter = (family._Layer.of(operation, case, 2) for operation in (ALL_GATHER, REDUCE_SCATTER))
+    gather, scatter = (family.Layer.of(operation, case, 2) for operation in (ALL_GATHER, REDUCE_SCATTER))
     assert (gather.rows // 2, gather.inner, gather.columns // 2) == (8192 // 4, 4096, 14336 // 4)
     assert (scatter.rows // 2, scatter.inner // 2, scatter.columns) == (8192 // 4, 14336 // 4, 4096)
-    whole = family._Layer.of(ALL_GATHER, TensorParallelShape(8192, 4096, 14336, "test"), 4)
+    whole = family.Layer.of(ALL_GATHER, TensorParallelShape(8192, 4096, 14336, "test"), 4)
     assert gather.flops == whole.flops // 2  # the same columns of half as many gathered rows
 
 
 def test_quantized_operands_are_split_as_plain_ones(devices, native_kernels):
     del native_kernels
     mesh = Mesh(np.array(devices), (family.AXIS,), axis_types=(AxisType.Auto,))
-    layer = family._Layer.of(family._Operation(gathers=True, fp8=True), CASE, 4)
+    layer = family.Layer.of(family.Operation(gathers=True, fp8=True), CASE, 4)
     inputs = family._inputs(layer, mesh)
     operands = family._operands(layer, inputs)
     x, w = operands.xs[0], operands.w
@@ -271,7 +272,7 @@ def start():
     started = []
 
     def start(make=Rank):
-        started.append(family.Workers(2, make))
+        started.append(Workers(2, make))
         return started[-1]
 
     yield start
@@ -285,7 +286,7 @@ def test_torch_takes_the_slowest_clock_and_the_largest_error(start):
     assert (first, second, count) == (0, 1, 2)
     assert others == [2, file]
 
-    built = family._build_torch(family._Layer.of(ALL_GATHER, CASE, 2), workers)
+    built = family._build_torch(family.Layer.of(ALL_GATHER, CASE, 2), workers)
     calls = family._CALLS[jax.default_backend()]
     assert built.errors(None) == {"y_error": 0.002 * calls}
     for programs in (1, 3, 2):
