@@ -1,18 +1,14 @@
 """Torch's fused products of tensor-parallel layers, in a process for each GPU, as `torch.ops.symm_mem` needs it."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import dense
+from benchmarks.collective_layers import Layer, Operation
 from benchmarks.workers import PATIENCE, Workers
-
-if TYPE_CHECKING:
-    from benchmarks.collective_matmul import Layer, Operation
 
 _ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
 """Multicast over NVLink stays off: on a shared host it can put GPUs out of service."""
