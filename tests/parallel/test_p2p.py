@@ -266,6 +266,21 @@ def test_auto_leaves_groups_of_several_processes_to_xla(local_devices, worthwhil
     assert _p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
 
 
+@pytest.mark.parametrize(("tokens", "worthwhile"), [(512, False), (1024, False), (2048, True), (4096, True)])
+def test_auto_leaves_short_products_to_xla(tokens, worthwhile, monkeypatch):
+    """Those of four devices where the custom call has been measured not to be faster."""
+    monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    exchange = exchange_of(("t",), AbstractMesh((4,), ("t",)))
+
+    def operand(*shape):
+        return Operand(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+
+    x, up, hidden, down = ((1, tokens // 4, 8192), (7168, 8192), (1, 4, tokens // 4, 7168), (8192, 7168))
+    assert _p2p.is_worthwhile(exchange, (operand(*x),), (operand(*up),), gathers=True) is worthwhile
+    assert _p2p.is_worthwhile(exchange, (operand(*hidden),), (operand(*down),), gathers=False) is worthwhile
+
+
 def test_a_very_long_timeout(rng, require_devices):
     require_devices(2)
     x, w = normal(rng, 4, 5), normal(rng, 5, 6)
