@@ -6,7 +6,9 @@
 // step of 256 × 128 × 128 would need 48 KB, 9 TB/s at full rate, and the L2 cache yields about 6.
 //
 // Sums in the tensor cores keep about 14 bits. Modes other than kFast start a new sum in `partial` every 128 values of
-// k, and add it, scaled, to `total` in float32. While one warpgroup adds, the others keep the tensor cores busy.
+// k, and add it, scaled, to `total` in float32. While one warpgroup adds, the others keep the tensor cores busy, as
+// long as everything between two products of a warpgroup takes less time than those of the others: the code from
+// `WgmmaWait` to the next `Wgmma` is what counts. Each warp copies the scales of its rows itself, some steps ahead.
 //
 // FLOPs 2mnk; bytes mk + nk + mn · size of d, once each, as long as the tiles of concurrent blocks share their rows in
 // L2: blocks walk the result in bands of kBand cluster tiles. The floor is that of the tensor cores, 4096 products a
@@ -43,13 +45,18 @@ struct Config {
   static constexpr int kBand = 8;
   static constexpr int kMathWarps = 4 * kGroups;
   static constexpr int kThreads = 128 + 32 * kMathWarps;
-  static constexpr int kMathRegisters = kGroups == 2 ? 240 : 160, kFeedRegisters = kGroups == 2 ? 24 : 32;
+  static constexpr int kMathRegisters = kGroups == 2 ? 232 : 160, kFeedRegisters = kGroups == 2 ? 40 : 32;
 
   // Shared memory, in order; tiles and boxes must lie on 1024 bytes.
   static constexpr int kBytesA = kBM * kBK, kBytesB = kBN * kBK, kBytesBox = 16 * 128;
   static constexpr int kBytesStaging = kMathWarps * kStagedBoxes * kBytesBox;
-  static constexpr int kBytes =
-      1024 + kStages * (kBytesA + kBytesB) + kBytesStaging + 2 * kStages * static_cast<int>(sizeof(uint64_t));
+  static constexpr int kBytesZeros = kMode == Mode::kFast ? 0 : 1024;
+  // For each warp: of the steps under way, the scales of its rows, and eight times that of all columns, one behind each
+  // row of those that a thread has first.
+  static constexpr int kScaleSlots = 4, kScaledRows = 16 * kSubtiles, kBytesSlot = 4 * (kScaledRows + 8);
+  static constexpr int kBytesScales = kMode == Mode::kBlock ? kMathWarps * kScaleSlots * kBytesSlot : 0;
+  static constexpr int kBytes = 1024 + kStages * (kBytesA + kBytesB) + kBytesStaging + kBytesZeros + kBytesScales +
+                                2 * kStages * static_cast<int>(sizeof(uint64_t));
   static_assert(kBytes <= 227 * 1024);
 
   // Rows and columns of a cluster's tile, and rows of what is loaded at once.
@@ -59,7 +66,7 @@ struct Config {
   // Measured on an H200 (docs/measurements.md). The tensor cores alone would take 4 cycles for each row of a step.
   static constexpr double kStepCycles = kBM * (kMode == Mode::kFast      ? (kGroups == 3 ? 4.10 : 4.04)
                                                : kMode == Mode::kPromote ? (kGroups == 3 ? 4.12 : 4.32)
-                                                                         : 5.37);
+                                                                         : (kGroups == 3 ? 4.93 : 4.70));
   static constexpr double kTileCycles = kBM * (kMode == Mode::kBlock ? 9.0 : 14.5);
 };
 
@@ -140,10 +147,12 @@ class Epilogue {
         columns_left_(static_cast<int>(p_.n) - n0) {}
 
   __device__ __forceinline__ void Run() {
-    if (p_.scaling == Scaling::kRow) {
-      ScaleRowsAndColumns();
-    } else if (p_.scaling == Scaling::kTensor) {
-      Scale(__ldg(p_.a_scale_inv) * __ldg(p_.b_scale_inv));
+    if constexpr (C::kMode != Mode::kBlock) {  // there the sums are scaled already
+      if (p_.scaling == Scaling::kRow) {
+        ScaleRowsAndColumns();
+      } else {
+        Scale(__ldg(p_.a_scale_inv) * __ldg(p_.b_scale_inv));
+      }
     }
     switch (p_.d_type) {
       case DType::kFloat32:
@@ -313,6 +322,22 @@ class Epilogue {
   const int rows_left_, columns_left_;
 };
 
+// Sets sums to zero by a product of zeros, which settles where they lie: the sums of a product start at an even
+// register, and each of these changes places with its neighbour. So a sum never lies in the same of two register banks
+// as the result that is added to it; where it does, adding takes longer, and the compiler leaves that to chance.
+template <typename C>
+__device__ __forceinline__ void ClearOutOfStep(float (&sums)[C::kBN / 2], uint64_t zeros) {
+  float swapped[C::kBN / 2] = {};
+  Pin(swapped);
+  WgmmaFence();
+  Wgmma<C::kFormats, C::kBN>(swapped, zeros, zeros, false);
+  WgmmaCommit();
+  Pin(swapped);
+  WgmmaWait<0>();
+#pragma unroll
+  for (int i = 0; i < C::kBN / 2; ++i) sums[i] = swapped[i ^ 1];
+}
+
 template <typename C>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     Multiply(const __grid_constant__ Arguments arguments) {
@@ -324,7 +349,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
   const uint32_t tiles_a = (SharedAddress(shared) + 1023) & ~1023u;
   const uint32_t tiles_b = tiles_a + C::kStages * C::kBytesA;
   const uint32_t staging = tiles_b + C::kStages * C::kBytesB;
-  const uint32_t full = staging + C::kBytesStaging;
+  const uint32_t zeros = staging + C::kBytesStaging;
+  const uint32_t scales = zeros + C::kBytesZeros;
+  const uint32_t full = scales + C::kBytesScales;
   const uint32_t empty = full + 8 * C::kStages;
 
   if (threadIdx.x == 0) {
@@ -336,6 +363,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       BarrierInit(empty + 8 * i, 2 * C::kMathWarps);  // the warps of both blocks read what either one sent
     }
     BarrierInitFence();
+  }
+  if constexpr (C::kBytesZeros > 0) {
+    if (threadIdx.x < C::kBytesZeros / 8) StoreShared(zeros + 8 * threadIdx.x, 0.0f, 0.0f);
+    AsyncProxyFence();
   }
   ClusterSync();
 
@@ -359,33 +390,60 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     }
   } else {
     TakeRegisters<C::kMathRegisters>();
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32;
+    const int lane = static_cast<int>(Kept(threadIdx.x % 32));
     const int group_row = group * (64 * C::kSubtiles);
     const uint32_t warp_staging = staging + warp * C::kStagedBoxes * C::kBytesBox;
-    // Lane 0 tells this block that the warp is done with a stage, and lane 1 the other block.
-    const uint32_t empty_of_peer = PeerAddress(empty, ClusterRank() ^ 1);
+    // Two lanes tell the two blocks that the warp is done with a stage.
+    const uint32_t empty_of_lane = Kept(lane < 2 ? PeerAddress(empty, lane) : 0);
     auto release = [&](uint32_t stage) {
-      if (lane == 0) BarrierArrive(empty + 8 * stage);
-      if (lane == 1) BarrierArriveAtPeer(empty_of_peer + 8 * stage);
+      if (empty_of_lane != 0) BarrierArrive(empty_of_lane + 8 * stage);
+    };
+    // The same in all lanes, which the compiler does not see.
+    const uint32_t first_a = __shfl_sync(~0u, TileAddress(tiles_a + group_row * C::kBK), 0);
+    const uint32_t first_b = __shfl_sync(~0u, TileAddress(tiles_b), 0);
+    // Products of 64 rows of a stage, from row `row` of the warpgroup's, into d.
+    auto multiply = [&](float (&d)[C::kBN / 2], int row, bool add) {
+      const uint32_t a = first_a + ring.stage * (C::kBytesA >> 4) + row * (C::kBK >> 4);
+      const uint32_t b = first_b + ring.stage * (C::kBytesB >> 4);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        Wgmma<C::kFormats, C::kBN>(d, TileDescriptor(a + 2 * k), TileDescriptor(b + 2 * k), add || k > 0);
+      }
     };
 
-    while (tiles.Next(p, &m0, &n0)) {
+    // The scales of a step, three steps ahead: a warp's lanes copy one row's each.
+    const uint32_t warp_scales = scales + warp * (C::kScaleSlots * C::kBytesSlot);
+    const uint32_t scales_of_rows = Kept(warp_scales + 4 * (lane / 4)), scales_of_lane = Kept(warp_scales + 4 * lane);
+    const float *next_a = nullptr, *next_b = nullptr;
+    auto ask = [&](int step) {
+      const uint32_t to = scales_of_lane + step % C::kScaleSlots * C::kBytesSlot;
+      CopyAsync(to, next_a, step < steps && lane < C::kScaledRows);
+      CopyAsync(to + 4 * C::kScaledRows, next_b, step < steps && lane < 8);
+      CopyCommit();
+      next_a += p.m;
+      ++next_b;
+    };
+    auto ask_for_first = [&] {
+      const int row = m0 + group_row + lane / 16 * 64 + warp % 4 * 16 + lane % 16;
+      next_a = p.a_scale_inv + min(row, static_cast<int>(p.m) - 1);
+      next_b = p.b_scale_inv + static_cast<int64_t>(min(n0 / 128, CeilDiv(p.n, 128) - 1)) * steps;
+      __syncwarp();  // what was there has been read
+      for (int step = 0; step < C::kScaleSlots - 1; ++step) ask(step);
+    };
+
+    bool more = tiles.Next(p, &m0, &n0);
+    if (C::kMode == Mode::kBlock && more) ask_for_first();
+    while (more) {
       float total[C::kSubtiles][C::kBN / 2];
       if constexpr (C::kMode == Mode::kFast) {
         for (int step = 0; step < steps; ++step, ring.Advance()) {
           BarrierWait(full + 8 * ring.stage, ring.parity);
-          const uint64_t a = TileDescriptor(tiles_a + ring.stage * C::kBytesA + group_row * C::kBK);
-          const uint64_t b = TileDescriptor(tiles_b + ring.stage * C::kBytesB);
 #pragma unroll
           for (int s = 0; s < C::kSubtiles; ++s) Pin(total[s]);
           WgmmaFence();
 #pragma unroll
-          for (int s = 0; s < C::kSubtiles; ++s) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              Wgmma<C::kFormats, C::kBN>(total[s], a + s * (64 * C::kBK >> 4) + 2 * k, b + 2 * k, step > 0 || k > 0);
-            }
-          }
+          for (int s = 0; s < C::kSubtiles; ++s) multiply(total[s], s * 64, step > 0);
           WgmmaCommit();
 #pragma unroll
           for (int s = 0; s < C::kSubtiles; ++s) Pin(total[s]);
@@ -398,69 +456,39 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         for (int s = 0; s < C::kSubtiles; ++s) Pin(total[s]);
       } else {
         static_assert(C::kMode != Mode::kBlock || C::kBN == 128);
-        const float* const scales_b =
-            C::kMode == Mode::kBlock
-                ? p.b_scale_inv + static_cast<int64_t>(min(n0 / 128, CeilDiv(p.n, 128) - 1)) * steps
-                : nullptr;
-        // Of b, every lane holds the scale of one of 32 steps, and asks early for that of the 32 after them; of a,
-        // those of its rows, and asks for those of the next step.
-        float lane_scale_b = 1.0f, later_scale_b = 1.0f;
-        auto load_scale_b = [&](int step) { return step + lane < steps ? __ldg(scales_b + step + lane) : 0.0f; };
-        const int row = m0 + group_row + warp % 4 * 16 + lane / 4, rows_left = static_cast<int>(p.m) - row;
-        const float* scales_a = p.a_scale_inv + row;
-        float next_scale_a[C::kSubtiles][2] = {};
-        auto load_scales_a = [&] {
 #pragma unroll
-          for (int i = 0; i < 2 * C::kSubtiles; ++i) {
-            const int below = i / 2 * 64 + i % 2 * 8;
-            if (below < rows_left) next_scale_a[i / 2][i % 2] = __ldg(scales_a + below);
-          }
-          scales_a += p.m;
-        };
-        if constexpr (C::kMode == Mode::kBlock) {
-          later_scale_b = load_scale_b(0);
-          load_scales_a();
-        }
-#pragma unroll
-        for (int s = 0; s < C::kSubtiles; ++s) {
-#pragma unroll
-          for (int i = 0; i < C::kBN / 2; ++i) total[s][i] = 0.0f;
-        }
+        for (int s = 0; s < C::kSubtiles; ++s) ClearOutOfStep<C>(total[s], TileDescriptor(TileAddress(zeros), 0));
         for (int step = 0; step < steps; ++step, ring.Advance()) {
-          float scale[C::kSubtiles][2] = {};
           if constexpr (C::kMode == Mode::kBlock) {
-            if (step % 32 == 0) {
-              lane_scale_b = later_scale_b;
-              later_scale_b = load_scale_b(step + 32);
-            }
-            const float scale_b = __shfl_sync(~0u, lane_scale_b, step % 32);
-#pragma unroll
-            for (int i = 0; i < 2 * C::kSubtiles; ++i) scale[i / 2][i % 2] = next_scale_a[i / 2][i % 2] * scale_b;
-            if (step + 1 < steps) load_scales_a();
+            CopyWait<C::kScaleSlots - 2>();
+            __syncwarp();
           }
           BarrierWait(full + 8 * ring.stage, ring.parity);
-          const uint64_t a = TileDescriptor(tiles_a + ring.stage * C::kBytesA + group_row * C::kBK);
-          const uint64_t b = TileDescriptor(tiles_b + ring.stage * C::kBytesB);
+          const uint32_t slot = scales_of_rows + step % C::kScaleSlots * C::kBytesSlot;
           float partial[C::kBN / 2];
 #pragma unroll
           for (int s = 0; s < C::kSubtiles; ++s) {
             Pin(partial);
             WgmmaFence();
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              Wgmma<C::kFormats, C::kBN>(partial, a + s * (64 * C::kBK >> 4) + 2 * k, b + 2 * k, k > 0);
-            }
+            multiply(partial, s * 64, false);
             WgmmaCommit();
             Pin(partial);
+            float scale[2] = {};
+            if constexpr (C::kMode == Mode::kBlock) {
+              const float scale_b = LoadShared(slot + 4 * C::kScaledRows);
+              scale[0] = scale_b * LoadShared(slot + 4 * (s * 16));
+              scale[1] = scale_b * LoadShared(slot + 4 * (s * 16 + 8));
+            }
             WgmmaWait<0>();
             if (s == C::kSubtiles - 1) release(ring.stage);
+            if (C::kMode == Mode::kBlock && s == 0) ask(step + C::kScaleSlots - 1);
 #pragma unroll
             for (int i = 0; i < C::kBN / 8; ++i) {
               if constexpr (C::kMode == Mode::kBlock) {
-                total[s][4 * i] += scale[s][0] * partial[4 * i];
-                total[s][4 * i + 1] += scale[s][0] * partial[4 * i + 1];
-                total[s][4 * i + 2] += scale[s][1] * partial[4 * i + 2];
-                total[s][4 * i + 3] += scale[s][1] * partial[4 * i + 3];
+                total[s][4 * i] += scale[0] * partial[4 * i];
+                total[s][4 * i + 1] += scale[0] * partial[4 * i + 1];
+                total[s][4 * i + 2] += scale[1] * partial[4 * i + 2];
+                total[s][4 * i + 3] += scale[1] * partial[4 * i + 3];
               } else {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) total[s][4 * i + j] += partial[4 * i + j];
@@ -470,7 +498,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         }
       }
 
-      Epilogue<C>(arguments, total, m0 + group_row, n0, warp_staging).Run();
+      const int row = m0 + group_row, column = n0;
+      more = tiles.Next(p, &m0, &n0);
+      if (C::kMode == Mode::kBlock && more) ask_for_first();
+      Epilogue<C>(arguments, total, row, column, warp_staging).Run();
     }
     if (lane == 0) BulkWaitRead();  // shared memory must outlive what is sent from it
   }

@@ -18,6 +18,10 @@ __device__ __forceinline__ uint32_t PeerAddress(uint32_t address, uint32_t rank)
   return peer;
 }
 
+// The value, which the assembler keeps in a register rather than work it out again wherever it is needed: that it comes
+// back from this shuffle unchanged is more than it knows.
+__device__ __forceinline__ uint32_t Kept(uint32_t value) { return __shfl_sync(~0u, value, threadIdx.x % 32); }
+
 __device__ __forceinline__ uint32_t ClusterRank() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -41,12 +45,8 @@ __device__ __forceinline__ void BarrierExpect(uint32_t barrier, uint32_t bytes) 
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// At a barrier in any block of the cluster.
 __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// At a barrier in another block of the cluster.
-__device__ __forceinline__ void BarrierArriveAtPeer(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
@@ -101,18 +101,41 @@ __device__ __forceinline__ void Pin(float (&values)[kCount]) {
 }
 
 // Describes a K-major tile of FP8 with rows of 128 bytes, swizzled by 128 bytes: groups of eight rows are 1024 bytes
-// apart.
-__device__ __forceinline__ uint64_t TileDescriptor(uint32_t address) {
+// apart. Units of 16 bytes, so that `TileAddress(address) + n` lies 16 n bytes further.
+__device__ __forceinline__ uint32_t TileAddress(uint32_t address) { return (address & 0x3FFFF) >> 4; }
+__device__ __forceinline__ uint64_t TileDescriptor(uint32_t tile_address, uint32_t group_stride = 1024) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kGroupStride = uint64_t{1024 >> 4} << 32;
-  constexpr uint64_t kLeading = uint64_t{1} << 16;  // unused when swizzled
-  return kSwizzle128 | kGroupStride | kLeading | ((address & 0x3FFFF) >> 4);
+  return kSwizzle128 | uint64_t{group_stride >> 4} << 32 | tile_address;
 }
 
 __device__ __forceinline__ void StoreMatrices(uint32_t to, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r0), "r"(r1), "r"(r2),
                "r"(r3)
                : "memory");
+}
+
+// Copies four bytes to shared memory while the thread goes on; where `copies` is false, nothing. A branch would keep
+// what follows from beginning.
+__device__ __forceinline__ void CopyAsync(uint32_t to, const float* from, bool copies) {
+  asm volatile(
+      "{\n"
+      ".reg .pred copies;\n"
+      "setp.ne.b32 copies, %2, 0;\n"
+      "@copies cp.async.ca.shared.global [%0], [%1], 4;\n"
+      "}" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(copies))
+      : "memory");
+}
+__device__ __forceinline__ void CopyCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void CopyWait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ float LoadShared(uint32_t from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+  return x;
 }
 
 __device__ __forceinline__ void StoreShared(uint32_t to, float x, float y) {
