@@ -3,7 +3,6 @@ the loss curves to a folder. A run that was killed goes on with --resume and end
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 import math
 import sys
@@ -11,8 +10,10 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from te_jax.cli import _options
+from te_jax.cli._options import Options, add_arguments
 from te_jax.cli.errors import UserError
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from te_jax.recipe import Recipe
 
 if TYPE_CHECKING:
     import jax
@@ -28,92 +29,11 @@ __all__ = ["add_arguments", "run"]
 
 _PACKAGES = ("optax", "orbax", "matplotlib", "tqdm")
 
-_RECIPES: dict[str, Recipe | None] = {
-    "block": BlockScaling(),
-    "current": CurrentScaling(),
-    "rowwise": RowwiseScaling(),
-    "delayed": DelayedScaling(),
-    "none": None,
-}
-
-_STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
-
 _EVALUATION_WINDOWS = 64
 
 # Steps whose losses are still on the device while the host prepares the next: enough to hide the host, few enough that
 # devices which share a host's cores do not wait for each other in several steps at once.
 _STEPS_IN_FLIGHT = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What defines a run: the same options give the same numbers. A run records them, and a resumed run keeps them.
-
-    Those whose default is None follow from the text, the model and the devices.
-    """
-
-    text: str | None = None
-    preset: str = "tiny"
-    steps: int = 200
-    batch: int = 16
-    seq_len: int = 128
-    seed: int = 0
-    devices: int | None = None
-    tp: int = 1
-    transport: Literal["auto", "xla", "ring", "p2p"] = "auto"
-    compare: bool = False
-    learning_rate: float | None = None
-    recipe: str = "none"
-    optimizer_state: str = "f32"
-    implementation: Literal["auto", "native", "reference"] = "auto"
-    dtype: str = "auto"
-    eval_every: int = 50
-    checkpoint_every: int = 100
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `te-jax train` to a parser."""
-    default = Options()
-    # None stands for "not given": a resumed run takes what was not given from the run itself.
-    add = functools.partial(parser.add_argument, default=None)
-    add("--text", metavar="FILE_OR_DIR", help="what to train on (the language reference that ships with Python)")
-    add("--preset", help=f"shape of the model: nano, tiny, small or 8b ({default.preset})")
-    add("--steps", type=int, help=f"optimizer steps ({default.steps})")
-    add("--batch", type=int, help=f"windows per step, over all devices ({default.batch})")
-    add("--seq-len", type=int, help=f"bytes predicted per window ({default.seq_len})")
-    parser.add_argument("--out", default="runs/train", metavar="DIR", help="folder of the run (%(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
-    add("--seed", type=int, help=f"of parameters, order of the data and rounding at random ({default.seed})")
-    add(
-        "--devices", type=int, help="GPUs to use, or CPU devices to divide this host into (all that JAX shows, or --tp)"
-    )
-    add(
-        "--tp",
-        type=int,
-        metavar="N",
-        help=f"devices that share the model: each has a part of its heads, widths and vocabulary ({default.tp})",
-    )
-    add(
-        "--transport",
-        choices=("auto", "xla", "ring", "p2p"),
-        help=f"how devices that share the model exchange what they compute ({default.transport})",
-    )
-    add("--recipe", help=f"of the FP8 of projections: {', '.join(_RECIPES)} ({default.recipe})")
-    add(
-        "--optimizer-state",
-        help=f"what Adam's moments are kept in: {', '.join(_STATE_DTYPES)} ({default.optimizer_state})",
-    )
-    add(
-        "--compare",
-        action="store_true",
-        help="also train a twin on the same data: without the recipe; where there is none, with float32 moments; where "
-        "the run has these too, with optax's loss",
-    )
-    add("--checkpoint-every", type=int, metavar="STEPS", help=f"steps between checkpoints ({default.checkpoint_every})")
-    add("--eval-every", type=int, metavar="STEPS", help=f"steps between validations ({default.eval_every})")
-    add("--learning-rate", type=float, help="peak of the schedule (0.384 / width of the model)")
-    add("--implementation", choices=("auto", "native", "reference"), help="of te_jax's operations (auto)")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), help="of activations (bfloat16 on GPUs, float32 on CPUs)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
     stored = _run_folder.read_header(out) if args.resume else None
     if args.resume and stored is None:
         raise UserError(f"--out {out} holds no run to resume: leave --resume out to start one")
-    options = _resolve(args, stored)
-    _check(options)
-    config = _config(options)
-    _check_parallel(options, config)
+    options = _options.resolve(args, stored)
+    _options.check(options)
+    config = _options.build_config(options)
+    _options.check_parallel(options, config)
     corpus = _text.load(options.text)
     if stored is not None and corpus.sha256 != stored["text"]["sha256"]:
         raise UserError(f"--text {corpus.source} is not, or no longer, what the run in {out} was trained on")
@@ -149,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if options.batch % parts:
         over = f"{parts} devices" if options.tp == 1 else f"{parts} groups of --tp {options.tp}"
         raise UserError(f"--batch {options.batch} does not divide over {over}: choose a multiple of {parts}")
-    options = _settle(options, config, corpus, devices)
+    options = _options.settle(options, config, corpus, devices)
     config = dataclasses.replace(config, dtype=options.dtype)
     placement = _step.build_placement(devices, options.tp, options.transport)
     learners = _learners(options, config, placement)
@@ -178,101 +98,6 @@ def _require_packages() -> None:
         raise UserError(f"te-jax train needs {', '.join(missing)}: pip install 'te_jax[train]'")
 
 
-def _resolve(args: argparse.Namespace, stored: dict[str, Any] | None) -> Options:
-    """Options as given, or else as in the run that is resumed, or else their defaults."""
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options)}
-    given = {name: value for name, value in given.items() if value is not None}
-    if stored is None:
-        return Options(**given)
-    kept = {**dataclasses.asdict(Options()), **stored["options"]}
-    if "tp" in given:
-        # Parts of the batch stay what they are, and more or fewer devices share the model for each.
-        kept["devices"] = kept["devices"] // kept["tp"] * given["tp"]
-        kept["transport"] = kept["transport"] if given["tp"] > 1 else "auto"
-    for name, value in given.items():
-        # The text is compared by its content, and neither how often to save nor how a model is split changes more than
-        # the rounding of numbers.
-        before = kept[name]
-        if name in ("text", "checkpoint_every", "tp", "transport") or value in ("auto", before):
-            continue
-        option = "--" + name.replace("_", "-")
-        raise UserError(
-            f"{option} is {value}, but the run in {args.out} was started with {before}: "
-            f"leave {option} out to continue it, or start another run in another --out"
-        )
-    new = {name: value for name, value in given.items() if value != "auto" or name == "transport"}
-    return Options(**{**kept, **new})
-
-
-def _check(options: Options) -> None:
-    for name in ("steps", "batch", "seq_len", "tp", "devices", "eval_every", "checkpoint_every"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
-    if not 0 <= options.seed < 2**32:
-        raise UserError(f"--seed is {options.seed}: it must lie between 0 and {2**32 - 1}")
-    rate = options.learning_rate
-    if rate is not None and not (math.isfinite(rate) and rate > 0):
-        raise UserError(f"--learning-rate is {rate}: it must be a finite number above 0")
-
-
-def _config(options: Options) -> "DecoderConfig":
-    from te_jax.models import PRESETS
-
-    if options.preset not in PRESETS:
-        raise UserError(f"--preset {options.preset} is unknown: choose one of {', '.join(PRESETS)}")
-    if options.recipe not in _RECIPES:
-        raise UserError(f"--recipe {options.recipe} is unknown: choose one of {', '.join(_RECIPES)}")
-    if options.optimizer_state not in _STATE_DTYPES:
-        raise UserError(
-            f"--optimizer-state {options.optimizer_state} is unknown: choose one of {', '.join(_STATE_DTYPES)}"
-        )
-    return dataclasses.replace(PRESETS[options.preset], recipe=_RECIPES[options.recipe])
-
-
-def _check_parallel(options: Options, config: "DecoderConfig") -> None:
-    from te_jax.models import PRESETS, TensorParallel
-    from te_jax.recipe import BLOCK
-
-    if options.tp == 1:
-        if options.transport != "auto":
-            raise UserError(f"--transport {options.transport} is for devices that share a model: add --tp N")
-        return
-    parallel = TensorParallel(options.tp)
-
-    def problem(preset: str) -> ValueError | None:
-        try:
-            parallel.check(dataclasses.replace(PRESETS[preset], recipe=config.recipe))
-        except ValueError as error:
-            return error
-
-    if misfit := problem(options.preset):
-        fitting = ", ".join(preset for preset in PRESETS if not problem(preset)) or "none"
-        raise UserError(
-            f"--tp {options.tp} does not fit --preset {options.preset}: {misfit}; presets that {options.tp} fits: "
-            f"{fitting}"
-        )
-    # Blocks of the weight gradients' operands lie along the time that a device has.
-    multiple = options.tp * (BLOCK if isinstance(config.recipe, BlockScaling) else 1)
-    if options.seq_len % multiple:
-        raise UserError(
-            f"--seq-len {options.seq_len} does not divide over --tp {options.tp}"
-            f"{'' if multiple == options.tp else f' in blocks of {BLOCK}'}: choose a multiple of {multiple}"
-        )
-
-
-def _settle(options: Options, config: "DecoderConfig", corpus: "Corpus", devices: "list[Any]") -> Options:
-    """The options with everything that was left open filled in."""
-    on_gpu = devices[0].platform == "gpu"
-    return dataclasses.replace(
-        options,
-        text=corpus.source,
-        devices=len(devices),
-        learning_rate=_peak_rate(options, config),
-        dtype=("bfloat16" if on_gpu else "float32") if options.dtype == "auto" else options.dtype,
-    )
-
-
 def _learners(options: Options, config: "DecoderConfig", placement: "Placement") -> "dict[str, Learner]":
     """By the name of the loss in the log: te_jax's own, and the twin's where one is asked for."""
     from te_jax.cli import _step
@@ -281,7 +106,10 @@ def _learners(options: Options, config: "DecoderConfig", placement: "Placement")
 
     def learner(config: "DecoderConfig", loss: "LossFunction", states: str = options.optimizer_state) -> "Learner":
         optimizer = _step.build_optimizer(
-            _peak_rate(options, config), options.steps, state_dtype=_STATE_DTYPES[states], seed=options.seed
+            _options.peak_rate(options, config),
+            options.steps,
+            state_dtype=_options.STATE_DTYPES[states],
+            seed=options.seed,
         )
         return _step.build_learner(config, loss, optimizer, placement)
 
@@ -296,11 +124,6 @@ def _learners(options: Options, config: "DecoderConfig", placement: "Placement")
     elif options.compare:
         learners["optax_loss"] = learner(config, _step.optax_loss(config, placement))
     return learners
-
-
-def _peak_rate(options: Options, config: "DecoderConfig") -> float:
-    # Falls with the width, as the gradients of wider layers add up: 0.003 for `tiny`, 0.0005 for `small`.
-    return options.learning_rate or 0.384 / config.hidden_size
 
 
 def _implementation(options: Options) -> Literal["native", "reference"]:
@@ -328,7 +151,7 @@ def _check_products(options: Options) -> None:
 
     from te_jax import native, ops
 
-    recipe = _RECIPES[options.recipe]
+    recipe = _options.RECIPES[options.recipe]
     if recipe is None:
         return
     activation, kernel = recipe.quantization("activation"), recipe.quantization("kernel")

@@ -15,7 +15,7 @@ import pytest
 from xla_flags import environment_without_devices
 
 from te_jax import native
-from te_jax.cli import _step, train
+from te_jax.cli import _options, _step
 from te_jax.cli._run_folder import read_header
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, init
@@ -137,8 +137,8 @@ def test_a_run_goes_on_as_it_was(on_two_devices, tmp_path, capsys):
 )
 def test_parts_of_the_batch_stay_what_they_are(stored, given, expected):
     """And as many devices as are asked for share the model for each of them."""
-    arguments = {field.name: None for field in dataclasses.fields(train.Options)}
-    options = train._resolve(argparse.Namespace(out="run", **{**arguments, **given}), {"options": stored})
+    arguments = {field.name: None for field in dataclasses.fields(_options.Options)}
+    options = _options.resolve(argparse.Namespace(out="run", **{**arguments, **given}), {"options": stored})
     assert (options.devices, options.tp, options.transport) == expected
 
 

@@ -1,0 +1,199 @@
+"""What defines a run of `te-jax train`: its options, where they come from, and which of them can be met together."""
+
+import argparse
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from te_jax.cli.errors import UserError
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+
+if TYPE_CHECKING:
+    from te_jax.cli._text import Corpus
+    from te_jax.models import DecoderConfig
+
+RECIPES: dict[str, Recipe | None] = {
+    "block": BlockScaling(),
+    "current": CurrentScaling(),
+    "rowwise": RowwiseScaling(),
+    "delayed": DelayedScaling(),
+    "none": None,
+}
+
+STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What defines a run: the same options give the same numbers. A run records them, and a resumed run keeps them.
+
+    Those whose default is None follow from the text, the model and the devices.
+    """
+
+    text: str | None = None
+    preset: str = "tiny"
+    steps: int = 200
+    batch: int = 16
+    seq_len: int = 128
+    seed: int = 0
+    devices: int | None = None
+    tp: int = 1
+    transport: Literal["auto", "xla", "ring", "p2p"] = "auto"
+    compare: bool = False
+    learning_rate: float | None = None
+    recipe: str = "none"
+    optimizer_state: str = "f32"
+    implementation: Literal["auto", "native", "reference"] = "auto"
+    dtype: str = "auto"
+    eval_every: int = 50
+    checkpoint_every: int = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `te-jax train` to a parser."""
+    default = Options()
+    # None stands for "not given": a resumed run takes what was not given from the run itself.
+    add = functools.partial(parser.add_argument, default=None)
+    add("--text", metavar="FILE_OR_DIR", help="what to train on (the language reference that ships with Python)")
+    add("--preset", help=f"shape of the model: nano, tiny, small or 8b ({default.preset})")
+    add("--steps", type=int, help=f"optimizer steps ({default.steps})")
+    add("--batch", type=int, help=f"windows per step, over all devices ({default.batch})")
+    add("--seq-len", type=int, help=f"bytes predicted per window ({default.seq_len})")
+    parser.add_argument("--out", default="runs/train", metavar="DIR", help="folder of the run (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    add("--seed", type=int, help=f"of parameters, order of the data and rounding at random ({default.seed})")
+    add(
+        "--devices", type=int, help="GPUs to use, or CPU devices to divide this host into (all that JAX shows, or --tp)"
+    )
+    add(
+        "--tp",
+        type=int,
+        metavar="N",
+        help=f"devices that share the model: each has a part of its heads, widths and vocabulary ({default.tp})",
+    )
+    add(
+        "--transport",
+        choices=("auto", "xla", "ring", "p2p"),
+        help=f"how devices that share the model exchange what they compute ({default.transport})",
+    )
+    add("--recipe", help=f"of the FP8 of projections: {', '.join(RECIPES)} ({default.recipe})")
+    add(
+        "--optimizer-state",
+        help=f"what Adam's moments are kept in: {', '.join(STATE_DTYPES)} ({default.optimizer_state})",
+    )
+    add(
+        "--compare",
+        action="store_true",
+        help="also train a twin on the same data: without the recipe; where there is none, with float32 moments; where "
+        "the run has these too, with optax's loss",
+    )
+    add("--checkpoint-every", type=int, metavar="STEPS", help=f"steps between checkpoints ({default.checkpoint_every})")
+    add("--eval-every", type=int, metavar="STEPS", help=f"steps between validations ({default.eval_every})")
+    add("--learning-rate", type=float, help="peak of the schedule (0.384 / width of the model)")
+    add("--implementation", choices=("auto", "native", "reference"), help="of te_jax's operations (auto)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), help="of activations (bfloat16 on GPUs, float32 on CPUs)")
+
+
+def resolve(args: argparse.Namespace, stored: dict[str, Any] | None) -> Options:
+    """Options as given, or else as in the run that is resumed, or else their defaults."""
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if stored is None:
+        return Options(**given)
+    kept = {**dataclasses.asdict(Options()), **stored["options"]}
+    if "tp" in given:
+        # Parts of the batch stay what they are, and more or fewer devices share the model for each.
+        kept["devices"] = kept["devices"] // kept["tp"] * given["tp"]
+        kept["transport"] = kept["transport"] if given["tp"] > 1 else "auto"
+    for name, value in given.items():
+        # The text is compared by its content, and neither how often to save nor how a model is split changes more than
+        # the rounding of numbers.
+        before = kept[name]
+        if name in ("text", "checkpoint_every", "tp", "transport") or value in ("auto", before):
+            continue
+        option = "--" + name.replace("_", "-")
+        raise UserError(
+            f"{option} is {value}, but the run in {args.out} was started with {before}: "
+            f"leave {option} out to continue it, or start another run in another --out"
+        )
+    new = {name: value for name, value in given.items() if value != "auto" or name == "transport"}
+    return Options(**{**kept, **new})
+
+
+def check(options: Options) -> None:
+    """Numbers by themselves; raises UserError."""
+    for name in ("steps", "batch", "seq_len", "tp", "devices", "eval_every", "checkpoint_every"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+    if not 0 <= options.seed < 2**32:
+        raise UserError(f"--seed is {options.seed}: it must lie between 0 and {2**32 - 1}")
+    rate = options.learning_rate
+    if rate is not None and not (math.isfinite(rate) and rate > 0):
+        raise UserError(f"--learning-rate is {rate}: it must be a finite number above 0")
+
+
+def build_config(options: Options) -> "DecoderConfig":
+    """The model's shape and recipe; raises UserError for names that are none."""
+    from te_jax.models import PRESETS
+
+    if options.preset not in PRESETS:
+        raise UserError(f"--preset {options.preset} is unknown: choose one of {', '.join(PRESETS)}")
+    if options.recipe not in RECIPES:
+        raise UserError(f"--recipe {options.recipe} is unknown: choose one of {', '.join(RECIPES)}")
+    if options.optimizer_state not in STATE_DTYPES:
+        raise UserError(
+            f"--optimizer-state {options.optimizer_state} is unknown: choose one of {', '.join(STATE_DTYPES)}"
+        )
+    return dataclasses.replace(PRESETS[options.preset], recipe=RECIPES[options.recipe])
+
+
+def check_parallel(options: Options, config: "DecoderConfig") -> None:
+    """Whether as many devices as `--tp` asks for can share this model and these windows; raises UserError."""
+    from te_jax.models import PRESETS, TensorParallel
+    from te_jax.recipe import BLOCK
+
+    if options.tp == 1:
+        if options.transport != "auto":
+            raise UserError(f"--transport {options.transport} is for devices that share a model: add --tp N")
+        return
+    parallel = TensorParallel(options.tp)
+
+    def problem(preset: str) -> ValueError | None:
+        try:
+            parallel.check(dataclasses.replace(PRESETS[preset], recipe=config.recipe))
+        except ValueError as error:
+            return error
+
+    if misfit := problem(options.preset):
+        fitting = ", ".join(preset for preset in PRESETS if not problem(preset)) or "none"
+        raise UserError(
+            f"--tp {options.tp} does not fit --preset {options.preset}: {misfit}; presets that {options.tp} fits: "
+            f"{fitting}"
+        )
+    # Blocks of the weight gradients' operands lie along the time that a device has.
+    multiple = options.tp * (BLOCK if isinstance(config.recipe, BlockScaling) else 1)
+    if options.seq_len % multiple:
+        raise UserError(
+            f"--seq-len {options.seq_len} does not divide over --tp {options.tp}"
+            f"{'' if multiple == options.tp else f' in blocks of {BLOCK}'}: choose a multiple of {multiple}"
+        )
+
+
+def settle(options: Options, config: "DecoderConfig", corpus: "Corpus", devices: "list[Any]") -> Options:
+    """The options with everything that was left open filled in."""
+    on_gpu = devices[0].platform == "gpu"
+    return dataclasses.replace(
+        options,
+        text=corpus.source,
+        devices=len(devices),
+        learning_rate=peak_rate(options, config),
+        dtype=("bfloat16" if on_gpu else "float32") if options.dtype == "auto" else options.dtype,
+    )
+
+
+def peak_rate(options: Options, config: "DecoderConfig") -> float:
+    """The learning rate after warming up."""
+    # Falls with the width, as the gradients of wider layers add up: 0.003 for `tiny`, 0.0005 for `small`.
+    return options.learning_rate or 0.384 / config.hidden_size
