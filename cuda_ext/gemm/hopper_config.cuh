@@ -1,0 +1,61 @@
+// What an instance of the kernel is made for: how it sums, its tile, and how it divides registers and shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include "gemm/hopper.h"
+#include "gemm/hopper_wgmma.cuh"
+
+namespace te::gemm::hopper {
+
+enum class Mode { kFast, kPromote, kBlock };
+
+struct Arguments {
+  CUtensorMap a;
+  CUtensorMap b;
+  CUtensorMap d;
+  Problem problem;
+};
+
+template <Formats kFormats_, Mode kMode_, int kGroups_, int kSubtiles_, int kStages_, int kStagedBoxes_>
+struct Config {
+  static constexpr Formats kFormats = kFormats_;
+  static constexpr Mode kMode = kMode_;
+  static constexpr int kGroups = kGroups_;      // warpgroups that multiply
+  static constexpr int kSubtiles = kSubtiles_;  // of 64 rows, for each of them
+  static constexpr int kBM = 64 * kGroups * kSubtiles, kBN = 128, kBK = 128;
+  static constexpr int kStages = kStages_;
+  static constexpr int kStagedBoxes = kStagedBoxes_;  // of 16 rows and 128 bytes of d, for each warp
+  static constexpr int kBand = 8;
+  static constexpr int kMathWarps = 4 * kGroups;
+  static constexpr int kThreads = 128 + 32 * kMathWarps;
+  static constexpr int kMathRegisters = kGroups == 2 ? 232 : 160, kFeedRegisters = kGroups == 2 ? 40 : 32;
+
+  // Shared memory, in order; tiles and boxes must lie on 1024 bytes.
+  static constexpr int kBytesA = kBM * kBK, kBytesB = kBN * kBK, kBytesBox = 16 * 128;
+  static constexpr int kBytesStaging = kMathWarps * kStagedBoxes * kBytesBox;
+  static constexpr int kBytesZeros = kMode == Mode::kFast ? 0 : 1024;
+  // For each warp: of the steps under way, the scales of its rows, and that of all columns eight times, so that a
+  // thread finds its own and that one from the same address.
+  static constexpr int kScaleSlots = 4, kScaledRows = 16 * kSubtiles, kBytesSlot = 4 * (kScaledRows + 8);
+  static constexpr int kBytesScales = kMode == Mode::kBlock ? kMathWarps * kScaleSlots * kBytesSlot : 0;
+  static constexpr int kBytes = 1024 + kStages * (kBytesA + kBytesB) + kBytesStaging + kBytesZeros + kBytesScales +
+                                2 * kStages * static_cast<int>(sizeof(uint64_t));
+  static_assert(kBytes <= 227 * 1024);
+
+  // Rows and columns of a cluster's tile, and rows of what is loaded at once.
+  static constexpr int kClusterM = kBM, kClusterN = 2 * kBN;
+  static constexpr int kBoxA = kBM / 2, kBoxB = kBN;
+
+  // Measured on an H200 (docs/measurements.md). The tensor cores alone would take 4 cycles for each row of a step. With
+  // scales of blocks three warpgroups need fewer cycles than two, and at the power limit more time: they count the
+  // same.
+  static constexpr double kStepCycles = kBM * (kMode == Mode::kFast      ? (kGroups == 3 ? 4.10 : 4.04)
+                                               : kMode == Mode::kPromote ? (kGroups == 3 ? 4.12 : 4.32)
+                                                                         : 4.85);
+  static constexpr double kTileCycles = kBM * (kMode == Mode::kBlock ? 9.0 : 14.5);
+};
+
+__host__ __device__ constexpr int CeilDiv(int64_t a, int b) { return static_cast<int>((a + b - 1) / b); }
+
+}  // namespace te::gemm::hopper
