@@ -8,7 +8,8 @@
 // Sums in the tensor cores keep about 14 bits. Modes other than kFast start a new sum in `partial` every 128 values of
 // k, and add it, scaled, to `total` in float32. While one warpgroup adds, the others keep the tensor cores busy, as
 // long as everything between two products of a warpgroup takes less time than those of the others: the code from
-// `WgmmaWait` to the next `Wgmma` is what counts. Each warp copies the scales of its rows itself, some steps ahead.
+// `WgmmaWait` to the next `Wgmma` is what counts. So whether the next step's tiles are there is asked before the last
+// sums of a step are added. Scales of blocks come with the tiles they belong to.
 //
 // FLOPs 2mnk; bytes mk + nk + mn · size of d, once each, as long as the tiles of concurrent blocks share their rows in
 // L2: blocks walk the result in bands of kBand cluster tiles. The floor is that of the tensor cores, 4096 products a
@@ -56,8 +57,7 @@ struct Ring {
 
 // Sets sums to zero by a product of zeros, which settles where they lie: the sums of a product start at an even
 // register, and each of these changes places with its neighbour. So a sum never lies in the same of two register banks
-// as the result that is added to it, which the compiler leaves to chance. What that is worth is not settled
-// (docs/measurements.md).
+// as the result that is added to it, which the compiler leaves to chance: 4% on an H200 (docs/measurements.md).
 template <typename C>
 __device__ __forceinline__ void ClearOutOfStep(float (&sums)[C::kBN / 2], uint64_t zeros) {
   float swapped[C::kBN / 2] = {};
@@ -77,20 +77,24 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
   extern __shared__ uint8_t shared[];
   const Problem& p = arguments.problem;
   const uint32_t rank = ClusterRank();
-  const int steps = CeilDiv(p.k, C::kBK);
+  const int steps = CeilDiv(p.k, C::kBK), rows = static_cast<int>(p.m);
 
   const uint32_t tiles_a = (SharedAddress(shared) + 1023) & ~1023u;
   const uint32_t tiles_b = tiles_a + C::kStages * C::kBytesA;
   const uint32_t staging = tiles_b + C::kStages * C::kBytesB;
   const uint32_t zeros = staging + C::kBytesStaging;
   const uint32_t scales = zeros + C::kBytesZeros;
-  const uint32_t full = scales + C::kBytesScales;
+  const uint32_t full = scales + C::kStages * C::kBytesScales;
   const uint32_t empty = full + 8 * C::kStages;
 
   if (threadIdx.x == 0) {
     PrefetchTensorMap(&arguments.a);
     PrefetchTensorMap(&arguments.b);
     PrefetchTensorMap(&arguments.d);
+    if constexpr (C::kMode == Mode::kBlock) {
+      PrefetchTensorMap(&arguments.a_scales);
+      PrefetchTensorMap(&arguments.b_scales);
+    }
     for (int i = 0; i < C::kStages; ++i) {
       BarrierInit(full + 8 * i, 1);
       BarrierInit(empty + 8 * i, 2 * C::kMathWarps);  // the warps of both blocks read what either one sent
@@ -110,14 +114,22 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     GiveRegisters<C::kFeedRegisters>();
     if (threadIdx.x == 32 * C::kMathWarps) {
       while (tiles.Next(p, &m0, &n0)) {
+        const int first_column_scale = n0 / C::kBN * steps;
         for (int step = 0; step < steps; ++step, ring.Advance()) {
           const uint32_t barrier = full + 8 * ring.stage;
           const uint32_t to_a = tiles_a + ring.stage * C::kBytesA, to_b = tiles_b + ring.stage * C::kBytesB;
           BarrierWait(empty + 8 * ring.stage, ring.parity ^ 1);
-          BarrierExpect(barrier, C::kBytesA + C::kBytesB);
+          BarrierExpect(barrier, C::kBytesLoaded);
           const int half = rank * C::kBoxA;
           LoadBoxMulticast(to_a + half * C::kBK, &arguments.a, step * C::kBK, m0 + half, barrier, 3);
           LoadBox(to_b, &arguments.b, step * C::kBK, n0, barrier);
+          if constexpr (C::kMode == Mode::kBlock) {
+            const uint32_t to = scales + ring.stage * C::kBytesScales;
+            const int of_rows = (step * rows + m0) & ~3, of_columns = (first_column_scale + step) & ~3;
+            LoadBox(to, &arguments.a_scales, of_rows, 0, barrier);
+            LoadBox(to + 4 * (C::kBM / 2), &arguments.a_scales, of_rows + C::kBM / 2, 0, barrier);
+            LoadBox(to + C::kBytesRowScales, &arguments.b_scales, of_columns, 0, barrier);
+          }
         }
       }
     }
@@ -145,29 +157,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       }
     };
 
-    // The scales of a step, three steps ahead: a warp's lanes copy one row's each.
-    const uint32_t warp_scales = scales + warp * (C::kScaleSlots * C::kBytesSlot);
-    const uint32_t scales_of_rows = Kept(warp_scales + 4 * (lane / 4)), scales_of_lane = Kept(warp_scales + 4 * lane);
-    const float *next_a = nullptr, *next_b = nullptr;
-    auto ask = [&](int step) {
-      const uint32_t to = scales_of_lane + step % C::kScaleSlots * C::kBytesSlot;
-      CopyAsync(to, next_a, step < steps && lane < C::kScaledRows);
-      CopyAsync(to + 4 * C::kScaledRows, next_b, step < steps && lane < 8);
-      CopyCommit();
-      next_a += p.m;
-      ++next_b;
-    };
-    auto ask_for_first = [&] {
-      const int row = m0 + group_row + lane / 16 * 64 + warp % 4 * 16 + lane % 16;
-      next_a = p.a_scale_inv + min(row, static_cast<int>(p.m) - 1);
-      next_b = p.b_scale_inv + static_cast<int64_t>(min(n0 / 128, CeilDiv(p.n, 128) - 1)) * steps;
-      __syncwarp();  // what was there has been read
-      for (int step = 0; step < C::kScaleSlots - 1; ++step) ask(step);
-    };
-
-    bool more = tiles.Next(p, &m0, &n0);
-    if (C::kMode == Mode::kBlock && more) ask_for_first();
-    while (more) {
+    // Where a lane's scales lie in the first stage.
+    const uint32_t scales_of_rows = Kept(scales + 4 * (group_row + warp % 4 * 16 + lane / 4));
+    const uint32_t scale_of_columns = scales + C::kBytesRowScales;
+    while (tiles.Next(p, &m0, &n0)) {
       float total[C::kSubtiles][C::kBN / 2];
       if constexpr (C::kMode == Mode::kFast) {
         for (int step = 0; step < steps; ++step, ring.Advance()) {
@@ -191,30 +184,38 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         static_assert(C::kMode != Mode::kBlock || C::kBN == 128);
 #pragma unroll
         for (int s = 0; s < C::kSubtiles; ++s) ClearOutOfStep<C>(total[s], TileDescriptor(TileAddress(zeros), 0));
-        for (int step = 0; step < steps; ++step, ring.Advance()) {
-          if constexpr (C::kMode == Mode::kBlock) {
-            CopyWait<C::kScaleSlots - 2>();
-            __syncwarp();
-          }
-          BarrierWait(full + 8 * ring.stage, ring.parity);
-          const uint32_t slot = scales_of_rows + step % C::kScaleSlots * C::kBytesSlot;
+        const int first_column_scale = n0 / C::kBN * steps;
+        bool ready = BarrierTest(full + 8 * ring.stage, ring.parity);
+        for (int step = 0; step < steps; ++step) {
+          if (!ready) BarrierWait(full + 8 * ring.stage, ring.parity);
+          // Of the first four in a box, the one wanted.
+          const uint32_t behind = ring.stage * C::kBytesScales;
+          const uint32_t of_rows = scales_of_rows + behind + 4 * ((step * rows) & 3);
+          const uint32_t of_columns = scale_of_columns + behind + 4 * ((first_column_scale + step) & 3);
           float partial[C::kBN / 2];
 #pragma unroll
           for (int s = 0; s < C::kSubtiles; ++s) {
+            float scale[2] = {};
+            auto read_scales = [&] {
+              const float scale_b = LoadShared(of_columns);
+              scale[0] = scale_b * LoadShared(of_rows + 4 * (s * 64));
+              scale[1] = scale_b * LoadShared(of_rows + 4 * (s * 64 + 8));
+            };
+            // Best while the product runs, but where a step has only one the assembler puts it before the product's
+            // end.
+            if (C::kMode == Mode::kBlock && C::kSubtiles == 1) read_scales();
             Pin(partial);
             WgmmaFence();
             multiply(partial, s * 64, false);
             WgmmaCommit();
             Pin(partial);
-            float scale[2] = {};
-            if constexpr (C::kMode == Mode::kBlock) {
-              const float scale_b = LoadShared(slot + 4 * C::kScaledRows);
-              scale[0] = scale_b * LoadShared(slot + 4 * (s * 16));
-              scale[1] = scale_b * LoadShared(slot + 4 * (s * 16 + 8));
-            }
+            if (C::kMode == Mode::kBlock && C::kSubtiles > 1) read_scales();
             WgmmaWait<0>();
-            if (s == C::kSubtiles - 1) release(ring.stage);
-            if (C::kMode == Mode::kBlock && s == 0) ask(step + C::kScaleSlots - 1);
+            if (s == C::kSubtiles - 1) {
+              release(ring.stage);
+              ring.Advance();
+              ready = BarrierTest(full + 8 * ring.stage, ring.parity);
+            }
 #pragma unroll
             for (int i = 0; i < C::kBN / 8; ++i) {
               if constexpr (C::kMode == Mode::kBlock) {
@@ -231,10 +232,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         }
       }
 
-      const int row = m0 + group_row, column = n0;
-      more = tiles.Next(p, &m0, &n0);
-      if (C::kMode == Mode::kBlock && more) ask_for_first();
-      Epilogue<C>(arguments, total, row, column, warp_staging).Run();
+      Epilogue<C>(arguments, total, m0 + group_row, n0, warp_staging).Run();
     }
     if (lane == 0) BulkWaitRead();  // shared memory must outlive what is sent from it
   }

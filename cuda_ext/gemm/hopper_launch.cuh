@@ -39,6 +39,18 @@ inline bool DescribeMatrix(CUtensorMap* map, CUtensorMapDataType type, int size,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// Describes boxes of `box` float32 values of one row.
+inline bool DescribeRow(CUtensorMap* map, const float* data, int64_t values, int box) {
+  static const EncodeTiled encode = FindEncodeTiled();
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(values), 1};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>((values + 3) / 4 * 16)};
+  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box), 1}, steps[] = {1, 1};
+  return encode != nullptr &&
+         encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(data), sizes, strides, boxes, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 inline CUtensorMapDataType TensorMapType(DType type) {
   switch (type) {
     case DType::kFloat32:
@@ -96,6 +108,14 @@ Status Launch(cudaStream_t stream, const Problem& problem, const Device& device)
       !DescribeMatrix(&arguments.b, kByte, 1, problem.b, problem.n, problem.k, C::kBoxB) ||
       !DescribeMatrix(&arguments.d, TensorMapType(problem.d_type), d_size, problem.d, problem.m, problem.n, 16)) {
     return Status::Failed("cuTensorMapEncodeTiled refuses the operands");
+  }
+
+  if constexpr (C::kMode == Mode::kBlock) {
+    const int64_t steps = CeilDiv(problem.k, C::kBK), column_blocks = CeilDiv(problem.n, C::kBN);
+    if (!DescribeRow(&arguments.a_scales, problem.a_scale_inv, steps * problem.m, C::kBoxScalesA) ||
+        !DescribeRow(&arguments.b_scales, problem.b_scale_inv, column_blocks * steps, C::kBoxScalesB)) {
+      return Status::Failed("cuTensorMapEncodeTiled refuses the scales");
+    }
   }
 
   constexpr int kMaxDevices = 64;

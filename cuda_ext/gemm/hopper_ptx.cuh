@@ -62,6 +62,21 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// Whether a wait would be over at once.
+__device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {
+  uint32_t passed;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return passed != 0;
+}
+
 __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -112,24 +127,6 @@ __device__ __forceinline__ void StoreMatrices(uint32_t to, uint32_t r0, uint32_t
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r0), "r"(r1), "r"(r2),
                "r"(r3)
                : "memory");
-}
-
-// Copies four bytes to shared memory while the thread goes on; where `copies` is false, nothing. A branch would keep
-// what follows from beginning.
-__device__ __forceinline__ void CopyAsync(uint32_t to, const float* from, bool copies) {
-  asm volatile(
-      "{\n"
-      ".reg .pred copies;\n"
-      "setp.ne.b32 copies, %2, 0;\n"
-      "@copies cp.async.ca.shared.global [%0], [%1], 4;\n"
-      "}" ::"r"(to),
-      "l"(from), "r"(static_cast<int>(copies))
-      : "memory");
-}
-__device__ __forceinline__ void CopyCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void CopyWait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 __device__ __forceinline__ float LoadShared(uint32_t from) {
