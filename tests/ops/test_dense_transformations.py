@@ -323,7 +323,8 @@ def test_policies_recompute_what_they_say(policy, two_layer_case):
     assert count(jax.grad(remat, argnums=(0, 1)), *two_layer_case) == EXPECTED[policy]
     plain, again = (jax.jit(jax.grad(f, argnums=(0, 1)))(*two_layer_case) for f in (two_layers, remat))
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
-        assert_close(other, one)
+        # What is kept is rounded to bfloat16; XLA may leave that out elsewhere, and a few values become the next in FP8.
+        assert_close(other, one, tolerance=3e-2)
 
 
 @pytest.mark.parametrize(("policy", "expected"), [(None, (6, 6)), ("operands", (7, 8)), ("preactivations", (6, 6))])

@@ -34,10 +34,12 @@ def test_values_and_gradients(size, name, transport, rng, require_devices):
 
 @last
 @functions
-def test_bfloat16(name, transport, rng, require_devices):
-    require_devices(4)
-    case = random_case(rng, name, 4, rows=8, inner=32, outers=((16,),), dtype="bfloat16")
-    check(case, mesh_of({"tp": 4}), transport=transport)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits(dtype, name, transport, rng, require_devices):
+    require_devices(2)
+    size = min(jax.device_count(), 4)
+    case = random_case(rng, name, size, rows=8, inner=32, outers=((16,),), dtype=dtype)
+    check(case, mesh_of({"tp": size}), transport=transport)
 
 
 @last
