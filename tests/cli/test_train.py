@@ -1,8 +1,10 @@
 """`te-jax train` as a user meets it: what it writes, what it refuses, and what a kill does to it (nothing)."""
 
+import contextlib
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,16 +18,10 @@ from te_jax import native
 from te_jax.cli._run_folder import read_header
 from te_jax.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
+
 SMALL = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "1"]
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_process_of_its_own():
-    # The backend starts here, with the devices of all tests: --devices would choose them for the whole process.
-    jax.devices()
-    # optax mixes dtypes in its schedules; the command itself runs with JAX's defaults.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+STEPS = 40  # the same for most runs: it is part of the program
 
 
 @pytest.fixture
@@ -38,29 +34,41 @@ def records(out, kind):
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
-def test_a_run_learns_and_leaves_a_log_checkpoints_and_a_figure(out, capsys):
-    argv = ["train", *SMALL, "--steps", "40", "--eval-every", "15", "--checkpoint-every", "20", "--out", str(out)]
-    assert main(argv) == 0
-    train, validation = records(out, "train"), records(out, "validation")
-    assert [record["step"] for record in train] == list(range(1, 41))
-    assert [record["step"] for record in validation] == [0, 15, 30, 40]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, as_in_a_process_of_its_own):
+    """A run that has ended, and beside it what it printed. Tests that change it take a copy."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    argv = ["train", *SMALL, "--steps", str(STEPS), "--eval-every", "15", "--checkpoint-every", "15"]
+    with (out.parent / "shown").open("w") as shown, contextlib.redirect_stdout(shown):
+        assert main([*argv, "--out", str(out)]) == 0
+    return out
+
+
+def shown_by(whole):
+    return (whole.parent / "shown").read_text()
+
+
+def test_a_run_learns_and_leaves_a_log_checkpoints_and_a_figure(whole):
+    train, validation = records(whole, "train"), records(whole, "validation")
+    assert [record["step"] for record in train] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in validation] == [0, 15, 30, STEPS]
     assert validation[-1]["loss"] < validation[0]["loss"] - 2
-    header = read_header(out)
-    assert header["options"]["steps"] == 40
+    header = read_header(whole)
+    assert header["options"]["steps"] == STEPS
     assert header["options"]["dtype"] == "float32"
     assert header["text"]["source"] == "pydoc_data.topics"
     assert header["versions"]["jax"] == jax.__version__
     assert header["implementation"] == ("native" if native.available() else "reference")
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["20", "40"]
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    shown = capsys.readouterr().out
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["30", str(STEPS)]
+    assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
+    shown = shown_by(whole)
     assert f"{validation[-1]['loss']:.6f} nats per byte" in shown
     assert "tokens/s" in shown
     assert "MiB" in shown
 
 
 def test_the_twin_sees_the_same_data_and_ends_at_the_same_loss(out, capsys):
-    assert main(["train", *SMALL, "--steps", "30", "--compare", "--out", str(out)]) == 0
+    assert main(["train", *SMALL, "--steps", str(STEPS), "--compare", "--out", str(out)]) == 0
     train = records(out, "train")
     assert abs(train[0]["loss"] - train[0]["optax_loss"]) < 1e-5
     assert abs(train[-1]["loss"] - train[-1]["optax_loss"]) < 1e-3
@@ -71,19 +79,16 @@ def test_the_twin_sees_the_same_data_and_ends_at_the_same_loss(out, capsys):
     assert (out / "loss.png").stat().st_size > 0
 
 
-def test_devices_share_a_batch_and_learn_the_same(tmp_path):
-    losses = []
-    for devices in ("1", "4"):
-        out = tmp_path / devices
-        assert main(["train", *SMALL[:-1], devices, "--steps", "12", "--out", str(out)]) == 0
-        assert read_header(out)["device"]["count"] == int(devices)
-        losses.append(records(out, "validation")[-1]["loss"])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+def test_devices_share_a_batch_and_learn_the_same(whole, out):
+    assert main(["train", *SMALL[:-1], "4", "--steps", str(STEPS), "--out", str(out)]) == 0
+    assert [read_header(run)["device"]["count"] for run in (whole, out)] == [1, 4]
+    expected, found = (records(run, "validation")[-1]["loss"] for run in (whole, out))
+    assert found == pytest.approx(expected, abs=1e-3)
 
 
-def test_seed_and_dtype_are_heeded(tmp_path):
-    first = {}
-    for name, extra in {"base": [], "seed": ["--seed", "1"], "dtype": ["--dtype", "bfloat16"]}.items():
+def test_seed_and_dtype_are_heeded(whole, tmp_path):
+    first = {"base": records(whole, "train")[0]["loss"]}
+    for name, extra in {"seed": ["--seed", "1"], "dtype": ["--dtype", "bfloat16"]}.items():
         out = tmp_path / name
         assert main(["train", *SMALL, "--steps", "1", *extra, "--out", str(out)]) == 0
         first[name] = records(out, "train")[0]["loss"]
@@ -98,12 +103,12 @@ def test_one_step_on_the_shortest_text(tmp_path, out):
     assert [record["step"] for record in records(out, "validation")] == [0, 1]
 
 
-def test_a_finished_run_can_be_resumed_and_stays_as_it_is(out, capsys):
-    assert main(["train", *SMALL, "--steps", "6", "--out", str(out)]) == 0
-    log, summary = (out / "log.jsonl").read_bytes(), capsys.readouterr().out.splitlines()[-2:]
+def test_a_finished_run_can_be_resumed_and_stays_as_it_is(whole, out, capsys):
+    shutil.copytree(whole, out)
     (out / "loss.png").unlink()
     assert main(["train", "--resume", "--out", str(out)]) == 0
-    assert (out / "log.jsonl").read_bytes() == log
+    assert (out / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+    summary = shown_by(whole).replace(str(whole), str(out)).splitlines()[-2:]
     assert capsys.readouterr().out.splitlines() == summary
     assert (out / "loss.png").exists()
 
@@ -189,7 +194,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(out, capsys):
 def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, capsys):
     (tmp_path / "text").write_text("All happy families are alike. " * 20)
     text = ["--text", str(tmp_path / "text")]
-    assert main(["train", *SMALL, *text, "--steps", "3", "--out", str(out)]) == 0
+    assert main(["train", *SMALL, *text, "--steps", str(STEPS), "--out", str(out)]) == 0
     capsys.readouterr()
     for option, value in {
         "--preset": "tiny",
@@ -208,17 +213,16 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, capsys):
         assert error.startswith(f"te-jax: error: {option} is "), error
     assert refused(["--resume", "--out", str(out), "--compare"], capsys).startswith("te-jax: error: --compare")
     assert "already holds a run" in refused([*SMALL, "--out", str(out)], capsys)
-    same = [*SMALL, *text, "--steps", "3", "--checkpoint-every", "2", "--dtype", "auto"]
+    same = [*SMALL, *text, "--steps", str(STEPS), "--checkpoint-every", "2", "--dtype", "auto"]
     assert main(["train", "--resume", "--out", str(out), *same]) == 0
     (tmp_path / "text").write_text("Every unhappy family is unhappy in its own way. " * 20)
     assert "is not, or no longer, what the run" in refused(["--resume", "--out", str(out)], capsys)
 
 
-def test_other_software_is_noted_on_resuming(out, capsys):
-    assert main(["train", *SMALL, "--steps", "2", "--out", str(out)]) == 0
+def test_other_software_is_noted_on_resuming(whole, out, capsys):
+    shutil.copytree(whole, out)
     log = out / "log.jsonl"
     log.write_text(log.read_text().replace(f'"jax": "{jax.__version__}"', '"jax": "0.1.0"'))
-    capsys.readouterr()
     assert main(["train", "--resume", "--out", str(out)]) == 0
     assert "note: versions changed" in capsys.readouterr().err
 
@@ -251,11 +255,11 @@ class Process:
 
 def test_a_run_killed_at_random_steps_ends_with_the_same_bits(tmp_path):
     """With delayed scaling, which has state that the optimizer does not know."""
-    options = ["--preset", "nano", "--seq-len", "32", "--batch", "8", "--devices", "2", "--steps", "100"]
-    options += ["--recipe", "delayed", "--eval-every", "23", "--checkpoint-every", "20"]
+    options = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "2", "--steps", "64"]
+    options += ["--recipe", "delayed", "--eval-every", "15", "--checkpoint-every", "12"]
     expected = Process(tmp_path / "whole", *options).finish()
 
-    before, after = random.randint(1, 19), random.randint(21, 70)
+    before, after = random.randint(1, 11), random.randint(13, 36)
     print("killed at", before, "and", after)  # pytest shows it if the test fails
     out = tmp_path / "killed"
     Process(out, *options).kill_at(before)

@@ -1,6 +1,5 @@
 """`te-jax train --optimizer-state`: Adam's moments in fewer bytes, kept by the run, its twin and its checkpoints."""
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -19,22 +18,11 @@ from te_jax.models import PRESETS
 from te_jax.optim import ScaleByAdamState
 from te_jax.recipe import CurrentScaling
 
+pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone")
+
 STEPS = 8
 ARGV = ["train", "--preset", "nano", "--seq-len", "16", "--batch", "4", "--steps", str(STEPS), "--seed", str(2**32 - 1)]
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
-
-
-@contextlib.contextmanager
-def jax_as_in_a_process_of_its_own():
-    jax.devices()
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_process_of_its_own():
-    with jax_as_in_a_process_of_its_own():
-        yield
 
 
 def run(out, *options, devices=1):
@@ -67,7 +55,7 @@ def losses(out, name="loss"):
 
 
 @pytest.fixture(scope="module")
-def of_before(tmp_path_factory):
+def of_before(tmp_path_factory, as_in_a_process_of_its_own):
     """A run from before the option existed: with optax's optimizer, and a header that knows nothing of the option."""
 
     def build_optimizer(learning_rate, steps, **_):
@@ -80,7 +68,7 @@ def of_before(tmp_path_factory):
         return written
 
     header_of_now = train._header
-    with pytest.MonkeyPatch.context() as patch, jax_as_in_a_process_of_its_own():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_step, "build_optimizer", build_optimizer)
         patch.setattr(train, "_header", header)
         return run(tmp_path_factory.mktemp("before") / "run")

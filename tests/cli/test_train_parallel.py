@@ -22,7 +22,9 @@ from te_jax.models import PRESETS, init
 from te_jax.parallel import inspect
 from te_jax.recipe import DelayedScaling
 
-STEPS = 30
+pytestmark = pytest.mark.usefixtures("figures_of_twins_alone")
+
+STEPS = 12
 ARGV = [
     "train",
     "--preset",
@@ -160,7 +162,8 @@ def learner_of(tp, state_dtype="float32", recipe=None):
     config = dataclasses.replace(PRESETS["nano"], recipe=recipe)
     placement = _step.build_placement(jax.devices()[:tp], tp)
     loss = _step.te_jax_loss(config, "native" if native.available() else "reference", placement)
-    optimizer = _step.build_optimizer(1e-2, 10, state_dtype=state_dtype)
+    # Of the runs above, whose step is then compiled already.
+    optimizer = _step.build_optimizer(0.384 / config.hidden_size, STEPS, state_dtype=state_dtype)
     return _step.build_learner(config, loss, optimizer, placement), placement
 
 

@@ -17,17 +17,12 @@ from te_jax.cli.main import main
 from te_jax.models import PRESETS
 from te_jax.recipe import DelayedScaling
 
+pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone")
+
 RECIPES = ("block", "current", "rowwise", "delayed")
 DELAYED = DelayedScaling(history_len=3)
 STEPS = 40
 ARGV = ["train", "--preset", "nano", "--seq-len", "32", "--batch", "4", "--devices", "1", "--steps", str(STEPS)]
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_process_of_its_own():
-    jax.devices()
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def losses(out, kind, name="loss"):
@@ -36,12 +31,10 @@ def losses(out, kind, name="loss"):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The run without a recipe. A module's fixture is set up before those of its tests."""
+def plain(tmp_path_factory, as_in_a_process_of_its_own):
+    """The run without a recipe."""
     out = tmp_path_factory.mktemp("plain") / "run"
-    jax.devices()
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        assert main([*ARGV, "--out", str(out)]) == 0
+    assert main([*ARGV, "--out", str(out)]) == 0
     return out
 
 

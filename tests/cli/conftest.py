@@ -1,0 +1,64 @@
+"""What the tests of the command share: JAX as the command finds it, and programs that XLA compiles once."""
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from te_jax.cli import _report
+
+
+@pytest.fixture(scope="session")
+def _compiled(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(_compiled):
+    """Every run traces and lowers its programs, and XLA compiles those that it has not seen.
+
+    This holds for processes that a test starts as well, one after the other: nothing keeps two from writing one entry
+    at the same time. On a GPU all is compiled, because a resumed run has to tune itself to the same bits.
+    """
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    options = {
+        "jax_compilation_cache_dir": str(_compiled),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_remove_custom_partitioning_ptr_from_cache_key": True,  # te_jax says the same in words that stay
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
+        compilation_cache.reset_cache()  # forgets that there was none when this process began
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def as_in_a_process_of_its_own():
+    """Lets a module's tests, and the runs they share, call the command in this process."""
+    # The backend starts here, with the devices of all tests: --devices would choose them for the whole process.
+    jax.devices()
+    # optax mixes dtypes in its schedules; the command itself runs with JAX's defaults.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def figures_of_twins_alone():
+    """For runs whose subject is no figure: test_train.py has those of a run by itself."""
+
+    def draw(path, title, label, training, validation):
+        if any(name.endswith("_loss") for name in training[0]):
+            draw_losses(path, title, label, training, validation)
+
+    draw_losses = _report.draw_losses
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_report, "draw_losses", draw)
+        yield
