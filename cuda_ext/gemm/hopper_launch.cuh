@@ -6,24 +6,11 @@
 #include <string>
 #include <type_traits>
 
+#include "common/copy_engine.cuh"
 #include "gemm/hopper.h"
 #include "gemm/hopper_kernel.cuh"
 
 namespace te::gemm::hopper {
-
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// A function of the driver, which this library does not link: null where it is missing.
-inline EncodeTiled FindEncodeTiled() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(function)
-                                                                       : nullptr;
-}
 
 // Describes boxes of `box_rows` rows and 128 bytes of a row-major matrix.
 inline bool DescribeMatrix(CUtensorMap* map, CUtensorMapDataType type, int size, const void* data, int64_t rows,

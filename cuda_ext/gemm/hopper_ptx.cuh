@@ -5,11 +5,9 @@
 
 #include <cstdint>
 
-namespace te::gemm::hopper {
+#include "common/copy_engine.cuh"
 
-__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace te::gemm::hopper {
 
 // The same shared memory offset in another block of the cluster.
 __device__ __forceinline__ uint32_t PeerAddress(uint32_t address, uint32_t rank) {
@@ -32,34 +30,9 @@ __device__ __forceinline__ void ClusterSync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void BarrierInit(uint32_t barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Makes initialised barriers visible to the copy engine and to the cluster.
-__device__ __forceinline__ void BarrierInitFence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void BarrierExpect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
 // At a barrier in any block of the cluster.
 __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "wait:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra wait;\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
 }
 
 // Whether a wait would be over at once.
@@ -81,17 +54,7 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Loads a box of a matrix; what lies outside it becomes zero.
-__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, int32_t column, int32_t row,
-                                        uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
-          "r"(to),
-      "l"(map), "r"(barrier), "r"(column), "r"(row)
-      : "memory");
-}
-
-// The same into the same place of every block in `blocks`, whose own barriers count the bytes.
+// LoadBox into the same place of every block in `blocks`, whose own barriers count the bytes.
 __device__ __forceinline__ void LoadBoxMulticast(uint32_t to, const CUtensorMap* map, int32_t column, int32_t row,
                                                  uint32_t barrier, uint16_t blocks) {
   asm volatile(

@@ -1,5 +1,6 @@
-// Thread blocks walk over tiles of 128 × 128 values (tile.cuh); each fetches its next tile into shared memory while it
-// works on the current one, so that reads and writes overlap.
+// A thread block for each tile of 128 × 128 values (tile.cuh), which the copy engine brings: while some blocks of a
+// multiprocessor wait for theirs others work, and tiles are read and written in order, which blocks that stay and walk
+// over them lose.
 //
 // Bytes per bfloat16 value for both copies: 4 where one pass does (blocks, delayed scaling), 6 with a pass for the
 // largest magnitudes before (current and row scaling). On an H200 (4.3 TB/s measured) 8192 × 8192 values cannot take
@@ -13,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "common/copy_engine.cuh"
 #include "quantize/amax.cuh"
 #include "quantize/quantize.h"
 #include "quantize/tile.cuh"
@@ -35,13 +37,11 @@ struct Mode {
 };
 
 // How a kernel runs.
-template <int kBlocks, bool kPrefetches, bool kLoadsOnce, bool kStreams, int kHeight>
+template <int kBlocks, bool kStreams, int kHeight>
 struct Tuning {
-  static constexpr int blocks = kBlocks;           // thread blocks on a multiprocessor, at least
-  static constexpr bool prefetches = kPrefetches;  // blocks stay, and fetch their next tile ahead of time
-  static constexpr bool loads_once = kLoadsOnce;   // x is the first to be evicted from the L2 cache
-  static constexpr bool streams = kStreams;        // results are the first to be evicted from the L2 cache
-  static constexpr int height = kHeight;           // of groups of tiles
+  static constexpr int blocks = kBlocks;     // thread blocks on a multiprocessor, at least
+  static constexpr bool streams = kStreams;  // results are the first to be evicted from the L2 cache
+  static constexpr int height = kHeight;     // of groups of tiles
 };
 
 struct Arguments {
@@ -58,6 +58,7 @@ struct Arguments {
 
 template <typename T>
 struct Shared {
+  alignas(128) uint4 tile[kTile][kTile / Words<T>::kPerVector];
   Staged staged;
   float row_scale[kTile];
   float col_scale[kTile];
@@ -65,48 +66,31 @@ struct Shared {
   alignas(16) uint32_t col_magnitudes[kWarps][kAcross][Words<T>::kCount];
   uint32_t magnitudes[kWarps];
   float column_sums[kWarps][kTile];
+  uint64_t barrier;
 };
 
-__device__ __forceinline__ void CopyAsync(uint4* shared, const void* global) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(global)
-      : "memory");
+// Asks the copy engine for a tile, with zeros outside of the tensor: one thread does.
+template <typename T>
+__device__ __forceinline__ void FetchTile(const CUtensorMap& map, int tile_row, int tile_col, Shared<T>& shared) {
+  const uint32_t barrier = SharedAddress(&shared.barrier);
+  BarrierInit(barrier, 1);
+  BarrierInitFence();
+  BarrierExpect(barrier, sizeof(shared.tile));
+  LoadBox(SharedAddress(shared.tile), &map, tile_col * kTile, tile_row * kTile, barrier);
 }
 
-// The next tile, each vector where the thread that fetched it reads it again.
+// The values of a patch, once the tile is there.
 template <typename T>
-struct Prefetched {
-  uint4 vectors[kPatch * Words<T>::kVectors][kThreads];
-
-  __device__ __forceinline__ void Fetch(const T* x, const Shape& shape, const Place<T>& place) {
-    using W = Words<T>;
+__device__ __forceinline__ void TakeTile(const Place<T>& place, Shared<T>& shared, Patch<T>& patch) {
+  BarrierWait(SharedAddress(&shared.barrier), 0);
 #pragma unroll
-    for (int v = 0; v < W::kVectors; ++v) {
-      if (!place.Inside(shape, v)) continue;
-      const T* from = x + RowOffset(place.row, shape.cols) + place.Column(v * W::kPerVector);
+  for (int v = 0; v < Words<T>::kVectors; ++v) {
 #pragma unroll
-      for (int r = 0; r < kPatch; ++r) {
-        CopyAsync(&vectors[r * W::kVectors + v][threadIdx.x], from + RowOffset(r, shape.cols));
-      }
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  }
-
-  __device__ __forceinline__ void Take(const Shape& shape, const Place<T>& place, Patch<T>& patch) const {
-    using W = Words<T>;
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#pragma unroll
-    for (int v = 0; v < W::kVectors; ++v) {
-      const bool inside = place.Inside(shape, v);
-#pragma unroll
-      for (int r = 0; r < kPatch; ++r) {
-        const uint4 bits = vectors[r * W::kVectors + v][threadIdx.x];
-        SetVector<T>(patch, r, v, inside ? bits : make_uint4(0, 0, 0, 0));
-      }
+    for (int r = 0; r < kPatch; ++r) {
+      SetVector<T>(patch, r, v, shared.tile[place.down * kPatch + r][v * kAcross + place.across]);
     }
   }
-};
+}
 
 template <typename T>
 __device__ __forceinline__ void SumColumns(const Shape& shape, int tile_row, int tile_col, const Place<T>& place,
@@ -192,123 +176,107 @@ __device__ __forceinline__ void ScaleRowsAndColumns(const Arguments& arguments, 
 }
 
 template <typename T, typename F, typename M, typename Tune>
-__global__ void __launch_bounds__(kThreads, Tune::blocks) QuantizeTiles(const Arguments arguments) {
+__global__ void __launch_bounds__(kThreads, Tune::blocks)
+    QuantizeTile(const __grid_constant__ CUtensorMap map, const Arguments arguments) {
   using W = Words<T>;
-  extern __shared__ __align__(16) unsigned char dynamic[];
+  extern __shared__ __align__(128) unsigned char dynamic[];
   Shared<T>& shared = *reinterpret_cast<Shared<T>*>(dynamic);
-  Prefetched<T>& prefetched = *reinterpret_cast<Prefetched<T>*>(dynamic + sizeof(Shared<T>));
-
   const Shape shape = arguments.shape;
-  const T* x = static_cast<const T*>(arguments.x);
-  const int tiles = shape.TilesDown() * shape.TilesAcross();
-  auto find = [&](int index, int* row, int* col) { FindTile<Tune::height>(shape, tiles - 1 - index, row, col); };
+  int tile_row, tile_col;
+  FindTile<Tune::height>(shape, gridDim.x - 1 - blockIdx.x, &tile_row, &tile_col);
+  if (shape.aligned && threadIdx.x == 0) FetchTile<T>(map, tile_row, tile_col, shared);
 
-  float tensor_scale = 1.0f;
-  uint32_t largest = 0;  // magnitude that this thread has seen
+  // What else is read, while the tile is on its way.
+  float tile_scale = 1.0f;
+  uint32_t seen = kQuietNaN;  // of largest magnitudes: only a larger one needs an atomic operation
   if constexpr (M::scales == Scales::kTensor) {
-    tensor_scale = ScaleOf<F>(*arguments.tensor.amax, arguments.power_of_two_scales);
-    if (blockIdx.x == 0 && threadIdx.x == 0) *arguments.tensor.scale_inv = Quotient(1.0f, tensor_scale);
+    tile_scale = ScaleOf<F>(*arguments.tensor.amax, arguments.power_of_two_scales);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *arguments.tensor.scale_inv = Quotient(1.0f, tile_scale);
+    if (arguments.tensor.own_amax) seen = *reinterpret_cast<volatile const uint32_t*>(arguments.tensor.own_amax);
+  }
+  if constexpr (M::scales == Scales::kRows) {
+    ScaleRowsAndColumns<F>(arguments, tile_row, tile_col, shared.row_scale, shared.col_scale);
+  }
+  __syncthreads();  // the barrier, and these scales, are there
+
+  const Place<T> place(tile_row, tile_col);
+  Patch<T> patch;
+  if (shape.aligned) {
+    TakeTile<T>(place, shared, patch);
+  } else {
+    Load<T, true>(static_cast<const T*>(arguments.x), shape, place, patch);
   }
 
-  const bool prefetches = Tune::prefetches && shape.aligned;
-  int next_row, next_col;
-  find(blockIdx.x, &next_row, &next_col);
-  if (prefetches) prefetched.Fetch(x, shape, Place<T>(next_row, next_col));
+  uint32_t columns[W::kCount];
+  ColumnMagnitudes<T>(patch, columns);
+  const uint32_t magnitude = LargestOf<T>(columns);
+  const bool special = W::FloatBitsOf(magnitude) >= kFloatInfinityBits;
+  if constexpr (M::scales == Scales::kTensor) {
+    const uint32_t of_warp = W::FloatBitsOf(__reduce_max_sync(kWholeWarp, magnitude));
+    if (threadIdx.x % 32 == 0 && of_warp > seen) RaiseTo(arguments.tensor.own_amax, of_warp);
+  }
+  if (arguments.column_sums) {
+    SumColumns<T>(shape, tile_row, tile_col, place, patch, shared, arguments.column_sums);
+  }
 
-  for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-    const int tile_row = next_row, tile_col = next_col;
-    const Place<T> place(tile_row, tile_col);
-    if (index + gridDim.x < tiles) find(index + gridDim.x, &next_row, &next_col);
-    Patch<T> patch;
-    if (prefetches) {
-      prefetched.Take(shape, place, patch);
-      if (index + gridDim.x < tiles) prefetched.Fetch(x, shape, Place<T>(next_row, next_col));
-    } else {
-      Load<T, Tune::loads_once>(x, shape, place, patch);
-    }
-
-    uint32_t columns[W::kCount];
-    ColumnMagnitudes<T>(patch, columns);
-    const uint32_t magnitude = LargestOf<T>(columns);
-    const bool special = W::FloatBitsOf(magnitude) >= kFloatInfinityBits;
-    largest = max(largest, magnitude);
-
-    __syncthreads();  // what the tile before left in shared memory is read
-    if (arguments.column_sums) {
-      SumColumns<T>(shape, tile_row, tile_col, place, patch, shared, arguments.column_sums);
-    }
-
-    float tile_scale = tensor_scale;
-    if constexpr (M::scales == Scales::kRows) {
-      ScaleRowsAndColumns<F>(arguments, tile_row, tile_col, shared.row_scale, shared.col_scale);
-      __syncthreads();
-    }
-    if constexpr (M::scales == Scales::kBlocks) {
-      if constexpr (M::col_scales) {
+  if constexpr (M::scales == Scales::kBlocks) {
+    if constexpr (M::col_scales) {
 #pragma unroll
-        for (int w = 0; w < W::kCount; ++w) {
-          columns[w] = W::Max(columns[w], __shfl_xor_sync(kWholeWarp, columns[w], kAcross));
-        }
-        if (place.down % 2 == 0) {
-#pragma unroll
-          for (int v = 0; v < W::kVectors; ++v) {
-            reinterpret_cast<uint4*>(shared.col_magnitudes[threadIdx.x / 32][place.across])[v] =
-                make_uint4(columns[4 * v], columns[4 * v + 1], columns[4 * v + 2], columns[4 * v + 3]);
-          }
-        }
+      for (int w = 0; w < W::kCount; ++w) {
+        columns[w] = W::Max(columns[w], __shfl_xor_sync(kWholeWarp, columns[w], kAcross));
       }
-      // After the columns: fewer registers are taken by then.
-      if constexpr (M::row_scales) ScaleRowsOfBlock<T, F>(arguments, tile_col, place, patch, shared);
-      if constexpr (!M::row_scales || !M::col_scales) {
-        const uint32_t of_warp = __reduce_max_sync(kWholeWarp, magnitude);
-        if (threadIdx.x % 32 == 0) shared.magnitudes[threadIdx.x / 32] = of_warp;
-      }
-      __syncthreads();
-      if constexpr (M::col_scales) ScaleColumnsOfBlock<T, F>(arguments, tile_row, tile_col, shared);
-      if constexpr (!M::row_scales || !M::col_scales) {
-        uint32_t of_tile = shared.magnitudes[0];
+      if (place.down % 2 == 0) {
 #pragma unroll
-        for (int warp = 1; warp < kWarps; ++warp) of_tile = max(of_tile, shared.magnitudes[warp]);
-        tile_scale = ScaleOf<F>(__uint_as_float(W::FloatBitsOf(of_tile)), arguments.power_of_two_scales);
-        if (threadIdx.x == 0) {
-          const float scale_inv = Quotient(1.0f, tile_scale);
-          if (!M::row_scales && arguments.data) {
-            arguments.blocks.scale_inv[RowOffset(tile_row, shape.TilesAcross()) + tile_col] = scale_inv;
-          }
-          if (!M::col_scales && arguments.transposed) {
-            arguments.blocks.transposed_scale_inv[RowOffset(tile_col, shape.TilesDown()) + tile_row] = scale_inv;
-          }
+        for (int v = 0; v < W::kVectors; ++v) {
+          reinterpret_cast<uint4*>(shared.col_magnitudes[threadIdx.x / 32][place.across])[v] =
+              make_uint4(columns[4 * v], columns[4 * v + 1], columns[4 * v + 2], columns[4 * v + 3]);
         }
       }
     }
-
-    uint32_t codes[kPatch][2];
-    if (M::same_codes || arguments.data) {
-      EncodeRows<T, F>(patch, special, codes,
-                       [&](int r) { return M::row_scales ? shared.row_scale[place.down * kPatch + r] : tile_scale; });
-      if (arguments.data) StoreData<T, Tune::streams>(shape, place, codes, arguments.data);
+    // After the columns: fewer registers are taken by then.
+    if constexpr (M::row_scales) ScaleRowsOfBlock<T, F>(arguments, tile_col, place, patch, shared);
+    if constexpr (!M::row_scales || !M::col_scales) {
+      const uint32_t of_warp = __reduce_max_sync(kWholeWarp, magnitude);
+      if (threadIdx.x % 32 == 0) shared.magnitudes[threadIdx.x / 32] = of_warp;
     }
-    if (!arguments.transposed) continue;
-    uint32_t turned[kPatch][2];
-    if constexpr (M::same_codes) {
-      Transpose(codes, turned);
-    } else {
-      if constexpr (M::scales == Scales::kBlocks && M::col_scales) __syncthreads();  // scales of columns are there
-      EncodeColumns<T, F>(patch, special, turned, [&](int j) {
-        return M::col_scales ? shared.col_scale[W::Column(place.across, j)] : tile_scale;
-      });
-    }
-    shared.staged.Put(place, turned);
     __syncthreads();
-    StoreTransposed<T, Tune::streams>(shape, tile_row, tile_col, shared.staged, arguments.transposed);
-  }
-
-  if constexpr (M::scales == Scales::kTensor) {
-    if (arguments.tensor.own_amax) {
-      const uint32_t of_warp = __reduce_max_sync(kWholeWarp, largest);
-      if (threadIdx.x % 32 == 0) RaiseTo(arguments.tensor.own_amax, W::FloatBitsOf(of_warp));
+    if constexpr (M::col_scales) ScaleColumnsOfBlock<T, F>(arguments, tile_row, tile_col, shared);
+    if constexpr (!M::row_scales || !M::col_scales) {
+      uint32_t of_tile = shared.magnitudes[0];
+#pragma unroll
+      for (int warp = 1; warp < kWarps; ++warp) of_tile = max(of_tile, shared.magnitudes[warp]);
+      tile_scale = ScaleOf<F>(__uint_as_float(W::FloatBitsOf(of_tile)), arguments.power_of_two_scales);
+      if (threadIdx.x == 0) {
+        const float scale_inv = Quotient(1.0f, tile_scale);
+        if (!M::row_scales && arguments.data) {
+          arguments.blocks.scale_inv[RowOffset(tile_row, shape.TilesAcross()) + tile_col] = scale_inv;
+        }
+        if (!M::col_scales && arguments.transposed) {
+          arguments.blocks.transposed_scale_inv[RowOffset(tile_col, shape.TilesDown()) + tile_row] = scale_inv;
+        }
+      }
     }
   }
+
+  uint32_t codes[kPatch][2];
+  if (M::same_codes || arguments.data) {
+    EncodeRows<T, F>(patch, special, codes,
+                     [&](int r) { return M::row_scales ? shared.row_scale[place.down * kPatch + r] : tile_scale; });
+    if (arguments.data) StoreData<T, Tune::streams>(shape, place, codes, arguments.data);
+  }
+  if (!arguments.transposed) return;
+  uint32_t turned[kPatch][2];
+  if constexpr (M::same_codes) {
+    Transpose(codes, turned);
+  } else {
+    if constexpr (M::scales == Scales::kBlocks && M::col_scales) __syncthreads();  // scales of columns are there
+    EncodeColumns<T, F>(patch, special, turned, [&](int j) {
+      return M::col_scales ? shared.col_scale[W::Column(place.across, j)] : tile_scale;
+    });
+  }
+  shared.staged.Put(place, turned);
+  __syncthreads();
+  StoreTransposed<T, Tune::streams>(shape, tile_row, tile_col, shared.staged, arguments.transposed);
 }
 
 // ------------------------------------------------------------------------------------------------------------- launch
@@ -340,26 +308,41 @@ Shape ShapeOf(const Matrix& x, const void* data = nullptr, const void* transpose
   return {static_cast<int>(x.rows), static_cast<int>(x.cols), aligned};
 }
 
+// Describes boxes of a tile.
+template <typename T>
+bool DescribeTiles(CUtensorMap* map, const void* x, const Shape& shape) {
+  static const EncodeTiled encode = FindEncodeTiled();
+  constexpr CUtensorMapDataType kType =
+      sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(shape.cols), static_cast<cuuint64_t>(shape.rows)};
+  const cuuint64_t strides[] = {sizes[0] * sizeof(T)};
+  const cuuint32_t box[] = {kTile, kTile}, steps[] = {1, 1};
+  return encode != nullptr &&
+         encode(map, kType, 2, const_cast<void*>(x), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 template <typename T, typename F, typename M, typename Tune>
 Status Launch(cudaStream_t stream, const Arguments& arguments) {
-  int multiprocessors = 0;
-  if (Status s = CountMultiprocessors(&multiprocessors); !s.ok()) return s;
-  auto* kernel = QuantizeTiles<T, F, M, Tune>;
-  const size_t bytes = sizeof(Shared<T>) + (Tune::prefetches ? sizeof(Prefetched<T>) : 0);
-  for (const auto& [attribute, value] :
-       {std::pair{cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)},
-        std::pair{cudaFuncAttributePreferredSharedMemoryCarveout, 100}}) {
+  CUtensorMap map{};
+  if (arguments.shape.aligned && !DescribeTiles<T>(&map, arguments.x, arguments.shape)) {
+    return Status::Failed("cuTensorMapEncodeTiled refuses x");
+  }
+  auto* kernel = QuantizeTile<T, F, M, Tune>;
+  constexpr int kBytes = sizeof(Shared<T>);
+  for (const auto& [attribute, value] : {std::pair{cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes},
+                                         std::pair{cudaFuncAttributePreferredSharedMemoryCarveout, 100}}) {
     if (Status s = Check(cudaFuncSetAttribute(kernel, attribute, value), "cudaFuncSetAttribute"); !s.ok()) return s;
   }
   const int64_t tiles = int64_t{arguments.shape.TilesDown()} * arguments.shape.TilesAcross();
-  const int64_t most = Tune::prefetches ? int64_t{multiprocessors} * Tune::blocks : INT32_MAX;
-  kernel<<<static_cast<unsigned>(std::min(tiles, most)), kThreads, bytes, stream>>>(arguments);
+  kernel<<<static_cast<unsigned>(tiles), kThreads, kBytes, stream>>>(map, arguments);
   return Check(cudaGetLastError(), "kernel launch");
 }
 
 // How the kernels run: float32 values take twice the registers and shared memory.
 template <typename T>
-using Tuned = Tuning<sizeof(T) == 4 ? 2 : 3, true, true, true, 4>;
+using Tuned = Tuning<sizeof(T) == 4 ? 2 : 3, true, 4>;
 
 template <typename M>
 Status Select(cudaStream_t stream, const Matrix& x, Fp8 format, const Arguments& arguments) {
