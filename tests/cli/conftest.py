@@ -26,7 +26,8 @@ def _compile_once(_compiled):
         "jax_compilation_cache_dir": str(_compiled),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
-        "jax_remove_custom_partitioning_ptr_from_cache_key": True,  # te_jax says the same in words that stay
+        # An address that each process has its own of; how te_jax partitions is in the program's text as well.
+        "jax_remove_custom_partitioning_ptr_from_cache_key": True,
     }
     before = {name: getattr(jax.config, name) for name in options}
     with pytest.MonkeyPatch.context() as patch:
