@@ -103,7 +103,13 @@ class Recipe:
         )
 
     def quantization(self, role: Role) -> Quantization:
-        """How tensors of a role are quantized."""
+        """How tensors of a role are quantized.
+
+        Raises:
+          ValueError: for any other role.
+        """
+        if role not in self.scalings:
+            raise ValueError(f"role is {role!r}; it must be one of {', '.join(map(repr, self.scalings))}")
         dtype = self.gradient_dtype if role == "gradient" else self.forward_dtype
         return Quantization(np.dtype(dtype), *self.scalings[role], self.power_of_two_scales)
 

@@ -201,8 +201,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
               scale[0] = scale_b * LoadShared(of_rows + 4 * (s * 64));
               scale[1] = scale_b * LoadShared(of_rows + 4 * (s * 64 + 8));
             };
-            // Best while the product runs, but where a step has only one the assembler puts it before the product's
-            // end.
+            // Best while the product runs; of one product a step the assembler would hold the last part back for it.
             if (C::kMode == Mode::kBlock && C::kSubtiles == 1) read_scales();
             Pin(partial);
             WgmmaFence();

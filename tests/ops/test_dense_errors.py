@@ -115,6 +115,11 @@ def test_message_of_a_recipe_names_parameter_value_and_rule(kind, options, messa
         kind(**options)
 
 
+def test_roles_of_a_recipe():
+    with pytest.raises(ValueError, match="role is 'x'; it must be one of 'activation', 'kernel', 'gradient'"):
+        CURRENT.quantization("x")
+
+
 def test_errors_come_while_tracing():
     with pytest.raises(ValueError, match="40 features in"):
         jax.eval_shape(lambda x: ops.dense(x[:, :40], KERNEL[:40], recipe=CURRENT), X)
