@@ -1,11 +1,30 @@
-// Largest magnitudes: of the whole tensor, or of its rows and columns, from one read.
+// Largest magnitudes: of the whole tensor, or of its rows and columns, from one read. They are raised from zero: a
+// kernel clears them, which may still run while the next reads its first values.
 #pragma once
 
 #include <cstring>
 
+#include "common/dependent_launch.cuh"
 #include "quantize/tile.cuh"
 
 namespace te::quantize {
+
+struct Span {
+  float* values;
+  int64_t count;
+};
+
+// Sets values to zero. The next kernel may start once all before this one have ended.
+__global__ void ClearValues(Span first, Span second) {
+  WaitForPrimary();
+  LaunchDependents();
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < first.count) {
+    first.values[i] = 0.0f;
+  } else if (i - first.count < second.count) {
+    second.values[i - first.count] = 0.0f;
+  }
+}
 
 template <int kThreads, int kUnroll, int kBlocks>
 struct AmaxTuning {
@@ -54,7 +73,10 @@ __global__ void __launch_bounds__(Tune::threads, Tune::blocks)
   if (threadIdx.x < 32) {
     largest = threadIdx.x < Tune::threads / 32 ? of_warps[threadIdx.x] : 0;
     largest = __reduce_max_sync(kWholeWarp, largest);
-    if (threadIdx.x == 0) RaiseTo(amax, W::FloatBitsOf(largest));
+    if (threadIdx.x == 0) {
+      WaitForPrimary();
+      RaiseTo(amax, W::FloatBitsOf(largest));
+    }
   }
 }
 
@@ -80,6 +102,7 @@ __global__ void __launch_bounds__(kThreads, kRowAmaxBlocks<T>)
       Load<T, false>(x, shape, place, patch);
       uint32_t of_tile[W::kCount];
       ColumnMagnitudes<T>(patch, of_tile);
+      WaitForPrimary();
 #pragma unroll
       for (int w = 0; w < W::kCount; ++w) columns[w] = W::Max(columns[w], of_tile[w]);
       if (row_amax) {

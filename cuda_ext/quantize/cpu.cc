@@ -165,7 +165,9 @@ float Scale(const Copies& copies, float amax) {
 bool SetScales(const Matrix&, const Copies& copies, const TensorScaling& scaling, const Tile& tile, Scratch& scratch) {
   const float scale = Scale(copies, *scaling.amax);
   std::fill_n(scratch.row_scale, tile.rows, scale);
-  if (tile.row == 0 && tile.col == 0) *scaling.scale_inv = Quotient(1.0f, scale);
+  for (float* scale_inv : {scaling.scale_inv, scaling.transposed_scale_inv}) {
+    if (scale_inv && tile.row == 0 && tile.col == 0) *scale_inv = Quotient(1.0f, scale);
+  }
   if (scaling.own_amax) RaiseTo(*scaling.own_amax, AmaxFromBits(LargestOf(scratch.row_amax, tile.rows)));
   return true;
 }

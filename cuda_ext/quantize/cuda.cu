@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "common/copy_engine.cuh"
+#include "common/dependent_launch.cuh"
 #include "quantize/amax.cuh"
 #include "quantize/quantize.h"
 #include "quantize/tile.cuh"
@@ -48,6 +49,7 @@ struct Arguments {
   const void* x;
   Shape shape;
   bool power_of_two_scales;
+  bool after_clear;  // own_amax may still be being cleared; whatever came before that has ended
   uint8_t* data;
   uint8_t* transposed;
   float* column_sums;
@@ -184,6 +186,7 @@ __global__ void __launch_bounds__(kThreads, Tune::blocks)
   const Shape shape = arguments.shape;
   int tile_row, tile_col;
   FindTile<Tune::height>(shape, gridDim.x - 1 - blockIdx.x, &tile_row, &tile_col);
+  if (!arguments.after_clear) WaitForPrimary();
   if (shape.aligned && threadIdx.x == 0) FetchTile<T>(map, tile_row, tile_col, shared);
 
   // What else is read, while the tile is on its way.
@@ -191,7 +194,12 @@ __global__ void __launch_bounds__(kThreads, Tune::blocks)
   uint32_t seen = kQuietNaN;  // of largest magnitudes: only a larger one needs an atomic operation
   if constexpr (M::scales == Scales::kTensor) {
     tile_scale = ScaleOf<F>(*arguments.tensor.amax, arguments.power_of_two_scales);
-    if (blockIdx.x == 0 && threadIdx.x == 0) *arguments.tensor.scale_inv = Quotient(1.0f, tile_scale);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      const float scale_inv = Quotient(1.0f, tile_scale);
+      if (arguments.tensor.scale_inv) *arguments.tensor.scale_inv = scale_inv;
+      if (arguments.tensor.transposed_scale_inv) *arguments.tensor.transposed_scale_inv = scale_inv;
+    }
+    if (arguments.after_clear) WaitForPrimary();
     if (arguments.tensor.own_amax) seen = *reinterpret_cast<volatile const uint32_t*>(arguments.tensor.own_amax);
   }
   if constexpr (M::scales == Scales::kRows) {
@@ -336,8 +344,8 @@ Status Launch(cudaStream_t stream, const Arguments& arguments) {
     if (Status s = Check(cudaFuncSetAttribute(kernel, attribute, value), "cudaFuncSetAttribute"); !s.ok()) return s;
   }
   const int64_t tiles = int64_t{arguments.shape.TilesDown()} * arguments.shape.TilesAcross();
-  kernel<<<static_cast<unsigned>(tiles), kThreads, kBytes, stream>>>(map, arguments);
-  return Check(cudaGetLastError(), "kernel launch");
+  return Check(LaunchDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, map, arguments),
+               "kernel launch");
 }
 
 // How the kernels run: float32 values take twice the registers and shared memory.
@@ -373,9 +381,9 @@ Status LaunchAmaxOfTensor(cudaStream_t stream, const Matrix& x, int multiprocess
   const int64_t count = x.rows * x.cols;
   const int64_t chunk = int64_t{Tune::threads} * Tune::unroll * kPer16Bytes<T>;
   const int64_t blocks = std::min((count + chunk - 1) / chunk, int64_t{multiprocessors} * Tune::blocks);
-  AmaxOfValues<T, Tune><<<static_cast<unsigned>(blocks), Tune::threads, 0, stream>>>(
-      static_cast<const T*>(x.data), count, OnSixteenBytes(x.data), amax);
-  return Check(cudaGetLastError(), "kernel launch");
+  return Check(LaunchDependent(AmaxOfValues<T, Tune>, static_cast<unsigned>(blocks), Tune::threads, 0, stream,
+                               static_cast<const T*>(x.data), count, OnSixteenBytes(x.data), amax),
+               "kernel launch");
 }
 
 template <typename T>
@@ -384,14 +392,19 @@ Status LaunchAmaxOfRows(cudaStream_t stream, const Matrix& x, int multiprocessor
   const int64_t strips =
       int64_t{(shape.TilesDown() + kTilesPerColumnStrip - 1) / kTilesPerColumnStrip} * shape.TilesAcross();
   const int64_t blocks = std::min<int64_t>(strips, int64_t{multiprocessors} * kRowAmaxBlocks<T>);
-  AmaxOfRowsAndColumns<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(static_cast<const T*>(x.data), shape,
-                                                                                  row_amax, col_amax);
-  return Check(cudaGetLastError(), "kernel launch");
+  return Check(LaunchDependent(AmaxOfRowsAndColumns<T>, static_cast<unsigned>(blocks), kThreads, 0, stream,
+                               static_cast<const T*>(x.data), shape, row_amax, col_amax),
+               "kernel launch");
 }
 
-Status SetZero(cudaStream_t stream, float* values, int64_t count) {
-  if (!values) return Status::Ok();
-  return Check(cudaMemsetAsync(values, 0, count * sizeof(float), stream), "cudaMemsetAsync");
+// Either may be null.
+Status Clear(cudaStream_t stream, Span first, Span second = {}) {
+  if (!first.values) first.count = 0;
+  if (!second.values) second.count = 0;
+  constexpr int kClearThreads = 256;
+  const int64_t blocks = (first.count + second.count + kClearThreads - 1) / kClearThreads;
+  return Check(LaunchDependent(ClearValues, static_cast<unsigned>(blocks), kClearThreads, 0, stream, first, second),
+               "kernel launch");
 }
 
 }  // namespace
@@ -399,7 +412,7 @@ Status SetZero(cudaStream_t stream, float* values, int64_t count) {
 Status AmaxOfTensor(const Executor& executor, const Matrix& x, float* amax) {
   int multiprocessors = 0;
   if (Status s = CountMultiprocessors(&multiprocessors); !s.ok()) return s;
-  if (Status s = SetZero(executor.stream, amax, 1); !s.ok()) return s;
+  if (Status s = Clear(executor.stream, {amax, 1}); !s.ok()) return s;
   auto* launch = x.dtype == DType::kFloat32    ? LaunchAmaxOfTensor<float>
                  : x.dtype == DType::kBFloat16 ? LaunchAmaxOfTensor<__nv_bfloat16>
                                                : LaunchAmaxOfTensor<__half>;
@@ -410,8 +423,7 @@ Status AmaxOfRows(const Executor& executor, const Matrix& x, float* row_amax, fl
   int multiprocessors = 0;
   if (Status s = CountMultiprocessors(&multiprocessors); !s.ok()) return s;
   if (Status s = CheckSize(x); !s.ok()) return s;
-  if (Status s = SetZero(executor.stream, row_amax, x.rows); !s.ok()) return s;
-  if (Status s = SetZero(executor.stream, col_amax, x.cols); !s.ok()) return s;
+  if (Status s = Clear(executor.stream, {row_amax, x.rows}, {col_amax, x.cols}); !s.ok()) return s;
   auto* launch = x.dtype == DType::kFloat32    ? LaunchAmaxOfRows<float>
                  : x.dtype == DType::kBFloat16 ? LaunchAmaxOfRows<__nv_bfloat16>
                                                : LaunchAmaxOfRows<__half>;
@@ -419,9 +431,12 @@ Status AmaxOfRows(const Executor& executor, const Matrix& x, float* row_amax, fl
 }
 
 Status QuantizeTensor(const Executor& executor, const Matrix& x, const Copies& copies, const TensorScaling& scaling) {
-  if (Status s = SetZero(executor.stream, scaling.own_amax, 1); !s.ok()) return s;
   if (Status s = CheckSize(x); !s.ok()) return s;
   Arguments arguments = ArgumentsOf(x, copies);
+  arguments.after_clear = scaling.own_amax != nullptr;
+  if (arguments.after_clear) {
+    if (Status s = Clear(executor.stream, {scaling.own_amax, 1}); !s.ok()) return s;
+  }
   arguments.tensor = scaling;
   return Select<Mode<Scales::kTensor>>(executor.stream, x, copies.format, arguments);
 }

@@ -118,15 +118,17 @@ ffi::Error HandleAmaxRows(PlatformValue platform, AnyBuffer x, Result row_amax, 
 }
 
 ffi::Error HandleTensor(PlatformValue platform, AnyBuffer x, AnyBuffer amax, Result data, Result transposed,
-                        Result scale_inv, Result own_amax, Result column_sums, int64_t row_ndim, int64_t batch_ndim,
-                        bool power_of_two_scales) {
+                        Result scale_inv, Result transposed_scale_inv, Result own_amax, Result column_sums,
+                        int64_t row_ndim, int64_t batch_ndim, bool power_of_two_scales) {
   Decoder decoder("te_quantize_tensor", x, row_ndim, batch_ndim);
   const Copies copies = decoder.CopiesTo(*data, *transposed, *column_sums, power_of_two_scales);
-  const TensorScaling scaling{decoder.Floats("amax", amax, 1), decoder.Floats("scale_inv", *scale_inv, 1),
+  const TensorScaling scaling{decoder.Floats("amax", amax, 1), decoder.Floats("scale_inv", *scale_inv, 1, !copies.data),
+                              decoder.Floats("transposed_scale_inv", *transposed_scale_inv, 1, !copies.transposed),
                               decoder.Floats("amax_out", *own_amax, 1, true)};
   return decoder.ForEachExample([&](const Matrix& x, int64_t i) {
     return QuantizeTensor(MakeExecutor(platform), x, decoder.Of(copies, i),
-                          {scaling.amax + i, scaling.scale_inv + i, decoder.Of(scaling.own_amax, i, 1)});
+                          {scaling.amax + i, decoder.Of(scaling.scale_inv, i, 1),
+                           decoder.Of(scaling.transposed_scale_inv, i, 1), decoder.Of(scaling.own_amax, i, 1)});
   });
 }
 
@@ -195,6 +197,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_tensor, te::quantize::HandleTensor,
                                   .Ret<xla::ffi::AnyBuffer>()  // data
                                   .Ret<xla::ffi::AnyBuffer>()  // transposed
                                   .Ret<xla::ffi::AnyBuffer>()  // scale_inv
+                                  .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
                                   .Ret<xla::ffi::AnyBuffer>()  // amax_out
                                   .Ret<xla::ffi::AnyBuffer>()  // dbias_partial
                                   .Attr<int64_t>("row_ndim")

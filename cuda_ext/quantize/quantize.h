@@ -35,11 +35,12 @@ struct Copies {
   float* column_sums;   // [ceil(rows / 128), cols]: sums of x over 128 rows each, or null
 };
 
-// One scale. It follows from `amax`; larger values saturate.
+// One scale. It follows from `amax`; larger values saturate. What belongs to an absent copy is null.
 struct TensorScaling {
   const float* amax;  // of the whole tensor now, or of earlier ones
   float* scale_inv;
-  float* own_amax;  // of x itself, or null
+  float* transposed_scale_inv;  // the same
+  float* own_amax;              // of x itself, or null
 };
 
 // A scale for each row of data and for each row of transposed. What belongs to an absent copy is null.

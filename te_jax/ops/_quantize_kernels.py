@@ -99,12 +99,20 @@ def _tensor_scaled(x: Array, amax: Array | None, request: Request):
     call = _Caller(request, x.ndim)
     own_amax = None if amax is not None else _amax_of_tensor(x, request)
     seen_amax = call.amax if request.with_amax and own_amax is None else None
-    data, transposed, scale_inv, seen_amax, dbias = call(
+    # An inverse for each copy: if both were one array, XLA would copy it where a program returns both.
+    data, transposed, scale_inv, transposed_scale_inv, seen_amax, dbias = call(
         "te_quantize_tensor",
         [(call.x, x), ((), own_amax if amax is None else amax)],
-        [call.data, call.transposed, _Result((), amax=1), seen_amax, call.dbias],
+        [
+            call.data,
+            call.transposed,
+            call.data and _Result((), amax=1),
+            call.transposed and _Result((), amax=1),
+            seen_amax,
+            call.dbias,
+        ],
     )
-    return (data, scale_inv, transposed, scale_inv), seen_amax if own_amax is None else own_amax, dbias
+    return (data, scale_inv, transposed, transposed_scale_inv), seen_amax if own_amax is None else own_amax, dbias
 
 
 def _amax_of_tensor(x: Array, request: Request) -> Array:

@@ -1,6 +1,7 @@
 """FP8 copies, scales, largest magnitudes and dbias, bit for bit against NumPy, over shapes, dtypes and scalings."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -210,6 +211,17 @@ def test_results_on_request(implementation, rng):
     assert dbias.shape == (256,)
     _, amax = call(with_amax=True, amax=jnp.float32(1.0))
     assert_bits(amax, expected.amax)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_program_that_returns_the_results_copies_none(pair, native_kernels, rng):
+    """XLA would, where two of them were one array."""
+    x = random_case(rng, (128, 256), "bfloat16")
+    quantization = quantization_of(pair)
+    run = jax.jit(lambda x: ops.quantize(x, quantization, with_amax=True, implementation="native"))
+    text = run.lower(x).compile().as_text()
+    assert "custom-call" in text
+    assert not re.findall(r"= \S+ copy\(.*", text)
 
 
 @pytest.mark.parametrize("pair", ["tensor", "row", "1x128 and square"])

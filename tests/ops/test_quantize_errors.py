@@ -91,6 +91,7 @@ def test_handlers_refuse(target, operands, results, attributes, message, native_
         ({"transposed": ((8, 4), jnp.float8_e5m2)}, "transposed is F8E5M2[8,4]; it must be of type F8E4M3FN"),
         ({"data": ((0,), F32), "transposed": ((0,), F32)}, "data is F32[0]; it must be there where transposed is"),
         ({"scale_inv": ((4,), F32)}, "scale_inv is F32[4]; it must have 1 elements"),
+        ({"transposed_scale_inv": ((0,), F32)}, "transposed_scale_inv is F32[0]; it must have 1 elements"),
         ({"dbias_partial": ((4, 8), F32)}, "dbias_partial is F32[4,8]; it must have 8 elements"),
     ],
 )
@@ -99,6 +100,7 @@ def test_quantizing_handler_refuses(changed, message, native_kernels):
         "data": ((4, 8), FP8),
         "transposed": ((8, 4), FP8),
         "scale_inv": ((), F32),
+        "transposed_scale_inv": ((), F32),
         "amax_out": ((0,), F32),
         "dbias_partial": ((0,), F32),
     } | changed
