@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
+from jax import Array
 
 from te_jax import native, ops
 from te_jax.quantized import QuantizedArray
@@ -78,9 +78,6 @@ def _quantized(how: Requantize, kernel: Array) -> QuantizedArray:
 
     def quantize(kernel: Array) -> QuantizedArray:
         amax = jnp.max(jnp.abs(kernel), initial=0).astype(jnp.float32) if quantization.scaling == "tensor" else None
-        if not native.use_native(how.implementation):
-            # For a GPU XLA leaves out roundings to 16 bits: these would be codes of other values than the kernel's.
-            kernel = lax.optimization_barrier(kernel)
         return ops.quantize(kernel, quantization, row_ndim=how.row_ndim, amax=amax, implementation=how.implementation)
 
     for _ in range(how.stacked_ndim):

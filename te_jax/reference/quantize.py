@@ -41,6 +41,9 @@ def quantize(
     """Definition of `te_jax.ops.quantize`; see there for the arguments."""
     rows, cols = tuple(range(row_ndim)), tuple(range(row_ndim, x.ndim))
     row_axes, col_axes = mesh_axes(axis_name)
+    if x.dtype != jnp.float32:
+        # Without it XLA may quantize what x was before it was rounded to its dtype.
+        x = lax.optimization_barrier(x)
     wide = x.astype(jnp.float32)
     own_amax = None
     if with_amax or (amax is None and "tensor" in scalings_of(quantization, copies)):
