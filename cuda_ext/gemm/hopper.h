@@ -14,7 +14,7 @@ enum class Scaling { kTensor, kRow, kBlock };
 
 // d[m, n] = Σ_k a[m, k] b[n, k] · scales, + bias[n], + d[m, n] where accumulate. All matrices are row-major, so the
 // summed dimension is contiguous in both operands, as FP8 tensor cores need it. Pointers are aligned to 16 bytes, k is
-// a multiple of 16, and n of 8.
+// a multiple of 16, n of 8, and with kBlock m of 4.
 struct Problem {
   int64_t m, n, k;
   const void* a;

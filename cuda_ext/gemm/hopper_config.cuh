@@ -36,14 +36,13 @@ struct Config {
   static constexpr int kBytesA = kBM * kBK, kBytesB = kBN * kBK, kBytesBox = 16 * 128;
   static constexpr int kBytesStaging = kMathWarps * kStagedBoxes * kBytesBox;
   static constexpr int kBytesZeros = kMode == Mode::kFast ? 0 : 1024;
-  // Of a step, the scales of its rows, in two halves, and that of all columns. The copy engine traps where a box begins
-  // with anything but a multiple of 16 bytes, so the first one wanted is one of the first four; in shared memory a box
+  // Of a step, the scales of its rows, and four, of which one is that of all columns: the copy engine traps where a box
+  // begins with anything but a multiple of 16 bytes. Rows come in multiples of four (hopper.h). In shared memory a box
   // begins at 128 bytes.
-  static constexpr int kBoxScalesA = kBM / 2 + 4, kBoxScalesB = 4;
-  static constexpr int kBytesRowScales = 4 * kBM + 128;
+  static constexpr int kBoxScalesA = kBM, kBoxScalesB = 4;
+  static constexpr int kBytesRowScales = 4 * kBM;
   static constexpr int kBytesScales = kMode == Mode::kBlock ? kBytesRowScales + 128 : 0;
-  static constexpr int kBytesLoaded =
-      kBytesA + kBytesB + (kMode == Mode::kBlock ? 4 * (2 * kBoxScalesA + kBoxScalesB) : 0);
+  static constexpr int kBytesLoaded = kBytesA + kBytesB + (kMode == Mode::kBlock ? 4 * (kBoxScalesA + kBoxScalesB) : 0);
   static constexpr int kBytes = 1024 + kStages * (kBytesA + kBytesB + kBytesScales) + kBytesStaging + kBytesZeros +
                                 2 * kStages * static_cast<int>(sizeof(uint64_t));
   static_assert(kBytes <= 227 * 1024);

@@ -125,10 +125,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
           LoadBox(to_b, &arguments.b, step * C::kBK, n0, barrier);
           if constexpr (C::kMode == Mode::kBlock) {
             const uint32_t to = scales + ring.stage * C::kBytesScales;
-            const int of_rows = (step * rows + m0) & ~3, of_columns = (first_column_scale + step) & ~3;
-            LoadBox(to, &arguments.a_scales, of_rows, 0, barrier);
-            LoadBox(to + 4 * (C::kBM / 2), &arguments.a_scales, of_rows + C::kBM / 2, 0, barrier);
-            LoadBox(to + C::kBytesRowScales, &arguments.b_scales, of_columns, 0, barrier);
+            LoadBox(to, &arguments.a_scales, step * rows + m0, 0, barrier);
+            LoadBox(to + C::kBytesRowScales, &arguments.b_scales, (first_column_scale + step) & ~3, 0, barrier);
           }
         }
       }
@@ -188,10 +186,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         bool ready = BarrierTest(full + 8 * ring.stage, ring.parity);
         for (int step = 0; step < steps; ++step) {
           if (!ready) BarrierWait(full + 8 * ring.stage, ring.parity);
-          // Of the first four in a box, the one wanted.
-          const uint32_t behind = ring.stage * C::kBytesScales;
-          const uint32_t of_rows = scales_of_rows + behind + 4 * ((step * rows) & 3);
-          const uint32_t of_columns = scale_of_columns + behind + 4 * ((first_column_scale + step) & 3);
+          const uint32_t of_rows = scales_of_rows + ring.stage * C::kBytesScales;
+          const uint32_t of_columns =
+              scale_of_columns + ring.stage * C::kBytesScales + 4 * ((first_column_scale + step) & 3);
           float partial[C::kBN / 2];
 #pragma unroll
           for (int s = 0; s < C::kSubtiles; ++s) {
