@@ -2,11 +2,11 @@
 #pragma once
 
 #include <algorithm>
-#include <mutex>
 #include <string>
 #include <type_traits>
 
 #include "common/copy_engine.cuh"
+#include "common/once_per_device.h"
 #include "gemm/hopper.h"
 #include "gemm/hopper_kernel.cuh"
 
@@ -105,12 +105,9 @@ Status Launch(cudaStream_t stream, const Problem& problem, const Device& device)
     }
   }
 
-  constexpr int kMaxDevices = 64;
-  static std::once_flag prepared[kMaxDevices];
-  cudaError_t error = cudaSuccess;
-  std::call_once(prepared[device.ordinal % kMaxDevices], [&error] {
-    error = cudaFuncSetAttribute(Multiply<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes);
-  });
+  static OncePerDevice attributes;
+  cudaError_t error = attributes.Run(
+      [] { return cudaFuncSetAttribute(Multiply<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes); });
   if (error != cudaSuccess) return Failed("cudaFuncSetAttribute", error);
 
   const int clusters = static_cast<int>(std::min<int64_t>(ClusterTiles<C>(problem), device.clusters));

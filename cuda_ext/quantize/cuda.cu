@@ -12,10 +12,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
-#include <utility>
 
 #include "common/copy_engine.cuh"
+#include "common/cuda_status.h"
 #include "common/dependent_launch.cuh"
+#include "common/once_per_device.h"
 #include "quantize/amax.cuh"
 #include "quantize/quantize.h"
 #include "quantize/tile.cuh"
@@ -289,11 +290,6 @@ __global__ void __launch_bounds__(kThreads, Tune::blocks)
 
 // ------------------------------------------------------------------------------------------------------------- launch
 
-Status Check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status::Ok();
-  return Status::Failed(std::string(what) + ": " + cudaGetErrorString(error));
-}
-
 // Indices of rows, columns and tiles are 32-bit integers.
 Status CheckSize(const Matrix& x) {
   const int64_t down = (x.rows + kTile - 1) / kTile, across = (x.cols + kTile - 1) / kTile;
@@ -339,10 +335,13 @@ Status Launch(cudaStream_t stream, const Arguments& arguments) {
   }
   auto* kernel = QuantizeTile<T, F, M, Tune>;
   constexpr int kBytes = sizeof(Shared<T>);
-  for (const auto& [attribute, value] : {std::pair{cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes},
-                                         std::pair{cudaFuncAttributePreferredSharedMemoryCarveout, 100}}) {
-    if (Status s = Check(cudaFuncSetAttribute(kernel, attribute, value), "cudaFuncSetAttribute"); !s.ok()) return s;
-  }
+  static OncePerDevice attributes;
+  const cudaError_t error = attributes.Run([kernel] {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  });
+  if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
   const int64_t tiles = int64_t{arguments.shape.TilesDown()} * arguments.shape.TilesAcross();
   return Check(LaunchDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, map, arguments),
                "kernel launch");
