@@ -4,12 +4,14 @@ How a time is taken. All candidates of a case run in one process on the same val
 back to back that it lasts about `Timing.sample_seconds`, blocks once at its end, and divides: dispatch hides behind
 execution, and what remains is the device's time. Candidates take their samples in rounds, each in an order of
 its own: clocks and temperatures drift alike for all, and nobody always finds the clocks that the same other one leaves.
-Where calls could run at the same time (the CPU backend runs independent computations concurrently) every call is waited
-for.
+A first round is not recorded, and Python collects no garbage meanwhile. Where calls could run at the same time (the CPU
+backend runs independent computations concurrently) every call is waited for.
 """
 
+import contextlib
 import dataclasses
 import datetime
+import gc
 import importlib.metadata
 import json
 import math
@@ -18,7 +20,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -156,16 +158,32 @@ def measure(
             seconds[candidate.name] = []
         except Exception as error:  # a peer that cannot run this case must not cost the others theirs
             failed[candidate.name] = reason_of(error)
-    for turn in range(timing.samples):
-        for candidate in random.Random(turn).sample(candidates, len(candidates)):
-            if candidate.name in failed:
-                continue
-            try:
-                seconds[candidate.name].append(_sample(candidate, calls[candidate.name], pipelined))
-            except Exception as error:
-                failed[candidate.name] = reason_of(error)
-                del seconds[candidate.name]
+    with _no_garbage_collection():
+        for turn in range(-1, timing.samples):
+            for candidate in random.Random(turn).sample(candidates, len(candidates)):
+                if candidate.name in failed:
+                    continue
+                try:
+                    sample = _sample(candidate, calls[candidate.name], pipelined)
+                except Exception as error:
+                    failed[candidate.name] = reason_of(error)
+                    del seconds[candidate.name]
+                else:
+                    if turn >= 0:
+                        seconds[candidate.name].append(sample)
     return seconds, failed
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def spread_of(seconds: Sequence[float]) -> dict[str, float]:

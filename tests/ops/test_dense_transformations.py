@@ -321,7 +321,9 @@ def two_layer_case(rng):
 def test_policies_recompute_what_they_say(policy, two_layer_case):
     remat = functools.partial(two_layers, policy=policy)
     assert count(jax.grad(remat, argnums=(0, 1)), *two_layer_case) == EXPECTED[policy]
-    plain, again = (jax.jit(jax.grad(f, argnums=(0, 1)))(*two_layer_case) for f in (two_layers, remat))
+    # Otherwise XLA may leave out a rounding to bfloat16 in one program that the other keeps.
+    run = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+    plain, again = (run(jax.grad(f, argnums=(0, 1)))(*two_layer_case) for f in (two_layers, remat))
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         assert_close(other, one)
 
