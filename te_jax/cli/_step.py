@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from te_jax import optim
 from te_jax.cli.errors import UserError
-from te_jax.models import TensorParallel, decoder, parallel_apply, parallel_loss, param_specs
+from te_jax.models import DecoderConfig, TensorParallel, decoder, parallel_apply, parallel_loss, param_specs
 from te_jax.parallel.collective_matmul import TransportName
 
 __all__ = [
@@ -72,7 +72,7 @@ class Placement(NamedTuple):
         assert isinstance(self.state.mesh, Mesh)
         return self.state.mesh
 
-    def of_state(self, state: TrainState, config: decoder.DecoderConfig) -> Any:
+    def of_state(self, state: TrainState, config: DecoderConfig) -> Any:
         """Shardings of the leaves of a state.
 
         Args:
@@ -230,7 +230,7 @@ def _converted(kind: type, convert: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def te_jax_loss(
-    config: decoder.DecoderConfig, implementation: Literal["native", "reference"], placement: Placement | None = None
+    config: DecoderConfig, implementation: Literal["native", "reference"], placement: Placement | None = None
 ) -> LossFunction:
     """The decoder with te_jax's fused cross-entropy and, where its recipe says so, projections in FP8."""
     if placement is not None and placement.parallel is not None:
@@ -243,7 +243,7 @@ def te_jax_loss(
     return loss
 
 
-def optax_loss(config: decoder.DecoderConfig, placement: Placement | None = None) -> LossFunction:
+def optax_loss(config: DecoderConfig, placement: Placement | None = None) -> LossFunction:
     """The same decoder with the plain cross-entropy of optax: the twin that `--compare` trains beside no recipe."""
     split = None
     if placement is not None and placement.parallel is not None:
@@ -257,7 +257,7 @@ def optax_loss(config: decoder.DecoderConfig, placement: Placement | None = None
 
 
 def build_learner(
-    config: decoder.DecoderConfig, loss: LossFunction, optimizer: optax.GradientTransformation, placement: Placement
+    config: DecoderConfig, loss: LossFunction, optimizer: optax.GradientTransformation, placement: Placement
 ) -> Learner:
     """Puts a loss, an optimizer and a placement together.
 

@@ -14,7 +14,6 @@ Inside `shard_map`, `apply` and `loss` take `parallel`, and run on a part of eve
 """
 
 import dataclasses
-import math
 from typing import Any, Literal, Protocol
 
 import jax
@@ -23,12 +22,12 @@ from jax import lax
 
 from te_jax import ops
 from te_jax.models import tensor_parallel
+from te_jax.models.config import DecoderConfig
 from te_jax.models.tensor_parallel import TensorParallel
-from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
+from te_jax.recipe import DelayedScaling, DelayedScalingState
 
-__all__ = ["PRESETS", "DecoderConfig", "apply", "init", "init_scaling_state", "loss"]
+__all__ = ["apply", "init", "init_scaling_state", "loss"]
 
-_DTYPES = ("float32", "bfloat16")
 _PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 
 Implementation = Literal["native", "reference"]
@@ -47,101 +46,6 @@ class Projections(Protocol):
     def to_stream(self, x: jax.Array, name: str) -> jax.Array:
         """[batch, time, N] times a kernel [N, D]: what is added to the residual stream."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """The shape of a decoder. Frozen and hashable, so that it can be a static argument of `jax.jit`.
-
-    Args:
-      vocab_size: number of tokens V.
-      num_layers: number of blocks L.
-      hidden_size: width of the residual stream D.
-      num_heads: query heads H; a multiple of `num_kv_heads`.
-      num_kv_heads: key and value heads K, each shared by H / K query heads.
-      head_dim: width of one head; even, because rotary positions turn pairs.
-      mlp_size: width F between the gated projections.
-      rope_theta: base of the rotary wavelengths; position angles are t · rope_theta^(-2i / head_dim).
-      norm_eps: added to the mean square in RMSNorm.
-      dtype: "float32" or "bfloat16": what activations and projections are computed in. Parameters are always float32;
-        norms, rotations and the softmax of attention are computed in float32.
-      remat: recompute each block in the backward pass and keep only its input: memory for about a third more FLOPs.
-      recipe: how the projections of attention and MLP are quantized to FP8 (`te_jax.recipe`), whose sizes must then be
-        multiples of 16; None computes them in `dtype`. Kernels are quantized from float32.
-
-    Raises:
-      ValueError: a size is below 1, heads do not divide, a name is unknown, or `recipe` is no recipe.
-    """
-
-    vocab_size: int
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_size: int
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    dtype: str = "float32"
-    remat: bool = False
-    recipe: Recipe | None = None
-
-    def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: it needs to be a whole number of at least 1")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}: every key head serves the "
-                f"same number of query heads; choose a num_kv_heads that divides {self.num_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}: rotary positions turn pairs; choose an even number")
-        for name in ("rope_theta", "norm_eps"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value!r}: it needs to be a finite number above 0")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(_DTYPES)}")
-        if self.recipe is not None and not isinstance(self.recipe, Recipe):
-            raise ValueError(
-                f"recipe is {self.recipe!r}: it needs to be a Recipe, such as te_jax.recipe.CurrentScaling(), or None"
-            )
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of float32 parameters that `init` makes."""
-        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
-        block = attention + 3 * self.hidden_size * self.mlp_size + 2 * self.hidden_size
-        return 2 * self.vocab_size * self.hidden_size + self.num_layers * block + self.hidden_size
-
-
-PRESETS: dict[str, DecoderConfig] = {
-    "nano": DecoderConfig(
-        vocab_size=256, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_size=96
-    ),
-    "tiny": DecoderConfig(
-        vocab_size=256, num_layers=4, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_size=384
-    ),
-    "small": DecoderConfig(
-        vocab_size=256, num_layers=12, hidden_size=768, num_heads=12, num_kv_heads=4, head_dim=64, mlp_size=2048
-    ),
-    "8b": DecoderConfig(
-        vocab_size=128_256,
-        num_layers=32,
-        hidden_size=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        mlp_size=14_336,
-        rope_theta=500_000.0,
-        dtype="bfloat16",
-        remat=True,
-    ),
-}
-"""Named shapes. `nano` is for tests, `tiny` trains in about a minute on two CPU cores, `small` is for one GPU (all
-three read bytes: 256 tokens), and `8b` is Llama 3 8B."""
 
 
 def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from te_jax.models import decoder
-from te_jax.models.decoder import DecoderConfig, Implementation
+from te_jax.models.config import DecoderConfig
+from te_jax.models.decoder import Implementation
 from te_jax.models.tensor_parallel import TensorParallel, param_specs
 from te_jax.recipe import DelayedScalingState
 

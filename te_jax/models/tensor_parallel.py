@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,10 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from te_jax import native, ops
+from te_jax.models.config import DecoderConfig
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
 from te_jax.parallel.collective_matmul import Residual, TransportName
 from te_jax.recipe import DelayedScalingState
-
-if TYPE_CHECKING:
-    from te_jax.models.decoder import DecoderConfig
 
 __all__ = ["TensorParallel", "param_specs"]
 
