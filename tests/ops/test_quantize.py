@@ -213,6 +213,26 @@ def test_results_on_request(implementation, rng):
     assert_bits(amax, expected.amax)
 
 
+@pytest.mark.parametrize("amax", [None, 3.0])
+def test_largest_magnitude_does_not_depend_on_what_its_memory_held(amax, native_kernels, rng):
+    x = random_case(rng, (256, 384), "bfloat16")
+    expected = oracle(x, quantization_of("tensor"), amax=amax)
+
+    def run(x, poison):  # which the result takes the place of
+        x = jnp.where(poison > 0, x, 0)
+        given = None if amax is None else jnp.float32(amax)
+        return ops.quantize(x, quantization_of("tensor"), amax=given, with_amax=True, implementation="native")
+
+    run = jax.jit(run, donate_argnums=1)
+    for poison in (1e30, np.nan, 1e-30):
+        quantized, own_amax = run(x, jnp.float32(poison))
+        if poison > 0:
+            assert_bits(own_amax, expected.amax)
+            assert_quantized(quantized, expected)
+        else:
+            assert own_amax == 0
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_program_that_returns_the_results_copies_none(pair, native_kernels, rng):
     """XLA would, where two of them were one array."""
