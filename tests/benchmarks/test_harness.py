@@ -1,5 +1,6 @@
 """The harness: turns, failures, derived figures and result files. Nothing here depends on how long anything takes."""
 
+import gc
 import itertools
 import json
 
@@ -65,8 +66,27 @@ def test_a_sample_waits_once_or_after_every_call(pipelined):
         most_calls=4,
     )
     harness.measure([counted], Timing(samples=1, sample_seconds=1.0), pipelined=pipelined)
-    # Each call returns its index: one call to warm up, a sample of one, then two of four, the most allowed.
-    assert waits == ([0, 0, 3, 3] if pipelined else [0, 0, 0, 0, 1, 2, 3, 3, 0, 1, 2, 3, 3])
+    # Each call returns its index: one call to warm up, a sample of one, then samples of four, the most allowed: to find
+    # how many it takes, in the round that is not recorded, and in the one that is.
+    assert waits == [0, 0, *([] if pipelined else [0]), *([3] if pipelined else [0, 1, 2, 3, 3]) * 3]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_between_samples(enabled):
+    seen = []
+
+    def wait(_):
+        seen.append(gc.isenabled())
+
+    plain = Candidate(name="a", call=lambda: None, arguments=lambda calls: [()] * calls, wait=wait, most_calls=1)
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        harness.measure([plain], Timing(samples=2, sample_seconds=1e-9), pipelined=True)
+        assert seen == [enabled] * 3 + [False] * 3
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_consumed_arguments_are_fresh_for_every_call():
