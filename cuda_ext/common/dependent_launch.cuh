@@ -3,7 +3,7 @@
 //
 // A kernel launched like this must run WaitForPrimary in every block, before it reads what the primary wrote or writes
 // what the primary reads. The same goes for all that came before the primary, unless the primary ran WaitForPrimary
-// before LaunchDependents.
+// before ReleaseDependents.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,14 +13,14 @@
 namespace te {
 
 // Lets the next kernel on the stream start once all blocks have said so or ended, if it was launched to do so.
-__device__ __forceinline__ void LaunchDependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void ReleaseDependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // Waits until the primary has ended and what it wrote can be read. Nothing to wait for: no effect.
 __device__ __forceinline__ void WaitForPrimary() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 template <typename... Parameters, typename... Values>
-cudaError_t LaunchDependent(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, size_t shared_bytes,
-                            cudaStream_t stream, const Values&... values) {
+cudaError_t LaunchAsDependent(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, size_t shared_bytes,
+                              cudaStream_t stream, const Values&... values) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

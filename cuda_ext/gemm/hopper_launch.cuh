@@ -2,10 +2,10 @@
 #pragma once
 
 #include <algorithm>
-#include <string>
 #include <type_traits>
 
 #include "common/copy_engine.cuh"
+#include "common/cuda_status.h"
 #include "common/once_per_device.h"
 #include "gemm/hopper.h"
 #include "gemm/hopper_kernel.cuh"
@@ -81,10 +81,6 @@ double Cycles(const Problem& problem, int clusters) {
   return rounds * (CeilDiv(problem.k, C::kBK) * C::kStepCycles + C::kTileCycles);
 }
 
-inline Status Failed(const char* what, cudaError_t error) {
-  return Status::Failed(std::string(what) + ": " + cudaGetErrorString(error));
-}
-
 template <typename C>
 Status Launch(cudaStream_t stream, const Problem& problem, const Device& device) {
   Arguments arguments;
@@ -106,21 +102,20 @@ Status Launch(cudaStream_t stream, const Problem& problem, const Device& device)
   }
 
   static OncePerDevice attributes;
-  cudaError_t error = attributes.Run(
+  const cudaError_t error = attributes.Run(
       [] { return cudaFuncSetAttribute(Multiply<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes); });
-  if (error != cudaSuccess) return Failed("cudaFuncSetAttribute", error);
+  if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
 
   const int clusters = static_cast<int>(std::min<int64_t>(ClusterTiles<C>(problem), device.clusters));
   Multiply<C><<<2 * clusters, C::kThreads, C::kBytes, stream>>>(arguments);
-  error = cudaGetLastError();
-  return error == cudaSuccess ? Status::Ok() : Failed("launch", error);
+  return Check(cudaGetLastError(), "kernel launch");
 }
 
 // The configuration of fewest cycles.
 template <typename First, typename Second>
 Status LaunchBest(cudaStream_t stream, const Problem& problem) {
   Device device;
-  if (const cudaError_t error = CurrentDevice(&device); error != cudaSuccess) return Failed("cudaGetDevice", error);
+  if (Status s = Check(CurrentDevice(&device), "cudaGetDevice"); !s.ok()) return s;
   if (Cycles<Second>(problem, device.clusters) < Cycles<First>(problem, device.clusters)) {
     return Launch<Second>(stream, problem, device);
   }

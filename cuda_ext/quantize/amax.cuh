@@ -17,7 +17,7 @@ struct Span {
 // Sets values to zero. The next kernel may start once all before this one have ended.
 __global__ void ClearValues(Span first, Span second) {
   WaitForPrimary();
-  LaunchDependents();
+  ReleaseDependents();
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < first.count) {
     first.values[i] = 0.0f;

@@ -343,7 +343,7 @@ Status Launch(cudaStream_t stream, const Arguments& arguments) {
   });
   if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
   const int64_t tiles = int64_t{arguments.shape.TilesDown()} * arguments.shape.TilesAcross();
-  return Check(LaunchDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, map, arguments),
+  return Check(LaunchAsDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, map, arguments),
                "kernel launch");
 }
 
@@ -380,8 +380,8 @@ Status LaunchAmaxOfTensor(cudaStream_t stream, const Matrix& x, int multiprocess
   const int64_t count = x.rows * x.cols;
   const int64_t chunk = int64_t{Tune::threads} * Tune::unroll * kPer16Bytes<T>;
   const int64_t blocks = std::min((count + chunk - 1) / chunk, int64_t{multiprocessors} * Tune::blocks);
-  return Check(LaunchDependent(AmaxOfValues<T, Tune>, static_cast<unsigned>(blocks), Tune::threads, 0, stream,
-                               static_cast<const T*>(x.data), count, OnSixteenBytes(x.data), amax),
+  return Check(LaunchAsDependent(AmaxOfValues<T, Tune>, static_cast<unsigned>(blocks), Tune::threads, 0, stream,
+                                 static_cast<const T*>(x.data), count, OnSixteenBytes(x.data), amax),
                "kernel launch");
 }
 
@@ -391,8 +391,8 @@ Status LaunchAmaxOfRows(cudaStream_t stream, const Matrix& x, int multiprocessor
   const int64_t strips =
       int64_t{(shape.TilesDown() + kTilesPerColumnStrip - 1) / kTilesPerColumnStrip} * shape.TilesAcross();
   const int64_t blocks = std::min<int64_t>(strips, int64_t{multiprocessors} * kRowAmaxBlocks<T>);
-  return Check(LaunchDependent(AmaxOfRowsAndColumns<T>, static_cast<unsigned>(blocks), kThreads, 0, stream,
-                               static_cast<const T*>(x.data), shape, row_amax, col_amax),
+  return Check(LaunchAsDependent(AmaxOfRowsAndColumns<T>, static_cast<unsigned>(blocks), kThreads, 0, stream,
+                                 static_cast<const T*>(x.data), shape, row_amax, col_amax),
                "kernel launch");
 }
 
@@ -402,7 +402,7 @@ Status Clear(cudaStream_t stream, Span first, Span second = {}) {
   if (!second.values) second.count = 0;
   constexpr int kClearThreads = 256;
   const int64_t blocks = (first.count + second.count + kClearThreads - 1) / kClearThreads;
-  return Check(LaunchDependent(ClearValues, static_cast<unsigned>(blocks), kClearThreads, 0, stream, first, second),
+  return Check(LaunchAsDependent(ClearValues, static_cast<unsigned>(blocks), kClearThreads, 0, stream, first, second),
                "kernel launch");
 }
 

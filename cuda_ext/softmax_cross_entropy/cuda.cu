@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "common/cuda_status.h"
 #include "common/vector.cuh"
 #include "softmax_cross_entropy/softmax_cross_entropy.h"
 
@@ -323,11 +324,6 @@ __global__ void __launch_bounds__(kGradientThreads)
 }
 
 // -------------------------------------------------------------------------------------------------------- launch
-
-Status Check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status::Ok();
-  return Status::Failed(std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 // Blocks per row: one while the rows alone fill every SM, else more, as long as every thread has at least one full
 // round of loads.
