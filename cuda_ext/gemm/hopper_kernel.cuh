@@ -63,7 +63,7 @@ __device__ __forceinline__ void ClearOutOfStep(float (&sums)[C::kBN / 2], uint64
   float swapped[C::kBN / 2] = {};
   Pin(swapped);
   WgmmaFence();
-  Wgmma<C::kFormats, C::kBN>(swapped, zeros, zeros, false);
+  Wgmma<C::kFormats>(swapped, zeros, zeros, false);
   WgmmaCommit();
   Pin(swapped);
   WgmmaWait<0>();
@@ -151,7 +151,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       const uint32_t b = first_b + ring.stage * (C::kBytesB >> 4);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        Wgmma<C::kFormats, C::kBN>(d, TileDescriptor(a + 2 * k), TileDescriptor(b + 2 * k), add || k > 0);
+        Wgmma<C::kFormats>(d, TileDescriptor(a + 2 * k), TileDescriptor(b + 2 * k), add || k > 0);
       }
     };
 
@@ -182,13 +182,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         static_assert(C::kMode != Mode::kBlock || C::kBN == 128);
 #pragma unroll
         for (int s = 0; s < C::kSubtiles; ++s) ClearOutOfStep<C>(total[s], TileDescriptor(TileAddress(zeros), 0));
-        const int first_column_scale = n0 / C::kBN * steps;
+        uint32_t column = 4 * (n0 / C::kBN * steps & 3);  // of the columns' scale in its box, in bytes
         bool ready = BarrierTest(full + 8 * ring.stage, ring.parity);
         for (int step = 0; step < steps; ++step) {
           if (!ready) BarrierWait(full + 8 * ring.stage, ring.parity);
           const uint32_t of_rows = scales_of_rows + ring.stage * C::kBytesScales;
-          const uint32_t of_columns =
-              scale_of_columns + ring.stage * C::kBytesScales + 4 * ((first_column_scale + step) & 3);
+          const uint32_t of_columns = scale_of_columns + ring.stage * C::kBytesScales + column;
           float partial[C::kBN / 2];
 #pragma unroll
           for (int s = 0; s < C::kSubtiles; ++s) {
@@ -198,18 +197,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
               scale[0] = scale_b * LoadShared(of_rows + 4 * (s * 64));
               scale[1] = scale_b * LoadShared(of_rows + 4 * (s * 64 + 8));
             };
-            // Best while the product runs; of one product a step the assembler would hold the last part back for it.
-            if (C::kMode == Mode::kBlock && C::kSubtiles == 1) read_scales();
+            // Of two products a step, best while the first runs and before the second, among the additions in between.
+            constexpr bool kOne = C::kSubtiles == 1;
+            if (C::kMode == Mode::kBlock && (kOne || s > 0)) read_scales();
             Pin(partial);
             WgmmaFence();
             multiply(partial, s * 64, false);
             WgmmaCommit();
             Pin(partial);
-            if (C::kMode == Mode::kBlock && C::kSubtiles > 1) read_scales();
+            if (C::kMode == Mode::kBlock && !kOne && s == 0) read_scales();
             WgmmaWait<0>();
             if (s == C::kSubtiles - 1) {
               release(ring.stage);
               ring.Advance();
+              column = (column + 4) & 12;
               ready = BarrierTest(full + 8 * ring.stage, ring.parity);
             }
 #pragma unroll

@@ -122,12 +122,12 @@ Status LaunchBest(cudaStream_t stream, const Problem& problem) {
   return Launch<First>(stream, problem, device);
 }
 
-// Three warpgroups with 64 rows each, or two with 128: 192 and 256 rows. Where sums are promoted, steps take longer,
-// and three stages are enough; what the fourth would take lets a tile of 16-bit values leave at once.
+// Three warpgroups with 64 rows each, or two with 128: 192 and 256 rows. Where one scale follows all sums and they are
+// promoted, three stages are enough; what the fourth would take lets a tile of 16-bit values leave at once.
 template <Formats kFormats, Mode kMode>
 Status RunMode(cudaStream_t stream, const Problem& problem) {
-  using Second = std::conditional_t<kMode == Mode::kFast, Config<kFormats, kMode, 2, 2, 4, 1>,
-                                    Config<kFormats, kMode, 2, 2, 3, 4>>;
+  using Second = std::conditional_t<kMode == Mode::kPromote, Config<kFormats, kMode, 2, 2, 3, 4>,
+                                    Config<kFormats, kMode, 2, 2, 4, 1>>;
   return LaunchBest<Config<kFormats, kMode, 3, 1, 4, 2>, Second>(stream, problem);
 }
 
