@@ -50,7 +50,6 @@ struct Arguments {
   const void* x;
   Shape shape;
   bool power_of_two_scales;
-  bool after_clear;  // own_amax may still be being cleared; whatever came before that has ended
   uint8_t* data;
   uint8_t* transposed;
   float* column_sums;
@@ -187,7 +186,9 @@ __global__ void __launch_bounds__(kThreads, Tune::blocks)
   const Shape shape = arguments.shape;
   int tile_row, tile_col;
   FindTile<Tune::height>(shape, gridDim.x - 1 - blockIdx.x, &tile_row, &tile_col);
-  if (!arguments.after_clear) WaitForPrimary();
+  // A kernel that clears own_amax waits for all before it, and may still run.
+  const bool after_clear = M::scales == Scales::kTensor && arguments.tensor.own_amax != nullptr;
+  if (!after_clear) WaitForPrimary();
   if (shape.aligned && threadIdx.x == 0) FetchTile<T>(map, tile_row, tile_col, shared);
 
   // What else is read, while the tile is on its way.
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, Tune::blocks)
       if (arguments.tensor.scale_inv) *arguments.tensor.scale_inv = scale_inv;
       if (arguments.tensor.transposed_scale_inv) *arguments.tensor.transposed_scale_inv = scale_inv;
     }
-    if (arguments.after_clear) WaitForPrimary();
+    if (after_clear) WaitForPrimary();
     if (arguments.tensor.own_amax) seen = *reinterpret_cast<volatile const uint32_t*>(arguments.tensor.own_amax);
   }
   if constexpr (M::scales == Scales::kRows) {
@@ -432,8 +433,7 @@ Status AmaxOfRows(const Executor& executor, const Matrix& x, float* row_amax, fl
 Status QuantizeTensor(const Executor& executor, const Matrix& x, const Copies& copies, const TensorScaling& scaling) {
   if (Status s = CheckSize(x); !s.ok()) return s;
   Arguments arguments = ArgumentsOf(x, copies);
-  arguments.after_clear = scaling.own_amax != nullptr;
-  if (arguments.after_clear) {
+  if (scaling.own_amax != nullptr) {
     if (Status s = Clear(executor.stream, {scaling.own_amax, 1}); !s.ok()) return s;
   }
   arguments.tensor = scaling;
