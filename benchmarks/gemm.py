@@ -12,6 +12,9 @@ always split), `jnp` (a bfloat16 dot), `torch_tensor` and `torch_row` (`torch._s
 `torch_block` (`torch.nn.functional.scaled_mm`: cuBLASLt's own block scaling). Weight gradients are split by default in
 te_jax.recipe, so `accumulate` leaves fast ones out; torch does not accumulate.
 
+On a GPU, forward products are measured a second time in bursts of 10 ms after rests of 150 ms (`tflops_rested`): what
+the kernels do before the power limit slows them down.
+
 No time is reported for a result outside the error bound: 64 rows of every result are compared with float64 products
 of the values that the operands stand for.
 """
@@ -28,7 +31,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import shapes
-from benchmarks.harness import Candidate, CaseResult, Family, Headline, Timing, compute_row, measure, reason_of
+from benchmarks.harness import (
+    Candidate,
+    CaseResult,
+    Family,
+    Headline,
+    Timing,
+    compute_row,
+    measure,
+    measure_rested,
+    reason_of,
+)
 from te_jax import ops
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization, Scaling
@@ -145,8 +158,11 @@ def _run_operation(
 
     seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
     result.skipped += [entry(name, reason) for name, reason in failed.items()]
+    rested = None
+    if operation == "forward" and jax.default_backend() == "gpu":
+        rested = measure_rested([candidate for candidate in candidates if candidate.name in seconds], timing)
     for name in seconds:
-        row = compute_row(seconds, name, flops=2 * case.m * case.n * case.k, peers=PEERS)
+        row = compute_row(seconds, name, flops=2 * case.m * case.n * case.k, peers=PEERS, rested=rested)
         relative = {"time_over_jnp": 1 / row["speedup_over"]["jnp"]} if "jnp" in row["speedup_over"] else {}
         result.rows.append(
             {
