@@ -1,0 +1,278 @@
+// The quantizing kernel: a thread block for each tile of 128 × 128 values (tile.cuh), which the copy engine brings.
+// While some blocks of a multiprocessor wait for theirs others work, and tiles are read and written in order, which
+// blocks that stay and walk over them lose.
+#pragma once
+
+#include <cstdint>
+
+#include "common/copy_engine.cuh"
+#include "common/dependent_launch.cuh"
+#include "quantize/quantize.h"
+#include "quantize/tile.cuh"
+
+namespace te::quantize {
+
+enum class Scales { kTensor, kRows, kBlocks };
+
+// What a kernel is made for.
+template <Scales kScales, bool kDataSquare = false, bool kTransposedSquare = false>
+struct Mode {
+  static constexpr Scales scales = kScales;
+  // A scale for each row of a tile (data), or each column (transposed), rather than one for the tile.
+  static constexpr bool row_scales = kScales == Scales::kRows || (kScales == Scales::kBlocks && !kDataSquare);
+  static constexpr bool col_scales = kScales == Scales::kRows || (kScales == Scales::kBlocks && !kTransposedSquare);
+  static constexpr bool same_codes = !row_scales && !col_scales;
+};
+
+// How a kernel runs.
+template <int kBlocks, bool kStreams, int kHeight>
+struct Tuning {
+  static constexpr int blocks = kBlocks;     // thread blocks on a multiprocessor, at least
+  static constexpr bool streams = kStreams;  // results are the first to be evicted from the L2 cache
+  static constexpr int height = kHeight;     // of groups of tiles
+};
+
+struct Arguments {
+  const void* x;
+  Shape shape;
+  bool power_of_two_scales;
+  uint8_t* data;
+  uint8_t* transposed;
+  float* column_sums;
+  TensorScaling tensor;
+  RowScaling rows;
+  BlockScaling blocks;
+};
+
+template <typename T>
+struct Shared {
+  alignas(128) uint4 tile[kTile][kTile / Words<T>::kPerVector];
+  Staged staged;
+  float row_scale[kTile];
+  float col_scale[kTile];
+  // By warp: largest magnitudes of its rows in each column, and of all it has.
+  alignas(16) uint32_t col_magnitudes[kWarps][kAcross][Words<T>::kCount];
+  uint32_t magnitudes[kWarps];
+  float column_sums[kWarps][kTile];
+  uint64_t barrier;
+};
+
+// Asks the copy engine for a tile, with zeros outside of the tensor: one thread does.
+template <typename T>
+__device__ __forceinline__ void FetchTile(const CUtensorMap& map, int tile_row, int tile_col, Shared<T>& shared) {
+  const uint32_t barrier = SharedAddress(&shared.barrier);
+  BarrierInit(barrier, 1);
+  BarrierInitFence();
+  BarrierExpect(barrier, sizeof(shared.tile));
+  LoadBox(SharedAddress(shared.tile), &map, tile_col * kTile, tile_row * kTile, barrier);
+}
+
+// The values of a patch, once the tile is there.
+template <typename T>
+__device__ __forceinline__ void TakeTile(const Place<T>& place, Shared<T>& shared, Patch<T>& patch) {
+  BarrierWait(SharedAddress(&shared.barrier), 0);
+#pragma unroll
+  for (int v = 0; v < Words<T>::kVectors; ++v) {
+#pragma unroll
+    for (int r = 0; r < kPatch; ++r) {
+      SetVector<T>(patch, r, v, shared.tile[place.down * kPatch + r][v * kAcross + place.across]);
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void SumColumns(const Shape& shape, int tile_row, int tile_col, const Place<T>& place,
+                                           const Patch<T>& patch, Shared<T>& shared, float* column_sums) {
+#pragma unroll
+  for (int j = 0; j < kPatch; ++j) {
+    float sum = Value<T>(patch[0], j);
+#pragma unroll
+    for (int r = 1; r < kPatch; ++r) sum += Value<T>(patch[r], j);
+    sum += __shfl_xor_sync(kWholeWarp, sum, kAcross);
+    if (place.down % 2 == 0) shared.column_sums[threadIdx.x / 32][Words<T>::Column(place.across, j)] = sum;
+  }
+  __syncthreads();
+  const int col = tile_col * kTile + threadIdx.x;
+  if (threadIdx.x < kTile && col < shape.cols) {
+    float sum = shared.column_sums[0][threadIdx.x];
+#pragma unroll
+    for (int warp = 1; warp < kWarps; ++warp) sum += shared.column_sums[warp][threadIdx.x];
+    column_sums[RowOffset(tile_row, shape.cols) + col] = sum;
+  }
+}
+
+// Scales of a tile's rows from their largest magnitudes over it.
+template <typename T, typename F>
+__device__ __forceinline__ void ScaleRowsOfBlock(const Arguments& arguments, int tile_col, const Place<T>& place,
+                                                 const Patch<T>& patch, Shared<T>& shared) {
+  int row;
+  bool first;
+  const uint32_t magnitude = RowMagnitude<T>(patch, &row, &first);
+  if (!first) return;
+  const float amax = __uint_as_float(Words<T>::FloatBitsOf(magnitude));
+  const float scale = ScaleOf<F>(amax, arguments.power_of_two_scales);
+  shared.row_scale[place.down * kPatch + row] = scale;
+  if (arguments.data && place.row + row < arguments.shape.rows) {
+    arguments.blocks.scale_inv[RowOffset(tile_col, arguments.shape.rows) + place.row + row] = Quotient(1.0f, scale);
+  }
+}
+
+// Scales of a tile's columns, once all warps have left theirs in shared memory.
+template <typename T, typename F>
+__device__ __forceinline__ void ScaleColumnsOfBlock(const Arguments& arguments, int tile_row, int tile_col,
+                                                    Shared<T>& shared) {
+  using W = Words<T>;
+  const int column = threadIdx.x;
+  if (column >= kTile) return;
+  const int j = column % W::kPerVector + column / (kAcross * W::kPerVector) * W::kPerVector;
+  uint32_t magnitude = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    const uint32_t* words = shared.col_magnitudes[warp][W::Owner(column)];
+    if constexpr (W::kPaired) {
+      magnitude = max(magnitude, uint32_t{reinterpret_cast<const uint16_t*>(words)[j]});
+    } else {
+      magnitude = max(magnitude, words[j]);
+    }
+  }
+  const float scale = ScaleOf<F>(__uint_as_float(W::FloatBitsOf(magnitude)), arguments.power_of_two_scales);
+  shared.col_scale[column] = scale;
+  const int col = tile_col * kTile + column;
+  if (arguments.transposed && col < arguments.shape.cols) {
+    arguments.blocks.transposed_scale_inv[RowOffset(tile_row, arguments.shape.cols) + col] = Quotient(1.0f, scale);
+  }
+}
+
+// Scales of a tile's rows and columns from those of the whole tensor.
+template <typename F>
+__device__ __forceinline__ void ScaleRowsAndColumns(const Arguments& arguments, int tile_row, int tile_col,
+                                                    float* row_scale, float* col_scale) {
+  const RowScaling& scaling = arguments.rows;
+  auto set = [&](const float* amax, int index, int count, float* scale, float* scale_inv) {
+    if (!amax || index >= count) return;
+    *scale = ScaleOf<F>(amax[index], arguments.power_of_two_scales);
+    if (scale_inv) scale_inv[index] = Quotient(1.0f, *scale);
+  };
+  const int i = threadIdx.x % kTile;
+  if (threadIdx.x < kTile) {
+    set(scaling.row_amax, tile_row * kTile + i, arguments.shape.rows, row_scale + i,
+        tile_col == 0 ? scaling.row_scale_inv : nullptr);
+  } else {
+    set(scaling.col_amax, tile_col * kTile + i, arguments.shape.cols, col_scale + i,
+        tile_row == 0 ? scaling.col_scale_inv : nullptr);
+  }
+}
+
+template <typename T, typename F, typename M, typename Tune>
+__global__ void __launch_bounds__(kThreads, Tune::blocks)
+    QuantizeTile(const __grid_constant__ CUtensorMap map, const Arguments arguments) {
+  using W = Words<T>;
+  extern __shared__ __align__(128) unsigned char dynamic[];
+  Shared<T>& shared = *reinterpret_cast<Shared<T>*>(dynamic);
+  const Shape shape = arguments.shape;
+  int tile_row, tile_col;
+  FindTile<Tune::height>(shape, gridDim.x - 1 - blockIdx.x, &tile_row, &tile_col);
+  // A kernel that clears own_amax waits for all before it, and may still run.
+  const bool after_clear = M::scales == Scales::kTensor && arguments.tensor.own_amax != nullptr;
+  if (!after_clear) WaitForPrimary();
+  if (shape.aligned && threadIdx.x == 0) FetchTile<T>(map, tile_row, tile_col, shared);
+
+  // What else is read, while the tile is on its way.
+  float tile_scale = 1.0f;
+  uint32_t seen = kQuietNaN;  // of largest magnitudes: only a larger one needs an atomic operation
+  if constexpr (M::scales == Scales::kTensor) {
+    tile_scale = ScaleOf<F>(*arguments.tensor.amax, arguments.power_of_two_scales);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      const float scale_inv = Quotient(1.0f, tile_scale);
+      if (arguments.tensor.scale_inv) *arguments.tensor.scale_inv = scale_inv;
+      if (arguments.tensor.transposed_scale_inv) *arguments.tensor.transposed_scale_inv = scale_inv;
+    }
+    if (after_clear) WaitForPrimary();
+    if (arguments.tensor.own_amax) seen = *reinterpret_cast<volatile const uint32_t*>(arguments.tensor.own_amax);
+  }
+  if constexpr (M::scales == Scales::kRows) {
+    ScaleRowsAndColumns<F>(arguments, tile_row, tile_col, shared.row_scale, shared.col_scale);
+  }
+  __syncthreads();  // the barrier, and these scales, are there
+
+  const Place<T> place(tile_row, tile_col);
+  Patch<T> patch;
+  if (shape.aligned) {
+    TakeTile<T>(place, shared, patch);
+  } else {
+    Load<T, true>(static_cast<const T*>(arguments.x), shape, place, patch);
+  }
+
+  uint32_t columns[W::kCount];
+  ColumnMagnitudes<T>(patch, columns);
+  const uint32_t magnitude = LargestOf<T>(columns);
+  const bool special = W::FloatBitsOf(magnitude) >= kFloatInfinityBits;
+  if constexpr (M::scales == Scales::kTensor) {
+    const uint32_t of_warp = W::FloatBitsOf(__reduce_max_sync(kWholeWarp, magnitude));
+    if (threadIdx.x % 32 == 0 && of_warp > seen) RaiseTo(arguments.tensor.own_amax, of_warp);
+  }
+  if (arguments.column_sums) {
+    SumColumns<T>(shape, tile_row, tile_col, place, patch, shared, arguments.column_sums);
+  }
+
+  if constexpr (M::scales == Scales::kBlocks) {
+    if constexpr (M::col_scales) {
+#pragma unroll
+      for (int w = 0; w < W::kCount; ++w) {
+        columns[w] = W::Max(columns[w], __shfl_xor_sync(kWholeWarp, columns[w], kAcross));
+      }
+      if (place.down % 2 == 0) {
+#pragma unroll
+        for (int v = 0; v < W::kVectors; ++v) {
+          reinterpret_cast<uint4*>(shared.col_magnitudes[threadIdx.x / 32][place.across])[v] =
+              make_uint4(columns[4 * v], columns[4 * v + 1], columns[4 * v + 2], columns[4 * v + 3]);
+        }
+      }
+    }
+    // After the columns: fewer registers are taken by then.
+    if constexpr (M::row_scales) ScaleRowsOfBlock<T, F>(arguments, tile_col, place, patch, shared);
+    if constexpr (!M::row_scales || !M::col_scales) {
+      const uint32_t of_warp = __reduce_max_sync(kWholeWarp, magnitude);
+      if (threadIdx.x % 32 == 0) shared.magnitudes[threadIdx.x / 32] = of_warp;
+    }
+    __syncthreads();
+    if constexpr (M::col_scales) ScaleColumnsOfBlock<T, F>(arguments, tile_row, tile_col, shared);
+    if constexpr (!M::row_scales || !M::col_scales) {
+      uint32_t of_tile = shared.magnitudes[0];
+#pragma unroll
+      for (int warp = 1; warp < kWarps; ++warp) of_tile = max(of_tile, shared.magnitudes[warp]);
+      tile_scale = ScaleOf<F>(__uint_as_float(W::FloatBitsOf(of_tile)), arguments.power_of_two_scales);
+      if (threadIdx.x == 0) {
+        const float scale_inv = Quotient(1.0f, tile_scale);
+        if (!M::row_scales && arguments.data) {
+          arguments.blocks.scale_inv[RowOffset(tile_row, shape.TilesAcross()) + tile_col] = scale_inv;
+        }
+        if (!M::col_scales && arguments.transposed) {
+          arguments.blocks.transposed_scale_inv[RowOffset(tile_col, shape.TilesDown()) + tile_row] = scale_inv;
+        }
+      }
+    }
+  }
+
+  uint32_t codes[kPatch][2];
+  if (M::same_codes || arguments.data) {
+    EncodeRows<T, F>(patch, special, codes,
+                     [&](int r) { return M::row_scales ? shared.row_scale[place.down * kPatch + r] : tile_scale; });
+    if (arguments.data) StoreData<T, Tune::streams>(shape, place, codes, arguments.data);
+  }
+  if (!arguments.transposed) return;
+  uint32_t turned[kPatch][2];
+  if constexpr (M::same_codes) {
+    Transpose(codes, turned);
+  } else {
+    if constexpr (M::scales == Scales::kBlocks && M::col_scales) __syncthreads();  // scales of columns are there
+    EncodeColumns<T, F>(patch, special, turned, [&](int j) {
+      return M::col_scales ? shared.col_scale[W::Column(place.across, j)] : tile_scale;
+    });
+  }
+  shared.staged.Put(place, turned);
+  __syncthreads();
+  StoreTransposed<T, Tune::streams>(shape, tile_row, tile_col, shared.staged, arguments.transposed);
+}
+
+}  // namespace te::quantize
