@@ -422,7 +422,7 @@ def _programs_that_fit(layer: Layer) -> int:
 def _build_torch(layer: Layer, workers: Workers) -> _Built:
     calls = _CALLS[jax.default_backend()]
     programs = 0
-    clocked: list[float] = []
+    clocked: list[tuple[int, float]] = []
 
     def enqueue() -> None:
         nonlocal programs
@@ -431,7 +431,7 @@ def _build_torch(layer: Layer, workers: Workers) -> _Built:
     def wait(_: Any) -> None:
         nonlocal programs
         count, programs = programs * calls, 0
-        clocked.append(max(workers.ask("time", count)))
+        clocked.append((count, max(workers.ask("time", count))))
 
     def errors(_: Any) -> dict[str, float]:
         workers.ask("ready")
@@ -439,7 +439,12 @@ def _build_torch(layer: Layer, workers: Workers) -> _Built:
         return {name: max(each[name] for each in found) for name in found[0]}
 
     candidate = Candidate(name="torch", call=enqueue, arguments=lambda programs: [()] * programs, wait=wait)
-    return _Built(candidate, errors, lambda samples: clocked[-len(samples) :])
+
+    def seconds_of_a_call(samples: list[float]) -> list[float]:
+        # Those as long as the last: before each of them a single program ran.
+        return [seconds for count, seconds in clocked if count == clocked[-1][0]][-len(samples) :]
+
+    return _Built(candidate, errors, seconds_of_a_call)
 
 
 FAMILY = Family(

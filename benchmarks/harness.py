@@ -1,12 +1,13 @@
 """Timing, the record of the environment, and result files: what every benchmark family shares.
 
 How a time is taken. All candidates of a case run in one process on the same values. A sample enqueues so many calls
-back to back that it lasts about `Timing.sample_seconds`, blocks once at its end, and divides: dispatch hides behind
-execution, and what remains is the device's time. Candidates take their samples in rounds, each in an order of
-its own: clocks and temperatures drift alike for all, and nobody always finds the clocks that the same other one leaves.
-A first round is not recorded, and Python collects no garbage meanwhile. Products hold a GPU at its power limit that
-way; `measure_rested` times them in short bursts after rests. Where calls could run at the same time (the CPU backend
-runs independent computations concurrently) every call is waited for.
+back to back that it lasts about `Timing.sample_seconds`, blocks once at its end, takes off what one call takes that
+way, and divides: dispatch hides behind execution, what it costs to begin and to hear of the end is taken off, and what
+remains is the device's time. Candidates take their samples in rounds, each in an order of its own: clocks and
+temperatures drift alike for all, and nobody always finds the clocks that the same other one leaves. A first round is
+not recorded, and Python collects no garbage meanwhile. Products hold a GPU at its power limit that way;
+`measure_rested` times them in short bursts after rests. Where calls could run at the same time (the CPU backend runs
+independent computations concurrently) every call is waited for.
 """
 
 import contextlib
@@ -320,13 +321,23 @@ def _calls_per_sample(candidate: Candidate, sample_seconds: float, pipelined: bo
     candidate.wait(candidate.call(*candidate.arguments(1)[0]))  # compiles, loads modules, warms up
     calls = 1
     for _ in range(2):  # the first estimate holds one dispatch per call; the second hides it
-        seconds = _sample(candidate, calls, pipelined)
+        seconds = _elapsed(candidate, calls, pipelined) / calls
         wanted = math.ceil(sample_seconds / max(seconds, 1e-7))
         calls = max(1, min(wanted, candidate.most_calls))
     return calls
 
 
 def _sample(candidate: Candidate, calls: int, pipelined: bool) -> float:
+    """Seconds per call."""
+    if pipelined and calls > 1:
+        one, all_calls = _elapsed(candidate, 1, pipelined), _elapsed(candidate, calls, pipelined)
+        if all_calls > one:
+            return (all_calls - one) / (calls - 1)
+        return all_calls / calls  # there is next to nothing to do
+    return _elapsed(candidate, calls, pipelined) / calls
+
+
+def _elapsed(candidate: Candidate, calls: int, pipelined: bool) -> float:
     prepared = candidate.arguments(calls)
     result = None
     start = time.perf_counter()
@@ -335,7 +346,7 @@ def _sample(candidate: Candidate, calls: int, pipelined: bool) -> float:
         if not pipelined:
             candidate.wait(result)
     candidate.wait(result)
-    return (time.perf_counter() - start) / calls
+    return time.perf_counter() - start
 
 
 def _round(value: float) -> float:

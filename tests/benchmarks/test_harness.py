@@ -66,9 +66,33 @@ def test_a_sample_waits_once_or_after_every_call(pipelined):
         most_calls=4,
     )
     harness.measure([counted], Timing(samples=1, sample_seconds=1.0), pipelined=pipelined)
-    # Each call returns its index: one call to warm up, a sample of one, then samples of four, the most allowed: to find
-    # how many it takes, in the round that is not recorded, and in the one that is.
-    assert waits == [0, 0, *([] if pipelined else [0]), *([3] if pipelined else [0, 1, 2, 3, 3]) * 3]
+    # Each call returns its index: one call to warm up, one and four, the most allowed, to find how many a sample takes.
+    # Then the round that is not recorded and the one that is: of four, after one that is taken off.
+    if pipelined:
+        assert waits == [0, 0, 3, *[0, 3] * 2]
+    else:
+        assert waits == [0, 0, 0, *[0, 1, 2, 3, 3] * 3]
+
+
+def test_what_it_costs_to_begin_and_to_end_is_taken_off(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: now[0])
+
+    def spend(seconds):
+        now[0] += seconds
+
+    # A call takes 1 ms; to hear of the end takes 7 more.
+    slow = Candidate(
+        name="a",
+        call=lambda: spend(1e-3),
+        arguments=lambda calls: [()] * calls,
+        wait=lambda _: spend(7e-3),
+    )
+    seconds, _ = harness.measure([slow], Timing(samples=2, sample_seconds=0.03), pipelined=True)
+    assert seconds["a"] == pytest.approx([1e-3, 1e-3])
+    nothing = Candidate(name="b", call=lambda: None, arguments=lambda calls: [()] * calls, wait=lambda _: None)
+    seconds, _ = harness.measure([nothing], Timing(samples=2), pipelined=True)
+    assert seconds["b"] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
