@@ -7,9 +7,15 @@ import gc
 import os
 import secrets
 
+# Oracles in NumPy: threads of its BLAS wait for work by spinning, on cores that XLA and other workers compute on.
+# The BLAS of kernels is scipy's, which loads later and keeps its threads.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+import numpy as np
+
+del os.environ["OPENBLAS_NUM_THREADS"]
+
 import hypothesis
 import jax
-import numpy as np
 import pytest
 from jax.sharding import AxisType
 from xla_flags import asks_for_devices, compile_quickly
