@@ -100,9 +100,17 @@ def test_an_accumulator_that_is_not_differentiated_is_refused(rng):
         jax.grad(loss, argnums=1)(case.x, case.kernel, jnp.zeros(case.kernel.shape), case.dy)
 
 
-@few_recipes
-@pytest.mark.parametrize("accumulate", [True, False], ids=["accumulate", "overwrite"])
-@pytest.mark.parametrize("examples", [(4,), (2, 2)], ids=["vmap", "vmap of vmap"])
+@pytest.mark.parametrize(
+    ("examples", "accumulate", "recipe"),
+    [
+        pytest.param((4,), True, CURRENT, id="vmap-accumulate-current"),
+        pytest.param((2, 2), False, CURRENT, id="vmap of vmap-overwrite-current"),
+        pytest.param((4,), False, RECIPES["block"], id="vmap-overwrite-block"),
+        pytest.param((2, 2), True, RECIPES["block"], id="vmap of vmap-accumulate-block"),
+        pytest.param((4,), True, None, id="vmap-accumulate-none"),
+        pytest.param((2, 2), False, None, id="vmap of vmap-overwrite-none"),
+    ],
+)
 def test_examples_of_a_vmap_share_it(examples, accumulate, recipe, implementation, rng):
     """It is added once, not once for each of them."""
     case = random_case(rng, (*examples, 16), (32,), (48,), with_bias=False)
@@ -288,9 +296,18 @@ def test_transformations(wrap, rng):
 # ------------------------------------------------------------------------------------------------------------ sharding
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("spec", [P(None, "model"), P("model"), P("data")], ids=["columns", "rows", "fsdp"])
-@few_recipes
+@axis_types
+@pytest.mark.parametrize(
+    ("spec", "recipe"),
+    [
+        pytest.param(P(None, "model"), CURRENT, id="columns-current"),
+        pytest.param(P(None, "model"), RECIPES["block"], id="columns-block"),
+        pytest.param(P("model"), RECIPES["block"], id="rows-block"),
+        pytest.param(P("model"), None, id="rows-none"),
+        pytest.param(P("data"), None, id="fsdp-none"),
+        pytest.param(P("data"), CURRENT, id="fsdp-current"),
+    ],
+)
 def test_sharded_accumulator(recipe, spec, axis_type, native_kernels, make_mesh, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
     case = random_case(rng, (16 * mesh.shape["data"],), SHAPE[:1], SHAPE[1:], with_bias=False)

@@ -90,11 +90,15 @@ def large(compiled, parts=1):
     )
 
 
-@pytest.mark.parametrize("name", SPECS)
+# Every sharding with scales of tensors on both kinds of axes, and with blocks or without a recipe on one of them.
 @pytest.mark.parametrize(
-    ("recipe", "axis_type"),
-    [("current", AUTO), ("current", EXPLICIT), ("block", AUTO), (None, EXPLICIT)],
-    ids=["current-auto", "current-explicit", "block-auto", "none-explicit"],
+    ("recipe", "axis_type", "name"),
+    [
+        *(pytest.param("current", AUTO, name, id=f"current-auto-{name}") for name in SPECS),
+        *(pytest.param("current", EXPLICIT, name, id=f"current-explicit-{name}") for name in SPECS),
+        *(pytest.param("block", AUTO, name, id=f"block-auto-{name}") for name in [*SPECS][::2]),
+        *(pytest.param(None, EXPLICIT, name, id=f"none-explicit-{name}") for name in [*SPECS][1::2]),
+    ],
 )
 def test_only_expected_collectives(recipe, name, axis_type, make_mesh, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
@@ -294,7 +298,7 @@ def test_sharded_quantized_kernel(axis_type, make_mesh, rng):
 )
 def test_the_reference_is_split_as_well(recipe, name, axis_type, make_mesh, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
-    case = random_case(rng, (8, 64), (1024,), (1024,), with_bias=False)
+    case = random_case(rng, (8, 64), (512,), (512,), with_bias=False)
     x, kernel, dy = placed(case, mesh, SPECS[name])
     options = {"recipe": RECIPES.get(recipe), "implementation": "reference"}
     y, (dx, dkernel) = forward_of(**options)(x, kernel), backward_of(**options)(x, kernel, dy)
@@ -304,9 +308,17 @@ def test_the_reference_is_split_as_well(recipe, name, axis_type, make_mesh, rng)
         assert dkernel.sharding.is_equivalent_to(kernel.sharding, kernel.ndim), dkernel.sharding
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("spec", [P(), P("model")], ids=["whole", "split"])
-@axis_types
+@pytest.mark.parametrize(
+    ("axis_type", "spec", "recipe"),
+    [
+        pytest.param(*kind, recipe, id=f"{ids}-{name}")
+        for i, (name, recipe) in enumerate(RECIPES.items())
+        for kind, ids in (
+            ((AUTO, P("model") if i % 2 else P()), f"auto-{'split' if i % 2 else 'whole'}"),
+            ((EXPLICIT, P() if i % 2 else P("model")), f"explicit-{'whole' if i % 2 else 'split'}"),
+        )
+    ],
+)
 def test_one_token_without_a_batch(axis_type, spec, recipe, make_mesh, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
     case = random_case(rng, (), (64,), (32 * mesh.shape["model"],), "float32", with_bias=False)

@@ -185,7 +185,11 @@ def _input_gradient_norm(x, kernel, dy, wrap=lambda f: f, **options):
 
 @pytest.mark.parametrize("argnum", [0, 1, 2], ids=["x", "kernel", "dy"])
 @pytest.mark.parametrize("recipe", [*RECIPES.values()], ids=RECIPES)
-def test_second_derivatives_are_refused(recipe, argnum, implementation, case):
+def test_second_derivatives_are_refused(recipe, argnum, request, case):
+    # Every recipe and every operand meets both implementations.
+    implementation = "reference" if ([*RECIPES.values()].index(recipe) + argnum) % 2 else "native"
+    if implementation == "native":
+        request.getfixturevalue("native_kernels")
     options = {"recipe": recipe, "implementation": implementation, "activation": "silu"}
     if isinstance(recipe, DelayedScaling):
         options["scaling_state"] = recipe.init()

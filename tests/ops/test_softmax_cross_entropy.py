@@ -19,11 +19,18 @@ from te_jax import ops, reference
 from te_jax.testing import assert_close, relative_error
 
 DTYPES = ("float32", "bfloat16", "float16")
+REDUCTIONS = ("mean", "sum", "none")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+# Every pair of options, reduction and dtype: each choice is a program of its own. test_any_shape draws from them all.
+@pytest.mark.parametrize(
+    ("reduction", "options", "dtype"),
+    [
+        pytest.param(reduction, options, DTYPES[(i + j) % 3], id=f"{reduction}-{name}-{DTYPES[(i + j) % 3]}")
+        for i, (name, options) in enumerate(OPTIONS.items())
+        for j, reduction in enumerate(REDUCTIONS)
+    ],
+)
 def test_value_and_gradient(dtype, options, reduction, implementation, rng):
     logits, labels = random_case(rng, (3, 5, 517), dtype, ignored=0.3)
     check(logits, labels, rng, implementation=implementation, reduction=reduction, **options)
@@ -132,8 +139,14 @@ def test_labels_beyond_int32_do_not_wrap_around(implementation, rng):
         check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
 
 
-@pytest.mark.parametrize("labels_dtype", [np.int8, np.uint8, np.uint32])
-@pytest.mark.parametrize("ignore_index", [-100, 0, 5, 255, -1, 2**31, -(2**31) - 1, 2**40])
+@pytest.mark.parametrize(
+    ("labels_dtype", "ignore_index"),
+    [
+        *((np.int8, index) for index in (-100, 0, -1, 255, -(2**31) - 1)),
+        *((np.uint8, index) for index in (5, 255, -1, 2**40)),
+        *((np.uint32, index) for index in (0, 2**31, -100, -1, 2**40)),
+    ],
+)
 def test_ignore_index(labels_dtype, ignore_index, implementation, rng):
     """The default, inside the vocabulary, and what the labels' dtype cannot hold."""
     logits, labels = random_case(rng, (24, 9), "float32", labels_dtype=labels_dtype)

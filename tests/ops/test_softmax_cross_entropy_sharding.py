@@ -86,9 +86,15 @@ def check(mesh, specs, rng, *, exchanges=True, **options):
 MOVES_LABELS = ("labels alone", "labels over the vocabulary's axis")
 
 
-@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("set_mesh", [False, True], ids=["", "set_mesh"])
+# Every sharding on both kinds of axes, in turn under jax.set_mesh.
+@pytest.mark.parametrize(
+    ("set_mesh", "axis_type", "specs"),
+    [
+        pytest.param((i + j) % 2 == 1, axis_type, specs, id=f"{'set_mesh' if (i + j) % 2 else ''}-{kind}-{name}")
+        for i, (name, specs) in enumerate(SPECS.items())
+        for j, (kind, axis_type) in enumerate({"auto": AUTO, "explicit": EXPLICIT}.items())
+    ],
+)
 def test_meshes(set_mesh, axis_type, specs, make_mesh, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
     labels_move = specs in [SPECS[name] for name in MOVES_LABELS]

@@ -230,8 +230,11 @@ def test_a_mesh_without_devices(require_devices):
         jax.jit(mapped).lower(jnp.ones((8, 3)), jnp.ones((3, 8)))
 
 
-@pytest.mark.parametrize("recipe", [None, *FP8], ids=["plain", *(type(recipe).__name__ for recipe in FP8)])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("check_vma", "recipe"),
+    [(True, None), (False, None), *zip((True, False, True), FP8, strict=True)],
+    ids=lambda value: type(value).__name__ if value in FP8 else str(value),
+)
 def test_auto_does_without_it_where_devices_are_unknown(recipe, check_vma, monkeypatch, rng, require_devices):
     """As `transport="xla"` does, also for a mesh without devices, and for CPUs beside a GPU."""
     require_devices(4)
