@@ -90,6 +90,11 @@ def on_one_device(config):
 
 
 @functools.cache
+def with_state_on_one_device(config):
+    return jit(jax.value_and_grad(lambda *operands: loss(*operands[:3], config, operands[3]), argnums=(0, 3)))
+
+
+@functools.cache
 def on_mesh(mesh, config, parallel):
     return jit(jax.value_and_grad(parallel_loss(mesh, config, parallel)))
 
@@ -165,7 +170,7 @@ def test_delayed_scaling_has_one_state_for_all_devices(axis_type, rng):
     config = dataclasses.replace(FOR_FP8, recipe=DelayedScaling(history_len=2))
     mesh, parallel = mesh_of(axis_type, data=2, tensor=2), TensorParallel(2, batch_axes=("data",))
     params, batch, state = random_params(config, rng), random_batch(config, rng), init_scaling_state(config)
-    whole = jit(jax.value_and_grad(lambda *operands: loss(*operands[:3], config, operands[3]), argnums=(0, 3)))
+    whole = with_state_on_one_device(config)
     split = jit(jax.value_and_grad(parallel_loss(mesh, config, parallel), argnums=(0, 3)))
     for _ in range(3):  # gradients reach layers beneath others at their right size once those know their own
         _, (_, state) = whole(params, *batch, state)
