@@ -84,12 +84,17 @@ def assert_exchanges_only(compiled, result, split):
     assert found[0].shapes == (result.sharding.shard_shape(result.shape),)
 
 
-@axis_types
 @pytest.mark.parametrize(
-    ("kind", "split"),
+    ("axis_type", "kind", "split"),
     [
-        *(("block", split) for split in SPLITS),
-        *((kind, split) for kind in ("tensor", "row", "plain") for split in ("m and n", "m and k")),
+        *(pytest.param(AUTO, "block", split, id=f"auto-block-{split}") for split in SPLITS),
+        *(pytest.param(EXPLICIT, "block", split, id=f"explicit-block-{split}") for split in SPLITS),
+        pytest.param(AUTO, "tensor", "m and n", id="auto-tensor-m and n"),
+        pytest.param(EXPLICIT, "tensor", "m and k", id="explicit-tensor-m and k"),
+        pytest.param(EXPLICIT, "row", "m and n", id="explicit-row-m and n"),
+        pytest.param(AUTO, "row", "m and k", id="auto-row-m and k"),
+        pytest.param(AUTO, "plain", "m and n", id="auto-plain-m and n"),
+        pytest.param(EXPLICIT, "plain", "m and k", id="explicit-plain-m and k"),
     ],
 )
 def test_meshes(kind, split, axis_type, make_mesh, rng):
@@ -129,9 +134,14 @@ def test_mixed_mesh(kind, make_mesh, rng):
     assert_exchanges_only(compiled, result, "model")
 
 
-@axis_types
-@pytest.mark.parametrize("size", [("k", 16 * 5), ("k", 128 * 5 + 16), ("n", 16 * 9), ("m", 20)], ids=str)
-@pytest.mark.parametrize("kind", ["row", "block"])
+@pytest.mark.parametrize(
+    ("kind", "size", "axis_type"),
+    [
+        pytest.param(kind, size, (AUTO, EXPLICIT)[(i + j) % 2], id=f"{kind}-{size}-{('auto', 'explicit')[(i + j) % 2]}")
+        for i, size in enumerate([("k", 16 * 5), ("k", 128 * 5 + 16), ("n", 16 * 9), ("m", 20)])
+        for j, kind in enumerate(("row", "block"))
+    ],
+)
 def test_sizes_that_shards_cannot_have(kind, size, axis_type, make_mesh, rng):
     """Where shards would cut blocks, or be too small to address, operands are gathered; the result is right."""
     mesh = make_mesh({"data": axis_type, "model": axis_type})
