@@ -31,17 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import shapes
-from benchmarks.harness import (
-    Candidate,
-    CaseResult,
-    Family,
-    Headline,
-    Timing,
-    compute_row,
-    measure,
-    measure_rested,
-    reason_of,
-)
+from benchmarks.harness import Candidate, CaseResult, Family, Headline, Timing, compute_row, measure, reason_of
 from te_jax import ops
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization, Scaling
@@ -158,11 +148,14 @@ def _run_operation(
 
     seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
     result.skipped += [entry(name, reason) for name, reason in failed.items()]
-    rested = None
+    rested: dict[str, list[float]] = {}
     if operation == "forward" and jax.default_backend() == "gpu":
-        rested = measure_rested([candidate for candidate in candidates if candidate.name in seconds], timing)
+        rested, _ = measure([each for each in candidates if each.name in seconds], timing.rested, pipelined=True)
+    flops = 2 * case.m * case.n * case.k
     for name in seconds:
-        row = compute_row(seconds, name, flops=2 * case.m * case.n * case.k, peers=PEERS, rested=rested)
+        row = compute_row(seconds, name, flops=flops, peers=PEERS)
+        if name in rested:
+            row["tflops_rested"] = compute_row(rested, name, flops=flops, peers=())["tflops"]
         relative = {"time_over_jnp": 1 / row["speedup_over"]["jnp"]} if "jnp" in row["speedup_over"] else {}
         result.rows.append(
             {

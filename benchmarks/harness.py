@@ -5,9 +5,9 @@ back to back that it lasts about `Timing.sample_seconds`, blocks once at its end
 way, and divides: dispatch hides behind execution, what it costs to begin and to hear of the end is taken off, and what
 remains is the device's time. Candidates take their samples in rounds, each in an order of its own: clocks and
 temperatures drift alike for all, and nobody always finds the clocks that the same other one leaves. A first round is
-not recorded, and Python collects no garbage meanwhile. Products hold a GPU at its power limit that way;
-`measure_rested` times them in short bursts after rests. Where calls could run at the same time (the CPU backend runs
-independent computations concurrently) every call is waited for.
+not recorded, and Python collects no garbage meanwhile. Products hold a GPU at its power limit that way; `Timing.rested`
+has short bursts after rests. Where calls could run at the same time (the CPU backend runs independent computations
+concurrently) every call is waited for.
 """
 
 import contextlib
@@ -57,20 +57,21 @@ class Timing:
     Attributes:
       samples: timed samples of each candidate.
       sample_seconds: wall time that one sample should last, in seconds.
-      bursts: timed samples of each candidate after rests.
-      burst_seconds: wall time that one of these should last, in seconds.
-      rest_seconds: before each of them, in seconds.
+      rest_seconds: how long the device rests before a sample, in seconds.
     """
 
     samples: int = 15
     sample_seconds: float = 0.03
-    bursts: int = 5
-    burst_seconds: float = 0.01
-    rest_seconds: float = 0.15
+    rest_seconds: float = 0.0
+
+    @property
+    def rested(self) -> "Timing":
+        """A third as many samples, a third as long, each after a rest: before a GPU is at its power limit."""
+        return Timing(max(1, self.samples // 3), self.sample_seconds / 3, rest_seconds=0.15)
 
 
 FULL = Timing()
-QUICK = Timing(samples=3, sample_seconds=0.005, bursts=1)
+QUICK = Timing(samples=3, sample_seconds=0.005)
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def measure(
     calls: dict[str, int] = {}
     for candidate in candidates:
         try:
-            calls[candidate.name] = _calls_per_sample(candidate, timing.sample_seconds, pipelined)
+            calls[candidate.name] = _calls_per_sample(candidate, timing, pipelined)
             seconds[candidate.name] = []
         except Exception as error:  # a peer that cannot run this case must not cost the others theirs
             failed[candidate.name] = reason_of(error)
@@ -172,6 +173,9 @@ def measure(
                 if candidate.name in failed:
                     continue
                 try:
+                    if timing.rest_seconds:
+                        time.sleep(timing.rest_seconds)
+                        candidate.wait(candidate.call(*candidate.arguments(1)[0]))  # wakes it
                     sample = _sample(candidate, calls[candidate.name], pipelined)
                 except Exception as error:
                     failed[candidate.name] = reason_of(error)
@@ -180,27 +184,6 @@ def measure(
                     if turn >= 0:
                         seconds[candidate.name].append(sample)
     return seconds, failed
-
-
-def measure_rested(candidates: Sequence[Candidate], timing: Timing) -> dict[str, list[float]]:
-    """Time candidates after rests, in turns: a GPU that has rested is not at its power limit yet.
-
-    Args:
-      candidates: what to time; `measure` has found that they run.
-      timing: how long.
-
-    Returns:
-      Seconds per call, one for each burst, by candidate.
-    """
-    seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
-    calls = {c.name: _calls_per_sample(c, timing.burst_seconds, pipelined=True) for c in candidates}
-    with _no_garbage_collection():
-        for turn in range(timing.bursts):
-            for candidate in random.Random(turn).sample(candidates, len(candidates)):
-                time.sleep(timing.rest_seconds)
-                candidate.wait(candidate.call(*candidate.arguments(1)[0]))
-                seconds[candidate.name].append(_sample(candidate, calls[candidate.name], pipelined=True))
-    return seconds
 
 
 @contextlib.contextmanager
@@ -264,14 +247,7 @@ def timing_row(
     }
 
 
-def compute_row(
-    seconds: dict[str, list[float]],
-    name: str,
-    *,
-    flops: int,
-    peers: Sequence[str],
-    rested: dict[str, list[float]] | None = None,
-) -> dict[str, Any]:
+def compute_row(seconds: dict[str, list[float]], name: str, *, flops: int, peers: Sequence[str]) -> dict[str, Any]:
     """The derived figures of one compute-bound candidate.
 
     Args:
@@ -279,20 +255,17 @@ def compute_row(
       name: the candidate.
       flops: floating-point operations of one call.
       peers: names to compare with; those without samples are left out.
-      rested: samples by candidate, from `measure_rested`.
 
     Returns:
-      `median_ms`, `spread`, `flops`, `tflops`, `speedup_over` and, where there are such samples, `tflops_rested`.
+      `median_ms`, `spread`, `flops`, `tflops` and `speedup_over`.
     """
     median = statistics.median(seconds[name])
-    after_rests = rested.get(name) if rested else None
     return {
         "median_ms": _round(median * 1e3),
         "spread": spread_of(seconds[name]),
         "flops": flops,
         "tflops": _round(flops / median / 1e12),
         "speedup_over": _speedups(seconds, name, peers),
-        **({"tflops_rested": _round(flops / statistics.median(after_rests) / 1e12)} if after_rests else {}),
     }
 
 
@@ -317,12 +290,12 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _calls_per_sample(candidate: Candidate, sample_seconds: float, pipelined: bool) -> int:
+def _calls_per_sample(candidate: Candidate, timing: Timing, pipelined: bool) -> int:
     candidate.wait(candidate.call(*candidate.arguments(1)[0]))  # compiles, loads modules, warms up
     calls = 1
     for _ in range(2):  # the first estimate holds one dispatch per call; the second hides it
         seconds = _elapsed(candidate, calls, pipelined) / calls
-        wanted = math.ceil(sample_seconds / max(seconds, 1e-7))
+        wanted = math.ceil(timing.sample_seconds / max(seconds, 1e-7))
         calls = max(1, min(wanted, candidate.most_calls))
     return calls
 

@@ -198,14 +198,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
               scale[1] = scale_b * LoadShared(of_rows + 4 * (s * 64 + 8));
             };
             // Of two products a step, best while the first runs and before the second, among the additions in between.
-            constexpr bool kOne = C::kSubtiles == 1;
-            if (C::kMode == Mode::kBlock && (kOne || s > 0)) read_scales();
+            const bool before = C::kSubtiles == 1 || s > 0;
+            if (C::kMode == Mode::kBlock && before) read_scales();
             Pin(partial);
             WgmmaFence();
             multiply(partial, s * 64, false);
             WgmmaCommit();
             Pin(partial);
-            if (C::kMode == Mode::kBlock && !kOne && s == 0) read_scales();
+            if (C::kMode == Mode::kBlock && !before) read_scales();
             WgmmaWait<0>();
             if (s == C::kSubtiles - 1) {
               release(ring.stage);

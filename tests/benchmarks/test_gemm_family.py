@@ -34,6 +34,25 @@ def test_both_operations_are_measured_and_within_their_bound():
     assert "× copy" not in screen_table(result.rows)
 
 
+def test_products_are_measured_after_rests_on_a_gpu(monkeypatch):
+    """On any backend that says it is one."""
+    monkeypatch.setattr(family.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(family, "_applies", lambda name, operation: name == "jnp")
+    timings = []
+
+    def measure(candidates, timing, *, pipelined):
+        timings.append(timing)
+        seconds = 1e-6 if timing.rest_seconds else 2e-6
+        return {each.name: [seconds] for each in candidates}, {}
+
+    monkeypatch.setattr(family, "measure", measure)
+    result = family.run_case(CASE, ("jnp",), QUICK)
+    assert timings == [QUICK, QUICK.rested, QUICK]
+    forward, accumulate = by_name(result, "forward")["jnp"], by_name(result, "accumulate")["jnp"]
+    assert forward["tflops_rested"] == pytest.approx(2 * forward["tflops"], rel=1e-3)
+    assert "tflops_rested" not in accumulate
+
+
 def test_exact_rows():
     inputs = family._inputs(CASE, PRODUCTS)
     rows = np.array([0, 7, 95])

@@ -113,25 +113,16 @@ def test_no_garbage_is_collected_between_samples(enabled):
         (gc.enable if was_enabled else gc.disable)()
 
 
-def test_bursts_follow_rests(monkeypatch):
+def test_a_sample_follows_a_rest_and_a_call_that_wakes_the_device(monkeypatch):
     log = []
     monkeypatch.setattr(harness.time, "sleep", log.append)
-    timing = Timing(samples=1, bursts=4, burst_seconds=1e-9, rest_seconds=0.5)
-    seconds = harness.measure_rested([candidate(name, log) for name in "ab"], timing)
-    assert {name: len(samples) for name, samples in seconds.items()} == {"a": 4, "b": 4}
-    # A rest, a call that wakes the device, and the burst: of one call here.
-    turns = [log[i : i + 3] for i in range(len(log) - 4 * 2 * 3, len(log), 3)]
-    assert {tuple(turn) for turn in turns} == {(0.5, "a", "a"), (0.5, "b", "b")}
-    assert {tuple(sorted(name for _, name, _ in turns[i : i + 2])) for i in range(0, 8, 2)} == {("a", "b")}
-
-
-def test_figures_after_rests_are_those_of_their_own_samples():
-    seconds = {"a": [4e-3], "b": [8e-3]}
-    plain = harness.compute_row(seconds, "a", flops=10**12, peers=("b",))
-    row = harness.compute_row(seconds, "a", flops=10**12, peers=("b",), rested={"a": [1e-3, 2e-3, 9e-3]})
-    assert "tflops_rested" not in plain
-    assert row == {**plain, "tflops_rested": 500.0}
-    assert plain["tflops"] == 250.0
+    timing = Timing(samples=12, sample_seconds=3e-9).rested
+    assert timing == Timing(samples=4, sample_seconds=1e-9, rest_seconds=0.15)
+    seconds, failed = harness.measure([candidate("a", log), candidate("b", log, fails_at=9)], timing, pipelined=True)
+    assert {name: len(samples) for name, samples in seconds.items()} == {"a": 4}
+    assert list(failed) == ["b"]
+    rests = [i for i, each in enumerate(log) if each == 0.15]
+    assert all(log[i + 1 : i + 3] in (["a", "a"], ["b", "b"]) for i in rests[:4])
 
 
 def test_consumed_arguments_are_fresh_for_every_call():

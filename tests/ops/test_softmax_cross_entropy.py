@@ -22,7 +22,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 REDUCTIONS = ("mean", "sum", "none")
 
 
-# Every pair of options, reduction and dtype: each choice is a program of its own. test_any_shape draws from them all.
+# Every pair of options, reduction and dtype: each choice is a program of its own. For the kernel test_any_shape draws
+# from them all.
 @pytest.mark.parametrize(
     ("reduction", "options", "dtype"),
     [

@@ -151,7 +151,7 @@ def test_a_batch_that_is_split_too(name, transport, rng, require_devices):
 @functions
 def test_layers_of_a_loop_share_a_state(name, transport, rng):
     """The next state of `accumulating` has what was largest in any of them, recomputed or not."""
-    # Kernels so small that tanh does not saturate: otherwise the gradient of three layers grows any difference tenfold.
+    # Kernels so small that tanh does not saturate: otherwise the gradient of three layers magnifies every difference.
     x, kernels, state = normal(rng, 2, 32, 32), normal(rng, 3, 32, 32) / 6, seen(rng)
 
     def loss(product, kernels, state):
