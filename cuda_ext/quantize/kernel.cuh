@@ -187,8 +187,10 @@ __global__ void __launch_bounds__(kThreads, Tune::blocks)
       if (arguments.tensor.scale_inv) *arguments.tensor.scale_inv = scale_inv;
       if (arguments.tensor.transposed_scale_inv) *arguments.tensor.transposed_scale_inv = scale_inv;
     }
-    if (after_clear) WaitForPrimary();
-    if (arguments.tensor.own_amax) seen = *reinterpret_cast<volatile const uint32_t*>(arguments.tensor.own_amax);
+    if (after_clear) {
+      WaitForPrimary();
+      seen = *reinterpret_cast<volatile const uint32_t*>(arguments.tensor.own_amax);
+    }
   }
   if constexpr (M::scales == Scales::kRows) {
     ScaleRowsAndColumns<F>(arguments, tile_row, tile_col, shared.row_scale, shared.col_scale);
