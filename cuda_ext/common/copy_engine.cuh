@@ -1,4 +1,4 @@
-// Hopper's copy engine: loads of boxes of a matrix into shared memory, and the barriers that count their bytes.
+// Hopper's copy engine: boxes of a matrix to and from shared memory, and the barriers that count the bytes of loads.
 #pragma once
 
 #include <cuda.h>
@@ -60,5 +60,27 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, int
       "l"(map), "r"(barrier), "r"(column), "r"(row)
       : "memory");
 }
+
+// Makes this thread's writes to shared memory visible to the copy engine.
+__device__ __forceinline__ void AsyncProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Writes a box of shared memory to a matrix, without what lies outside it.
+__device__ __forceinline__ void StoreBox(const CUtensorMap* map, int32_t column, int32_t row, uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+               "r"(column), "r"(row)
+               : "memory");
+}
+
+// The same, in three dimensions.
+__device__ __forceinline__ void StoreBox(const CUtensorMap* map, int32_t x, int32_t y, int32_t z, uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(from), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
+__device__ __forceinline__ void BulkCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until what this thread has sent is read from shared memory.
+__device__ __forceinline__ void BulkWaitRead() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 }  // namespace te

@@ -102,27 +102,12 @@ __device__ __forceinline__ void StoreShared(uint32_t to, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-// Makes this thread's writes to shared memory visible to the copy engine.
-__device__ __forceinline__ void AsyncProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Writes a box of shared memory to a matrix, without what lies outside it.
-__device__ __forceinline__ void StoreBox(const CUtensorMap* map, int32_t column, int32_t row, uint32_t from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
-               "r"(column), "r"(row)
-               : "memory");
-}
-
 // Adds it.
 __device__ __forceinline__ void AddBox(const CUtensorMap* map, int32_t column, int32_t row, uint32_t from) {
   asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                "r"(from), "r"(column), "r"(row)
                : "memory");
 }
-
-__device__ __forceinline__ void BulkCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until what this thread has sent is read from shared memory.
-__device__ __forceinline__ void BulkWaitRead() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 template <int kRegisters>
 __device__ __forceinline__ void GiveRegisters() {

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, kRowAmaxBlocks<T>)
     for (int tile_row = first; tile_row < last; ++tile_row) {
       const Place<T> place(tile_row, tile_col);
       Patch<T> patch;
-      Load<T, false>(x, shape, place, patch);
+      Load<T>(x, shape, place, patch);
       uint32_t of_tile[W::kCount];
       ColumnMagnitudes<T>(patch, of_tile);
       WaitForPrimary();

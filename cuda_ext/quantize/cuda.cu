@@ -5,7 +5,7 @@
 // less than 62 and 94 µs. Arithmetic: 5 to 8 instructions a value, a quarter of that time.
 //
 // The pass for the largest magnitudes walks forwards and the quantizing one backwards: what was read last is still in
-// the L2 cache (60 MB). What is not read again passes through it as first to be evicted.
+// the L2 cache (60 MB).
 
 #include <algorithm>
 #include <cstdint>
@@ -44,26 +44,39 @@ Shape ShapeOf(const Matrix& x, const void* data = nullptr, const void* transpose
   return {static_cast<int>(x.rows), static_cast<int>(x.cols), aligned};
 }
 
-// Describes boxes of a tile.
-template <typename T>
-bool DescribeTiles(CUtensorMap* map, const void* x, const Shape& shape) {
+// Describes boxes of an array of `kDims` dimensions, the innermost first and contiguous.
+template <typename T, int kDims>
+bool Describe(CUtensorMap* map, const void* array, const cuuint64_t (&sizes)[kDims],
+              const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims], CUtensorMapSwizzle swizzle) {
   static const EncodeTiled encode = FindEncodeTiled();
-  constexpr CUtensorMapDataType kType =
-      sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(shape.cols), static_cast<cuuint64_t>(shape.rows)};
-  const cuuint64_t strides[] = {sizes[0] * sizeof(T)};
-  const cuuint32_t box[] = {kTile, kTile}, steps[] = {1, 1};
+  constexpr CUtensorMapDataType kType = sizeof(T) == 4   ? CU_TENSOR_MAP_DATA_TYPE_UINT32
+                                        : sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                                         : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  cuuint32_t steps[kDims];
+  std::fill_n(steps, kDims, 1);
   return encode != nullptr &&
-         encode(map, kType, 2, const_cast<void*>(x), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+         encode(map, kType, kDims, const_cast<void*>(array), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <typename T>
+bool DescribeBoxes(const Arguments& arguments, Boxes* boxes) {
+  const cuuint64_t rows = arguments.shape.rows, cols = arguments.shape.cols;
+  constexpr cuuint32_t kVector = Words<T>::kPerVector;
+  constexpr CUtensorMapSwizzle kPlain = CU_TENSOR_MAP_SWIZZLE_NONE;
+  return Describe<T, 2>(&boxes->x, arguments.x, {cols, rows}, {cols * sizeof(T)}, {kTile, kTile}, kPlain) &&
+         (!arguments.data ||
+          Describe<uint8_t, 2>(&boxes->data, arguments.data, {cols, rows}, {cols}, {kTile, kTile}, kPlain)) &&
+         (!arguments.transposed ||
+          Describe<uint8_t, 3>(&boxes->transposed, arguments.transposed, {rows, cols / kVector, kVector},
+                               {rows * kVector, rows}, {kTile, kAcross, kVector}, CU_TENSOR_MAP_SWIZZLE_128B));
 }
 
 template <typename T, typename F, typename M, typename Tune>
 Status Launch(cudaStream_t stream, const Arguments& arguments) {
-  CUtensorMap map{};
-  if (arguments.shape.aligned && !DescribeTiles<T>(&map, arguments.x, arguments.shape)) {
-    return Status::Failed("cuTensorMapEncodeTiled refuses x");
+  Boxes boxes{};
+  if (arguments.shape.aligned && !DescribeBoxes<T>(arguments, &boxes)) {
+    return Status::Failed("cuTensorMapEncodeTiled refuses x or a copy of it");
   }
   auto* kernel = QuantizeTile<T, F, M, Tune>;
   constexpr int kBytes = sizeof(Shared<T>);
@@ -75,13 +88,13 @@ Status Launch(cudaStream_t stream, const Arguments& arguments) {
   });
   if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
   const int64_t tiles = int64_t{arguments.shape.TilesDown()} * arguments.shape.TilesAcross();
-  return Check(LaunchAsDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, map, arguments),
+  return Check(LaunchAsDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, boxes, arguments),
                "kernel launch");
 }
 
 // How the kernels run: float32 values take twice the registers and shared memory.
 template <typename T>
-using Tuned = Tuning<sizeof(T) == 4 ? 2 : 3, true, 4>;
+using Tuned = Tuning<sizeof(T) == 4 ? 2 : 3, 4>;
 
 template <typename M>
 Status Select(cudaStream_t stream, const Matrix& x, Fp8 format, const Arguments& arguments) {

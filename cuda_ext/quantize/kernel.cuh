@@ -1,6 +1,6 @@
-// The quantizing kernel: a thread block for each tile of 128 × 128 values (tile.cuh), which the copy engine brings.
-// While some blocks of a multiprocessor wait for theirs others work, and tiles are read and written in order, which
-// blocks that stay and walk over them lose.
+// The quantizing kernel: a thread block for each tile of 128 × 128 values (tile.cuh), which the copy engine brings, and
+// takes as codes. While some blocks of a multiprocessor wait for theirs others work, and tiles are read and written in
+// order, which blocks that stay and walk over them lose.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +25,18 @@ struct Mode {
 };
 
 // How a kernel runs.
-template <int kBlocks, bool kStreams, int kHeight>
+template <int kBlocks, int kHeight>
 struct Tuning {
-  static constexpr int blocks = kBlocks;     // thread blocks on a multiprocessor, at least
-  static constexpr bool streams = kStreams;  // results are the first to be evicted from the L2 cache
-  static constexpr int height = kHeight;     // of groups of tiles
+  static constexpr int blocks = kBlocks;  // thread blocks on a multiprocessor, at least
+  static constexpr int height = kHeight;  // of groups of tiles
+};
+
+// What the copy engine brings and takes: boxes of a tile. Columns of x are the rows of `transposed`; column c is at
+// place (c / v, c % v) of two dimensions, for v columns in a vector, so that a box holds them in the order of `Staged`.
+struct Boxes {
+  CUtensorMap x;
+  CUtensorMap data;
+  CUtensorMap transposed;
 };
 
 struct Arguments {
@@ -46,8 +53,8 @@ struct Arguments {
 
 template <typename T>
 struct Shared {
+  Staged<T> staged;
   alignas(128) uint4 tile[kTile][kTile / Words<T>::kPerVector];
-  Staged staged;
   float row_scale[kTile];
   float col_scale[kTile];
   // By warp: largest magnitudes of its rows in each column, and of all it has.
@@ -78,6 +85,25 @@ __device__ __forceinline__ void TakeTile(const Place<T>& place, Shared<T>& share
       SetVector<T>(patch, r, v, shared.tile[place.down * kPatch + r][v * kAcross + place.across]);
     }
   }
+}
+
+// Hands both copies to the copy engine: one thread does.
+template <typename T>
+__device__ __forceinline__ void SendTile(const Boxes& boxes, const Arguments& arguments, int tile_row, int tile_col,
+                                         const Staged<T>& staged) {
+  using W = Words<T>;
+  if (arguments.data) {
+    StoreBox(&boxes.data, tile_col * kTile, tile_row * kTile, SharedAddress(staged.data));
+  }
+  if (arguments.transposed) {
+#pragma unroll
+    for (int v = 0; v < W::kVectors; ++v) {
+      StoreBox(&boxes.transposed, tile_row * kTile, (tile_col * W::kVectors + v) * kAcross, 0,
+               SharedAddress(staged.transposed[v * W::kPerVector * kAcross]));
+    }
+  }
+  BulkCommit();
+  BulkWaitRead();
 }
 
 template <typename T>
@@ -165,9 +191,9 @@ __device__ __forceinline__ void ScaleRowsAndColumns(const Arguments& arguments, 
 
 template <typename T, typename F, typename M, typename Tune>
 __global__ void __launch_bounds__(kThreads, Tune::blocks)
-    QuantizeTile(const __grid_constant__ CUtensorMap map, const Arguments arguments) {
+    QuantizeTile(const __grid_constant__ Boxes boxes, const Arguments arguments) {
   using W = Words<T>;
-  extern __shared__ __align__(128) unsigned char dynamic[];
+  extern __shared__ __align__(1024) unsigned char dynamic[];
   Shared<T>& shared = *reinterpret_cast<Shared<T>*>(dynamic);
   const Shape shape = arguments.shape;
   int tile_row, tile_col;
@@ -175,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, Tune::blocks)
   // A kernel that clears own_amax waits for all before it, and may still run.
   const bool after_clear = M::scales == Scales::kTensor && arguments.tensor.own_amax != nullptr;
   if (!after_clear) WaitForPrimary();
-  if (shape.aligned && threadIdx.x == 0) FetchTile<T>(map, tile_row, tile_col, shared);
+  if (shape.aligned && threadIdx.x == 0) FetchTile<T>(boxes.x, tile_row, tile_col, shared);
 
   // What else is read, while the tile is on its way.
   float tile_scale = 1.0f;
@@ -202,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, Tune::blocks)
   if (shape.aligned) {
     TakeTile<T>(place, shared, patch);
   } else {
-    Load<T, true>(static_cast<const T*>(arguments.x), shape, place, patch);
+    Load<T>(static_cast<const T*>(arguments.x), shape, place, patch);
   }
 
   uint32_t columns[W::kCount];
@@ -260,21 +286,27 @@ __global__ void __launch_bounds__(kThreads, Tune::blocks)
   if (M::same_codes || arguments.data) {
     EncodeRows<T, F>(patch, special, codes,
                      [&](int r) { return M::row_scales ? shared.row_scale[place.down * kPatch + r] : tile_scale; });
-    if (arguments.data) StoreData<T, Tune::streams>(shape, place, codes, arguments.data);
+    if (arguments.data) shared.staged.PutData(place, codes);
   }
-  if (!arguments.transposed) return;
-  uint32_t turned[kPatch][2];
-  if constexpr (M::same_codes) {
-    Transpose(codes, turned);
-  } else {
-    if constexpr (M::scales == Scales::kBlocks && M::col_scales) __syncthreads();  // scales of columns are there
-    EncodeColumns<T, F>(patch, special, turned, [&](int j) {
-      return M::col_scales ? shared.col_scale[W::Column(place.across, j)] : tile_scale;
-    });
+  if (arguments.transposed) {
+    uint32_t turned[kPatch][2];
+    if constexpr (M::same_codes) {
+      Transpose(codes, turned);
+    } else {
+      if constexpr (M::scales == Scales::kBlocks && M::col_scales) __syncthreads();  // scales of columns are there
+      EncodeColumns<T, F>(patch, special, turned, [&](int j) {
+        return M::col_scales ? shared.col_scale[W::Column(place.across, j)] : tile_scale;
+      });
+    }
+    shared.staged.PutTransposed(place, turned);
   }
-  shared.staged.Put(place, turned);
+  AsyncProxyFence();
   __syncthreads();
-  StoreTransposed<T, Tune::streams>(shape, tile_row, tile_col, shared.staged, arguments.transposed);
+  if (!shape.aligned) {
+    StoreUnaligned(shape, tile_row, tile_col, shared.staged, arguments.data, arguments.transposed);
+  } else if (threadIdx.x == 0) {
+    SendTile(boxes, arguments, tile_row, tile_col, shared.staged);
+  }
 }
 
 }  // namespace te::quantize

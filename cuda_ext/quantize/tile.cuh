@@ -1,10 +1,8 @@
 // What a thread block does with one tile of 128 × 128 values: load it into registers, find largest magnitudes, encode
-// it along rows and along columns, and store both copies.
+// it along rows and along columns, and stage both copies in shared memory.
 //
 // 256 threads own 8 × 8 values each, 16 threads across: a warp loads 256 contiguous bytes of two rows at a time
-// (bfloat16), so that the values of a row stay within 16 lanes, and those of a column in two lanes of each warp. Codes
-// of the transposed copy are packed along columns, cross shared memory, and leave in 16-byte stores, 128 contiguous
-// bytes of a row.
+// (bfloat16), so that the values of a row stay within 16 lanes, and those of a column in two lanes of each warp.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -128,8 +126,8 @@ __device__ __forceinline__ void SetVector(Patch<T>& patch, int r, int vector, co
   patch[r][4 * vector + 3] = bits.w;
 }
 
-// The values of a patch; zero outside of the tensor. Evict-first where they are not read again.
-template <typename T, bool kOnce>
+// The values of a patch; zero outside of the tensor.
+template <typename T>
 __device__ __forceinline__ void Load(const T* x, const Shape& shape, const Place<T>& place, Patch<T>& patch) {
   using W = Words<T>;
   if (shape.aligned) {
@@ -141,7 +139,7 @@ __device__ __forceinline__ void Load(const T* x, const Shape& shape, const Place
       for (int r = 0; r < kPatch; ++r) {
         const uint4* address = reinterpret_cast<const uint4*>(from + RowOffset(r, shape.cols));
         uint4 bits = make_uint4(0, 0, 0, 0);
-        if (inside) bits = kOnce ? __ldcs(address) : LoadStreaming(address);
+        if (inside) bits = LoadStreaming(address);
         SetVector<T>(patch, r, v, bits);
       }
     }
@@ -333,94 +331,62 @@ __device__ __forceinline__ void Transpose(const uint32_t (&rows)[kPatch][2], uin
 
 // ------------------------------------------------------------------------------------------------------------ stores
 
-// How results are written: kept in the L2 cache as long as others, or first to be evicted from it.
-template <bool kStreaming, typename V>
-__device__ __forceinline__ void Store(V* address, const V& value) {
-  if constexpr (kStreaming) {
-    __stcs(address, value);
-  } else {
-    *address = value;
-  }
-}
-
-template <typename T, bool kStreaming>
-__device__ __forceinline__ void StoreData(const Shape& shape, const Place<T>& place, const uint32_t (&codes)[kPatch][2],
-                                          uint8_t* data) {
-  using W = Words<T>;
-  uint8_t* to = data + RowOffset(place.row, shape.cols);
-  if (shape.aligned) {
-#pragma unroll
-    for (int v = 0; v < W::kVectors; ++v) {
-      if (!place.Inside(shape, v)) continue;
-      uint8_t* first = to + place.Column(v * W::kPerVector);
-#pragma unroll
-      for (int r = 0; r < kPatch; ++r) {
-        if constexpr (W::kVectors == 1) {
-          Store<kStreaming>(reinterpret_cast<uint2*>(first + RowOffset(r, shape.cols)),
-                            make_uint2(codes[r][0], codes[r][1]));
-        } else {
-          Store<kStreaming>(reinterpret_cast<uint32_t*>(first + RowOffset(r, shape.cols)), codes[r][v]);
-        }
-      }
-    }
-    return;
-  }
-#pragma unroll
-  for (int r = 0; r < kPatch; ++r) {
-#pragma unroll
-    for (int j = 0; j < kPatch; ++j) {
-      if (place.row + r < shape.rows && place.Column(j) < shape.cols) {
-        to[RowOffset(r, shape.cols) + place.Column(j)] = static_cast<uint8_t>(codes[r][j / 4] >> (8 * (j % 4)));
-      }
-    }
-  }
-}
-
-// The transposed tile in shared memory: for each of its 128 rows, which are columns of x, 16 units of 8 bytes. They
-// are permuted so that neither the 16 lanes that write the same unit of different rows meet in a bank, nor the 8 lanes
-// that read one row.
+// The codes of a tile in shared memory, from where the copy engine takes them.
+template <typename T>
 struct Staged {
-  uint2 units[kTile * kAcross];
+  using W = Words<T>;
+  static constexpr int kChunks = kTile / 16;  // of 16 codes, in a row
 
-  template <typename T>
-  __device__ __forceinline__ void Put(const Place<T>& place, const uint32_t (&codes)[kPatch][2]) {
+  // Of each value of the patches in turn, the 16 columns that it stands in: neighbouring lanes write neighbouring rows.
+  // The chunks of a row are permuted as the copy engine wants it for rows of 128 bytes, so that no two of 16 lanes
+  // meet in a bank.
+  alignas(1024) uint4 transposed[kPatch * kAcross][kChunks];
+  alignas(128) uint8_t data[kTile][kTile];
+
+  __device__ __forceinline__ void PutData(const Place<T>& place, const uint32_t (&codes)[kPatch][2]) {
 #pragma unroll
-    for (int j = 0; j < kPatch; ++j) {
-      const int row = Words<T>::Column(place.across, j);
-      units[row * kAcross + (place.down ^ place.across)] = make_uint2(codes[j][0], codes[j][1]);
+    for (int r = 0; r < kPatch; ++r) {
+      uint8_t* to = data[place.down * kPatch + r] + place.across * W::kPerVector;
+      if constexpr (W::kVectors == 1) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(codes[r][0], codes[r][1]);
+      } else {
+        *reinterpret_cast<uint32_t*>(to) = codes[r][0];
+        *reinterpret_cast<uint32_t*>(to + kTile / 2) = codes[r][1];
+      }
     }
   }
 
-  // 16 bytes, `chunk` of 8, of a row.
-  template <typename T>
-  __device__ __forceinline__ uint4 Get(int row, int chunk) const {
-    const int owner = Words<T>::Owner(row);
-    const uint4 pair = reinterpret_cast<const uint4*>(units)[row * kAcross / 2 + (chunk ^ (owner / 2))];
-    return owner % 2 ? make_uint4(pair.z, pair.w, pair.x, pair.y) : pair;
+  __device__ __forceinline__ void PutTransposed(const Place<T>& place, const uint32_t (&codes)[kPatch][2]) {
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+      uint4& chunk = transposed[j * kAcross + place.across][place.down / 2 ^ place.across % kChunks];
+      reinterpret_cast<uint2*>(&chunk)[place.down % 2] = make_uint2(codes[j][0], codes[j][1]);
+    }
+  }
+
+  // 16 rows of x in one column of the tile.
+  __device__ __forceinline__ uint4 GetTransposed(int column, int chunk) const {
+    const int across = W::Owner(column);
+    const int j = column / (kAcross * W::kPerVector) * W::kPerVector + column % W::kPerVector;
+    return transposed[j * kAcross + across][chunk ^ across % kChunks];
   }
 };
 
-template <typename T, bool kStreaming>
-__device__ __forceinline__ void StoreTransposed(const Shape& shape, int tile_row, int tile_col, const Staged& staged,
-                                                uint8_t* transposed) {
-  constexpr int kChunks = kTile / 16;
-  const int chunk = threadIdx.x % kChunks;
-  const int first = tile_row * kTile + chunk * 16;  // along a transposed row
-#pragma unroll
-  for (int i = 0; i < kTile * kChunks / kThreads; ++i) {
-    const int row = i * (kThreads / kChunks) + threadIdx.x / kChunks;
-    const int outer = tile_col * kTile + row;
-    if (outer >= shape.cols) continue;
-    const uint4 codes = staged.Get<T>(row, chunk);
-    uint8_t* to = transposed + RowOffset(outer, shape.rows) + first;
-    if (shape.aligned) {
-      if (first < shape.rows) Store<kStreaming>(reinterpret_cast<uint4*>(to), codes);
-      continue;
+// Both copies, byte by byte, where the copy engine cannot.
+template <typename T>
+__device__ __forceinline__ void StoreUnaligned(const Shape& shape, int tile_row, int tile_col, const Staged<T>& staged,
+                                               uint8_t* data, uint8_t* transposed) {
+  for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
+    const int row = tile_row * kTile + i / kTile, col = tile_col * kTile + i % kTile;
+    if (data && row < shape.rows && col < shape.cols) {
+      data[RowOffset(row, shape.cols) + col] = staged.data[i / kTile][i % kTile];
     }
-    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-    for (int b = 0; b < 16; ++b) {
-      if (first + b < shape.rows) to[b] = static_cast<uint8_t>(words[b / 4] >> (8 * (b % 4)));
+  }
+  for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
+    const int col = tile_col * kTile + i / kTile, row = tile_row * kTile + i % kTile;
+    if (transposed && row < shape.rows && col < shape.cols) {
+      const uint4 chunk = staged.GetTransposed(i / kTile, i % kTile / 16);
+      transposed[RowOffset(col, shape.rows) + row] = reinterpret_cast<const uint8_t*>(&chunk)[i % 16];
     }
   }
 }
