@@ -1,9 +1,9 @@
 """Timing, the record of the environment, and result files: what every benchmark family shares.
 
 How a time is taken. All candidates of a case run in one process on the same values. A sample enqueues so many calls
-back to back that it lasts about `Timing.sample_seconds`, blocks once at its end, takes off what one call takes that
-way, and divides: dispatch hides behind execution, what it costs to begin and to hear of the end is taken off, and what
-remains is the device's time. Candidates take their samples in rounds, each in an order of its own: clocks and
+back to back that it lasts about `Timing.sample_seconds`, blocks once at its end, takes off what an eighth as many take
+that way, and divides: dispatch hides behind execution, what it costs to begin and to hear of the end is taken off, and
+what remains is the device's time. Candidates take their samples in rounds, each in an order of its own: clocks and
 temperatures drift alike for all, and nobody always finds the clocks that the same other one leaves. A first round is
 not recorded, and Python collects no garbage meanwhile. Products hold a GPU at its power limit that way; `Timing.rested`
 has short bursts after rests. Where calls could run at the same time (the CPU backend runs independent computations
@@ -303,10 +303,11 @@ def _calls_per_sample(candidate: Candidate, timing: Timing, pipelined: bool) -> 
 def _sample(candidate: Candidate, calls: int, pipelined: bool) -> float:
     """Seconds per call."""
     if pipelined and calls > 1:
-        one, all_calls = _elapsed(candidate, 1, pipelined), _elapsed(candidate, calls, pipelined)
-        if all_calls > one:
-            return (all_calls - one) / (calls - 1)
-        return all_calls / calls  # there is next to nothing to do
+        few = max(1, calls // 8)  # a single call begins and ends unlike many
+        of_few, of_all = _elapsed(candidate, few, pipelined), _elapsed(candidate, calls, pipelined)
+        if of_all > of_few:
+            return (of_all - of_few) / (calls - few)
+        return of_all / calls  # there is next to nothing to do
     return _elapsed(candidate, calls, pipelined) / calls
 
 

@@ -63,15 +63,15 @@ def test_a_sample_waits_once_or_after_every_call(pipelined):
         call=lambda index: index,
         arguments=lambda calls: [(index,) for index in range(calls)],
         wait=waits.append,
-        most_calls=4,
+        most_calls=16,
     )
     harness.measure([counted], Timing(samples=1, sample_seconds=1.0), pipelined=pipelined)
-    # Each call returns its index: one call to warm up, one and four, the most allowed, to find how many a sample takes.
-    # Then the round that is not recorded and the one that is: of four, after one that is taken off.
+    # Each call returns its index: one call to warm up, one and 16, the most allowed, to find how many a sample takes.
+    # Then the round that is not recorded and the one that is: of 16, after an eighth as many that are taken off.
     if pipelined:
-        assert waits == [0, 0, 3, *[0, 3] * 2]
+        assert waits == [0, 0, 15, *[1, 15] * 2]
     else:
-        assert waits == [0, 0, 0, *[0, 1, 2, 3, 3] * 3]
+        assert waits == [0, 0, 0, *[*range(16), 15] * 3]
 
 
 def test_what_it_costs_to_begin_and_to_end_is_taken_off(monkeypatch):
