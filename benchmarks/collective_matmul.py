@@ -441,7 +441,7 @@ def _build_torch(layer: Layer, workers: Workers) -> _Built:
     candidate = Candidate(name="torch", call=enqueue, arguments=lambda programs: [()] * programs, wait=wait)
 
     def seconds_of_a_call(samples: list[float]) -> list[float]:
-        # Those as long as the last: before each of them a single program ran.
+        # Those as long as the last: before each of them fewer ran.
         return [seconds for count, seconds in clocked if count == clocked[-1][0]][-len(samples) :]
 
     return _Built(candidate, errors, seconds_of_a_call)

@@ -60,14 +60,14 @@ class Timing:
       rest_seconds: how long the device rests before a sample, in seconds.
     """
 
-    samples: int = 15
-    sample_seconds: float = 0.03
+    samples: int = 9
+    sample_seconds: float = 0.06
     rest_seconds: float = 0.0
 
     @property
     def rested(self) -> "Timing":
-        """A third as many samples, a third as long, each after a rest: before a GPU is at its power limit."""
-        return Timing(max(1, self.samples // 3), self.sample_seconds / 3, rest_seconds=0.15)
+        """Half as many samples, a sixth as long, each after a rest: before a GPU is at its power limit."""
+        return Timing((self.samples + 1) // 2, self.sample_seconds / 6, rest_seconds=0.15)
 
 
 FULL = Timing()

@@ -178,10 +178,10 @@ def _buffers_for(size: int) -> int:
     return max(1, min(_MOST_BUFFERS, -(-_BYTES_BEYOND_CACHES // size)))
 
 
-def _calls_that_fit(array: jax.Array) -> int:
-    """Calls whose results take a third of what JAX may allocate, or 4 GiB where the backend does not say."""
-    memory = (array.devices().pop().memory_stats() or {}).get("bytes_limit", 12 * 2**30) // 3
-    return max(1, min(1000, memory // (2 * array.size)))
+def _calls_that_fit(result_bytes: int) -> int:
+    """Calls whose results take half of what JAX may allocate, or 4 GiB where the backend does not say."""
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 8 * 2**30) // 2
+    return max(1, min(1000, memory // result_bytes))
 
 
 # Implementations
@@ -237,7 +237,7 @@ def _build_copy(buffers: list[jax.Array], floor_bytes: int) -> _Checked:
         name="copy",
         call=compiled,
         arguments=lambda calls: [arrays_of(call) for call in range(calls)],
-        most_calls=max(1, _calls_that_fit(copied[0]) // _COPIES),
+        most_calls=_calls_that_fit(_COPIES * size),
         temporary_bytes=temporary_bytes(compiled),
     )
 
@@ -260,7 +260,7 @@ def _build_jax(
         name=name,
         call=compiled,
         arguments=lambda calls: [(buffers[index % len(buffers)], amax) for index in range(calls)],
-        most_calls=_calls_that_fit(buffers[0]),
+        most_calls=_calls_that_fit(2 * buffers[0].size),
         temporary_bytes=temporary_bytes(compiled),
     )
     return _Checked(candidate, problem)

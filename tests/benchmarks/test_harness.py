@@ -116,7 +116,7 @@ def test_no_garbage_is_collected_between_samples(enabled):
 def test_a_sample_follows_a_rest_and_a_call_that_wakes_the_device(monkeypatch):
     log = []
     monkeypatch.setattr(harness.time, "sleep", log.append)
-    timing = Timing(samples=12, sample_seconds=3e-9).rested
+    timing = Timing(samples=8, sample_seconds=6e-9).rested
     assert timing == Timing(samples=4, sample_seconds=1e-9, rest_seconds=0.15)
     seconds, failed = harness.measure([candidate("a", log), candidate("b", log, fails_at=9)], timing, pipelined=True)
     assert {name: len(samples) for name, samples in seconds.items()} == {"a": 4}
