@@ -204,9 +204,10 @@ def _build_jax(name: str, optimizer: optax.GradientTransformation, case: shapes.
 
 
 def _build_copy(size: int) -> Candidate:
-    array = jnp.zeros((size // 2,), jnp.uint8)
+    array = jax.jit(lambda: jax.random.bits(jax.random.key(0), (size // 2,), jnp.uint8))()
     compiled = jax.jit(jnp.copy).lower(array).compile()
-    return Candidate(name="copy", call=compiled, arguments=lambda calls: [(array,)] * calls, most_calls=10)
+    calls = max(10, min(1000, 4 * _MOST_BYTES_TO_COPY // array.size))
+    return Candidate(name="copy", call=compiled, arguments=lambda calls: [(array,)] * calls, most_calls=calls)
 
 
 def _build_torch(case: shapes.LeavesShape) -> Candidate:
