@@ -337,9 +337,9 @@ struct Staged {
   using W = Words<T>;
   static constexpr int kChunks = kTile / 16;  // of 16 codes, in a row
 
-  // Of each value of the patches in turn, the 16 columns that it stands in: neighbouring lanes write neighbouring rows.
-  // The chunks of a row are permuted as the copy engine wants it for rows of 128 bytes, so that no two of 16 lanes
-  // meet in a bank.
+  // A row for each column of x: first the columns that are the first of a thread's eight, of all 16 threads across,
+  // then those that are the second, and so on. So neighbouring lanes write neighbouring rows, whose chunks the copy
+  // engine permutes differently (a swizzle of 128 bytes): no two of eight lanes meet in a bank.
   alignas(1024) uint4 transposed[kPatch * kAcross][kChunks];
   alignas(128) uint8_t data[kTile][kTile];
 
