@@ -27,6 +27,7 @@
 #pragma once
 
 #include <atomic>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -146,10 +147,12 @@ class Meetings {
     }
   }
 
+  // Who has come to the first meeting comes to the second, if with nothing, and writes to this device's arrays until
+  // then: there is no limit to waiting for it.
   bool MeetHere(const Brought& mine, int stage, std::vector<Brought>& all, std::vector<int>& absent) {
     static auto* rendezvous = new Rendezvous<Brought>;
     return rendezvous->Meet(MeetingKey{group_.run, group_.call, stage, group_.devices}, group_.rank, mine,
-                            group_.timeout, all, absent);
+                            stage == 0 ? std::optional(group_.timeout) : std::nullopt, all, absent);
   }
 
   // Processes bring nothing but themselves: arrays lie at the same places of every device's memory, and each device has

@@ -37,10 +37,11 @@ class Rendezvous {
   // Waits until every member has come. Nobody can come for the second time before all have come for the first, so a
   // call that a loop repeats needs no number of its own.
   //
-  // Fails for all members when one of them has not come in time; `absent` then holds the members that nobody has seen.
-  bool Meet(const MeetingKey& key, int rank, T brought, std::chrono::nanoseconds timeout, std::vector<T>& all,
-            std::vector<int>& absent) {
-    const auto deadline = std::chrono::steady_clock::now() + timeout;
+  // Fails for all members when one of them has not come in time, if there is a limit; `absent` then holds the members
+  // that nobody has seen.
+  bool Meet(const MeetingKey& key, int rank, T brought, std::optional<std::chrono::nanoseconds> timeout,
+            std::vector<T>& all, std::vector<int>& absent) {
+    const auto start = std::chrono::steady_clock::now();
     std::shared_ptr<Meeting> meeting = Enter(key);
     std::unique_lock lock(meeting->mutex);
     meeting->brought[rank] = std::move(brought);
@@ -52,7 +53,12 @@ class Rendezvous {
       lock.unlock();
       const bool soon = SpinFor(kSpin, [&] { return meeting->complete.load(std::memory_order_acquire); });
       lock.lock();
-      if (!soon) meeting->changed.wait_until(lock, deadline, [&] { return meeting->complete || meeting->failed; });
+      const auto settled = [&] { return meeting->complete || meeting->failed; };
+      if (!soon && timeout) {
+        meeting->changed.wait_until(lock, start + *timeout, settled);
+      } else if (!soon) {
+        meeting->changed.wait(lock, settled);
+      }
     }
     if (!meeting->complete) {
       if (!meeting->failed) {

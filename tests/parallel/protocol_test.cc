@@ -3,7 +3,8 @@
 // Copies and products take random times, and nothing but marks orders them: ThreadSanitizer reports every read and
 // write that the protocol leaves unordered, and results are compared besides. Between calls each device writes over
 // what its peers have read, and poisons what they have written. Some steps fail: then no queue may touch an array any
-// more once its call has returned. Exits with 0 if all went well.
+// more once its call has returned. Some hosts take longer than the timeout once all have met: nobody gives up then.
+// Exits with 0 if all went well.
 
 #include "collective_gemm/protocol.h"
 
@@ -62,6 +63,8 @@ class Event {
   std::shared_ptr<Point> last_ = std::make_shared<Point>();
 };
 
+constexpr std::chrono::milliseconds kTimeoutOfSlow{400};
+
 // Work that is done in order, some time.
 class Stream {
  public:
@@ -115,7 +118,8 @@ struct Device {
 
 class SimulatedCall {
  public:
-  SimulatedCall(Device& device, int failing_step) : device_(device), steps_left_(failing_step) {
+  SimulatedCall(Device& device, int failing_step, int slow_step)
+      : device_(device), steps_left_(failing_step), steps_to_slow_(slow_step) {
     for (auto& resources : device.free) {
       if (resources != nullptr && resources->readers.load() == 0) {
         resources_ = std::move(resources);
@@ -185,13 +189,16 @@ class SimulatedCall {
   Stream& StreamOf(Queue queue) {
     return queue == Queue::kMain ? device_.main : queue == Queue::kSide ? resources_->side : resources_->copy;
   }
-  bool Fails() { return steps_left_ >= 0 && steps_left_-- == 0; }
+  bool Fails() {
+    if (steps_to_slow_ >= 0 && steps_to_slow_-- == 0) std::this_thread::sleep_for(2 * kTimeoutOfSlow);
+    return steps_left_ >= 0 && steps_left_-- == 0;
+  }
   std::chrono::microseconds Pause() { return std::chrono::microseconds(device_.random() % 4 == 0 ? 300 : 0); }
 
   Device& device_;
   std::unique_ptr<Resources> resources_;
   size_t used_ = 0;
-  int steps_left_;
+  int steps_left_, steps_to_slow_;
 };
 
 constexpr int64_t kRows = 3, kSummed = 4, kColumns = 5;
@@ -204,7 +211,8 @@ struct Plan {
   int64_t pieces;
   int failing_rank, failing_step;  // or -1
   bool one_stays_away;
-  bool biased;  // by nothing: of two devices the last product then leaves the sum to another step
+  bool biased;    // by nothing: of two devices the last product then leaves the sum to another step
+  int slow_rank;  // whose host takes longer than the timeout between the two meetings, or -1
 
   // Copies and products of one device; those of scatters are of two weights.
   int Steps() const { return StepsInCommon() + StepsAlone(); }
@@ -247,11 +255,13 @@ class Member {
     }
     std::vector<int> devices;
     for (int rank = 0; rank < plan.size; ++rank) devices.push_back(rank);
-    const auto timeout = std::chrono::milliseconds(plan.one_stays_away ? 200 : 60'000);
+    const auto timeout =
+        plan.slow_rank >= 0 ? kTimeoutOfSlow : std::chrono::milliseconds(plan.one_stays_away ? 200 : 60'000);
     const Group group{"simulated", number, 1, rank_, devices, timeout, nullptr};
     Status status = Status::Ok();
     {
-      SimulatedCall call(device_, rank_ == plan.failing_rank ? plan.failing_step : -1);
+      SimulatedCall call(device_, rank_ == plan.failing_rank ? plan.failing_step : -1,
+                         rank_ == plan.slow_rank ? plan.StepsInCommon() - 1 : -1);
       status = plan.gathers ? RunAllGather(call, group, AllGather(plan)) : RunReduceScatter(call, group, Scatter(plan));
     }
     if (fails && status.ok()) return "no error";
@@ -374,13 +384,22 @@ int Main(int calls, unsigned seed) {
   for (int size = 2; size <= 4; ++size) {
     std::vector<Plan> plans;
     for (int i = 0; i < calls; ++i) {
-      Plan plan{size,  random() % 2 == 0, random() % 2 == 0, 1 + static_cast<int64_t>(random() % 2), -1, -1,
-                false, random() % 2 == 0};
+      Plan plan{size,
+                random() % 2 == 0,
+                random() % 2 == 0,
+                1 + static_cast<int64_t>(random() % 2),
+                -1,
+                -1,
+                false,
+                random() % 2 == 0,
+                -1};
       if (random() % 6 == 0) {
         plan.failing_rank = static_cast<int>(random() % size);
         plan.failing_step = static_cast<int>(random() % plan.Steps());
       } else if (random() % 40 == 0) {
         plan.one_stays_away = true;
+      } else if (random() % 40 == 0) {
+        plan.slow_rank = static_cast<int>(random() % size);
       }
       plans.push_back(plan);
     }
