@@ -64,7 +64,9 @@ ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t d
   const auto found = std::find(attributes.groups.begin(), attributes.groups.end(), PlaceOf(device));
   if (found == attributes.groups.end() || attributes.group_size < 1) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(attributes.name) + ": device " +
-                                                       std::to_string(device) + " belongs to no group of this call"));
+                                                       std::to_string(device) +
+                                                       " belongs to no group of this call, or the program was lowered "
+                                                       "in another process: compile it in this one"));
   }
   const int64_t place = found - attributes.groups.begin();
   const auto begin = attributes.groups.begin() + place / attributes.group_size * attributes.group_size;

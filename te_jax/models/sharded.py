@@ -53,7 +53,7 @@ def parallel_apply(
 def parallel_loss(
     mesh: Mesh, config: DecoderConfig, parallel: TensorParallel, *, implementation: Implementation | None = None
 ):
-    """`te_jax.models.loss` over several devices, the same up to the order of sums.
+    """`te_jax.models.loss` over several devices, the same up to the order of sums, and to rounding in FP8.
 
         mesh = jax.make_mesh((2, 4), ("data", "tensor"))
         parallel = TensorParallel(size=4, batch_axes=("data",))

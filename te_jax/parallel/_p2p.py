@@ -246,13 +246,19 @@ def _jvp(*_, **__):
 def _lower(ctx: mlir.LoweringRuleContext, *values, target, present, results, exchange, shared_bytes, attributes, mesh):
     devices = _devices(getattr(ctx.module_context.axis_context, "mesh", None), exchange.axis_name)
     attributes = dict(attributes)
-    if exchange.automatic and not _is_usable(devices):
+    exported = ctx.module_context.lowering_parameters.for_export  # to run on devices that nobody knows yet
+    if exchange.automatic and (exported or not _is_usable(devices)):
         stand_in = functools.partial(_with_plain_collectives, target, results, exchange, attributes, mesh)
         return mlir.lower_fun(_given_all(stand_in, present), multiple_results=True)(ctx, *values)
+    if exported:
+        raise ValueError(
+            "transport='p2p' must know the devices, and an exported program does not: use transport='auto', 'ring' or "
+            "'xla'"
+        )
     if devices is None:
         raise ValueError(
             "transport='p2p' must know the devices, and this program is lowered for an abstract mesh: pass the mesh to "
-            "jax.shard_map or enter it with jax.set_mesh, or use transport='ring' or 'xla'"
+            "jax.shard_map, or, inside another shard_map, enter it with jax.set_mesh; or use transport='ring' or 'xla'"
         )
     _processes.introduce(devices.flat)
     groups = _processes.places_of(devices)

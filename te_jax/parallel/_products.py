@@ -33,14 +33,25 @@ from te_jax.recipe import DelayedScalingState, Product, Role
 _NAMES = {"activation": "te_collective_activation", "kernel": "te_collective_kernel"}
 
 
-# Under jit even when called eagerly: shard_map does not run rules of derivatives that tell apart what is asked for.
-@functools.partial(jax.jit, static_argnums=0, inline=native.INLINE)
+# Under jit even when called eagerly, or while it is disabled: shard_map does not run rules of derivatives that tell
+# apart what is asked for.
 def all_gather_products(call: Call, x, weights, biases, states) -> Any:
+    with jax.disable_jit(False):
+        return _all_gather_products(call, x, weights, biases, states)
+
+
+def reduce_scatter_product(call: Call, x, weight, bias, state) -> Any:
+    with jax.disable_jit(False):
+        return _reduce_scatter_product(call, x, weight, bias, state)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=native.INLINE)
+def _all_gather_products(call: Call, x, weights, biases, states) -> Any:
     return _gathered_products(call, x, weights, biases, states)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=native.INLINE)
-def reduce_scatter_product(call: Call, x, weight, bias, state) -> Any:
+def _reduce_scatter_product(call: Call, x, weight, bias, state) -> Any:
     return _scattered_product(call, x, weight, bias, state)
 
 

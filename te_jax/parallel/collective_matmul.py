@@ -122,8 +122,8 @@ def all_gather_matmul(
     _validate_recipe(call, x, weights, names, "gather_axis", group)
     states = _states(call, scaling_state, len(weights), several)
     outs = [weight.shape[1:] for weight in weights]
-    operands = _canonical(call, x, (call.leading, call.rows), weights, biases)
-    products, gathered = all_gather_products(call, *operands, states)
+    flat, weights, biases = _canonical(call, x, (call.leading, call.rows), weights, biases)
+    products, gathered = all_gather_products(call, flat, weights, biases, states)
     rows = (*lead, group.size * x.shape[axis], *mid)
     y: Any = tuple(product.reshape(*rows, *out) for product, out in zip(products, outs, strict=True))
     y = y if several else y[0]

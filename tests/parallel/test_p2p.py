@@ -230,6 +230,41 @@ def test_a_mesh_without_devices(require_devices):
         jax.jit(mapped).lower(jnp.ones((8, 3)), jnp.ones((3, 8)))
 
 
+def test_programs_to_export(monkeypatch, rng, require_devices):
+    """They run on devices that are not known yet."""
+    require_devices(4)
+    monkeypatch.setattr(_p2p, "is_worthwhile", lambda *_, **__: True)
+    monkeypatch.setattr(_p2p, "_is_usable", lambda devices: devices is not None)
+    mesh = mesh_of((4,), ("t",))
+    x, w = normal(rng, 8, 3), normal(rng, 3, 8)
+
+    def exported(transport):
+        gather = functools.partial(all_gather_matmul, axis_name="t", transport=transport)
+        mapped = jax.shard_map(gather, mesh=mesh, in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t"))
+        return jax.export.export(jax.jit(mapped))(x, w)
+
+    with pytest.raises(ValueError, match="an exported program does not: use transport='auto', 'ring' or 'xla'"):
+        exported("p2p")
+    other = mesh_of((4,), ("t",), rng)
+    placed = [jax.device_put(a, NamedSharding(other, spec)) for a, spec in ((x, P("t")), (w, P(None, "t")))]
+    assert_close(jax.jit(exported("auto").call)(*placed), x.astype(np.float64) @ w, dtype=F32)
+
+
+@pytest.mark.parametrize("transport", ["xla", "ring", "p2p"])
+def test_while_jit_is_disabled(transport, rng, require_devices):
+    require_devices(4)
+    mesh = mesh_of((4,), ("t",))
+    x, w = normal(rng, 8, 8), normal(rng, 8, 8)
+    for function, specs, out in (
+        (all_gather_matmul, (P("t"), P(None, "t")), P(None, "t")),
+        (matmul_reduce_scatter, (P(None, "t"), P("t")), P("t")),
+    ):
+        local = functools.partial(function, axis_name="t", transport=transport)
+        with jax.disable_jit():
+            y = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out)(x, w)
+        assert_close(y, x.astype(np.float64) @ w, dtype=F32)
+
+
 @pytest.mark.parametrize(
     ("check_vma", "recipe"),
     [(True, None), (False, None), *zip((True, False, True), FP8, strict=True)],
