@@ -337,18 +337,38 @@ def _counted(state: DelayedScalingState, uses: Array) -> DelayedScalingState:
     equal, so dividing restores them. Of the most recent ones the sum remains, which no value exceeds: scales are then
     smaller than need be, at most by the number of uses, and nothing saturates. With `te_jax.recipe.accumulating` the
     number stays 1, and the maximum is exact.
+
+    Who divides all gradients by a loss scale divides the number too. Below 1 it restores the most recent amaxes as
+    well; those of several uses are then their mean.
     """
+    return _counted_forward(state, uses)[0]
+
+
+def _counted_forward(state: DelayedScalingState, uses: Array):
+    dtype = uses.dtype
     state, uses = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32), (state, uses))
-    count = jnp.maximum(uses, 1.0)
-    return jax.tree.map(lambda history: history.at[1:].divide(count), state)
+    count = jnp.where(uses > 0, uses, 1.0)
+
+    def restored(history: Array) -> Array:
+        return history.at[1:].divide(count).at[0].divide(jnp.minimum(count, 1.0))
+
+    state = jax.tree.map(restored, state)
+    newest = jax.tree.map(lambda history: history[0], state)
+    return state, (_Static(dtype), newest, jnp.maximum(count, 1.0))
 
 
-def _counted_backward(dtype, next_state: DelayedScalingState):
-    once = jnp.ones((), jnp.float32)
-    return jax.tree.map(lambda x: lax.convert_element_type(x, dtype.value), (next_state, once))
+def _counted_backward(residuals, next_state: DelayedScalingState):
+    dtype, newest, count = residuals
+
+    def part(history: Array, newest: Array) -> Array:
+        # Each use that saw something not finite repeats the newest amax, which is a sum already: its part of it.
+        return history.at[0].divide(jnp.where(history[0] == newest, count, 1.0))
+
+    cotangents = (jax.tree.map(part, next_state, newest), jnp.ones((), jnp.float32))
+    return jax.tree.map(lambda x: lax.convert_element_type(x, dtype.value), cotangents)
 
 
-_counted.defvjp(lambda state, uses: (_counted(state, uses), _Static(uses.dtype)), _counted_backward)
+_counted.defvjp(_counted_forward, _counted_backward)
 
 
 @jax.tree_util.register_static

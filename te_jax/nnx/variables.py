@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
+
+from te_jax import _linear
 
 
 class OverwriteWithGradient(nnx.Variable):
@@ -23,7 +26,7 @@ class QuantizedKernel(nnx.Variable):
 
 
 def overwrite_with_gradient(model: Any, gradients: nnx.State) -> None:
-    """Gives every `OverwriteWithGradient` of the model its next value.
+    """Gives every `OverwriteWithGradient` of the model its next value. A layer that the loss did not use keeps its own.
 
     Args:
       model: the module.
@@ -32,12 +35,23 @@ def overwrite_with_gradient(model: Any, gradients: nnx.State) -> None:
     Raises:
       ValueError: the model has such state, and the gradients lack it.
     """
-    found = nnx.state(gradients, OverwriteWithGradient)
-    missing = nnx.to_flat_state(nnx.state(model, OverwriteWithGradient)).paths
-    missing = set(missing) - set(nnx.to_flat_state(found).paths)
+    former = dict(nnx.to_flat_state(nnx.state(model, OverwriteWithGradient)))
+    found = dict(nnx.to_flat_state(nnx.state(gradients, OverwriteWithGradient)))
+    missing = set(former) - set(found)
     if missing:
         raise ValueError(
             f"gradients have nothing for {sorted(missing)}: differentiate with respect to all of the state, "
             "argnums=nnx.DiffState(0, nnx.Any(nnx.Param, te_jax.nnx.OverwriteWithGradient))"
         )
-    nnx.update(model, found)
+    uses = _linear.STATE_NAMES[-1]
+
+    def next_value(path: tuple[Any, ...]):
+        value = found[path].get_value()
+        if (used := found.get((*path[:-1], uses))) is None:
+            return value
+        count = used.get_value()  # of stacked layers, one for each
+        count = jnp.reshape(count, count.shape + (1,) * (value.ndim - count.ndim))
+        return jnp.where(count > 0, value, former[path].get_value())
+
+    kept = [(path, found[path].replace(next_value(path))) for path in former]
+    nnx.update(model, nnx.from_flat_state(kept))

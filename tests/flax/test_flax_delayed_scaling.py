@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITE
+from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
 from te_jax.flax import Dense, make_dot_general_cls, merge_gradients
@@ -212,6 +213,40 @@ def test_a_layer_that_is_called_twice_in_one_gradient(rng):
     np.testing.assert_allclose(history[1:] / 2, peaks[-2 : -HISTORY - 1 : -1], rtol=1e-6)
     exact = x @ variables["params"]["shared"]["kernel"] * 3.0 @ variables["params"]["shared"]["kernel"]
     assert relative_error(model.apply(variables, x), exact) < 0.12
+
+
+def test_steps_that_overflow_do_not_add_up_in_a_layer_that_is_called_twice(rng):
+    """Each call repeats the newest amaxes, which are sums already."""
+    model = CalledTwice()
+    x = normal(rng, (16, 32))
+    variables = model.init(jax.random.key(int(rng.integers(2**31))), x)
+    gradient = jax.jit(jax.grad(loss_of(model)))
+    for _ in range(HISTORY):
+        variables |= {OVERWRITE: gradient(variables, x)[OVERWRITE]}
+    before = variables[OVERWRITE]["shared"]
+    for _ in range(HISTORY + 2):
+        variables |= {OVERWRITE: gradient(variables, x.at[0, 0].set(jnp.nan))[OVERWRITE]}
+    after = variables[OVERWRITE]["shared"]
+    for name in ("activation_amax_history", "gradient_amax_history"):
+        newest, *older = np.asarray(after[name])
+        np.testing.assert_allclose(newest, before[name][0], rtol=1e-6)
+        np.testing.assert_allclose(np.array(older) / 2, newest, rtol=1e-6)
+
+
+def test_gradients_that_are_divided_by_a_loss_scale(rng):
+    """Flax's DynamicScale divides the next state too."""
+    model = Dense(32, recipe=RECIPE)
+    x = normal(rng, (16, 32))
+    tx = optax.sgd(0.0)
+    state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=tx)
+    plain, scale = state, DynamicScale()
+    for factor in (1.0, 2.0, 0.5):
+        scale, _, loss, gradients = scale.value_and_grad(loss_of(model))(state.params, factor * x)
+        expected_loss, expected = jax.value_and_grad(loss_of(model))(plain.params, factor * x)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+        # The quantized gradient is another one while its history is empty.
+        assert relative_error(gradients["params"]["kernel"], expected["params"]["kernel"]) < 0.15
+        state, plain = state.apply_gradients(grads=gradients), plain.apply_gradients(grads=expected)
 
 
 def test_a_layer_that_is_called_twice_has_the_exact_maximum_with_accumulating(rng):

@@ -215,6 +215,23 @@ def test_a_layer_that_is_called_twice_in_one_gradient(rng):
     np.testing.assert_allclose(history[1:] / 2, peaks[-2 : -HISTORY - 1 : -1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_layer_that_a_step_leaves_out_keeps_its_state(stacked, rng):
+    model, x = made(rng, Scanned if stacked else OwnLayers), normal(rng, (16, 32))
+    for _ in range(2):
+        observe(model, x)
+    before = states(model)
+    gradients = nnx.jit(nnx.grad(lambda model, x: jnp.sum(x) + 0.0 * loss_fn(model, x), argnums=WRT))(model, x)
+    unused = nnx.grad(lambda model, x: jnp.sum(x), argnums=WRT)(model, x)
+    overwrite_with_gradient(model, unused)
+    jax.tree.map(np.testing.assert_array_equal, states(model), before)
+    overwrite_with_gradient(model, gradients)
+    after = states(model)
+    assert all(
+        np.array_equal(after[path][..., 1:], old[..., :-1]) for path, old in before.items() if "uses" not in path
+    )
+
+
 def test_state_survives_checkpoints(rng, tmp_path):
     model, x = made(rng, OwnLayers), normal(rng, (16, 32))
     observe(model, x)
