@@ -173,8 +173,8 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.history_len < 1:
-            raise ValueError(f"history_len is {self.history_len}; it must be at least 1")
+        if not isinstance(self.history_len, int | np.integer) or self.history_len < 1:
+            raise ValueError(f"history_len is {self.history_len!r}; it must be a whole number of at least 1")
         if self.algorithm not in ("max", "most_recent"):
             raise ValueError(f"algorithm is {self.algorithm!r}; it must be 'max' or 'most_recent'")
 

@@ -20,7 +20,7 @@ from te_jax.native.extension import (
 )
 from te_jax.native.local_call import INLINE
 from te_jax.native.rule import axes_of_entry
-from te_jax.native.sharding import per_shard
+from te_jax.native.sharding import per_shard, split_as_last
 
 __all__ = [
     "INLINE",
@@ -37,6 +37,7 @@ __all__ = [
     "per_shard",
     "result_type",
     "runtime_ffi_api",
+    "split_as_last",
     "status",
     "use_native",
     "varying_axes",

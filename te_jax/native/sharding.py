@@ -297,7 +297,7 @@ def _decode(mesh: Mesh, trace_mesh, operands) -> tuple[Mesh, Mesh, list[Partitio
     def spec_of(operand) -> PartitionSpec:
         try:
             return parse_flatten_op_sharding(operand.sharding._hlo_sharding, group)[0]
-        except (ValueError, NotImplementedError):
+        except (KeyError, ValueError, NotImplementedError):  # KeyError where parts of two axes are replicated
             return PartitionSpec()
 
     return mesh, group, [spec_of(operand) for operand in operands]
@@ -320,6 +320,15 @@ def _with_devices(mesh) -> Mesh:
     They are JAX's first ones; should the operands live on others, JAX says so: the way out is `jax.set_mesh`.
     """
     return _mesh_over(mesh.axis_names, mesh)
+
+
+def split_as_last(operand: Array, whole: Array) -> Array:
+    """The operand, split on Explicit meshes as the last dimensions of `whole` are, as types of sums ask."""
+    own, sharding = jax.typeof(operand).sharding, jax.typeof(whole).sharding
+    if not (own.mesh.explicit_axes and sharding.mesh.explicit_axes):
+        return operand
+    spec = PartitionSpec(*tuple(sharding.spec)[whole.ndim - operand.ndim :])
+    return operand if own.spec == spec else jax.reshard(operand, NamedSharding(sharding.mesh, spec))
 
 
 def _axes_of(operand: Array) -> tuple[str, ...]:

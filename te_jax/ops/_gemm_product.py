@@ -173,7 +173,7 @@ def follow_up(
     """A followup in XLA, with the results of `multiply`; `axes` are the mesh axes that rows and cols are split over."""
     results = epilogue(
         value,
-        bias=arrays["bias"] if followup.bias else None,
+        bias=native.split_as_last(arrays["bias"], value) if followup.bias else None,
         activation="gelu" if followup.activation == "gelu" else None,
         save_preactivation=followup.save_preactivation,
         gelu_preactivation=arrays["aux_in"] if followup.activation == "dgelu" else None,

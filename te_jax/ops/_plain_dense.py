@@ -39,7 +39,8 @@ def dense(
         y = _accumulating(contracting_ndim, kernel_contracting, accumulate, x, kernel, accumulator)
     if bias is not None:
         # In float32, so that the sum that is its gradient is too.
-        wide = jnp.expand_dims(bias.astype(jnp.float32), tuple(range(y.ndim - bias.ndim)))
+        wide = native.split_as_last(bias, y).astype(jnp.float32)
+        wide = jnp.expand_dims(wide, tuple(range(y.ndim - bias.ndim)))
         y = (y.astype(jnp.float32) + wide).astype(y.dtype)
     if activation is not None:
         # Keeps the values before the activation only, rather than the float32 ones inside it.

@@ -228,6 +228,13 @@ def _validate_quantized(kernel: QuantizedArray, shape: _Shape, recipe: Recipe, k
             f"kernel has {kernel.scaling!r} and {kernel.transposed_scaling!r} scaling, but recipe is {recipe!r}; "
             'quantize it with recipe.quantization("kernel")'
         )
+    for name in ("data", "transposed"):
+        found = getattr(kernel, name)
+        if found is not None and found.dtype != expected.dtype:
+            raise ValueError(
+                f"kernel was quantized to {found.dtype}, and kernels of {recipe!r} are {expected.dtype}; quantize it "
+                'with recipe.quantization("kernel")'
+            )
 
 
 # ------------------------------------------------------------------------------------------------ shapes that FP8 takes

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax import native, ops
+from te_jax import native, ops, recipe
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, Recipe
 
 CURRENT, BLOCK, DELAYED = CurrentScaling(), BlockScaling(), DelayedScaling(history_len=4)
@@ -57,6 +57,13 @@ HISTORY = jnp.zeros(4)
             "40 features out; FP8 products need a multiple of 16: pad",
         ),
         (X, QUANTIZED, None, {}, "recipe is None, but kernel is a QuantizedArray"),
+        (
+            X,
+            ops.quantize(KERNEL, recipe.Quantization(np.dtype(jnp.float8_e5m2), "tensor", "tensor")),
+            None,
+            {"recipe": CURRENT},
+            "kernel was quantized to float8_e5m2, and kernels of CurrentScaling",
+        ),
         (X, QUANTIZED, None, {"recipe": BLOCK}, "kernel has 'tensor' and 'tensor' scaling, but recipe is BlockScaling"),
         (
             jnp.zeros((8, 4, 16), jnp.bfloat16),
@@ -105,7 +112,8 @@ def test_integers_of_numpy_are_taken(recipe):
         (BlockScaling, {"fast_accumulation": True}, "fast_accumulation is True; it must be a tuple of names out of"),
         (BlockScaling, {"fast_accumulation": "wgrad"}, "fast_accumulation is 'wgrad'; it must be a tuple of names"),
         (BlockScaling, {"fast_accumulation": (["wgrad"],)}, "fast_accumulation is (['wgrad'],); it must be a tuple"),
-        (DelayedScaling, {"history_len": 0}, "history_len is 0; it must be at least 1"),
+        (DelayedScaling, {"history_len": 0}, "history_len is 0; it must be a whole number of at least 1"),
+        (DelayedScaling, {"history_len": 4.0}, "history_len is 4.0; it must be a whole number of at least 1"),
         (DelayedScaling, {"algorithm": "mean"}, "algorithm is 'mean'; it must be 'max' or 'most_recent'"),
         (Recipe, {}, "Recipe does not say which values share a scale; use a recipe that does, such as te_jax.recipe."),
     ],

@@ -198,6 +198,37 @@ def test_bias_and_activation(recipe, name, axis_type, make_mesh, rng):
     assert_matches(Gradients(*run(x, kernel, bias, dy)), expected, case, recipe=RECIPES.get(recipe), factor=1.15)
 
 
+@pytest.mark.parametrize("recipe", [None, "current", "block"])
+def test_bias_split_as_the_tokens_are(recipe, make_mesh, rng):
+    """On Explicit meshes types refuse the sum of the two, so it is gathered, as the kernel is."""
+    mesh = make_mesh({"data": EXPLICIT})
+    case = random_case(rng, BATCH, (IN,), (OUT,), dtype="float32")
+    x, kernel, dy = placed(case, mesh, (P(None, "data"), P("data"), P(None, "data")))
+    bias = place(case.bias, mesh, P("data"))
+
+    @jax.jit
+    def run(x, kernel, bias, dy):
+        y, vjp = jax.vjp(lambda *a: ops.dense(*a, recipe=RECIPES.get(recipe), activation="silu"), x, kernel, bias)
+        return y, *vjp(dy)
+
+    found = Gradients(*run(x, kernel, bias, dy))
+    assert jax.typeof(found.dbias).sharding.spec == P("data")
+    assert_matches(found, oracle(case, activation="silu"), case, recipe=RECIPES.get(recipe), factor=1.15)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
+@pytest.mark.parametrize("spec", [P(None, "model"), P("model"), P("data", "model")], ids=str)
+def test_blocks_that_a_part_of_an_axis_would_split(spec, shape, require_devices, rng):
+    """6 blocks on 4 devices: Shardy proposes to split them over two of these."""
+    require_devices(8)
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AUTO, AUTO), devices=jax.devices()[:8])
+    case = random_case(rng, BATCH, (768,), (768,))
+    run = backward_of(recipe=RECIPES["block"])
+    sharded = run(*placed(case, mesh, (P("data"), spec, P("data"))))
+    for found, expected in zip(sharded, run(case.x, case.kernel, case.dy), strict=True):
+        assert_close(found, expected)
+
+
 @axis_types
 @pytest.mark.parametrize("kernel_contracting", ["first", "last"])
 def test_groups_of_dimensions(kernel_contracting, axis_type, make_mesh, rng):
