@@ -147,9 +147,10 @@ TE_JAX_CLONES void Multiply(float* x, int64_t count, float factor) {
   for (int64_t i = 0; i < count; ++i) x[i] *= factor;
 }
 
-TE_JAX_CLONES void MultiplyByEach(float* x, int64_t count, const float* factors) {
+// The factors are multiplied first: x by one alone may overflow.
+TE_JAX_CLONES void MultiplyByEach(float* x, int64_t count, float factor, const float* factors) {
 #pragma omp simd
-  for (int64_t i = 0; i < count; ++i) x[i] *= factors[i];
+  for (int64_t i = 0; i < count; ++i) x[i] *= factor * factors[i];
 }
 
 TE_JAX_CLONES void Add(float* x, int64_t count, const float* y) {
@@ -324,8 +325,7 @@ class Finish {
     if (p_.scaling == Scaling::kTensor) {
       Multiply(x, columns.count, *p_.a.scales * *p_.b.scales);
     } else if (p_.scaling == Scaling::kRow) {
-      Multiply(x, columns.count, p_.a.scales[row]);
-      MultiplyByEach(x, columns.count, p_.b.scales + columns.begin);
+      MultiplyByEach(x, columns.count, p_.a.scales[row], p_.b.scales + columns.begin);
     }
     if (p_.accumulator != nullptr) {
       Load(p_.d_type, p_.accumulator, offset, columns.count, 1.0f, other);

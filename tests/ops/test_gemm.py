@@ -1,5 +1,6 @@
 """Values of matrix products against float64: every scaling, dtype and layout, and everything that follows a product."""
 
+import dataclasses
 import functools
 
 import jax
@@ -87,6 +88,18 @@ def test_layouts_of_plain_arrays(dtype, lhs_contracting, rhs_contracting, implem
 def test_sizes_beyond_one_tile_and_below(kind, shape, rng, native_kernels):
     m, n, k = shape
     lhs, rhs = random_product(rng, (m,), (n,), (k,), kind)
+    result = ops.gemm(lhs, rhs, out_dtype="float32", implementation="native")
+    assert_product(result, product(lhs, rhs), dtype="float32")
+
+
+@pytest.mark.skipif(
+    jax.default_backend() == "gpu", reason="in which order cuBLASLt multiplies by two scales is its own"
+)
+def test_scales_of_rows_by_which_sums_overflow(rng, native_kernels):
+    """Large by one scale and small by the other: the result is neither."""
+    lhs, rhs = random_product(rng, (16,), (48,), (32,), "row")
+    lhs = dataclasses.replace(lhs, scale_inv=jnp.full_like(lhs.scale_inv, 1e38))
+    rhs = dataclasses.replace(rhs, transposed_scale_inv=jnp.full_like(rhs.transposed_scale_inv, 2e-38))
     result = ops.gemm(lhs, rhs, out_dtype="float32", implementation="native")
     assert_product(result, product(lhs, rhs), dtype="float32")
 
