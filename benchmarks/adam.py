@@ -37,6 +37,7 @@ from benchmarks.harness import (
     Family,
     Headline,
     Timing,
+    calls_that_fit,
     measure,
     reason_of,
     temporary_bytes,
@@ -206,8 +207,12 @@ def _build_jax(name: str, optimizer: optax.GradientTransformation, case: shapes.
 def _build_copy(size: int) -> Candidate:
     array = jax.jit(lambda: jax.random.bits(jax.random.key(0), (size // 2,), jnp.uint8))()
     compiled = jax.jit(jnp.copy).lower(array).compile()
-    calls = max(10, min(1000, 4 * _MOST_BYTES_TO_COPY // array.size))
-    return Candidate(name="copy", call=compiled, arguments=lambda calls: [(array,)] * calls, most_calls=calls)
+    return Candidate(
+        name="copy",
+        call=compiled,
+        arguments=lambda calls: [(array,)] * calls,
+        most_calls=calls_that_fit(array.nbytes),
+    )
 
 
 def _build_torch(case: shapes.LeavesShape) -> Candidate:

@@ -47,6 +47,7 @@ from benchmarks.harness import (
     Family,
     Headline,
     Timing,
+    calls_that_fit,
     compute_row,
     measure,
     reason_of,
@@ -330,7 +331,7 @@ def _build(name: str, layer: Layer, mesh: Mesh, operands: _Operands) -> _Built:
         name=name,
         call=program,
         arguments=lambda programs: [()] * programs,
-        most_calls=_programs_that_fit(layer),
+        most_calls=calls_that_fit(2 * (layer.rows * (layer.inner + layer.columns) + layer.inner * layer.columns)),
         temporary_bytes=temporary_bytes(compiled),
     )
     return _Built(candidate, errors, lambda samples: [sample / len(operands.xs) for sample in samples])
@@ -407,13 +408,6 @@ def _products_alone(layer: Layer) -> tuple[_Call, str | None]:
         return {name: each[None] if name == unsummed else each for name, each in results.items()}
 
     return call, unsummed
-
-
-def _programs_that_fit(layer: Layer) -> int:
-    """Programs whose results take a quarter of what JAX may allocate, or 4 GiB where the backend does not say."""
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 2**34)
-    size = 2 * (layer.rows * (layer.inner + layer.columns) + layer.inner * layer.columns)
-    return max(1, min(1000, int(limit) // 4 // size))
 
 
 # Torch

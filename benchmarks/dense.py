@@ -35,6 +35,7 @@ from benchmarks.harness import (
     Family,
     Headline,
     Timing,
+    calls_that_fit,
     compute_row,
     measure,
     reason_of,
@@ -305,16 +306,9 @@ def _candidate(
         name=name,
         call=call,
         arguments=lambda calls: [operands] * calls,
-        most_calls=_results_that_fit(inputs),
+        most_calls=calls_that_fit(inputs.x.nbytes + inputs.dy.nbytes + 2 * inputs.x.shape[1] * inputs.dy.shape[1]),
         temporary_bytes=temporary_bytes(compiled),
     )
-
-
-def _results_that_fit(inputs: _Inputs) -> int:
-    """Calls whose results take a quarter of what JAX may allocate, or 4 GiB where the backend does not say."""
-    limit = (inputs.x.devices().pop().memory_stats() or {}).get("bytes_limit", 2**34)
-    size = inputs.x.nbytes + inputs.dy.nbytes + 2 * inputs.x.shape[1] * inputs.dy.shape[1]
-    return max(1, min(1000, int(limit) // 4 // size))
 
 
 FAMILY = Family(

@@ -276,6 +276,13 @@ def _speedups(seconds: dict[str, list[float]], name: str, peers: Sequence[str]) 
     }
 
 
+def calls_that_fit(result_bytes: int) -> int:
+    """How many calls may be on their way whose results, or donated arguments, take so many bytes each: those of a third
+    of what JAX may allocate, or of 4 GiB where the backend does not say."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 12 * 2**30)
+    return max(1, min(1000, int(limit) // 3 // result_bytes))
+
+
 def temporary_bytes(compiled: Any) -> int | None:
     """Bytes of temporaries of a compiled JAX program, or None where the backend does not say."""
     try:

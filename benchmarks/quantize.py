@@ -35,6 +35,7 @@ from benchmarks.harness import (
     Family,
     Headline,
     Timing,
+    calls_that_fit,
     measure,
     reason_of,
     temporary_bytes,
@@ -178,12 +179,6 @@ def _buffers_for(size: int) -> int:
     return max(1, min(_MOST_BUFFERS, -(-_BYTES_BEYOND_CACHES // size)))
 
 
-def _calls_that_fit(result_bytes: int) -> int:
-    """Calls whose results take half of what JAX may allocate, or 4 GiB where the backend does not say."""
-    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 8 * 2**30) // 2
-    return max(1, min(1000, memory // result_bytes))
-
-
 # Implementations
 
 
@@ -237,7 +232,7 @@ def _build_copy(buffers: list[jax.Array], floor_bytes: int) -> _Checked:
         name="copy",
         call=compiled,
         arguments=lambda calls: [arrays_of(call) for call in range(calls)],
-        most_calls=_calls_that_fit(_COPIES * size),
+        most_calls=calls_that_fit(_COPIES * size),
         temporary_bytes=temporary_bytes(compiled),
     )
 
@@ -260,7 +255,7 @@ def _build_jax(
         name=name,
         call=compiled,
         arguments=lambda calls: [(buffers[index % len(buffers)], amax) for index in range(calls)],
-        most_calls=_calls_that_fit(2 * buffers[0].size),
+        most_calls=calls_that_fit(2 * buffers[0].size),
         temporary_bytes=temporary_bytes(compiled),
     )
     return _Checked(candidate, problem)

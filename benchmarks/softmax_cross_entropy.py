@@ -35,6 +35,7 @@ from benchmarks.harness import (
     Family,
     Headline,
     Timing,
+    calls_that_fit,
     measure,
     reason_of,
     temporary_bytes,
@@ -244,7 +245,7 @@ def _build_copy(buffers: list[jax.Array]) -> _Checked:
         name="copy",
         call=compiled,
         arguments=lambda calls: [(buffers[index % len(buffers)],) for index in range(calls)],
-        most_calls=_copies_that_fit(buffers[0]),
+        most_calls=calls_that_fit(buffers[0].nbytes),
         temporary_bytes=temporary_bytes(compiled),
     )
     return _Checked(candidate, lambda output, rows: (0.0, None))
@@ -269,7 +270,7 @@ def _build_jax(name: str, operation: str, buffers: list[jax.Array], labels: jax.
         name=name,
         call=compiled,
         arguments=arguments,
-        most_calls=_copies_that_fit(buffers[0]),
+        most_calls=calls_that_fit(buffers[0].nbytes),
         temporary_bytes=temporary_bytes(compiled),
     )
     return _Checked(candidate, read)
@@ -289,15 +290,6 @@ def _jax_loss(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
         return loss
     # Never None: where the kernels are not loaded that would publish the reference under their name.
     return lambda logits, labels: ops.softmax_cross_entropy(logits, labels, implementation="native")
-
-
-def _copies_that_fit(logits: jax.Array) -> int:
-    """Copies of the logits that take a third of what JAX may allocate, or 4 GiB where the backend does not say.
-
-    So many calls may be in flight: each holds a result, or a donated argument, of the logits' size.
-    """
-    memory = (logits.devices().pop().memory_stats() or {}).get("bytes_limit", 12 * 2**30) // 3
-    return max(1, min(1000, memory // logits.nbytes))
 
 
 def _build_torch(name: str, operation: str, buffers: list[jax.Array], labels: jax.Array) -> _Checked:

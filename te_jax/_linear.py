@@ -20,7 +20,8 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, DelayedScaling, DelayedScalingState, Recipe
 
 Activation = Literal["gelu", "relu", "silu"]
-STATE_NAMES = ("activation_amax_history", "kernel_amax_history", "gradient_amax_history", "uses")
+USES = "uses"
+STATE_NAMES = ("activation_amax_history", "kernel_amax_history", "gradient_amax_history", USES)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("kernel", "gradient", "uses"), meta_fields=())

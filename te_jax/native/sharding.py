@@ -297,7 +297,7 @@ def _decode(mesh: Mesh, trace_mesh, operands) -> tuple[Mesh, Mesh, list[Partitio
     def spec_of(operand) -> PartitionSpec:
         try:
             return parse_flatten_op_sharding(operand.sharding._hlo_sharding, group)[0]
-        except (KeyError, ValueError, NotImplementedError):  # KeyError where parts of two axes are replicated
+        except (KeyError, ValueError, NotImplementedError):  # JAX's ways to say that it knows no spec for it
             return PartitionSpec()
 
     return mesh, group, [spec_of(operand) for operand in operands]
@@ -323,7 +323,7 @@ def _with_devices(mesh) -> Mesh:
 
 
 def split_as_last(operand: Array, whole: Array) -> Array:
-    """The operand, split on Explicit meshes as the last dimensions of `whole` are, as types of sums ask."""
+    """The operand, split as the last dimensions of `whole` are: on Explicit meshes JAX adds nothing else to it."""
     own, sharding = jax.typeof(operand).sharding, jax.typeof(whole).sharding
     if not (own.mesh.explicit_axes and sharding.mesh.explicit_axes):
         return operand

@@ -43,13 +43,13 @@ def overwrite_with_gradient(model: Any, gradients: nnx.State) -> None:
             f"gradients have nothing for {sorted(missing)}: differentiate with respect to all of the state, "
             "argnums=nnx.DiffState(0, nnx.Any(nnx.Param, te_jax.nnx.OverwriteWithGradient))"
         )
-    uses = _linear.STATE_NAMES[-1]
 
     def next_value(path: tuple[Any, ...]):
         value = found[path].get_value()
-        if (used := found.get((*path[:-1], uses))) is None:
+        uses = found.get((*path[:-1], _linear.USES))
+        if uses is None:
             return value
-        count = used.get_value()  # of stacked layers, one for each
+        count = uses.get_value()  # of stacked layers, one for each
         count = jnp.reshape(count, count.shape + (1,) * (value.ndim - count.ndim))
         return jnp.where(count > 0, value, former[path].get_value())
 
