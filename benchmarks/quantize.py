@@ -15,6 +15,9 @@ Implementations: `te_jax` (native kernels), `te_jax_reference` (its definition i
 magnitude, scale, clip, `astype` and transpose, as one would write them, under jit), `torch.compile` (the same in torch)
 and `copy` (a device copy that reads and writes as many bytes as the operation must, the yardstick).
 
+A program quantizes four tensors, and a time is that of one of them: as in a model, and so that no figure holds what
+passes between two programs.
+
 No time is reported for a result that is wrong: of te_jax both copies and all scales are compared bit by bit with
 its definition, of the others both copies by their relative error.
 """
@@ -54,8 +57,8 @@ _E4M3 = np.dtype(jnp.float8_e4m3fn)
 _AMAX = 6.0  # where the scale is known beforehand
 _BYTES_BEYOND_CACHES = 256 * 2**20
 _MOST_BUFFERS = 64
-_COPIES = 4
-"""Copies in one call of the yardstick, so that it holds little of the 5 µs that pass between two programs of a copy."""
+_TENSORS = 4
+"""Tensors in one program. XLA leaves 2 to 5 µs between two programs, and more where the host is late with the next."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class _Checked:
-    """A candidate, and what is wrong with a result of it, or None."""
+    """A candidate, whose calls return `_TENSORS` results, and what is wrong with one of them, or None."""
 
     candidate: Candidate
     problem: Callable[[Any], str | None]
@@ -102,7 +105,7 @@ class _Checked:
 def run_case(case: shapes.MatrixShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
     """Measure all operations of one case with the named implementations; see `harness.Family.run_case`."""
     x = _inputs(case)
-    buffers = [x, *(_fresh(x) for _ in range(_buffers_for(x.nbytes) - 1))]
+    buffers = [x, *(_fresh(x) for _ in range(_buffers_for(x.nbytes) - 1))]  # equal, which XLA does not know
     result = CaseResult()
     for name, operation in OPERATIONS.items():
         _run_operation(case, name, operation, implementations, timing, buffers, result)
@@ -130,7 +133,7 @@ def _run_operation(
             checked = _build(name, operation, buffers, floor_bytes)
             output = checked.candidate.call(*checked.candidate.arguments(1)[0])
             checked.candidate.wait(output)
-            problem = checked.problem(output)
+            problem = next(filter(None, map(checked.problem, output)), None)
             del output
         except Exception as error:  # one peer that is missing or out of memory must not cost the others theirs
             result.skipped.append(entry(name, reason_of(error)))
@@ -144,7 +147,7 @@ def _run_operation(
     result.skipped += [entry(name, reason) for name, reason in failed.items()]
     if "copy" not in seconds:
         raise RuntimeError(f"the copy, the yardstick of {case.name}, was not measured: {failed}")
-    seconds["copy"] = [sample / _COPIES for sample in seconds["copy"]]
+    seconds = {name: [sample / _TENSORS for sample in samples] for name, samples in seconds.items()}
     for candidate in candidates:
         if candidate.name not in seconds:
             continue
@@ -176,7 +179,14 @@ _fresh = jax.jit(jnp.copy)
 
 def _buffers_for(size: int) -> int:
     """How many copies of the values to rotate through so that no cache serves the next call."""
-    return max(1, min(_MOST_BUFFERS, -(-_BYTES_BEYOND_CACHES // size)))
+    return max(_TENSORS, min(_MOST_BUFFERS, -(-_BYTES_BEYOND_CACHES // size)))
+
+
+def _in_turns(arrays: Sequence[Any]) -> Callable[[int], list[tuple[Any, ...]]]:
+    """The tensors of so many calls."""
+    return lambda calls: [
+        tuple(arrays[(call * _TENSORS + index) % len(arrays)] for index in range(_TENSORS)) for call in range(calls)
+    ]
 
 
 # Implementations
@@ -222,23 +232,20 @@ def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_byt
 def _build_copy(buffers: list[jax.Array], floor_bytes: int) -> _Checked:
     size = floor_bytes // 2
     draw = jax.jit(lambda seed: jax.random.bits(jax.random.key(seed), (size,), jnp.uint8))
-    copied = [draw(seed) for seed in range(max(_COPIES, _buffers_for(size)))]
-    compiled = jax.jit(lambda *arrays: [jnp.copy(array) for array in arrays]).lower(*copied[:_COPIES]).compile()
-
-    def arrays_of(call: int) -> tuple[jax.Array, ...]:
-        return tuple(copied[(call * _COPIES + index) % len(copied)] for index in range(_COPIES))
-
+    copied = [draw(seed) for seed in range(_buffers_for(size))]
+    compiled = jax.jit(lambda *arrays: [jnp.copy(array) for array in arrays]).lower(*copied[:_TENSORS]).compile()
     candidate = Candidate(
         name="copy",
         call=compiled,
-        arguments=lambda calls: [arrays_of(call) for call in range(calls)],
-        most_calls=calls_that_fit(_COPIES * size),
+        arguments=_in_turns(copied),
+        most_calls=calls_that_fit(_TENSORS * size),
         temporary_bytes=temporary_bytes(compiled),
     )
+    pointers = {array.unsafe_buffer_pointer() for array in copied}
 
-    def problem(output: list[jax.Array]) -> str | None:
-        pointers = [array.unsafe_buffer_pointer() for array in (*output, *arrays_of(0))]
-        return None if len(set(pointers)) == len(pointers) else "XLA returned an array itself instead of a copy"
+    def problem(output: jax.Array) -> str | None:
+        itself = output.unsafe_buffer_pointer() in pointers
+        return "XLA returned an array itself instead of a copy" if itself else None
 
     return _Checked(candidate, problem)
 
@@ -250,12 +257,18 @@ def _build_jax(
     problem: Callable[[Any], str | None],
 ) -> _Checked:
     amax = jnp.float32(_AMAX)
-    compiled = jax.jit(function).lower(buffers[0], amax).compile()
+
+    @jax.jit
+    def run(amax: jax.Array, *tensors: jax.Array) -> list[Any]:
+        return [function(x, amax) for x in tensors]
+
+    compiled = run.lower(amax, *buffers[:_TENSORS]).compile()
+    in_turns = _in_turns(buffers)
     candidate = Candidate(
         name=name,
         call=compiled,
-        arguments=lambda calls: [(buffers[index % len(buffers)], amax) for index in range(calls)],
-        most_calls=calls_that_fit(2 * buffers[0].size),
+        arguments=lambda calls: [(amax, *tensors) for tensors in in_turns(calls)],
+        most_calls=calls_that_fit(_TENSORS * 2 * buffers[0].size),
         temporary_bytes=temporary_bytes(compiled),
     )
     return _Checked(candidate, problem)
@@ -325,7 +338,6 @@ def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> _Checked:
         scale = scale_of(blocks.abs().amax(dim=(1, 3), keepdim=True))
         return encode(blocks, scale).reshape(x.shape), (1 / scale)[:, 0, :, 0]
 
-    @torch.compile(dynamic=False)
     def quantize(x: Any, amax: Any) -> Any:
         wide = x.float()
         data, scale_inv = copy(wide, operation.scaling, amax)
@@ -338,6 +350,10 @@ def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> _Checked:
         extra += [wide.sum(dim=0)] if operation.dbias else []
         return data, scale_inv, transposed, transposed_scale_inv, extra
 
+    @torch.compile(dynamic=False)
+    def run(amax: Any, *tensors: Any) -> list[Any]:
+        return [quantize(x, amax) for x in tensors]
+
     def as_torch(array: jax.Array) -> Any:
         return torch.utils.dlpack.from_dlpack(jax.block_until_ready(array)).detach()
 
@@ -346,11 +362,11 @@ def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> _Checked:
             return jax.lax.bitcast_convert_type(as_jax(tensor.view(torch.uint8)), _E4M3)
         return jnp.from_dlpack(tensor.contiguous())
 
-    tensors, amax = [as_torch(x) for x in buffers], as_torch(jnp.float32(_AMAX))
+    in_turns, amax = _in_turns([as_torch(x) for x in buffers]), as_torch(jnp.float32(_AMAX))
     candidate = Candidate(
         name="torch.compile",
-        call=lambda *arguments: quantize(*arguments),
-        arguments=lambda calls: [(tensors[index % len(tensors)], amax) for index in range(calls)],
+        call=lambda *arguments: run(*arguments),
+        arguments=lambda calls: [(amax, *tensors) for tensors in in_turns(calls)],
         wait=lambda output: torch.cuda.synchronize(),
     )
     return _Checked(candidate, lambda output: _too_far_off(_errors([as_jax(part) for part in output[:4]], buffers[0])))
