@@ -32,6 +32,7 @@ class CpuCall {
  public:
   explicit CpuCall(const Executor& executor) : executor_(executor) {}
 
+  Status Begin() { return Status::Ok(); }
   void* Mark(Queue, void* = nullptr) { return nullptr; }
   Status Wait(Queue, void*) { return Status::Ok(); }
   Status Copy(Queue, void* to, const void* from, int64_t bytes) {

@@ -163,7 +163,9 @@ class CudaCall {
 
   // What goes wrong here has gone wrong before, and was reported.
   void Settle() {
-    for (const cudaStream_t stream : {resources_->copy, resources_->side, main_}) {
+    static_cast<void>(cudaStreamSynchronize(main_));
+    if (resources_ == nullptr) return;
+    for (const cudaStream_t stream : {resources_->copy, resources_->side}) {
       static_cast<void>(cudaStreamSynchronize(stream));
     }
   }
@@ -302,13 +304,11 @@ Status OpenReach(int device, int64_t, const std::string& description, std::uniqu
 
 Status AllGather(const Executor& executor, const Group& group, const AllGatherProblem& problem) {
   CudaCall call(executor.stream);
-  TE_JAX_TRY(call.Begin());
   return RunAllGather(call, group, problem);
 }
 
 Status ReduceScatter(const Executor& executor, const Group& group, const ReduceScatterProblem& problem) {
   CudaCall call(executor.stream);
-  TE_JAX_TRY(call.Begin());
   return RunReduceScatter(call, group, problem);
 }
 

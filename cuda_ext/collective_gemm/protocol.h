@@ -12,6 +12,7 @@
 //
 // A platform provides `Call`, the queues and marks of one device for one call:
 //
+//   - Status Begin(): takes them, before all that follows. Where it fails only Settle and WaitOnHost are called.
 //   - void* Mark(Queue, void* mark = nullptr): a point in a queue that any device can wait for; a given mark, or a new
 //     one.
 //   - Status Wait(Queue, void* mark).
@@ -287,6 +288,7 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
   const std::vector<Gathered> arrays = AllOf(p);
   const size_t urgent = p.scales.bytes != 0 ? 2 : 1;
   Meetings meetings(call, group);
+  TE_JAX_TRY(call.Begin());
   std::vector<void*> addresses;
   for (const Gathered& array : arrays) addresses.push_back(p.put ? array.all : const_cast<void*>(array.mine));
   if (group.space != nullptr) TE_JAX_TRY(CopyIntoSpace(call, group, arrays, addresses));
@@ -368,6 +370,7 @@ Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) 
   const int size = group.size(), rank = group.rank, former = (rank + size - 1) % size;
   const int64_t bytes = p.BytesOfPart();
   Meetings meetings(call, group);
+  TE_JAX_TRY(call.Begin());
   if (group.space != nullptr) {
     if (p.Parts(size) * bytes > group.space->bytes()) return SpaceTooSmall(group);
     p.received = group.space->data(rank);

@@ -119,18 +119,22 @@ struct Device {
 class SimulatedCall {
  public:
   SimulatedCall(Device& device, int failing_step, int slow_step)
-      : device_(device), steps_left_(failing_step), steps_to_slow_(slow_step) {
-    for (auto& resources : device.free) {
-      if (resources != nullptr && resources->readers.load() == 0) {
-        resources_ = std::move(resources);
-        break;
-      }
-    }
-    if (resources_ == nullptr) resources_ = std::make_unique<Resources>();
-  }
+      : device_(device), steps_left_(failing_step), steps_to_slow_(slow_step) {}
   ~SimulatedCall() {
-    std::erase(device_.free, nullptr);
-    device_.free.push_back(std::move(resources_));
+    if (resources_ != nullptr) device_.free.push_back(std::move(resources_));
+  }
+
+  Status Begin() {
+    if (Fails()) return Status::Failed("simulated");
+    const auto found =
+        std::ranges::find_if(device_.free, [](const auto& resources) { return resources->readers.load() == 0; });
+    if (found == device_.free.end()) {
+      resources_ = std::make_unique<Resources>();
+    } else {
+      resources_ = std::move(*found);
+      device_.free.erase(found);
+    }
+    return Status::Ok();
   }
 
   void* Mark(Queue queue, void* = nullptr) {
@@ -181,7 +185,9 @@ class SimulatedCall {
   }
   std::atomic<int>* Readers() { return &resources_->readers; }
   void Settle() {
-    for (Stream* const stream : {&resources_->copy, &resources_->side, &device_.main}) stream->Synchronize();
+    device_.main.Synchronize();
+    if (resources_ == nullptr) return;
+    for (Stream* const stream : {&resources_->copy, &resources_->side}) stream->Synchronize();
   }
   void WaitOnHost(void* mark) { static_cast<Event*>(mark)->Last()->Await(); }
 
@@ -214,14 +220,14 @@ struct Plan {
   bool biased;    // by nothing: of two devices the last product then leaves the sum to another step
   int slow_rank;  // whose host takes longer than the timeout between the two meetings, or -1
 
-  // Copies and products of one device; those of scatters are of two weights.
+  // To begin, copies and products of one device; those of scatters are of two weights.
   int Steps() const { return StepsInCommon() + StepsAlone(); }
   // Before the second meeting: where one fails, all do.
   int StepsInCommon() const {
     const int peers = size - 1, of_each = static_cast<int>(pieces);
-    if (!gathers) return peers * (2 * of_each + (direct ? 0 : 1));
+    if (!gathers) return 1 + peers * (2 * of_each + (direct ? 0 : 1));
     const int copies = peers * (of_each + 1) + 1 + (pieces == 2 ? of_each : 0);
-    return of_each + copies + (direct ? 0 : peers * of_each);
+    return 1 + of_each + copies + (direct ? 0 : peers * of_each);
   }
   int StepsAlone() const {
     const int of_each = static_cast<int>(pieces);
