@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ class DenseGeneral(nn.Module):
 
     features: int | Sequence[int]
     axis: int | Sequence[int] = -1
+    _: dataclasses.KW_ONLY
     use_bias: bool = True
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
@@ -103,7 +105,10 @@ class DenseGeneral(nn.Module):
 
 
 class Dense(DenseGeneral):
-    """`DenseGeneral` over the last dimension, with the parameters of `flax.linen.Dense`."""
+    """`DenseGeneral` over the last dimension, with the first arguments and the parameters of `flax.linen.Dense`."""
+
+    axis: int | Sequence[int] = dataclasses.field(default=-1, kw_only=True)
+    use_bias: bool = dataclasses.field(default=True, kw_only=False)
 
 
 class DotGeneral(nn.Module):

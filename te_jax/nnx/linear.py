@@ -26,7 +26,7 @@ class LinearGeneral(nnx.Module):
     variables of type `OverwriteWithGradient`.
 
     Args:
-      in_features: number of input features, or several numbers, one for each axis.
+      in_features: number of input features, or several numbers, one for each axis in ascending order.
       out_features: number of output features, or several numbers.
       axis: dimension of the input that is contracted, or several; they are taken in ascending order.
       use_bias: whether to add a bias.

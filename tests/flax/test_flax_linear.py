@@ -65,6 +65,14 @@ def test_names_inside_a_model_are_those_of_flax(rng):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+def test_positional_arguments_are_those_of_flax(rng):
+    x, key = normal(rng, (3, 32, 32)), jax.random.key(0)
+    assert "bias" not in Dense(32, False).init(key, x)["params"]
+    np.testing.assert_array_equal(*(layer(32, False).init_with_output(key, x)[0] for layer in (Dense, nn.Dense)))
+    with pytest.raises(TypeError, match="positional"):
+        DenseGeneral(32, -1, False)  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, jnp.float32) for name in LAYERS), ("matrix", jnp.bfloat16), ("heads", jnp.bfloat16)]
 )
