@@ -20,7 +20,7 @@ from te_jax.ops._delayed import AxisName
 from te_jax.ops._derivatives import differentiated_once
 from te_jax.ops._plain_dense import Activation, KernelContracting, activate, activation_gradient, added_once
 from te_jax.ops.gemm import gemm
-from te_jax.ops.quantize import quantize
+from te_jax.ops.quantize import QuantizedParts, quantize_parts
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Product, Quantization, Recipe, Role
 
@@ -274,8 +274,8 @@ def _quantize(
     summed: bool = False,
     observed: bool = True,
     with_dbias: bool = False,
-) -> tuple[QuantizedArray, Array | None, Array | None]:
-    """(FP8, largest magnitude where scaling is delayed and observed, dbias where asked for).
+) -> QuantizedParts:
+    """FP8, the largest magnitude where scaling is delayed and observed, and dbias where asked for.
 
     Of activations and gradients [*batch, *features] the outer copy keeps the batch and the summed copy sums over it. Of
     kernels the outer copy keeps out, and the summed copy sums over it.
@@ -287,7 +287,7 @@ def _quantize(
     rows_are_outer = role != "kernel" or layer.kernel_contracting == "last"
     one: Copy = "data" if outer == rows_are_outer else "transposed"
     amax = _delayed.reference_amax(layer.recipe, state, role)
-    result = quantize(
+    return quantize_parts(
         differentiated_once(x, _NAME),
         layer.quantization(role),
         row_ndim=row_ndim,
@@ -297,5 +297,3 @@ def _quantize(
         with_dbias=with_dbias,
         implementation=layer.implementation,
     )
-    quantized, *rest = result if isinstance(result, tuple) else (result,)
-    return quantized, rest.pop(0) if amax is not None and observed else None, rest.pop(0) if with_dbias else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,26 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax import native, reference
+from te_jax.ops._derivatives import not_differentiated
 from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, Quantization
 from te_jax.reference.quantize import Copies, GroupAxes, blocked_groups, mesh_axes, scalings_of
 
+_NO_DERIVATIVE = (
+    "quantize has no derivative, and rounding's is zero: te_jax.ops.dense and te_jax.parallel define those of products "
+    "in FP8; for a constant pass jax.lax.stop_gradient(x)"
+)
 _COPIES = ("both", "data", "transposed")
 _SCALINGS = ("tensor", "row", "block_1x128", "block_128x128")
+
+
+class QuantizedParts(NamedTuple):
+    """What one pass over an array gives; None for what was not asked for."""
+
+    array: QuantizedArray
+    amax: Array | None
+    dbias: Array | None
 
 
 def quantize(
@@ -43,7 +57,7 @@ def quantize(
 
     Values that are not finite stay visible: NaN becomes NaN; an infinity becomes NaN in float8_e4m3fn, which has no
     other code for it, and an infinity in float8_e5m2. Float32 subnormals count as zero. All implementations give the
-    same bits. The derivative is zero; `te_jax.ops.dense` defines those of products.
+    same bits. There is no derivative; `te_jax.ops.dense` defines those of products.
 
     Args:
       x: [*rows, *cols], float32, bfloat16 or float16. Sharded in any way: scales are those of the whole array, and only
@@ -69,13 +83,41 @@ def quantize(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
+      NotImplementedError: where it is differentiated.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     References:
       Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. Blocks: DeepSeek-V3, arXiv:2412.19437,
       section 3.3.
     """
-    x = jnp.asarray(x)
+    array, own_amax, dbias = quantize_parts(
+        not_differentiated(jnp.asarray(x), _NO_DERIVATIVE),
+        quantization,
+        row_ndim=row_ndim,
+        copies=copies,
+        amax=amax,
+        axis_name=axis_name,
+        with_amax=with_amax,
+        with_dbias=with_dbias,
+        implementation=implementation,
+    )
+    wanted = (array, *((own_amax,) if with_amax else ()), *((dbias,) if with_dbias else ()))
+    return wanted if len(wanted) > 1 else array
+
+
+def quantize_parts(
+    x: Array,
+    quantization: Quantization,
+    *,
+    row_ndim: int | None = None,
+    copies: Copies = "both",
+    amax: Array | None = None,
+    axis_name: GroupAxes | None = None,
+    with_amax: bool = False,
+    with_dbias: bool = False,
+    implementation: native.Implementation | None = None,
+) -> QuantizedParts:
+    """`quantize` with all that it can return, None for what is not asked for, and a derivative of zero."""
     if row_ndim is not None and not isinstance(row_ndim, numbers.Integral):
         raise ValueError(f"row_ndim is {row_ndim!r}; it must be an integer")
     request = Request(
@@ -143,13 +185,12 @@ def _validated_amax(amax: Array, request: Request) -> Array:
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=native.INLINE)
-def _quantize(x: Array, amax: Array | None, request: Request, use_native: bool) -> Any:
+def _quantize(x: Array, amax: Array | None, request: Request, use_native: bool) -> QuantizedParts:
     x, amax = lax.stop_gradient((x, amax))
     if use_native:
-        quantized, own_amax, dbias = quantize_by_kernels(x, amax, request)
-        results = (quantized, *([own_amax] if request.with_amax else []), *([dbias] if request.with_dbias else []))
-        return results if len(results) > 1 else quantized
-    return reference.quantize(
+        array, own_amax, dbias = quantize_by_kernels(x, amax, request)
+        return QuantizedParts(array, own_amax if request.with_amax else None, dbias if request.with_dbias else None)
+    result: Any = reference.quantize(
         x,
         request.quantization,
         row_ndim=request.row_ndim,
@@ -159,3 +200,6 @@ def _quantize(x: Array, amax: Array | None, request: Request, use_native: bool) 
         with_amax=request.with_amax,
         with_dbias=request.with_dbias,
     )
+    array, *others = result if isinstance(result, tuple) else (result,)
+    found = iter(others)
+    return QuantizedParts(array, *(next(found) if asked else None for asked in (request.with_amax, request.with_dbias)))

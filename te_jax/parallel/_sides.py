@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from te_jax.ops import _delayed
 from te_jax.ops._derivatives import differentiated_once
-from te_jax.ops.quantize import quantize
+from te_jax.ops.quantize import QuantizedParts, quantize_parts
 from te_jax.parallel._call import Call, scaling_of
 from te_jax.parallel._exchange import Operand
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Role
-
-
-class Quantized(NamedTuple):
-    """A quantized matrix, with the largest magnitude of this device's part and Σ rows in float32 where asked for."""
-
-    array: QuantizedArray
-    amax: Array | None
-    dbias: Array | None
 
 
 def quantize_matrix(
@@ -37,7 +29,7 @@ def quantize_matrix(
     with_dbias: bool = False,
     state: DelayedScalingState | None = None,
     observed: bool = False,
-) -> Quantized:
+) -> QuantizedParts:
     """FP8 of x as a matrix of rows [-1, last dimension].
 
     Args:
@@ -56,10 +48,10 @@ def quantize_matrix(
             raise ValueError(
                 "x has no transposed copy, which the gradient with respect to w reads; quantize it with copies='both'"
             )
-        return Quantized(x, None, None)
+        return QuantizedParts(x, None, None)
     amax = _delayed.reference_amax(call.fp8, state, role)
     agreed = call.scaling == "tensor" or (gathered and call.scaling == "row")
-    result = quantize(
+    return quantize_parts(
         differentiated_once(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), call.name),
         call.fp8.quantization(role),
         copies="both" if data and transposed else "data" if data else "transposed",
@@ -69,8 +61,6 @@ def quantize_matrix(
         with_dbias=with_dbias,
         implementation=call.implementation,
     )
-    array, *rest = result if isinstance(result, tuple) else (result,)
-    return Quantized(array, rest.pop(0) if observed else None, rest.pop(0) if with_dbias else None)
 
 
 def travelling_parts(call: Call, x8: QuantizedArray) -> tuple[Array, ...]:

@@ -293,12 +293,16 @@ def test_scan_and_remat(implementation, rng):
         assert_quantized(jax.tree.map(lambda leaf: leaf[i], quantized), oracle(x[i], quantization))  # noqa: B023
 
 
-def test_derivative_is_zero(implementation, rng):
-    """As that of every rounding: layers define their own."""
-    x = random_case(rng, (16, 32), "float32", edges=0.0)
+def test_it_has_no_derivative(implementation, rng):
+    """It would be zero, silently."""
 
     def loss(x):
         quantized = ops.quantize(x, quantization_of("tensor"), implementation=implementation)
-        return jnp.sum(quantized.dequantize()) + jnp.sum(x)
+        return jnp.sum(quantized.dequantize())
 
-    assert_bits(jax.jit(jax.grad(loss))(x), np.ones((16, 32), np.float32))
+    x = jnp.asarray(random_case(rng, (16, 32), "float32", edges=0.0))
+    for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss)), lambda x: jax.jvp(loss, (x,), (x,))):
+        with pytest.raises(NotImplementedError, match=r"quantize has no derivative.*te_jax.ops.dense.*stop_gradient"):
+            differentiate(x)
+    of_a_constant = jax.jit(jax.grad(lambda x: jnp.sum(x) + loss(jax.lax.stop_gradient(x))))(x)
+    assert_bits(of_a_constant, np.ones((16, 32), np.float32))
