@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax import native, ops
 from te_jax.models.config import DecoderConfig
+from te_jax.ops._gemm_product import FP8_ALIGNMENT
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
 from te_jax.parallel.collective_matmul import Residual, TransportName
 from te_jax.recipe import DelayedScalingState
@@ -32,7 +33,6 @@ from te_jax.recipe import DelayedScalingState
 __all__ = ["TensorParallel", "param_specs"]
 
 _TIME_AXIS = 1
-_FP8_ALIGNMENT = 16
 _NO_TARGET = -100  # `ignore_index` of `te_jax.ops.softmax_cross_entropy`
 
 
@@ -161,8 +161,8 @@ def _misfit(config: DecoderConfig, size: int) -> str | None:
         "out": config.hidden_size,
     }
     for name, count in columns.items():
-        if count % _FP8_ALIGNMENT:
-            return f"{name} has {count} columns on a device, and FP8 products need a multiple of {_FP8_ALIGNMENT}"
+        if count % FP8_ALIGNMENT:
+            return f"{name} has {count} columns on a device, and FP8 products need a multiple of {FP8_ALIGNMENT}"
     return None
 
 

@@ -4,7 +4,7 @@ An operation uses three things: `use_native` to decide, `call` to run a target o
 say how that call may be split over devices. None of them knows any operation.
 """
 
-from te_jax.native.call import call, result_type, varying_axes
+from te_jax.native.call import call, result_type, varying_axes, varying_over
 from te_jax.native.extension import (
     ExtensionStatus,
     Implementation,
@@ -18,7 +18,7 @@ from te_jax.native.extension import (
     status,
     use_native,
 )
-from te_jax.native.local_call import INLINE
+from te_jax.native.local_call import INLINE, batched_first
 from te_jax.native.rule import axes_of_entry
 from te_jax.native.sharding import per_shard, split_as_last
 
@@ -29,6 +29,7 @@ __all__ = [
     "NativeUnavailableError",
     "available",
     "axes_of_entry",
+    "batched_first",
     "call",
     "compute_capability",
     "extension_module",
@@ -41,4 +42,5 @@ __all__ = [
     "status",
     "use_native",
     "varying_axes",
+    "varying_over",
 ]

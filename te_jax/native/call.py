@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from te_jax.native import extension
@@ -19,6 +19,12 @@ def varying_axes(*operands) -> frozenset[str]:
     """
     types = [jax.typeof(x) for x in jax.tree.leaves(operands)]
     return frozenset().union(*(type_.manual_axis_type.varying for type_ in types))
+
+
+def varying_over(x: Array, axes: frozenset[str]) -> Array:
+    """x, varying over these mesh axes as well."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def result_type(shape: Sequence[int], dtype: jax.typing.DTypeLike, *operands: Array):
@@ -47,7 +53,6 @@ def call(
     results: Sequence[jax.ShapeDtypeStruct | Array],
     *operands: Array,
     aliases: Mapping[int, int] | None = None,
-    has_side_effect: bool = False,
     **attributes: object,
 ) -> tuple[Array, ...]:
     """Runs a target of the extension on local arrays, on whichever platform XLA compiles for.
@@ -58,7 +63,6 @@ def call(
       operands: arrays; XLA hands them over row-major.
       aliases: {operand index: result index} that must share one buffer. An operand that is still needed afterwards, or
         a jit argument that is not donated, is copied first.
-      has_side_effect: keeps the call although its results are unused. It does not order calls: depend on results.
       attributes: static values; Python floats are sent as float32.
 
     Returns:
@@ -70,7 +74,6 @@ def call(
             target,
             [result_type(result.shape, result.dtype, *operands) for result in results],
             input_output_aliases=dict(aliases or {}),
-            has_side_effect=has_side_effect,
             vmap_method="sequential",
         )(*operands, **{name: _attribute(value) for name, value in attributes.items()})
     )

@@ -65,13 +65,17 @@ def _(*_, variants: tuple[ClosedJaxpr, ...], **__):
     return variants[0].out_avals
 
 
-def _batch(operands, dims, *, again, **_):
+def batched_first(operands: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
+    """Operands of a vmap, all with the examples as their first dimension."""
     (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
-    whole = [
+    return [
         jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
         for x, dim in zip(operands, dims, strict=True)
     ]
-    results = again(*whole)
+
+
+def _batch(operands, dims, *, again, **_):
+    results = again(*batched_first(operands, dims))
     return results, (0,) * len(results)
 
 

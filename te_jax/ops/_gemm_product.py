@@ -27,6 +27,11 @@ BlockScaling = Literal["block_1x128", "block_128x128"]
 Group = Literal["m", "n", "k"]
 """The outer dimensions of lhs and of rhs, and those summed over."""
 
+FLOATS = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
+FLOAT_NAMES = "float32, bfloat16 or float16"
+FP8_ALIGNMENT = 16
+"""Values of one byte in what FP8 products read at once."""
+
 _E5M2 = np.dtype(jnp.float8_e5m2)
 _FLOAT32, _BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
 

@@ -10,21 +10,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native
 from te_jax.ops import _delayed, _fp8_dense, _plain_dense
 from te_jax.ops._delayed import AxisName
 from te_jax.ops._fp8_dense import Layer
+from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops._plain_dense import ACTIVATIONS, Activation, KernelContracting
 from te_jax.ops._regrouped import regrouped
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, DelayedScalingState, Recipe
-
-_ALIGNMENT = 16  # values of one byte in what FP8 matrix products read at once
-_FLOATS = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16))
 
 
 def dense(
@@ -151,8 +148,8 @@ class _Shape(NamedTuple):
         inner, outer = groups if first else groups[::-1]
         if x.shape[-contracting_ndim:] != inner:
             raise ValueError(
-                f"kernel has shape {kernel.shape}; its {kernel_contracting} {contracting_ndim} must be the last of x, "
-                f"which has shape {x.shape}"
+                f"kernel has shape {kernel.shape}, whose {kernel_contracting} dimensions {inner} are contracted; the "
+                f"last ones of x (the inputs) must be the same, and x has shape {x.shape}"
             )
         return cls(x.shape[:-contracting_ndim], inner, outer)
 
@@ -169,8 +166,8 @@ def _validate(x: Array, kernel, bias: Array | None, shape: _Shape, activation, a
     ):
         if array is None:
             continue
-        if array.dtype not in _FLOATS:
-            raise ValueError(f"{name} has dtype {array.dtype}; it must be float32, bfloat16 or float16: cast it")
+        if array.dtype not in FLOATS:
+            raise ValueError(f"{name} has dtype {array.dtype}; it must be {FLOAT_NAMES}: cast it")
         if array.shape != expected:
             raise ValueError(
                 f"{name} has shape {array.shape}; for a kernel of shape {kernel.shape} it must be {expected}"
@@ -200,10 +197,10 @@ def _validate_fp8(
     if not isinstance(recipe, Recipe):
         raise ValueError(f"recipe is {recipe!r}; it must be a Recipe, such as te_jax.recipe.CurrentScaling(), or None")
     for name, sizes in (("in", shape.inner), ("out", shape.outer)):
-        if math.prod(sizes) % _ALIGNMENT:
+        if math.prod(sizes) % FP8_ALIGNMENT:
             raise ValueError(
                 f"kernel has shape {kernel.shape}, {math.prod(sizes)} features {name}; FP8 products need a multiple of "
-                f"{_ALIGNMENT}: pad them or use recipe=None"
+                f"{FP8_ALIGNMENT}: pad them or use recipe=None"
             )
     if isinstance(kernel, QuantizedArray):
         _validate_quantized(kernel, shape, recipe, kernel_contracting)
@@ -247,7 +244,7 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
     shape = _Shape.of(x, kernel, layer.contracting_ndim, layer.kernel_contracting)
     batch, inner, outer = (_whole_blocks(sizes, layer.recipe) for sizes in shape)
     tokens = math.prod(batch)
-    padding = -tokens % _ALIGNMENT if tokens else _ALIGNMENT
+    padding = -tokens % FP8_ALIGNMENT if tokens else FP8_ALIGNMENT
     tokens_first = (tokens,) if padding or not batch else batch
     flat = regrouped(x, (shape.batch, shape.inner), (tokens_first, inner))
     if padding:
@@ -283,9 +280,4 @@ def _varying_together(*operands):
     """The operands, all varying over the manual mesh axes that any of them varies over. Gradients are then summed over
     those axes outside, as those of JAX's own operations are."""
     axes = native.varying_axes(*operands)
-
-    def vary(x: Array) -> Array:
-        missing = tuple(sorted(axes - native.varying_axes(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, operands)
+    return jax.tree.map(lambda x: native.varying_over(x, axes), operands)

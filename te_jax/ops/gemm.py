@@ -15,6 +15,8 @@ from jax import Array
 
 from te_jax import native, reference
 from te_jax.ops._gemm_product import (
+    FLOAT_NAMES,
+    FLOATS,
     Followup,
     Product,
     allowed_dtype,
@@ -30,7 +32,6 @@ from te_jax.recipe import BLOCK, Quantization, Scaling
 Contracting = Literal["cols", "rows"]
 
 _FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
-_FLOATS = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 # What the scaling of lhs says of both operands.
 _OF_PRODUCT: dict[Scaling | None, ProductScaling] = {
     None: "none",
@@ -38,7 +39,6 @@ _OF_PRODUCT: dict[Scaling | None, ProductScaling] = {
     "row": "row",
     "block_1x128": "block",
 }
-_FLOAT_NAMES = "float32, bfloat16 or float16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,9 +314,9 @@ def _operand(name: str, x: QuantizedArray | Array, contracting: Contracting, con
         raise ValueError(f"{name}_contracting is {contracting!r}; it must be 'cols' or 'rows'")
     over_cols = contracting == "cols"
     if not isinstance(x, QuantizedArray):
-        if x.dtype not in _FLOATS:
+        if x.dtype not in FLOATS:
             raise ValueError(
-                f"{name} has dtype {x.dtype}; it must be a QuantizedArray, {_FLOAT_NAMES}: quantize it or cast it"
+                f"{name} has dtype {x.dtype}; it must be a QuantizedArray, {FLOAT_NAMES}: quantize it or cast it"
             )
         summed_ndim = 1 if contracting_ndim is None else contracting_ndim
         if x.ndim < summed_ndim:
@@ -407,8 +407,8 @@ def _validate_blocks(name: str, verb: str, sizes: tuple[int, ...]) -> None:
 
 def _validate_result(a: _Operand, b: _Operand, options: _Options, bias, gelu_preactivation, out_amax, accumulator):
     shape = (*a.outer, *b.outer)
-    if options.out_dtype not in _FLOATS:
-        raise ValueError(f"out_dtype is {options.out_dtype}; it must be {_FLOAT_NAMES}; for FP8 give out_quantization")
+    if options.out_dtype not in FLOATS:
+        raise ValueError(f"out_dtype is {options.out_dtype}; it must be {FLOAT_NAMES}; for FP8 give out_quantization")
     for name, array, expected in (
         ("bias", bias, b.outer),
         ("gelu_preactivation", gelu_preactivation, shape),
@@ -418,8 +418,8 @@ def _validate_result(a: _Operand, b: _Operand, options: _Options, bias, gelu_pre
             continue
         if array.shape != expected:
             raise ValueError(f"{name} has shape {array.shape}; for a result of shape {shape} it must have {expected}")
-        if array.dtype not in _FLOATS:
-            raise ValueError(f"{name} has dtype {array.dtype}; it must be {_FLOAT_NAMES}")
+        if array.dtype not in FLOATS:
+            raise ValueError(f"{name} has dtype {array.dtype}; it must be {FLOAT_NAMES}")
     if options.activation not in (None, "gelu"):
         raise ValueError(f"activation is {options.activation!r}; it must be None or 'gelu': apply others to the result")
     if options.save_preactivation and options.activation is None:

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple, cast
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from te_jax import native
+from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS
 from te_jax.parallel._exchange import Exchange, Scaling
 from te_jax.recipe import BLOCK, Product, Recipe
 
@@ -19,10 +19,8 @@ TransportName = Literal["auto", "xla", "ring", "p2p"]
 Residual = Literal["gathered", "shard"]
 
 TRANSPORTS = ("auto", "xla", "ring", "p2p")
-FLOATS = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16))
-FLOAT_NAMES = "float32, bfloat16 or float16"
-ALIGNMENT = 16
-"""Values of one byte in what FP8 matrix products read at once."""
+BLOCK_PRODUCT_ROWS = 4
+"""Products of blocks want multiples of this many rows."""
 
 
 class Group(NamedTuple):

@@ -17,11 +17,10 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax import native
+from te_jax.ops._gemm_product import Scaling, allowed_dtype
 from te_jax.ops.gemm import gemm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling as CopyScaling
-
-Scaling = Literal["none", "tensor", "row", "block"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +201,7 @@ def dot(
     lhs: Array, rhs: Array, lhs_summed: tuple[int, ...], rhs_summed: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> Array:
     """A product of plain arrays of one dtype over the given dimensions, summed in float32 and rounded to dtype once."""
-    allowed = dtype if dtype in (lhs.dtype, jnp.float32) else jnp.float32
+    allowed = allowed_dtype(lhs.dtype, np.dtype(dtype))
     y = lax.dot_general(lhs, rhs, ((lhs_summed, rhs_summed), ((), ())), preferred_element_type=allowed)
     return y.astype(dtype)
 
@@ -247,6 +246,4 @@ def all_gather(x: Array, axis_name: tuple[str, ...], *, axis: int = 0, tiled: bo
 
 def empty(shape: tuple[int, ...], like: Array) -> Array:
     """A buffer to be written over, which varies over the mesh axes that `like` varies over."""
-    varying = tuple(sorted(native.varying_axes(like)))
-    buffer = lax.empty(shape, like.dtype)
-    return lax.pcast(buffer, varying, to="varying") if varying else buffer
+    return native.varying_over(lax.empty(shape, like.dtype), native.varying_axes(like))

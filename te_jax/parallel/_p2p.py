@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 from te_jax import native
 from te_jax.ops._gemm_product import allowed_dtype
 from te_jax.parallel import _processes, _ring, _xla
-from te_jax.parallel._exchange import Exchange, Operand, Scaling
+from te_jax.parallel._exchange import Exchange, Operand, Scaling, with_bias
 
 _FLOAT32 = np.dtype(np.float32)
 _WORKSPACE_BYTES = 8 * 2**20 + 512
@@ -92,7 +92,7 @@ def all_gather_gemm(
     outcome = _call(exchange, "te_all_gather_gemm", results, operands, (x.data, travels, *extras), **attributes)
     ys, (gathered, _, *others) = outcome[: len(weights)], outcome[len(weights) :]
     products = tuple(
-        _finished(y, None if is_fused else bias, exchange.out_dtype)
+        with_bias(y, None if is_fused else bias, exchange.out_dtype)
         for y, bias, is_fused in zip(ys, biases, fused, strict=True)
     )
     return products, gathered if keep_gathered else None, tuple(others[: len(extras)])
@@ -134,10 +134,6 @@ def _product_dtype(exchange: Exchange, x: Operand) -> np.dtype:
 def _fuses_bias(exchange: Exchange, x: Operand, dtype: np.dtype) -> bool:
     """Products of tensors in FP8 add no bias to float32, and what is cast afterwards is not yet to be rounded."""
     return dtype == exchange.out_dtype and not (x.scaling == "tensor" and dtype == _FLOAT32)
-
-
-def _finished(y: Array, bias: Array | None, dtype: np.dtype) -> Array:
-    return (y if bias is None else y.astype(_FLOAT32) + bias[None, None]).astype(dtype)
 
 
 def _workspace(x: Operand, queues: int) -> jax.ShapeDtypeStruct:
@@ -215,12 +211,7 @@ def _varying_over(axes: tuple[str, ...], operands: Sequence[Array]) -> list[Arra
     if not union:  # check_vma=False, or pmap: nothing is tracked
         return list(operands)
     union |= frozenset(axes)
-
-    def vary(x: Array) -> Array:
-        missing = tuple(sorted(union - native.varying_axes(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return [vary(x) for x in operands]
+    return [native.varying_over(x, union) for x in operands]
 
 
 @_collective_p.def_abstract_eval
@@ -230,12 +221,8 @@ def _(*_, results, **__):
 
 def _batch(operands, dims, **params):
     """One call after another: a batch dimension is better made a dimension of x."""
-    (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
-    whole = [
-        jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-        for x, dim in zip(operands, dims, strict=True)
-    ]
-    results = lax.map(lambda example: tuple(_collective_p.bind(*example, **params)), tuple(whole))
+    examples = native.batched_first(operands, dims)
+    results = lax.map(lambda example: tuple(_collective_p.bind(*example, **params)), tuple(examples))
     return list(results), [0] * len(results)
 
 

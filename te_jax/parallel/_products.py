@@ -15,9 +15,10 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import native
 from te_jax.ops import _delayed
+from te_jax.ops._gemm_product import FP8_ALIGNMENT
 from te_jax.ops.gemm import gemm
 from te_jax.parallel import _p2p, _ring, _xla
-from te_jax.parallel._call import ALIGNMENT, Call, scaling_of, validate_rows_of_blocks
+from te_jax.parallel._call import Call, scaling_of, validate_rows_of_blocks
 from te_jax.parallel._exchange import Exchange, Operand, Transport, all_gather, dot, quantized
 from te_jax.parallel._sides import (
     in_order,
@@ -421,7 +422,7 @@ def _whole_activation(call: Call, residuals: _Residuals, dy: Array) -> Operand:
 
 def _wgrad(call: Call, x: Operand, dy: Operand, dtype: np.dtype) -> Array:
     """x · dyᵀ of FP8 [K, T] and [N, T]: [K, N]."""
-    padding = -x.data.shape[1] % ALIGNMENT  # zeros change neither the sum nor the scales
+    padding = -x.data.shape[1] % FP8_ALIGNMENT  # zeros change neither the sum nor the scales
     x, dy = (dataclasses.replace(a, data=jnp.pad(a.data, ((0, 0), (0, padding)))) for a in (x, dy))
     return gemm(
         quantized(x, left=True),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from te_jax.parallel._call import BLOCK_PRODUCT_ROWS
 from te_jax.parallel._exchange import (
     Exchange,
     Operand,
@@ -21,9 +22,6 @@ from te_jax.parallel._exchange import (
     sum_of_products,
     with_bias,
 )
-
-_BLOCK_PRODUCT_ROWS = 4
-"""Products of blocks want multiples of this many rows."""
 
 
 def all_gather_gemm(
@@ -99,7 +97,7 @@ def _pieces(exchange: Exchange, x: Operand) -> list[tuple[int, int, int]]:
     rows = x.data.shape[-2]
     half = rows // 2
     if x.scaling == "block":
-        half -= half % _BLOCK_PRODUCT_ROWS
+        half -= half % BLOCK_PRODUCT_ROWS
     if not exchange.bidirectional or half == 0:
         return [(1, 0, rows)]
     return [(1, 0, half), (-1, half, rows - half)]

@@ -21,23 +21,13 @@ from jax import Array, lax
 
 from te_jax import native
 from te_jax.ops import _delayed
-from te_jax.parallel._call import (
-    ALIGNMENT,
-    FLOAT_NAMES,
-    FLOATS,
-    AxisName,
-    Call,
-    Group,
-    Residual,
-    TransportName,
-)
+from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
+from te_jax.parallel._call import BLOCK_PRODUCT_ROWS, AxisName, Call, Group, Residual, TransportName
 from te_jax.parallel._products import all_gather_products, reduce_scatter_product
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, DelayedScalingState, Recipe, Role
 
 Weight = Array | QuantizedArray
-
-_BLOCK_PRODUCT_ROWS = 4  # products of blocks want multiples of this many rows
 
 
 def all_gather_matmul(
@@ -223,10 +213,12 @@ def _biases(bias: Any, count: int, several: bool) -> tuple[Any, ...]:
 def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}; it needs a dimension before the last, which is summed over")
-    if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"{name} is {axis!r}; for x of shape {x.shape} it must be in [{-x.ndim}, {x.ndim - 2}]")
-    if axis % x.ndim == x.ndim - 1:
-        raise ValueError(f"{name} is {axis}, the last dimension of x, which is summed over; it must be another one")
+    integer = isinstance(axis, int | np.integer) and not isinstance(axis, bool)
+    if not integer or not -x.ndim <= axis < x.ndim or axis % x.ndim == x.ndim - 1:
+        raise ValueError(
+            f"{name} is {axis!r}; for x of shape {x.shape} it must be an integer that names a dimension before the "
+            "last, which is summed over"
+        )
     return int(axis) % x.ndim
 
 
@@ -281,15 +273,15 @@ def _validate_recipe(call: Call, x, weights: tuple[Any, ...], names: list[str], 
         )
     for name, weight in zip(names, weights, strict=True):
         for what, size in ((f"{weight.shape[0]} in", weight.shape[0]), ("out", math.prod(weight.shape[1:]))):
-            if size % ALIGNMENT:
+            if size % FP8_ALIGNMENT:
                 raise ValueError(
                     f"{name} has shape {weight.shape}, {size} features {what.split()[-1]} on this device; FP8 products "
-                    f"need a multiple of {ALIGNMENT}: pad them or use recipe=None"
+                    f"need a multiple of {FP8_ALIGNMENT}: pad them or use recipe=None"
                 )
-    if call.scaling == "block" and call.rows % _BLOCK_PRODUCT_ROWS:
+    if call.scaling == "block" and call.rows % BLOCK_PRODUCT_ROWS:
         raise ValueError(
             f"x has shape {x.shape}, {call.rows} rows for each device along {axis}; block scaling needs a multiple of "
-            f"{_BLOCK_PRODUCT_ROWS}: pad them, or use CurrentScaling or RowwiseScaling"
+            f"{BLOCK_PRODUCT_ROWS}: pad them, or use CurrentScaling or RowwiseScaling"
         )
     if isinstance(x, QuantizedArray):
         _validate_quantized("x", x, x.ndim - 1, recipe, "activation", "data")
@@ -372,12 +364,7 @@ def _canonical(call: Call, x, sizes: tuple[int, ...], weights: tuple[Any, ...], 
         name for name in call.axis_name if jax.typeof(lax.axis_index(name)).manual_axis_type.varying
     }  # not in pmap, nor with check_vma=False
     axes = native.varying_axes(operands) | tracked
-
-    def vary(x: Array) -> Array:
-        missing = tuple(sorted(axes - native.varying_axes(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, operands)
+    return jax.tree.map(lambda x: native.varying_over(x, axes), operands)
 
 
 def _matrix(x: QuantizedArray, rows: int, cols: int) -> QuantizedArray:
