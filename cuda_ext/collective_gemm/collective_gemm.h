@@ -74,25 +74,36 @@ struct AllGatherProblem {
 };
 
 struct ReduceScatterProblem {
+  gemm::Type type;                       // of what is sent and of z
   std::vector<gemm::Problem> products;   // of one piece: m rows; a.data, a.scales and d are filled in
   std::vector<int64_t> scales_of_piece;  // of a, by product: 0 for one scale for all
   int64_t pieces;
   void* received;     // [Parts(size), pieces, m, n]: from every device its sums for this one
   void* outgoing;     // [size - 1, pieces, m, n], or null: products then write to their peers themselves
+  float* sums;        // [2, pieces, m, n]: where several products are added up before they are rounded; or null
   const float* bias;  // [n], or null
   void* z;            // [pieces, m, n]
   void* workspace;    // of as many bytes as products say
 
-  int64_t BytesOfPart() const {
-    const gemm::Problem& first = products.front();
-    return pieces * first.m * first.n * gemm::SizeOf(first.d_type);
-  }
+  int64_t CountOfPart() const { return pieces * products.front().m * products.front().n; }
+  int64_t BytesOfPart() const { return CountOfPart() * gemm::SizeOf(type); }
+  // Steps that follow each other have different ones.
+  float* SumsOf(int step) const { return sums + step % 2 * CountOfPart(); }
   // Otherwise all parts are summed after it.
-  bool LastProductAdds(int size) const { return size <= 2 && bias == nullptr; }
-  int Parts(int size) const { return LastProductAdds(size) ? 1 : size; }
+  bool LastProductAdds(int size) const { return size <= 2 && bias == nullptr && sums == nullptr; }
+  int Parts(int size) const { return sums != nullptr ? size - 1 : LastProductAdds(size) ? 1 : size; }
 };
 
-// The last part is this device's own; part 0 comes from its next neighbour.
+// to = Σ parts + own + bias, added up in float32 and rounded once.
+struct Summands {
+  const void* parts;  // [count of them, pieces, m, n]
+  int part_count;
+  const float* own;   // [pieces, m, n], or null
+  const float* bias;  // [n], or null
+  void* to;           // [pieces, m, n]
+};
+
+// Part 0 comes from a device's next neighbour; its own, where there is one, is the last.
 constexpr int PartFrom(int sender, int owner, int size) { return (sender - owner - 1 + size) % size; }
 
 Status AllGather(const Executor& executor, const Group& group, const AllGatherProblem& problem);

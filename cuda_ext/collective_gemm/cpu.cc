@@ -12,18 +12,16 @@ namespace te::collective_gemm {
 namespace {
 
 template <typename T>
-void SumParts(const Executor& executor, const ReduceScatterProblem& p, int parts) {
+void SumParts(const Executor& executor, const ReduceScatterProblem& p, const Summands& s) {
   constexpr int64_t kGrain = 1 << 14;
-  const int64_t columns = p.products.front().n, count = p.pieces * p.products.front().m * columns;
-  const T* const from = static_cast<const T*>(p.received);
-  const float* const bias = p.bias;
-  T* const to = static_cast<T*>(p.z);
+  const int64_t columns = p.products.front().n, count = p.CountOfPart();
   executor.ParallelFor(count, kGrain, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       float sum = 0.0f;
-      for (int part = 0; part < parts; ++part) sum += ToFloat(from[part * count + i]);
-      if (bias != nullptr) sum += bias[i % columns];
-      FromFloat(sum, to + i);
+      for (int part = 0; part < s.part_count; ++part) sum += ToFloat(static_cast<const T*>(s.parts)[part * count + i]);
+      if (s.own != nullptr) sum += s.own[i];
+      if (s.bias != nullptr) sum += s.bias[i % columns];
+      FromFloat(sum, static_cast<T*>(s.to) + i);
     }
   });
 }
@@ -33,23 +31,23 @@ class CpuCall {
   explicit CpuCall(const Executor& executor) : executor_(executor) {}
 
   Status Begin() { return Status::Ok(); }
-  void* Mark(Queue, void* = nullptr) { return nullptr; }
+  Status Mark(Queue, void*&) { return Status::Ok(); }
   Status Wait(Queue, void*) { return Status::Ok(); }
   Status Copy(Queue, void* to, const void* from, int64_t bytes) {
     std::memcpy(to, from, static_cast<size_t>(bytes));
     return Status::Ok();
   }
   Status Multiply(Queue, const gemm::Problem& problem) { return gemm::Run(executor_, problem); }
-  Status Sum(Queue, const ReduceScatterProblem& p, int parts) {
-    switch (p.products.front().d_type) {
+  Status Sum(Queue, const ReduceScatterProblem& p, const Summands& summands) {
+    switch (p.type) {
       case gemm::Type::kFloat32:
-        SumParts<float>(executor_, p, parts);
+        SumParts<float>(executor_, p, summands);
         break;
       case gemm::Type::kBFloat16:
-        SumParts<BFloat16>(executor_, p, parts);
+        SumParts<BFloat16>(executor_, p, summands);
         break;
       default:
-        SumParts<Float16>(executor_, p, parts);
+        SumParts<Float16>(executor_, p, summands);
         break;
     }
     return Status::Ok();

@@ -17,42 +17,53 @@ namespace {
 
 constexpr int kMostDevices = 64;
 
-// z = Σ received + bias in float32, rounded once. Bytes: parts + 1 times those of z.
+// Bytes: those of all that is added up and of the result.
 template <typename T>
-__global__ void SumParts(const T* received, const float* bias, T* z, int64_t count, int64_t columns, int parts) {
+__global__ void SumParts(const Summands summands, int64_t count, int64_t columns) {
+  const T* const parts = static_cast<const T*>(summands.parts);
+  T* const to = static_cast<T*>(summands.to);
   constexpr int kWidth = kPer16Bytes<T>;
   const int64_t first = blockIdx.x * int64_t{blockDim.x} + threadIdx.x, stride = int64_t{gridDim.x} * blockDim.x;
   const bool vectors = count % kWidth == 0;
   for (int64_t i = first; vectors && i < count / kWidth; i += stride) {
     float sum[kWidth] = {};
-    for (int part = 0; part < parts; ++part) {
+    for (int part = 0; part < summands.part_count; ++part) {
       float values[kWidth];
-      Unpack(LoadStreaming(reinterpret_cast<const uint4*>(received + part * count) + i), values,
+      Unpack(LoadStreaming(reinterpret_cast<const uint4*>(parts + part * count) + i), values,
              static_cast<const T*>(nullptr));
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) sum[j] += values[j];
     }
-    if (bias != nullptr) {
+    if (summands.own != nullptr) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum[j] += bias[(i * kWidth + j) % columns];
+      for (int j = 0; j < kWidth; j += 4) {
+        float values[4];
+        Unpack(LoadStreaming(reinterpret_cast<const uint4*>(summands.own + i * kWidth + j)), values,
+               static_cast<const float*>(nullptr));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum[j + k] += values[k];
+      }
     }
-    reinterpret_cast<uint4*>(z)[i] = Pack(sum, static_cast<const T*>(nullptr));
+    if (summands.bias != nullptr) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum[j] += summands.bias[(i * kWidth + j) % columns];
+    }
+    reinterpret_cast<uint4*>(to)[i] = Pack(sum, static_cast<const T*>(nullptr));
   }
   for (int64_t i = first; !vectors && i < count; i += stride) {
     float sum = 0.0f;
-    for (int part = 0; part < parts; ++part) sum += ToFloat(received[part * count + i]);
-    if (bias != nullptr) sum += bias[i % columns];
-    z[i] = FromFloat<T>(sum);
+    for (int part = 0; part < summands.part_count; ++part) sum += ToFloat(parts[part * count + i]);
+    if (summands.own != nullptr) sum += summands.own[i];
+    if (summands.bias != nullptr) sum += summands.bias[i % columns];
+    to[i] = FromFloat<T>(sum);
   }
 }
 
 template <typename T>
-void LaunchSum(cudaStream_t stream, const ReduceScatterProblem& p, int parts) {
-  const gemm::Problem& first = p.products.front();
-  const int64_t count = p.pieces * first.m * first.n;
+void LaunchSum(cudaStream_t stream, const ReduceScatterProblem& p, const Summands& summands) {
+  const int64_t count = p.CountOfPart();
   const unsigned blocks = static_cast<unsigned>(std::clamp<int64_t>(count / kPer16Bytes<T> / 256 + 1, 1, 132 * 8));
-  SumParts<T><<<blocks, 256, 0, stream>>>(static_cast<const T*>(p.received), p.bias, static_cast<T*>(p.z), count,
-                                          first.n, parts);
+  SumParts<T><<<blocks, 256, 0, stream>>>(summands, count, p.products.front().n);
 }
 
 // The queues and marks of one call.
@@ -120,21 +131,15 @@ class CudaCall {
     return Status::Ok();
   }
 
-  // Null, and an error at the next wait, where it cannot be placed.
-  void* Mark(Queue queue, void* mark = nullptr) {
-    if (mark != nullptr) {
-      return Succeeds(Check(cudaEventRecord(static_cast<cudaEvent_t>(mark), StreamOf(queue)), "cudaEventRecord"))
-                 ? mark
-                 : nullptr;
+  Status Mark(Queue queue, void*& mark) {
+    if (mark == nullptr) {
+      if (used_ == resources_->events.size()) TE_JAX_TRY(MakeEvent(*resources_));
+      mark = resources_->events[used_++];
     }
-    if (used_ == resources_->events.size() && !Succeeds(MakeEvent(*resources_))) return nullptr;
-    cudaEvent_t event = resources_->events[used_++];
-    return Succeeds(Check(cudaEventRecord(event, StreamOf(queue)), "cudaEventRecord")) ? event : nullptr;
+    return Check(cudaEventRecord(static_cast<cudaEvent_t>(mark), StreamOf(queue)), "cudaEventRecord");
   }
 
   Status Wait(Queue queue, void* mark) {
-    if (!problem_.empty()) return Status::Failed(problem_);
-    if (mark == nullptr) return Status::Failed("a peer has placed no mark");
     return Check(cudaStreamWaitEvent(StreamOf(queue), static_cast<cudaEvent_t>(mark), 0), "cudaStreamWaitEvent");
   }
 
@@ -144,16 +149,16 @@ class CudaCall {
 
   Status Multiply(Queue queue, const gemm::Problem& problem) { return gemm::Run(Executor{StreamOf(queue)}, problem); }
 
-  Status Sum(Queue queue, const ReduceScatterProblem& p, int parts) {
-    switch (p.products.front().d_type) {
+  Status Sum(Queue queue, const ReduceScatterProblem& p, const Summands& summands) {
+    switch (p.type) {
       case gemm::Type::kFloat32:
-        LaunchSum<float>(StreamOf(queue), p, parts);
+        LaunchSum<float>(StreamOf(queue), p, summands);
         break;
       case gemm::Type::kBFloat16:
-        LaunchSum<__nv_bfloat16>(StreamOf(queue), p, parts);
+        LaunchSum<__nv_bfloat16>(StreamOf(queue), p, summands);
         break;
       default:
-        LaunchSum<__half>(StreamOf(queue), p, parts);
+        LaunchSum<__half>(StreamOf(queue), p, summands);
         break;
     }
     return Check(cudaGetLastError(), "launch");
@@ -172,11 +177,6 @@ class CudaCall {
   void WaitOnHost(void* mark) { static_cast<void>(cudaEventSynchronize(static_cast<cudaEvent_t>(mark))); }
 
  private:
-  bool Succeeds(const Status& status) {
-    if (problem_.empty()) problem_ = status.reason();
-    return status.ok();
-  }
-
   cudaStream_t StreamOf(Queue queue) const {
     return queue == Queue::kMain ? main_ : queue == Queue::kSide ? resources_->side : resources_->copy;
   }
@@ -185,7 +185,6 @@ class CudaCall {
   Device* device_ = nullptr;
   Resources* resources_ = nullptr;
   size_t used_ = 0;
-  std::string problem_;  // the first mark that could not be placed
 };
 
 Status ReachPeers(const Group& group) {
@@ -341,7 +340,7 @@ Status PrepareReduceScatter(const Executor& executor, const Group& group, const 
     const bool own = owner == group.rank, outgoing = !own && p.outgoing != nullptr;
     const int part = outgoing ? step : PartFrom(group.rank, owner, size);
     char* const at = static_cast<char*>(outgoing ? p.outgoing : p.received) + part * p.BytesOfPart();
-    void* const to = own && p.LastProductAdds(size) ? p.z : at;
+    void* const to = p.sums != nullptr ? p.SumsOf(step) : own && p.LastProductAdds(size) ? p.z : at;
     const void* const added = own && p.LastProductAdds(size) && size > 1 ? p.received : nullptr;
     for (size_t i = 0; i < p.products.size(); ++i) {
       gemm::Problem problem = p.products[i];

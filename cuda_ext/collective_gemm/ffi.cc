@@ -193,13 +193,15 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
 }
 
 // For each product x [pieces, size, rows, k], its scales, a weight and its scales; then a bias. Results: z [pieces,
-// rows, n], what is received [parts, pieces, rows, n], what is sent, and a workspace.
+// rows, n], what is received [parts, pieces, rows, n], what is sent, sums of several products in float32 [2, pieces,
+// rows, n] before they are rounded, and a workspace.
 std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::RemainingArgs& arguments,
                                                         ffi::RemainingRets& results, const Attributes& attributes) {
   Operands operands(arguments, results);
   const std::optional<Scaling> scaling = ScalingOf(attributes.scaling);
   const auto z = operands.Result(), received = operands.Result(), outgoing = operands.Result();
-  if (!z || !received || !outgoing) return std::nullopt;
+  const auto sums = operands.Result(), workspace = operands.Result();
+  if (!z || !received || !outgoing || !sums || !workspace) return std::nullopt;
   rules.That(z->dimensions().size() == 3, "z", *z, "have three dimensions");
   rules.That(scaling.has_value(), "z", *z, "come with scaling none, tensor, row or block");
   rules.That(attributes.products > 0, "z", *z, "be the sum of at least one product");
@@ -222,8 +224,15 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
     rules.Type(ffi::F32, "x_scale_inv", *x_scales)
         .Elements(*scaling == Scaling::kTensor ? 1 : pieces * size * scales, "x_scale_inv", *x_scales);
     product.a.scales = Present<const float>(*x_scales);
+    problem.type = product.d_type;
+    if (sums->element_count() != 0) product.d_type = gemm::Type::kFloat32;
     problem.products.push_back(product);
     problem.scales_of_piece.push_back(scales);
+  }
+  if (sums->element_count() != 0) {
+    rules.Type(ffi::F32, "sums", *sums).Elements(2 * z->element_count(), "sums", *sums);
+    rules.That(size == 1 || outgoing->element_count() != 0, "outgoing", *outgoing, "be there with sums");
+    problem.sums = static_cast<float*>(sums->untyped_data());
   }
   const auto bias = operands.Argument();
   if (IsMissing(rules, bias, *z)) return std::nullopt;
@@ -241,8 +250,6 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
   problem.pieces = pieces;
   problem.received = received->untyped_data();
   problem.z = z->untyped_data();
-  const auto workspace = operands.Result();
-  if (IsMissing(rules, workspace, *z)) return std::nullopt;
   problem.workspace = Present<void>(*workspace);
   for (gemm::Problem& product : problem.products) product.workspace_bytes = workspace->size_bytes();
   if (rules.broken()) return std::nullopt;

@@ -13,12 +13,11 @@
 // A platform provides `Call`, the queues and marks of one device for one call:
 //
 //   - Status Begin(): takes them, before all that follows. Where it fails only Settle and WaitOnHost are called.
-//   - void* Mark(Queue, void* mark = nullptr): a point in a queue that any device can wait for; a given mark, or a new
-//     one.
+//   - Status Mark(Queue, void*& mark): a point in a queue that any device can wait for; a given mark, or a new one.
 //   - Status Wait(Queue, void* mark).
 //   - Status Copy(Queue, void* to, const void* from, int64_t bytes).
 //   - Status Multiply(Queue, const gemm::Problem&).
-//   - Status Sum(Queue, const ReduceScatterProblem&, int parts).
+//   - Status Sum(Queue, const ReduceScatterProblem&, const Summands&).
 //   - std::atomic<int>* Readers(): host threads that have still to wait for marks of this call, or null.
 //   - void Settle(): returns once all that is in the queues is done.
 //   - void WaitOnHost(void* mark).
@@ -211,8 +210,17 @@ inline void* WorkspaceOf(const gemm::Problem& problem, void* workspace, int turn
 
 // The mark that goes to a meeting.
 template <typename Call>
-void* PublicMark(Call& call, const Group& group, Queue queue, int stage) {
-  return group.space == nullptr ? call.Mark(queue) : call.Mark(queue, group.space->mark(group.rank, stage));
+Status PublicMark(Call& call, const Group& group, Queue queue, int stage, void*& mark) {
+  mark = group.space == nullptr ? nullptr : group.space->mark(group.rank, stage);
+  return call.Mark(queue, mark);
+}
+
+// What follows in a queue waits for what is in another one.
+template <typename Call>
+Status Await(Call& call, Queue queue, Queue other) {
+  void* mark = nullptr;
+  TE_JAX_TRY(call.Mark(other, mark));
+  return call.Wait(queue, mark);
 }
 
 inline Status SpaceTooSmall(const Group& group) {
@@ -292,7 +300,8 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
   std::vector<void*> addresses;
   for (const Gathered& array : arrays) addresses.push_back(p.put ? array.all : const_cast<void*>(array.mine));
   if (group.space != nullptr) TE_JAX_TRY(CopyIntoSpace(call, group, arrays, addresses));
-  void* const ready = PublicMark(call, group, Queue::kMain, 0);
+  void* ready = nullptr;
+  TE_JAX_TRY(PublicMark(call, group, Queue::kMain, 0, ready));
   TE_JAX_TRY(MultiplyPart(call, group, p, rank, 0));
   TE_JAX_TRY(meetings.Introduce(std::move(addresses), ready));
 
@@ -304,7 +313,8 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
     const int peer = peer_at(step);
     TE_JAX_TRY(call.Wait(Queue::kCopy, meetings.Introduced(peer).mark));
     TE_JAX_TRY(CopyParts(call, group, arrays, meetings.Introduced(peer), peer, p.put, 0, urgent));
-    last = copied[peer] = call.Mark(Queue::kCopy);
+    TE_JAX_TRY(call.Mark(Queue::kCopy, copied[peer]));
+    last = copied[peer];
   }
   const bool more = arrays.size() > urgent;
   for (int step = 1; more && step < size; ++step) {
@@ -312,14 +322,19 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
     TE_JAX_TRY(CopyParts(call, group, arrays, meetings.Introduced(peer), peer, p.put, urgent, arrays.size()));
   }
   // With its peers' arrays; who is only put to, and of what is urgent, waits for the marks above.
-  void* const done = !p.put || more ? PublicMark(call, group, Queue::kCopy, 1) : nullptr;
-  if (done != nullptr) last = done;
+  const bool marks_done = !p.put || more;
+  void* done = nullptr;
+  if (marks_done) {
+    TE_JAX_TRY(PublicMark(call, group, Queue::kCopy, 1, done));
+    last = done;
+  }
   for (const Gathered& array : arrays) {
     if (!array.with_mine) continue;
     for (int64_t piece = 0; piece < array.pieces; ++piece) {
       TE_JAX_TRY(call.Copy(Queue::kCopy, array.At(rank, group, piece), array.Part(rank, group, piece), array.bytes));
     }
-    last = call.Mark(Queue::kCopy);
+    last = nullptr;
+    TE_JAX_TRY(call.Mark(Queue::kCopy, last));
   }
   auto multiply_others = [&] {
     for (int step = 1; step < size; ++step) {
@@ -333,9 +348,9 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
   TE_JAX_TRY(meetings.Conclude(done, copied));
   if (p.put) TE_JAX_TRY(multiply_others());
 
-  if (size > 1) TE_JAX_TRY(call.Wait(Queue::kMain, call.Mark(Queue::kSide)));
+  if (size > 1) TE_JAX_TRY(Await(call, Queue::kMain, Queue::kSide));
   TE_JAX_TRY(call.Wait(Queue::kMain, last));
-  for (int step = 1; done != nullptr && step < size; ++step) {
+  for (int step = 1; marks_done && step < size; ++step) {
     TE_JAX_TRY(call.Wait(Queue::kMain, meetings.Concluded((rank + step) % size).mark));
   }
   return meetings.Done();
@@ -364,7 +379,8 @@ Status MultiplyRows(Call& call, const Group& group, const ReduceScatterProblem& 
 
 // Every device multiplies the rows of its next neighbour first and its own last, so that nothing is left to send at the
 // end, and in just that order, so that no two send to the same one at the same time. All parts are added up once, in
-// float32; of two devices the last product does that itself.
+// float32; of two devices the last product does that itself. The products of several weights are added up in float32
+// before that, and rounded while the next ones run.
 template <typename Call>
 Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) {
   const int size = group.size(), rank = group.rank, former = (rank + size - 1) % size;
@@ -375,10 +391,16 @@ Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) 
     if (p.Parts(size) * bytes > group.space->bytes()) return SpaceTooSmall(group);
     p.received = group.space->data(rank);
   }
-  void* const ready = PublicMark(call, group, Queue::kMain, 0);
+  void* ready = nullptr;
+  TE_JAX_TRY(PublicMark(call, group, Queue::kMain, 0, ready));
   TE_JAX_TRY(meetings.Introduce({p.received}, ready));
 
   std::vector<void*> sent(size);  // by owner
+  void* rounded[2] = {};          // of sums that may then be written over
+  const auto add_up = [&](int step, int owner) {
+    if (step >= 2) TE_JAX_TRY(call.Wait(Queue::kMain, rounded[step % 2]));
+    return MultiplyRows(call, group, p, owner, reinterpret_cast<char*>(p.SumsOf(step)), nullptr);
+  };
   for (int step = 0; step < size - 1; ++step) {
     const int owner = (rank + step + 1) % size;
     const Brought& peer = meetings.Introduced(owner);
@@ -386,19 +408,24 @@ Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) 
     if (p.outgoing == nullptr) {
       TE_JAX_TRY(call.Wait(Queue::kMain, peer.mark));
       TE_JAX_TRY(MultiplyRows(call, group, p, owner, received, nullptr));
-      sent[owner] = call.Mark(Queue::kMain);
+      TE_JAX_TRY(call.Mark(Queue::kMain, sent[owner]));
       continue;
     }
     char* const outgoing = static_cast<char*>(p.outgoing) + step * bytes;
-    TE_JAX_TRY(MultiplyRows(call, group, p, owner, outgoing, nullptr));
-    TE_JAX_TRY(call.Wait(Queue::kCopy, call.Mark(Queue::kMain)));
+    TE_JAX_TRY(p.sums != nullptr ? add_up(step, owner) : MultiplyRows(call, group, p, owner, outgoing, nullptr));
+    TE_JAX_TRY(Await(call, Queue::kCopy, Queue::kMain));
+    if (p.sums != nullptr) {
+      TE_JAX_TRY(call.Sum(Queue::kCopy, p, {nullptr, 0, p.SumsOf(step), nullptr, outgoing}));
+      rounded[step % 2] = nullptr;
+      if (step + 2 < size) TE_JAX_TRY(call.Mark(Queue::kCopy, rounded[step % 2]));
+    }
     TE_JAX_TRY(call.Wait(Queue::kCopy, peer.mark));
     TE_JAX_TRY(call.Copy(Queue::kCopy, received, outgoing, bytes));
-    sent[owner] = call.Mark(Queue::kCopy);
+    TE_JAX_TRY(call.Mark(Queue::kCopy, sent[owner]));
   }
   void* all_sent = nullptr;  // where each device has but one mark
   if (group.space != nullptr) {
-    all_sent = PublicMark(call, group, p.outgoing == nullptr ? Queue::kMain : Queue::kCopy, 1);
+    TE_JAX_TRY(PublicMark(call, group, p.outgoing == nullptr ? Queue::kMain : Queue::kCopy, 1, all_sent));
   }
   TE_JAX_TRY(meetings.Conclude(all_sent, sent));
 
@@ -412,9 +439,10 @@ Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) 
     TE_JAX_TRY(MultiplyRows(call, group, p, rank, static_cast<char*>(p.z), added));
   } else {
     char* const own = static_cast<char*>(p.received) + PartFrom(rank, rank, size) * bytes;
-    TE_JAX_TRY(MultiplyRows(call, group, p, rank, own, nullptr));
+    TE_JAX_TRY(p.sums != nullptr ? add_up(size - 1, rank) : MultiplyRows(call, group, p, rank, own, nullptr));
     for (int step = 1; step < size; ++step) TE_JAX_TRY(wait_for((rank + step) % size));
-    TE_JAX_TRY(call.Sum(Queue::kMain, p, size));
+    const float* const sums = p.sums != nullptr ? p.SumsOf(size - 1) : nullptr;
+    TE_JAX_TRY(call.Sum(Queue::kMain, p, {p.received, p.Parts(size), sums, p.bias, p.z}));
   }
   if (size > 1) TE_JAX_TRY(call.Wait(Queue::kMain, sent[former]));  // the last that this device sends
   return meetings.Done();

@@ -112,13 +112,16 @@ def gemm_reduce_scatter(
         operands += [x.data, x.scale_inv, weight.data, weight.scale_inv]
     operands.append(bias)
     block = (pieces, rows, columns)
+    adds_up = len(xs) > 1 and dtype != _FLOAT32  # several products, which are rounded together
+    others = exchange.size - 1
+    received = others if adds_up else 1 if others <= 1 and bias is None else exchange.size
     # Of two devices a product can write to the other one while it runs. Several would write to the same one whenever
     # they get out of step, and their products would wait for each other: copies do not keep them.
-    outgoing = (exchange.size - 1, *block) if exchange.size > 2 else (0,)
     results = [
         jax.ShapeDtypeStruct(block, dtype),
-        jax.ShapeDtypeStruct((1 if exchange.size <= 2 and bias is None else exchange.size, *block), dtype),
-        jax.ShapeDtypeStruct(outgoing, dtype),
+        jax.ShapeDtypeStruct((received, *block), dtype),
+        jax.ShapeDtypeStruct((others, *block) if others > 1 or adds_up else (0,), dtype),
+        jax.ShapeDtypeStruct((2, *block) if adds_up else (0,), _FLOAT32),
         _workspace(xs[0], 1),
     ]
     attributes = _attributes(exchange, xs[0], weights)

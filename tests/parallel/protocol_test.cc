@@ -137,14 +137,16 @@ class SimulatedCall {
     return Status::Ok();
   }
 
-  void* Mark(Queue queue, void* = nullptr) {
+  Status Mark(Queue queue, void*& mark) {
+    if (Fails()) return Status::Failed("simulated");
     if (used_ == resources_->events.size()) resources_->events.emplace_back();
     Event& event = resources_->events[used_++];
     StreamOf(queue).Do([point = event.Record()] { point->Pass(); });
-    return &event;
+    mark = &event;
+    return Status::Ok();
   }
   Status Wait(Queue queue, void* mark) {
-    if (mark == nullptr) return Status::Failed("no mark");
+    if (mark == nullptr) std::abort();
     StreamOf(queue).Do([point = static_cast<Event*>(mark)->Last()] { point->Await(); });
     return Status::Ok();
   }
@@ -172,13 +174,14 @@ class SimulatedCall {
     });
     return Status::Ok();
   }
-  Status Sum(Queue queue, const ReduceScatterProblem& p, int parts) {
-    StreamOf(queue).Do([=] {
-      const int64_t count = p.pieces * p.products.front().m * p.products.front().n;
+  Status Sum(Queue queue, const ReduceScatterProblem& p, const Summands& s) {
+    if (Fails()) return Status::Failed("simulated");
+    StreamOf(queue).Do([=, count = p.CountOfPart(), pause = Pause()] {
+      std::this_thread::sleep_for(pause);
       for (int64_t i = 0; i < count; ++i) {
-        float sum = 0.0f;
-        for (int part = 0; part < parts; ++part) sum += static_cast<const float*>(p.received)[part * count + i];
-        static_cast<float*>(p.z)[i] = sum;
+        float sum = s.own == nullptr ? 0.0f : s.own[i];
+        for (int part = 0; part < s.part_count; ++part) sum += static_cast<const float*>(s.parts)[part * count + i];
+        static_cast<float*>(s.to)[i] = sum;
       }
     });
     return Status::Ok();
@@ -214,24 +217,32 @@ struct Plan {
   int size;
   bool gathers;
   bool direct;  // gathers put, and products of scatters write to their peers
+  int weights;  // of a scatter
   int64_t pieces;
   int failing_rank, failing_step;  // or -1
   bool one_stays_away;
   bool biased;    // by nothing: of two devices the last product then leaves the sum to another step
   int slow_rank;  // whose host takes longer than the timeout between the two meetings, or -1
 
-  // To begin, copies and products of one device; those of scatters are of two weights.
+  bool AddsUp() const { return weights > 1; }
+  bool SendsCopies() const { return !direct || AddsUp(); }
+
+  // What can fail on one device: to begin, marks, copies, products and sums.
   int Steps() const { return StepsInCommon() + StepsAlone(); }
   // Before the second meeting: where one fails, all do.
   int StepsInCommon() const {
     const int peers = size - 1, of_each = static_cast<int>(pieces);
-    if (!gathers) return 1 + peers * (2 * of_each + (direct ? 0 : 1));
-    const int copies = peers * (of_each + 1) + 1 + (pieces == 2 ? of_each : 0);
-    return 1 + of_each + copies + (direct ? 0 : peers * of_each);
+    if (!gathers) {
+      const int rounded = !AddsUp() ? 0 : peers + std::max(size - 2, 0);
+      return 2 + peers * (weights * of_each + (SendsCopies() ? 3 : 1)) + rounded;
+    }
+    const int copies = peers * (of_each + 2) + 3 + (pieces == 2 ? of_each + 1 : 0);
+    return 2 + of_each + copies + (direct ? 0 : peers * of_each);
   }
   int StepsAlone() const {
     const int of_each = static_cast<int>(pieces);
-    return !gathers ? 2 * of_each : direct ? (size - 1) * of_each : 0;
+    if (gathers) return 1 + (direct ? (size - 1) * of_each : 0);
+    return weights * of_each + (AddsUp() || biased || size > 2 ? 1 : 0);
   }
   bool Fails(int rank) const {
     return one_stays_away || (failing_rank >= 0 && (failing_step < StepsInCommon() || rank == failing_rank));
@@ -246,7 +257,7 @@ class Member {
   Member(int rank, int size, unsigned seed) : rank_(rank) {
     device_.random.seed(seed);
     const int64_t most = 2 * size * std::max({kRows * kSummed, kRows * kColumns, kColumns * kSummed});
-    for (auto* array : {&x_, &w_, &all_, &others_, &all_others_, &y_, &received_, &outgoing_}) {
+    for (auto* array : {&x_, &w_, &all_, &others_, &all_others_, &y_, &received_, &outgoing_, &sums_}) {
       array->assign(size * most, 0);
     }
   }
@@ -306,7 +317,7 @@ class Member {
   }
 
   void Poison() {
-    for (auto* array : {&x_, &all_, &others_, &all_others_, &y_, &received_, &outgoing_}) {
+    for (auto* array : {&x_, &all_, &others_, &all_others_, &y_, &received_, &outgoing_, &sums_}) {
       for (float& value : *array) value = 1e30f;
     }
   }
@@ -331,11 +342,13 @@ class Member {
 
   ReduceScatterProblem Scatter(const Plan& plan) {
     ReduceScatterProblem problem{};
-    problem.products = {Product(), Product()};
-    problem.scales_of_piece = {0, 0};
+    problem.type = Type::kFloat32;
+    problem.products.assign(plan.weights, Product());
+    problem.scales_of_piece.assign(plan.weights, 0);
     problem.pieces = plan.pieces;
     problem.received = received_.data();
-    problem.outgoing = plan.direct ? nullptr : outgoing_.data();
+    problem.outgoing = plan.SendsCopies() ? outgoing_.data() : nullptr;
+    problem.sums = plan.AddsUp() ? sums_.data() : nullptr;
     problem.bias = plan.biased ? nothing_.data() : nullptr;
     problem.z = y_.data();
     return problem;
@@ -370,7 +383,7 @@ class Member {
         float expected = 0;
         for (int rank = 0; rank < plan.size; ++rank) {
           const int64_t row = (piece * plan.size + rank_) * kRows + i / kColumns;
-          expected += 2 * Dot(rank, number, row, rank, i % kColumns);
+          expected += plan.weights * Dot(rank, number, row, rank, i % kColumns);
         }
         if (y_[piece * kRows * kColumns + i] != expected) return "a wrong sum";
       }
@@ -379,7 +392,7 @@ class Member {
   }
 
   const int rank_;
-  std::vector<float> x_, w_, all_, others_, all_others_, y_, received_, outgoing_;
+  std::vector<float> x_, w_, all_, others_, all_others_, y_, received_, outgoing_, sums_;
   const std::vector<float> nothing_ = std::vector<float>(kColumns);
   std::string problem_;  // the first one
   Device device_;        // its threads end before the arrays
@@ -393,6 +406,7 @@ int Main(int calls, unsigned seed) {
       Plan plan{size,
                 random() % 2 == 0,
                 random() % 2 == 0,
+                1 + static_cast<int>(random() % 2),
                 1 + static_cast<int64_t>(random() % 2),
                 -1,
                 -1,

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
+from te_jax.recipe import CurrentScaling
 from te_jax.testing import assert_close, collectives
 
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -157,6 +158,27 @@ def test_partial_sums_are_added_in_float32(require_devices):
             mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"),
         )  # fmt: skip
         assert_close(jax.jit(run)(x, w), np.full((8, 4), 263).astype(jnp.bfloat16), tolerance=0.0)
+
+
+@transports
+@pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["plain", "fp8"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_products_of_several_weights_are_rounded_together(size, recipe, transport, require_devices):
+    """Each is beyond the range of float16, and their sum is not."""
+    require_devices(size)
+    weights = tuple(jnp.full((32, 16 * size), sign * 512, jnp.float16) for sign in (1, -1, 1))
+    gather = functools.partial(all_gather_matmul, axis_name="tp", transport=transport, out_dtype=jnp.float32)
+
+    def gradient(x, weights):
+        dys = 16.0, 15.0, -0.5  # the first of each weight's parts of the gradient: 16 · 16 · 512 = 131072
+        ys = functools.partial(gather, w=weights, recipe=recipe)
+        return jax.grad(lambda x: sum(jnp.sum(dy * y) for dy, y in zip(dys, ys(x), strict=True)))(x)
+
+    run = jax.shard_map(gradient, mesh=mesh_of({"tp": size}), in_specs=(P("tp"), P(None, "tp")), out_specs=P("tp"))
+    dx = jax.jit(run)(jnp.ones((8 * size, 32), jnp.float16), weights)
+    assert_close(
+        dx, np.full((8 * size, 32), size * 16 * 512 * 0.5, np.float16), tolerance=0.0 if recipe is None else 0.05
+    )
 
 
 # -------------------------------------------------------------------------------------------------- gathered x
