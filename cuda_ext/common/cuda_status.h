@@ -14,6 +14,13 @@ inline Status Check(cudaError_t error, const char* what) {
   return Status::Failed(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
+// Of the current device.
+inline Status CountMultiprocessors(int* count) {
+  int device = 0;
+  if (Status s = Check(cudaGetDevice(&device), "cudaGetDevice"); !s.ok()) return s;
+  return Check(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+}
+
 // The device is current while this lives.
 class ScopedDevice {
  public:

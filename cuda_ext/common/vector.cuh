@@ -12,6 +12,8 @@ namespace te {
 template <typename T>
 inline constexpr int kPer16Bytes = 16 / sizeof(T);
 
+inline bool OnSixteenBytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
 __device__ inline float ToFloat(float x) { return x; }
 __device__ inline float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float ToFloat(__half x) { return __half2float(x); }

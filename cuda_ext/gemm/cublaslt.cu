@@ -10,6 +10,7 @@
 #include "common/cuda_status.h"
 #include "common/fp8.h"
 #include "common/lru_cache.h"
+#include "common/vector.cuh"
 #include "gemm/cublaslt.h"
 #include "gemm/cublaslt_plan.h"
 #include "gemm/cublaslt_tuning.h"
@@ -54,8 +55,6 @@ __global__ void StartFp8Result(const float* amax_in, bool e4m3, bool power_of_tw
   *amax = 0.0f;
 }
 
-bool IsAligned(const float* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
 Arrays ArraysOf(const Problem& p, const Workspace& workspace) {
   Workspace::Scalars& scalars = *workspace.scalars;
   return {p.a.data,
@@ -64,10 +63,10 @@ Arrays ArraysOf(const Problem& p, const Workspace& workspace) {
           p.bias,
           p.epilogue == Epilogue::kDgelu ? p.aux_in : p.aux_out,
           p.d,
-          IsAligned(p.a.scales) ? p.a.scales : &scalars.a_scale_inv.value,
-          IsAligned(p.b.scales) ? p.b.scales : &scalars.b_scale_inv.value,
+          OnSixteenBytes(p.a.scales) ? p.a.scales : &scalars.a_scale_inv.value,
+          OnSixteenBytes(p.b.scales) ? p.b.scales : &scalars.b_scale_inv.value,
           &scalars.d_scale.value,
-          IsAligned(p.amax_out) ? p.amax_out : &scalars.amax.value,
+          OnSixteenBytes(p.amax_out) ? p.amax_out : &scalars.amax.value,
           workspace.rest};
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "common/cuda_status.h"
+#include "common/vector.cuh"
 #include "gemm/cublaslt.h"
 #include "gemm/gemm.h"
 #include "gemm/hopper.h"
@@ -10,14 +11,12 @@
 namespace te::gemm {
 namespace {
 
-bool IsAligned(const float* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
 bool UsesCublasLt(const Problem& p) {
   if (p.scaling == Scaling::kNone) return true;
   if (p.own_kernel || p.scaling == Scaling::kBlock) return false;
   if (p.scaling == Scaling::kTensor) return true;
   // With a scale for each row cuBLASLt 13.1 adds no bias to float32 results.
-  return IsAligned(p.a.scales) && IsAligned(p.b.scales) && !(p.bias != nullptr && p.d_type == Type::kFloat32);
+  return OnSixteenBytes(p.a.scales) && OnSixteenBytes(p.b.scales) && !(p.bias != nullptr && p.d_type == Type::kFloat32);
 }
 
 DType DTypeOf(Type type) {

@@ -36,7 +36,7 @@ struct Config {
   static constexpr int kBytesA = kBM * kBK, kBytesB = kBN * kBK, kBytesBox = 16 * 128;
   static constexpr int kBytesStaging = kMathWarps * kStagedBoxes * kBytesBox;
   static constexpr int kBytesZeros = kMode == Mode::kFast ? 0 : 1024;
-  // Of a step, the scales of its rows, and four, of which one is that of all columns: the copy engine traps where a box
+  // Of a step, the scales of its rows, and four, of which one is that of all columns: TMA traps where a box
   // begins with anything but a multiple of 16 bytes. Rows come in multiples of four (hopper.h). In shared memory a box
   // begins at 128 bytes.
   static constexpr int kBoxScalesA = kBM, kBoxScalesB = 4;

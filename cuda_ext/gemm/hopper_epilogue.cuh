@@ -34,7 +34,7 @@ struct Pair<__half> {
 // holds two neighbours in a row, lane / 4 of its warp's sixteen, and two in the row eight below.
 //
 // Each part is a loop of its own behind a uniform branch: this code runs once a tile, so it costs what must be fetched
-// of it rather than what it computes. The way out is the copy engine's: it writes, or adds, boxes of 16 rows and 128
+// of it rather than what it computes. The way out is TMA's: it writes, or adds, boxes of 16 rows and 128
 // bytes from shared memory while the next tile is under way, and leaves out what lies outside d.
 template <typename C>
 class Epilogue {
@@ -110,7 +110,7 @@ class Epilogue {
   template <typename T>
   __device__ __forceinline__ void Finish() {
     if (p_.bias != nullptr) AddBias<T>();
-    // The copy engine adds float32 itself; sums of 16-bit values are rounded once, here.
+    // TMA adds float32 itself; sums of 16-bit values are rounded once, here.
     if (sizeof(T) == 2 && p_.accumulate) Accumulate<T>();
     Write<T>();
   }
@@ -191,7 +191,7 @@ class Epilogue {
     }
   }
 
-  // Packs 16 rows of 128 bytes. A row's eight chunks of 16 bytes are permuted by its number, as the copy engine expects
+  // Packs 16 rows of 128 bytes. A row's eight chunks of 16 bytes are permuted by its number, as TMA expects
   // it, and so that what is written at once never meets in a bank.
   template <typename T>
   __device__ __forceinline__ void Stage(const float* values, uint32_t box) {

@@ -1,5 +1,5 @@
-// The kernel: a persistent grid of clusters of two blocks. In a block one warp feeds tiles to shared memory through the
-// copy engine, and two or three warpgroups multiply them.
+// The kernel: a persistent grid of clusters of two blocks. In a block one warp feeds tiles to shared memory through
+// TMA, and two or three warpgroups multiply them.
 //
 // A block computes kBM × kBN of d, some subtiles of 64 rows in each warpgroup, in steps of 128 along k. The two blocks
 // of a cluster lie side by side and need the same rows of a: each loads half of these and sends it to both. Otherwise a

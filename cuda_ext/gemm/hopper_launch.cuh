@@ -4,38 +4,28 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/copy_engine.cuh"
 #include "common/cuda_status.h"
 #include "common/once_per_device.h"
+#include "common/tma.cuh"
 #include "gemm/hopper.h"
 #include "gemm/hopper_kernel.cuh"
 
 namespace te::gemm::hopper {
 
-// Describes boxes of `box_rows` rows and 128 bytes of a row-major matrix.
+// Boxes of `box_rows` rows and 128 bytes of a row-major matrix.
 inline bool DescribeMatrix(CUtensorMap* map, CUtensorMapDataType type, int size, const void* data, int64_t rows,
                            int64_t columns, int box_rows) {
-  static const EncodeTiled encode = FindEncodeTiled();
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(columns * size)};
-  const cuuint32_t box[] = {static_cast<cuuint32_t>(128 / size), static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[] = {1, 1};
-  return encode != nullptr &&
-         encode(map, type, 2, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return DescribeBoxes<2>(map, type, data, {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)},
+                          {static_cast<cuuint64_t>(columns * size)},
+                          {static_cast<cuuint32_t>(128 / size), static_cast<cuuint32_t>(box_rows)},
+                          CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-// Describes boxes of `box` float32 values of one row.
+// Boxes of `box` float32 values of one row.
 inline bool DescribeRow(CUtensorMap* map, const float* data, int64_t values, int box) {
-  static const EncodeTiled encode = FindEncodeTiled();
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(values), 1};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>((values + 3) / 4 * 16)};
-  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box), 1}, steps[] = {1, 1};
-  return encode != nullptr &&
-         encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(data), sizes, strides, boxes, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return DescribeBoxes<2>(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, data, {static_cast<cuuint64_t>(values), 1},
+                          {static_cast<cuuint64_t>((values + 3) / 4 * 16)}, {static_cast<cuuint32_t>(box), 1},
+                          CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 inline CUtensorMapDataType TensorMapType(DType type) {

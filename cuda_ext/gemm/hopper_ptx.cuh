@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "common/copy_engine.cuh"
+#include "common/tma.cuh"
 
 namespace te::gemm::hopper {
 

@@ -26,16 +26,13 @@ __global__ void ClearValues(Span first, Span second) {
   }
 }
 
-template <int kThreads, int kUnroll, int kBlocks>
-struct AmaxTuning {
-  static constexpr int threads = kThreads;
-  static constexpr int unroll = kUnroll;  // 16-byte loads that a thread has in flight
-  static constexpr int blocks = kBlocks;  // on a multiprocessor
-};
+inline constexpr int kAmaxThreads = 512;
+inline constexpr int kAmaxUnroll = 8;  // 16-byte loads that a thread has in flight
+inline constexpr int kAmaxBlocks = 2;  // on a multiprocessor
 
 // Forwards through memory, all blocks abreast.
-template <typename T, typename Tune>
-__global__ void __launch_bounds__(Tune::threads, Tune::blocks)
+template <typename T>
+__global__ void __launch_bounds__(kAmaxThreads, kAmaxBlocks)
     AmaxOfValues(const T* x, int64_t count, bool aligned, float* amax) {
   using W = Words<T>;
   uint32_t largest = 0;
@@ -46,32 +43,32 @@ __global__ void __launch_bounds__(Tune::threads, Tune::blocks)
   };
   const uint4* vectors = reinterpret_cast<const uint4*>(x);
   const int64_t vector_count = aligned ? count / W::kPerVector : 0;
-  constexpr int64_t kChunk = Tune::threads * Tune::unroll;
+  constexpr int64_t kChunk = kAmaxThreads * kAmaxUnroll;
   for (int64_t chunk = blockIdx.x * kChunk; chunk < vector_count; chunk += gridDim.x * kChunk) {
     const uint4* from = vectors + chunk + threadIdx.x;
     if (chunk + kChunk <= vector_count) {
-      uint4 bits[Tune::unroll];
+      uint4 bits[kAmaxUnroll];
 #pragma unroll
-      for (int u = 0; u < Tune::unroll; ++u) bits[u] = LoadStreaming(from + u * Tune::threads);
+      for (int u = 0; u < kAmaxUnroll; ++u) bits[u] = LoadStreaming(from + u * kAmaxThreads);
 #pragma unroll
-      for (int u = 0; u < Tune::unroll; ++u) add(bits[u]);
+      for (int u = 0; u < kAmaxUnroll; ++u) add(bits[u]);
     } else {
-      for (int64_t v = chunk + threadIdx.x; v < vector_count; v += Tune::threads) add(LoadStreaming(vectors + v));
+      for (int64_t v = chunk + threadIdx.x; v < vector_count; v += kAmaxThreads) add(LoadStreaming(vectors + v));
     }
   }
   largest = W::Single(largest);
-  const int64_t stride = int64_t{gridDim.x} * Tune::threads;
-  for (int64_t i = vector_count * W::kPerVector + blockIdx.x * Tune::threads + threadIdx.x; i < count; i += stride) {
+  const int64_t stride = int64_t{gridDim.x} * kAmaxThreads;
+  for (int64_t i = vector_count * W::kPerVector + blockIdx.x * kAmaxThreads + threadIdx.x; i < count; i += stride) {
     uint32_t word = 0;
     memcpy(&word, x + i, sizeof(T));
     largest = max(largest, W::Magnitudes(word));
   }
   largest = __reduce_max_sync(kWholeWarp, largest);
-  __shared__ uint32_t of_warps[Tune::threads / 32];
+  __shared__ uint32_t of_warps[kAmaxThreads / 32];
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
   __syncthreads();
   if (threadIdx.x < 32) {
-    largest = threadIdx.x < Tune::threads / 32 ? of_warps[threadIdx.x] : 0;
+    largest = threadIdx.x < kAmaxThreads / 32 ? of_warps[threadIdx.x] : 0;
     largest = __reduce_max_sync(kWholeWarp, largest);
     if (threadIdx.x == 0) {
       WaitForPrimary();

@@ -11,10 +11,11 @@
 #include <cstdint>
 #include <string>
 
-#include "common/copy_engine.cuh"
 #include "common/cuda_status.h"
 #include "common/dependent_launch.cuh"
 #include "common/once_per_device.h"
+#include "common/tma.cuh"
+#include "common/vector.cuh"
 #include "quantize/amax.cuh"
 #include "quantize/kernel.cuh"
 #include "quantize/quantize.h"
@@ -30,55 +31,35 @@ Status CheckSize(const Matrix& x) {
                         " values; rows and columns must be below 2^31 and tiles of 128 × 128 below 2^30");
 }
 
-Status CountMultiprocessors(int* count) {
-  int device = 0;
-  if (Status s = Check(cudaGetDevice(&device), "cudaGetDevice"); !s.ok()) return s;
-  return Check(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-}
-
-bool OnSixteenBytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
 Shape ShapeOf(const Matrix& x, const void* data = nullptr, const void* transposed = nullptr) {
   const bool aligned = x.rows % 16 == 0 && x.cols % 16 == 0 && OnSixteenBytes(x.data) && OnSixteenBytes(data) &&
                        OnSixteenBytes(transposed);
   return {static_cast<int>(x.rows), static_cast<int>(x.cols), aligned};
 }
 
-// Describes boxes of an array of `kDims` dimensions, the innermost first and contiguous.
-template <typename T, int kDims>
-bool Describe(CUtensorMap* map, const void* array, const cuuint64_t (&sizes)[kDims],
-              const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims], CUtensorMapSwizzle swizzle) {
-  static const EncodeTiled encode = FindEncodeTiled();
-  constexpr CUtensorMapDataType kType = sizeof(T) == 4   ? CU_TENSOR_MAP_DATA_TYPE_UINT32
-                                        : sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
-                                                         : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  cuuint32_t steps[kDims];
-  std::fill_n(steps, kDims, 1);
-  return encode != nullptr &&
-         encode(map, kType, kDims, const_cast<void*>(array), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 template <typename T>
-bool DescribeBoxes(const Arguments& arguments, Boxes* boxes) {
+bool Describe(const Arguments& arguments, Boxes* boxes) {
   const cuuint64_t rows = arguments.shape.rows, cols = arguments.shape.cols;
   constexpr cuuint32_t kVector = Words<T>::kPerVector;
+  constexpr CUtensorMapDataType kCode = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  constexpr CUtensorMapDataType kValue =
+      sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   constexpr CUtensorMapSwizzle kPlain = CU_TENSOR_MAP_SWIZZLE_NONE;
-  return Describe<T, 2>(&boxes->x, arguments.x, {cols, rows}, {cols * sizeof(T)}, {kTile, kTile}, kPlain) &&
+  return DescribeBoxes<2>(&boxes->x, kValue, arguments.x, {cols, rows}, {cols * sizeof(T)}, {kTile, kTile}, kPlain) &&
          (!arguments.data ||
-          Describe<uint8_t, 2>(&boxes->data, arguments.data, {cols, rows}, {cols}, {kTile, kTile}, kPlain)) &&
+          DescribeBoxes<2>(&boxes->data, kCode, arguments.data, {cols, rows}, {cols}, {kTile, kTile}, kPlain)) &&
          (!arguments.transposed ||
-          Describe<uint8_t, 3>(&boxes->transposed, arguments.transposed, {rows, cols / kVector, kVector},
-                               {rows * kVector, rows}, {kTile, kAcross, kVector}, CU_TENSOR_MAP_SWIZZLE_128B));
+          DescribeBoxes<3>(&boxes->transposed, kCode, arguments.transposed, {rows, cols / kVector, kVector},
+                           {rows * kVector, rows}, {kTile, kAcross, kVector}, CU_TENSOR_MAP_SWIZZLE_128B));
 }
 
-template <typename T, typename F, typename M, typename Tune>
+template <typename T, typename F, typename M>
 Status Launch(cudaStream_t stream, const Arguments& arguments) {
   Boxes boxes{};
-  if (arguments.shape.aligned && !DescribeBoxes<T>(arguments, &boxes)) {
+  if (arguments.shape.aligned && !Describe<T>(arguments, &boxes)) {
     return Status::Failed("cuTensorMapEncodeTiled refuses x or a copy of it");
   }
-  auto* kernel = QuantizeTile<T, F, M, Tune>;
+  auto* kernel = QuantizeTile<T, F, M>;
   constexpr int kBytes = sizeof(Shared<T>);
   static OncePerDevice attributes;
   const cudaError_t error = attributes.Run([kernel] {
@@ -92,16 +73,12 @@ Status Launch(cudaStream_t stream, const Arguments& arguments) {
                "kernel launch");
 }
 
-// How the kernels run: float32 values take twice the registers and shared memory.
-template <typename T>
-using Tuned = Tuning<sizeof(T) == 4 ? 2 : 3, 4>;
-
 template <typename M>
 Status Select(cudaStream_t stream, const Matrix& x, Fp8 format, const Arguments& arguments) {
   auto with = [&]<typename F>() {
-    auto* launch = x.dtype == DType::kFloat32    ? Launch<float, F, M, Tuned<float>>
-                   : x.dtype == DType::kBFloat16 ? Launch<__nv_bfloat16, F, M, Tuned<__nv_bfloat16>>
-                                                 : Launch<__half, F, M, Tuned<__half>>;
+    auto* launch = x.dtype == DType::kFloat32    ? Launch<float, F, M>
+                   : x.dtype == DType::kBFloat16 ? Launch<__nv_bfloat16, F, M>
+                                                 : Launch<__half, F, M>;
     return launch(stream, arguments);
   };
   return format == Fp8::kE4M3 ? with.template operator()<E4M3>() : with.template operator()<E5M2>();
@@ -118,14 +95,12 @@ Arguments ArgumentsOf(const Matrix& x, const Copies& copies) {
   return arguments;
 }
 
-using TunedAmax = AmaxTuning<512, 8, 2>;
-
-template <typename T, typename Tune = TunedAmax>
+template <typename T>
 Status LaunchAmaxOfTensor(cudaStream_t stream, const Matrix& x, int multiprocessors, float* amax) {
   const int64_t count = x.rows * x.cols;
-  const int64_t chunk = int64_t{Tune::threads} * Tune::unroll * kPer16Bytes<T>;
-  const int64_t blocks = std::min((count + chunk - 1) / chunk, int64_t{multiprocessors} * Tune::blocks);
-  return Check(LaunchAsDependent(AmaxOfValues<T, Tune>, static_cast<unsigned>(blocks), Tune::threads, 0, stream,
+  const int64_t chunk = int64_t{kAmaxThreads} * kAmaxUnroll * kPer16Bytes<T>;
+  const int64_t blocks = std::min((count + chunk - 1) / chunk, int64_t{multiprocessors} * kAmaxBlocks);
+  return Check(LaunchAsDependent(AmaxOfValues<T>, static_cast<unsigned>(blocks), kAmaxThreads, 0, stream,
                                  static_cast<const T*>(x.data), count, OnSixteenBytes(x.data), amax),
                "kernel launch");
 }

@@ -1,12 +1,12 @@
-// The quantizing kernel: a thread block for each tile of 128 × 128 values (tile.cuh), which the copy engine brings, and
-// takes as codes. While some blocks of a multiprocessor wait for theirs others work, and tiles are read and written in
-// order, which blocks that stay and walk over them lose.
+// The quantizing kernel: a thread block for each tile of 128 × 128 values (tile.cuh), which TMA brings, and takes as
+// codes. While some blocks of a multiprocessor wait for theirs others work, and tiles are read and written in order,
+// which blocks that stay and walk over them lose.
 #pragma once
 
 #include <cstdint>
 
-#include "common/copy_engine.cuh"
 #include "common/dependent_launch.cuh"
+#include "common/tma.cuh"
 #include "quantize/quantize.h"
 #include "quantize/tile.cuh"
 
@@ -24,14 +24,11 @@ struct Mode {
   static constexpr bool same_codes = !row_scales && !col_scales;
 };
 
-// How a kernel runs.
-template <int kBlocks, int kHeight>
-struct Tuning {
-  static constexpr int blocks = kBlocks;  // thread blocks on a multiprocessor, at least
-  static constexpr int height = kHeight;  // of groups of tiles
-};
+// Thread blocks on a multiprocessor, at least: float32 values take twice the registers and shared memory.
+template <typename T>
+inline constexpr int kQuantizeBlocks = sizeof(T) == 4 ? 2 : 3;
 
-// What the copy engine brings and takes: boxes of a tile. Columns of x are the rows of `transposed`; column c is at
+// What TMA brings and takes: boxes of a tile. Columns of x are the rows of `transposed`; column c is at
 // place (c / v, c % v) of two dimensions, for v columns in a vector, so that a box holds them in the order of `Staged`.
 struct Boxes {
   CUtensorMap x;
@@ -64,7 +61,7 @@ struct Shared {
   uint64_t barrier;
 };
 
-// Asks the copy engine for a tile, with zeros outside of the tensor: one thread does.
+// Asks TMA for a tile, with zeros outside of the tensor: one thread does.
 template <typename T>
 __device__ __forceinline__ void FetchTile(const CUtensorMap& map, int tile_row, int tile_col, Shared<T>& shared) {
   const uint32_t barrier = SharedAddress(&shared.barrier);
@@ -87,7 +84,7 @@ __device__ __forceinline__ void TakeTile(const Place<T>& place, Shared<T>& share
   }
 }
 
-// Hands both copies to the copy engine: one thread does.
+// Hands both copies to TMA: one thread does.
 template <typename T>
 __device__ __forceinline__ void SendTile(const Boxes& boxes, const Arguments& arguments, int tile_row, int tile_col,
                                          const Staged<T>& staged) {
@@ -189,15 +186,15 @@ __device__ __forceinline__ void ScaleRowsAndColumns(const Arguments& arguments, 
   }
 }
 
-template <typename T, typename F, typename M, typename Tune>
-__global__ void __launch_bounds__(kThreads, Tune::blocks)
+template <typename T, typename F, typename M>
+__global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
     QuantizeTile(const __grid_constant__ Boxes boxes, const Arguments arguments) {
   using W = Words<T>;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   Shared<T>& shared = *reinterpret_cast<Shared<T>*>(dynamic);
   const Shape shape = arguments.shape;
   int tile_row, tile_col;
-  FindTile<Tune::height>(shape, gridDim.x - 1 - blockIdx.x, &tile_row, &tile_col);
+  FindTile(shape, gridDim.x - 1 - blockIdx.x, &tile_row, &tile_col);
   // A kernel that clears own_amax waits for all before it, and may still run.
   const bool after_clear = M::scales == Scales::kTensor && arguments.tensor.own_amax != nullptr;
   if (!after_clear) WaitForPrimary();

@@ -167,15 +167,16 @@ __device__ __forceinline__ void Load(const T* x, const Shape& shape, const Place
   }
 }
 
-// Tiles in groups of kHeight rows of tiles, column by column: what lies near in both copies is written at about the
-// same time.
-template <int kHeight>
+inline constexpr int kGroupHeight = 4;
+
+// Tiles in groups of kGroupHeight rows of tiles, column by column: what lies near in both copies is written at about
+// the same time.
 __device__ __forceinline__ void FindTile(const Shape& shape, int index, int* row, int* col) {
-  const int per_group = kHeight * shape.TilesAcross();
-  const int first = index / per_group * kHeight;
+  const int per_group = kGroupHeight * shape.TilesAcross();
+  const int first = index / per_group * kGroupHeight;
   const int within = index % per_group;
-  const int height = min(kHeight, shape.TilesDown() - first);
-  *col = height == kHeight ? within / kHeight : within / height;
+  const int height = min(kGroupHeight, shape.TilesDown() - first);
+  *col = height == kGroupHeight ? within / kGroupHeight : within / height;
   *row = first + within - *col * height;
 }
 
@@ -331,7 +332,7 @@ __device__ __forceinline__ void Transpose(const uint32_t (&rows)[kPatch][2], uin
 
 // ------------------------------------------------------------------------------------------------------------ stores
 
-// The codes of a tile in shared memory, from where the copy engine takes them.
+// The codes of a tile in shared memory, from where TMA takes them.
 template <typename T>
 struct Staged {
   using W = Words<T>;
@@ -372,7 +373,7 @@ struct Staged {
   }
 };
 
-// Both copies, byte by byte, where the copy engine cannot.
+// Both copies, byte by byte, where TMA cannot.
 template <typename T>
 __device__ __forceinline__ void StoreUnaligned(const Shape& shape, int tile_row, int tile_col, const Staged<T>& staged,
                                                uint8_t* data, uint8_t* transposed) {

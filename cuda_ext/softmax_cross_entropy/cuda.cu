@@ -366,10 +366,8 @@ Status LaunchStatistics(cudaStream_t stream, const Logits& logits, Statistics ou
   if (vectors <= 8 * kLaneUnroll) return on_lanes(StatisticsOnLanes<T, kSoftcap, kTotal, 8>, 8);
   if (vectors <= 4 * kWarp * kLaneUnroll) return on_lanes(StatisticsOnLanes<T, kSoftcap, kTotal, kWarp>, kWarp);
 
-  int device = 0, multiprocessors = 0;
-  if (Status s = Check(cudaGetDevice(&device), "cudaGetDevice"); !s.ok()) return s;
-  const cudaError_t known = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (Status s = Check(known, "cudaDeviceGetAttribute"); !s.ok()) return s;
+  int multiprocessors = 0;
+  if (Status s = CountMultiprocessors(&multiprocessors); !s.ok()) return s;
   const int cluster = ClusterSize(logits.rows, vectors, multiprocessors);
   return Launch(stream, StatisticsOnBlocks<T, kSoftcap, kTotal>, logits.rows * cluster, dim3(kBlockThreads), cluster,
                 data, logits.labels, logits.rows, logits.vocab, logits.softcap, out);

@@ -1,9 +1,11 @@
-// Hopper's copy engine: boxes of a matrix to and from shared memory, and the barriers that count the bytes of loads.
+// TMA, Hopper's tensor memory accelerator: boxes of an array to and from shared memory, and the barriers that count the
+// bytes of loads.
 #pragma once
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace te {
@@ -22,6 +24,19 @@ inline EncodeTiled FindEncodeTiled() {
                                                                        : nullptr;
 }
 
+// Describes boxes of an array, whose sizes, and strides in bytes but for the first, are the innermost first.
+template <int kDims>
+bool DescribeBoxes(CUtensorMap* map, CUtensorMapDataType type, const void* array, const cuuint64_t (&sizes)[kDims],
+                   const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims], CUtensorMapSwizzle swizzle,
+                   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+  static const EncodeTiled encode = FindEncodeTiled();
+  cuuint32_t steps[kDims];
+  std::fill_n(steps, kDims, 1);
+  return encode != nullptr &&
+         encode(map, type, kDims, const_cast<void*>(array), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -30,7 +45,7 @@ __device__ __forceinline__ void BarrierInit(uint32_t barrier, uint32_t arrivals)
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and to the cluster.
+// Makes initialised barriers visible to TMA and to the cluster.
 __device__ __forceinline__ void BarrierInitFence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -61,7 +76,7 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, int
       : "memory");
 }
 
-// Makes this thread's writes to shared memory visible to the copy engine.
+// Makes this thread's writes to shared memory visible to TMA.
 __device__ __forceinline__ void AsyncProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Writes a box of shared memory to a matrix, without what lies outside it.
