@@ -101,7 +101,7 @@ def resolve(args: argparse.Namespace, stored: dict[str, Any] | None) -> Options:
     given = {name: value for name, value in given.items() if value is not None}
     if stored is None:
         return Options(**given)
-    kept = {**dataclasses.asdict(Options()), **stored["options"]}
+    kept = dict(stored["options"])
     if "tp" in given:
         # Parts of the batch stay what they are, and more or fewer devices share the model for each.
         kept["devices"] = kept["devices"] // kept["tp"] * given["tp"]

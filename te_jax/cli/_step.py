@@ -24,11 +24,9 @@ __all__ = [
     "build_learner",
     "build_optimizer",
     "build_placement",
-    "from_optax",
     "optax_loss",
     "take_devices",
     "te_jax_loss",
-    "to_optax",
 ]
 
 LossFunction = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]
@@ -208,25 +206,6 @@ def build_optimizer(
         seed=jnp.uint32(seed),
     )
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-
-def to_optax(state: Any) -> Any:
-    """A pytree with Adam's float32 moments as optax keeps them: without bounds."""
-    return _converted(optim.ScaleByAdamState, lambda adam: optax.ScaleByAdamState(adam.count, adam.mu, adam.nu), state)
-
-
-def from_optax(state: Any) -> Any:
-    """The inverse of `to_optax`."""
-    return _converted(
-        optax.ScaleByAdamState, lambda adam: optim.ScaleByAdamState(adam.count, adam.mu, adam.nu, None, None), state
-    )
-
-
-def _converted(kind: type, convert: Callable[[Any], Any], tree: Any) -> Any:
-    def is_one(part: Any) -> bool:
-        return isinstance(part, kind)
-
-    return jax.tree.map(lambda part: convert(part) if is_one(part) else part, tree, is_leaf=is_one)
 
 
 def te_jax_loss(

@@ -206,11 +206,9 @@ def _describe(recipe: Recipe | None) -> dict[str, Any] | None:
 def _note_changes(stored: dict[str, Any], header: dict[str, Any]) -> None:
     """Says what a resumed run cannot keep equal, since other software or hardware rounds in other places."""
     for subject in ("implementation", "parallel", "device", "versions"):
-        # Runs of before devices could share a model say nothing of it.
-        before = stored.get(subject, {"tp": Options.tp, "transport": Options.transport})
-        if before != header[subject]:
+        if stored[subject] != header[subject]:
             print(
-                f"te-jax: note: {subject} changed from {before} to {header[subject]}: "
+                f"te-jax: note: {subject} changed from {stored[subject]} to {header[subject]}: "
                 "losses may differ in their last bits",
                 file=sys.stderr,
             )
@@ -265,18 +263,9 @@ def _train(
 def _initial_states(folder: "RunFolder", options: Options, learners: "dict[str, Learner]") -> "dict[str, TrainState]":
     import jax
 
-    from te_jax.cli import _step
-
     if not folder.latest_step:
         return {name: learner.init(jax.random.key(options.seed)) for name, learner in learners.items()}
-    like = {name: learner.abstract_state() for name, learner in learners.items()}
-    if "optimizer_state" in folder.header["options"]:
-        return folder.restore(like)
-    # A run begun before that option existed: checkpoints of then hold the state of optax.adamw, later ones te_jax's.
-    try:
-        return folder.restore(like)
-    except ValueError:
-        return _step.from_optax(folder.restore(_step.to_optax(like)))
+    return folder.restore({name: learner.abstract_state() for name, learner in learners.items()})
 
 
 class _Records:

@@ -134,7 +134,7 @@ def test_a_run_goes_on_as_it_was(on_two_devices, tmp_path, capsys):
         ({"devices": 8, "tp": 2, "transport": "ring"}, {"tp": 1}, (4, 1, "auto")),
         ({"devices": 8, "tp": 2, "transport": "ring"}, {"tp": 4, "devices": 16}, (16, 4, "ring")),
         ({"devices": 8, "tp": 2, "transport": "ring"}, {"transport": "auto"}, (8, 2, "auto")),
-        ({"devices": 4}, {"tp": 2, "transport": "p2p"}, (8, 2, "p2p")),  # from before --tp existed
+        ({"devices": 4, "tp": 1, "transport": "auto"}, {"tp": 2, "transport": "p2p"}, (8, 2, "p2p")),
     ],
 )
 def test_parts_of_the_batch_stay_what_they_are(stored, given, expected):
