@@ -13,10 +13,13 @@ import platform
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from te_jax.cli import _host
 from te_jax.cli._table import aligned, key_values
+
+if TYPE_CHECKING:
+    from te_jax.native import ExtensionStatus
 
 DESCRIPTION = """\
 Report what te_jax finds on this machine: versions, devices, native extensions, FFI API versions, memory kinds, peer
@@ -55,18 +58,6 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Extension:
-    """One native extension module, as `te_jax.native.status` reports it."""
-
-    platform: str
-    module: str
-    loaded: bool
-    problem: str | None
-    ffi_api: tuple[int, int] | None
-    build: dict[str, str]
-
-
-@dataclass(frozen=True)
 class Report:
     """All that doctor found. `failures` maps a part of the report that could not be had to the reason."""
 
@@ -81,7 +72,7 @@ class Report:
     backend: str | None
     cuda_backend_error: str | None
     devices: tuple[Device, ...]
-    extensions: tuple[Extension, ...]
+    extensions: "tuple[ExtensionStatus, ...]"
     jaxlib_ffi_api: tuple[int, int] | None
     peer_access: tuple[tuple[bool, ...], ...]
     failures: dict[str, str]
@@ -250,20 +241,10 @@ def _cuda_backend_error() -> str | None:
     return None
 
 
-def _extensions() -> tuple[Extension, ...]:
+def _extensions() -> "tuple[ExtensionStatus, ...]":
     from te_jax import native
 
-    return tuple(
-        Extension(
-            platform=status.platform,
-            module=status.module,
-            loaded=bool(status.loaded),
-            problem=status.problem,
-            ffi_api=None if status.ffi_api is None else (int(status.ffi_api[0]), int(status.ffi_api[1])),
-            build={str(key): str(value) for key, value in status.build.items()},
-        )
-        for status in native.status()
-    )
+    return native.status()
 
 
 def _jaxlib_ffi_api() -> tuple[int, int]:

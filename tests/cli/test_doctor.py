@@ -1,6 +1,7 @@
 """`te-jax doctor`: what it reports, what it advises, and that nothing broken makes it fail."""
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import subprocess
@@ -53,7 +54,8 @@ def cpu():
 
 def extension(platform, problem=None):
     build = {"version": "0.1.0", "cuda runtime": "13.0"}
-    return doctor.Extension(platform, f"te_jax._te_{platform}", problem is None, problem, (0, 3), build)
+    loaded = problem is None
+    return native.ExtensionStatus(platform, f"te_jax._te_{platform}", loaded, loaded, problem, (0, 3), build)
 
 
 def without(report_, **versions):
@@ -160,9 +162,7 @@ def test_json_holds_the_facts_the_verdict_and_the_advice(capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["jax"] == jax.__version__
     assert found["jaxlib_ffi_api"] == list(native.runtime_ffi_api())
-    assert {(item["platform"], item["loaded"]) for item in found["extensions"]} == {
-        (item.platform, item.loaded) for item in native.status()
-    }
+    assert found["extensions"] == json.loads(json.dumps([dataclasses.asdict(item) for item in native.status()]))
     assert len(found["devices"]) == len(jax.devices())
     assert all("device" in device["memory_kinds"] for device in found["devices"])
     assert status == (0 if found["gpu_path_usable"] else 1)
