@@ -8,7 +8,7 @@ import math
 import sys
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from te_jax.cli import _options
 from te_jax.cli._options import Options, add_arguments
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from te_jax.cli._step import Learner, LossFunction, Placement, TrainState
     from te_jax.cli._text import Corpus
     from te_jax.models import DecoderConfig
+    from te_jax.native import Implementation
 
 __all__ = ["add_arguments", "run"]
 
@@ -72,9 +73,10 @@ def run(args: argparse.Namespace) -> int:
     options = _options.settle(options, config, corpus, devices)
     config = dataclasses.replace(config, dtype=options.dtype)
     placement = _step.build_placement(devices, options.tp, options.transport)
-    learners = _learners(options, config, placement)
+    implementation = _implementation(options)
+    learners = _learners(options, config, placement, implementation)
 
-    header = _header(options, config, corpus, devices)
+    header = _header(options, config, corpus, devices, implementation)
     if stored is None:
         folder = _run_folder.RunFolder.create(out, header)
     else:
@@ -98,11 +100,11 @@ def _require_packages() -> None:
         raise UserError(f"te-jax train needs {', '.join(missing)}: pip install 'te_jax[train]'")
 
 
-def _learners(options: Options, config: "DecoderConfig", placement: "Placement") -> "dict[str, Learner]":
+def _learners(
+    options: Options, config: "DecoderConfig", placement: "Placement", implementation: "Implementation"
+) -> "dict[str, Learner]":
     """By the name of the loss in the log: te_jax's own, and the twin's where one is asked for."""
     from te_jax.cli import _step
-
-    implementation = _implementation(options)
 
     def learner(config: "DecoderConfig", loss: "LossFunction", states: str = options.optimizer_state) -> "Learner":
         optimizer = _step.build_optimizer(
@@ -126,8 +128,8 @@ def _learners(options: Options, config: "DecoderConfig", placement: "Placement")
     return learners
 
 
-def _implementation(options: Options) -> Literal["native", "reference"]:
-    """Which implementation of te_jax's operations runs: "native" or "reference"."""
+def _implementation(options: Options) -> "Implementation":
+    """Which implementation of te_jax's operations runs. Raises UserError where the one that was asked for cannot."""
     from te_jax import native
 
     try:
@@ -165,7 +167,9 @@ def _check_products(options: Options) -> None:
         raise UserError(f"--recipe {options.recipe} cannot run here: {error}") from error
 
 
-def _header(options: Options, config: "DecoderConfig", corpus: "Corpus", devices: "list[Any]") -> dict[str, Any]:
+def _header(
+    options: Options, config: "DecoderConfig", corpus: "Corpus", devices: "list[Any]", implementation: "Implementation"
+) -> dict[str, Any]:
     import platform
 
     import jax
@@ -183,7 +187,7 @@ def _header(options: Options, config: "DecoderConfig", corpus: "Corpus", devices
             "num_parameters": config.num_parameters,
         },
         "text": {"source": corpus.source, "bytes": corpus.data.size, "sha256": corpus.sha256},
-        "implementation": _implementation(options),
+        "implementation": implementation,
         "parallel": {"tp": options.tp, "transport": options.transport},
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
         "versions": {

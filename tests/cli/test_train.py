@@ -15,6 +15,7 @@ import pytest
 from xla_flags import environment_without_devices
 
 from te_jax import native
+from te_jax.cli import train
 from te_jax.cli._run_folder import read_header
 from te_jax.cli.main import main
 
@@ -49,8 +50,8 @@ def shown_by(whole):
 
 
 def test_a_run_learns_and_leaves_a_log_checkpoints_and_a_figure(whole):
-    train, validation = records(whole, "train"), records(whole, "validation")
-    assert [record["step"] for record in train] == list(range(1, STEPS + 1))
+    training, validation = records(whole, "train"), records(whole, "validation")
+    assert [record["step"] for record in training] == list(range(1, STEPS + 1))
     assert [record["step"] for record in validation] == [0, 15, 30, STEPS]
     assert validation[-1]["loss"] < validation[0]["loss"] - 2
     header = read_header(whole)
@@ -69,9 +70,9 @@ def test_a_run_learns_and_leaves_a_log_checkpoints_and_a_figure(whole):
 
 def test_the_twin_sees_the_same_data_and_ends_at_the_same_loss(out, capsys):
     assert main(["train", *SMALL, "--steps", str(STEPS), "--compare", "--out", str(out)]) == 0
-    train = records(out, "train")
-    assert abs(train[0]["loss"] - train[0]["optax_loss"]) < 1e-5
-    assert abs(train[-1]["loss"] - train[-1]["optax_loss"]) < 1e-3
+    training = records(out, "train")
+    assert abs(training[0]["loss"] - training[0]["optax_loss"]) < 1e-5
+    assert abs(training[-1]["loss"] - training[-1]["optax_loss"]) < 1e-3
     last = records(out, "validation")[-1]
     shown = capsys.readouterr().out
     for name, label in {"loss": "te_jax", "optax_loss": "optax twin"}.items():
@@ -168,6 +169,20 @@ def test_native_where_there_is_none_is_refused(out, capsys, monkeypatch):
     error = refused([*SMALL, "--implementation", "native", "--out", str(out)], capsys)
     assert "--implementation native cannot run here: the extension is missing" in error
     assert not out.exists()
+
+
+def test_whether_kernels_can_run_is_asked_once(out, monkeypatch):
+    def use_native(implementation):
+        asked.append(implementation)
+        return False
+
+    asked = []
+    monkeypatch.setattr(native, "use_native", use_native)
+    monkeypatch.setattr(train, "_train", lambda *_: None)
+    monkeypatch.setattr(train, "_conclude", lambda *_: None)
+    assert main(["train", *SMALL, "--out", str(out)]) == 0
+    assert asked == [None]
+    assert read_header(out)["implementation"] == "reference"
 
 
 @pytest.mark.usefixtures("native_kernels")

@@ -141,7 +141,7 @@ def test_a_twin_differs_in_one_thing(recipe, state, twin, twin_state):
         PRESETS["nano"], dtype="bfloat16", recipe=CurrentScaling() if recipe == "current" else None
     )
     options = train.Options(preset="nano", recipe=recipe, optimizer_state=state, compare=True)
-    learners = train._learners(options, config, _step.build_placement(jax.devices()[:1]))
+    learners = train._learners(options, config, _step.build_placement(jax.devices()[:1]), "reference")
     assert list(learners) == ["loss", twin]
     for name, expected in {"loss": state, twin: twin_state}.items():
         adam = adam_of(learners[name].abstract_state())
