@@ -160,11 +160,11 @@ def check_parallel(options: Options, config: "DecoderConfig") -> None:
         return
     parallel = TensorParallel(options.tp)
 
-    def problem(preset: str) -> ValueError | None:
+    def problem(preset: str) -> str | None:
         try:
             parallel.check(dataclasses.replace(PRESETS[preset], recipe=config.recipe))
         except ValueError as error:
-            return error
+            return str(error).removeprefix(f"parallel.size is {options.tp}: ")  # --tp, on the command line
 
     if misfit := problem(options.preset):
         fitting = ", ".join(preset for preset in PRESETS if not problem(preset)) or "none"

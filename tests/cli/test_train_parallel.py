@@ -237,8 +237,8 @@ def refused(argv, capsys):
         (["--transport", "ring"], "--transport ring is for devices that share a model: add --tp N"),
         (
             ["--preset", "nano", "--tp", "4"],
-            "--tp 4 does not fit --preset nano: parallel.size is 4: num_heads is 2, which 4 does not divide; sizes "
-            "that fit this decoder: 1, 2; presets that 4 fits: tiny, small, 8b",
+            "--tp 4 does not fit --preset nano: num_heads is 2, which 4 does not divide; sizes that fit this decoder: "
+            "1, 2; presets that 4 fits: tiny, small, 8b",
         ),
         (["--preset", "small", "--tp", "3"], "presets that 3 fits: none"),
         (["--tp", "2", "--seq-len", "33"], "--seq-len 33 does not divide over --tp 2: choose a multiple of 2"),
