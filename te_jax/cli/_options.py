@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from te_jax.cli.errors import UserError
@@ -60,8 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, help=f"optimizer steps ({default.steps})")
     add("--batch", type=int, help=f"windows per step, over all devices ({default.batch})")
     add("--seq-len", type=int, help=f"bytes predicted per window ({default.seq_len})")
-    parser.add_argument("--out", default="runs/train", metavar="DIR", help="folder of the run (%(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    add("--out", metavar="DIR", help="folder of the run (runs/train-001, or the next number that is free)")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint in --out (the runs/train-… of the highest number)",
+    )
     add("--seed", type=int, help=f"of parameters, order of the data and rounding at random ({default.seed})")
     add(
         "--devices", type=int, help="GPUs to use, or CPU devices to divide this host into (all that JAX shows, or --tp)"
@@ -95,8 +100,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("auto", "float32", "bfloat16"), help="of activations (bfloat16 on GPUs, float32 on CPUs)")
 
 
-def resolve(args: argparse.Namespace, stored: dict[str, Any] | None) -> Options:
-    """Options as given, or else as in the run that is resumed, or else their defaults."""
+def resolve(args: argparse.Namespace, out: Path | None, stored: dict[str, Any] | None) -> Options:
+    """Options as given, or else as in the run that is resumed, or else their defaults.
+
+    Args:
+      args: parsed options of `add_arguments`.
+      out: folder of the run that is resumed.
+      stored: its header; None for a new run.
+
+    Raises:
+      UserError: an option given is not that of the run.
+    """
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options)}
     given = {name: value for name, value in given.items() if value is not None}
     if stored is None:
@@ -114,8 +128,8 @@ def resolve(args: argparse.Namespace, stored: dict[str, Any] | None) -> Options:
             continue
         option = "--" + name.replace("_", "-")
         raise UserError(
-            f"{option} is {value}, but the run in {args.out} was started with {before}: "
-            f"leave {option} out to continue it, or start another run in another --out"
+            f"{option} is {value}, but the run in {out} was started with {before}: "
+            f"leave {option} out to continue it, or start another run without --resume"
         )
     new = {name: value for name, value in given.items() if value != "auto" or name == "transport"}
     return Options(**{**kept, **new})

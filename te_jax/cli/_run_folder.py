@@ -22,6 +22,7 @@ __all__ = ["RunFolder"]
 
 _LOG = "log.jsonl"
 _CHECKPOINTS = "checkpoints"
+_RUNS = Path("runs")
 
 
 class RunFolder:
@@ -141,6 +142,28 @@ class RunFolder:
             end = offset
         self._log.truncate(end)
         self._log.seek(end)
+
+
+def new_path() -> Path:
+    """A folder for a run that names none: runs/train-001, or one number above all that are there."""
+    return _RUNS / f"train-{max(_numbered(), default=0) + 1:03}"
+
+
+def newest_path() -> Path:
+    """The latest of these folders.
+
+    Raises:
+      UserError: there is none.
+    """
+    numbered = _numbered()
+    if not numbered:
+        raise UserError(f"--resume finds no {_RUNS}/train-…: name the folder of the run with --out")
+    return numbered[max(numbered)]
+
+
+def _numbered() -> dict[int, Path]:
+    found = {path.name.removeprefix("train-"): path for path in _RUNS.glob("train-*")}
+    return {int(number): path for number, path in found.items() if number.isdecimal()}
 
 
 def read_header(path: Path) -> dict[str, Any] | None:

@@ -52,11 +52,14 @@ def run(args: argparse.Namespace) -> int:
     _require_packages()
     from te_jax.cli import _run_folder, _step, _text
 
-    out = Path(args.out)
-    stored = _run_folder.read_header(out) if args.resume else None
-    if args.resume and stored is None:
-        raise UserError(f"--out {out} holds no run to resume: leave --resume out to start one")
-    options = _options.resolve(args, stored)
+    out = None if args.out is None else Path(args.out)
+    stored = None
+    if args.resume:
+        out = out or _run_folder.newest_path()
+        stored = _run_folder.read_header(out)
+        if stored is None:
+            raise UserError(f"--out {out} holds no run to resume: leave --resume out to start one")
+    options = _options.resolve(args, out, stored)
     _options.check(options)
     config = _options.build_config(options)
     _options.check_parallel(options, config)
@@ -77,11 +80,13 @@ def run(args: argparse.Namespace) -> int:
     learners = _learners(options, config, placement, implementation)
 
     header = _header(options, config, corpus, devices, implementation)
-    if stored is None:
-        folder = _run_folder.RunFolder.create(out, header)
+    if out is None or stored is None:
+        folder = _run_folder.RunFolder.create(out or _run_folder.new_path(), header)
     else:
         folder = _run_folder.RunFolder.resume(out)
         _note_changes(stored, header)
+    if args.out is None:
+        print(f"run in {folder.path}")
     if options.tp > 1:
         print(
             f"{len(devices)} {devices[0].platform} devices, {options.tp} share the model: transport {options.transport}"

@@ -171,15 +171,42 @@ def test_native_where_there_is_none_is_refused(out, capsys, monkeypatch):
     assert not out.exists()
 
 
-def test_whether_kernels_can_run_is_asked_once(out, monkeypatch):
+@pytest.fixture
+def paths(monkeypatch):
+    """Folders of runs that take no step."""
+    paths = []
+    monkeypatch.setattr(train, "_train", lambda folder, *_: paths.append(folder.path.as_posix()))
+    monkeypatch.setattr(train, "_conclude", lambda *_: None)
+    return paths
+
+
+def test_each_run_has_a_fresh_folder_and_the_newest_is_resumed(paths, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "--resume finds no runs/train-…" in refused(["--resume"], capsys)
+    assert not (tmp_path / "runs").exists()
+    for seed in ("0", "1"):
+        assert main(["train", *SMALL, "--seed", seed]) == 0
+    assert main(["train", "--resume"]) == 0
+    assert main(["train", "--resume", "--out", "runs/train-001"]) == 0
+    assert paths == ["runs/train-001", "runs/train-002", "runs/train-002", "runs/train-001"]
+    assert capsys.readouterr().out.splitlines() == [f"run in {path}" for path in paths[:3]]
+    error = refused(["--resume", "--seed", "0"], capsys)
+    assert "--seed is 0, but the run in runs/train-002 was started with 1" in error
+
+    (tmp_path / "runs" / "train-009").mkdir()
+    (tmp_path / "runs" / "train-last").mkdir()
+    assert "--out runs/train-009 holds no run to resume" in refused(["--resume"], capsys)
+    assert main(["train", *SMALL]) == 0
+    assert paths[-1] == "runs/train-010"
+
+
+def test_whether_kernels_can_run_is_asked_once(out, paths, monkeypatch):
     def use_native(implementation):
         asked.append(implementation)
         return False
 
     asked = []
     monkeypatch.setattr(native, "use_native", use_native)
-    monkeypatch.setattr(train, "_train", lambda *_: None)
-    monkeypatch.setattr(train, "_conclude", lambda *_: None)
     assert main(["train", *SMALL, "--out", str(out)]) == 0
     assert asked == [None]
     assert read_header(out)["implementation"] == "reference"

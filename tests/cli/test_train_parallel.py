@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -140,7 +141,7 @@ def test_a_run_goes_on_as_it_was(on_two_devices, tmp_path, capsys):
 def test_parts_of_the_batch_stay_what_they_are(stored, given, expected):
     """And as many devices as are asked for share the model for each of them."""
     arguments = {field.name: None for field in dataclasses.fields(_options.Options)}
-    options = _options.resolve(argparse.Namespace(out="run", **{**arguments, **given}), {"options": stored})
+    options = _options.resolve(argparse.Namespace(**{**arguments, **given}), Path("run"), {"options": stored})
     assert (options.devices, options.tp, options.transport) == expected
 
 
