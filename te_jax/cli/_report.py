@@ -30,23 +30,30 @@ class Progress:
         self._bar = tqdm.tqdm(total=total, initial=done, unit="step", disable=None, dynamic_ncols=True)
         self._tokens_per_step = tokens_per_step
         self._devices = devices
-        self._first: float | None = None
-        self._last = 0.0
+        self._timed_since: float | None = None
+        self._timed_seconds = 0.0
         self._timed_steps = 0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Since the end of the first step, which waits for the compiler; None before the second."""
-        if self._first is None or not self._timed_steps:
+        """Over all timed steps; None before the first."""
+        if not self._timed_steps:
             return None
-        return self._timed_steps * self._tokens_per_step / (self._last - self._first)
+        return self._timed_steps * self._tokens_per_step / self._timed_seconds
+
+    def time_steps(self) -> None:
+        """Steps are timed from here on. What came since the last one, such as a validation, is not.
+
+        To be called when all steps have ended.
+        """
+        self._timed_since = time.perf_counter()
 
     def step(self, losses: Mapping[str, float]) -> None:
         """A step has ended."""
-        self._last = time.perf_counter()
-        if self._first is None:
-            self._first = self._last
-        else:
+        if self._timed_since is not None:
+            now = time.perf_counter()
+            self._timed_seconds += now - self._timed_since
+            self._timed_since = now
             self._timed_steps += 1
         self._bar.set_postfix_str(" · ".join([_format_losses(losses), *self._speed_and_memory()]), refresh=False)
         self._bar.update()

@@ -247,6 +247,7 @@ def _train(
 
     def evaluate(step: int) -> None:
         records.add("validation", step, {name: it.evaluate(states[name], windows) for name, it in learners.items()})
+        records.flush()
 
     try:
         if not done:
@@ -260,11 +261,16 @@ def _train(
             for name, learner in learners.items():
                 states[name], losses[name] = learner.step(states[name], batch)
             records.add("train", step, losses)
-            if step % options.eval_every == 0 or step == options.steps:
-                evaluate(step)
-            if step % options.checkpoint_every == 0 or step == options.steps:
+            evaluates = step % options.eval_every == 0 or step == options.steps
+            saves = step % options.checkpoint_every == 0 or step == options.steps
+            # Not timed: the first step, which waits for the compiler, validations and checkpoints.
+            if step == done + 1 or evaluates or saves:
                 records.flush()
-                folder.save(step, states)
+                if evaluates:
+                    evaluate(step)
+                if saves:
+                    folder.save(step, states)
+                progress.time_steps()
     finally:
         progress.close()
 

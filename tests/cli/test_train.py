@@ -1,6 +1,7 @@
 """`te-jax train` as a user meets it: what it writes, what it refuses, and what a kill does to it (nothing)."""
 
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -9,14 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import pytest
 from xla_flags import environment_without_devices
 
 from te_jax import native
-from te_jax.cli import train
-from te_jax.cli._run_folder import read_header
+from te_jax.cli import _report, _step, train
+from te_jax.cli._run_folder import RunFolder, read_header
 from te_jax.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
@@ -95,6 +97,35 @@ def test_seed_and_dtype_are_heeded(whole, tmp_path):
         first[name] = records(out, "train")[0]["loss"]
     assert abs(first["seed"] - first["base"]) > 1e-2
     assert 0 < abs(first["dtype"] - first["base"]) < 5e-2
+
+
+@pytest.mark.parametrize(("every", "steps"), [("1", range(8)), ("3", (0, 3, 6, 7))])
+def test_only_steps_are_timed(every, steps, out, capsys, monkeypatch):
+    """By a clock on which a step takes a second, the compiler five, and validations and checkpoints a hundred."""
+
+    def takes(seconds, function):
+        def timed(*args):
+            clock[0] += next(seconds)
+            return function(*args)
+
+        return timed
+
+    def build_learner(*args):
+        learner = build(*args)
+        step = takes(itertools.chain([5], itertools.repeat(1)), learner.step)
+        return learner._replace(step=step, evaluate=takes(itertools.repeat(100), learner.evaluate))
+
+    clock, build = [0.0], _step.build_learner
+    monkeypatch.setattr(_report, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(_step, "build_learner", build_learner)
+    monkeypatch.setattr(RunFolder, "save", takes(itertools.repeat(100), RunFolder.save))
+    argv = ["train", *SMALL, "--steps", "7", "--eval-every", every, "--checkpoint-every", "2", "--out", str(out)]
+    assert main(argv) == 0
+    shown = [line.split(" · ") for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [words[0] for words in shown] == [f"step {step}" for step in steps]
+    for (_, _, *speed, _), step in zip(shown, steps, strict=True):
+        # 4 windows of 16 bytes in a second, which the second step is the first to show.
+        assert speed == ([] if step < 2 else ["64 tokens/s"])
 
 
 def test_one_step_on_the_shortest_text(tmp_path, out):
