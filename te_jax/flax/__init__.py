@@ -5,7 +5,9 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
-    raise ImportError("te_jax.flax needs Flax, which is not installed: pip install 'te_jax[flax]'") from error
+    raise ImportError(
+        'te_jax.flax needs Flax, which is not installed: pip install ".[flax]" in the checkout'
+    ) from error
 
 from te_jax.flax.linear import Dense, DenseGeneral, DotGeneral, make_dot_general_cls
 from te_jax.flax.microbatches import accumulate_gradients, merge_gradients, quantize_kernels

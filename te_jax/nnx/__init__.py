@@ -5,7 +5,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
-    raise ImportError("te_jax.nnx needs Flax, which is not installed: pip install 'te_jax[flax]'") from error
+    raise ImportError('te_jax.nnx needs Flax, which is not installed: pip install ".[flax]" in the checkout') from error
 
 from te_jax.nnx.linear import DotGeneral, Linear, LinearGeneral
 from te_jax.nnx.microbatches import accumulate_gradients, merge_gradients, quantize_kernels

@@ -5,7 +5,9 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "optax":
         raise
-    raise ImportError("te_jax.optim needs optax, which is not installed: pip install 'te_jax[optim]'") from error
+    raise ImportError(
+        'te_jax.optim needs optax, which is not installed: pip install ".[optim]" in the checkout'
+    ) from error
 
 from te_jax.optim._adam import ScaleByAdamState, adam, adamw, scale_by_adam
 from te_jax.optim._buckets import Buckets, Packed

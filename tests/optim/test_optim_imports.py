@@ -16,4 +16,4 @@ def test_te_jax_does_not_import_optax():
 def test_without_optax_the_error_says_what_to_install():
     done = run("import sys; sys.modules['optax'] = None; import te_jax.optim")
     assert done.returncode == 1
-    assert "ImportError: te_jax.optim needs optax, which is not installed: pip install 'te_jax[optim]'" in done.stderr
+    assert 'te_jax.optim needs optax, which is not installed: pip install ".[optim]" in the checkout' in done.stderr
