@@ -23,7 +23,7 @@ Implementation = Literal["native", "reference"]
 
 _MODULES = {"cpu": "te_jax._te_cpu", "cuda": "te_jax._te_cuda"}
 _XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
-_REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps te_jax`, or `pip install .` in its checkout)"
+_REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps .` in its checkout)"
 
 
 class NativeUnavailableError(RuntimeError):
@@ -197,7 +197,7 @@ def use_native(implementation: Implementation | None, problem: str | None = None
 
     Args:
       implementation: None takes the native kernel where there is one, and otherwise the reference with one warning
-        for each process; "native" and "reference" never fall back.
+        for each distinct problem in a process; "native" and "reference" never fall back.
       problem: why these operands in particular have no native kernel here, and the way out; None if they have.
 
     Returns:

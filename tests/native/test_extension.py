@@ -229,7 +229,7 @@ def test_broken_extension(execute, words):
     assert found["refusal"] in message
     for word in words:
         assert word.format(**found) in message
-    assert "reinstall te_jax" in message
+    assert "reinstall te_jax (`pip install --force-reinstall --no-deps .` in its checkout)" in message
 
 
 def test_missing_extension():
@@ -246,6 +246,14 @@ def test_missing_extension():
     ((_, message, _),) = found["warnings"]
     assert "te_jax was installed without te_jax._te_cpu" in message
     assert found["refusal"] in message
+
+
+def test_each_problem_is_warned_of_once(monkeypatch):
+    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: (None, False))
+    for problem in ("too wide", "too narrow"):
+        with pytest.warns(RuntimeWarning, match=f"te_jax runs its reference implementations: {problem}"):
+            assert not native.use_native(None, problem)
+        assert not native.use_native(None, problem)
 
 
 def test_default_backend_decides():
