@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-_PACKAGES = ("optax", "orbax", "matplotlib", "tqdm")
+# By their modules, as in the extra [train].
+_PACKAGES = {"optax": "optax", "orbax": "orbax-checkpoint", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 
 _EVALUATION_WINDOWS = 64
 
@@ -100,9 +101,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_packages() -> None:
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise UserError(f"te-jax train needs {', '.join(missing)}: pip install 'te_jax[train]'")
+        raise UserError(f'te-jax train needs {", ".join(missing)}: pip install ".[train]" in the checkout')
 
 
 def _learners(

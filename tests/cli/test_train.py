@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -24,6 +26,7 @@ from te_jax.cli.main import main
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
 
 SMALL = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "1"]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40  # the same for most runs: it is part of the program
 
 
@@ -253,9 +256,12 @@ def test_a_recipe_that_the_gpu_cannot_multiply_is_refused(out, capsys, monkeypat
     assert not out.exists()
 
 
-def test_a_missing_package_is_named(out, capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tqdm" else object())
-    assert "te-jax train needs tqdm: pip install 'te_jax[train]'" in refused(["--out", str(out)], capsys)
+def test_missing_packages_are_named_as_the_extra_names_them(out, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = ", ".join(requirement.partition(">")[0] for requirement in project["optional-dependencies"]["train"])
+    error = refused(["--out", str(out)], capsys)
+    assert error == f'te-jax: error: te-jax train needs {names}: pip install ".[train]" in the checkout\n'
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(out, capsys):
