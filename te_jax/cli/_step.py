@@ -250,7 +250,8 @@ def build_learner(
       The functions of the run.
     """
     platform = next(iter(placement.state.device_set)).platform
-    # Autotuning and atomic additions would keep a resumed run from repeating the bits of an uninterrupted one.
+    # XLA's autotuning and atomic additions would keep a resumed run from repeating the bits of an uninterrupted one. So
+    # may FP8 products by cuBLASLt, which are chosen by timing for each process.
     options = {"xla_gpu_deterministic_ops": True} if platform == "gpu" else None
 
     def init(key: jax.Array) -> TrainState:

@@ -1,5 +1,6 @@
 """Trains a small byte-level language model on text, on whatever devices JAX finds, and writes a log, checkpoints and
-the loss curves to a folder. A run that was killed goes on with --resume and ends with the same bits."""
+the loss curves to a folder. A run that was killed goes on with --resume and ends with the same bits, except on GPUs
+with --recipe current, rowwise or delayed, where each process chooses by timing how to multiply."""
 
 import argparse
 import dataclasses
