@@ -7,12 +7,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 _EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
 def examples(page):
     return _EXAMPLE.findall(page.read_text(encoding="utf-8"))
+
+
+def linked(page):
+    return {(page.parent / link).resolve() for link in _LINK.findall(page.read_text(encoding="utf-8"))}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=lambda page: page.name)
@@ -24,5 +29,17 @@ def test_examples_run(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page):
-    missing = [link for link in _LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
-    assert not missing
+    assert not [path for path in linked(page) if not path.exists()]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_notebooks_are_linked(page):
+    assert set(NOTEBOOKS) <= linked(ROOT / page)
+
+
+@pytest.mark.parametrize(
+    ("page", "notebook"),
+    [("fp8", "fp8_linear"), ("adam", "low_precision_adam"), ("softmax_cross_entropy", "quickstart")],
+)
+def test_a_page_links_the_notebook_of_its_subject(page, notebook):
+    assert ROOT / "notebooks" / f"{notebook}.ipynb" in linked(ROOT / "docs" / f"{page}.md")

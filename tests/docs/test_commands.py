@@ -1,0 +1,81 @@
+"""What README.md, docs/ and the notebooks tell to type: commands, options and extras that there are."""
+
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from te_jax.cli import _options, bench, main
+from te_jax.cli.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")])
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+_CODE = re.compile(r"```\w*\n(?P<block>.*?)```|`(?P<inline>[^`]+)`", re.DOTALL)
+_STANDS_FOR = {"FAMILY": "gemm", "N": "2", "…": "none"}
+
+
+def text_of(page):
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".md":
+        return text
+    return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+
+
+def commands(page, program):
+    """The words behind a program's name, wherever a page shows it in code."""
+    for code in _CODE.finditer(text_of(page)):
+        lines = code["block"].splitlines() if code["inline"] is None else [" ".join(code["inline"].split())]
+        for line in lines:
+            if line.startswith(program + " "):
+                words = shlex.split(line.removeprefix(program), comments=True)
+                yield [_STANDS_FOR.get(word, word) for word in words if word != "--help"]
+
+
+def check_te_jax(words):
+    args = main._parser().parse_args(words)
+    if words[0] == "train":
+        options = _options.resolve(args, None, None)
+        _options.check(options)
+        _options.check_parallel(options, _options.build_config(options))
+    if words[0] == "bench" and args.family is not None:
+        assert bench._family(args.family) is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_those_of_te_jax(page):
+    for words in commands(page, "te-jax"):
+        check_te_jax(words)
+
+
+@pytest.mark.parametrize("command", ["train --recipes block", "train --recipe blocks", "trains", "bench cross_entropy"])
+def test_commands_that_there_are_not_would_be_found(command, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\nx = 1\n```\n`te-jax doctor`\n```sh\nte-jax {command}    # measures\n```\n")
+    doctor, wrong = commands(page, "te-jax")
+    check_te_jax(doctor)
+    with pytest.raises((UserError, ModuleNotFoundError)):
+        check_te_jax(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_extras_are_those_of_the_package(page):
+    for words in commands(page, "pip install"):
+        for named in re.findall(r"^\.\[(.*)\]$", words[-1]):
+            assert set(named.split(",")) <= set(EXTRAS)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_extras_are_named_where_installation_is_explained(extra):
+    start, _, _ = text_of(ROOT / "README.md").partition("```python")
+    assert re.search(rf"`{extra}`|\[{extra}\]", start)
+    assert [f".[{extra}]"] in list(commands(ROOT / "docs" / "installation.md", "pip install"))
+
+
+def test_the_package_is_installed_from_its_checkout():
+    """No index has it."""
+    files = [*PAGES, *(ROOT / "te_jax").rglob("*.py")]
+    assert not [path for path in files if re.search(r"pip install[^`\n]*\bte_jax", path.read_text(encoding="utf-8"))]
