@@ -50,8 +50,8 @@ def scale_by_adam(
     eps: float | Array = 1e-8,
     eps_root: float | Array = 0.0,
     mu_dtype: Any = None,
-    nu_dtype: Any = None,
     *,
+    nu_dtype: Any = None,
     nesterov: bool = False,
     stochastic_rounding: bool = True,
     seed: int | Array = 0,
@@ -186,8 +186,8 @@ def adam(
     eps: float | Array = 1e-8,
     eps_root: float | Array = 0.0,
     mu_dtype: Any = None,
-    nu_dtype: Any = None,
     *,
+    nu_dtype: Any = None,
     nesterov: bool = False,
     stochastic_rounding: bool = True,
     seed: int | Array = 0,
@@ -216,7 +216,11 @@ def adam(
       Array([0.9, 0.9, 0.9, 0.9], dtype=float32)
     """
     scaled = scale_by_adam(
-        b1, b2, eps, eps_root, mu_dtype, nu_dtype, nesterov=nesterov, stochastic_rounding=stochastic_rounding, seed=seed
+        *(b1, b2, eps, eps_root, mu_dtype),
+        nu_dtype=nu_dtype,
+        nesterov=nesterov,
+        stochastic_rounding=stochastic_rounding,
+        seed=seed,
     )
     chain = optax.chain(
         scaled,
@@ -232,10 +236,10 @@ def adamw(
     eps: float | Array = 1e-8,
     eps_root: float | Array = 0.0,
     mu_dtype: Any = None,
-    nu_dtype: Any = None,
     weight_decay: ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
+    nu_dtype: Any = None,
     nesterov: bool = False,
     stochastic_rounding: bool = True,
     seed: int | Array = 0,
@@ -259,7 +263,11 @@ def adamw(
       Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
     scaled = scale_by_adam(
-        b1, b2, eps, eps_root, mu_dtype, nu_dtype, nesterov=nesterov, stochastic_rounding=stochastic_rounding, seed=seed
+        *(b1, b2, eps, eps_root, mu_dtype),
+        nu_dtype=nu_dtype,
+        nesterov=nesterov,
+        stochastic_rounding=stochastic_rounding,
+        seed=seed,
     )
     chain = optax.chain(
         scaled,

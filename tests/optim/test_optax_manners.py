@@ -1,6 +1,7 @@
 """What every optax transform can be relied on for, through one table of ours."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,29 @@ def assert_alike(actual, expected):
     """Parameters; programs that are compiled differently may round one moment in a million to its other neighbour."""
     tolerance = {FLOAT32: 1e-3, BFLOAT16: 1e-2}
     jax.tree.map(lambda a, e: assert_close(a, e, tolerance=tolerance[e.dtype]), actual, expected)
+
+
+# ------------------------------------------------------------------------------------------------------------ signatures
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "scale_by_adam", "apply_updates"])
+def test_positional_arguments_are_those_of_optax(name):
+    """In its order and with its defaults; what we add goes by keyword."""
+
+    def arguments(function):
+        found = {key: (p.kind, p.default) for key, p in inspect.signature(function).parameters.items()}
+        positional = [(key, default) for key, (kind, default) in found.items() if kind is not kind.KEYWORD_ONLY]
+        return positional, {key: default for key, (kind, default) in found.items() if kind is kind.KEYWORD_ONLY}
+
+    ours, theirs = arguments(getattr(optim, name)), arguments(getattr(optax, name))
+    assert ours[0] == theirs[0]
+    assert theirs[1].items() <= ours[1].items()
+
+
+def test_weight_decay_by_place(rng):
+    params, g = (normal_like(rng, jnp.zeros(8)) for _ in range(2))
+    ours, theirs = (make(0.1, 0.9, 0.99, 1e-8, 0.0, None, 0.5) for make in (optim.adamw, optax.adamw))
+    assert_same(ours.update(g, ours.init(params), params)[0], theirs.update(g, theirs.init(params), params)[0])
 
 
 # ----------------------------------------------------------------------------------------------- init, update and types
