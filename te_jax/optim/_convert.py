@@ -22,7 +22,8 @@ def convert_state(optimizer: optax.GradientTransformation, state: Any, params: A
     """The state with which an optimizer carries on where another Adam stopped.
 
     Moments are rounded to nearest where the new dtype is narrower, and counts and schedules are kept. Masters are taken
-    over, or begin as the parameters are; those of the former state are dropped where the new one has none.
+    over, or begin as the parameters are; those of the former state are dropped where the new one has none: give
+    `weights(params, state)` as parameters to keep them.
 
     Args:
       optimizer: the one to carry on with: of this module or of optax, of the same composition apart from
@@ -34,7 +35,7 @@ def convert_state(optimizer: optax.GradientTransformation, state: Any, params: A
       A state as `optimizer.init(params)` returns it.
 
     Raises:
-      ValueError: the two states are composed differently.
+      ValueError: the two states are composed differently, or belong to other parameters, labels or shapes.
 
     Examples:
       >>> import jax.numpy as jnp, optax, te_jax.optim
@@ -44,46 +45,104 @@ def convert_state(optimizer: optax.GradientTransformation, state: Any, params: A
       >>> te_jax.optim.convert_state(optimizer, state, params)[0].nu["w"].dtype
       dtype(bfloat16)
     """
-    return _convert(optimizer.init(params), state, params)
+    return _convert(optimizer.init(params), state, params, "state")
 
 
-def _convert(target: Any, source: Any, params: Any) -> Any:
+def _convert(target: Any, source: Any, params: Any, where: str) -> Any:
+    """The state `source`, which messages call `where`, in the form of the state `target`."""
     if isinstance(target, _ADAM) and isinstance(source, _ADAM):
-        return _convert_adam(target, source)
+        return _convert_adam(target, source, where)
     if isinstance(target, _WRAPPERS) or isinstance(source, _WRAPPERS):
-        found = {}
+        found: dict[type, list[tuple[Any, str]]] = {kind: [] for kind in _WRAPPERS}
         while isinstance(source, _WRAPPERS):
-            found[type(source)], source = source, source.inner
-        return _convert_wrapped(target, found, source, params)
+            found[type(source)].append((source, where))
+            source, where = source.inner, f"{where}.inner"
+        return _convert_wrapped(target, found, source, params, where)
+    if isinstance(target, optax.InjectStatefulHyperparamsState) and type(source) is type(target):
+        source = source._replace(hyperparams=_with_seed_of(target.hyperparams, source.hyperparams))
     if isinstance(target, dict) and isinstance(source, dict):
-        return {key: _convert(target[key], source[key], params) if key in source else target[key] for key in target}
-    if isinstance(target, tuple | list) and isinstance(source, tuple | list) and len(target) == len(source):
-        parts = [_convert(one, other, params) for one, other in zip(target, source, strict=True)]
+        _check_keys([f"[{key!r}]" for key in target], [f"[{key!r}]" for key in source], where)
+        return {key: _convert(target[key], source[key], params, f"{where}[{key!r}]") for key in target}
+    if _are_sequences(target, source):
+        fields = getattr(target, "_fields", None)
+        names = [f"[{i}]" for i in range(len(target))] if fields is None else [f".{field}" for field in fields]
+        parts = [_convert(*pair, params, where + name) for *pair, name in zip(target, source, names, strict=True)]
         kind: Any = type(target)
-        return kind(*parts) if hasattr(target, "_fields") else kind(parts)
+        return kind(parts) if fields is None else kind(*parts)
     if jax.tree.structure(target) != jax.tree.structure(source):
         raise ValueError(
-            f"state has {jax.tree.structure(source)} where the optimizer has {jax.tree.structure(target)}: "
+            f"{where} has {jax.tree.structure(source)} where the optimizer has {jax.tree.structure(target)}: "
             "both must be composed of the same transforms"
         )
-    return jax.tree.map(lambda new, old: jnp.asarray(old).astype(new.dtype), target, source)
+    _check_parameters(target, source, where)
+    return jax.tree.map(lambda new, old: new if old is new else jnp.asarray(old).astype(new.dtype), target, source)
 
 
-def _convert_wrapped(target: Any, found: dict[type, Any], source: Any, params: Any) -> Any:
+def _are_sequences(target: Any, source: Any) -> bool:
+    """Whether both are states of the same number of transforms, or the same NamedTuple."""
+    if not isinstance(target, tuple | list) or not isinstance(source, tuple | list) or len(target) != len(source):
+        return False
+    return type(target) is type(source) or not (hasattr(target, "_fields") or hasattr(source, "_fields"))
+
+
+def _with_seed_of(target: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters `source`, with a seed where `target` has one, which optax's Adam does not know."""
+    seed = {"seed": source.get("seed", target["seed"])} if "seed" in target else {}
+    return {key: value for key, value in source.items() if key != "seed"} | seed
+
+
+def _check_parameters(target: Any, source: Any, where: str, *, masks_may_differ: bool = False) -> None:
+    """Raises ValueError unless two trees belong to the same parameters: the same keys, and the same shapes."""
+
+    def shapes(tree: Any) -> dict[str, tuple[int, ...] | None]:
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+        return {
+            jax.tree_util.keystr(path): None if isinstance(leaf, optax.MaskedNode) else np.shape(leaf)
+            for path, leaf in leaves
+        }
+
+    new, old = shapes(target), shapes(source)
+    _check_keys(list(new), list(old), where)
+    for key in new:
+        if new[key] != old[key] and not (masks_may_differ and None in (new[key], old[key])):
+            has, needs = (f"shape {tree[key]}" if tree[key] is not None else "a mask" for tree in (old, new))
+            raise ValueError(
+                f"{where}{key} has {has} where the optimizer has {needs}: "
+                "both must have the same parameters, labels and masks; convert with those of the run that stopped"
+            )
+
+
+def _check_keys(expected: list[str], found: list[str], where: str) -> None:
+    missing, left = [key for key in expected if key not in found], [key for key in found if key not in expected]
+    differences = ["lacks " + ", ".join(missing)] * bool(missing)
+    differences += ["has " + ", ".join(left) + ", which the optimizer lacks"] * bool(left)
+    if differences:
+        raise ValueError(
+            f"{where} {' and '.join(differences)}: both must have the same parameters and labels; convert with those "
+            "of the run that stopped, and rename or add to the result"
+        )
+
+
+def _convert_wrapped(
+    target: Any, found: dict[type, list[tuple[Any, str]]], source: Any, params: Any, where: str
+) -> Any:
     if not isinstance(target, _WRAPPERS):
-        return _convert(target, source, params)
-    inner = _convert_wrapped(target.inner, found, source, params)
-    before = found.get(type(target))
+        return _convert(target, source, params, where)
+    of_this_kind = found[type(target)]
+    before, its_name = of_this_kind.pop(0) if of_this_kind else (None, where)
+    inner = _convert_wrapped(target.inner, found, source, params, where)
     if before is None:
         return target._replace(inner=inner)
     if isinstance(target, MasterWeightsState):
+        _check_parameters(target.master, before.master, f"{its_name}.master", masks_may_differ=True)
         return MasterWeightsState(convert_masters(target.master, before.master, params), inner)
     return before._replace(inner=inner)
 
 
-def _convert_adam(target: Any, source: Any) -> Any:
+def _convert_adam(target: Any, source: Any, where: str) -> Any:
     def convert(name: str) -> tuple[Any, Any]:
         old, new = getattr(source, name), getattr(target, name)
+        _check_parameters(new, old, f"{where}.{name}")
         old_bounds = getattr(source, f"{name}_bounds", None)
         leaves, structure = jax.tree.flatten(old)
         dtypes = [leaf.dtype for leaf in structure.flatten_up_to(new)]

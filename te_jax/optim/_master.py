@@ -131,8 +131,10 @@ def convert_masters(target: Any, source: Any, params: Any) -> Any:
     """The masters `source` in the form of the masters `target`; both belong to `params`."""
 
     def convert(param: Array, new: Any, old: Any) -> Any:
-        if isinstance(new, optax.MaskedNode) or isinstance(old, optax.MaskedNode) or new.dtype == old.dtype:
-            return new if isinstance(old, optax.MaskedNode) else old
+        if isinstance(new, optax.MaskedNode) or isinstance(old, optax.MaskedNode):
+            return new
+        if new.dtype == old.dtype:
+            return old
         weight = _weight(param, old)
         if new.dtype != _INT16:
             return weight

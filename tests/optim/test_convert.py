@@ -234,6 +234,105 @@ def test_other_compositions(params):
             optim.convert_state(optimizer, other.init(params), params)
 
 
+def test_transforms_of_as_many_states(params):
+    """NamedTuples of other transforms with as many fields, and what stands for nothing."""
+    pairs = [
+        (optax.trace(0.9), optax.scale_by_rms()),
+        (optim.scale_by_adam(), optax.scale_by_belief()),
+        (optax.scale_by_adam(), optax.scale_by_belief()),
+        (optax.masked(optax.trace(0.9), True), optax.ema(0.9)),
+        (optax.identity(), optax.trace(0.9)),
+        (optax.trace(0.9), optax.identity()),
+    ]
+    for optimizer, other in pairs:
+        with pytest.raises(ValueError, match="both must be composed of the same transforms"):
+            optim.convert_state(optimizer, other.init(params), params)
+
+
+AROUND = {
+    "Adam": optim.adamw(0.1),
+    "trace": optax.trace(0.9),
+    "accumulated": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    "masters": optim.master_weights(optax.identity()),
+    "chained": chained(optax.sgd(0.1, momentum=0.9)),
+}
+each_transform = pytest.mark.parametrize("optimizer", AROUND.values(), ids=AROUND)
+
+
+@each_transform
+def test_parameters_of_one_alone(optimizer):
+    few, many = ({name: jnp.ones(3, jnp.bfloat16) for name in names} for names in ("a", "ab"))
+    with pytest.raises(ValueError, match=r"state.* lacks \['b'\]: both must have the same parameters"):
+        optim.convert_state(optimizer, optimizer.init(few), many)
+    with pytest.raises(ValueError, match=r"state.* has \['b'\], which the optimizer lacks: both must have"):
+        optim.convert_state(optimizer, optimizer.init(many), few)
+
+
+@each_transform
+def test_parameters_of_other_shapes(optimizer):
+    short, long = ({"a": jnp.ones(n, jnp.bfloat16)} for n in (3, 4))
+    with pytest.raises(ValueError, match=r"state.*\['a'\] has shape \(3,\) where the optimizer has shape \(4,\)"):
+        optim.convert_state(optimizer, optimizer.init(short), long)
+
+
+def test_renamed_labels(params):
+    labels = {"kernel": 0, "scale": 1, "absent": 0}
+
+    def of(names):
+        transforms = {name: optim.adamw(0.1) for name in names}
+        return optax.partition(transforms, jax.tree.map(lambda i: names[i], labels))
+
+    message = r"state.inner_states lacks \['c'\] and has \['b'\], which the optimizer lacks: both must have the same"
+    with pytest.raises(ValueError, match=message):
+        optim.convert_state(of("ac"), of("ab").init(params), params)
+
+
+def test_other_masks(params):
+    masks = [{"kernel": True, "scale": scale, "absent": False} for scale in (True, False)]
+    for inner, message in ((optim.adamw(0.1), "a mask"), (optax.trace(0.9), "composed of the same transforms")):
+        one, other = (optax.masked(inner, mask) for mask in masks)
+        for optimizer, before in ((one, other), (other, one)):
+            with pytest.raises(ValueError, match=message):
+                optim.convert_state(optimizer, before.init(params), params)
+
+
+def test_other_injected_hyperparameters(params):
+    def make(rate):
+        return optim.adamw(rate)
+
+    renamed, scheduled = optax.inject_hyperparams(make)(rate=0.1), injected(optim.adamw)
+    constant = optax.inject_hyperparams(optim.adamw)(learning_rate=0.1)
+    for one, other, key in (
+        (renamed, constant, "learning_rate"),
+        (constant, renamed, "rate"),
+        (constant, scheduled, "learning_rate"),
+        (scheduled, constant, "learning_rate"),
+    ):
+        with pytest.raises(ValueError, match=rf"state.hyperparams\w* .*\['{key}'\].*: both must have"):
+            optim.convert_state(one, other.init(params), params)
+
+
+def test_seeds_are_dropped_for_optax(params):
+    theirs, ours = injected(optax.adamw), injected(optim.adamw)
+    assert types(optim.convert_state(theirs, ours.init(params), params)) == types(theirs.init(params))
+
+
+def test_a_wrapper_twice(params):
+    """Each keeps what is its own."""
+    twice = optim.skip_nonfinite(optim.skip_nonfinite(optax.identity()))
+    state = twice.init(params)
+    state = state._replace(skipped=jnp.int32(3), inner=state.inner._replace(skipped=jnp.int32(2)))
+    assert_same(optim.convert_state(twice, state, params), state)
+
+
+def test_masters_of_parameters_that_became_float32(params):
+    """They are their own masters then."""
+    optimizer = optim.adamw(0.1, master_dtype="float32")
+    state = optimizer.init(bfloat16(params))
+    converted = optim.convert_state(optimizer, state, optim.weights(bfloat16(params), state))
+    assert types(converted) == types(optimizer.init(params))
+
+
 def test_other_parameters(params):
     state = optax.adamw(0.1).init({"kernel": params["kernel"]})
     with pytest.raises(ValueError, match="scale"):

@@ -72,7 +72,7 @@ def assert_alike(actual, expected):
     jax.tree.map(lambda a, e: assert_close(a, e, tolerance=tolerance[e.dtype]), actual, expected)
 
 
-# ------------------------------------------------------------------------------------------------------------ signatures
+# ----------------------------------------------------------------------------------------------------------- signatures
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "scale_by_adam", "apply_updates"])
