@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from te_jax._arguments import is_whole_number
 from te_jax._maximum import maximum_of_cotangents
 
 Role = Literal["activation", "kernel", "gradient"]
@@ -65,7 +66,7 @@ class Recipe:
       power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
 
     Raises:
-      ValueError: a format or product is unknown, or the recipe is none of those below.
+      ValueError: a parameter is none of those named above, or the recipe is none of those below.
     """
 
     forward_dtype: jax.typing.DTypeLike = _E4M3
@@ -85,7 +86,7 @@ class Recipe:
             given = getattr(self, name)
             try:
                 dtype = None if given is None else np.dtype(given)  # np.dtype(None) is float64
-            except TypeError:
+            except (TypeError, ValueError):
                 dtype = None
             if dtype not in (_E4M3, _E5M2):
                 shown = repr(given) if dtype is None else dtype
@@ -94,13 +95,16 @@ class Recipe:
         if np.dtype(self.forward_dtype) == _E5M2:
             raise ValueError("forward_dtype is float8_e5m2; no GPU multiplies E5M2 by E5M2: use float8_e4m3fn forward")
         fast = self.fast_accumulation
-        if not isinstance(fast, Collection) or isinstance(fast, str) or any(name not in _PRODUCTS for name in fast):
+        known = isinstance(fast, Collection) and not isinstance(fast, str | bytes)
+        if not known or any(name not in _PRODUCTS for name in fast):
             raise ValueError(
                 f"fast_accumulation is {fast!r}; it must be a tuple of names out of {_PRODUCTS}, () for none"
             )
         object.__setattr__(
             self, "fast_accumulation", tuple(name for name in _PRODUCTS if name in self.fast_accumulation)
         )
+        if not isinstance(self.power_of_two_scales, bool | np.bool_):
+            raise ValueError(f"power_of_two_scales is {self.power_of_two_scales!r}; it must be True or False")
 
     def quantization(self, role: Role) -> Quantization:
         """How tensors of a role are quantized.
@@ -157,7 +161,7 @@ class DelayedScaling(Recipe):
     Args:
       history_len: number of earlier steps that are remembered.
       algorithm: "max" over the history, or the "most_recent" step.
-      margin: scales are divided by 2^margin, room for values to grow from step to step.
+      margin: scales are divided by 2^margin, room for values to grow from step to step; in [-64, 64].
 
     Raises:
       ValueError: a parameter is out of range.
@@ -173,10 +177,12 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self):
         super().__post_init__()
-        if not isinstance(self.history_len, int | np.integer) or self.history_len < 1:
+        if not is_whole_number(self.history_len) or self.history_len < 1:
             raise ValueError(f"history_len is {self.history_len!r}; it must be a whole number of at least 1")
         if self.algorithm not in ("max", "most_recent"):
             raise ValueError(f"algorithm is {self.algorithm!r}; it must be 'max' or 'most_recent'")
+        if not is_whole_number(self.margin) or abs(self.margin) > 64:
+            raise ValueError(f"margin is {self.margin!r}; it must be a whole number in [-64, 64], 0 for none")
 
     def init(self) -> DelayedScalingState:
         """The state of a layer that has seen nothing: every scale is then 1."""

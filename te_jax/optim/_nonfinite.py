@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
+
+from te_jax._arguments import is_finite_number, is_whole_number
 
 AxisName = str | tuple[str, ...]
 
@@ -75,18 +78,33 @@ def dynamic_loss_scale(
 
     Args:
       inner: the transform. It gets unscaled gradients in float32, so its updates are float32.
-      initial_scale: of the first step.
-      growth_interval: steps.
-      factor: a power of two changes no digit of a gradient.
-      smallest, largest: between which the scale stays.
+      initial_scale: of the first step, from smallest to largest.
+      growth_interval: steps, at least 1.
+      factor: above 1; a power of two changes no digit of a gradient.
+      smallest, largest: between which the scale stays; above 0.
       axis_name: see `skip_nonfinite`.
 
     Returns:
       The transform.
 
+    Raises:
+      ValueError: a number is out of range.
+
     References:
       Micikevicius et al., Mixed precision training, https://arxiv.org/abs/1710.03740.
     """
+    for name, value in (("initial_scale", initial_scale), ("smallest", smallest), ("largest", largest)):
+        if not is_finite_number(value) or not 0 < value <= float(np.finfo(np.float32).max):
+            raise ValueError(f"{name} is {value!r}; it must be a finite number above 0 that float32 holds")
+    if not smallest <= initial_scale <= largest:
+        raise ValueError(
+            f"initial_scale is {initial_scale}; it must be from smallest to largest, {smallest} to {largest}: "
+            "choose another, or other limits"
+        )
+    if not is_whole_number(growth_interval) or not 1 <= growth_interval < 2**31:
+        raise ValueError(f"growth_interval is {growth_interval!r}; it must be a whole number of steps, 1 to 2^31 - 1")
+    if not is_finite_number(factor) or factor <= 1:
+        raise ValueError(f"factor is {factor!r}; it must be a finite number above 1, such as 2.0")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> DynamicLossScaleState:

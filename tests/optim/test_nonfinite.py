@@ -197,3 +197,27 @@ def test_loss_scale_of_none_or_two():
     scaled = optim.dynamic_loss_scale(optax.identity())
     with pytest.raises(ValueError, match="state holds 2 loss scales"):
         optim.loss_scale(optax.chain(scaled, scaled).init(params))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "values"),
+    [
+        ("initial_scale", "a finite number above 0", ["a", None, True, 0.0, -1, np.nan, np.inf, 1e39]),
+        ("initial_scale", "from smallest to largest, 1.0 to 16777216.0", [0.5, 2.0**25]),
+        ("smallest", "a finite number above 0", ["a", None, False, 0, -1.0, np.nan]),
+        ("largest", "a finite number above 0", ["a", None, True, 0, np.inf, np.nan]),
+        ("factor", "a finite number above 1", ["a", None, True, 0, 1, 0.5, -2.0, np.nan, np.inf]),
+        ("growth_interval", "a whole number of steps", ["a", None, True, 0, -1, 2.5, np.nan, 2**31]),
+    ],
+)
+def test_numbers_of_no_use(name, rule, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{name} is {value!r}; it must be {rule}".replace("(", r"\(")):
+            optim.dynamic_loss_scale(optax.identity(), **{name: value})
+
+
+def test_numbers_of_numpy_are_taken():
+    transform = optim.dynamic_loss_scale(
+        optax.identity(), np.float32(8), growth_interval=np.int64(1), factor=jnp.float32(4)
+    )
+    assert [scale for scale, _, _ in scales(transform, [True, False])] == [32, 8]

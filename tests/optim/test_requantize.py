@@ -139,3 +139,21 @@ def test_what_is_no_requantize():
     params = {"kernel": jnp.ones((16, 32))}
     with pytest.raises(ValueError, match="requantize has 3 at a leaf: it must be a Requantize, or None"):
         optim.apply_updates(params, params, requantize={"kernel": 3})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"recipe": None}, r"recipe is None; it must be a recipe, such as te_jax.recipe.CurrentScaling\(\)"),
+        ({"recipe": "fp8"}, "recipe is 'fp8'; it must be a recipe"),
+        ({"recipe": CurrentScaling}, "recipe is <class .*CurrentScaling'>; it must be a recipe"),
+        ({"row_ndim": 0}, "row_ndim is 0; it must be a whole number of at least 1"),
+        ({"row_ndim": True}, "row_ndim is True; it must be a whole number"),
+        ({"row_ndim": None}, "row_ndim is None; it must be a whole number"),
+        ({"stacked_ndim": -1}, "stacked_ndim is -1; it must be a whole number of at least 0"),
+        ({"stacked_ndim": 1.0}, "stacked_ndim is 1.0; it must be a whole number"),
+    ],
+)
+def test_arguments_of_no_use(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Requantize(**{"recipe": CurrentScaling(), **arguments})

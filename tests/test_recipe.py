@@ -1,0 +1,58 @@
+"""Every parameter of a recipe is checked where the recipe is made."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+
+NAN = float("nan")
+OF_NO_USE = {
+    "forward_dtype": ["FP8", None, True, 1, NAN, [], jnp.float32],
+    "gradient_dtype": ["FP8", None, True, 1, NAN, [], jnp.float32],
+    "fast_accumulation": ["forward", b"", None, True, 1, NAN, ("forward", None), (True,)],
+    "power_of_two_scales": ["a", None, 1, 0.0, NAN, ()],
+}
+OF_DELAYED_SCALING = {
+    "history_len": ["a", None, True, 4.0, NAN, 0, -1, (4,)],
+    "algorithm": ["mean", None, True, 1, NAN, ["max"]],
+    "margin": ["a", None, True, 1.5, NAN, 65, -65, np.True_],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (kind, name, value)
+        for kind in (CurrentScaling, RowwiseScaling, BlockScaling, DelayedScaling)
+        for name, values in (OF_NO_USE | (OF_DELAYED_SCALING if kind is DelayedScaling else {})).items()
+        for value in values
+    ],
+)
+def test_values_of_no_use(kind, name, value):
+    with pytest.raises(ValueError, match=rf"^{name} is .*; it must be "):
+        kind(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"margin": "a"}, "margin is 'a'; it must be a whole number in [-64, 64], 0 for none"),
+        ({"history_len": True}, "history_len is True; it must be a whole number of at least 1"),
+        ({"power_of_two_scales": "no"}, "power_of_two_scales is 'no'; it must be True or False"),
+    ],
+)
+def test_messages(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DelayedScaling(**options)
+
+
+def test_values_of_numpy_are_taken():
+    recipe = DelayedScaling(
+        history_len=np.int64(4), margin=np.int32(-2), power_of_two_scales=np.True_, fast_accumulation=["wgrad"]
+    )
+    assert recipe == DelayedScaling(history_len=4, margin=-2, power_of_two_scales=True, fast_accumulation=("wgrad",))
+    assert recipe.init().kernel.shape == (4,)
+    assert recipe.reference_amax(jnp.full(4, 8.0)) == 2.0
