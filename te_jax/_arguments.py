@@ -7,6 +7,7 @@ import numbers
 from typing import Any
 
 import numpy as np
+from jax import lax
 
 
 def is_whole_number(value: Any) -> bool:
@@ -20,3 +21,29 @@ def is_finite_number(value: Any) -> bool:
         return math.isfinite(value) and not isinstance(value, bool | np.bool_)
     except (TypeError, ValueError, OverflowError):
         return False
+
+
+def mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that `axis_name` names, and the number of devices along them.
+
+    Raises:
+      ValueError: it is no name or tuple of names, or one of them is not mapped here.
+    """
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if (
+        not isinstance(names, tuple | list)
+        or not names
+        or not all(isinstance(name, str) for name in names)
+        or len(set(names)) < len(names)
+    ):
+        raise ValueError(f"axis_name is {axis_name!r}; it must be the name of a mesh axis, or a tuple of several")
+    size = 1
+    for name in names:
+        try:
+            size *= lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                f"axis_name is {axis_name!r}, but no axis {name!r} is mapped here; call it inside shard_map or "
+                "pmap over a mesh with that axis"
+            ) from None
+    return tuple(names), size

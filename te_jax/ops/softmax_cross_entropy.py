@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import numbers
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import native, reference
+from te_jax._arguments import is_finite_number, is_whole_number, mapped_axes
 from te_jax.reference.softmax_cross_entropy import equals, in_vocabulary, reduce_tokens
 
 AxisName = str | tuple[str, ...]
@@ -31,7 +31,7 @@ class _Loss:
     ignore_index: int
     z_loss: float
     logit_softcap: float | None
-    axis_name: AxisName | None
+    axis_name: tuple[str, ...] | None
 
 
 def softmax_cross_entropy(
@@ -86,20 +86,22 @@ def softmax_cross_entropy(
       z-loss: Chowdhery et al., arXiv:2204.02311. Soft cap: Gemma Team, arXiv:2408.00118.
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-    if not isinstance(ignore_index, numbers.Integral):
-        raise ValueError(f"ignore_index is {ignore_index!r}; it must be an integer")
+    _validate(logits, labels, reduction)
+    if not is_whole_number(ignore_index):
+        raise ValueError(f"ignore_index is {ignore_index!r}; it must be an integer, such as -100")
     loss = _Loss(
-        float(label_smoothing),
+        _number("label_smoothing", label_smoothing, "a number in [0, 1], 0 for none", lambda value: 0 <= value <= 1),
         int(ignore_index),
-        float(z_loss),
-        None if logit_softcap is None else float(logit_softcap),
-        tuple(axis_name) if isinstance(axis_name, list) else axis_name,
+        _number("z_loss", z_loss, "a finite number of at least 0, 0 for none", lambda value: value >= 0),
+        None
+        if logit_softcap is None
+        else _number("logit_softcap", logit_softcap, "a finite number above 0, or None for none", lambda c: c > 0),
+        None if axis_name is None or axis_name == () else mapped_axes(axis_name)[0],
     )
-    _validate(logits, labels, loss, reduction)
     return _softmax_cross_entropy(logits, labels, loss, reduction, native.use_native(implementation))
 
 
-def _validate(logits: Array, labels: Array, loss: _Loss, reduction: str) -> None:
+def _validate(logits: Array, labels: Array, reduction: str) -> None:
     if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"logits have dtype {logits.dtype}; they must be float32, bfloat16 or float16: cast them")
     if logits.ndim == 0 or logits.shape[-1] == 0:
@@ -110,14 +112,16 @@ def _validate(logits: Array, labels: Array, loss: _Loss, reduction: str) -> None
         raise ValueError(
             f"labels have shape {labels.shape}; for logits of shape {logits.shape} they must have {logits.shape[:-1]}"
         )
-    if not 0.0 <= loss.label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing is {loss.label_smoothing}; it must be in [0, 1]")
-    if not 0.0 <= loss.z_loss < math.inf:
-        raise ValueError(f"z_loss is {loss.z_loss}; it must be finite and at least 0")
-    if loss.logit_softcap is not None and not 0.0 < loss.logit_softcap < math.inf:
-        raise ValueError(f"logit_softcap is {loss.logit_softcap}; it must be finite and above 0, or None")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
+
+
+def _number(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> float:
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(f"{name} is traced; it must be {rule}, known while tracing: make it a static argument")
+    if not is_finite_number(value) or not holds(value):
+        raise ValueError(f"{name} is {value!r}; it must be {rule}")
+    return float(value)
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.

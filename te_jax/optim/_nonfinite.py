@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-from te_jax._arguments import is_finite_number, is_whole_number
+from te_jax._arguments import is_finite_number, is_whole_number, mapped_axes
 
 AxisName = str | tuple[str, ...]
 
@@ -148,7 +148,10 @@ def _all_finite(updates: Any, axis_name: AxisName | None) -> Array:
     finite = jnp.asarray(True)
     for gradient in jax.tree.leaves(updates):
         finite &= jnp.all(jnp.isfinite(gradient))
-    return finite if axis_name is None else lax.pmin(finite.astype(jnp.int32), axis_name) > 0
+    if axis_name is None or axis_name == ():
+        return finite
+    names, _ = mapped_axes(axis_name)
+    return lax.pmin(finite.astype(jnp.int32), names) > 0
 
 
 def _update_if(finite: Array, inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]):

@@ -7,9 +7,9 @@ import math
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
-from jax import lax
 
 from te_jax import native
+from te_jax._arguments import mapped_axes
 from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS
 from te_jax.parallel._exchange import Exchange, Scaling
 from te_jax.recipe import BLOCK, Product, Recipe
@@ -31,24 +31,7 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, axis_name: Any) -> Group:
-        names = (axis_name,) if isinstance(axis_name, str) else axis_name
-        if (
-            not isinstance(names, tuple | list)
-            or not names
-            or not all(isinstance(name, str) for name in names)
-            or len(set(names)) < len(names)
-        ):
-            raise ValueError(f"axis_name is {axis_name!r}; it must be the name of a mesh axis, or a tuple of several")
-        size = 1
-        for name in names:
-            try:
-                size *= lax.axis_size(name)
-            except NameError:
-                raise ValueError(
-                    f"axis_name is {axis_name!r}, but no axis {name!r} is mapped here; call it inside shard_map or "
-                    "pmap over a mesh with that axis"
-                ) from None
-        return cls(tuple(names), size)
+        return cls(*mapped_axes(axis_name))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
 
@@ -31,9 +33,18 @@ LABELS = jnp.zeros(4, jnp.int32)
         (LOGITS, LABELS, {"label_smoothing": -0.1}, "label_smoothing is -0.1; it must be"),
         (LOGITS, LABELS, {"label_smoothing": 1.5}, "label_smoothing is 1.5"),
         (LOGITS, LABELS, {"label_smoothing": float("nan")}, "label_smoothing is nan"),
+        (LOGITS, LABELS, {"label_smoothing": "a"}, "label_smoothing is 'a'; it must be a number in [0, 1], 0 for none"),
+        (LOGITS, LABELS, {"label_smoothing": True}, "label_smoothing is True"),
+        (LOGITS, LABELS, {"label_smoothing": None}, "label_smoothing is None"),
+        (LOGITS, LABELS, {"z_loss": "a"}, "z_loss is 'a'; it must be a finite number of at least 0, 0 for none"),
+        (LOGITS, LABELS, {"z_loss": [1.0]}, "z_loss is [1.0]"),
+        (LOGITS, LABELS, {"z_loss": None}, "z_loss is None"),
+        (LOGITS, LABELS, {"z_loss": float("nan")}, "z_loss is nan"),
         (LOGITS, LABELS, {"z_loss": -1e-4}, "z_loss is -0.0001; it must be"),
         (LOGITS, LABELS, {"z_loss": float("inf")}, "z_loss is inf"),
         (LOGITS, LABELS, {"logit_softcap": 0.0}, "logit_softcap is 0.0; it must be"),
+        (LOGITS, LABELS, {"logit_softcap": "a"}, "logit_softcap is 'a'; it must be a finite number above 0, or None"),
+        (LOGITS, LABELS, {"logit_softcap": True}, "logit_softcap is True"),
         (LOGITS, LABELS, {"logit_softcap": -3}, "logit_softcap is -3"),
         (LOGITS, LABELS, {"logit_softcap": float("inf")}, "logit_softcap is inf"),
         (LOGITS, LABELS, {"reduction": "avg"}, "reduction is 'avg'; it must be 'mean', 'sum' or 'none'"),
@@ -44,7 +55,12 @@ LABELS = jnp.zeros(4, jnp.int32)
             {"implementation": "cuda"},
             "implementation is 'cuda'; it must be None,",
         ),
-        (LOGITS, LABELS, {"ignore_index": 1.5}, "ignore_index is 1.5"),
+        (LOGITS, LABELS, {"ignore_index": 1.5}, "ignore_index is 1.5; it must be an integer"),
+        (LOGITS, LABELS, {"ignore_index": True}, "ignore_index is True"),
+        (LOGITS, LABELS, {"ignore_index": "a"}, "ignore_index is 'a'"),
+        (LOGITS, LABELS, {"ignore_index": None}, "ignore_index is None"),
+        (LOGITS, LABELS, {"axis_name": 3}, "axis_name is 3; it must be the name of a mesh axis, or a tuple of several"),
+        (LOGITS, LABELS, {"axis_name": ""}, "axis_name is '', but no axis '' is mapped here"),
     ],
 )
 def test_message_names_argument_value_and_rule(logits, labels, options, message):
@@ -63,8 +79,33 @@ def test_errors_come_while_tracing():
 
 
 def test_unknown_axis_name_is_named(implementation):
-    with pytest.raises(NameError, match="vocabulary"):
+    message = (
+        "axis_name is 'vocabulary', but no axis 'vocabulary' is mapped here; call it inside shard_map or pmap over"
+    )
+    with pytest.raises(ValueError, match=message):
         ops.softmax_cross_entropy(LOGITS, LABELS, axis_name="vocabulary", implementation=implementation)
+
+
+def test_axes_of_another_mesh(make_mesh):
+    @jax.shard_map(mesh=make_mesh({"data": AxisType.Auto}), in_specs=P("data"), out_specs=P("data"))
+    def loss(logits):
+        return ops.softmax_cross_entropy(
+            logits, jnp.zeros(len(logits), jnp.int32), reduction="none", axis_name=("data", "model")
+        )
+
+    with pytest.raises(ValueError, match="no axis 'model' is mapped here"):
+        loss(jnp.zeros((8, 8)))
+
+
+@pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "logit_softcap"])
+def test_numbers_that_are_traced(name):
+    with pytest.raises(ValueError, match=f"{name} is traced; it must be .*, known while tracing: make it a static"):
+        jax.jit(lambda value: ops.softmax_cross_entropy(LOGITS, LABELS, **{name: value}))(0.5)
+
+
+def test_no_axes(implementation):
+    loss = functools.partial(ops.softmax_cross_entropy, LOGITS, LABELS, implementation=implementation)
+    assert loss(axis_name=()) == loss()
 
 
 def test_numbers_of_other_types_are_taken(implementation):

@@ -1,5 +1,7 @@
 """Steps that are left out, and the scale of a loss: what they change, what they leave, and that nobody waits for it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,6 +112,18 @@ def test_shards_decide_alike(wrapper, axis_name, make_mesh, rng):
     assert_same(after.inner, state.inner)
 
 
+@wrappers
+def test_axes_that_are_not_mapped(wrapper):
+    g = jnp.zeros(3)
+    for axis_name, message in (
+        ("data", "axis_name is 'data', but no axis 'data' is mapped here; call it inside shard_map or pmap"),
+        (3, "axis_name is 3; it must be the name of a mesh axis, or a tuple of several"),
+    ):
+        transform = wrapper(optax.identity(), axis_name=axis_name)
+        with pytest.raises(ValueError, match=message):
+            transform.update(g, transform.init(g))
+
+
 # ----------------------------------------------------------------------------------------------------------- loss scale
 
 
@@ -212,7 +226,7 @@ def test_loss_scale_of_none_or_two():
 )
 def test_numbers_of_no_use(name, rule, values):
     for value in values:
-        with pytest.raises(ValueError, match=f"^{name} is {value!r}; it must be {rule}".replace("(", r"\(")):
+        with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}; it must be {rule}")):
             optim.dynamic_loss_scale(optax.identity(), **{name: value})
 
 
