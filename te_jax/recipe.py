@@ -105,6 +105,7 @@ class Recipe:
         )
         if not isinstance(self.power_of_two_scales, bool | np.bool_):
             raise ValueError(f"power_of_two_scales is {self.power_of_two_scales!r}; it must be True or False")
+        object.__setattr__(self, "power_of_two_scales", bool(self.power_of_two_scales))
 
     def quantization(self, role: Role) -> Quantization:
         """How tensors of a role are quantized.

@@ -54,5 +54,6 @@ def test_values_of_numpy_are_taken():
         history_len=np.int64(4), margin=np.int32(-2), power_of_two_scales=np.True_, fast_accumulation=["wgrad"]
     )
     assert recipe == DelayedScaling(history_len=4, margin=-2, power_of_two_scales=True, fast_accumulation=("wgrad",))
+    assert recipe.power_of_two_scales is True  # as kernels take it
     assert recipe.init().kernel.shape == (4,)
     assert recipe.reference_amax(jnp.full(4, 8.0)) == 2.0

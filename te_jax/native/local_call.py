@@ -81,8 +81,8 @@ def _batch(operands, dims, *, again, **_):
 
 def _jvp(*_, **__):
     raise NotImplementedError(
-        "native kernels have no derivatives but those that operations define, such as the first ones of "
-        "te_jax.ops.dense; for others, of gemm or second ones, use implementation='reference'"
+        "native kernels have no derivatives but the first ones, in reverse mode, that their operations define; for "
+        "others use implementation='reference' (FP8 layers: recipe=None)"
     )
 
 

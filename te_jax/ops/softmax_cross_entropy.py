@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from te_jax import native, reference
 from te_jax._arguments import is_finite_number, is_whole_number, mapped_axes
@@ -117,7 +118,7 @@ def _validate(logits: Array, labels: Array, reduction: str) -> None:
 
 
 def _number(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> float:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise ValueError(f"{name} is traced; it must be {rule}, known while tracing: make it a static argument")
     if not is_finite_number(value) or not holds(value):
         raise ValueError(f"{name} is {value!r}; it must be {rule}")
