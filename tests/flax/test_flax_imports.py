@@ -19,4 +19,5 @@ def test_te_jax_does_not_import_flax():
 def test_without_flax_the_error_says_what_to_install(name):
     done = run(f"import sys; sys.modules['flax'] = None; import {name}")
     assert done.returncode == 1
-    assert f'ImportError: {name} needs Flax, which is not installed: pip install ".[flax]" in the checkout' in done.stderr
+    message = f'ImportError: {name} needs Flax, which is not installed: pip install ".[flax]" in the checkout'
+    assert message in done.stderr
