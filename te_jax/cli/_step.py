@@ -250,8 +250,7 @@ def build_learner(
       The functions of the run.
     """
     platform = next(iter(placement.state.device_set)).platform
-    # XLA's autotuning and atomic additions would keep a resumed run from repeating the bits of an uninterrupted one. So
-    # may FP8 products by cuBLASLt, which are chosen by timing for each process.
+    # XLA's autotuning and atomic additions would keep a resumed run from repeating the bits of an uninterrupted one.
     options = {"xla_gpu_deterministic_ops": True} if platform == "gpu" else None
 
     def init(key: jax.Array) -> TrainState:

@@ -1,11 +1,11 @@
 """Trains a small byte-level language model on text, on whatever devices JAX finds, and writes a log, checkpoints and
-the loss curves to a folder. A run that was killed goes on with --resume and ends with the same bits, except on GPUs
-with --recipe current, rowwise or delayed, where each process chooses by timing how to multiply."""
+the loss curves to a folder. A run that was killed goes on with --resume and ends with the same bits."""
 
 import argparse
 import dataclasses
 import importlib.util
 import math
+import os
 import sys
 from collections import deque
 from pathlib import Path
@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
       UserError: an option cannot be met; nothing has been written.
     """
     _require_packages()
+    os.environ.setdefault("TE_JAX_AUTOTUNE", "0")  # a resumed run repeats the bits of an uninterrupted one
     from te_jax.cli import _run_folder, _step, _text
 
     out = None if args.out is None else Path(args.out)

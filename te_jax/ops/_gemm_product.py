@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -114,6 +115,11 @@ class Product:
         """Names of the dimensions of a group that may be split, as sharding rules know them."""
         ndim = {"m": self.a_outer_ndim, "n": self.b_outer_ndim, "k": self.summed_ndim}[group]
         return tuple(f"{group}{i}" for i in range(ndim))
+
+
+def autotunes() -> bool:
+    """Whether cuBLASLt's candidates may be timed: TE_JAX_AUTOTUNE=0 in the environment says no."""
+    return os.environ.get("TE_JAX_AUTOTUNE") != "0"
 
 
 def multiply(product: Product, arrays: Mapping[str, Array]) -> tuple[Array, ...]:

@@ -20,6 +20,7 @@ from te_jax.ops._gemm_product import (
     Followup,
     Product,
     allowed_dtype,
+    autotunes,
     factors_kept_whole,
     follow_up,
     multiply,
@@ -136,8 +137,8 @@ def gemm(
       fast_accumulation: sums may stay in FP8 tensor cores (about 14 bits of mantissa) instead of being added up in
         float32 every 128 values. Blocks, and plain arrays, are always added up in float32.
       autotune: on a GPU, times cuBLASLt's candidates once in a process for each kind of product; devices of one kind
-        agree on the fastest. False takes cuBLASLt's first suggestion, which is the same in every process, for bits
-        that are. Each candidate adds up in a fixed order.
+        agree on the fastest. False, or TE_JAX_AUTOTUNE=0 in the environment, takes cuBLASLt's first suggestion, which
+        is the same in every process, for bits that are. Each candidate adds up in a fixed order.
       own_kernel: on a GPU, multiplies operands with one scale each, or one for each row, by the kernel that blocks use,
         instead of cuBLASLt.
       implementation: None takes the native kernel where there is one, else the reference; "native" or "reference"
@@ -175,7 +176,7 @@ def gemm(
         out_quantization,
         bool(accumulate),
         bool(fast_accumulation),
-        bool(autotune),
+        bool(autotune) and autotunes(),
         bool(own_kernel),
     )
     _validate_result(a, b, options, bias, gelu_preactivation, out_amax, accumulator)

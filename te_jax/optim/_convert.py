@@ -66,7 +66,9 @@ def _convert(target: Any, source: Any, params: Any, where: str) -> Any:
     if _are_sequences(target, source):
         fields = getattr(target, "_fields", None)
         names = [f"[{i}]" for i in range(len(target))] if fields is None else [f".{field}" for field in fields]
-        parts = [_convert(*pair, params, where + name) for *pair, name in zip(target, source, names, strict=True)]
+        parts = [
+            _convert(one, other, params, where + name) for one, other, name in zip(target, source, names, strict=True)
+        ]
         kind: Any = type(target)
         return kind(parts) if fields is None else kind(*parts)
     if jax.tree.structure(target) != jax.tree.structure(source):

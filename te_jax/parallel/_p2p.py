@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh
 
 from te_jax import native
-from te_jax.ops._gemm_product import allowed_dtype
+from te_jax.ops._gemm_product import allowed_dtype, autotunes
 from te_jax.parallel import _processes, _ring, _xla
 from te_jax.parallel._exchange import Exchange, Operand, Scaling, with_bias
 
@@ -112,7 +112,7 @@ def gemm_reduce_scatter(
         operands += [x.data, x.scale_inv, weight.data, weight.scale_inv]
     operands.append(bias)
     block = (pieces, rows, columns)
-    adds_up = len(xs) > 1 and dtype != _FLOAT32  # several products, which are rounded together
+    adds_up = bool(xs[1:]) and dtype != _FLOAT32  # several products, which are rounded together
     others = exchange.size - 1
     received = others if adds_up else 1 if others <= 1 and bias is None else exchange.size
     # Of two devices a product can write to the other one while it runs. Several would write to the same one whenever
@@ -151,7 +151,7 @@ def _attributes(exchange: Exchange, x: Operand, weights: Sequence[Operand]) -> d
         "scaling": x.scaling,
         "summed_first": bool(weights and weights[0].summed_first),
         "fast_accumulation": exchange.fast_accumulation and x.scaling != "none",
-        "autotune": True,
+        "autotune": autotunes(),
         "products": len(weights),
     }
 
