@@ -15,7 +15,7 @@ that it needs. No time is reported for results that differ from those of `xla` b
 
     te-jax bench transformer                                              # all implementations, on all devices
     python -m benchmarks.transformer --tp 2 --transport p2p --profile DIR # one of them, and a trace for ui.perfetto.dev
-    python -m benchmarks.transformer --no-sp --transport xla              # all-reduces in place of gathers and scatters
+    python -m benchmarks.transformer --no-sp                              # all-reduces in place of gathers and scatters
 """
 
 import argparse
@@ -112,11 +112,16 @@ def mesh_of(devices: Sequence[Any]) -> Mesh:
 
 
 def _misfit(case: shapes.BlockShape, count: int) -> str | None:
-    if case.sequence % count or case.kv_heads % count or case.mlp % (16 * count):
-        return (
-            f"the block cannot be split over {count} devices: name fewer, as in `python -m benchmarks.transformer --tp`"
-        )
-    return None
+    def fits(count: int) -> bool:
+        return not (case.sequence % count or case.kv_heads % count or case.mlp % (16 * count))
+
+    if fits(count):
+        return None
+    fitting = [size for size in range(1, count) if fits(size)]
+    return (
+        f"the block cannot be split over {count} devices, but over {', '.join(map(str, fitting))}: name one of these, "
+        f"as in `python -m benchmarks.transformer --tp {fitting[-1]}`"
+    )
 
 
 def _measure(
@@ -409,21 +414,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure one setup against `xla`, and trace it if asked to. Returns the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if not args.sp and args.transport != "xla":
-        parser.error("--no-sp leaves nothing to gather or scatter: name --transport xla, whose all-reduces remain")
+    if not args.sp:
+        if args.transport in ("p2p", "ring"):
+            parser.error(
+                f"--transport is {args.transport}, and --no-sp leaves only all-reduces, which are XLA's: leave one of "
+                "them out"
+            )
+        args.transport = "xla"
     devices = jax.local_devices()
-    count = args.tp or len(devices)
+    count = len(devices) if args.tp is None else args.tp
     platform = devices[0].platform
     (default, *_) = shapes.BLOCK_GPU if platform == "gpu" else shapes.BLOCK_CPU
     case = next((case for case in (*shapes.BLOCK_GPU, *shapes.BLOCK_CPU) if case.name == args.case), default)
     if not 1 <= count <= len(devices):
         flag = "; set XLA_FLAGS=--xla_force_host_platform_device_count to have more" if platform == "cpu" else ""
-        parser.error(f"--tp is {args.tp}, and the devices here are {len(devices)}{flag}")
+        parser.error(f"--tp is {args.tp}; it must be 1 to {len(devices)}, the devices here{flag}")
     if problem := _misfit(case, count):
         parser.error(f"--tp is {count}: {problem}")
 
     setup = Setup(args.transport, _FP8 if args.recipe == "current" else None, args.sp)
-    name = next((name for name, each in SETUPS.items() if each == setup), "no_sp")
+    name = _name_of(setup)
     setups = {name: setup, "xla": SETUPS["xla"]}
     result, candidates = _measure(case, setups, mesh_of(devices[:count]), QUICK if args.quick else FULL)
     print(f"transformer on {count} × {devices[0].device_kind}: {_described(args)}")
@@ -436,6 +446,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if measured and not result.wrong else 1
 
 
+def _name_of(setup: Setup) -> str:
+    """Of a row: that of `SETUPS`, or else one like those."""
+    for name, each in SETUPS.items():
+        if each == setup:
+            return name
+    precision = [] if setup.recipe is None else ["current"]
+    return "_".join(["te_jax", *precision, setup.transport if setup.sequence_parallel else "no_sp"])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.transformer", description="Measure a decoder block over several devices against xla."
@@ -446,7 +465,7 @@ def _parser() -> argparse.ArgumentParser:
         "--sp",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="split the residual stream along the sequence, or not",
+        help="split the residual stream along the sequence; without it there are XLA's all-reduces alone",
     )
     parser.add_argument("--transport", choices=("auto", "p2p", "ring", "xla"), default="auto")
     parser.add_argument("--recipe", choices=("none", "current"), default="none", help="FP8 scaling of projections")

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import shapes
 from benchmarks import transformer as family
-from benchmarks.harness import Timing, screen_table
+from benchmarks.harness import CaseResult, Timing, screen_table
 from benchmarks.shapes import BlockShape
 from benchmarks.transformer import SETUPS, Setup
 from te_jax import native
@@ -175,9 +175,10 @@ def test_one_setup_with_a_trace(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--no-sp", "--transport", "ring"), "name --transport xla"),
-        (("--tp", "5"), "the devices here are 4"),
-        (("--tp", "3"), "cannot be split over 3 devices"),
+        (("--no-sp", "--transport", "ring"), "--transport is ring, and --no-sp leaves only all-reduces"),
+        (("--tp", "5"), "--tp is 5; it must be 1 to 4"),
+        (("--tp", "0"), "--tp is 0; it must be 1 to 4"),
+        (("--tp", "3"), "but over 1, 2: name one of these, as in `python -m benchmarks.transformer --tp 2`"),
     ],
 )
 @pytest.mark.usefixtures("devices")
@@ -185,3 +186,31 @@ def test_arguments_that_do_not_fit_are_refused(words, reason, capsys):
     with pytest.raises(SystemExit):
         family.main(words)
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("--transport", "p2p"), "te_jax_p2p"),
+        (("--recipe", "current", "--transport", "ring"), "te_jax_current_ring"),
+        (("--recipe", "current"), "te_jax_current"),
+        (("--no-sp",), "te_jax_no_sp"),
+        (("--no-sp", "--transport", "xla", "--recipe", "current"), "te_jax_current_no_sp"),
+        (("--transport", "xla"), "xla"),
+    ],
+)
+@pytest.mark.usefixtures("devices")
+def test_rows_are_called_what_was_chosen(words, name, monkeypatch):
+    measured = []
+
+    def measure(case, setups, mesh, timing):
+        del case, mesh, timing
+        measured.append(setups)
+        return CaseResult(), {}
+
+    monkeypatch.setattr(family, "_measure", measure)
+    family.main(words)
+    ((chosen, setup), *_) = measured[0].items()
+    assert chosen == name
+    assert setup.transport == "xla" or "--no-sp" not in words
+    assert "xla" in measured[0]
