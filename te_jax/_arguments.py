@@ -36,7 +36,9 @@ def mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], int]:
         or not all(isinstance(name, str) for name in names)
         or len(set(names)) < len(names)
     ):
-        raise ValueError(f"axis_name is {axis_name!r}; it must be the name of a mesh axis, or a tuple of several")
+        raise ValueError(
+            f"axis_name is {axis_name!r}; it must be the name of a mesh axis, or a tuple of several, each once"
+        )
     size = 1
     for name in names:
         try:

@@ -10,7 +10,6 @@ import numpy as np
 
 from te_jax import native
 from te_jax._arguments import mapped_axes
-from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS
 from te_jax.parallel._exchange import Exchange, Scaling
 from te_jax.recipe import BLOCK, Product, Recipe
 
@@ -34,15 +33,25 @@ class Group(NamedTuple):
         return cls(*mapped_axes(axis_name))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
     """The static arguments, together: hashable.
 
     Attributes:
+      name: of the public function, for messages.
+      axis_name: the mesh axes of the devices, the first varying slowest.
+      size: D, the number of devices along them.
       leading: A, the product of the dimensions before the one that is gathered or scattered.
       rows: R, those of one device: its part of that dimension times the ones between it and the last.
+      recipe: how operands are quantized; None multiplies them as they are.
+      transport: one of `TRANSPORTS`.
+      bidirectional: rings send halves both ways.
+      residual: what is kept of x for dw: the "gathered" operand, or this device's "shard" of it.
+      gather_result: the gathered x is a result too.
       x_dtype: of x, or of what it stands for.
       out_dtype: of y.
+      timeout: seconds after which "p2p" gives up on a device that does not arrive.
+      native: FP8 products and quantization are te_jax's kernels, else the reference.
     """
 
     name: str
@@ -51,33 +60,18 @@ class Call:
     leading: int
     rows: int
     recipe: Recipe | None
-    transport: str
+    transport: TransportName
     bidirectional: bool
-    residual: str
+    residual: Residual
     gather_result: bool
     x_dtype: np.dtype
     out_dtype: np.dtype
     timeout: float
     native: bool
 
-    @classmethod
-    def of(
-        cls, name: str, group: Group, x, leading: int, rows: int, recipe, transport, bidirectional, residual,
-        gather_result, out_dtype, timeout, implementation,
-    ) -> Call:  # fmt: skip
-        if transport not in TRANSPORTS:
-            raise ValueError(f"transport is {transport!r}; it must be one of {TRANSPORTS}")
-        if residual not in ("gathered", "shard"):
-            raise ValueError(f"residual is {residual!r}; it must be 'gathered' or 'shard'")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise ValueError(f"timeout is {timeout!r}; it must be a positive number of seconds")
-        dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
-        if dtype not in FLOATS:
-            raise ValueError(f"out_dtype is {dtype}; it must be {FLOAT_NAMES}")
-        return cls(
-            name, group.names, group.size, leading, rows, recipe, transport, bool(bidirectional), residual,
-            bool(gather_result), np.dtype(x.dtype), dtype, float(timeout), native.use_native(implementation),
-        )  # fmt: skip
+    def __post_init__(self):
+        validate_options(self.transport, self.bidirectional, self.residual, self.timeout)
+        _validate_flag("gather_result", self.gather_result)
 
     @property
     def implementation(self) -> native.Implementation:
@@ -108,6 +102,27 @@ class Call:
             self.name,
             automatic=self.transport == "auto",
         )
+
+
+def validate_options(transport: Any, bidirectional: Any, residual: Any, timeout: Any) -> None:
+    """Of a collective product: those that say how its devices exchange what they compute.
+
+    Raises:
+      ValueError: one is not what `te_jax.parallel.all_gather_matmul` takes.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport is {transport!r}; it must be one of {TRANSPORTS}")
+    _validate_flag("bidirectional", bidirectional)
+    if residual not in ("gathered", "shard"):
+        raise ValueError(f"residual is {residual!r}; it must be 'gathered' or 'shard'")
+    is_number = isinstance(timeout, int | float | np.integer | np.floating) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout < math.inf:
+        raise ValueError(f"timeout is {timeout!r}; it must be a positive number of seconds")
+
+
+def _validate_flag(name: str, flag: Any) -> None:
+    if not isinstance(flag, bool | np.bool_):
+        raise ValueError(f"{name} is {flag!r}; it must be True or False")
 
 
 def validate_rows_of_blocks(call: Call) -> None:

@@ -77,7 +77,7 @@ def all_gather_matmul(
         this device's own is multiplied first. "p2p": copies between GPUs that run beside the products; it needs
         the extension, and a shard_map that maps all axes. "auto" is "p2p" on GPUs of one process where products last
         long enough to hide it, else "xla".
-      bidirectional: a ring sends halves of the rows both ways.
+      bidirectional: whether a ring sends halves of the rows both ways; other transports take no notice.
       gather_result: also return the gathered x. Without recipe only.
       residual: what is kept of x for dw: the "gathered" operand, or this device's "shard" of it, which is D times
         smaller and gathered again in the backward pass.
@@ -97,18 +97,30 @@ def all_gather_matmul(
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
     """
     several = isinstance(w, tuple | list)
-    weights: tuple[Any, ...] = tuple(_array(weight) for weight in (w if isinstance(w, tuple | list) else (w,)))
+    given = tuple(w) if isinstance(w, tuple | list) else (w,)
+    names = [f"w[{i}]" for i in range(len(given))] if several else ["w"]
+    x, weights = _operand("x", x), tuple(map(_operand, names, given))
     biases = _biases(bias, len(weights), several)
-    x = _array(x)
     group = Group.of(axis_name)
     axis = _axis("gather_axis", gather_axis, x)
     lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
-    names = [f"w[{i}]" for i in range(len(weights))] if several else ["w"]
     _validate_operands(x, weights, names, biases, recipe)
-    call = Call.of(
-        "all_gather_matmul", group, x, math.prod(lead), x.shape[axis] * math.prod(mid), recipe, transport,
-        bidirectional, residual, gather_result, out_dtype, timeout, implementation,
-    )  # fmt: skip
+    call = Call(
+        name="all_gather_matmul",
+        axis_name=group.names,
+        size=group.size,
+        leading=math.prod(lead),
+        rows=x.shape[axis] * math.prod(mid),
+        recipe=recipe,
+        transport=transport,
+        bidirectional=bidirectional,
+        residual=residual,
+        gather_result=gather_result,
+        x_dtype=np.dtype(x.dtype),
+        out_dtype=_out_dtype(out_dtype, x),
+        timeout=timeout,
+        native=native.use_native(implementation),
+    )
     _validate_recipe(call, x, weights, names, "gather_axis", group)
     states = _states(call, scaling_state, len(weights), several)
     outs = [weight.shape[1:] for weight in weights]
@@ -169,7 +181,7 @@ def matmul_reduce_scatter(
     """
     if isinstance(w, tuple | list):
         raise ValueError("w is a tuple; matmul_reduce_scatter takes one, for its products have one sum: pass an array")
-    x, weight = _array(x), _array(w)
+    x, weight = _operand("x", x), _operand("w", w)
     (bias,) = _biases(bias, 1, False)
     group = Group.of(axis_name)
     axis = _axis("scatter_axis", scatter_axis, x)
@@ -180,10 +192,22 @@ def matmul_reduce_scatter(
         )
     lead, size, mid = x.shape[:axis], x.shape[axis] // group.size, x.shape[axis + 1 : -1]
     _validate_operands(x, (weight,), ["w"], (bias,), recipe)
-    call = Call.of(
-        "matmul_reduce_scatter", group, x, math.prod(lead), size * math.prod(mid), recipe, transport, bidirectional,
-        "shard", False, out_dtype, timeout, implementation,
-    )  # fmt: skip
+    call = Call(
+        name="matmul_reduce_scatter",
+        axis_name=group.names,
+        size=group.size,
+        leading=math.prod(lead),
+        rows=size * math.prod(mid),
+        recipe=recipe,
+        transport=transport,
+        bidirectional=bidirectional,
+        residual="shard",
+        gather_result=False,
+        x_dtype=np.dtype(x.dtype),
+        out_dtype=_out_dtype(out_dtype, x),
+        timeout=timeout,
+        native=native.use_native(implementation),
+    )
     _validate_recipe(call, x, (weight,), ["w"], "scatter_axis", group)
     (state,) = _states(call, scaling_state, 1, False)
     x, (w,), (bias,) = _canonical(call, x, (call.leading, call.size, call.rows), (weight,), (bias,))
@@ -194,8 +218,15 @@ def matmul_reduce_scatter(
 # ----------------------------------------------------------------------------------------------------------- validation
 
 
-def _array(x: Any) -> Any:
-    return x if isinstance(x, QuantizedArray) else jnp.asarray(x)
+def _operand(name: str, x: Any) -> Any:
+    return x if isinstance(x, QuantizedArray) else _array(name, x, "an array or a QuantizedArray")
+
+
+def _array(name: str, x: Any, kind: str) -> Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is of type {type(x).__name__}; pass {kind}") from None
 
 
 def _biases(bias: Any, count: int, several: bool) -> tuple[Any, ...]:
@@ -207,7 +238,20 @@ def _biases(bias: Any, count: int, several: bool) -> tuple[Any, ...]:
         bias = (None,) * count
     elif not isinstance(bias, tuple | list) or len(bias) != count:
         raise ValueError(f"w is a tuple of {count}, so bias must be one too, with None where there is none")
-    return tuple(None if b is None else jnp.asarray(b) for b in bias)
+    return tuple(
+        None if b is None else _array(f"bias[{i}]" if several else "bias", b, "an array or None")
+        for i, b in enumerate(bias)
+    )
+
+
+def _out_dtype(dtype: Any, x: Array | QuantizedArray) -> np.dtype:
+    try:
+        found = np.dtype(x.dtype if dtype is None else dtype)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found not in FLOATS:
+        raise ValueError(f"out_dtype is {found or dtype}; it must be {FLOAT_NAMES}")
+    return found
 
 
 def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
@@ -240,7 +284,7 @@ def _validate_operands(x, weights: tuple[Any, ...], names: list[str], biases: tu
                 f"recipe is None, but {name} is a QuantizedArray; name its recipe or pass {name}.dequantize()"
             )
     if 0 in x.shape:
-        raise ValueError(f"x has shape {x.shape}; no dimension may be 0: there is nothing to exchange")
+        raise ValueError(f"x has shape {x.shape}; no dimension may be 0: leave out a call that exchanges nothing")
     for name, weight, bias in zip(names, weights, biases, strict=True):
         if weight.ndim < 2 or weight.shape[0] != x.shape[-1]:
             raise ValueError(
@@ -248,7 +292,7 @@ def _validate_operands(x, weights: tuple[Any, ...], names: list[str], biases: tu
                 f"has shape {x.shape}, and at least one of its own"
             )
         if 0 in weight.shape:
-            raise ValueError(f"{name} has shape {weight.shape}; no dimension may be 0")
+            raise ValueError(f"{name} has shape {weight.shape}; no dimension may be 0: leave out a weight of nothing")
         if bias is None:
             continue
         label = name.replace("w", "bias")

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from collective_oracle import FUNCTIONS, mesh_of
 from jax.sharding import AxisType
@@ -48,21 +49,25 @@ def _two_devices(require_devices):
         ("transport is 'nccl'; it must be one of", {"transport": "nccl"}),
         ("timeout is 0; it must be a positive number of seconds", {"timeout": 0}),
         ("timeout is True; it must be", {"timeout": True}),
+        (r"timeout is np.float32\(inf\); it must be", {"timeout": np.float32(np.inf)}),
+        ("bidirectional is 'no'; it must be True or False", {"bidirectional": "no"}),
         ("out_dtype is int32; it must be float32, bfloat16 or float16", {"out_dtype": jnp.int32}),
+        ("out_dtype is foo; it must be float32, bfloat16 or float16", {"out_dtype": "foo"}),
         ("axis_name is 3; it must be the name of a mesh axis", {"axis_name": 3}),
         (r"axis_name is \(\); it must be", {"axis_name": ()}),
-        (r"axis_name is \('tp', 'tp'\); it must be", {"axis_name": ("tp", "tp")}),
+        (r"axis_name is \('tp', 'tp'\); it must be .* a tuple of several, each once", {"axis_name": ("tp", "tp")}),
         ("no axis 'dp' is mapped here; call it inside shard_map or pmap over a mesh with", {"axis_name": "dp"}),
         ("x has dtype int32; it must be float32, bfloat16 or float16: cast it", {"x_dtype": jnp.int32}),
         ("w has dtype int8; it must be float32, bfloat16 or float16: cast it", {"w_dtype": jnp.int8}),
         (r"w has shape \(8, 16\); it must be \[16, …\]", {"w": (8, 16)}),
         (r"w has shape \(16,\); it must be \[16, …\]", {"w": (16,)}),
-        (r"w has shape \(16, 0\); no dimension may be 0", {"w": (16, 0)}),
-        (r"x has shape \(0, 16\); no dimension may be 0", {"x": (0, 16)}),
+        (r"w has shape \(16, 0\); no dimension may be 0: leave out a weight", {"w": (16, 0)}),
+        (r"x has shape \(0, 16\); no dimension may be 0: leave out a call", {"x": (0, 16)}),
         (r"x has shape \(16,\); it needs a dimension before the last", {"x": (16,)}),
         ("bias has dtype int32; it must be", {"bias": jnp.zeros((16,), jnp.int32)}),
         (r"bias has shape \(8,\); for w of shape \(16, 16\) it must be \(16,\)", {"bias": jnp.zeros((8,))}),
         ("bias is a tuple, but w is not", {"bias": (None,)}),
+        ("bias is of type dict; pass an array or None", {"bias": {}}),
         ("recipe is 'fp8'; it must be a Recipe", {"recipe": "fp8"}),
         ("w has shape .*, 8 features out on this device; FP8 products need a multiple of 16", {
             "w": (16, 8), "recipe": CurrentScaling(),
@@ -76,6 +81,27 @@ def test_arguments(message, options, name):
     refuses(message, name, **options)
 
 
+@functions
+@pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), ({"a": 1.0}, "dict"), ("x", "str")])
+def test_what_is_no_array(value, kind, name):
+    call = functools.partial(FUNCTIONS[name], axis_name="tp")
+    x, w = zeros(4, 16), zeros(16, 16)
+    rule = f"is of type {kind}; pass an array or a QuantizedArray"
+    with pytest.raises(ValueError, match=f"^x {rule}"):
+        inside(lambda w: call(value, w), w)
+    with pytest.raises(ValueError, match=f"^w {rule}"):
+        inside(lambda x: call(x, value), x)
+    if name == GATHER:
+        with pytest.raises(ValueError, match=rf"^w\[1\] {rule}"):
+            inside(lambda x, w: call(x, (w, value)), x, w)
+
+
+@functions
+def test_numbers_and_flags_of_numpy(name):
+    call = functools.partial(FUNCTIONS[name], axis_name="tp", timeout=np.float32(3), bidirectional=np.True_)
+    inside(call, zeros(4, 16), zeros(16, 16))
+
+
 @pytest.mark.parametrize(("name", "axis"), [(GATHER, "gather_axis"), (SCATTER, "scatter_axis")])
 def test_axes(name, axis):
     rule = r"for x of shape \(4, 16\) it must be an integer that names a dimension before the last"
@@ -85,6 +111,7 @@ def test_axes(name, axis):
 
 def test_arguments_of_a_gather():
     refuses("residual is 'none'; it must be 'gathered' or 'shard'", GATHER, residual="none")
+    refuses("gather_result is 'x'; it must be True or False", GATHER, gather_result="x")
     refuses("gather_result is True with a recipe", GATHER, gather_result=True, recipe=CurrentScaling())
     x, w = zeros(4, 16), zeros(16, 16)
     gather = functools.partial(all_gather_matmul, axis_name="tp")
