@@ -27,7 +27,7 @@ from te_jax import native, ops
 from te_jax.models.config import DecoderConfig
 from te_jax.ops._gemm_product import FP8_ALIGNMENT
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
-from te_jax.parallel.collective_matmul import Residual, TransportName
+from te_jax.parallel._call import Residual, TransportName, validate_options
 from te_jax.recipe import DelayedScalingState
 
 __all__ = ["TensorParallel", "param_specs"]
@@ -49,7 +49,8 @@ class TensorParallel:
       transport, bidirectional, residual, timeout: see `te_jax.parallel.all_gather_matmul`.
 
     Raises:
-      ValueError: `size` is no whole number of at least 1, or an axis is named twice.
+      ValueError: `size` is no whole number of at least 1, an axis is no name or named twice, or what
+        `te_jax.parallel.all_gather_matmul` takes too is not what it takes.
     """
 
     size: int
@@ -66,10 +67,16 @@ class TensorParallel:
         if isinstance(self.batch_axes, str):
             raise ValueError(f"batch_axes is {self.batch_axes!r}: name mesh axes in a tuple, ({self.batch_axes!r},)")
         names = (self.axis_name, *self.batch_axes)
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                f"axis_name is {self.axis_name!r} and batch_axes is {self.batch_axes!r}: axes go by their names, which "
+                "are strings"
+            )
         if len(set(names)) < len(names):
             raise ValueError(
                 f"axis_name is {self.axis_name!r} and batch_axes is {self.batch_axes}: name each axis once"
             )
+        validate_options(self.transport, self.bidirectional, self.residual, self.timeout)
 
     def check(self, config: DecoderConfig) -> None:
         """Checks that a decoder can be split like this.

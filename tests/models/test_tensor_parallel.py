@@ -287,6 +287,12 @@ def test_presets_trace(name, size, promotion):
         ({"size": 0}, "size is 0: it needs"),
         ({"size": True}, "size is True"),
         ({"size": 2, "batch_axes": "data"}, r"batch_axes is 'data': name mesh axes in a tuple, \('data',\)"),
+        ({"size": 2, "axis_name": 3}, r"axis_name is 3 and batch_axes is \(\): axes go by their names"),
+        ({"size": 2, "batch_axes": ("data", None)}, r"batch_axes is \('data', None\): axes go by their names"),
+        ({"size": 2, "transport": "nccl"}, "transport is 'nccl'; it must be one of"),
+        ({"size": 2, "bidirectional": "no"}, "bidirectional is 'no'; it must be True or False"),
+        ({"size": 2, "residual": "x"}, "residual is 'x'; it must be 'gathered' or 'shard'"),
+        ({"size": 2, "timeout": -1}, "timeout is -1; it must be a positive number of seconds"),
         ({"size": 2, "batch_axes": ("tensor",)}, "axis_name is 'tensor' and batch_axes .* once"),
     ],
 )
