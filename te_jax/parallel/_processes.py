@@ -11,7 +11,8 @@ members find the same one, and the same program in all processes has the same te
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ _DEFAULT_SECONDS = 300.0
 
 _sizes: dict[tuple[int, ...], list[int]] = {}
 """By group of which this process drives a member, the bytes of its spaces; the last is the largest."""
-_attempts: dict[tuple[int, ...], int] = {}
+_attempts: dict[tuple[tuple[int, ...], int], int] = {}
+"""By group and bytes, the last attempt to open a space that this process took part in."""
 _opening = threading.Lock()
 
 
@@ -57,63 +59,165 @@ def span_processes(groups: np.ndarray) -> bool:
     return bool((groups >> _PLACE_BITS != groups[:, :1] >> _PLACE_BITS).any())
 
 
-def ensure(groups: np.ndarray, bytes_needed: int, platform: str) -> None:
+def ensure(groups: np.ndarray, bytes_needed: int, platform: str, seconds: float = _DEFAULT_SECONDS) -> None:
     """Makes sure that those of the groups that several processes drive, this one among them, share enough memory.
 
     Args:
       groups: places, int64 [groups, size].
       bytes_needed: on each device.
       platform: of the devices, as JAX names it.
+      seconds: to wait for the other processes.
 
     Raises:
       ValueError: there is no key-value store, because `jax.distributed` is not initialised.
-      RuntimeError: the devices are not of one host, or a process did not take part in time.
+      RuntimeError: the devices are not of one host, memory cannot be had or opened, here or in another process, or a
+        process did not take part in time.
     """
     index = jax.process_index()
     with _opening:
         for places in groups:
             group = tuple(int(place) for place in places)
             if span_processes(places[None]) and index in (place >> _PLACE_BITS for place in group):
-                _open(group, bytes_needed, platform)
+                _open(group, bytes_needed, platform, seconds)
 
 
-def _open(group: tuple[int, ...], bytes_needed: int, platform: str) -> None:
+def _open(group: tuple[int, ...], bytes_needed: int, platform: str, seconds: float) -> None:
     sizes = _sizes.setdefault(group, [])
     if sizes and sizes[-1] >= bytes_needed:
         return
-    # Not the number of spaces: what a failed attempt has left in the store must not be taken for that of the next one.
-    number = _attempts[group] = _attempts.get(group, 0) + 1
-    store, module = _store(), native.extension_module(platform)
+    attempt, module = _Attempt(_store(), group, bytes_needed), native.extension_module(platform)
     mine = [rank for rank, place in enumerate(group) if place >> _PLACE_BITS == jax.process_index()]
-    key = f"te_jax/space/{'-'.join(map(str, group))}/{number}"
-    milliseconds = int(_DEFAULT_SECONDS * 1e3)
     try:
         for rank in mine:
-            store.key_value_set(f"{key}/{rank}", module.open_space(group, number, rank, bytes_needed))
-        texts = [store.blocking_key_value_get(f"{key}/{rank}", milliseconds) for rank in range(len(group))]
-        _join(module, group, mine, number, texts)
+            attempt.say(rank, module.open_space(group, attempt.number, rank, bytes_needed))
+        _join(module, attempt, mine, attempt.hear_all(seconds), seconds)
+    except PeerFailedError:
+        raise  # who has said so itself
+    except BaseException as problem:
+        failed = isinstance(problem, Exception) and not isinstance(problem, LateError)
+        for rank in mine:
+            attempt.say(rank, f"{_FAILED if failed else _GAVE_UP}{problem or type(problem).__name__}")
+        raise
     finally:
-        module.forget_opening(group, number)
+        module.forget_opening(group, attempt.number)  # last: peers that lose what is not joined look for the reason
+    for rank in mine:
+        attempt.take_back(rank)
     sizes.append(bytes_needed)
 
 
-def _join(module: Any, group: tuple[int, ...], ranks: Sequence[int], number: int, texts: list[str]) -> None:
+def _join(module: Any, attempt: _Attempt, ranks: Sequence[int], texts: list[str], seconds: float) -> None:
     """All of this process's devices at once, for each waits for the others."""
     problems: list[BaseException] = []
 
     def join(rank: int) -> None:
         try:
-            module.join_space(group, number, rank, texts, _DEFAULT_SECONDS)
+            module.join_space(attempt.group, attempt.number, rank, texts, seconds)
         except BaseException as problem:
             problems.append(problem)
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    for _ in _pauses():
+        over = problems or not any(thread.is_alive() for thread in threads)
+        attempt.hear()
+        if over:
+            break
     if problems:
         raise problems[0]
+
+
+class PeerFailedError(RuntimeError):
+    """A member of another process has said that it failed."""
+
+
+class LateError(RuntimeError):
+    """Members of other processes did not come in time."""
+
+
+_FAILED, _GAVE_UP = "failed: ", "gave up: "
+
+
+class _Attempt:
+    """What the members of a group say while they open a space together: of what they share, or why they cannot.
+
+    All are to talk of the same attempt. A failure stays in the store for those that come later, which it concerns too;
+    but where a member gave up because others did not come, it may have called alone, and they begin the next attempt.
+    """
+
+    def __init__(self, store: Any, group: tuple[int, ...], bytes_needed: int):
+        self.group, self.number = group, _attempts.get((group, bytes_needed), 0) + 1
+        self._store = store
+        self._folder = f"te_jax/space/{'-'.join(map(str, group))}/{bytes_needed}"
+        while self._is_over():
+            self.number += 1
+        _attempts[group, bytes_needed] = self.number
+
+    def say(self, rank: int, text: str) -> None:
+        self._store.key_value_set(f"{self._folder}/{self.number}/{rank}", text, allow_overwrite=True)
+
+    def take_back(self, rank: int) -> None:
+        self._store.key_value_delete(f"{self._folder}/{self.number}/{rank}")
+
+    def hear(self) -> dict[int, str]:
+        """By rank, what the members say so far.
+
+        Raises:
+          PeerFailedError: one of them failed.
+        """
+        texts = self._texts(self.number)
+        for rank, text in sorted(texts.items()):
+            if text.startswith((_FAILED, _GAVE_UP)):
+                raise PeerFailedError(
+                    f"transport='p2p' cannot share memory between {_names_of(self.group)}: "
+                    f"{_names_of([self.group[rank]])} {text}"
+                )
+        return texts
+
+    def hear_all(self, seconds: float) -> list[str]:
+        """What the members say, in order of rank, once all of them have.
+
+        Raises:
+          PeerFailedError: one of them failed.
+          LateError: it took longer.
+        """
+        begin, texts = time.monotonic(), {}
+        for _ in _pauses():
+            texts = self.hear()
+            if len(texts) == len(self.group) or time.monotonic() - begin > seconds:
+                break
+        if missing := [place for rank, place in enumerate(self.group) if rank not in texts]:
+            raise LateError(
+                f"transport='p2p' waited {seconds:g} s for {_names_of(missing)} to share memory between "
+                f"{_names_of(self.group)}: all processes must lower the same programs in the same order; look for what "
+                "failed there first, or give a longer timeout"
+            )
+        return [texts[rank] for rank in range(len(self.group))]
+
+    def _is_over(self) -> bool:
+        gave_up = any(text.startswith(_GAVE_UP) for text in self._texts(self.number).values())
+        return gave_up or bool(self._texts(self.number + 1))
+
+    def _texts(self, number: int) -> dict[int, str]:
+        found = self._store.key_value_dir_get(f"{self._folder}/{number}/")
+        return {int(key.rpartition("/")[2]): text for key, text in found}
+
+
+def _names_of(places: Iterable[int]) -> str:
+    names = []
+    for place in places:
+        process, number = divmod(place, 1 << _PLACE_BITS)
+        names.append(f"device {number} of process {process}")
+    return ", ".join(names)
+
+
+def _pauses() -> Iterator[None]:
+    """Longer and longer ones, from a millisecond to a tenth of a second."""
+    pause = 1e-3
+    while True:
+        yield
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
 
 
 def _store() -> Any:

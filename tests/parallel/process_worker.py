@@ -1,7 +1,9 @@
-"""One of several processes: worker.py RANK PROCESSES PORT [leave | late | groups]. Prints "fine" at its end.
+"""One of several processes: worker.py RANK PROCESSES PORT [TASK]. Prints "fine" at its end.
 
 With "leave" the last process ends without taking part in the last call; with "late" it comes too late for one, and all
-go on as if nothing had happened; with "groups" each process has two devices, in groups of its own and with others.
+go on as if nothing had happened; with "groups" each process has two devices, in groups of its own and with others; with
+"alone" the first and the last process at first lower without the others; with "fails" the last one at first cannot
+share memory.
 """
 
 import os
@@ -22,11 +24,14 @@ jax.distributed.initialize(
 
 import functools  # noqa: E402
 import time  # noqa: E402
+import types  # noqa: E402
 
 import numpy as np  # noqa: E402
+from jax._src import distributed  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+from te_jax import native  # noqa: E402
 from te_jax.parallel import _processes, all_gather_matmul, matmul_reduce_scatter  # noqa: E402
 from te_jax.testing import assert_close  # noqa: E402
 
@@ -84,6 +89,47 @@ if task == "groups":
     run_in_groups(np.stack([grid[0], grid[1][::-1]], axis=1), ("d", "t"), ("t",), 16)  # in other pairs
     run_in_groups(grid, ("d", "t"), ("d", "t"), 16)
     assert all(len({place >> 16 for place in group}) > 1 for group in _processes._sizes)
+    print("fine", flush=True)
+    jax.distributed.shutdown()
+    raise SystemExit
+
+if task in ("alone", "fails"):
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((4 * processes, 12), (12, 8 * processes)))
+    gx, gw = placed(mesh, P("t"), x), placed(mesh, P(None, "t"), w)
+    step, last = jax.jit(gathers(layer)), processes - 1
+
+    def error_of_lowering():
+        try:
+            step.lower(gx, gw)
+        except RuntimeError as error:
+            return str(error)
+        raise SystemExit("the program was lowered")
+
+    def wait_for_all(name):
+        distributed.global_state.client.wait_at_barrier(name, 60_000)
+
+    if task == "alone":
+        ensure = _processes.ensure
+        _processes.ensure = lambda groups, count, platform, *_: ensure(groups, count, platform, 1.0)
+        for turn in (0, last):
+            if rank == turn:
+                text = error_of_lowering()
+                assert f"device 0 of process {last - turn}" in text.partition(" to share memory")[0], text
+            wait_for_all(f"after {turn}")
+        _processes.ensure = ensure
+    else:
+        module = native.extension_module(jax.default_backend())
+        for name in ("open_space", "join_space"):
+            if rank == last:
+                spoilt = types.SimpleNamespace(**{each: getattr(module, each) for each in dir(module)})
+                setattr(spoilt, name, lambda *_, name=name: (_ for _ in ()).throw(RuntimeError(f"no {name} here")))
+                native.extension_module = lambda _, spoilt=spoilt: spoilt
+            text = error_of_lowering()
+            told = "" if rank == last else f"device 0 of process {last} failed: "
+            assert f"{told}no {name} here" in text, text
+            wait_for_all(f"after {name}")
+        native.extension_module = lambda _: module
+    local_part(step(gx, gw), x.astype(np.float64) @ w)
     print("fine", flush=True)
     jax.distributed.shutdown()
     raise SystemExit

@@ -65,6 +65,16 @@ def test_a_process_that_is_late():
         assert "fine" in output.splitlines(), output
 
 
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("task", ["alone", "fails"])
+def test_memory_that_cannot_be_shared_at_first(task, processes):
+    """Whoever waits hears of it, long before the limit of 300 s, and the next attempt is everybody's."""
+    if jax.default_backend() == "gpu" and len(jax.devices()) < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    for output in run(processes, task):
+        assert "fine" in output.splitlines(), output
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="several devices for each process are simulated on CPUs")
 def test_groups_within_and_across_processes():
     before = shared_files()
