@@ -187,6 +187,7 @@ Status Space::Join(const std::vector<std::string>& descriptions, std::chrono::na
   }
   std::vector<int> absent;
   if (!Meet(timeout, absent)) return Status::Failed("other processes have not opened what this one shares in time");
+  joined_ = true;
   barrier_memory_->Unlink();
   reaches_[rank_]->Announced();
   return Status::Ok();
@@ -196,22 +197,25 @@ bool Space::Meet(std::chrono::nanoseconds timeout, std::vector<int>& absent) {
   constexpr auto kSpin = std::chrono::microseconds(50);
   const auto begin = std::chrono::steady_clock::now();
   const uint64_t meeting = ++meetings_;
-  if (barrier_->broken.load() != 0) return false;
-  barrier_->members[rank_].arrived.store(meeting, std::memory_order_release);
+  SharedBarrier& barrier = *barrier_;
+  if (barrier.broken.load() != 0) return false;
+  barrier.members[rank_].arrived.store(meeting, std::memory_order_release);
   for (size_t i = 0; i < members_.size(); ++i) {
-    while (barrier_->members[i].arrived.load(std::memory_order_acquire) < meeting) {
+    while (barrier.members[i].arrived.load(std::memory_order_acquire) < meeting) {
       const auto waited = std::chrono::steady_clock::now() - begin;
-      if (waited > timeout) barrier_->broken.store(1);
-      if (barrier_->broken.load(std::memory_order_relaxed) != 0) {
+      const bool late = waited > timeout;
+      if (late || barrier.broken.load(std::memory_order_relaxed) != 0) {
         for (size_t j = 0; j < members_.size(); ++j) {
-          if (barrier_->members[j].arrived.load() < meeting) absent.push_back(members_[j]);
+          if (barrier.members[j].arrived.load() < meeting) absent.push_back(members_[j]);
         }
+        if (late && absent.empty()) break;  // the last one has just come
+        barrier.broken.store(1);
         return false;
       }
       if (waited > kSpin) std::this_thread::sleep_for(std::chrono::microseconds(waited > 20 * kSpin ? 200 : 10));
     }
   }
-  return barrier_->broken.load() == 0;
+  return barrier.broken.load() == 0;
 }
 
 void KeepOpening(const std::vector<int>& members, int number, int rank, std::shared_ptr<Space> space) {
@@ -231,7 +235,10 @@ void ForgetOpening(const std::vector<int>& members, int number) {
   Registry& registry = TheRegistry();
   const std::lock_guard lock(registry.mutex);
   for (size_t rank = 0; rank < members.size(); ++rank) {
-    registry.opening.erase({members, number, static_cast<int>(rank)});
+    const auto found = registry.opening.find({members, number, static_cast<int>(rank)});
+    if (found == registry.opening.end()) continue;
+    if (!found->second->joined()) found->second->Break();
+    registry.opening.erase(found);
   }
 }
 

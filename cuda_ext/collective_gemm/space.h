@@ -89,7 +89,10 @@ class Space {
   // one fails at once, with nobody absent.
   bool Meet(std::chrono::nanoseconds timeout, std::vector<int>& absent);
   // For a member that cannot come: the others learn at once.
-  void Break() { barrier_->broken.store(1); }
+  void Break() {
+    if (SharedBarrier* const barrier = barrier_) barrier->broken.store(1);
+  }
+  bool joined() const { return joined_; }
 
   int64_t bytes() const { return bytes_; }
   char* data(int rank) const { return static_cast<char*>(reaches_[rank]->data()); }
@@ -104,13 +107,15 @@ class Space {
   int64_t bytes_ = 0;
   uint64_t meetings_ = 0;
   std::unique_ptr<SharedMemory> barrier_memory_;
-  SharedBarrier* barrier_ = nullptr;
+  std::atomic<SharedBarrier*> barrier_{nullptr};  // null while it is not mapped, when another thread may break it
+  std::atomic<bool> joined_{false};
   std::vector<std::shared_ptr<Reach>> reaches_;  // by rank
 };
 
 // A member's spaces: while a group opens one it is known by a number; once all have joined it serves their calls.
 void KeepOpening(const std::vector<int>& members, int number, int rank, std::shared_ptr<Space> space);
 std::shared_ptr<Space> FindOpening(const std::vector<int>& members, int number, int rank);
+// One that was not joined is broken: members that wait for it learn at once.
 void ForgetOpening(const std::vector<int>& members, int number);
 void KeepSpace(const std::vector<int>& members, int rank, std::shared_ptr<Space> space);
 // The first that is large enough, or null. The same for all members: they have joined theirs in the same order.
