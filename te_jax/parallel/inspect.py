@@ -116,6 +116,8 @@ def collectives(
 ) -> list[Collective]:
     """Lists every collective of a compiled function, in the order of the program's text.
 
+    Where several processes drive the devices, all of them have to call it: they compile together.
+
     Args:
       fn: any callable, jitted or not, which is compiled for these arguments and not run; or a `jax.stages.Lowered` or
         `jax.stages.Compiled`, without further arguments.
