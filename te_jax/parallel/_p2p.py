@@ -253,7 +253,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *values, target, present, results, exc
     _processes.introduce(devices.flat)
     groups = _processes.places_of(devices)
     if shares := _processes.span_processes(groups):
-        _processes.ensure(groups, shared_bytes, devices.flat[0].platform)
+        patience = max(attributes["timeout"], _processes.SECONDS_TO_COMPILE)
+        _processes.ensure(groups, shared_bytes, devices.flat[0].platform, patience)
         if "put" in attributes:  # what XLA has allocated here other processes cannot write to
             attributes["put"] = False
     call = functools.partial(

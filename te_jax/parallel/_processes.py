@@ -21,7 +21,8 @@ import numpy as np
 from te_jax import native
 
 _PLACE_BITS = 16
-_DEFAULT_SECONDS = 300.0
+SECONDS_TO_COMPILE = 300.0
+"""By how much one process may compile longer than another before it gets to the same program."""
 
 _sizes: dict[tuple[int, ...], list[int]] = {}
 """By group of which this process drives a member, the bytes of its spaces; the last is the largest."""
@@ -59,7 +60,7 @@ def span_processes(groups: np.ndarray) -> bool:
     return bool((groups >> _PLACE_BITS != groups[:, :1] >> _PLACE_BITS).any())
 
 
-def ensure(groups: np.ndarray, bytes_needed: int, platform: str, seconds: float = _DEFAULT_SECONDS) -> None:
+def ensure(groups: np.ndarray, bytes_needed: int, platform: str, seconds: float) -> None:
     """Makes sure that those of the groups that several processes drive, this one among them, share enough memory.
 
     Args:
