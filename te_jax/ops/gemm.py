@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from te_jax import native, reference
+from te_jax.ops._arguments import FP8, FP8_NAMES, as_dtype, validate_quantization
 from te_jax.ops._gemm_product import (
     FLOAT_NAMES,
     FLOATS,
@@ -32,7 +33,6 @@ from te_jax.recipe import BLOCK, Quantization, Scaling
 
 Contracting = Literal["cols", "rows"]
 
-_FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 # What the scaling of lhs says of both operands.
 _OF_PRODUCT: dict[Scaling | None, ProductScaling] = {
     None: "none",
@@ -172,7 +172,7 @@ def gemm(
         len(a.summed),
         activation,
         bool(save_preactivation),
-        np.dtype(out_dtype),
+        as_dtype("out_dtype is", out_dtype, FLOATS, f"{FLOAT_NAMES}; for FP8 give out_quantization"),
         out_quantization,
         bool(accumulate),
         bool(fast_accumulation),
@@ -247,7 +247,7 @@ def _sharded_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, opt
         whole=factors_kept_whole(scaling, {"m": a.outer, "n": b.outer, "k": a.summed}),
     )
     if fits:
-        fused, rest = split_followup(product, e5m2_operand=_FP8[1] in (a.dtype, b.dtype))
+        fused, rest = split_followup(product, e5m2_operand=FP8[1] in (a.dtype, b.dtype))
     else:
         fused, rest = Followup(), wanted
     arrays = {
@@ -343,8 +343,8 @@ def _operand(name: str, x: QuantizedArray | Array, contracting: Contracting, con
         raise ValueError(
             f"contracting_ndim is {contracting_ndim}, but {name} was quantized for {summed_ndim} summed dimensions"
         )
-    if data.dtype not in _FP8:
-        raise ValueError(f"{name} has data of dtype {data.dtype}; it must be float8_e4m3fn or float8_e5m2")
+    if data.dtype not in FP8:
+        raise ValueError(f"{name} has data of dtype {data.dtype}; it must be {FP8_NAMES}")
     scaling = x.scaling if over_cols else x.transposed_scaling
     operand = _Operand(data, scale_inv, scaling, data.shape[:outer_ndim], data.shape[outer_ndim:])
     expected = scale_shape(scaling, operand.outer, operand.summed)
@@ -366,7 +366,7 @@ def _validate_operands(a: _Operand, b: _Operand) -> None:
         if a.dtype != b.dtype:
             raise ValueError(f"rhs has dtype {b.dtype} and lhs {a.dtype}; cast one of them")
         return
-    if a.dtype == b.dtype == _FP8[1]:
+    if a.dtype == b.dtype == FP8[1]:
         raise ValueError(
             "lhs and rhs are both float8_e5m2, which no GPU multiplies; quantize one of them to float8_e4m3fn"
         )
@@ -408,8 +408,6 @@ def _validate_blocks(name: str, verb: str, sizes: tuple[int, ...]) -> None:
 
 def _validate_result(a: _Operand, b: _Operand, options: _Options, bias, gelu_preactivation, out_amax, accumulator):
     shape = (*a.outer, *b.outer)
-    if options.out_dtype not in FLOATS:
-        raise ValueError(f"out_dtype is {options.out_dtype}; it must be {FLOAT_NAMES}; for FP8 give out_quantization")
     for name, array, expected in (
         ("bias", bias, b.outer),
         ("gelu_preactivation", gelu_preactivation, shape),
@@ -428,6 +426,7 @@ def _validate_result(a: _Operand, b: _Operand, options: _Options, bias, gelu_pre
     if gelu_preactivation is not None and (options.activation is not None or bias is not None):
         raise ValueError("gelu_preactivation is for gradients; it goes with neither activation nor bias")
     if options.out_quantization is not None:
+        validate_quantization("out_quantization", options.out_quantization)
         if options.out_quantization.scaling != "tensor":
             raise ValueError(
                 f"out_quantization has {options.out_quantization.scaling!r} scaling; an FP8 result has one scale, "

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from te_jax import native, reference
+from te_jax.ops._arguments import validate_quantization
 from te_jax.ops._derivatives import not_differentiated
 from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
 from te_jax.quantized import QuantizedArray
@@ -24,7 +24,6 @@ _NO_DERIVATIVE = (
     "in FP8; for a constant pass jax.lax.stop_gradient(x)"
 )
 _COPIES = ("both", "data", "transposed")
-_SCALINGS = ("tensor", "row", "block_1x128", "block_128x128")
 
 
 class QuantizedParts(NamedTuple):
@@ -135,19 +134,7 @@ def quantize_parts(
 
 
 def _validate(x: Array, request: Request, axis_name: Any) -> None:
-    quantization = request.quantization
-    if not isinstance(quantization, Quantization):
-        raise ValueError(
-            f"quantization is {quantization!r}; it must be a Quantization, such as "
-            'te_jax.recipe.CurrentScaling().quantization("activation")'
-        )
-    if np.dtype(quantization.dtype) not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-        raise ValueError(
-            f"quantization has dtype {np.dtype(quantization.dtype)}; it must be float8_e4m3fn or float8_e5m2"
-        )
-    for name in ("scaling", "transposed_scaling"):
-        if getattr(quantization, name) not in _SCALINGS:
-            raise ValueError(f"quantization has {name} {getattr(quantization, name)!r}; it must be one of {_SCALINGS}")
+    validate_quantization("quantization", request.quantization)
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"x has dtype {x.dtype}; it must be float32, bfloat16 or float16: cast it")
     if x.ndim < 2:
@@ -161,7 +148,7 @@ def _validate(x: Array, request: Request, axis_name: Any) -> None:
         raise ValueError(f"copies is {request.copies!r}; it must be one of {_COPIES}")
     if isinstance(axis_name, Mapping) and set(axis_name) - {"rows", "cols"}:
         raise ValueError(f'axis_name has keys {sorted(axis_name)}; they must be out of "rows" and "cols"')
-    blocked = blocked_groups(quantization, request.copies)
+    blocked = blocked_groups(request.quantization, request.copies)
     for group, shape in (("rows", x.shape[: request.row_ndim]), ("cols", x.shape[request.row_ndim :])):
         if group in blocked and len(shape) > 1 and shape[-1] % BLOCK:
             raise ValueError(

@@ -18,6 +18,8 @@ LHS, RHS = random_product(RNG, (8,), (32,), (48,), "tensor")
 ROWS = random_product(RNG, (8,), (32,), (48,), "row")
 BLOCKS = random_product(RNG, (8,), (32,), (48,), "block")
 X, W = jnp.ones((8, 4)), jnp.ones((4, 6))
+AMAX = jnp.float32(1)
+FNUZ = np.dtype(jnp.float8_e4m3fnuz)
 FP8_RESULT = recipe.Quantization(E4M3, "tensor", "tensor")
 
 
@@ -138,6 +140,7 @@ def quantized(rows, cols, scaling="tensor", **options):
         (X, W, {"gelu_preactivation": jnp.ones((8, 6)), "activation": "gelu"}, "gelu_preactivation is for gradients"),
         (X, W, {"out_dtype": jnp.int8}, "out_dtype is int8; it must be float32, bfloat16 or float16; for FP8 give"),
         (X, W, {"out_dtype": E4M3}, "out_dtype is float8_e4m3fn"),
+        (X, W, {"out_dtype": "bf"}, "out_dtype is 'bf'; it must be float32, bfloat16 or float16"),
         (
             quantized((8,), (48,), stands_for="float32"),
             RHS,
@@ -157,6 +160,48 @@ def quantized(rows, cols, scaling="tensor", **options):
             RHS,
             {"out_quantization": recipe.Quantization(E4M3, "row", "row"), "out_amax": jnp.float32(1)},
             "out_quantization has 'row' scaling; an FP8 result has one scale, 'tensor': quantize the result afterwards",
+        ),
+        (
+            X,
+            W,
+            {"out_quantization": recipe.Quantization(np.dtype(np.float16), "tensor", "tensor"), "out_amax": AMAX},
+            "out_quantization has dtype float16; it must be float8_e4m3fn or float8_e5m2",
+        ),
+        (
+            X,
+            W,
+            {"out_quantization": recipe.Quantization(np.dtype(np.float32), "tensor", "tensor"), "out_amax": AMAX},
+            "out_quantization has dtype float32",
+        ),
+        (
+            X,
+            W,
+            {"out_quantization": recipe.Quantization(np.dtype(np.int8), "tensor", "tensor"), "out_amax": AMAX},
+            "out_quantization has dtype int8",
+        ),
+        (
+            X,
+            W,
+            {"out_quantization": recipe.Quantization(FNUZ, "tensor", "tensor"), "out_amax": AMAX},
+            "out_quantization has dtype float8_e4m3fnuz",
+        ),
+        (
+            X,
+            W,
+            {"out_quantization": recipe.Quantization("E4M3", "tensor", "tensor"), "out_amax": AMAX},
+            "out_quantization has dtype 'E4M3'; it must be float8_e4m3fn or float8_e5m2",
+        ),
+        (
+            X,
+            W,
+            {"out_quantization": recipe.Quantization(E4M3, "tensor", "column"), "out_amax": AMAX},
+            "out_quantization has transposed_scaling 'column'; it must be one of",
+        ),
+        (
+            X,
+            W,
+            {"out_quantization": recipe.CurrentScaling(), "out_amax": AMAX},
+            "out_quantization is CurrentScaling(",
         ),
         # accumulation
         (X, W, {"accumulator": jnp.ones((6, 8))}, "accumulator has shape (6, 8); for a result of shape (8, 6)"),
