@@ -16,8 +16,9 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import native, ops
 from te_jax.ops._regrouped import regrouped
+from te_jax.ops.dense import quantize_kernel as _quantize_kernel
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BLOCK, DelayedScaling, DelayedScalingState, Recipe
+from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
 
 Activation = Literal["gelu", "relu", "silu"]
 USES = "uses"
@@ -136,26 +137,15 @@ def dot_general(
 
 
 def quantize_kernel(kernel: Array, row_ndim: int, col_ndim: int, options: Options) -> QuantizedArray:
-    """Both copies of a kernel [*stacked, *rows, *cols], each stacked one with scales of its own.
-
-    Where blocks would not divide the last dimension of rows or cols, these are one dimension, as `ops.dense` has it.
-    """
+    """Both copies of a kernel [*stacked, *rows, *cols], possibly with fewer dimensions in rows and cols."""
     assert options.recipe is not None
-    quantization = options.recipe.quantization("kernel")
-
-    def group(sizes: tuple[int, ...]) -> tuple[int, ...]:
-        return (math.prod(sizes),) if quantization.scaling.startswith("block") and sizes[-1] % BLOCK else sizes
-
-    stacked_ndim = kernel.ndim - row_ndim - col_ndim
-    stacked = kernel.shape[:stacked_ndim]
-    before = kernel.shape[stacked_ndim : kernel.ndim - col_ndim], kernel.shape[kernel.ndim - col_ndim :]
-    after = group(before[0]), group(before[1])
-    quantize = functools.partial(
-        ops.quantize, quantization=quantization, row_ndim=len(after[0]), implementation=options.implementation
+    return _quantize_kernel(
+        kernel,
+        options.recipe,
+        row_ndim=row_ndim,
+        stacked_ndim=kernel.ndim - row_ndim - col_ndim,
+        implementation=options.implementation,
     )
-    for _ in stacked:
-        quantize = jax.vmap(quantize)
-    return quantize(regrouped(kernel, (stacked, *before), (stacked, *after)))
 
 
 def validate_gradients(variables: Mapping[str, Any], gradients: Mapping[str, Any], zeros: str) -> None:

@@ -20,6 +20,7 @@ from te_jax.ops._fp8_dense import Layer
 from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops._plain_dense import ACTIVATIONS, Activation, KernelContracting
 from te_jax.ops._regrouped import regrouped
+from te_jax.ops.quantize import quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, DelayedScalingState, Recipe
 
@@ -264,6 +265,38 @@ def _whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
     """The group as it is, or as one dimension where blocks do not divide its last one."""
     blocks = recipe.scalings["activation"][0].startswith("block")
     return (math.prod(sizes),) if blocks and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
+
+
+def quantize_kernel(
+    kernel: Array,
+    recipe: Recipe,
+    *,
+    row_ndim: int,
+    stacked_ndim: int = 0,
+    amax: Array | None = None,
+    implementation: native.Implementation | None = None,
+) -> QuantizedArray:
+    """Both copies of a kernel [*stacked, *rows, *cols], each stacked one with scales of its own.
+
+    Where blocks would not divide the last dimension of rows or cols, these are one dimension, as `dense` has it.
+
+    Args:
+      amax: float32 [*stacked], the largest magnitudes where scaling is by tensor; None to find them.
+    """
+    stacked, rows, cols = (
+        kernel.shape[:stacked_ndim],
+        kernel.shape[stacked_ndim : stacked_ndim + row_ndim],
+        kernel.shape[stacked_ndim + row_ndim :],
+    )
+    after = _whole_blocks(rows, recipe), _whole_blocks(cols, recipe)
+
+    def quantized(kernel: Array, amax: Array | None) -> QuantizedArray:
+        quantization = recipe.quantization("kernel")
+        return quantize(kernel, quantization, row_ndim=len(after[0]), amax=amax, implementation=implementation)
+
+    for _ in stacked:
+        quantized = jax.vmap(quantized)
+    return quantized(regrouped(kernel, (stacked, rows, cols), (stacked, *after)), amax)
 
 
 def _padded(x: Array, padding: int) -> Array:

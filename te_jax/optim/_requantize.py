@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from te_jax import native, ops
+from te_jax import native
 from te_jax._arguments import is_whole_number
+from te_jax.ops.dense import quantize_kernel
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 
@@ -64,7 +65,12 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
     Returns:
       The new parameters; with `requantize` (parameters, operands), where operands has a
       `te_jax.quantized.QuantizedArray` with both copies for each kernel that is quantized and the new parameter
-      elsewhere. Layers that are called several times, for microbatches, take operands and quantize nothing.
+      elsewhere. Layers that are called several times, for microbatches, take operands and quantize nothing. Where
+      blocks do not divide the last dimension of rows or cols, these are one dimension in the QuantizedArray, as
+      `quantize_kernels` of te_jax.flax and te_jax.nnx has it: their layers take either.
+
+    Raises:
+      ValueError: `requantize` does not fit, or a kernel cannot be quantized so.
 
     Examples:
       >>> import jax.numpy as jnp, te_jax.optim
@@ -89,12 +95,20 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
 
 
 def _quantized(how: Requantize, kernel: Array) -> QuantizedArray:
-    quantization = how.recipe.quantization("kernel")
-
-    def quantize(kernel: Array) -> QuantizedArray:
-        amax = jnp.max(jnp.abs(kernel), initial=0).astype(jnp.float32) if quantization.scaling == "tensor" else None
-        return ops.quantize(kernel, quantization, row_ndim=how.row_ndim, amax=amax, implementation=how.implementation)
-
-    for _ in range(how.stacked_ndim):
-        quantize = jax.vmap(quantize)
-    return quantize(kernel)
+    if how.stacked_ndim < 0 or not 1 <= how.row_ndim < kernel.ndim - how.stacked_ndim:
+        raise ValueError(
+            f"requantize has row_ndim={how.row_ndim} and stacked_ndim={how.stacked_ndim} for a kernel of shape "
+            f"{kernel.shape}; rows and cols need a dimension each: use None for what is no kernel"
+        )
+    amax = None
+    if how.recipe.quantization("kernel").scaling == "tensor":
+        own = tuple(range(how.stacked_ndim, kernel.ndim))
+        amax = jnp.max(jnp.abs(kernel), axis=own, initial=0).astype(jnp.float32)
+    return quantize_kernel(
+        kernel,
+        how.recipe,
+        row_ndim=how.row_ndim,
+        stacked_ndim=how.stacked_ndim,
+        amax=amax,
+        implementation=how.implementation,
+    )

@@ -10,6 +10,7 @@ import pytest
 from optim_cases import assert_same, normal_like
 
 from te_jax import ops, optim
+from te_jax.flax import DenseGeneral, quantize_kernels
 from te_jax.optim import Requantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
@@ -68,6 +69,19 @@ def test_several_dimensions_in_rows(recipe, implementation, rng):
     kernel, updates = step(rng, (4, 128, 256))
     new, operand = apply(kernel, updates, Requantize(recipe, row_ndim=2, implementation=implementation))
     assert_same(operand, quantized(new, recipe, 2, implementation))
+
+
+@blocks_and_tensors
+@pytest.mark.parametrize(("axis", "features"), [((-2, -1), 64), (-1, (4, 32))], ids=["rows", "cols"])
+def test_operands_of_layers_over_several_dimensions_are_those_of_quantize_kernels(recipe, axis, features, rng):
+    """Also where blocks do not divide the last dimension of rows or cols."""
+    layer, x = DenseGeneral(features, axis=axis, recipe=recipe), normal_like(rng, jnp.zeros((8, 4, 32)))
+    variables = layer.init(jax.random.key(0), x)
+    updates = normal_like(rng, variables)
+    how = {"params": {"kernel": Requantize(recipe, row_ndim=2 if axis == (-2, -1) else 1), "bias": None}}
+    new, operands = optim.apply_updates(variables, updates, requantize=how)
+    assert_same(operands, quantize_kernels(layer, new, x))
+    np.testing.assert_array_equal(layer.apply(operands, x), layer.apply(new, x))
 
 
 def test_trees(rng):
@@ -157,3 +171,10 @@ def test_what_is_no_requantize():
 def test_arguments_of_no_use(arguments, message):
     with pytest.raises(ValueError, match=message):
         Requantize(**{"recipe": CurrentScaling(), **arguments})
+
+
+@pytest.mark.parametrize(("row_ndim", "stacked_ndim"), [(2, 0), (1, 1)])
+def test_dimensions_that_a_kernel_does_not_have(row_ndim, stacked_ndim):
+    how = Requantize(BlockScaling(), row_ndim=row_ndim, stacked_ndim=stacked_ndim)
+    with pytest.raises(ValueError, match=f"row_ndim={row_ndim} and stacked_ndim={stacked_ndim} for a kernel of shape"):
+        optim.apply_updates(jnp.ones((16, 32)), jnp.ones((16, 32)), requantize=how)
