@@ -38,8 +38,8 @@ class LinearGeneral(nnx.Module):
       activation: "gelu", "relu", "silu", or None.
       axis_name: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
         `DelayedScaling` is the same; None elsewhere.
-      implementation: None takes native kernels where there are some, else the reference; "native" or "reference" never
-        fall back.
+      implementation: None takes native kernels where they are installed, else the reference. A GPU that cannot multiply
+        as the recipe says is an error rather than slow. "native" or "reference" never fall back.
       rngs: `nnx.Rngs`, of which "params" is used.
 
     Raises:

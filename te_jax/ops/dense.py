@@ -20,6 +20,7 @@ from te_jax.ops._fp8_dense import Layer
 from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops._plain_dense import ACTIVATIONS, Activation, KernelContracting
 from te_jax.ops._regrouped import regrouped
+from te_jax.ops.gemm import unsupported
 from te_jax.ops.quantize import quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, DelayedScalingState, Recipe
@@ -79,8 +80,8 @@ def dense(
         maximum.
       axis_name: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which scaling_state is the same:
         what delayed scaling observes is combined over them. Elsewhere that is known: leave it None.
-      implementation: None takes the native kernels where there are, else the reference; "native" or "reference" never
-        fall back.
+      implementation: None takes the native kernels where they are installed, else the reference. A GPU that cannot
+        multiply as the recipe says is an error rather than slow. "native" or "reference" never fall back.
 
     Returns:
       [*batch, *out], in the dtype of x. Gradients have the dtypes of what they belong to. Inside `shard_map` every
@@ -89,7 +90,8 @@ def dense(
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
       NotImplementedError: for second derivatives with a recipe.
-      te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
+      te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run, and for a recipe that this
+        GPU has no products for, unless implementation is "reference".
 
     References:
       Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. Blocks: DeepSeek-V3, arXiv:2412.19437,
@@ -115,9 +117,21 @@ def dense(
         activation,
         bool(accumulate),
         axis_name if axis_name is None or isinstance(axis_name, str) else tuple(axis_name),
-        "native" if native.use_native(implementation) else "reference",
+        _implementation(implementation, recipe),
     )
     return _dense(x, kernel, bias, wgrad_accumulator, scaling_state, layer)
+
+
+def _implementation(implementation: native.Implementation | None, recipe: Recipe) -> native.Implementation:
+    """The one that quantization and products have in common. A GPU on which only products would be the reference's is
+    refused: the layer would be slower there than without a recipe."""
+    if not native.use_native(implementation):
+        return "reference"
+    if problem := unsupported(recipe.scalings["activation"][0]):
+        raise native.NativeUnavailableError(
+            f"recipe is {recipe!r}: {problem}; use recipe=None, or implementation='reference', which is slow"
+        )
+    return "native"
 
 
 class _Shape(NamedTuple):

@@ -180,7 +180,8 @@ def gemm(
         bool(own_kernel),
     )
     _validate_result(a, b, options, bias, gelu_preactivation, out_amax, accumulator)
-    problem = _unsupported(a.scaling, options.own_kernel)
+    problem = unsupported(a.scaling, options.own_kernel)
+    problem = problem and f"{problem}; use implementation='reference', or do not quantize"
     # Nothing to multiply is nothing for a kernel.
     use_native = native.use_native(implementation, problem) and 0 not in (*a.outer, *a.summed, *b.outer)
     return _gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options, use_native)
@@ -281,7 +282,7 @@ def _sharded_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, opt
     return (quantized, amax, *preactivation)
 
 
-def _unsupported(scaling: Scaling | None, own_kernel: bool) -> str | None:
+def unsupported(scaling: Scaling | None, own_kernel: bool = False) -> str | None:
     """Why the default backend's device cannot multiply FP8 with this scaling, if so."""
     capability = native.compute_capability()
     if scaling is None or capability is None:
@@ -294,7 +295,7 @@ def _unsupported(scaling: Scaling | None, own_kernel: bool) -> str | None:
         return None
     have = f"this GPU has {capability[0]}.{capability[1]}"
     exact = " exactly" if needed == (9, 0) else " or later"
-    return f"{what} CUDA compute capability {needed[0]}.{needed[1]}{exact}, and {have}; use the reference or bfloat16"
+    return f"{what} CUDA compute capability {needed[0]}.{needed[1]}{exact}, and {have}"
 
 
 def _operands(lhs, rhs, lhs_contracting, rhs_contracting, contracting_ndim) -> tuple[_Operand, _Operand]:

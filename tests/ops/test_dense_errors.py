@@ -26,13 +26,19 @@ HISTORY = jnp.zeros(4)
         (X, KERNEL.astype(jnp.complex64), None, {}, "kernel has dtype complex64"),
         (X, KERNEL, BIAS.astype(jnp.int8), {}, "bias has dtype int8"),
         (X, KERNEL, BIAS[:16], {}, "bias has shape (16,); for a kernel of shape (64, 48) it must be (48,)"),
-        (X, KERNEL[:32], None, {}, "kernel has shape (32, 48); its first 1 must be the last of x"),
+        (
+            X,
+            KERNEL[:32],
+            None,
+            {},
+            "kernel has shape (32, 48), whose first dimensions (32,) are contracted",
+        ),
         (
             X,
             KERNEL,
             None,
             {"kernel_contracting": "last"},
-            "kernel has shape (64, 48); its last 1 must be",
+            "kernel has shape (64, 48), whose last dimensions (48,) are contracted",
         ),
         (X, KERNEL, None, {"kernel_contracting": "rows"}, "kernel_contracting is 'rows'; it must be 'first' or 'last'"),
         (X, KERNEL, None, {"contracting_ndim": 0}, "contracting_ndim is 0; it must be an integer of at least 1"),
@@ -153,3 +159,14 @@ def test_named_implementation_that_is_not_there(monkeypatch):
     with pytest.raises(native.NativeUnavailableError, match="there is none"):
         ops.dense(X, KERNEL, recipe=CURRENT, implementation="native")
     assert ops.dense(X, KERNEL, recipe=CURRENT).shape == (32, 48)
+
+
+@pytest.mark.parametrize(("recipe", "capability"), [(CURRENT, (8, 0)), (BLOCK, (8, 9)), (BLOCK, (10, 0))])
+def test_gpu_without_products_for_a_recipe(recipe, capability, monkeypatch, native_kernels):
+    """Never slow by surprise: the reference has to be asked for."""
+    monkeypatch.setattr(native, "compute_capability", lambda: capability)
+    for implementation in (None, "native"):
+        with pytest.raises(native.NativeUnavailableError, match=r"recipe is .*: FP8 products .*; use recipe=None, or"):
+            ops.dense(X, KERNEL, recipe=recipe, implementation=implementation)
+    assert ops.dense(X, KERNEL, recipe=recipe, implementation="reference").shape == (32, 48)
+    assert ops.dense(X, KERNEL).shape == (32, 48)
