@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.custom_derivatives import SymbolicZero
 
 from te_jax import native, ops
 from te_jax.ops._regrouped import regrouped
@@ -237,24 +237,7 @@ def _kernel_and_accumulator(
 ) -> tuple[Array | QuantizedArray, Array | None]:
     if isinstance(kernel, AccumulatedKernel):
         return kernel.kernel, _count_use(kernel.gradient, kernel.uses)
-    return (_not_differentiated(kernel) if isinstance(kernel, QuantizedArray) else kernel), None
-
-
-@jax.custom_vjp
-def _not_differentiated(kernel: QuantizedArray) -> QuantizedArray:
-    return kernel
-
-
-def _refuse_differentiation(kernel):
-    if any(leaf.perturbed for leaf in jax.tree.leaves(kernel)):
-        raise ValueError(
-            "kernel is quantized and has no gradient of its own: use accumulate_gradients, or differentiate with "
-            "respect to other parameters only"
-        )
-    return custom_vjp_primal_tree_values(kernel), None
-
-
-_not_differentiated.defvjp(_refuse_differentiation, lambda _, gradient: (gradient,), symbolic_zeros=True)
+    return kernel, None
 
 
 @jax.custom_vjp

@@ -135,12 +135,17 @@ def _forward(layer: Layer, *operands):
         any(leaf.perturbed for leaf in jax.tree.leaves(operand)) for operand in operands
     )
     quantized = isinstance(kernel, QuantizedArray)
-    if accumulator is not None and for_kernel and not for_accumulator and not quantized:
+    if for_kernel and accumulator is None and quantized:
+        raise ValueError(
+            "kernel is a QuantizedArray, which has no gradient of its own: pass wgrad_accumulator and differentiate "
+            "with respect to it (accumulate_gradients in modules), or do not differentiate with respect to kernel"
+        )
+    if for_kernel and accumulator is not None and not for_accumulator:
         raise ValueError(
             "wgrad_accumulator takes the gradient of kernel, but only kernel is differentiated; differentiate with "
             "respect to wgrad_accumulator, whose cotangent is its next value"
         )
-    for_wgrad = for_accumulator if accumulator is not None else for_kernel and not quantized
+    for_wgrad = for_accumulator if accumulator is not None else for_kernel
 
     x8, x_amax, _ = _quantize(layer, "activation", x, state, outer=True, summed=for_wgrad)
     amaxes: dict[Role, Any] = {"activation": x_amax}

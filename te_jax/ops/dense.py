@@ -61,8 +61,8 @@ def dense(
       x: [*batch, *in], float32, bfloat16 or float16. Sharded in any way.
       kernel: [*in, *out], or [*out, *in] for kernel_contracting="last"; float32, bfloat16 or float16. Or a
         QuantizedArray of it, from `quantize(kernel, recipe.quantization("kernel"), row_ndim=…)`, which serves several
-        microbatches; its gradient then goes to wgrad_accumulator, or is not computed. Where kernels are sharded and
-        tokens are too (FSDP), FP8 values are gathered.
+        microbatches; its gradient then goes to wgrad_accumulator, and it is an error to differentiate with respect to
+        it alone. Where kernels are sharded and tokens are too (FSDP), FP8 values are gathered.
       bias: [*out], or None.
       recipe: how to quantize; None multiplies x and kernel as they are, in the dtype of x, by XLA.
       contracting_ndim: number of dimensions in `in`.

@@ -60,11 +60,22 @@ def test_groups_of_dimensions(rng):
 
 
 def test_its_gradient_is_none_of_its_own(rng):
-    """FP8 values have no use for one: the weight gradient goes to an accumulator, and is not computed without."""
+    """FP8 values have no use for one: the weight gradient goes to an accumulator, and is refused without."""
     case = random_case(rng, (32,), (64,), (48,), with_bias=False)
     kernel = quantized(case.kernel, CURRENT)
-    gradient = jax.grad(loss, argnums=1)(case.x, kernel, case.dy, CURRENT)
+    for gradient in (jax.grad(loss, argnums=1), jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=3)):
+        with pytest.raises(ValueError, match=r"has no gradient of its own: pass wgrad_accumulator and"):
+            gradient(case.x, kernel, case.dy, CURRENT)
+
+    def accumulating(kernel, accumulator):
+        return loss(case.x, kernel, case.dy, CURRENT, wgrad_accumulator=accumulator)
+
+    zeros = jnp.zeros(case.kernel.shape)
+    with pytest.raises(ValueError, match="only kernel is differentiated"):
+        jax.grad(accumulating)(kernel, zeros)
+    gradient, after = jax.grad(accumulating, argnums=(0, 1))(kernel, zeros)
     assert all(not np.any(wide(leaf)) for leaf in jax.tree.leaves(gradient))
+    assert_close(after, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
 
 
 def test_one_quantization_for_all_microbatches(rng):
