@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 
+from te_jax.quantized import QuantizedArray, scale_shape
 from te_jax.recipe import Quantization
 
 FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 FP8_NAMES = "float8_e4m3fn or float8_e5m2"
 
 _SCALINGS = ("tensor", "row", "block_1x128", "block_128x128")
+
+
+def as_array(name: str, x: Any) -> Array:
+    """x as an array; nothing that stands for one."""
+    if isinstance(x, QuantizedArray):
+        raise ValueError(
+            f"{name} is a QuantizedArray; it must be a plain array: pass what was quantized, or its dequantize()"
+        )
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is {kind_of(x)}; it must be an array, of jax.numpy or numpy") from error
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
 
 
 def validate_quantization(name: str, quantization: Any) -> None:
@@ -49,3 +70,76 @@ def as_dtype(subject: str, value: Any, allowed: tuple[np.dtype, ...], rule: str)
     if dtype is None or dtype not in allowed:
         raise ValueError(f"{subject} {repr(value) if dtype is None else dtype}; it must be {rule}")
     return dtype
+
+
+def validate_quantized_array(name: str, x: QuantizedArray) -> None:
+    """Checks that the copies of a QuantizedArray are there, whole, and of one array.
+
+    Raises:
+      ValueError: they are not.
+    """
+    if x.data is None and x.transposed is None:
+        raise ValueError(f"{name} has neither a data nor a transposed copy; quantize it with copies='both'")
+    validate_copy(name, x, "data")
+    validate_copy(name, x, "transposed")
+    if x.data is not None and x.transposed is not None and x.without_data().shape != x.data.shape:
+        raise ValueError(
+            f"{name} has data of shape {x.data.shape} and transposed of shape {x.transposed.shape}, which are not of "
+            "one array; quantize it with copies='both'"
+        )
+
+
+def validate_copy(name: str, x: QuantizedArray, copy: Literal["data", "transposed"]) -> None:
+    """Checks dimensions, dtype and scales of a copy, where it is there.
+
+    Raises:
+      ValueError: one of them is wrong.
+    """
+    values, scale_inv = (x.data, x.scale_inv) if copy == "data" else (x.transposed, x.transposed_scale_inv)
+    scaling = x.scaling if copy == "data" else x.transposed_scaling
+    outer_ndim, summed_ndim = (x.row_ndim, x.col_ndim) if copy == "data" else (x.col_ndim, x.row_ndim)
+    if values is None:
+        return
+    if values.ndim != outer_ndim + summed_ndim:
+        raise ValueError(
+            f"{name} has {copy} of shape {values.shape} for {outer_ndim} outer and {summed_ndim} summed dimensions; "
+            "a batch of products is written with jax.vmap, and layers that are stacked with jax.lax.scan"
+        )
+    if values.dtype not in FP8:
+        raise ValueError(f"{name} has {copy} of dtype {values.dtype}; it must be {FP8_NAMES}")
+    expected = scale_shape(scaling, values.shape[:outer_ndim], values.shape[outer_ndim:])
+    if scale_inv is None or scale_inv.shape != expected or scale_inv.dtype != jnp.float32:
+        found = "no scales" if scale_inv is None else f"scales of shape {scale_inv.shape} and dtype {scale_inv.dtype}"
+        raise ValueError(
+            f"{name} has {found}; for {copy} of shape {values.shape} and {scaling!r} scaling they must be float32 "
+            f"{expected}: quantize it with te_jax.ops.quantize"
+        )
+
+
+def as_axis_names(name: str, axes: Any) -> tuple[str, ...]:
+    """The mesh axes that an argument names: one, several, or None for none."""
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, tuple | list) or not all(isinstance(axis, str) for axis in names):
+        raise ValueError(f"{name} is {axes!r}; it must be the name of a mesh axis, a tuple of several, or None")
+    return tuple(names)
+
+
+def validate_mapped(name: str, axes: tuple[str, ...]) -> None:
+    """Checks that mesh axes are mapped here.
+
+    Raises:
+      NameError: one is not, as of JAX's own collectives.
+    """
+    for axis in axes:
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            raise NameError(
+                f"{name} is {axis!r}, and no such axis is mapped here: call this inside shard_map or pmap over a mesh "
+                f"that has it, or leave {name} None"
+            ) from None
+
+
+def kind_of(x: Any) -> str:
+    """What x is, for errors, without its values."""
+    return "None" if x is None else f"of type {type(x).__name__}"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax import native
+from te_jax.ops._arguments import kind_of, validate_mapped
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe, Role, observe
 from te_jax.reference.quantize import largest_of_shards
 
@@ -26,7 +27,7 @@ def validate(recipe: Recipe, state: Any, name: str = "scaling_state") -> None:
             raise ValueError(f"{name} is given, but recipe is {recipe!r}; only DelayedScaling has a state")
         return
     if not isinstance(state, DelayedScalingState):
-        raise ValueError(f"{name} is {state!r}; DelayedScaling needs a DelayedScalingState, first recipe.init()")
+        raise ValueError(f"{name} is {kind_of(state)}; DelayedScaling needs a DelayedScalingState, first recipe.init()")
     for role in ("activation", "kernel", "gradient"):
         history = getattr(state, role)
         if history.shape != (recipe.history_len,):
@@ -47,7 +48,7 @@ def reference_amax(recipe: Recipe, state: DelayedScalingState | None, role: Role
 
 
 def next_state(
-    state: DelayedScalingState, amaxes: dict[Role, Any], axis_name: AxisName | None = None
+    state: DelayedScalingState, amaxes: dict[Role, Any], axis_name: tuple[str, ...] = ()
 ) -> DelayedScalingState:
     """The state after a step. What was not observed, such as a kernel that was quantized before, stays as it is, and
     what is not finite on any device is remembered on none.
@@ -87,7 +88,7 @@ def _as_float32(history: Array) -> Array:
     return lax.convert_element_type(history, jnp.float32)
 
 
-def _untracked(axis_name: AxisName | None) -> tuple[str, ...]:
+def _untracked(axis_name: tuple[str, ...]) -> tuple[str, ...]:
     """The axes, where JAX does not track itself what varies over them."""
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name or ()
-    return tuple(name for name in names if not jax.typeof(lax.axis_index(name)).manual_axis_type.varying)
+    validate_mapped("axis_name", axis_name)
+    return tuple(name for name in axis_name if not jax.typeof(lax.axis_index(name)).manual_axis_type.varying)

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native
 from te_jax.ops import _delayed
-from te_jax.ops._delayed import AxisName
 from te_jax.ops._derivatives import differentiated_once
 from te_jax.ops._plain_dense import Activation, KernelContracting, activate, activation_gradient, added_once
 from te_jax.ops.gemm import gemm
@@ -39,7 +38,7 @@ class Layer:
     kernel_contracting: KernelContracting
     activation: Activation | None
     accumulate: bool
-    axis_name: AxisName | None
+    axis_name: tuple[str, ...]
     implementation: native.Implementation
 
     @property

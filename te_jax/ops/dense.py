@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native
 from te_jax.ops import _delayed, _fp8_dense, _plain_dense
+from te_jax.ops._arguments import as_array, as_axis_names, as_flag, validate_quantized_array
 from te_jax.ops._delayed import AxisName
 from te_jax.ops._fp8_dense import Layer
 from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
@@ -74,7 +75,8 @@ def dense(
         One use in each backward pass: JAX would add up the values of several. Examples of a vmap may share it: it is
         added once, and every example's gradient is there first. Inside `shard_map` each device accumulates what it
         computes: sum over devices at the end.
-      accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
+      accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer. Without
+        wgrad_accumulator it has no effect.
       scaling_state: for DelayedScaling: histories of largest magnitudes. Its cotangent is the next state. Where several
         layers or iterations share one, pass `te_jax.recipe.accumulating(state)`, whose cotangents merge by their
         maximum.
@@ -89,6 +91,7 @@ def dense(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
+      NameError: where scaling_state is differentiated and axis_name is no axis that is mapped there.
       NotImplementedError: for second derivatives with a recipe.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run, and for a recipe that this
         GPU has no products for, unless implementation is "reference".
@@ -97,16 +100,24 @@ def dense(
       Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. Blocks: DeepSeek-V3, arXiv:2412.19437,
       section 3.3. gelu: Hendrycks and Gimpel, arXiv:1606.08415.
     """
-    x = jnp.asarray(x)
-    bias, wgrad_accumulator = (None if a is None else jnp.asarray(a) for a in (bias, wgrad_accumulator))
-    kernel = kernel if isinstance(kernel, QuantizedArray) else jnp.asarray(kernel)
+    x = as_array("x", x)
+    bias, wgrad_accumulator = (
+        None if a is None else as_array(name, a)
+        for name, a in (("bias", bias), ("wgrad_accumulator", wgrad_accumulator))
+    )
+    if isinstance(kernel, QuantizedArray):
+        validate_quantized_array("kernel", kernel)
+    else:
+        kernel = as_array("kernel", kernel)
+    accumulate = as_flag("accumulate", accumulate)
+    axis_names = as_axis_names("axis_name", axis_name)
     shape = _Shape.of(x, kernel, contracting_ndim, kernel_contracting)
     _validate(x, kernel, bias, shape, activation, wgrad_accumulator)
     if recipe is None:
         _validate_plain(kernel, scaling_state)
         native.use_native(implementation)  # the same answer to a bad name as with a recipe
         return _plain_dense.dense(
-            x, kernel, bias, wgrad_accumulator, len(shape.inner), kernel_contracting, activation, bool(accumulate)
+            x, kernel, bias, wgrad_accumulator, len(shape.inner), kernel_contracting, activation, accumulate
         )
     _validate_fp8(kernel, shape, recipe, scaling_state, kernel_contracting)
     layer = Layer(
@@ -115,8 +126,8 @@ def dense(
         len(shape.outer),
         kernel_contracting,
         activation,
-        bool(accumulate),
-        axis_name if axis_name is None or isinstance(axis_name, str) else tuple(axis_name),
+        accumulate,
+        axis_names,
         _implementation(implementation, recipe),
     )
     return _dense(x, kernel, bias, wgrad_accumulator, scaling_state, layer)

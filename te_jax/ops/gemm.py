@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from te_jax import native, reference
-from te_jax.ops._arguments import FP8, FP8_NAMES, as_dtype, validate_quantization
+from te_jax.ops._arguments import FP8, as_array, as_dtype, as_flag, validate_copy, validate_quantization
 from te_jax.ops._gemm_product import (
     FLOAT_NAMES,
     FLOATS,
@@ -28,7 +28,7 @@ from te_jax.ops._gemm_product import (
     split_followup,
 )
 from te_jax.ops._gemm_product import Scaling as ProductScaling
-from te_jax.quantized import QuantizedArray, scale_shape
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, Quantization, Scaling
 
 Contracting = Literal["cols", "rows"]
@@ -156,9 +156,15 @@ def gemm(
     References:
       Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. DeepSeek-V3, arXiv:2412.19437, section 3.3.
     """
-    lhs, rhs = (x if isinstance(x, QuantizedArray) else jnp.asarray(x) for x in (lhs, rhs))
+    lhs, rhs = (x if isinstance(x, QuantizedArray) else as_array(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
     bias, gelu_preactivation, out_amax, accumulator = (
-        None if x is None else jnp.asarray(x) for x in (bias, gelu_preactivation, out_amax, accumulator)
+        None if x is None else as_array(name, x)
+        for name, x in (
+            ("bias", bias),
+            ("gelu_preactivation", gelu_preactivation),
+            ("out_amax", out_amax),
+            ("accumulator", accumulator),
+        )
     )
     a, b = _operands(lhs, rhs, lhs_contracting, rhs_contracting, contracting_ndim)
     _validate_operands(a, b)
@@ -171,13 +177,13 @@ def gemm(
         rhs_contracting,
         len(a.summed),
         activation,
-        bool(save_preactivation),
+        as_flag("save_preactivation", save_preactivation),
         as_dtype("out_dtype is", out_dtype, FLOATS, f"{FLOAT_NAMES}; for FP8 give out_quantization"),
         out_quantization,
-        bool(accumulate),
-        bool(fast_accumulation),
-        bool(autotune) and autotunes(),
-        bool(own_kernel),
+        as_flag("accumulate", accumulate),
+        as_flag("fast_accumulation", fast_accumulation),
+        as_flag("autotune", autotune) and autotunes(),
+        as_flag("own_kernel", own_kernel),
     )
     _validate_result(a, b, options, bias, gelu_preactivation, out_amax, accumulator)
     problem = unsupported(a.scaling, options.own_kernel)
@@ -303,7 +309,8 @@ def _operands(lhs, rhs, lhs_contracting, rhs_contracting, contracting_ndim) -> t
         plain = "rhs" if isinstance(lhs, QuantizedArray) else "lhs"
         raise ValueError(f"{plain} is a plain array and the other operand quantized; quantize both or neither")
     if contracting_ndim is not None:
-        if not isinstance(contracting_ndim, numbers.Integral) or contracting_ndim < 0:
+        integer = isinstance(contracting_ndim, numbers.Integral) and not isinstance(contracting_ndim, bool)
+        if not integer or contracting_ndim < 0:
             raise ValueError(f"contracting_ndim is {contracting_ndim!r}; it must be an integer of at least 0, or None")
         contracting_ndim = int(contracting_ndim)
     a = _operand("lhs", lhs, lhs_contracting, contracting_ndim)
@@ -328,33 +335,20 @@ def _operand(name: str, x: QuantizedArray | Array, contracting: Contracting, con
         return _Operand(x, None, None, *((rows, cols) if over_cols else (cols, rows)))
 
     data, scale_inv = (x.data, x.scale_inv) if over_cols else (x.transposed, x.transposed_scale_inv)
-    if data is None or scale_inv is None:
+    if data is None:
         copy = "data" if over_cols else "transposed"
         raise ValueError(
             f"{name} has no {copy} copy, which {name}_contracting={contracting!r} reads; "
             f"quantize it with copies='both' or '{copy}'"
         )
     outer_ndim, summed_ndim = (x.row_ndim, x.col_ndim) if over_cols else (x.col_ndim, x.row_ndim)
-    if data.ndim != outer_ndim + summed_ndim:
-        raise ValueError(
-            f"{name} has data of shape {data.shape} for {outer_ndim} outer and {summed_ndim} summed dimensions; "
-            "a batch of products is written with jax.vmap"
-        )
+    validate_copy(name, x, "data" if over_cols else "transposed")
     if contracting_ndim not in (None, summed_ndim):
         raise ValueError(
             f"contracting_ndim is {contracting_ndim}, but {name} was quantized for {summed_ndim} summed dimensions"
         )
-    if data.dtype not in FP8:
-        raise ValueError(f"{name} has data of dtype {data.dtype}; it must be {FP8_NAMES}")
     scaling = x.scaling if over_cols else x.transposed_scaling
-    operand = _Operand(data, scale_inv, scaling, data.shape[:outer_ndim], data.shape[outer_ndim:])
-    expected = scale_shape(scaling, operand.outer, operand.summed)
-    if scale_inv.shape != expected or scale_inv.dtype != jnp.float32:
-        raise ValueError(
-            f"{name} has scales of shape {scale_inv.shape} and dtype {scale_inv.dtype}; for data of shape {data.shape} "
-            f"and {scaling!r} scaling they must be float32 {expected}"
-        )
-    return operand
+    return _Operand(data, scale_inv, scaling, data.shape[:outer_ndim], data.shape[outer_ndim:])
 
 
 def _validate_operands(a: _Operand, b: _Operand) -> None:

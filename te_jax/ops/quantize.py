@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax import native, reference
-from te_jax.ops._arguments import validate_quantization
+from te_jax.ops._arguments import as_array, as_axis_names, as_flag, validate_mapped, validate_quantization
 from te_jax.ops._derivatives import not_differentiated
 from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
 from te_jax.quantized import QuantizedArray
@@ -82,6 +82,7 @@ def quantize(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
+      NameError: axis_name is no axis that is mapped here.
       NotImplementedError: where it is differentiated.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
@@ -90,7 +91,7 @@ def quantize(
       section 3.3.
     """
     array, own_amax, dbias = quantize_parts(
-        not_differentiated(jnp.asarray(x), _NO_DERIVATIVE),
+        not_differentiated(as_array("x", x), _NO_DERIVATIVE),
         quantization,
         row_ndim=row_ndim,
         copies=copies,
@@ -123,17 +124,26 @@ def quantize_parts(
         quantization,
         x.ndim - 1 if row_ndim is None else int(row_ndim),
         copies,
-        *mesh_axes(axis_name),
-        bool(with_amax),
-        bool(with_dbias),
+        *_mapped_axes(axis_name),
+        as_flag("with_amax", with_amax),
+        as_flag("with_dbias", with_dbias),
     )
-    _validate(x, request, axis_name)
+    _validate(x, request)
     if amax is not None:
         amax = _validated_amax(amax, request)
     return _quantize(x, amax, request, native.use_native(implementation) and x.size > 0)
 
 
-def _validate(x: Array, request: Request, axis_name: Any) -> None:
+def _mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The mesh axes over which rows and cols are split."""
+    if isinstance(axis_name, Mapping) and set(axis_name) - {"rows", "cols"}:
+        raise ValueError(f'axis_name has keys {list(axis_name)}; they must be out of "rows" and "cols"')
+    for axes in axis_name.values() if isinstance(axis_name, Mapping) else (axis_name,):
+        validate_mapped("axis_name", as_axis_names("axis_name", axes))
+    return mesh_axes(axis_name)
+
+
+def _validate(x: Array, request: Request) -> None:
     validate_quantization("quantization", request.quantization)
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"x has dtype {x.dtype}; it must be float32, bfloat16 or float16: cast it")
@@ -146,8 +156,6 @@ def _validate(x: Array, request: Request, axis_name: Any) -> None:
         )
     if request.copies not in _COPIES:
         raise ValueError(f"copies is {request.copies!r}; it must be one of {_COPIES}")
-    if isinstance(axis_name, Mapping) and set(axis_name) - {"rows", "cols"}:
-        raise ValueError(f'axis_name has keys {sorted(axis_name)}; they must be out of "rows" and "cols"')
     blocked = blocked_groups(request.quantization, request.copies)
     for group, shape in (("rows", x.shape[: request.row_ndim]), ("cols", x.shape[request.row_ndim :])):
         if group in blocked and len(shape) > 1 and shape[-1] % BLOCK:
@@ -158,7 +166,7 @@ def _validate(x: Array, request: Request, axis_name: Any) -> None:
 
 
 def _validated_amax(amax: Array, request: Request) -> Array:
-    amax = jnp.asarray(amax)
+    amax = as_array("amax", amax)
     if amax.shape != () or amax.dtype != jnp.float32:
         raise ValueError(f"amax has shape {amax.shape} and dtype {amax.dtype}; it must be a float32 scalar")
     if set(scalings_of(request.quantization, request.copies)) != {"tensor"}:

@@ -95,7 +95,7 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
 
 
 def _quantized(how: Requantize, kernel: Array) -> QuantizedArray:
-    if how.stacked_ndim < 0 or not 1 <= how.row_ndim < kernel.ndim - how.stacked_ndim:
+    if how.row_ndim >= kernel.ndim - how.stacked_ndim:
         raise ValueError(
             f"requantize has row_ndim={how.row_ndim} and stacked_ndim={how.stacked_ndim} for a kernel of shape "
             f"{kernel.shape}; rows and cols need a dimension each: use None for what is no kernel"

@@ -1,5 +1,6 @@
 """Every refused argument is named, with its value and the rule."""
 
+import dataclasses
 import re
 
 import jax
@@ -62,6 +63,68 @@ HISTORY = jnp.zeros(4)
             {"recipe": CURRENT},
             "40 features out; FP8 products need a multiple of 16: pad",
         ),
+        (None, KERNEL, None, {}, "x is None; it must be an array"),
+        (X, None, None, {}, "kernel is None; it must be an array"),
+        (
+            ops.quantize(X, CURRENT.quantization("activation")),
+            KERNEL,
+            None,
+            {"recipe": CURRENT},
+            "x is a QuantizedArray; it must be a plain array: pass what was quantized, or its dequantize()",
+        ),
+        (X, KERNEL, QUANTIZED, {}, "bias is a QuantizedArray"),
+        (X, KERNEL, None, {"wgrad_accumulator": QUANTIZED}, "wgrad_accumulator is a QuantizedArray"),
+        (X, KERNEL, None, {"accumulate": "no"}, "accumulate is 'no'; it must be True or False"),
+        (
+            X,
+            KERNEL,
+            None,
+            {"recipe": DELAYED, "scaling_state": DELAYED.init(), "axis_name": 3},
+            "axis_name is 3; it must be the name of a mesh axis, a tuple of several, or None",
+        ),
+        (
+            X,
+            dataclasses.replace(QUANTIZED, transposed_scale_inv=jnp.ones(3)),
+            None,
+            {"recipe": CURRENT},
+            "kernel has scales of shape (3,) and dtype float32; for transposed of shape (48, 64) and 'tensor' scaling",
+        ),
+        (
+            X,
+            dataclasses.replace(QUANTIZED, scale_inv=jnp.ones((), jnp.bfloat16)),
+            None,
+            {"recipe": CURRENT},
+            "kernel has scales of shape () and dtype bfloat16; for data of shape (64, 48)",
+        ),
+        (
+            X,
+            dataclasses.replace(QUANTIZED, scale_inv=None),
+            None,
+            {"recipe": CURRENT},
+            "kernel has no scales; for",
+        ),
+        (
+            X,
+            dataclasses.replace(QUANTIZED, data=QUANTIZED.data[:32]),
+            None,
+            {"recipe": CURRENT},
+            "kernel has data of shape (32, 48) and transposed of shape (48, 64), which are not of one array; quantize",
+        ),
+        (
+            X,
+            QUANTIZED.without_data().without_transposed(),
+            None,
+            {"recipe": CURRENT},
+            "kernel has neither a data nor a transposed copy; quantize it with copies='both'",
+        ),
+        (
+            X,
+            jax.tree.map(lambda x: jnp.stack([x] * 3), QUANTIZED),
+            None,
+            {"recipe": CURRENT},
+            "kernel has data of shape (3, 64, 48) for 1 outer and 1 summed dimensions; a batch of products is written "
+            "with jax.vmap, and layers that are stacked with jax.lax.scan",
+        ),
         (X, QUANTIZED, None, {}, "recipe is None, but kernel is a QuantizedArray"),
         (
             X,
@@ -79,6 +142,13 @@ HISTORY = jnp.zeros(4)
             "kernel was quantized as 1 rows and 2 cols, shape (4, 16, 48); in and out have sizes (4, 16) and (48,)",
         ),
         (X, KERNEL, None, {"recipe": DELAYED}, "scaling_state is None; DelayedScaling needs a DelayedScalingState"),
+        (
+            X,
+            KERNEL,
+            None,
+            {"recipe": DELAYED, "scaling_state": {"kernel": KERNEL}},
+            "scaling_state is of type dict; DelayedScaling needs a DelayedScalingState, first recipe.init()",
+        ),
         (X, KERNEL, None, {"scaling_state": DELAYED.init()}, "scaling_state is given, but recipe is None"),
         (X, KERNEL, None, {"recipe": CURRENT, "scaling_state": DELAYED.init()}, "only DelayedScaling has a state"),
         (
@@ -132,6 +202,18 @@ def test_message_of_a_recipe_names_parameter_value_and_rule(kind, options, messa
 def test_roles_of_a_recipe():
     with pytest.raises(ValueError, match="role is 'x'; it must be one of 'activation', 'kernel', 'gradient'"):
         CURRENT.quantization("x")
+
+
+def test_an_axis_that_is_not_mapped_is_named():
+    """By the gradient: modules are initialised and evaluated outside of `pmap` too."""
+
+    def loss(state):
+        y = ops.dense(X, KERNEL, recipe=DELAYED, scaling_state=state, axis_name=("data",))
+        return jnp.sum(y.astype(jnp.float32))
+
+    assert loss(DELAYED.init()) == 0.0
+    with pytest.raises(NameError, match=r"axis_name is 'data', and no such axis is mapped here: call this inside"):
+        jax.grad(loss)(DELAYED.init())
 
 
 def test_errors_come_while_tracing():

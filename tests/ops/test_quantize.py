@@ -306,3 +306,29 @@ def test_it_has_no_derivative(implementation, rng):
             differentiate(x)
     of_a_constant = jax.jit(jax.grad(lambda x: jnp.sum(x) + loss(jax.lax.stop_gradient(x))))(x)
     assert_bits(of_a_constant, np.ones((16, 32), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (None, {}, "x is None; it must be an array"),
+        (
+            ops.quantize(jnp.ones((4, 8)), quantization_of("tensor")),
+            {},
+            "x is a QuantizedArray; it must be a plain",
+        ),
+        (jnp.ones((4, 8)), {"amax": "largest"}, "amax is of type str; it must be an array"),
+        (jnp.ones((4, 8)), {"axis_name": 3}, "axis_name is 3; it must be the name of a mesh axis, a tuple of several"),
+        (jnp.ones((4, 8)), {"axis_name": {"cols": (3,)}}, "axis_name is (3,); it must be the name of a mesh axis"),
+        (jnp.ones((4, 8)), {"with_amax": "no"}, "with_amax is 'no'; it must be True or False"),
+    ],
+)
+def test_what_is_no_array_axis_or_flag_is_named(x, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.quantize(x, quantization_of("tensor"), **options)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "1x128"])
+def test_an_axis_that_is_not_mapped_is_named(scaling, implementation):
+    with pytest.raises(NameError, match=r"axis_name is 'data', and no such axis is mapped here: call this inside"):
+        ops.quantize(jnp.ones((4, 8)), quantization_of(scaling), axis_name="data", implementation=implementation)
