@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from te_jax import native, ops
+from te_jax.ops._arguments import as_dtype
+from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS
 from te_jax.ops._regrouped import regrouped
 from te_jax.ops.dense import quantize_kernel as _quantize_kernel
 from te_jax.quantized import QuantizedArray
@@ -106,14 +109,20 @@ def dot_general(
     options: Options,
 ) -> Array:
     """`jax.lax.dot_general` of an activation and a kernel, without batch dimensions."""
-    (lhs_axes, rhs_axes), (lhs_batch, rhs_batch) = dimension_numbers
+    try:
+        (lhs_axes, rhs_axes), (lhs_batch, rhs_batch) = (map(tuple, pair) for pair in dimension_numbers)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"dimension_numbers is {dimension_numbers!r}; it must be ((dimensions of lhs, dimensions of rhs), "
+            "((), ())), as jax.lax.dot_general has it"
+        ) from None
+    if preferred_element_type is not None:
+        preferred_element_type = as_dtype("preferred_element_type is", preferred_element_type, FLOATS, FLOAT_NAMES)
     if lhs_batch or rhs_batch:
         raise ValueError(
             f"dimension_numbers is {dimension_numbers}; batch dimensions are not supported: "
             "use jax.vmap, or jax.lax.dot_general for products of two activations"
         )
-    if not rhs_axes:
-        raise ValueError(f"dimension_numbers is {dimension_numbers}; it must contract at least one dimension")
     lhs_axes = normalize_axes("dimension_numbers", lhs_axes, lhs.ndim)
     rhs_axes = normalize_axes("dimension_numbers", rhs_axes, rhs.ndim)
     if [lhs.shape[i] for i in lhs_axes] != [rhs.shape[i] for i in rhs_axes]:
@@ -172,6 +181,22 @@ def validate_gradients(variables: Mapping[str, Any], gradients: Mapping[str, Any
             raise ValueError(
                 f"gradients have shape {jnp.shape(gradient)} for {name}, which has shape {variable.shape}: start from "
                 f"{zeros}"
+            )
+
+
+def validate_mergeable(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Checks that two gradients, both by name, are of the same variables.
+
+    Raises:
+      ValueError: names or shapes differ.
+    """
+    remedy = "merge gradients with respect to the same variables"
+    if unshared := sorted(set(first) ^ set(second)):
+        raise ValueError(f"first and second differ in {unshared}, which only one of them has: {remedy}")
+    for name, gradient in first.items():
+        if jnp.shape(gradient) != jnp.shape(second[name]):
+            raise ValueError(
+                f"second has shape {jnp.shape(second[name])} for {name}, and first {jnp.shape(gradient)}: {remedy}"
             )
 
 
@@ -283,10 +308,26 @@ def as_tuple(value: int | Iterable[int]) -> tuple[int, ...]:
 def normalize_axes(name: str, axes: Iterable[int], ndim: int) -> tuple[int, ...]:
     """Axes counted from the front, in the order given."""
     axes = tuple(axes)
-    positive = tuple(axis + ndim if axis < 0 else axis for axis in axes)
-    if not all(0 <= axis < ndim for axis in positive) or len(set(positive)) != len(axes):
-        raise ValueError(f"{name} is {axes}; for an input with {ndim} dimensions it must name different ones of them")
-    return positive
+    if axes and all(_is_integer(axis) and -ndim <= axis < ndim for axis in axes):
+        positive = tuple(int(axis) % ndim for axis in axes)
+        if len(set(positive)) == len(axes):
+            return positive
+    raise ValueError(
+        f"{name} is {axes}; for an input with {ndim} dimensions it must name different ones of them, at least one, by "
+        f"integers in [{-ndim}, {ndim - 1}]"
+    )
+
+
+def sizes(name: str, value: int | Iterable[int]) -> tuple[int, ...]:
+    """Numbers of features, one or several."""
+    features = as_tuple(value)
+    if not features or not all(_is_integer(size) and size >= 1 for size in features):
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1, or several")
+    return tuple(map(int, features))
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
 def initial_state(recipe: DelayedScaling) -> dict[str, Array]:

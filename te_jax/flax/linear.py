@@ -75,7 +75,7 @@ class DenseGeneral(nn.Module):
           ValueError: for axes, names, shapes or dtypes that do not fit, naming the argument.
         """
         inputs = jnp.asarray(inputs)
-        features = _linear.as_tuple(self.features)
+        features = _linear.sizes("features", self.features)
         axis = tuple(sorted(_linear.normalize_axes("axis", _linear.as_tuple(self.axis), inputs.ndim)))
         contracted = tuple(inputs.shape[i] for i in axis)
         kernel = self._kernel((math.prod(contracted), math.prod(features)), (*contracted, *features))
@@ -191,6 +191,12 @@ def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingSt
     """The state of delayed scaling, which is made at initialisation."""
     if not isinstance(recipe, DelayedScaling):
         return None
+    kept = module.has_variable(OVERWRITE_WITH_GRADIENT, _linear.USES)
+    if not kept and not module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
+        raise ValueError(
+            f'variables have no state in "{OVERWRITE_WITH_GRADIENT}" for {"/".join(module.path) or "the layer"}, which '
+            'DelayedScaling needs: pass this collection beside "params", first as init returned it'
+        )
     initial = _linear.initial_state(recipe).items()
     return _linear.scaling_state(
         {name: module.variable(OVERWRITE_WITH_GRADIENT, name, lambda v=value: v).value for name, value in initial}

@@ -40,8 +40,10 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
       Variables of the same structure.
 
     Raises:
-      ValueError: a kernel is stacked along another dimension than the first.
+      ValueError: model is no Linen module, or a kernel is stacked along another dimension than the first.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is of type {type(model).__name__}; it must be a flax.linen.Module")
     layers: dict[tuple[str, ...], tuple[_linear.Options, tuple[int, ...], int]] = {}
 
     def note(call, call_args, call_kwargs, context):
@@ -99,9 +101,7 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
     @functools.wraps(loss_fn)
     def wrapped(variables: Variables, gradients: Variables, *args: Any, **kwargs: Any):
         leaves, structure = jax.tree.flatten_with_path(variables, is_leaf=_is_quantized)
-        named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-        given = jax.tree.leaves_with_path(gradients, is_leaf=_is_quantized)
-        before = {jax.tree_util.keystr(path): leaf for path, leaf in given}
+        named, before = _named(variables), _named(gradients)
         _linear.validate_gradients(named, before, _ZEROS)
         kernels = {name: leaf for name, leaf in named.items() if _is_quantized(leaf)}
         rest = {name: leaf for name, leaf in named.items() if name not in kernels}
@@ -126,13 +126,22 @@ def merge_gradients(first: Variables, second: Variables) -> Variables:
 
     Args:
       first, second: gradients with respect to the same variables.
+
+    Raises:
+      ValueError: they are of different variables.
     """
+    _linear.validate_mergeable(_named(first), _named(second))
     return jax.tree.map_with_path(_merged, first, second)
 
 
 def _merged(path: tuple[Any, ...], first: Any, second: Any) -> Any:
     overwrites = jax.tree_util.DictKey(OVERWRITE_WITH_GRADIENT) in path
     return jnp.maximum(first, second) if overwrites else first + second.astype(first.dtype)
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_quantized)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def _is_quantized(x: Any) -> bool:

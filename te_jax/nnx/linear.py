@@ -43,7 +43,7 @@ class LinearGeneral(nnx.Module):
       rngs: `nnx.Rngs`, of which "params" is used.
 
     Raises:
-      ValueError: in_features and axis differ in number.
+      ValueError: features are not positive integers, or in_features and axis differ in number.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class LinearGeneral(nnx.Module):
         implementation: native.Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        self.in_features = _linear.as_tuple(in_features)
-        self.out_features = _linear.as_tuple(out_features)
+        self.in_features = _linear.sizes("in_features", in_features)
+        self.out_features = _linear.sizes("out_features", out_features)
         self.axis = _linear.as_tuple(axis)
         if len(self.in_features) != len(self.axis):
             raise ValueError(

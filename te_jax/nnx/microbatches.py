@@ -37,8 +37,11 @@ def quantize_kernels(model: Model) -> Model:
       A model of the same structure. Layers that share a kernel share the quantized one.
 
     Raises:
-      ValueError: a kernel is shared by layers that quantize it differently, or with something that does not.
+      ValueError: model is no NNX module, or a kernel is shared by layers that quantize it differently, or with
+        something that does not.
     """
+    if not isinstance(model, nnx.Module):
+        raise ValueError(f"model is of type {type(model).__name__}; it must be a flax.nnx.Module")
     quantized = nnx.clone(model, variables=False)
     done: dict[int, tuple[tuple[Any, ...], QuantizedKernel, Any]] = {}  # by the identity of the kernel's variable
     for path, module in nnx.iter_modules(quantized):
@@ -117,7 +120,11 @@ def merge_gradients(first: nnx.State, second: nnx.State) -> nnx.State:
 
     Args:
       first, second: gradients with respect to the same variables.
+
+    Raises:
+      ValueError: they are of different variables.
     """
+    _linear.validate_mergeable(*(_values(dict(nnx.to_flat_state(gradients))) for gradients in (first, second)))
     return jax.tree.map(_merged, first, second, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 

@@ -292,3 +292,33 @@ def test_initialisation_gives_what_later_steps_have(rng):
     variables = model.init(jax.random.key(0), x)
     gradients = jax.eval_shape(jax.grad(loss_of(model)), variables, x)
     assert jax.tree.map(jax.typeof, variables) == jax.tree.map(jax.typeof, gradients)
+
+
+def test_the_collection_that_was_left_out_is_named(rng):
+    """The likeliest mistake of those who know layers without state."""
+    x = normal(rng, (16, 32))
+    for model, name in ((Dense(32, recipe=RECIPE), "the layer"), (OwnLayers(), "up"), (Scanned(), "layers/dense")):
+        variables = model.init(jax.random.key(0), x)
+        message = rf'variables have no state in "{OVERWRITE}" for {name}, .*: pass this collection beside "params"'
+        with pytest.raises(ValueError, match=message):
+            model.apply({"params": variables["params"]}, x)
+        _, made = model.apply({"params": variables["params"]}, x, mutable=[OVERWRITE])
+        assert jax.tree.structure(made[OVERWRITE]) == jax.tree.structure(variables[OVERWRITE])
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (
+            {"params": {"bias": jnp.zeros(4)}},
+            r"first and second differ in .*bias.*kernel.*: merge gradients with respect",
+        ),
+        (
+            {"params": {"kernel": jnp.zeros((1, 4))}},
+            r"second has shape \(1, 4\) for .*kernel.*, and first \(3, 4\)",
+        ),
+    ],
+)
+def test_gradients_of_different_variables_are_not_merged(second, message):
+    with pytest.raises(ValueError, match=message):
+        merge_gradients({"params": {"kernel": jnp.zeros((3, 4))}}, second)

@@ -278,6 +278,19 @@ BAD = {
     "axis twice": (lambda: DenseGeneral(16, axis=(1, -1)), (3, 16), "must name different ones"),
     "names": (lambda: Dense(16, kernel_axes=("embed",)), (3, 16), r"kernel_axes is \('embed',\); for shape \(16, 16\)"),
     "bias names": (lambda: Dense(16, bias_axes=("a", "b")), (3, 16), "bias_axes is"),
+    "no axis": (
+        lambda: DenseGeneral(16, axis=()),
+        (3, 16),
+        r"axis is \(\); .* must name different ones of them, at least",
+    ),
+    "axis of float": (lambda: DenseGeneral(16, axis=1.0), (3, 16), r"axis is \(1.0,\); .* by integers in \[-2, 1\]"),
+    "axis of bool": (lambda: DenseGeneral(16, axis=True), (3, 16), r"axis is \(True,\)"),
+    "no features": (lambda: Dense(0), (3, 16), "features is 0; it must be an integer of at least 1, or several"),
+    "negative features": (lambda: Dense(-1), (3, 16), "features is -1; it must be"),
+    "features of float": (lambda: Dense(1.5), (3, 16), "features is 1.5; it must be"),
+    "features of bool": (lambda: Dense(True), (3, 16), "features is True; it must be"),
+    "None for features": (lambda: Dense(None), (3, 16), "features is None; it must be"),
+    "one of the features": (lambda: DenseGeneral((16, 0)), (3, 16), r"features is \(16, 0\); it must be"),
     "features": (lambda: Dense(20, recipe=CurrentScaling()), (3, 16), "multiple of 16"),
     "activation": (lambda: Dense(16, activation="tanh"), (3, 16), "activation is 'tanh'"),
     "recipe": (lambda: Dense(16, recipe="fp8"), (3, 16), "recipe is 'fp8'"),
@@ -298,9 +311,20 @@ def test_bad_arguments_are_named(rng, name):
         ((((2,), (1,)), ((0,), (0,))), "batch dimensions are not supported"),
         ((((1,), (0,)), ((), ())), "contracts dimensions of different sizes"),
         ((((3,), (0,)), ((), ())), "must name different ones"),
-        ((((), ()), ((), ())), "must contract at least one dimension"),
+        ((((), ()), ((), ())), "must name different ones of them, at least one"),
+        ((((1.0,), (0,)), ((), ())), "by integers in"),
+        (None, r"dimension_numbers is None; it must be \(\(dimensions of lhs, dimensions of rhs\), "),
+        (((2,), (1,)), "it must be .*as jax.lax.dot_general has it"),
+        (((2, 1), ((), ())), "it must be .*as jax.lax.dot_general has it"),
     ],
 )
 def test_bad_dimension_numbers_are_named(rng, numbers, message):
     with pytest.raises(ValueError, match=message):
         make_dot_general_cls(None)().apply({}, normal(rng, (2, 3, 16)), normal(rng, (2, 16, 16)), numbers)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn, "bf"])
+def test_a_result_of_another_kind_is_refused(rng, dtype):
+    x, kernel = normal(rng, (3, 16)), normal(rng, (16, 16))
+    with pytest.raises(ValueError, match=r"preferred_element_type is .*; it must be float32, bfloat16 or float16"):
+        make_dot_general_cls(None)().apply({}, x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=dtype)

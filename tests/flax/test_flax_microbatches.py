@@ -305,3 +305,10 @@ def test_boxed_and_sharded_kernels(rng, make_mesh):
         shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
         found = gradients(jax.device_put(boxed, shardings), jax.device_put(x, NamedSharding(mesh, P("data"))))
     assert_trees_close(found, expected, 5e-3)
+
+
+def test_what_is_no_module_has_no_kernels(rng):
+    model, x = Dense(32, recipe=CurrentScaling()), normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=r"model is of type dict; it must be a flax\.linen\.Module"):
+        quantize_kernels(variables, model, x)

@@ -261,3 +261,14 @@ def test_the_optimizer_does_not_see_the_state(rng):
     names = {part for path, _ in jax.tree.leaves_with_path(nnx.state(optimizer)) for part in map(str, path)}
     assert any("kernel" in name for name in names)
     assert not any("history" in name or "uses" in name for name in names)
+
+
+def test_gradients_of_different_variables_are_not_merged():
+    first, second, third = (
+        nnx.state(Linear(size, 16, use_bias=use_bias, rngs=nnx.Rngs(0)))
+        for size, use_bias in ((16, True), (16, False), (1, True))
+    )
+    with pytest.raises(ValueError, match=r"first and second differ in \['bias'\].*: merge gradients with respect to"):
+        merge_gradients(first, second)
+    with pytest.raises(ValueError, match=r"second has shape \(1, 16\) for kernel, and first \(16, 16\): merge"):
+        merge_gradients(first, third)

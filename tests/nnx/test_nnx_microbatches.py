@@ -283,3 +283,8 @@ def test_heads_on_explicit_meshes(sizes, kernel_spec, bias_spec, x_spec, make_me
     assert_close(actual_loss, loss, tolerance=1e-4)
     jax.tree.map(lambda a, e: assert_close(a, e, tolerance=1e-3), parameters(actual), parameters(expected))
     assert actual["kernel"][...].sharding.is_equivalent_to(NamedSharding(mesh, kernel_spec), model.kernel.ndim)
+
+
+def test_what_is_no_module_has_no_kernels():
+    with pytest.raises(ValueError, match=r"model is of type int; it must be a flax\.nnx\.Module"):
+        quantize_kernels(3)
