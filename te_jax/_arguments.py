@@ -49,3 +49,41 @@ def mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], int]:
                 "pmap over a mesh with that axis"
             ) from None
     return tuple(names), size
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
+
+
+def as_dtype(subject: str, value: Any, allowed: tuple[np.dtype, ...], rule: str) -> np.dtype:
+    """The dtype that a value names, one of those allowed.
+
+    Args:
+      subject: the beginning of the error, such as "out_dtype is".
+      value: a dtype, or what names one.
+      allowed: those that may be named.
+      rule: the same in words, for the error.
+    """
+    try:
+        dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype not in allowed:
+        raise ValueError(f"{subject} {repr(value) if dtype is None else dtype}; it must be {rule}")
+    return dtype
+
+
+def as_axis_names(name: str, axes: Any) -> tuple[str, ...]:
+    """The mesh axes that an argument names: one, several, or None for none."""
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, tuple | list) or not all(isinstance(axis, str) for axis in names):
+        raise ValueError(f"{name} is {axes!r}; it must be the name of a mesh axis, a tuple of several, or None")
+    return tuple(names)
+
+
+def kind_of(x: Any) -> str:
+    """What x is, for errors, without its values."""
+    return "None" if x is None else f"of type {type(x).__name__}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from te_jax import native, ops
-from te_jax.ops._arguments import as_dtype
+from te_jax._arguments import as_dtype, is_whole_number
 from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS
 from te_jax.ops._regrouped import regrouped
 from te_jax.ops.dense import quantize_kernel as _quantize_kernel
@@ -308,7 +307,7 @@ def as_tuple(value: int | Iterable[int]) -> tuple[int, ...]:
 def normalize_axes(name: str, axes: Iterable[int], ndim: int) -> tuple[int, ...]:
     """Axes counted from the front, in the order given."""
     axes = tuple(axes)
-    if axes and all(_is_integer(axis) and -ndim <= axis < ndim for axis in axes):
+    if axes and all(is_whole_number(axis) and -ndim <= axis < ndim for axis in axes):
         positive = tuple(int(axis) % ndim for axis in axes)
         if len(set(positive)) == len(axes):
             return positive
@@ -321,13 +320,9 @@ def normalize_axes(name: str, axes: Iterable[int], ndim: int) -> tuple[int, ...]
 def sizes(name: str, value: int | Iterable[int]) -> tuple[int, ...]:
     """Numbers of features, one or several."""
     features = as_tuple(value)
-    if not features or not all(_is_integer(size) and size >= 1 for size in features):
+    if not features or not all(is_whole_number(size) and size >= 1 for size in features):
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1, or several")
     return tuple(map(int, features))
-
-
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
 def initial_state(recipe: DelayedScaling) -> dict[str, Array]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax import native
-from te_jax.ops._arguments import kind_of, validate_mapped
+from te_jax._arguments import kind_of, mapped_axes
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe, Role, observe
 from te_jax.reference.quantize import largest_of_shards
 
@@ -90,5 +90,5 @@ def _as_float32(history: Array) -> Array:
 
 def _untracked(axis_name: tuple[str, ...]) -> tuple[str, ...]:
     """The axes, where JAX does not track itself what varies over them."""
-    validate_mapped("axis_name", axis_name)
-    return tuple(name for name in axis_name if not jax.typeof(lax.axis_index(name)).manual_axis_type.varying)
+    names = mapped_axes(axis_name)[0] if axis_name else ()
+    return tuple(name for name in names if not jax.typeof(lax.axis_index(name)).manual_axis_type.varying)

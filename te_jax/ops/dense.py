@@ -14,11 +14,12 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native
+from te_jax._arguments import as_axis_names, as_flag
 from te_jax.ops import _delayed, _fp8_dense, _plain_dense
-from te_jax.ops._arguments import as_array, as_axis_names, as_flag, validate_quantized_array
 from te_jax.ops._delayed import AxisName
 from te_jax.ops._fp8_dense import Layer
 from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
+from te_jax.ops._operands import as_array, validate_quantized_array
 from te_jax.ops._plain_dense import ACTIVATIONS, Activation, KernelContracting
 from te_jax.ops._regrouped import regrouped
 from te_jax.ops.gemm import unsupported
@@ -91,7 +92,6 @@ def dense(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
-      NameError: where scaling_state is differentiated and axis_name is no axis that is mapped there.
       NotImplementedError: for second derivatives with a recipe.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run, and for a recipe that this
         GPU has no products for, unless implementation is "reference".

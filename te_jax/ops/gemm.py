@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from te_jax import native, reference
-from te_jax.ops._arguments import FP8, as_array, as_dtype, as_flag, validate_copy, validate_quantization
+from te_jax._arguments import as_dtype, as_flag
 from te_jax.ops._gemm_product import (
     FLOAT_NAMES,
     FLOATS,
@@ -28,6 +28,7 @@ from te_jax.ops._gemm_product import (
     split_followup,
 )
 from te_jax.ops._gemm_product import Scaling as ProductScaling
+from te_jax.ops._operands import FP8, as_array, validate_copy, validate_quantization
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, Quantization, Scaling
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax import native, reference
-from te_jax.ops._arguments import as_array, as_axis_names, as_flag, validate_mapped, validate_quantization
+from te_jax._arguments import as_axis_names, as_flag, mapped_axes
 from te_jax.ops._derivatives import not_differentiated
+from te_jax.ops._operands import as_array, validate_quantization
 from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, Quantization
@@ -139,7 +140,8 @@ def _mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if isinstance(axis_name, Mapping) and set(axis_name) - {"rows", "cols"}:
         raise ValueError(f'axis_name has keys {list(axis_name)}; they must be out of "rows" and "cols"')
     for axes in axis_name.values() if isinstance(axis_name, Mapping) else (axis_name,):
-        validate_mapped("axis_name", as_axis_names("axis_name", axes))
+        if names := as_axis_names("axis_name", axes):
+            mapped_axes(names)
     return mesh_axes(axis_name)
 
 

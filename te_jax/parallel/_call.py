@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from te_jax import native
-from te_jax._arguments import mapped_axes
+from te_jax._arguments import as_flag, mapped_axes
 from te_jax.parallel._exchange import Exchange, Scaling
 from te_jax.recipe import BLOCK, Product, Recipe
 
@@ -71,7 +71,7 @@ class Call:
 
     def __post_init__(self):
         validate_options(self.transport, self.bidirectional, self.residual, self.timeout)
-        _validate_flag("gather_result", self.gather_result)
+        as_flag("gather_result", self.gather_result)
 
     @property
     def implementation(self) -> native.Implementation:
@@ -112,17 +112,12 @@ def validate_options(transport: Any, bidirectional: Any, residual: Any, timeout:
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is {transport!r}; it must be one of {TRANSPORTS}")
-    _validate_flag("bidirectional", bidirectional)
+    as_flag("bidirectional", bidirectional)
     if residual not in ("gathered", "shard"):
         raise ValueError(f"residual is {residual!r}; it must be 'gathered' or 'shard'")
     is_number = isinstance(timeout, int | float | np.integer | np.floating) and not isinstance(timeout, bool)
     if not is_number or not 0 < timeout < math.inf:
         raise ValueError(f"timeout is {timeout!r}; it must be a positive number of seconds")
-
-
-def _validate_flag(name: str, flag: Any) -> None:
-    if not isinstance(flag, bool | np.bool_):
-        raise ValueError(f"{name} is {flag!r}; it must be True or False")
 
 
 def validate_rows_of_blocks(call: Call) -> None:

@@ -20,8 +20,10 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax import native
+from te_jax._arguments import as_dtype
 from te_jax.ops import _delayed
 from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
+from te_jax.ops._operands import as_array
 from te_jax.parallel._call import BLOCK_PRODUCT_ROWS, AxisName, Call, Group, Residual, TransportName
 from te_jax.parallel._products import all_gather_products, reduce_scatter_product
 from te_jax.quantized import QuantizedArray
@@ -219,14 +221,7 @@ def matmul_reduce_scatter(
 
 
 def _operand(name: str, x: Any) -> Any:
-    return x if isinstance(x, QuantizedArray) else _array(name, x, "an array or a QuantizedArray")
-
-
-def _array(name: str, x: Any, kind: str) -> Array:
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is of type {type(x).__name__}; pass {kind}") from None
+    return x if isinstance(x, QuantizedArray) else as_array(name, x)
 
 
 def _biases(bias: Any, count: int, several: bool) -> tuple[Any, ...]:
@@ -238,20 +233,11 @@ def _biases(bias: Any, count: int, several: bool) -> tuple[Any, ...]:
         bias = (None,) * count
     elif not isinstance(bias, tuple | list) or len(bias) != count:
         raise ValueError(f"w is a tuple of {count}, so bias must be one too, with None where there is none")
-    return tuple(
-        None if b is None else _array(f"bias[{i}]" if several else "bias", b, "an array or None")
-        for i, b in enumerate(bias)
-    )
+    return tuple(None if b is None else as_array(f"bias[{i}]" if several else "bias", b) for i, b in enumerate(bias))
 
 
 def _out_dtype(dtype: Any, x: Array | QuantizedArray) -> np.dtype:
-    try:
-        found = np.dtype(x.dtype if dtype is None else dtype)
-    except (TypeError, ValueError):
-        found = None
-    if found is None or found not in FLOATS:
-        raise ValueError(f"out_dtype is {found or dtype}; it must be {FLOAT_NAMES}")
-    return found
+    return as_dtype("out_dtype is", x.dtype if dtype is None else dtype, FLOATS, FLOAT_NAMES)
 
 
 def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:

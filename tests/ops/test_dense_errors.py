@@ -212,7 +212,9 @@ def test_an_axis_that_is_not_mapped_is_named():
         return jnp.sum(y.astype(jnp.float32))
 
     assert loss(DELAYED.init()) == 0.0
-    with pytest.raises(NameError, match=r"axis_name is 'data', and no such axis is mapped here: call this inside"):
+    with pytest.raises(
+        ValueError, match=r"axis_name is \('data',\), but no axis 'data' is mapped here; call it inside"
+    ):
         jax.grad(loss)(DELAYED.init())
 
 

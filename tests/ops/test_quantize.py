@@ -330,5 +330,7 @@ def test_what_is_no_array_axis_or_flag_is_named(x, options, message):
 
 @pytest.mark.parametrize("scaling", ["tensor", "1x128"])
 def test_an_axis_that_is_not_mapped_is_named(scaling, implementation):
-    with pytest.raises(NameError, match=r"axis_name is 'data', and no such axis is mapped here: call this inside"):
+    with pytest.raises(
+        ValueError, match=r"axis_name is \('data',\), but no axis 'data' is mapped here; call it inside"
+    ):
         ops.quantize(jnp.ones((4, 8)), quantization_of(scaling), axis_name="data", implementation=implementation)

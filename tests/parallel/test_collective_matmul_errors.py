@@ -52,7 +52,7 @@ def _two_devices(require_devices):
         (r"timeout is np.float32\(inf\); it must be", {"timeout": np.float32(np.inf)}),
         ("bidirectional is 'no'; it must be True or False", {"bidirectional": "no"}),
         ("out_dtype is int32; it must be float32, bfloat16 or float16", {"out_dtype": jnp.int32}),
-        ("out_dtype is foo; it must be float32, bfloat16 or float16", {"out_dtype": "foo"}),
+        ("out_dtype is 'foo'; it must be float32, bfloat16 or float16", {"out_dtype": "foo"}),
         ("axis_name is 3; it must be the name of a mesh axis", {"axis_name": 3}),
         (r"axis_name is \(\); it must be", {"axis_name": ()}),
         (r"axis_name is \('tp', 'tp'\); it must be .* a tuple of several, each once", {"axis_name": ("tp", "tp")}),
@@ -67,7 +67,7 @@ def _two_devices(require_devices):
         ("bias has dtype int32; it must be", {"bias": jnp.zeros((16,), jnp.int32)}),
         (r"bias has shape \(8,\); for w of shape \(16, 16\) it must be \(16,\)", {"bias": jnp.zeros((8,))}),
         ("bias is a tuple, but w is not", {"bias": (None,)}),
-        ("bias is of type dict; pass an array or None", {"bias": {}}),
+        ("bias is of type dict; it must be an array", {"bias": {}}),
         ("recipe is 'fp8'; it must be a Recipe", {"recipe": "fp8"}),
         ("w has shape .*, 8 features out on this device; FP8 products need a multiple of 16", {
             "w": (16, 8), "recipe": CurrentScaling(),
@@ -82,11 +82,11 @@ def test_arguments(message, options, name):
 
 
 @functions
-@pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), ({"a": 1.0}, "dict"), ("x", "str")])
+@pytest.mark.parametrize(("value", "kind"), [(None, "None"), ({"a": 1.0}, "of type dict"), ("x", "of type str")])
 def test_what_is_no_array(value, kind, name):
     call = functools.partial(FUNCTIONS[name], axis_name="tp")
     x, w = zeros(4, 16), zeros(16, 16)
-    rule = f"is of type {kind}; pass an array or a QuantizedArray"
+    rule = f"is {kind}; it must be an array"
     with pytest.raises(ValueError, match=f"^x {rule}"):
         inside(lambda w: call(value, w), w)
     with pytest.raises(ValueError, match=f"^w {rule}"):

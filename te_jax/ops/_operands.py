@@ -1,4 +1,4 @@
-"""What several operations ask of an argument, each with an error that names it."""
+"""What several operations ask of an operand, each with an error that names it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
+from te_jax._arguments import as_dtype, kind_of
 from te_jax.quantized import QuantizedArray, scale_shape
 from te_jax.recipe import Quantization
 
@@ -29,13 +30,6 @@ def as_array(name: str, x: Any) -> Array:
         raise ValueError(f"{name} is {kind_of(x)}; it must be an array, of jax.numpy or numpy") from error
 
 
-def as_flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} is {value!r}; it must be True or False")
-    return bool(value)
-
-
 def validate_quantization(name: str, quantization: Any) -> None:
     """Checks that an argument says how to quantize to FP8.
 
@@ -52,24 +46,6 @@ def validate_quantization(name: str, quantization: Any) -> None:
         scaling = getattr(quantization, field)
         if scaling not in _SCALINGS:
             raise ValueError(f"{name} has {field} {scaling!r}; it must be one of {_SCALINGS}")
-
-
-def as_dtype(subject: str, value: Any, allowed: tuple[np.dtype, ...], rule: str) -> np.dtype:
-    """The dtype that a value names, one of those allowed.
-
-    Args:
-      subject: the beginning of the error, such as "out_dtype is".
-      value: a dtype, or what names one.
-      allowed: those that may be named.
-      rule: the same in words, for the error.
-    """
-    try:
-        dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
-    except TypeError:
-        dtype = None
-    if dtype is None or dtype not in allowed:
-        raise ValueError(f"{subject} {repr(value) if dtype is None else dtype}; it must be {rule}")
-    return dtype
 
 
 def validate_quantized_array(name: str, x: QuantizedArray) -> None:
@@ -114,32 +90,3 @@ def validate_copy(name: str, x: QuantizedArray, copy: Literal["data", "transpose
             f"{name} has {found}; for {copy} of shape {values.shape} and {scaling!r} scaling they must be float32 "
             f"{expected}: quantize it with te_jax.ops.quantize"
         )
-
-
-def as_axis_names(name: str, axes: Any) -> tuple[str, ...]:
-    """The mesh axes that an argument names: one, several, or None for none."""
-    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
-    if not isinstance(names, tuple | list) or not all(isinstance(axis, str) for axis in names):
-        raise ValueError(f"{name} is {axes!r}; it must be the name of a mesh axis, a tuple of several, or None")
-    return tuple(names)
-
-
-def validate_mapped(name: str, axes: tuple[str, ...]) -> None:
-    """Checks that mesh axes are mapped here.
-
-    Raises:
-      NameError: one is not, as of JAX's own collectives.
-    """
-    for axis in axes:
-        try:
-            lax.axis_size(axis)
-        except NameError:
-            raise NameError(
-                f"{name} is {axis!r}, and no such axis is mapped here: call this inside shard_map or pmap over a mesh "
-                f"that has it, or leave {name} None"
-            ) from None
-
-
-def kind_of(x: Any) -> str:
-    """What x is, for errors, without its values."""
-    return "None" if x is None else f"of type {type(x).__name__}"
