@@ -83,7 +83,6 @@ def quantize(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
-      NameError: axis_name is no axis that is mapped here.
       NotImplementedError: where it is differentiated.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 

@@ -51,7 +51,7 @@ def test_errors_come_while_tracing():
 
 
 def test_unknown_axis_name_is_named(implementation):
-    with pytest.raises(NameError, match="rows_axis"):
+    with pytest.raises(ValueError, match="no axis 'rows_axis' is mapped here"):
         ops.quantize(X, TENSOR, axis_name="rows_axis", implementation=implementation)
 
 
