@@ -145,6 +145,10 @@ def _implementation(options: Options) -> "Implementation":
     except native.NativeUnavailableError as error:
         raise UserError(f"--implementation {options.implementation} cannot run here: {error}") from error
     if options.transport == "p2p":
+        if options.implementation == "reference":
+            raise UserError(
+                "--transport p2p is a native kernel, and --implementation is reference: leave one of them out"
+            )
         try:
             native.use_native("native")
         except native.NativeUnavailableError as error:

@@ -248,6 +248,10 @@ def refused(argv, capsys):
             ["--tp", "2", "--devices", "3"],
             "--devices 3 cannot be divided into groups of --tp 2: choose a multiple of 2",
         ),
+        (
+            ["--tp", "2", "--transport", "p2p", "--implementation", "reference"],
+            "p2p is a native kernel",
+        ),
         (["--tp", "2", "--devices", "6"], "--batch 16 does not divide over 3 groups of --tp 2: choose a multiple of 3"),
     ],
 )
