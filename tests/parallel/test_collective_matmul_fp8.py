@@ -326,7 +326,8 @@ def test_a_layer_in_a_loop(check_vma, transport, rng, require_devices):
 
 
 @pytest.mark.parametrize(("recipe", "scales"), [(CurrentScaling(), "tensors"), (RowwiseScaling(), "features")])
-def test_an_x_whose_scales_do_not_agree(recipe, scales):
+def test_an_x_whose_scales_do_not_agree(recipe, scales, require_devices):
+    require_devices(2)
     x, w = jnp.ones((32, 32)), jnp.ones((32, 32))
 
     def layer(x, w, **options):
@@ -346,8 +347,9 @@ def test_an_x_whose_scales_do_not_agree(recipe, scales):
 
 @functions
 @pytest.mark.parametrize("recipe", [CurrentScaling(), RowwiseScaling()], ids=["current", "rowwise"])
-def test_second_derivatives_say_so(name, recipe, rng):
+def test_second_derivatives_say_so(name, recipe, rng, require_devices):
     """They would be zero."""
+    require_devices(2)
     case, mesh = fp8_case(rng, name, 2), mesh_of({"tp": 2})
     function = all_gather_matmul if name == "all_gather_matmul" else matmul_reduce_scatter
     x_spec, (w_spec,), _ = case.specs
