@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from te_jax import native
 from te_jax.ops._gemm_product import allowed_dtype, autotunes
-from te_jax.parallel import _processes, _ring, _xla
+from te_jax.parallel import _processes, _xla
 from te_jax.parallel._exchange import Exchange, Operand, Scaling, with_bias
 
 _FLOAT32 = np.dtype(np.float32)
@@ -70,8 +70,6 @@ def all_gather_gemm(
 ) -> tuple[tuple[Array, ...], Array | None, tuple[Array, ...]]:
     """See `te_jax.parallel._exchange.Transport`."""
     pieces, rows, summed = x.data.shape
-    if 0 in (pieces, rows):
-        return _ring.all_gather_gemm(exchange, x, weights, biases, extras, keep_gathered)
     dtype = _product_dtype(exchange, x)
     fused = [bias is not None and _fuses_bias(exchange, x, dtype) for bias in biases]
     operands: list[Array | None] = [x.data, x.scale_inv]
@@ -103,8 +101,6 @@ def gemm_reduce_scatter(
 ) -> Array:
     """See `te_jax.parallel._exchange.Transport`."""
     pieces, _, rows, _ = xs[0].data.shape
-    if 0 in (pieces, rows):
-        return _ring.gemm_reduce_scatter(exchange, xs, weights, bias)
     dtype = _product_dtype(exchange, xs[0])
     columns = weights[0].data.shape[1 if weights[0].summed_first else 0]
     operands: list[Array | None] = []
