@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 
 def is_whole_number(value: Any) -> bool:
@@ -53,8 +54,8 @@ def mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], int]:
 
 def as_flag(name: str, value: Any) -> bool:
     """True or False."""
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} is {value!r}; it must be True or False")
+    if isinstance(value, Tracer) or np.shape(value) != () or np.asarray(value).dtype != np.bool_:
+        raise ValueError(f"{name} is {value!r}; it must be True or False, known while tracing")
     return bool(value)
 
 

@@ -115,7 +115,9 @@ def dot_general(
             f"dimension_numbers is {dimension_numbers!r}; it must be ((dimensions of lhs, dimensions of rhs), "
             "((), ())), as jax.lax.dot_general has it"
         ) from None
-    if preferred_element_type is not None:
+    if preferred_element_type is not None and options.recipe is not None:
+        if preferred_element_type in (float, jnp.float64):  # names of float32 where there are no 64 bits
+            preferred_element_type = jax.dtypes.canonicalize_dtype(preferred_element_type)
         preferred_element_type = as_dtype("preferred_element_type is", preferred_element_type, FLOATS, FLOAT_NAMES)
     if lhs_batch or rhs_batch:
         raise ValueError(

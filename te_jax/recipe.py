@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from te_jax._arguments import is_whole_number
+from te_jax._arguments import as_flag, is_finite_number, is_whole_number
 from te_jax._maximum import maximum_of_cotangents
 
 Role = Literal["activation", "kernel", "gradient"]
@@ -103,9 +103,7 @@ class Recipe:
         object.__setattr__(
             self, "fast_accumulation", tuple(name for name in _PRODUCTS if name in self.fast_accumulation)
         )
-        if not isinstance(self.power_of_two_scales, bool | np.bool_):
-            raise ValueError(f"power_of_two_scales is {self.power_of_two_scales!r}; it must be True or False")
-        object.__setattr__(self, "power_of_two_scales", bool(self.power_of_two_scales))
+        object.__setattr__(self, "power_of_two_scales", as_flag("power_of_two_scales", self.power_of_two_scales))
 
     def quantization(self, role: Role) -> Quantization:
         """How tensors of a role are quantized.
@@ -182,8 +180,8 @@ class DelayedScaling(Recipe):
             raise ValueError(f"history_len is {self.history_len!r}; it must be a whole number of at least 1")
         if self.algorithm not in ("max", "most_recent"):
             raise ValueError(f"algorithm is {self.algorithm!r}; it must be 'max' or 'most_recent'")
-        if not is_whole_number(self.margin) or abs(self.margin) > 64:
-            raise ValueError(f"margin is {self.margin!r}; it must be a whole number in [-64, 64], 0 for none")
+        if not is_finite_number(self.margin) or abs(self.margin) > 64:
+            raise ValueError(f"margin is {self.margin!r}; it must be a number in [-64, 64], 0 for none")
 
     def init(self) -> DelayedScalingState:
         """The state of a layer that has seen nothing: every scale is then 1."""

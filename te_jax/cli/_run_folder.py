@@ -145,8 +145,16 @@ class RunFolder:
 
 
 def new_path() -> Path:
-    """A folder for a run that names none: runs/train-001, or one number above all that are there."""
-    return _RUNS / f"train-{max(_numbered(), default=0) + 1:03}"
+    """A folder, made here, for a run that names none: runs/train-001, or one number above all that are there."""
+    with _writing(_RUNS):
+        _RUNS.mkdir(exist_ok=True)
+        while True:
+            path = _RUNS / f"train-{max(_numbered(), default=0) + 1:03}"
+            try:
+                path.mkdir()
+            except FileExistsError:  # another run has just taken it
+                continue
+            return path
 
 
 def newest_path() -> Path:
@@ -155,7 +163,7 @@ def newest_path() -> Path:
     Raises:
       UserError: there is none.
     """
-    numbered = _numbered()
+    numbered = {number: path for number, path in _numbered().items() if path.is_dir()}
     if not numbered:
         raise UserError(f"--resume finds no {_RUNS}/train-…: name the folder of the run with --out")
     return numbered[max(numbered)]

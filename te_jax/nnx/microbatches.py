@@ -31,7 +31,7 @@ def quantize_kernels(model: Model) -> Model:
     Gradients come from `accumulate_gradients`.
 
     Args:
-      model: an NNX module. Kernels that `nnx.vmap` stacked have the layers in front.
+      model: an NNX module, or a container of some. Kernels that `nnx.vmap` stacked have the layers in front.
 
     Returns:
       A model of the same structure. Layers that share a kernel share the quantized one.
@@ -40,8 +40,8 @@ def quantize_kernels(model: Model) -> Model:
       ValueError: model is no NNX module, or a kernel is shared by layers that quantize it differently, or with
         something that does not.
     """
-    if not isinstance(model, nnx.Module):
-        raise ValueError(f"model is of type {type(model).__name__}; it must be a flax.nnx.Module")
+    if not nnx.graph.is_node(model):
+        raise ValueError(f"model is of type {type(model).__name__}; it must be a flax.nnx.Module, or hold some")
     quantized = nnx.clone(model, variables=False)
     done: dict[int, tuple[tuple[Any, ...], QuantizedKernel, Any]] = {}  # by the identity of the kernel's variable
     for path, module in nnx.iter_modules(quantized):
@@ -124,8 +124,17 @@ def merge_gradients(first: nnx.State, second: nnx.State) -> nnx.State:
     Raises:
       ValueError: they are of different variables.
     """
-    _linear.validate_mergeable(*(_values(dict(nnx.to_flat_state(gradients))) for gradients in (first, second)))
-    return jax.tree.map(_merged, first, second, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    _linear.validate_mergeable(*map(_named, (first, second)))
+    return jax.tree.map(_merged, first, second, is_leaf=_is_variable)
+
+
+def _named(gradients: Any) -> dict[str, Any]:
+    leaves = jax.tree.leaves_with_path(gradients, is_leaf=_is_variable)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): variable.get_value() for path, variable in leaves}
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
 
 
 def _merged(first: nnx.Variable, second: nnx.Variable) -> nnx.Variable:

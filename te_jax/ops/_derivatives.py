@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 from jax import Array
@@ -18,6 +19,20 @@ def not_differentiated(x: Array, reason: str) -> Array:
 @not_differentiated.defjvp
 def _(reason, *_):
     raise NotImplementedError(reason)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def without_gradient(result: Any, x: Any, reason: str) -> Any:
+    """A result, which follows from x and has a derivative of zero: a gradient that comes through it is an error."""
+    del x, reason
+    return result
+
+
+def _refuse_gradient(reason, *_):
+    raise NotImplementedError(reason)
+
+
+without_gradient.defvjp(lambda result, x, reason: (result, None), _refuse_gradient)
 
 
 def differentiated_once(x: Array, name: str) -> Array:

@@ -134,11 +134,6 @@ def _forward(layer: Layer, *operands):
         any(leaf.perturbed for leaf in jax.tree.leaves(operand)) for operand in operands
     )
     quantized = isinstance(kernel, QuantizedArray)
-    if for_kernel and accumulator is None and quantized:
-        raise ValueError(
-            "kernel is a QuantizedArray, which has no gradient of its own: pass wgrad_accumulator and differentiate "
-            "with respect to it (accumulate_gradients in modules), or do not differentiate with respect to kernel"
-        )
     if for_kernel and accumulator is not None and not for_accumulator:
         raise ValueError(
             "wgrad_accumulator takes the gradient of kernel, but only kernel is differentiated; differentiate with "

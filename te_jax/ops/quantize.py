@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from te_jax import native, reference
 from te_jax._arguments import as_axis_names, as_flag, mapped_axes
-from te_jax.ops._derivatives import not_differentiated
+from te_jax.ops._derivatives import without_gradient
 from te_jax.ops._operands import as_array, validate_quantization
 from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
 from te_jax.quantized import QuantizedArray
@@ -83,15 +83,16 @@ def quantize(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
-      NotImplementedError: where it is differentiated.
+      NotImplementedError: where a gradient comes through it.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     References:
       Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. Blocks: DeepSeek-V3, arXiv:2412.19437,
       section 3.3.
     """
-    array, own_amax, dbias = quantize_parts(
-        not_differentiated(as_array("x", x), _NO_DERIVATIVE),
+    x = as_array("x", x)
+    parts = quantize_parts(
+        x,
         quantization,
         row_ndim=row_ndim,
         copies=copies,
@@ -101,6 +102,8 @@ def quantize(
         with_dbias=with_dbias,
         implementation=implementation,
     )
+    parts: Any = without_gradient(parts, x, _NO_DERIVATIVE)
+    array, own_amax, dbias = parts
     wanted = (array, *((own_amax,) if with_amax else ()), *((dbias,) if with_dbias else ()))
     return wanted if len(wanted) > 1 else array
 

@@ -97,7 +97,7 @@ def softmax_cross_entropy(
         None
         if logit_softcap is None
         else _number("logit_softcap", logit_softcap, "a finite number above 0, or None for none", lambda c: c > 0),
-        None if axis_name is None or axis_name == () else mapped_axes(axis_name)[0],
+        None if axis_name in (None, (), []) else mapped_axes(axis_name)[0],
     )
     return _softmax_cross_entropy(logits, labels, loss, reduction, native.use_native(implementation))
 

@@ -59,7 +59,11 @@ def _convert(target: Any, source: Any, params: Any, where: str) -> Any:
             source, where = source.inner, f"{where}.inner"
         return _convert_wrapped(target, found, source, params, where)
     if isinstance(target, optax.InjectStatefulHyperparamsState) and type(source) is type(target):
-        source = source._replace(hyperparams=_with_seed_of(target.hyperparams, source.hyperparams))
+        return source._replace(
+            hyperparams=_known_to(target.hyperparams, source.hyperparams),
+            hyperparams_states=_known_to(target.hyperparams_states, source.hyperparams_states),
+            inner_state=_convert(target.inner_state, source.inner_state, params, f"{where}.inner_state"),
+        )
     if isinstance(target, dict) and isinstance(source, dict):
         _check_keys([f"[{key!r}]" for key in target], [f"[{key!r}]" for key in source], where)
         return {key: _convert(target[key], source[key], params, f"{where}[{key!r}]") for key in target}
@@ -87,10 +91,9 @@ def _are_sequences(target: Any, source: Any) -> bool:
     return type(target) is type(source) or not (hasattr(target, "_fields") or hasattr(source, "_fields"))
 
 
-def _with_seed_of(target: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters `source`, with a seed where `target` has one, which optax's Adam does not know."""
-    seed = {"seed": source.get("seed", target["seed"])} if "seed" in target else {}
-    return {key: value for key, value in source.items() if key != "seed"} | seed
+def _known_to(target: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters under the names of `target`: dtypes and seeds are some as well, and may be new."""
+    return {key: source.get(key, value) for key, value in target.items()}
 
 
 def _check_parameters(target: Any, source: Any, where: str, *, masks_may_differ: bool = False) -> None:

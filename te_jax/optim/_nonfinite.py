@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
+from jax.core import Tracer
 
-from te_jax._arguments import is_finite_number, is_whole_number, mapped_axes
+from te_jax._arguments import is_finite_number, mapped_axes
 
 AxisName = str | tuple[str, ...]
 
@@ -78,10 +79,10 @@ def dynamic_loss_scale(
 
     Args:
       inner: the transform. It gets unscaled gradients in float32, so its updates are float32.
-      initial_scale: of the first step, from smallest to largest.
+      initial_scale: of the first step.
       growth_interval: steps, at least 1.
-      factor: above 1; a power of two changes no digit of a gradient.
-      smallest, largest: between which the scale stays; above 0.
+      factor: at least 1; a power of two changes no digit of a gradient.
+      smallest, largest: between which the scale stays.
       axis_name: see `skip_nonfinite`.
 
     Returns:
@@ -93,18 +94,15 @@ def dynamic_loss_scale(
     References:
       Micikevicius et al., Mixed precision training, https://arxiv.org/abs/1710.03740.
     """
-    for name, value in (("initial_scale", initial_scale), ("smallest", smallest), ("largest", largest)):
-        if not is_finite_number(value) or not 0 < value <= float(np.finfo(np.float32).max):
-            raise ValueError(f"{name} is {value!r}; it must be a finite number above 0 that float32 holds")
-    if not smallest <= initial_scale <= largest:
-        raise ValueError(
-            f"initial_scale is {initial_scale}; it must be from smallest to largest, {smallest} to {largest}: "
-            "choose another, or other limits"
-        )
-    if not is_whole_number(growth_interval) or not 1 <= growth_interval < 2**31:
-        raise ValueError(f"growth_interval is {growth_interval!r}; it must be a whole number of steps, 1 to 2^31 - 1")
-    if not is_finite_number(factor) or factor <= 1:
-        raise ValueError(f"factor is {factor!r}; it must be a finite number above 1, such as 2.0")
+    for name, value, least, rule in (
+        ("initial_scale", initial_scale, 2.0**-126, "a finite number above 0 that float32 holds"),
+        ("growth_interval", growth_interval, 1, "a number of steps, at least 1"),
+        ("factor", factor, 1, "a finite number of at least 1, such as 2.0"),
+    ):
+        if isinstance(value, Tracer):
+            continue
+        if not is_finite_number(value) or not least <= value <= float(np.finfo(np.float32).max):
+            raise ValueError(f"{name} is {value!r}; it must be {rule}")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> DynamicLossScaleState:
@@ -148,7 +146,7 @@ def _all_finite(updates: Any, axis_name: AxisName | None) -> Array:
     finite = jnp.asarray(True)
     for gradient in jax.tree.leaves(updates):
         finite &= jnp.all(jnp.isfinite(gradient))
-    if axis_name is None or axis_name == ():
+    if axis_name in (None, (), []):
         return finite
     names, _ = mapped_axes(axis_name)
     return lax.pmin(finite.astype(jnp.int32), names) > 0

@@ -20,7 +20,7 @@ from xla_flags import environment_without_devices
 
 from te_jax import native
 from te_jax.cli import _report, _step, train
-from te_jax.cli._run_folder import RunFolder, read_header
+from te_jax.cli._run_folder import RunFolder, new_path, newest_path, read_header
 from te_jax.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
@@ -346,3 +346,12 @@ def test_a_run_killed_at_random_steps_ends_with_the_same_bits(tmp_path):
     Process(out, "--resume").kill_at(after)
     assert (out / "log.jsonl").read_bytes() != expected
     assert Process(out, "--resume").finish() == expected
+
+
+def test_runs_that_begin_at_the_same_time_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/train-050").touch()  # no folder
+    first, second = new_path(), new_path()
+    assert (first.name, second.name) == ("train-051", "train-052")
+    assert newest_path() == second

@@ -327,4 +327,6 @@ def test_bad_dimension_numbers_are_named(rng, numbers, message):
 def test_a_result_of_another_kind_is_refused(rng, dtype):
     x, kernel = normal(rng, (3, 16)), normal(rng, (16, 16))
     with pytest.raises(ValueError, match=r"preferred_element_type is .*; it must be float32, bfloat16 or float16"):
-        make_dot_general_cls(None)().apply({}, x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+        make_dot_general_cls(CurrentScaling())().apply(
+            {}, x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=dtype
+        )

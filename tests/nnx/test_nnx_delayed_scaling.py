@@ -272,3 +272,10 @@ def test_gradients_of_different_variables_are_not_merged():
         merge_gradients(first, second)
     with pytest.raises(ValueError, match=r"second has shape \(1, 16\) for kernel, and first \(16, 16\): merge"):
         merge_gradients(first, third)
+
+
+def test_gradients_of_several_arguments_are_merged():
+    states = tuple(nnx.state(Linear(16, size, rngs=nnx.Rngs(size))) for size in (16, 32))
+    for tree in (states, list(states), {"a": states[0], "b": states[1]}):
+        merged = merge_gradients(tree, tree)
+        jax.tree.map(lambda one, two: np.testing.assert_array_equal(2 * one, two), tree, merged)

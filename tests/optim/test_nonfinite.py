@@ -217,11 +217,8 @@ def test_loss_scale_of_none_or_two():
     ("name", "rule", "values"),
     [
         ("initial_scale", "a finite number above 0", ["a", None, True, 0.0, -1, np.nan, np.inf, 1e39]),
-        ("initial_scale", "from smallest to largest, 1.0 to 16777216.0", [0.5, 2.0**25]),
-        ("smallest", "a finite number above 0", ["a", None, False, 0, -1.0, np.nan]),
-        ("largest", "a finite number above 0", ["a", None, True, 0, np.inf, np.nan]),
-        ("factor", "a finite number above 1", ["a", None, True, 0, 1, 0.5, -2.0, np.nan, np.inf]),
-        ("growth_interval", "a whole number of steps", ["a", None, True, 0, -1, 2.5, np.nan, 2**31]),
+        ("factor", "a finite number of at least 1", ["a", None, True, 0, 0.5, -2.0, np.nan, np.inf]),
+        ("growth_interval", "a number of steps, at least 1", ["a", None, True, 0, -1, np.nan]),
     ],
 )
 def test_numbers_of_no_use(name, rule, values):
