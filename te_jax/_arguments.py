@@ -70,7 +70,7 @@ def as_dtype(subject: str, value: Any, allowed: tuple[np.dtype, ...], rule: str)
     """
     try:
         dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
-    except TypeError:
+    except (TypeError, ValueError):
         dtype = None
     if dtype is None or dtype not in allowed:
         raise ValueError(f"{subject} {repr(value) if dtype is None else dtype}; it must be {rule}")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from te_jax._arguments import as_flag, is_finite_number, is_whole_number
+from te_jax._arguments import as_dtype, as_flag, is_finite_number, is_whole_number
 from te_jax._maximum import maximum_of_cotangents
 
 Role = Literal["activation", "kernel", "gradient"]
@@ -83,15 +83,8 @@ class Recipe:
                 "te_jax.recipe.CurrentScaling()"
             )
         for name in ("forward_dtype", "gradient_dtype"):
-            given = getattr(self, name)
-            try:
-                dtype = None if given is None else np.dtype(given)  # np.dtype(None) is float64
-            except (TypeError, ValueError):
-                dtype = None
-            if dtype not in (_E4M3, _E5M2):
-                shown = repr(given) if dtype is None else dtype
-                raise ValueError(f"{name} is {shown}; it must be float8_e4m3fn or float8_e5m2, of jax.numpy")
-            object.__setattr__(self, name, dtype)
+            rule = "float8_e4m3fn or float8_e5m2, of jax.numpy"
+            object.__setattr__(self, name, as_dtype(f"{name} is", getattr(self, name), (_E4M3, _E5M2), rule))
         if np.dtype(self.forward_dtype) == _E5M2:
             raise ValueError("forward_dtype is float8_e5m2; no GPU multiplies E5M2 by E5M2: use float8_e4m3fn forward")
         fast = self.fast_accumulation
