@@ -21,7 +21,7 @@ DIST    ?= dist
 help:
 	@echo "make demo          train a small language model on text that ships with Python"
 	@echo "make test          all tests on the CPU, with eight simulated devices"
-	@echo "make test-gpu      the operations' tests on the GPUs of this machine"
+	@echo "make test-gpu      tests of operations, layers, optimizers and models on the GPUs of this machine"
 	@echo "make bench         every benchmark on this machine"
 	@echo "make lint          ruff, pyright, clang-format, import-linter, tables"
 	@echo "make format        what lint can mend by itself"
@@ -53,7 +53,7 @@ test: $(PACKAGE) $(TOOLS)
 
 test-gpu: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
-	  $(PYTEST) tests/ops tests/native tests/optim tests/parallel tests/gpu $(ARGS)
+	  $(PYTEST) tests/ops tests/native tests/optim tests/flax tests/nnx tests/models tests/parallel tests/gpu $(ARGS)
 
 bench: $(PACKAGE) $(TOOLS)
 	for family in softmax_cross_entropy quantize gemm dense adam interconnect collective_matmul transformer; do $(PY) -m te_jax.cli bench $$family || exit; done

@@ -127,7 +127,8 @@ def test_remat_changes_nothing(rng):
         assert relative_error(other, leaf) < 2e-2, path
 
 
-def test_split_batches_exchange_gradients_and_largest_magnitudes(rng):
+def test_split_batches_exchange_gradients_and_largest_magnitudes(rng, require_devices):
+    require_devices(4)
     config = dataclasses.replace(PLAIN, recipe=DelayedScaling(history_len=3))
     params, tokens = random_params(rng), random_tokens(rng)
     state = init_scaling_state(config)

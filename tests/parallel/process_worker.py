@@ -3,7 +3,7 @@
 With "leave" the last process ends without taking part in the last call; with "late" it comes too late for one, and all
 go on as if nothing had happened; with "groups" each process has two devices, in groups of its own and with others; with
 "alone" the first and the last process at first lower without the others; with "fails" the last one at first cannot
-share memory.
+share memory; with "weights" several of them share a gather, and the gradient of what is gathered is a sum.
 """
 
 import os
@@ -12,6 +12,7 @@ import sys
 rank, processes, port = (int(text) for text in sys.argv[1:4])
 task = "".join(sys.argv[4:])
 gpu = os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
+gpus = int(os.environ.get("TE_JAX_TEST_GPUS", processes))  # fewer than processes: these take turns on them
 
 import jax  # noqa: E402
 
@@ -19,7 +20,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 if not gpu:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(
-    f"localhost:{port}", processes, rank, local_device_ids=[rank] if gpu else None, initialization_timeout=60
+    f"localhost:{port}", processes, rank, local_device_ids=[rank % gpus] if gpu else None, initialization_timeout=60
 )
 
 import functools  # noqa: E402
@@ -33,6 +34,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from te_jax import native  # noqa: E402
 from te_jax.parallel import _processes, all_gather_matmul, matmul_reduce_scatter  # noqa: E402
+from te_jax.recipe import BlockScaling  # noqa: E402
 from te_jax.testing import assert_close  # noqa: E402
 
 
@@ -40,9 +42,9 @@ def placed(mesh, spec, value):
     return jax.make_array_from_callback(value.shape, NamedSharding(mesh, spec), lambda index: value[index])
 
 
-def local_part(value, expected, tolerance=1e-5):
+def local_part(value, expected, tolerance=1e-5, dtype=np.float32):
     for shard in value.addressable_shards:
-        assert_close(np.asarray(shard.data), expected[shard.index], tolerance=tolerance, dtype=np.float32)
+        assert_close(np.asarray(shard.data), expected[shard.index], tolerance=tolerance, dtype=dtype)
 
 
 mesh = Mesh(np.array(jax.devices()), ("t",))
@@ -78,6 +80,44 @@ def run_in_groups(devices, names, axis, rows):
     mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P(outer, None, axis))
     local_part(jax.jit(mapped)(placed(mesh, specs[0], x), placed(mesh, specs[1], w)), x.astype(np.float64) @ w)
 
+
+def sum_of_products(x, weights, dys, recipe):
+    ys = all_gather_matmul(x, weights, recipe=recipe, **options)
+    return sum((dy * y).sum() for dy, y in zip(dys, ys, strict=True)).astype(np.float32)
+
+
+if task == "weights":
+    late = np.random.default_rng(rank)  # another one in each
+    for dtype, recipe, tolerance in (
+        (np.float32, None, 1e-5),
+        (jax.numpy.bfloat16, None, 6e-3),
+        (np.float32, BlockScaling(), 0.06),
+    ):
+
+        def gradients(x, weights, dys, recipe=recipe):
+            return jax.grad(functools.partial(sum_of_products, recipe=recipe), argnums=(0, 1))(x, weights, dys)
+
+        inside, outside = P("t"), P(None, "t")
+        mapped = jax.jit(
+            jax.shard_map(gradients, mesh=mesh, in_specs=(inside, outside, outside), out_specs=(inside, outside))
+        )
+        for _ in range(10):  # other numbers, and other delays
+            x = rng.standard_normal((128 * processes, 128)).astype(dtype)
+            weights = [rng.standard_normal((128, n * processes)).astype(dtype) for n in (256, 128, 128)]
+            dys = [rng.standard_normal((128 * processes, w.shape[1])).astype(dtype) for w in weights]
+            gx, *others = (
+                placed(mesh, inside, x),
+                *(tuple(placed(mesh, outside, v) for v in vs) for vs in (weights, dys)),
+            )
+            time.sleep(late.uniform(0, 5e-3))
+            dx, dws = mapped(gx, *others)
+            x, weights, dys = jax.tree.map(lambda v: v.astype(np.float64), (x, weights, dys))
+            local_part(dx, sum(dy @ w.T for dy, w in zip(dys, weights, strict=True)), tolerance, dtype)
+            for dw, dy in zip(dws, dys, strict=True):
+                local_part(dw, x.T @ dy, tolerance, dtype)
+    print("fine", flush=True)
+    jax.distributed.shutdown()
+    raise SystemExit
 
 if task == "groups":
     grid = np.array(jax.devices()).reshape(processes, 2)  # a row for each process

@@ -20,7 +20,7 @@ def run(processes, *arguments, devices=1):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = environment_without_devices()
+    environment = environment_without_devices() | {"TE_JAX_TEST_GPUS": str(len(jax.devices()))}
     if devices > 1:
         environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     workers = [
@@ -42,25 +42,25 @@ def run(processes, *arguments, devices=1):
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes(processes):
-    if jax.default_backend() == "gpu" and len(jax.devices()) < processes:
-        pytest.skip(f"needs {processes} GPUs")
     before = shared_files()
     for output in run(processes):
         assert "fine" in output.splitlines(), output
     assert shared_files() <= before
 
 
+@pytest.mark.parametrize("processes", [2, 4])
+def test_weights_that_share_a_gather(processes):
+    for output in run(processes, "weights"):
+        assert "fine" in output.splitlines(), output
+
+
 def test_a_process_that_leaves():
-    if jax.default_backend() == "gpu" and len(jax.devices()) < 2:
-        pytest.skip("needs 2 GPUs")
     stayed, left = run(2, "leave")
     assert "left" in left.splitlines(), left
     assert "fine" in stayed.splitlines(), stayed
 
 
 def test_a_process_that_is_late():
-    if jax.default_backend() == "gpu" and len(jax.devices()) < 2:
-        pytest.skip("needs 2 GPUs")
     for output in run(2, "late"):
         assert "fine" in output.splitlines(), output
 
@@ -69,8 +69,6 @@ def test_a_process_that_is_late():
 @pytest.mark.parametrize("task", ["alone", "fails"])
 def test_memory_that_cannot_be_shared_at_first(task, processes):
     """Whoever waits hears of it, long before the limit of 300 s, and the next attempt is everybody's."""
-    if jax.default_backend() == "gpu" and len(jax.devices()) < processes:
-        pytest.skip(f"needs {processes} GPUs")
     for output in run(processes, task):
         assert "fine" in output.splitlines(), output
 
