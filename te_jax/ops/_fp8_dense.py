@@ -17,7 +17,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from te_jax import native
 from te_jax.ops import _delayed
 from te_jax.ops._derivatives import differentiated_once
-from te_jax.ops._plain_dense import Activation, KernelContracting, activate, activation_gradient, added_once
+from te_jax.ops._plain_dense import (
+    Activation,
+    KernelContracting,
+    activate,
+    activation_gradient,
+    added_once,
+    as_residual,
+    from_residual,
+    validate_wanted,
+)
 from te_jax.ops.gemm import gemm
 from te_jax.ops.quantize import QuantizedParts, quantize_parts
 from te_jax.quantized import QuantizedArray
@@ -105,10 +114,9 @@ def _like_result(layer: Layer, x: Array, kernel: Array | QuantizedArray) -> _Lik
 
 
 class _Residuals(NamedTuple):
-    """What is kept for the backward pass. What is not needed is there without elements: JAX may run the backward pass
-    of one choice of derivatives with the tree of another's residuals, so only shapes may depend on the choice."""
+    """What is kept for the backward pass. What is not needed is there without elements, as in `as_residual`."""
 
-    wanted: tuple[Array, ...]  # gradients of x, kernel, bias and state: shape (1, 0) for yes, (0, 0) for no
+    wanted: tuple[Array, ...]  # whether gradients of x, kernel, bias, accumulator and state are
     likes: tuple[_Like | None, ...]  # of x, kernel, bias and accumulator
     x: QuantizedArray  # the copy that products over tokens read
     kernel: QuantizedArray  # the copy that products over out read
@@ -130,34 +138,22 @@ def product(layer: Layer, x: Array, kernel, bias: Array | None, accumulator: Arr
 
 def _forward(layer: Layer, *operands):
     x, kernel, bias, accumulator, state = custom_vjp_primal_tree_values(operands)
-    for_x, for_kernel, for_bias, for_accumulator, for_state = (
-        any(leaf.perturbed for leaf in jax.tree.leaves(operand)) for operand in operands
-    )
-    quantized = isinstance(kernel, QuantizedArray)
-    if for_kernel and accumulator is not None and not for_accumulator:
-        raise ValueError(
-            "wgrad_accumulator takes the gradient of kernel, but only kernel is differentiated; differentiate with "
-            "respect to wgrad_accumulator, whose cotangent is its next value"
-        )
+    wanted = [any(leaf.perturbed for leaf in jax.tree.leaves(operand)) for operand in operands]
+    for_x, for_kernel, _, for_accumulator, _ = wanted
     for_wgrad = for_accumulator if accumulator is not None else for_kernel
 
     x8, x_amax, _ = _quantize(layer, "activation", x, state, outer=True, summed=for_wgrad)
     amaxes: dict[Role, Any] = {"activation": x_amax}
-    if quantized:
+    if isinstance(kernel, QuantizedArray):
         kernel8 = kernel
         kept_kernel = _kept(kernel, layer.dgrad_copy)  # without a name: as an argument it is there anyway
-        if for_x and getattr(kernel, layer.dgrad_copy) is None:
-            raise ValueError(
-                f"kernel has no {layer.dgrad_copy} copy, which the gradient with respect to x reads; quantize it with "
-                "copies='both'"
-            )
     else:
         kernel8, amaxes["kernel"], _ = _quantize(layer, "kernel", kernel, state, outer=True, summed=for_x)
         kept_kernel = _kept(kernel8, layer.dgrad_copy).named("te_dense_kernel")
     like = _like_result(layer, x, kernel)
     y, preactivation = _forward_product(layer, x8, kernel8, bias, like, keep_preactivation=True)
     return y, _Residuals(
-        tuple(jnp.zeros((int(wanted), 0), jnp.int8) for wanted in (for_x, for_wgrad, for_bias, for_state)),
+        tuple(map(as_residual, wanted)),
         tuple(_Like.of(a) if isinstance(a, Array) else None for a in (x, kernel, bias, accumulator)),
         _kept(x8, "transposed").named("te_dense_activation"),
         kept_kernel,
@@ -170,8 +166,16 @@ def _forward(layer: Layer, *operands):
 
 def _backward(layer: Layer, residuals: _Residuals, dy: Array):
     wanted, likes, x8, kernel8, preactivation, accumulator, state, amaxes = residuals
-    for_x, for_wgrad, for_bias, for_state = (len(flag) == 1 for flag in wanted)
+    for_x, for_wgrad, for_bias, for_accumulator, for_state = map(from_residual, wanted)
     x_like, kernel_like, bias_like, accumulator_like = likes
+    if accumulator is not None:
+        validate_wanted(for_wgrad, for_accumulator)
+        for_wgrad = for_accumulator
+    if for_x and getattr(kernel8, layer.dgrad_copy).ndim == 1:  # as in `_kept`
+        raise ValueError(
+            f"kernel has no {layer.dgrad_copy} copy, which the gradient with respect to x reads; quantize it with "
+            "copies='both'"
+        )
     if layer.activation is not None:
         assert preactivation is not None
         dy = activation_gradient(layer.activation, preactivation, dy)

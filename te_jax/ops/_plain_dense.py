@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -99,13 +100,16 @@ def _accumulating(contracting_ndim, kernel_contracting, accumulate, x: Array, ke
     return _forward(x, kernel, contracting_ndim, kernel_contracting)
 
 
-def _accumulating_forward(contracting_ndim, kernel_contracting, accumulate, x, kernel, accumulator):
+def _accumulating_forward(contracting_ndim, kernel_contracting, accumulate, *operands):
+    x, kernel, accumulator = custom_vjp_primal_tree_values(operands)
     y = _accumulating(contracting_ndim, kernel_contracting, accumulate, x, kernel, accumulator)
-    return y, (x, kernel, accumulator)
+    _, *wanted = (as_residual(operand.perturbed) for operand in operands)
+    return y, (x, kernel, accumulator, wanted)
 
 
 def _accumulating_backward(contracting_ndim, kernel_contracting, accumulate, residuals, dy: Array):
-    x, kernel, accumulator = residuals
+    x, kernel, accumulator, wanted = residuals
+    validate_wanted(*map(from_residual, wanted))
     (dx,) = jax.vjp(lambda x: _forward(x, kernel, contracting_ndim, kernel_contracting), x)[1](dy)
     tokens = tuple(range(x.ndim - contracting_ndim))
     operands = (x, dy) if kernel_contracting == "first" else (dy, x)
@@ -119,7 +123,26 @@ def _accumulating_backward(contracting_ndim, kernel_contracting, accumulate, res
     return dx, None, lax.dynamic_update_slice(accumulator, wgrad, (0,) * wgrad.ndim)
 
 
-_accumulating.defvjp(_accumulating_forward, _accumulating_backward)
+_accumulating.defvjp(_accumulating_forward, _accumulating_backward, symbolic_zeros=True)
+
+
+def as_residual(flag: bool) -> Array:
+    """A choice of derivatives, for the backward pass. JAX may run that of one choice with the tree of another's
+    residuals, so only shapes may depend on the choice: (1, 0) for yes and (0, 0) for no."""
+    return jnp.zeros((int(flag), 0), jnp.int8)
+
+
+def from_residual(flag: Array) -> bool:
+    return len(flag) == 1
+
+
+def validate_wanted(for_kernel: bool, for_accumulator: bool) -> None:
+    """In the backward pass of a layer with an accumulator."""
+    if for_kernel and not for_accumulator:
+        raise ValueError(
+            "wgrad_accumulator takes the gradient of kernel, but only kernel is differentiated; differentiate with "
+            "respect to wgrad_accumulator, whose cotangent is its next value"
+        )
 
 
 @jax.custom_batching.custom_vmap

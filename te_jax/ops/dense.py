@@ -78,10 +78,11 @@ def dense(
         scaling has square blocks in the transposed copy of x rather than of g, so that its weight gradient is as fast.
       activation: None, "gelu" (tanh approximation), "relu" or "silu".
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is not a gradient but its next
-        value, written in place where the buffer is donated or carried by a loop; kernel's own cotangent is then zero.
-        One use in each backward pass: JAX would add up the values of several. Examples of a vmap may share it: it is
-        added once, and every example's gradient is there first. Inside `shard_map` each device accumulates what it
-        computes: sum over devices at the end.
+        value, written in place where the buffer is donated or carried by a loop; kernel's own cotangent is then zero,
+        and it is an error to differentiate with respect to kernel and not to wgrad_accumulator. One use in each
+        backward pass: JAX would add up the values of several. Examples of a vmap may share it: it is added once, and
+        every example's gradient is there first. Inside `shard_map` each device accumulates what it computes: sum over
+        devices at the end.
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer. Without
         wgrad_accumulator it has no effect.
       scaling_state: for DelayedScaling: histories of largest magnitudes. Its cotangent is the next state. Where several
