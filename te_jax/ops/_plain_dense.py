@@ -8,8 +8,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native
