@@ -2,6 +2,8 @@
 
 import functools
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -645,3 +647,9 @@ def test_the_source_is_where_te_jax_was_called(mesh):
 def test_unknown_kinds_are_refused(mesh):
     with pytest.raises(ValueError, match="allowed has 'allreduce', which is no kind of collective; the kinds are a"):
         inspect.assert_no_resharding(jnp.sin, like(mesh, (32, 16), "a"), allowed=("all-gather", "allreduce"))
+
+
+def test_it_is_there_where_te_jax_is_imported():
+    code = "import te_jax; te_jax.parallel.inspect.collectives"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
