@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from te_jax._arguments import is_whole_number
 from te_jax.recipe import Recipe
 
 _DTYPES = ("float32", "bfloat16")
@@ -48,8 +49,9 @@ class DecoderConfig:
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole_number(value) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it needs to be a whole number of at least 1")
+            object.__setattr__(self, name, int(value))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}: every key head serves the "

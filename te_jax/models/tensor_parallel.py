@@ -24,6 +24,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from te_jax import native, ops
+from te_jax._arguments import is_whole_number
 from te_jax.models.config import DecoderConfig
 from te_jax.ops._gemm_product import FP8_ALIGNMENT
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
@@ -62,8 +63,9 @@ class TensorParallel:
     timeout: float = 60.0
 
     def __post_init__(self):
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+        if not is_whole_number(self.size) or self.size < 1:
             raise ValueError(f"size is {self.size!r}: it needs to be a whole number of devices, at least 1")
+        object.__setattr__(self, "size", int(self.size))
         if isinstance(self.batch_axes, str):
             raise ValueError(f"batch_axes is {self.batch_axes!r}: name mesh axes in a tuple, ({self.batch_axes!r},)")
         names = (self.axis_name, *self.batch_axes)

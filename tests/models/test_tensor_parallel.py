@@ -303,6 +303,13 @@ def test_what_is_no_split(options, words):
         TensorParallel(**options)
 
 
+def test_sizes_may_be_numbers_of_numpy(rng):
+    sizes = {name: np.int64(value) for name, value in vars(CONFIG).items() if type(value) is int}
+    config, parallel = dataclasses.replace(CONFIG, **sizes), TensorParallel(np.prod([2, 1]))
+    assert (config, parallel) == (CONFIG, TensorParallel(2))
+    compare(config, parallel, mesh_of(tensor=2), rng, tolerance=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "size", "words"),
     [
