@@ -66,8 +66,9 @@ class TensorParallel:
         if not is_whole_number(self.size) or self.size < 1:
             raise ValueError(f"size is {self.size!r}: it needs to be a whole number of devices, at least 1")
         object.__setattr__(self, "size", int(self.size))
-        if isinstance(self.batch_axes, str):
-            raise ValueError(f"batch_axes is {self.batch_axes!r}: name mesh axes in a tuple, ({self.batch_axes!r},)")
+        if not isinstance(self.batch_axes, tuple):
+            example = (self.batch_axes,) if isinstance(self.batch_axes, str) else ("data",)
+            raise ValueError(f"batch_axes is {self.batch_axes!r}: name mesh axes in a tuple, {example}")
         names = (self.axis_name, *self.batch_axes)
         if not all(isinstance(name, str) for name in names):
             raise ValueError(

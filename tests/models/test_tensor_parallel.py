@@ -289,6 +289,8 @@ def test_presets_trace(name, size, promotion):
         ({"size": 0}, "size is 0: it needs"),
         ({"size": True}, "size is True"),
         ({"size": 2, "batch_axes": "data"}, r"batch_axes is 'data': name mesh axes in a tuple, \('data',\)"),
+        ({"size": 2, "batch_axes": ["data"]}, r"batch_axes is \['data'\]: name mesh axes in a tuple, \('data',\)"),
+        ({"size": 2, "batch_axes": None}, r"batch_axes is None: name mesh axes in a tuple"),
         ({"size": 2, "axis_name": 3}, r"axis_name is 3 and batch_axes is \(\): axes go by their names"),
         ({"size": 2, "batch_axes": ("data", None)}, r"batch_axes is \('data', None\): axes go by their names"),
         ({"size": 2, "transport": "nccl"}, "transport is 'nccl'; it must be one of"),
