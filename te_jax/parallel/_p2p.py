@@ -48,7 +48,9 @@ def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[O
       xs, weights: as of the transport's functions; one x where rows are gathered.
       gathers: whether they are, or products scattered.
     """
-    if not exchange.native or native.compute_capability() is None or axes_left_to_xla():
+    if not exchange.native or native.compute_capability() is None:
+        return False
+    if axes_left_to_xla() or _axes_of_no_mesh(exchange.axis_name):
         return False
     if jax.local_device_count() < exchange.size:  # a group of several processes: see _is_usable
         return False
@@ -177,6 +179,11 @@ def _call(
             "transport='p2p' is a kernel of te_jax's extension, which is not loaded or was not asked for: leave "
             "implementation=None where `te-jax doctor` finds the extension, or use transport='ring' or 'xla'"
         )
+    if axes := _axes_of_no_mesh(exchange.axis_name):
+        raise ValueError(
+            f"transport='p2p' over {axes}, which shard_map or pmap did not map, and which therefore stand for no "
+            "devices: map axes of a mesh, or use transport='ring' or 'xla'"
+        )
     if axes := axes_left_to_xla():
         raise ValueError(
             f"transport='p2p' inside a shard_map that leaves {axes} to XLA, which could only gather all operands along "
@@ -202,6 +209,11 @@ def axes_left_to_xla() -> list[str]:
     """The axes of the mesh at hand that have several devices and that no shard_map has mapped."""
     mesh = jax.sharding.get_abstract_mesh()
     return [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
+
+
+def _axes_of_no_mesh(names: tuple[str, ...]) -> list[str]:
+    """Those of the axes that are examples of a vmap on one device."""
+    return [name for name in names if name not in jax.sharding.get_abstract_mesh().manual_axes]
 
 
 def _varying_over(axes: tuple[str, ...], operands: Sequence[Array]) -> list[Array]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mixed_calls import exchange_of, run_program
 
@@ -294,6 +294,10 @@ def test_auto_does_without_it_where_devices_are_unknown(recipe, check_vma, monke
         assert_close(found, expected)
 
 
+def mapped_axis(size):
+    return jax.sharding.use_abstract_mesh(AbstractMesh((size,), ("t",), axis_types=(AxisType.Manual,)))
+
+
 @pytest.mark.parametrize(("local_devices", "worthwhile"), [(1, False), (2, True)])
 def test_auto_leaves_groups_of_several_processes_to_xla(local_devices, worthwhile, monkeypatch):
     """Known while tracing where a process has fewer devices than a group."""
@@ -301,7 +305,8 @@ def test_auto_leaves_groups_of_several_processes_to_xla(local_devices, worthwhil
     monkeypatch.setattr(jax, "local_device_count", lambda: local_devices)
     x, w = (Operand(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in ((1, 8192, 8192), (8192, 8192)))
     exchange = exchange_of(("t",), AbstractMesh((2,), ("t",)))
-    assert _p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
+    with mapped_axis(2):
+        assert _p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
 
 
 @pytest.mark.parametrize(("tokens", "worthwhile"), [(512, False), (1024, False), (2048, True), (4096, True)])
@@ -315,8 +320,9 @@ def test_auto_leaves_short_products_to_xla(tokens, worthwhile, monkeypatch):
         return Operand(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
 
     x, up, hidden, down = ((1, tokens // 4, 8192), (7168, 8192), (1, 4, tokens // 4, 7168), (8192, 7168))
-    assert _p2p.is_worthwhile(exchange, (operand(*x),), (operand(*up),), gathers=True) is worthwhile
-    assert _p2p.is_worthwhile(exchange, (operand(*hidden),), (operand(*down),), gathers=False) is worthwhile
+    with mapped_axis(4):
+        assert _p2p.is_worthwhile(exchange, (operand(*x),), (operand(*up),), gathers=True) is worthwhile
+        assert _p2p.is_worthwhile(exchange, (operand(*hidden),), (operand(*down),), gathers=False) is worthwhile
 
 
 def test_a_very_long_timeout(rng, require_devices):
@@ -341,6 +347,30 @@ def test_axes_that_are_left_to_xla(require_devices):
     )
     with pytest.raises(ValueError, match=r"leaves \['d'\] to XLA"):
         jax.jit(mapped)(jnp.ones((8, 3)), jnp.ones((3, 8)))
+
+
+@pytest.mark.parametrize("check_vma", [None, True, False])
+def test_axes_of_vmap_stand_for_no_devices(check_vma, monkeypatch, require_devices):
+    """In a shard_map over another axis, or in none: "auto" leaves them to XLA."""
+    require_devices(2)
+    monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(_p2p, "_SHORTEST_PRODUCT", 0.0)
+    x, w = jnp.ones((2, 4, 3)), jnp.ones((2, 3, 8))
+
+    def run(transport):
+        layer = functools.partial(all_gather_matmul, axis_name="v", transport=transport)
+        mapped = jax.vmap(layer, axis_name="v")
+        if check_vma is not None:
+            specs = P(None, "t"), P()
+            mapped = jax.shard_map(
+                mapped, mesh=mesh_of((2,), ("t",)), in_specs=specs, out_specs=P(None, "t"), check_vma=check_vma
+            )
+        return jax.jit(mapped)(x, w)
+
+    with pytest.raises(ValueError, match=r"transport='p2p' over \['v'\], which shard_map or pmap did not map"):
+        run("p2p")
+    if not check_vma:  # JAX itself fails on such an axis where it tracks what varies
+        assert_close(run("auto"), run("xla"))
 
 
 def test_reference(require_devices):
