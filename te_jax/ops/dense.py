@@ -89,7 +89,8 @@ def dense(
         layers or iterations share one, pass `te_jax.recipe.accumulating(state)`, whose cotangents merge by their
         maximum.
       axis_name: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which scaling_state is the same:
-        what delayed scaling observes is combined over them. Elsewhere that is known: leave it None.
+        what delayed scaling observes is combined over them. With check_vma=False take that gradient inside the
+        shard_map: JAX adds up cotangents of devices outside. Elsewhere the axes are known: leave it None.
       implementation: None takes the native kernels where they are installed, else the reference. A GPU that cannot
         multiply as the recipe says is an error rather than slow. "native" or "reference" never fall back.
 

@@ -74,7 +74,8 @@ def all_gather_matmul(
       scaling_state: for DelayedScaling: histories of largest magnitudes, the same on all devices; a tuple of them where
         w is one, of which the first says how x is quantized. Its cotangent is the next state, as in
         `te_jax.ops.dense`: what was observed is combined over all axes along which it varies, and over axis_name alone
-        in `pmap` and with check_vma=False; there combine next states over other axes with `lax.pmax`.
+        in `pmap` and with check_vma=False; there combine next states over other axes with `lax.pmax`. With
+        check_vma=False take that gradient inside the shard_map: JAX adds up cotangents of devices outside.
       transport: "xla": one all-gather, then the product; nothing overlaps. "ring": shards are passed on by `ppermute`,
         this device's own is multiplied first. "p2p": copies between GPUs that run beside the products; it needs
         the extension, and a shard_map that maps all axes. "auto" is "p2p" on GPUs of one process where products last
