@@ -201,7 +201,7 @@ def _read(log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             offset += len(line)
             try:
                 yield offset, json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # no JSON, or no text
                 raise UserError(f"{log} is damaged at line {number}: the run cannot be continued") from error
 
 

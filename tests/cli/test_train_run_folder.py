@@ -104,14 +104,15 @@ def test_a_torn_header_is_no_run(start, tmp_path):
     assert read_header(tmp_path / "run") == HEADER
 
 
-def test_a_damaged_record_is_named(start):
+@pytest.mark.parametrize("damage", [b"nonsense\n", b"\0" * 16 + b"\n", b"\xff\xfe\n"], ids=["text", "zeros", "bytes"])
+def test_a_damaged_record_is_named(start, damage):
     folder = start()
     log(folder, [1, 2])
     folder.save(2, state_of(2))
     folder.close()
     path = folder.path / "log.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:2], b"nonsense\n", lines[2]]))
+    path.write_bytes(b"".join([*lines[:2], damage, lines[2]]))
     with pytest.raises(UserError, match=r"log\.jsonl is damaged at line 3"):
         start(RunFolder.resume)
 
