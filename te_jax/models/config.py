@@ -1,9 +1,8 @@
 """The shape of a decoder, and shapes with names."""
 
 import dataclasses
-import math
 
-from te_jax._arguments import is_whole_number
+from te_jax._arguments import is_finite_number, is_whole_number
 from te_jax.recipe import Recipe
 
 _DTYPES = ("float32", "bfloat16")
@@ -61,7 +60,7 @@ class DecoderConfig:
             raise ValueError(f"head_dim is {self.head_dim}: rotary positions turn pairs; choose an even number")
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not is_finite_number(value) or value <= 0:
                 raise ValueError(f"{name} is {value!r}: it needs to be a finite number above 0")
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(_DTYPES)}")

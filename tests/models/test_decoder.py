@@ -236,12 +236,19 @@ def test_init_keeps_the_residual_stream_of_one_size():
         ({"head_dim": 7}, "head_dim is 7: .* even"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
+        ({"norm_eps": "1e-5"}, "norm_eps is '1e-5'"),
+        ({"rope_theta": None}, "rope_theta is None"),
         ({"dtype": "float16"}, "dtype is 'float16': choose one of float32, bfloat16"),
     ],
 )
 def test_config_refuses_what_cannot_be_built(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(SMALL, **change)
+
+
+def test_config_takes_numbers_of_numpy():
+    same = dataclasses.replace(SMALL, num_layers=np.int64(SMALL.num_layers), norm_eps=np.float32(0.5))
+    assert same == dataclasses.replace(SMALL, norm_eps=0.5)
 
 
 @pytest.mark.parametrize(
