@@ -136,8 +136,8 @@ def apply(
       Logits [batch, time, vocab_size] in `config.dtype`; with `parallel` this device's part of the vocabulary.
 
     Raises:
-      ValueError: `tokens` is not an integer array of two dimensions; `scaling_state` is missing or has no use; a size
-        does not fit FP8 products, or does not divide over devices.
+      ValueError: `tokens` is not an integer array of two dimensions, or is empty; `scaling_state` is missing or has no
+        use; a size does not fit FP8 products, or does not divide over devices.
     """
     _check_tokens("tokens", tokens)
     if (scaling_state is not None) != isinstance(config.recipe, DelayedScaling):
@@ -202,8 +202,8 @@ def loss(
       float32 scalar; with `parallel` the same on all devices.
 
     Raises:
-      ValueError: `tokens` or `targets` is not an integer array of two dimensions, or their shapes differ; or for what
-        `apply` refuses.
+      ValueError: `tokens` or `targets` is not an integer array of two dimensions, or is empty, or their shapes differ;
+        or for what `apply` refuses.
     """
     _check_tokens("targets", targets)
     if targets.shape != tokens.shape:
@@ -222,6 +222,8 @@ def _check_tokens(name: str, tokens: jax.Array) -> None:
             f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: the decoder reads integers [batch, time]; "
             "a single sequence needs a leading axis of 1"
         )
+    if tokens.size == 0:
+        raise ValueError(f"{name} has shape {tokens.shape}: the decoder needs at least one sequence of one token")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -257,6 +257,8 @@ def test_config_takes_numbers_of_numpy():
         (jnp.zeros((4,), jnp.int32), jnp.zeros((4,), jnp.int32), "targets has shape .* leading axis"),
         (jnp.zeros((1, 4), jnp.float32), jnp.zeros((1, 4), jnp.int32), "tokens has shape .* integers"),
         (jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 3), jnp.int32), "one target for each token"),
+        (jnp.zeros((0, 4), jnp.int32), jnp.zeros((0, 4), jnp.int32), r"has shape \(0, 4\): .* at least one sequence"),
+        (jnp.zeros((2, 0), jnp.int32), jnp.zeros((2, 0), jnp.int32), r"has shape \(2, 0\): .* of one token"),
     ],
 )
 def test_loss_refuses_tokens_it_cannot_read(tokens, targets, words):
