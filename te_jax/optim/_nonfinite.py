@@ -82,7 +82,7 @@ def dynamic_loss_scale(
       initial_scale: of the first step.
       growth_interval: steps, at least 1.
       factor: at least 1; a power of two changes no digit of a gradient.
-      smallest, largest: between which the scale stays.
+      smallest, largest: between which the scale stays, both above 0.
       axis_name: see `skip_nonfinite`.
 
     Returns:
@@ -98,11 +98,16 @@ def dynamic_loss_scale(
         ("initial_scale", initial_scale, 2.0**-126, "a finite number above 0 that float32 holds"),
         ("growth_interval", growth_interval, 1, "a number of steps, at least 1"),
         ("factor", factor, 1, "a finite number of at least 1, such as 2.0"),
+        ("smallest", smallest, 2.0**-126, "a finite number above 0 that float32 holds"),
+        ("largest", largest, 2.0**-126, "a finite number above 0 that float32 holds"),
     ):
         if isinstance(value, Tracer):
             continue
-        if not is_finite_number(value) or not least <= value <= float(np.finfo(np.float32).max):
+        in_range = is_finite_number(value) and least <= value <= float(np.finfo(np.float32).max)
+        if not in_range or (name == "growth_interval" and value % 1):
             raise ValueError(f"{name} is {value!r}; it must be {rule}")
+    if not (isinstance(smallest, Tracer) or isinstance(largest, Tracer)) and smallest > largest:
+        raise ValueError(f"smallest is {smallest!r}; it must not be above largest, which is {largest!r}")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> DynamicLossScaleState:

@@ -218,13 +218,20 @@ def test_loss_scale_of_none_or_two():
     [
         ("initial_scale", "a finite number above 0", ["a", None, True, 0.0, -1, np.nan, np.inf, 1e39]),
         ("factor", "a finite number of at least 1", ["a", None, True, 0, 0.5, -2.0, np.nan, np.inf]),
-        ("growth_interval", "a number of steps, at least 1", ["a", None, True, 0, -1, np.nan]),
+        ("growth_interval", "a number of steps, at least 1", ["a", None, True, 0, -1, 2.5, np.nan]),
+        ("smallest", "a finite number above 0", ["a", None, True, 0.0, -1, np.nan, np.inf]),
+        ("largest", "a finite number above 0", ["a", None, True, 0.0, -1, np.nan, np.inf]),
     ],
 )
 def test_numbers_of_no_use(name, rule, values):
     for value in values:
         with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}; it must be {rule}")):
             optim.dynamic_loss_scale(optax.identity(), **{name: value})
+
+
+def test_a_smallest_scale_above_the_largest():
+    with pytest.raises(ValueError, match=r"smallest is 4\.0; it must not be above largest, which is 2\.0"):
+        optim.dynamic_loss_scale(optax.identity(), smallest=4.0, largest=2.0)
 
 
 def test_numbers_of_numpy_are_taken():
