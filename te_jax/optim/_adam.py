@@ -13,6 +13,7 @@ import optax
 from jax import Array, lax
 
 from te_jax import _blocks
+from te_jax._arguments import is_whole_number
 from te_jax.optim import _moments, _rounding
 from te_jax.optim._master import in_float32, master_weights
 from te_jax.optim._nonfinite import skip_nonfinite as skip_nonfinite_steps
@@ -77,19 +78,21 @@ def scale_by_adam(
         float32 for a float16 parameter.
       nesterov: Nesterov's momentum, as in `optax.nadam`.
       stochastic_rounding: at random. False rounds to nearest.
-      seed: of the random bits.
+      seed: of the random bits, from 0 to 2^32 - 1.
 
     Returns:
       The transform. Updates have the gradients' dtypes.
 
     Raises:
-      ValueError: a dtype that moments or parameters cannot have.
+      ValueError: a dtype that moments or parameters cannot have, or a seed out of range.
 
     References:
       Kingma and Ba, https://arxiv.org/abs/1412.6980. Dozat, https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ.
       Low-precision moments: Dettmers et al., https://arxiv.org/abs/2110.02861; optax issue 1552.
     """
     dtypes = _moments.checked_dtype("mu_dtype", mu_dtype), _moments.checked_dtype("nu_dtype", nu_dtype)
+    if not isinstance(seed, Array | np.ndarray) and not (is_whole_number(seed) and 0 <= seed < 2**32):
+        raise ValueError(f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")
 
     def init(params: Any) -> ScaleByAdamState:
         mu, nu = (jax.tree.map(lambda p, dtype=dtype: _moments.zeros(p, dtype), params) for dtype in dtypes)

@@ -1,6 +1,7 @@
 """Adam: optax's own in float32, and close to it with moments in fewer bits, for gradients of every magnitude."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -283,6 +284,12 @@ def test_parameters_that_are_no_floating_point_numbers(dtype):
 def test_names_of_no_dtype(name, dtype):
     with pytest.raises(ValueError, match=f"{name} is {dtype}: choose float32, bfloat16, float16 or float8_e4m3fn"):
         optim.adamw(1e-3, **{name: dtype})
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, np.int64(2**33), 1.5, "1", None], ids=repr)
+def test_seeds_out_of_range(seed):
+    with pytest.raises(ValueError, match=re.escape(f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")):
+        optim.adam(1e-3, mu_dtype="bfloat16", seed=seed)
 
 
 def test_gradients_of_other_shapes():
