@@ -81,7 +81,10 @@ class Buckets:
         return cls(structure, tuple(slots))
 
     def pack(self, tree: Any) -> Packed:
-        """The tree, or another of its structure and shapes, packed; leaves in a bucket get its dtype if theirs differ.
+        """The tree, or another of its structure and shapes, packed.
+
+        Dtypes may differ from the plan's: gradients in float32 of bfloat16 parameters stay what they are. Leaves of one
+        bucket whose dtypes differ from each other are promoted to one.
 
         Raises:
           ValueError: the structure or a shape is another.
@@ -93,7 +96,8 @@ class Buckets:
                 flat = jnp.ravel(leaf)
                 fill = -flat.size % BLOCK
                 parts.setdefault(slot.bucket, []).append(jnp.pad(flat, (0, fill)) if fill else flat)
-        buckets = {name: jnp.concatenate(arrays) for name, arrays in parts.items()}
+        with jax.numpy_dtype_promotion("standard"):
+            buckets = {name: jnp.concatenate(arrays) for name, arrays in parts.items()}
         others = tuple(x for slot, x in zip(self.slots, leaves, strict=True) if slot.bucket is None)
         return Packed(buckets, others)
 

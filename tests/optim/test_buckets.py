@@ -55,6 +55,17 @@ def test_planned_from_shapes_and_static_under_jit(tree):
     assert same_bits(again, tree)
 
 
+def test_other_dtypes_than_planned(rng):
+    tree = draw(rng, ["bfloat16"])["bfloat16"]
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) + 1e-3, tree)
+    buckets = optim.Buckets.of(tree)
+    assert same_bits(buckets.unpack(buckets.pack(wide)), wide)
+    mixed = {**wide, "odd": tree["odd"]}
+    with jax.numpy_dtype_promotion("strict"):
+        packed = buckets.pack(mixed)
+    assert same_bits(buckets.unpack(packed), {**wide, "odd": tree["odd"].astype(jnp.float32)})
+
+
 def test_gradients_come_packed(rng):
     tree, weights = draw(rng, ["float32"])["float32"], draw(rng, ["float32"])["float32"]
     buckets = optim.Buckets.of(tree, largest=600)
