@@ -173,9 +173,9 @@ def _update(
     if mu_bounds is not None or nu_bounds is not None:
         largest = _moments.maxima(gradient)
         if mu_bounds is not None:
-            mu_bounds = step.one_minus_b1 * largest + step.b1 * mu_bounds
+            mu_bounds = (step.one_minus_b1 * largest + step.b1 * mu_bounds).astype(jnp.float32)
         if nu_bounds is not None:
-            nu_bounds = step.one_minus_b2 * (largest * largest) + step.b2 * nu_bounds
+            nu_bounds = (step.one_minus_b2 * (largest * largest) + step.b2 * nu_bounds).astype(jnp.float32)
     bits = None if key is None else _rounding.random_bits(key, gradient.shape)
     mu = _moments.encode(m, mu_bounds, mu.dtype, bits)
     nu = _moments.encode(v, nu_bounds, nu.dtype, bits, positive=True)

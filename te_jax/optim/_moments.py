@@ -74,16 +74,18 @@ def encode(x: Array, bounds: Array | None, dtype: np.dtype, bits: Array | None, 
     """The moment as it is kept.
 
     Args:
-      x: float32, of magnitudes not above the bounds.
+      x: float32 or float64, of magnitudes not above the bounds.
       bounds: float32, of blocks; None for a dtype that is not scaled.
       dtype: what to keep it in.
       bits: from `random_bits`, or None to round to nearest.
       positive: x is a second moment. In blocks it is kept above zero.
     """
     if bounds is None:
-        return x.astype(dtype) if bits is None or dtype != jnp.bfloat16 else _rounding.to_bfloat16(x, bits)
+        if bits is None or dtype != jnp.bfloat16:
+            return x.astype(dtype)
+        return _rounding.to_bfloat16(x.astype(jnp.float32), bits)
     # A block with values that are not finite has a bound that is not: whatever its codes, it reads as NaN.
-    scaled = x * _spread(_scales(bounds, dtype, inverse=True), x.shape)
+    scaled = x.astype(jnp.float32) * _spread(_scales(bounds, dtype, inverse=True), x.shape)
     return _rounding.to_narrow_float(scaled, dtype, bits, positive=positive)
 
 

@@ -90,6 +90,20 @@ def test_float64_parameters(standard_promotion, rng):
             jax.tree.map(functools.partial(assert_close, tolerance=1e-5), actual, exact)
 
 
+@narrow
+@pytest.mark.parametrize("stochastic_rounding", [True, False], ids=["random", "nearest"])
+def test_float64_parameters_with_moments_in_few_bits(dtype, stochastic_rounding, standard_promotion, rng):
+    with jax.enable_x64(True):
+        params = random_params(rng, "float64")
+        gradients = normal_like(rng, params, 3)
+        transform = optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype, stochastic_rounding=stochastic_rounding)
+        updates, state = after(transform, gradients, params)
+        expected, _ = after(optax.scale_by_adam(), gradients, params)
+        assert jax.tree.leaves(jax.eval_shape(transform.init, params)) == jax.tree.leaves(jax.eval_shape(lambda: state))
+        assert jax.tree.leaves(updates)[0].dtype == jnp.float64
+        jax.tree.map(functools.partial(assert_close, tolerance=0.15), updates, expected)
+
+
 # -------------------------------------------------------------------------------------------------- moments in few bits
 
 
