@@ -102,12 +102,14 @@ Status SharedMemory::Create(int64_t bytes, std::unique_ptr<SharedMemory>& made) 
   const std::string name = "te_jax-" + ProcessName() + "-" + std::to_string(counter++);
   const int file = open((kFolder + name).c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
   if (file < 0) return SystemError("creating shared memory");
-  if (ftruncate(file, bytes) != 0) {
-    close(file);
-    unlink((kFolder + name).c_str());
-    return SystemError("sizing shared memory");
-  }
+  // Not only its size: who writes to memory that the file system then turns out not to have is killed (SIGBUS).
+  int error = EINTR;
+  while (error == EINTR) error = posix_fallocate(file, 0, bytes);
   close(file);
+  if (error != 0) {
+    unlink((kFolder + name).c_str());
+    return Status::Failed("allocating " + std::to_string(bytes) + " bytes in " + kFolder + ": " + std::strerror(error));
+  }
   if (Status status = Open(name, bytes, made); !status.ok()) return status;
   made->linked_ = true;
   return Status::Ok();

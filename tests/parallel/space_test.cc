@@ -1,7 +1,10 @@
 // Spaces of several processes, here of one: who waits while a space is opened learns at once that a member has given it
-// up, and a member that waited too long says for whom. Exits with 0 if all went well.
+// up, a member that waited too long says for whom, and memory that is not there is not shared. Exits with 0 if all went
+// well.
 
 #include "collective_gemm/space.h"
+
+#include <sys/statvfs.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -102,6 +105,15 @@ void TestWhoWaitsTooLongSaysForWhom() {
   }
 }
 
+void TestMoreMemoryThanThereIsCannotBeShared() {
+  struct statvfs system = {};
+  Check(statvfs("/dev/shm", &system) == 0, "there is no /dev/shm");
+  const int64_t all = static_cast<int64_t>(system.f_blocks * system.f_frsize);
+  std::unique_ptr<SharedMemory> memory;
+  Check(all == 0 || !SharedMemory::Create(all + (1 << 20), memory).ok(), "more is shared than there is");
+  Check(SharedMemory::Create(1 << 20, memory).ok(), "what there is cannot be shared");
+}
+
 }  // namespace
 }  // namespace te::collective_gemm
 
@@ -109,5 +121,6 @@ int main() {
   te::collective_gemm::TestMembersThatWaitLearnThatOneGaveUp();
   te::collective_gemm::TestJoinedSpacesAreKept();
   te::collective_gemm::TestWhoWaitsTooLongSaysForWhom();
+  te::collective_gemm::TestMoreMemoryThanThereIsCannotBeShared();
   return 0;
 }
