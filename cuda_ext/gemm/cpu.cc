@@ -158,11 +158,13 @@ TE_JAX_CLONES void Add(float* x, int64_t count, const float* y) {
   for (int64_t i = 0; i < count; ++i) x[i] += y[i];
 }
 
-// 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u)), without the cancellation.
+// 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u)), without the cancellation. Far below zero it is 0: its derivative is
+// multiplied by the cube of x.
 TE_JAX_INLINE float Gate(float x) {
   const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
   const float exponent = -2.0f * u;
-  return 1.0f / (1.0f + Exp(exponent < 79.0f ? exponent : 79.0f));
+  const float gate = 1.0f / (1.0f + Exp(exponent));
+  return exponent > 79.0f ? 0.0f : gate;
 }
 
 TE_JAX_CLONES void Gelu(float* x, int64_t count) {

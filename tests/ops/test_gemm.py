@@ -205,6 +205,18 @@ def test_gelu_far_from_zero(implementation):
     np.testing.assert_allclose(wide(slopes), gelu_slope(x), atol=1e-2)
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuBLASLt's gelu is its own")
+def test_gelu_of_values_as_in_training_that_diverges(implementation):
+    x = jnp.asarray([-1e38, -1e18, -1e12, -1e6, 1e6, 1e12, 1e18, 0.0], jnp.bfloat16)
+    eye = jnp.eye(8, dtype=jnp.bfloat16)
+    result = ops.gemm(eye, jnp.diag(x), activation="gelu", implementation=implementation)
+    np.testing.assert_array_equal(wide(result), np.diag(np.maximum(wide(x), 0.0)))
+    preactivations = jnp.broadcast_to(x[1:-1, None], (6, 8))
+    ones = jnp.ones((6, 1), jnp.bfloat16), jnp.ones((1, 8), jnp.bfloat16)
+    slopes = ops.gemm(*ones, gelu_preactivation=preactivations, implementation=implementation)
+    np.testing.assert_array_equal(wide(slopes), wide(preactivations) > 0.0)
+
+
 @pytest.mark.parametrize(
     ("kind", "followup", "dtype", "power_of_two"),
     [
