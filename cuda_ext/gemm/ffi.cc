@@ -78,7 +78,8 @@ std::optional<Batch> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer a_
                             std::string_view scaling_name, std::string_view epilogue_name, bool fast_accumulation,
                             bool accumulate, bool power_of_two_scale, bool autotune, bool own_kernel) {
   const int64_t batch_ndim = static_cast<int64_t>(d->dimensions().size()) - a_outer_ndim - b_outer_ndim;
-  rules.That(batch_ndim >= 0, "d", *d, "have the outer dimensions of a and of b");
+  rules.That(a_outer_ndim >= 0 && b_outer_ndim >= 0 && batch_ndim >= 0, "d", *d,
+             "have the outer dimensions of a and of b");
   if (rules.broken()) return std::nullopt;
   const int64_t batch = Product(SizesOf(*d).first(batch_ndim));
   const auto left = DecodeOperand(rules, "a", a, batch_ndim, a_outer_ndim, a_summed_first);
@@ -162,6 +163,8 @@ std::optional<Batch> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer a_
   rules.That(gelu || problem.aux_out == nullptr, "aux_out", *aux_out, "come with the epilogue gelu");
   rules.That(plain || problem.d_type != Type::kFloat32 || problem.scaling != Scaling::kTensor || !problem.bias, "bias",
              bias, "be absent where tensors in FP8 give float32");
+  rules.That(!accumulate || d_count == 0 || problem.accumulator, "accumulator", accumulator,
+             "be there with accumulate");
   rules.That(!problem.accumulator || !(problem.bias || gelu || dgelu || fp8_result), "accumulator", accumulator,
              "come without bias, epilogue and FP8 result");
   rules.That(!fp8_result || (problem.scaling == Scaling::kTensor && !dgelu), "d", *d,
