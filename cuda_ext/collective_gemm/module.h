@@ -31,6 +31,9 @@ inline std::string OpenSpace(const std::vector<int>& members, int number, int ra
 // join_space(members, number, rank, texts of all, seconds)
 inline void JoinSpace(const std::vector<int>& members, int number, int rank, const std::vector<std::string>& texts,
                       double seconds) {
+  // Joining looks into those of this process's other devices, which it may give up meanwhile.
+  std::vector<std::shared_ptr<Space>> others;
+  for (size_t i = 0; i < members.size(); ++i) others.push_back(FindOpening(members, number, static_cast<int>(i)));
   const std::shared_ptr<Space> space = FindOpening(members, number, rank);
   if (space == nullptr) throw std::runtime_error("the space was not opened");
   const nanobind::gil_scoped_release release;
