@@ -135,7 +135,7 @@ def _supports(architectures: str, capability: str) -> bool:
         if found is None:  # "native", "all": built for this machine or for every one
             return True
         number, specific, kind = int(found[1]), found[2], found[3]
-        if number == device and kind != "-virtual":
+        if number == device:
             return True
         if not specific and kind != "-real" and number <= device:  # carries PTX
             return True

@@ -107,6 +107,7 @@ def test_use_native(native_kernels):
         ("90-real", "10.0", False),
         ("80-real", "8.9", True),
         ("90-virtual", "9.0", True),
+        ("90a-virtual", "9.0", True),
         ("80;90a", "8.6", True),
         ("80-real;90a", "9.0", True),
         ("75-real;90a-real", "8.0", False),
