@@ -61,8 +61,14 @@ std::optional<Scaling> ScalingOf(std::string_view name) {
 }
 
 ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t device) {
+  const auto places = static_cast<int64_t>(attributes.groups.size());
+  if (attributes.group_size < 1 || places % attributes.group_size != 0) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(
+        std::string(attributes.name) + ": groups names " + std::to_string(places) +
+        " devices; it must name some multiple of group_size, " + std::to_string(attributes.group_size)));
+  }
   const auto found = std::find(attributes.groups.begin(), attributes.groups.end(), PlaceOf(device));
-  if (found == attributes.groups.end() || attributes.group_size < 1) {
+  if (found == attributes.groups.end()) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(attributes.name) + ": device " +
                                                        std::to_string(device) +
                                                        " belongs to no group of this call, or the program was lowered "
@@ -173,7 +179,8 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
   rules.Type(x->element_type(), "gathered", *all).Elements(size * x->element_count(), "gathered", *all);
   problem.x = GatheredOf(*x, *all, pieces, keep_gathered);
   if (*scaling == Scaling::kRow || *scaling == Scaling::kBlock) {
-    rules.Elements(size * x_scales->element_count(), "gathered scales", *all_scales);
+    rules.Type(ffi::F32, "gathered scales", *all_scales)
+        .Elements(size * x_scales->element_count(), "gathered scales", *all_scales);
     problem.scales = GatheredOf(*x_scales, *all_scales, 1, false);
   }
   while (operands.arguments_left() > 0) {

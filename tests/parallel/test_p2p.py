@@ -408,3 +408,28 @@ def test_vmap(rng, require_devices):
         out_specs=P(None, None, "t"),
     )
     assert_close(jax.jit(mapped)(x, w), x.astype(np.float64) @ w, dtype=F32)
+
+
+@pytest.mark.parametrize("size", [2, 0, -1])
+def test_handler_refuses_groups_of_another_size(size):
+    native.extension_module(jax.default_backend()).introduce({0: 0})
+    absent, whole = jnp.zeros(0), jax.ShapeDtypeStruct((1, 2, 4), F32)
+    attributes = {
+        "name": "a product",
+        "groups": np.zeros(1, np.int64),
+        "group_size": size,
+        "shared_bytes": 0,
+        "call": 1,
+        "timeout": 1.0,
+        "scaling": "none",
+        "summed_first": True,
+        "fast_accumulation": False,
+        "autotune": False,
+        "products": 1,
+        "keep_gathered": True,
+        "put": False,
+    }
+    operands = jnp.ones((1, 2, 4)), absent, jnp.ones((4, 4)), absent, absent
+    results = whole, whole, jax.ShapeDtypeStruct((0,), F32), jax.ShapeDtypeStruct((0,), jnp.uint8)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"a product: groups names 1 devices; .* group_size, {size}"):
+        jax.block_until_ready(native.call("te_all_gather_gemm", results, *operands, **attributes))
