@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     names = [module.name for module in pkgutil.iter_modules([str(root / "benchmarks")])]
     if args.family is None:
         print("Benchmark families (te-jax bench FAMILY):")
-        families = {name: _family(name) for name in names}
-        print(key_values([(name, family.description) for name, family in families.items() if family is not None]))
+        lines = {name: _line(name) for name in names}
+        print(key_values([(name, line) for name, line in lines.items() if line is not None]))
         return 0
     family = _family(args.family) if args.family in names else None
     if family is None:
@@ -100,7 +100,21 @@ def _checkout() -> Path:
 
 def _family(name: str) -> "Family | None":
     """The family of a module of benchmarks, or None for the helpers among them."""
-    return getattr(importlib.import_module(f"benchmarks.{name}"), "FAMILY", None)
+    try:
+        return getattr(importlib.import_module(f"benchmarks.{name}"), "FAMILY", None)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("benchmarks"):
+            raise
+        raise UserError(f"{name} needs {error.name}, which is not installed: pip install {error.name}") from error
+
+
+def _line(name: str) -> str | None:
+    """What the list says of a module of benchmarks; None for the helpers among them."""
+    try:
+        family = _family(name)
+    except UserError as error:
+        return str(error)
+    return None if family is None else family.description
 
 
 def _check_writable(folder: Path) -> None:

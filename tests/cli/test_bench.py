@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -30,6 +31,17 @@ def test_without_family_it_lists_the_families(capsys):
     lines = capsys.readouterr().out.splitlines()[1:]
     assert "softmax_cross_entropy" in [line.split()[0] for line in lines]
     assert not {"harness", "shapes", "tables"} & {line.split()[0] for line in lines}
+
+
+def test_a_family_whose_package_is_missing_is_listed_and_refused_in_a_sentence(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "benchmarks.adam", raising=False)
+    monkeypatch.setitem(sys.modules, "optax", None)
+    assert run() == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
+    assert "optax, which is not installed" in lines["adam"]
+    assert "softmax_cross_entropy" in lines
+    with pytest.raises(UserError, match="adam needs optax, which is not installed: pip install optax"):
+        run("adam", "--quick")
 
 
 @pytest.mark.parametrize("name", ["nope", "harness", "os.path", ""])
