@@ -57,7 +57,8 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
     quantization reads the kernel once and not twice.
 
     Args:
-      params: the parameters, the optimizer's own: float32, or bfloat16 with or without a master.
+      params: the parameters, the optimizer's own, of any dtype that it takes; kernels that are quantized float32,
+        bfloat16 or float16.
       updates: from the optimizer.
       requantize: of the structure of `params`, or the beginning of it, with a `Requantize` or None at its leaves; what
         None stands for stays as it is.
