@@ -59,7 +59,8 @@ def scale_by_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales gradients as `optax.scale_by_adam` does, with both moments in dtypes of their own.
 
-    All arithmetic is in float32, and the update follows from the moments before they are rounded:
+    All arithmetic is in float32, of float64 gradients in float64, and the update follows from the moments before they
+    are rounded:
 
         m ← b1·m + (1-b1)·g,  v ← b2·v + (1-b2)·g²,  u = m/(1-b1^t) / (√(v/(1-b2^t) + eps_root) + eps)
 
@@ -209,6 +210,9 @@ def adam(
       The transform. Its arithmetic is in float32 up to the update, which has the gradients' dtypes, or float32 with a
       master_dtype.
 
+    Raises:
+      ValueError: what `scale_by_adam` or `master_weights` does not take.
+
     Examples:
       >>> import jax.numpy as jnp, optax, te_jax.optim
       >>> optimizer = te_jax.optim.adam(0.1, mu_dtype=jnp.bfloat16, nu_dtype=jnp.float8_e4m3fn)
@@ -261,6 +265,9 @@ def adamw(
 
     Returns:
       The transform; see `adam`.
+
+    Raises:
+      ValueError: what `scale_by_adam` or `master_weights` does not take.
 
     References:
       Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.

@@ -106,7 +106,10 @@ def weights(params: Any, state: Any) -> Any:
         masters.
 
     Returns:
-      float32 arrays of the parameters' structure.
+      float32 arrays of the parameters' structure; float64 parameters without a master stay what they are.
+
+    Raises:
+      ValueError: the state holds the masters of several optimizers.
     """
     found = [
         leaf
