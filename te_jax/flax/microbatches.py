@@ -94,8 +94,8 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
     Returns:
       f(variables, gradients, *args, **kwargs) -> (what loss_fn returns, gradients). `variables` may have quantized
       kernels; `gradients` have their structure with arrays for kernels, zeros at first:
-      `jax.tree.map(jnp.zeros_like, variables)` before `quantize_kernels`. f raises ValueError where `gradients` do not
-      fit.
+      `jax.tree.map(jnp.zeros_like, flax.linen.unbox(variables))` before `quantize_kernels`. f raises ValueError where
+      `gradients` do not fit.
     """
 
     @functools.wraps(loss_fn)
