@@ -80,6 +80,7 @@ def softmax_cross_entropy(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
+      NotImplementedError: for second derivatives with the native kernel.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     References:

@@ -97,6 +97,7 @@ def all_gather_matmul(
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument. FP8 needs K and each N
         in multiples of 16; block scaling needs rows, S/D times *mid, in multiples of 4, and in multiples of 128 where w
         is differentiated.
+      NotImplementedError: for second derivatives in FP8 or over "p2p".
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
     """
     several = isinstance(w, tuple | list)
@@ -180,6 +181,7 @@ def matmul_reduce_scatter(
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument. FP8 needs K/D and N in
         multiples of 16; block scaling needs rows, S/D times *mid, in multiples of 4, and in multiples of 128 where w is
         differentiated.
+      NotImplementedError: for second derivatives in FP8 or over "p2p".
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
     """
     if isinstance(w, tuple | list):
