@@ -32,7 +32,6 @@ help:
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 
 # jax[cuda13] only where there is a GPU to use it.
 EXTRAS := train$(shell nvidia-smi -L >/dev/null 2>&1 && echo ",cuda13")
@@ -40,7 +39,9 @@ $(VENV)/package.stamp: $(SOURCES) | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --editable ".[$(EXTRAS)]" $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 	@touch $@
 
+# Only pip 25.1 knows groups, and a $(VENV) that was here before may have an older one.
 $(VENV)/tools.stamp: pyproject.toml | $(VENV)/package.stamp
+	$(VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VENV)/bin/python -m pip install --quiet --group dev $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 	@touch $@
 

@@ -1,8 +1,11 @@
 """What README.md, docs/ and the notebooks tell to type: commands, options and extras that there are."""
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -73,6 +76,20 @@ def test_extras_are_named_where_installation_is_explained(extra):
     start, _, _ = text_of(ROOT / "README.md").partition("```python")
     assert re.search(rf"`{extra}`|\[{extra}\]", start)
     assert [f".[{extra}]"] in list(commands(ROOT / "docs" / "installation.md", "pip install"))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_test_takes_an_environment_that_was_there_before_with_its_old_pip(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for file in ("bin/python", "package.stamp"):
+        (tmp_path / file).touch()
+    command = ["make", "--dry-run", "test", f"VENV={tmp_path}"]
+    environment = {"PATH": os.environ["PATH"]}  # make hands its own variables on
+    found = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    lines = found.stdout.splitlines()
+    (new_pip,) = (number for number, line in enumerate(lines) if "--upgrade" in line and "pip>=25.1" in line)
+    (groups,) = (number for number, line in enumerate(lines) if "--group" in line)
+    assert new_pip < groups
 
 
 def test_the_package_is_installed_from_its_checkout():
