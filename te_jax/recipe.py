@@ -112,14 +112,23 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class CurrentScaling(Recipe):
-    """One scale for each tensor, from its own largest magnitude: the tensor is read twice."""
+    """One scale for each tensor, from its own largest magnitude: the tensor is read twice.
+
+    Args:
+      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`.
+    """
 
     scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("tensor", "tensor"))
 
 
 @dataclasses.dataclass(frozen=True)
 class RowwiseScaling(Recipe):
-    """One scale for each row of both copies: tokens and features with outliers do not disturb others."""
+    """One scale for each row of both copies: tokens and features with outliers do not disturb others.
+
+    Args:
+      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`; the default of
+        gradient_dtype is float8_e4m3fn.
+    """
 
     gradient_dtype: jax.typing.DTypeLike = _E4M3
     scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("row", "row"))
@@ -131,6 +140,11 @@ class BlockScaling(Recipe):
 
     The transposed copy of a gradient has square blocks too: every product then has one operand of each kind, and the
     weight gradient runs at the speed of the forward pass.
+
+    Args:
+      forward_dtype, gradient_dtype, power_of_two_scales: see `Recipe`; the default of gradient_dtype is
+        float8_e4m3fn.
+      fast_accumulation: has no effect: sums are always added up in float32.
 
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3.
@@ -151,6 +165,7 @@ class DelayedScaling(Recipe):
     The history is state: `init()` makes it, the operation takes it, and its gradient is the next state.
 
     Args:
+      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`.
       history_len: number of earlier steps that are remembered.
       algorithm: "max" over the history, or the "most_recent" step.
       margin: scales are divided by 2^margin, room for values to grow from step to step; in [-64, 64].
@@ -221,6 +236,9 @@ def merge(*states: DelayedScalingState) -> DelayedScalingState:
     """The state after several uses of one state: microbatches, shared weights, replicas. Their maximum.
 
     Adding or averaging them, as gradients are, would be wrong.
+
+    Args:
+      states: each float32 histories, all of the same history_len.
     """
     return jax.tree.map(lambda *histories: functools.reduce(jnp.maximum, histories), *states)
 
