@@ -29,6 +29,7 @@ help:
 	@echo "make sanitize-cpu  the operations' tests with the CPU extension under ASan and UBSan"
 	@echo "make tables        tables and figures of README and docs, from benchmarks/results"
 	@echo "make wheel         a wheel, in dist/"
+	@echo "make clean         removes .venv, build/ and dist/"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
