@@ -31,12 +31,18 @@ foreach(variable cudart_LIBRARY cublasLt_LIBRARY cuda_runtime_h_DIRECTORY cublas
     list(APPEND missing ${variable})
   endif()
 endforeach()
-if(missing AND TE_JAX_CUDA STREQUAL "ON")
-  message(FATAL_ERROR "TE_JAX_CUDA=ON, but not found: ${missing}. Install the CUDA toolkit's cuBLAS development "
-                      "files, or: pip install nvidia-cuda-runtime nvidia-cublas")
+set(problem "")
+if(cuda_major LESS 13)
+  set(problem "the CUDA compiler is of ${CMAKE_CUDA_COMPILER_VERSION}, and te_jax needs CUDA 13, as jax[cuda13] does")
 elseif(missing)
-  message(WARNING "te_jax: a CUDA compiler, but not ${missing}: building the CPU extension only. "
-                  "pip install nvidia-cuda-runtime nvidia-cublas")
+  list(JOIN missing ", " missing)
+  set(problem "not found: ${missing}. Install the CUDA toolkit's cuBLAS development files, or: \
+pip install nvidia-cuda-runtime nvidia-cublas")
+endif()
+if(problem AND TE_JAX_CUDA STREQUAL "ON")
+  message(FATAL_ERROR "TE_JAX_CUDA=ON, but ${problem}")
+elseif(problem)
+  message(WARNING "te_jax: building the CPU extension only: ${problem}")
 else()
   file(GLOB cuda_kernels CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cuda_ext/*/*.cu)
   list(REVERSE cuda_kernels)  # those that compile longest come late in the alphabet
