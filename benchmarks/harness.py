@@ -412,7 +412,8 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """The checkout's commit and whether anything but benchmark results and generated pages differs from it."""
+    """The checkout's commit, and whether anything but benchmark results differs from it, in the checkout or in the
+    Python files of the te_jax that runs, which may be installed apart from it."""
     top = _host.output_of(["git", "rev-parse", "--show-toplevel"], cwd=ROOT)
     if top is None or Path(top.strip()) != ROOT:
         return None, None
@@ -420,7 +421,14 @@ def _commit() -> tuple[str | None, bool | None]:
     if not head:  # a repository without a commit says nothing about these files
         return None, None
     changes = _host.output_of(["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"], cwd=ROOT)
-    return head.strip(), None if changes is None else bool(changes.strip())
+    if changes is None:
+        return head.strip(), None
+    measured = Path(te_jax.__file__).resolve().parent
+    return head.strip(), bool(changes.strip()) or _sources(measured) != _sources(ROOT / "te_jax")
+
+
+def _sources(package: Path) -> dict[Path, bytes]:
+    return {path.relative_to(package): path.read_bytes() for path in package.rglob("*.py")}
 
 
 def _versions() -> dict[str, str]:

@@ -300,3 +300,21 @@ def test_a_platform_without_cases_is_refused():
     family.cases.clear()
     with pytest.raises(harness.SelectionError, match="no case is made for the platform"):
         harness.run_family("demo", family, say=lambda _: None)
+
+
+@pytest.mark.parametrize(("changed", "dirty"), [(False, False), (True, True)])
+def test_what_runs_may_be_installed_apart_from_the_checkout(changed, dirty, tmp_path, monkeypatch):
+    root, installed = tmp_path / "checkout", tmp_path / "installed"
+    for folder in (root, installed):
+        (folder / "te_jax" / "ops").mkdir(parents=True)
+        (folder / "te_jax" / "ops" / "gemm.py").write_text("fast = True\n")
+    (installed / "te_jax" / "_te_cpu.so").touch()
+    if changed:
+        (installed / "te_jax" / "ops" / "gemm.py").write_text("fast = False\n")
+    git = {"rev-parse --show-toplevel": str(root), "rev-parse --verify HEAD": "0123abcd", "status": ""}
+    monkeypatch.setattr(harness, "ROOT", root)
+    monkeypatch.setattr(harness.te_jax, "__file__", str(installed / "te_jax" / "__init__.py"))
+    monkeypatch.setattr(
+        harness._host, "output_of", lambda command, **_: next(v for k, v in git.items() if k in " ".join(command))
+    )
+    assert harness._commit() == ("0123abcd", dirty)
