@@ -111,8 +111,13 @@ def test_one_device(transport, name, rng):
 def test_collectives_of_a_gather(size, rng, require_devices):
     require_devices(size)
     case, mesh = random_case(rng, "all_gather_matmul", size, outers=((3,), (2,))), mesh_of({"tp": size})
-    for transport, expected in {"xla": ["all-gather"], "ring": ["collective-permute"] * (size - 1)}.items():
-        compiled = jax.jit(case.mapped(mesh, transport=transport)).lower(*case.placed(mesh).operands).compile()
+    for options, expected in (
+        ({}, ["all-gather"]),
+        ({"transport": "xla"}, ["all-gather"]),
+        ({"transport": "ring"}, ["collective-permute"] * (size - 1)),
+        ({"transport": "ring", "bidirectional": True}, ["collective-permute"] * 2 * (size - 1)),
+    ):
+        compiled = jax.jit(case.mapped(mesh, **options)).lower(*case.placed(mesh).operands).compile()
         assert kinds(compiled) == expected
 
 
@@ -120,8 +125,13 @@ def test_collectives_of_a_gather(size, rng, require_devices):
 def test_collectives_of_a_scatter(size, rng, require_devices):
     require_devices(size)
     case, mesh = random_case(rng, "matmul_reduce_scatter", size), mesh_of({"tp": size})
-    for transport, expected in {"xla": ["reduce-scatter"], "ring": ["collective-permute"] * (size - 1)}.items():
-        compiled = jax.jit(case.mapped(mesh, transport=transport)).lower(*case.placed(mesh).operands).compile()
+    for options, expected in (
+        ({}, ["reduce-scatter"]),
+        ({"transport": "xla"}, ["reduce-scatter"]),
+        ({"transport": "ring"}, ["collective-permute"] * (size - 1)),
+        ({"transport": "ring", "bidirectional": True}, ["collective-permute"] * 2 * (size - 1)),
+    ):
+        compiled = jax.jit(case.mapped(mesh, **options)).lower(*case.placed(mesh).operands).compile()
         assert kinds(compiled) == expected
 
 
@@ -213,6 +223,22 @@ def test_the_gathered_operand_as_a_result(residual, transport, rng, require_devi
     assert_close(dw, expected.dweights[0], dtype=jnp.float32)
     assert_close(dx, expected.dx + dwhole.sum(axis=0), dtype=jnp.float32)
     assert_close(only_whole, wide(dwhole).sum(axis=0), dtype=jnp.float32)
+
+
+@last
+def test_gradients_of_both_results_are_added_in_float32(transport, require_devices):
+    """257 - 256 is 1, and 0 where 257 was rounded to bfloat16 before."""
+    require_devices(2)
+    x, w = jnp.zeros((2, 2), jnp.bfloat16), jnp.ones((2, 2), jnp.bfloat16)
+
+    def gradient(x, w):
+        gather = functools.partial(all_gather_matmul, axis_name="tp", gather_result=True, transport=transport)
+        (y, whole), vjp = jax.vjp(lambda x: gather(x, w), x)
+        dwhole = jnp.where(jax.lax.axis_index("tp") == 0, 256, 1).astype(x.dtype)
+        return vjp((jnp.full_like(y, -128), jnp.zeros_like(whole) + dwhole))[0]
+
+    run = jax.shard_map(gradient, mesh=mesh_of({"tp": 2}), in_specs=(P("tp"), P(None, "tp")), out_specs=P("tp"))
+    assert_close(jax.jit(run)(x, w), np.ones((2, 2)), tolerance=0.0, dtype=jnp.bfloat16)
 
 
 # -------------------------------------------------------------------------------------- meshes and transformations

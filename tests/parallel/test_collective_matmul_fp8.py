@@ -114,6 +114,16 @@ def test_a_ring_both_ways(recipe, name, rng, require_devices):
     check(case, mesh, tolerance=BOUNDS, transport="ring", bidirectional=True, recipe=RECIPES[recipe])
 
 
+@functions
+def test_a_ring_both_ways_cuts_blocks_into_rows_that_products_take(name, rng, require_devices):
+    """Of 12 rows the half is no multiple of 4."""
+    require_devices(2)
+    case, mesh = fp8_case(rng, name, 2, rows=12, outers=((64,),)), mesh_of({"tp": 2})
+    mapped = case.mapped(mesh, transport="ring", bidirectional=True, recipe=RECIPES["block"])
+    (y,) = jax.jit(mapped)(*case.operands)
+    assert_close(y, oracle(case).ys[0], tolerance=BOUNDS[0], dtype=jnp.bfloat16)
+
+
 @last
 @functions
 @pytest.mark.parametrize(("recipe", "rows"), [("current", 3), ("rowwise", 1), ("block", 128)])
@@ -135,6 +145,28 @@ def test_one_device(recipe, name, rng):
     y, vjp = jax.vjp(lambda *a: ops.dense(*a, recipe=RECIPES[recipe]), case.x, w, b)
     for one, other in zip((*found.ys, found.dx, *found.dweights, *found.dbiases), (y, *vjp(dy)), strict=True):
         assert_close(one, other, tolerance=1e-3)
+
+
+@functions
+@pytest.mark.parametrize("fast", ["forward", "dgrad", "wgrad"])
+def test_fast_accumulation_is_that_of_each_product(fast, name, rng, require_devices, native_kernels):
+    require_devices(2)
+    case, mesh = fp8_case(rng, name, 2, with_bias=False), mesh_of({"tp": 2})
+    mapped = case.mapped(mesh, transport="xla", recipe=CurrentScaling(fast_accumulation=(fast,)))
+
+    def fast_and_all(program):
+        text = jax.jit(program).lower(case.x, case.weights).as_text()
+        return text.count("fast_accumulation = true"), text.count("fast_accumulation = ")
+
+    def forward(x, weights):
+        return mapped(x, weights, case.biases)[0]
+
+    def gradient(of):
+        return jax.grad(lambda *operands: jnp.sum(jnp.sin(forward(*operands))), argnums=of)
+
+    assert fast_and_all(forward) == (int(fast == "forward"), 1)
+    assert fast_and_all(gradient(0)) == (int(fast in ("forward", "dgrad")), 2)
+    assert fast_and_all(gradient(1)) == (int(fast in ("forward", "wgrad")), 2)
 
 
 # --------------------------------------------------------------------------------------------------- what travels
