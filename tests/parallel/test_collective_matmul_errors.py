@@ -98,7 +98,8 @@ def test_what_is_no_array(value, kind, name):
 
 @functions
 def test_numbers_and_flags_of_numpy(name):
-    call = functools.partial(FUNCTIONS[name], axis_name="tp", timeout=np.float32(3), bidirectional=np.True_)
+    axis = {"gather_axis" if name == GATHER else "scatter_axis": np.int64(0)}
+    call = functools.partial(FUNCTIONS[name], axis_name="tp", timeout=np.float32(3), bidirectional=np.True_, **axis)
     inside(call, zeros(4, 16), zeros(16, 16))
 
 
@@ -119,8 +120,9 @@ def test_arguments_of_a_gather():
         inside(lambda x: gather(x, ()), x)
     with pytest.raises(ValueError, match=r"w\[1\] has shape \(8, 16\); it must be \[16, …\]"):
         inside(lambda x, w: gather(x, (w, w[:8])), x, w)
-    with pytest.raises(ValueError, match="w is a tuple of 2, so bias must be one too"):
-        inside(lambda x, w: gather(x, (w, w), bias=w[0]), x, w)
+    for bias_of in (lambda w: w[0], lambda w: (w[0],), lambda w: (w[0], None, None)):
+        with pytest.raises(ValueError, match="w is a tuple of 2, so bias must be one too"):
+            inside(lambda x, w, bias_of=bias_of: gather(x, (w, w), bias=bias_of(w)), x, w)
     with pytest.raises(ValueError, match=r"bias\[1\] has shape \(8,\); for w\[1\] of shape"):
         inside(lambda x, w: gather(x, (w, w), bias=(None, w[0, :8])), x, w)
 
@@ -190,6 +192,16 @@ def test_quantized_operands(message, recipe, of_x, of_w, name):
 
     with pytest.raises(ValueError, match=message):
         inside(call, zeros(2, 8, 16), zeros(16, 16))
+
+
+@functions
+def test_rows_and_cols_of_quantized_weights(name):
+    def call(x, w):
+        w = quantized(w, CurrentScaling(), "kernel", row_ndim=2)
+        return FUNCTIONS[name](x, w, axis_name="tp", recipe=CurrentScaling())
+
+    with pytest.raises(ValueError, match=r"w was quantized as 2 rows and 1 cols, .* with row_ndim=1"):
+        inside(call, zeros(4, 16), zeros(16, 2, 16))
 
 
 @functions
