@@ -1,6 +1,8 @@
 """The custom call: its protocols, who takes part, and what happens when somebody does not."""
 
+import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -323,6 +325,47 @@ def test_auto_leaves_short_products_to_xla(tokens, worthwhile, monkeypatch):
     with mapped_axis(4):
         assert _p2p.is_worthwhile(exchange, (operand(*x),), (operand(*up),), gathers=True) is worthwhile
         assert _p2p.is_worthwhile(exchange, (operand(*hidden),), (operand(*down),), gathers=False) is worthwhile
+        parts = (operand(7168 // 4, 8192),) * 4
+        assert _p2p.is_worthwhile(exchange, (operand(*x),), parts, gathers=True) is worthwhile
+
+
+@pytest.mark.parametrize(
+    ("change", "worthwhile"), [({}, True), ({"dtype": jnp.float8_e4m3fn}, False), ({"native": False}, False)]
+)
+def test_auto_leaves_fast_products_and_the_reference_to_xla(change, worthwhile, monkeypatch):
+    """FP8 takes half of the time, and the custom call is a native kernel."""
+    monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    exchange = exchange_of(("t",), AbstractMesh((2,), ("t",)))
+    exchange = dataclasses.replace(exchange, native=change.get("native", True))
+    dtype = change.get("dtype", jnp.bfloat16)
+    x, w = (Operand(jax.ShapeDtypeStruct(shape, dtype)) for shape in ((1, 512, 8192), (5120, 8192)))
+    with mapped_axis(2):
+        assert _p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
+
+
+@pytest.mark.parametrize(("processes", "usable"), [(1, True), (2, False)])
+def test_auto_keeps_to_groups_of_one_process(processes, usable, monkeypatch):
+    """Known while lowering."""
+    monkeypatch.setattr(_p2p._processes, "place_of", lambda device: device.place)
+    places = [number % processes << 16 | number for number in range(4)]
+    devices = np.array([[types.SimpleNamespace(platform="gpu", place=place) for place in places]])
+    assert _p2p._is_usable(devices) is usable
+
+
+def test_processes_wait_for_each_other_to_compile(monkeypatch, require_devices):
+    """For as long as a call does, if that is longer."""
+    require_devices(2)
+    waits = []
+    monkeypatch.setattr(_p2p._processes, "span_processes", lambda groups: True)
+    monkeypatch.setattr(_p2p._processes, "ensure", lambda *arguments: waits.append(arguments[-1]))
+    for timeout in (1.0, 1000.0):
+        layer = functools.partial(all_gather_matmul, axis_name="t", transport="p2p", timeout=timeout)
+        mapped = jax.shard_map(
+            layer, mesh=mesh_of((2,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")
+        )  # fmt: skip
+        jax.jit(mapped).lower(jnp.ones((4, 3)), jnp.ones((3, 4)))
+    assert waits == [_p2p._processes.SECONDS_TO_COMPILE, 1000.0]
 
 
 def test_a_very_long_timeout(rng, require_devices):
