@@ -408,6 +408,8 @@ def test_table():
     starts = [lines[0].index(heading) for heading in ("payload", "axis", "groups", "written", "source")]
     assert all(line[start - 1] == " " and line[start] != " " for line in lines for start in starts)
     assert inspect.table([]) == "no collectives"
+    uneven = inspect.table(inspect.parse(program(ALL_REDUCE.replace("{}", "{{0,1,2},{3,4},{5,6,7}}"))))
+    assert " 3 of 2 or 3 " in uneven
     unknown = inspect.table(inspect.parse(program(loop("a", None, "")[1] + "\n" + ALL_REDUCE)))
     assert unknown.splitlines()[2].split() == ["all-reduce", "1", "512", "f32[8,16]", "?", "1", "of", "8", "no", "?"]
 
@@ -581,6 +583,22 @@ def test_times_of_a_scan(mesh):
     assert (once.kind, once.source, once.inserted) == ("all-reduce", line_of(step, 1), False)
 
 
+def test_messages_say_how_often(mesh):
+    def product(x, w):
+        return jnp.tanh(x @ w)
+
+    def often(x, w):
+        return lax.fori_loop(0, 3, lambda _, x: product(x, w), x)
+
+    def unknown(x, w):
+        return lax.while_loop(lambda x: x.sum() < 10, lambda x: product(x, w), x)
+
+    x, w = like(mesh, (16, 16), None, "a"), like(mesh, (16, 16), "a", None)
+    for fn, times in ((product, "'a'"), (often, "'a', 3 times"), (unknown, "'a', an unknown number of times")):
+        with pytest.raises(AssertionError, match=rf"bytes over {times}, for "):
+            inspect.assert_no_resharding(fn, x, w)
+
+
 def test_times_that_depend_on_data(mesh):
     def until(x):
         return lax.while_loop(lambda x: x.sum() < 10, lambda x: lax.psum(x, "a"), x)
@@ -617,6 +635,8 @@ def test_every_form_of_function_gives_the_same(mesh, rng):
     for compiled in (lowered, lowered.compile()):
         with pytest.raises(TypeError, match="it takes no arguments here; pass it alone"):
             inspect.collectives(compiled, x, w)
+        with pytest.raises(TypeError, match="it takes no arguments here; pass it alone"):
+            inspect.collectives(compiled, flip=True)
 
 
 def test_where_axes_get_their_names(mesh):
@@ -633,6 +653,9 @@ def test_where_axes_get_their_names(mesh):
     with pytest.raises(ValueError, match="but the program runs on 8 devices"):
         inspect.collectives(lambda x: x.sum(), x, mesh=small)
     assert inspect.collectives(lambda x: x.sum(), jnp.ones(4)) == []
+    line = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
+    found = inspect.collectives(lambda x, y: (x.sum(), y.sum()), x, like(line, (32,), "a"))
+    assert {c.axis for c in found} == {None}
 
 
 def test_the_source_is_where_te_jax_was_called(mesh):
