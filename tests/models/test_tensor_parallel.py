@@ -145,6 +145,25 @@ def test_a_batch_that_is_split_too_and_blocks_that_are_recomputed(rng):
     compare(config, parallel, mesh, rng, reference=CONFIG, tolerance=1e-5)
 
 
+def test_a_batch_without_targets_has_no_loss(rng):
+    parallel, mesh = TensorParallel(2), mesh_of(tensor=2)
+    params, (tokens, targets) = random_params(CONFIG, rng), random_batch(CONFIG, rng)
+    value, gradients = on_mesh(mesh, CONFIG, parallel)(
+        placed(params, mesh, CONFIG, parallel), tokens, jnp.full_like(targets, -100)
+    )
+    assert value == 0.0
+    assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
+def test_targets_of_any_integers(rng):
+    """The byte 156 is a target, though -100 has the same bits."""
+    config, parallel = dataclasses.replace(CONFIG, vocab_size=160, num_layers=1), TensorParallel(2)
+    params, (tokens, _) = random_params(config, rng), random_batch(config, rng)
+    targets = jnp.full(TOKENS, 156, jnp.uint8)
+    value = jit(parallel_loss(mesh_of(tensor=2), config, parallel))(params, tokens, targets)
+    assert_close(value, jit(functools.partial(loss, config=config))(params, tokens, targets.astype(jnp.int32)))
+
+
 @pytest.mark.parametrize("promotion", ["standard"])  # attention in bfloat16 needs it
 def test_bfloat16(promotion, rng):
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
@@ -251,6 +270,39 @@ def test_a_block_gathers_twice_and_scatters_twice_each_way(rng):
     assert sum(each.bytes for each in sums) == 4 * (size + statistics)
 
 
+def test_options_reach_all_products(native_kernels):
+    mesh = mesh_of(tensor=2)
+
+    def count(words, **options):
+        parallel = TensorParallel(2, **options)
+        tokens = jax.ShapeDtypeStruct(TOKENS, jnp.int32)
+        step = jax.value_and_grad(parallel_loss(mesh, CONFIG, parallel))
+        return str(jax.make_jaxpr(step)(abstract_params(CONFIG, parallel, mesh), tokens, tokens)).count(words)
+
+    permutes = count(" ppermute[", transport="ring")
+    assert count(" ppermute[", transport="ring", bidirectional=True) == 2 * permutes > 0
+    # Query, key and value, gate and up, and the head each gather once more.
+    gathers = count(" all_gather[", transport="xla")
+    assert count(" all_gather[", transport="xla", residual="shard") == gathers + 3
+    calls = count("timeout=", transport="p2p")
+    assert count("timeout=12.5", transport="p2p", timeout=12.5) == calls > 0
+
+
+def test_the_reference_runs_no_kernel(native_kernels):
+    config = dataclasses.replace(PRESETS["nano"], recipe=CurrentScaling())
+    parallel, mesh = TensorParallel(2), mesh_of(tensor=2)
+    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+    def step(implementation):
+        function = parallel_loss(mesh, config, parallel, implementation=implementation)
+        return str(
+            jax.make_jaxpr(jax.value_and_grad(function))(abstract_params(config, parallel, mesh), tokens, tokens)
+        )
+
+    assert "ffi_call[" in step(None)
+    assert "ffi_call[" not in step("reference")
+
+
 @pytest.mark.parametrize(("name", "size"), [("tiny", 4), ("small", 2), ("8b", 8)])
 def test_each_device_has_its_part_of_the_parameters(name, size):
     config = PRESETS[name]
@@ -320,7 +372,9 @@ def test_sizes_may_be_numbers_of_numpy(rng):
         ({"mlp_size": 42}, 4, "mlp_size is 42, .*: 1, 2, 3, 6$"),
         ({"vocab_size": 19}, 2, "vocab_size is 19"),
         ({"recipe": CurrentScaling()}, 2, "query has 24 columns on a device, .* multiple of 16; .*: none$"),
+        ({"recipe": CurrentScaling(), "head_dim": 8, "hidden_size": 32, "mlp_size": 64}, 2, "key has 24 columns"),
         ({"recipe": CurrentScaling(), "head_dim": 16, "hidden_size": 32}, 4, "gate has 10 columns"),
+        ({"recipe": CurrentScaling(), "head_dim": 16, "mlp_size": 64}, 2, "out has 24 columns"),
     ],
 )
 def test_decoders_that_do_not_fit(change, size, words):
