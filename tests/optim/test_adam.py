@@ -38,7 +38,7 @@ def kernels_only(params):
 
 
 PAIRS = {
-    "adam": (optim.adam, optax.adam, {"b1": 0.8, "eps_root": 1e-12}),
+    "adam": (optim.adam, optax.adam, {"b1": 0.8, "eps_root": 0.01}),
     "adamw": (optim.adamw, optax.adamw, {"weight_decay": 0.1, "mask": kernels_only}),
     "nadam": (functools.partial(optim.adam, nesterov=True), optax.nadam, {"b2": 0.99}),
     "nadamw": (functools.partial(optim.adamw, nesterov=True), optax.nadamw, {"eps": 1e-6}),
@@ -160,6 +160,18 @@ def test_arithmetic_of_16_bit_gradients_is_float32(dtype, rng):
     assert_close(updates[-1], expected.update, dtype=dtype, tolerance=float(jnp.finfo(dtype).eps) / 3)
 
 
+def test_weight_decay_of_16_bit_parameters_is_float32(standard_promotion, rng):
+    params, gradient = normal_like(rng, jnp.zeros((3, 200), jnp.bfloat16)), normal_like(rng, jnp.zeros((3, 200)))
+    ours, theirs = (
+        make(1.0, weight_decay=0.3, mu_dtype="float32", **options)
+        for make, options in ((optim.adamw, {"nu_dtype": "float32"}), (optax.adamw, {}))
+    )
+    actual, _ = ours.update(gradient, ours.init(params), params)
+    wide = params.astype(jnp.float32)
+    expected, _ = theirs.update(gradient, theirs.init(wide), wide)
+    assert_close(actual, expected, dtype="float32", tolerance=1e-6)
+
+
 def test_dtypes_of_moments_without_a_choice():
     params = {"a": jnp.zeros(3), "b": jnp.zeros(3, jnp.bfloat16), "c": jnp.zeros(3, jnp.float16)}
     state = optim.scale_by_adam().init(params)
@@ -226,6 +238,17 @@ def test_first_moments_of_gradients_whose_squares_vanish(dtype, rng):
     mu, _ = moments(state, x)
     assert_close(mu, adam_oracle(gradients).mu, dtype="float32", tolerance=rounding_error(dtype, 0.9, steps))
     assert jnp.isfinite(updates).all()
+
+
+def test_bounds_of_blocks_take_the_steps_of_their_moments(rng):
+    """They are the moments of the largest magnitudes, so they fall as fast as the gradients do."""
+    x = jnp.zeros((3, 300))
+    gradients = normal_like(rng, x, 10) * jnp.asarray(np.geomspace(1, 1e-3, 10)[:, None, None], jnp.float32)
+    _, state = after(optim.scale_by_adam(mu_dtype=FLOAT8, nu_dtype=FLOAT8), gradients, x)
+    largest = np.stack([np.abs(part).max(axis=-1) for part in np.split(gradients, [128, 256], axis=-1)], axis=-1)
+    expected = adam_oracle(largest)
+    assert_close(state.mu_bounds, expected.mu, dtype="float32", tolerance=1e-6)
+    assert_close(state.nu_bounds, expected.nu, dtype="float32", tolerance=1e-6)
 
 
 @scaled

@@ -162,6 +162,10 @@ def test_defaults_of_the_scale():
         jnp.int32,
         jnp.int32,
     )
+    for limit, gradient in ((2.0**24, 1.0), (1.0, np.inf)):
+        transform = optim.dynamic_loss_scale(optax.identity(), limit, growth_interval=1)
+        _, state = transform.update(jnp.full(3, gradient), transform.init(jnp.zeros(3)))
+        assert float(state.loss_scale) == limit
 
 
 def test_float16_gradients_that_would_vanish():

@@ -102,6 +102,20 @@ def test_weight_decay_by_place(rng):
     assert_same(ours.update(g, ours.init(params), params)[0], theirs.update(g, theirs.init(params), params)[0])
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [optim.skip_nonfinite, lambda inner: optim.dynamic_loss_scale(inner, 1.0), optim.master_weights],
+    ids=["skipping", "loss scale", "masters"],
+)
+def test_wrappers_hand_on_other_arguments(wrap):
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), lambda updates, state, params=None, *, factor: (factor * updates, state)
+    )
+    params, transform = jnp.ones(3, jnp.bfloat16), wrap(inner)
+    updates, _ = transform.update(jnp.ones(3, jnp.bfloat16), transform.init(params), params, factor=2.0)
+    np.testing.assert_array_equal(np.asarray(updates, np.float32), np.full(3, 2.0))
+
+
 # ----------------------------------------------------------------------------------------------- init, update and types
 
 

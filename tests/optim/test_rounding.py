@@ -105,6 +105,16 @@ def test_finite_values_do_not_become_infinite(dtype, rng):
     np.testing.assert_allclose(rounded(x, dtype, seed=seed_of(rng)), x, rtol=float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.parametrize("bits", [None, 0, 2**32 - 1], ids=["nearest", "down", "up"])
+@pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
+def test_what_is_too_large_becomes_the_largest_number(dtype, bits):
+    largest = float(jnp.finfo(dtype).max)
+    x = jnp.asarray([largest, -largest, 1.01 * largest, -2 * largest], jnp.float32)
+    random = None if bits is None else jnp.full(x.shape, bits, jnp.uint32)
+    actual = _rounding.to_narrow_float(x, np.dtype(dtype), random)
+    np.testing.assert_array_equal(np.asarray(actual, np.float32), [largest, -largest, largest, -largest])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
 def test_scales_change_no_digit(dtype, rng):
     """They are powers of two: a block and its multiple are rounded alike."""
@@ -118,9 +128,9 @@ def test_scales_change_no_digit(dtype, rng):
 # ---------------------------------------------------------------------------------------------------------- random bits
 
 
-def run(transform, gradients, state):
+def run(transform, gradients, state, params=None):
     for g in gradients:
-        _, state = jax.jit(transform.update)(g, state)
+        _, state = jax.jit(transform.update)(g, state, params)
     return state
 
 
@@ -133,6 +143,15 @@ def test_the_same_bits_again_and_after_a_restart(dtype, rng):
     saved = jax.tree.map(np.asarray, run(transform, gradients[:2], transform.init(params)))
     restarted = narrow_adam(dtype, seed=jnp.uint32(seed))
     assert_same(run(restarted, gradients[2:], jax.tree.map(jnp.asarray, saved)), expected)
+
+
+@pytest.mark.parametrize("options", [{"seed": 7}, {"stochastic_rounding": False}], ids=["seed", "nearest"])
+@pytest.mark.parametrize("make", [optim.adam, optim.adamw])
+def test_adam_and_adamw_round_as_they_are_told(make, options, rng):
+    params, gradient = (normal_like(rng, jnp.zeros((5, 200))) for _ in range(2))
+    transforms = [make(0.1, mu_dtype="bfloat16", **options), optim.scale_by_adam(mu_dtype="bfloat16", **options)]
+    (state, *_), expected = (run(t, [gradient], t.init(params), params) for t in transforms)
+    assert_same(state.mu, expected.mu)
 
 
 def ups(transform, count, leaf, x):
