@@ -100,6 +100,16 @@ def test_carrying_on_in_fewer_bits(params, gradients):
     assert relative_error(fresh["kernel"] - half["kernel"], expected["kernel"] - half["kernel"]) > 0.1
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
+def test_second_moments_stay_above_zero(dtype):
+    """As steps keep them: next to nothing beside the largest of a block is still something to divide by."""
+    state = optax.adamw(0.1).init(SHAPES)
+    nu = {**state[0].nu, "kernel": jnp.full((3, 200), 1e-20).at[:, ::100].set(0.75)}
+    state = (state[0]._replace(nu=nu), *state[1:])
+    converted = optim.convert_state(narrow(dtype), state, SHAPES)[0]
+    assert (np.asarray(moments(converted, SHAPES)[1]["kernel"]) > 0).all()
+
+
 # ---------------------------------------------------------------------------------------------- wrappers and companions
 
 
