@@ -52,6 +52,14 @@ def test_operands_are_the_new_kernel_quantized(dtype, recipe, implementation, rn
     assert operand.transposed is not None
 
 
+def test_the_implementation_is_the_one_that_is_named(native_kernels, rng):
+    """Both give the same bits."""
+    for name in ("native", "reference"):
+        how = Requantize(RECIPES["current"], implementation=name)
+        program = str(jax.make_jaxpr(lambda *operands, how=how: apply(*operands, how))(*step(rng, (32, 32))))
+        assert ("ffi_call" in program) == (name == "native")
+
+
 @blocks_and_tensors
 def test_stacked_kernels_have_scales_of_their_own(recipe, implementation, rng):
     """Two layers of three experts each, of magnitudes far apart."""
