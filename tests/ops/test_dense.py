@@ -1,7 +1,9 @@
 """Linear layers: y and all gradients against float64, for every recipe, dtype and shape."""
 
 import dataclasses
+import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,8 @@ from dense_oracle import (
 )
 
 from te_jax import ops
-from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
+from te_jax.ops import _fp8_dense
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close, relative_error
 
 recipes = pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "none"])
@@ -106,8 +109,21 @@ def test_activations(activation, kernel_contracting, recipe, rng):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_activation_without_a_recipe_is_computed_in_float32(activation, dtype, rng):
+    """XLA may do so anyway on a CPU, whatever the program says."""
     case = random_case(rng, (32,), (64,), (64,), dtype)
     check(case, recipe=None, activation=activation)
+    program = str(jax.make_jaxpr(functools.partial(ops.dense, activation=activation))(*case.operands))
+    assert set(re.findall(r":(\w+)\[[\d,]*\] = (?:tanh|logistic)", program)) == {"f32"}
+
+
+@few_recipes
+def test_the_gradient_of_a_bias_is_summed_in_float32(recipe, rng):
+    """Of bfloat16 tokens too, and where nothing else is differentiated."""
+    case = random_case(rng, (2048,), (16,), (32,))
+    bias = case.bias.astype(jnp.float32)
+    y, vjp = jax.vjp(lambda bias: ops.dense(case.x, case.kernel, bias, recipe=recipe), bias)
+    assert y.dtype == jnp.bfloat16
+    assert_close(vjp(case.dy)[0], wide(case.dy).sum(axis=0), dtype="float32", tolerance=1e-5)
 
 
 @fp8_recipes
@@ -138,6 +154,23 @@ def test_formats_of_recipes(kind, power_of_two_scales, gradient_dtype, rng):
 def test_fast_accumulation_of_products(products, rng):
     case = random_case(rng, (128,), (128,), (128,))
     check(case, recipe=CurrentScaling(fast_accumulation=products))
+
+
+@pytest.mark.parametrize("product", ["forward", "dgrad", "wgrad"])
+def test_the_product_that_is_named_accumulates_fast(product, monkeypatch, rng):
+    """Which only a GPU shows in numbers."""
+    names = {("cols", "rows"): "forward", ("cols", "cols"): "dgrad", ("rows", "rows"): "wgrad"}
+    fast = set()
+
+    def recorded(*operands, lhs_contracting="cols", rhs_contracting="cols", fast_accumulation, **options):
+        if fast_accumulation:
+            fast.add(names[lhs_contracting, rhs_contracting])
+        return ops.gemm(*operands, lhs_contracting=lhs_contracting, rhs_contracting=rhs_contracting, **options)
+
+    monkeypatch.setattr(_fp8_dense, "gemm", recorded)
+    recipe = DelayedScaling(history_len=3, margin=rng.uniform(-1, 1), fast_accumulation=(product,))  # not traced before
+    computed(random_case(rng), recipe=recipe)
+    assert fast == {product}
 
 
 def test_both_sides_of_the_kernel_give_the_same(rng):

@@ -62,6 +62,13 @@ def test_dtypes(dtype, recipe, rng):
     assert not np.array_equal(after, before)
 
 
+def test_products_of_16_bits_reach_a_float32_accumulator_whole(rng):
+    case = random_case(rng, (256,), (32,), (48,), with_bias=False)
+    before = draw(rng, case.kernel)
+    after = jax.grad(functools.partial(loss, recipe=None), argnums=2)(case.x, case.kernel, before, case.dy)
+    assert_close(after, wide(before) + oracle(case).dkernel, dtype="float32", tolerance=1e-6)
+
+
 @few_recipes
 def test_groups_of_dimensions(recipe, rng):
     case = random_case(rng, (3, 5), (2, 32), (4, 16), with_bias=False)

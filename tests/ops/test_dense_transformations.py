@@ -372,3 +372,13 @@ def test_policies_keep_what_they_say(policy, expected, two_layer_case, capsys):
     kept = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
     kept = [name for name in kept if name != "f32[32,64]"]  # the result, which the loss squares
     assert sorted(kept) == sorted(expected)
+
+
+def test_policies_keep_what_delayed_scaling_observed(rng, capsys):
+    """Two numbers beside the operands and their scales: x and kernel are not read again for them."""
+    case, recipe = random_case(rng, (32,), (64,), (64,), with_bias=False), DelayedScaling(history_len=2)
+    layer = functools.partial(ops.dense, recipe=recipe, implementation="reference")
+    remat = jax.checkpoint(lambda *operands, state: layer(*operands, scaling_state=state), policy=POLICIES["operands"])
+    jax.ad_checkpoint.print_saved_residuals(remat, case.x, case.kernel, state=recipe.init())
+    kept = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
+    assert sorted(kept) == ["f32[]"] * 4 + ["f8_e4m3fn[64,32]", "f8_e4m3fn[64,64]"]
