@@ -323,6 +323,13 @@ def test_bad_dimension_numbers_are_named(rng, numbers, message):
         make_dot_general_cls(None)().apply({}, normal(rng, (2, 3, 16)), normal(rng, (2, 16, 16)), numbers)
 
 
+@pytest.mark.parametrize("dtype", [float, jnp.float64], ids=["float", "float64"])
+def test_names_of_float32_without_64_bits(rng, dtype):
+    x, kernel, numbers = normal(rng, (3, 16)), normal(rng, (16, 16)), (((1,), (0,)), ((), ()))
+    y = make_dot_general_cls(CurrentScaling())().apply({}, x, kernel, numbers, preferred_element_type=dtype)
+    assert y.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn, "bf"])
 def test_a_result_of_another_kind_is_refused(rng, dtype):
     x, kernel = normal(rng, (3, 16)), normal(rng, (16, 16))
