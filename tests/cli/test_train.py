@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -18,8 +19,8 @@ import jax
 import pytest
 from xla_flags import environment_without_devices
 
-from te_jax import native
-from te_jax.cli import _report, _step, train
+from te_jax import native, optim
+from te_jax.cli import _report, _step, _text, train
 from te_jax.cli._run_folder import RunFolder, new_path, newest_path, read_header
 from te_jax.cli.main import main
 
@@ -85,6 +86,12 @@ def test_the_twin_sees_the_same_data_and_ends_at_the_same_loss(out, capsys):
     assert (out / "loss.png").stat().st_size > 0
 
 
+def test_the_difference_is_a_part_of_the_twins_loss():
+    training, validation = [{"loss": 3.0, "optax_loss": 2.0}], [{"loss": 1.0, "optax_loss": 4.0}]
+    *_, difference = _report.summary("te_jax", training, validation).splitlines()
+    assert re.findall(r"[+-][\d.]+%", difference) == ["+50.000%", "-75.000%"]
+
+
 def test_devices_share_a_batch_and_learn_the_same(whole, out):
     assert main(["train", *SMALL[:-1], "4", "--steps", str(STEPS), "--out", str(out)]) == 0
     assert [read_header(run)["device"]["count"] for run in (whole, out)] == [1, 4]
@@ -100,6 +107,33 @@ def test_seed_and_dtype_are_heeded(whole, tmp_path):
         first[name] = records(out, "train")[0]["loss"]
     assert abs(first["seed"] - first["base"]) > 1e-2
     assert 0 < abs(first["dtype"] - first["base"]) < 5e-2
+
+
+def test_the_seed_is_that_of_data_and_rounding_too(out, monkeypatch):
+    seen = set()
+
+    def record_seed(module, name):
+        def recorded(*args, seed, **options):
+            seen.add((name, int(seed)))
+            return function(*args, seed=seed, **options)
+
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, recorded)
+
+    record_seed(_text, "training_windows")
+    record_seed(optim, "adamw")
+    assert main(["train", *SMALL, "--steps", "1", "--seed", "7", "--out", str(out)]) == 0
+    assert seen == {("training_windows", 7), ("adamw", 7)}
+
+
+@pytest.mark.parametrize("chosen", [None, "1"])
+def test_products_are_not_tuned_unless_the_user_says_so(chosen, out, monkeypatch):
+    """A resumed run could otherwise choose others, with other bits."""
+    monkeypatch.setenv("TE_JAX_AUTOTUNE", "1")
+    if chosen is None:
+        monkeypatch.delenv("TE_JAX_AUTOTUNE")
+    assert main(["train", *SMALL, "--steps", "0", "--out", str(out)]) == 2
+    assert os.environ["TE_JAX_AUTOTUNE"] == (chosen or "0")
 
 
 @pytest.mark.parametrize(("every", "steps"), [("1", range(8)), ("3", (0, 3, 6, 7))])

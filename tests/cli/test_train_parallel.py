@@ -145,6 +145,14 @@ def test_parts_of_the_batch_stay_what_they_are(stored, given, expected):
     assert (options.devices, options.tp, options.transport) == expected
 
 
+def test_auto_leaves_a_run_what_it_has():
+    stored = {"dtype": "bfloat16", "implementation": "reference"}
+    arguments = {field.name: None for field in dataclasses.fields(_options.Options)}
+    given = argparse.Namespace(**{**arguments, "dtype": "auto", "implementation": "auto"})
+    options = _options.resolve(given, Path("run"), {"options": stored})
+    assert {name: getattr(options, name) for name in stored} == stored
+
+
 def test_recipe_and_twin_on_a_mesh_of_data_and_parts(on_one_device, tmp_path, capsys):
     """The twin has neither recipe nor its own devices, so with float32 moments it is the run on one device."""
     out = tmp_path / "run"

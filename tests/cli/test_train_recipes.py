@@ -98,7 +98,8 @@ def test_a_step_advances_the_state_and_an_evaluation_does_not(rng):
     seen = [histories(state)]
     for batch in windows:
         learner.evaluate(state, jax.device_put(windows, placement.evaluation))
-        state, _ = learner.step(state, jax.device_put(batch, placement.windows))
+        former, (state, _) = state, learner.step(state, jax.device_put(batch, placement.windows))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(former.params))  # their memory is the next ones'
         seen.append(histories(state))
     kernels = state.params["layers"]
     for name, last in seen[-1].items():
