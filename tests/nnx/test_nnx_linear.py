@@ -113,6 +113,35 @@ def test_it_is_the_operation(rng, recipe):
     np.testing.assert_array_equal(nnx.jit(lambda module, x: module(x))(module, x), expected, strict=True)
 
 
+OPTIONS = {"recipe": CurrentScaling(), "axis_name": "data", "implementation": "reference"}
+
+
+@pytest.fixture
+def operation(monkeypatch):
+    """What the operation was given, of OPTIONS."""
+
+    def recorded(*operands, axis_name, **options):
+        given.update({name: value for name, value in options.items() if name in OPTIONS}, axis_name=axis_name)
+        return dense(*operands, **options)
+
+    given, dense = {}, ops.dense
+    monkeypatch.setattr(ops, "dense", recorded)
+    return given
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rngs: LinearGeneral(16, 16, **OPTIONS, rngs=rngs),
+        lambda rngs: nnx.Linear(16, 16, dot_general=DotGeneral(**OPTIONS), rngs=rngs),
+    ],
+    ids=["LinearGeneral", "DotGeneral"],
+)
+def test_options_reach_the_operation(rng, make, operation):
+    make(nnx.Rngs(0))(normal(rng, (3, 16)))
+    assert operation == OPTIONS
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_value_and_gradients_in_fp8(rng, recipe):
     module = Linear(48, 64, recipe=recipe, rngs=seeded(rng)())
