@@ -105,6 +105,12 @@ def test_jax_platforms_that_hides_the_gpu_is_named():
     assert remedies(hidden) == ["unset JAX_PLATFORMS"]
 
 
+@pytest.mark.parametrize("platforms", ["cuda", "gpu", "gpu,cpu"], ids="JAX_PLATFORMS={}".format)
+def test_jax_platforms_that_asks_for_the_gpu_does_not_hide_it(platforms):
+    asked = report(devices=(cpu(),), backend="cpu", jax_platforms=platforms)
+    assert not any("JAX_PLATFORMS" in remedy for remedy in remedies(asked))
+
+
 def test_a_plugin_that_starts_no_gpu_is_reported_with_jax_own_reason():
     failing = report(devices=(cpu(),), backend="cpu", cuda_backend_error="RuntimeError: CUDA_ERROR_NO_DEVICE")
     (advice,) = doctor.advise(failing)
