@@ -49,6 +49,14 @@ def test_messages(options, message):
         DelayedScaling(**options)
 
 
+def test_the_order_of_names_makes_no_other_recipe():
+    one, other = (
+        DelayedScaling(fast_accumulation=names) for names in (("dgrad", "wgrad"), ("wgrad", "dgrad", "wgrad"))
+    )
+    assert one == other
+    assert hash(one) == hash(other)
+
+
 def test_values_of_numpy_are_taken():
     recipe = DelayedScaling(
         history_len=np.int64(4), margin=np.int32(-2), power_of_two_scales=np.True_, fast_accumulation=["wgrad"]

@@ -289,6 +289,7 @@ POLICIES = {
     "operands": checkpoint_policies.save_fp8_operands,
     "preactivations": checkpoint_policies.save_fp8_operands_and_preactivations,
     "offload": checkpoint_policies.offload_fp8_operands(preactivations=True),
+    "offload operands": checkpoint_policies.offload_fp8_operands(),
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
 }
@@ -299,6 +300,7 @@ EXPECTED = {
     "operands": (7, 6 + 2),
     "preactivations": (6, 6),
     "offload": (6, 6),
+    "offload operands": (7, 6 + 2),
     "everything": (6, 6),
     "nothing": (7, 6 + 4),
 }

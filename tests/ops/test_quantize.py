@@ -187,6 +187,16 @@ def test_every_code_comes_back(implementation):
         assert_bits(quantized.dequantize(), values)
 
 
+@pytest.mark.parametrize("row_ndim", [1, 2])
+@pytest.mark.parametrize("copies", ["data", "transposed"])
+def test_either_copy_gives_the_groups_of_dimensions_back(copies, row_ndim, implementation, rng):
+    x = jnp.asarray(rng.standard_normal((5, 3, 4, 16)[row_ndim - 1 :]), jnp.float32)
+    call = functools.partial(quantize, row_ndim=row_ndim, copies=copies, implementation=implementation)
+    for found in (call(x, quantization_of("row")), jax.vmap(lambda x: call(x, quantization_of("row")))(x[None])):
+        value = found.dequantize()
+        assert relative_error(value.reshape(x.shape), x) < 0.05
+
+
 @pytest.mark.parametrize(("dtype_fp8", "bound"), [(E4M3, 0.035), (E5M2, 0.07)], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
 def test_error_of_random_numbers(pair, dtype_fp8, bound, native_kernels, rng):
