@@ -306,6 +306,12 @@ def test_the_collection_that_was_left_out_is_named(rng):
         assert jax.tree.structure(made[OVERWRITE]) == jax.tree.structure(variables[OVERWRITE])
 
 
+def test_a_sum_in_float32_stays_one():
+    first, second = ({"params": {"bias": jnp.ones(4, dtype)}} for dtype in (jnp.float32, jnp.bfloat16))
+    bias = merge_gradients(first, second)["params"]["bias"]
+    np.testing.assert_array_equal(bias, np.full(4, 2.0, np.float32), strict=True)
+
+
 @pytest.mark.parametrize(
     ("second", "message"),
     [

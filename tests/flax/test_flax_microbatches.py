@@ -235,8 +235,9 @@ def test_flags_among_the_arguments(rng):
     arguments = {"x": x}, False, {"kept": "abcd"}
     variables = model.init(jax.random.key(0), *arguments)
     shapes = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype)}
-    for given in (arguments, (shapes, *arguments[1:])):
-        quantized = quantize_kernels(model, variables, *given)
+    named = {"train": False, "names": {"kept": "abcd"}}
+    for given, by_name in ((arguments, {}), ((shapes, *arguments[1:]), {}), (arguments[:1], named)):
+        quantized = quantize_kernels(model, variables, *given, **by_name)
         assert isinstance(quantized["params"]["Dense_0"]["kernel"], QuantizedArray)
         assert model.apply(quantized, *arguments).shape == (16, 4)
 

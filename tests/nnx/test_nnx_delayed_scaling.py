@@ -232,6 +232,19 @@ def test_a_layer_that_a_step_leaves_out_keeps_its_state(stacked, rng):
     )
 
 
+def test_of_stacked_layers_those_that_were_used_advance(rng):
+    model, x = made(rng, Scanned), normal(rng, (16, 32))
+    observe(model, x)
+    before = states(model)
+    used, unused = (nnx.jit(nnx.grad(loss, argnums=WRT))(model, x) for loss in (loss_fn, lambda model, x: jnp.sum(x)))
+    overwrite_with_gradient(model, jax.tree.map(lambda a, b: jnp.concatenate([a[:1], b[1:]]), used, unused))
+    for path, after in states(model).items():
+        if "uses" not in path:
+            np.testing.assert_array_equal(after[0, 1:], before[path][0, :-1])
+            assert after[0, 0] > 0
+            np.testing.assert_array_equal(after[1:], before[path][1:])
+
+
 def test_state_survives_checkpoints(rng, tmp_path):
     model, x = made(rng, OwnLayers), normal(rng, (16, 32))
     observe(model, x)
@@ -261,6 +274,12 @@ def test_the_optimizer_does_not_see_the_state(rng):
     names = {part for path, _ in jax.tree.leaves_with_path(nnx.state(optimizer)) for part in map(str, path)}
     assert any("kernel" in name for name in names)
     assert not any("history" in name or "uses" in name for name in names)
+
+
+def test_a_sum_in_float32_stays_one():
+    first, second = (nnx.State({"bias": nnx.Param(jnp.ones(4, dtype))}) for dtype in (jnp.float32, jnp.bfloat16))
+    bias = merge_gradients(first, second)["bias"].get_value()
+    np.testing.assert_array_equal(bias, np.full(4, 2.0, np.float32), strict=True)
 
 
 def test_gradients_of_different_variables_are_not_merged():

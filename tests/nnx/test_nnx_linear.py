@@ -25,6 +25,7 @@ RECIPES = {
 LAYERS = {
     "heads": ((32, (4, 8)), {}, (3, 5, 32)),
     "from heads": (((4, 8), 32), {"axis": (-2, -1)}, (3, 5, 4, 8)),
+    "axes out of order": (((4, 8), (2, 16)), {"axis": (-1, 0)}, (4, 3, 8)),
     "no bias": (((4, 8), (2, 16)), {"axis": (0, -1), "use_bias": False}, (4, 3, 8)),
     "bfloat16": ((32, 48), {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}, (3, 32)),
     "other initializers": (
