@@ -174,9 +174,9 @@ def test_weight_decay_of_16_bit_parameters_is_float32(standard_promotion, rng):
 
 @pytest.mark.parametrize("make", [optim.adam, optim.adamw])
 def test_updates_of_16_bits_are_rounded_once(make, standard_promotion, rng):
-    params, gradient = (normal_like(rng, jnp.zeros((3, 200), jnp.bfloat16)) for _ in range(2))
+    params, first, gradient = (normal_like(rng, jnp.zeros((3, 200), jnp.bfloat16)) for _ in range(3))
     transform = make(0.3, mu_dtype="float32", nu_dtype="float32")
-    state = transform.init(params)
+    _, state = transform.update(first, transform.init(params), params)
     narrow, wide = (transform.update(gradient.astype(d), state, params)[0] for d in (jnp.bfloat16, jnp.float32))
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
