@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import AxisType
 from xla_flags import asks_for_devices, compile_quickly
 
-from te_jax import native
+from te_jax import native, ops
 
 gc.set_threshold(100_000, 20, 50)  # tracing makes many objects that stay: looking for cycles was a tenth of the time
 compile_quickly()
@@ -92,6 +92,19 @@ def native_kernels():
 def _skip_without_native():
     if not native.available():
         pytest.skip("needs the extension for this platform")
+
+
+@pytest.fixture
+def options_of_dense(monkeypatch):
+    """Keyword arguments with which a layer calls `ops.dense`, which runs without axis_name: it need not be there."""
+
+    def recorded(*operands, axis_name, **options):
+        given.update(options, axis_name=axis_name)
+        return dense(*operands, **options)
+
+    given, dense = {}, ops.dense
+    monkeypatch.setattr(ops, "dense", recorded)
+    return given
 
 
 @pytest.fixture

@@ -16,15 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native
 from te_jax.ops import _delayed
-from te_jax.ops._derivatives import differentiated_once
+from te_jax.ops._derivatives import as_residual, differentiated_once, from_residual
 from te_jax.ops._plain_dense import (
     Activation,
     KernelContracting,
     activate,
     activation_gradient,
     added_once,
-    as_residual,
-    from_residual,
     validate_wanted,
 )
 from te_jax.ops.gemm import gemm

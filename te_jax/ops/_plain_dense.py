@@ -13,6 +13,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native
+from te_jax.ops._derivatives import as_residual, from_residual
 
 Activation = Literal["gelu", "relu", "silu"]
 KernelContracting = Literal["first", "last"]
@@ -124,16 +125,6 @@ def _accumulating_backward(contracting_ndim, kernel_contracting, accumulate, res
 
 
 _accumulating.defvjp(_accumulating_forward, _accumulating_backward, symbolic_zeros=True)
-
-
-def as_residual(flag: bool) -> Array:
-    """A choice of derivatives, for the backward pass. JAX may run that of one choice with the tree of another's
-    residuals, so only shapes may depend on the choice: (1, 0) for yes and (0, 0) for no."""
-    return jnp.zeros((int(flag), 0), jnp.int8)
-
-
-def from_residual(flag: Array) -> bool:
-    return len(flag) == 1
 
 
 def validate_wanted(for_kernel: bool, for_accumulator: bool) -> None:

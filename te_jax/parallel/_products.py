@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import native
 from te_jax.ops import _delayed
+from te_jax.ops._derivatives import as_residual, from_residual
 from te_jax.ops._gemm_product import FP8_ALIGNMENT
 from te_jax.ops.gemm import gemm
 from te_jax.parallel import _p2p, _ring, _xla
@@ -96,13 +97,11 @@ class _Wanted(NamedTuple):
         return cls(perturbed(x), *(tuple(map(perturbed, operands)) for operands in (weights, biases, states)))
 
     def as_flags(self) -> tuple[Array, ...]:
-        return tuple(
-            jnp.zeros((int(flag), 0), jnp.int8) for flag in (self.x, *self.weights, *self.biases, *self.states)
-        )
+        return tuple(map(as_residual, (self.x, *self.weights, *self.biases, *self.states)))
 
     @classmethod
     def from_flags(cls, flags: tuple[Array, ...]) -> _Wanted:
-        first, *rest = (len(flag) == 1 for flag in flags)
+        first, *rest = map(from_residual, flags)
         count = len(rest) // 3
         return cls(first, tuple(rest[:count]), tuple(rest[count : 2 * count]), tuple(rest[2 * count :]))
 

@@ -50,14 +50,17 @@ def _promotion(promotion):
         yield
 
 
-def mesh_of(axis_type=AxisType.Auto, **axes):
-    """Skips the test where there are fewer devices."""
-    sizes = tuple(axes.values())
-    count = math.prod(sizes)
-    if jax.device_count() < count:
-        pytest.skip(f"needs {count} devices, and there are {jax.device_count()}")
-    devices = np.array(jax.devices()[:count]).reshape(sizes)
-    return Mesh(devices, tuple(axes), axis_types=(axis_type,) * len(axes))
+@pytest.fixture
+def mesh_of(require_devices):
+    """mesh_of(data=2, tensor=2): a mesh of so many devices; skips the test where fewer are there."""
+
+    def make(axis_type=AxisType.Auto, **axes):
+        count = math.prod(axes.values())
+        require_devices(count)
+        devices = np.array(jax.devices()[:count]).reshape(*axes.values())
+        return Mesh(devices, tuple(axes), axis_types=(axis_type,) * len(axes))
+
+    return make
 
 
 def random_params(config, rng):
@@ -130,13 +133,13 @@ def compare(config, parallel, mesh, rng, *, reference=None, tolerance, gradients
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_loss_and_gradients_are_those_of_one_device(size, transport, rng, request):
+def test_loss_and_gradients_are_those_of_one_device(size, transport, rng, request, mesh_of):
     if transport == "p2p":
         request.getfixturevalue("native_kernels")
     compare(CONFIG, TensorParallel(size, transport=transport), mesh_of(tensor=size), rng, tolerance=1e-5)
 
 
-def test_a_batch_that_is_split_too_and_blocks_that_are_recomputed(rng):
+def test_a_batch_that_is_split_too_and_blocks_that_are_recomputed(rng, mesh_of):
     """Sequences have different numbers of targets, so a mean of means would be another loss."""
     parallel = TensorParallel(
         2, axis_name="model", batch_axes=("data", "more"), transport="ring", bidirectional=True, residual="shard"
@@ -145,7 +148,7 @@ def test_a_batch_that_is_split_too_and_blocks_that_are_recomputed(rng):
     compare(config, parallel, mesh, rng, reference=CONFIG, tolerance=1e-5)
 
 
-def test_a_batch_without_targets_has_no_loss(rng):
+def test_a_batch_without_targets_has_no_loss(rng, mesh_of):
     parallel, mesh = TensorParallel(2), mesh_of(tensor=2)
     params, (tokens, targets) = random_params(CONFIG, rng), random_batch(CONFIG, rng)
     value, gradients = on_mesh(mesh, CONFIG, parallel)(
@@ -155,7 +158,7 @@ def test_a_batch_without_targets_has_no_loss(rng):
     assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
-def test_targets_of_any_integers(rng):
+def test_targets_of_any_integers(rng, mesh_of):
     """The byte 156 is a target, though -100 has the same bits."""
     config, parallel = dataclasses.replace(CONFIG, vocab_size=160, num_layers=1), TensorParallel(2)
     params, (tokens, _) = random_params(config, rng), random_batch(config, rng)
@@ -165,7 +168,7 @@ def test_targets_of_any_integers(rng):
 
 
 @pytest.mark.parametrize("promotion", ["standard"])  # attention in bfloat16 needs it
-def test_bfloat16(promotion, rng):
+def test_bfloat16(promotion, rng, mesh_of):
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     errors = compare(config, TensorParallel(2), mesh_of(tensor=2), rng, reference=CONFIG, tolerance=5e-2)
     assert min(errors.values()) > 1e-4
@@ -174,7 +177,7 @@ def test_bfloat16(promotion, rng):
 FOR_FP8 = dataclasses.replace(CONFIG, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, mlp_size=64)
 
 
-def test_current_scaling_has_the_scales_of_one_device(rng):
+def test_current_scaling_has_the_scales_of_one_device(rng, mesh_of):
     """So values in FP8 are the same, unless sums in another order round one to a neighbour: not in every batch."""
     if jax.default_backend() == "gpu":
         pytest.skip("tensor cores add up FP8 products in fewer bits: every batch has such a value")
@@ -186,7 +189,7 @@ def test_current_scaling_has_the_scales_of_one_device(rng):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_delayed_scaling_has_one_state_for_all_devices(axis_type, rng):
+def test_delayed_scaling_has_one_state_for_all_devices(axis_type, rng, mesh_of):
     """Also where the batch is split: its next value has the largest magnitudes of the whole."""
     config = dataclasses.replace(FOR_FP8, recipe=DelayedScaling(history_len=2))
     mesh, parallel = mesh_of(axis_type, data=2, tensor=2), TensorParallel(2, batch_axes=("data",))
@@ -206,7 +209,7 @@ def test_delayed_scaling_has_one_state_for_all_devices(axis_type, rng):
 
 
 @pytest.mark.parametrize("recipe", [RowwiseScaling(), BlockScaling()], ids=lambda recipe: type(recipe).__name__)
-def test_other_recipes_scale_the_parts_of_a_device(recipe, rng):
+def test_other_recipes_scale_the_parts_of_a_device(recipe, rng, mesh_of):
     config = dataclasses.replace(FOR_FP8, recipe=recipe)
     errors = compare(
         config,
@@ -222,7 +225,7 @@ def test_other_recipes_scale_the_parts_of_a_device(recipe, rng):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_logits_are_split_over_the_vocabulary(axis_type, rng):
+def test_logits_are_split_over_the_vocabulary(axis_type, rng, mesh_of):
     """And operands that lie elsewhere are moved, which Explicit axes would refuse."""
     params, (tokens, _) = random_params(CONFIG, rng), random_batch(CONFIG, rng)
     parallel, mesh = TensorParallel(2, batch_axes=("data",)), mesh_of(axis_type, data=2, tensor=2)
@@ -243,7 +246,7 @@ def abstract_params(config, parallel, mesh):
     )
 
 
-def test_a_block_gathers_twice_and_scatters_twice_each_way(rng):
+def test_a_block_gathers_twice_and_scatters_twice_each_way(rng, mesh_of):
     config, parallel, mesh = dataclasses.replace(CONFIG, num_layers=3), TensorParallel(4), mesh_of(tensor=4)
     tokens, _ = random_batch(config, rng)
     found = inspect.collectives(
@@ -270,7 +273,7 @@ def test_a_block_gathers_twice_and_scatters_twice_each_way(rng):
     assert sum(each.bytes for each in sums) == 4 * (size + statistics)
 
 
-def test_options_reach_all_products(native_kernels):
+def test_options_reach_all_products(native_kernels, mesh_of):
     mesh = mesh_of(tensor=2)
 
     def count(words, **options):
@@ -288,7 +291,7 @@ def test_options_reach_all_products(native_kernels):
     assert count("timeout=12.5", transport="p2p", timeout=12.5) == calls > 0
 
 
-def test_the_reference_runs_no_kernel(native_kernels):
+def test_the_reference_runs_no_kernel(native_kernels, mesh_of):
     config = dataclasses.replace(PRESETS["nano"], recipe=CurrentScaling())
     parallel, mesh = TensorParallel(2), mesh_of(tensor=2)
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
@@ -322,7 +325,7 @@ def test_each_device_has_its_part_of_the_parameters(name, size):
 
 @pytest.mark.parametrize("promotion", ["standard"])  # attention in bfloat16 needs it
 @pytest.mark.parametrize(("name", "size"), [("nano", 2), ("tiny", 4), ("small", 4), ("8b", 8)])
-def test_presets_trace(name, size, promotion):
+def test_presets_trace(name, size, promotion, mesh_of):
     config = dataclasses.replace(PRESETS[name], recipe=CurrentScaling())
     parallel, mesh = TensorParallel(size, transport="ring"), mesh_of(tensor=size)
     params = abstract_params(config, parallel, mesh)
@@ -357,7 +360,7 @@ def test_what_is_no_split(options, words):
         TensorParallel(**options)
 
 
-def test_sizes_may_be_numbers_of_numpy(rng):
+def test_sizes_may_be_numbers_of_numpy(rng, mesh_of):
     sizes = {name: np.int64(value) for name, value in vars(CONFIG).items() if type(value) is int}
     config, parallel = dataclasses.replace(CONFIG, **sizes), TensorParallel(np.prod([2, 1]))
     assert (config, parallel) == (CONFIG, TensorParallel(2))
@@ -377,7 +380,7 @@ def test_sizes_may_be_numbers_of_numpy(rng):
         ({"recipe": CurrentScaling(), "head_dim": 16, "mlp_size": 64}, 2, "out has 24 columns"),
     ],
 )
-def test_decoders_that_do_not_fit(change, size, words):
+def test_decoders_that_do_not_fit(change, size, words, mesh_of):
     config = dataclasses.replace(CONFIG, **change)
     for function in (TensorParallel(size).check, functools.partial(param_specs, parallel=TensorParallel(size))):
         with pytest.raises(ValueError, match=words):
@@ -386,14 +389,14 @@ def test_decoders_that_do_not_fit(change, size, words):
         parallel_loss(mesh_of(tensor=size), config, TensorParallel(size))
 
 
-def test_meshes_that_do_not_fit():
+def test_meshes_that_do_not_fit(mesh_of):
     with pytest.raises(ValueError, match=r"parallel.size is 2, and the mesh has 4 devices along 'tensor'"):
         parallel_loss(mesh_of(tensor=4), CONFIG, TensorParallel(2))
     with pytest.raises(ValueError, match=r"mesh has axes \('tensor',\), and parallel names \['data'\]"):
         parallel_apply(mesh_of(tensor=2), CONFIG, TensorParallel(2, batch_axes=("data",)))
 
 
-def test_places_where_a_decoder_cannot_be_split(rng):
+def test_places_where_a_decoder_cannot_be_split(rng, mesh_of):
     params, (tokens, targets) = random_params(CONFIG, rng), random_batch(CONFIG, rng)
     parallel, mesh = TensorParallel(2), mesh_of(tensor=2)
     with pytest.raises(ValueError, match=r"no such axis is mapped here: call this inside shard_map"):

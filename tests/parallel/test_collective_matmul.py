@@ -107,27 +107,17 @@ def test_one_device(transport, name, rng):
 # ------------------------------------------------------------------------------------------------- what is exchanged
 
 
+@pytest.mark.parametrize(
+    ("name", "outers", "plain"),
+    [("all_gather_matmul", ((3,), (2,)), "all-gather"), ("matmul_reduce_scatter", ((3,),), "reduce-scatter")],
+)
 @pytest.mark.parametrize("size", [2, 4])
-def test_collectives_of_a_gather(size, rng, require_devices):
+def test_collectives(size, name, outers, plain, rng, require_devices):
     require_devices(size)
-    case, mesh = random_case(rng, "all_gather_matmul", size, outers=((3,), (2,))), mesh_of({"tp": size})
+    case, mesh = random_case(rng, name, size, outers=outers), mesh_of({"tp": size})
     for options, expected in (
-        ({}, ["all-gather"]),
-        ({"transport": "xla"}, ["all-gather"]),
-        ({"transport": "ring"}, ["collective-permute"] * (size - 1)),
-        ({"transport": "ring", "bidirectional": True}, ["collective-permute"] * 2 * (size - 1)),
-    ):
-        compiled = jax.jit(case.mapped(mesh, **options)).lower(*case.placed(mesh).operands).compile()
-        assert kinds(compiled) == expected
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_collectives_of_a_scatter(size, rng, require_devices):
-    require_devices(size)
-    case, mesh = random_case(rng, "matmul_reduce_scatter", size), mesh_of({"tp": size})
-    for options, expected in (
-        ({}, ["reduce-scatter"]),
-        ({"transport": "xla"}, ["reduce-scatter"]),
+        ({}, [plain]),
+        ({"transport": "xla"}, [plain]),
         ({"transport": "ring"}, ["collective-permute"] * (size - 1)),
         ({"transport": "ring", "bidirectional": True}, ["collective-permute"] * 2 * (size - 1)),
     ):
