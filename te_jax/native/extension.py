@@ -177,9 +177,12 @@ def _warn_once(problem: str) -> None:
     warnings.warn(f"te_jax runs its reference implementations: {problem}", RuntimeWarning, stacklevel=4)
 
 
-def on_gpu() -> bool:
-    """Whether the default backend is a GPU. Starts it."""
-    return jax.default_backend() == "gpu"
+def has_gpu() -> bool:
+    """Whether JAX has started CUDA GPUs here, as its default backend or beside it. Starts all that it is to start."""
+    try:
+        return bool(jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        return False
 
 
 @functools.cache
@@ -241,7 +244,7 @@ def register() -> None:
     """
     with _registering:
         started = {"cpu"}
-        if jax.default_backend() == "gpu":
+        if has_gpu():
             started.add("cuda")
         for platform in sorted(started - _registered):
             module, _ = _load(platform)

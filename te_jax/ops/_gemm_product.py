@@ -340,7 +340,7 @@ def _dequantized(product: Product, data: Array, scale_inv: Array, outer_ndim: in
 
 
 def _workspace_bytes(product: Product, arrays: Mapping[str, Array], batch_ndim: int) -> int:
-    if not native.on_gpu():
+    if not native.has_gpu():
         return 0
     if product.scaling != "block" and not product.own_kernel:
         return _CUBLASLT_WORKSPACE_BYTES

@@ -138,7 +138,7 @@ def _fuses_bias(exchange: Exchange, x: Operand, dtype: np.dtype) -> bool:
 
 
 def _workspace(x: Operand, queues: int) -> jax.ShapeDtypeStruct:
-    needed = native.on_gpu() and x.scaling != "block"
+    needed = native.has_gpu() and x.scaling != "block"
     return jax.ShapeDtypeStruct((queues * _WORKSPACE_BYTES if needed else 0,), jnp.uint8)
 
 

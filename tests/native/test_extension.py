@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from pathlib import Path
 
 import jax
@@ -260,3 +261,23 @@ def test_each_problem_is_warned_of_once(monkeypatch):
 def test_default_backend_decides():
     assert jax.default_backend() in ("cpu", "gpu")
     assert native.available() == (extension._problem_on_default_backend()[0] is None)
+
+
+@pytest.mark.parametrize("gpus", [1, 0])
+def test_targets_of_gpus_beside_another_default_backend(monkeypatch, gpus):
+    """JAX_PLATFORMS=cpu,cuda: programs that are put on a GPU find their targets there."""
+
+    def local_devices(backend=None):
+        if not gpus:
+            raise RuntimeError(f"Unknown backend {backend}. Available backends are ['cpu']")
+        return {"cuda": ["a GPU"], None: jax.devices()}[backend]
+
+    registered = []
+    module = types.SimpleNamespace(registrations=lambda: {"te_foo": None}, use_sgemm=lambda sgemm: None)
+    monkeypatch.setattr(extension, "_registered", set())
+    monkeypatch.setattr(extension, "_load", lambda platform: (module, None))
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, platform: registered.append(platform))
+    extension.register()
+    assert registered == ["cpu", "CUDA"][: 1 + gpus]
+    assert native.has_gpu() == bool(gpus)
