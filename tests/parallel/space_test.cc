@@ -1,6 +1,6 @@
 // Spaces of several processes, here of one: who waits while a space is opened learns at once that a member has given it
-// up, a member that waited too long says for whom, and memory that is not there is not shared. Exits with 0 if all went
-// well.
+// up, a member that waited too long says for whom, one of another host is refused, and memory that is not there is not
+// shared. Exits with 0 if all went well.
 
 #include "collective_gemm/space.h"
 
@@ -105,6 +105,12 @@ void TestWhoWaitsTooLongSaysForWhom() {
   }
 }
 
+void TestMembersOfAnotherHostAreRefused() {
+  Opening opening(4, 2);
+  opening.texts[1].insert(0, "another-");
+  Check(opening.Join(2, [] {}) == 0, "a member of another host has joined");
+}
+
 void TestMoreMemoryThanThereIsCannotBeShared() {
   struct statvfs system = {};
   Check(statvfs("/dev/shm", &system) == 0, "there is no /dev/shm");
@@ -121,6 +127,7 @@ int main() {
   te::collective_gemm::TestMembersThatWaitLearnThatOneGaveUp();
   te::collective_gemm::TestJoinedSpacesAreKept();
   te::collective_gemm::TestWhoWaitsTooLongSaysForWhom();
+  te::collective_gemm::TestMembersOfAnotherHostAreRefused();
   te::collective_gemm::TestMoreMemoryThanThereIsCannotBeShared();
   return 0;
 }
