@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from te_jax import native, reference
 from te_jax._arguments import is_finite_number, is_whole_number, mapped_axes
+from te_jax.ops._operands import as_array
 from te_jax.reference.softmax_cross_entropy import equals, in_vocabulary, reduce_tokens
 
 AxisName = str | tuple[str, ...]
@@ -22,6 +24,8 @@ AxisName = str | tuple[str, ...]
 # Codes that labels take on the way to the kernel, beside columns of the local vocabulary.
 _IGNORED = -1  # the row is not read
 _ELSEWHERE = -2  # no target in this shard
+
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).smallest_normal), float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,17 +91,27 @@ def softmax_cross_entropy(
       Online softmax: Milakov and Gimelshein, arXiv:1805.02867. Label smoothing: Szegedy et al., arXiv:1512.00567.
       z-loss: Chowdhery et al., arXiv:2204.02311. Soft cap: Gemma Team, arXiv:2408.00118.
     """
-    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    logits, labels = as_array("logits", logits), as_array("labels", labels)
     _validate(logits, labels, reduction)
     if not is_whole_number(ignore_index):
         raise ValueError(f"ignore_index is {ignore_index!r}; it must be an integer, such as -100")
     loss = _Loss(
         _number("label_smoothing", label_smoothing, "a number in [0, 1], 0 for none", lambda value: 0 <= value <= 1),
         int(ignore_index),
-        _number("z_loss", z_loss, "a finite number of at least 0, 0 for none", lambda value: value >= 0),
+        _number(
+            "z_loss",
+            z_loss,
+            "a finite number of at least 0 that float32 holds, 0 for none",
+            lambda weight: 0 <= weight <= _LARGEST,
+        ),
         None
         if logit_softcap is None
-        else _number("logit_softcap", logit_softcap, "a finite number above 0, or None for none", lambda c: c > 0),
+        else _number(
+            "logit_softcap",
+            logit_softcap,
+            "a finite number above 0 that float32 holds, or None for none",
+            lambda c: _SMALLEST <= c <= _LARGEST,
+        ),
         None if axis_name in (None, (), []) else mapped_axes(axis_name)[0],
     )
     return _softmax_cross_entropy(logits, labels, loss, reduction, native.use_native(implementation))
@@ -118,10 +132,10 @@ def _validate(logits: Array, labels: Array, reduction: str) -> None:
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
 
 
-def _number(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> float:
+def _number(name: str, value: Any, rule: str, holds: Callable[[float], bool]) -> float:
     if isinstance(value, Tracer):
         raise ValueError(f"{name} is traced; it must be {rule}, known while tracing: make it a static argument")
-    if not is_finite_number(value) or not holds(value):
+    if not is_finite_number(value) or not holds(float(value)):
         raise ValueError(f"{name} is {value!r}; it must be {rule}")
     return float(value)
 
