@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from te_jax._arguments import as_dtype, kind_of
+from te_jax._arguments import as_dtype, as_flag, kind_of
 from te_jax.quantized import QuantizedArray, scale_shape
 from te_jax.recipe import Quantization
 
@@ -46,6 +46,7 @@ def validate_quantization(name: str, quantization: Any) -> None:
         scaling = getattr(quantization, field)
         if scaling not in _SCALINGS:
             raise ValueError(f"{name} has {field} {scaling!r}; it must be one of {_SCALINGS}")
+    as_flag(f"{name}.power_of_two_scales", quantization.power_of_two_scales)
 
 
 def validate_quantized_array(name: str, x: QuantizedArray) -> None:

@@ -31,6 +31,7 @@ TENSOR, ROW, BLOCK = (quantization_of(name) for name in ("tensor", "row", "1x128
         (X, Quantization(np.dtype(np.float16), "row", "row"), {}, "quantization has dtype float16"),
         (X, Quantization(E4M3, "column", "row"), {}, "quantization has scaling 'column'; it must be one of"),
         (X, Quantization(E4M3, "row", "none"), {}, "quantization has transposed_scaling 'none'"),
+        (X, Quantization(E4M3, "row", "row", 1), {}, "quantization.power_of_two_scales is 1; it must be True or False"),
         (X, TENSOR, {"amax": jnp.zeros(2)}, "amax has shape (2,) and dtype float32; it must be a float32 scalar"),
         (X, TENSOR, {"amax": jnp.bfloat16(1)}, "amax has shape () and dtype bfloat16"),
         (X, ROW, {"amax": jnp.float32(1)}, "amax is given, but quantization has scaling 'row'"),
