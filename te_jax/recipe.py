@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 
 from te_jax._arguments import as_dtype, as_flag, is_finite_number, is_whole_number
 from te_jax._maximum import maximum_of_cotangents
@@ -220,6 +220,14 @@ class DelayedScalingState:
     activation: Array
     kernel: Array
     gradient: Array
+
+
+export.register_pytree_node_serialization(
+    DelayedScalingState,
+    serialized_name="te_jax.recipe.DelayedScalingState",
+    serialize_auxdata=lambda _: b"",  # it has none
+    deserialize_auxdata=lambda _: (),
+)
 
 
 def observe(history: Array, amax: Array) -> Array:

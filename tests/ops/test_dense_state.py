@@ -237,6 +237,15 @@ def test_state_as_the_carry_of_a_scan_over_steps(rng):
     assert histories(found)[2] == [amax(case.dy[2]), amax(case.dy[1]), amax(case.dy[0]), 0]
 
 
+def test_export(case):
+    """A step whose argument and result is a state."""
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+    step = jax.jit(jax.grad(functools.partial(loss, implementation="reference"), argnums=2))
+    operands = case.x, case.kernel, state_of([1, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6]), case.dy
+    exported = jax.export.deserialize(jax.export.export(step)(*operands).serialize())
+    assert histories(exported.call(*operands)) == histories(step(*operands))
+
+
 def test_states_of_layers_in_a_scan(rng):
     """Stacked states, as stacked kernels: each layer advances its own."""
     x = jnp.asarray(rng.standard_normal((32, 32)), jnp.bfloat16)
