@@ -124,6 +124,10 @@ def _spread_labels(labels: Any, tree: Any) -> list[str]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _unpack(plan: Buckets, packed: Packed) -> Any:
+    return _slices(plan, packed)
+
+
+def _slices(plan: Buckets, packed: Packed) -> Any:
     leaves, others = [], iter(packed.leaves)
     for slot in plan.slots:
         if slot.bucket is None:
@@ -135,7 +139,7 @@ def _unpack(plan: Buckets, packed: Packed) -> Any:
 
 
 def _unpack_forward(plan: Buckets, packed: Packed) -> tuple[Any, None]:
-    return _unpack(plan, packed), None
+    return _slices(plan, packed), None  # no custom_vjp, through which second derivatives would not come
 
 
 def _unpack_backward(plan: Buckets, _: None, gradients: Any) -> tuple[Packed]:

@@ -80,6 +80,20 @@ def test_gradients_come_packed(rng):
         np.testing.assert_allclose(actual, wanted, rtol=1e-6)
 
 
+def test_second_derivatives():
+    tree = {"bias": jnp.asarray([1.0, 2.0, 3.0]), "scale": jnp.float32(4)}
+    buckets = optim.Buckets.of(tree)
+
+    def loss(tree):
+        return jnp.sum(tree["scale"] * tree["bias"] ** 3)
+
+    def product(loss, x):
+        return jax.jvp(jax.grad(loss), (x,), (x,))[1]
+
+    found = buckets.unpack(product(lambda packed: loss(buckets.unpack(packed)), buckets.pack(tree)))
+    assert same_bits(found, product(loss, tree))
+
+
 def test_integers_have_no_gradient(tree):
     buckets = optim.Buckets.of(tree)
 
