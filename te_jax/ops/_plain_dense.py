@@ -13,12 +13,17 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native
-from te_jax.ops._derivatives import as_residual, from_residual
+from te_jax.ops._derivatives import as_residual, from_residual, not_differentiated
 
 Activation = Literal["gelu", "relu", "silu"]
 KernelContracting = Literal["first", "last"]
 
 ACTIVATIONS = ("gelu", "relu", "silu")
+
+_ONCE = (
+    "te_jax.ops.dense with wgrad_accumulator is differentiated once, by its own rules; for second derivatives do "
+    "without wgrad_accumulator"
+)
 
 
 # Under jit even when called eagerly, as the layers in FP8 are.
@@ -102,7 +107,7 @@ def _accumulating(contracting_ndim, kernel_contracting, accumulate, x: Array, ke
 
 
 def _accumulating_forward(contracting_ndim, kernel_contracting, accumulate, *operands):
-    x, kernel, accumulator = custom_vjp_primal_tree_values(operands)
+    x, kernel, accumulator = (not_differentiated(x, _ONCE) for x in custom_vjp_primal_tree_values(operands))
     y = _accumulating(contracting_ndim, kernel_contracting, accumulate, x, kernel, accumulator)
     _, *wanted = (as_residual(operand.perturbed) for operand in operands)
     return y, (x, kernel, accumulator, wanted)

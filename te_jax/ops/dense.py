@@ -100,7 +100,8 @@ def dense(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
-      NotImplementedError: for second derivatives with a recipe, and those with respect to a QuantizedArray alone.
+      NotImplementedError: for second derivatives with a recipe or a wgrad_accumulator, and those with respect to a
+        QuantizedArray alone.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run, and for a recipe that this
         GPU has no products for, unless implementation is "reference".
 

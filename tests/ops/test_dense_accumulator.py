@@ -110,6 +110,18 @@ def test_an_accumulator_that_is_not_differentiated_is_refused(recipe, rng):
     assert jnp.any(jax.grad(loss, argnums=0)(*operands))
 
 
+@few_recipes
+def test_second_derivatives_are_refused(recipe, rng):
+    """As those of a gradient penalty are."""
+    case = random_case(rng, (32,), (32,), (48,), with_bias=False)
+
+    def penalty(x):
+        return jnp.sum(jax.grad(loss)(x, case.kernel, jnp.zeros(case.kernel.shape), case.dy, recipe) ** 2)
+
+    with pytest.raises(NotImplementedError, match=r"te_jax\.ops\.dense .* is differentiated once, by its own rules"):
+        jax.grad(penalty)(case.x)
+
+
 @pytest.mark.parametrize(
     ("examples", "accumulate", "recipe"),
     [
