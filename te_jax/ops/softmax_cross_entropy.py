@@ -70,7 +70,7 @@ def softmax_cross_entropy(
       label_smoothing: ε in [0, 1]: probability that is spread evenly over the whole vocabulary.
       ignore_index: label of rows that count for nothing: loss 0, gradient 0, and they are not read.
       z_loss: weight of lse², at least 0; keeps the logits from drifting.
-      logit_softcap: c > 0, from 1e-30 to 1e30, or None for none.
+      logit_softcap: c, from 1e-30 to 1e30, or None for none.
       reduction: "mean" over the rows that are not ignored (at least 1), "sum", or "none" for [*batch].
       axis_name: inside `shard_map` or `pmap`, the mesh axis or axes over which the vocabulary is split in equal
         shards, in order; labels then count over the whole vocabulary, and the loss is the same on every shard. Under
@@ -109,7 +109,7 @@ def softmax_cross_entropy(
         else _number(
             "logit_softcap",
             logit_softcap,
-            "a finite number above 0, from 1e-30 to 1e30, or None for none",
+            "a number from 1e-30 to 1e30, or None for none",
             lambda c: 1e-30 <= c <= 1e30,  # beyond, c or logits / c would be subnormal
         ),
         None if axis_name in (None, (), []) else mapped_axes(axis_name)[0],

@@ -46,7 +46,7 @@ LABELS = jnp.zeros(4, jnp.int32)
         (LOGITS, LABELS, {"z_loss": float("inf")}, "z_loss is inf"),
         (LOGITS, LABELS, {"z_loss": 1e39}, "z_loss is 1e+39"),
         (LOGITS, LABELS, {"logit_softcap": 0.0}, "logit_softcap is 0.0; it must be"),
-        (LOGITS, LABELS, {"logit_softcap": "a"}, "logit_softcap is 'a'; it must be a finite number above 0, from"),
+        (LOGITS, LABELS, {"logit_softcap": "a"}, "logit_softcap is 'a'; it must be a number from 1e-30 to"),
         (LOGITS, LABELS, {"logit_softcap": True}, "logit_softcap is True"),
         (LOGITS, LABELS, {"logit_softcap": -3}, "logit_softcap is -3"),
         (LOGITS, LABELS, {"logit_softcap": float("inf")}, "logit_softcap is inf"),
