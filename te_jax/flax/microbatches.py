@@ -19,6 +19,9 @@ from te_jax.quantized import QuantizedArray
 Variables = Any
 """A nest of dicts with arrays, as `flax.linen.Module.init` returns it."""
 
+# What nn.jit has traced before would not be traced again, and its layers not noted.
+_traced_anew = jax.make_user_context()
+
 _ZEROS = "jax.tree.map(jnp.zeros_like, flax.linen.unbox(variables)), of the variables before quantize_kernels"
 
 
@@ -63,7 +66,7 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
         given = structure.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
         return model.apply(variables, *given, **kwargs)
 
-    with nn.intercept_methods(note):
+    with nn.intercept_methods(note), _traced_anew(object()):
         jax.eval_shape(apply, variables, arrays)
 
     def quantized(path: tuple[Any, ...], value: Any):

@@ -119,6 +119,22 @@ def test_only_kernels_of_layers_with_a_recipe_are_quantized(rng, recipe):
     assert jax.tree.map(jax.typeof, again) == jax.tree.map(jax.typeof, quantized)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_kernels_below_what_nn_jit_has_traced_before(times, rng):
+    class Jitted(nn.Module):
+        @nn.jit
+        @nn.compact
+        def __call__(self, x):
+            return Dense(32, recipe=CurrentScaling())(x)
+
+    model, x = Jitted(), normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    model.apply(variables, x)
+    for _ in range(times):
+        quantized = quantize_kernels(model, variables, x)
+    assert isinstance(quantized["params"]["Dense_0"]["kernel"], QuantizedArray)
+
+
 def test_training_with_quantized_kernels_follows_training_without(rng):
     """Optimizer steps with two microbatches each; the optimizer holds the only float32 kernels."""
     model, data = Model(CurrentScaling()), normal(rng, (3, 2, 16, 32))
