@@ -6,10 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from te_jax import _linear
 
 
+# The collection of that name in Linen, on both sides of flax.nnx.bridge. Who crossed it before has made a type for it.
+@nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, overwrite=True)
 class OverwriteWithGradient(nnx.Variable):
     """State of delayed scaling: the gradient with respect to it is its next value.
 

@@ -7,7 +7,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITE
+from flax.training.train_state import TrainState
 
+from te_jax.flax import Dense
 from te_jax.nnx import DotGeneral, Linear, OverwriteWithGradient, merge_gradients, overwrite_with_gradient
 from te_jax.recipe import DelayedScaling
 from te_jax.testing import relative_error
@@ -259,6 +262,22 @@ def test_state_survives_checkpoints(rng, tmp_path):
     nnx.replace_by_pure_dict(abstract, restored)
     model = nnx.merge(graphdef, abstract)
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(gradient(model, x)), expected)
+
+
+def test_bridges_between_the_two_apis_know_the_state(rng):
+    x = normal(rng, (16, 32))
+    model = nnx.bridge.ToNNX(Dense(32, recipe=RECIPE), rngs=nnx.Rngs(0)).lazy_init(x)
+    for _ in range(2):
+        overwrite_with_gradient(model, nnx.grad(loss_fn, argnums=WRT)(model, x))
+    np.testing.assert_array_equal(model.activation_amax_history[...], [jnp.abs(x).max()] * 2 + [0] * (HISTORY - 2))
+
+    linen = nnx.bridge.to_linen(Linear, 32, 32, recipe=RECIPE)
+    variables = linen.init(jax.random.key(0), x)
+    state = TrainState.create(apply_fn=linen.apply, params=variables, tx=optax.sgd(0.1, momentum=0.9))
+    gradients = jax.grad(lambda variables: loss_fn(lambda x: linen.apply(variables, x), x))(variables)
+    state = state.apply_gradients(grads=gradients)
+    history = state.params[OVERWRITE]["activation_amax_history"]
+    np.testing.assert_array_equal(history, [jnp.abs(x).max()] + [0] * (HISTORY - 1))
 
 
 def test_gradients_without_the_state_are_refused(rng):
