@@ -120,7 +120,7 @@ def weights(params: Any, state: Any) -> Any:
         raise ValueError(f"state holds the masters of {len(found)} optimizers: name one of their states")
     if not found:
         return jax.tree.map(_wide, params)
-    return jax.tree.map(_weight, params, found[0].master)
+    return jax.tree.map(_weights, found[0].master, params, is_leaf=_is_masked)
 
 
 def _wide(x: Any) -> Any:
@@ -133,8 +133,8 @@ def _wide(x: Any) -> Any:
 def convert_masters(target: Any, source: Any, params: Any) -> Any:
     """The masters `source` in the form of the masters `target`; both belong to `params`."""
 
-    def convert(param: Array, new: Any, old: Any) -> Any:
-        if isinstance(new, optax.MaskedNode) or isinstance(old, optax.MaskedNode):
+    def convert(new: Any, old: Any, param: Any) -> Any:
+        if _is_masked(new) or _is_masked(old):
             return new
         if new.dtype == old.dtype:
             return old
@@ -146,12 +146,21 @@ def convert_masters(target: Any, source: Any, params: Any) -> Any:
         remainder = lax.bitcast_convert_type(weight, jnp.int32) - upper
         return jnp.clip(remainder, -0x8000, 0x7FFF).astype(jnp.int16)
 
-    return jax.tree.map(convert, params, target, source)
+    return jax.tree.map(convert, target, source, params, is_leaf=_is_masked)
+
+
+def _is_masked(master: Any) -> bool:
+    return isinstance(master, optax.MaskedNode)
+
+
+def _weights(master: Any, params: Any) -> Any:
+    """The weights of a parameter, or of as many as a mask or label of another optimizer stands for."""
+    return jax.tree.map(_wide, params) if _is_masked(master) else _weight(params, master)
 
 
 def _weight(param: Array, master: Any) -> Array:
     """The float32 number that a parameter stands for."""
-    if isinstance(master, optax.MaskedNode):
+    if _is_masked(master):
         return param
     if master.dtype != _INT16:
         return master
@@ -161,7 +170,7 @@ def _weight(param: Array, master: Any) -> Array:
 
 def _step(param: Array, master: Any, weight: Array, step: Array) -> tuple[Array, Any]:
     """What to add to a parameter, and what to keep beside it."""
-    if isinstance(master, optax.MaskedNode):
+    if _is_masked(master):
         return step, master
     weight = weight + step
     before = param.astype(jnp.float32)

@@ -142,6 +142,17 @@ def test_masters_are_taken_over(params, gradients):
     assert_same(optim.convert_state(narrow("bfloat16"), wide, params), state.inner)
 
 
+def test_masters_beside_parameters_of_another_optimizer(params, gradients):
+    params, gradients = ({"ours": bfloat16(params), "theirs": params}, [{"ours": g, "theirs": g} for g in gradients])
+    labels = {"ours": "a", "theirs": "b"}
+    whole, half = (
+        optax.partition({"a": narrow("bfloat16", master_dtype=dtype), "b": optax.sgd(0.1)}, labels)
+        for dtype in ("float32", "int16")
+    )
+    params, state = run(half, params, gradients)
+    assert_same(optim.convert_state(half, optim.convert_state(whole, state, params), params), state)
+
+
 def test_masters_half_way_between_two_parameters():
     """One of float32 rounds to the even parameter, and int16 cannot hold the distance: the last digit is lost."""
     exact = np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8], np.float32)

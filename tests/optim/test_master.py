@@ -216,6 +216,19 @@ def test_weights_of_a_state(rng):
     assert_same(optim.weights(params, optim.adam(0.1).init(params)), wide)
 
 
+@pytest.mark.parametrize("labels", [{"a": "ours", "b": "theirs"}, {"a": {"k": "ours", "n": "theirs"}, "b": "theirs"}])
+@pytest.mark.parametrize("dtype", ["float32", "int16"])
+def test_weights_where_other_parameters_have_another_optimizer(labels, dtype, rng):
+    params = {"a": {"k": jnp.zeros((3, 5), jnp.bfloat16), "n": jnp.zeros(5)}, "b": {"k": jnp.zeros(7, jnp.bfloat16)}}
+    params = normal_like(rng, params)
+    transform = optax.partition({"ours": added(dtype), "theirs": optax.set_to_zero()}, labels)
+    [(new, state)] = train(transform, params, [jax.tree.map(jnp.ones_like, params)])
+    expected = jax.tree.map(lambda p: np.asarray(p).astype(np.float32), params)
+    for key in ("k", "n") if labels["a"] == "ours" else ("k",):
+        expected["a"][key] = expected["a"][key] + np.float32(1)
+    assert_same(optim.weights(new, state), expected)
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
