@@ -203,6 +203,13 @@ def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingSt
     )
 
 
+def unboxed(x: Any) -> Any:
+    """What a box with names of axes holds, as it is: constraints are for Flax to apply."""
+    if isinstance(x, meta.Partitioned):
+        return x.unbox(apply_constraint=False)
+    return x.unbox() if isinstance(x, meta.AxisMetadata) else x
+
+
 def _initializer(
     name: str,
     init: Initializer,
@@ -217,7 +224,7 @@ def _initializer(
     def shaped(rng: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
         value = init(rng, flat, dtype)
         if isinstance(value, meta.AxisMetadata):
-            return meta.replace_boxed(value, value.unbox().reshape(shape))
+            return value.replace_boxed(unboxed(value).reshape(shape))
         return value.reshape(shape)
 
     return shaped if axes is None else nn.with_logical_partitioning(shaped, tuple(axes))

@@ -13,7 +13,7 @@ from flax.core import meta
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from te_jax import _linear
-from te_jax.flax.linear import DenseGeneral, layer_options
+from te_jax.flax.linear import DenseGeneral, layer_options, unboxed
 from te_jax.quantized import QuantizedArray
 
 Variables = Any
@@ -152,11 +152,4 @@ def _is_quantized(x: Any) -> bool:
 
 
 def _unboxed(tree: Any) -> Any:
-    """The arrays in boxes with names of axes, where they are: constraints are for the model to apply."""
-
-    def unboxed(x: Any) -> Any:
-        if isinstance(x, meta.Partitioned):
-            return x.unbox(apply_constraint=False)
-        return x.unbox() if isinstance(x, meta.AxisMetadata) else x
-
     return jax.tree.map(unboxed, tree, is_leaf=lambda x: isinstance(x, (meta.AxisMetadata, QuantizedArray)))

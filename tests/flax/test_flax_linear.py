@@ -286,6 +286,29 @@ def test_boxed_parameters_under_a_mesh(rng, make_mesh):
     assert_close(y, expected, tolerance=5e-3)
 
 
+def test_initializers_with_names_of_axes_under_an_explicit_mesh(rng, make_mesh):
+    """Parameters lie where they belong: initializers, of which Flax takes the shapes alone, constrain nothing."""
+    mesh = make_mesh({"data": AxisType.Explicit, "model": AxisType.Explicit})
+    kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    x, key = normal(rng, (64, 32)), jax.random.key(int(rng.integers(2**31)))
+    variables = nn.unbox(Dense(64, kernel_init=kernel_init).init(key, x))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(variables, {"params": {"kernel": P(None, "model"), "bias": P("model")}})
+        for module in (nn.Dense, Dense):
+            y = module(64, kernel_init=kernel_init).apply(sharded, x)
+            assert_close(y, Dense(64).apply(variables, x), tolerance=1e-5)
+
+
+def test_initializers_with_names_of_several_axes_under_a_mesh(rng, make_mesh):
+    mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
+    kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model", None))
+    module = DenseGeneral((4, 16), kernel_init=kernel_init)
+    x, key = normal(rng, (64, 32)), jax.random.key(int(rng.integers(2**31)))
+    expected = module.apply(module.init(key, x), x)
+    with jax.set_mesh(mesh):
+        assert_close(jax.jit(module.apply)(jax.jit(module.init)(key, x), x), expected, tolerance=1e-5)
+
+
 BAD = {
     "axis": (lambda: Dense(16, axis=2), (3, 16), "axis is .2,.; for an input with 2 dimensions"),
     "axis twice": (lambda: DenseGeneral(16, axis=(1, -1)), (3, 16), "must name different ones"),
