@@ -28,7 +28,7 @@ class _Slot(NamedTuple):
     bucket: str | None
     start: int
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: np.dtype  # or that of random keys, which NumPy does not know
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Buckets:
         ends: dict[str, int] = {}
         slots = []
         for leaf, label in zip(leaves, names, strict=True):
-            shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+            shape, dtype = tuple(leaf.shape), leaf.dtype
             if math.prod(shape) > largest or not jnp.issubdtype(dtype, jnp.floating):
                 slots.append(_Slot(None, 0, shape, dtype))
                 continue

@@ -104,6 +104,16 @@ def test_integers_have_no_gradient(tree):
     assert np.array_equal(buckets.unpack(gradient)["float32"]["odd"], 2 * tree["float32"]["odd"])
 
 
+def test_random_keys_stay_what_they_are(tree):
+    tree["keys"] = jax.random.split(jax.random.key(1))
+    buckets = optim.Buckets.of(tree)
+    packed = buckets.pack(tree)
+    assert set(packed.buckets) == {"float32", "bfloat16"}
+    assert len(packed.leaves) == 2
+    keys = buckets.unpack(packed)["keys"]
+    assert np.array_equal(jax.random.key_data(keys), jax.random.key_data(tree["keys"]))
+
+
 @pytest.mark.parametrize("nu_dtype", ["float32", "float8_e4m3fn"])
 def test_a_step_is_that_of_the_leaves(nu_dtype, rng):
     """With blocks too: the bits of leaves of one block show that neighbours, however large, have no part in it."""
