@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from te_jax import native
 from te_jax.models import decoder
 from te_jax.models.config import DecoderConfig
 from te_jax.models.decoder import Implementation
@@ -106,10 +107,14 @@ def _specs(mesh: Mesh, config: DecoderConfig, parallel: TensorParallel) -> tuple
 
 def _mapped(local: Callable[..., jax.Array], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: PartitionSpec):
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    # Over Explicit axes shard_map moves nothing by itself, and reshard takes no others.
+    explicit = mesh.abstract_mesh.explicit_axes
+
+    def moved(spec: PartitionSpec, argument: Any) -> Any:
+        entries = (tuple(axis for axis in native.axes_of_entry(entry) if axis in explicit) for entry in spec)
+        return jax.reshard(argument, NamedSharding(mesh, PartitionSpec(*entries)))
 
     def whole(*arguments: Any) -> jax.Array:
-        if AxisType.Explicit in mesh.axis_types:  # where shard_map moves nothing by itself
-            arguments = jax.tree.map(lambda spec, x: jax.reshard(x, NamedSharding(mesh, spec)), in_specs, arguments)
-        return mapped(*arguments)
+        return mapped(*(jax.tree.map(moved, in_specs, arguments) if explicit else arguments))
 
     return whole

@@ -224,11 +224,13 @@ def test_other_recipes_scale_the_parts_of_a_device(recipe, rng, mesh_of):
     assert min(errors.values()) > 1e-3
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_logits_are_split_over_the_vocabulary(axis_type, rng, mesh_of):
+@pytest.mark.parametrize("tensor", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("data", [AxisType.Auto, AxisType.Explicit])
+def test_logits_are_split_over_the_vocabulary(data, tensor, rng, mesh_of):
     """And operands that lie elsewhere are moved, which Explicit axes would refuse."""
     params, (tokens, _) = random_params(CONFIG, rng), random_batch(CONFIG, rng)
-    parallel, mesh = TensorParallel(2, batch_axes=("data",)), mesh_of(axis_type, data=2, tensor=2)
+    parallel = TensorParallel(2, batch_axes=("data",))
+    mesh = Mesh(mesh_of(data=2, tensor=2).devices, ("data", "tensor"), axis_types=(data, tensor))
     logits = jit(parallel_apply(mesh, CONFIG, parallel))(params, tokens)
     assert_close(logits, jit(apply, static_argnums=2)(params, tokens, CONFIG), tolerance=1e-5)
     assert {shard.data.shape for shard in logits.addressable_shards} == {(2, 16, 12)}
