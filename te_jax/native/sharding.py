@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -165,19 +166,27 @@ class _Dispatch:
     def _over_auto_axes(self, function, trace_mesh, operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
         body = jax.make_jaxpr(functools.partial(function, axes={}, **reuse))(*operands)
 
+        # Inside a partly manual shard_map XLA counts devices in the order in which shards of the first result lie on
+        # them, and says so nowhere. A scalar lies on all, which then count in the order of the mesh, as _decode does.
+        scalars = 1 if trace_mesh.manual_axes else 0
+
+        def after_scalars(results: Results) -> Results:
+            return (*(jnp.zeros(()) for _ in range(scalars)), *results)
+
         @custom_partitioning
         def whole(*operands: Array) -> Results:
             with set_xla_metadata(te_jax=None):  # the call is marked, not what it consists of
-                return tuple(jaxpr_as_fun(body)(*operands))
+                return after_scalars(tuple(jaxpr_as_fun(body)(*operands)))
 
         def partition(mesh, operand_shapes, result_shapes):
             del result_shapes
             whole_mesh, mesh, specs = _decode(mesh, trace_mesh, operand_shapes)
             assignment, axes = self._assign(specs, [x.shape for x in operand_shapes], mesh)
+            local = functools.partial(function, axes=axes, **reuse)
             return (
                 whole_mesh,
-                _without_mesh(functools.partial(function, axes=axes, **reuse)),
-                tuple(NamedSharding(mesh, spec) for spec in assignment.result_specs),
+                _without_mesh(lambda *operands: after_scalars(local(*operands))),
+                tuple(NamedSharding(mesh, spec) for spec in ((PartitionSpec(),) * scalars + assignment.result_specs)),
                 tuple(NamedSharding(mesh, spec) for spec in assignment.operand_specs),
             )
 
@@ -188,7 +197,7 @@ class _Dispatch:
         whole.def_partition(
             partition,
             decode_shardings=False,  # _decode does it
-            sharding_rule=rule.text,
+            sharding_rule=rule.text.replace("->", "-> ,") if scalars else rule.text,
             need_replication_factors=tuple(factor for factor in rule.factors if factor in replicated),  # in order
             **factor_sizes,
         )
@@ -198,7 +207,7 @@ class _Dispatch:
         # jax_remove_custom_partitioning_ptr_from_cache_key the key of the persistent compilation cache is made of the
         # rest, which must therefore say what is called.
         with set_xla_metadata(te_jax=self._digest(function, reuse, body)):
-            return whole(*operands)
+            return whole(*operands)[scalars:]
 
     def _digest(self, function: Callable[..., Results], reuse: dict[str, Any], body: ClosedJaxpr) -> str:
         """What the call consists of, and how it is split, in a few characters that are the same in every process."""

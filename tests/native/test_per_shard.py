@@ -175,6 +175,27 @@ def test_partly_manual(make_mesh, rng):
     assert_close(compiled(*placed), expected_product(x, weights), dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(None, "y"), (None, "z"), (None, ("y", "z")), (None, ("z", "y")), ("y", "z"), ("z", "y")],
+    ids=str,
+)
+@pytest.mark.parametrize("outer", [EXPLICIT, AxisType.Manual], ids=["explicit", "manual"])
+def test_two_auto_axes_beside_another(outer, rows, columns, make_mesh, rng):
+    """The place of a shard, and the devices that combine, whichever axes split the first result."""
+    mesh = make_mesh({"x": AUTO if outer == AxisType.Manual else EXPLICIT, "y": AUTO, "z": AUTO})
+    x, weights = random(rng, 8, 4, 16), random(rng, 16, 6)
+
+    def both(x, weights):
+        return times_column(x)[0], product(x, weights)
+
+    if outer == AxisType.Manual:
+        both = jax.shard_map(both, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+    numbered, total = jax.jit(both)(place(x, mesh, P("x", rows, columns)), place(weights, mesh, P(columns)))
+    assert_close(numbered, x * jnp.arange(16.0)[None, None])
+    assert_close(total, expected_product(x, weights), dtype="float32")
+
+
 @pytest.mark.parametrize("in_axes", [(0, None), (1, None), (2, None)])
 def test_vmap(in_axes, rng):
     x, weights = random(rng, 8, 4, 16), random(rng, 16, 6)
