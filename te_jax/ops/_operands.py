@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -25,9 +26,29 @@ def as_array(name: str, x: Any) -> Array:
             f"{name} is a QuantizedArray; it must be a plain array: pass what was quantized, or its dequantize()"
         )
     try:
-        return jnp.asarray(x)
+        array = jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is {kind_of(x)}; it must be an array, of jax.numpy or numpy") from error
+    validate_summed(name, array)
+    return array
+
+
+def validate_summed(name: str, x: Array) -> None:
+    """Checks that a type of JAX's leaves no sum over devices to others, of the array or of its gradient.
+
+    Raises:
+      ValueError: it does. Inside shard_map gradients of what is "reduced" are summed by JAX.
+    """
+    type_ = jax.typeof(x)
+    if axes := sorted(type_.manual_axis_type.unreduced):
+        raise ValueError(f"{name} is unreduced over {axes}, a part of a sum on each device: sum it first, by lax.psum")
+    spec = type_.sharding.spec
+    if axes := sorted(spec.unreduced | spec.reduced):
+        kind = "unreduced" if spec.unreduced else "reduced"
+        raise ValueError(
+            f"{name} is {kind} over {axes}, for which te_jax has no rules: pass it through jax.reshard to a "
+            "PartitionSpec without that"
+        )
 
 
 def validate_quantization(name: str, quantization: Any) -> None:

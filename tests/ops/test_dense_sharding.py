@@ -363,3 +363,18 @@ def test_one_token_without_a_batch(axis_type, spec, recipe, make_mesh, rng):
 
     y, dx, dkernel = jax.jit(run)(x, kernel, dy)
     assert_matches(Gradients(y, dx, dkernel, None), oracle(case), case, recipe=recipe, factor=1.5)
+
+
+@pytest.mark.parametrize("kind", ["unreduced", "reduced"])
+def test_sums_that_types_leave_to_others(kind, make_mesh):
+    spec, x = P(None, None, **{kind: {"data"}}), jnp.zeros((16, 32))
+    for name, function in (
+        ("kernel", lambda kernel: ops.dense(x, kernel)),
+        ("x", lambda x: ops.quantize(x, RECIPES["current"].quantization("activation"))),
+        ("logits", lambda logits: ops.softmax_cross_entropy(logits, jnp.zeros(32, jnp.int32))),
+    ):
+        with (
+            jax.set_mesh(make_mesh({"data": EXPLICIT})),
+            pytest.raises(ValueError, match=rf"^{name} is {kind} over \['data'\], .*: pass it through jax.reshard"),
+        ):
+            jax.eval_shape(lambda array, function=function: function(jax.reshard(array, spec)), jnp.zeros((32, 16)))

@@ -140,6 +140,19 @@ def test_outside_of_a_mesh(name):
 
 
 @functions
+@pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["plain", "fp8"])
+def test_parts_of_a_sum(recipe, name):
+    """What scales and rounding make of parts is no part of what they make of the sum."""
+
+    def product(x, w):
+        x = jax.lax.pcast(jax.lax.pcast(x, "tp", to="varying"), "tp", to="unreduced")
+        return FUNCTIONS[name](x, w, axis_name="tp", recipe=recipe)
+
+    with pytest.raises(ValueError, match=r"x is unreduced over \['tp'\], a part of a sum on each device: sum it first"):
+        inside(product, zeros(4, 16), zeros(16, 16))
+
+
+@functions
 def test_axes_that_shard_map_leaves_out(name, require_devices):
     require_devices(4)
     mesh = mesh_of({"dp": 2, "tp": 2}, AxisType.Explicit)
