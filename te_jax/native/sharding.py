@@ -320,7 +320,9 @@ def _mesh_over(axes: Sequence[str], mesh) -> Mesh:
 
 def _is_entered(mesh) -> bool:
     """Whether the mesh is that of `jax.set_mesh`, of which JAX knows the devices while it lowers."""
-    return mesh == jax.sharding.get_abstract_mesh() and not mesh.manual_axes
+    from jax._src.mesh import get_concrete_mesh  # jax.sharding.get_mesh refuses to be called while tracing
+
+    return get_concrete_mesh().shape == mesh.shape
 
 
 def _with_devices(mesh) -> Mesh:

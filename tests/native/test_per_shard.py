@@ -150,6 +150,17 @@ def test_mesh_of_explicit_and_auto_axes_on_devices_in_another_order(explicit, ma
     assert_close(result, expected_product(x, weights), dtype="float32")
 
 
+def test_manual_explicit_and_auto_axes(make_mesh, rng):
+    """Of devices in another order, which only `jax.set_mesh` tells."""
+    mesh = make_mesh({"x": AUTO, "y": EXPLICIT, "z": AUTO})
+    mesh = Mesh(mesh.devices[::-1], mesh.axis_names, axis_types=mesh.axis_types)
+    x, weights = random(rng, 8, 4, 16), random(rng, 16, 6)
+    mapped = jax.shard_map(product, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+    with jax.set_mesh(mesh):
+        result = jax.jit(mapped)(place(x, mesh, P("x", "y", "z")), place(weights, mesh, P("z")))
+    assert_close(result, expected_product(x, weights), dtype="float32")
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_manual(check_vma, make_mesh, rng):
     """Operands are local, and the caller says itself what is split."""
