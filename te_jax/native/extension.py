@@ -232,25 +232,30 @@ def _lend_blas(module: types.ModuleType) -> None:
         module.use_sgemm(sgemm)
 
 
-_registered: set[str] = set()
+_registered: dict[str, tuple[str, ...]] = {}
+"""Targets by platform."""
 _registering = threading.Lock()
 
 
-def register() -> None:
+def register() -> tuple[str, ...]:
     """Makes every target known to XLA on the platforms that JAX has started. Idempotent and thread-safe.
 
-    Targets are registered only once a backend exists: before that XLA queues them, and one that it rejects would keep
-    the whole backend from starting.
+    Operations do it themselves. A process that only loads a program from `jax.export` has to.
+
+    Returns:
+      The names of the targets, for `jax.export.DisabledSafetyCheck.custom_call`. None without the extensions.
     """
+    # Only once a backend exists: before that XLA queues targets, and one that it rejects would keep the whole backend
+    # from starting.
     with _registering:
-        started = {"cpu"}
-        if has_gpu():
-            started.add("cuda")
-        for platform in sorted(started - _registered):
+        for platform in ("cpu", "cuda") if has_gpu() else ("cpu",):
+            if platform in _registered:
+                continue
             module, _ = _load(platform)
-            if module is not None:
-                if platform == "cpu":
-                    _lend_blas(module)
-                for target, handler in module.registrations().items():
-                    jax.ffi.register_ffi_target(target, handler, platform=_XLA_PLATFORMS[platform])
-            _registered.add(platform)
+            handlers = {} if module is None else module.registrations()
+            if module is not None and platform == "cpu":
+                _lend_blas(module)
+            for target, handler in handlers.items():
+                jax.ffi.register_ffi_target(target, handler, platform=_XLA_PLATFORMS[platform])
+            _registered[platform] = tuple(handlers)
+        return tuple(dict.fromkeys(target for targets in _registered.values() for target in targets))

@@ -140,6 +140,43 @@ def test_registration_is_idempotent_and_thread_safe(native_kernels):
     assert not failures
 
 
+def test_exported_programs_run_in_another_process(tmp_path, native_kernels):
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+    common = f"""
+        import json, pathlib
+        import jax, jax.numpy as jnp
+        from jax import export
+        from te_jax import native
+
+        path = pathlib.Path({str(tmp_path / "program")!r})
+        targets = native.register()
+        x, kernel = jax.random.normal(jax.random.key(0), (2, 32, 64))
+        operands = x, kernel.T
+    """
+    saved = run_python(
+        textwrap.dedent(common)
+        + textwrap.dedent("""
+        from te_jax import ops
+        from te_jax.recipe import CurrentScaling
+
+        @jax.jit
+        def product(x, kernel):
+            return ops.dense(x, kernel, recipe=CurrentScaling())
+
+        checks = [export.DisabledSafetyCheck.custom_call(target) for target in targets]
+        path.write_bytes(export.export(product, disabled_checks=checks)(*operands).serialize())
+        print(json.dumps(product(*operands).tolist()))
+        """)
+    )
+    loaded = run_python(
+        textwrap.dedent(common)
+        + textwrap.dedent("""
+        print(json.dumps(export.deserialize(path.read_bytes()).call(*operands).tolist()))
+        """)
+    )
+    assert loaded == saved
+
+
 def test_first_use_from_many_threads():
     values = run_python("""
         import json, threading
@@ -274,10 +311,10 @@ def test_targets_of_gpus_beside_another_default_backend(monkeypatch, gpus):
 
     registered = []
     module = types.SimpleNamespace(registrations=lambda: {"te_foo": None}, use_sgemm=lambda sgemm: None)
-    monkeypatch.setattr(extension, "_registered", set())
+    monkeypatch.setattr(extension, "_registered", {})
     monkeypatch.setattr(extension, "_load", lambda platform: (module, None))
     monkeypatch.setattr(jax, "local_devices", local_devices)
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, platform: registered.append(platform))
-    extension.register()
+    assert native.register() == ("te_foo",)
     assert registered == ["cpu", "CUDA"][: 1 + gpus]
     assert native.has_gpu() == bool(gpus)
