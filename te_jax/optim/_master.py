@@ -43,7 +43,7 @@ def master_weights(
       parameters with into the images of the new masters.
 
     Raises:
-      ValueError: another dtype, int16 with parameters other than bfloat16 and float32, or no `params`.
+      ValueError: another dtype, parameters other than float32, bfloat16 and (not with int16) float16, or no `params`.
     """
     if dtype not in (np.float32, np.int16, "float32", "int16"):
         raise ValueError(
@@ -58,6 +58,11 @@ def master_weights(
     def master_of(param: Any) -> Any:
         if param.dtype == jnp.float32:
             return optax.MaskedNode()
+        if param.dtype not in (_BFLOAT16, np.float16):
+            raise ValueError(
+                f"a parameter has dtype {param.dtype}: masters are for bfloat16 and float16 ones, and float32 is its "
+                "own; mask it out, or use no master_dtype"
+            )
         if dtype == _INT16 and param.dtype != _BFLOAT16:
             raise ValueError(
                 f"a parameter has dtype {param.dtype}: master_dtype int16 completes bfloat16 ones; use float32"

@@ -246,6 +246,16 @@ def test_int16_completes_nothing_but_bfloat16():
         added("int16").init({"a": jnp.zeros(3, jnp.bfloat16), "b": jnp.zeros(3, jnp.float16)})
 
 
+@pytest.mark.parametrize("param_dtype", ["float64", "int32", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", "int16"])
+def test_parameters_that_have_no_masters(dtype, param_dtype):
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ValueError, match=f"a parameter has dtype {param_dtype}: masters are for bfloat16 and float16"),
+    ):
+        added(dtype).init({"a": jnp.zeros(3, jnp.bfloat16), "b": jnp.zeros(3, param_dtype)})
+
+
 def test_an_update_needs_the_parameters():
     params = jnp.zeros(3, jnp.bfloat16)
     transform = added("float32")
