@@ -64,6 +64,9 @@ class Buckets:
           largest: leaves of more values stay arrays of their own, as do those that are not floating-point.
           labels: of the tree's structure, or the beginning of it, with strings at its leaves: each label has buckets of
             its own, which masks such as that of weight decay can then name.
+
+        Raises:
+          ValueError: `labels` do not fit the tree, or are no strings.
         """
         leaves, structure = jax.tree.flatten(tree)
         names = [""] * len(leaves) if labels is None else _spread_labels(labels, tree)
@@ -118,7 +121,13 @@ class Buckets:
 
 
 def _spread_labels(labels: Any, tree: Any) -> list[str]:
-    names = jax.tree.map(lambda label, part: jax.tree.map(lambda _: label, part), labels, tree)
+    for label in jax.tree.leaves(labels):
+        if not isinstance(label, str):
+            raise ValueError(f"labels has {label!r} at a leaf; it must be a string")
+    try:
+        names = jax.tree.map(lambda label, part: jax.tree.map(lambda _: label, part), labels, tree)
+    except ValueError as error:
+        raise ValueError(f"labels must have the structure of tree, or the beginning of it: {error}") from error
     return jax.tree.leaves(names)
 
 

@@ -92,7 +92,11 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
             raise ValueError(f"requantize has {how!r} at a leaf: it must be a Requantize, or None")
         return part if how is None else jax.tree.map(functools.partial(_quantized, how), part)
 
-    return new, jax.tree.map(quantized, requantize, new, is_leaf=lambda x: x is None)
+    try:
+        parts = jax.tree.map(lambda _, part: part, requantize, new, is_leaf=lambda x: x is None)
+    except ValueError as error:
+        raise ValueError(f"requantize must have the structure of params, or the beginning of it: {error}") from error
+    return new, jax.tree.map(quantized, requantize, parts, is_leaf=lambda x: x is None)
 
 
 def _quantized(how: Requantize, kernel: Array) -> QuantizedArray:

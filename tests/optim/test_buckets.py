@@ -145,6 +145,19 @@ def test_few_arrays_and_few_operations():
     assert len(jax.jit(step).lower(packed, packed, state).as_text().splitlines()) < 300
 
 
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({"m": "x", "q": "y"}, "labels must have the structure of tree, or the beginning of it"),
+        ({"m": "x", "n": None}, "labels must have the structure of tree, or the beginning of it"),
+        ({"m": 0, "n": 1}, "labels has 0 at a leaf; it must be a string"),
+    ],
+)
+def test_labels_of_no_use(labels, message):
+    with pytest.raises(ValueError, match=message):
+        optim.Buckets.of({"m": jnp.ones(2), "n": jnp.ones(3)}, labels=labels)
+
+
 def test_what_does_not_fit_is_refused(tree):
     buckets = optim.Buckets.of(tree)
     with pytest.raises(ValueError, match="structure"):

@@ -157,6 +157,13 @@ def test_how_it_is_done_is_hashable():
     assert Requantize(BlockScaling()) != Requantize(BlockScaling(), row_ndim=2)
 
 
+@pytest.mark.parametrize("requantize", [{"kernel": None}, {"kernel": None, "other": None}, [None, None]], ids=repr)
+def test_another_structure_than_that_of_the_parameters(requantize):
+    params = {"kernel": jnp.ones((16, 32)), "bias": jnp.ones(32)}
+    with pytest.raises(ValueError, match="requantize must have the structure of params, or the beginning of it"):
+        optim.apply_updates(params, params, requantize=requantize)
+
+
 def test_what_is_no_requantize():
     params = {"kernel": jnp.ones((16, 32))}
     with pytest.raises(ValueError, match="requantize has 3 at a leaf: it must be a Requantize, or None"):
