@@ -35,7 +35,7 @@ def relative_error(actual: ArrayLike, expected: ArrayLike) -> float:
       NaN where either holds a NaN.
 
     Raises:
-      ValueError: if the shapes differ; nothing is broadcast.
+      ValueError: if the shapes differ; nothing is broadcast. For complex numbers, and for integers beyond 2^53.
     """
     actual, expected = _real("actual", actual), _real("expected", expected)
     if actual.shape != expected.shape:
@@ -77,7 +77,7 @@ def assert_close(
     Raises:
       AssertionError: where dtype or shape differ, for NaN, and for too large an error. The message states the metric,
         the error, both norms, the tolerance, and the element that is furthest off.
-      ValueError: for a tolerance below 0, or one that is not a number.
+      ValueError: for a tolerance below 0, or one that is not a number; for complex numbers, and integers beyond 2^53.
     """
     dtype = np.dtype(dtype if dtype is not None else np.asarray(expected).dtype)
     tolerance = _TOLERANCES.get(dtype.name, 0.0) if tolerance is None else tolerance
@@ -105,6 +105,11 @@ def _real(name: str, x: ArrayLike) -> np.ndarray:
     array = np.asarray(x)
     if np.iscomplexobj(array):
         raise ValueError(f"{name} has dtype {array.dtype}; it must be real: compare real and imaginary parts")
+    if array.dtype.kind in "iu" and ((array > 2**53) | (array < -(2**53))).any():
+        raise ValueError(
+            f"{name} has dtype {array.dtype} and integers beyond 2^53, which float64 rounds: compare them by "
+            "numpy.testing.assert_array_equal"
+        )
     return array.astype(np.float64)
 
 

@@ -52,6 +52,14 @@ def test_integers_must_be_equal():
         assert_close(np.array([1000000, 1]), np.array([1000000, 2]))
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_integers_that_float64_rounds_are_refused(dtype):
+    largest = np.array([2**53], dtype)
+    assert_close(largest, largest)
+    with pytest.raises(ValueError, match=f"actual has dtype {dtype} and integers beyond 2\\^53"):
+        assert_close(largest + np.array([1], dtype), largest)
+
+
 def test_zeros_are_not_close_to_anything_else():
     expected = np.full(8, 1e-20, np.float32)
     with pytest.raises(AssertionError, match=r"relative L2 error 1\.000e\+00"):
