@@ -114,7 +114,8 @@ def gemm(
 
     each part where it is asked for. FP8 operands stand for FP8 value × scale; products are exact and are added up
     in float32, and D is rounded once where the kernel does all of it. Sharded operands are multiplied where they are: a
-    contraction that is split over devices ends in one all-reduce of the result, in its dtype.
+    contraction that is split over devices ends in one all-reduce of the result, in its dtype. The native kernel has no
+    derivative with respect to operands and accumulator; `te_jax.ops.dense` defines those of products.
 
     Args:
       lhs: [*rows, *cols], a QuantizedArray, or float32, bfloat16 or float16.
@@ -152,6 +153,7 @@ def gemm(
 
     Raises:
       ValueError: for shapes, dtypes, scalings or combinations that break a rule above, naming the argument.
+      NotImplementedError: where a gradient comes through the native kernel.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     References:
