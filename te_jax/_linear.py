@@ -116,9 +116,7 @@ def dot_general(
             "((), ())), as jax.lax.dot_general has it"
         ) from None
     if preferred_element_type is not None and options.recipe is not None:
-        if preferred_element_type in (float, jnp.float64):  # names of float32 where there are no 64 bits
-            preferred_element_type = jax.dtypes.canonicalize_dtype(preferred_element_type)
-        preferred_element_type = as_dtype("preferred_element_type is", preferred_element_type, FLOATS, FLOAT_NAMES)
+        preferred_element_type = _as_float("preferred_element_type", preferred_element_type)
     if lhs_batch or rhs_batch:
         raise ValueError(
             f"dimension_numbers is {dimension_numbers}; batch dimensions are not supported: "
@@ -391,9 +389,15 @@ class _Static:
 
 def _result_dtype(dtype: jax.typing.DTypeLike | None, *arrays: Any) -> jax.typing.DTypeLike:
     if dtype is not None:
-        return dtype
+        return _as_float("dtype", dtype)
     dtype = jnp.result_type(*(x.dtype if isinstance(x, QuantizedArray) else x for x in arrays if x is not None))
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(jnp.float32, dtype)
+
+
+def _as_float(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    if dtype in (float, jnp.float64):  # names of float32 where there are no 64 bits
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return as_dtype(f"{name} is", dtype, FLOATS, FLOAT_NAMES)
 
 
 def _contracted_last(x: Array, axes: tuple[int, ...]) -> Array:

@@ -330,7 +330,7 @@ BAD = {
     "features": (lambda: Dense(20, recipe=CurrentScaling()), (3, 16), "multiple of 16"),
     "activation": (lambda: Dense(16, activation="tanh"), (3, 16), "activation is 'tanh'"),
     "recipe": (lambda: Dense(16, recipe="fp8"), (3, 16), "recipe is 'fp8'"),
-    "dtype": (lambda: Dense(16, dtype=jnp.int8), (3, 16), "x has dtype int8"),
+    "dtype": (lambda: Dense(16, dtype=jnp.int8), (3, 16), "dtype is int8; it must be float32"),
 }
 
 

@@ -298,7 +298,7 @@ def test_out_sharding_on_an_explicit_mesh(rng, make_mesh, module):
         (lambda rngs: Linear(16, 20, recipe=CurrentScaling(), rngs=rngs), "multiple of 16"),
         (lambda rngs: Linear(16, 32, activation="tanh", rngs=rngs), "activation is 'tanh'"),
         (lambda rngs: Linear(16, 32, recipe="fp8", rngs=rngs), "recipe is 'fp8'"),
-        (lambda rngs: Linear(16, 32, dtype=jnp.int8, rngs=rngs), "x has dtype int8"),
+        (lambda rngs: Linear(16, 32, dtype=jnp.int8, rngs=rngs), "dtype is int8; it must be float32"),
     ],
 )
 def test_bad_arguments_are_named(rng, make, message):
