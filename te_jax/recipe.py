@@ -247,7 +247,16 @@ def merge(*states: DelayedScalingState) -> DelayedScalingState:
 
     Args:
       states: each float32 histories, all of the same history_len.
+
+    Raises:
+      ValueError: there is none, or their histories have different shapes.
     """
+    shapes = {tuple(map(np.shape, jax.tree.leaves(state))) for state in states}
+    if len(shapes) != 1:
+        raise ValueError(
+            f"states have histories of shapes {sorted(shapes)}; pass one state at least, and all of the same layers "
+            "and history_len"
+        )
     return jax.tree.map(lambda *histories: functools.reduce(jnp.maximum, histories), *states)
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling, merge
 
 NAN = float("nan")
 OF_NO_USE = {
@@ -65,3 +65,11 @@ def test_values_of_numpy_are_taken():
     assert recipe.power_of_two_scales is True  # as kernels take it
     assert recipe.init().kernel.shape == (4,)
     assert recipe.reference_amax(jnp.full(4, 8.0)) == 2.0
+
+
+def test_states_that_do_not_belong_together_are_not_merged():
+    one, other = (DelayedScaling(history_len=n).init() for n in (1, 4))
+    with pytest.raises(ValueError, match=r"states have histories of shapes .*\(1,\).*\(4,\).*history_len"):
+        merge(one, other)
+    with pytest.raises(ValueError, match=r"states have histories of shapes \[\]; pass one state at least"):
+        merge()
