@@ -126,7 +126,8 @@ class _Dispatch:
         mesh = _mesh_of(operands)
         if any(axis in mesh.explicit_axes for operand in operands for axis in _axes_of(operand)):
             return self._over_explicit_axes(function, mesh, operands, reuse)
-        if not mesh.empty and not mesh.auto_axes:
+        # XLA gives custom_partitioning no sharding that JAX can read where a shard_map leaves Auto axes of one device.
+        if not mesh.empty and all(mesh.shape[axis] == 1 for axis in mesh.auto_axes):
             return function(*operands, axes={}, **reuse)
         return self._over_auto_axes(function, mesh, operands, reuse)
 

@@ -207,6 +207,19 @@ def test_two_auto_axes_beside_another(outer, rows, columns, make_mesh, rng):
     assert_close(total, expected_product(x, weights), dtype="float32")
 
 
+@pytest.mark.parametrize("outer", [EXPLICIT, AxisType.Manual], ids=["explicit", "manual"])
+def test_auto_axis_of_one_device_beside_another(outer, make_mesh, rng):
+    devices = make_mesh({"x": AUTO, "y": AUTO}).devices.reshape(-1, 1)
+    mesh = Mesh(devices, ("x", "y"), axis_types=(AUTO if outer == AxisType.Manual else EXPLICIT, AUTO))
+    x, weights = random(rng, 8, 4, 16), random(rng, 16, 6)
+    mapped = product
+    if outer == AxisType.Manual:
+        mapped = jax.shard_map(product, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+    compiled = jax.jit(mapped).lower(place(x, mesh, P("x", None, "y")), place(weights, mesh, P())).compile()
+    assert not collectives(compiled)
+    assert_close(compiled(x, weights), expected_product(x, weights), dtype="float32")
+
+
 @pytest.mark.parametrize("in_axes", [(0, None), (1, None), (2, None)])
 def test_vmap(in_axes, rng):
     x, weights = random(rng, 8, 4, 16), random(rng, 16, 6)
