@@ -145,7 +145,8 @@ def _number(name: str, value: Any, rule: str, holds: Callable[[float], bool]) ->
 def _softmax_cross_entropy(logits: Array, labels: Array, loss: _Loss, reduction: str, use_native: bool) -> Array:
     if not use_native:
         return reference.softmax_cross_entropy(logits, labels, reduction=reduction, **dataclasses.asdict(loss))
-    return reduce_tokens(_per_token(logits, labels, loss), equals(labels, loss.ignore_index), reduction)
+    losses = _per_token(logits, labels, loss)
+    return reduce_tokens(losses, equals(native.split_as_last(labels, losses), loss.ignore_index), reduction)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -164,6 +165,7 @@ def _forward(logits: Array, labels: Array, loss: _Loss):
         softcap=loss.logit_softcap or 0.0,
         with_total=loss.label_smoothing > 0.0,
     )
+    codes = native.split_as_last(codes, lse)
     lse = checkpoint_name(lse, "softmax_cross_entropy_lse")
 
     value = lse - (1.0 - loss.label_smoothing) * target

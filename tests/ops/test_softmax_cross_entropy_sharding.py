@@ -106,6 +106,12 @@ def test_meshes(set_mesh, axis_type, specs, make_mesh, rng):
     assert not [b for b in buffers(compiled) if b.elements > int(np.prod(local))]
 
 
+@pytest.mark.parametrize("labels_spec", [P("data"), P(None, "model")], ids=str)
+def test_labels_that_an_explicit_mesh_splits_otherwise(labels_spec, make_mesh, rng):
+    mesh = make_mesh({"data": EXPLICIT, "model": EXPLICIT})
+    check(mesh, (P("model"), labels_spec), rng, exchanges=False, **OPTIONS["all"])
+
+
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_without_collectives_where_rows_are_split_and_nothing_is_reduced(axis_type, make_mesh, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
