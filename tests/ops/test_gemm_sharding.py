@@ -239,6 +239,29 @@ def test_epilogue_where_a_shard_has_short_rows(axis_type, make_mesh, rng):
 
 
 @axis_types
+@pytest.mark.parametrize(
+    ("name", "dtype", "other_dtype"),
+    [
+        ("gelu_preactivation", "float32", "float32"),
+        ("accumulator", "float32", "float32"),
+        ("accumulator", "float16", "bfloat16"),
+    ],
+)
+def test_operands_of_epilogues_that_lie_otherwise(name, dtype, other_dtype, axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    operands = (random_array(rng, (16, 32), dtype), random_array(rng, (32, 16), dtype))
+    other = random_array(rng, (16, 16), other_dtype)
+
+    @jax.jit
+    def run(lhs, rhs, other):
+        return ops.gemm(lhs, rhs, out_dtype=other_dtype, implementation="native", **{name: other})
+
+    expected = run(*operands, other)
+    result = run(*place_operands(*operands, mesh, "data", "model", None), place(other, mesh, P("model", "data")))
+    assert_close(result, expected, dtype=other_dtype)
+
+
+@axis_types
 @pytest.mark.parametrize(("kind", "split"), [("tensor", "m and n"), ("tensor", "m and k"), ("row", "m and n")])
 def test_largest_magnitude_is_that_of_the_whole(kind, split, axis_type, make_mesh, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
