@@ -150,7 +150,7 @@ def split_followup(product: Product, *, e5m2_operand: bool) -> tuple[Followup, F
     """
     wanted = product.followup
     epilogues = product.scaling in ("none", "tensor") and not product.own_kernel
-    fuses_bias = product.scaling != "tensor" or product.own_kernel or product.dtype != _FLOAT32
+    fuses_bias = product.scaling != "tensor" or product.dtype != _FLOAT32
     fuses_fp8 = (
         wanted.quantization is not None
         and epilogues

@@ -359,9 +359,10 @@ def test_default_dtypes(implementation, rng):
 
 def test_options_of_gpus_change_nothing_here(implementation, rng):
     lhs, rhs = random_product(rng, (4,), (16,), (16,), "tensor")
-    expected = product(lhs, rhs)
+    bias = random_array(rng, (16,), "float32")
+    expected = product(lhs, rhs) + wide(bias)[None]
     for options in ({"fast_accumulation": True}, {"autotune": False}, {"own_kernel": True}):
-        result = ops.gemm(lhs, rhs, out_dtype="float32", implementation=implementation, **options)
+        result = ops.gemm(lhs, rhs, bias=bias, out_dtype="float32", implementation=implementation, **options)
         assert_product(result, expected, dtype="float32")
 
 
