@@ -187,8 +187,10 @@ def _gathered_products_and_residuals(call: Call, x, weights, biases, states, wan
         activation, scale_inv = (*(extras if keep else travelling_parts(call, x8)), x8.transposed_scale_inv)[:2]
     else:
         activation, scale_inv = gathered if keep else left_side(x8, call.leading, call.rows).data, x8.scale_inv
+    names = [f"w[{i}]" for i in range(len(weights))] if weights[1:] else ["w"]
     kept = tuple(
-        _kept_weight(weight, weight8, wanted.x) for weight, weight8 in zip(weights, quantized_weights, strict=True)
+        _kept_weight(name, weight, weight8, wanted.x)
+        for name, weight, weight8 in zip(names, weights, quantized_weights, strict=True)
     )
     return (products, None), _residuals(wanted, dtypes, activation, scale_inv, kept, states, amaxes)
 
@@ -287,7 +289,7 @@ def _scattered_product_and_residuals(call: Call, x, weight, bias: Array | None, 
     activation, scale_inv = x8.transposed, x8.transposed_scale_inv
     if not for_w or activation is None:
         activation, scale_inv = _absent(left.data.dtype), _absent(jnp.float32)
-    kept = _kept_weight(weight, weight8, wanted.x)
+    kept = _kept_weight("w", weight, weight8, wanted.x)
     return z, _residuals(wanted, dtypes, activation, scale_inv, (kept,), (state,), (x_amax, amax))
 
 
@@ -381,7 +383,7 @@ def _next_state(call: Call, state: Any, amaxes: tuple[Any, ...]) -> DelayedScali
     return _delayed.next_state(state, seen, call.axis_name)
 
 
-def _kept_weight(weight, weight8: QuantizedArray, wanted: bool) -> Operand:
+def _kept_weight(name: str, weight, weight8: QuantizedArray, wanted: bool) -> Operand:
     """The copy that products over N read, with a name unless it is an argument."""
     given = isinstance(weight, QuantizedArray)
     scaling = scaling_of(weight8.scaling)
@@ -390,7 +392,7 @@ def _kept_weight(weight, weight8: QuantizedArray, wanted: bool) -> Operand:
         return Operand(_absent(weight8.transposed.dtype), _absent(jnp.float32), scaling)
     if weight8.data is None:
         raise ValueError(
-            "w has no data copy, which the gradient with respect to x reads; quantize it with copies='both'"
+            f"{name} has no data copy, which the gradient with respect to x reads; quantize it with copies='both'"
         )
     kept = Operand(weight8.data, weight8.scale_inv, scaling)
     return kept if given else jax.tree.map(lambda leaf: checkpoint_name(leaf, _NAMES["kernel"]), kept)

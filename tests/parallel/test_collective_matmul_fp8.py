@@ -286,6 +286,8 @@ def test_copies_that_are_missing(rng, require_devices):
         options = {"axis_name": "tp", "recipe": recipe}
         if of == "x":
             return jax.vjp(lambda x: all_gather_matmul(x, w8, **options), x)[0]
+        if of == "x, of several":
+            return jax.vjp(lambda x: all_gather_matmul(x, (w, w8), **options)[1], x)[0]
         if of == "w":
             return jax.vjp(lambda w: all_gather_matmul(x8, w, **options), w)[0]
         return all_gather_matmul(x8, w8, **options)
@@ -300,6 +302,8 @@ def test_copies_that_are_missing(rng, require_devices):
     assert_close(run("nothing"), oracle(case).ys[0], tolerance=BOUNDS[0], dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="w has no data copy, which the gradient with respect to x reads"):
         run("x")
+    with pytest.raises(ValueError, match=r"w\[1\] has no data copy, which the gradient with respect to x reads"):
+        run("x, of several")
     with pytest.raises(ValueError, match="x has no transposed copy, which the gradient with respect to w reads"):
         run("w")
 
