@@ -182,25 +182,21 @@ def follow_up(
     value: Array, followup: Followup, arrays: Mapping[str, Array], dtype: np.dtype, row_ndim: int, axes=None
 ) -> tuple[Array, ...]:
     """A followup in XLA, with the results of `multiply`; `axes` are the mesh axes that rows and cols are split over."""
-    bias, aux_in, accumulator = (
-        native.split_as_last(arrays[name], value) if wanted else None
-        for name, wanted in (
-            ("bias", followup.bias),
-            ("aux_in", followup.activation == "dgelu"),
-            ("accumulator", followup.accumulate),
-        )
-    )
+
+    def lying_alike(name: str, wanted: bool) -> Array | None:
+        return native.split_as_last(arrays[name], value) if wanted else None
+
     results = epilogue(
         value,
-        bias=bias,
+        bias=lying_alike("bias", followup.bias),
         activation="gelu" if followup.activation == "gelu" else None,
         save_preactivation=followup.save_preactivation,
-        gelu_preactivation=aux_in,
+        gelu_preactivation=lying_alike("aux_in", followup.activation == "dgelu"),
         dtype=dtype,
         out_quantization=followup.quantization,
         out_amax=arrays["amax_in"] if followup.quantization is not None else None,
         out_row_ndim=row_ndim,
-        accumulator=accumulator,
+        accumulator=lying_alike("accumulator", followup.accumulate),
         axis_name=axes,
     )
     if followup.quantization is None:

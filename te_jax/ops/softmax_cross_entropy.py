@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +145,7 @@ def _number(name: str, value: Any, rule: str, holds: Callable[[float], bool]) ->
 def _softmax_cross_entropy(logits: Array, labels: Array, loss: _Loss, reduction: str, use_native: bool) -> Array:
     if not use_native:
         return reference.softmax_cross_entropy(logits, labels, reduction=reduction, **dataclasses.asdict(loss))
-    losses = _per_token(logits, labels, loss)
+    losses = cast(Array, _per_token(logits, labels, loss))
     return reduce_tokens(losses, equals(native.split_as_last(labels, losses), loss.ignore_index), reduction)
 
 
