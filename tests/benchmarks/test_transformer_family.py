@@ -24,9 +24,9 @@ ONE = Timing(samples=1, sample_seconds=1e-6)
 def devices(require_devices, monkeypatch):
     """Four devices, however many there are."""
     require_devices(4)
-    four = jax.local_devices()[:4]
-    monkeypatch.setattr(jax, "local_devices", lambda: four)
-    return four
+    every = jax.local_devices
+    monkeypatch.setattr(jax, "local_devices", lambda **backend: every(**backend)[:4])
+    return jax.local_devices()
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +150,7 @@ def test_operations_are_counted_as_in_a_program_that_wastes_none():
 
 @pytest.mark.parametrize(("count", "reason"), [(1, "it needs 2 devices"), (3, "cannot be split over 3 devices")])
 def test_what_cannot_be_run_says_why(count, reason, devices, monkeypatch):
-    monkeypatch.setattr(jax, "local_devices", lambda: devices[:count])
+    monkeypatch.setattr(jax, "local_devices", lambda **_: devices[:count])
     result = family.run_case(CASE, tuple(SETUPS), ONE)
     assert not result.rows
     (problem,) = result.skipped
