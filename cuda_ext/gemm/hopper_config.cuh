@@ -33,9 +33,9 @@ struct Config {
   static constexpr int kMathRegisters = kGroups == 2 ? 232 : 160, kFeedRegisters = kGroups == 2 ? 40 : 32;
 
   // Shared memory, in order; tiles and boxes must lie on 1024 bytes.
+  static constexpr int kBytesZeros = kMode == Mode::kFast ? 0 : 1024;
   static constexpr int kBytesA = kBM * kBK, kBytesB = kBN * kBK, kBytesBox = 16 * 128;
   static constexpr int kBytesStaging = kMathWarps * kStagedBoxes * kBytesBox;
-  static constexpr int kBytesZeros = kMode == Mode::kFast ? 0 : 1024;
   // Of a step, the scales of its rows, and four, of which one is that of all columns: TMA traps where a box
   // begins with anything but a multiple of 16 bytes. Rows come in multiples of four (hopper.h). In shared memory a box
   // begins at 128 bytes.
@@ -43,7 +43,7 @@ struct Config {
   static constexpr int kBytesRowScales = 4 * kBM;
   static constexpr int kBytesScales = kMode == Mode::kBlock ? kBytesRowScales + 128 : 0;
   static constexpr int kBytesLoaded = kBytesA + kBytesB + (kMode == Mode::kBlock ? 4 * (kBoxScalesA + kBoxScalesB) : 0);
-  static constexpr int kBytes = 1024 + kStages * (kBytesA + kBytesB + kBytesScales) + kBytesStaging + kBytesZeros +
+  static constexpr int kBytes = 1024 + kBytesZeros + kStages * (kBytesA + kBytesB + kBytesScales) + kBytesStaging +
                                 2 * kStages * static_cast<int>(sizeof(uint64_t));
   static_assert(kBytes <= 227 * 1024);
 

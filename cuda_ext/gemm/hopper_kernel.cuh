@@ -79,11 +79,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
   const uint32_t rank = ClusterRank();
   const int steps = CeilDiv(p.k, C::kBK), rows = static_cast<int>(p.m);
 
-  const uint32_t tiles_a = (SharedAddress(shared) + 1023) & ~1023u;
+  // Zeros first: compute-sanitizer takes the product of them, all of whose rows are the same eight, for one of a whole
+  // tile, which must lie in shared memory.
+  const uint32_t zeros = (SharedAddress(shared) + 1023) & ~1023u;
+  const uint32_t tiles_a = zeros + C::kBytesZeros;
   const uint32_t tiles_b = tiles_a + C::kStages * C::kBytesA;
   const uint32_t staging = tiles_b + C::kStages * C::kBytesB;
-  const uint32_t zeros = staging + C::kBytesStaging;
-  const uint32_t scales = zeros + C::kBytesZeros;
+  const uint32_t scales = staging + C::kBytesStaging;
   const uint32_t full = scales + C::kStages * C::kBytesScales;
   const uint32_t empty = full + 8 * C::kStages;
 
