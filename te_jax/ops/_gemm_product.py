@@ -241,7 +241,7 @@ def _sharded(product: Product):
             *others, amax, scale_inv = multiply(product, arrays)
             return (*others, *_largest((amax, scale_inv), m_axes + n_axes))
         if product.followup.activation and _columns(product, arrays["b"]) % _COLUMNS_OF_EPILOGUES:
-            part = dataclasses.replace(product, followup=Followup())
+            part = dataclasses.replace(product, dtype=_FLOAT32, followup=Followup())  # rounded once, at the end
             (value,) = _call(part, {name: arrays[name] for name in part.operands}, in_place=False)
             return follow_up(value, product.followup, arrays, product.dtype, value.ndim - product.b_outer_ndim)
         return _call(product, arrays, in_place=bool(reuse))

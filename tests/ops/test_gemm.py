@@ -188,6 +188,15 @@ def test_gelu_of_rows_of_any_length(columns, implementation, rng):
     assert_close(result, product(lhs, rhs) * gelu_slope(wide(slopes)), dtype="bfloat16")
 
 
+@pytest.mark.parametrize("columns", [1, 8])
+def test_gelu_of_what_is_left_of_a_product_and_a_bias(columns, implementation):
+    """257, which bfloat16 does not hold, less 256."""
+    lhs, rhs = jnp.asarray([[256, 1]], jnp.bfloat16), jnp.ones((2, columns), jnp.bfloat16)
+    bias = jnp.full(columns, -256, jnp.bfloat16)
+    result = ops.gemm(lhs, rhs, bias=bias, activation="gelu", implementation=implementation)
+    assert_close(result, gelu(np.ones((1, columns))), dtype="bfloat16")
+
+
 def test_gelu_far_from_zero(implementation):
     """Neither tail overflows, and the negative one decays to zero without cancellation."""
     x = jnp.asarray([-100.0, -20.0, -6.0, -3.0, -1e-6, 0.0, 1e-6, 6.0, 100.0, 1e6], jnp.float32)[:, None]
