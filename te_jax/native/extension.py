@@ -243,7 +243,7 @@ def register() -> tuple[str, ...]:
     Operations do it themselves. A process that only loads a program from `jax.export` has to.
 
     Returns:
-      The names of the targets, for `jax.export.DisabledSafetyCheck.custom_call`. None without the extensions.
+      The names of the targets, for `jax.export.DisabledSafetyCheck.custom_call`; empty without the extensions.
     """
     # Only once a backend exists: before that XLA queues targets, and one that it rejects would keep the whole backend
     # from starting.

@@ -29,11 +29,11 @@ def as_array(name: str, x: Any) -> Array:
         array = jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is {kind_of(x)}; it must be an array, of jax.numpy or numpy") from error
-    validate_summed(name, array)
+    _validate_summed(name, array)
     return array
 
 
-def validate_summed(name: str, x: Array) -> None:
+def _validate_summed(name: str, x: Array) -> None:
     """Checks that a type of JAX's leaves no sum over devices to others, of the array or of its gradient.
 
     Raises:
