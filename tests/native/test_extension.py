@@ -165,7 +165,10 @@ def test_exported_programs_run_in_another_process(tmp_path, native_kernels):
 
         checks = [export.DisabledSafetyCheck.custom_call(target) for target in targets]
         path.write_bytes(export.export(product, disabled_checks=checks)(*operands).serialize())
-        print(json.dumps(product(*operands).tolist()))
+        y = product(*operands)
+        exact = x @ kernel.T
+        assert jnp.linalg.norm(y - exact) < 0.1 * jnp.linalg.norm(exact)
+        print(json.dumps(y.tolist()))
         """)
     )
     loaded = run_python(
