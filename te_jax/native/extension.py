@@ -161,7 +161,7 @@ def _problem_on_default_backend() -> tuple[str | None, bool]:
     if not _supports(architectures, capability):
         problem = (
             f"te_jax._te_cuda holds code for CUDA architectures {architectures}, and {device.device_kind} has compute "
-            f"capability {capability}; rebuild with CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES={capability.replace('.', '')}"
+            f"capability {capability}; its kernels are for 9.0 alone (H100, H200): use implementation='reference'"
         )
         return problem, True
     return None, False

@@ -119,6 +119,21 @@ def test_architectures(architectures, capability, supported):
     assert extension._supports(architectures, capability) == supported
 
 
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0"])
+def test_other_gpus_are_told_what_the_kernels_are_for(capability, monkeypatch):
+    """They compile for no other architecture: building them anew helps nobody."""
+    client = types.SimpleNamespace(platform_version="cuda 13000")
+    gpu = types.SimpleNamespace(platform="gpu", client=client, device_kind="Other", compute_capability=capability)
+    build = {"cuda architectures": "90a"}
+    state = extension.ExtensionStatus("cuda", "te_jax._te_cuda", True, True, None, (0, 3), build)
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [gpu])
+    monkeypatch.setattr(extension, "_load", lambda platform: (types.ModuleType(platform), state))
+    problem, surprising = extension._problem_on_default_backend.__wrapped__()
+    assert surprising
+    assert f"Other has compute capability {capability}; its kernels are for 9.0 alone" in problem
+    assert problem.endswith("use implementation='reference'")
+
+
 # --------------------------------------------------------------------------------------------------------- registration
 
 
