@@ -169,6 +169,8 @@ std::optional<Batch> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer a_
              "come without bias, epilogue and FP8 result");
   rules.That(!fp8_result || (problem.scaling == Scaling::kTensor && !dgelu), "d", *d,
              "be FP8 only with tensor scaling, and not with dgelu");
+  rules.That(!own_kernel || !(gelu || dgelu || fp8_result), "d", *d,
+             "be neither FP8 nor have an epilogue with own_kernel");
   const bool all_of_three = problem.amax_in && problem.amax_out && problem.d_scale_inv;
   rules.That(batch == 0 || !fp8_result || all_of_three, "d", *d, "come with amax_in, amax_out and d_scale_inv as FP8");
   if (rules.broken()) return std::nullopt;

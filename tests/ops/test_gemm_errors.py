@@ -299,6 +299,7 @@ def test_unsupported_gpu(operands, options, capability, message, monkeypatch, na
 
 F32 = jax.ShapeDtypeStruct((8, 32), jnp.float32)
 NONE = jax.ShapeDtypeStruct((0,), jnp.float32)
+ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 ABSENT = jnp.zeros(0)
 OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator", "aux_in", "amax_in")
 RESULTS = ("d", "aux_out", "amax_out", "d_scale_inv", "workspace")
@@ -372,6 +373,17 @@ SCALED = {
         (
             SCALED | {"d": jax.ShapeDtypeStruct((8, 32), E4M3)},
             "d is F8E4M3FN[8,32]; it must come with amax_in, amax_out and d_scale_inv as FP8",
+        ),
+        *(
+            (
+                SCALED | {"own_kernel": True, "d": jax.ShapeDtypeStruct((8, 32), dtype)} | epilogue,
+                f"d is {name}[8,32]; it must be neither FP8 nor have an epilogue with own_kernel",
+            )
+            for name, dtype, epilogue in (
+                ("F8E4M3FN", E4M3, dict.fromkeys(("amax_out", "d_scale_inv"), ONE) | {"amax_in": jnp.ones(1)}),
+                ("BF16", jnp.bfloat16, {"epilogue": "gelu"}),
+                ("BF16", jnp.bfloat16, {"epilogue": "dgelu", "aux_in": jnp.ones((8, 32), jnp.bfloat16)}),
+            )
         ),
         ({"bias": jnp.ones(31)}, "bias is F32[31]; it must have 32 elements"),
         ({"bias": jnp.ones(32, jnp.bfloat16)}, "bias is BF16[32]; it must be of type F32"),
