@@ -11,6 +11,7 @@ namespace te {
 
 inline Status Check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return Status::Ok();
+  static_cast<void>(cudaGetLastError());  // reported here: the thread's next launch would find it again
   return Status::Failed(std::string(what) + ": " + cudaGetErrorString(error));
 }
 

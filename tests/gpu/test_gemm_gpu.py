@@ -1,5 +1,6 @@
 """What only a GPU shows of matrix products: large ones, every epilogue of cuBLASLt, CUDA graphs, threads, memory."""
 
+import ctypes
 import functools
 import json
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import te_jax
-from te_jax import ops, recipe
+from te_jax import native, ops, recipe
 from te_jax.quantized import QuantizedArray
 from te_jax.testing import assert_close, buffers, relative_error
 
@@ -390,6 +391,17 @@ def test_autotuning_where_there_is_no_memory_left():
         pytest.skip("another process holds the GPU's memory")
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.split() == ["32768.0", "32768.0"]
+
+
+def test_an_error_is_reported_once():
+    """CUDA keeps a thread's last error, which whoever asks for it after a launch takes for that of the launch."""
+    module = native.extension_module("gpu")
+    module.introduce({0: 0})
+    runtime = ctypes.CDLL("libcudart.so.13")
+    runtime.cudaGetLastError()
+    with pytest.raises(RuntimeError, match="cudaMalloc of memory that processes share: out of memory"):
+        module.open_space([0, 1 << 16], 1, 0, 2**60)
+    assert runtime.cudaGetLastError() == 0
 
 
 def _assert_bits(result, expected):
