@@ -34,6 +34,9 @@ endforeach()
 set(problem "")
 if(cuda_major LESS 13)
   set(problem "the CUDA compiler is of ${CMAKE_CUDA_COMPILER_VERSION}, and te_jax needs CUDA 13, as jax[cuda13] does")
+elseif(NOT CMAKE_CUDA_ARCHITECTURES MATCHES "^90a(-real|-virtual)?$")
+  set(problem "CMAKE_CUDA_ARCHITECTURES is '${CMAKE_CUDA_ARCHITECTURES}', and the kernels are made of instructions that \
+only 90a has: leave it out")
 elseif(missing)
   list(JOIN missing ", " missing)
   set(problem "not found: ${missing}. Install the CUDA toolkit's cuBLAS development files, or: \
