@@ -39,7 +39,9 @@ struct Workspace {
 
 Status Divide(const Problem& problem, Workspace& workspace) {
   constexpr int64_t kReserved = 2 * kAlignment;  // for the scalars, and for what alignment costs
-  if (problem.workspace_bytes < kReserved) return Status::Failed("the workspace is smaller than 512 bytes");
+  if (problem.workspace_bytes < kReserved) {
+    return Status::Failed("the workspace is smaller than 512 bytes: export the program where JAX sees a GPU");
+  }
   const auto begin = (reinterpret_cast<uintptr_t>(problem.workspace) + kAlignment - 1) / kAlignment * kAlignment;
   workspace = {reinterpret_cast<Workspace::Scalars*>(begin), reinterpret_cast<void*>(begin + kAlignment),
                problem.workspace_bytes - kReserved};

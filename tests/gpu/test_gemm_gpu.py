@@ -276,6 +276,14 @@ def test_own_kernel_takes_no_workspace(kind, rng):
     assert compiled.memory_analysis().temp_size_in_bytes < MIB
 
 
+def test_what_was_exported_without_a_gpu_says_so(rng, monkeypatch):
+    """cuBLASLt's workspace is a result, of a size that tracing decides."""
+    monkeypatch.setattr(native, "has_gpu", lambda: False)
+    lhs, rhs = draw(rng, "tensor", 48, 80, 112)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="export the program where JAX sees a GPU"):
+        jax.block_until_ready(multiply(lhs, rhs))
+
+
 # --------------------------------------------------------------------------------- bits, CUDA graphs, threads, devices
 
 
