@@ -329,6 +329,26 @@ def test_auto_leaves_short_products_to_xla(tokens, worthwhile, monkeypatch):
         assert _p2p.is_worthwhile(exchange, (operand(*x),), parts, gathers=True) is worthwhile
 
 
+@pytest.mark.parametrize(("pieces", "worthwhile"), [(1, True), (4, True), (32, False)])
+def test_auto_leaves_short_pieces_to_xla(pieces, worthwhile, monkeypatch):
+    """Each is multiplied by itself: of 8192 tokens 32 sequences are 128 products of 64 rows, one is four of 2048."""
+    monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    exchange = exchange_of(("t",), AbstractMesh((4,), ("t",)))
+    x, up, hidden, down = (
+        (Operand(jax.ShapeDtypeStruct(shape, jnp.bfloat16)),)
+        for shape in (
+            (pieces, 2048 // pieces, 8192),
+            (7168, 8192),
+            (pieces, 4, 2048 // pieces, 7168),
+            (8192, 7168),
+        )
+    )
+    with mapped_axis(4):
+        assert _p2p.is_worthwhile(exchange, x, up, gathers=True) is worthwhile
+        assert _p2p.is_worthwhile(exchange, hidden, down, gathers=False) is worthwhile
+
+
 @pytest.mark.parametrize(
     ("change", "worthwhile"), [({}, True), ({"dtype": jnp.float8_e4m3fn}, False), ({"native": False}, False)]
 )
