@@ -18,9 +18,11 @@ class Decoder {
     const auto dims = x.dimensions();
     const int64_t ndim = static_cast<int64_t>(dims.size());
     rules_.That(dtype.has_value(), "x", x, "be float32, bfloat16 or float16");
-    rules_.That(batch_ndim >= 0 && row_ndim >= 0 && batch_ndim + row_ndim <= ndim, "x", x,
-                "have batch_ndim (" + std::to_string(batch_ndim) + ") and row_ndim (" + std::to_string(row_ndim) +
-                    ") dimensions");
+    if (batch_ndim < 0 || row_ndim < 0 || batch_ndim + row_ndim > ndim) {
+      rules_.That(false, "x", x,
+                  "have batch_ndim (" + std::to_string(batch_ndim) + ") and row_ndim (" + std::to_string(row_ndim) +
+                      ") dimensions");
+    }
     if (rules_.broken()) return;
     for (int64_t i = 0; i < ndim; ++i) {
       (i < batch_ndim ? examples_ : i < batch_ndim + row_ndim ? rows_ : cols_) *= dims[i];
