@@ -1,6 +1,8 @@
 """Entry point of the `te-jax` command."""
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -24,17 +26,28 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the words after `te-jax`; None takes them from `sys.argv`.
 
     Returns:
-      The exit status: the subcommand's own, 2 for a mistake of the user (one sentence on stderr), 130 when interrupted.
+      The exit status: the subcommand's own, 2 for a mistake of the user (one sentence on stderr), 130 when interrupted,
+      141 when what reads its output has gone.
     """
+    # Not every locale has the dashes and arrows of a report.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     try:
-        args = _parser().parse_args(argv)
-        return args.run(args)
+        try:
+            args = _parser().parse_args(argv)
+            return args.run(args)
+        finally:
+            print(end="", flush=True)
     except UserError as error:
         print(f"te-jax: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("te-jax: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Python writes what is left when it exits, and would report that it cannot.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 class _Parser(argparse.ArgumentParser):

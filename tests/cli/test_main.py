@@ -1,5 +1,6 @@
 """The `te-jax` command itself: its subcommands, its manners, its exit status."""
 
+import os
 import subprocess
 import sys
 
@@ -69,6 +70,32 @@ def test_an_interruption_is_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr(train, "run", run)
     assert main.main(["train"]) == 130
     assert capsys.readouterr().err == "te-jax: interrupted\n"
+
+
+_PRINTS = (
+    "import sys\n"
+    "from te_jax.cli import doctor, main\n"
+    "doctor.run = lambda args: print('6.1 → 3.2') or 0\n"
+    "sys.exit(main.main(['doctor']))\n"
+)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_is_no_traceback(unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writer, "wb") as output:
+        command = [sys.executable, "-c", _PRINTS]
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=environment, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_locale_without_arrows_is_no_traceback():
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-c", _PRINTS]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"6.1 ? 3.2\n", b"")
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):
