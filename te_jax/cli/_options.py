@@ -56,12 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Options()
     # None stands for "not given": a resumed run takes what was not given from the run itself.
     add = functools.partial(parser.add_argument, default=None)
-    add("--text", metavar="FILE_OR_DIR", help="what to train on (the language reference that ships with Python)")
+    add(
+        "--text",
+        type=_path,
+        metavar="FILE_OR_DIR",
+        help="what to train on (the language reference that ships with Python)",
+    )
     add("--preset", help=f"shape of the model: nano, tiny, small or 8b ({default.preset})")
     add("--steps", type=int, help=f"optimizer steps ({default.steps})")
     add("--batch", type=int, help=f"windows per step, over all devices ({default.batch})")
     add("--seq-len", type=int, help=f"bytes predicted per window ({default.seq_len})")
-    add("--out", metavar="DIR", help="folder of the run (runs/train-001, or the next number that is free)")
+    add("--out", type=_path, metavar="DIR", help="folder of the run (runs/train-001, or the next number that is free)")
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -98,6 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--learning-rate", type=float, help="peak of the schedule (0.384 / width of the model)")
     add("--implementation", choices=("auto", "native", "reference"), help="of te_jax's operations (auto)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), help="of activations (bfloat16 on GPUs, float32 on CPUs)")
+
+
+def _path(word: str) -> str:
+    # A script's variable that is not set; as a path it would be the working directory.
+    if not word:
+        raise argparse.ArgumentTypeError("is empty: give a path or leave the option out")
+    return word
 
 
 def resolve(args: argparse.Namespace, out: Path | None, stored: dict[str, Any] | None) -> Options:
@@ -141,6 +153,8 @@ def check(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+    if options.steps >= 2**31:
+        raise UserError(f"--steps is {options.steps}: it must be below {2**31}")
     if not 0 <= options.seed < 2**32:
         raise UserError(f"--seed is {options.seed}: it must lie between 0 and {2**32 - 1}")
     rate = options.learning_rate

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,7 +60,7 @@ class RunFolder:
         """
         if read_header(path) is not None:
             raise UserError(f"--out {path} already holds a run: continue it with --resume or choose another folder")
-        with _writing(path) as undo:
+        with writing(path) as undo:
             path.mkdir(parents=True, exist_ok=True)
             log = undo.enter_context(_open_locked(path))
             log.truncate(0)
@@ -81,7 +82,7 @@ class RunFolder:
         header = read_header(path)
         if header is None:
             raise UserError(f"--out {path} holds no run to resume: leave --resume out to start one")
-        with _writing(path) as undo:
+        with writing(path) as undo:
             log = undo.enter_context(_open_locked(path))
             folder = cls(path, log, header)
             undo.callback(folder._checkpoints.close)
@@ -95,9 +96,14 @@ class RunFolder:
         return self._checkpoints.latest_step() or 0
 
     def append(self, record: dict[str, Any]) -> None:
-        """Adds a record to the log."""
-        self._log.write(json.dumps(record).encode() + b"\n")
-        self._log.flush()
+        """Adds a record to the log.
+
+        Raises:
+          UserError: the folder cannot be written any more.
+        """
+        with writing(self.path):
+            self._log.write(json.dumps(record).encode() + b"\n")
+            self._log.flush()
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         """The records of one kind ("train" or "validation"), in order."""
@@ -109,12 +115,22 @@ class RunFolder:
         Args:
           step: number of steps taken.
           state: pytree of jax arrays.
+
+        Raises:
+          UserError: the folder cannot be written any more.
         """
         import orbax.checkpoint as ocp
 
-        os.fsync(self._log.fileno())
-        self._checkpoints.save(step, args=ocp.args.StandardSave(state))
-        self._checkpoints.wait_until_finished()
+        with writing(self.path):
+            os.fsync(self._log.fileno())
+            try:
+                self._checkpoints.save(step, args=ocp.args.StandardSave(state))
+                self._checkpoints.wait_until_finished()
+            except ValueError as error:
+                # What tensorstore makes of an error of the file system.
+                if (code := re.search(r"os_error_code='(\d+)'", str(error))) is None:
+                    raise
+                raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
     def restore(self, like: Any) -> Any:
         """The state of the latest checkpoint.
@@ -146,7 +162,7 @@ class RunFolder:
 
 def new_path() -> Path:
     """A folder, made here, for a run that names none: runs/train-001, or one number above all that are there."""
-    with _writing(_RUNS):
+    with writing(_RUNS):
         _RUNS.mkdir(exist_ok=True)
         while True:
             path = _RUNS / f"train-{max(_numbered(), default=0) + 1:03}"
@@ -206,8 +222,15 @@ def _read(log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[contextlib.ExitStack]:
-    """A stack that is unwound on every way out, and an error of the file system told as one sentence."""
+def writing(path: Path) -> Iterator[contextlib.ExitStack]:
+    """A stack that is unwound on every way out, and an error of the file system told as one sentence.
+
+    Args:
+      path: the folder of the run.
+
+    Raises:
+      UserError: it cannot be written.
+    """
     with contextlib.ExitStack() as undo:
         try:
             yield undo

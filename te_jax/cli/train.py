@@ -88,13 +88,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         folder = _run_folder.RunFolder.resume(out)
         _note_changes(stored, header)
-    if args.out is None:
-        print(f"run in {folder.path}")
-    if options.tp > 1:
-        print(
-            f"{len(devices)} {devices[0].platform} devices, {options.tp} share the model: transport {options.transport}"
-        )
     try:
+        if args.out is None:
+            print(f"run in {folder.path}")
+        if options.tp > 1:
+            print(
+                f"{len(devices)} {devices[0].platform} devices, {options.tp} share the model: "
+                f"transport {options.transport}"
+            )
         _train(folder, options, learners, placement, data, devices)
         _conclude(folder, options, config)
     finally:
@@ -320,7 +321,7 @@ class _Records:
 
 
 def _conclude(folder: "RunFolder", options: Options, config: "DecoderConfig") -> None:
-    from te_jax.cli import _report
+    from te_jax.cli import _report, _run_folder
 
     training, validation = folder.records("train"), folder.records("validation")
     figure = folder.path / "loss.png"
@@ -330,7 +331,8 @@ def _conclude(folder: "RunFolder", options: Options, config: "DecoderConfig") ->
     label = chosen[0]  # what a twin lacks
     chosen += [] if options.tp == 1 else [f"tp {options.tp} ({options.transport})"]
     title = f"te-jax train · {options.preset}, {config.num_parameters:,} parameters · {', '.join(chosen)}"
-    _report.draw_losses(figure, title, label, training, validation)
+    with _run_folder.writing(folder.path):
+        _report.draw_losses(figure, title, label, training, validation)
     print(_report.summary(label, training, validation))
     how = "" if options.tp == 1 else f" with tp {options.tp}, transport {options.transport},"
     print(f"{options.steps} steps{how} in {folder.path}: log.jsonl, checkpoints, {figure.name}")

@@ -194,6 +194,7 @@ def refused(argv, capsys):
     ("argv", "words"),
     [
         (["--steps", "0"], "--steps is 0"),
+        (["--steps", "2147483648"], "--steps is 2147483648"),
         (["--batch", "-4"], "--batch is -4"),
         (["--seq-len", "0"], "--seq-len is 0"),
         (["--seq-len", "1000000000"], "--seq-len 1000000000 needs at least"),
@@ -209,6 +210,7 @@ def refused(argv, capsys):
         (["--recipe", "fp8"], "--recipe fp8 is unknown: choose one of block, current, rowwise, delayed, none"),
         (["--recipe", ""], "--recipe  is unknown: choose one of block"),
         (["--text", "nowhere.txt"], "--text nowhere.txt does not exist"),
+        (["--text", ""], "--text: is empty"),
         (["--resume"], "holds no run to resume"),
     ],
 )
@@ -227,6 +229,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refused([*SMALL, "--out", str(tmp_path / "file" / "run")], capsys)
     assert "cannot be written" in refused([*SMALL, "--out", str(tmp_path / "file")], capsys)
+    assert "--out: is empty" in refused([*SMALL, "--out", ""], capsys)
 
 
 def test_native_where_there_is_none_is_refused(out, capsys, monkeypatch):

@@ -1,6 +1,9 @@
 """The folder of a run: what survives a kill, and what is refused."""
 
+import errno
 import functools
+import os
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -134,3 +137,22 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UserError, match="cannot be written"):
             RunFolder.create(path, HEADER)
+
+
+def test_a_disk_that_is_full_is_one_sentence(start, tmp_path):
+    folder = start()
+    log(folder, [1])
+    folder.save(1, state_of(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    wide = {"loss": np.random.default_rng(0).random(50_000)}
+    words = f"--out {tmp_path / 'run'} cannot be written: {os.strerror(errno.EFBIG)}"
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        with pytest.raises(UserError, match=words):
+            folder.save(2, wide)
+        with pytest.raises(UserError, match=words):
+            folder.append({"kind": "train", "step": 2, "loss": "x" * 30_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    folder.close()
+    assert start(RunFolder.resume).latest_step == 1
