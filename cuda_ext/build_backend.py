@@ -48,8 +48,16 @@ def _setting(config_settings: dict[str, Any] | None) -> str:
 
 
 def _cuda_wheels(config_settings: dict[str, Any] | None) -> list[str]:
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    if nvcc is None or _setting(config_settings) == "OFF":
+    if _setting(config_settings) == "OFF":
+        return []
+    named = os.environ.get("CUDACXX")
+    if named:
+        nvcc = shutil.which(named) or shutil.which(named.partition(" ")[0])  # CMake takes arguments behind it
+        if nvcc is None:
+            raise FileNotFoundError(f"CUDACXX is {named}, where no program is: name nvcc's path or leave CUDACXX unset")
+    else:
+        nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None:
         return []
     # --dryrun prints the toolkit root even where nvcc on PATH is a wrapper script.
     dryrun = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False)

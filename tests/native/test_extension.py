@@ -1,5 +1,6 @@
 """Loading, checking and registering the extensions, and what happens where they are missing or do not fit."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import textwrap
 import threading
 import types
+import unittest.mock
 from pathlib import Path
 
 import jax
@@ -336,3 +338,28 @@ def test_targets_of_gpus_beside_another_default_backend(monkeypatch, gpus):
     assert native.register() == ("te_foo",)
     assert registered == ["cpu", "CUDA"][: 1 + gpus]
     assert native.has_gpu() == bool(gpus)
+
+
+# ---------------------------------------------------------------------------------------------------------------- build
+
+
+@pytest.mark.parametrize("arguments", ["", " -O2"])
+def test_the_build_asks_for_the_wheels_of_the_compiler_named(monkeypatch, tmp_path, arguments):
+    """CUDACXX, with arguments behind it as CMake takes them or without; what is no program is named."""
+    for name in ("scikit_build_core", "scikit_build_core.build"):
+        monkeypatch.setitem(sys.modules, name, unittest.mock.MagicMock())
+    path = Path(__file__).parents[2] / "cuda_ext" / "build_backend.py"
+    backend = importlib.util.module_from_spec(importlib.util.spec_from_file_location("build_backend", path))
+    backend.__spec__.loader.exec_module(backend)
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho '#$ TOP={tmp_path}' >&2\necho release 13.0\n")
+    nvcc.chmod(0o755)
+    monkeypatch.delenv("TE_JAX_CUDA", raising=False)
+    monkeypatch.delenv("CMAKE_ARGS", raising=False)
+    monkeypatch.setenv("CUDACXX", f"{nvcc}{arguments}")
+    assert backend._cuda_wheels(None) == ["nvidia-cuda-runtime==13.0.*", "nvidia-cublas==13.0.*"]
+    nvcc.unlink()
+    with pytest.raises(FileNotFoundError, match=f"CUDACXX is {nvcc}.*leave CUDACXX unset"):
+        backend._cuda_wheels(None)
+    monkeypatch.setenv("TE_JAX_CUDA", "OFF")
+    assert backend._cuda_wheels(None) == []
