@@ -337,15 +337,18 @@ def _extension_advice(report: Report) -> list[Advice]:
     for extension in report.extensions:
         if extension.loaded or (extension.platform == "cuda" and not has_gpu):
             continue
+        # What is installed beside a checkout that Python imports would stay hidden.
+        editable = "--editable " if "--editable" in (extension.problem or "") else ""
+        install = f"pip install --force-reinstall --no-deps {editable}."
         if extension.platform == "cuda" and report.nvcc is None:
             remedy = (
                 "install the CUDA toolkit (Debian and Ubuntu, from NVIDIA's repository: apt-get install "
-                "cuda-toolkit-13-0), put nvcc on PATH, then: TE_JAX_CUDA=ON pip install --force-reinstall --no-deps ."
+                f"cuda-toolkit-13-0), put nvcc on PATH, then: TE_JAX_CUDA=ON {install}"
             )
         elif extension.platform == "cuda":
-            remedy = "TE_JAX_CUDA=ON pip install --force-reinstall --no-deps .    (in the checkout)"
+            remedy = f"TE_JAX_CUDA=ON {install}    (in the checkout)"
         else:
-            remedy = "pip install --force-reinstall --no-deps .    (in the checkout; needs a C++ compiler)"
+            remedy = f"{install}    (in the checkout; needs a C++ compiler)"
         reason = f": {extension.problem}" if extension.problem else ""
         advice.append(Advice(f"{extension.module} is not loaded{reason}", remedy))
     return advice

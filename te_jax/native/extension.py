@@ -73,6 +73,13 @@ def _load(platform: str) -> tuple[types.ModuleType | None, ExtensionStatus]:
 
     if importlib.util.find_spec(name) is None:
         needs = "a C++ compiler" if platform == "cpu" else "nvcc on PATH and TE_JAX_CUDA=ON"
+        checkout = Path(__file__).parents[2]
+        if (checkout / "CMakeLists.txt").exists():  # the working directory may hide a te_jax that is installed
+            return failed(
+                f"te_jax is imported from {checkout}, a checkout without {name}; run `pip install --editable .` in it, "
+                f"with {needs}, or start Python in a folder where it does not hide an installed te_jax",
+                built=False,
+            )
         return failed(f"te_jax was installed without {name}; install it again with {needs}", built=False)
     if platform == "cuda" and (missing := cuda_libraries.load()):
         return failed(f"{name} needs {missing}")

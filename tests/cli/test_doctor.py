@@ -133,6 +133,8 @@ def test_a_missing_extension_is_not_usable_and_is_told_what_builds_it():
     assert problem in doctor.advise(with_nvcc)[0].missing
     assert remedies(with_nvcc)[0].startswith("TE_JAX_CUDA=ON pip install")
     assert "cuda-toolkit" in remedies(without_nvcc)[0]
+    in_checkout = report(extensions=(extension("cpu", "run `pip install --editable .` in it"), extension("cuda")))
+    assert "--no-deps --editable ." in remedies(in_checkout)[0]
 
 
 def test_a_machine_without_gpu_is_not_asked_to_build_for_one():

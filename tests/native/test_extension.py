@@ -303,8 +303,20 @@ def test_missing_extension():
     )
     assert found["value"] == pytest.approx(1.3862944)
     ((_, message, _),) = found["warnings"]
-    assert "te_jax was installed without te_jax._te_cpu" in message
+    assert "without te_jax._te_cpu" in message
     assert found["refusal"] in message
+
+
+def test_a_checkout_that_hides_an_installed_te_jax_is_named(monkeypatch, tmp_path):
+    """As in the folder in which `pip install .` was run: to install it there once more would change nothing."""
+    monkeypatch.setattr(extension.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(extension, "__file__", str(tmp_path / "te_jax" / "native" / "extension.py"))
+    installed = extension._load.__wrapped__("cpu")[1].problem
+    (tmp_path / "CMakeLists.txt").touch()
+    hidden = extension._load.__wrapped__("cpu")[1].problem
+    assert installed == "te_jax was installed without te_jax._te_cpu; install it again with a C++ compiler"
+    assert hidden.startswith(f"te_jax is imported from {tmp_path}, a checkout without te_jax._te_cpu")
+    assert "pip install --editable ." in hidden
 
 
 def test_each_problem_is_warned_of_once(monkeypatch):
