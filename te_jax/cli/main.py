@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from te_jax._version import __version__
 from te_jax.cli import bench, doctor, train
 from te_jax.cli.errors import UserError
 
@@ -59,6 +60,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="te-jax", description="Fused kernels and FP8 training for JAX.")
+    parser.add_argument("--version", action="version", version=f"te_jax {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (module, summary) in _COMMANDS.items():
         # Abbreviated options would change their meaning whenever an option is added.

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import te_jax
 from te_jax.cli import bench, doctor, main, train
 from te_jax.cli.errors import UserError
 
@@ -26,6 +27,13 @@ def test_help_names_every_command_and_starts_no_backend():
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert f"\n    {name} " in done.stdout
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main.main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"te_jax {te_jax.__version__}\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
