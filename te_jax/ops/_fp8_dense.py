@@ -84,14 +84,15 @@ class _Like:
         return cls(np.dtype(x.dtype), sharding if sharding.mesh.explicit_axes else None)
 
 
-def _cast(value: Any, like: Any) -> Array:
+def cast(value: Any, like: Any) -> Array:
+    """The value in the dtype and, on Explicit meshes, the sharding of what it must be like."""
     value = value.astype(like.dtype)
     if like.sharding is None or jax.typeof(value).sharding.spec == like.sharding.spec:
         return value
     return jax.reshard(value, like.sharding)
 
 
-def _like_result(layer: Layer, x: Array, kernel: Array | QuantizedArray) -> _Like:
+def result_like(layer: Layer, x: Array, kernel: Array | QuantizedArray) -> _Like:
     """The batch lies as that of x and out as that of kernel, whichever copies products read, and what they gather."""
     out_first = layer.kernel_contracting == "last"
     copy: Any = kernel
@@ -127,7 +128,7 @@ class _Residuals(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(layer: Layer, x: Array, kernel, bias: Array | None, accumulator: Array | None, state) -> Array:
     del accumulator
-    like = _like_result(layer, x, kernel)
+    like = result_like(layer, x, kernel)
     x8, _, _ = _quantize(layer, "activation", x, state, outer=True, observed=False)
     if not isinstance(kernel, QuantizedArray):
         kernel, _, _ = _quantize(layer, "kernel", kernel, state, outer=True, observed=False)
@@ -148,7 +149,7 @@ def _forward(layer: Layer, *operands):
     else:
         kernel8, amaxes["kernel"], _ = _quantize(layer, "kernel", kernel, state, outer=True, summed=for_x)
         kept_kernel = _kept(kernel8, layer.dgrad_copy).named("te_dense_kernel")
-    like = _like_result(layer, x, kernel)
+    like = result_like(layer, x, kernel)
     y, preactivation = _forward_product(layer, x8, kernel8, bias, like, keep_preactivation=True)
     return y, _Residuals(
         tuple(map(as_residual, wanted)),
@@ -183,20 +184,20 @@ def _backward(layer: Layer, residuals: _Residuals, dy: Array):
             layer, "gradient", dy, state, outer=for_x or not for_wgrad, summed=for_wgrad, with_dbias=for_bias
         )
         if for_x:
-            dx = _cast(_dgrad(layer, dy8, kernel8, dy.dtype), x_like)
+            dx = cast(_dgrad(layer, dy8, kernel8, dy.dtype), x_like)
         if for_wgrad and accumulator is not None:
             if layer.accumulate:
                 accumulator = added_once(accumulator, *jax.tree.leaves((x8, dy8)))
-            next_accumulator = _cast(_wgrad(layer, x8, dy8, accumulator, accumulator.dtype), accumulator_like)
+            next_accumulator = cast(_wgrad(layer, x8, dy8, accumulator, accumulator.dtype), accumulator_like)
         elif for_wgrad:
             assert kernel_like is not None
-            dkernel = _cast(_wgrad(layer, x8, dy8, None, kernel_like.dtype), kernel_like)
+            dkernel = cast(_wgrad(layer, x8, dy8, None, kernel_like.dtype), kernel_like)
         if for_state:
             assert state is not None
             next_state = _delayed.next_state(state, {**amaxes, "gradient": amax}, layer.axis_name)
     elif for_bias:
         dbias = jnp.sum(dy.astype(jnp.float32), axis=tuple(range(dy.ndim - layer.out_ndim)))
-    return dx, dkernel, _cast(dbias, bias_like) if for_bias else None, next_accumulator, next_state
+    return dx, dkernel, cast(dbias, bias_like) if for_bias else None, next_accumulator, next_state
 
 
 product.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -216,11 +217,11 @@ def _forward_product(layer: Layer, x8, kernel8, bias: Array | None, like: _Like,
         implementation=layer.implementation,
     )
     y, preactivation = result if layer.gelu_is_fused and keep_preactivation else (result, None)
-    y = _cast(y, like)
+    y = cast(y, like)
     if layer.activation is None:
         return y, None
     if layer.gelu_is_fused:
-        return y, None if preactivation is None else _named_preactivation(_cast(preactivation, like))
+        return y, None if preactivation is None else _named_preactivation(cast(preactivation, like))
     preactivation = _named_preactivation(y)  # where it is kept, y is computed from it again
     return activate(layer.activation, preactivation), preactivation
 

@@ -279,6 +279,7 @@ def _validate_quantized(kernel: QuantizedArray, shape: _Shape, recipe: Recipe, k
 def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, state, layer: Layer) -> Array:
     """Brings tokens and groups of dimensions to sizes that FP8 products take, and back."""
     shape = _Shape.of(x, kernel, layer.contracting_ndim, layer.kernel_contracting)
+    like = _fp8_dense.result_like(layer, x, kernel)  # padding and merging dimensions may gather what was split
     batch, inner, outer = (_whole_blocks(sizes, layer.recipe) for sizes in shape)
     tokens = math.prod(batch)
     padding = -tokens % FP8_ALIGNMENT if tokens else FP8_ALIGNMENT
@@ -294,7 +295,8 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
     bias = None if bias is None else regrouped(bias, (shape.outer,), (outer,))
     layer = dataclasses.replace(layer, contracting_ndim=len(inner), out_ndim=len(outer))
     y: Any = _fp8_dense.product(layer, *_varying_together(flat, kernel, bias, accumulator), state)
-    return regrouped(y[:tokens] if padding else y, (tokens_first, outer), (shape.batch, shape.outer))
+    y = regrouped(y[:tokens] if padding else y, (tokens_first, outer), (shape.batch, shape.outer))
+    return _fp8_dense.cast(y, like)
 
 
 def _whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:

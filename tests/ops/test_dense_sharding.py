@@ -365,6 +365,19 @@ def test_one_token_without_a_batch(axis_type, spec, recipe, make_mesh, rng):
     assert_matches(Gradients(y, dx, dkernel, None), oracle(case), case, recipe=recipe, factor=1.5)
 
 
+@pytest.mark.parametrize(("batch", "spec"), [((6,), P("data")), ((2, 3), P(None, "data"))], ids=["flat", "sequence"])
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_padded_tokens_come_back_as_they_were_split(recipe, batch, spec, require_devices, rng):
+    """6 tokens on 3 devices become 16, which types refuse to split over these. JAX refuses a dy unlike y."""
+    require_devices(3)
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(EXPLICIT,), devices=jax.devices()[:3])
+    case = random_case(rng, batch, (64,), (32,), "float32", with_bias=False)
+    run = backward_of(recipe=RECIPES[recipe])
+    sharded = run(*placed(case, mesh, (spec, P(), spec)))
+    for found, expected in zip(sharded, run(case.x, case.kernel, case.dy), strict=True):
+        assert_close(found, expected)
+
+
 @pytest.mark.parametrize("kind", ["unreduced", "reduced"])
 def test_sums_that_types_leave_to_others(kind, make_mesh):
     spec, x = P(None, None, **{kind: {"data"}}), jnp.zeros((16, 32))
