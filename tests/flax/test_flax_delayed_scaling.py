@@ -249,6 +249,18 @@ def test_gradients_that_are_divided_by_a_loss_scale(rng):
         state, plain = state.apply_gradients(grads=gradients), plain.apply_gradients(grads=expected)
 
 
+def test_a_layer_that_a_step_leaves_out_begins_anew(rng):
+    """The gradient that takes the place of its state is zeros, and so is its number of uses."""
+    model = Dense(32, recipe=RECIPE)
+    x = normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    zeros = jax.grad(lambda variables: jnp.sum(x))(variables)[OVERWRITE]
+    assert zeros["uses"] == 0
+    gradient = jax.jit(jax.value_and_grad(loss_of(model)))
+    found, expected = (gradient(variables | {OVERWRITE: state}, x) for state in (zeros, variables[OVERWRITE]))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_a_layer_that_is_called_twice_has_the_exact_maximum_with_accumulating(rng):
     model = CalledTwice()
     x = normal(rng, (16, 32))

@@ -1,5 +1,6 @@
 """The state of delayed scaling in NNX: it advances, and the next step uses it, under everything that carries it."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -278,6 +279,19 @@ def test_bridges_between_the_two_apis_know_the_state(rng):
     state = state.apply_gradients(grads=gradients)
     history = state.params[OVERWRITE]["activation_amax_history"]
     np.testing.assert_array_equal(history, [jnp.abs(x).max()] + [0] * (HISTORY - 1))
+
+
+def test_state_of_flax_layers_in_fp8_is_overwritten_too(rng):
+    """It comes under the same name through flax.nnx.bridge, and without a count of uses."""
+    dense = nn.Dense(32, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    x = normal(rng, (16, 32))
+    model = nnx.bridge.ToNNX(dense, rngs=nnx.Rngs(0)).lazy_init(x)
+    gradients = nnx.grad(loss_fn, argnums=WRT)(model, x)
+    overwrite_with_gradient(model, gradients)
+    state, expected = (nnx.to_pure_dict(nnx.state(tree, OverwriteWithGradient)) for tree in (model, gradients))
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    (histories,) = state.values()
+    assert histories["input_amax_history"][0] == jnp.abs(x).max()
 
 
 def test_gradients_without_the_state_are_refused(rng):

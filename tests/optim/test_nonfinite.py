@@ -243,3 +243,15 @@ def test_numbers_of_numpy_are_taken():
         optax.identity(), np.float32(8), growth_interval=np.int64(1), factor=jnp.float32(4)
     )
     assert [scale for scale, _, _ in scales(transform, [True, False])] == [32, 8]
+
+
+def test_numbers_that_jit_traces():
+    @jax.jit
+    def next_scale(initial, interval, factor, smallest, largest):
+        transform = optim.dynamic_loss_scale(
+            optax.identity(), initial, growth_interval=interval, factor=factor, smallest=smallest, largest=largest
+        )
+        return optim.loss_scale(transform.update(jnp.ones(3), transform.init(jnp.ones(3)))[1])
+
+    for interval, largest, expected in ((1, 64.0, 32.0), (1, 10.0, 10.0), (2, 64.0, 8.0)):
+        assert float(next_scale(8.0, interval, 4.0, 1.0, largest)) == expected
