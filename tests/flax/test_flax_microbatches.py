@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax.flax import Dense, DenseGeneral, accumulate_gradients, quantize_kernels
+from te_jax.ops import quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import Buffer, assert_close, buffers
@@ -224,7 +225,7 @@ def test_a_quantized_kernel_that_is_used_twice_is_visible(rng, jit):
         @nn.compact
         def __call__(self, x):
             shared = Dense(32, recipe=CurrentScaling(), name="shared")
-            return shared(shared(x))
+            return Dense(32, recipe=CurrentScaling(), name="then")(shared(shared(x)))
 
     model, x = Twice(), normal(rng, (16, 32))
     variables = model.init(jax.random.key(0), x)
@@ -276,6 +277,13 @@ def test_gradients_that_do_not_fit_are_refused(jit, rng):
     for name, wrong in (("kernel", jnp.zeros((32, 16))), ("bias", jnp.zeros(16))):
         with pytest.raises(ValueError, match=rf"have shape \(.*16,?\) for .*{name}.*, which has shape .*: {remedy}"):
             function(quantized, zeros | {"params": zeros["params"] | {name: wrong}}, x)
+
+
+def test_gradients_with_stacked_layers_elsewhere_are_refused():
+    how = CurrentScaling().quantization("kernel")
+    variables = {"kernel": jax.vmap(lambda kernel: quantize(kernel, how))(jnp.zeros((3, 16, 32)))}
+    with pytest.raises(ValueError, match=r"shape \(16, 3, 32\) for .*kernel.*, which has shape \(3, 16, 32\): start"):
+        accumulate_gradients(loss_of(Dense(32)))(variables, {"kernel": jnp.zeros((16, 3, 32))})
 
 
 def test_aux_is_handed_on(rng):

@@ -9,6 +9,8 @@ import numpy as np
 from te_jax import optim
 
 FLOAT8 = jnp.float8_e4m3fn
+NAN_OF_GPUS = np.uint64(2**63 - 1).view(np.float64)
+"""With all bits of the mantissa set, in any dtype: what is added to its bits carries into the sign."""
 MOMENT_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float8": FLOAT8}
 
 

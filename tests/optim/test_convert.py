@@ -78,6 +78,17 @@ def test_our_dtypes_among_each_other(dtype, to, params, gradients):
         assert_rounded_once(actual["kernel"], expected["kernel"], to, exact=wider)
 
 
+def test_float16_has_blocks_here_and_none_in_optax(params, gradients):
+    """The same dtype, of other values."""
+    theirs, ours = optax.adamw(0.1, mu_dtype=jnp.float16), optim.adamw(0.1, mu_dtype=jnp.float16)
+    for before, after in ((theirs, ours), (ours, theirs)):
+        new, state = run(before, params, gradients)
+        converted = optim.convert_state(after, state, new)
+        assert types(converted) == types(after.init(new))
+        found, expected = (optim.convert_state(optax.adamw(0.1), s, new)[0].mu["kernel"] for s in (converted, state))
+        assert_rounded_once(found, expected, jnp.float16, exact=False)
+
+
 def test_carrying_on_after_float32_to_float32(params, gradients):
     """The bits of a run that was not converted, whoever's it is."""
     for before, after in ((optim.adamw(0.1), optim.adamw(0.1)), (optax.adamw(0.1), optax.adamw(0.1))):
@@ -229,6 +240,24 @@ def test_injected_hyperparameters(params, gradients):
     assert converted.hyperparams["b1"] == jnp.float32(0.8)
     assert converted.hyperparams["seed"] == 7
     assert_same(converted.inner_state[0].mu["kernel"], adam_mu(state)["kernel"].astype(jnp.bfloat16))
+
+
+def test_an_injected_schedule_that_becomes_a_number(params, gradients):
+    params, state = run(injected(optax.adamw), params, gradients)
+    optimizer = optax.inject_hyperparams(optim.adamw)(0.1)
+    converted = optim.convert_state(optimizer, state, params)
+    assert types(converted) == types(optimizer.init(params))
+    run(optimizer, params, gradients, converted)
+
+
+def test_states_of_other_transforms_take_their_new_dtypes(params, gradients):
+    before, after = (
+        optax.chain(optax.trace(0.9, accumulator_dtype=dtype), optim.adamw(0.1)) for dtype in (None, jnp.bfloat16)
+    )
+    params, state = run(before, params, gradients)
+    converted = optim.convert_state(after, state, params)
+    assert types(converted) == types(after.init(params))
+    assert_same(converted[0].trace["kernel"], state[0].trace["kernel"].astype(jnp.bfloat16))
 
 
 def test_schedules_go_on(params, gradients):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optim_cases import assert_same, normal_like
+from optim_cases import NAN_OF_GPUS, assert_same, normal_like
 
 from te_jax import optim
 
@@ -116,12 +116,12 @@ def test_parameters_that_all_but_vanish_in_a_step(rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "int16"])
 def test_values_that_are_not_finite_show(dtype, rng):
-    x = jnp.asarray(rng.standard_normal(4), jnp.bfloat16)
-    steps = [np.array([np.nan, np.inf, -np.inf, 1], np.float32), np.zeros(4, np.float32)]
+    x = jnp.asarray(rng.standard_normal(5), jnp.bfloat16)
+    steps = [np.array([np.nan, np.inf, -np.inf, NAN_OF_GPUS, 1], np.float32), np.zeros(5, np.float32)]
     (first, _), (_, state) = train(added(dtype), x, steps)
-    assert_same(np.isfinite(np.asarray(first).astype(np.float32)), np.array([False, False, False, True]))
+    assert_same(np.isfinite(np.asarray(first).astype(np.float32)), np.array([False, False, False, False, True]))
     if dtype == "float32":
-        np.testing.assert_equal(np.asarray(state.master)[:3], [np.nan, np.inf, -np.inf])
+        np.testing.assert_equal(np.asarray(state.master)[:4], [np.nan, np.inf, -np.inf, np.nan])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int16"])

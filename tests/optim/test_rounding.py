@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optim_cases import FLOAT8, assert_same, moments, normal_like
+from optim_cases import FLOAT8, NAN_OF_GPUS, assert_same, moments, normal_like
 
 from te_jax import optim
 from te_jax.optim import _rounding
@@ -83,7 +83,7 @@ def test_to_nearest(dtype, rng):
     assert (values[0] != x).mean() > 0.9
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("value", [np.nan, -np.nan, NAN_OF_GPUS, np.inf, -np.inf], ids=str)
 @narrow
 def test_values_that_are_not_finite_do_not_become_finite(dtype, value, rng):
     x = rng.standard_normal((64, 128))
