@@ -391,7 +391,7 @@ def _result_dtype(dtype: jax.typing.DTypeLike | None, *arrays: Any) -> jax.typin
     if dtype is not None:
         return _as_float("dtype", dtype)
     dtype = jnp.result_type(*(x.dtype if isinstance(x, QuantizedArray) else x for x in arrays if x is not None))
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(jnp.float32, dtype)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
 
 
 def _as_float(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:

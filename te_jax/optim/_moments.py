@@ -60,7 +60,7 @@ def maxima(x: Array) -> Array:
     """The largest magnitude in each block of x; NaN where there is one."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF  # in this order NaN is largest
     if bits.ndim:
-        bits = jnp.max(_blocks.split(bits, [x.ndim - 1]), axis=-1, initial=0)
+        bits = jnp.max(_blocks.split(bits, [x.ndim - 1]), axis=-1)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
