@@ -94,21 +94,16 @@ def _lower(ctx: mlir.LoweringRuleContext, *values: ir.Value, variants, reuse: Re
 def _is_borrowed(value: ir.Value) -> bool:
     """Whether the value is an argument of the whole program that its caller keeps.
 
-    Arguments of loop bodies and called functions count as free: XLA finds out, and copies where it must.
+    Arguments of loop bodies, of called functions and of the body of a shard_map, which JAX lowers as a function, count
+    as free: XLA finds out, and copies where it must.
     """
-    while isinstance(value, ir.BlockArgument):
-        owner = value.owner.owner
-        if owner.name == "sdy.manual_computation":  # the body of a shard_map: ask about what was passed in
-            value = owner.operands[value.arg_number]
-            continue
-        attributes = owner.attributes
-        if "sym_visibility" not in attributes or ir.StringAttr(attributes["sym_visibility"]).value != "public":
-            return False
-        if "arg_attrs" not in attributes:
-            return True
-        marks = ir.DictAttr(ir.ArrayAttr(attributes["arg_attrs"])[value.arg_number])
-        return not any(donated in marks for donated in ("tf.aliasing_output", "jax.buffer_donor"))
-    return False
+    if not isinstance(value, ir.BlockArgument):
+        return False
+    attributes = value.owner.owner.attributes
+    if "sym_visibility" not in attributes or ir.StringAttr(attributes["sym_visibility"]).value != "public":
+        return False
+    marks = ir.DictAttr(ir.ArrayAttr(attributes["arg_attrs"])[value.arg_number])
+    return not any(donated in marks for donated in ("tf.aliasing_output", "jax.buffer_donor"))
 
 
 batching.primitive_batchers[_local_call_p] = _batch

@@ -514,6 +514,37 @@ def test_function_is_told_what_it_may_reuse(rng):
     assert {0: 0} in REUSES
 
 
+@native.per_shard("... -> ...", reuse={0: 0})
+def reuses(x, *, axes, reuse):
+    """How many results are written over operands."""
+    assert not axes
+    return (jnp.zeros_like(x) + len(reuse),)
+
+
+def in_shard_map(x, mesh):
+    return jax.shard_map(lambda x: reuses(x)[0], mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
+
+
+IN_PROGRAMS = {
+    "argument": (lambda x, mesh: reuses(x)[0], 0),
+    "shard_map": (in_shard_map, 1),
+    "called function": (lambda x, mesh: jax.jit(lambda x: reuses(x)[0])(x), 1),
+    "loop": (lambda x, mesh: lax.fori_loop(0, 2, lambda i, x: reuses(x)[0], x), 1),
+    "intermediate": (lambda x, mesh: reuses(jnp.exp(x))[0], 1),
+}
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("donated", [False, True], ids=["kept", "donated"])
+@pytest.mark.parametrize(("program", "of_kept"), IN_PROGRAMS.values(), ids=IN_PROGRAMS)
+def test_what_is_reused(program, of_kept, donated, split, make_mesh, rng):
+    """Not an argument that the caller keeps, where that can be seen."""
+    mesh = make_mesh({"x": AUTO})
+    x = place(random(rng, 8, 4), mesh, P("x")) if split else random(rng, 8, 4)
+    run = jax.jit(lambda x: program(x, mesh), donate_argnums=0 if donated else ())
+    np.testing.assert_array_equal(run(x), np.full((8, 4), 1 if donated else of_kept))
+
+
 # ---------------------------------------------------------------------------------------------------- compilation cache
 
 
