@@ -359,6 +359,18 @@ def test_bad_dimension_numbers_are_named(rng, numbers, message):
         make_dot_general_cls(None)().apply({}, normal(rng, (2, 3, 16)), normal(rng, (2, 16, 16)), numbers)
 
 
+@pytest.mark.parametrize("widest", ["x", "kernel", "bias"])
+def test_without_a_dtype_it_is_that_of_the_widest(widest, rng):
+    shapes = {"x": (16, 32), "kernel": (32, 48), "bias": (48,)}
+    dtypes = {name: jnp.float32 if name == widest else jnp.bfloat16 for name in shapes}
+    x, kernel, bias = (normal(rng, shape, dtypes[name]) for name, shape in shapes.items())
+    variables = {"params": {"kernel": kernel, "bias": bias}}
+    for recipe in (None, CurrentScaling()):
+        with jax.numpy_dtype_promotion("standard"):
+            ours, theirs = (layer.apply(variables, x) for layer in (Dense(48, recipe=recipe), nn.Dense(48)))
+        assert ours.dtype == theirs.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("dtype", [float, jnp.float64], ids=["float", "float64"])
 def test_names_of_float32_without_64_bits(rng, dtype):
     x, kernel, numbers = normal(rng, (3, 16)), normal(rng, (16, 16)), (((1,), (0,)), ((), ()))

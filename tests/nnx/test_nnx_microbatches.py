@@ -222,6 +222,13 @@ def test_a_kernel_that_layers_share_stays_one(rng):
 def test_layers_that_share_a_kernel_and_need_different_ones_are_refused():
     with pytest.raises(ValueError, match="layers first and second share a kernel and quantize it differently"):
         quantize_kernels(Tied(CurrentScaling(), BlockScaling()))
+    first, second = (
+        LinearGeneral(*sizes, axis=axis, recipe=CurrentScaling(), rngs=nnx.Rngs(0))
+        for sizes, axis in ((((16, 16), 32), (-2, -1)), ((16, (16, 32)), -1))
+    )
+    second.kernel = first.kernel
+    with pytest.raises(ValueError, match=r"layers 0 and 1 share a kernel .*: give them the same .* of dimensions"):
+        quantize_kernels(nnx.List([first, second]))
     for recipes, names in (
         ((None, CurrentScaling()), "second .* with first.kernel"),
         ((CurrentScaling(), None), "first .* with second.kernel"),
