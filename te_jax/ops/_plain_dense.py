@@ -107,15 +107,16 @@ def _accumulating(contracting_ndim, kernel_contracting, accumulate, x: Array, ke
 
 
 def _accumulating_forward(contracting_ndim, kernel_contracting, accumulate, *operands):
-    x, kernel, accumulator = (not_differentiated(x, _ONCE) for x in custom_vjp_primal_tree_values(operands))
+    x, kernel, accumulator = custom_vjp_primal_tree_values(operands)
     y = _accumulating(contracting_ndim, kernel_contracting, accumulate, x, kernel, accumulator)
     _, *wanted = (as_residual(operand.perturbed) for operand in operands)
     return y, (x, kernel, accumulator, wanted)
 
 
 def _accumulating_backward(contracting_ndim, kernel_contracting, accumulate, residuals, dy: Array):
-    x, kernel, accumulator, wanted = residuals
-    validate_wanted(*map(from_residual, wanted))
+    # Here, for a scan keeps what passes through a function beside what it is passed, once more for every layer.
+    x, kernel, accumulator = (not_differentiated(x, _ONCE) for x in residuals[:3])
+    validate_wanted(*map(from_residual, residuals[3]))
     (dx,) = jax.vjp(lambda x: _forward(x, kernel, contracting_ndim, kernel_contracting), x)[1](dy)
     tokens = tuple(range(x.ndim - contracting_ndim))
     operands = (x, dy) if kernel_contracting == "first" else (dy, x)

@@ -299,6 +299,26 @@ def test_stacked_layers(rng):
     assert_close(after - before, wide(jax.jit(jax.grad(plain))(kernels)), dtype="float32", tolerance=1e-2)
 
 
+@few_recipes
+def test_stacked_layers_keep_no_copy_of_kernels_and_accumulators(recipe):
+    """The loop's own inputs are there in the backward pass: a copy of each would be another 8 bytes a weight."""
+    kernels, x = jnp.zeros((3, 128, 128)), jnp.zeros((32, 128))
+    if recipe is not None:
+        kernels = jax.vmap(functools.partial(ops.quantize, quantization=recipe.quantization("kernel")))(kernels)
+
+    def run(x, accumulators, kernels):
+        def layer(x, inputs):
+            return ops.dense(x, inputs[0], recipe=recipe, wgrad_accumulator=inputs[1]), None
+
+        return jnp.sum(lax.scan(layer, x, (kernels, accumulators))[0])
+
+    program = jax.make_jaxpr(jax.grad(run, argnums=(0, 1)))(x, jnp.zeros(kernels.shape), kernels)
+    loops = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
+    made = [result for loop in loops for result in loop.outvars if result.aval.shape == kernels.shape]
+    assert len(loops) == 2
+    assert len(made) == 1  # the accumulators' next values
+
+
 @pytest.mark.parametrize("wrap", ["checkpoint", "vmap"])
 def test_transformations(wrap, rng):
     case = random_case(rng, (3, 32), (64,), (48,), with_bias=False)
