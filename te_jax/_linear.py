@@ -81,8 +81,6 @@ def linear(
             )
         x = regrouped(x, (batch, contracted), (batch, rows))
         bias = None if bias is None else regrouped(bias, (features,), (cols,))
-        if accumulator is not None:
-            accumulator = regrouped(accumulator, (contracted, features), (rows, cols))
         contracted = rows
     y = ops.dense(
         x,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from te_jax.ops._plain_dense import (
     added_once,
     validate_wanted,
 )
+from te_jax.ops._regrouped import regrouped, split_in_two
 from te_jax.ops.gemm import gemm
 from te_jax.ops.quantize import QuantizedParts, quantize_parts
 from te_jax.quantized import QuantizedArray
@@ -188,7 +190,7 @@ def _backward(layer: Layer, residuals: _Residuals, dy: Array):
         if for_wgrad and accumulator is not None:
             if layer.accumulate:
                 accumulator = added_once(accumulator, *jax.tree.leaves((x8, dy8)))
-            next_accumulator = cast(_wgrad(layer, x8, dy8, accumulator, accumulator.dtype), accumulator_like)
+            next_accumulator = cast(_accumulated(layer, x8, dy8, accumulator), accumulator_like)
         elif for_wgrad:
             assert kernel_like is not None
             dkernel = cast(_wgrad(layer, x8, dy8, None, kernel_like.dtype), kernel_like)
@@ -252,6 +254,16 @@ def _wgrad(layer: Layer, x8: Any, dy8: QuantizedArray, accumulator: Array | None
         fast_accumulation=layer.is_fast("wgrad"),
         implementation=layer.implementation,
     )
+
+
+def _accumulated(layer: Layer, x8: Any, dy8: QuantizedArray, accumulator: Array) -> Array:
+    """The next value of an accumulator, which may have more dimensions than the kernel that products read. It gets
+    those here: a scan keeps what is reshaped before beside its own inputs, once more for every layer."""
+    inner, outer = x8.transposed.shape[: layer.contracting_ndim], dy8.shape[-layer.out_ndim :]
+    groups = (inner, outer) if layer.kernel_contracting == "first" else (outer, inner)
+    own = split_in_two(accumulator.shape, math.prod(groups[0]))
+    wgrad = _wgrad(layer, x8, dy8, regrouped(accumulator, own, groups), accumulator.dtype)
+    return regrouped(wgrad, groups, own)
 
 
 def _kept(x: QuantizedArray, copy: Copy) -> QuantizedArray:

@@ -40,3 +40,9 @@ def regrouped(x: Array, before: Sequence[tuple[int, ...]], after: Sequence[tuple
         spec_before += entries
     x = jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec_before)))
     return lax.reshape(x, sizes, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec_after)))
+
+
+def split_in_two(shape: tuple[int, ...], first: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions as two groups, of which the first has `first` elements."""
+    place = next(i for i in range(len(shape)) if math.prod(shape[:i]) == first)
+    return shape[:place], shape[place:]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import numbers
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -77,12 +79,12 @@ def dense(
       kernel_contracting: "first" or "last": where in the kernel the dimensions of `in` stand. With "last", block
         scaling has square blocks in the transposed copy of x rather than of g, so that its weight gradient is as fast.
       activation: None, "gelu" (tanh approximation), "relu" or "silu".
-      wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is not a gradient but its next
-        value, written in place where the buffer is donated or carried by a loop; kernel's own cotangent is then zero,
-        and it is an error to differentiate with respect to kernel and not to wgrad_accumulator. One use in each
-        backward pass: JAX would add up the values of several. Examples of a vmap may share it: it is added once, and
-        every example's gradient is there first. Inside `shard_map` each device accumulates what it computes: sum over
-        devices at the end.
+      wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel (as before quantization, where that made one
+        dimension of several). Its cotangent is not a gradient but its next value, written in place where the buffer is
+        donated or carried by a loop; kernel's own cotangent is then zero, and it is an error to differentiate with
+        respect to kernel and not to wgrad_accumulator. One use in each backward pass: JAX would add up the values of
+        several. Examples of a vmap may share it: it is added once, and every example's gradient is there first. Inside
+        `shard_map` each device accumulates what it computes: sum over devices at the end.
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer. Without
         wgrad_accumulator it has no effect.
       scaling_state: for DelayedScaling: histories of largest magnitudes. Its cotangent is the next state. Where several
@@ -199,7 +201,7 @@ def _validate(x: Array, kernel, bias: Array | None, shape: _Shape, activation, a
         ("x", x, x.shape),
         ("kernel", kernel, kernel.shape),
         ("bias", bias, shape.outer),
-        ("wgrad_accumulator", accumulator, kernel.shape),
+        ("wgrad_accumulator", accumulator, _accumulator_shape(kernel, accumulator)),
     ):
         if array is None:
             continue
@@ -219,6 +221,14 @@ def _validate(x: Array, kernel, bias: Array | None, shape: _Shape, activation, a
             "another kernel there and accumulates its own part: make it with lax.pcast(…, to='varying') or pass it in "
             "split, and sum over these axes after the last microbatch"
         )
+
+
+def _accumulator_shape(kernel: Array | QuantizedArray, accumulator: Array | None) -> tuple[int, ...]:
+    """The kernel's; of one that came quantized, where rows or cols are one dimension, also that which it had before."""
+    if accumulator is None or not isinstance(kernel, QuantizedArray) or accumulator.size != kernel.size:
+        return kernel.shape
+    rows = math.prod(kernel.shape[: kernel.row_ndim])
+    return accumulator.shape if rows in itertools.accumulate(accumulator.shape, operator.mul) else kernel.shape
 
 
 def _validate_plain(kernel: Array | QuantizedArray, scaling_state: DelayedScalingState | None) -> None:
@@ -291,7 +301,7 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
         before, after = (shape.inner, shape.outer), (inner, outer)
         if layer.kernel_contracting == "last":
             before, after = before[::-1], after[::-1]
-        kernel, accumulator = (None if a is None else regrouped(a, before, after) for a in (kernel, accumulator))
+        kernel = regrouped(kernel, before, after)
     bias = None if bias is None else regrouped(bias, (shape.outer,), (outer,))
     layer = dataclasses.replace(layer, contracting_ndim=len(inner), out_ndim=len(outer))
     y: Any = _fp8_dense.product(layer, *_varying_together(flat, kernel, bias, accumulator), state)

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
+from te_jax.ops.dense import quantize_kernel
 from te_jax.testing import assert_close, buffers, collectives
 
 CURRENT = RECIPES["current"]
@@ -91,6 +92,21 @@ def test_quantized_kernel(rng):
     plain = jax.grad(loss, argnums=(0, 2))(case.x, case.kernel, before, case.dy)
     np.testing.assert_array_equal(dx, plain[0])
     np.testing.assert_array_equal(after, plain[1])
+
+
+@pytest.mark.parametrize("kernel_contracting", ["first", "last"])
+def test_accumulator_of_a_kernel_whose_dimensions_quantization_merged(kernel_contracting, rng):
+    """As `apply_updates` and quantize_kernels make it: accumulators keep the parameter's shape."""
+    case = random_case(rng, (32,), (128,), (4, 48), with_bias=False, kernel_contracting=kernel_contracting)
+    recipe, before = RECIPES["block"], draw(rng, case.kernel)
+    kernel = quantize_kernel(case.kernel, recipe, row_ndim=1 if kernel_contracting == "first" else 2)
+    assert kernel.ndim == 2
+    dy, options = case.dy.reshape(32, 192), {"recipe": recipe, "kernel_contracting": kernel_contracting}
+    after = jax.grad(functools.partial(loss, **options), argnums=2)(case.x, kernel, before, dy)
+    assert after.shape == before.shape
+    assert_close(after - before, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
+    with pytest.raises(ValueError, match=r"wgrad_accumulator has shape \(96, 256\)"):
+        loss(case.x, kernel, before.reshape(96, 256), dy, **options)
 
 
 def test_only_the_accumulator_is_differentiated(rng):
@@ -300,23 +316,26 @@ def test_stacked_layers(rng):
 
 
 @few_recipes
-def test_stacked_layers_keep_no_copy_of_kernels_and_accumulators(recipe):
-    """The loop's own inputs are there in the backward pass: a copy of each would be another 8 bytes a weight."""
-    kernels, x = jnp.zeros((3, 128, 128)), jnp.zeros((32, 128))
-    if recipe is not None:
-        kernels = jax.vmap(functools.partial(ops.quantize, quantization=recipe.quantization("kernel")))(kernels)
+@pytest.mark.parametrize("quantized", [True, False], ids=["quantized", "plain"])
+def test_stacked_layers_keep_no_copy_of_kernels_and_accumulators(quantized, recipe):
+    """The loop's own inputs are there in the backward pass: a copy of each would be another 8 bytes a weight. Blocks
+    read the 4 × 64 features as one dimension."""
+    before, x = jnp.zeros((3, 128, 4, 64)), jnp.zeros((32, 128))
+    kernels = quantize_kernel(before, recipe, row_ndim=1, stacked_ndim=1) if recipe and quantized else before
 
     def run(x, accumulators, kernels):
         def layer(x, inputs):
-            return ops.dense(x, inputs[0], recipe=recipe, wgrad_accumulator=inputs[1]), None
+            y = ops.dense(x, inputs[0], recipe=recipe, wgrad_accumulator=inputs[1])
+            return y.reshape(32, 2, 128).sum(1), None
 
         return jnp.sum(lax.scan(layer, x, (kernels, accumulators))[0])
 
-    program = jax.make_jaxpr(jax.grad(run, argnums=(0, 1)))(x, jnp.zeros(kernels.shape), kernels)
+    program = jax.make_jaxpr(jax.grad(run, argnums=(0, 1)))(x, before, kernels)
     loops = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
-    made = [result for loop in loops for result in loop.outvars if result.aval.shape == kernels.shape]
+    results = [result.aval for loop in loops for result in loop.outvars]
     assert len(loops) == 2
-    assert len(made) == 1  # the accumulators' next values
+    made = [result.shape for result in results if result.size == before.size and result.dtype == jnp.float32]
+    assert made == [before.shape]  # the accumulators' next values
 
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "vmap"])
