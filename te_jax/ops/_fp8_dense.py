@@ -33,6 +33,10 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Product, Quantization, Recipe, Role
 
 _NAME = "te_jax.ops.dense"
+_NO_GRADIENT = (
+    "kernel is a QuantizedArray, which has no gradient of its own: pass wgrad_accumulator and differentiate with "
+    "respect to it (accumulate_gradients in modules), or do not differentiate with respect to kernel"
+)
 
 Copy = Literal["data", "transposed"]
 
@@ -146,6 +150,8 @@ def _forward(layer: Layer, *operands):
     x8, x_amax, _ = _quantize(layer, "activation", x, state, outer=True, summed=for_wgrad)
     amaxes: dict[Role, Any] = {"activation": x_amax}
     if isinstance(kernel, QuantizedArray):
+        if for_kernel and accumulator is None:
+            raise NotImplementedError(_NO_GRADIENT)
         kernel8 = kernel
         kept_kernel = _kept(kernel, layer.dgrad_copy)  # without a name: as an argument it is there anyway
     else:

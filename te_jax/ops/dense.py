@@ -19,7 +19,6 @@ from te_jax import native
 from te_jax._arguments import as_axis_names, as_flag
 from te_jax.ops import _delayed, _fp8_dense, _plain_dense
 from te_jax.ops._delayed import AxisName
-from te_jax.ops._derivatives import not_differentiated
 from te_jax.ops._fp8_dense import Layer
 from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops._operands import as_array, validate_quantized_array
@@ -29,11 +28,6 @@ from te_jax.ops.gemm import unsupported
 from te_jax.ops.quantize import quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, DelayedScalingState, Recipe
-
-_NO_GRADIENT = (
-    "kernel is a QuantizedArray, which has no gradient of its own: pass wgrad_accumulator and differentiate with "
-    "respect to it (accumulate_gradients in modules), or do not differentiate with respect to kernel"
-)
 
 
 def dense(
@@ -141,8 +135,6 @@ def dense(
         axis_names,
         _implementation(implementation, recipe),
     )
-    if isinstance(kernel, QuantizedArray) and wgrad_accumulator is None:
-        kernel = jax.tree.map(lambda leaf: not_differentiated(leaf, _NO_GRADIENT), kernel)
     return _dense(x, kernel, bias, wgrad_accumulator, scaling_state, layer)
 
 

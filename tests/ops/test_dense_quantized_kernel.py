@@ -156,6 +156,22 @@ def test_remat_does_not_keep_a_second_copy(kernel, case, recipe, capsys):
     assert kept == []
 
 
+def test_stacked_layers_keep_no_second_copy(kernel, case, recipe):
+    """As of a frozen model with adapters: the backward pass reads the kernels that the scan is given."""
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), kernel)
+
+    def run(x, kernels):
+        def layer(x, kernel):
+            return jnp.sin(ops.dense(x, kernel, recipe=recipe)[..., : x.shape[-1]]), None
+
+        return jnp.sum(lax.scan(layer, x, kernels)[0].astype(jnp.float32))
+
+    program = jax.make_jaxpr(jax.grad(run))(case.x, stacked)
+    loops = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert len(loops) == 2
+    assert not [out for loop in loops for out in loop.outvars if out.aval.dtype == jnp.float8_e4m3fn]
+
+
 def test_donation(case, recipe):
     """The kernel of the next step takes the place of this one's, array by array."""
 
