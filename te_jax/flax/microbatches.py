@@ -31,6 +31,7 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
     Each kernel is quantized as its layer's recipe says, and is then a `te_jax.quantized.QuantizedArray`. Kernels of
     layers with recipe=None, and all other variables, stay what they are, but without names of logical axes. The model
     runs with them as with `variables`; gradients come from `accumulate_gradients`. The optimizer keeps `variables`.
+    To find the layers the model is traced, each time: call it inside `jit`.
 
     Args:
       model: a Linen module.
