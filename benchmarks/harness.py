@@ -489,7 +489,7 @@ def run_family(
     record = environment(commit)
     timing = QUICK if quick else FULL
     folder = output or RESULTS
-    found = _kept(folder, name, record, timing, {case.name for case in chosen}) if add else _empty()
+    found = _kept(folder, name, record, timing) if add else {"cases": [], "rows": [], "skipped": []}
     default = {case.name for case in family.cases.get(device.platform, ())}
     say(f"{name} on {device.device_kind}, {timing.samples} samples of about {timing.sample_seconds * 1e3:.0f} ms")
 
@@ -497,12 +497,16 @@ def run_family(
     for case in chosen:
         result = family.run_case(case, implementations, timing)
         wrong = wrong or bool(result.wrong)
-        found["rows"] += result.rows
-        found["skipped"] += [*result.skipped, *result.wrong]
-        found["cases"] += [case.name] if peers is None else []
+        problems = [*result.skipped, *result.wrong]
+        measured = {case.name, *(each["case"] for each in (*result.rows, *problems))}  # rows may name parts of it
+        found = {
+            "cases": [each for each in found["cases"] if each != case.name] + [case.name] * (peers is None),
+            "rows": [row for row in found["rows"] if row["case"] not in measured] + result.rows,
+            "skipped": [problem for problem in found["skipped"] if problem["case"] not in measured] + problems,
+        }
         say("")
         say(screen_table(result.rows))
-        for problem in (*result.skipped, *result.wrong):
+        for problem in problems:
             say(f"  {problem['operation']} · {problem['implementation']}: not measured, {problem['reason']}")
         complete = not quick and bool(default) and default <= set(found["cases"])
         if found["rows"] and (complete or output is not None):  # after each case, for a run may be cut off
@@ -521,21 +525,15 @@ def run_family(
     return int(wrong)
 
 
-def _empty() -> dict[str, list[Any]]:
-    return {"cases": [], "rows": [], "skipped": []}
-
-
 def _result_path(name: str, device_kind: str, folder: Path) -> Path:
     return folder / slug(device_kind) / f"{name}.json"
 
 
-def _kept(
-    folder: Path, name: str, record: dict[str, Any], timing: Timing, measured_again: set[str]
-) -> dict[str, list[Any]]:
-    """What a result file has of other cases than those that are measured again; "cases" are those with all peers."""
+def _kept(folder: Path, name: str, record: dict[str, Any], timing: Timing) -> dict[str, list[Any]]:
+    """What a result file has; "cases" are those with all peers."""
     path = _result_path(name, record["device"]["kind"], folder)
     if not path.exists():
-        return _empty()
+        return {"cases": [], "rows": [], "skipped": []}
     document = json.loads(path.read_text(encoding="utf-8"))
     theirs = {**document, **document["timing"]}
     for key, mine in {**record, **dataclasses.asdict(timing)}.items():
@@ -544,11 +542,7 @@ def _kept(
                 f"--add would mix runs: {path} has {key} {theirs.get(key)!r}, and this run {mine!r}; name another "
                 "folder with --output, or measure everything without --add"
             )
-    return {
-        "cases": [case for case in document.get("cases", ()) if case not in measured_again],
-        "rows": [row for row in document["rows"] if row["case"] not in measured_again],
-        "skipped": [problem for problem in document["skipped"] if problem["case"] not in measured_again],
-    }
+    return {key: list(document.get(key, ())) for key in ("cases", "rows", "skipped")}
 
 
 def write_results(document: dict[str, Any], folder: Path) -> Path:

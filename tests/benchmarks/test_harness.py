@@ -255,6 +255,22 @@ def test_a_run_in_parts_is_complete_with_its_last(tmp_path):
     assert run(cases=["large"], add=True) == (["small", "large"], True)
 
 
+def test_a_case_whose_rows_name_its_parts_takes_the_place_of_its_rows(tmp_path):
+    def run_case(case, *_):
+        rows = [row_of(case) | {"case": f"{case.name} {part}"} for part in "ab"]
+        problem = {"case": f"{case.name} c", "operation": "forward", "implementation": "peer", "reason": "no memory"}
+        return CaseResult(rows=rows, skipped=[problem])
+
+    def run(**options):
+        harness.run_family("demo", family_of(run_case), output=tmp_path, commit="abc", say=lambda _: None, **options)
+        (path,) = tmp_path.glob("*/demo.json")
+        document = json.loads(path.read_text())
+        return [[each["case"] for each in document[key]] for key in ("rows", "skipped")]
+
+    run()
+    assert run(cases=["small"], add=True) == [["large a", "large b", "small a", "small b"], ["large c", "small c"]]
+
+
 def test_parts_of_different_runs_are_not_mixed(tmp_path):
     def run(**options):
         family = family_of(lambda case, *_: CaseResult(rows=[row_of(case)]))
