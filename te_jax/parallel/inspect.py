@@ -47,6 +47,7 @@ _WRITTEN = (
     r"|unreduced_reduce_scatter)(?:_start|_done)?|custom_partitioning"
 )
 _WRITTEN_NAME = re.compile(rf"(?:.*/)?(?:{_WRITTEN})(?:\.\d+)?", re.DOTALL)
+_MERGED_NAME = re.compile(r"(?:.*?/)?\((.*)\)", re.DOTALL)
 _MARKED = re.compile(r'\bis_spmd_generated"?[=:]"?true\b')
 _XLA_MARKS_WHAT_IT_INSERTS = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2]) >= (0, 11)
 
@@ -363,7 +364,10 @@ def _is_inserted(instruction: Instruction, op_name: str) -> bool:
         return True
     if not _XLA_MARKS_WHAT_IT_INSERTS and not attributes.get("replica_groups", "{").startswith("{"):
         return True
-    return not all(_WRITTEN_NAME.fullmatch(name.strip()) for name in op_name.split(";"))
+    # Where XLA merges collectives it joins their names: "f/a/psum;f/b/psum", or "f/(a/psum:b/psum)".
+    merged = _MERGED_NAME.fullmatch(op_name)
+    names = merged[1].split(":") if merged else op_name.split(";")
+    return not all(_WRITTEN_NAME.fullmatch(name.strip(" ()")) for name in names)
 
 
 def _payload(

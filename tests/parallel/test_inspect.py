@@ -355,7 +355,11 @@ def test_unknown_times():
         ("jit(f)/custom_partitioning", "replica_groups={{0,1}}", False),
         ("jit(f)/a/psum;jit(f)/b/pmax", "replica_groups={{0,1}}", False),
         ("jit(f)/a/psum;jit(f)/b/dot_general", "replica_groups={{0,1}}", True),
+        ("jit(f)/shard_map/(a/psum:b/(c)/pmax)", "replica_groups={{0,1}}", False),
+        ("jit(f)/((psum:a/psum):transpose(jvp(a))/psum_invariant)", "replica_groups={{0,1}}", False),
+        ("jit(f)/(a/psum:reduce_sum)", "replica_groups={{0,1}}", True),
         ("jit(f)/psum/dot_general", "replica_groups={{0,1}}", True),
+        ("jit(f)/jvp(psum)", "replica_groups={{0,1}}", True),
         ("jit(f)/my_psum", "replica_groups={{0,1}}", True),
         ("", "replica_groups={{0,1}}", True),
         ("jit(f)/psum", 'replica_groups={{0,1}}, frontend_attributes={is_spmd_generated="true"}', True),
@@ -521,6 +525,15 @@ def test_gradients_of_written_collectives_are_written(mesh):
     found = inspect.collectives(jax.grad(mapped), w, x)
     assert "reduce-scatter" in kinds(found)
     assert not any(c.inserted for c in found)
+
+
+def test_what_xla_merges_of_a_step_that_is_data_parallel_is_written(mesh):
+    def loss(weights, x):
+        return lax.pmean(jnp.mean((jnp.tanh(x @ weights["up"]) @ weights["down"]) ** 2), "a")
+
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+    weights = {"up": jnp.ones((16, 8)), "down": jnp.ones((8, 4))}
+    inspect.assert_no_resharding(jax.value_and_grad(mapped), weights, jnp.ones((8, 16)))
 
 
 def test_what_is_resharded_at_the_edge_of_shard_map_is_inserted(mesh):
