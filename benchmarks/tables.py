@@ -172,6 +172,7 @@ def _headline_values(document: dict[str, Any]) -> tuple[list[str], list[str], di
         (row["case"], row["implementation"]): row[headline["figure"]]
         for row in document["rows"]
         if row["operation"] == headline["operation"] and row["implementation"] in headline["implementations"]
+        if headline["figure"] in row  # which a ratio is not where what it compares with was not measured
     }
     cases = list(dict.fromkeys(case for case, _ in value))
     measured = {implementation for _, implementation in value}

@@ -101,6 +101,17 @@ def test_a_summary_has_one_line_for_each_case_of_the_headline(root):
     assert "9.00" not in text
 
 
+@pytest.mark.parametrize("kind", ["summary", "figure"])
+def test_a_row_without_the_figure_of_the_headline_is_left_out(root, kind):
+    path = page(root, kind)
+    document = copy.deepcopy(DOCUMENT)
+    del document["rows"][0]["ratio_to_copy"]
+    publish(root, document)
+    assert tables.main([]) == 0
+    shown = path if kind == "summary" else root / "docs" / "images" / "demo-gpu-x.svg"
+    assert ("1.75" in shown.read_text(), "1.50" in shown.read_text()) == (True, False)
+
+
 @pytest.mark.parametrize(("name", "link"), [("README.md", "docs/images/"), ("docs/page.md", "images/")])
 def test_a_figure_is_well_formed_and_linked_from_where_the_page_stands(root, name, link):
     path = page(root, "figure", name)
