@@ -195,12 +195,20 @@ def _build(pair: tuple[str, str], size: int, salt: tuple[int, int], devices: Seq
     return _build_mapped(operation, implementation, size, salt, devices)
 
 
-def _candidate(operation: str, implementation: str, received: int, call: Callable[..., Any], sent: Any) -> Candidate:
+def _candidate(
+    operation: str,
+    implementation: str,
+    received: int,
+    call: Callable[..., Any],
+    sent: Any,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+) -> Candidate:
     most_calls = 1000 if jax.default_backend() != "cpu" else _MOST_CALLS_ON_CPU
     return Candidate(
         name=f"{operation} {implementation}",
         call=call,
         arguments=lambda calls: [(sent,)] * calls,
+        wait=wait,
         most_calls=max(1, min(most_calls, _MOST_BYTES_IN_FLIGHT // received)),
     )
 
@@ -218,8 +226,16 @@ def _build_copies(operation: str, size: int, salt: tuple[int, int], devices: Seq
             drawn = _drawn(salt, rank, count)
         return jax.device_put(drawn, device)  # no copy: from here on nothing but another device_put may move it
 
+    on_their_way: list[list[jax.Array]] = []
+
     def copy(messages: list[jax.Array]) -> list[jax.Array]:
-        return [jax.device_put(message, devices[to]) for message, (_, to) in zip(messages, ways, strict=True)]
+        received = [jax.device_put(message, devices[to]) for message, (_, to) in zip(messages, ways, strict=True)]
+        on_their_way.append(received)
+        return received
+
+    def wait(_: Any) -> None:  # for all copies: XLA makes them on several streams, and the last need not come last
+        jax.block_until_ready(on_their_way)
+        on_their_way.clear()
 
     def arrived(received: list[jax.Array]) -> bool:
         return all(
@@ -228,7 +244,7 @@ def _build_copies(operation: str, size: int, salt: tuple[int, int], devices: Seq
         )
 
     sent = jax.block_until_ready([draw(source, devices[source]) for source, _ in ways])
-    return _Transfer(_candidate(operation, "device_put", 4 * count, copy, sent), 4 * count, arrived)
+    return _Transfer(_candidate(operation, "device_put", 4 * count, copy, sent, wait), 4 * count, arrived)
 
 
 def _build_mapped(

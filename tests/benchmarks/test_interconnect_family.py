@@ -109,6 +109,17 @@ def test_a_copy_that_stays_where_it_was_is_noticed(monkeypatch):
     assert ("one_way", "device_put") in {(wrong["operation"], wrong["implementation"]) for wrong in result.wrong}
 
 
+@pytest.mark.parametrize("operation", ["one_way", "both_ways"])
+def test_all_copies_are_waited_for_and_none_is_kept(operation, monkeypatch):
+    candidate = family._build((operation, "device_put"), 4096, (4096, 0), jax.local_devices()).candidate
+    wait, waited = jax.block_until_ready, []
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: wait(waited.append(list(jax.tree.leaves(x))) or x))
+    for calls in (3, 1):
+        received = [candidate.call(*arguments) for arguments in candidate.arguments(calls)]
+        candidate.wait(received[-1])
+        assert list(map(id, waited.pop())) == list(map(id, jax.tree.leaves(received)))
+
+
 def test_every_transfer_and_device_has_words_of_its_own():
     salts = [(size, number) for size in (4096, 16384) for number in range(3)]
     drawn = np.stack([np.asarray(family._words(salt, rank, 1024)) for salt in salts for rank in range(4)])
