@@ -42,8 +42,8 @@ KINDS = (*COLLECTIVES, *_FUSED.values())
 """Every kind of collective: XLA's operations, and te_jax's own calls, which multiply too."""
 
 _WRITTEN = (
-    r"(?:psum|psum_invariant|psum_scatter|pmax|pmin|ppermute|pbroadcast|all_gather|all_gather_invariant"
-    r"|all_gather_reduced|reduce_scatter|all_to_all|ragged_all_to_all|unreduced_psum|unreduced_pmax|unreduced_pmin"
+    r"(?:psum|psum_invariant|psum_scatter|pmax|pmin|ppermute|pbroadcast|pbroadcast_dynamic|all_gather"
+    r"|all_gather_invariant|all_gather_reduced|reduce_scatter|all_to_all|ragged_all_to_all|unreduced_psum|unreduced_pmax|unreduced_pmin"
     r"|unreduced_reduce_scatter)(?:_start|_done)?|custom_partitioning"
 )
 _WRITTEN_NAME = re.compile(rf"(?:.*/)?(?:{_WRITTEN})(?:\.\d+)?", re.DOTALL)

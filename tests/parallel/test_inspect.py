@@ -352,6 +352,7 @@ def test_unknown_times():
         ("jit(f)/shard_map/psum", "replica_groups={{0,1}}", False),
         ("jit(f)/shard_map/psum_invariant.1", "replica_groups={{0,1}}", False),
         ("psum", "replica_groups={{0,1}}", False),
+        ("jit(f)/shard_map/pbroadcast_dynamic", "replica_groups={{0,1}}", False),
         ("jit(f)/custom_partitioning", "replica_groups={{0,1}}", False),
         ("jit(f)/a/psum;jit(f)/b/pmax", "replica_groups={{0,1}}", False),
         ("jit(f)/a/psum;jit(f)/b/dot_general", "replica_groups={{0,1}}", True),
