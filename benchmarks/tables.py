@@ -160,7 +160,8 @@ def provenance(document: dict[str, Any]) -> str:
         f"{name} {document['versions'][name]}" for name in ("jax", "optax", "torch") if name in document["versions"]
     )
     device = document["device"]
-    where = f"{device['kind']}, driver {device['driver']}" if device["driver"] else f"CPU: {device['host']}"
+    on_gpu = f"{device['kind']}, driver {device['driver'] or 'unknown'}"
+    where = f"CPU: {device['host']}" if device["platform"] == "cpu" else on_gpu
     changed = " with local changes" if document["dirty"] else ""
     return f"{where}; {versions}; commit {document['commit'][:12]}{changed}; {document['date'][:10]}."
 

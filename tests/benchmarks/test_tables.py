@@ -32,7 +32,7 @@ DOCUMENT = {
     "dirty": False,
     "date": "2026-01-02T03:04:05Z",
     "versions": {"jax": "0.11.2", "optax": "0.2.8", "numpy": "2.0"},
-    "device": {"kind": "GPU X", "driver": "580.1", "host": "processor"},
+    "device": {"kind": "GPU X", "platform": "gpu", "driver": "580.1", "host": "processor"},
     "headline": {
         "operation": "both",
         "figure": "ratio_to_copy",
@@ -99,6 +99,15 @@ def test_a_summary_has_one_line_for_each_case_of_the_headline(root):
     assert "| small | 1.50 | 6.38 |" in text
     assert "| large | 1.75 |  |" in text
     assert "9.00" not in text
+
+
+@pytest.mark.parametrize(
+    ("device", "where"),
+    [({"driver": None}, "GPU X, driver unknown; "), ({"platform": "cpu", "driver": None}, "CPU: processor; ")],
+)
+def test_a_gpu_whose_driver_is_not_known_is_no_cpu(device, where):
+    document = DOCUMENT | {"device": DOCUMENT["device"] | device}
+    assert tables.provenance(document).startswith(where)
 
 
 @pytest.mark.parametrize("kind", ["summary", "figure"])
