@@ -35,8 +35,10 @@ def to_bfloat16(x: Array, bits: Array) -> Array:
       bits: uint32 of the same shape; the upper 16 are used.
     """
     rounded = (lax.bitcast_convert_type(x, jnp.uint32) + (bits >> 16)) & np.uint32(0xFFFF0000)
+    # Zero, NaN where x is not finite, and its derivative is that of x: bits have none.
+    nothing = x - lax.stop_gradient(x)
     # Converted, not cut in two: XLA writes a loop that ends in a conversion over the moment it reads.
-    return (lax.bitcast_convert_type(rounded, jnp.float32) + (x - x)).astype(jnp.bfloat16)
+    return (lax.bitcast_convert_type(rounded, jnp.float32) + nothing).astype(jnp.bfloat16)
 
 
 def to_narrow_float(x: Array, dtype: np.dtype, bits: Array | None, *, positive: bool = False) -> Array:

@@ -13,7 +13,7 @@ from optim_cases import FLOAT8, NAN_OF_GPUS, assert_same, moments, normal_like
 
 from te_jax import optim
 from te_jax.optim import _rounding
-from te_jax.testing import buffers
+from te_jax.testing import assert_close, buffers
 
 NARROW = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float8": FLOAT8}
 narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
@@ -62,6 +62,21 @@ def test_right_on_average_and_never_further_than_a_neighbour(dtype, rng):
     error = np.abs((values == high).mean(axis=0) - chance)
     # Six standard deviations, and a bit for chances that 16 random bits, or 24 of a sum, cannot tell apart.
     assert (error < 6 * np.sqrt(chance * (1 - chance) / COPIES) + 2.0**-12).all()
+
+
+def test_derivatives_come_through_moments_in_bfloat16(rng):
+    """Of what two steps lead to, as if nothing were rounded, which on average nothing is."""
+
+    def moment(gradients, dtype):
+        adam = optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype, seed=seed)
+        state = adam.init(gradients)
+        for _ in range(2):
+            _, state = adam.update(gradients, state)
+        return jnp.sum(state.mu.astype(jnp.float32))
+
+    gradients, seed = jnp.asarray(rng.standard_normal(128), jnp.float32), seed_of(rng)
+    derivative, expected = (jax.grad(moment)(gradients, dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    assert_close(derivative, expected, tolerance=1e-2)
 
 
 @narrow
