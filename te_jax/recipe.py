@@ -179,7 +179,7 @@ class DelayedScaling(Recipe):
 
     history_len: int = 1024
     algorithm: Literal["max", "most_recent"] = "max"
-    margin: int = 0
+    margin: float = 0
     scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("tensor", "tensor"))
 
     def __post_init__(self):
@@ -190,6 +190,7 @@ class DelayedScaling(Recipe):
             raise ValueError(f"algorithm is {self.algorithm!r}; it must be 'max' or 'most_recent'")
         if not is_finite_number(self.margin) or abs(self.margin) > 64:
             raise ValueError(f"margin is {self.margin!r}; it must be a number in [-64, 64], 0 for none")
+        object.__setattr__(self, "margin", float(self.margin))  # arrays are not hashable
 
     def init(self) -> DelayedScalingState:
         """The state of a layer that has seen nothing: every scale is then 1."""

@@ -65,6 +65,8 @@ def test_values_of_numpy_are_taken():
     assert recipe.power_of_two_scales is True  # as kernels take it
     assert recipe.init().kernel.shape == (4,)
     assert recipe.reference_amax(jnp.full(4, 8.0)) == 2.0
+    for margin in (np.array(-2.0), jnp.float32(-2)):
+        assert hash(DelayedScaling(margin=margin)) == hash(DelayedScaling(margin=-2))
 
 
 def test_states_that_do_not_belong_together_are_not_merged():
