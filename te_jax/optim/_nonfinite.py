@@ -108,6 +108,12 @@ def dynamic_loss_scale(
             raise ValueError(f"{name} is {value!r}; it must be {rule}")
     if not (isinstance(smallest, Tracer) or isinstance(largest, Tracer)) and smallest > largest:
         raise ValueError(f"smallest is {smallest!r}; it must not be above largest, which is {largest!r}")
+    if not any(isinstance(x, Tracer) for x in (smallest, initial_scale, largest)) and not (
+        smallest <= initial_scale <= largest
+    ):
+        raise ValueError(
+            f"initial_scale is {initial_scale!r}; it must be in [smallest, largest]: {smallest!r}, {largest!r}"
+        )
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> DynamicLossScaleState:

@@ -238,6 +238,12 @@ def test_a_smallest_scale_above_the_largest():
         optim.dynamic_loss_scale(optax.identity(), smallest=4.0, largest=2.0)
 
 
+@pytest.mark.parametrize("limits", [{"largest": 1024.0}, {"smallest": 2.0**16}], ids=["above", "below"])
+def test_a_first_scale_beyond_the_limits(limits):
+    with pytest.raises(ValueError, match=r"initial_scale is 32768\.0; it must be in \[smallest, largest\]"):
+        optim.dynamic_loss_scale(optax.identity(), **limits)
+
+
 def test_numbers_of_numpy_are_taken():
     transform = optim.dynamic_loss_scale(
         optax.identity(), np.float32(8), growth_interval=np.int64(1), factor=jnp.float32(4)
