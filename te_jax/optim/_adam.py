@@ -102,6 +102,12 @@ def scale_by_adam(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
         del params, extra_args
+        if not isinstance(state, ScaleByAdamState):
+            raise ValueError(
+                f"state is a {type(state).__module__}.{type(state).__name__}; it must be a "
+                "te_jax.optim.ScaleByAdamState, as init returns it: pass the state of another Adam through "
+                "te_jax.optim.convert_state first"
+            )
         count = jnp.asarray(optax.safe_increment(state.count))
         t, t_next = (jnp.asarray(n).astype(float) for n in (count, optax.safe_increment(count)))
         step = _Step(

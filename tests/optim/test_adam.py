@@ -338,6 +338,13 @@ def test_seeds_out_of_range(seed):
         optim.adam(1e-3, mu_dtype="bfloat16", seed=seed)
 
 
+@pytest.mark.parametrize("state", [optax.scale_by_adam().init(jnp.ones(3)), {"count": 0}], ids=["optax", "dict"])
+def test_states_of_others(state):
+    message = f"state is a {type(state).__module__}.{type(state).__name__}; it must be .* te_jax.optim.convert_state"
+    with pytest.raises(ValueError, match=message):
+        optim.scale_by_adam().update(jnp.ones(3), state)
+
+
 def test_gradients_of_other_shapes():
     adam = optim.scale_by_adam()
     with pytest.raises(ValueError, match=r"shape \(4, 1\) whose moments have shape \(4, 2\): gradients must have"):
