@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from te_jax.optim import _moments
 from te_jax.optim._adam import ScaleByAdamState
@@ -81,7 +82,9 @@ def _convert(target: Any, source: Any, params: Any, where: str) -> Any:
             "both must be composed of the same transforms"
         )
     _check_parameters(target, source, where)
-    return jax.tree.map(lambda new, old: new if old is new else jnp.asarray(old).astype(new.dtype), target, source)
+    return jax.tree.map(
+        lambda new, old: new if old is new else lax.convert_element_type(old, new.dtype), target, source
+    )
 
 
 def _are_sequences(target: Any, source: Any) -> bool:

@@ -267,6 +267,13 @@ def test_schedules_go_on(params, gradients):
     assert [leaf.count for leaf in (converted[0], converted[2])] == [4, 4]
 
 
+def test_random_keys_go_on(params, gradients):
+    noise = optax.add_noise(0.01, 0.55, jax.random.key(0))
+    params, state = run(optax.chain(noise, optax.adamw(0.1)), params, gradients)
+    converted = optim.convert_state(optax.chain(noise, optim.adamw(0.1, nu_dtype=FLOAT8)), state, params)
+    assert converted[0].rng_key == state[0].rng_key
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
