@@ -86,7 +86,9 @@ def test_float16_has_blocks_here_and_none_in_optax(params, gradients):
         converted = optim.convert_state(after, state, new)
         assert types(converted) == types(after.init(new))
         found, expected = (optim.convert_state(optax.adamw(0.1), s, new)[0].mu["kernel"] for s in (converted, state))
-        assert_rounded_once(found, expected, jnp.float16, exact=False)
+        if after is theirs:  # without scales small numbers are subnormal
+            expected = expected.astype(jnp.float16).astype(jnp.float32)
+        assert_rounded_once(found, expected, jnp.float16, exact=after is theirs)
 
 
 def test_carrying_on_after_float32_to_float32(params, gradients):
