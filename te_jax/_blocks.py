@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -22,7 +23,8 @@ def size_of(length: int) -> int:
 
 def zeros(x: Any) -> Array:
     """float32 zeros, one for each block along the last dimension of x, sharded as x where the blocks divide so."""
-    shape = (*x.shape[:-1], -(-x.shape[-1] // BLOCK)) if x.shape else ()
+    shape = np.shape(x)
+    shape = (*shape[:-1], -(-shape[-1] // BLOCK)) if shape else ()
     traced = isinstance(x, Tracer)
     sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
     # What is traced knows its sharding on Explicit meshes; elsewhere that is XLA's to find out.

@@ -56,7 +56,7 @@ def master_weights(
         return jax.tree.map(_wide, tree)
 
     def master_of(param: Any) -> Any:
-        if param.dtype == jnp.float32:
+        if jnp.result_type(param) == jnp.float32:
             return optax.MaskedNode()
         if param.dtype not in (_BFLOAT16, np.float16):
             raise ValueError(
@@ -111,7 +111,8 @@ def weights(params: Any, state: Any) -> Any:
         masters.
 
     Returns:
-      float32 arrays of the parameters' structure; float64 parameters without a master stay what they are.
+      float32 arrays of the parameters' structure; float64 parameters without a master, and what is not
+      floating-point, stay what they are.
 
     Raises:
       ValueError: the state holds the masters of several optimizers.
@@ -129,7 +130,9 @@ def weights(params: Any, state: Any) -> Any:
 
 
 def _wide(x: Any) -> Any:
-    dtype = np.promote_types(x.dtype, np.float32)
+    if not jnp.issubdtype(own := jnp.result_type(x), jnp.floating):
+        return x
+    dtype = np.promote_types(own, np.float32)
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     return jnp.asarray(x).astype(dtype)

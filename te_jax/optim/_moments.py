@@ -47,12 +47,12 @@ def is_scaled(dtype: np.dtype | None) -> bool:
 
 def zeros(param: Any, dtype: np.dtype | None) -> Array:
     """A moment before the first step."""
-    if param.dtype not in (*_PLAIN, _FLOAT16):
+    own = jnp.result_type(param)
+    if own not in (*_PLAIN, _FLOAT16):
         raise ValueError(
-            f"a parameter has dtype {param.dtype}: Adam needs parameters in float32, bfloat16, float16 or float64; "
-            "mask it out"
+            f"a parameter has dtype {own}: Adam needs parameters in float32, bfloat16, float16 or float64; mask it out"
         )
-    dtype = dtype or (np.dtype(jnp.float32) if param.dtype == _FLOAT16 else np.dtype(param.dtype))
+    dtype = dtype or (np.dtype(jnp.float32) if own == _FLOAT16 else own)
     return jnp.zeros_like(param, dtype=dtype)
 
 

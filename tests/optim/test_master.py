@@ -216,6 +216,17 @@ def test_weights_of_a_state(rng):
     assert_same(optim.weights(params, optim.adam(0.1).init(params)), wide)
 
 
+def test_weights_beside_what_is_no_number():
+    """Or none of an optimizer: counts and random keys stay what they are."""
+    params = {"kernel": jnp.ones(3, jnp.bfloat16), "count": jnp.int32(2**30 + 1), "key": jax.random.key(0)}
+    transform = optax.masked(added("int16"), {"kernel": True, "count": False, "key": False})
+    for state in (transform.init(params), ()):
+        weights = optim.weights(params, state)
+        assert weights["kernel"].dtype == jnp.float32
+        assert weights["count"] is params["count"]
+        assert weights["key"] is params["key"]
+
+
 @pytest.mark.parametrize("labels", [{"a": "ours", "b": "theirs"}, {"a": {"k": "ours", "n": "theirs"}, "b": "theirs"}])
 @pytest.mark.parametrize("dtype", ["float32", "int16"])
 def test_weights_where_other_parameters_have_another_optimizer(labels, dtype, rng):

@@ -128,6 +128,16 @@ def test_init_of_shapes_alone(case, params):
     assert types(jax.eval_shape(transform.init, params)) == types(expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"nu_dtype": "float8_e4m3fn"}, {"master_dtype": "float32"}], ids=str)
+def test_parameters_of_python_and_numpy(options):
+    """As JAX takes them: numbers, and float64 where there are no 64 bits."""
+    params, optimizer = {"scale": 2.0, "bias": np.ones(3)}, optim.adamw(0.1, **options)
+    arrays = jax.tree.map(jnp.float32, params)
+    results = [optimizer.update(arrays, optimizer.init(p), p) for p in (params, arrays)]
+    assert types(results[0]) == types(results[1])
+    assert_same(*results)
+
+
 @cases
 def test_updates_have_the_gradients_dtypes_or_float32_with_masters(case, params, gradients):
     transform = transform_of(case)
