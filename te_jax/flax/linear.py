@@ -62,7 +62,7 @@ class DenseGeneral(nn.Module):
     implementation: native.Implementation | None = None
 
     @nn.compact
-    def __call__(self, inputs: Array) -> Array:
+    def __call__(self, inputs: jax.typing.ArrayLike) -> Array:
         """Applies the layer.
 
         Args:

@@ -88,7 +88,7 @@ class LinearGeneral(nnx.Module):
             self.bias = nnx.data(None)
         _add_scaling_state(self, recipe)
 
-    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+    def __call__(self, inputs: jax.typing.ArrayLike, out_sharding: Any = None) -> Array:
         """Applies the layer.
 
         Args:

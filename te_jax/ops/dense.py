@@ -31,15 +31,15 @@ from te_jax.recipe import BLOCK, DelayedScalingState, Recipe
 
 
 def dense(
-    x: Array,
-    kernel: Array | QuantizedArray,
-    bias: Array | None = None,
+    x: jax.typing.ArrayLike,
+    kernel: jax.typing.ArrayLike | QuantizedArray,
+    bias: jax.typing.ArrayLike | None = None,
     *,
     recipe: Recipe | None = None,
     contracting_ndim: int = 1,
     kernel_contracting: KernelContracting = "first",
     activation: Activation | None = None,
-    wgrad_accumulator: Array | None = None,
+    wgrad_accumulator: jax.typing.ArrayLike | None = None,
     accumulate: bool = True,
     scaling_state: DelayedScalingState | None = None,
     axis_name: AxisName | None = None,

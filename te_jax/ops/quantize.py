@@ -36,12 +36,12 @@ class QuantizedParts(NamedTuple):
 
 
 def quantize(
-    x: Array,
+    x: jax.typing.ArrayLike,
     quantization: Quantization,
     *,
     row_ndim: int | None = None,
     copies: Copies = "both",
-    amax: Array | None = None,
+    amax: jax.typing.ArrayLike | None = None,
     axis_name: GroupAxes | None = None,
     with_amax: bool = False,
     with_dbias: bool = False,
@@ -114,7 +114,7 @@ def quantize_parts(
     *,
     row_ndim: int | None = None,
     copies: Copies = "both",
-    amax: Array | None = None,
+    amax: jax.typing.ArrayLike | None = None,
     axis_name: GroupAxes | None = None,
     with_amax: bool = False,
     with_dbias: bool = False,
@@ -169,7 +169,7 @@ def _validate(x: Array, request: Request) -> None:
             )
 
 
-def _validated_amax(amax: Array, request: Request) -> Array:
+def _validated_amax(amax: jax.typing.ArrayLike, request: Request) -> Array:
     amax = as_array("amax", amax)
     if amax.shape != () or amax.dtype != jnp.float32:
         raise ValueError(f"amax has shape {amax.shape} and dtype {amax.dtype}; it must be a float32 scalar")

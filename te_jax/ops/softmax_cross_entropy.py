@@ -40,8 +40,8 @@ class _Loss:
 
 
 def softmax_cross_entropy(
-    logits: Array,
-    labels: Array,
+    logits: jax.typing.ArrayLike,
+    labels: jax.typing.ArrayLike,
     *,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
