@@ -92,7 +92,11 @@ def scale_by_adam(
       Low-precision moments: Dettmers et al., https://arxiv.org/abs/2110.02861; optax issue 1552.
     """
     dtypes = _moments.checked_dtype("mu_dtype", mu_dtype), _moments.checked_dtype("nu_dtype", nu_dtype)
-    if not isinstance(seed, Array | np.ndarray) and not (is_whole_number(seed) and 0 <= seed < 2**32):
+    if isinstance(seed, Array | np.ndarray):
+        is_seed = seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)
+    else:
+        is_seed = is_whole_number(seed) and 0 <= seed < 2**32
+    if not is_seed:
         raise ValueError(f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")
 
     def init(params: Any) -> ScaleByAdamState:

@@ -338,6 +338,13 @@ def test_seeds_out_of_range(seed):
         optim.adam(1e-3, mu_dtype="bfloat16", seed=seed)
 
 
+@pytest.mark.parametrize("make", [lambda: jnp.arange(3), lambda: np.array(1.5), lambda: jax.random.key(0)])
+def test_arrays_that_are_no_seed(make):
+    """Of several numbers the first parameter would take the first."""
+    with pytest.raises(ValueError, match=r"(?s)seed is .*; it must be an integer from 0 to 2\^32 - 1"):
+        optim.adam(1e-3, mu_dtype="bfloat16", seed=make())
+
+
 @pytest.mark.parametrize("state", [optax.scale_by_adam().init(jnp.ones(3)), {"count": 0}], ids=["optax", "dict"])
 def test_states_of_others(state):
     message = f"state is a {type(state).__module__}.{type(state).__name__}; it must be .* te_jax.optim.convert_state"
