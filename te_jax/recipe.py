@@ -167,7 +167,7 @@ class DelayedScaling(Recipe):
     Args:
       forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`.
       history_len: number of earlier steps that are remembered.
-      algorithm: "max" over the history, or the "most_recent" step.
+      algorithm: "max" over the history, or the "most_recent" step that was not all zeros.
       margin: scales are divided by 2^margin, room for values to grow from step to step; in [-64, 64].
 
     Raises:
@@ -206,7 +206,8 @@ class DelayedScaling(Recipe):
         Returns:
           float32 scalar.
         """
-        amax = history[0] if self.algorithm == "most_recent" else jnp.max(history)
+        # A step of zeros tells nothing about the next.
+        amax = history[jnp.argmax(history > 0)] if self.algorithm == "most_recent" else jnp.max(history)
         return amax * np.float32(2.0**self.margin)
 
 
@@ -235,9 +236,11 @@ def observe(history: Array, amax: Array) -> Array:
     """The history after a step in which the largest magnitude was `amax`.
 
     One that is not finite is not remembered, but the newest entry repeated: it would make scales 1 for as long as it is
-    in the history, and gradients zero for many steps after one that overflowed.
+    in the history, and gradients zero for many steps after one that overflowed. A zero takes its place, but for the
+    last that is known: where nothing else would be left, the oldest entry comes again.
     """
     amax = jnp.where(jnp.isfinite(amax), amax, history[0])
+    amax = jnp.where((amax > 0) | jnp.any(history[:-1] > 0), amax, history[-1])
     return jnp.concatenate([jnp.reshape(amax, (1,)), history[:-1]])
 
 

@@ -128,6 +128,26 @@ def test_empty_batch_observes_nothing_but_the_kernel(case):
     assert histories(found) == [[0, 4, 4, 4], [amax(case.kernel), 3, 3, 3], [0, 2, 2, 2]]
 
 
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("history_len", [1, 3])
+def test_steps_of_zeros_leave_the_scale_alone(history_len, algorithm, case):
+    """Scales of 1 would follow, for which gradients as small as these are zeros in E5M2."""
+    kept = DelayedScaling(history_len=history_len, algorithm=algorithm)
+    dy = (case.dy * 1e-7).astype(case.dy.dtype)
+
+    def step(state, dy):
+        return gradients_of(case.x, case.kernel, None, dy, state, recipe=kept)[1]
+
+    state = step(kept.init(), dy)[3]
+    expected = step(state, dy)[0]
+    for _ in range(history_len + 2):
+        state = step(state, jnp.zeros_like(dy))[3]
+        assert float(kept.reference_amax(state.gradient)) == amax(dy)
+    np.testing.assert_array_equal(wide(step(state, dy)[0]), wide(expected))
+    halved = step(state, dy / 2)[3]
+    assert histories(halved)[2][0] == amax(dy / 2)
+
+
 def test_padding_is_not_observed_in_the_wrong_place(case):
     found = next_state_of(case.x[:5], case.kernel, RECIPE.init(), case.dy[:5])
     assert histories(found) == [[amax(a), 0, 0, 0] for a in (case.x[:5], case.kernel, case.dy[:5])]
