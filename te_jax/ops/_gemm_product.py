@@ -43,8 +43,9 @@ _ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
 """32 MiB aligned to 256 bytes, and before them 256 bytes for scalars."""
 
-_COLUMNS_OF_EPILOGUES = 8
-"""cuBLASLt's activations want rows of a multiple of 16 bytes. Those of FP8 operands have them, on every shard."""
+_ROWS_OF_EPILOGUES = 8
+"""cuBLASLt's activations want rows of a multiple of 16 bytes: of other results none, and with other operands
+products were rounded before a bias. All that is FP8 has them, on every shard."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +241,7 @@ def _sharded(product: Product):
         if axes:  # the largest magnitude is that of the whole result
             *others, amax, scale_inv = multiply(product, arrays)
             return (*others, *_largest((amax, scale_inv), m_axes + n_axes))
-        if product.followup.activation and _columns(product, arrays["b"]) % _COLUMNS_OF_EPILOGUES:
+        if product.followup.activation and any(n % _ROWS_OF_EPILOGUES for n in _row_lengths(product, arrays)):
             part = dataclasses.replace(product, dtype=_FLOAT32, followup=Followup())  # rounded once, at the end
             (value,) = _call(part, {name: arrays[name] for name in part.operands}, in_place=False)
             return follow_up(value, product.followup, arrays, product.dtype, value.ndim - product.b_outer_ndim)
@@ -249,10 +250,17 @@ def _sharded(product: Product):
     return local
 
 
-def _columns(product: Product, b: Array) -> int:
-    """Columns of the result on this shard."""
-    end = b.ndim if product.b_summed_first else b.ndim - product.summed_ndim
-    return math.prod(b.shape[end - product.b_outer_ndim : end])
+def _row_lengths(product: Product, arrays: Mapping[str, Array]) -> list[int]:
+    """Values in a row, as they lie in memory, of the result on this shard, of a and of b."""
+    operands, columns = [], 0
+    for x, summed_first, outer_ndim in (
+        (arrays["a"], product.a_summed_first, product.a_outer_ndim),
+        (arrays["b"], product.b_summed_first, product.b_outer_ndim),
+    ):
+        end = x.ndim if summed_first else x.ndim - product.summed_ndim
+        columns = math.prod(x.shape[end - outer_ndim : end])
+        operands.append(columns if summed_first else math.prod(x.shape[end:]))
+    return [columns, *operands]
 
 
 def _largest(values: Sequence[Array], axes: Sequence[str]) -> Sequence[Array]:

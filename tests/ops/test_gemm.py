@@ -188,13 +188,16 @@ def test_gelu_of_rows_of_any_length(columns, implementation, rng):
     assert_close(result, product(lhs, rhs) * gelu_slope(wide(slopes)), dtype="bfloat16")
 
 
+@pytest.mark.parametrize("inner", [2, 3, 8, 12])
 @pytest.mark.parametrize("columns", [1, 8])
-def test_gelu_of_what_is_left_of_a_product_and_a_bias(columns, implementation):
+def test_gelu_of_what_is_left_of_a_product_and_a_bias(columns, inner, implementation):
     """257, which bfloat16 does not hold, less 256."""
-    lhs, rhs = jnp.asarray([[256, 1]], jnp.bfloat16), jnp.ones((2, columns), jnp.bfloat16)
-    bias = jnp.full(columns, -256, jnp.bfloat16)
-    result = ops.gemm(lhs, rhs, bias=bias, activation="gelu", implementation=implementation)
-    assert_close(result, gelu(np.ones((1, columns))), dtype="bfloat16")
+    lhs = jnp.zeros((1, inner), jnp.bfloat16).at[0, :2].set(jnp.asarray([256, 1], jnp.bfloat16))
+    rhs, bias = jnp.ones((inner, columns), jnp.bfloat16), jnp.full(columns, -256, jnp.bfloat16)
+    for layout in ("rows", "cols"):
+        b = rhs if layout == "rows" else rhs.T
+        result = ops.gemm(lhs, b, rhs_contracting=layout, bias=bias, activation="gelu", implementation=implementation)
+        assert_close(result, gelu(np.ones((1, columns))), dtype="bfloat16")
 
 
 def test_gelu_far_from_zero(implementation):
