@@ -188,7 +188,8 @@ def _step(param: Array, master: Any, weight: Array, step: Array) -> tuple[Array,
     upper = (bits + 0x8000) & ~0xFFFF
     change = lax.bitcast_convert_type(upper, jnp.float32) - before + (weight - weight)  # NaN where it is not finite
     # Where a parameter all but vanishes in one step the sum can miss the image; the weight is then what the sum gives.
-    # And without a look at it XLA cuts a sum's bits in two itself, which on GPUs it takes for a conversion to integers.
+    # Without this what is stored is the lower half of a float32 sum's bits, and XLA on GPUs stores the sum itself, cut
+    # to an integer (docs/measurements.md).
     reached = lax.bitcast_convert_type((before + change).astype(_BFLOAT16).astype(jnp.float32), jnp.int32)
     remainder = jnp.where(reached == upper, bits - upper, 0)
     return change, remainder.astype(jnp.int16)
