@@ -186,12 +186,13 @@ def test_remat_changes_memory_and_not_gradients(rng):
     assert memory[1] < 0.7 * memory[0]
 
 
-def test_split_batches_exchange_gradients_and_nothing_else(rng, require_devices):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_split_batches_exchange_gradients_and_nothing_else(axis_type, rng, require_devices):
     require_devices(4)
     params, tokens = random_params(SMALL, rng), random_tokens(SMALL, rng, (8, 16))
     value_and_grad = jax.jit(jax.value_and_grad(functools.partial(loss, config=SMALL)))
     whole_loss, whole = value_and_grad(params, tokens, tokens)
-    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=jax.devices()[:4])
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
     tokens = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
     compiled = value_and_grad.lower(params, tokens, tokens).compile()

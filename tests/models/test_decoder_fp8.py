@@ -127,13 +127,14 @@ def test_remat_changes_nothing(rng):
         assert relative_error(other, leaf) < 2e-2, path
 
 
-def test_split_batches_exchange_gradients_and_largest_magnitudes(rng, require_devices):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_split_batches_exchange_gradients_and_largest_magnitudes(axis_type, rng, require_devices):
     require_devices(4)
     config = dataclasses.replace(PLAIN, recipe=DelayedScaling(history_len=3))
     params, tokens = random_params(rng), random_tokens(rng)
     state = init_scaling_state(config)
     whole, (whole_gradients, whole_state) = value_and_grad(params, tokens, tokens, config, state)
-    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=jax.devices()[:4])
     params, state = jax.device_put((params, state), NamedSharding(mesh, PartitionSpec()))
     tokens = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
     compiled = value_and_grad.lower(params, tokens, tokens, config, state).compile()
