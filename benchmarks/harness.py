@@ -489,7 +489,9 @@ def run_family(
     record = environment(commit)
     timing = QUICK if quick else FULL
     folder = output or RESULTS
-    found = _kept(folder, name, record, timing) if add else {"cases": [], "rows": [], "skipped": []}
+    found: dict[str, list[Any]] = {"cases": [], "rows": [], "skipped": []}
+    if add:
+        found |= _kept(folder, name, record, timing)
     default = {case.name for case in family.cases.get(device.platform, ())}
     say(f"{name} on {device.device_kind}, {timing.samples} samples of about {timing.sample_seconds * 1e3:.0f} ms")
 
@@ -530,10 +532,10 @@ def _result_path(name: str, device_kind: str, folder: Path) -> Path:
 
 
 def _kept(folder: Path, name: str, record: dict[str, Any], timing: Timing) -> dict[str, list[Any]]:
-    """What a result file has; "cases" are those with all peers."""
+    """What a result file has, if there is one; "cases" are those with all peers."""
     path = _result_path(name, record["device"]["kind"], folder)
     if not path.exists():
-        return {"cases": [], "rows": [], "skipped": []}
+        return {}
     document = json.loads(path.read_text(encoding="utf-8"))
     theirs = {**document, **document["timing"]}
     for key, mine in {**record, **dataclasses.asdict(timing)}.items():

@@ -217,12 +217,11 @@ def test_batches_have_scales_at_any_address(rng):
 # ------------------------------------------------------------------------------------------------------ the own kernel
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
-@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize(
+    ("kind", "fast"), [("tensor", False), ("tensor", True), ("row", False), ("row", True), ("block", False)]
+)
 def test_own_kernel_without_cublaslt(kind, fast, rng):
     """Nothing here is a product of cuBLASLt, with whose FP8 kernels racecheck ends."""
-    if kind == "block" and fast:
-        pytest.skip("block scaling always adds up in float32")
     for m, n, k in ((4, 16, 16), (132, 144, 272), (1300, 1056, 1168)):
         for lhs_dtype, rhs_dtype in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)):
             lhs, rhs = draw(rng, kind, m, n, k, lhs_dtype, rhs_dtype)
