@@ -210,11 +210,6 @@ Status PrepareCall(const Group& group) {
   return call.Prepare(group.size() + 4);
 }
 
-Status PrepareProduct(const Executor& executor, gemm::Problem problem, void* workspace) {
-  problem.workspace = workspace;
-  return gemm::Prepare(executor, problem);
-}
-
 template <typename T>
 std::string AsHex(const T& value) {
   static constexpr char kDigits[] = "0123456789abcdef";
@@ -315,13 +310,8 @@ Status PrepareAllGather(const Executor& executor, const Group& group, const AllG
   const ScopedDevice scoped(group.device());
   TE_JAX_TRY(PrepareCall(group));
   for (const Product& product : p.products) {
-    gemm::Problem problem = product.problem;
-    const int64_t bytes = problem.m * problem.n * gemm::SizeOf(problem.d_type);
     for (int rank = 0; rank < group.size(); ++rank) {
-      problem.a.data = p.x.Part(rank, group, 0);
-      if (p.scales.bytes != 0) problem.a.scales = reinterpret_cast<const float*>(p.scales.Part(rank, group, 0));
-      problem.d = static_cast<char*>(product.y) + rank * bytes;
-      TE_JAX_TRY(PrepareProduct(executor, problem, p.workspace));
+      TE_JAX_TRY(gemm::Prepare(executor, ProductOfPart(group, p, product, rank, 0)));
     }
   }
   return Status::Ok();
@@ -343,13 +333,7 @@ Status PrepareReduceScatter(const Executor& executor, const Group& group, const 
     void* const to = p.sums != nullptr ? p.SumsOf(step) : own && p.LastProductAdds(size) ? p.z : at;
     const void* const added = own && p.LastProductAdds(size) && size > 1 ? p.received : nullptr;
     for (size_t i = 0; i < p.products.size(); ++i) {
-      gemm::Problem problem = p.products[i];
-      problem.a.data =
-          static_cast<const char*>(problem.a.data) + owner * problem.m * problem.k * gemm::SizeOf(problem.a.type);
-      if (problem.a.scales != nullptr) problem.a.scales += owner * p.scales_of_piece[i];
-      problem.d = to;
-      problem.accumulator = i != 0 ? problem.d : added;
-      TE_JAX_TRY(PrepareProduct(executor, problem, p.workspace));
+      TE_JAX_TRY(gemm::Prepare(executor, ProductOfRows(group, p, i, owner, to, added)));
     }
   }
   return Status::Ok();

@@ -235,22 +235,27 @@ inline std::vector<Gathered> AllOf(const AllGatherProblem& p) {
   return all;
 }
 
+// A part of x times a weight: what is gathered has the other devices' rows between pieces.
+inline gemm::Problem ProductOfPart(const Group& group, const AllGatherProblem& p, const Product& product, int rank,
+                                   int turn) {
+  gemm::Problem problem = product.problem;
+  const int64_t x_count = problem.m * problem.k, y_count = problem.m * problem.n;
+  problem.workspace = WorkspaceOf(problem, p.workspace, turn);
+  problem.a.data = p.x.Part(rank, group, 0);
+  problem.d = static_cast<char*>(product.y) + rank * y_count * gemm::SizeOf(problem.d_type);
+  problem.batch = {p.x.pieces, rank == group.rank ? x_count : group.size() * x_count, 0, group.size() * y_count};
+  if (p.scales.bytes != 0) {
+    problem.a.scales = reinterpret_cast<const float*>(p.scales.Part(rank, group, 0));
+    problem.batch.a_scales_stride = p.scales.bytes / p.x.pieces / static_cast<int64_t>(sizeof(float));
+  }
+  return problem;
+}
+
 // A part of x times every weight.
 template <typename Call>
 Status MultiplyPart(Call& call, const Group& group, const AllGatherProblem& p, int rank, int turn) {
   for (const Product& product : p.products) {
-    gemm::Problem problem = product.problem;
-    const int64_t bytes = problem.m * problem.n * gemm::SizeOf(problem.d_type);
-    problem.workspace = WorkspaceOf(problem, p.workspace, turn);
-    for (int64_t piece = 0; piece < p.x.pieces; ++piece) {
-      problem.a.data = p.x.Part(rank, group, piece);
-      if (p.scales.bytes != 0) {
-        const int64_t of_piece = p.scales.bytes / p.x.pieces;
-        problem.a.scales = reinterpret_cast<const float*>(p.scales.Part(rank, group, 0) + piece * of_piece);
-      }
-      problem.d = static_cast<char*>(product.y) + (piece * group.size() + rank) * bytes;
-      TE_JAX_TRY(call.Multiply(ProductQueue(turn), problem));
-    }
+    TE_JAX_TRY(call.Multiply(ProductQueue(turn), ProductOfPart(group, p, product, rank, turn)));
   }
   return Status::Ok();
 }
@@ -356,23 +361,26 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
   return meetings.Done();
 }
 
+// The rows of one device times a weight, added to those times the ones before it, or to `added`.
+inline gemm::Problem ProductOfRows(const Group& group, const ReduceScatterProblem& p, size_t weight, int owner,
+                                   void* to, const void* added) {
+  gemm::Problem problem = p.products[weight];
+  const int64_t x_count = problem.m * problem.k, scales = p.scales_of_piece[weight];
+  problem.workspace = p.workspace;
+  problem.a.data = static_cast<const char*>(problem.a.data) + owner * x_count * gemm::SizeOf(problem.a.type);
+  if (problem.a.scales != nullptr) problem.a.scales += owner * scales;
+  problem.d = to;
+  problem.accumulator = weight != 0 ? to : added;
+  problem.batch = {p.pieces, group.size() * x_count, group.size() * scales, problem.m * problem.n};
+  return problem;
+}
+
 // The rows of one device times every weight.
 template <typename Call>
 Status MultiplyRows(Call& call, const Group& group, const ReduceScatterProblem& p, int owner, char* to,
                     const char* added) {
-  for (int64_t piece = 0; piece < p.pieces; ++piece) {
-    for (size_t i = 0; i < p.products.size(); ++i) {
-      gemm::Problem problem = p.products[i];
-      const int64_t part = piece * group.size() + owner;
-      const int64_t offset = piece * problem.m * problem.n * gemm::SizeOf(problem.d_type);
-      problem.workspace = p.workspace;
-      problem.a.data =
-          static_cast<const char*>(problem.a.data) + part * problem.m * problem.k * gemm::SizeOf(problem.a.type);
-      if (problem.a.scales != nullptr) problem.a.scales += part * p.scales_of_piece[i];
-      problem.d = to + offset;
-      problem.accumulator = i != 0 ? problem.d : added == nullptr ? nullptr : added + offset;
-      TE_JAX_TRY(call.Multiply(Queue::kMain, problem));
-    }
+  for (size_t i = 0; i < p.products.size(); ++i) {
+    TE_JAX_TRY(call.Multiply(Queue::kMain, ProductOfRows(group, p, i, owner, to, added)));
   }
   return Status::Ok();
 }

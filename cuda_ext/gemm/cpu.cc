@@ -376,6 +376,12 @@ Status Run(const Executor& executor, const Problem& p) {
     return Status::Failed("scipy's BLAS cannot be used (" + (known ? known->problem : "it exports no sgemm") +
                           "); install another scipy, or use implementation='reference'");
   }
+  if (p.batch.count != 1) {
+    for (int64_t i = 0; i < p.batch.count; ++i) {
+      if (Status status = Run(executor, MemberOf(p, i)); !status.ok()) return status;
+    }
+    return Status::Ok();
+  }
   const int64_t k_blocks = (p.k + kBlockSize - 1) / kBlockSize;
   const BlockScales a_blocks{p.a.scales, 1, p.m, 1}, b_blocks{p.b.scales, k_blocks, 1, kBlockSize};
   const bool blocks = p.scaling == Scaling::kBlock;

@@ -19,8 +19,9 @@ constexpr int64_t AlignedCount(int64_t count) {
   return (count + kSpreadAlignment - 1) / kSpreadAlignment * kSpreadAlignment;
 }
 
-uint8_t AlignmentOf(const void* pointer) {
-  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer) | kUsualAlignment;
+// Of an array, or of all that are so many bytes apart.
+uint8_t AlignmentOf(const void* pointer, int64_t stride = 0) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer) | static_cast<uintptr_t>(stride) | kUsualAlignment;
   return static_cast<uint8_t>(address & (~address + 1));
 }
 
@@ -67,6 +68,10 @@ class Attempt {
     Do(what, [&] { return cublasLtMatmulDescSetAttribute(description, attribute, &value, sizeof(value)); });
   }
   template <typename T>
+  void Set(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute, T value, const char* what) {
+    Do(what, [&] { return cublasLtMatrixLayoutSetAttribute(layout, attribute, &value, sizeof(value)); });
+  }
+  template <typename T>
   void Set(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute, T value,
            const char* what) {
     Do(what, [&] { return cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)); });
@@ -107,7 +112,8 @@ size_t HashOfKey::operator()(const Key& key) const {
   }
   size_t hash = 0;
   for (const uint64_t word : {static_cast<uint64_t>(key.m), static_cast<uint64_t>(key.n), static_cast<uint64_t>(key.k),
-                              flags, uint64_t{key.d_alignment}}) {
+                              static_cast<uint64_t>(key.batch), static_cast<uint64_t>(key.a_stride),
+                              static_cast<uint64_t>(key.d_stride), flags, uint64_t{key.d_alignment}}) {
     hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
     hash ^= hash >> 29;
   }
@@ -119,6 +125,11 @@ Key KeyOf(const Problem& p, const Arrays& arrays, int64_t workspace_bytes) {
   key.m = p.m;
   key.n = p.n;
   key.k = p.k;
+  key.batch = p.batch.count;
+  if (key.batch > 1) {
+    key.a_stride = p.batch.a_stride;
+    key.d_stride = p.batch.d_stride;
+  }
   key.workspace_bytes = workspace_bytes;
   key.a_type = p.a.type;
   key.b_type = p.b.type;
@@ -132,18 +143,19 @@ Key KeyOf(const Problem& p, const Arrays& arrays, int64_t workspace_bytes) {
   key.accumulate = p.accumulator != nullptr;
   key.fast_accumulation = p.fast_accumulation && IsFp8(p.a.type);
   key.autotune = p.autotune;
-  key.a_alignment = AlignmentOf(arrays.a);
+  const int64_t d_stride = key.d_stride * SizeOf(p.d_type);
+  key.a_alignment = AlignmentOf(arrays.a, key.a_stride * SizeOf(p.a.type));
   key.b_alignment = AlignmentOf(arrays.b);
-  key.c_alignment = AlignmentOf(key.accumulate ? arrays.c : arrays.d);
-  key.d_alignment = AlignmentOf(arrays.d);
+  key.c_alignment = AlignmentOf(key.accumulate ? arrays.c : arrays.d, d_stride);
+  key.d_alignment = AlignmentOf(arrays.d, d_stride);
   key.bias_alignment = AlignmentOf(arrays.bias);
   key.aux_alignment = AlignmentOf(arrays.aux);
   return key;
 }
 
 std::optional<Key> SpreadKeyOf(const Key& key) {
-  // With a scale for each row cuBLASLt 13.1 makes no FP8, and adds no bias to float32.
-  const bool supported = IsFp8(key.a_type) && !key.row_scales && !IsFp8(key.d_type) &&
+  // With a scale for each row cuBLASLt 13.1 makes no FP8, adds no bias to float32, and has no batches.
+  const bool supported = IsFp8(key.a_type) && !key.row_scales && key.batch == 1 && !IsFp8(key.d_type) &&
                          key.epilogue == Epilogue::kNone && !(key.bias && key.d_type == Type::kFloat32);
   if (!supported) return std::nullopt;
   Key spread = key;
@@ -164,21 +176,25 @@ Status Plan::Make(cublasLtHandle_t handle, const Key& key, const Arrays& arrays,
 
 Status Plan::Describe() {
   Attempt attempt;
-  auto make_layout = [&](Type type, bool transposed, int64_t rows, int64_t columns, Layout& made, const char* what) {
+  auto make_layout = [&](Type type, bool transposed, int64_t rows, int64_t columns, int64_t stride, Layout& made,
+                         const char* what) {
     cublasLtMatrixLayout_t layout = nullptr;
     const auto [stored_rows, stored_columns] = transposed ? std::pair(columns, rows) : std::pair(rows, columns);
     attempt.Do(what, [&] {
       return cublasLtMatrixLayoutCreate(&layout, DataTypeOf(type), stored_rows, stored_columns, stored_rows);
     });
     made.reset(layout);
+    const auto batch = static_cast<int32_t>(key_.batch);
+    attempt.Set(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, batch, what);
+    attempt.Set(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, stride, what);
   };
   const bool b_transposed = !key_.b_summed_first, a_transposed = key_.a_summed_first;
   // Beside D in FP8 there is no C, but its type decides that of bias and aux.
   const Type added = IsFp8(key_.d_type) ? Type::kBFloat16 : key_.d_type;
-  make_layout(key_.b_type, b_transposed, key_.n, key_.k, first_, "layout of b");
-  make_layout(key_.a_type, a_transposed, key_.k, key_.m, second_, "layout of a");
-  make_layout(added, false, key_.n, key_.m, added_, "layout of the accumulator");
-  make_layout(key_.d_type, false, key_.n, key_.m, result_, "layout of d");
+  make_layout(key_.b_type, b_transposed, key_.n, key_.k, 0, first_, "layout of b");
+  make_layout(key_.a_type, a_transposed, key_.k, key_.m, key_.a_stride, second_, "layout of a");
+  make_layout(added, false, key_.n, key_.m, key_.d_stride, added_, "layout of the accumulator");
+  make_layout(key_.d_type, false, key_.n, key_.m, key_.d_stride, result_, "layout of d");
 
   cublasLtMatmulDesc_t made = nullptr;
   attempt.Do("cublasLtMatmulDescCreate",

@@ -46,6 +46,7 @@ struct Arrays {
 // All that the choice of an algorithm depends on.
 struct Key {
   int64_t m, n, k;
+  int64_t batch, a_stride, d_stride;
   int64_t workspace_bytes;
   Type a_type, b_type, d_type;
   Epilogue epilogue;

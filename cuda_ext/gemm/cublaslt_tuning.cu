@@ -112,14 +112,15 @@ class Scratch {
  public:
   Scratch(const Key& key, cudaStream_t stream) : stream_(stream) {
     const Type side = SideType(key.d_type);
-    const int64_t results = key.m * key.n;
+    const int64_t results = (key.batch - 1) * key.d_stride + key.m * key.n;
+    const int64_t values = (key.batch - 1) * key.a_stride + key.m * key.k;
     int64_t offset = 0;
     auto reserve = [&](int64_t bytes) {
       const int64_t begin = offset;
       offset += (bytes + 255) / 256 * 256;
       return begin;
     };
-    const int64_t a = reserve(key.m * key.k * SizeOf(key.a_type)), b = reserve(key.n * key.k * SizeOf(key.b_type));
+    const int64_t a = reserve(values * SizeOf(key.a_type)), b = reserve(key.n * key.k * SizeOf(key.b_type));
     const int64_t d = reserve(results * SizeOf(key.d_type)), bias = reserve(key.bias ? key.n * SizeOf(side) : 0);
     const int64_t aux = reserve(key.aux ? results * SizeOf(side) : 0);
     const int64_t scales = key.row_scales ? std::max(key.m, key.n) : 1;
@@ -142,7 +143,7 @@ class Scratch {
                scalar(d_scale),
                scalar(amax),
                base + workspace};
-    Fill(key.a_type, base + a, key.m * key.k, 1, stream);
+    Fill(key.a_type, base + a, values, 1, stream);
     Fill(key.b_type, base + b, key.n * key.k, 2, stream);
     Fill(key.d_type, base + d, results, 3, stream);
     if (key.bias) Fill(side, base + bias, key.n, 4, stream);

@@ -87,14 +87,24 @@ Status RunOwn(cudaStream_t stream, const Problem& p) {
   return hopper::Run(stream, own);
 }
 
+// Batches of cuBLASLt 13.1 have no scales of rows.
+bool RunsAtOnce(const Problem& p) { return p.batch.count == 1 || (UsesCublasLt(p) && p.scaling != Scaling::kRow); }
+
 }  // namespace
 
 Status Run(const Executor& executor, const Problem& p) {
   if (p.k == 0) return Status::Failed("there is nothing to sum over");
+  if (!RunsAtOnce(p)) {
+    for (int64_t i = 0; i < p.batch.count; ++i) {
+      if (Status status = Run(executor, MemberOf(p, i)); !status.ok()) return status;
+    }
+    return Status::Ok();
+  }
   return UsesCublasLt(p) ? cublaslt::Run(executor.stream, p) : RunOwn(executor.stream, p);
 }
 
 Status Prepare(const Executor& executor, const Problem& p) {
+  if (!RunsAtOnce(p)) return Prepare(executor, MemberOf(p, 0));
   return UsesCublasLt(p) && p.k != 0 ? cublaslt::Prepare(executor.stream, p) : Status::Ok();
 }
 

@@ -38,6 +38,12 @@ struct Operand {
   bool summed_first;
 };
 
+// Products with the same b and bias. Strides are in values, from one product's to the next one's; the accumulator has
+// that of d.
+struct StridedBatch {
+  int64_t count = 1, a_stride = 0, a_scales_stride = 0, d_stride = 0;
+};
+
 struct Problem {
   int64_t m, n, k;
   Operand a;
@@ -60,6 +66,7 @@ struct Problem {
   bool own_kernel;         // kTensor by the kernel of the other scalings
   void* workspace;
   int64_t workspace_bytes;
+  StridedBatch batch;  // of several with no epilogue, and D not in FP8
 };
 
 // Scales of an operand with so many outer values; square ones are those of b.
@@ -80,6 +87,19 @@ constexpr int64_t ScaleCount(const Problem& problem, int64_t outer, bool square)
 
 // Type of bias and of what gelu saves: D's own, and bfloat16 beside D in FP8.
 constexpr Type SideType(Type d_type) { return IsFp8(d_type) ? Type::kBFloat16 : d_type; }
+
+// One product of a batch.
+inline Problem MemberOf(const Problem& problem, int64_t i) {
+  const StridedBatch& batch = problem.batch;
+  const int64_t d_bytes = i * batch.d_stride * SizeOf(problem.d_type);
+  Problem member = problem;
+  member.batch = {};
+  member.a.data = static_cast<const char*>(problem.a.data) + i * batch.a_stride * SizeOf(problem.a.type);
+  if (member.a.scales != nullptr) member.a.scales += i * batch.a_scales_stride;
+  member.d = static_cast<char*>(problem.d) + d_bytes;
+  if (member.accumulator != nullptr) member.accumulator = static_cast<const char*>(problem.accumulator) + d_bytes;
+  return member;
+}
 
 Status Run(const Executor& executor, const Problem& problem);
 

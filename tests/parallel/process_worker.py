@@ -23,6 +23,7 @@ jax.distributed.initialize(
     f"localhost:{port}", processes, rank, local_device_ids=[rank % gpus] if gpu else None, initialization_timeout=60
 )
 
+import dataclasses  # noqa: E402
 import functools  # noqa: E402
 import time  # noqa: E402
 import types  # noqa: E402
@@ -32,9 +33,9 @@ from jax._src import distributed  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from te_jax import native  # noqa: E402
+from te_jax import native, ops  # noqa: E402
 from te_jax.parallel import _processes, all_gather_matmul, matmul_reduce_scatter  # noqa: E402
-from te_jax.recipe import BlockScaling  # noqa: E402
+from te_jax.recipe import BlockScaling, CurrentScaling  # noqa: E402
 from te_jax.testing import assert_close  # noqa: E402
 
 
@@ -97,24 +98,43 @@ if task == "weights":
         def gradients(x, weights, dys, recipe=recipe):
             return jax.grad(functools.partial(sum_of_products, recipe=recipe), argnums=(0, 1))(x, weights, dys)
 
-        inside, outside = P("t"), P(None, "t")
+        rows, columns, results = P(None, "t"), P(None, "t"), P(None, None, "t")
         mapped = jax.jit(
-            jax.shard_map(gradients, mesh=mesh, in_specs=(inside, outside, outside), out_specs=(inside, outside))
+            jax.shard_map(gradients, mesh=mesh, in_specs=(rows, columns, results), out_specs=(rows, columns))
         )
         for _ in range(10):  # other numbers, and other delays
-            x = rng.standard_normal((128 * processes, 128)).astype(dtype)
+            x = rng.standard_normal((2, 128 * processes, 128)).astype(dtype)
             weights = [rng.standard_normal((128, n * processes)).astype(dtype) for n in (256, 128, 128)]
-            dys = [rng.standard_normal((128 * processes, w.shape[1])).astype(dtype) for w in weights]
+            dys = [rng.standard_normal((*x.shape[:2], w.shape[1])).astype(dtype) for w in weights]
             gx, *others = (
-                placed(mesh, inside, x),
-                *(tuple(placed(mesh, outside, v) for v in vs) for vs in (weights, dys)),
+                placed(mesh, rows, x),
+                *(tuple(placed(mesh, spec, v) for v in vs) for spec, vs in ((columns, weights), (results, dys))),
             )
             time.sleep(late.uniform(0, 5e-3))
             dx, dws = mapped(gx, *others)
             x, weights, dys = jax.tree.map(lambda v: v.astype(np.float64), (x, weights, dys))
             local_part(dx, sum(dy @ w.T for dy, w in zip(dys, weights, strict=True)), tolerance, dtype)
             for dw, dy in zip(dws, dys, strict=True):
-                local_part(dw, x.T @ dy, tolerance, dtype)
+                local_part(dw, np.einsum("ask,asn->kn", x, dy), tolerance, dtype)
+
+    # One scale for all of x, which is known before: XLA cannot find it together where processes share a GPU.
+    x, w = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((2, 64 * processes, 128), (128, 64 * processes))
+    )
+    current = CurrentScaling()
+    qx = ops.quantize(x, current.quantization("activation")).without_transposed()
+    qw = ops.quantize(w, current.quantization("kernel"), row_ndim=1).without_data()
+    spec_x = dataclasses.replace(qx, data=P(None, "t"), scale_inv=P())
+    spec_w = dataclasses.replace(qw, transposed=P("t"), transposed_scale_inv=P())
+    mapped = jax.shard_map(
+        functools.partial(all_gather_matmul, recipe=current, **options),
+        mesh=mesh, in_specs=(spec_x, spec_w), out_specs=P(None, None, "t"),
+    )  # fmt: skip
+    operands = (
+        jax.tree.map(lambda value, spec: placed(mesh, spec, np.asarray(value)), value, spec)
+        for value, spec in ((qx, spec_x), (qw, spec_w))
+    )
+    local_part(jax.jit(mapped)(*operands), x.astype(np.float64) @ w, 0.06)
     print("fine", flush=True)
     jax.distributed.shutdown()
     raise SystemExit

@@ -158,21 +158,24 @@ class SimulatedCall {
     });
     return Status::Ok();
   }
-  Status Multiply(Queue queue, const gemm::Problem& p) {
+  Status Multiply(Queue queue, const gemm::Problem& problem) {
     if (Fails()) return Status::Failed("simulated");
     StreamOf(queue).Do([=, pause = Pause()] {
       std::this_thread::sleep_for(pause);
-      const auto *a = static_cast<const float*>(p.a.data), *b = static_cast<const float*>(p.b.data);
-      auto* d = static_cast<float*>(p.d);
-      for (int64_t i = 0; i < p.m; ++i) {
-        for (int64_t j = 0; j < p.n; ++j) {
-          float sum = p.accumulator == nullptr ? 0.0f : static_cast<const float*>(p.accumulator)[i * p.n + j];
-          for (int64_t k = 0; k < p.k; ++k) sum += a[i * p.k + k] * b[j * p.k + k];
-          d[i * p.n + j] = sum;
-        }
-      }
+      for (int64_t i = 0; i < problem.batch.count; ++i) MultiplyOnce(gemm::MemberOf(problem, i));
     });
     return Status::Ok();
+  }
+  static void MultiplyOnce(const gemm::Problem& p) {
+    const auto *a = static_cast<const float*>(p.a.data), *b = static_cast<const float*>(p.b.data);
+    auto* d = static_cast<float*>(p.d);
+    for (int64_t i = 0; i < p.m; ++i) {
+      for (int64_t j = 0; j < p.n; ++j) {
+        float sum = p.accumulator == nullptr ? 0.0f : static_cast<const float*>(p.accumulator)[i * p.n + j];
+        for (int64_t k = 0; k < p.k; ++k) sum += a[i * p.k + k] * b[j * p.k + k];
+        d[i * p.n + j] = sum;
+      }
+    }
   }
   Status Sum(Queue queue, const ReduceScatterProblem& p, const Summands& s) {
     if (Fails()) return Status::Failed("simulated");
@@ -231,18 +234,17 @@ struct Plan {
   int Steps() const { return StepsInCommon() + StepsAlone(); }
   // Before the second meeting: where one fails, all do.
   int StepsInCommon() const {
-    const int peers = size - 1, of_each = static_cast<int>(pieces);
+    const int peers = size - 1;
     if (!gathers) {
       const int rounded = !AddsUp() ? 0 : peers + std::max(size - 2, 0);
-      return 2 + peers * (weights * of_each + (SendsCopies() ? 3 : 1)) + rounded;
+      return 2 + peers * (weights + (SendsCopies() ? 3 : 1)) + rounded;
     }
-    const int copies = peers * (of_each + 2) + 3 + (pieces == 2 ? of_each + 1 : 0);
-    return 2 + of_each + copies + (direct ? 0 : peers * of_each);
+    const int of_each = static_cast<int>(pieces), copies = peers * (of_each + 2) + 3 + (pieces == 2 ? of_each + 1 : 0);
+    return 3 + copies + (direct ? 0 : peers);
   }
   int StepsAlone() const {
-    const int of_each = static_cast<int>(pieces);
-    if (gathers) return 1 + (direct ? (size - 1) * of_each : 0);
-    return weights * of_each + (AddsUp() || biased || size > 2 ? 1 : 0);
+    if (gathers) return 1 + (direct ? size - 1 : 0);
+    return weights + (AddsUp() || biased || size > 2 ? 1 : 0);
   }
   bool Fails(int rank) const {
     return one_stays_away || (failing_rank >= 0 && (failing_step < StepsInCommon() || rank == failing_rank));

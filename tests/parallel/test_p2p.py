@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="needs te_jax's e
 
 F32 = np.dtype(np.float32)
 GATHERS = ("get", "put")
+PLAIN = (("float32", "none", 1e-5), ("bfloat16", "none", 6e-3), ("float16", "none", 1e-3))
 FP8 = (CurrentScaling(), RowwiseScaling(), BlockScaling())
 
 
@@ -110,6 +111,77 @@ def test_scatter(shape, names, axes, rng, require_devices):
     expected = np.einsum("gask,gnk->gasn", h.astype(np.float64), w)
     expected += np.einsum("gask,gnk->gasn", g.astype(np.float64), v)
     assert_close(z, expected, dtype=F32)
+
+
+def scaled(rng, dtype, scaling, lead, rows, summed):
+    """A left or, without lead, a right operand of each device, which are the first dimension of its arrays, and its
+    values in float64."""
+    data = normal(rng, *lead, rows, summed).astype(dtype)
+    values = data.astype(np.float64)
+    if scaling == "none":
+        return data, np.zeros(lead[:1], np.float32), values
+    blocks = -(-summed // 128)
+    shape = {"tensor": lead[:1], "row": (*lead, rows), "block": (*lead, blocks, rows)}[scaling]
+    if scaling == "block" and len(lead) == 1:
+        shape = (*lead, -(-rows // 128), blocks)
+    scales = rng.uniform(0.5, 2.0, shape).astype(np.float32)
+    wide = scales.astype(np.float64)
+    if scaling == "tensor":
+        wide = wide.reshape(-1, *(1,) * (data.ndim - 1))
+    elif scaling == "row":
+        wide = wide[..., None]
+    elif len(lead) == 1:
+        wide = wide.repeat(128, axis=1)[:, :rows].repeat(128, axis=2)[..., :summed]
+    else:
+        wide = np.moveaxis(wide, -2, -1).repeat(128, axis=-1)[..., :summed]
+    return data, scales, values * wide
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "scaling", "tolerance", "shape"),
+    [
+        *((*case, shape) for case in PLAIN for shape in [(128, 128, 128), (7, 33, 5)]),
+        *(("float8_e4m3fn", scaling, 2e-3, (4, 144, 48)) for scaling in ("tensor", "row", "block")),
+    ],
+)
+def test_several_sequences(dtype, scaling, tolerance, shape, size, rng, require_devices):
+    """What one index of the leading dimension selects lies between the rows of other devices."""
+    require_devices(size)
+    (rows, summed, columns), dtype = shape, np.dtype(dtype)
+    mesh, sequences = mesh_of((size,), ("t",), rng), 5
+    exchange = exchange_of(("t",), mesh)
+    if scaling == "none":
+        exchange = dataclasses.replace(exchange, out_dtype=dtype)
+    tensor = scaling == "tensor"  # of which x has one scale, not one of each device
+    x, x_scale, wide_x = scaled(rng, dtype, scaling, (size, sequences), rows, summed)
+    if tensor:
+        wide_x, x_scale = wide_x / x_scale.reshape(-1, 1, 1, 1) * x_scale[0], np.full_like(x_scale, x_scale[0])
+    h, h_scale, wide_h = scaled(rng, dtype, scaling, (size, sequences, size), rows, summed)
+    w, w_scale, wide_w = scaled(rng, dtype, scaling, (size,), columns, summed)
+    v, v_scale, wide_v = scaled(rng, dtype, scaling, (size,), columns, summed)
+    bias = normal(rng, size, columns).astype(exchange.out_dtype)
+
+    def local(*arrays):
+        x, x_scale, h, h_scale, w, w_scale, v, v_scale, bias = (array[0] for array in arrays)
+
+        def operand(data, scale):
+            return Operand(data, None if scaling == "none" else scale, scaling)
+
+        right = operand(w, w_scale), operand(v, v_scale)
+        ys, *_ = _p2p.all_gather_gemm(exchange, operand(x, x_scale), right, (bias, None), (), False)
+        several = _p2p.gemm_reduce_scatter(exchange, (operand(h, h_scale),) * 2, right, None)
+        one = _p2p.gemm_reduce_scatter(exchange, (operand(h, h_scale),), right[:1], None)
+        return [result[None] for result in (*ys, several, one)]
+
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("t"), out_specs=P("t"), check_vma=False))
+    y, z, several, one = mapped(x, x_scale, h, h_scale, w, w_scale, v, v_scale, bias)
+    gathered = np.moveaxis(wide_x, 0, 1).reshape(sequences, size * rows, summed)
+    close = functools.partial(assert_close, tolerance=tolerance, dtype=exchange.out_dtype)
+    close(y, np.einsum("ark,dnk->darn", gathered, wide_w) + bias.astype(np.float64)[:, None, None])
+    close(z, np.einsum("ark,dnk->darn", gathered, wide_v))
+    close(one, np.einsum("pasrk,pnk->sarn", wide_h, wide_w))
+    close(several, np.einsum("pasrk,pnk->sarn", wide_h, wide_w + wide_v))
 
 
 def test_devices_in_another_order_are_another_program(rng, require_devices):
@@ -329,14 +401,22 @@ def test_auto_leaves_short_products_to_xla(tokens, worthwhile, monkeypatch):
         assert _p2p.is_worthwhile(exchange, (operand(*x),), parts, gathers=True) is worthwhile
 
 
-@pytest.mark.parametrize(("pieces", "worthwhile"), [(1, True), (8, True), (16, False)])
-def test_auto_leaves_short_pieces_to_xla(pieces, worthwhile, monkeypatch):
-    """Each is multiplied by itself: of 8192 tokens 16 sequences are 64 products of 128 rows, one is four of 2048."""
+@pytest.mark.parametrize(
+    ("scaling", "pieces", "gathers", "scatters"),
+    [
+        ("none", 64, True, True),
+        ("none", 128, False, True),
+        *(("tensor", pieces, True, True) for pieces in (1, 16)),
+        *((scaling, pieces, pieces <= 8, pieces <= 8) for scaling in ("row", "block") for pieces in (1, 8, 16)),
+    ],
+)
+def test_auto_leaves_short_pieces_to_xla(scaling, pieces, gathers, scatters, monkeypatch):
+    """Each takes copies of its own where it is gathered, and a product of its own with scales of rows or blocks."""
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)
     exchange = exchange_of(("t",), AbstractMesh((4,), ("t",)))
     x, up, hidden, down = (
-        (Operand(jax.ShapeDtypeStruct(shape, jnp.bfloat16)),)
+        (Operand(jax.ShapeDtypeStruct(shape, jnp.bfloat16), scaling=scaling),)
         for shape in (
             (pieces, 2048 // pieces, 8192),
             (7168, 8192),
@@ -345,8 +425,8 @@ def test_auto_leaves_short_pieces_to_xla(pieces, worthwhile, monkeypatch):
         )
     )
     with mapped_axis(4):
-        assert _p2p.is_worthwhile(exchange, x, up, gathers=True) is worthwhile
-        assert _p2p.is_worthwhile(exchange, hidden, down, gathers=False) is worthwhile
+        assert _p2p.is_worthwhile(exchange, x, up, gathers=True) is gathers
+        assert _p2p.is_worthwhile(exchange, hidden, down, gathers=False) is scatters
 
 
 @pytest.mark.parametrize(
