@@ -83,8 +83,8 @@ class Rule:
         """The rule for operands of these shapes, and the factors that they keep from being split.
 
         A compound dimension whose size is not the product of its factors, because its last block is short, or that has
-        one block only, which Shardy would refuse, becomes a factor of its own, and neither that nor its major factor is
-        split.
+        one block only or a symbolic size of jax.export, which Shardy would refuse, becomes a factor of its own, and
+        neither that nor its major factor is split.
 
         Args:
           shapes: of the operands.
@@ -98,7 +98,8 @@ class Rule:
             dimension
             for term, shape in zip(self.operands, shapes, strict=True)
             for dimension, size in _named(term, shape)
-            if isinstance(dimension, tuple) and (size != _product(dimension, sizes) or sizes[dimension[0]] == 1)
+            if isinstance(dimension, tuple)
+            and (not isinstance(size, int) or size != _product(dimension, sizes) or sizes[dimension[0]] == 1)
         }
         if not short:
             return self, ()

@@ -284,7 +284,8 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
     like = _fp8_dense.result_like(layer, x, kernel)  # padding and merging dimensions may gather what was split
     batch, inner, outer = (_whole_blocks(sizes, layer.recipe) for sizes in shape)
     tokens = math.prod(batch)
-    padding = -tokens % FP8_ALIGNMENT if tokens else FP8_ALIGNMENT
+    # Not -tokens % FP8_ALIGNMENT: of that, symbolic sizes of jax.export do not know that the sum is a multiple.
+    padding = -(-tokens // FP8_ALIGNMENT) * FP8_ALIGNMENT - tokens if tokens else FP8_ALIGNMENT
     tokens_first = (tokens,) if padding or not batch else batch
     flat = regrouped(x, (shape.batch, shape.inner), (tokens_first, inner))
     if padding:

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_oracle import GRADIENT, PLAIN, RECIPES, oracle, random_case, wide
-from jax import lax
+from jax import export, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from te_jax import checkpoint_policies, ops
+from te_jax import checkpoint_policies, native, ops
 from te_jax.recipe import DelayedScaling
 from te_jax.testing import assert_close
 
@@ -95,6 +95,32 @@ def test_vmap_of_everything(rng):
     for i in range(4):
         assert_close(dx[i], (i + 1) * expected.dx[i], dtype="bfloat16", tolerance=GRADIENT * 1.1)
         assert_close(dkernels[i], wide(case.x[i]).T @ wide(case.dy[i]), dtype="bfloat16", tolerance=GRADIENT * 1.1)
+
+
+@recipes
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_symbolic_sizes(implementation, recipe, rng):
+    """One exported program for any batch and time, as those who serve a model make it."""
+    layer = jax.jit(functools.partial(ops.dense, recipe=recipe, implementation=implementation))
+    targets = native.register() if implementation is None else {}
+    checks = [export.DisabledSafetyCheck.custom_call(target) for target in targets]
+    kernel = random_case(rng, (32,), (64,), (48,), with_bias=False).kernel
+    for sizes, symbols in (((1, 1), "b, t"), ((3, 7), "b, t"), ((2, 16), "b, 16"), ((1, 128), "b, 128*t")):
+        tokens = jax.ShapeDtypeStruct((*export.symbolic_shape(symbols), 64), jnp.bfloat16)
+        x = jnp.asarray(rng.standard_normal((*sizes, 64)), jnp.bfloat16)
+        found = export.export(layer, disabled_checks=checks)(tokens, kernel).call(x, kernel)
+        assert_close(found, layer(x, kernel), tolerance=1e-3)
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCK], ids=["current", "block"])
+def test_gradients_of_symbolic_sizes(recipe, native_kernels, rng):
+    case = random_case(rng, (3, 7), (64,), (48,), with_bias=False)
+    step = jax.jit(jax.grad(functools.partial(loss, recipe=recipe), argnums=(0, 1)))
+    sizes = export.symbolic_shape("b, t")
+    x, dy = (jax.ShapeDtypeStruct((*sizes, features), jnp.bfloat16) for features in (64, 48))
+    checks = [export.DisabledSafetyCheck.custom_call(target) for target in native.register()]
+    exported = export.export(step, disabled_checks=checks)(x, case.kernel, dy)
+    assert_gradients(exported.call(case.x, case.kernel, case.dy), case, recipe)
 
 
 @recipes
