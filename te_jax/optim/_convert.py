@@ -67,7 +67,9 @@ def _convert(target: Any, source: Any, params: Any, where: str) -> Any:
         )
     if isinstance(target, dict) and isinstance(source, dict):
         _check_keys([f"[{key!r}]" for key in target], [f"[{key!r}]" for key in source], where)
-        return {key: _convert(target[key], source[key], params, f"{where}[{key!r}]") for key in target}
+        return type(target)(  # an OrderedDict in optax.named_chain
+            {key: _convert(target[key], source[key], params, f"{where}[{key!r}]") for key in target}
+        )
     if _are_sequences(target, source):
         fields = getattr(target, "_fields", None)
         names = [f"[{i}]" for i in range(len(target))] if fields is None else [f".{field}" for field in fields]
@@ -103,7 +105,7 @@ def _check_parameters(target: Any, source: Any, where: str, *, masks_may_differ:
     """Raises ValueError unless two trees belong to the same parameters: the same keys, and the same shapes."""
 
     def shapes(tree: Any) -> dict[str, tuple[int, ...] | None]:
-        leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_masked)
         return {
             jax.tree_util.keystr(path): None if isinstance(leaf, optax.MaskedNode) else np.shape(leaf)
             for path, leaf in leaves
@@ -111,6 +113,12 @@ def _check_parameters(target: Any, source: Any, where: str, *, masks_may_differ:
 
     new, old = shapes(target), shapes(source)
     _check_keys(list(new), list(old), where)
+    needs, has = (jax.tree.structure(tree, is_leaf=_is_masked) for tree in (target, source))
+    if needs != has:
+        raise ValueError(
+            f"{where} has {has} where the optimizer has {needs}: give params in the containers that the state was made "
+            "for, such as dict or FrozenDict; state and params of NNX as nnx.as_pure returns them"
+        )
     for key in new:
         if new[key] != old[key] and not (masks_may_differ and None in (new[key], old[key])):
             has, needs = (f"shape {tree[key]}" if tree[key] is not None else "a mask" for tree in (old, new))
@@ -118,6 +126,10 @@ def _check_parameters(target: Any, source: Any, where: str, *, masks_may_differ:
                 f"{where}{key} has {has} where the optimizer has {needs}: "
                 "both must have the same parameters, labels and masks; convert with those of the run that stopped"
             )
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def _check_keys(expected: list[str], found: list[str], where: str) -> None:

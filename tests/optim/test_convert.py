@@ -1,5 +1,6 @@
 """States of one Adam made into those of another: nothing is lost that the new one can hold."""
 
+import collections
 import functools
 import itertools
 
@@ -201,6 +202,10 @@ def injected(make, **options):
     return optax.inject_hyperparams(make)(learning_rate=optax.linear_schedule(0.1, 0.0, 10), **options)
 
 
+def named(adamw):
+    return optax.named_chain(("rescaled", adamw), ("clipped", optax.clip(1.0)))
+
+
 def masked(adamw):
     return optax.masked(adamw, {"kernel": True, "scale": False, "absent": False})
 
@@ -213,12 +218,13 @@ def accumulated(adamw):
     return optax.MultiSteps(adamw, 2).gradient_transformation()
 
 
-@pytest.mark.parametrize("around", [chained, masked, parted, accumulated])
+@pytest.mark.parametrize("around", [chained, named, masked, parted, accumulated])
 def test_inside_of_other_transforms(around, params, gradients):
     theirs, ours = around(optax.adamw(0.1)), around(narrow("bfloat16", skip_nonfinite=True))
     params, state = run(theirs, params, gradients[:3])
     converted = optim.convert_state(ours, state, params)
     assert types(converted) == types(ours.init(params))
+    assert jax.tree.structure(converted) == jax.tree.structure(ours.init(params))
     assert_same(adam_state(converted).mu["kernel"], adam_mu(state)["kernel"].astype(jnp.bfloat16))
     assert adam_state(converted).count == (1 if around is accumulated else 3)
     run(ours, params, gradients[3:], converted)
@@ -387,6 +393,15 @@ def test_masters_of_parameters_that_became_float32(params):
     state = optimizer.init(bfloat16(params))
     converted = optim.convert_state(optimizer, state, optim.weights(bfloat16(params), state))
     assert types(converted) == types(optimizer.init(params))
+
+
+@pytest.mark.parametrize("options", [{"mu_dtype": "bfloat16"}, {"master_dtype": "float32"}], ids=["moments", "masters"])
+def test_parameters_in_other_containers(options, params):
+    optimizer = optim.adamw(0.1, **options)
+    params = bfloat16(params)
+    state = optimizer.init(collections.OrderedDict(params))
+    with pytest.raises(ValueError, match=r"(mu|master) has .*OrderedDict.*: give params in the containers"):
+        optim.convert_state(optimizer, state, params)
 
 
 def test_other_parameters(params):
