@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import serialization
 from flax.core import meta
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
@@ -154,3 +156,21 @@ def _is_quantized(x: Any) -> bool:
 
 def _unboxed(tree: Any) -> Any:
     return jax.tree.map(unboxed, tree, is_leaf=lambda x: isinstance(x, (meta.AxisMetadata, QuantizedArray)))
+
+
+def _to_state_dict(kernel: QuantizedArray) -> dict[str, Any]:
+    return {path[0].name: leaf for path, leaf in jax.tree.leaves_with_path(kernel)}
+
+
+def _from_state_dict(kernel: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
+    names = sorted(_to_state_dict(kernel))
+    if sorted(state) != names:
+        raise ValueError(
+            f"a quantized kernel at {serialization.current_path()} was saved with {sorted(state)}, and the target has "
+            f"{names}: restore into what quantize_kernels returns for the same model, with the same copies"
+        )
+    return dataclasses.replace(kernel, **state)
+
+
+# flax.serialization knows dataclasses of its own alone.
+serialization.register_serialization_state(QuantizedArray, _to_state_dict, _from_state_dict)

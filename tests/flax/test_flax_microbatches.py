@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITE
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
@@ -330,6 +331,26 @@ def test_boxed_and_sharded_kernels(rng, make_mesh):
         shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
         found = gradients(jax.device_put(boxed, shardings), jax.device_put(x, NamedSharding(mesh, P("data"))))
     assert_trees_close(found, expected, 5e-3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_serialization(recipe, rng):
+    """As those save quantized models who use neither Orbax nor pickle."""
+    model, x = Dense(32, recipe=recipe), jnp.asarray(rng.standard_normal((4, 64)), jnp.float32)
+    variables = model.init(jax.random.key(0), x)
+    quantized = jax.jit(lambda variables: quantize_kernels(model, variables, x))(variables)
+    target = jax.eval_shape(lambda variables: quantize_kernels(model, variables, x), variables)
+    restored = serialization.from_bytes(target, serialization.to_bytes(quantized))
+    assert jax.tree.structure(restored) == jax.tree.structure(quantized)
+    jax.tree.map(np.testing.assert_array_equal, restored, quantized)
+    np.testing.assert_array_equal(model.apply(restored, x), model.apply(quantized, x))
+
+
+def test_serialization_of_other_copies(rng):
+    kernel = quantize(jnp.asarray(rng.standard_normal((32, 48)), jnp.float32), CurrentScaling().quantization("kernel"))
+    saved = serialization.to_bytes({"kernel": kernel.without_data()})
+    with pytest.raises(ValueError, match=r"kernel at .*kernel was saved with \['transposed', 'transposed_scale_inv'\]"):
+        serialization.from_bytes({"kernel": kernel}, saved)
 
 
 def test_what_is_no_module_has_no_kernels(rng):
