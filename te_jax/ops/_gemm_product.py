@@ -119,8 +119,18 @@ class Product:
 
 
 def autotunes() -> bool:
-    """Whether cuBLASLt's candidates may be timed: TE_JAX_AUTOTUNE=0 in the environment says no."""
-    return os.environ.get("TE_JAX_AUTOTUNE") != "0"
+    """Whether cuBLASLt's candidates may be timed: TE_JAX_AUTOTUNE=0 in the environment says no.
+
+    Raises:
+      ValueError: TE_JAX_AUTOTUNE is neither 0 nor 1.
+    """
+    chosen = os.environ.get("TE_JAX_AUTOTUNE", "1")
+    if chosen not in ("0", "1"):
+        raise ValueError(
+            f"TE_JAX_AUTOTUNE is {chosen!r} in the environment; it must be 0 (cuBLASLt's first suggestion) or 1 (the "
+            "fastest candidate), or not be set, which is 1"
+        )
+    return chosen == "1"
 
 
 def multiply(product: Product, arrays: Mapping[str, Array]) -> tuple[Array, ...]:

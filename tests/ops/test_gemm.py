@@ -378,13 +378,13 @@ def test_options_of_gpus_change_nothing_here(implementation, rng):
         assert_product(result, expected, dtype="float32")
 
 
-@pytest.mark.parametrize(("environment", "expected"), [(None, "true"), ("0", "false")])
+@pytest.mark.parametrize(("environment", "expected"), [(None, "true"), ("1", "true"), ("0", "false")])
 def test_products_that_are_the_same_in_every_process(environment, expected, monkeypatch, native_kernels, rng):
     if environment is None:
         monkeypatch.delenv("TE_JAX_AUTOTUNE", raising=False)
     else:
         monkeypatch.setenv("TE_JAX_AUTOTUNE", environment)
-    rows = 16 * (1 + len(expected))  # what has been traced is not traced again
+    rows = 16 * (1 + len(f"{environment}{expected}"))  # what has been traced is not traced again
     x, kernel = random_array(rng, (rows, 32), "bfloat16"), random_array(rng, (32, 16), "bfloat16")
     layer = functools.partial(ops.dense, recipe=recipe.CurrentScaling(), implementation="native")
     assert f"autotune = {expected}" in jax.jit(layer).lower(x, kernel).as_text()

@@ -238,6 +238,14 @@ def test_message_names_argument_value_and_rule(lhs, rhs, options, message):
         ops.gemm(lhs, rhs, **options)
 
 
+@pytest.mark.parametrize("chosen", ["", "false", "OFF", "2"])
+def test_a_choice_of_tuning_that_is_none(chosen, monkeypatch):
+    """It would be taken for 1, and products that are to be the same in every process would not be."""
+    monkeypatch.setenv("TE_JAX_AUTOTUNE", chosen)
+    with pytest.raises(ValueError, match=f"TE_JAX_AUTOTUNE is '{chosen}' in the environment; it must be 0 .* or 1 "):
+        ops.gemm(jnp.ones((16, 16)), jnp.ones((16, 16)))
+
+
 def test_errors_come_while_tracing():
     with pytest.raises(ValueError, match="rhs sums over dimensions"):
         jax.eval_shape(ops.gemm, X, W.T)
