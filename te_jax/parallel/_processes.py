@@ -98,7 +98,11 @@ def _open(group: tuple[int, ...], bytes_needed: int, platform: str, seconds: flo
         failed = isinstance(problem, Exception) and not isinstance(problem, LateError)
         for rank in mine:
             attempt.say(rank, f"{_FAILED if failed else _GAVE_UP}{problem or type(problem).__name__}")
-        raise
+        if not failed:
+            raise
+        raise RuntimeError(
+            f"transport='p2p' cannot share memory between {_names_of(group)} ('ring' and 'xla' need none): {problem}"
+        ) from problem
     finally:
         module.forget_opening(group, attempt.number)  # last: peers that lose what is not joined look for the reason
     for rank in mine:

@@ -185,7 +185,8 @@ if task in ("alone", "fails"):
                 setattr(spoilt, name, lambda *_, name=name: (_ for _ in ()).throw(RuntimeError(f"no {name} here")))
                 native.extension_module = lambda _, spoilt=spoilt: spoilt
             text = error_of_lowering()
-            told = "" if rank == last else f"device 0 of process {last} failed: "
+            told = "('ring' and 'xla' need none): " if rank == last else f"device 0 of process {last} failed: "
+            assert text.startswith("transport='p2p' cannot share memory between device 0 of process 0, "), text
             assert f"{told}no {name} here" in text, text
             wait_for_all(f"after {name}")
         native.extension_module = lambda _: module
