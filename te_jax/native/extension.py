@@ -57,7 +57,7 @@ class ExtensionStatus:
 def runtime_ffi_api() -> tuple[int, int]:
     """The XLA FFI API version that the installed jaxlib speaks, as (major, minor)."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
-    text = header.read_text()
+    text = header.read_text(encoding="utf-8")
     found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
     if found[0] is None or found[1] is None:
         raise NativeUnavailableError(f"{header} does not state an XLA FFI API version; reinstall jaxlib")

@@ -216,6 +216,20 @@ def test_first_use_from_many_threads():
     assert values == [pytest.approx(1.3862944)] * 8
 
 
+def test_nothing_depends_on_the_locale():
+    """Python warns of files that are read in its encoding, where it is asked to."""
+    values = run_python(
+        """
+        import json, warnings
+        import te_jax.native
+        warnings.simplefilter("error", EncodingWarning)
+        print(json.dumps([state.problem for state in te_jax.native.status() if state.built]))
+        """,
+        PYTHONWARNDEFAULTENCODING="1",
+    )
+    assert not any(values)
+
+
 # ---------------------------------------------------------------------------------------------------- broken extensions
 
 _BROKEN = """
