@@ -46,6 +46,7 @@ inline void DefineModule(nanobind::module_& module) {
   module.def("open_space", &OpenSpace);
   module.def("join_space", &JoinSpace);
   module.def("forget_opening", &ForgetOpening);  // (members, number): those that were not joined are given up
+  module.def("forget_spaces", &ForgetSpaces);    // of a job that is over: places are others' now
 }
 
 }  // namespace te::collective_gemm

@@ -250,6 +250,12 @@ void KeepSpace(const std::vector<int>& members, int rank, std::shared_ptr<Space>
   registry.spaces[{members, rank}].push_back(std::move(space));
 }
 
+void ForgetSpaces() {
+  Registry& registry = TheRegistry();
+  const std::lock_guard lock(registry.mutex);
+  registry.spaces.clear();
+}
+
 std::shared_ptr<Space> FindSpace(const std::vector<int>& members, int rank, int64_t bytes) {
   Registry& registry = TheRegistry();
   const std::lock_guard lock(registry.mutex);

@@ -120,5 +120,7 @@ void ForgetOpening(const std::vector<int>& members, int number);
 void KeepSpace(const std::vector<int>& members, int rank, std::shared_ptr<Space> space);
 // The first that is large enough, or null. The same for all members: they have joined theirs in the same order.
 std::shared_ptr<Space> FindSpace(const std::vector<int>& members, int rank, int64_t bytes);
+// All that calls may find; those that are running keep theirs.
+void ForgetSpaces();
 
 }  // namespace te::collective_gemm

@@ -28,6 +28,8 @@ _sizes: dict[tuple[int, ...], list[int]] = {}
 """By group of which this process drives a member, the bytes of its spaces; the last is the largest."""
 _attempts: dict[tuple[tuple[int, ...], int], int] = {}
 """By group and bytes, the last attempt to open a space that this process took part in."""
+_job: Any = None
+"""The key-value store of the job that this is known of: another `jax.distributed.initialize` makes another one."""
 _opening = threading.Lock()
 
 
@@ -83,10 +85,17 @@ def ensure(groups: np.ndarray, bytes_needed: int, platform: str, seconds: float)
 
 
 def _open(group: tuple[int, ...], bytes_needed: int, platform: str, seconds: float) -> None:
+    global _job
+    store, module = _store(), native.extension_module(platform)
+    if store is not _job:
+        _sizes.clear()
+        _attempts.clear()
+        module.forget_spaces()
+        _job = store
     sizes = _sizes.setdefault(group, [])
     if sizes and sizes[-1] >= bytes_needed:
         return
-    attempt, module = _Attempt(_store(), group, bytes_needed), native.extension_module(platform)
+    attempt = _Attempt(store, group, bytes_needed)
     mine = [rank for rank, place in enumerate(group) if place >> _PLACE_BITS == jax.process_index()]
     try:
         for rank in mine:

@@ -3,7 +3,8 @@
 With "leave" the last process ends without taking part in the last call; with "late" it comes too late for one, and all
 go on as if nothing had happened; with "groups" each process has two devices, in groups of its own and with others; with
 "alone" the first and the last process at first lower without the others; with "fails" the last one at first cannot
-share memory; with "weights" several of them share a gather, and the gradient of what is gathered is a sum.
+share memory; with "again" they form another job after the first one, in another order; with "weights" several of them
+share a gather, and the gradient of what is gathered is a sum.
 """
 
 import os
@@ -25,9 +26,11 @@ jax.distributed.initialize(
 
 import dataclasses  # noqa: E402
 import functools  # noqa: E402
+import socket  # noqa: E402
 import time  # noqa: E402
 import types  # noqa: E402
 
+import jax.extend.backend  # noqa: E402
 import numpy as np  # noqa: E402
 from jax._src import distributed  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
@@ -191,6 +194,28 @@ if task in ("alone", "fails"):
             wait_for_all(f"after {name}")
         native.extension_module = lambda _: module
     local_part(step(gx, gw), x.astype(np.float64) @ w)
+    print("fine", flush=True)
+    jax.distributed.shutdown()
+    raise SystemExit
+
+if task == "again":
+    for turn in range(2):
+        x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((4 * processes, 12), (12, 8 * processes)))
+        y = jax.jit(gathers(layer))(placed(mesh, P("t"), x), placed(mesh, P(None, "t"), w))
+        local_part(y, x.astype(np.float64) @ w)
+        if turn == 0:
+            store = distributed.global_state.client
+            if rank == processes - 1:  # the first of the next one
+                with socket.socket() as free:
+                    free.bind(("localhost", 0))
+                    store.key_value_set("port", str(free.getsockname()[1]))
+            port = store.blocking_key_value_get("port", 60_000)
+            jax.distributed.shutdown()
+            jax.extend.backend.clear_backends()
+            local = [rank % gpus] if gpu else None
+            jax.distributed.initialize(f"localhost:{port}", processes, processes - 1 - rank, local_device_ids=local)
+            mesh = Mesh(np.array(jax.devices()), ("t",))
+            gathers.keywords["mesh"] = mesh
     print("fine", flush=True)
     jax.distributed.shutdown()
     raise SystemExit

@@ -73,6 +73,12 @@ def test_memory_that_cannot_be_shared_at_first(task, processes):
         assert "fine" in output.splitlines(), output
 
 
+def test_another_job_of_the_same_processes():
+    """Devices are known by other numbers, and what they shared is gone."""
+    for output in run(2, "again"):
+        assert "fine" in output.splitlines(), output
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="several devices for each process are simulated on CPUs")
 def test_groups_within_and_across_processes():
     before = shared_files()
