@@ -176,8 +176,7 @@ class _Dispatch:
 
         @custom_partitioning
         def whole(*operands: Array) -> Results:
-            with set_xla_metadata(te_jax=None):  # the call is marked, not what it consists of
-                return after_scalars(tuple(jaxpr_as_fun(body)(*operands)))
+            return after_scalars(tuple(jaxpr_as_fun(body)(*operands)))
 
         def partition(mesh, operand_shapes, result_shapes):
             del result_shapes

@@ -266,6 +266,15 @@ def test_static_arguments_are_part_of_the_operation(rng):
     assert_close(two, 2.0 * one)
 
 
+def test_eager_calls_are_compiled_once(rng, caplog):
+    x = random(rng, 5, 17)
+    for compiles in (True, False):
+        caplog.clear()
+        with jax.log_compiles():
+            running_sum(x, reverse=True)
+        assert ("Compiling" in caplog.text) == compiles
+
+
 def test_without_jit(rng):
     x, weights = random(rng, 3, 16), random(rng, 16, 6)
     with jax.disable_jit():
@@ -598,7 +607,7 @@ def test_programs_differ_where_static_values_do(one, other, make_mesh):
 
 
 def test_only_the_call_is_marked():
-    """On one device its operations are part of the program, and stay as they are but for the result."""
+    """Not the operations around it. On one device its own are part of the program."""
     text = jax.jit(lambda x: with_constant(1.0)(jnp.sin(x) * 2)).lower(jnp.ones((8, 16))).as_text()
     assert len(re.findall("te_jax = ", text)) == 1
 

@@ -105,8 +105,9 @@ def test_factor_sizes():
     assert rule.shardy_sizes(sizes) == {"ki": 128, "lb": 3, "li": 128}
 
 
-def test_the_smallest_size_of_a_factor_counts():
-    assert Rule.parse("k, k -> k").factor_sizes([(8,), (6,)], {}) == {"k": 6}
+@pytest.mark.parametrize("sizes", [(8, 6), (6, 8)])
+def test_the_smallest_size_of_a_factor_counts(sizes):
+    assert Rule.parse("k, k -> k").factor_sizes([(size,) for size in sizes], {}) == {"k": 6}
 
 
 @pytest.mark.parametrize("size", [0, 256, 512])
