@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_oracle import TRANSPORTS, check, computed, mesh_of, oracle, place, random_case, wide
+from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, oracle, place, random_case, wide
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -253,6 +253,32 @@ def test_several_axes(split, name, transport, rng, require_devices):
     mesh = mesh_of({"a": 2, "dp": 2, "b": 2})
     size = math.prod(mesh.shape[axis] for axis in split)
     check(random_case(rng, name, size, lead=(2,), split=split, batch="dp"), mesh, transport=transport)
+
+
+@transports
+@functions
+def test_operands_that_are_the_same_on_all_devices(name, transport, rng, require_devices):
+    """Gradients inside of shard_map, where JAX knows that they do not vary, as outside."""
+    require_devices(4)
+    x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 6), (6, 5), (5,)))
+
+    def loss(x, w, b):
+        y = FUNCTIONS[name](x, w, bias=b, axis_name="tp", transport=transport)
+        return jax.lax.psum(jnp.sum(jnp.sin(y)), "tp")
+
+    def whole_loss(x, w, b):
+        if name == "all_gather_matmul":
+            return 16 * jnp.sum(jnp.sin(x @ w + b[None]))  # four devices have the rows of four
+        return jnp.sum(jnp.sin(4 * (x @ w) + b[None]))
+
+    def gradient(loss):
+        return jax.grad(loss, argnums=(0, 1, 2))
+
+    expected = gradient(whole_loss)(x, w, b)
+    for way in (lambda mapped: gradient(mapped(loss)), lambda mapped: mapped(gradient(loss))):
+        run = way(lambda local: jax.shard_map(local, mesh=mesh_of({"tp": 4}), in_specs=P(), out_specs=P()))
+        for found, wanted in zip(jax.jit(run)(x, w, b), expected, strict=True):
+            assert_close(found, wanted, tolerance=1e-5)
 
 
 @last

@@ -158,9 +158,12 @@ def test_axes_that_shard_map_leaves_out(name, require_devices):
     mesh = mesh_of({"dp": 2, "tp": 2}, AxisType.Explicit)
     function = functools.partial(FUNCTIONS[name], axis_name="tp")
     mapped = jax.shard_map(function, mesh=mesh, in_specs=(P(), P()), out_specs=P("tp"), axis_names={"tp"})
-    x = jax.device_put(zeros(2, 4, 16), jax.NamedSharding(mesh, P("dp")))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"x is split over \['dp'\], Explicit axes that shard_map"):
-        jax.jit(mapped)(x, zeros(16, 16))
+    x, w = zeros(2, 4, 16), zeros(16, 16)
+    split = jax.NamedSharding(mesh, P("dp"))
+    for operand, operands in (("x", (jax.device_put(x, split), w)), ("w", (x, jax.device_put(w, split)))):
+        message = rf"^{operand} is split over \['dp'\], Explicit axes that shard_map left out"
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+            jax.jit(mapped)(*operands)
 
 
 @functions
@@ -173,8 +176,16 @@ def test_rows_of_blocks(name):
     x, w = zeros(64 * rows, 16), zeros(16, 16)
     inside(function, x, w)
     inside(lambda x, w: jax.vjp(lambda x: function(x, w), x)[0], x, w)
-    with pytest.raises(ValueError, match="64 rows for each device; the gradient of w with block scaling needs a mult"):
-        inside(lambda x, w: jax.vjp(lambda w: function(x, w), w)[0], x, w)
+
+    def of_w(x, w):
+        return jax.vjp(lambda w: function(x, w), w)[0]
+
+    rule = "64 rows for each device; the gradient of w with block scaling needs a multiple of 128"
+    with pytest.raises(ValueError, match=rule):
+        inside(of_w, x, w)
+    with pytest.raises(ValueError, match=rule):
+        inside(of_w, zeros(2, 64, 16), w, size=1)
+    inside(of_w, zeros(1, 64, 16), w, size=1)
 
 
 # --------------------------------------------------------------------------------------------------- quantized operands
