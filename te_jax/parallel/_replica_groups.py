@@ -26,7 +26,7 @@ def of_collective(attributes: Mapping[str, str], devices: int) -> Groups:
     if text.startswith("mesh["):
         return _mesh_groups(text, attributes.get("device_ids", ""))
     if text.startswith("["):
-        return _rows(np.atleast_2d(_iota(text)))
+        return _rows(_iota(text))
     return _lists(text) or (tuple(range(devices)),)
 
 

@@ -325,8 +325,6 @@ def _collective(
         numbers = _numbers_of_places(mesh)
         if all(place in numbers for group in groups for place in group):
             groups = tuple(tuple(numbers[place] for place in group) for group in groups)
-        else:
-            mesh = None
     else:
         groups = _replica_groups.of_collective(attributes, program.devices)
     return Collective(

@@ -161,6 +161,15 @@ def test_calls_of_te_jax_that_communicate(groups):
     assert not gather.inserted
 
 
+def test_calls_of_te_jax_that_do_not_say_who_communicates():
+    lines = [
+        '  %g = f32[32,64]{1,0} custom-call(%x, %x), custom_call_target="te_all_gather_gemm", backend_config={a = 0}',
+        '  %s = bf16[2,64]{1,0} custom-call(%x, %x), custom_call_target="te_gemm_reduce_scatter"',
+    ]
+    found = inspect.parse(program("\n".join(lines)), mesh=AbstractMesh((8,), ("a",)))
+    assert [(c.shape, c.groups, c.axis) for c in found] == [("f32[8,16]", (), None), ("bf16[2,64]", (), None)]
+
+
 def ids(*shape, order=None):
     return np.arange(np.prod(shape)).reshape(shape).transpose(order or range(len(shape)))
 
@@ -217,7 +226,7 @@ def test_replica_groups_along_axes_of_random_meshes(rng):
         ("replica_groups={{0},{1}}", ()),
         ("source_target_pairs={{0,2},{2,4},{1,1}}", ("a",)),
         ("source_target_pairs={{0,3}}", ("a", "b")),
-        ("replica_groups={{8,9}}", None),
+        ("replica_groups={{7,8}}", None),
     ],
 )
 def test_axes_are_those_along_which_members_differ(groups, axis):
@@ -272,6 +281,7 @@ StackFrames
         ('{op_name="jit(f)/psum"}', None),
         (r'{op_type="a" op_name="jit(f)/psum" source_file="a \"b\", {c.py" source_line=33}', 'a "b", {c.py:33'),
         ('{op_name="jit(f)/psum" source_file="CWD/d/e.py" source_line=44}', "d/e.py:44"),
+        ('{op_name="jit(f)/psum" source_file="e.py"}', "e.py"),
     ],
 )
 def test_both_forms_of_metadata(metadata, source):
@@ -328,18 +338,26 @@ def test_times_multiply_in_nested_loops_and_add_up_over_callers():
     inner_computations, inner_while = loop("inner", 5, ALL_REDUCE, condition=ALL_REDUCE)
     outer_computations, outer_while = loop("outer", 3, inner_while + "\n" + ALL_REDUCE)
     called = f"%both (x: f32[8,16]) -> f32[8,16] {{\n  %x = f32[8,16]{{1,0}} parameter(0)\n{ALL_REDUCE}\n}}\n"
-    calls = [f"  %c{i} = f32[8,16]{{1,0}} call(%x), to_apply=%both" for i in range(2)]
+    calls = [
+        "  %c0 = f32[8,16]{1,0} call(%x), to_apply=%both",
+        '  %c1 = f32[8,16]{1,0} custom-call(%x), custom_call_target="f", called_computations={%both}',
+    ]
     text = program("\n".join([outer_while, *calls]), computations=inner_computations + outer_computations + called)
     # The inner body, its condition, which is true once more often than not, the outer body, and what is called twice.
     assert [c.times for c in inspect.parse(text)] == [15, 18, 3, 2]
 
 
-def test_unknown_times():
+@pytest.mark.parametrize(
+    "branches", ["branch_computations={%branch, %add}", "true_computation=%branch, false_computation=%add"]
+)
+def test_unknown_times(branches):
     computations, unknown = loop("a", None, ALL_REDUCE)
     branch = f"%branch (x: f32[8,16]) -> f32[8,16] {{\n  %x = f32[8,16]{{1,0}} parameter(0)\n{ALL_REDUCE}\n}}\n"
     nowhere = branch.replace("%branch", "%nowhere")
     text = program(
-        unknown + "\n  %c = f32[8,16]{1,0} conditional(%x, %x, %x), branch_computations={%branch, %add}",
+        f"{unknown}\n"
+        f"  %c = f32[8,16]{{1,0}} conditional(%x, %x, %x), {branches}\n"
+        "  %d = f32[8,16]{1,0} call(%x), to_apply=%branch",
         computations=computations + branch + nowhere,
     )
     assert [c.times for c in inspect.parse(text)] == [None, None, None]
