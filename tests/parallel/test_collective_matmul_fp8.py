@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_oracle import TRANSPORTS, check, computed, mesh_of, oracle, random_case, wide
+from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, oracle, random_case, wide
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
@@ -169,6 +169,18 @@ def test_fast_accumulation_is_that_of_each_product(fast, name, rng, require_devi
     assert fast_and_all(gradient(1)) == (int(fast in ("forward", "wgrad")), 2)
 
 
+@functions
+def test_the_bias_alone_is_differentiated(name, rng, require_devices):
+    require_devices(2)
+    case, mesh = fp8_case(rng, name, 2, dtype="float32"), mesh_of({"tp": 2})
+
+    def of_bias(biases):
+        return case.mapped(mesh, recipe=RECIPES["current"])(case.x, case.weights, biases)
+
+    ((found,),) = jax.jit(lambda biases, dys: jax.vjp(of_bias, biases)[1](dys))(case.biases, case.dys)
+    assert_close(found, oracle(case).dbiases[0], dtype=jnp.float32)
+
+
 # --------------------------------------------------------------------------------------------------- what travels
 
 
@@ -272,6 +284,22 @@ def test_quantized_operands(recipe, name, transport, rng, require_devices):
     )
     for one, other in zip(*jax.jit(mapped)(case.x, case.weights[0], case.dys[0]), strict=True):
         assert_close(one, other, tolerance=1e-3)
+
+
+@functions
+def test_gradients_of_quantized_operands_are_zero(name, require_devices):
+    require_devices(2)
+    recipe = RECIPES["current"]
+    call = functools.partial(FUNCTIONS[name], axis_name="tp", recipe=recipe)
+
+    def gradients(x, w):
+        x8 = ops.quantize(x, recipe.quantization("activation"), axis_name="tp")
+        w8 = ops.quantize(w, recipe.quantization("kernel"), axis_name="tp")
+        return jax.grad(lambda *operands: jnp.sum(call(*operands)), argnums=(0, 1))(x8, w8)
+
+    run = jax.shard_map(gradients, mesh=mesh_of({"tp": 2}), in_specs=P(), out_specs=P())
+    for leaf in jax.tree.leaves(jax.jit(run)(jnp.ones((32, 32)), jnp.ones((32, 32)))):
+        assert not leaf.astype(jnp.float32).any()
 
 
 def test_copies_that_are_missing(rng, require_devices):
