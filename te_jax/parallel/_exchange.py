@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from te_jax import native
 from te_jax.ops._gemm_product import Scaling, allowed_dtype
 from te_jax.ops.gemm import gemm
 from te_jax.quantized import QuantizedArray
@@ -242,8 +241,3 @@ def _is_fp8(x: Array) -> bool:
 def all_gather(x: Array, axis_name: tuple[str, ...], *, axis: int = 0, tiled: bool = False) -> Array:
     """`lax.all_gather` that moves FP8 as bytes."""
     return like_bytes(lax.all_gather(as_bytes(x), axis_name, axis=axis, tiled=tiled), x)
-
-
-def empty(shape: tuple[int, ...], like: Array) -> Array:
-    """A buffer to be written over, which varies over the mesh axes that `like` varies over."""
-    return native.varying_over(lax.empty(shape, like.dtype), native.varying_axes(like))

@@ -16,7 +16,6 @@ from te_jax.parallel._exchange import (
     Exchange,
     Operand,
     as_bytes,
-    empty,
     like_bytes,
     multiply,
     sum_of_products,
@@ -43,11 +42,11 @@ def all_gather_gemm(
     def written(buffers: list[Array], piece: Operand, first: Array) -> list[Array]:
         values = [multiply(exchange, piece, weight, bias=b) for weight, b in zip(weights, biases, strict=True)]
         values += [as_bytes(piece.data)] if keep_gathered else []
-        buffers = buffers or [empty((A, D * R, value.shape[2]), value) for value in values]
+        buffers = buffers or [lax.empty((A, D * R, value.shape[2]), value.dtype) for value in values]
         return [_updated(buffer, value, first, axis=1) for buffer, value in zip(buffers, values, strict=True)]
 
     def collected(buffers: list[Array], values: list[Array], q: Array) -> list[Array]:
-        buffers = buffers or [empty((D, *value.shape), value) for value in values]
+        buffers = buffers or [lax.empty((D, *value.shape), value.dtype) for value in values]
         return [_updated(buffer, value[None], q, axis=0) for buffer, value in zip(buffers, values, strict=True)]
 
     pieces = [(direction, first, x.rows(first, size)) for direction, first, size in _pieces(exchange, x)]

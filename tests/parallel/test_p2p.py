@@ -514,6 +514,7 @@ def test_axes_of_vmap_stand_for_no_devices(check_vma, monkeypatch, require_devic
         run("p2p")
     if not check_vma:  # JAX itself fails on such an axis where it tracks what varies
         assert_close(run("auto"), run("xla"))
+        assert_close(run("ring"), run("xla"))
 
 
 def test_reference(require_devices):
