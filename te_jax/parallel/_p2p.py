@@ -157,7 +157,7 @@ def _attributes(exchange: Exchange, x: Operand, weights: Sequence[Operand]) -> d
         "timeout": min(float(exchange.timeout), _LONGEST_TIMEOUT),
         "scaling": x.scaling,
         "summed_first": bool(weights and weights[0].summed_first),
-        "fast_accumulation": exchange.fast_accumulation and x.scaling != "none",
+        "fast_accumulation": exchange.fast_accumulation,
         "autotune": autotunes(),
         "products": len(weights),
     }
@@ -198,7 +198,9 @@ def _call(
             f"transport='p2p' inside a shard_map that leaves {axes} to XLA, which could only gather all operands along "
             "them: map these axes too, or use transport='ring' or 'xla'"
         )
-    present = _varying_over(exchange.axis_name, [operand for operand in operands if operand is not None])
+    present = [operand for operand in operands if operand is not None]
+    union = native.varying_axes(*present)
+    present = [native.varying_over(operand, union) for operand in present]
     avals = tuple(native.result_type(result.shape, result.dtype, *present) for result in results)
     return tuple(
         _collective_p.bind(
@@ -223,15 +225,6 @@ def axes_left_to_xla() -> list[str]:
 def _axes_of_no_mesh(names: tuple[str, ...]) -> list[str]:
     """Those of the axes that are examples of a vmap on one device."""
     return [name for name in names if name not in jax.sharding.get_abstract_mesh().manual_axes]
-
-
-def _varying_over(axes: tuple[str, ...], operands: Sequence[Array]) -> list[Array]:
-    """The operands, all varying over the axes and over those of each other: they are of one call."""
-    union = native.varying_axes(*operands)
-    if not union:  # check_vma=False, or pmap: nothing is tracked
-        return list(operands)
-    union |= frozenset(axes)
-    return [native.varying_over(x, union) for x in operands]
 
 
 @_collective_p.def_abstract_eval

@@ -444,12 +444,12 @@ def test_auto_leaves_fast_products_and_the_reference_to_xla(change, worthwhile, 
         assert _p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
 
 
-@pytest.mark.parametrize(("processes", "usable"), [(1, True), (2, False)])
-def test_auto_keeps_to_groups_of_one_process(processes, usable, monkeypatch):
+@pytest.mark.parametrize(("platform", "processes", "usable"), [("gpu", 1, True), ("gpu", 2, False), ("cpu", 1, False)])
+def test_auto_keeps_to_gpus_of_one_process(platform, processes, usable, monkeypatch):
     """Known while lowering."""
     monkeypatch.setattr(_p2p._processes, "place_of", lambda device: device.place)
     places = [number % processes << 16 | number for number in range(4)]
-    devices = np.array([[types.SimpleNamespace(platform="gpu", place=place) for place in places]])
+    devices = np.array([[types.SimpleNamespace(platform=platform, place=place) for place in places]])
     assert _p2p._is_usable(devices) is usable
 
 
@@ -478,18 +478,27 @@ def test_a_very_long_timeout(rng, require_devices):
     assert_close(jax.jit(mapped)(x, w), x.astype(np.float64) @ w, dtype=F32)
 
 
-def test_axes_that_are_left_to_xla(require_devices):
+def test_axes_that_are_left_to_xla(monkeypatch, require_devices):
+    """ "auto" leaves all to XLA then; axes of one device are not split."""
     require_devices(4)
-    mesh = mesh_of((2, 2), ("d", "t"))
-    mapped = jax.shard_map(
-        functools.partial(all_gather_matmul, axis_name="t", transport="p2p"),
-        mesh=mesh,
-        in_specs=(P("t"), P(None, "t")),
-        out_specs=P(None, "t"),
-        axis_names={"t"},
-    )
+    monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(_p2p, "_SHORTEST_PRODUCT", 0.0)
+    monkeypatch.setattr(_p2p, "_SHORTEST_PIECE", 0.0)
+
+    def run(transport, size):
+        mapped = jax.shard_map(
+            functools.partial(all_gather_matmul, axis_name="t", transport=transport),
+            mesh=mesh_of((size, 2), ("d", "t")),
+            in_specs=(P("t"), P(None, "t")),
+            out_specs=P(None, "t"),
+            axis_names={"t"},
+        )
+        return jax.jit(mapped)(jnp.ones((8, 3)), jnp.ones((3, 8)))
+
     with pytest.raises(ValueError, match=r"leaves \['d'\] to XLA"):
-        jax.jit(mapped)(jnp.ones((8, 3)), jnp.ones((3, 8)))
+        run("p2p", 2)
+    for transport, size in (("auto", 2), ("p2p", 1)):
+        assert_close(run(transport, size), np.full((8, 8), 3.0), dtype=F32)
 
 
 @pytest.mark.parametrize("check_vma", [None, True, False])
