@@ -5,6 +5,8 @@ import dataclasses
 import importlib.metadata
 import json
 import subprocess
+import sys
+import types
 
 import jax
 import pytest
@@ -224,8 +226,24 @@ def test_commands_that_cannot_run_count_as_absent(error, monkeypatch):
     assert all(gpu_.memory_mib is None for gpu_ in _host.gpus())
 
 
+def test_commands_that_fail_count_as_absent():
+    command = [sys.executable, "-c", "import sys; print('some'); sys.exit(len(sys.argv) - 1)"]
+    assert _host.output_of(command) == "some\n"
+    assert _host.output_of([*command, "failure"]) is None
+
+
+@pytest.mark.parametrize(("status", "version"), [(0, "12.8"), (1, None)])
+def test_cuda_version_of_the_driver(status, version, monkeypatch):
+    def get(pointer):
+        pointer._obj.value = 12080
+        return status
+
+    monkeypatch.setattr(_host.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuDriverGetVersion=get))
+    assert _host.driver_cuda_version() == version
+
+
 def test_gpu_listing_keeps_what_the_driver_knows():
-    listing = "NVIDIA H200, 143771, 9.0, 580.159.04\nNVIDIA Old, [N/A], [N/A], 580.159.04\nError: garbage\n"
+    listing = "NVIDIA H200, 143771, 9.0, 580.159.04\nNVIDIA Old, [N/A], [N/A], 580.159.04\nError: garbage\n1,2,3,4,5\n"
     assert _host.parse_gpu_listing(listing) == (
         _host.HostGpu("NVIDIA H200", 143771, "9.0", "580.159.04"),
         _host.HostGpu("NVIDIA Old", None, None, "580.159.04"),

@@ -266,9 +266,10 @@ def test_each_run_has_a_fresh_folder_and_the_newest_is_resumed(paths, tmp_path, 
 
     (tmp_path / "runs" / "train-009").mkdir()
     (tmp_path / "runs" / "train-last").mkdir()
+    (tmp_path / "runs" / "train-010").touch()
     assert "--out runs/train-009 holds no run to resume" in refused(["--resume"], capsys)
     assert main(["train", *SMALL]) == 0
-    assert paths[-1] == "runs/train-010"
+    assert paths[-1] == "runs/train-011"
 
 
 def test_whether_kernels_can_run_is_asked_once(out, paths, monkeypatch):

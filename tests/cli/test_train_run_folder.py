@@ -61,6 +61,13 @@ def test_a_resumed_run_has_its_header_state_and_log_up_to_the_checkpoint(start, 
     assert [record["step"] for record in folder.records("validation")] == [2]
 
 
+def test_the_two_latest_checkpoints_are_kept(start):
+    folder = start()
+    for step in range(1, 5):
+        folder.save(step, state_of(step))
+    assert sorted(path.name for path in (folder.path / "checkpoints").iterdir()) == ["3", "4"]
+
+
 def test_without_a_checkpoint_only_the_header_is_kept(start):
     folder = start()
     folder.append({"kind": "validation", "step": 0, "loss": 5.5})

@@ -108,6 +108,7 @@ def test_training_windows_depend_on_seed_and_step_alone():
     np.testing.assert_array_equal(windows, _text.training_windows(data, seed=3, step=41, **size))
     assert (windows != _text.training_windows(data, seed=3, step=42, **size)).any()
     assert (windows != _text.training_windows(data, seed=4, step=41, **size)).any()
+    assert (windows != _text.training_windows(data, seed=4, step=40, **size)).any()
 
 
 def test_training_windows_reach_both_ends():

@@ -93,7 +93,7 @@ def relative_error(actual, expected):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_logits_are_those_of_numpy(rng, kv_heads):
-    config = dataclasses.replace(SMALL, num_kv_heads=kv_heads)
+    config = dataclasses.replace(SMALL, num_kv_heads=kv_heads, rope_theta=500.0)
     params, tokens = random_params(config, rng), random_tokens(config, rng, (2, 7))
     logits = jit_apply(params, tokens, config)
     assert logits.shape == (2, 7, config.vocab_size)
@@ -237,7 +237,9 @@ def test_init_keeps_the_residual_stream_of_one_size():
     shallow, params = last_residual_rms(2)
     deep, _ = last_residual_rms(16)
     assert 0.9 < deep / shallow < 1.1
-    assert abs(float(jnp.std(params["layers"]["gate"])) * 64**0.5 - 1) < 0.05
+    kernels = {"head": params["head"], **params["layers"]}
+    for name, fan_in in (("head", 64), ("gate", 64), ("out", 2 * 2 * 32), ("down", 2 * 2 * 96)):
+        assert abs(float(jnp.std(kernels[name])) * fan_in**0.5 - 1) < 0.05
     other = jit_init(PRESETS["nano"], jax.random.key(2))
     assert not np.array_equal(other["layers"]["key"], other["layers"]["value"])
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from optim_cases import FLOAT8, NAN_OF_GPUS, assert_same, moments, normal_like
 
 from te_jax import optim
-from te_jax.optim import _rounding
+from te_jax.optim import _moments, _rounding
 from te_jax.testing import assert_close, buffers
 
 NARROW = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float8": FLOAT8}
@@ -116,6 +116,7 @@ def test_finite_values_do_not_become_infinite(dtype, rng):
     x = float(jnp.finfo(jnp.bfloat16).max) * rng.uniform(0.5, 0.99, (64, 256)) * rng.choice([-1, 1], (64, 256))
     x[5, 7] = jnp.finfo(jnp.bfloat16).max
     if dtype != jnp.bfloat16:
+        assert np.isfinite(rounded(x, dtype, seed=seed_of(rng))).all()
         x /= 2
     np.testing.assert_allclose(rounded(x, dtype, seed=seed_of(rng)), x, rtol=float(jnp.finfo(dtype).eps))
 
@@ -130,6 +131,15 @@ def test_what_is_too_large_becomes_the_largest_number(dtype, bits):
     np.testing.assert_array_equal(np.asarray(actual, np.float32), [largest, -largest, largest, -largest])
 
 
+@pytest.mark.parametrize("bound", [1.0, 1.75, 2.0])
+@pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
+def test_values_above_their_bound_have_room(dtype, bound):
+    """To 3.5 times of it, where rounding may have taken them step after step."""
+    x, bounds = jnp.full(128, 3.5 * bound, jnp.float32), jnp.full(1, bound, jnp.float32)
+    codes = _moments.encode(x, bounds, np.dtype(dtype), None)
+    np.testing.assert_allclose(_moments.decode(codes, bounds, jnp.float32), x, rtol=float(jnp.finfo(dtype).eps) / 2)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
 def test_scales_change_no_digit(dtype, rng):
     """They are powers of two: a block and its multiple are rounded alike."""
@@ -141,6 +151,15 @@ def test_scales_change_no_digit(dtype, rng):
 
 
 # ---------------------------------------------------------------------------------------------------------- random bits
+
+
+def test_every_bit_is_spread_over_all(rng):
+    """Whichever bit of a number differs, each bit of what it is mixed to differs in about half of all cases."""
+    x, bits = rng.integers(2**32, size=4096, dtype=np.uint32), np.arange(32, dtype=np.uint32)
+    others = x[:, None] ^ (np.uint32(1) << bits)
+    differ = np.asarray(_rounding.mix(jnp.asarray(x)))[:, None] ^ np.asarray(_rounding.mix(jnp.asarray(others)))
+    chances = (differ[..., None] >> bits & 1).mean(axis=0)
+    assert ((chances > 0.35) & (chances < 0.65)).all()
 
 
 def run(transform, gradients, state, params=None):
