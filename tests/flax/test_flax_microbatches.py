@@ -117,6 +117,8 @@ def test_only_kernels_of_layers_with_a_recipe_are_quantized(rng, recipe):
         np.asarray(kinds["join/kernel"].dequantize()).reshape(kernel.shape), kernel, tolerance=0.04, dtype=jnp.float32
     )
     assert_close(model.apply(quantized, x), model.apply(variables, x), tolerance=2e-3)
+    averaged = quantize_kernels(model, {**variables, "averages": variables["params"]}, x)["averages"]
+    jax.tree.map(np.testing.assert_array_equal, averaged, variables["params"])
     again = quantize_kernels(model, quantized, x)
     assert jax.tree.map(jax.typeof, again) == jax.tree.map(jax.typeof, quantized)
 

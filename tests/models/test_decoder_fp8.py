@@ -75,6 +75,18 @@ def test_projections_of_blocks_are_in_fp8_and_nothing_else_is(rng):
     assert not any(PLAIN.vocab_size in shape for shape in shapes)
 
 
+def test_the_reference_runs_no_kernel(native_kernels, rng):
+    params, tokens = random_params(rng), random_tokens(rng)
+    config = dataclasses.replace(PLAIN, recipe=CurrentScaling())
+
+    def step(implementation):
+        function = functools.partial(loss, config=config, implementation=implementation)
+        return str(jax.make_jaxpr(jax.value_and_grad(function))(params, tokens, tokens))
+
+    assert "ffi_call[" in step(None)
+    assert "ffi_call[" not in step("reference")
+
+
 def test_each_layer_and_projection_has_a_history_of_its_own(rng):
     config = dataclasses.replace(PLAIN, recipe=DelayedScaling(history_len=3))
     params, tokens = random_params(rng), random_tokens(rng)
