@@ -404,13 +404,15 @@ def test_places_where_a_decoder_cannot_be_split(rng, mesh_of):
     with pytest.raises(ValueError, match=r"no such axis is mapped here: call this inside shard_map"):
         loss(params, tokens, targets, CONFIG, parallel=parallel)
 
-    def mapped(parallel, mesh, **options):
+    def mapped(parallel, mesh, config=CONFIG, **options):
         specs = param_specs(CONFIG, parallel), P(), P()
-        function = functools.partial(loss, config=CONFIG, parallel=parallel)
+        function = functools.partial(loss, config=config, parallel=parallel)
         return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P(), **options)
 
     with pytest.raises(ValueError, match=r"parallel.size is 2, and the mesh has 4 devices along 'tensor'"):
         mapped(parallel, mesh_of(tensor=4))(params, tokens, targets)
+    with pytest.raises(ValueError, match=r"parallel.size is 2: vocab_size is 19, which 2 does not divide"):
+        mapped(parallel, mesh, dataclasses.replace(CONFIG, vocab_size=19))(params, tokens, targets)
     with pytest.raises(ValueError, match=r"gradients of what they share would not be summed: .* check_vma=True"):
         mapped(parallel, mesh, check_vma=False)(params, tokens, targets)
     with pytest.raises(ValueError, match=r"tokens has shape \(4, 15\), a time of 15, which the 2 devices"):

@@ -177,7 +177,8 @@ if task in ("alone", "fails"):
         for turn in (0, last):
             if rank == turn:
                 text = error_of_lowering()
-                assert f"device 0 of process {last - turn}" in text.partition(" to share memory")[0], text
+                others = ", ".join(f"device 0 of process {other}" for other in range(processes) if other != rank)
+                assert text.startswith(f"transport='p2p' waited 1 s for {others} to share memory"), text
             wait_for_all(f"after {turn}")
         _processes.ensure = ensure
     else:
