@@ -171,7 +171,7 @@ def _copy(
 
 def _encode(x: Array, scale: Array, dtype: np.dtype) -> Array:
     """FP8 of x · scale: rounded to nearest even, clipped; subnormal x as zero, NaN and infinities visible."""
-    mantissa, bias, infinity = (3, 7, _FP8_NAN) if dtype == jnp.float8_e4m3fn else (2, 15, 0x7C)
+    mantissa, bias, infinity = (3, 7, _FP8_NAN) if np.dtype(dtype) == jnp.float8_e4m3fn else (2, 15, 0x7C)
     shift = 23 - mantissa
     smallest_normal = (128 - bias) << 23
     # A float of this size has the spacing of FP8 subnormals: a sum with it ends in the bits of the rounded code.

@@ -46,6 +46,15 @@ def test_power_of_two_scales(pair, implementation, rng):
     assert (mantissas == 0.5).all()
 
 
+@FORMATS
+def test_formats_by_any_name(dtype_fp8, implementation, rng):
+    names = (dtype_fp8.name, dtype_fp8.type, getattr(jnp, dtype_fp8.name))
+    for rows, name in enumerate(names, start=41):  # a shape for each: equal keys of jax.jit share a program
+        x = random_case(rng, (rows, 48), "float32")
+        found = quantize(x, quantization_of("row", name), implementation=implementation)
+        assert_bits(found.data, oracle(x, quantization_of("row", dtype_fp8)).data)
+
+
 @pytest.mark.parametrize("amax", [0.0, 1e-30, 3.0, 1e4, 1e38, np.inf, np.nan, 1e-40])
 def test_scale_from_a_given_amax(amax, implementation, rng):
     """Delayed scaling: larger values saturate."""
