@@ -163,7 +163,6 @@ class DotGeneral(nn.Module):
         )
 
 
-@functools.cache
 def make_dot_general_cls(
     recipe: Recipe | None,
     *,
@@ -179,6 +178,13 @@ def make_dot_general_cls(
     Returns:
       What makes a `DotGeneral` when called; the same object for the same arguments.
     """
+    return _dot_general_cls(recipe, axis_name, implementation)
+
+
+@functools.cache  # which tells arguments by name from those by place, and hides them from type checkers
+def _dot_general_cls(
+    recipe: Recipe | None, axis_name: str | tuple[str, ...] | None, implementation: native.Implementation | None
+) -> Callable[[], DotGeneral]:
     return functools.partial(DotGeneral, recipe=recipe, axis_name=axis_name, implementation=implementation)
 
 
