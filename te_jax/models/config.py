@@ -62,6 +62,7 @@ class DecoderConfig:
             value = getattr(self, name)
             if not is_finite_number(value) or value <= 0:
                 raise ValueError(f"{name} is {value!r}: it needs to be a finite number above 0")
+            object.__setattr__(self, name, float(value))  # arrays are not hashable
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(_DTYPES)}")
         if self.recipe is not None and not isinstance(self.recipe, Recipe):

@@ -267,6 +267,10 @@ def test_config_refuses_what_cannot_be_built(change, words):
 def test_config_takes_numbers_of_numpy():
     same = dataclasses.replace(SMALL, num_layers=np.int64(SMALL.num_layers), norm_eps=np.float32(0.5))
     assert same == dataclasses.replace(SMALL, norm_eps=0.5)
+    for number in (np.array(0.5), jnp.float32(0.5)):
+        assert hash(dataclasses.replace(SMALL, rope_theta=number, norm_eps=number)) == hash(
+            dataclasses.replace(SMALL, rope_theta=0.5, norm_eps=0.5)
+        )
 
 
 @pytest.mark.parametrize(
