@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -20,12 +21,12 @@ def gemm(
     *,
     lhs_contracting: str = "cols",
     rhs_contracting: str = "rows",
-    contracting_ndim: int = 1,
+    contracting_ndim: int | None = None,
     bias: Array | None = None,
     activation: str | None = None,
     save_preactivation: bool = False,
     gelu_preactivation: Array | None = None,
-    out_dtype=None,
+    out_dtype: jax.typing.DTypeLike | None = None,
     out_quantization: Quantization | None = None,
     out_amax: Array | None = None,
     accumulator: Array | None = None,
@@ -40,6 +41,8 @@ def gemm(
     wide = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
     if isinstance(lhs, QuantizedArray):
         contracting_ndim = lhs.col_ndim if lhs_contracting == "cols" else lhs.row_ndim
+    elif contracting_ndim is None:
+        contracting_ndim = 1
     dtype = out_dtype or (lhs.dtype if accumulator is None else accumulator.dtype)
     value = lax.dot_general(
         a,
@@ -74,7 +77,7 @@ def epilogue(
     activation: str | None,
     save_preactivation: bool,
     gelu_preactivation: Array | None,
-    dtype,
+    dtype: jax.typing.DTypeLike,
     out_quantization: Quantization | None,
     out_amax: Array | None,
     out_row_ndim: int,

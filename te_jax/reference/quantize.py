@@ -31,7 +31,7 @@ def quantize(
     x: Array,
     quantization: Quantization,
     *,
-    row_ndim: int,
+    row_ndim: int | None = None,
     copies: Copies = "both",
     amax: Array | None = None,
     axis_name: GroupAxes | None = None,
@@ -39,6 +39,7 @@ def quantize(
     with_dbias: bool = False,
 ) -> QuantizedArray | tuple[QuantizedArray | Array, ...]:
     """Definition of `te_jax.ops.quantize`; see there for the arguments."""
+    row_ndim = x.ndim - 1 if row_ndim is None else row_ndim
     rows, cols = tuple(range(row_ndim)), tuple(range(row_ndim, x.ndim))
     row_axes, col_axes = mesh_axes(axis_name)
     if x.dtype != jnp.float32:

@@ -25,7 +25,7 @@ from gemm_oracle import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_jax import native, ops, recipe
+from te_jax import native, ops, recipe, reference
 from te_jax.testing import assert_close, relative_error
 
 kinds = pytest.mark.parametrize("kind", SCALINGS)
@@ -81,6 +81,13 @@ def test_layouts_of_plain_arrays(dtype, lhs_contracting, rhs_contracting, implem
     }
     result = ops.gemm(lhs, rhs, out_dtype="float32", implementation=implementation, **contracting)
     assert_close(result, product(lhs, rhs, **contracting), dtype="float32")
+
+
+def test_the_reference_has_the_same_defaults(rng):
+    a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((16, 32), (32, 16)))
+    a8, b8 = (reference.quantize(x, recipe.CurrentScaling().quantization("kernel")) for x in (a, b))
+    assert_close(reference.gemm(a, b), ops.gemm(a, b))
+    assert_close(reference.gemm(a8, b8), ops.gemm(a8, b8))
 
 
 @pytest.mark.parametrize("shape", [(1300, 1056, 1168), (4, 2064, 2064), (2052, 16, 48)], ids=str)
