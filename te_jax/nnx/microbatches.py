@@ -70,7 +70,9 @@ def quantize_kernels(model: Model) -> Model:
     return quantized
 
 
-def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, nnx.State]]:
+def accumulate_gradients(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False
+) -> Callable[..., tuple[Any, nnx.State[Any, Any]]]:
     """`nnx.value_and_grad` with respect to the model, added to the gradients of the microbatches before.
 
     Gradients of quantized kernels are written over the former sum where that is donated or the carry of a loop.
@@ -89,7 +91,7 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
     """
 
     @functools.wraps(loss_fn)
-    def wrapped(model: nnx.Module, gradients: nnx.State, *args: Any, **kwargs: Any):
+    def wrapped(model: nnx.Module, gradients: nnx.State[Any, Any], *args: Any, **kwargs: Any):
         differentiable = nnx.Any(nnx.Param, OverwriteWithGradient)
         graphdef, quantized, trained, rest = nnx.split(model, QuantizedKernel, differentiable, ...)
         paths = {_name(path): path for path, _ in nnx.to_flat_state(quantized)}
@@ -97,7 +99,7 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
         needed = variables | dict(nnx.to_flat_state(trained))
         _linear.validate_gradients(_values(needed), _values(before), _ZEROS)
 
-        def loss_of(kernels: dict[str, _linear.AccumulatedKernel], trained: nnx.State):
+        def loss_of(kernels: dict[str, _linear.AccumulatedKernel], trained: nnx.State[Any, Any]):
             accumulated = {path: variables[path].replace(kernels[name]) for name, path in paths.items()}
             merged = nnx.merge(graphdef, nnx.from_flat_state(accumulated), trained, rest, copy=True)
             result = loss_fn(merged, *args, **kwargs)
@@ -115,7 +117,7 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
     return wrapped
 
 
-def merge_gradients(first: nnx.State, second: nnx.State) -> nnx.State:
+def merge_gradients(first: nnx.State[Any, Any], second: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
     """The gradients of two microbatches as one: their sum, and the maximum of `OverwriteWithGradient` variables.
 
     Args:

@@ -28,7 +28,7 @@ class QuantizedKernel(nnx.Variable):
     """A kernel that `quantize_kernels` put in the place of a parameter; its value is a `QuantizedArray`."""
 
 
-def overwrite_with_gradient(model: Any, gradients: nnx.State) -> None:
+def overwrite_with_gradient(model: Any, gradients: nnx.State[Any, Any]) -> None:
     """Gives every `OverwriteWithGradient` of the model its next value. A layer that the loss did not use keeps its own.
 
     Args:

@@ -29,15 +29,15 @@ from te_jax.parallel._products import all_gather_products, reduce_scatter_produc
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BLOCK, DelayedScalingState, Recipe, Role
 
-Weight = Array | QuantizedArray
+Weight = jax.typing.ArrayLike | QuantizedArray
 
 
 def all_gather_matmul(
-    x: Array | QuantizedArray,
+    x: jax.typing.ArrayLike | QuantizedArray,
     w: Weight | tuple[Weight, ...],
     *,
     axis_name: AxisName,
-    bias: Array | tuple[Array | None, ...] | None = None,
+    bias: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
     gather_axis: int = -2,
     recipe: Recipe | None = None,
     scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
@@ -137,11 +137,11 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: Array | QuantizedArray,
+    x: jax.typing.ArrayLike | QuantizedArray,
     w: Weight,
     *,
     axis_name: AxisName,
-    bias: Array | None = None,
+    bias: jax.typing.ArrayLike | None = None,
     scatter_axis: int = -2,
     recipe: Recipe | None = None,
     scaling_state: DelayedScalingState | None = None,
@@ -223,7 +223,7 @@ def matmul_reduce_scatter(
 # ----------------------------------------------------------------------------------------------------------- validation
 
 
-def _operand(name: str, x: Any) -> Any:
+def _operand(name: str, x: Any) -> Array | QuantizedArray:
     return x if isinstance(x, QuantizedArray) else as_array(name, x)
 
 
