@@ -80,7 +80,7 @@ class Buckets:
             bucket = f"{label}/{dtype}" if label else str(dtype)
             start = ends.get(bucket, 0)
             slots.append(_Slot(bucket, start, shape, dtype))
-            ends[bucket] = start + -(-math.prod(shape) // BLOCK) * BLOCK
+            ends[bucket] = start + _whole_blocks(shape)
         return cls(structure, tuple(slots))
 
     def pack(self, tree: Any) -> Packed:
@@ -105,7 +105,22 @@ class Buckets:
         return Packed(buckets, others)
 
     def unpack(self, packed: Packed) -> Any:
-        """The tree of what was packed."""
+        """The tree of what was packed.
+
+        Raises:
+          ValueError: it was packed by another plan.
+        """
+        planned: dict[str, tuple[int, ...]] = {}
+        for slot in self.slots:
+            if slot.bucket is not None:
+                planned[slot.bucket] = (slot.start + _whole_blocks(slot.shape),)
+        leaves = [slot.shape for slot in self.slots if slot.bucket is None]
+        has = {name: jnp.shape(x) for name, x in packed.buckets.items()}, list(map(jnp.shape, packed.leaves))
+        if has != (planned, leaves):
+            raise ValueError(
+                f"packed has buckets of shapes {has[0]} and leaves of shapes {has[1]}, and the plan {planned} and "
+                f"{leaves}: unpack it with the plan that packed it"
+            )
         return _unpack(self, packed)
 
     def _checked(self, tree: Any) -> list[Any]:
@@ -118,6 +133,11 @@ class Buckets:
                     f"a leaf has shape {tuple(leaf.shape)} where the buckets were planned for {slot.shape}"
                 )
         return leaves
+
+
+def _whole_blocks(shape: tuple[int, ...]) -> int:
+    """Values that a leaf takes in its bucket."""
+    return -(-math.prod(shape) // BLOCK) * BLOCK
 
 
 def _spread_labels(labels: Any, tree: Any) -> list[str]:

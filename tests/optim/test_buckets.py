@@ -164,3 +164,15 @@ def test_what_does_not_fit_is_refused(tree):
         buckets.pack({"other": tree["steps"]})
     with pytest.raises(ValueError, match=r"shape \(3, 8\) where the buckets were planned for \(3, 7\)"):
         buckets.pack({**tree, "float32": {**tree["float32"], "odd": jnp.zeros((3, 8))}})
+
+
+def test_what_another_plan_packed_is_refused():
+    """Leaves of the sizes of this plan would be cut out of it at wrong places."""
+    params = {"first": jnp.ones(300), "second": jnp.ones(4)}
+    buckets = optim.Buckets.of(params)
+    for other, largest in ((params, 100), ({**params, "first": jnp.ones(400)}, 1000)):
+        packed = optim.Buckets.of(other, largest=largest).pack(other)
+        with pytest.raises(
+            ValueError, match=r"packed has buckets of shapes .* the plan .* with the plan that packed it"
+        ):
+            buckets.unpack(packed)
