@@ -103,13 +103,13 @@ def dynamic_loss_scale(
     ):
         if isinstance(value, Tracer):
             continue
-        in_range = is_finite_number(value) and least <= value <= float(np.finfo(np.float32).max)
+        in_range = is_finite_number(value) and least <= float(value) <= float(np.finfo(np.float32).max)
         if not in_range or (name == "growth_interval" and value % 1):
             raise ValueError(f"{name} is {value!r}; it must be {rule}")
-    if not (isinstance(smallest, Tracer) or isinstance(largest, Tracer)) and smallest > largest:
+    if not (isinstance(smallest, Tracer) or isinstance(largest, Tracer)) and float(smallest) > float(largest):
         raise ValueError(f"smallest is {smallest!r}; it must not be above largest, which is {largest!r}")
     if not any(isinstance(x, Tracer) for x in (smallest, initial_scale, largest)) and not (
-        smallest <= initial_scale <= largest
+        float(smallest) <= float(initial_scale) <= float(largest)
     ):
         raise ValueError(
             f"initial_scale is {initial_scale!r}; it must be in [smallest, largest]: {smallest!r}, {largest!r}"

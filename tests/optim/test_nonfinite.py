@@ -249,6 +249,8 @@ def test_numbers_of_numpy_are_taken():
         optax.identity(), np.float32(8), growth_interval=np.int64(1), factor=jnp.float32(4)
     )
     assert [scale for scale, _, _ in scales(transform, [True, False])] == [32, 8]
+    half = np.float16(8)  # which Python's 2.0**24 overflows
+    assert optim.loss_scale(optim.dynamic_loss_scale(optax.identity(), half, factor=half).init(jnp.ones(3))) == 8
 
 
 def test_numbers_that_jit_traces():
