@@ -13,7 +13,7 @@ import optax
 from jax import Array, lax
 
 from te_jax import _blocks
-from te_jax._arguments import is_whole_number
+from te_jax._arguments import as_flag, is_whole_number
 from te_jax.optim import _moments, _rounding
 from te_jax.optim._master import in_float32, master_weights
 from te_jax.optim._nonfinite import skip_nonfinite as skip_nonfinite_steps
@@ -85,7 +85,7 @@ def scale_by_adam(
       The transform. Updates have the gradients' dtypes.
 
     Raises:
-      ValueError: a dtype that moments or parameters cannot have, or a seed out of range.
+      ValueError: a dtype that moments or parameters cannot have, a seed out of range, or a flag that is none.
 
     References:
       Kingma and Ba, https://arxiv.org/abs/1412.6980. Dozat, https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ.
@@ -98,6 +98,8 @@ def scale_by_adam(
         is_seed = is_whole_number(seed) and 0 <= seed < 2**32
     if not is_seed:
         raise ValueError(f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")
+    nesterov = as_flag("nesterov", nesterov)
+    stochastic_rounding = as_flag("stochastic_rounding", stochastic_rounding)
 
     def init(params: Any) -> ScaleByAdamState:
         mu, nu = (jax.tree.map(lambda p, dtype=dtype: _moments.zeros(p, dtype), params) for dtype in dtypes)
@@ -299,4 +301,4 @@ def adamw(
 
 def _finished(chain: optax.GradientTransformation, master_dtype: Any, skip: bool):
     optimizer = in_float32(chain) if master_dtype is None else master_weights(chain, master_dtype)
-    return skip_nonfinite_steps(optimizer) if skip else optimizer
+    return skip_nonfinite_steps(optimizer) if as_flag("skip_nonfinite", skip) else optimizer

@@ -345,6 +345,13 @@ def test_arrays_that_are_no_seed(make):
         optim.adam(1e-3, mu_dtype="bfloat16", seed=make())
 
 
+@pytest.mark.parametrize("name", ["nesterov", "stochastic_rounding", "skip_nonfinite"])
+def test_flags_that_are_neither_true_nor_false(name):
+    for value in ("no", None, 1):
+        with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}; it must be True or False")):
+            optim.adamw(1e-3, **{name: value})
+
+
 @pytest.mark.parametrize("state", [optax.scale_by_adam().init(jnp.ones(3)), {"count": 0}], ids=["optax", "dict"])
 def test_states_of_others(state):
     message = f"state is a {type(state).__module__}.{type(state).__name__}; it must be .* te_jax.optim.convert_state"
