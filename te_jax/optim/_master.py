@@ -56,17 +56,16 @@ def master_weights(
         return jax.tree.map(_wide, tree)
 
     def master_of(param: Any) -> Any:
-        if jnp.result_type(param) == jnp.float32:
+        own = jnp.result_type(param)
+        if own == jnp.float32:
             return optax.MaskedNode()
-        if param.dtype not in (_BFLOAT16, np.float16):
+        if own not in (_BFLOAT16, np.float16):
             raise ValueError(
-                f"a parameter has dtype {param.dtype}: masters are for bfloat16 and float16 ones, and float32 is its "
+                f"a parameter has dtype {own}: masters are for bfloat16 and float16 ones, and float32 is its "
                 "own; mask it out, or use no master_dtype"
             )
-        if dtype == _INT16 and param.dtype != _BFLOAT16:
-            raise ValueError(
-                f"a parameter has dtype {param.dtype}: master_dtype int16 completes bfloat16 ones; use float32"
-            )
+        if dtype == _INT16 and own != _BFLOAT16:
+            raise ValueError(f"a parameter has dtype {own}: master_dtype int16 completes bfloat16 ones; use float32")
         if isinstance(param, jax.ShapeDtypeStruct):
             return jnp.zeros_like(param, dtype=dtype)
         return jnp.zeros_like(param, dtype=dtype) if dtype == _INT16 else param.astype(jnp.float32)

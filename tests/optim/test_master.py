@@ -265,6 +265,8 @@ def test_parameters_that_have_no_masters(dtype, param_dtype):
         pytest.raises(ValueError, match=f"a parameter has dtype {param_dtype}: masters are for bfloat16 and float16"),
     ):
         added(dtype).init({"a": jnp.zeros(3, jnp.bfloat16), "b": jnp.zeros(3, param_dtype)})
+    with pytest.raises(ValueError, match="a parameter has dtype int32: masters are for"):
+        added(dtype).init({"a": 1})
 
 
 def test_an_update_needs_the_parameters():
