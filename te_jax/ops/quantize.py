@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax import native, reference
-from te_jax._arguments import as_axis_names, as_flag, mapped_axes
+from te_jax._arguments import as_axis_names, as_flag, is_whole_number, mapped_axes
 from te_jax.ops._derivatives import without_gradient
 from te_jax.ops._operands import as_array, validate_quantization
 from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
@@ -121,7 +120,7 @@ def quantize_parts(
     implementation: native.Implementation | None = None,
 ) -> QuantizedParts:
     """`quantize` with all that it can return, None for what is not asked for, and a derivative of zero."""
-    if row_ndim is not None and not isinstance(row_ndim, numbers.Integral):
+    if row_ndim is not None and not is_whole_number(row_ndim):
         raise ValueError(f"row_ndim is {row_ndim!r}; it must be an integer")
     request = Request(
         quantization,

@@ -25,6 +25,7 @@ TENSOR, ROW, BLOCK = (quantization_of(name) for name in ("tensor", "row", "1x128
         (X, TENSOR, {"row_ndim": 0}, "row_ndim is 0; for x of shape (4, 8) it must be in [1, 1]"),
         (X, TENSOR, {"row_ndim": 2}, "row_ndim is 2"),
         (X, TENSOR, {"row_ndim": 1.5}, "row_ndim is 1.5; it must be an integer"),
+        (X, TENSOR, {"row_ndim": True}, "row_ndim is True; it must be an integer"),
         (X, TENSOR, {"copies": "rows"}, "copies is 'rows'; it must be one of"),
         (X, CurrentScaling(), {}, "quantization is CurrentScaling("),
         (X, "tensor", {}, "quantization is 'tensor'; it must be a Quantization"),
