@@ -154,13 +154,12 @@ def loss_scale(state: Any) -> Array:
 
 
 def _all_finite(updates: Any, axis_name: AxisName | None) -> Array:
-    finite = jnp.asarray(True)
-    for gradient in jax.tree.leaves(updates):
-        finite &= jnp.all(jnp.isfinite(gradient))
-    if axis_name in (None, (), []):
-        return finite
-    names, _ = mapped_axes(axis_name)
-    return lax.pmin(finite.astype(jnp.int32), names) > 0
+    flags = [jnp.asarray(True), *(jnp.all(jnp.isfinite(gradient)) for gradient in jax.tree.leaves(updates))]
+    # As integers: of flags XLA makes a chain of ands, which it repeats in the loops of all leaves, for each all flags.
+    finite = jnp.min(jnp.stack(flags).astype(jnp.int32))
+    if axis_name not in (None, (), []):
+        finite = lax.pmin(finite, mapped_axes(axis_name)[0])
+    return finite > 0
 
 
 def _update_if(finite: Array, inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]):

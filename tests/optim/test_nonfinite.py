@@ -88,6 +88,19 @@ def test_nothing_waits_for_the_decision(wrapper):
         assert operation not in text
 
 
+@wrappers
+def test_programs_grow_with_the_leaves_alone(wrapper):
+    """What one leaf computes does not depend on how many others there are."""
+
+    def instructions(leaves):
+        transform = wrapper(optax.trace(0.9))
+        params = [jnp.zeros((2, 4))] * leaves
+        abstract = jax.eval_shape(lambda: params), jax.eval_shape(transform.init, params)
+        return jax.jit(transform.update).lower(*abstract).compile().as_text().count(" = ")
+
+    assert instructions(40) < 4.8 * instructions(10)
+
+
 @pytest.mark.parametrize("axis_name", ["data", ("data", "model")], ids=str)
 @wrappers
 def test_shards_decide_alike(wrapper, axis_name, make_mesh, rng):
