@@ -176,6 +176,8 @@ def _forward(logits: Array, labels: Array, loss: _Loss):
     return _where_counted(codes, value), (logits, codes, lse)
 
 
+# As above: each gradient outside of jit traced it anew.
+@functools.partial(jax.jit, static_argnums=0, inline=native.INLINE)
 def _backward(loss: _Loss, residuals, cotangent: Array):
     logits, codes, lse = residuals
     weight = _where_counted(codes, _over_replicas(cotangent, loss.axis_name))

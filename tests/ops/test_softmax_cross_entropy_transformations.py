@@ -181,6 +181,13 @@ def test_jit_compiles_once_for_equal_arguments(native_kernels, case):
         ops.softmax_cross_entropy(logits, labels, label_smoothing=0.1)
 
 
+def test_an_eager_gradient_is_traced_once(native_kernels, case, monkeypatch):
+    gradient = jax.grad(ops.softmax_cross_entropy)
+    first = gradient(*case)
+    monkeypatch.setattr(native, "call", lambda *_, **__: pytest.fail("traced again"))
+    assert_close(gradient(*case), first, dtype="float32")
+
+
 def test_eval_shape(loss):
     logits = jax.ShapeDtypeStruct((4, 5, 32), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((4, 5), jnp.int32)
