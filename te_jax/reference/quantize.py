@@ -6,9 +6,11 @@ flushes subnormals to zero, divides approximately, or lets maxima drop NaN.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -191,6 +193,7 @@ def _encode(x: Array, scale: Array, dtype: np.dtype) -> Array:
     return lax.bitcast_convert_type((code | sign).astype(jnp.uint8), dtype)
 
 
+@functools.partial(jax.jit, static_argnums=0)  # one function in a program, called for all quotients of a shape
 def _quotient(numerator: float, denominator: Array) -> Array:
     """numerator / denominator, rounded correctly also where the backend's own division is off by up to two units.
 

@@ -359,3 +359,17 @@ def test_an_axis_that_is_not_mapped_is_named(scaling, implementation):
         ValueError, match=r"axis_name is \('data',\), but no axis 'data' is mapped here; call it inside"
     ):
         ops.quantize(jnp.ones((4, 8)), quantization_of(scaling), axis_name="data", implementation=implementation)
+
+
+def test_a_program_holds_the_arithmetic_of_scales_once():
+    """However many tensors it quantizes: rounding a quotient correctly takes some forty operations."""
+
+    def negations(tensors):
+        how = recipe.CurrentScaling().quantization("activation")
+
+        def quantized(arrays):
+            return [ops.quantize(x, how, implementation="reference") for x in arrays]
+
+        return jax.jit(quantized).lower([jnp.zeros((16, 32))] * tensors).as_text().count("stablehlo.negate")
+
+    assert negations(1) == negations(4) > 0
