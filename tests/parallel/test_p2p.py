@@ -483,7 +483,6 @@ def test_axes_that_are_left_to_xla(monkeypatch, require_devices):
     require_devices(4)
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(_p2p, "_SHORTEST_PRODUCT", 0.0)
-    monkeypatch.setattr(_p2p, "_SHORTEST_PIECE", 0.0)
 
     def run(transport, size):
         mapped = jax.shard_map(
