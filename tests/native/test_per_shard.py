@@ -1,6 +1,7 @@
 """`per_shard` with operations that it has never seen, made of jnp: it must know the rule only."""
 
 import contextlib
+import math
 import os
 import re
 import subprocess
@@ -581,6 +582,30 @@ def with_sum(sums):
     return total
 
 
+def with_function(function):
+    """Functions in a closure have names and addresses only."""
+    return native.per_shard("... -> ...")(lambda x, *, axes: (function(x),))
+
+
+@native.per_shard("... v -> ... v", axes_of=("v",))
+def times_size(x, *, axes, power=1):
+    return (x * lax.axis_size(axes["v"]) ** power if axes else x,)
+
+
+@native.per_shard("... v -> ... v", axes_of=("v",))
+def times_place(x, *, axes):
+    return (x * lax.axis_index(axes["v"]) if axes else x,)
+
+
+def split_along(rule, factor):
+    """The function learns from `axes` what is split, and is the same for all."""
+    return native.per_shard(rule, axes_of=(factor,))(multiplied)
+
+
+def multiplied(x, *, axes):
+    return (x * math.prod(map(lax.axis_size, axes.values())),)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -588,22 +613,37 @@ def with_sum(sums):
         (with_constant(1.0), with_constant(2.0)),
         (with_sum(True), with_sum(False)),
         (with_reuse, native.per_shard("... -> ...", reuse={})(lambda x, *, axes: (x + 1,))),
+        (with_function(lambda x: x + 1), with_function(lambda x: x + 2)),
+        (lambda x: times_size(x, power=2), lambda x: times_size(x, power=3)),
+        (times_size, times_place),
+        (split_along("u v -> u v", "u"), split_along("u v -> u v", "v")),
+        (split_along("u v -> u v", "u"), split_along("v u -> v u", "u")),
     ],
-    ids=["argument", "closure", "where split", "reuse"],
+    ids=["argument", "closure", "where split", "reuse", "body", "argument where split", "name", "axes", "rule"],
 )
 def test_programs_differ_where_static_values_do(one, other, make_mesh):
-    """Even without the address of a callback, which the key of the compilation cache may leave out."""
     mesh = make_mesh({"x": AUTO, "y": AUTO})
     x = place(jnp.ones((8, 16)), mesh, P("x", "y"))
+    assert text(one, x) == text(one, x)
+    assert text(one, x) != text(other, x)
 
-    def text(function):
-        jax.clear_caches()
-        found, addresses = re.subn(r'backend_config = "\d+"', "", jax.jit(lambda x: function(x)).lower(x).as_text())
-        assert addresses
-        return found
 
-    assert text(one) == text(one)
-    assert text(one) != text(other)
+def test_programs_are_those_of_other_processes_and_not_of_other_versions(make_mesh, monkeypatch):
+    """Functions that call themselves on their shards lie in their closures, at an address of every process's own."""
+    x = place(jnp.ones((8, 16)), make_mesh({"x": AUTO}), P("x"))
+    total, again = with_sum(True), with_sum(True)
+    expected = text(total, x)
+    assert text(again, x) == expected
+    monkeypatch.setattr("te_jax.native.sharding.__version__", "0.0.0")
+    assert text(total, x) != expected
+
+
+def text(function, x):
+    """Without the address of a callback, which the key of the compilation cache may leave out."""
+    jax.clear_caches()
+    found, addresses = re.subn(r'backend_config = "\d+"', "", jax.jit(lambda x: function(x)).lower(x).as_text())
+    assert addresses
+    return found
 
 
 def test_only_the_call_is_marked():
