@@ -1,12 +1,13 @@
 """Every parameter of a recipe is checked where the recipe is made."""
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling, merge
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Quantization, RowwiseScaling, merge
 
 NAN = float("nan")
 OF_NO_USE = {
@@ -49,6 +50,22 @@ def test_messages(options, message):
         DelayedScaling(**options)
 
 
+@pytest.mark.parametrize(
+    ("kind", "gradient", "scaling"),
+    [
+        (CurrentScaling, jnp.float8_e5m2, ("tensor", "tensor")),
+        (DelayedScaling, jnp.float8_e5m2, ("tensor", "tensor")),
+        (RowwiseScaling, jnp.float8_e4m3fn, ("row", "row")),
+        (BlockScaling, jnp.float8_e4m3fn, ("block_1x128", "block_128x128")),
+    ],
+)
+def test_gradients_and_sums_unless_the_user_says_otherwise(kind, gradient, scaling):
+    recipe = kind()
+    assert recipe.quantization("gradient") == Quantization(np.dtype(gradient), *scaling)
+    assert recipe.quantization("activation").dtype == recipe.quantization("kernel").dtype == jnp.float8_e4m3fn
+    assert recipe.fast_accumulation == ("forward",)
+
+
 def test_the_order_of_names_makes_no_other_recipe():
     one, other = (
         DelayedScaling(fast_accumulation=names) for names in (("dgrad", "wgrad"), ("wgrad", "dgrad", "wgrad"))
@@ -69,9 +86,16 @@ def test_values_of_numpy_are_taken():
         assert hash(DelayedScaling(margin=margin)) == hash(DelayedScaling(margin=-2))
 
 
+@pytest.mark.parametrize("margin", [-64, 64])
+def test_the_largest_margins(margin):
+    assert DelayedScaling(margin=margin).reference_amax(jnp.ones(1)) == 2.0**margin
+
+
 def test_states_that_do_not_belong_together_are_not_merged():
     one, other = (DelayedScaling(history_len=n).init() for n in (1, 4))
     with pytest.raises(ValueError, match=r"states have histories of shapes .*\(1,\).*\(4,\).*history_len"):
         merge(one, other)
+    with pytest.raises(ValueError, match="states have histories of shapes"):
+        merge(one, dataclasses.replace(one, activation=other.activation))
     with pytest.raises(ValueError, match=r"states have histories of shapes \[\]; pass one state at least"):
         merge()

@@ -1,5 +1,7 @@
 """The helpers of all other tests: that they can fail."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ def test_relative_error_is_the_relative_l2_norm():
     assert relative_error([3.0, 4.0, 0.5], [3.0, 4.0, 0.0]) == pytest.approx(0.1)
     assert relative_error([1e300, 0.0], [1e300, 1e299]) == pytest.approx(0.1, rel=1e-2)
     assert relative_error([1e-300, 2e-300], [1e-300, 1e-300]) == pytest.approx(0.5**0.5)
+    assert relative_error([1e200, 2.0], [1e200, 1.0]) == pytest.approx(1e-200)
 
 
 def test_relative_error_of_special_values():
@@ -27,6 +30,8 @@ def test_relative_error_of_special_values():
     assert relative_error([np.inf, 1.0], [5.0, 1.0]) == np.inf
     assert relative_error([5.0, 1.0], [np.inf, 1.0]) == np.inf
     assert np.isnan(relative_error([np.nan, 1.0], [np.nan, 1.0]))
+    assert np.isnan(relative_error([np.nan, 1.0], [1.0, 1.0]))
+    assert np.isnan(relative_error([1.0, 1.0], [np.nan, 1.0]))
 
 
 def test_relative_error_broadcasts_nothing():
@@ -58,6 +63,15 @@ def test_integers_that_float64_rounds_are_refused(dtype):
     assert_close(largest, largest)
     with pytest.raises(ValueError, match=f"actual has dtype {dtype} and integers beyond 2\\^53"):
         assert_close(largest + np.array([1], dtype), largest)
+    if dtype == "int64":
+        assert_close(-largest, -largest)
+        with pytest.raises(ValueError, match="expected has dtype int64 and integers beyond"):
+            assert_close(-largest, -largest - 1)
+
+
+def test_complex_numbers_are_refused():
+    with pytest.raises(ValueError, match="expected has dtype complex64; it must be real"):
+        relative_error(np.ones(2, np.float32), np.ones(2, np.complex64))
 
 
 def test_zeros_are_not_close_to_anything_else():
@@ -77,6 +91,14 @@ def test_failure_states_metric_norms_tolerance_and_worst_element():
     for part in ("relative L2 error 1.225e+00", "tolerance 2.500e-01", "‖actual‖ = 9.165151e+00",
                  "‖expected‖ = 4.898979e+00", "at (1, 2): 8, but 2 is expected"):  # fmt: skip
         assert part in message
+
+
+def test_failure_leaves_out_what_is_not_finite_on_both_sides():
+    expected = np.array([np.nan, np.inf, 3.0, 4.0], np.float32)
+    with pytest.raises(AssertionError) as failure:
+        assert_close(expected + np.array([0, 0, 0, 1], np.float32), expected, equal_nan=True)
+    for part in ("‖actual‖ = 5.830952e+00", "‖expected‖ = 5.000000e+00", "at (3,): 5, but 4 is expected"):
+        assert part in str(failure.value)
 
 
 def test_shape_and_dtype_must_match():
@@ -185,3 +207,14 @@ def test_buffers_of_compiled_programs():
     assert Buffer("bf16", (4, 6)) in buffers(compiled, "parameter")
     assert Buffer("f32", (4, 4)) not in buffers(compiled, "parameter")
     assert buffers("  %c = (f32[2]{0}, s32[]) custom-call(%x)\n", "copy") == []
+
+
+@pytest.mark.parametrize("function", [buffers, collectives])
+def test_programs_without_text_are_refused(function):
+    with pytest.raises(ValueError, match="program has no text"):
+        function(types.SimpleNamespace(as_text=lambda: None))
+
+
+def test_text_that_was_torn_is_refused():
+    with pytest.raises(ValueError, match="a bracket is never closed in 'f32"):
+        collectives('  %r = f32[8] all-reduce(%x, f32[8] %y, ")"')

@@ -222,6 +222,7 @@ def test_presets_trace_and_count_their_parameters(name):
 def test_8b_is_llama_3_8b():
     assert PRESETS["8b"].num_parameters == 8_030_261_248
     assert PRESETS["8b"].rope_theta == 500_000.0
+    assert PRESETS["8b"].norm_eps == 1e-5
 
 
 def test_init_keeps_the_residual_stream_of_one_size():
@@ -267,6 +268,7 @@ def test_config_refuses_what_cannot_be_built(change, words):
 def test_config_takes_numbers_of_numpy():
     same = dataclasses.replace(SMALL, num_layers=np.int64(SMALL.num_layers), norm_eps=np.float32(0.5))
     assert same == dataclasses.replace(SMALL, norm_eps=0.5)
+    assert type(same.num_layers) is int  # as logs in JSON take it
     for number in (np.array(0.5), jnp.float32(0.5)):
         assert hash(dataclasses.replace(SMALL, rope_theta=number, norm_eps=number)) == hash(
             dataclasses.replace(SMALL, rope_theta=0.5, norm_eps=0.5)

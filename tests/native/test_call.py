@@ -144,7 +144,9 @@ def test_process_survives_refusals():
 
 
 def test_result_type_outside_of_shard_map():
-    type_ = native.result_type((2, 3), jnp.bfloat16, jnp.zeros(4), jnp.zeros((), jnp.int32))
+    weak = jnp.full(4, 1.0)
+    assert weak.weak_type
+    type_ = native.result_type((2, 3), jnp.bfloat16, weak, jnp.zeros((), jnp.int32))
     assert (type_.shape, type_.dtype, type_.weak_type) == ((2, 3), jnp.bfloat16, False)
 
 

@@ -280,6 +280,7 @@ StackFrames
         ('{op_name="jit(f)/psum" stack_frame_id=9}', None),
         ('{op_name="jit(f)/psum"}', None),
         (r'{op_type="a" op_name="jit(f)/psum" source_file="a \"b\", {c.py" source_line=33}', 'a "b", {c.py:33'),
+        (r'{op_name="jit(f)/psum" source_file="a\"}, b.py" source_line=33}', 'a"}, b.py:33'),
         ('{op_name="jit(f)/psum" source_file="CWD/d/e.py" source_line=44}', "d/e.py:44"),
         ('{op_name="jit(f)/psum" source_file="e.py"}', "e.py"),
     ],
