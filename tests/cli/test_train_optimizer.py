@@ -148,6 +148,18 @@ def test_a_twin_differs_in_one_thing(recipe, state, twin, twin_state):
         assert {leaf.dtype for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {jnp.dtype(DTYPES[expected])}
 
 
+def test_the_rate_rises_for_a_twentieth_of_the_run_and_then_falls_to_a_twentieth_of_its_peak():
+    """Parameters of zero do not decay, and Adam's step is the rate where gradients are always the same."""
+    optimizer, params = _step.build_optimizer(0.5, 40), jnp.zeros(1)
+    update, state, rates = jax.jit(optimizer.update), optimizer.init(params), []
+    for _ in range(41):
+        updates, state = update(jnp.ones(1), state, params)
+        rates.append(-float(updates[0]) / 0.5)
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1], rel=1e-4)
+    assert rates[2 + 38 // 2] == pytest.approx((1 + 1 / 20) / 2, rel=1e-4)
+    assert rates[40] == pytest.approx(1 / 20, rel=1e-4)
+
+
 @pytest.mark.parametrize("state", ["fp4", "", "float32"])
 def test_an_unknown_state_is_refused(state, tmp_path, capsys):
     error = refused(["--optimizer-state", state, "--out", str(tmp_path / "run")], capsys)

@@ -125,8 +125,8 @@ def test_jit_and_eval_shape(kernel):
 
 
 def test_dequantize(kernel, case):
-    for copy in (kernel, kernel.without_data(), kernel.without_transposed()):
-        assert copy.shape == (128, 256)
+    for copy, arrays in ((kernel, 4), (kernel.without_data(), 2), (kernel.without_transposed(), 2)):
+        assert (copy.shape, copy.size, len(jax.tree.leaves(copy))) == ((128, 256), 128 * 256, arrays)
         assert_close(copy.dequantize(), wide(case.kernel), dtype="bfloat16", tolerance=0.035)
 
 

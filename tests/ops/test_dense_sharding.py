@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from dense_oracle import RECIPES, Gradients, assert_matches, oracle, random_case, warm_state, wide
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -391,3 +392,12 @@ def test_sums_that_types_leave_to_others(kind, make_mesh):
             pytest.raises(ValueError, match=rf"^{name} is {kind} over \['data'\], .*: pass it through jax.reshard"),
         ):
             jax.eval_shape(lambda array, function=function: function(jax.reshard(array, spec)), jnp.zeros((32, 16)))
+
+
+def test_sums_that_shard_map_leaves_to_others(make_mesh):
+    def local(x):
+        return ops.dense(lax.pcast(x, "data", to="unreduced"), jnp.zeros((16, 32)))
+
+    run = jax.shard_map(local, mesh=make_mesh({"data": AUTO}), in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(ValueError, match=r"^x is unreduced over \['data'\], a part of a sum on each device: sum it"):
+        jax.eval_shape(run, jnp.zeros((32, 16)))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dense_oracle import GRADIENT, PLAIN, RECIPES, oracle, random_case, wide
 from jax import export, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -400,6 +401,13 @@ def test_policies_keep_what_they_say(policy, expected, two_layer_case, capsys):
     kept = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
     kept = [name for name in kept if name != "f32[32,64]"]  # the result, which the loss squares
     assert sorted(kept) == sorted(expected)
+
+
+def test_memories_of_what_is_offloaded():
+    policy = checkpoint_policies.offload_fp8_operands(offload_src="here", offload_dst="there")
+    (name,) = jax.make_jaxpr(lambda x: checkpoint_name(x, "te_dense_activation"))(jnp.zeros(1)).eqns
+    chosen = policy(name.primitive, **name.params)
+    assert (chosen.src, chosen.dst) == ("here", "there")
 
 
 def test_policies_keep_what_delayed_scaling_observed(rng, capsys):

@@ -206,6 +206,12 @@ def test_either_copy_gives_the_groups_of_dimensions_back(copies, row_ndim, imple
         assert relative_error(value.reshape(x.shape), x) < 0.05
 
 
+def test_scales_that_a_dtype_has_not(rng):
+    """Values of float16 may be normal numbers, and their scales below the smallest."""
+    x = jnp.asarray(rng.uniform(1e-5, 1e-4, (16, 32)), jnp.float16)
+    assert relative_error(quantize(x, quantization_of("tensor")).dequantize(), x) < 0.05
+
+
 @pytest.mark.parametrize(("dtype_fp8", "bound"), [(E4M3, 0.035), (E5M2, 0.07)], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
 def test_error_of_random_numbers(pair, dtype_fp8, bound, native_kernels, rng):
