@@ -311,8 +311,10 @@ class _Records:
     def _fetch(self) -> None:
         kind, step, arrays = self._pending.popleft()
         losses = {name: float(array) for name, array in arrays.items()}
-        if not all(map(math.isfinite, losses.values())):
-            raise UserError(f"the {kind} loss is {losses['loss']} at step {step}: try a smaller --learning-rate")
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                of_whom = name.replace("_", " ")
+                raise UserError(f"the {kind} {of_whom} is {loss} at step {step}: try a smaller --learning-rate")
         self._folder.append({"kind": kind, "step": step, **losses})
         if kind == "train":
             self._progress.step(losses)

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -22,6 +23,7 @@ from xla_flags import environment_without_devices
 from te_jax import native, optim
 from te_jax.cli import _report, _step, _text, train
 from te_jax.cli._run_folder import RunFolder, new_path, newest_path, read_header
+from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
@@ -156,7 +158,7 @@ def test_only_steps_are_timed(every, steps, out, capsys, monkeypatch):
     monkeypatch.setattr(_report, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(_step, "build_learner", build_learner)
     monkeypatch.setattr(RunFolder, "save", takes(itertools.repeat(100), RunFolder.save))
-    argv = ["train", *SMALL, "--steps", "7", "--eval-every", every, "--checkpoint-every", "2", "--out", str(out)]
+    argv = ["train", *SMALL, "--steps", "7", "--eval-every", every, "--checkpoint-every", "4", "--out", str(out)]
     assert main(argv) == 0
     shown = [line.split(" · ") for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     assert [words[0] for words in shown] == [f"step {step}" for step in steps]
@@ -165,9 +167,10 @@ def test_only_steps_are_timed(every, steps, out, capsys, monkeypatch):
         assert speed == ([] if step < 2 else ["64 tokens/s"])
 
 
-def test_one_step_on_the_shortest_text(tmp_path, out):
+@pytest.mark.parametrize("batch", ["1", "65"])
+def test_one_step_on_the_shortest_text(batch, tmp_path, out):
     (tmp_path / "text").write_text("abcd")
-    argv = ["--preset", "nano", "--steps", "1", "--batch", "1", "--seq-len", "1", "--devices", "1"]
+    argv = ["--preset", "nano", "--steps", "1", "--batch", batch, "--seq-len", "1", "--devices", "1"]
     assert main(["train", "--text", str(tmp_path / "text"), *argv, "--out", str(out)]) == 0
     assert [record["step"] for record in records(out, "validation")] == [0, 1]
 
@@ -310,6 +313,13 @@ def test_a_loss_that_is_not_finite_ends_the_run(out, capsys):
     assert "smaller --learning-rate" in error
 
 
+def test_a_twins_loss_that_is_not_finite_is_named():
+    records = train._Records(None, None)
+    records.add("train", 5, {"loss": 1.0, "optax_loss": math.nan})
+    with pytest.raises(UserError, match="the train optax loss is nan at step 5: try a smaller --learning-rate"):
+        records.flush()
+
+
 def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, capsys):
     (tmp_path / "text").write_text("All happy families are alike. " * 20)
     text = ["--text", str(tmp_path / "text")]
@@ -341,9 +351,13 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, capsys):
 def test_other_software_is_noted_on_resuming(whole, out, capsys):
     shutil.copytree(whole, out)
     log = out / "log.jsonl"
-    log.write_text(log.read_text().replace(f'"jax": "{jax.__version__}"', '"jax": "0.1.0"'))
+    implementation = read_header(out)["implementation"]
+    changed = log.read_text().replace(f'"jax": "{jax.__version__}"', '"jax": "0.1.0"')
+    log.write_text(changed.replace(f'"implementation": "{implementation}"', '"implementation": "another"'))
     assert main(["train", "--resume", "--out", str(out)]) == 0
-    assert "note: versions changed" in capsys.readouterr().err
+    noted = capsys.readouterr().err
+    assert "note: versions changed" in noted
+    assert f"note: implementation changed from another to {implementation}: " in noted
 
 
 class Process:
