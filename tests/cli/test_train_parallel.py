@@ -217,6 +217,14 @@ def test_a_step_moves_no_parameters(rng):
     inspect.assert_no_resharding(learner.step, learner.abstract_state(), windows, allowed=("all-reduce",))
 
 
+def test_devices_that_do_not_share_the_model_share_the_batch(require_devices):
+    require_devices(4)
+    for tp, windows in ((1, 2), (2, 4)):
+        placement = _step.build_placement(jax.devices()[:4], tp)
+        assert placement.windows.shard_shape((8, 33)) == (windows, 33)
+        assert placement.evaluation.shard_shape((3, 8, 33)) == (3, windows, 33)
+
+
 def test_the_twin_with_the_loss_of_optax(rng):
     config = PRESETS["nano"]
     params = jax.jit(init, static_argnums=0)(config, jax.random.key(0))
@@ -226,6 +234,8 @@ def test_the_twin_with_the_loss_of_optax(rng):
         for tp in (2, 1)
     )
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    in_bfloat16 = _step.optax_loss(dataclasses.replace(config, dtype="bfloat16"))
+    assert jax.eval_shape(in_bfloat16, params, None, tokens, targets).dtype == "float32"
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused
@@ -266,6 +276,14 @@ def refused(argv, capsys):
 def test_what_cannot_be_run_is_refused_before_anything_is_written(argv, words, tmp_path, capsys):
     assert words in refused([*argv, "--out", str(tmp_path / "run")], capsys)
     assert not (tmp_path / "run").exists()
+
+
+def test_devices_are_all_that_there_are_unless_fewer_are_asked_for(require_devices):
+    require_devices(2)
+    devices = jax.devices()
+    assert _step.take_devices(None) == _step.take_devices(len(devices)) == devices
+    assert _step.take_devices(1) == devices[:1]
+    assert _step.take_devices(None, tp=2) == _step.take_devices(2, tp=2) == devices[:2]
 
 
 def test_too_few_devices_are_refused_with_the_flag_that_makes_them(tmp_path, capsys):

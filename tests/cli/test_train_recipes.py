@@ -113,6 +113,16 @@ def test_a_step_advances_the_state_and_an_evaluation_does_not(rng):
             assert (last[:, 0] != last[:, 1]).all()
 
 
+def test_an_evaluation_is_the_mean_over_its_batches(rng):
+    learner, placement = learner_with()
+    state, windows = learner.init(jax.random.key(0)), rng.integers(0, 256, (3, 4, 33)).astype(np.uint8)
+
+    def loss_of(windows):
+        return float(learner.evaluate(state, jax.device_put(windows, placement.evaluation)))
+
+    assert loss_of(windows) == pytest.approx(np.mean([loss_of(windows[i : i + 1]) for i in range(3)]))
+
+
 def test_the_optimizer_knows_nothing_of_the_state():
     delayed, plain = (learner_with(recipe)[0].abstract_state() for recipe in (DELAYED, None))
     assert delayed.optimizer == plain.optimizer

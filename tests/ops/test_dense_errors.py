@@ -165,6 +165,13 @@ HISTORY = jnp.zeros(4)
             {"recipe": DELAYED, "scaling_state": DelayedScalingState(HISTORY, HISTORY.astype(jnp.bfloat16), HISTORY)},
             "scaling_state has kernel of dtype bfloat16; it must be float32",
         ),
+        (
+            X,
+            KERNEL,
+            None,
+            {"recipe": DELAYED, "scaling_state": DelayedScalingState(HISTORY, HISTORY, HISTORY[:1])},
+            "scaling_state has gradient of shape (1,); for history_len=4 it must be (4,)",
+        ),
     ],
 )
 def test_message_names_argument_value_and_rule(x, kernel, bias, options, message):

@@ -341,6 +341,15 @@ def test_vmap_over_states(rng):
         assert np.asarray(found.activation[i]).tolist() == [amax(case.x[i]), *[4.0 + i] * 3]
 
 
+def test_vmap_over_states_alone(implementation, case):
+    states = jax.tree.map(lambda h: jnp.stack([h + i for i in (4.0, 5.0)]), RECIPE.init())
+    next_states = jax.grad(functools.partial(loss, implementation=implementation), argnums=2)
+    found = jax.vmap(next_states, in_axes=(None, None, 0, None))(case.x, case.kernel, states, case.dy)
+    for i in range(2):
+        assert found.activation[i].tolist() == [amax(case.x), *[4.0 + i] * 3]
+        assert found.kernel[i].tolist() == [amax(case.kernel), *[4.0 + i] * 3]
+
+
 def test_unused_accumulating_state_stays(case):
     state = state_of([1, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6])
 
@@ -414,6 +423,25 @@ def test_shard_map(inside, share, make_mesh, rng):
         run = jax.grad(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()), argnums=2)
     found = jax.jit(run)(x, case.kernel, RECIPE.init(), case.dy)
     assert histories(found) == [[77, 0, 0, 0], [amax(case.kernel), 0, 0, 0], [amax(case.dy), 0, 0, 0]]
+
+
+def test_states_of_devices_that_have_one_each(make_mesh, rng):
+    """As of layers or experts that lie on different devices: each state sees what its own device does."""
+    mesh = make_mesh({"data": AxisType.Auto})
+    case = random_case(rng, (mesh.size, 16), (32,), (32,), with_bias=False)
+    states = jax.tree.map(lambda history: jnp.zeros((mesh.size, *history.shape)), RECIPE.init())
+
+    def local(x, kernel, state, dy):
+        state = jax.tree.map(lambda history: history[0], state)
+        return jax.tree.map(lambda history: history[None], jax.grad(loss, argnums=2)(x, kernel, state, dy))
+
+    specs = (P("data"), P(), P("data"), P("data"))
+    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data")))(
+        case.x, case.kernel, states, case.dy
+    )
+    assert found.activation[:, 0].tolist() == [amax(x) for x in case.x]
+    assert found.kernel[:, 0].tolist() == [amax(case.kernel)] * mesh.size
+    assert found.gradient[:, 0].tolist() == [amax(dy) for dy in case.dy]
 
 
 @pytest.mark.parametrize("kind", ["pmap", "shard_map"])
