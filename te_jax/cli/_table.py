@@ -18,7 +18,7 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], *, indent: i
     """
     columns = list(zip(headings, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
-    flush_right = [len(column) > 1 and all(_looks_numeric(cell) for cell in column[1:]) for column in columns]
+    flush_right = [all(_looks_numeric(cell) for cell in column[1:]) for column in columns]
 
     def line(cells: Sequence[str]) -> str:
         padded = [

@@ -13,6 +13,7 @@ import pytest
 
 from te_jax import native
 from te_jax.cli import _host, doctor
+from te_jax.cli._table import aligned
 
 
 def report(**changes):
@@ -256,3 +257,15 @@ def test_help_documents_the_exit_status():
     text = parser.format_help()
     assert "Exit status: 0 when the GPU path is usable" in text
     assert "1 otherwise" in text
+
+
+def test_figures_and_dashes_for_them_are_set_flush_right():
+    text = aligned(
+        ("device", "GiB", "change", "kind"), [("H200", "139.8", "+1", "–"), ("cpu", "–", "-10", "simulated")]
+    )
+    assert text.splitlines() == [
+        "  device    GiB  change  kind",
+        "  ------  -----  ------  ---------",
+        "  H200    139.8      +1  –",
+        "  cpu         –     -10  simulated",
+    ]

@@ -17,6 +17,7 @@ import types
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from xla_flags import environment_without_devices
 
@@ -92,6 +93,20 @@ def test_the_difference_is_a_part_of_the_twins_loss():
     training, validation = [{"loss": 3.0, "optax_loss": 2.0}], [{"loss": 1.0, "optax_loss": 4.0}]
     *_, difference = _report.summary("te_jax", training, validation).splitlines()
     assert re.findall(r"[+-][\d.]+%", difference) == ["+50.000%", "-75.000%"]
+    assert "+nan%" in _report.summary("te_jax", training, [{"loss": 1.0, "optax_loss": 0.0}])
+
+
+def test_the_figure_shows_means_in_the_middle_of_their_steps_and_how_far_above_the_twin(tmp_path, monkeypatch):
+    """The mean around any step of a straight line lies on the line."""
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))
+    training = [{"step": step, "loss": 3.0 * step, "optax_loss": 2.0 * step} for step in range(1, 91)]
+    _report.draw_losses(tmp_path / "loss.png", "title", "te_jax", training, [training[0], training[-1]])
+    top, bottom = figures[0].axes
+    steps, means = top.lines[1].get_data()
+    assert (steps[0], steps[-1]) == (2, 89)
+    np.testing.assert_allclose(means, 3.0 * np.asarray(steps))
+    np.testing.assert_allclose(bottom.lines[1].get_ydata(), range(1, 91))
 
 
 def test_devices_share_a_batch_and_learn_the_same(whole, out):

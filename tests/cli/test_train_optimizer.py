@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +147,14 @@ def test_a_twin_differs_in_one_thing(recipe, state, twin, twin_state):
     for name, expected in {"loss": state, twin: twin_state}.items():
         adam = adam_of(learners[name].abstract_state())
         assert {leaf.dtype for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {jnp.dtype(DTYPES[expected])}
+
+
+def test_a_run_is_called_by_what_its_twin_lacks(tmp_path, capsys):
+    record = {"step": 1, "loss": 2.0, "float32_loss": 2.0}
+    folder = types.SimpleNamespace(path=tmp_path, records=lambda kind: [record])
+    options = train.Options(recipe="current", optimizer_state="fp8")
+    train._conclude(folder, options, dataclasses.replace(PRESETS["nano"], recipe=CurrentScaling()))
+    assert capsys.readouterr().out.startswith("current scaling ")
 
 
 def test_the_rate_rises_for_a_twentieth_of_the_run_and_then_falls_to_a_twentieth_of_its_peak():
