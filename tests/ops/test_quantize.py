@@ -238,6 +238,13 @@ def test_results_on_request(implementation, rng):
     assert_bits(amax, expected.amax)
 
 
+@pytest.mark.parametrize("value", [-np.inf, np.nan])
+def test_largest_magnitude_of_values_that_are_not_finite(value, implementation):
+    x = jnp.ones((16, 16)).at[3, 5].set(value)
+    _, amax = quantize(x, quantization_of("tensor"), with_amax=True, implementation=implementation)
+    np.testing.assert_array_equal(amax, np.abs(value))
+
+
 @pytest.mark.parametrize("amax", [None, 3.0])
 def test_largest_magnitude_does_not_depend_on_what_its_memory_held(amax, native_kernels, rng):
     x = random_case(rng, (256, 384), "bfloat16")
