@@ -45,7 +45,9 @@ def relative_error(actual: ArrayLike, expected: ArrayLike) -> float:
     if np.array_equal(actual, expected):
         return 0.0
     difference = _difference(actual, expected)
-    # Divided by the largest element first, so that squares neither overflow nor vanish; by infinity, nothing is left.
+    if not np.isfinite(difference).all():
+        return math.inf
+    # Divided by the largest element first, so that squares neither overflow nor vanish.
     expected = np.where(np.isfinite(expected), expected, 0.0)
     scale = max(np.abs(difference).max(), np.abs(expected).max())
     norm = np.linalg.norm(expected / scale)
@@ -127,7 +129,7 @@ def _report(actual: np.ndarray, expected: np.ndarray, numbers: np.ndarray, error
         numbers, np.abs(_difference(np.where(numbers, actual, 0), np.where(numbers, expected, 0))), -1.0
     )
     worst = np.unravel_index(np.argmax(distance), distance.shape)
-    norms = [float(np.linalg.norm(x[np.isfinite(x)])) for x in (actual, expected)]
+    norms = [float(np.linalg.norm(x[numbers & np.isfinite(x)])) for x in (actual, expected)]
     return (
         f"relative L2 error {error:.3e} is above the tolerance {tolerance:.3e}: "
         f"‖actual‖ = {norms[0]:.6e}, ‖expected‖ = {norms[1]:.6e}; "

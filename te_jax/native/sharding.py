@@ -206,16 +206,14 @@ class _Dispatch:
         # XLA's text of the call has an address for what it consists of. With
         # jax_remove_custom_partitioning_ptr_from_cache_key the key of the persistent compilation cache is made of the
         # rest, which must therefore say what is called.
-        with set_xla_metadata(te_jax=self._digest(function, body)):
+        with set_xla_metadata(te_jax=self._digest(function, reuse, body)):
             return whole(*operands)[scalars:]
 
-    def _digest(self, function: Callable[..., Results], body: ClosedJaxpr) -> str:
-        """What the call consists of, and how it is split, in a few characters that are the same in every process.
-
-        Which factors are replicated, and the sizes of others, stand in the call's own text.
-        """
-        settings = (self.rule.text, self.axes_of, _static_values(function))
-        text = _ADDRESS.sub("", f"{__version__} {settings} {body}")
+    def _digest(self, function: Callable[..., Results], reuse: dict[str, Any], body: ClosedJaxpr) -> str:
+        """What the call consists of, and how it is split, in a few characters that are the same in every process."""
+        settings = (self.rule.text, self.axes_of, self.replicated, sorted(self.sizes.items()), self.reuse)
+        static = _static_values(function)
+        text = _ADDRESS.sub("", f"{__version__} {settings} {sorted(reuse.items())} {static} {body}")
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -37,6 +37,7 @@ def softmax_cross_entropy(
 
     # The maximum only steadies the exponentials: no gradient flows through it.
     peak = over_shards(lax.pmax, lax.stop_gradient(jnp.max(z, axis=-1)))
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
     lse = peak + jnp.log(over_shards(lax.psum, jnp.sum(jnp.exp(z - peak[..., None]), axis=-1)))
 
     valid = in_vocabulary(labels, vocab)
