@@ -87,25 +87,31 @@ Status RunOwn(cudaStream_t stream, const Problem& p) {
   return hopper::Run(stream, own);
 }
 
+Status RunOne(cudaStream_t stream, const Problem& p) {
+  return UsesCublasLt(p) ? cublaslt::Run(stream, p) : RunOwn(stream, p);
+}
+
 // Batches of cuBLASLt 13.1 have no scales of rows.
-bool RunsAtOnce(const Problem& p) { return p.batch.count == 1 || (UsesCublasLt(p) && p.scaling != Scaling::kRow); }
+bool MayRunAtOnce(const Problem& p) { return UsesCublasLt(p) && p.scaling != Scaling::kRow; }
 
 }  // namespace
 
 Status Run(const Executor& executor, const Problem& p) {
   if (p.k == 0) return Status::Failed("there is nothing to sum over");
-  if (!RunsAtOnce(p)) {
-    for (int64_t i = 0; i < p.batch.count; ++i) {
-      if (Status status = Run(executor, MemberOf(p, i)); !status.ok()) return status;
-    }
-    return Status::Ok();
+  if (p.batch.count == 1) return RunOne(executor.stream, p);
+  // It need not have an algorithm for every batch whose products it has one for.
+  if (MayRunAtOnce(p) && cublaslt::Run(executor.stream, p).ok()) return Status::Ok();
+  for (int64_t i = 0; i < p.batch.count; ++i) {
+    if (Status status = RunOne(executor.stream, MemberOf(p, i)); !status.ok()) return status;
   }
-  return UsesCublasLt(p) ? cublaslt::Run(executor.stream, p) : RunOwn(executor.stream, p);
+  return Status::Ok();
 }
 
 Status Prepare(const Executor& executor, const Problem& p) {
-  if (!RunsAtOnce(p)) return Prepare(executor, MemberOf(p, 0));
-  return UsesCublasLt(p) && p.k != 0 ? cublaslt::Prepare(executor.stream, p) : Status::Ok();
+  if (!UsesCublasLt(p) || p.k == 0) return Status::Ok();
+  if (p.batch.count == 1) return cublaslt::Prepare(executor.stream, p);
+  if (MayRunAtOnce(p) && cublaslt::Prepare(executor.stream, p).ok()) return Status::Ok();
+  return cublaslt::Prepare(executor.stream, MemberOf(p, 0));
 }
 
 }  // namespace te::gemm
