@@ -154,7 +154,7 @@ Key KeyOf(const Problem& p, const Arrays& arrays, int64_t workspace_bytes) {
 }
 
 std::optional<Key> SpreadKeyOf(const Key& key) {
-  // With a scale for each row cuBLASLt 13.1 makes no FP8, adds no bias to float32, and has no batches.
+  // With a scale for each row cuBLASLt 13.1 makes no FP8, adds no bias to float32, and knows no stride of a batch.
   const bool supported = IsFp8(key.a_type) && !key.row_scales && key.batch == 1 && !IsFp8(key.d_type) &&
                          key.epilogue == Epilogue::kNone && !(key.bias && key.d_type == Type::kFloat32);
   if (!supported) return std::nullopt;

@@ -91,7 +91,7 @@ Status RunOne(cudaStream_t stream, const Problem& p) {
   return UsesCublasLt(p) ? cublaslt::Run(stream, p) : RunOwn(stream, p);
 }
 
-// Batches of cuBLASLt 13.1 have no scales of rows.
+// For scales of rows cuBLASLt 13.1 knows no stride.
 bool MayRunAtOnce(const Problem& p) { return UsesCublasLt(p) && p.scaling != Scaling::kRow; }
 
 }  // namespace
