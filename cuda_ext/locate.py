@@ -12,7 +12,7 @@ def _directory(package: str) -> Path | None:
     return Path(locations[0]) if locations else None
 
 
-def _licence(distribution: str) -> str:
+def _license(distribution: str) -> str:
     """The file that has to go with what contains parts of it."""
     files = importlib.metadata.files(distribution) or []
     return next((str(file.locate()) for file in files if file.name.upper().startswith("LICEN")), "")
@@ -24,7 +24,7 @@ def main() -> None:
         json.dumps(
             {
                 "nanobind": str(nanobind / "cmake") if nanobind else "",
-                "nanobind_licence": _licence("nanobind") if nanobind else "",
+                "nanobind_license": _license("nanobind") if nanobind else "",
                 "xla_include": str(jaxlib / "include") if jaxlib else "",
                 "jaxlib_version": importlib.metadata.version("jaxlib") if jaxlib else "",
                 "nvidia": str(nvidia) if nvidia else "",

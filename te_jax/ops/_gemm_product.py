@@ -43,7 +43,7 @@ _ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
 """32 MiB aligned to 256 bytes, and before them 256 bytes for scalars."""
 
-_ROWS_OF_EPILOGUES = 8
+_EPILOGUE_ROW_MULTIPLE = 8
 """cuBLASLt's activations want rows of a multiple of 16 bytes: of other results none, and with other operands
 products were rounded before a bias. All that is FP8 has them, on every shard."""
 
@@ -251,7 +251,7 @@ def _sharded(product: Product):
         if axes:  # the largest magnitude is that of the whole result
             *others, amax, scale_inv = multiply(product, arrays)
             return (*others, *_largest((amax, scale_inv), m_axes + n_axes))
-        if product.followup.activation and any(n % _ROWS_OF_EPILOGUES for n in _row_lengths(product, arrays)):
+        if product.followup.activation and any(n % _EPILOGUE_ROW_MULTIPLE for n in _row_lengths(product, arrays)):
             part = dataclasses.replace(product, dtype=_FLOAT32, followup=Followup())  # rounded once, at the end
             (value,) = _call(part, {name: arrays[name] for name in part.operands}, in_place=False)
             return follow_up(value, product.followup, arrays, product.dtype, value.ndim - product.b_outer_ndim)

@@ -111,6 +111,7 @@ def test_symbolic_sizes(implementation, recipe, rng):
         x = jnp.asarray(rng.standard_normal((*sizes, 64)), jnp.bfloat16)
         found = export.export(layer, disabled_checks=checks)(tokens, kernel).call(x, kernel)
         assert_close(found, layer(x, kernel), tolerance=1e-3)
+        assert_close(found, wide(x) @ wide(kernel), dtype="bfloat16", tolerance=GRADIENT)
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCK], ids=["current", "block"])

@@ -114,8 +114,8 @@ def test_scatter(shape, names, axes, rng, require_devices):
 
 
 def scaled(rng, dtype, scaling, lead, rows, summed):
-    """A left or, without lead, a right operand of each device, which are the first dimension of its arrays, and its
-    values in float64."""
+    """Data, scales, and their values in float64, of an operand on each device, the first dimension of `lead`: a right
+    one where that is all of it."""
     data = normal(rng, *lead, rows, summed).astype(dtype)
     values = data.astype(np.float64)
     if scaling == "none":
