@@ -37,6 +37,8 @@ class Layer:
     Attributes:
       rows, inner, columns: of x [rows, inner] and w [inner, columns], on all devices together.
       devices: that share it.
+      sequences: that the rows are of. Where they are gathered each device has a part of each sequence, one behind the
+        other, and so it has of the results where sums are scattered.
     """
 
     operation: Operation
@@ -44,13 +46,14 @@ class Layer:
     inner: int
     columns: int
     devices: int
+    sequences: int = 1
 
     @classmethod
     def of(cls, operation: Operation, case: shapes.TensorParallelShape, devices: int) -> "Layer":
         share = devices / (case.tensor_parallel or devices)
         tokens, features = int(case.tokens * share), int(case.features * share)
         widths = (case.hidden, features) if operation.gathers else (features, case.hidden)
-        return cls(operation, tokens, *widths, devices)
+        return cls(operation, tokens, *widths, devices, case.sequences)
 
     @property
     def x(self) -> P:

@@ -8,7 +8,8 @@ A case is a pair of layers over all devices of the machine, D of them. For token
 Each as it is (2SKN floating-point operations), and with `_forward_backward` behind its name also with the gradients of
 x and w for a given cotangent, in one program (6SKN). Values are random normal in bfloat16, and so are results. In
 `fp8_all_gather_matmul` and `fp8_matmul_reduce_scatter` x and w come quantized (CurrentScaling, fast accumulation). A
-case "…-tp4" gives D devices the shares that four would have: S·D/4 tokens and N·D/4 features.
+case "…-tp4" gives D devices the shares that four would have: S·D/4 tokens and N·D/4 features. In a case "8x1024x…"
+x and y are [8, 1024, …], 8 sequences that are split along their tokens: each device's rows are 8 pieces of the whole.
 
 Implementations: `te_jax` (transport "auto"), `te_jax_p2p`, `te_jax_ring`, `te_jax_ring_bidirectional`, `xla` (transport
 "xla", plain collectives: nothing overlaps), `gemm_alone` (the products without communication, of a gathered x, and of
@@ -120,7 +121,7 @@ def _misfit(case: shapes.TensorParallelShape, devices: Sequence[Any]) -> str | N
         return problem
     if case.tensor_parallel is not None and count >= case.tensor_parallel:
         return f"it is for fewer than {case.tensor_parallel} devices, and there are {count}"
-    if case.tokens % count or case.features % (16 * count):
+    if case.tokens % (case.sequences * count) or case.features % (16 * count):
         return f"its layers cannot be split over {count} devices; CUDA_VISIBLE_DEVICES can name fewer"
     return None
 
@@ -303,7 +304,7 @@ def _build(name: str, layer: Layer, mesh: Mesh, operands: _Operands) -> _Built:
         x, dy = (P(), dy) if layer.operation.gathers else (x, P())
         results = {key: P(AXIS) if key == unsummed else spec for key, spec in results.items()}
     else:
-        call = _collective(layer.operation, TRANSPORTS[name])
+        call = _collective(layer, TRANSPORTS[name])
 
     state = operands.of_their_own(mesh, x, dy)
     xs_specs, dy_specs, w_specs = (_specs_of(each) for each in (*state, operands.w))
@@ -325,6 +326,8 @@ def _build(name: str, layer: Layer, mesh: Mesh, operands: _Operands) -> _Built:
         output = program()
         if unsummed in output:
             output[unsummed] = jnp.sum(output[unsummed].astype(jnp.float32), axis=0)
+        if name != "gemm_alone":
+            output["y"] = _in_order_of_x(output["y"], layer)
         return dense._errors(output, exact)
 
     candidate = Candidate(
@@ -375,19 +378,33 @@ def _after(results: _Results, operands: Any) -> Any:
     return jax.tree.map(write, operands)
 
 
-def _collective(operation: Operation, transport: dict[str, Any]) -> _Call:
+def _collective(layer: Layer, transport: dict[str, Any]) -> _Call:
+    operation = layer.operation
     collective = parallel.all_gather_matmul if operation.gathers else parallel.matmul_reduce_scatter
     options = {"recipe": _RECIPE, "implementation": "native"} if operation.fp8 else {}
-    layer = functools.partial(collective, axis_name=AXIS, **transport, **options)
+    collective = functools.partial(collective, axis_name=AXIS, **transport, **options)
+
+    def product(x: Any, w: Any) -> jax.Array:
+        if layer.sequences == 1:
+            return collective(x, w)
+        y = collective(x.reshape(layer.sequences, -1, x.shape[-1]), w)
+        return y.reshape(-1, y.shape[-1])
+
     if not operation.backward:
-        return lambda x, w, dy: {"y": layer(x, w)}
+        return lambda x, w, dy: {"y": product(x, w)}
 
     def forward_backward(x: jax.Array, w: jax.Array, dy: jax.Array) -> _Results:
-        y, vjp = jax.vjp(layer, x, w)
+        y, vjp = jax.vjp(product, x, w)
         dx, dw = vjp(dy)
         return {"y": y, "dx": dx, "dkernel": dw}
 
     return forward_backward
+
+
+def _in_order_of_x(y: jax.Array, layer: Layer) -> jax.Array:
+    """The rows of y [rows, columns] in the order of x's: on one side only a device's pieces lie one after another."""
+    split = (layer.sequences, layer.devices) if layer.operation.gathers else (layer.devices, layer.sequences)
+    return jnp.swapaxes(y.reshape(*split, -1, y.shape[-1]), 0, 1).reshape(y.shape)
 
 
 def _products_alone(layer: Layer) -> tuple[_Call, str | None]:

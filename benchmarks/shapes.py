@@ -213,6 +213,7 @@ class TensorParallelShape:
       tokens, hidden, features: of the whole layers.
       model: a model that has a pair of layers of this size.
       tensor_parallel: the number of devices whose share of the layers each device has; None for all that are there.
+      sequences: that the tokens are of, all of one length; every device has a part of each.
       sweep: whether the case is one of a series that shows which way to communicate is best for how many tokens.
     """
 
@@ -221,13 +222,15 @@ class TensorParallelShape:
     features: int
     model: str
     tensor_parallel: int | None = None
+    sequences: int = 1
     sweep: bool = False
 
     @property
     def name(self) -> str:
-        """The case's name in result files and on the command line: "8192x8192x28672", or with "-tp4" behind it."""
+        """The case's name in result files and on the command line: "8192x8192x28672", "…-tp4", "8x1024x8192x28672"."""
+        tokens = self.tokens if self.sequences == 1 else f"{self.sequences}x{self.tokens // self.sequences}"
         tail = "" if self.tensor_parallel is None else f"-tp{self.tensor_parallel}"
-        return f"{self.tokens}x{self.hidden}x{self.features}{tail}"
+        return f"{tokens}x{self.hidden}x{self.features}{tail}"
 
 
 _TENSOR_PARALLEL = (
@@ -243,11 +246,16 @@ TENSOR_PARALLEL_GPU = (
         TensorParallelShape(tokens, 8192, 28672, "Llama 3 70B, MLP up and down", sweep=True)
         for tokens in (512, 1024, 2048, 4096, 16384)
     ),
+    *(
+        TensorParallelShape(8192, 8192, 28672, "Llama 3 70B, MLP up and down", sequences=sequences, sweep=True)
+        for sequences in (2, 8, 16)
+    ),
 )
 
 TENSOR_PARALLEL_CPU = (
     TensorParallelShape(tokens=512, hidden=256, features=512, model="te-jax train, MLP up and down"),
     TensorParallelShape(tokens=1024, hidden=256, features=512, model="te-jax train, MLP up and down", sweep=True),
+    TensorParallelShape(1024, 256, 512, "te-jax train, MLP up and down", sequences=4, sweep=True),
 )
 
 

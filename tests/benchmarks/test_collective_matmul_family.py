@@ -167,6 +167,24 @@ def test_shares_of_four_devices_on_two():
     assert gather.flops == whole.flops // 2  # the same columns of half as many gathered rows
 
 
+@pytest.mark.parametrize("operation", [ALL_GATHER, REDUCE_SCATTER])
+@pytest.mark.usefixtures("devices")
+def test_sequences_are_split_along_their_tokens(operation, only, monkeypatch):
+    only(operation)
+    collective, taken = getattr(parallel, operation.name), set()
+
+    def seen(x, w, **options):
+        taken.add(x.shape)
+        return collective(x, w, **options)
+
+    monkeypatch.setattr(parallel, operation.name, seen)
+    case = TensorParallelShape(tokens=192, hidden=64, features=128, model="test", sequences=3, sweep=True)
+    assert case.name == "3x64x64x128"
+    result = family.run_case(case, ("te_jax_ring", "xla", "gemm_alone"), ONE)
+    assert set(by_name(result, operation)) == {"te_jax_ring", "xla", "gemm_alone"}  # whose rows are right
+    assert taken == {(3, 16, 64) if operation.gathers else (3, 64, 32)}
+
+
 def test_quantized_operands_are_split_as_plain_ones(devices, native_kernels):
     del native_kernels
     mesh = Mesh(np.array(devices), (family.AXIS,), axis_types=(AxisType.Auto,))
@@ -194,6 +212,7 @@ def test_quantized_operands_are_split_as_plain_ones(devices, native_kernels):
         (CASE, 1, "set XLA_FLAGS=--xla_force_host_platform_device_count"),
         (TensorParallelShape(64, 64, 128, "test", tensor_parallel=4), 4, "for fewer than 4 devices"),
         (CASE, 3, "cannot be split over 3 devices"),
+        (TensorParallelShape(96, 64, 128, "test", sequences=16), 4, "cannot be split over 4 devices"),
     ],
 )
 def test_what_cannot_be_run_says_why(case, count, reason, devices, monkeypatch):
