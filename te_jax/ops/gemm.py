@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,30 @@ class _Operand:
         return self.array.dtype
 
 
+# fmt: off
+@overload
+def gemm(
+    lhs: QuantizedArray | jax.typing.ArrayLike, rhs: QuantizedArray | jax.typing.ArrayLike, *,
+    lhs_contracting: Contracting = "cols", rhs_contracting: Contracting = "rows", contracting_ndim: int | None = None,
+    bias: jax.typing.ArrayLike | None = None, activation: Literal["gelu"] | None = None,
+    save_preactivation: Literal[False] = False, gelu_preactivation: jax.typing.ArrayLike | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None, out_quantization: None = None,
+    out_amax: jax.typing.ArrayLike | None = None, accumulator: jax.typing.ArrayLike | None = None,
+    accumulate: bool = True, fast_accumulation: bool = False, autotune: bool = True, own_kernel: bool = False,
+    implementation: native.Implementation | None = None,
+) -> Array: ...
+@overload
+def gemm(
+    lhs: QuantizedArray | jax.typing.ArrayLike, rhs: QuantizedArray | jax.typing.ArrayLike, *,
+    lhs_contracting: Contracting = "cols", rhs_contracting: Contracting = "rows", contracting_ndim: int | None = None,
+    bias: jax.typing.ArrayLike | None = None, activation: Literal["gelu"] | None = None,
+    save_preactivation: bool = False, gelu_preactivation: jax.typing.ArrayLike | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None, out_quantization: Quantization | None = None,
+    out_amax: jax.typing.ArrayLike | None = None, accumulator: jax.typing.ArrayLike | None = None,
+    accumulate: bool = True, fast_accumulation: bool = False, autotune: bool = True, own_kernel: bool = False,
+    implementation: native.Implementation | None = None,
+) -> Any: ...
+# fmt: on
 def gemm(
     lhs: QuantizedArray | jax.typing.ArrayLike,
     rhs: QuantizedArray | jax.typing.ArrayLike,

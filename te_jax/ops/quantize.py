@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,32 @@ class QuantizedParts(NamedTuple):
     dbias: Array | None
 
 
+# fmt: off
+@overload
+def quantize(
+    x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
+    with_dbias: Literal[False] = False, implementation: native.Implementation | None = None,
+) -> QuantizedArray: ...
+@overload
+def quantize(
+    x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: Literal[True],
+    with_dbias: Literal[False] = False, implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
+@overload
+def quantize(
+    x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
+    with_dbias: Literal[True], implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
+@overload
+def quantize(
+    x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: bool = False,
+    with_dbias: bool = False, implementation: native.Implementation | None = None,
+) -> Any: ...
+# fmt: on
 def quantize(
     x: jax.typing.ArrayLike,
     quantization: Quantization,

@@ -12,7 +12,7 @@ one is the other. What the backward pass reads has names for `jax.checkpoint` po
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,43 @@ from te_jax.recipe import BLOCK, DelayedScalingState, Recipe, Role
 Weight = jax.typing.ArrayLike | QuantizedArray
 
 
+# fmt: off
+@overload
+def all_gather_matmul(
+    x: jax.typing.ArrayLike | QuantizedArray, w: Weight, *, axis_name: AxisName,
+    bias: jax.typing.ArrayLike | None = None, gather_axis: int = -2, recipe: Recipe | None = None,
+    scaling_state: DelayedScalingState | None = None, transport: TransportName = "auto", bidirectional: bool = False,
+    gather_result: Literal[False] = False, residual: Residual = "gathered",
+    out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    implementation: native.Implementation | None = None,
+) -> Array: ...
+@overload
+def all_gather_matmul(
+    x: jax.typing.ArrayLike | QuantizedArray, w: tuple[Weight, ...], *, axis_name: AxisName,
+    bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_axis: int = -2, recipe: Recipe | None = None,
+    scaling_state: tuple[DelayedScalingState, ...] | None = None, transport: TransportName = "auto",
+    bidirectional: bool = False, gather_result: Literal[False] = False, residual: Residual = "gathered",
+    out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    implementation: native.Implementation | None = None,
+) -> tuple[Array, ...]: ...
+@overload
+def all_gather_matmul(
+    x: jax.typing.ArrayLike | QuantizedArray, w: Weight, *, axis_name: AxisName,
+    bias: jax.typing.ArrayLike | None = None, gather_axis: int = -2, recipe: Recipe | None = None,
+    scaling_state: DelayedScalingState | None = None, transport: TransportName = "auto", bidirectional: bool = False,
+    gather_result: Literal[True], residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None,
+    timeout: float = 60.0, implementation: native.Implementation | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def all_gather_matmul(
+    x: jax.typing.ArrayLike | QuantizedArray, w: Weight | tuple[Weight, ...], *, axis_name: AxisName,
+    bias: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_axis: int = -2,
+    recipe: Recipe | None = None, scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
+    transport: TransportName = "auto", bidirectional: bool = False, gather_result: bool = False,
+    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    implementation: native.Implementation | None = None,
+) -> Any: ...
+# fmt: on
 def all_gather_matmul(
     x: jax.typing.ArrayLike | QuantizedArray,
     w: Weight | tuple[Weight, ...],
