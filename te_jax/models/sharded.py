@@ -22,7 +22,7 @@ __all__ = ["parallel_apply", "parallel_loss"]
 
 def parallel_apply(
     mesh: Mesh, config: DecoderConfig, parallel: TensorParallel, *, implementation: Implementation | None = None
-):
+) -> jax.stages.Wrapped:
     """`te_jax.models.apply` over several devices.
 
     Args:
@@ -53,7 +53,7 @@ def parallel_apply(
 
 def parallel_loss(
     mesh: Mesh, config: DecoderConfig, parallel: TensorParallel, *, implementation: Implementation | None = None
-):
+) -> jax.stages.Wrapped:
     """`te_jax.models.loss` over several devices, the same up to the order of sums, and to rounding in FP8.
 
         mesh = jax.make_mesh((2, 4), ("data", "tensor"))

@@ -81,6 +81,7 @@ class LinearGeneral(nnx.Module):
         matrix = (math.prod(self.in_features), math.prod(self.out_features))
         kernel = _reshaped(kernel_init(rngs.params(), matrix, param_dtype), (*self.in_features, *self.out_features))
         self.kernel: nnx.Variable[Any] = nnx.Param(kernel, **(kernel_metadata or {}))
+        self.bias: nnx.Param[Any] | None
         if use_bias:
             bias = _reshaped(bias_init(rngs.params(), matrix[1:], param_dtype), self.out_features)
             self.bias = nnx.Param(bias, **(bias_metadata or {}))
