@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 
+__all__ = ["Policy", "offload_fp8_operands", "save_fp8_operands", "save_fp8_operands_and_preactivations"]
+
 Policy = Callable[..., Any]
 
 _OPERANDS = ("te_dense_activation", "te_dense_kernel")

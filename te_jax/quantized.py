@@ -18,6 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from te_jax import _blocks
 from te_jax.recipe import BLOCK, Scaling
 
+__all__ = ["QuantizedArray", "scale_shape"]
+
 _DATA = ("data", "scale_inv", "transposed", "transposed_scale_inv")
 _META = ("row_ndim", "col_ndim", "scaling", "transposed_scaling", "dtype")
 

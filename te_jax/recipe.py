@@ -21,6 +21,11 @@ from jax import Array, export
 from te_jax._arguments import as_dtype, as_flag, is_finite_number, is_whole_number
 from te_jax._maximum import maximum_of_cotangents
 
+__all__ = [
+    "BLOCK", "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "Product", "Quantization",
+    "Recipe", "Role", "RowwiseScaling", "Scaling", "accumulating", "merge", "observe",
+]  # fmt: skip
+
 Role = Literal["activation", "kernel", "gradient"]
 Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
 Product = Literal["forward", "dgrad", "wgrad"]

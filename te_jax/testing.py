@@ -17,6 +17,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from te_jax._hlo import COLLECTIVES, Buffer, Instruction, arrays
 
+__all__ = ["Buffer", "Collective", "Compiled", "assert_close", "buffers", "collectives", "relative_error"]
+
 # What rounding once to the type costs, with room for the order of sums. Other types must match exactly.
 _TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 

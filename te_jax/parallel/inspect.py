@@ -35,7 +35,7 @@ from te_jax.parallel import _replica_groups
 from te_jax.parallel._processes import place_of
 from te_jax.parallel._program import Program, name_of
 
-__all__ = ["KINDS", "Collective", "assert_no_resharding", "collectives", "parse", "table"]
+__all__ = ["KINDS", "Buffer", "Collective", "assert_no_resharding", "collectives", "parse", "table"]
 
 _FUSED = {"te_all_gather_gemm": "all-gather-matmul", "te_gemm_reduce_scatter": "matmul-reduce-scatter"}
 KINDS = (*COLLECTIVES, *_FUSED.values())
