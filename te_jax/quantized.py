@@ -64,10 +64,12 @@ class QuantizedArray:
 
     @property
     def ndim(self) -> int:
+        """Of the array that it stands for."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """Number of values of the array that it stands for."""
         return math.prod(self.shape)
 
     def dequantize(self) -> Array:
