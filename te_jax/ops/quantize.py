@@ -44,18 +44,6 @@ def quantize(
 @overload
 def quantize(
     x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
-    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: Literal[True],
-    with_dbias: Literal[False] = False, implementation: native.Implementation | None = None,
-) -> tuple[QuantizedArray, Array]: ...
-@overload
-def quantize(
-    x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
-    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
-    with_dbias: Literal[True], implementation: native.Implementation | None = None,
-) -> tuple[QuantizedArray, Array]: ...
-@overload
-def quantize(
-    x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
     amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: bool = False,
     with_dbias: bool = False, implementation: native.Implementation | None = None,
 ) -> Any: ...

@@ -53,14 +53,6 @@ def all_gather_matmul(
 ) -> tuple[Array, ...]: ...
 @overload
 def all_gather_matmul(
-    x: jax.typing.ArrayLike | QuantizedArray, w: Weight, *, axis_name: AxisName,
-    bias: jax.typing.ArrayLike | None = None, gather_axis: int = -2, recipe: Recipe | None = None,
-    scaling_state: DelayedScalingState | None = None, transport: TransportName = "auto", bidirectional: bool = False,
-    gather_result: Literal[True], residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None,
-    timeout: float = 60.0, implementation: native.Implementation | None = None,
-) -> tuple[Array, Array]: ...
-@overload
-def all_gather_matmul(
     x: jax.typing.ArrayLike | QuantizedArray, w: Weight | tuple[Weight, ...], *, axis_name: AxisName,
     bias: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_axis: int = -2,
     recipe: Recipe | None = None, scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
