@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import types
 
 import jax
 import pytest
@@ -74,25 +75,46 @@ def test_a_sample_waits_once_or_after_every_call(pipelined):
         assert waits == [0, 0, 0, *[*range(16), 15] * 3]
 
 
-def test_what_it_costs_to_begin_and_to_end_is_taken_off(monkeypatch):
+@pytest.fixture
+def spend(monkeypatch):
+    """Lets time pass, which passes in no other way."""
     now = [0.0]
     monkeypatch.setattr(harness.time, "perf_counter", lambda: now[0])
 
     def spend(seconds):
         now[0] += seconds
+        return seconds
 
-    # A call takes 1 ms; to hear of the end takes 7 more.
+    return spend
+
+
+@pytest.mark.parametrize("sample_seconds", [0.01, 0.03])
+def test_what_it_costs_to_begin_and_to_end_is_taken_off(sample_seconds, spend):
+    # A call takes 1 ms; to hear of the end of any takes 7 more.
     slow = Candidate(
         name="a",
         call=lambda: spend(1e-3),
         arguments=lambda calls: [()] * calls,
-        wait=lambda _: spend(7e-3),
+        wait=lambda result: result and spend(7e-3),
     )
-    seconds, _ = harness.measure([slow], Timing(samples=2, sample_seconds=0.03), pipelined=True)
+    seconds, _ = harness.measure([slow], Timing(samples=2, sample_seconds=sample_seconds), pipelined=True)
     assert seconds["a"] == pytest.approx([1e-3, 1e-3])
     nothing = Candidate(name="b", call=lambda: None, arguments=lambda calls: [()] * calls, wait=lambda _: None)
     seconds, _ = harness.measure([nothing], Timing(samples=2), pipelined=True)
     assert seconds["b"] == [0.0, 0.0]
+
+
+def test_nothing_is_taken_off_where_few_calls_took_longer_than_all(spend):
+    ends = iter([1e-3] * 3 + [2e-3, 1e-3] * 2)
+    uneven = Candidate(
+        name="a",
+        call=lambda: None,
+        arguments=lambda calls: [()] * calls,
+        wait=lambda _: spend(next(ends)),
+        most_calls=10,
+    )
+    seconds, _ = harness.measure([uneven], Timing(samples=1), pipelined=True)
+    assert seconds["a"] == pytest.approx([1e-4])
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -142,7 +164,7 @@ def test_consumed_arguments_are_fresh_for_every_call():
 
 
 def test_derived_figures_follow_from_medians():
-    seconds = {"copy": [2e-3, 1e-3, 3e-3], "te_jax": [3e-3, 3e-3, 9e-3], "peer": [12e-3] * 3}
+    seconds = {"copy": [2e-3, 1e-3, 3e-3], "te_jax": [9e-3, 2e-3, 3.0004e-3], "peer": [12e-3, 11e-3, 99e-3]}
     row = harness.timing_row(
         seconds,
         "te_jax",
@@ -153,22 +175,57 @@ def test_derived_figures_follow_from_medians():
         operand_bytes=100,
     )
     assert row == {
-        "median_ms": 3.0,
-        "spread": {"min_ms": 3.0, "max_ms": 9.0, "iqr_ms": 3.0, "samples": 3},
+        "median_ms": 3.0004,
+        "spread": {"min_ms": 2.0, "max_ms": 9.0, "iqr_ms": 3.5, "samples": 3},
         "bytes": 300,
-        "share_of_floor": 1.0,
-        "ratio_to_copy": 1.5,
-        "speedup_over": {"peer": 4.0},
+        "share_of_floor": 0.99987,
+        "ratio_to_copy": 1.5002,
+        "speedup_over": {"peer": 3.9995},
         "temporaries_over_logits": 0.25,
     }
 
 
 @pytest.mark.parametrize(
-    ("kind", "folder"),
-    [("NVIDIA H200", "nvidia-h200"), ("cpu", "cpu"), ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3")],
+    ("stats", "result_bytes", "calls"),
+    [
+        ({"bytes_limit": 3000}, 10, 100),
+        ({"bytes_limit": 3000}, 1, 1000),
+        ({"bytes_limit": 3000}, 2000, 1),
+        (None, 2**30, 4),
+        ({}, 2**30, 4),
+    ],
 )
-def test_device_kinds_become_folder_names(kind, folder):
-    assert harness.slug(kind) == folder
+def test_calls_whose_results_fit_into_a_third_of_the_memory(stats, result_bytes, calls, monkeypatch):
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(harness.jax, "local_devices", lambda: [device])
+    assert harness.calls_that_fit(result_bytes) == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("\n no memory\nin detail", "ValueError: no memory"),
+        ("", "ValueError"),
+        ("x" * 300, f"ValueError: {'x' * 200}"),
+    ],
+)
+def test_a_reason_is_one_short_line(text, reason):
+    assert harness.reason_of(ValueError(text)) == reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "folder"),
+    [
+        ("NVIDIA H200", "nvidia-h200"),
+        ("cpu", "cpu"),
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("GPU (simulated)", "gpu-simulated"),
+        ("?", "unknown"),
+    ],
+)
+def test_device_kinds_become_folder_names(kind, folder, tmp_path):
+    path = harness.write_results({"family": "demo", "device": {"kind": kind}}, tmp_path)
+    assert path == tmp_path / folder / "demo.json"
 
 
 def row_of(case):
@@ -246,13 +303,17 @@ def test_a_run_in_parts_is_complete_with_its_last(tmp_path):
         harness.run_family("demo", family, output=tmp_path, commit="abc", say=lambda _: None, **options)
         (path,) = tmp_path.glob("*/demo.json")
         document = json.loads(path.read_text())
+        path.write_text(json.dumps(document | {"date": "2026-01-02T03:04:05Z"}))  # the next one is of another time
+        assert len(document["cases"]) == len(set(document["cases"]))
         return [row["case"] for row in document["rows"]], document["timing"]["complete"]
 
-    assert run(cases=["small"]) == (["small"], False)
+    assert run(cases=["small"], add=True) == (["small"], False)
     assert run(cases=["large"]) == (["large"], False)
     assert run(cases=["small"], peers=[], add=True) == (["large", "small"], False)
     assert run(cases=["small"], add=True) == (["large", "small"], True)
     assert run(cases=["large"], add=True) == (["small", "large"], True)
+    assert run(cases=["large"], peers=[], add=True) == (["small", "large"], False)
+    assert run(cases=["small", "large"], quick=True) == (["small", "large"], False)
 
 
 def test_a_case_whose_rows_name_its_parts_takes_the_place_of_its_rows(tmp_path):
@@ -304,7 +365,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_has(tmp_path):
 def test_wrong_results_fail_the_run_and_are_recorded_without_a_time(results):
     problem = {"case": "small", "operation": "forward", "implementation": "te_jax", "reason": "the loss is wrong"}
     said = []
-    family = family_of(lambda case, *_: CaseResult(rows=[row_of(case)], wrong=[problem]))
+    family = family_of(lambda case, *_: CaseResult(rows=[row_of(case)], wrong=[problem] * (case.name == "small")))
     assert harness.run_family("demo", family, say=said.append) == 1
     (path,) = results.glob("*/demo.json")
     assert problem in json.loads(path.read_text())["skipped"]
@@ -318,8 +379,51 @@ def test_a_platform_without_cases_is_refused():
         harness.run_family("demo", family, say=lambda _: None)
 
 
-@pytest.mark.parametrize(("changed", "dirty"), [(False, False), (True, True)])
-def test_what_runs_may_be_installed_apart_from_the_checkout(changed, dirty, tmp_path, monkeypatch):
+def test_cases_of_another_platform_make_no_complete_run(results):
+    family = family_of(lambda case, *_: CaseResult(rows=[row_of(case)]))
+    family.cases["another"] = family.cases.pop(jax.devices()[0].platform)
+    harness.run_family("demo", family, cases=["large"], say=lambda _: None)
+    assert not results.exists()
+
+
+def test_a_run_without_results_writes_none(results):
+    said = []
+    harness.run_family("demo", family_of(lambda *_: CaseResult()), say=said.append)
+    assert "  nothing measured" in said
+    assert not results.exists()
+
+
+def test_ratios_on_the_screen_are_blank_where_a_peer_was_not_measured():
+    small, large = row_of(Size("small")) | {"speedup_over": {"peer": 4.25}}, row_of(Size("large"))
+    headings, _, small, large = harness.screen_table([small, large]).splitlines()
+    assert headings.endswith("peer ÷ it")
+    assert small.endswith("4.25")
+    assert large.endswith(" 25%")
+
+
+@pytest.mark.parametrize(
+    ("here", "given", "recorded"),
+    [("0123", "abc", "0123"), (None, "abc", "abc"), (None, None, "unknown")],
+)
+def test_a_commit_is_given_where_the_checkout_has_none(here, given, recorded, monkeypatch):
+    monkeypatch.setattr(harness, "_commit", lambda: (here, None))
+    assert harness.environment(given)["commit"] == recorded
+
+
+@pytest.mark.parametrize(
+    ("changed", "git", "found"),
+    [
+        (False, {}, ("0123abcd", False)),
+        (True, {}, ("0123abcd", True)),
+        (False, {"status": " M te_jax/ops/gemm.py"}, ("0123abcd", True)),
+        (False, {"status": None}, ("0123abcd", None)),
+        (False, {"HEAD": None}, (None, None)),
+        (False, {"--show-toplevel": None}, (None, None)),
+        (False, {"--show-toplevel": "/"}, (None, None)),
+    ],
+)
+def test_what_runs_may_be_installed_apart_from_the_checkout(changed, git, found, tmp_path, monkeypatch):
+    """And the checkout may be no repository, or lie in another one, or have no commit."""
     root, installed = tmp_path / "checkout", tmp_path / "installed"
     for folder in (root, installed):
         (folder / "te_jax" / "ops").mkdir(parents=True)
@@ -327,10 +431,10 @@ def test_what_runs_may_be_installed_apart_from_the_checkout(changed, dirty, tmp_
     (installed / "te_jax" / "_te_cpu.so").touch()
     if changed:
         (installed / "te_jax" / "ops" / "gemm.py").write_text("fast = False\n")
-    git = {"rev-parse --show-toplevel": str(root), "rev-parse --verify HEAD": "0123abcd", "status": ""}
+    git = {"--show-toplevel": f"{root}\n", "HEAD": "0123abcd\n", "status": ""} | git
     monkeypatch.setattr(harness, "ROOT", root)
     monkeypatch.setattr(harness.te_jax, "__file__", str(installed / "te_jax" / "__init__.py"))
     monkeypatch.setattr(
-        harness._host, "output_of", lambda command, **_: next(v for k, v in git.items() if k in " ".join(command))
+        harness._host, "output_of", lambda command, **_: next(v for k, v in git.items() if k in command)
     )
-    assert harness._commit() == ("0123abcd", dirty)
+    assert harness._commit() == found

@@ -36,7 +36,7 @@ DOCUMENT = {
     "headline": {
         "operation": "both",
         "figure": "ratio_to_copy",
-        "label": "Time & copies",
+        "label": 'Time & "copies"',
         "implementations": ["te_jax", "peer", "never"],
     },
     "rows": [
@@ -80,13 +80,19 @@ def test_a_place_without_results_says_so(root, kind):
 
 def test_a_table_has_every_row_and_what_was_not_measured(root):
     path = page(root, "table")
-    publish(root)
+    document = copy.deepcopy(DOCUMENT)
+    del document["rows"][2]["share_of_floor"]
+    another = {"case": "small", "operation": "both", "implementation": "never", "reason": "not installed"}
+    document["skipped"] += [another, another]
+    publish(root, document)
     assert tables.main([]) == 0
     text = path.read_text()
     assert "| small | `te_jax` | 3.000 | 0.125 | 1.50 | 50% | 1.00 | 4.25 |" in text
     assert "| small | `peer` | 12.750 | 0.125 | 6.38 | 50% |  |  |" in text
+    assert "| large | `te_jax` | 3.500 | 0.125 | 1.75 |  | 1.00 | 4.25 |" in text
     assert "| large | `te_jax` | 18.000 |" in text
     assert "large, both, `peer`: out of memory" in text
+    assert text.count("small, both, `never`: not installed") == 1
     assert "GPU X, driver 580.1; jax 0.11.2, optax 0.2.8; commit 0123456789ab; 2026-01-02." in text
 
 
@@ -95,7 +101,7 @@ def test_a_summary_has_one_line_for_each_case_of_the_headline(root):
     publish(root)
     assert tables.main([]) == 0
     text = path.read_text()
-    assert "| case | `te_jax` | `peer` |" in text
+    assert "| case | `te_jax` | `peer` |\n" in text
     assert "| small | 1.50 | 6.38 |" in text
     assert "| large | 1.75 |  |" in text
     assert "9.00" not in text
@@ -126,11 +132,16 @@ def test_a_figure_is_well_formed_and_linked_from_where_the_page_stands(root, nam
     path = page(root, "figure", name)
     publish(root)
     assert tables.main([]) == 0
-    assert f"![Time & copies]({link}demo-gpu-x.svg)" in path.read_text()
+    assert f'![Time & "copies"]({link}demo-gpu-x.svg)' in path.read_text()
     svg = xml.etree.ElementTree.parse(root / "docs" / "images" / "demo-gpu-x.svg").getroot()
     bars = [float(item.get("width", "")) for item in svg.iter("{http://www.w3.org/2000/svg}rect")]
     assert len(bars) == 3
     assert bars[1] / bars[0] == pytest.approx(6.375 / 1.5, rel=1e-2)
+
+
+def test_a_figure_without_bars_is_well_formed():
+    svg = xml.etree.ElementTree.fromstring(tables.bar_chart({**DOCUMENT, "rows": []}))
+    assert not list(svg.iter("{http://www.w3.org/2000/svg}rect"))
 
 
 @pytest.mark.parametrize("kind", ["table", "summary", "figure"])

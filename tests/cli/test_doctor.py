@@ -73,6 +73,87 @@ def test_a_complete_machine_is_usable_and_needs_no_advice():
     assert report().gpu_path_usable
     assert doctor.advise(report()) == ()
     assert "The GPU path is usable." in doctor.as_text(report())
+    assert report(devices=(gpu(0, "8.0"), gpu(1, "9.0"))).gpu_path_usable
+
+
+def test_the_text_has_every_fact():
+    assert doctor.as_text(report()).splitlines() == [
+        "Versions",
+        "  python             3.12.3 (Linux)",
+        "  te_jax             0.1.0",
+        "  jax                0.11.2",
+        "  jaxlib             0.11.2",
+        "  numpy              2.4.0",
+        "  jax-cuda13-plugin  0.11.2",
+        "  jax-cuda13-pjrt    0.11.2",
+        "",
+        "CUDA on this host",
+        "  driver        580.159.04 (supports CUDA up to 13.0)",
+        "  nvcc          13.0, /usr/local/cuda/bin/nvcc",
+        "  cuda runtime  13.0",
+        "  GPU 0         NVIDIA H200, 140.4 GiB, compute capability 9.0",
+        "",
+        "Devices (JAX's default backend: gpu)",
+        "  id  platform  kind         compute capability  memory for JAX, GiB  memory kinds",
+        "  --  --------  -----------  ------------------  -------------------  -------------------",
+        "   0  gpu       NVIDIA H200                 9.0                104.6  device, pinned_host",
+        "",
+        "Native extensions",
+        "  FFI API of the installed jaxlib: 0.3",
+        "  te_jax._te_cpu (cpu): loaded",
+        "    built for FFI API  0.3",
+        "    version            0.1.0",
+        "    cuda runtime       13.0",
+        "  te_jax._te_cuda (cuda): loaded",
+        "    built for FFI API  0.3",
+        "    version            0.1.0",
+        "    cuda runtime       13.0",
+        "",
+        "Peer access between GPUs",
+        "  fewer than two GPUs",
+        "",
+        "Packages of the extra [train]",
+        "  optax  0.2.8",
+        "  tqdm   4.66",
+        "",
+        "The GPU path is usable.",
+    ]
+
+
+def test_the_text_says_what_is_not_there():
+    text = doctor.as_text(
+        report(
+            versions=without(report(), te_jax=None),
+            train_packages={},
+            devices=(),
+            extensions=(extension("cpu", "no compiler"), extension("cuda")),
+        )
+    )
+    for line in (
+        "  te_jax             not installed",
+        "    problem            no compiler",
+        "  unknown: te_jax is not installed as a package",
+        "Missing, and how to get it",
+        "  - te_jax is not installed as a package",
+        "      pip install .    (in the checkout)",
+    ):
+        assert line in text.splitlines()
+    assert text.endswith("no native kernel is loaded: te_jax runs its reference implementations.")
+
+
+@pytest.mark.parametrize(
+    ("setting", "versions", "missing", "remedy"),
+    [
+        (None, {"jax": None}, "jax or jaxlib is not installed", 'pip install "jax>=0.10,<0.13"'),
+        (None, {"jaxlib": None}, "jax or jaxlib is not installed", 'pip install "jax>=0.10,<0.13"'),
+        (None, {}, "JAX starts no backend", 'pip install --upgrade "jax>=0.10,<0.13"'),
+        ("cuda", {}, "JAX starts no backend with JAX_PLATFORMS=cuda", "unset JAX_PLATFORMS"),
+    ],
+)
+def test_jax_that_is_not_there_or_does_not_start(setting, versions, missing, remedy):
+    broken = report(versions=without(report(), **versions), backend=None, devices=(), jax_platforms=setting)
+    assert doctor.advise(broken)[0] == doctor.Advice(missing, remedy)
+    assert not any("==None" in remedy for remedy in remedies(broken))
 
 
 def test_a_gpu_without_jax_plugin_is_told_the_exact_command():
@@ -97,10 +178,16 @@ def test_a_driver_or_a_gpu_alone_counts_as_a_gpu_machine(host_gpus):
     assert remedies(bare) == ['pip install "jax[cuda13]"']
 
 
-def test_a_plugin_of_another_release_is_named():
-    mixed = report(versions=without(report(), **{"jax-cuda13-plugin": "0.10.2"}), devices=(cpu(),), backend="cpu")
+@pytest.mark.parametrize("version", ["0.10.2", "0.11.1"])
+def test_a_plugin_of_another_release_is_named(version):
+    mixed = report(versions=without(report(), **{"jax-cuda13-plugin": version}), devices=(cpu(),), backend="cpu")
     assert remedies(mixed) == ['pip install "jax[cuda13]==0.11.2"']
-    assert "0.10.2" in doctor.advise(mixed)[0].missing
+    assert version in doctor.advise(mixed)[0].missing
+
+
+def test_a_later_build_of_a_plugin_is_of_the_same_release():
+    later = without(report(), **{"jax-cuda13-plugin": "0.11.2.post1"})
+    assert "starts no GPU" in doctor.advise(report(versions=later, devices=(cpu(),), backend="cpu"))[0].missing
 
 
 def test_jax_platforms_that_hides_the_gpu_is_named():
@@ -136,8 +223,13 @@ def test_a_missing_extension_is_not_usable_and_is_told_what_builds_it():
     assert problem in doctor.advise(with_nvcc)[0].missing
     assert remedies(with_nvcc)[0].startswith("TE_JAX_CUDA=ON pip install")
     assert "cuda-toolkit" in remedies(without_nvcc)[0]
-    in_checkout = report(extensions=(extension("cpu", "run `pip install --editable .` in it"), extension("cuda")))
-    assert "--no-deps --editable ." in remedies(in_checkout)[0]
+    assert len(remedies(report(extensions=with_nvcc.extensions, host_gpus=(), driver=None))) == 1
+    in_checkout = report(
+        extensions=(extension("cpu", "run `pip install --editable .` in it"), extension("cuda")), nvcc=None
+    )
+    assert remedies(in_checkout) == [
+        "pip install --force-reinstall --no-deps --editable .    (in the checkout; needs a C++ compiler)"
+    ]
 
 
 def test_a_machine_without_gpu_is_not_asked_to_build_for_one():
@@ -167,6 +259,26 @@ def test_peer_access_is_a_matrix_with_direction():
     assert [line.split() for line in lines[start + 3 : start + 5]] == [["0", "self", "yes"], ["1", "no", "self"]]
 
 
+def test_packages_of_the_extra(monkeypatch):
+    requirements = ["optax>=0.2.4; extra == 'train'", 'tqdm; extra=="train"', "train-tools>1; extra == 'test'", "jax"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: requirements)
+    assert doctor._train_packages() == ("optax", "tqdm")
+
+
+@pytest.mark.parametrize(("stats", "gib"), [({"bytes_limit": 3 * 2**29}, 1.5), ({}, None), (None, None)])
+def test_memory_of_a_device(stats, gib):
+    assert doctor._memory_gib(types.SimpleNamespace(memory_stats=lambda: stats)) == gib
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "false"), ("true", "true")])
+def test_a_question_takes_no_memory_of_gpus(before, after, monkeypatch):
+    environment = {} if before is None else {"XLA_PYTHON_CLIENT_PREALLOCATE": before}
+    monkeypatch.setattr(doctor.os, "environ", environment)
+    monkeypatch.setattr(doctor, "gather", report)
+    assert doctor.run(argparse.Namespace(json=False)) == 0
+    assert environment == {"XLA_PYTHON_CLIENT_PREALLOCATE": after}
+
+
 def test_json_holds_the_facts_the_verdict_and_the_advice(capsys, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     status = doctor.run(argparse.Namespace(json=True))
@@ -177,6 +289,8 @@ def test_json_holds_the_facts_the_verdict_and_the_advice(capsys, monkeypatch):
     assert len(found["devices"]) == len(jax.devices())
     assert all("device" in device["memory_kinds"] for device in found["devices"])
     assert status == (0 if found["gpu_path_usable"] else 1)
+    incomplete = json.loads(doctor.as_json(report(train_packages={"tqdm": None})))
+    assert [advice["missing"] for advice in incomplete["advice"]] == ["te-jax train needs tqdm"]
 
 
 def fail(*args, **kwargs):
@@ -214,7 +328,14 @@ def test_a_broken_backend_is_not_usable(monkeypatch):
     found = doctor.gather()
     assert not found.gpu_path_usable
     assert found.devices == ()
+    assert found.cuda_backend_error is None
     assert any("JAX starts no backend" in advice.missing for advice in doctor.advise(found))
+
+
+def test_errors_of_one_line(monkeypatch):
+    monkeypatch.setattr(jax, "devices", fail)
+    assert doctor.gather().cuda_backend_error == "RuntimeError: broken on purpose"
+    assert doctor._first_line(RuntimeError()) == "RuntimeError"
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), subprocess.TimeoutExpired("nvidia-smi", 20)])
