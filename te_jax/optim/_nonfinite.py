@@ -126,9 +126,9 @@ def dynamic_loss_scale(
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
         updates, inner_state = _update_if(finite, inner, unscaled, state.inner, params, extra_args)
         steps = jnp.where(finite, state.finite_steps + 1, 0)
-        grown = jnp.where(steps == growth_interval, state.loss_scale * factor, state.loss_scale)
+        grown = jnp.where(steps >= growth_interval, state.loss_scale * factor, state.loss_scale)
         scale = jnp.clip(jnp.where(finite, grown, state.loss_scale / factor), smallest, largest)
-        steps = jnp.where(steps == growth_interval, 0, steps)
+        steps = jnp.where(steps >= growth_interval, 0, steps)
         return updates, DynamicLossScaleState(scale, steps, state.skipped + (~finite).astype(jnp.int32), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

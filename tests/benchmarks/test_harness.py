@@ -189,7 +189,7 @@ def test_derived_figures_follow_from_medians():
     ("stats", "result_bytes", "calls"),
     [
         ({"bytes_limit": 3000}, 10, 100),
-        ({"bytes_limit": 3000}, 1, 1000),
+        ({"bytes_limit": 6000}, 1, 1000),
         ({"bytes_limit": 3000}, 2000, 1),
         (None, 2**30, 4),
         ({}, 2**30, 4),

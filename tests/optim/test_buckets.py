@@ -169,8 +169,9 @@ def test_what_does_not_fit_is_refused(tree):
 def test_what_another_plan_packed_is_refused():
     """Leaves of the sizes of this plan would be cut out of it at wrong places."""
     params = {"first": jnp.ones(300), "second": jnp.ones(4)}
-    buckets = optim.Buckets.of(params)
-    for other, largest in ((params, 100), ({**params, "first": jnp.ones(400)}, 1000)):
+    longer = {**params, "first": jnp.ones(400)}
+    for planned, other, largest in ((2**16, params, 100), (2**16, longer, 1000), (100, longer, 100)):
+        buckets = optim.Buckets.of(params, largest=planned)
         packed = optim.Buckets.of(other, largest=largest).pack(other)
         with pytest.raises(
             ValueError, match=r"packed has buckets of shapes .* the plan .* with the plan that packed it"

@@ -125,6 +125,27 @@ def test_shards_decide_alike(wrapper, axis_name, make_mesh, rng):
     assert_same(after.inner, state.inner)
 
 
+@pytest.mark.parametrize("axis_name", [None, (), []], ids=str)
+@wrappers
+def test_no_axes_and_no_leaves(wrapper, axis_name):
+    transform = wrapper(optax.identity(), axis_name=axis_name)
+    updates, state = transform.update({}, transform.init({}))
+    assert (updates, int(state.skipped)) == ({}, 0)
+
+
+@wrappers
+def test_extra_arguments_are_for_transforms_that_take_them(wrapper):
+    taking = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), lambda g, state, params=None, *, factor: (g * factor, state)
+    )
+    for inner, expected in ((taking, 5.0), (optax.identity(), 1.0)):
+        transform = wrapper(inner)
+        state = transform.init(jnp.ones(3))
+        scale = getattr(state, "loss_scale", 1.0)
+        updates, _ = transform.update(jnp.ones(3) * scale, state, factor=5.0)
+        np.testing.assert_array_equal(updates, np.full(3, expected))
+
+
 @wrappers
 def test_axes_that_are_not_mapped(wrapper):
     g = jnp.zeros(3)
@@ -159,6 +180,14 @@ def test_the_scale_rises_and_falls():
         *((8, 2, 1), (4, 0, 2), (2, 0, 3), (2, 1, 3), (2, 2, 3), (4, 0, 3)),
     ]
     assert list(scales(transform, steps)) == expected
+
+
+def test_the_scale_rises_after_a_shorter_interval_than_that_of_the_state():
+    """A run goes on with fewer steps between rises than it has taken since the last one."""
+    params = jnp.ones(3)
+    state = optim.dynamic_loss_scale(optax.identity(), 8.0).init(params)._replace(finite_steps=jnp.int32(5))
+    _, state = optim.dynamic_loss_scale(optax.identity(), 8.0, growth_interval=3).update(params, state)
+    assert (float(state.loss_scale), int(state.finite_steps)) == (16.0, 0)
 
 
 def test_the_scale_stays_between_its_limits():
@@ -233,11 +262,11 @@ def test_loss_scale_of_none_or_two():
 @pytest.mark.parametrize(
     ("name", "rule", "values"),
     [
-        ("initial_scale", "a finite number above 0", ["a", None, True, 0.0, -1, np.nan, np.inf, 1e39]),
+        ("initial_scale", "a finite number above 0", ["a", None, True, 0.0, 1e-40, -1, np.nan, np.inf, 1e39]),
         ("factor", "a finite number of at least 1", ["a", None, True, 0, 0.5, -2.0, np.nan, np.inf]),
         ("growth_interval", "a number of steps, at least 1", ["a", None, True, 0, -1, 2.5, np.nan]),
-        ("smallest", "a finite number above 0", ["a", None, True, 0.0, -1, np.nan, np.inf]),
-        ("largest", "a finite number above 0", ["a", None, True, 0.0, -1, np.nan, np.inf]),
+        ("smallest", "a finite number above 0", ["a", None, True, 0.0, 1e-40, -1, np.nan, np.inf]),
+        ("largest", "a finite number above 0", ["a", None, True, 0.0, 1e-40, -1, np.nan, np.inf]),
     ],
 )
 def test_numbers_of_no_use(name, rule, values):
@@ -263,7 +292,8 @@ def test_numbers_of_numpy_are_taken():
     )
     assert [scale for scale, _, _ in scales(transform, [True, False])] == [32, 8]
     half = np.float16(8)  # which Python's 2.0**24 overflows
-    assert optim.loss_scale(optim.dynamic_loss_scale(optax.identity(), half, factor=half).init(jnp.ones(3))) == 8
+    scale = optim.loss_scale(optim.dynamic_loss_scale(optax.identity(), half, factor=half).init(jnp.ones(3)))
+    assert (scale.dtype, float(scale)) == (jnp.float32, 8.0)
 
 
 def test_numbers_that_jit_traces():
@@ -276,3 +306,15 @@ def test_numbers_that_jit_traces():
 
     for interval, largest, expected in ((1, 64.0, 32.0), (1, 10.0, 10.0), (2, 64.0, 8.0)):
         assert float(next_scale(8.0, interval, 4.0, 1.0, largest)) == expected
+
+
+@pytest.mark.parametrize(("name", "value"), [("initial_scale", 8.0), ("smallest", 2.0), ("largest", 64.0)])
+def test_one_number_that_jit_traces(name, value):
+    """What it must not exceed is known, and it is not."""
+
+    @jax.jit
+    def scale(value):
+        numbers = {"initial_scale": 8.0, "smallest": 2.0, "largest": 64.0} | {name: value}
+        return optim.loss_scale(optim.dynamic_loss_scale(optax.identity(), **numbers).init(jnp.ones(3)))
+
+    assert float(scale(value)) == 8.0
