@@ -415,8 +415,8 @@ def test_a_commit_is_given_where_the_checkout_has_none(here, given, recorded, mo
     [
         (False, {}, ("0123abcd", False)),
         (True, {}, ("0123abcd", True)),
-        (False, {"status": " M te_jax/ops/gemm.py"}, ("0123abcd", True)),
-        (False, {"status": None}, ("0123abcd", None)),
+        (False, {":!benchmarks/results": " M te_jax/ops/gemm.py"}, ("0123abcd", True)),
+        (False, {":!benchmarks/results": None}, ("0123abcd", None)),
         (False, {"HEAD": None}, (None, None)),
         (False, {"--show-toplevel": None}, (None, None)),
         (False, {"--show-toplevel": "/"}, (None, None)),
@@ -431,7 +431,7 @@ def test_what_runs_may_be_installed_apart_from_the_checkout(changed, git, found,
     (installed / "te_jax" / "_te_cpu.so").touch()
     if changed:
         (installed / "te_jax" / "ops" / "gemm.py").write_text("fast = False\n")
-    git = {"--show-toplevel": f"{root}\n", "HEAD": "0123abcd\n", "status": ""} | git
+    git = {"--show-toplevel": f"{root}\n", "HEAD": "0123abcd\n", ":!benchmarks/results": ""} | git
     monkeypatch.setattr(harness, "ROOT", root)
     monkeypatch.setattr(harness.te_jax, "__file__", str(installed / "te_jax" / "__init__.py"))
     monkeypatch.setattr(

@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from dense_oracle import RECIPES, Gradients, assert_matches, oracle, random_case, warm_state, wide
 from jax import lax
@@ -13,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
+from te_jax.ops._regrouped import regrouped
 from te_jax.testing import assert_close, collectives
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
@@ -254,6 +256,25 @@ def test_groups_of_dimensions(kernel_contracting, axis_type, make_mesh, rng):
         if axis_type is EXPLICIT:
             for gradient, primal in zip((found.dx, found.dkernel, found.dbias), operands[:3], strict=True):
                 assert gradient.sharding.is_equivalent_to(primal.sharding, primal.ndim)
+
+
+@pytest.mark.parametrize(
+    ("before", "spec", "after", "expected"),
+    [
+        ((6,), ("model",), (2, 3), ("model", None)),
+        ((6,), ("model",), (3, 2), (None, None)),
+        ((2, 3), ("model", None), (6,), ("model",)),
+        ((3, 2), (None, "model"), (6,), (None,)),
+    ],
+)
+def test_reshapes_keep_what_splits_a_first_dimension(before, spec, after, expected, make_mesh, rng):
+    """And other groups as they are."""
+    mesh = make_mesh({"data": EXPLICIT, "model": EXPLICIT})
+    tokens = (mesh.shape["data"],)
+    x = place(jnp.asarray(rng.standard_normal((*tokens, *before)), jnp.float32), mesh, P("data", *spec))
+    y = jax.jit(lambda x: regrouped(x, (tokens, before), (tokens, after)))(x)
+    np.testing.assert_array_equal(y, np.asarray(x).reshape(*tokens, *after))
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *expected)), y.ndim)
 
 
 @pytest.mark.parametrize("explicit", ["data", "model"])

@@ -87,6 +87,10 @@ def test_the_reference_has_the_same_defaults(rng):
     a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((16, 32), (32, 16)))
     a8, b8 = (reference.quantize(x, recipe.CurrentScaling().quantization("kernel")) for x in (a, b))
     assert_close(reference.gemm(a, b), ops.gemm(a, b))
+    ones, half = jnp.ones((16, 16)), a.astype(jnp.bfloat16)
+    for gemm in (reference.gemm, ops.gemm):
+        assert gemm(half, half.T, accumulator=ones).dtype == jnp.float32
+        assert gemm(a.reshape(2, 8, 32), b).shape == (2, 8, 16)
     assert_product(ops.gemm(a8, b8), reference.gemm(a8, b8), dtype="float32")
 
 

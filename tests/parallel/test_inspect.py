@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -91,6 +92,7 @@ def test_kinds_and_payloads(line, kind, shape, size):
     )
     (found,) = inspect.parse(text)
     assert (found.kind, found.shape, found.bytes) == (kind, shape, size)
+    assert found.dtype == re.sub(r"\d+ × |\[[^]]*\]", "", shape)
     assert found.times == 1
     assert found.axis is None
     assert found.source is None
@@ -361,7 +363,9 @@ def test_unknown_times(branches):
         "  %d = f32[8,16]{1,0} call(%x), to_apply=%branch",
         computations=computations + branch + nowhere,
     )
-    assert [c.times for c in inspect.parse(text)] == [None, None, None]
+    found = inspect.parse(text)
+    assert [c.times for c in found] == [None, None, None]
+    assert [line.split()[1] for line in inspect.table(found).splitlines()[2:]] == ["?", "?", "?"]
 
 
 @pytest.mark.parametrize("marks", [True, False])
@@ -375,9 +379,11 @@ def test_unknown_times(branches):
         ("jit(f)/custom_partitioning", "replica_groups={{0,1}}", False),
         ("jit(f)/a/psum;jit(f)/b/pmax", "replica_groups={{0,1}}", False),
         ("jit(f)/a/psum;jit(f)/b/dot_general", "replica_groups={{0,1}}", True),
+        ("jit(f)/a/dot_general;jit(f)/b/psum", "replica_groups={{0,1}}", True),
         ("jit(f)/shard_map/(a/psum:b/(c)/pmax)", "replica_groups={{0,1}}", False),
         ("jit(f)/((psum:a/psum):transpose(jvp(a))/psum_invariant)", "replica_groups={{0,1}}", False),
         ("jit(f)/(a/psum:reduce_sum)", "replica_groups={{0,1}}", True),
+        ("jit(f)/(reduce_sum:a/psum)", "replica_groups={{0,1}}", True),
         ("jit(f)/psum/dot_general", "replica_groups={{0,1}}", True),
         ("jit(f)/jvp(psum)", "replica_groups={{0,1}}", True),
         ("jit(f)/my_psum", "replica_groups={{0,1}}", True),
@@ -431,6 +437,8 @@ def test_table():
     assert lines[3].split() == ["collective-permute", "1", "512", "f32[8,16]", "b", "2", "pairs", "yes", "b.py:22"]
     starts = [lines[0].index(heading) for heading in ("payload", "axis", "groups", "written", "source")]
     assert all(line[start - 1] == " " and line[start] != " " for line in lines for start in starts)
+    ends = [lines[0].index(heading) + len(heading) for heading in ("times", "bytes")]
+    assert all(line[end - 1] != " " and line[end] == " " for line in lines for end in ends)
     assert inspect.table([]) == "no collectives"
     uneven = inspect.table(inspect.parse(program(ALL_REDUCE.replace("{}", "{{0,1,2},{3,4},{5,6,7}}"))))
     assert " 3 of 2 or 3 " in uneven

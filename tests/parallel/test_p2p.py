@@ -430,7 +430,13 @@ def test_auto_leaves_short_pieces_to_xla(scaling, pieces, gathers, scatters, mon
 
 
 @pytest.mark.parametrize(
-    ("change", "worthwhile"), [({}, True), ({"dtype": jnp.float8_e4m3fn}, False), ({"native": False}, False)]
+    ("change", "worthwhile"),
+    [
+        ({}, True),
+        ({"dtype": jnp.float8_e4m3fn}, False),
+        ({"dtype": jnp.float8_e4m3fn, "scaling": "row"}, False),
+        ({"native": False}, False),
+    ],
 )
 def test_auto_leaves_fast_products_and_the_reference_to_xla(change, worthwhile, monkeypatch):
     """FP8 takes half of the time, and the custom call is a native kernel."""
@@ -439,7 +445,8 @@ def test_auto_leaves_fast_products_and_the_reference_to_xla(change, worthwhile, 
     exchange = exchange_of(("t",), AbstractMesh((2,), ("t",)))
     exchange = dataclasses.replace(exchange, native=change.get("native", True))
     dtype = change.get("dtype", jnp.bfloat16)
-    x, w = (Operand(jax.ShapeDtypeStruct(shape, dtype)) for shape in ((1, 512, 8192), (5120, 8192)))
+    scaling = change.get("scaling", "none")
+    x, w = (Operand(jax.ShapeDtypeStruct(shape, dtype), scaling=scaling) for shape in ((1, 512, 8192), (5120, 8192)))
     with mapped_axis(2):
         assert _p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
 
