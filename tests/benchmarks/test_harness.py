@@ -379,6 +379,11 @@ def test_a_platform_without_cases_is_refused():
         harness.run_family("demo", family, say=lambda _: None)
 
 
+def test_what_always_runs_is_no_peer_to_choose():
+    with pytest.raises(harness.SelectionError, match="--peers copy is unknown; the peers are: peer"):
+        harness.run_family("demo", family_of(lambda *_: CaseResult()), peers=["copy"], say=lambda _: None)
+
+
 def test_cases_of_another_platform_make_no_complete_run(results):
     family = family_of(lambda case, *_: CaseResult(rows=[row_of(case)]))
     family.cases["another"] = family.cases.pop(jax.devices()[0].platform)
