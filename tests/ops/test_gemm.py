@@ -320,6 +320,12 @@ def test_fp8_result_without_history_has_scale_one(implementation, rng):
     assert relative_error(wide(result.data), product(lhs, rhs)) < 0.04
 
 
+def test_fp8_result_has_groups_of_dimensions(implementation, rng):
+    lhs, rhs = random_product(rng, (2, 8), (4, 2, 8), (16,), "tensor")
+    result, _ = ops.gemm(lhs, rhs, out_quantization=FP8_RESULT, out_amax=jnp.float32(1), implementation=implementation)
+    assert (result.data.shape, result.row_ndim, result.col_ndim) == ((2, 8, 4, 2, 8), 2, 3)
+
+
 # -------------------------------------------------------------------------------------------------------- accumulation
 
 
