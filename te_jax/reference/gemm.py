@@ -34,11 +34,9 @@ def gemm(
 ) -> Any:
     """Definition of `te_jax.ops.gemm`; see there for the arguments.
 
-    Multiplies dequantized values, adds up and applies what follows the product in float32, or float64 for float64
-    operands, so that the tests have an oracle, and rounds once.
+    Multiplies dequantized values, adds up and applies what follows the product in float32, and rounds once.
     """
     a, b = dequantized_copy(lhs, lhs_contracting), dequantized_copy(rhs, rhs_contracting)
-    wide = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
     if isinstance(lhs, QuantizedArray):
         contracting_ndim = lhs.col_ndim if lhs_contracting == "cols" else lhs.row_ndim
     elif contracting_ndim is None:
@@ -53,8 +51,8 @@ def gemm(
             ((), ()),
         ),
         # Products of 16-bit values are exact in float32; for float32 GPUs would otherwise round them to TF32.
-        precision=lax.Precision.HIGHEST if a.dtype == wide else None,
-        preferred_element_type=wide,
+        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
     )  # fmt: skip
     return epilogue(
         value,
@@ -88,17 +86,16 @@ def epilogue(
 
     Inside `shard_map`, `axis_name` says which mesh axes split the "rows" and "cols" of the value.
     """
-    wide = value.dtype if value.dtype == jnp.float64 else jnp.float32
-    value = value.astype(wide)
+    value = value.astype(jnp.float32)
     if accumulator is not None:
-        value = value + accumulator.astype(wide)
+        value = value + accumulator.astype(jnp.float32)
     if bias is not None:
-        value = value + jnp.expand_dims(bias.astype(wide), tuple(range(value.ndim - bias.ndim)))
+        value = value + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(value.ndim - bias.ndim)))
     preactivation = value.astype(dtype)
     if activation == "gelu":
         value = gelu(value)
     if gelu_preactivation is not None:
-        value = value * gelu_derivative(gelu_preactivation.astype(wide))
+        value = value * gelu_derivative(gelu_preactivation.astype(jnp.float32))
     if out_quantization is None:
         result = value.astype(dtype)
         return (result, preactivation) if save_preactivation else result
