@@ -179,7 +179,7 @@ def _step(param: Array, master: Any, weight: Array, step: Array) -> tuple[Array,
     """What to add to a parameter, and what to keep beside it."""
     if _is_masked(master):
         return step, master
-    weight = weight + step
+    weight = weight + step.astype(jnp.float32)
     before = param.astype(jnp.float32)
     if master.dtype != _INT16:
         return weight.astype(param.dtype).astype(jnp.float32) - before, weight

@@ -243,6 +243,18 @@ def test_weights_where_other_parameters_have_another_optimizer(labels, dtype, rn
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int16"])
+def test_updates_in_float64(dtype, rng):
+    """As of a transform that multiplies by an array where there are 64 bits: added in float32."""
+    start, walk = random_walk(rng, (2, 2), 3)
+    expected = list(train(added(dtype), start, walk))
+    with jax.enable_x64(True):
+        actual = list(train(added(dtype), start, walk.astype(np.float64)))
+    for (param, state), (same, same_state) in zip(actual, expected, strict=True):
+        assert_same(param, same)
+        assert_same(state.master, same_state.master)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "float64"])
 def test_dtypes_that_masters_cannot_have(dtype):
     message = f"master_dtype is {dtype}: choose float32, or int16"
