@@ -291,6 +291,13 @@ def test_numbers_of_numpy_are_taken():
         optax.identity(), np.float32(8), growth_interval=np.int64(1), factor=jnp.float32(4)
     )
     assert [scale for scale, _, _ in scales(transform, [True, False])] == [32, 8]
+    with jax.enable_x64(True):
+        numbers = {"factor": np.float64(4), "smallest": np.float64(1), "largest": jnp.float64(64)}
+        transform = optim.dynamic_loss_scale(optax.identity(), 8.0, growth_interval=np.int64(1), **numbers)
+        assert [scale for scale, _, _ in scales(transform, [True, True, False])] == [32, 64, 16]
+        params = jnp.zeros(3)
+        _, state = transform.update(params, transform.init(params))
+        assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, transform.init(params))
     half = np.float16(8)  # which Python's 2.0**24 overflows
     scale = optim.loss_scale(optim.dynamic_loss_scale(optax.identity(), half, factor=half).init(jnp.ones(3)))
     assert (scale.dtype, float(scale)) == (jnp.float32, 8.0)
