@@ -116,9 +116,10 @@ def scale_by_adam(
             )
         count = jnp.asarray(optax.safe_increment(state.count))
         t, t_next = (jnp.asarray(n).astype(float) for n in (count, optax.safe_increment(count)))
+        base1, base2 = (jnp.asarray(b, float) for b in (b1, b2))
         step = _Step(
             *(b1, b2, 1 - b1, 1 - b2),
-            *(1 - b1**t, 1 - b1**t_next, 1 - b2**t),
+            *(1 - base1**t, 1 - base1**t_next, 1 - base2**t),
             *(eps, None if isinstance(eps_root, float) and eps_root == 0 else eps_root),
         )
         step = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), step)
@@ -184,11 +185,12 @@ def _update(
     update = momentum / (jnp.sqrt(variance) + step.eps)
 
     if mu_bounds is not None or nu_bounds is not None:
-        largest = _moments.maxima(gradient)
+        largest = _moments.maxima(gradient).astype(dtype)
         if mu_bounds is not None:
-            mu_bounds = (step.one_minus_b1 * largest + step.b1 * mu_bounds).astype(jnp.float32)
+            mu_bounds = (step.one_minus_b1 * largest + step.b1 * mu_bounds.astype(dtype)).astype(jnp.float32)
         if nu_bounds is not None:
-            nu_bounds = (step.one_minus_b2 * (largest * largest) + step.b2 * nu_bounds).astype(jnp.float32)
+            squared = step.one_minus_b2 * (largest * largest)
+            nu_bounds = (squared + step.b2 * nu_bounds.astype(dtype)).astype(jnp.float32)
     bits = None if key is None else _rounding.random_bits(key, gradient.shape)
     mu = _moments.encode(m, mu_bounds, mu.dtype, bits)
     nu = _moments.encode(v, nu_bounds, nu.dtype, bits, positive=True)

@@ -69,7 +69,7 @@ def decode(values: Array, bounds: Array | None, dtype: Any, *, times: Array | No
     wide = values.astype(dtype)
     if bounds is None:
         return wide if times is None else times * wide
-    scales = _scales(bounds, values.dtype)
+    scales = _scales(bounds, values.dtype).astype(dtype)
     return wide * _spread(scales if times is None else times * scales, values.shape)
 
 

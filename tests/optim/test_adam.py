@@ -97,11 +97,23 @@ def test_float64_parameters_with_moments_in_few_bits(dtype, stochastic_rounding,
         params = random_params(rng, "float64")
         gradients = normal_like(rng, params, 3)
         transform = optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype, stochastic_rounding=stochastic_rounding)
-        updates, state = after(transform, gradients, params)
+        with jax.numpy_dtype_promotion("strict"):
+            updates, state = after(transform, gradients, params)
         expected, _ = after(optax.scale_by_adam(), gradients, params)
         assert jax.tree.leaves(jax.eval_shape(transform.init, params)) == jax.tree.leaves(jax.eval_shape(lambda: state))
         assert jax.tree.leaves(updates)[0].dtype == jnp.float64
         jax.tree.map(functools.partial(assert_close, tolerance=0.15), updates, expected)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_decays_that_are_arrays(dtype, x64, rng):
+    b1, b2 = np.asarray([0.875, 0.9375], dtype)
+    gradient = jnp.asarray(rng.standard_normal((3, 40)), jnp.float32)
+    with jax.enable_x64(x64):
+        updates, state = after(optim.scale_by_adam(jnp.asarray(b1), b2), gradient, gradient[0])
+        expected, expected_state = after(optim.scale_by_adam(0.875, 0.9375), gradient, gradient[0])
+    assert_ulps((updates, state.mu, state.nu), (expected, expected_state.mu, expected_state.nu))
 
 
 # -------------------------------------------------------------------------------------------------- moments in few bits
