@@ -17,7 +17,7 @@ from jax.core import Tracer
 from te_jax import native, reference
 from te_jax._arguments import is_finite_number, is_whole_number, mapped_axes
 from te_jax.ops._operands import as_array
-from te_jax.reference.softmax_cross_entropy import equals, in_vocabulary, reduce_tokens
+from te_jax.reference.softmax_cross_entropy import equals, in_vocabulary, nan_unless, reduce_tokens
 
 AxisName = str | tuple[str, ...]
 
@@ -237,7 +237,7 @@ def _merge(statistics: tuple[Array, ...], axis_name: AxisName) -> tuple[Array, .
 
 def _where_counted(codes: Array, value: Array) -> Array:
     """Zero in ignored rows, NaN in rows whose label is outside the vocabulary."""
-    return jnp.where(codes == _IGNORED, 0.0, jnp.where(codes == _ELSEWHERE, jnp.nan, value))
+    return jnp.where(codes == _IGNORED, 0.0, value * nan_unless(codes != _ELSEWHERE))
 
 
 def _global_vocab(logits: Array, axis_name: AxisName | None) -> int:

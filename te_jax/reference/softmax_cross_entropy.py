@@ -51,7 +51,7 @@ def softmax_cross_entropy(
     if z_loss:
         loss = loss + z_loss * jnp.square(lse)
     # A product rather than a choice: it makes the row's gradient NaN as well.
-    loss = jnp.where(ignored, 0.0, loss * jnp.where(valid | ignored, 1.0, jnp.nan))
+    loss = jnp.where(ignored, 0.0, loss * nan_unless(valid | ignored).astype(loss.dtype))
     return reduce_tokens(loss, ignored, reduction)
 
 
@@ -67,6 +67,15 @@ def in_vocabulary(labels: Array, vocab: int) -> Array:
     """0 <= labels < vocab, also where their dtype cannot hold vocab."""
     last = jnp.asarray(min(vocab - 1, jnp.iinfo(labels.dtype).max), labels.dtype)
     return (labels >= 0) & (labels <= last)
+
+
+def nan_unless(condition: Array) -> Array:
+    """float32: 1 where the condition holds, else NaN.
+
+    Of bits: without jit, jax_debug_nans would stop at a constant NaN that nothing takes.
+    """
+    bits = jnp.where(condition, 0x3F800000, 0x7FC00000).astype(jnp.int32)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def reduce_tokens(loss: Array, ignored: Array, reduction: str) -> Array:
