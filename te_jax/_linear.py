@@ -242,16 +242,16 @@ def accumulate(
     differentiated = ({name: sums[name] for name in kernels}, uses, rest)
     (loss, aux), gradients = jax.value_and_grad(anchored_loss, argnums=(0, 1, 2), has_aux=True)(*differentiated)
     sums, uses, rest = gradients
-    once = jnp.array(True)
     for name, count in uses.items():
         wrong = jnp.any(count != 1.0)
-        if not isinstance(wrong, Tracer) and wrong:
+        if isinstance(wrong, Tracer):
+            loss = jnp.where(wrong, jnp.nan, loss)
+        elif wrong:
             raise ValueError(
                 f"kernel {name} is quantized and was used {count} times in one gradient, which is then wrong: "
                 "quantize only kernels of layers that are called once"
             )
-        once &= ~wrong
-    return jnp.where(once, loss, jnp.nan), aux, dict(sums), rest
+    return loss, aux, dict(sums), rest
 
 
 def _kernel_and_accumulator(

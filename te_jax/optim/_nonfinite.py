@@ -80,7 +80,7 @@ def dynamic_loss_scale(
     Args:
       inner: the transform. It gets unscaled gradients in float32, so its updates are float32.
       initial_scale: of the first step.
-      growth_interval: steps, at least 1.
+      growth_interval: steps, at least 1 and below 2**31.
       factor: at least 1; a power of two changes no digit of a gradient.
       smallest, largest: between which the scale stays, both above 0.
       axis_name: see `skip_nonfinite`.
@@ -96,7 +96,7 @@ def dynamic_loss_scale(
     """
     for name, value, least, rule in (
         ("initial_scale", initial_scale, 2.0**-126, "a finite number above 0 that float32 holds"),
-        ("growth_interval", growth_interval, 1, "a number of steps, at least 1"),
+        ("growth_interval", growth_interval, 1, "a number of steps, at least 1 and below 2**31"),
         ("factor", factor, 1, "a finite number of at least 1, such as 2.0"),
         ("smallest", smallest, 2.0**-126, "a finite number above 0 that float32 holds"),
         ("largest", largest, 2.0**-126, "a finite number above 0 that float32 holds"),
@@ -104,7 +104,7 @@ def dynamic_loss_scale(
         if isinstance(value, Tracer):
             continue
         in_range = is_finite_number(value) and least <= float(value) <= float(np.finfo(np.float32).max)
-        if not in_range or (name == "growth_interval" and value % 1):
+        if not in_range or (name == "growth_interval" and (value % 1 or value >= 2**31)):
             raise ValueError(f"{name} is {value!r}; it must be {rule}")
     if not (isinstance(smallest, Tracer) or isinstance(largest, Tracer)) and float(smallest) > float(largest):
         raise ValueError(f"smallest is {smallest!r}; it must not be above largest, which is {largest!r}")

@@ -185,6 +185,14 @@ def test_a_quantized_kernel_that_is_used_twice_is_visible(rng, jit):
             function(*arguments)
 
 
+def test_debug_nans_without_jit(rng):
+    model = Linear(32, 32, recipe=CurrentScaling(), rngs=nnx.Rngs(0))
+    arguments = quantize_kernels(model), zeros(model), normal(rng, (16, 32))
+    with jax.disable_jit(), jax.debug_nans(True):
+        loss, _ = accumulate_gradients(loss_fn)(*arguments)
+    assert jnp.isfinite(loss)
+
+
 def test_aux_is_handed_on(rng):
     model, x = Linear(32, 32, recipe=CurrentScaling(), rngs=nnx.Rngs(0)), normal(rng, (16, 32))
     quantized = quantize_kernels(model)

@@ -264,7 +264,7 @@ def test_loss_scale_of_none_or_two():
     [
         ("initial_scale", "a finite number above 0", ["a", None, True, 0.0, 1e-40, -1, np.nan, np.inf, 1e39]),
         ("factor", "a finite number of at least 1", ["a", None, True, 0, 0.5, -2.0, np.nan, np.inf]),
-        ("growth_interval", "a number of steps, at least 1", ["a", None, True, 0, -1, 2.5, np.nan]),
+        ("growth_interval", "a number of steps, at least 1 and below", ["a", None, True, 0, -1, 2.5, 2**31, np.nan]),
         ("smallest", "a finite number above 0", ["a", None, True, 0.0, 1e-40, -1, np.nan, np.inf]),
         ("largest", "a finite number above 0", ["a", None, True, 0.0, 1e-40, -1, np.nan, np.inf]),
     ],
