@@ -213,7 +213,7 @@ class TensorParallelShape:
       tokens, hidden, features: of the whole layers.
       model: a model that has a pair of layers of this size.
       tensor_parallel: the number of devices whose share of the layers each device has; None for all that are there.
-      sequences: that the tokens are of, all of one length; every device has a part of each.
+      sequences: that the tokens are of, all of one length; every device has a part of each. Several in sweeps only.
       sweep: whether the case is one of a series that shows which way to communicate is best for how many tokens.
     """
 

@@ -22,8 +22,8 @@ from te_jax._arguments import as_dtype, as_flag, is_finite_number, is_whole_numb
 from te_jax._maximum import maximum_of_cotangents
 
 __all__ = [
-    "BLOCK", "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "Product", "Quantization",
-    "Recipe", "Role", "RowwiseScaling", "Scaling", "accumulating", "merge", "observe",
+    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "Product", "Quantization", "Recipe",
+    "Role", "RowwiseScaling", "Scaling", "accumulating", "merge",
 ]  # fmt: skip
 
 Role = Literal["activation", "kernel", "gradient"]
