@@ -120,23 +120,25 @@ Choices& TheChoices() {
   return *choices;
 }
 
-// Of the plan and, where the product has one, that which spreads scales: the faster one stays.
+// Of the plan and, where the product has them, that of the package's kernel and that which spreads scales: the fastest
+// one stays.
 void ChooseAlgorithm(Device& device, const Arrays& arrays, std::unique_ptr<Plan>& plan) {
-  std::unique_ptr<Plan> spread;
-  if (const std::optional<Key> key = SpreadKeyOf(plan->key())) {
-    static_cast<void>(Plan::Make(device.handle, *key, arrays, spread));  // products can do without
-  }
   const Choices::KindAndKey key{device.kind, plan->key()};
+  std::vector<std::unique_ptr<Plan>> plans;
+  plans.push_back(std::move(plan));
+  for (const std::optional<Key>& other : {OwnKeyOf(key.second), SpreadKeyOf(key.second)}) {
+    std::unique_ptr<Plan> made;
+    // Products can do without.
+    if (other && Plan::Make(device.handle, *other, arrays, made).ok()) plans.push_back(std::move(made));
+  }
   std::shared_ptr<Choice> known = TheChoices().algorithms.Find(key);
   if (known == nullptr) {
-    std::vector<Plan*> plans{plan.get()};
-    if (spread != nullptr) plans.push_back(spread.get());
     known = std::make_shared<Choice>(FastestAlgorithm(device.handle, plans));
     TheChoices().algorithms.Insert(key, known);
   }
-  if (known->plan == 1 && spread == nullptr) return;
-  if (known->plan == 1) plan = std::move(spread);
-  plan->Choose(known->algorithm);
+  const bool found = known->plan < plans.size();
+  plan = std::move(plans[found ? known->plan : 0]);
+  if (found) plan->Choose(known->algorithm);
 }
 
 // The plan for a key. Where it has to be searched for, candidates are timed only if `tune`; where that was put off

@@ -1,4 +1,5 @@
-// Products of plain operands, and of FP8 operands with one scale each, by cuBLASLt.
+// Products of plain operands, and of FP8 operands with one scale each or one for each row, by cuBLASLt, or for FP8 by
+// the package's kernel where timing finds that one faster.
 //
 // How a product is computed is found once for each device and kind of problem, and kept: Run then only sets pointers.
 #pragma once

@@ -5,6 +5,7 @@
 
 #include "common/cuda_status.h"
 #include "gemm/cublaslt_plan.h"
+#include "gemm/hopper.h"
 
 namespace te::gemm::cublaslt {
 namespace {
@@ -107,7 +108,7 @@ size_t HashOfKey::operator()(const Key& key) const {
        {static_cast<uint64_t>(key.a_type), static_cast<uint64_t>(key.b_type), static_cast<uint64_t>(key.d_type),
         static_cast<uint64_t>(key.epilogue), uint64_t{key.a_summed_first}, uint64_t{key.b_summed_first},
         uint64_t{key.row_scales}, uint64_t{key.bias}, uint64_t{key.aux}, uint64_t{key.accumulate},
-        uint64_t{key.fast_accumulation}, uint64_t{key.autotune}, uint64_t{key.spread}}) {
+        uint64_t{key.fast_accumulation}, uint64_t{key.autotune}, uint64_t{key.spread}, uint64_t{key.own_kernel}}) {
     flags = flags * 8 + field;
   }
   size_t hash = 0;
@@ -164,8 +165,21 @@ std::optional<Key> SpreadKeyOf(const Key& key) {
   return spread;
 }
 
+std::optional<Key> OwnKeyOf(const Key& key) {
+  const bool supported = IsFp8(key.a_type) && key.batch == 1 && !IsFp8(key.d_type) && key.epilogue == Epilogue::kNone &&
+                         key.k % 16 == 0 && key.n % 16 == 0;
+  if (!supported) return std::nullopt;
+  Key own = key;
+  own.own_kernel = true;
+  return own;
+}
+
 Status Plan::Make(cublasLtHandle_t handle, const Key& key, const Arrays& arrays, std::unique_ptr<Plan>& plan) {
   std::unique_ptr<Plan> made(new Plan(key));
+  if (key.own_kernel) {
+    plan = std::move(made);
+    return Status::Ok();
+  }
   if (Status status = made->Describe(); !status.ok()) return status;
   // The alignments of bias and aux are read off their pointers.
   if (Status status = made->SetPointers(arrays); !status.ok()) return status;
@@ -267,7 +281,31 @@ Status Plan::FindAlgorithms(cublasLtHandle_t handle) {
                         std::to_string(EpilogueOf(key_)) + " (" + cublasLtGetStatusString(searched) + ")");
 }
 
+Status Plan::LaunchOwn(const Arrays& arrays, cudaStream_t stream) const {
+  if (key_.accumulate && arrays.c != arrays.d) {
+    const auto bytes = static_cast<size_t>(key_.m * key_.n * SizeOf(key_.d_type));
+    const cudaError_t copied = cudaMemcpyAsync(arrays.d, arrays.c, bytes, cudaMemcpyDeviceToDevice, stream);
+    if (Status status = Check(copied, "copy of the accumulator"); !status.ok()) return status;
+  }
+  return hopper::Run(stream, {.m = key_.m,
+                              .n = key_.n,
+                              .k = key_.k,
+                              .a = arrays.a,
+                              .a_is_e5m2 = key_.a_type == Type::kE5M2,
+                              .b = arrays.b,
+                              .b_is_e5m2 = key_.b_type == Type::kE5M2,
+                              .scaling = key_.row_scales ? hopper::Scaling::kRow : hopper::Scaling::kTensor,
+                              .a_scale_inv = arrays.a_scale_inv,
+                              .b_scale_inv = arrays.b_scale_inv,
+                              .bias = arrays.bias,
+                              .d = arrays.d,
+                              .d_type = DTypeOf(key_.d_type),
+                              .accumulate = key_.accumulate,
+                              .fast_accumulation = key_.fast_accumulation});
+}
+
 Status Plan::Launch(cublasLtHandle_t handle, const Arrays& given, size_t algorithm, cudaStream_t stream) {
+  if (key_.own_kernel) return LaunchOwn(given, stream);
   Arrays arrays = given;
   if (key_.spread) {
     auto* scales = static_cast<float*>(arrays.workspace);

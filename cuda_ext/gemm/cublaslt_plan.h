@@ -1,4 +1,5 @@
-// A product as cuBLASLt knows it: descriptors that are made once, and an algorithm.
+// A product as cuBLASLt knows it: descriptors that are made once, and an algorithm. Or the package's kernel in its
+// place, where timing finds it faster.
 //
 // cuBLASLt is column-major, so it computes the transpose Dᵀ[n, m] = B[n, k] Aᵀ[k, m]: its first matrix is our b, its
 // second our a. FP8 products exist only with both operands contiguous along k, which is their only layout here.
@@ -52,7 +53,8 @@ struct Key {
   Epilogue epilogue;
   bool a_summed_first, b_summed_first;
   bool row_scales, bias, aux, accumulate, fast_accumulation, autotune;
-  bool spread;  // one scale for each operand, which Launch writes for every row first
+  bool spread;      // one scale for each operand, which Launch writes for every row first
+  bool own_kernel;  // by the package's kernel, the plan's one algorithm
   uint8_t a_alignment, b_alignment, c_alignment, d_alignment, bias_alignment, aux_alignment;
 
   friend bool operator==(const Key&, const Key&) = default;
@@ -68,6 +70,9 @@ Key KeyOf(const Problem& problem, const Arrays& arrays, int64_t workspace_bytes)
 // scale, and on H200s that run at their power limit the faster ones, by more than writing the scales out costs.
 std::optional<Key> SpreadKeyOf(const Key& key);
 
+// The same product by the package's kernel, where that can compute it.
+std::optional<Key> OwnKeyOf(const Key& key);
+
 class Plan {
  public:
   // With the algorithms that cuBLASLt suggests, the fastest by its own estimate first, at least one. Only those whose
@@ -82,7 +87,7 @@ class Plan {
   Status Launch(cublasLtHandle_t handle, const Arrays& arrays, size_t algorithm, cudaStream_t stream);
 
   const Key& key() const { return key_; }
-  size_t algorithms() const { return algorithms_.size(); }
+  size_t algorithms() const { return key_.own_kernel ? 1 : algorithms_.size(); }
   void Choose(size_t algorithm) { chosen_ = algorithm; }
 
   // Whether algorithms have been compared, or need not be.
@@ -105,6 +110,7 @@ class Plan {
   Status Describe();
   Status SetPointers(const Arrays& arrays);
   Status FindAlgorithms(cublasLtHandle_t handle);
+  Status LaunchOwn(const Arrays& arrays, cudaStream_t stream) const;
 
   Key key_;
   Description description_;

@@ -193,8 +193,8 @@ float Median(const Candidate& candidate) {
 }
 
 // Runs every candidate once, one after another, and appends what each took. Those that fail are dropped.
-void MeasureRound(cublasLtHandle_t handle, const std::vector<Plan*>& plans, const Arrays& arrays, int calls,
-                  cudaStream_t stream, std::vector<Candidate>& candidates) {
+void MeasureRound(cublasLtHandle_t handle, const std::vector<std::unique_ptr<Plan>>& plans, const Arrays& arrays,
+                  int calls, cudaStream_t stream, std::vector<Candidate>& candidates) {
   std::erase_if(candidates, [&](Candidate& candidate) {
     bool fine = cudaEventRecord(candidate.begin.get(), stream) == cudaSuccess;
     for (int call = 0; fine && call < calls; ++call) {
@@ -215,9 +215,9 @@ bool IsFirst(const Candidate& candidate) { return candidate.choice.plan == 0 && 
 
 }  // namespace
 
-Choice FastestAlgorithm(cublasLtHandle_t handle, const std::vector<Plan*>& plans) {
+Choice FastestAlgorithm(cublasLtHandle_t handle, const std::vector<std::unique_ptr<Plan>>& plans) {
   size_t algorithms = 0;
-  for (const Plan* plan : plans) algorithms += plan->algorithms();
+  for (const auto& plan : plans) algorithms += plan->algorithms();
   Choice fastest;
   if (algorithms < 2) return fastest;
   const RelaxedCapture relaxed;

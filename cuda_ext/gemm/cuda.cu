@@ -19,10 +19,6 @@ bool UsesCublasLt(const Problem& p) {
   return OnSixteenBytes(p.a.scales) && OnSixteenBytes(p.b.scales) && !(p.bias != nullptr && p.d_type == Type::kFloat32);
 }
 
-DType DTypeOf(Type type) {
-  return type == Type::kFloat32 ? DType::kFloat32 : type == Type::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
-}
-
 hopper::Problem OwnProblem(const Problem& p) {
   hopper::Problem own{};
   own.m = p.m;

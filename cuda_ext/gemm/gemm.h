@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/dtype.h"
 #include "common/executor.h"
 #include "common/status.h"
 
@@ -17,6 +18,9 @@ enum class Type { kFloat32, kBFloat16, kFloat16, kE4M3, kE5M2 };
 
 constexpr bool IsFp8(Type type) { return type == Type::kE4M3 || type == Type::kE5M2; }
 constexpr int64_t SizeOf(Type type) { return type == Type::kFloat32 ? 4 : IsFp8(type) ? 1 : 2; }
+constexpr DType DTypeOf(Type type) {
+  return type == Type::kFloat32 ? DType::kFloat32 : type == Type::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
+}
 
 // Values that share a scale; scales are those by which FP8 values are multiplied.
 //   kNone    plain operands without scales
@@ -63,7 +67,7 @@ struct Problem {
   bool power_of_two_scale;
   bool fast_accumulation;  // sums of FP8 products may stay in the tensor cores
   bool autotune;           // time candidates rather than take the library's first suggestion
-  bool own_kernel;         // kTensor by the kernel of the other scalings
+  bool own_kernel;         // kTensor and kRow by the kernel of kBlock, untimed
   void* workspace;
   int64_t workspace_bytes;
   StridedBatch batch;  // of several with no epilogue, and D not in FP8

@@ -119,7 +119,7 @@ class Product:
 
 
 def autotunes() -> bool:
-    """Whether cuBLASLt's candidates may be timed: TE_JAX_AUTOTUNE=0 in the environment says no.
+    """Whether candidates may be timed: TE_JAX_AUTOTUNE=0 in the environment says no.
 
     Raises:
       ValueError: TE_JAX_AUTOTUNE is neither 0 nor 1.
