@@ -70,7 +70,7 @@ Key KeyOf(const Problem& problem, const Arrays& arrays, int64_t workspace_bytes)
 // scale, and on H200s that run at their power limit the faster ones, by more than writing the scales out costs.
 std::optional<Key> SpreadKeyOf(const Key& key);
 
-// The same product by the package's kernel, where that can compute it.
+// The same product by the package's kernel, which makes no FP8, and knows no gelu and no stride of a batch.
 std::optional<Key> OwnKeyOf(const Key& key);
 
 class Plan {

@@ -162,10 +162,10 @@ def gemm(
       accumulate: False overwrites the accumulator's buffer without reading it.
       fast_accumulation: sums may stay in FP8 tensor cores (about 14 bits of mantissa) instead of being added up in
         float32 every 128 values. Blocks, and plain arrays, are always added up in float32.
-      autotune: on a GPU, times cuBLASLt's candidates, and for FP8 the kernel that blocks use, once in a process for
-        each kind of product; devices of one kind agree on the fastest. False, or TE_JAX_AUTOTUNE=0 in the environment,
-        takes cuBLASLt's first suggestion, which is the same in every process, for bits that are. Each candidate adds up
-        in a fixed order.
+      autotune: on a GPU, times cuBLASLt's candidates, and for FP8 without activation or FP8 result the kernel that
+        blocks use, once in a process for each kind of product; devices of one kind agree on the fastest. False, or
+        TE_JAX_AUTOTUNE=0 in the environment, takes cuBLASLt's first suggestion, which is the same in every process, for
+        bits that are. Each candidate adds up in a fixed order.
       own_kernel: on a GPU, multiplies operands with one scale each, or one for each row, by the kernel that blocks use,
         untimed.
       implementation: None takes the native kernel where there is one, else the reference; "native" or "reference"
