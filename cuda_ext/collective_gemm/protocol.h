@@ -243,7 +243,9 @@ inline gemm::Problem ProductOfPart(const Group& group, const AllGatherProblem& p
   problem.workspace = WorkspaceOf(problem, p.workspace, turn);
   problem.a.data = p.x.Part(rank, group, 0);
   problem.d = static_cast<char*>(product.y) + rank * y_count * gemm::SizeOf(problem.d_type);
-  problem.batch = {p.x.pieces, rank == group.rank ? x_count : group.size() * x_count, 0, group.size() * y_count};
+  problem.batch.count = p.x.pieces;
+  problem.batch.a_stride = rank == group.rank ? x_count : group.size() * x_count;
+  problem.batch.d_stride = group.size() * y_count;
   if (p.scales.bytes != 0) {
     problem.a.scales = reinterpret_cast<const float*>(p.scales.Part(rank, group, 0));
     problem.batch.a_scales_stride = p.scales.bytes / p.x.pieces / static_cast<int64_t>(sizeof(float));
@@ -371,7 +373,10 @@ inline gemm::Problem ProductOfRows(const Group& group, const ReduceScatterProble
   if (problem.a.scales != nullptr) problem.a.scales += owner * scales;
   problem.d = to;
   problem.accumulator = weight != 0 ? to : added;
-  problem.batch = {p.pieces, group.size() * x_count, group.size() * scales, problem.m * problem.n};
+  problem.batch.count = p.pieces;
+  problem.batch.a_stride = group.size() * x_count;
+  problem.batch.a_scales_stride = group.size() * scales;
+  problem.batch.d_stride = problem.m * problem.n;
   return problem;
 }
 

@@ -76,6 +76,16 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, int
       : "memory");
 }
 
+// The same, in three dimensions.
+__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, int32_t x, int32_t y, int32_t z,
+                                        uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
 // Makes this thread's writes to shared memory visible to TMA.
 __device__ __forceinline__ void AsyncProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

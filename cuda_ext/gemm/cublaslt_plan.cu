@@ -114,6 +114,7 @@ size_t HashOfKey::operator()(const Key& key) const {
   size_t hash = 0;
   for (const uint64_t word : {static_cast<uint64_t>(key.m), static_cast<uint64_t>(key.n), static_cast<uint64_t>(key.k),
                               static_cast<uint64_t>(key.batch), static_cast<uint64_t>(key.a_stride),
+                              static_cast<uint64_t>(key.b_stride), static_cast<uint64_t>(key.bias_stride),
                               static_cast<uint64_t>(key.d_stride), flags, uint64_t{key.d_alignment}}) {
     hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
     hash ^= hash >> 29;
@@ -129,6 +130,8 @@ Key KeyOf(const Problem& p, const Arrays& arrays, int64_t workspace_bytes) {
   key.batch = p.batch.count;
   if (key.batch > 1) {
     key.a_stride = p.batch.a_stride;
+    key.b_stride = p.batch.b_stride;
+    key.bias_stride = p.batch.bias_stride;
     key.d_stride = p.batch.d_stride;
   }
   key.workspace_bytes = workspace_bytes;
@@ -146,10 +149,10 @@ Key KeyOf(const Problem& p, const Arrays& arrays, int64_t workspace_bytes) {
   key.autotune = p.autotune;
   const int64_t d_stride = key.d_stride * SizeOf(p.d_type);
   key.a_alignment = AlignmentOf(arrays.a, key.a_stride * SizeOf(p.a.type));
-  key.b_alignment = AlignmentOf(arrays.b);
+  key.b_alignment = AlignmentOf(arrays.b, key.b_stride * SizeOf(p.b.type));
   key.c_alignment = AlignmentOf(key.accumulate ? arrays.c : arrays.d, d_stride);
   key.d_alignment = AlignmentOf(arrays.d, d_stride);
-  key.bias_alignment = AlignmentOf(arrays.bias);
+  key.bias_alignment = AlignmentOf(arrays.bias, key.bias_stride * SizeOf(SideType(p.d_type)));
   key.aux_alignment = AlignmentOf(arrays.aux);
   return key;
 }
@@ -166,8 +169,8 @@ std::optional<Key> SpreadKeyOf(const Key& key) {
 }
 
 std::optional<Key> OwnKeyOf(const Key& key) {
-  const bool supported = IsFp8(key.a_type) && key.batch == 1 && !IsFp8(key.d_type) && key.epilogue == Epilogue::kNone &&
-                         key.k % 16 == 0 && key.n % 16 == 0;
+  const bool supported =
+      IsFp8(key.a_type) && !IsFp8(key.d_type) && key.epilogue == Epilogue::kNone && key.k % 16 == 0 && key.n % 16 == 0;
   if (!supported) return std::nullopt;
   Key own = key;
   own.own_kernel = true;
@@ -205,7 +208,7 @@ Status Plan::Describe() {
   const bool b_transposed = !key_.b_summed_first, a_transposed = key_.a_summed_first;
   // Beside D in FP8 there is no C, but its type decides that of bias and aux.
   const Type added = IsFp8(key_.d_type) ? Type::kBFloat16 : key_.d_type;
-  make_layout(key_.b_type, b_transposed, key_.n, key_.k, 0, first_, "layout of b");
+  make_layout(key_.b_type, b_transposed, key_.n, key_.k, key_.b_stride, first_, "layout of b");
   make_layout(key_.a_type, a_transposed, key_.k, key_.m, key_.a_stride, second_, "layout of a");
   make_layout(added, false, key_.n, key_.m, key_.d_stride, added_, "layout of the accumulator");
   make_layout(key_.d_type, false, key_.n, key_.m, key_.d_stride, result_, "layout of d");
@@ -228,7 +231,10 @@ Status Plan::Describe() {
     attempt.Set(made, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kOneForEachRow, "scales of b");
     attempt.Set(made, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kOneForEachRow, "scales of a");
   }
-  if (key_.bias) attempt.Set(made, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, side, "type of bias");
+  if (key_.bias) {
+    attempt.Set(made, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, side, "type of bias");
+    attempt.Set(made, CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, key_.bias_stride, "stride of bias");
+  }
   if (key_.aux) {
     attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, side, "type of aux");
     attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key_.n, "stride of aux");
@@ -282,26 +288,20 @@ Status Plan::FindAlgorithms(cublasLtHandle_t handle) {
 }
 
 Status Plan::LaunchOwn(const Arrays& arrays, cudaStream_t stream) const {
-  if (key_.accumulate && arrays.c != arrays.d) {
-    const auto bytes = static_cast<size_t>(key_.m * key_.n * SizeOf(key_.d_type));
-    const cudaError_t copied = cudaMemcpyAsync(arrays.d, arrays.c, bytes, cudaMemcpyDeviceToDevice, stream);
-    if (Status status = Check(copied, "copy of the accumulator"); !status.ok()) return status;
-  }
-  return hopper::Run(stream, {.m = key_.m,
-                              .n = key_.n,
-                              .k = key_.k,
-                              .a = arrays.a,
-                              .a_is_e5m2 = key_.a_type == Type::kE5M2,
-                              .b = arrays.b,
-                              .b_is_e5m2 = key_.b_type == Type::kE5M2,
-                              .scaling = key_.row_scales ? hopper::Scaling::kRow : hopper::Scaling::kTensor,
-                              .a_scale_inv = arrays.a_scale_inv,
-                              .b_scale_inv = arrays.b_scale_inv,
-                              .bias = arrays.bias,
-                              .d = arrays.d,
-                              .d_type = DTypeOf(key_.d_type),
-                              .accumulate = key_.accumulate,
-                              .fast_accumulation = key_.fast_accumulation});
+  Problem problem{};
+  problem.m = key_.m;
+  problem.n = key_.n;
+  problem.k = key_.k;
+  problem.a = {arrays.a, arrays.a_scale_inv, key_.a_type, false};
+  problem.b = {arrays.b, arrays.b_scale_inv, key_.b_type, false};
+  problem.scaling = key_.row_scales ? Scaling::kRow : Scaling::kTensor;
+  problem.bias = arrays.bias;
+  problem.accumulator = key_.accumulate ? arrays.c : nullptr;
+  problem.d = arrays.d;
+  problem.d_type = key_.d_type;
+  problem.fast_accumulation = key_.fast_accumulation;
+  problem.batch = {key_.batch, key_.a_stride, key_.b_stride, 0, 0, key_.bias_stride, key_.d_stride};
+  return hopper::Run(stream, problem);
 }
 
 Status Plan::Launch(cublasLtHandle_t handle, const Arrays& given, size_t algorithm, cudaStream_t stream) {

@@ -47,7 +47,7 @@ struct Arrays {
 // All that the choice of an algorithm depends on.
 struct Key {
   int64_t m, n, k;
-  int64_t batch, a_stride, d_stride;
+  int64_t batch, a_stride, b_stride, bias_stride, d_stride;
   int64_t workspace_bytes;
   Type a_type, b_type, d_type;
   Epilogue epilogue;
@@ -70,7 +70,7 @@ Key KeyOf(const Problem& problem, const Arrays& arrays, int64_t workspace_bytes)
 // scale, and on H200s that run at their power limit the faster ones, by more than writing the scales out costs.
 std::optional<Key> SpreadKeyOf(const Key& key);
 
-// The same product by the package's kernel, which makes no FP8, and knows no gelu and no stride of a batch.
+// The same product by the package's kernel, which makes no FP8 and knows no gelu.
 std::optional<Key> OwnKeyOf(const Key& key);
 
 class Plan {

@@ -113,15 +113,17 @@ class Scratch {
   Scratch(const Key& key, cudaStream_t stream) : stream_(stream) {
     const Type side = SideType(key.d_type);
     const int64_t results = (key.batch - 1) * key.d_stride + key.m * key.n;
-    const int64_t values = (key.batch - 1) * key.a_stride + key.m * key.k;
+    const int64_t a_values = (key.batch - 1) * key.a_stride + key.m * key.k;
+    const int64_t b_values = (key.batch - 1) * key.b_stride + key.n * key.k;
+    const int64_t bias_values = (key.batch - 1) * key.bias_stride + key.n;
     int64_t offset = 0;
     auto reserve = [&](int64_t bytes) {
       const int64_t begin = offset;
       offset += (bytes + 255) / 256 * 256;
       return begin;
     };
-    const int64_t a = reserve(values * SizeOf(key.a_type)), b = reserve(key.n * key.k * SizeOf(key.b_type));
-    const int64_t d = reserve(results * SizeOf(key.d_type)), bias = reserve(key.bias ? key.n * SizeOf(side) : 0);
+    const int64_t a = reserve(a_values * SizeOf(key.a_type)), b = reserve(b_values * SizeOf(key.b_type));
+    const int64_t d = reserve(results * SizeOf(key.d_type)), bias = reserve(key.bias ? bias_values * SizeOf(side) : 0);
     const int64_t aux = reserve(key.aux ? results * SizeOf(side) : 0);
     const int64_t scales = key.row_scales ? std::max(key.m, key.n) : 1;
     const int64_t inverse_scale = reserve(4 * scales), d_scale = reserve(4), amax = reserve(4);
@@ -143,10 +145,10 @@ class Scratch {
                scalar(d_scale),
                scalar(amax),
                base + workspace};
-    Fill(key.a_type, base + a, values, 1, stream);
-    Fill(key.b_type, base + b, key.n * key.k, 2, stream);
+    Fill(key.a_type, base + a, a_values, 1, stream);
+    Fill(key.b_type, base + b, b_values, 2, stream);
     Fill(key.d_type, base + d, results, 3, stream);
-    if (key.bias) Fill(side, base + bias, key.n, 4, stream);
+    if (key.bias) Fill(side, base + bias, bias_values, 4, stream);
     if (key.aux) Fill(side, base + aux, results, 5, stream);
     FillScales<<<1, 1024, 0, stream>>>(scalar(inverse_scale), scales, scalar(d_scale), scalar(amax));
     filled_ = cudaGetLastError() == cudaSuccess;

@@ -13,12 +13,6 @@ using Result = ffi::Result<AnyBuffer>;
 
 constexpr std::string_view kName = "te_gemm";
 
-// A batch of problems, one after another in every array.
-struct Batch {
-  int64_t count;
-  Problem first;
-};
-
 ffi::DataType DataTypeOf(Type type) {
   switch (type) {
     case Type::kFloat32:
@@ -71,12 +65,12 @@ std::optional<Decoded> DecodeOperand(Rules& rules, std::string_view name, const 
   return Decoded{*type, Product(outer), Product(summed), in_blocks(outer), in_blocks(summed)};
 }
 
-std::optional<Batch> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer a_scales, AnyBuffer b_scales,
-                            AnyBuffer bias, AnyBuffer accumulator, AnyBuffer aux_in, AnyBuffer amax_in, Result d,
-                            Result aux_out, Result amax_out, Result d_scale_inv, Result workspace, int64_t a_outer_ndim,
-                            int64_t b_outer_ndim, bool a_summed_first, bool b_summed_first,
-                            std::string_view scaling_name, std::string_view epilogue_name, bool fast_accumulation,
-                            bool accumulate, bool power_of_two_scale, bool autotune, bool own_kernel) {
+std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer a_scales, AnyBuffer b_scales,
+                              AnyBuffer bias, AnyBuffer accumulator, AnyBuffer aux_in, AnyBuffer amax_in, Result d,
+                              Result aux_out, Result amax_out, Result d_scale_inv, Result workspace,
+                              int64_t a_outer_ndim, int64_t b_outer_ndim, bool a_summed_first, bool b_summed_first,
+                              std::string_view scaling_name, std::string_view epilogue_name, bool fast_accumulation,
+                              bool accumulate, bool power_of_two_scale, bool autotune, bool own_kernel) {
   const int64_t batch_ndim = static_cast<int64_t>(d->dimensions().size()) - a_outer_ndim - b_outer_ndim;
   rules.That(a_outer_ndim >= 0 && b_outer_ndim >= 0 && batch_ndim >= 0, "d", *d,
              "have the outer dimensions of a and of b");
@@ -181,31 +175,10 @@ std::optional<Batch> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer a_
   problem.own_kernel = own_kernel;
   problem.workspace = Present<void>(*workspace);
   problem.workspace_bytes = static_cast<int64_t>(workspace->size_bytes());
-  return Batch{batch, problem};
-}
-
-template <typename T>
-void Advance(T*& pointer, int64_t bytes) {
-  if (pointer == nullptr) return;
-  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  pointer = reinterpret_cast<T*>(reinterpret_cast<Byte*>(pointer) + bytes);
-}
-
-void ToNext(Problem& problem) {
-  const int64_t side_bytes = SizeOf(SideType(problem.d_type));
-  const int64_t d_count = problem.m * problem.n;
-  Advance(problem.a.data, problem.m * problem.k * SizeOf(problem.a.type));
-  Advance(problem.b.data, problem.n * problem.k * SizeOf(problem.b.type));
-  Advance(problem.a.scales, ScaleCount(problem, problem.m, false) * 4);
-  Advance(problem.b.scales, ScaleCount(problem, problem.n, true) * 4);
-  Advance(problem.bias, problem.n * side_bytes);
-  Advance(problem.accumulator, d_count * SizeOf(problem.d_type));
-  Advance(problem.aux_in, d_count * side_bytes);
-  Advance(problem.aux_out, d_count * side_bytes);
-  Advance(problem.d, d_count * SizeOf(problem.d_type));
-  Advance(problem.amax_in, 4);
-  Advance(problem.amax_out, 4);
-  Advance(problem.d_scale_inv, 4);
+  const int64_t bias_stride = problem.bias != nullptr ? problem.n : 0;
+  problem.batch = {batch,   problem.m * problem.k, problem.n * problem.k, a_count,
+                   b_count, bias_stride,           problem.m * problem.n};
+  return problem;
 }
 
 // Both stages take the same operands, results and attributes.
@@ -214,15 +187,10 @@ struct Handle {
   template <typename... Arguments>
   ffi::Error operator()(PlatformValue platform, Arguments... arguments) const {
     Rules rules(kName);
-    std::optional<Batch> batch = Decode(rules, arguments...);
-    if (!batch) return rules.error();
-    Problem problem = batch->first;
-    if (problem.m == 0 || problem.n == 0) return ffi::Error::Success();
-    const Executor executor = MakeExecutor(platform);
-    for (int64_t i = 0; i < batch->count; ++i) {
-      if (Status status = kDo(executor, problem); !status.ok()) return ToError(kName, status);
-      ToNext(problem);
-    }
+    const std::optional<Problem> problem = Decode(rules, arguments...);
+    if (!problem) return rules.error();
+    if (problem->m == 0 || problem->n == 0 || problem->batch.count == 0) return ffi::Error::Success();
+    if (Status status = kDo(MakeExecutor(platform), *problem); !status.ok()) return ToError(kName, status);
     return ffi::Error::Success();
   }
 };

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "common/dtype.h"
 #include "common/executor.h"
@@ -18,9 +19,6 @@ enum class Type { kFloat32, kBFloat16, kFloat16, kE4M3, kE5M2 };
 
 constexpr bool IsFp8(Type type) { return type == Type::kE4M3 || type == Type::kE5M2; }
 constexpr int64_t SizeOf(Type type) { return type == Type::kFloat32 ? 4 : IsFp8(type) ? 1 : 2; }
-constexpr DType DTypeOf(Type type) {
-  return type == Type::kFloat32 ? DType::kFloat32 : type == Type::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
-}
 
 // Values that share a scale; scales are those by which FP8 values are multiplied.
 //   kNone    plain operands without scales
@@ -42,10 +40,11 @@ struct Operand {
   bool summed_first;
 };
 
-// Products with the same b and bias. Strides are in values, from one product's to the next one's; the accumulator has
-// that of d.
+// Strides are in values, from one product's to the next one's, and 0 where all have the same. Accumulator, aux_in and
+// aux_out have that of d; scalars follow each other.
 struct StridedBatch {
-  int64_t count = 1, a_stride = 0, a_scales_stride = 0, d_stride = 0;
+  int64_t count = 1, a_stride = 0, b_stride = 0, a_scales_stride = 0, b_scales_stride = 0, bias_stride = 0,
+          d_stride = 0;
 };
 
 struct Problem {
@@ -70,7 +69,7 @@ struct Problem {
   bool own_kernel;         // kTensor and kRow by the kernel of kBlock, untimed
   void* workspace;
   int64_t workspace_bytes;
-  StridedBatch batch;  // of several with no epilogue, and D not in FP8
+  StridedBatch batch;
 };
 
 // Scales of an operand with so many outer values; square ones are those of b.
@@ -95,13 +94,25 @@ constexpr Type SideType(Type d_type) { return IsFp8(d_type) ? Type::kBFloat16 : 
 // One product of a batch.
 inline Problem MemberOf(const Problem& problem, int64_t i) {
   const StridedBatch& batch = problem.batch;
-  const int64_t d_bytes = i * batch.d_stride * SizeOf(problem.d_type);
+  const int64_t size = SizeOf(problem.d_type), side_size = SizeOf(SideType(problem.d_type));
   Problem member = problem;
   member.batch = {};
-  member.a.data = static_cast<const char*>(problem.a.data) + i * batch.a_stride * SizeOf(problem.a.type);
-  if (member.a.scales != nullptr) member.a.scales += i * batch.a_scales_stride;
-  member.d = static_cast<char*>(problem.d) + d_bytes;
-  if (member.accumulator != nullptr) member.accumulator = static_cast<const char*>(problem.accumulator) + d_bytes;
+  const auto advance = [i]<typename T>(T*& pointer, int64_t bytes) {
+    using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+    if (pointer != nullptr) pointer = reinterpret_cast<T*>(reinterpret_cast<Byte*>(pointer) + i * bytes);
+  };
+  advance(member.a.data, batch.a_stride * SizeOf(problem.a.type));
+  advance(member.b.data, batch.b_stride * SizeOf(problem.b.type));
+  advance(member.a.scales, batch.a_scales_stride * 4);
+  advance(member.b.scales, batch.b_scales_stride * 4);
+  advance(member.bias, batch.bias_stride * side_size);
+  advance(member.accumulator, batch.d_stride * size);
+  advance(member.aux_in, batch.d_stride * side_size);
+  advance(member.aux_out, batch.d_stride * side_size);
+  advance(member.d, batch.d_stride * size);
+  advance(member.amax_in, 4);
+  advance(member.amax_out, 4);
+  advance(member.d_scale_inv, 4);
   return member;
 }
 

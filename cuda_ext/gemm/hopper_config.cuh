@@ -61,4 +61,9 @@ struct Config {
 
 __host__ __device__ constexpr int CeilDiv(int64_t a, int b) { return static_cast<int>((a + b - 1) / b); }
 
+template <typename C>
+__host__ __device__ int ClusterTiles(const Problem& problem) {
+  return static_cast<int>(problem.batch.count) * CeilDiv(problem.m, C::kClusterM) * CeilDiv(problem.n, C::kClusterN);
+}
+
 }  // namespace te::gemm::hopper

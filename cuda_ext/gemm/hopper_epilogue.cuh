@@ -39,12 +39,13 @@ struct Pair<__half> {
 template <typename C>
 class Epilogue {
  public:
-  __device__ Epilogue(const Arguments& arguments, float (&total)[C::kSubtiles][C::kBN / 2], int m0, int n0,
+  __device__ Epilogue(const Arguments& arguments, float (&total)[C::kSubtiles][C::kBN / 2], int product, int m0, int n0,
                       uint32_t staging)
       : arguments_(arguments),
         p_(arguments.problem),
         total_(total),
         lane_(threadIdx.x % 32),
+        product_(product),
         row_(m0 + threadIdx.x / 32 % 4 * 16),
         column_(n0),
         staging_(staging),
@@ -56,18 +57,21 @@ class Epilogue {
       if (p_.scaling == Scaling::kRow) {
         ScaleRowsAndColumns();
       } else {
-        Scale(__ldg(p_.a_scale_inv) * __ldg(p_.b_scale_inv));
+        Scale(__ldg(p_.a.scales + product_ * p_.batch.a_scales_stride) *
+              __ldg(p_.b.scales + product_ * p_.batch.b_scales_stride));
       }
     }
     switch (p_.d_type) {
-      case DType::kFloat32:
+      case Type::kFloat32:
         Finish<float>();
         break;
-      case DType::kBFloat16:
+      case Type::kBFloat16:
         Finish<__nv_bfloat16>();
         break;
-      case DType::kFloat16:
+      case Type::kFloat16:
         Finish<__half>();
+        break;
+      default:
         break;
     }
   }
@@ -84,16 +88,17 @@ class Epilogue {
   }
 
   __device__ __forceinline__ void ScaleRowsAndColumns() {
+    const float* const row_scales = p_.a.scales + product_ * p_.batch.a_scales_stride + row_;
     float row_scale[C::kSubtiles][2];
 #pragma unroll
     for (int s = 0; s < C::kSubtiles; ++s) {
 #pragma unroll
       for (int below = 0; below < 2; ++below) {
         const int row = s * 64 + below * 8 + lane_ / 4;
-        row_scale[s][below] = row < rows_left_ ? __ldg(p_.a_scale_inv + row_ + row) : 0.0f;
+        row_scale[s][below] = row < rows_left_ ? __ldg(row_scales + row) : 0.0f;
       }
     }
-    const float* const scales = p_.b_scale_inv + column_ + lane_ % 4 * 2;
+    const float* const scales = p_.b.scales + product_ * p_.batch.b_scales_stride + column_ + lane_ % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
       const float2 scale = j * 8 < columns_left_ ? __ldg(reinterpret_cast<const float2*>(scales + j * 8)) : float2{};
@@ -111,13 +116,13 @@ class Epilogue {
   __device__ __forceinline__ void Finish() {
     if (p_.bias != nullptr) AddBias<T>();
     // TMA adds float32 itself; sums of 16-bit values are rounded once, here.
-    if (sizeof(T) == 2 && p_.accumulate) Accumulate<T>();
+    if (sizeof(T) == 2 && p_.accumulator != nullptr) Accumulate<T>();
     Write<T>();
   }
 
   template <typename T>
   __device__ __forceinline__ void AddBias() {
-    const T* const bias = static_cast<const T*>(p_.bias) + column_ + lane_ % 4 * 2;
+    const T* const bias = static_cast<const T*>(p_.bias) + product_ * p_.batch.bias_stride + column_ + lane_ % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
       const float2 b = j * 8 < columns_left_
@@ -142,8 +147,8 @@ class Epilogue {
       for (int below = 0; below < 2; ++below) {
         const int row = s * 64 + below * 8 + lane_ / 4;
         const int columns = row < rows_left_ ? columns_left_ : 0;
-        const T* const from =
-            static_cast<const T*>(p_.d) + static_cast<int64_t>(row_ + row) * p_.n + column_ + lane_ % 4 * 2;
+        const T* const from = static_cast<const T*>(p_.accumulator) + product_ * p_.batch.d_stride +
+                              static_cast<int64_t>(row_ + row) * p_.n + column_ + lane_ % 4 * 2;
         P old[kEights];
 #pragma unroll
         for (int j = 0; j < kEights; ++j) {
@@ -180,10 +185,10 @@ class Epilogue {
         for (int i = 0; i < C::kStagedBoxes; ++i) {
           const int subtile = (first + i) / kBoxes, box = (first + i) % kBoxes;
           const int column = column_ + box * kBoxColumns, row = row_ + subtile * 64;
-          if (sizeof(T) == 4 && p_.accumulate) {
-            AddBox(&arguments_.d, column, row, staging_ + i * C::kBytesBox);
+          if (sizeof(T) == 4 && p_.accumulator != nullptr) {
+            AddBox(&arguments_.d, column, row, product_, staging_ + i * C::kBytesBox);
           } else {
-            StoreBox(&arguments_.d, column, row, staging_ + i * C::kBytesBox);
+            StoreBox(&arguments_.d, column, row, product_, staging_ + i * C::kBytesBox);
           }
         }
         BulkCommit();
@@ -222,7 +227,7 @@ class Epilogue {
   const Problem& p_;
   float (&total_)[C::kSubtiles][C::kBN / 2];
   const int lane_;
-  const int row_, column_;  // of d, where the warp's first subtile begins
+  const int product_, row_, column_;  // of d, where the warp's first subtile begins
   const uint32_t staging_;
   const int rows_left_, columns_left_;
 };

@@ -12,8 +12,8 @@
 // sums of a step are added. Scales of blocks come with the tiles they belong to.
 //
 // FLOPs 2mnk; bytes mk + nk + mn · size of d, once each, as long as the tiles of concurrent blocks share their rows in
-// L2: blocks walk the result in bands of kBand cluster tiles. The floor is that of the tensor cores, 4096 products a
-// cycle and multiprocessor.
+// L2: blocks walk the results, one below the other, in bands of kBand cluster tiles. The floor is that of the tensor
+// cores, 4096 products a cycle and multiprocessor.
 #pragma once
 
 #include "gemm/hopper_config.cuh"
@@ -29,14 +29,16 @@ class Tiles {
  public:
   __device__ Tiles() : next_(blockIdx.x / 2) {}
 
-  __device__ __forceinline__ bool Next(const Problem& p, int* m, int* n) {
-    const int rows = CeilDiv(p.m, C::kClusterM), columns = CeilDiv(p.n, C::kClusterN);
+  // Tiles of rows are counted through all products of a batch: see `RowsOf`.
+  __device__ __forceinline__ bool Next(const Problem& p, int* row_tile, int* n) {
+    const int rows = static_cast<int>(p.batch.count) * CeilDiv(p.m, C::kClusterM);
+    const int columns = CeilDiv(p.n, C::kClusterN);
     if (next_ >= rows * columns) return false;
     const int rank = ClusterRank();
     const int band = next_ / (C::kBand * columns);
     const int rows_of_band = min(C::kBand, rows - band * C::kBand);
     const int within = next_ - band * C::kBand * columns;
-    *m = (band * C::kBand + within % rows_of_band) * C::kClusterM;
+    *row_tile = band * C::kBand + within % rows_of_band;
     *n = within / rows_of_band * C::kClusterN + rank * C::kBN;
     next_ += gridDim.x / 2;
     return true;
@@ -45,6 +47,18 @@ class Tiles {
  private:
   int next_;
 };
+
+// The product of a batch that a tile of rows belongs to, and the row at which it begins there.
+struct Rows {
+  int product, first;
+};
+
+template <typename C>
+__device__ __forceinline__ Rows RowsOf(const Problem& p, int row_tile) {
+  if (p.batch.count == 1) return {0, row_tile * C::kClusterM};  // dividing costs up to 2% (docs/measurements.md)
+  const int tiles = CeilDiv(p.m, C::kClusterM), product = row_tile / tiles;
+  return {product, (row_tile - product * tiles) * C::kClusterM};
+}
 
 // A place in the ring of stages, and the parity of its round.
 template <int kStages>
@@ -111,23 +125,26 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
 
   Tiles<C> tiles;
   Ring<C::kStages> ring;
-  int m0, n0;
+  int row_tile, n0;
   if (threadIdx.x >= 32 * C::kMathWarps) {
     GiveRegisters<C::kFeedRegisters>();
     if (threadIdx.x == 32 * C::kMathWarps) {
-      while (tiles.Next(p, &m0, &n0)) {
-        const int first_column_scale = n0 / C::kBN * steps;
+      while (tiles.Next(p, &row_tile, &n0)) {
+        const auto [product, m0] = RowsOf<C>(p, row_tile);
+        const int of_b = p.batch.b_stride != 0 ? product : 0;
+        const int first_row_scale = product * static_cast<int>(p.batch.a_scales_stride) + m0;
+        const int first_column_scale = product * static_cast<int>(p.batch.b_scales_stride) + n0 / C::kBN * steps;
         for (int step = 0; step < steps; ++step, ring.Advance()) {
           const uint32_t barrier = full + 8 * ring.stage;
           const uint32_t to_a = tiles_a + ring.stage * C::kBytesA, to_b = tiles_b + ring.stage * C::kBytesB;
           BarrierWait(empty + 8 * ring.stage, ring.parity ^ 1);
           BarrierExpect(barrier, C::kBytesLoaded);
           const int half = rank * C::kBoxA;
-          LoadBoxMulticast(to_a + half * C::kBK, &arguments.a, step * C::kBK, m0 + half, barrier, 3);
-          LoadBox(to_b, &arguments.b, step * C::kBK, n0, barrier);
+          LoadBoxMulticast(to_a + half * C::kBK, &arguments.a, step * C::kBK, m0 + half, product, barrier, 3);
+          LoadBox(to_b, &arguments.b, step * C::kBK, n0, of_b, barrier);
           if constexpr (C::kMode == Mode::kBlock) {
             const uint32_t to = scales + ring.stage * C::kBytesScales;
-            LoadBox(to, &arguments.a_scales, step * rows + m0, 0, barrier);
+            LoadBox(to, &arguments.a_scales, first_row_scale + step * rows, 0, barrier);
             LoadBox(to + C::kBytesRowScales, &arguments.b_scales, (first_column_scale + step) & ~3, 0, barrier);
           }
         }
@@ -160,7 +177,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     // Where a lane's scales lie in the first stage.
     const uint32_t scales_of_rows = Kept(scales + 4 * (group_row + warp % 4 * 16 + lane / 4));
     const uint32_t scale_of_columns = scales + C::kBytesRowScales;
-    while (tiles.Next(p, &m0, &n0)) {
+    while (tiles.Next(p, &row_tile, &n0)) {
       float total[C::kSubtiles][C::kBN / 2];
       if constexpr (C::kMode == Mode::kFast) {
         for (int step = 0; step < steps; ++step, ring.Advance()) {
@@ -184,7 +201,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         static_assert(C::kMode != Mode::kBlock || C::kBN == 128);
 #pragma unroll
         for (int s = 0; s < C::kSubtiles; ++s) ClearOutOfStep<C>(total[s], TileDescriptor(TileAddress(zeros), 0));
-        uint32_t column = 4 * (n0 / C::kBN * steps & 3);  // of the columns' scale in its box, in bytes
+        const int first_of_product = RowsOf<C>(p, row_tile).product * static_cast<int>(p.batch.b_scales_stride);
+        uint32_t column =
+            4 * (first_of_product + n0 / C::kBN * steps & 3);  // of the columns' scale in its box, in bytes
         bool ready = BarrierTest(full + 8 * ring.stage, ring.parity);
         for (int step = 0; step < steps; ++step) {
           if (!ready) BarrierWait(full + 8 * ring.stage, ring.parity);
@@ -231,7 +250,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         }
       }
 
-      Epilogue<C>(arguments, total, m0 + group_row, n0, warp_staging).Run();
+      const auto [product, m0] = RowsOf<C>(p, row_tile);
+      Epilogue<C>(arguments, total, product, m0 + group_row, n0, warp_staging).Run();
     }
     if (lane == 0) BulkWaitRead();  // shared memory must outlive what is sent from it
   }

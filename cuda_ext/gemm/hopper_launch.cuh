@@ -12,12 +12,29 @@
 
 namespace te::gemm::hopper {
 
-// Boxes of `box_rows` rows and 128 bytes of a row-major matrix.
-inline bool DescribeMatrix(CUtensorMap* map, CUtensorMapDataType type, int size, const void* data, int64_t rows,
-                           int64_t columns, int box_rows) {
-  return DescribeBoxes<2>(map, type, data, {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)},
-                          {static_cast<cuuint64_t>(columns * size)},
-                          {static_cast<cuuint32_t>(128 / size), static_cast<cuuint32_t>(box_rows)},
+inline CUtensorMapDataType TensorMapType(Type type) {
+  switch (type) {
+    case Type::kFloat32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case Type::kBFloat16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case Type::kFloat16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  }
+}
+
+// Boxes of `box_rows` rows and 128 bytes of row-major matrices that are so many values apart, or of one where that is
+// 0.
+inline bool DescribeMatrices(CUtensorMap* map, Type type, const void* data, int64_t rows, int64_t columns,
+                             int64_t count, int64_t stride, int box_rows) {
+  const int64_t size = SizeOf(type), apart = stride != 0 ? stride : rows * columns;
+  return DescribeBoxes<3>(map, TensorMapType(type), data,
+                          {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                           static_cast<cuuint64_t>(stride != 0 ? count : 1)},
+                          {static_cast<cuuint64_t>(columns * size), static_cast<cuuint64_t>(apart * size)},
+                          {static_cast<cuuint32_t>(128 / size), static_cast<cuuint32_t>(box_rows), 1},
                           CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
@@ -26,17 +43,6 @@ inline bool DescribeRow(CUtensorMap* map, const float* data, int64_t values, int
   return DescribeBoxes<2>(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, data, {static_cast<cuuint64_t>(values), 1},
                           {static_cast<cuuint64_t>((values + 3) / 4 * 16)}, {static_cast<cuuint32_t>(box), 1},
                           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE);
-}
-
-inline CUtensorMapDataType TensorMapType(DType type) {
-  switch (type) {
-    case DType::kFloat32:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-    case DType::kBFloat16:
-      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    default:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  }
 }
 
 struct Device {
@@ -58,11 +64,6 @@ inline cudaError_t CurrentDevice(Device* device) {
   return cudaSuccess;
 }
 
-template <typename C>
-int64_t ClusterTiles(const Problem& problem) {
-  return int64_t{CeilDiv(problem.m, C::kClusterM)} * CeilDiv(problem.n, C::kClusterN);
-}
-
 // Cycles that a problem takes, from those of a step and of an epilogue (docs/measurements.md): what decides between
 // configurations is how many rounds of clusters their tiles need.
 template <typename C>
@@ -75,18 +76,23 @@ template <typename C>
 Status Launch(cudaStream_t stream, const Problem& problem, const Device& device) {
   Arguments arguments;
   arguments.problem = problem;
-  constexpr CUtensorMapDataType kByte = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const int d_size = problem.d_type == DType::kFloat32 ? 4 : 2;
-  if (!DescribeMatrix(&arguments.a, kByte, 1, problem.a, problem.m, problem.k, C::kBoxA) ||
-      !DescribeMatrix(&arguments.b, kByte, 1, problem.b, problem.n, problem.k, C::kBoxB) ||
-      !DescribeMatrix(&arguments.d, TensorMapType(problem.d_type), d_size, problem.d, problem.m, problem.n, 16)) {
+  const StridedBatch& batch = problem.batch;
+  auto describe = [&](CUtensorMap& map, Type type, const void* data, int64_t rows, int64_t columns, int64_t stride,
+                      int box_rows) {
+    return DescribeMatrices(&map, type, data, rows, columns, batch.count, stride, box_rows);
+  };
+  if (!describe(arguments.a, problem.a.type, problem.a.data, problem.m, problem.k, batch.a_stride, C::kBoxA) ||
+      !describe(arguments.b, problem.b.type, problem.b.data, problem.n, problem.k, batch.b_stride, C::kBoxB) ||
+      !describe(arguments.d, problem.d_type, problem.d, problem.m, problem.n, batch.d_stride, 16)) {
     return Status::Failed("cuTensorMapEncodeTiled refuses the operands");
   }
 
   if constexpr (C::kMode == Mode::kBlock) {
     const int64_t steps = CeilDiv(problem.k, C::kBK), column_blocks = CeilDiv(problem.n, C::kBN);
-    if (!DescribeRow(&arguments.a_scales, problem.a_scale_inv, steps * problem.m, C::kBoxScalesA) ||
-        !DescribeRow(&arguments.b_scales, problem.b_scale_inv, column_blocks * steps, C::kBoxScalesB)) {
+    const int64_t row_scales = (batch.count - 1) * batch.a_scales_stride + steps * problem.m;
+    const int64_t column_scales = (batch.count - 1) * batch.b_scales_stride + column_blocks * steps;
+    if (!DescribeRow(&arguments.a_scales, problem.a.scales, row_scales, C::kBoxScalesA) ||
+        !DescribeRow(&arguments.b_scales, problem.b.scales, column_scales, C::kBoxScalesB)) {
       return Status::Failed("cuTensorMapEncodeTiled refuses the scales");
     }
   }
@@ -96,7 +102,7 @@ Status Launch(cudaStream_t stream, const Problem& problem, const Device& device)
       [] { return cudaFuncSetAttribute(Multiply<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes); });
   if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
 
-  const int clusters = static_cast<int>(std::min<int64_t>(ClusterTiles<C>(problem), device.clusters));
+  const int clusters = std::min(ClusterTiles<C>(problem), device.clusters);
   Multiply<C><<<2 * clusters, C::kThreads, C::kBytes, stream>>>(arguments);
   return Check(cudaGetLastError(), "kernel launch");
 }
@@ -123,8 +129,8 @@ Status RunMode(cudaStream_t stream, const Problem& problem) {
 
 template <Mode kMode>
 Status RunFormats(cudaStream_t stream, const Problem& problem) {
-  if (problem.a_is_e5m2) return RunMode<Formats::kE5M2E4M3, kMode>(stream, problem);
-  if (problem.b_is_e5m2) return RunMode<Formats::kE4M3E5M2, kMode>(stream, problem);
+  if (problem.a.type == Type::kE5M2) return RunMode<Formats::kE5M2E4M3, kMode>(stream, problem);
+  if (problem.b.type == Type::kE5M2) return RunMode<Formats::kE4M3E5M2, kMode>(stream, problem);
   return RunMode<Formats::kE4M3E4M3, kMode>(stream, problem);
 }
 

@@ -55,12 +55,12 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
 }
 
 // LoadBox into the same place of every block in `blocks`, whose own barriers count the bytes.
-__device__ __forceinline__ void LoadBoxMulticast(uint32_t to, const CUtensorMap* map, int32_t column, int32_t row,
+__device__ __forceinline__ void LoadBoxMulticast(uint32_t to, const CUtensorMap* map, int32_t x, int32_t y, int32_t z,
                                                  uint32_t barrier, uint16_t blocks) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(blocks)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(blocks)
       : "memory");
 }
 
@@ -103,10 +103,11 @@ __device__ __forceinline__ void StoreShared(uint32_t to, float x, float y) {
 }
 
 // Adds it.
-__device__ __forceinline__ void AddBox(const CUtensorMap* map, int32_t column, int32_t row, uint32_t from) {
-  asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-               "r"(from), "r"(column), "r"(row)
-               : "memory");
+__device__ __forceinline__ void AddBox(const CUtensorMap* map, int32_t x, int32_t y, int32_t z, uint32_t from) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(from), "r"(x), "r"(y), "r"(z)
+      : "memory");
 }
 
 template <int kRegisters>

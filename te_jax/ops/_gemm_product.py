@@ -306,7 +306,7 @@ def _call(product: Product, arrays: Mapping[str, Array], *, in_place: bool) -> t
         jax.ShapeDtypeStruct(shape, side_dtype) if followup.save_preactivation else absent,
         scalar if quantizes else absent,
         scalar if quantizes else absent,
-        jax.ShapeDtypeStruct((_workspace_bytes(product, arrays, batch_ndim),), jnp.uint8),
+        jax.ShapeDtypeStruct((_workspace_bytes(product),), jnp.uint8),
     )
     arrays = {
         name: x.astype(side_dtype) if name in ("bias", "aux_in") else x for name, x in arrays.items()
@@ -361,14 +361,10 @@ def _dequantized(product: Product, data: Array, scale_inv: Array, outer_ndim: in
     return quantized.dequantize()
 
 
-def _workspace_bytes(product: Product, arrays: Mapping[str, Array], batch_ndim: int) -> int:
+def _workspace_bytes(product: Product) -> int:
     if not native.has_gpu():
         return 0
-    if product.scaling != "block" and not product.own_kernel:
-        return _CUBLASLT_WORKSPACE_BYTES
-    # Kernels want scales on 16 bytes. Arrays begin there, but not every example of a batch does: those are copied.
-    scales = [arrays[name].shape[batch_ndim:] for name in ("a_scale_inv", "b_scale_inv")]
-    return sum(4 * math.prod(shape) + 16 for shape in scales) if batch_ndim else 0
+    return 0 if product.scaling == "block" or product.own_kernel else _CUBLASLT_WORKSPACE_BYTES
 
 
 # The sharding rule. Dimensions of FP8 operands are split where every shard has whole blocks, and multiples of what

@@ -203,15 +203,23 @@ def test_plain_arrays_of_any_size(m, n, rng):
         assert_close(result, expected, dtype="float32")
 
 
-def test_batches_have_scales_at_any_address(rng):
-    """Scales of the second example on lie at 4 bytes, where cuBLASLt and the own kernel want 16."""
-    for kind in ("tensor", "row", "block"):
-        examples = [draw(rng, kind, 20, 48, 272) for _ in range(5)]
-        lhs, rhs = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *side) for side in zip(*examples, strict=True))
-        for options in ({}, {"own_kernel": True}):
-            result = jax.vmap(functools.partial(multiply, out_dtype="float32", **options))(lhs, rhs)
-            for i, example in enumerate(examples):
-                assert_close(result[i], exact(*example), dtype="float32", tolerance=2e-3)
+@pytest.mark.parametrize("kind", [*SCALINGS, "plain"])
+@pytest.mark.parametrize(("m", "n", "k"), [(20, 48, 272), (132, 272, 144), (516, 144, 1168)])
+def test_batches(m, n, k, kind, rng):
+    """Sizes that are no multiples of a tile, and of the second example on scales that are not on 16 bytes."""
+    examples = [draw(rng, kind, m, n, k) for _ in range(5)]
+    lhs, rhs = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *side) for side in zip(*examples, strict=True))
+    products = np.stack([exact(*example) for example in examples])
+    for dtype, tolerance in (("float32", 2e-3), ("bfloat16", 1e-2)):
+        keys = jax.random.split(jax.random.key(int(rng.integers(2**31))))
+        bias, total = jax.random.normal(keys[0], (5, n), dtype), jax.random.normal(keys[1], (5, m, n), dtype)
+        wide_bias, wide_total = (np.asarray(x).astype(np.float64) for x in (bias[:, None], total))
+        for options in ({}, {"own_kernel": True}) if kind != "plain" else ({},):
+            run = jax.vmap(functools.partial(multiply, out_dtype=dtype, **options))
+            check = functools.partial(assert_close, dtype=dtype, tolerance=tolerance)
+            check(run(lhs, rhs), products)
+            check(run(lhs, rhs, bias=bias), products + wide_bias)
+            check(run(lhs, rhs, accumulator=total), products + wide_total)
 
 
 # ------------------------------------------------------------------------------------------------------ the own kernel
