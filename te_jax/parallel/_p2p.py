@@ -34,9 +34,6 @@ _GATHER_QUEUES = 2
 _SHORTEST_PRODUCT = 48e-6
 """Seconds of multiplying for each device of a group, below which plain collectives are as fast: a call costs the host
 more than theirs do. Measured on two and four H200s (docs/measurements.md), a guess for more."""
-_SHORTEST_PIECE = 32e-6
-"""The same for what one index of the leading dimensions selects, with scales of rows or blocks: it is a product by
-itself then, and all short ones take so much longer than one product that it costs what overlap saves."""
 _HOST_SECONDS = 5e-6
 """Of a call of the driver: each index of the leading dimensions that is gathered takes one for each other device."""
 _RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}
@@ -65,8 +62,6 @@ def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[O
         rows = math.prod(x.shape[:-1]) * (exchange.size if gathers else 1)
         seconds += 2 * rows * math.prod(weight.data.shape) / _RATES[x.dtype.itemsize]
     pieces, size = xs[0].data.shape[0], exchange.size
-    if xs[0].scaling in ("row", "block"):
-        return seconds >= max(_SHORTEST_PRODUCT, _SHORTEST_PIECE * pieces) * size
     copies = (pieces - 1) * (size - 1) if gathers else 0
     return seconds >= _SHORTEST_PRODUCT * size + _HOST_SECONDS * copies
 
