@@ -373,6 +373,7 @@ def test_sizes_may_be_numbers_of_numpy(rng, mesh_of):
     ("change", "size", "words"),
     [
         ({}, 5, "parallel.size is 5: num_heads is 12, which 5 does not divide; sizes that fit this decoder: 1, 2, 4$"),
+        ({"mlp_size": 48}, 5, "num_heads is 12, .*: 1, 2, 3, 4, 6, 12$"),
         ({"hidden_size": 25}, 2, "hidden_size is 25, which 2 does not divide; .*: 1$"),
         ({"mlp_size": 42}, 4, "mlp_size is 42, .*: 1, 2, 3, 6$"),
         ({"vocab_size": 19}, 2, "vocab_size is 19"),

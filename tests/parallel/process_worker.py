@@ -238,6 +238,9 @@ for rows in (8, 8, 40, 16):  # the third call needs more shared memory, and the 
     (sizes,) = _processes._sizes.values()
     shared.append(len(sizes))
 assert shared[0] == shared[1] < shared[2] == shared[3], shared
+if processes == 4:  # groups that this process is in, and others
+    run_in_groups(np.array(jax.devices()).reshape(2, 2), ("d", "t"), ("t",), 16)
+    assert all(rank << 16 in group for group in _processes._sizes)
 
 many = jax.jit(lambda x, w: jax.lax.scan(lambda c, _: (step(c, w), None), x, None, length=300)[0])
 

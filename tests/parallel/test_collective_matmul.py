@@ -160,6 +160,25 @@ def test_partial_sums_are_added_in_float32(require_devices):
         assert_close(jax.jit(run)(x, w), np.full((8, 4), 263).astype(jnp.bfloat16), tolerance=0.0)
 
 
+@last
+@functions
+def test_gradients_of_a_bias_are_added_in_float32(name, transport, require_devices):
+    """257 ones for each column: 256 where their sum is rounded to bfloat16."""
+    require_devices(2)
+    x, w = jnp.ones((514, 32), jnp.bfloat16), jnp.ones((32, 32), jnp.bfloat16)
+
+    def gradient(x, w):
+        call = functools.partial(FUNCTIONS[name], x, w, axis_name="tp", transport=transport)
+        y, vjp = jax.vjp(lambda bias: call(bias=bias), jnp.zeros((w.shape[1],)))
+        return vjp(jnp.zeros_like(y).at[:257].set(1))[0][None]
+
+    rows, columns = P("tp"), P(None, "tp")
+    specs = (rows, columns) if name == "all_gather_matmul" else (columns, rows)
+    run = jax.shard_map(gradient, mesh=mesh_of({"tp": 2}), in_specs=specs, out_specs=rows, check_vma=False)
+    dbias = jax.jit(run)(x, w)
+    assert_close(dbias, np.full(dbias.shape, 257), tolerance=0.0, dtype=jnp.float32)
+
+
 @transports
 @pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["plain", "fp8"])
 @pytest.mark.parametrize("size", [1, 2, 4])

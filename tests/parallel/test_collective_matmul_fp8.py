@@ -110,7 +110,7 @@ def test_batches_of_a_scatter(recipe, transport, rng, require_devices):
 def test_a_ring_both_ways(recipe, name, rng, require_devices):
     """Halves of rows, and the scales that belong to them."""
     require_devices(2)
-    case, mesh = fp8_case(rng, name, 2, lead=(2,), outers=((64,),)), mesh_of({"tp": 2})
+    case, mesh = fp8_case(rng, name, 2, lead=(2,), inner=256, outers=((64,),)), mesh_of({"tp": 2})
     check(case, mesh, tolerance=BOUNDS, transport="ring", bidirectional=True, recipe=RECIPES[recipe])
 
 

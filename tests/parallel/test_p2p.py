@@ -349,18 +349,18 @@ def test_auto_does_without_it_where_devices_are_unknown(recipe, check_vma, monke
     require_devices(4)
     monkeypatch.setattr(_p2p, "is_worthwhile", lambda *_, **__: True)
     mesh = mesh_of((2, 2), ("d", "t"), rng)
-    specs = P("d", "t"), P(None, "t"), P("t"), P("t")
-    x, w, b, v = (normal(rng, *shape) for shape in ((2, 256, 128), (128, 256), (256,), (256, 128)))
-    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w, b, v), specs, strict=True)]
+    specs = P("d", "t"), P(None, "t"), P("t"), P("t"), P()
+    shapes = (2, 256, 128), (128, 256), (256,), (256, 128), (128,)
+    placed = [jax.device_put(normal(rng, *s), NamedSharding(mesh, spec)) for s, spec in zip(shapes, specs, strict=True)]
 
     def run(transport, mesh):
         options = {"axis_name": "t", "transport": transport, "recipe": recipe}
 
-        def layers(x, w, b, v):
-            return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, bias=b, **options)), v, **options)
+        def layers(x, w, b, v, c):
+            return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, bias=b, **options)), v, bias=c, **options)
 
         mapped = jax.shard_map(layers, mesh=mesh, in_specs=specs, out_specs=P("d", "t"), check_vma=check_vma)
-        return jax.jit(jax.value_and_grad(lambda *a: jnp.square(mapped(*a)).sum(), argnums=(0, 1, 2, 3)))(*placed)
+        return jax.jit(jax.value_and_grad(lambda *a: jnp.square(mapped(*a)).sum(), argnums=range(5)))(*placed)
 
     for found, expected in zip(
         jax.tree.leaves(run("auto", mesh.abstract_mesh)), jax.tree.leaves(run("xla", mesh)), strict=True
