@@ -23,11 +23,11 @@ constexpr const char* kFolder = "/dev/shm/";
 
 Status SystemError(const std::string& what) { return Status::Failed(what + ": " + std::strerror(errno)); }
 
-// Differs between processes, also between those of two containers.
+// Differs between processes, also between those of two containers, which may have the same number.
 const std::string& ProcessName() {
   static const auto* name = [] {
     std::random_device random;
-    return new std::string(std::to_string(random()) + "-" + std::to_string(random()));
+    return new std::string(std::to_string(getpid()) + "-" + std::to_string(random()) + "-" + std::to_string(random()));
   }();
   return *name;
 }
