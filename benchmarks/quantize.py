@@ -16,7 +16,8 @@ magnitude, scale, clip, `astype` and transpose, as one would write them, under j
 and `copy` (a device copy that reads and writes as many bytes as the operation must, the yardstick).
 
 A program quantizes four tensors, and a time is that of one of them: as in a model, and so that no figure holds what
-passes between two programs.
+passes between two programs. Several examples, each with scales of its own, are quantized under `jax.vmap`, and torch is
+given them as one more dimension; then a time is that of all of them.
 
 No time is reported for a result that is wrong: of te_jax both copies and all scales are compared bit by bit with
 its definition, of the others both copies by their relative error.
@@ -169,7 +170,7 @@ def _run_operation(
 
 
 def _inputs(case: shapes.MatrixShape) -> jax.Array:
-    draw = jax.jit(lambda key: jax.random.normal(key, (case.rows, case.cols), jnp.dtype(case.dtype)))
+    draw = jax.jit(lambda key: jax.random.normal(key, case.shape, jnp.dtype(case.dtype)))
     return jax.block_until_ready(draw(jax.random.key(0)))
 
 
@@ -189,16 +190,23 @@ def _in_turns(arrays: Sequence[Any]) -> Callable[[int], list[tuple[Any, ...]]]:
     ]
 
 
+def _amax(x: jax.Array) -> jax.Array:
+    """What is known beforehand, for each example."""
+    return jnp.full(x.shape[:-2], _AMAX, jnp.float32)
+
+
 # Implementations
 
 
 def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_bytes: int) -> _Checked:
+    mapped = jax.vmap if buffers[0].ndim == 3 else lambda function: function
     if name == "copy":
         return _build_copy(buffers, floor_bytes)
     if name == "torch.compile":
         return _build_torch(operation, buffers)
     if name == "jnp":
-        return _build_jax(name, _jnp(operation), buffers, lambda output: _too_far_off(_errors(output, buffers[0])))
+        function = mapped(_jnp(operation))
+        return _build_jax(name, function, buffers, lambda output: _too_far_off(_errors(output, buffers[0])))
 
     def quantize(implementation):
         def run(x, amax):
@@ -211,7 +219,7 @@ def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_byt
                 implementation=implementation,
             )
 
-        return run
+        return mapped(run)
 
     # Never None: where the kernels are not loaded that would publish the reference under their name.
     reference = quantize("reference")
@@ -219,7 +227,7 @@ def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_byt
         return _build_jax(name, reference, buffers, lambda output: _too_far_off(_errors_of_copies(output, buffers[0])))
 
     def problem(output: Any) -> str | None:
-        expected = jax.jit(reference)(buffers[0], jnp.float32(_AMAX))
+        expected = jax.jit(reference)(buffers[0], _amax(buffers[0]))
         if operation.dbias:
             output, expected = output[0], expected[0]
         differ = jax.jit(lambda a, b: jax.tree.map(_differing_bits, a, b))(output, expected)
@@ -256,7 +264,7 @@ def _build_jax(
     buffers: list[jax.Array],
     problem: Callable[[Any], str | None],
 ) -> _Checked:
-    amax = jnp.float32(_AMAX)
+    amax = _amax(buffers[0])
 
     @jax.jit
     def run(amax: jax.Array, *tensors: jax.Array) -> list[Any]:
@@ -326,28 +334,28 @@ def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> _Checked:
         return (x * scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
 
     def copy(x: Any, scaling: Scaling, amax: Any) -> tuple[Any, Any]:
-        outer, summed = x.shape
+        *examples, outer, summed = x.shape
         if scaling == "tensor":
-            scale = scale_of(amax if operation.delayed else x.abs().amax())
-            return encode(x, scale), (1 / scale).reshape(1, 1)
+            scale = scale_of(amax[..., None, None] if operation.delayed else x.abs().amax(dim=(-2, -1), keepdim=True))
+            return encode(x, scale), 1 / scale
         if scaling == "row":
-            scale = scale_of(x.abs().amax(dim=1, keepdim=True))
+            scale = scale_of(x.abs().amax(dim=-1, keepdim=True))
             return encode(x, scale), 1 / scale
         height = 1 if scaling == "block_1x128" else 128
-        blocks = x.reshape(outer // height, height, summed // 128, 128)
-        scale = scale_of(blocks.abs().amax(dim=(1, 3), keepdim=True))
-        return encode(blocks, scale).reshape(x.shape), (1 / scale)[:, 0, :, 0]
+        blocks = x.reshape(*examples, outer // height, height, summed // 128, 128)
+        scale = scale_of(blocks.abs().amax(dim=(-3, -1), keepdim=True))
+        return encode(blocks, scale).reshape(x.shape), (1 / scale)[..., 0, :, 0]
 
     def quantize(x: Any, amax: Any) -> Any:
         wide = x.float()
         data, scale_inv = copy(wide, operation.scaling, amax)
         if operation.scaling == operation.transposed_scaling and operation.scaling in ("tensor", "block_128x128"):
-            transposed, transposed_scale_inv = data.t().contiguous(), scale_inv.t()
+            transposed, transposed_scale_inv = data.mT.contiguous(), scale_inv.mT
         else:
-            transposed, transposed_scale_inv = copy(wide.t(), operation.transposed_scaling, amax)
+            transposed, transposed_scale_inv = copy(wide.mT, operation.transposed_scaling, amax)
             transposed = transposed.contiguous()
-        extra = [x.abs().amax()] if operation.delayed else []
-        extra += [wide.sum(dim=0)] if operation.dbias else []
+        extra = [x.abs().amax(dim=(-2, -1))] if operation.delayed else []
+        extra += [wide.sum(dim=-2)] if operation.dbias else []
         return data, scale_inv, transposed, transposed_scale_inv, extra
 
     @torch.compile(dynamic=False)
@@ -362,7 +370,7 @@ def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> _Checked:
             return jax.lax.bitcast_convert_type(as_jax(tensor.view(torch.uint8)), _E4M3)
         return jnp.from_dlpack(tensor.contiguous())
 
-    in_turns, amax = _in_turns([as_torch(x) for x in buffers]), as_torch(jnp.float32(_AMAX))
+    in_turns, amax = _in_turns([as_torch(x) for x in buffers]), as_torch(_amax(buffers[0]))
     candidate = Candidate(
         name="torch.compile",
         call=lambda *arguments: run(*arguments),
@@ -381,11 +389,11 @@ def _errors(output: Any, x: jax.Array) -> tuple[float, float]:
 
     @jax.jit
     def error(codes: jax.Array, scale_inv: jax.Array, x: jax.Array) -> jax.Array:
-        for axis in (0, 1):
+        for axis in (-2, -1):
             scale_inv = jnp.repeat(scale_inv, codes.shape[axis] // scale_inv.shape[axis], axis=axis)
         return _relative(codes.astype(jnp.float32) * scale_inv, x)
 
-    return float(error(data, scale_inv, x)), float(error(transposed, transposed_scale_inv, x.T))
+    return float(error(data, scale_inv, x)), float(error(transposed, transposed_scale_inv, x.mT))
 
 
 def _errors_of_copies(output: Any, x: jax.Array) -> tuple[float, float]:

@@ -4,6 +4,7 @@
 about a minute on two cores.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -96,32 +97,47 @@ class MatrixShape:
       cols: features.
       dtype: as NumPy names it.
       model: a model that has a tensor of this size.
+      examples: of that size, under `jax.vmap`: experts; None without it.
     """
 
     rows: int
     cols: int
     dtype: str
     model: str
+    examples: int | None = None
 
     @property
     def name(self) -> str:
-        """The case's name in result files and on the command line, such as "8192x8192-bfloat16"."""
-        return f"{self.rows}x{self.cols}-{self.dtype}"
+        """The case's name in result files and on the command line: "8192x8192-bfloat16", "64x512x2048-bfloat16"."""
+        return "x".join(map(str, self.shape)) + f"-{self.dtype}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The examples, if any, rows and columns."""
+        return (*self.batch, self.rows, self.cols)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The examples, if any."""
+        return () if self.examples is None else (self.examples,)
 
     @property
     def elements(self) -> int:
-        """Number of values."""
-        return self.rows * self.cols
+        """Number of values, of all examples."""
+        return math.prod(self.shape)
 
 
 QUANTIZE_GPU = (
     MatrixShape(rows=8192, cols=8192, dtype="bfloat16", model="Llama 3 70B, 8192 tokens"),
     MatrixShape(rows=16384, cols=8192, dtype="bfloat16", model="Llama 3 70B, 16384 tokens"),
+    MatrixShape(rows=512, cols=2048, dtype="bfloat16", model="64 experts, 512 tokens each", examples=64),
+    MatrixShape(rows=2048, cols=4096, dtype="bfloat16", model="8 experts, 2048 tokens each", examples=8),
 )
 
 QUANTIZE_CPU = (
     MatrixShape(rows=2048, cols=1024, dtype="bfloat16", model="te-jax train"),
     MatrixShape(rows=2048, cols=1024, dtype="float32", model="te-jax train"),
+    MatrixShape(rows=256, cols=256, dtype="bfloat16", model="8 experts, 256 tokens each", examples=8),
 )
 
 

@@ -89,17 +89,18 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, int
 // Makes this thread's writes to shared memory visible to TMA.
 __device__ __forceinline__ void AsyncProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Writes a box of shared memory to a matrix, without what lies outside it.
-__device__ __forceinline__ void StoreBox(const CUtensorMap* map, int32_t column, int32_t row, uint32_t from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
-               "r"(column), "r"(row)
-               : "memory");
-}
-
-// The same, in three dimensions.
+// Writes a box of shared memory to an array, without what lies outside it.
 __device__ __forceinline__ void StoreBox(const CUtensorMap* map, int32_t x, int32_t y, int32_t z, uint32_t from) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(from), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
+// The same, in four dimensions.
+__device__ __forceinline__ void StoreBox(const CUtensorMap* map, int32_t x, int32_t y, int32_t z, int32_t w,
+                                         uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
 }
 

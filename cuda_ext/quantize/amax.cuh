@@ -30,11 +30,13 @@ inline constexpr int kAmaxThreads = 512;
 inline constexpr int kAmaxUnroll = 8;  // 16-byte loads that a thread has in flight
 inline constexpr int kAmaxBlocks = 2;  // on a multiprocessor
 
-// Forwards through memory, all blocks abreast.
+// Forwards through the memory of each tensor of `count` values, its `blocks` abreast.
 template <typename T>
 __global__ void __launch_bounds__(kAmaxThreads, kAmaxBlocks)
-    AmaxOfValues(const T* x, int64_t count, bool aligned, float* amax) {
+    AmaxOfValues(const T* x, int64_t count, unsigned blocks, bool aligned, float* amax) {
   using W = Words<T>;
+  const unsigned example = blockIdx.x / blocks, block = blockIdx.x % blocks;
+  x += example * count;
   uint32_t largest = 0;
   auto add = [&](const uint4& bits) {
     const uint32_t low = W::Max(W::Magnitudes(bits.x), W::Magnitudes(bits.y));
@@ -44,7 +46,7 @@ __global__ void __launch_bounds__(kAmaxThreads, kAmaxBlocks)
   const uint4* vectors = reinterpret_cast<const uint4*>(x);
   const int64_t vector_count = aligned ? count / W::kPerVector : 0;
   constexpr int64_t kChunk = kAmaxThreads * kAmaxUnroll;
-  for (int64_t chunk = blockIdx.x * kChunk; chunk < vector_count; chunk += gridDim.x * kChunk) {
+  for (int64_t chunk = block * kChunk; chunk < vector_count; chunk += blocks * kChunk) {
     const uint4* from = vectors + chunk + threadIdx.x;
     if (chunk + kChunk <= vector_count) {
       uint4 bits[kAmaxUnroll];
@@ -57,8 +59,8 @@ __global__ void __launch_bounds__(kAmaxThreads, kAmaxBlocks)
     }
   }
   largest = W::Single(largest);
-  const int64_t stride = int64_t{gridDim.x} * kAmaxThreads;
-  for (int64_t i = vector_count * W::kPerVector + blockIdx.x * kAmaxThreads + threadIdx.x; i < count; i += stride) {
+  const int64_t stride = int64_t{blocks} * kAmaxThreads;
+  for (int64_t i = vector_count * W::kPerVector + block * kAmaxThreads + threadIdx.x; i < count; i += stride) {
     uint32_t word = 0;
     memcpy(&word, x + i, sizeof(T));
     largest = max(largest, W::Magnitudes(word));
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(kAmaxThreads, kAmaxBlocks)
     largest = __reduce_max_sync(kWholeWarp, largest);
     if (threadIdx.x == 0) {
       WaitForPrimary();
-      RaiseTo(amax, W::FloatBitsOf(largest));
+      RaiseTo(amax + example, W::FloatBitsOf(largest));
     }
   }
 }
@@ -88,15 +90,17 @@ __global__ void __launch_bounds__(kThreads, kRowAmaxBlocks<T>)
   using W = Words<T>;
   const int strips = (shape.TilesDown() + kTilesPerColumnStrip - 1) / kTilesPerColumnStrip;
   __shared__ uint32_t of_columns[kTile];
-  for (int item = blockIdx.x; item < strips * shape.TilesAcross(); item += gridDim.x) {
+  for (int item = blockIdx.x; item < shape.count * strips * shape.TilesAcross(); item += gridDim.x) {
     const int tile_col = item % shape.TilesAcross();
-    const int first = item / shape.TilesAcross() * kTilesPerColumnStrip;
+    const int example = item / shape.TilesAcross() / strips;
+    const int first = item / shape.TilesAcross() % strips * kTilesPerColumnStrip;
     const int last = min(first + kTilesPerColumnStrip, shape.TilesDown());
+    const T* const from = x + Tile{example, first, tile_col}.Example(shape);
     uint32_t columns[W::kCount] = {};
     for (int tile_row = first; tile_row < last; ++tile_row) {
-      const Place<T> place(tile_row, tile_col);
+      const Place<T> place(Tile{example, tile_row, tile_col});
       Patch<T> patch;
-      Load<T>(x, shape, place, patch);
+      Load<T>(from, shape, place, patch);
       uint32_t of_tile[W::kCount];
       ColumnMagnitudes<T>(patch, of_tile);
       WaitForPrimary();
@@ -106,7 +110,9 @@ __global__ void __launch_bounds__(kThreads, kRowAmaxBlocks<T>)
         int row;
         bool writes;
         const uint32_t magnitude = RowMagnitude<T>(patch, &row, &writes);
-        if (writes && place.row + row < shape.rows) RaiseTo(row_amax + place.row + row, W::FloatBitsOf(magnitude));
+        if (writes && place.row + row < shape.rows) {
+          RaiseTo(row_amax + RowOffset(example, shape.rows) + place.row + row, W::FloatBitsOf(magnitude));
+        }
       }
     }
     if (!col_amax) continue;
@@ -126,7 +132,9 @@ __global__ void __launch_bounds__(kThreads, kRowAmaxBlocks<T>)
     }
     __syncthreads();
     const int col = tile_col * kTile + threadIdx.x;
-    if (threadIdx.x < kTile && col < shape.cols) RaiseTo(col_amax + col, W::FloatBitsOf(of_columns[threadIdx.x]));
+    if (threadIdx.x < kTile && col < shape.cols) {
+      RaiseTo(col_amax + RowOffset(example, shape.cols) + col, W::FloatBitsOf(of_columns[threadIdx.x]));
+    }
     __syncthreads();
   }
 }

@@ -17,7 +17,10 @@ namespace {
 constexpr int64_t kTilesPerTask = 4;
 constexpr int64_t kStrip = 4096;  // columns of what only the largest magnitudes are asked of
 
+constexpr int64_t Blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
+
 struct Tile {
+  int64_t example;     // which of the tensors
   int64_t row, col;    // of its first value
   int64_t rows, cols;  // at most 128 each; a strip has up to kStrip columns
 };
@@ -36,9 +39,9 @@ struct Scratch {
 
 // Largest magnitudes of rows and columns as the bits of floats and, where asked for, the values as floats.
 template <typename T>
-TE_JAX_INLINE void Load(const Matrix& x, const Tile& tile, uint32_t* row_amax, uint32_t* col_amax,
+TE_JAX_INLINE void Load(const Matrices& x, const Tile& tile, uint32_t* row_amax, uint32_t* col_amax,
                         float (*values)[kBlock]) {
-  const T* from = static_cast<const T*>(x.data) + tile.row * x.cols + tile.col;
+  const T* from = static_cast<const T*>(x.data) + (tile.example * x.rows + tile.row) * x.cols + tile.col;
   std::fill_n(col_amax, tile.cols, 0u);
   for (int64_t r = 0; r < tile.rows; ++r, from += x.cols) {
     uint32_t amax = 0;
@@ -77,10 +80,10 @@ TE_JAX_INLINE void EncodeColumns(const Tile& tile, Scratch& scratch) {
   }
 }
 
-#define TE_JAX_LOAD(T)                                                                                  \
-  TE_JAX_CLONES void Load##T(const Matrix& x, const Tile& tile, uint32_t* row_amax, uint32_t* col_amax, \
-                             float (*values)[kBlock]) {                                                 \
-    Load<T>(x, tile, row_amax, col_amax, values);                                                       \
+#define TE_JAX_LOAD(T)                                                                                    \
+  TE_JAX_CLONES void Load##T(const Matrices& x, const Tile& tile, uint32_t* row_amax, uint32_t* col_amax, \
+                             float (*values)[kBlock]) {                                                   \
+    Load<T>(x, tile, row_amax, col_amax, values);                                                         \
   }
 TE_JAX_LOAD(Float32)
 TE_JAX_LOAD(BFloat16)
@@ -94,19 +97,20 @@ TE_JAX_ENCODE(E4M3)
 TE_JAX_ENCODE(E5M2)
 #undef TE_JAX_ENCODE
 
-TE_JAX_CLONES void StoreColumnSums(const Scratch& scratch, const Tile& tile, int64_t cols, float* column_sums) {
+TE_JAX_CLONES void StoreColumnSums(const Scratch& scratch, const Tile& tile, const Matrices& x, float* column_sums) {
   float sums[kBlock] = {};
   for (int64_t r = 0; r < tile.rows; ++r) {
     const float* values = scratch.values[r];
 #pragma omp simd
     for (int64_t c = 0; c < tile.cols; ++c) sums[c] += values[c];
   }
-  std::memcpy(column_sums + tile.row / kBlock * cols + tile.col, sums, tile.cols * sizeof(float));
+  const int64_t block = tile.example * Blocks(x.rows) + tile.row / kBlock;
+  std::memcpy(column_sums + block * x.cols + tile.col, sums, tile.cols * sizeof(float));
 }
 
-void StoreCodes(const Scratch& scratch, const Tile& tile, int64_t cols, uint8_t* data) {
+void StoreCodes(const Scratch& scratch, const Tile& tile, const Matrices& x, uint8_t* data) {
   for (int64_t r = 0; r < tile.rows; ++r) {
-    std::memcpy(data + (tile.row + r) * cols + tile.col, scratch.codes[r], tile.cols);
+    std::memcpy(data + (tile.example * x.rows + tile.row + r) * x.cols + tile.col, scratch.codes[r], tile.cols);
   }
 }
 
@@ -124,7 +128,7 @@ TE_JAX_INLINE void TransposeBytes(uint64_t (&rows)[8]) {
   }
 }
 
-void StoreTransposedCodes(const Scratch& scratch, const Tile& tile, int64_t rows, uint8_t* transposed) {
+void StoreTransposedCodes(const Scratch& scratch, const Tile& tile, const Matrices& x, uint8_t* transposed) {
   static_assert(std::endian::native == std::endian::little);
   for (int64_t c = 0; c < tile.cols; c += 8) {
     uint8_t turned[8][kBlock];
@@ -135,7 +139,8 @@ void StoreTransposedCodes(const Scratch& scratch, const Tile& tile, int64_t rows
       for (int i = 0; i < 8; ++i) std::memcpy(&turned[i][r], &words[i], 8);
     }
     for (int64_t i = 0; i < std::min<int64_t>(8, tile.cols - c); ++i) {
-      std::memcpy(transposed + (tile.col + c + i) * rows + tile.row, turned[i], tile.rows);
+      const int64_t col = tile.example * x.cols + tile.col + c + i;
+      std::memcpy(transposed + col * x.rows + tile.row, turned[i], tile.rows);
     }
   }
 }
@@ -162,39 +167,45 @@ float Scale(const Copies& copies, float amax) {
 // SetScales fills row_scale, for the data, and col_scale, for the transposed copy, and writes the inverses that belong
 // to the tile. It says whether row_scale is all that both copies need.
 
-bool SetScales(const Matrix&, const Copies& copies, const TensorScaling& scaling, const Tile& tile, Scratch& scratch) {
-  const float scale = Scale(copies, *scaling.amax);
+bool SetScales(const Matrices&, const Copies& copies, const TensorScaling& scaling, const Tile& tile,
+               Scratch& scratch) {
+  const float scale = Scale(copies, scaling.amax[tile.example]);
   std::fill_n(scratch.row_scale, tile.rows, scale);
   for (float* scale_inv : {scaling.scale_inv, scaling.transposed_scale_inv}) {
-    if (scale_inv && tile.row == 0 && tile.col == 0) *scale_inv = Quotient(1.0f, scale);
+    if (scale_inv && tile.row == 0 && tile.col == 0) scale_inv[tile.example] = Quotient(1.0f, scale);
   }
-  if (scaling.own_amax) RaiseTo(*scaling.own_amax, AmaxFromBits(LargestOf(scratch.row_amax, tile.rows)));
+  if (scaling.own_amax) RaiseTo(scaling.own_amax[tile.example], AmaxFromBits(LargestOf(scratch.row_amax, tile.rows)));
   return true;
 }
 
-bool SetScales(const Matrix&, const Copies& copies, const RowScaling& scaling, const Tile& tile, Scratch& scratch) {
+bool SetScales(const Matrices& x, const Copies& copies, const RowScaling& scaling, const Tile& tile, Scratch& scratch) {
   auto set = [&](const float* amax, int64_t first, int64_t count, float* scale, float* scale_inv) {
     for (int64_t i = 0; amax && i < count; ++i) scale[i] = Scale(copies, amax[first + i]);
     for (int64_t i = 0; scale_inv && i < count; ++i) scale_inv[first + i] = Quotient(1.0f, scale[i]);
   };
-  set(scaling.row_amax, tile.row, tile.rows, scratch.row_scale, tile.col == 0 ? scaling.row_scale_inv : nullptr);
-  set(scaling.col_amax, tile.col, tile.cols, scratch.col_scale, tile.row == 0 ? scaling.col_scale_inv : nullptr);
+  set(scaling.row_amax, tile.example * x.rows + tile.row, tile.rows, scratch.row_scale,
+      tile.col == 0 ? scaling.row_scale_inv : nullptr);
+  set(scaling.col_amax, tile.example * x.cols + tile.col, tile.cols, scratch.col_scale,
+      tile.row == 0 ? scaling.col_scale_inv : nullptr);
   return false;
 }
 
-bool SetScales(const Matrix& x, const Copies& copies, const BlockScaling& scaling, const Tile& tile, Scratch& scratch) {
+bool SetScales(const Matrices& x, const Copies& copies, const BlockScaling& scaling, const Tile& tile,
+               Scratch& scratch) {
   // Of a copy [outer, summed], from the tile's largest magnitude for each outer index.
   auto set = [&](bool square, const uint32_t* amax, int64_t outer, int64_t outer_size, int64_t count, int64_t summed,
                  int64_t summed_size, float* scale, float* scale_inv) {
     if (!scale_inv) return;
     if (square) {
       std::fill_n(scale, count, Scale(copies, AmaxFromBits(LargestOf(amax, count))));
-      scale_inv[outer / kBlock * ((summed_size + kBlock - 1) / kBlock) + summed / kBlock] = Quotient(1.0f, scale[0]);
+      const int64_t block = tile.example * Blocks(outer_size) + outer / kBlock;
+      scale_inv[block * Blocks(summed_size) + summed / kBlock] = Quotient(1.0f, scale[0]);
       return;
     }
+    const int64_t block = tile.example * Blocks(summed_size) + summed / kBlock;
     for (int64_t i = 0; i < count; ++i) {
       scale[i] = Scale(copies, AmaxFromBits(amax[i]));
-      scale_inv[summed / kBlock * outer_size + outer + i] = Quotient(1.0f, scale[i]);
+      scale_inv[block * outer_size + outer + i] = Quotient(1.0f, scale[i]);
     }
   };
   set(scaling.data_square, scratch.row_amax, tile.row, x.rows, tile.rows, tile.col, x.cols, scratch.row_scale,
@@ -208,25 +219,25 @@ bool SetScales(const Matrix& x, const Copies& copies, const BlockScaling& scalin
 
 // Calls body(tile) for tiles of 128 rows and `width` columns, smaller at the edges, that lie in [begin, end).
 template <typename Body>
-void ForEachTile(const Matrix& x, int64_t width, int64_t begin, int64_t end, const Body& body) {
-  const int64_t across = (x.cols + width - 1) / width;
+void ForEachTile(const Matrices& x, int64_t width, int64_t begin, int64_t end, const Body& body) {
+  const int64_t down = Blocks(x.rows), across = (x.cols + width - 1) / width;
   for (int64_t index = begin; index < end; ++index) {
-    const int64_t row = index / across * kBlock, col = index % across * width;
-    body(Tile{row, col, std::min(kBlock, x.rows - row), std::min(width, x.cols - col)});
+    const int64_t row = index / across % down * kBlock, col = index % across * width;
+    body(Tile{index / across / down, row, col, std::min(kBlock, x.rows - row), std::min(width, x.cols - col)});
   }
 }
 
-int64_t CountTiles(const Matrix& x, int64_t width) {
-  return ((x.rows + kBlock - 1) / kBlock) * ((x.cols + width - 1) / width);
+int64_t CountTiles(const Matrices& x, int64_t width) {
+  return x.count * Blocks(x.rows) * ((x.cols + width - 1) / width);
 }
 
-auto* LoadOf(const Matrix& x) {
+auto* LoadOf(const Matrices& x) {
   return x.dtype == DType::kFloat32 ? LoadFloat32 : x.dtype == DType::kBFloat16 ? LoadBFloat16 : LoadFloat16;
 }
 
 // Calls merge(strip, row_amax, col_amax), the bits of largest magnitudes, for strips that cover x.
 template <typename Merge>
-void OverStrips(const Executor& executor, const Matrix& x, const Merge& merge) {
+void OverStrips(const Executor& executor, const Matrices& x, const Merge& merge) {
   executor.ParallelFor(CountTiles(x, kStrip), 1, [&](int64_t begin, int64_t end) {
     uint32_t row_amax[kBlock], col_amax[kStrip];
     ForEachTile(x, kStrip, begin, end, [&](const Tile& strip) {
@@ -237,7 +248,7 @@ void OverStrips(const Executor& executor, const Matrix& x, const Merge& merge) {
 }
 
 template <typename Scaling>
-Status Quantize(const Executor& executor, const Matrix& x, const Copies& copies, const Scaling& scaling) {
+Status Quantize(const Executor& executor, const Matrices& x, const Copies& copies, const Scaling& scaling) {
   const bool e4m3 = copies.format == Fp8::kE4M3;
   auto* encode_rows = e4m3 ? EncodeRowsE4M3 : EncodeRowsE5M2;
   auto* encode_columns = e4m3 ? EncodeColumnsE4M3 : EncodeColumnsE5M2;
@@ -247,10 +258,10 @@ Status Quantize(const Executor& executor, const Matrix& x, const Copies& copies,
       LoadOf(x)(x, tile, scratch->row_amax, scratch->col_amax, scratch->values);
       const bool same = SetScales(x, copies, scaling, tile, *scratch);
       if (copies.data || same) encode_rows(tile, *scratch);
-      if (copies.data) StoreCodes(*scratch, tile, x.cols, copies.data);
+      if (copies.data) StoreCodes(*scratch, tile, x, copies.data);
       if (copies.transposed && !same) encode_columns(tile, *scratch);
-      if (copies.transposed) StoreTransposedCodes(*scratch, tile, x.rows, copies.transposed);
-      if (copies.column_sums) StoreColumnSums(*scratch, tile, x.cols, copies.column_sums);
+      if (copies.transposed) StoreTransposedCodes(*scratch, tile, x, copies.transposed);
+      if (copies.column_sums) StoreColumnSums(*scratch, tile, x, copies.column_sums);
     });
   });
   return Status::Ok();
@@ -258,34 +269,35 @@ Status Quantize(const Executor& executor, const Matrix& x, const Copies& copies,
 
 }  // namespace
 
-Status AmaxOfTensor(const Executor& executor, const Matrix& x, float* amax) {
-  *amax = 0.0f;
+Status AmaxOfTensor(const Executor& executor, const Matrices& x, float* amax) {
+  std::fill_n(amax, x.count, 0.0f);
   OverStrips(executor, x, [&](const Tile& strip, const uint32_t* row_amax, const uint32_t*) {
-    RaiseTo(*amax, AmaxFromBits(LargestOf(row_amax, strip.rows)));
+    RaiseTo(amax[strip.example], AmaxFromBits(LargestOf(row_amax, strip.rows)));
   });
   return Status::Ok();
 }
 
-Status AmaxOfRows(const Executor& executor, const Matrix& x, float* row_amax, float* col_amax) {
-  if (row_amax) std::fill_n(row_amax, x.rows, 0.0f);
-  if (col_amax) std::fill_n(col_amax, x.cols, 0.0f);
+Status AmaxOfRows(const Executor& executor, const Matrices& x, float* row_amax, float* col_amax) {
+  if (row_amax) std::fill_n(row_amax, x.count * x.rows, 0.0f);
+  if (col_amax) std::fill_n(col_amax, x.count * x.cols, 0.0f);
   OverStrips(executor, x, [&](const Tile& strip, const uint32_t* rows, const uint32_t* cols) {
-    for (int64_t r = 0; row_amax && r < strip.rows; ++r) RaiseTo(row_amax[strip.row + r], AmaxFromBits(rows[r]));
-    for (int64_t c = 0; col_amax && c < strip.cols; ++c) RaiseTo(col_amax[strip.col + c], AmaxFromBits(cols[c]));
+    const int64_t row = strip.example * x.rows + strip.row, col = strip.example * x.cols + strip.col;
+    for (int64_t r = 0; row_amax && r < strip.rows; ++r) RaiseTo(row_amax[row + r], AmaxFromBits(rows[r]));
+    for (int64_t c = 0; col_amax && c < strip.cols; ++c) RaiseTo(col_amax[col + c], AmaxFromBits(cols[c]));
   });
   return Status::Ok();
 }
 
-Status QuantizeTensor(const Executor& executor, const Matrix& x, const Copies& copies, const TensorScaling& scaling) {
-  if (scaling.own_amax) *scaling.own_amax = 0.0f;
+Status QuantizeTensor(const Executor& executor, const Matrices& x, const Copies& copies, const TensorScaling& scaling) {
+  if (scaling.own_amax) std::fill_n(scaling.own_amax, x.count, 0.0f);
   return Quantize(executor, x, copies, scaling);
 }
 
-Status QuantizeRows(const Executor& executor, const Matrix& x, const Copies& copies, const RowScaling& scaling) {
+Status QuantizeRows(const Executor& executor, const Matrices& x, const Copies& copies, const RowScaling& scaling) {
   return Quantize(executor, x, copies, scaling);
 }
 
-Status QuantizeBlocks(const Executor& executor, const Matrix& x, const Copies& copies, const BlockScaling& scaling) {
+Status QuantizeBlocks(const Executor& executor, const Matrices& x, const Copies& copies, const BlockScaling& scaling) {
   return Quantize(executor, x, copies, scaling);
 }
 

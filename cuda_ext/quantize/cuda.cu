@@ -24,33 +24,37 @@ namespace te::quantize {
 namespace {
 
 // Indices of rows, columns and tiles are 32-bit integers.
-Status CheckSize(const Matrix& x) {
+Status CheckSize(const Matrices& x) {
   const int64_t down = (x.rows + kTile - 1) / kTile, across = (x.cols + kTile - 1) / kTile;
-  if (std::max(x.rows, x.cols) < INT32_MAX - kTile && down * across < INT32_MAX / 2) return Status::Ok();
-  return Status::Failed("x is too large as a matrix of " + std::to_string(x.rows) + " × " + std::to_string(x.cols) +
+  if (std::max(x.rows, x.cols) < INT32_MAX - kTile && x.count * down * across < INT32_MAX / 2) return Status::Ok();
+  const std::string count = x.count == 1 ? "a matrix" : std::to_string(x.count) + " matrices";
+  return Status::Failed("x is too large as " + count + " of " + std::to_string(x.rows) + " × " +
+                        std::to_string(x.cols) +
                         " values; rows and columns must be below 2^31 and tiles of 128 × 128 below 2^30");
 }
 
-Shape ShapeOf(const Matrix& x, const void* data = nullptr, const void* transposed = nullptr) {
+Shape ShapeOf(const Matrices& x, const void* data = nullptr, const void* transposed = nullptr) {
   const bool aligned = x.rows % 16 == 0 && x.cols % 16 == 0 && OnSixteenBytes(x.data) && OnSixteenBytes(data) &&
                        OnSixteenBytes(transposed);
-  return {static_cast<int>(x.rows), static_cast<int>(x.cols), aligned};
+  return {static_cast<int>(x.count), static_cast<int>(x.rows), static_cast<int>(x.cols), aligned};
 }
 
 template <typename T>
 bool Describe(const Arguments& arguments, Boxes* boxes) {
-  const cuuint64_t rows = arguments.shape.rows, cols = arguments.shape.cols;
+  const cuuint64_t count = arguments.shape.count, rows = arguments.shape.rows, cols = arguments.shape.cols;
   constexpr cuuint32_t kVector = Words<T>::kPerVector;
   constexpr CUtensorMapDataType kCode = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   constexpr CUtensorMapDataType kValue =
       sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   constexpr CUtensorMapSwizzle kPlain = CU_TENSOR_MAP_SWIZZLE_NONE;
-  return DescribeBoxes<2>(&boxes->x, kValue, arguments.x, {cols, rows}, {cols * sizeof(T)}, {kTile, kTile}, kPlain) &&
-         (!arguments.data ||
-          DescribeBoxes<2>(&boxes->data, kCode, arguments.data, {cols, rows}, {cols}, {kTile, kTile}, kPlain)) &&
+  return DescribeBoxes<3>(&boxes->x, kValue, arguments.x, {cols, rows, count},
+                          {cols * sizeof(T), rows * cols * sizeof(T)}, {kTile, kTile, 1}, kPlain) &&
+         (!arguments.data || DescribeBoxes<3>(&boxes->data, kCode, arguments.data, {cols, rows, count},
+                                              {cols, rows * cols}, {kTile, kTile, 1}, kPlain)) &&
          (!arguments.transposed ||
-          DescribeBoxes<3>(&boxes->transposed, kCode, arguments.transposed, {rows, cols / kVector, kVector},
-                           {rows * kVector, rows}, {kTile, kAcross, kVector}, CU_TENSOR_MAP_SWIZZLE_128B));
+          DescribeBoxes<4>(&boxes->transposed, kCode, arguments.transposed, {rows, cols / kVector, kVector, count},
+                           {rows * kVector, rows, rows * cols}, {kTile, kAcross, kVector, 1},
+                           CU_TENSOR_MAP_SWIZZLE_128B));
 }
 
 template <typename T, typename F, typename M>
@@ -68,13 +72,14 @@ Status Launch(cudaStream_t stream, const Arguments& arguments) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   });
   if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
-  const int64_t tiles = int64_t{arguments.shape.TilesDown()} * arguments.shape.TilesAcross();
+  const Shape& shape = arguments.shape;
+  const int64_t tiles = int64_t{shape.count} * shape.TilesDown() * shape.TilesAcross();
   return Check(LaunchAsDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, boxes, arguments),
                "kernel launch");
 }
 
 template <typename M>
-Status Select(cudaStream_t stream, const Matrix& x, Fp8 format, const Arguments& arguments) {
+Status Select(cudaStream_t stream, const Matrices& x, Fp8 format, const Arguments& arguments) {
   auto with = [&]<typename F>() {
     auto* launch = x.dtype == DType::kFloat32    ? Launch<float, F, M>
                    : x.dtype == DType::kBFloat16 ? Launch<__nv_bfloat16, F, M>
@@ -84,7 +89,7 @@ Status Select(cudaStream_t stream, const Matrix& x, Fp8 format, const Arguments&
   return format == Fp8::kE4M3 ? with.template operator()<E4M3>() : with.template operator()<E5M2>();
 }
 
-Arguments ArgumentsOf(const Matrix& x, const Copies& copies) {
+Arguments ArgumentsOf(const Matrices& x, const Copies& copies) {
   Arguments arguments{};
   arguments.x = x.data;
   arguments.shape = ShapeOf(x, copies.data, copies.transposed);
@@ -95,21 +100,33 @@ Arguments ArgumentsOf(const Matrix& x, const Copies& copies) {
   return arguments;
 }
 
+// How many blocks share each of `count` tensors of `chunks`, where `slots` run at a time: the fewest with which all end
+// first, if every chunk takes the same time.
+int64_t BlocksPerTensor(int64_t count, int64_t chunks, int64_t slots) {
+  int64_t best = 1, best_time = INT64_MAX;
+  for (int64_t blocks = 1; blocks <= std::min(chunks, slots); ++blocks) {
+    const int64_t time = ((count * blocks + slots - 1) / slots) * ((chunks + blocks - 1) / blocks);
+    if (time < best_time) best = blocks, best_time = time;
+  }
+  return best;
+}
+
 template <typename T>
-Status LaunchAmaxOfTensor(cudaStream_t stream, const Matrix& x, int multiprocessors, float* amax) {
-  const int64_t count = x.rows * x.cols;
+Status LaunchAmaxOfTensor(cudaStream_t stream, const Matrices& x, int multiprocessors, float* amax) {
+  const int64_t values = x.rows * x.cols;
   const int64_t chunk = int64_t{kAmaxThreads} * kAmaxUnroll * kPer16Bytes<T>;
-  const int64_t blocks = std::min((count + chunk - 1) / chunk, int64_t{multiprocessors} * kAmaxBlocks);
-  return Check(LaunchAsDependent(AmaxOfValues<T>, static_cast<unsigned>(blocks), kAmaxThreads, 0, stream,
-                                 static_cast<const T*>(x.data), count, OnSixteenBytes(x.data), amax),
+  const int64_t blocks = BlocksPerTensor(x.count, (values + chunk - 1) / chunk, int64_t{multiprocessors} * kAmaxBlocks);
+  const bool aligned = OnSixteenBytes(x.data) && (x.count == 1 || values % kPer16Bytes<T> == 0);
+  return Check(LaunchAsDependent(AmaxOfValues<T>, static_cast<unsigned>(x.count * blocks), kAmaxThreads, 0, stream,
+                                 static_cast<const T*>(x.data), values, static_cast<unsigned>(blocks), aligned, amax),
                "kernel launch");
 }
 
 template <typename T>
-Status LaunchAmaxOfRows(cudaStream_t stream, const Matrix& x, int multiprocessors, float* row_amax, float* col_amax) {
+Status LaunchAmaxOfRows(cudaStream_t stream, const Matrices& x, int multiprocessors, float* row_amax, float* col_amax) {
   const Shape shape = ShapeOf(x);
   const int64_t strips =
-      int64_t{(shape.TilesDown() + kTilesPerColumnStrip - 1) / kTilesPerColumnStrip} * shape.TilesAcross();
+      int64_t{shape.count} * ((shape.TilesDown() - 1) / kTilesPerColumnStrip + 1) * shape.TilesAcross();
   const int64_t blocks = std::min<int64_t>(strips, int64_t{multiprocessors} * kRowAmaxBlocks<T>);
   return Check(LaunchAsDependent(AmaxOfRowsAndColumns<T>, static_cast<unsigned>(blocks), kThreads, 0, stream,
                                  static_cast<const T*>(x.data), shape, row_amax, col_amax),
@@ -128,45 +145,46 @@ Status Clear(cudaStream_t stream, Span first, Span second = {}) {
 
 }  // namespace
 
-Status AmaxOfTensor(const Executor& executor, const Matrix& x, float* amax) {
+Status AmaxOfTensor(const Executor& executor, const Matrices& x, float* amax) {
+  if (x.count > INT32_MAX) return Status::Failed("x has " + std::to_string(x.count) + " tensors; 2^31 are too many");
   int multiprocessors = 0;
   if (Status s = CountMultiprocessors(&multiprocessors); !s.ok()) return s;
-  if (Status s = Clear(executor.stream, {amax, 1}); !s.ok()) return s;
+  if (Status s = Clear(executor.stream, {amax, x.count}); !s.ok()) return s;
   auto* launch = x.dtype == DType::kFloat32    ? LaunchAmaxOfTensor<float>
                  : x.dtype == DType::kBFloat16 ? LaunchAmaxOfTensor<__nv_bfloat16>
                                                : LaunchAmaxOfTensor<__half>;
   return launch(executor.stream, x, multiprocessors, amax);
 }
 
-Status AmaxOfRows(const Executor& executor, const Matrix& x, float* row_amax, float* col_amax) {
+Status AmaxOfRows(const Executor& executor, const Matrices& x, float* row_amax, float* col_amax) {
   int multiprocessors = 0;
   if (Status s = CountMultiprocessors(&multiprocessors); !s.ok()) return s;
   if (Status s = CheckSize(x); !s.ok()) return s;
-  if (Status s = Clear(executor.stream, {row_amax, x.rows}, {col_amax, x.cols}); !s.ok()) return s;
+  if (Status s = Clear(executor.stream, {row_amax, x.count * x.rows}, {col_amax, x.count * x.cols}); !s.ok()) return s;
   auto* launch = x.dtype == DType::kFloat32    ? LaunchAmaxOfRows<float>
                  : x.dtype == DType::kBFloat16 ? LaunchAmaxOfRows<__nv_bfloat16>
                                                : LaunchAmaxOfRows<__half>;
   return launch(executor.stream, x, multiprocessors, row_amax, col_amax);
 }
 
-Status QuantizeTensor(const Executor& executor, const Matrix& x, const Copies& copies, const TensorScaling& scaling) {
+Status QuantizeTensor(const Executor& executor, const Matrices& x, const Copies& copies, const TensorScaling& scaling) {
   if (Status s = CheckSize(x); !s.ok()) return s;
   Arguments arguments = ArgumentsOf(x, copies);
   if (scaling.own_amax != nullptr) {
-    if (Status s = Clear(executor.stream, {scaling.own_amax, 1}); !s.ok()) return s;
+    if (Status s = Clear(executor.stream, {scaling.own_amax, x.count}); !s.ok()) return s;
   }
   arguments.tensor = scaling;
   return Select<Mode<Scales::kTensor>>(executor.stream, x, copies.format, arguments);
 }
 
-Status QuantizeRows(const Executor& executor, const Matrix& x, const Copies& copies, const RowScaling& scaling) {
+Status QuantizeRows(const Executor& executor, const Matrices& x, const Copies& copies, const RowScaling& scaling) {
   if (Status s = CheckSize(x); !s.ok()) return s;
   Arguments arguments = ArgumentsOf(x, copies);
   arguments.rows = scaling;
   return Select<Mode<Scales::kRows>>(executor.stream, x, copies.format, arguments);
 }
 
-Status QuantizeBlocks(const Executor& executor, const Matrix& x, const Copies& copies, const BlockScaling& scaling) {
+Status QuantizeBlocks(const Executor& executor, const Matrices& x, const Copies& copies, const BlockScaling& scaling) {
   if (Status s = CheckSize(x); !s.ok()) return s;
   Arguments arguments = ArgumentsOf(x, copies);
   arguments.blocks = scaling;

@@ -36,7 +36,7 @@ class Decoder {
   int64_t col_blocks() const { return (cols_ + kBlock - 1) / kBlock; }
   Rules& rules() { return rules_; }
 
-  // The first example of a float32 buffer with `count` values for each; null where it may be and is absent.
+  // A float32 buffer with `count` values for each example; null where it may be and is absent.
   float* Floats(std::string_view name, const AnyBuffer& buffer, int64_t count, bool optional = false) {
     if (optional && buffer.element_count() == 0) return nullptr;
     rules_.Type(ffi::F32, name, buffer).Elements(examples_ * count, name, buffer);
@@ -56,31 +56,12 @@ class Decoder {
     return copies;
   }
 
-  // Runs launch(x, example) for every example.
+  // Runs launch(x) unless there is nothing to do.
   template <typename Launch>
-  ffi::Error ForEachExample(const Launch& launch) const {
+  ffi::Error Run(const Launch& launch) const {
     if (rules_.broken()) return rules_.error();
-    if (rows_ * cols_ == 0) return ffi::Error::Success();
-    const int64_t bytes = rows_ * cols_ * (dtype_ == DType::kFloat32 ? 4 : 2);
-    for (int64_t example = 0; example < examples_; ++example) {
-      const Matrix x{dtype_, static_cast<const char*>(x_.untyped_data()) + example * bytes, rows_, cols_};
-      if (const Status status = launch(x, example); !status.ok()) return ToError(operation_, status);
-    }
-    return ffi::Error::Success();
-  }
-
-  // The copies of one example.
-  Copies Of(Copies copies, int64_t example) const {
-    copies.data = Of(copies.data, example, rows_ * cols_);
-    copies.transposed = Of(copies.transposed, example, rows_ * cols_);
-    copies.column_sums = Of(copies.column_sums, example, row_blocks() * cols_);
-    return copies;
-  }
-
-  // One example's values, `count` of them, in a buffer that may be absent.
-  template <typename T>
-  static T* Of(T* first, int64_t example, int64_t count) {
-    return first ? first + example * count : nullptr;
+    if (examples_ * rows_ * cols_ == 0) return ffi::Error::Success();
+    return ToError(operation_, launch(Matrices{dtype_, x_.untyped_data(), examples_, rows_, cols_}));
   }
 
  private:
@@ -105,8 +86,7 @@ class Decoder {
 ffi::Error HandleAmaxTensor(PlatformValue platform, AnyBuffer x, Result amax, int64_t row_ndim, int64_t batch_ndim) {
   Decoder decoder("te_amax_tensor", x, row_ndim, batch_ndim);
   float* out = decoder.Floats("amax", *amax, 1);
-  return decoder.ForEachExample(
-      [&](const Matrix& x, int64_t i) { return AmaxOfTensor(MakeExecutor(platform), x, out + i); });
+  return decoder.Run([&](const Matrices& x) { return AmaxOfTensor(MakeExecutor(platform), x, out); });
 }
 
 ffi::Error HandleAmaxRows(PlatformValue platform, AnyBuffer x, Result row_amax, Result col_amax, int64_t row_ndim,
@@ -114,9 +94,7 @@ ffi::Error HandleAmaxRows(PlatformValue platform, AnyBuffer x, Result row_amax, 
   Decoder decoder("te_amax_rows", x, row_ndim, batch_ndim);
   float* rows = decoder.Floats("row_amax", *row_amax, decoder.rows(), true);
   float* cols = decoder.Floats("col_amax", *col_amax, decoder.cols(), true);
-  return decoder.ForEachExample([&](const Matrix& x, int64_t i) {
-    return AmaxOfRows(MakeExecutor(platform), x, decoder.Of(rows, i, x.rows), decoder.Of(cols, i, x.cols));
-  });
+  return decoder.Run([&](const Matrices& x) { return AmaxOfRows(MakeExecutor(platform), x, rows, cols); });
 }
 
 ffi::Error HandleTensor(PlatformValue platform, AnyBuffer x, AnyBuffer amax, Result data, Result transposed,
@@ -127,11 +105,7 @@ ffi::Error HandleTensor(PlatformValue platform, AnyBuffer x, AnyBuffer amax, Res
   const TensorScaling scaling{decoder.Floats("amax", amax, 1), decoder.Floats("scale_inv", *scale_inv, 1, !copies.data),
                               decoder.Floats("transposed_scale_inv", *transposed_scale_inv, 1, !copies.transposed),
                               decoder.Floats("amax_out", *own_amax, 1, true)};
-  return decoder.ForEachExample([&](const Matrix& x, int64_t i) {
-    return QuantizeTensor(MakeExecutor(platform), x, decoder.Of(copies, i),
-                          {scaling.amax + i, decoder.Of(scaling.scale_inv, i, 1),
-                           decoder.Of(scaling.transposed_scale_inv, i, 1), decoder.Of(scaling.own_amax, i, 1)});
-  });
+  return decoder.Run([&](const Matrices& x) { return QuantizeTensor(MakeExecutor(platform), x, copies, scaling); });
 }
 
 ffi::Error HandleRows(PlatformValue platform, AnyBuffer x, AnyBuffer row_amax, AnyBuffer col_amax, Result data,
@@ -144,11 +118,7 @@ ffi::Error HandleRows(PlatformValue platform, AnyBuffer x, AnyBuffer row_amax, A
                            decoder.Floats("col_amax", col_amax, decoder.cols(), no_transposed),
                            decoder.Floats("row_scale_inv", *row_scale_inv, decoder.rows(), no_data),
                            decoder.Floats("col_scale_inv", *col_scale_inv, decoder.cols(), no_transposed)};
-  return decoder.ForEachExample([&](const Matrix& x, int64_t i) {
-    return QuantizeRows(MakeExecutor(platform), x, decoder.Of(copies, i),
-                        {decoder.Of(scaling.row_amax, i, x.rows), decoder.Of(scaling.col_amax, i, x.cols),
-                         decoder.Of(scaling.row_scale_inv, i, x.rows), decoder.Of(scaling.col_scale_inv, i, x.cols)});
-  });
+  return decoder.Run([&](const Matrices& x) { return QuantizeRows(MakeExecutor(platform), x, copies, scaling); });
 }
 
 ffi::Error HandleBlocks(PlatformValue platform, AnyBuffer x, Result data, Result scale_inv, Result transposed,
@@ -162,11 +132,7 @@ ffi::Error HandleBlocks(PlatformValue platform, AnyBuffer x, Result data, Result
   const BlockScaling scaling{
       data_square, transposed_square, decoder.Floats("scale_inv", *scale_inv, count, !copies.data),
       decoder.Floats("transposed_scale_inv", *transposed_scale_inv, transposed_count, !copies.transposed)};
-  return decoder.ForEachExample([&](const Matrix& x, int64_t i) {
-    return QuantizeBlocks(MakeExecutor(platform), x, decoder.Of(copies, i),
-                          {data_square, transposed_square, decoder.Of(scaling.scale_inv, i, count),
-                           decoder.Of(scaling.transposed_scale_inv, i, transposed_count)});
-  });
+  return decoder.Run([&](const Matrices& x) { return QuantizeBlocks(MakeExecutor(platform), x, copies, scaling); });
 }
 
 }  // namespace

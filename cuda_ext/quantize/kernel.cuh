@@ -28,8 +28,9 @@ struct Mode {
 template <typename T>
 inline constexpr int kQuantizeBlocks = sizeof(T) == 4 ? 2 : 3;
 
-// What TMA brings and takes: boxes of a tile. Columns of x are the rows of `transposed`; column c is at
-// place (c / v, c % v) of two dimensions, for v columns in a vector, so that a box holds them in the order of `Staged`.
+// What TMA brings and takes: boxes of a tile, whose last dimension is the tensor. Columns of x are the rows of
+// `transposed`; column c is at place (c / v, c % v) of two dimensions, for v columns in a vector, so that a box holds
+// them in the order of `Staged`.
 struct Boxes {
   CUtensorMap x;
   CUtensorMap data;
@@ -63,12 +64,12 @@ struct Shared {
 
 // Asks TMA for a tile, with zeros outside of the tensor: one thread does.
 template <typename T>
-__device__ __forceinline__ void FetchTile(const CUtensorMap& map, int tile_row, int tile_col, Shared<T>& shared) {
+__device__ __forceinline__ void FetchTile(const CUtensorMap& map, const Tile& tile, Shared<T>& shared) {
   const uint32_t barrier = SharedAddress(&shared.barrier);
   BarrierInit(barrier, 1);
   BarrierInitFence();
   BarrierExpect(barrier, sizeof(shared.tile));
-  LoadBox(SharedAddress(shared.tile), &map, tile_col * kTile, tile_row * kTile, barrier);
+  LoadBox(SharedAddress(shared.tile), &map, tile.col * kTile, tile.row * kTile, tile.example, barrier);
 }
 
 // The values of a patch, once the tile is there.
@@ -86,16 +87,16 @@ __device__ __forceinline__ void TakeTile(const Place<T>& place, Shared<T>& share
 
 // Hands both copies to TMA: one thread does.
 template <typename T>
-__device__ __forceinline__ void SendTile(const Boxes& boxes, const Arguments& arguments, int tile_row, int tile_col,
+__device__ __forceinline__ void SendTile(const Boxes& boxes, const Arguments& arguments, const Tile& tile,
                                          const Staged<T>& staged) {
   using W = Words<T>;
   if (arguments.data) {
-    StoreBox(&boxes.data, tile_col * kTile, tile_row * kTile, SharedAddress(staged.data));
+    StoreBox(&boxes.data, tile.col * kTile, tile.row * kTile, tile.example, SharedAddress(staged.data));
   }
   if (arguments.transposed) {
 #pragma unroll
     for (int v = 0; v < W::kVectors; ++v) {
-      StoreBox(&boxes.transposed, tile_row * kTile, (tile_col * W::kVectors + v) * kAcross, 0,
+      StoreBox(&boxes.transposed, tile.row * kTile, (tile.col * W::kVectors + v) * kAcross, 0, tile.example,
                SharedAddress(staged.transposed[v * W::kPerVector * kAcross]));
     }
   }
@@ -104,7 +105,7 @@ __device__ __forceinline__ void SendTile(const Boxes& boxes, const Arguments& ar
 }
 
 template <typename T>
-__device__ __forceinline__ void SumColumns(const Shape& shape, int tile_row, int tile_col, const Place<T>& place,
+__device__ __forceinline__ void SumColumns(const Shape& shape, const Tile& tile, const Place<T>& place,
                                            const Patch<T>& patch, Shared<T>& shared, float* column_sums) {
 #pragma unroll
   for (int j = 0; j < kPatch; ++j) {
@@ -115,18 +116,18 @@ __device__ __forceinline__ void SumColumns(const Shape& shape, int tile_row, int
     if (place.down % 2 == 0) shared.column_sums[threadIdx.x / 32][Words<T>::Column(place.across, j)] = sum;
   }
   __syncthreads();
-  const int col = tile_col * kTile + threadIdx.x;
+  const int col = tile.col * kTile + threadIdx.x;
   if (threadIdx.x < kTile && col < shape.cols) {
     float sum = shared.column_sums[0][threadIdx.x];
 #pragma unroll
     for (int warp = 1; warp < kWarps; ++warp) sum += shared.column_sums[warp][threadIdx.x];
-    column_sums[RowOffset(tile_row, shape.cols) + col] = sum;
+    column_sums[RowOffset(tile.RowOfAll(shape), shape.cols) + col] = sum;
   }
 }
 
 // Scales of a tile's rows from their largest magnitudes over it.
 template <typename T, typename F>
-__device__ __forceinline__ void ScaleRowsOfBlock(const Arguments& arguments, int tile_col, const Place<T>& place,
+__device__ __forceinline__ void ScaleRowsOfBlock(const Arguments& arguments, const Tile& tile, const Place<T>& place,
                                                  const Patch<T>& patch, Shared<T>& shared) {
   int row;
   bool first;
@@ -136,14 +137,14 @@ __device__ __forceinline__ void ScaleRowsOfBlock(const Arguments& arguments, int
   const float scale = ScaleOf<F>(amax, arguments.power_of_two_scales);
   shared.row_scale[place.down * kPatch + row] = scale;
   if (arguments.data && place.row + row < arguments.shape.rows) {
-    arguments.blocks.scale_inv[RowOffset(tile_col, arguments.shape.rows) + place.row + row] = Quotient(1.0f, scale);
+    const int64_t block = RowOffset(tile.ColOfAll(arguments.shape), arguments.shape.rows);
+    arguments.blocks.scale_inv[block + place.row + row] = Quotient(1.0f, scale);
   }
 }
 
 // Scales of a tile's columns, once all warps have left theirs in shared memory.
 template <typename T, typename F>
-__device__ __forceinline__ void ScaleColumnsOfBlock(const Arguments& arguments, int tile_row, int tile_col,
-                                                    Shared<T>& shared) {
+__device__ __forceinline__ void ScaleColumnsOfBlock(const Arguments& arguments, const Tile& tile, Shared<T>& shared) {
   using W = Words<T>;
   const int column = threadIdx.x;
   if (column >= kTile) return;
@@ -160,29 +161,31 @@ __device__ __forceinline__ void ScaleColumnsOfBlock(const Arguments& arguments, 
   }
   const float scale = ScaleOf<F>(__uint_as_float(W::FloatBitsOf(magnitude)), arguments.power_of_two_scales);
   shared.col_scale[column] = scale;
-  const int col = tile_col * kTile + column;
+  const int col = tile.col * kTile + column;
   if (arguments.transposed && col < arguments.shape.cols) {
-    arguments.blocks.transposed_scale_inv[RowOffset(tile_row, arguments.shape.cols) + col] = Quotient(1.0f, scale);
+    const int64_t block = RowOffset(tile.RowOfAll(arguments.shape), arguments.shape.cols);
+    arguments.blocks.transposed_scale_inv[block + col] = Quotient(1.0f, scale);
   }
 }
 
 // Scales of a tile's rows and columns from those of the whole tensor.
 template <typename F>
-__device__ __forceinline__ void ScaleRowsAndColumns(const Arguments& arguments, int tile_row, int tile_col,
-                                                    float* row_scale, float* col_scale) {
+__device__ __forceinline__ void ScaleRowsAndColumns(const Arguments& arguments, const Tile& tile, float* row_scale,
+                                                    float* col_scale) {
   const RowScaling& scaling = arguments.rows;
   auto set = [&](const float* amax, int index, int count, float* scale, float* scale_inv) {
     if (!amax || index >= count) return;
-    *scale = ScaleOf<F>(amax[index], arguments.power_of_two_scales);
-    if (scale_inv) scale_inv[index] = Quotient(1.0f, *scale);
+    const int64_t place = RowOffset(tile.example, count) + index;
+    *scale = ScaleOf<F>(amax[place], arguments.power_of_two_scales);
+    if (scale_inv) scale_inv[place] = Quotient(1.0f, *scale);
   };
   const int i = threadIdx.x % kTile;
   if (threadIdx.x < kTile) {
-    set(scaling.row_amax, tile_row * kTile + i, arguments.shape.rows, row_scale + i,
-        tile_col == 0 ? scaling.row_scale_inv : nullptr);
+    set(scaling.row_amax, tile.row * kTile + i, arguments.shape.rows, row_scale + i,
+        tile.col == 0 ? scaling.row_scale_inv : nullptr);
   } else {
-    set(scaling.col_amax, tile_col * kTile + i, arguments.shape.cols, col_scale + i,
-        tile_row == 0 ? scaling.col_scale_inv : nullptr);
+    set(scaling.col_amax, tile.col * kTile + i, arguments.shape.cols, col_scale + i,
+        tile.row == 0 ? scaling.col_scale_inv : nullptr);
   }
 }
 
@@ -193,39 +196,38 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   Shared<T>& shared = *reinterpret_cast<Shared<T>*>(dynamic);
   const Shape shape = arguments.shape;
-  int tile_row, tile_col;
-  FindTile(shape, gridDim.x - 1 - blockIdx.x, &tile_row, &tile_col);
+  const Tile tile = FindTile(shape, gridDim.x - 1 - blockIdx.x);
   // A kernel that clears own_amax waits for all before it, and may still run.
   const bool after_clear = M::scales == Scales::kTensor && arguments.tensor.own_amax != nullptr;
   if (!after_clear) WaitForPrimary();
-  if (shape.aligned && threadIdx.x == 0) FetchTile<T>(boxes.x, tile_row, tile_col, shared);
+  if (shape.aligned && threadIdx.x == 0) FetchTile<T>(boxes.x, tile, shared);
 
   // What else is read, while the tile is on its way.
   float tile_scale = 1.0f;
   uint32_t seen = kQuietNaN;  // of largest magnitudes: only a larger one needs an atomic operation
   if constexpr (M::scales == Scales::kTensor) {
-    tile_scale = ScaleOf<F>(*arguments.tensor.amax, arguments.power_of_two_scales);
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
+    tile_scale = ScaleOf<F>(arguments.tensor.amax[tile.example], arguments.power_of_two_scales);
+    if (tile.row == 0 && tile.col == 0 && threadIdx.x == 0) {
       const float scale_inv = Quotient(1.0f, tile_scale);
-      if (arguments.tensor.scale_inv) *arguments.tensor.scale_inv = scale_inv;
-      if (arguments.tensor.transposed_scale_inv) *arguments.tensor.transposed_scale_inv = scale_inv;
+      if (arguments.tensor.scale_inv) arguments.tensor.scale_inv[tile.example] = scale_inv;
+      if (arguments.tensor.transposed_scale_inv) arguments.tensor.transposed_scale_inv[tile.example] = scale_inv;
     }
     if (after_clear) {
       WaitForPrimary();
-      seen = *reinterpret_cast<volatile const uint32_t*>(arguments.tensor.own_amax);
+      seen = *reinterpret_cast<volatile const uint32_t*>(arguments.tensor.own_amax + tile.example);
     }
   }
   if constexpr (M::scales == Scales::kRows) {
-    ScaleRowsAndColumns<F>(arguments, tile_row, tile_col, shared.row_scale, shared.col_scale);
+    ScaleRowsAndColumns<F>(arguments, tile, shared.row_scale, shared.col_scale);
   }
   __syncthreads();  // the barrier, and these scales, are there
 
-  const Place<T> place(tile_row, tile_col);
+  const Place<T> place(tile);
   Patch<T> patch;
   if (shape.aligned) {
     TakeTile<T>(place, shared, patch);
   } else {
-    Load<T>(static_cast<const T*>(arguments.x), shape, place, patch);
+    Load<T>(static_cast<const T*>(arguments.x) + tile.Example(shape), shape, place, patch);
   }
 
   uint32_t columns[W::kCount];
@@ -233,11 +235,13 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   const uint32_t magnitude = LargestOf<T>(columns);
   const bool special = W::FloatBitsOf(magnitude) >= kFloatInfinityBits;
   if constexpr (M::scales == Scales::kTensor) {
-    const uint32_t of_warp = W::FloatBitsOf(__reduce_max_sync(kWholeWarp, magnitude));
-    if (threadIdx.x % 32 == 0 && of_warp > seen) RaiseTo(arguments.tensor.own_amax, of_warp);
+    if (after_clear) {
+      const uint32_t of_warp = __reduce_max_sync(kWholeWarp, magnitude);
+      if (threadIdx.x % 32 == 0) shared.magnitudes[threadIdx.x / 32] = of_warp;
+    }
   }
   if (arguments.column_sums) {
-    SumColumns<T>(shape, tile_row, tile_col, place, patch, shared, arguments.column_sums);
+    SumColumns<T>(shape, tile, place, patch, shared, arguments.column_sums);
   }
 
   if constexpr (M::scales == Scales::kBlocks) {
@@ -255,13 +259,13 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
       }
     }
     // After the columns: fewer registers are taken by then.
-    if constexpr (M::row_scales) ScaleRowsOfBlock<T, F>(arguments, tile_col, place, patch, shared);
+    if constexpr (M::row_scales) ScaleRowsOfBlock<T, F>(arguments, tile, place, patch, shared);
     if constexpr (!M::row_scales || !M::col_scales) {
       const uint32_t of_warp = __reduce_max_sync(kWholeWarp, magnitude);
       if (threadIdx.x % 32 == 0) shared.magnitudes[threadIdx.x / 32] = of_warp;
     }
     __syncthreads();
-    if constexpr (M::col_scales) ScaleColumnsOfBlock<T, F>(arguments, tile_row, tile_col, shared);
+    if constexpr (M::col_scales) ScaleColumnsOfBlock<T, F>(arguments, tile, shared);
     if constexpr (!M::row_scales || !M::col_scales) {
       uint32_t of_tile = shared.magnitudes[0];
 #pragma unroll
@@ -270,10 +274,11 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
       if (threadIdx.x == 0) {
         const float scale_inv = Quotient(1.0f, tile_scale);
         if (!M::row_scales && arguments.data) {
-          arguments.blocks.scale_inv[RowOffset(tile_row, shape.TilesAcross()) + tile_col] = scale_inv;
+          arguments.blocks.scale_inv[RowOffset(tile.RowOfAll(shape), shape.TilesAcross()) + tile.col] = scale_inv;
         }
         if (!M::col_scales && arguments.transposed) {
-          arguments.blocks.transposed_scale_inv[RowOffset(tile_col, shape.TilesDown()) + tile_row] = scale_inv;
+          arguments.blocks.transposed_scale_inv[RowOffset(tile.ColOfAll(shape), shape.TilesDown()) + tile.row] =
+              scale_inv;
         }
       }
     }
@@ -300,9 +305,15 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   AsyncProxyFence();
   __syncthreads();
   if (!shape.aligned) {
-    StoreUnaligned(shape, tile_row, tile_col, shared.staged, arguments.data, arguments.transposed);
+    StoreUnaligned(shape, tile, shared.staged, arguments.data, arguments.transposed);
   } else if (threadIdx.x == 0) {
-    SendTile(boxes, arguments, tile_row, tile_col, shared.staged);
+    SendTile(boxes, arguments, tile, shared.staged);
+  }
+  // A block raises it once: all of a batch lie side by side, in one slice of the L2 cache.
+  if (M::scales == Scales::kTensor && after_clear && threadIdx.x / 32 == 1) {
+    const uint32_t of_warp = threadIdx.x % 32 < kWarps ? shared.magnitudes[threadIdx.x % 32] : 0;
+    const uint32_t of_tile = W::FloatBitsOf(__reduce_max_sync(kWholeWarp, of_warp));
+    if (threadIdx.x % 32 == 0 && of_tile > seen) RaiseTo(arguments.tensor.own_amax + tile.example, of_tile);
   }
 }
 

@@ -12,19 +12,21 @@ namespace te::quantize {
 
 inline constexpr int64_t kBlock = 128;  // values along one side of a block that shares a scale
 
-// A tensor with its dimensions grouped into two: row-major, no dimension of size zero.
-struct Matrix {
+// Tensors one after another, `count` of them, each with its dimensions grouped into two: row-major, no dimension of
+// size zero. Every array below has what it says for each of them, one after another, too.
+struct Matrices {
   DType dtype;
-  const void* data;  // [rows, cols], aligned as its type needs
+  const void* data;  // [count, rows, cols], aligned as its type needs
+  int64_t count;
   int64_t rows;
   int64_t cols;
 };
 
 // Largest magnitudes are NaN where any value is NaN, else infinite where any value is. NaN is always 0x7fc00000.
-Status AmaxOfTensor(const Executor& executor, const Matrix& x, float* amax);
+Status AmaxOfTensor(const Executor& executor, const Matrices& x, float* amax);
 
 // Either result may be null.
-Status AmaxOfRows(const Executor& executor, const Matrix& x, float* row_amax, float* col_amax);
+Status AmaxOfRows(const Executor& executor, const Matrices& x, float* row_amax, float* col_amax);
 
 // What quantization writes, and how. common/fp8.h says what a scale and a code are.
 struct Copies {
@@ -60,8 +62,8 @@ struct BlockScaling {
   float* transposed_scale_inv;  // [cols / 128, rows / 128] where square, else [rows / 128, cols]; rounded up
 };
 
-Status QuantizeTensor(const Executor& executor, const Matrix& x, const Copies& copies, const TensorScaling& scaling);
-Status QuantizeRows(const Executor& executor, const Matrix& x, const Copies& copies, const RowScaling& scaling);
-Status QuantizeBlocks(const Executor& executor, const Matrix& x, const Copies& copies, const BlockScaling& scaling);
+Status QuantizeTensor(const Executor& executor, const Matrices& x, const Copies& copies, const TensorScaling& scaling);
+Status QuantizeRows(const Executor& executor, const Matrices& x, const Copies& copies, const RowScaling& scaling);
+Status QuantizeBlocks(const Executor& executor, const Matrices& x, const Copies& copies, const BlockScaling& scaling);
 
 }  // namespace te::quantize

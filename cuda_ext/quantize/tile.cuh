@@ -85,9 +85,10 @@ __device__ __forceinline__ float Value(const uint32_t (&words)[Words<T>::kCount]
 // ------------------------------------------------------------------------------------------------------------- tiles
 
 struct Shape {
+  int count;
   int rows;
   int cols;
-  bool aligned;  // both are multiples of 16, and all arrays start on 16 bytes
+  bool aligned;  // rows and columns are multiples of 16, and all arrays start on 16 bytes
 
   __host__ __device__ int TilesDown() const { return (rows - 1) / kTile + 1; }
   __host__ __device__ int TilesAcross() const { return (cols - 1) / kTile + 1; }
@@ -95,6 +96,20 @@ struct Shape {
 
 // Where a row starts.
 __device__ __forceinline__ int64_t RowOffset(int row, int length) { return int64_t{row} * length; }
+
+// A tile of one of the tensors.
+struct Tile {
+  int example;
+  int row;  // of tiles
+  int col;
+
+  // Where its example starts in x, and in a copy.
+  __device__ int64_t Example(const Shape& shape) const { return example * RowOffset(shape.rows, shape.cols); }
+
+  // Among the rows, and the columns, of tiles of all tensors.
+  __device__ int RowOfAll(const Shape& shape) const { return example * shape.TilesDown() + row; }
+  __device__ int ColOfAll(const Shape& shape) const { return example * shape.TilesAcross() + col; }
+};
 
 // A thread's place in a tile.
 template <typename T>
@@ -104,11 +119,11 @@ struct Place {
   int row;     // of its first value
   int col;     // of the tile's first value
 
-  __device__ Place(int tile_row, int tile_col)
+  __device__ explicit Place(const Tile& tile)
       : across(threadIdx.x % kAcross),
         down(threadIdx.x / kAcross),
-        row(tile_row * kTile + down * kPatch),
-        col(tile_col * kTile) {}
+        row(tile.row * kTile + down * kPatch),
+        col(tile.col * kTile) {}
 
   __device__ int Column(int j) const { return col + Words<T>::Column(across, j); }
 
@@ -126,7 +141,7 @@ __device__ __forceinline__ void SetVector(Patch<T>& patch, int r, int vector, co
   patch[r][4 * vector + 3] = bits.w;
 }
 
-// The values of a patch; zero outside of the tensor.
+// The values of a patch of the tensor x; zero outside of it.
 template <typename T>
 __device__ __forceinline__ void Load(const T* x, const Shape& shape, const Place<T>& place, Patch<T>& patch) {
   using W = Words<T>;
@@ -169,15 +184,18 @@ __device__ __forceinline__ void Load(const T* x, const Shape& shape, const Place
 
 inline constexpr int kGroupHeight = 4;
 
-// Tiles in groups of kGroupHeight rows of tiles, column by column: what lies near in both copies is written at about
-// the same time.
-__device__ __forceinline__ void FindTile(const Shape& shape, int index, int* row, int* col) {
+// Tiles of a tensor in groups of kGroupHeight rows of tiles, column by column: what lies near in both copies is written
+// at about the same time.
+__device__ __forceinline__ Tile FindTile(const Shape& shape, int index) {
+  const int per_example = shape.TilesDown() * shape.TilesAcross();
+  const int example = shape.count == 1 ? 0 : index / per_example;
+  index -= example * per_example;
   const int per_group = kGroupHeight * shape.TilesAcross();
   const int first = index / per_group * kGroupHeight;
   const int within = index % per_group;
   const int height = min(kGroupHeight, shape.TilesDown() - first);
-  *col = height == kGroupHeight ? within / kGroupHeight : within / height;
-  *row = first + within - *col * height;
+  const int col = height == kGroupHeight ? within / kGroupHeight : within / height;
+  return {example, first + within - col * height, col};
 }
 
 // -------------------------------------------------------------------------------------------------------- reductions
@@ -375,16 +393,18 @@ struct Staged {
 
 // Both copies, byte by byte, where TMA cannot.
 template <typename T>
-__device__ __forceinline__ void StoreUnaligned(const Shape& shape, int tile_row, int tile_col, const Staged<T>& staged,
+__device__ __forceinline__ void StoreUnaligned(const Shape& shape, const Tile& tile, const Staged<T>& staged,
                                                uint8_t* data, uint8_t* transposed) {
+  if (data) data += tile.Example(shape);
+  if (transposed) transposed += tile.Example(shape);
   for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
-    const int row = tile_row * kTile + i / kTile, col = tile_col * kTile + i % kTile;
+    const int row = tile.row * kTile + i / kTile, col = tile.col * kTile + i % kTile;
     if (data && row < shape.rows && col < shape.cols) {
       data[RowOffset(row, shape.cols) + col] = staged.data[i / kTile][i % kTile];
     }
   }
   for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
-    const int col = tile_col * kTile + i / kTile, row = tile_row * kTile + i % kTile;
+    const int col = tile.col * kTile + i / kTile, row = tile.row * kTile + i % kTile;
     if (transposed && row < shape.rows && col < shape.cols) {
       const uint4 chunk = staged.GetTransposed(i / kTile, i % kTile / 16);
       transposed[RowOffset(col, shape.rows) + row] = reinterpret_cast<const uint8_t*>(&chunk)[i % 16];

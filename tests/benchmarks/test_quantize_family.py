@@ -19,15 +19,16 @@ def by_name(result, operation):
     return {row["implementation"]: row for row in result.rows if row["operation"] == operation}
 
 
-def test_all_operations_are_measured_and_right():
-    result = family.run_case(CASE, ALL, QUICK)
+@pytest.mark.parametrize("examples", [None, 3])
+def test_all_operations_are_measured_and_right(examples):
+    result = family.run_case(dataclasses.replace(CASE, examples=examples), ALL, QUICK)
     assert not result.wrong
     expected = set(ALL) - (set() if native.available() else {"te_jax"})
     for name, operation in family.OPERATIONS.items():
         rows = by_name(result, name)
         assert set(rows) == expected
         for row in rows.values():
-            assert row["bytes"] == 256 * 384 * (2 * operation.reads + 2)
+            assert row["bytes"] == (examples or 1) * 256 * 384 * (2 * operation.reads + 2)
             assert row["share_of_floor"] == pytest.approx(1 / row["ratio_to_copy"], rel=1e-3)
 
 

@@ -1,5 +1,6 @@
 """What only a GPU shows of quantization: large tensors, 64-bit indices, CUDA graphs, memory, several devices."""
 
+import functools
 import json
 import os
 import subprocess
@@ -92,6 +93,40 @@ def test_large_tensors(quantization, shape, dtype, rng):
     for x in (draw(rng, shape, dtype), with_special_values(draw(rng, shape, dtype), rng)):
         native, reference = (run(x, quantization, name, with_amax=True) for name in ("native", "reference"))
         assert_same_bits(native, reference)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((64, 512, 2048), "bfloat16"),
+        ((7, 1040, 2064), "bfloat16"),  # the last tiles are partial
+        ((300, 144, 272), "float32"),
+        ((33, 200, 333), "float16"),  # examples start at every alignment
+        ((70000, 3, 5), "float32"),
+        ((2, 8192, 4096), "bfloat16"),
+    ],
+    ids=str,
+)
+@each_quantization
+def test_batches(quantization, shape, dtype, rng):
+    """Every example is a tensor of its own."""
+    count, rows, cols = shape
+    x = with_special_values(draw(rng, (count * rows, cols), dtype), rng).reshape(shape)
+
+    def quantized(implementation, x):
+        call = functools.partial(
+            ops.quantize, quantization=quantization, with_amax=True, with_dbias=True, implementation=implementation
+        )
+        *copies, dbias = jax.jit(jax.vmap(call))(x)
+        return copies, dbias
+
+    found, dbias = quantized("native", x)
+    expected, _ = quantized("reference", x)
+    assert_same_bits(found, expected)
+    finite = jnp.isfinite(x).all(axis=1)
+    terms = jnp.abs(x.astype(jnp.float32)).sum(axis=1)
+    difference = jnp.abs(dbias - x.astype(jnp.float32).sum(axis=1))
+    assert (jnp.where(finite, difference <= 1e-5 * terms, ~jnp.isfinite(dbias))).all()
 
 
 @pytest.mark.parametrize("amax", [0.5, 300.0])

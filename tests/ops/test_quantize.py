@@ -276,10 +276,15 @@ def test_a_program_that_returns_the_results_copies_none(pair, native_kernels, rn
     assert not re.findall(r"= \S+ copy\(.*", text)
 
 
-@pytest.mark.parametrize("pair", ["tensor", "row", "1x128 and square"])
-def test_vmap(pair, implementation, rng):
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((128, 160), "bfloat16"), ((144, 272), "float32"), ((131, 135), "float16"), ((3, 5), "float32")],
+    ids=str,
+)
+@pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "1x128 and square"])
+def test_vmap(pair, shape, dtype, implementation, rng):
     """Every example is a tensor of its own."""
-    x = random_case(rng, (3, 2, 128, 160), "bfloat16")
+    x = random_case(rng, (3, 2, *shape), dtype)
     quantization = quantization_of(pair)
 
     @jax.jit
