@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kAmaxThreads, kAmaxBlocks)
 
 inline constexpr int kTilesPerColumnStrip = 8;
 template <typename T>
-inline constexpr int kRowAmaxBlocks = sizeof(T) == 4 ? 2 : 3;  // on a multiprocessor
+inline constexpr int kRowAmaxBlocks = sizeof(T) == 4 ? 2 : 4;  // on a multiprocessor
 
 // A block takes tiles below each other; largest magnitudes of columns stay in registers between them.
 template <typename T>
