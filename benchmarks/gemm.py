@@ -12,11 +12,14 @@ always split), `jnp` (a bfloat16 dot), `torch_tensor` and `torch_row` (`torch._s
 `torch_block` (`torch.nn.functional.scaled_mm`: cuBLASLt's own block scaling). Weight gradients are split by default in
 te_jax.recipe, so `accumulate` leaves fast ones out; torch does not accumulate.
 
+Several products of one size, each of operands with scales of their own, are computed under `jax.vmap`, forward only; a
+time is that of all of them. torch has no such product in FP8.
+
 On a GPU, forward products are measured a second time in bursts of 10 ms after rests of 150 ms (`tflops_rested`): what
 the kernels do before the power limit slows them down.
 
-No time is reported for a result outside the error bound: 64 rows of every result are compared with float64 products
-of the values that the operands stand for.
+No time is reported for a result outside the error bound: 64 rows of every result, of several products those of the
+first and of the last one, are compared with float64 products of the values that the operands stand for.
 """
 
 import functools
@@ -105,7 +108,7 @@ def run_case(case: shapes.GemmShape, implementations: Sequence[str], timing: Tim
     rows = np.unique(np.linspace(0, case.m - 1, _CHECKED_ROWS).astype(np.int32))
     exact = {}  # by the operands' identity: implementations share them
     result = CaseResult()
-    for operation in OPERATIONS:
+    for operation in OPERATIONS if case.products is None else OPERATIONS[:1]:
         _run_operation(case, operation, implementations, timing, inputs, rows, exact, result)
     return result
 
@@ -151,7 +154,7 @@ def _run_operation(
     rested: dict[str, list[float]] = {}
     if operation == "forward" and jax.default_backend() == "gpu":
         rested, _ = measure([each for each in candidates if each.name in seconds], timing.rested, pipelined=True)
-    flops = 2 * case.m * case.n * case.k
+    flops = 2 * (case.products or 1) * case.m * case.n * case.k
     for name in seconds:
         row = compute_row(seconds, name, flops=flops, peers=PEERS)
         if name in rested:
@@ -182,7 +185,8 @@ def _applies(name: str, operation: str) -> bool:
 def _inputs(case: shapes.GemmShape, implementations: Sequence[str]) -> _Inputs:
     keys = jax.random.split(jax.random.key(0))
     plain = tuple(
-        jax.random.normal(key, (outer, case.k), jnp.bfloat16) for key, outer in zip(keys, (case.m, case.n), strict=True)
+        jax.random.normal(key, (*case.batch, outer, case.k), jnp.bfloat16)
+        for key, outer in zip(keys, (case.m, case.n), strict=True)
     )
     wanted = {VARIANTS[name].scalings for name in implementations if name in VARIANTS}
     if jax.default_backend() == "gpu":
@@ -190,7 +194,13 @@ def _inputs(case: shapes.GemmShape, implementations: Sequence[str]) -> _Inputs:
 
     def quantized(x: jax.Array, scaling: Scaling) -> QuantizedArray:
         e4m3 = np.dtype(jnp.float8_e4m3fn)
-        return ops.quantize(x, Quantization(e4m3, scaling, scaling), copies="data", implementation="reference")
+        quantize = functools.partial(
+            ops.quantize,
+            quantization=Quantization(e4m3, scaling, scaling),
+            copies="data",
+            implementation="reference",
+        )
+        return _mapped(quantize, x)(x)
 
     return jax.block_until_ready(
         _Inputs(
@@ -201,13 +211,26 @@ def _inputs(case: shapes.GemmShape, implementations: Sequence[str]) -> _Inputs:
 
 
 def _exact(operands: tuple[Any, Any], rows: np.ndarray) -> np.ndarray:
-    """The rows of the product in float64."""
-    lhs, rhs = (np.asarray(_values(x)) for x in operands)
-    lhs = lhs[rows].astype(np.float64)
-    step = max(1, 2**24 // rhs.shape[1])
+    """The rows of the first product and, of several, of the last one, in float64: [products, rows, N]."""
+    lhs, rhs = (_ends(np.asarray(_values(x))) for x in operands)
+    lhs = lhs[:, rows].astype(np.float64)
+    step = max(1, 2**24 // rhs.shape[2])
+
+    def product(start: int) -> np.ndarray:
+        return lhs @ rhs[:, start : start + step].astype(np.float64).mT
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = pool.map(lambda i: lhs @ rhs[i : i + step].astype(np.float64).T, range(0, len(rhs), step))
-        return np.concatenate(list(parts), axis=1)
+        return np.concatenate(list(pool.map(product, range(0, rhs.shape[1], step))), axis=2)
+
+
+def _ends(matrices: np.ndarray) -> np.ndarray:
+    """One matrix, or the first and the last one of several."""
+    return matrices[None] if matrices.ndim == 2 else matrices[[0, -1]]
+
+
+def _mapped(function: Callable[..., Any], x: jax.Array | QuantizedArray) -> Callable[..., Any]:
+    """The function of matrices, of several where x has three dimensions."""
+    return jax.vmap(function) if x.ndim == 3 else function
 
 
 def _values(x: Any) -> jax.Array:
@@ -239,7 +262,7 @@ def _build(name: str, operation: str, case: shapes.GemmShape, operands: tuple[An
 
 def _jnp_product(lhs: jax.Array, rhs: jax.Array, total: jax.Array | None = None) -> jax.Array:
     dtype = jnp.bfloat16 if total is None else jnp.float32
-    product = jax.lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    product = jnp.einsum("...mk,...nk->...mn", lhs, rhs, preferred_element_type=dtype)
     return product if total is None else total + product
 
 
@@ -247,13 +270,14 @@ def _te_jax_product(
     variant: _Variant, lhs: QuantizedArray, rhs: QuantizedArray, total: jax.Array | None = None
 ) -> jax.Array:
     # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
-    return ops.gemm(lhs, rhs, rhs_contracting="cols", accumulator=total, implementation="native", **variant.options)
+    gemm = functools.partial(ops.gemm, rhs_contracting="cols", implementation="native", **variant.options)
+    return gemm(lhs, rhs, accumulator=total) if total is not None else _mapped(gemm, lhs)(lhs, rhs)
 
 
 def _build_forward(name: str, product: Callable[..., jax.Array], operands: tuple[Any, Any]) -> _Checked:
     compiled = jax.jit(lambda lhs, rhs: product(lhs, rhs)).lower(*operands).compile()
     candidate = Candidate(name=name, call=compiled, arguments=lambda calls: [operands] * calls)
-    return _Checked(candidate, lambda output, rows: np.asarray(output[rows]))
+    return _Checked(candidate, lambda output, rows: _ends(np.asarray(output[..., rows, :])))
 
 
 def _build_accumulate(
@@ -271,7 +295,7 @@ def _build_accumulate(
         return totals[0]
 
     candidate = Candidate(name=name, call=call, arguments=lambda calls: [operands] * calls)
-    return _Checked(candidate, lambda output, rows: np.asarray(output[rows]))
+    return _Checked(candidate, lambda output, rows: _ends(np.asarray(output[rows])))
 
 
 def _build_torch(name: str, operands: tuple[QuantizedArray, QuantizedArray]) -> _Checked:
@@ -280,6 +304,8 @@ def _build_torch(name: str, operands: tuple[QuantizedArray, QuantizedArray]) -> 
     if not torch.cuda.is_available():
         raise RuntimeError("this torch has no CUDA support")
     lhs, rhs = operands
+    if lhs.ndim == 3:
+        raise RuntimeError("torch has no FP8 product of several matrices")
     assert rhs.scale_inv is not None
     a, b = _fp8_as_torch(lhs.data), _fp8_as_torch(rhs.data).t()
     a_scale, b_scale = _as_torch(lhs.scale_inv), _as_torch(rhs.scale_inv)
@@ -306,7 +332,7 @@ def _build_torch(name: str, operands: tuple[QuantizedArray, QuantizedArray]) -> 
         )
 
     def read(output: Any, rows: np.ndarray) -> np.ndarray:
-        return output[torch.as_tensor(rows.astype(np.int64), device=output.device)].float().cpu().numpy()
+        return _ends(output[torch.as_tensor(rows.astype(np.int64), device=output.device)].float().cpu().numpy())
 
     candidate = Candidate(
         name=name,

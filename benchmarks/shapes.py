@@ -57,17 +57,24 @@ class GemmShape:
       n: columns of the result: features out.
       k: values summed over: features in.
       model: a model that has a layer of this size.
+      products: of that size, under `jax.vmap`: experts; None without it.
     """
 
     m: int
     n: int
     k: int
     model: str
+    products: int | None = None
 
     @property
     def name(self) -> str:
-        """The case's name in result files and on the command line: m, n and k, such as "8192x28672x8192"."""
-        return f"{self.m}x{self.n}x{self.k}"
+        """The case's name in result files and on the command line: "8192x28672x8192", "64x512x1024x2048"."""
+        return "x".join(map(str, (*self.batch, self.m, self.n, self.k)))
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The products, if several."""
+        return () if self.products is None else (self.products,)
 
 
 GEMM_GPU = (
@@ -77,15 +84,18 @@ GEMM_GPU = (
     GemmShape(m=16384, n=4096, k=4096, model="Llama 3 8B, attention output"),
     GemmShape(m=8192, n=4096, k=14336, model="Llama 3 8B, MLP down"),
     GemmShape(m=4096, n=7168, k=16384, model="DeepSeek-V3, attention output"),
+    GemmShape(m=512, n=1024, k=2048, model="64 experts, 512 tokens each", products=64),
+    GemmShape(m=2048, n=2048, k=4096, model="8 experts, 2048 tokens each", products=8),
 )
 
 GEMM_CPU = (
     GemmShape(m=512, n=512, k=512, model="te-jax train"),
     GemmShape(m=1024, n=512, k=2048, model="te-jax train, MLP down"),
+    GemmShape(m=256, n=256, k=256, model="8 experts, 256 tokens each", products=8),
 )
 
 DENSE_GPU = GEMM_GPU[:4]
-DENSE_CPU = GEMM_CPU
+DENSE_CPU = GEMM_CPU[:2]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The matrix product family: its float64 rows, its error bound, and what it refuses to publish."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,6 +36,16 @@ def test_both_operations_are_measured_and_within_their_bound():
     assert "× copy" not in screen_table(result.rows)
 
 
+def test_several_products_are_measured_forward():
+    result = family.run_case(dataclasses.replace(CASE, products=3), PRODUCTS, QUICK)
+    assert not result.wrong
+    assert {row["operation"] for row in result.rows} == {"forward"}
+    assert set(by_name(result, "forward")) == (set(PRODUCTS) if native.available() else {"jnp"})
+    for row in result.rows:
+        assert row["case"] == "3x96x128x256"
+        assert row["flops"] == 3 * 2 * 96 * 128 * 256
+
+
 def test_products_are_measured_after_rests_on_a_gpu(monkeypatch):
     """On any backend that says it is one."""
     monkeypatch.setattr(family.jax, "default_backend", lambda: "gpu")
@@ -59,10 +71,18 @@ def test_exact_rows():
     for scalings, (lhs, rhs) in inputs.quantized.items():
         wide = [np.asarray(x.dequantize()).astype(np.float64) for x in (lhs, rhs)]
         expected = wide[0][rows] @ wide[1].T  # of bfloat16 values, which differ a little from FP8 times a scale
-        assert np.allclose(family._exact((lhs, rhs), rows), expected, rtol=0, atol=0.05 * np.abs(expected).max())
+        found = family._exact((lhs, rhs), rows)
+        assert np.allclose(found, expected[None], rtol=0, atol=0.05 * np.abs(expected).max())
         assert (lhs.scaling, rhs.scaling) == scalings
     values = np.asarray(inputs.plain[0], np.float32)
     assert values.std() == pytest.approx(1, abs=0.05)
+
+
+def test_exact_rows_of_several_products():
+    lhs, rhs = family._inputs(dataclasses.replace(CASE, products=3), PRODUCTS).plain
+    rows = np.array([0, 7, 95])
+    lhs, rhs = (np.asarray(x).astype(np.float64)[[0, 2]] for x in (lhs, rhs))
+    assert np.allclose(family._exact((lhs, rhs), rows), lhs[:, rows] @ rhs.mT, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("spoil", [lambda d: d * 1.02, lambda d: d.at[:, 5].set(jnp.nan), jnp.zeros_like])
