@@ -15,8 +15,9 @@ import numpy as np
 from jax import Array, export
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax import _blocks
-from te_jax.recipe import BLOCK, Scaling
+from te_jax._core.types import BLOCK
+from te_jax.recipe import Scaling
+from te_jax.sharding import blocks
 
 __all__ = ["QuantizedArray", "scale_shape"]
 
@@ -170,6 +171,6 @@ def _spread_scales(scales: Array, *, scaling: Scaling, outer: tuple[int, ...], s
 
 def _repeated(scales: Array, axis: int, length: int) -> Array:
     """Each scale for all values of its block: as `jnp.repeat`, which does not know what to do on Explicit meshes."""
-    shape = (*scales.shape[: axis + 1], _blocks.size_of(length), *scales.shape[axis + 1 :])
-    blocks = jnp.broadcast_to(jnp.expand_dims(scales, axis + 1), shape)
-    return _blocks.merge(blocks, (*scales.shape[:axis], length, *scales.shape[axis + 1 :]), [axis])
+    shape = (*scales.shape[: axis + 1], blocks.size_of(length), *scales.shape[axis + 1 :])
+    repeated = jnp.broadcast_to(jnp.expand_dims(scales, axis + 1), shape)
+    return blocks.merge(repeated, (*scales.shape[:axis], length, *scales.shape[axis + 1 :]), [axis])

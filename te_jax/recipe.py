@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
 
-from te_jax._arguments import as_dtype, as_flag, is_finite_number, is_whole_number
+from te_jax._core.arguments import as_dtype, as_flag, is_finite_number, is_whole_number
+from te_jax._core.types import E4M3, E5M2
 from te_jax._maximum import maximum_of_cotangents
 
 __all__ = [
@@ -30,11 +31,6 @@ Role = Literal["activation", "kernel", "gradient"]
 Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
 Product = Literal["forward", "dgrad", "wgrad"]
 
-BLOCK = 128
-"""Values along one side of a block that shares a scale."""
-
-_E4M3 = np.dtype(jnp.float8_e4m3fn)
-_E5M2 = np.dtype(jnp.float8_e5m2)
 _PRODUCTS = ("forward", "dgrad", "wgrad")
 
 
@@ -74,8 +70,8 @@ class Recipe:
       ValueError: a parameter is none of those named above, or the recipe is none of those below.
     """
 
-    forward_dtype: jax.typing.DTypeLike = _E4M3
-    gradient_dtype: jax.typing.DTypeLike = _E5M2
+    forward_dtype: jax.typing.DTypeLike = E4M3
+    gradient_dtype: jax.typing.DTypeLike = E5M2
     fast_accumulation: tuple[Product, ...] = ("forward",)
     power_of_two_scales: bool = False
 
@@ -89,8 +85,8 @@ class Recipe:
             )
         for name in ("forward_dtype", "gradient_dtype"):
             rule = "float8_e4m3fn or float8_e5m2, of jax.numpy"
-            object.__setattr__(self, name, as_dtype(f"{name} is", getattr(self, name), (_E4M3, _E5M2), rule))
-        if np.dtype(self.forward_dtype) == _E5M2:
+            object.__setattr__(self, name, as_dtype(f"{name} is", getattr(self, name), (E4M3, E5M2), rule))
+        if np.dtype(self.forward_dtype) == E5M2:
             raise ValueError("forward_dtype is float8_e5m2; no GPU multiplies E5M2 by E5M2: use float8_e4m3fn forward")
         fast = self.fast_accumulation
         known = isinstance(fast, Collection) and not isinstance(fast, str | bytes)
@@ -135,7 +131,7 @@ class RowwiseScaling(Recipe):
         gradient_dtype is float8_e4m3fn.
     """
 
-    gradient_dtype: jax.typing.DTypeLike = _E4M3
+    gradient_dtype: jax.typing.DTypeLike = E4M3
     scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("row", "row"))
 
 
@@ -155,7 +151,7 @@ class BlockScaling(Recipe):
       DeepSeek-V3, arXiv:2412.19437, section 3.3.
     """
 
-    gradient_dtype: jax.typing.DTypeLike = _E4M3
+    gradient_dtype: jax.typing.DTypeLike = E4M3
     scalings: ClassVar = {
         "activation": ("block_1x128", "block_1x128"),
         "kernel": ("block_128x128", "block_128x128"),

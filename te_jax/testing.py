@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from te_jax._hlo import COLLECTIVES, Buffer, Instruction, arrays
+from te_jax.inspect._hlo import COLLECTIVES, Buffer, Instruction, arrays
 
 __all__ = ["Buffer", "Collective", "Compiled", "assert_close", "buffers", "collectives", "relative_error"]
 

@@ -179,8 +179,8 @@ def build_config(options: Options) -> "DecoderConfig":
 
 def check_parallel(options: Options, config: "DecoderConfig") -> None:
     """Whether as many devices as `--tp` asks for can share this model and these windows; raises UserError."""
+    from te_jax._core.types import BLOCK
     from te_jax.models import PRESETS, TensorParallel
-    from te_jax.recipe import BLOCK
 
     if options.tp == 1:
         if options.transport != "auto":

@@ -15,7 +15,8 @@ from flax.core import meta
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import Array
 
-from te_jax import _linear, native
+from te_jax import native
+from te_jax.nn import delayed_scaling, linear, microbatches
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
 
@@ -57,7 +58,7 @@ class DenseGeneral(nn.Module):
     kernel_axes: Sequence[str | None] | None = None
     bias_axes: Sequence[str | None] | None = None
     recipe: Recipe | None = None
-    activation: _linear.Activation | None = None
+    activation: linear.Activation | None = None
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
@@ -75,15 +76,15 @@ class DenseGeneral(nn.Module):
           ValueError: for axes, names, shapes or dtypes that do not fit, naming the argument.
         """
         inputs = jnp.asarray(inputs)
-        features = _linear.sizes("features", self.features)
-        axis = tuple(sorted(_linear.normalize_axes("axis", _linear.as_tuple(self.axis), inputs.ndim)))
+        features = linear.sizes("features", self.features)
+        axis = tuple(sorted(linear.normalize_axes("axis", linear.as_tuple(self.axis), inputs.ndim)))
         contracted = tuple(inputs.shape[i] for i in axis)
         kernel = self._kernel((math.prod(contracted), math.prod(features)), (*contracted, *features))
         bias = None
         if self.use_bias:
             init = _initializer("bias_axes", self.bias_init, (math.prod(features),), features, self.bias_axes)
             bias = self.param("bias", init, features, self.param_dtype)
-        return _linear.linear(
+        return linear.linear(
             inputs,
             kernel,
             bias,
@@ -98,7 +99,7 @@ class DenseGeneral(nn.Module):
     def _kernel(self, matrix: tuple[int, ...], shape: tuple[int, ...]):
         if self.has_variable("params", "kernel"):
             kernel = self.get_variable("params", "kernel")
-            if isinstance(kernel, (QuantizedArray, _linear.AccumulatedKernel)):
+            if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
                 return kernel
         init = _initializer("kernel_axes", self.kernel_init, matrix, shape, self.kernel_axes)
         return self.param("kernel", init, shape, self.param_dtype)
@@ -152,7 +153,7 @@ class DotGeneral(nn.Module):
           ValueError: for batch dimensions, and where the operands do not fit.
         """
         del precision, kwargs
-        return _linear.dot_general(
+        return linear.dot_general(
             lhs,
             rhs,
             dimension_numbers,
@@ -188,23 +189,23 @@ def _dot_general_cls(
     return functools.partial(DotGeneral, recipe=recipe, axis_name=axis_name, implementation=implementation)
 
 
-def layer_options(module: DenseGeneral | DotGeneral) -> _linear.Options:
+def layer_options(module: DenseGeneral | DotGeneral) -> linear.Options:
     """What a module hands on to the operation."""
-    return _linear.Options(module.recipe, module.axis_name, module.implementation)
+    return linear.Options(module.recipe, module.axis_name, module.implementation)
 
 
 def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingState | None:
     """The state of delayed scaling, which is made at initialisation."""
     if not isinstance(recipe, DelayedScaling):
         return None
-    kept = module.has_variable(OVERWRITE_WITH_GRADIENT, _linear.USES)
+    kept = module.has_variable(OVERWRITE_WITH_GRADIENT, delayed_scaling.USES)
     if not kept and not module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
         raise ValueError(
             f'variables have no state in "{OVERWRITE_WITH_GRADIENT}" for {"/".join(module.path) or "the layer"}, which '
             'DelayedScaling needs: pass this collection beside "params", first as init returned it'
         )
-    initial = _linear.initial_state(recipe).items()
-    return _linear.scaling_state(
+    initial = delayed_scaling.initial_state(recipe).items()
+    return delayed_scaling.scaling_state(
         {name: module.variable(OVERWRITE_WITH_GRADIENT, name, lambda v=value: v).value for name, value in initial}
     )
 

@@ -14,8 +14,8 @@ from flax import serialization
 from flax.core import meta
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from te_jax import _linear
 from te_jax.flax.linear import DenseGeneral, layer_options, unboxed
+from te_jax.nn import linear, microbatches
 from te_jax.quantized import QuantizedArray
 
 Variables = Any
@@ -50,7 +50,7 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is of type {type(model).__name__}; it must be a flax.linen.Module")
-    layers: dict[tuple[str, ...], tuple[_linear.Options, tuple[int, ...], int]] = {}
+    layers: dict[tuple[str, ...], tuple[linear.Options, tuple[int, ...], int]] = {}
 
     def note(call, call_args, call_kwargs, context):
         module = context.module
@@ -58,7 +58,7 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
             y = call(*call_args, **call_kwargs)
             kernel = _unboxed(module.get_variable("params", "kernel"))
             if not _is_quantized(kernel):
-                layers[module.path] = (layer_options(module), kernel.shape, len(_linear.as_tuple(module.axis)))
+                layers[module.path] = (layer_options(module), kernel.shape, len(linear.as_tuple(module.axis)))
             return y
         return call(*call_args, **call_kwargs)
 
@@ -82,7 +82,7 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
                 f"kernel {'/'.join(keys[1:])} has shape {value.shape}, and its layer sees {shape}: "
                 'stack the kernels of layers along the first dimension, variable_axes={"params": 0}'
             )
-        return _linear.quantize_kernel(value, row_ndim, len(shape) - row_ndim, options)
+        return linear.quantize_kernel(value, row_ndim, len(shape) - row_ndim, options)
 
     return jax.tree.map_with_path(quantized, _unboxed(variables), is_leaf=_is_quantized)
 
@@ -108,7 +108,7 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
     def wrapped(variables: Variables, gradients: Variables, *args: Any, **kwargs: Any):
         leaves, structure = jax.tree.flatten_with_path(variables, is_leaf=_is_quantized)
         named, before = _named(variables), _named(gradients)
-        _linear.validate_gradients(named, before, _ZEROS)
+        microbatches.validate_gradients(named, before, _ZEROS)
         kernels = {name: leaf for name, leaf in named.items() if _is_quantized(leaf)}
         rest = {name: leaf for name, leaf in named.items() if name not in kernels}
 
@@ -117,7 +117,7 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
             result = loss_fn(structure.unflatten([inputs[name] for name in named]), *args, **kwargs)
             return result if has_aux else (result, None)
 
-        loss, aux, sums, found = _linear.accumulate(loss_of, kernels, before, rest)
+        loss, aux, sums, found = microbatches.accumulate(loss_of, kernels, before, rest)
         after = [
             sums[name] if name in kernels else _merged(path, before[name], found[name])
             for (path, _), name in zip(leaves, named, strict=True)
@@ -136,7 +136,7 @@ def merge_gradients(first: Variables, second: Variables) -> Variables:
     Raises:
       ValueError: they are of different variables.
     """
-    _linear.validate_mergeable(_named(first), _named(second))
+    microbatches.validate_mergeable(_named(first), _named(second))
     return jax.tree.map_with_path(_merged, first, second)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from te_jax._arguments import is_finite_number, is_whole_number
+from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax.recipe import Recipe
 
 _DTYPES = ("float32", "bfloat16")

@@ -19,9 +19,8 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from te_jax import ops
+from te_jax import ops, sharding
 from te_jax.models import tensor_parallel
 from te_jax.models.config import DecoderConfig
 from te_jax.models.tensor_parallel import TensorParallel
@@ -163,7 +162,7 @@ def apply(
     # Inside scan the loop itself keeps XLA from merging the recomputation with the forward pass, so the barriers that
     # prevent_cse adds would only cost time.
     body = jax.checkpoint(block, prevent_cse=False) if config.remat else block
-    x = _embedded(params["embedding"], tokens).astype(config.dtype)
+    x = sharding.take_rows(params["embedding"], tokens).astype(config.dtype)
     if parallel is not None:
         x = tensor_parallel.features_to_time(x, parallel)
     x, _ = lax.scan(body, x, (params["layers"], scaling_state))
@@ -225,16 +224,6 @@ def _check_tokens(name: str, tokens: jax.Array) -> None:
         )
     if tokens.size == 0:
         raise ValueError(f"{name} has shape {tokens.shape}: the decoder needs at least one sequence of one token")
-
-
-def _embedded(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of the embedding, which on Explicit meshes lie as the tokens do."""
-    sharding = jax.typeof(tokens).sharding
-    if not sharding.mesh.explicit_axes:
-        return jnp.take(embedding, tokens, axis=0)
-    return embedding.at[tokens].get(
-        mode="fill", out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """The decoder over several devices of a mesh: functions of whole arrays, for `jax.jit` and `jax.grad`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from te_jax import native
+from te_jax import sharding
 from te_jax.models import decoder
 from te_jax.models.config import DecoderConfig
 from te_jax.models.decoder import Implementation
@@ -43,7 +42,9 @@ def parallel_apply(
     def local(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState) -> jax.Array:
         return decoder.apply(params, tokens, config, scaling_state, parallel=parallel, implementation=implementation)
 
-    mapped = _mapped(local, mesh, (specs, batch, _EVERYWHERE), PartitionSpec(*batch, None, parallel.axis_name))
+    mapped = sharding.shard_map(
+        local, mesh, (specs, batch, _EVERYWHERE), PartitionSpec(*batch, None, parallel.axis_name)
+    )
 
     def whole(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState = None) -> jax.Array:
         return mapped(params, tokens, scaling_state)
@@ -81,7 +82,7 @@ def parallel_loss(
             params, tokens, targets, config, scaling_state, parallel=parallel, implementation=implementation
         )
 
-    mapped = _mapped(local, mesh, (specs, batch, batch, _EVERYWHERE), _EVERYWHERE)
+    mapped = sharding.shard_map(local, mesh, (specs, batch, batch, _EVERYWHERE), _EVERYWHERE)
 
     def whole(
         params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState = None
@@ -103,18 +104,3 @@ def _specs(mesh: Mesh, config: DecoderConfig, parallel: TensorParallel) -> tuple
             "they must be the same"
         )
     return param_specs(config, parallel), PartitionSpec(parallel.batch_axes or None)
-
-
-def _mapped(local: Callable[..., jax.Array], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: PartitionSpec):
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    # Over Explicit axes shard_map moves nothing by itself, and reshard takes no others.
-    explicit = mesh.abstract_mesh.explicit_axes
-
-    def moved(spec: PartitionSpec, argument: Any) -> Any:
-        entries = (tuple(axis for axis in native.axes_of_entry(entry) if axis in explicit) for entry in spec)
-        return jax.reshard(argument, NamedSharding(mesh, PartitionSpec(*entries)))
-
-    def whole(*arguments: Any) -> jax.Array:
-        return mapped(*(jax.tree.map(moved, in_specs, arguments) if explicit else arguments))
-
-    return whole

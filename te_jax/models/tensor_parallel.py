@@ -23,12 +23,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from te_jax import native, ops
-from te_jax._arguments import is_whole_number
+from te_jax import native, ops, sharding
+from te_jax._core.arguments import is_whole_number
+from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.models.config import DecoderConfig
-from te_jax.ops._gemm_product import FP8_ALIGNMENT
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
-from te_jax.parallel._call import Residual, TransportName, validate_options
+from te_jax.parallel._collective.call import Residual, TransportName, validate_options
 from te_jax.recipe import DelayedScalingState
 
 __all__ = ["TensorParallel", "param_specs"]
@@ -196,7 +196,7 @@ def enter(params: dict[str, Any], tokens: Array, config: DecoderConfig, parallel
         ) from None
     if size != parallel.size:
         raise ValueError(f"parallel.size is {parallel.size}, and the mesh has {size} devices along {axis!r}")
-    if not native.varying_axes(lax.axis_index(axis)):
+    if not sharding.tracked_axes((axis,)):
         raise ValueError(
             "parallel is given where JAX does not track what varies over devices, and gradients of what they share "
             "would not be summed: use shard_map with check_vma=True, its default"
@@ -207,9 +207,7 @@ def enter(params: dict[str, Any], tokens: Array, config: DecoderConfig, parallel
             "`parallel` do not divide: pad it, with -100 for targets"
         )
     # Here rather than where they are used: the loop over layers would sum gradients in every one of its steps.
-    return jax.tree.map(
-        lambda leaf: leaf if axis in native.varying_axes(leaf) else lax.pcast(leaf, axis, to="varying"), params
-    )
+    return jax.tree.map(lambda leaf: sharding.varying_over(leaf, frozenset((axis,))), params)
 
 
 def features_to_time(x: Array, parallel: TensorParallel) -> Array:

@@ -12,7 +12,8 @@ from flax import nnx
 from flax.nnx import variablelib
 from jax import Array
 
-from te_jax import _linear, native
+from te_jax import native
+from te_jax.nn import delayed_scaling, linear
 from te_jax.nnx.variables import OverwriteWithGradient
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
 
@@ -60,14 +61,14 @@ class LinearGeneral(nnx.Module):
         kernel_metadata: Mapping[str, Any] | None = None,
         bias_metadata: Mapping[str, Any] | None = None,
         recipe: Recipe | None = None,
-        activation: _linear.Activation | None = None,
+        activation: linear.Activation | None = None,
         axis_name: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        self.in_features = _linear.sizes("in_features", in_features)
-        self.out_features = _linear.sizes("out_features", out_features)
-        self.axis = _linear.as_tuple(axis)
+        self.in_features = linear.sizes("in_features", in_features)
+        self.out_features = linear.sizes("out_features", out_features)
+        self.axis = linear.as_tuple(axis)
         if len(self.in_features) != len(self.axis):
             raise ValueError(
                 f"in_features is {self.in_features} and axis is {self.axis}; they must have the same number of entries"
@@ -75,8 +76,8 @@ class LinearGeneral(nnx.Module):
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
-        self.activation: _linear.Activation | None = activation
-        self.options = _linear.Options(recipe, axis_name, implementation)
+        self.activation: linear.Activation | None = activation
+        self.options = linear.Options(recipe, axis_name, implementation)
 
         matrix = (math.prod(self.in_features), math.prod(self.out_features))
         kernel = _reshaped(kernel_init(rngs.params(), matrix, param_dtype), (*self.in_features, *self.out_features))
@@ -103,12 +104,12 @@ class LinearGeneral(nnx.Module):
           ValueError: for axes, shapes or dtypes that do not fit, naming the argument.
         """
         inputs = jnp.asarray(inputs)
-        y = _linear.linear(
+        y = linear.linear(
             inputs,
             self.kernel.get_value(),
             None if self.bias is None else self.bias.get_value(),
             _scaling_state(self, self.options.recipe),
-            axis=tuple(sorted(_linear.normalize_axes("axis", self.axis, inputs.ndim))),
+            axis=tuple(sorted(linear.normalize_axes("axis", self.axis, inputs.ndim))),
             features=self.out_features,
             dtype=self.dtype,
             activation=self.activation,
@@ -138,7 +139,7 @@ class DotGeneral(nnx.Module):
         axis_name: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
     ):
-        self.options = _linear.Options(recipe, axis_name, implementation)
+        self.options = linear.Options(recipe, axis_name, implementation)
         _add_scaling_state(self, recipe)
 
     def __call__(
@@ -167,7 +168,7 @@ class DotGeneral(nnx.Module):
           ValueError: for batch dimensions, and where the operands do not fit.
         """
         del precision, kwargs
-        return _linear.dot_general(
+        return linear.dot_general(
             lhs,
             rhs,
             dimension_numbers,
@@ -180,14 +181,16 @@ class DotGeneral(nnx.Module):
 
 def _add_scaling_state(module: nnx.Module, recipe: Recipe | None) -> None:
     if isinstance(recipe, DelayedScaling):
-        for name, value in _linear.initial_state(recipe).items():
+        for name, value in delayed_scaling.initial_state(recipe).items():
             setattr(module, name, OverwriteWithGradient(value))
 
 
 def _scaling_state(module: nnx.Module, recipe: Recipe | None) -> DelayedScalingState | None:
     if not isinstance(recipe, DelayedScaling):
         return None
-    return _linear.scaling_state({name: getattr(module, name).get_value() for name in _linear.STATE_NAMES})
+    return delayed_scaling.scaling_state(
+        {name: getattr(module, name).get_value() for name in delayed_scaling.STATE_NAMES}
+    )
 
 
 def _reshaped(value: Any, shape: tuple[int, ...]) -> Any:

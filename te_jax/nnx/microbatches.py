@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from te_jax import _linear
+from te_jax.nn import linear, microbatches
 from te_jax.nnx.linear import LinearGeneral
 from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel
 from te_jax.quantized import QuantizedArray
@@ -52,7 +52,7 @@ def quantize_kernels(model: Model) -> Model:
             continue
         how = (*sizes, module.options.recipe.quantization("kernel"))
         if id(variable) not in done:
-            kernel = QuantizedKernel(_linear.quantize_kernel(variable.get_value(), *sizes, module.options))
+            kernel = QuantizedKernel(linear.quantize_kernel(variable.get_value(), *sizes, module.options))
             done[id(variable)] = path, kernel, how
         first, kernel, as_first = done[id(variable)]
         if how != as_first:
@@ -97,9 +97,9 @@ def accumulate_gradients(
         paths = {_name(path): path for path, _ in nnx.to_flat_state(quantized)}
         variables, before = dict(nnx.to_flat_state(quantized)), dict(nnx.to_flat_state(gradients))
         needed = variables | dict(nnx.to_flat_state(trained))
-        _linear.validate_gradients(_values(needed), _values(before), _ZEROS)
+        microbatches.validate_gradients(_values(needed), _values(before), _ZEROS)
 
-        def loss_of(kernels: dict[str, _linear.AccumulatedKernel], trained: nnx.State[Any, Any]):
+        def loss_of(kernels: dict[str, microbatches.AccumulatedKernel], trained: nnx.State[Any, Any]):
             accumulated = {path: variables[path].replace(kernels[name]) for name, path in paths.items()}
             merged = nnx.merge(graphdef, nnx.from_flat_state(accumulated), trained, rest, copy=True)
             result = loss_fn(merged, *args, **kwargs)
@@ -108,7 +108,7 @@ def accumulate_gradients(
 
         kernels = {name: variables[path].get_value() for name, path in paths.items()}
         sums = {name: before[path].get_value() for name, path in paths.items()}
-        loss, (aux, changed), sums, found = _linear.accumulate(loss_of, kernels, sums, trained)
+        loss, (aux, changed), sums, found = microbatches.accumulate(loss_of, kernels, sums, trained)
         nnx.update(model, changed)
         after = {path: before[path].replace(sums[name]) for name, path in paths.items()}
         after |= {path: _merged(before[path], variable) for path, variable in nnx.to_flat_state(found)}
@@ -126,7 +126,7 @@ def merge_gradients(first: nnx.State[Any, Any], second: nnx.State[Any, Any]) -> 
     Raises:
       ValueError: they are of different variables.
     """
-    _linear.validate_mergeable(*map(_named, (first, second)))
+    microbatches.validate_mergeable(*map(_named, (first, second)))
     return jax.tree.map(_merged, first, second, is_leaf=_is_variable)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from te_jax import _linear
+from te_jax.nn import delayed_scaling
 
 
 # The collection of that name in Linen, on both sides of flax.nnx.bridge. Who crossed it before has made a type for it.
@@ -49,7 +49,7 @@ def overwrite_with_gradient(model: Any, gradients: nnx.State[Any, Any]) -> None:
 
     def next_value(path: tuple[Any, ...]):
         value = found[path].get_value()
-        uses = found.get((*path[:-1], _linear.USES))
+        uses = found.get((*path[:-1], delayed_scaling.USES))
         if uses is None:
             return value
         count = uses.get_value()  # of stacked layers, one for each

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from te_jax import native
-from te_jax._arguments import kind_of, mapped_axes
+from te_jax import sharding
+from te_jax._core.arguments import kind_of
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe, Role, observe
 from te_jax.reference.quantize import largest_of_shards
-
-AxisName = str | tuple[str, ...]
 
 
 def validate(recipe: Recipe, state: Any, name: str = "scaling_state") -> None:
@@ -63,7 +61,9 @@ def next_state(
         history = getattr(state, role)
         if role not in amaxes:
             return history
-        axes = tuple(sorted(native.varying_axes(amaxes[role]) - native.varying_axes(history))) or _untracked(axis_name)
+        axes = tuple(sorted(sharding.varying_axes(amaxes[role]) - sharding.varying_axes(history))) or _untracked(
+            axis_name
+        )
         amax = largest_of_shards(amaxes[role], axes)
         return lax.convert_element_type(_observe(_as_float32(history), amax), history.dtype)
 
@@ -90,5 +90,5 @@ def _as_float32(history: Array) -> Array:
 
 def _untracked(axis_name: tuple[str, ...]) -> tuple[str, ...]:
     """The axes, where JAX does not track itself what varies over them."""
-    names = mapped_axes(axis_name)[0] if axis_name else ()
-    return tuple(name for name in names if not jax.typeof(lax.axis_index(name)).manual_axis_type.varying)
+    names = sharding.mapped_axes(axis_name)[0] if axis_name else ()
+    return tuple(sorted(frozenset(names) - sharding.tracked_axes(names)))

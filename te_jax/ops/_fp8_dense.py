@@ -9,15 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
-from jax.sharding import NamedSharding, PartitionSpec
 
-from te_jax import native
+from te_jax import native, sharding
+from te_jax._core.derivatives import as_residual, differentiated_once, from_residual
 from te_jax.ops import _delayed
-from te_jax.ops._derivatives import as_residual, differentiated_once, from_residual
 from te_jax.ops._plain_dense import (
     Activation,
     KernelContracting,
@@ -26,11 +24,11 @@ from te_jax.ops._plain_dense import (
     added_once,
     validate_wanted,
 )
-from te_jax.ops._regrouped import regrouped, split_in_two
 from te_jax.ops.gemm import gemm
 from te_jax.ops.quantize import QuantizedParts, quantize_parts
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Product, Quantization, Recipe, Role
+from te_jax.sharding import Layout, regrouped, split_in_two
 
 _NAME = "te_jax.ops.dense"
 _NO_GRADIENT = (
@@ -76,53 +74,21 @@ class Layer:
         return product in self.recipe.fast_accumulation
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Like:
-    """What an array must be like: its dtype and, on Explicit meshes, its sharding."""
-
-    dtype: np.dtype
-    sharding: NamedSharding | None
-
-    @classmethod
-    def of(cls, x: Array) -> _Like:
-        sharding = jax.typeof(x).sharding
-        return cls(np.dtype(x.dtype), sharding if sharding.mesh.explicit_axes else None)
-
-
-def cast(value: Any, like: Any) -> Array:
-    """The value in the dtype and, on Explicit meshes, the sharding of what it must be like."""
-    value = value.astype(like.dtype)
-    if like.sharding is None or jax.typeof(value).sharding.spec == like.sharding.spec:
-        return value
-    return jax.reshard(value, like.sharding)
-
-
-def result_like(layer: Layer, x: Array, kernel: Array | QuantizedArray) -> _Like:
+def result_like(layer: Layer, x: Array, kernel: Array | QuantizedArray) -> Layout:
     """The batch lies as that of x and out as that of kernel, whichever copies products read, and what they gather."""
     out_first = layer.kernel_contracting == "last"
     copy: Any = kernel
     if isinstance(kernel, QuantizedArray):
         copy, out_first = (kernel.data if out_first else kernel.transposed), True
-    specs = [
-        tuple(sharding.spec) if sharding.mesh.explicit_axes else (None,) * ndim
-        for sharding, ndim in ((jax.typeof(a).sharding, a.ndim) for a in (x, copy))
-    ]
-    mesh = next((m for a in (x, copy) if (m := jax.typeof(a).sharding.mesh).explicit_axes), None)
-    if mesh is None:
-        return _Like(np.dtype(x.dtype), None)
-    batch = specs[0][: x.ndim - layer.contracting_ndim]
-    taken = {axis for entry in batch for axis in native.axes_of_entry(entry)}
-    out = specs[1][: layer.out_ndim] if out_first else specs[1][-layer.out_ndim :]
-    out = tuple(None if taken & set(native.axes_of_entry(entry)) else entry for entry in out)
-    return _Like(np.dtype(x.dtype), NamedSharding(mesh, PartitionSpec(*batch, *out)))
+    out = slice(layer.out_ndim) if out_first else slice(-layer.out_ndim, None)
+    return sharding.layout_of_product(x, x.ndim - layer.contracting_ndim, copy, out)
 
 
 class _Residuals(NamedTuple):
     """What is kept for the backward pass. What is not needed is there without elements, as in `as_residual`."""
 
     wanted: tuple[Array, ...]  # whether gradients of x, kernel, bias, accumulator and state are
-    likes: tuple[_Like | None, ...]  # of x, kernel, bias and accumulator
+    likes: tuple[Layout | None, ...]  # of x, kernel, bias and accumulator
     x: QuantizedArray  # the copy that products over tokens read
     kernel: QuantizedArray  # the copy that products over out read
     preactivation: Array | None
@@ -161,7 +127,7 @@ def _forward(layer: Layer, *operands):
     y, preactivation = _forward_product(layer, x8, kernel8, bias, like, keep_preactivation=True)
     return y, _Residuals(
         tuple(map(as_residual, wanted)),
-        tuple(_Like.of(a) if isinstance(a, Array) else None for a in (x, kernel, bias, accumulator)),
+        tuple(Layout.of(a) if isinstance(a, Array) else None for a in (x, kernel, bias, accumulator)),
         _kept(x8, "transposed").named("te_dense_activation"),
         kept_kernel,
         preactivation,
@@ -192,26 +158,26 @@ def _backward(layer: Layer, residuals: _Residuals, dy: Array):
             layer, "gradient", dy, state, outer=for_x or not for_wgrad, summed=for_wgrad, with_dbias=for_bias
         )
         if for_x:
-            dx = cast(_dgrad(layer, dy8, kernel8, dy.dtype), x_like)
+            dx = x_like.apply(_dgrad(layer, dy8, kernel8, dy.dtype))
         if for_wgrad and accumulator is not None:
             if layer.accumulate:
                 accumulator = added_once(accumulator, *jax.tree.leaves((x8, dy8)))
-            next_accumulator = cast(_accumulated(layer, x8, dy8, accumulator), accumulator_like)
+            next_accumulator = accumulator_like.apply(_accumulated(layer, x8, dy8, accumulator))
         elif for_wgrad:
             assert kernel_like is not None
-            dkernel = cast(_wgrad(layer, x8, dy8, None, kernel_like.dtype), kernel_like)
+            dkernel = kernel_like.apply(_wgrad(layer, x8, dy8, None, kernel_like.dtype))
         if for_state:
             assert state is not None
             next_state = _delayed.next_state(state, {**amaxes, "gradient": amax}, layer.axis_name)
     elif for_bias:
         dbias = jnp.sum(dy.astype(jnp.float32), axis=tuple(range(dy.ndim - layer.out_ndim)))
-    return dx, dkernel, cast(dbias, bias_like) if for_bias else None, next_accumulator, next_state
+    return dx, dkernel, bias_like.apply(dbias) if for_bias else None, next_accumulator, next_state
 
 
 product.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _forward_product(layer: Layer, x8, kernel8, bias: Array | None, like: _Like, *, keep_preactivation: bool):
+def _forward_product(layer: Layer, x8, kernel8, bias: Array | None, like: Layout, *, keep_preactivation: bool):
     """(y, preactivation or None)."""
     result = gemm(
         x8,
@@ -225,11 +191,11 @@ def _forward_product(layer: Layer, x8, kernel8, bias: Array | None, like: _Like,
         implementation=layer.implementation,
     )
     y, preactivation = result if layer.gelu_is_fused and keep_preactivation else (result, None)
-    y = cast(y, like)
+    y = like.apply(y)
     if layer.activation is None:
         return y, None
     if layer.gelu_is_fused:
-        return y, None if preactivation is None else _named_preactivation(cast(preactivation, like))
+        return y, None if preactivation is None else _named_preactivation(like.apply(preactivation))
     preactivation = _named_preactivation(y)  # where it is kept, y is computed from it again
     return activate(layer.activation, preactivation), preactivation
 

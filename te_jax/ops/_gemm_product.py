@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from te_jax import native
+from te_jax import native, sharding
+from te_jax._core.types import BLOCK, E5M2
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BLOCK, Quantization
+from te_jax.recipe import Quantization
 from te_jax.reference.gemm import epilogue
 
 Scaling = Literal["none", "tensor", "row", "block"]
@@ -28,17 +29,10 @@ BlockScaling = Literal["block_1x128", "block_128x128"]
 Group = Literal["m", "n", "k"]
 """The outer dimensions of lhs and of rhs, and those summed over."""
 
-FLOATS = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
-FLOAT_NAMES = "float32, bfloat16 or float16"
-FP8_ALIGNMENT = 16
-"""Values of one byte in what FP8 products read at once."""
-
-_E5M2 = np.dtype(jnp.float8_e5m2)
-_FLOAT32, _BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
-
 # The order in which te_gemm takes them.
 _OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator", "aux_in", "amax_in")
 _ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
+_FLOAT32, _BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
 
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
 """32 MiB aligned to 256 bytes, and before them 256 bytes for scalars."""
@@ -167,7 +161,7 @@ def split_followup(product: Product, *, e5m2_operand: bool) -> tuple[Followup, F
         and epilogues
         and product.scaling == "tensor"
         and wanted.activation != "dgelu"
-        and (e5m2_operand or wanted.quantization.dtype != _E5M2)
+        and (e5m2_operand or wanted.quantization.dtype != E5M2)
         and (product.dtype == _BFLOAT16 or not wanted.save_preactivation)
     )
     if fuses_fp8:
@@ -195,7 +189,7 @@ def follow_up(
     """A followup in XLA, with the results of `multiply`; `axes` are the mesh axes that rows and cols are split over."""
 
     def lying_alike(name: str, wanted: bool) -> Array | None:
-        return native.split_as_last(arrays[name], value) if wanted else None
+        return sharding.split_as_last(arrays[name], value) if wanted else None
 
     results = epilogue(
         value,
@@ -224,7 +218,7 @@ def _sharded(product: Product):
     quantizes = product.followup.quantization is not None
     reuse = {names.index("accumulator"): _D} if "accumulator" in names else None
 
-    @native.per_shard(
+    @sharding.per_shard(
         _rule(product),
         axes_of=(*over_k, *over_m, *over_n) if quantizes else over_k,
         replicated=product.whole,

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from te_jax._arguments import as_dtype, as_flag, kind_of
+from te_jax import sharding
+from te_jax._core.arguments import as_dtype, as_flag, kind_of
+from te_jax._core.types import FP8, FP8_NAMES
 from te_jax.quantized import QuantizedArray, scale_shape
 from te_jax.recipe import Quantization
-
-FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
-FP8_NAMES = "float8_e4m3fn or float8_e5m2"
 
 _SCALINGS = ("tensor", "row", "block_1x128", "block_128x128")
 
@@ -29,26 +26,8 @@ def as_array(name: str, x: Any) -> Array:
         array = jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is {kind_of(x)}; it must be an array, of jax.numpy or numpy") from error
-    _validate_summed(name, array)
+    sharding.validate_not_a_partial_sum(name, array)
     return array
-
-
-def _validate_summed(name: str, x: Array) -> None:
-    """Checks that a type of JAX's leaves no sum over devices to others, of the array or of its gradient.
-
-    Raises:
-      ValueError: it does. Inside shard_map gradients of what is "reduced" are summed by JAX.
-    """
-    type_ = jax.typeof(x)
-    if axes := sorted(type_.manual_axis_type.unreduced):
-        raise ValueError(f"{name} is unreduced over {axes}, a part of a sum on each device: sum it first, by lax.psum")
-    spec = type_.sharding.spec
-    if axes := sorted(spec.unreduced | spec.reduced):
-        kind = "unreduced" if spec.unreduced else "reduced"
-        raise ValueError(
-            f"{name} is {kind} over {axes}, for which te_jax has no rules: pass it through jax.reshard to a "
-            "PartitionSpec without that"
-        )
 
 
 def validate_quantization(name: str, quantization: Any) -> None:

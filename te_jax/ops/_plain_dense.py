@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
-from jax.sharding import NamedSharding, PartitionSpec
 
-from te_jax import native
-from te_jax.ops._derivatives import as_residual, from_residual, not_differentiated
+from te_jax import sharding
+from te_jax._core.derivatives import as_residual, from_residual, not_differentiated
 
 Activation = Literal["gelu", "relu", "silu"]
 KernelContracting = Literal["first", "last"]
@@ -27,7 +26,7 @@ _ONCE = (
 
 
 # Under jit even when called eagerly, as the layers in FP8 are.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), inline=native.INLINE)
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), inline=sharding.INLINE)
 def dense(
     x: Array,
     kernel: Array,
@@ -46,7 +45,7 @@ def dense(
         y = _accumulating(contracting_ndim, kernel_contracting, accumulate, x, kernel, accumulator)
     if bias is not None:
         # In float32, so that the sum that is its gradient is too.
-        wide = native.split_as_last(bias, y).astype(jnp.float32)
+        wide = sharding.split_as_last(bias, y).astype(jnp.float32)
         wide = jnp.expand_dims(wide, tuple(range(y.ndim - bias.ndim)))
         y = (y.astype(jnp.float32) + wide).astype(y.dtype)
     if activation is not None:
@@ -69,34 +68,7 @@ def activation_gradient(activation: Activation, x: Array, dy: Array) -> Array:
 def _forward(x: Array, kernel: Array, contracting_ndim: int, kernel_contracting: KernelContracting) -> Array:
     first = 0 if kernel_contracting == "first" else kernel.ndim - contracting_ndim
     dims = (tuple(range(x.ndim - contracting_ndim, x.ndim)), tuple(range(first, first + contracting_ndim)))
-    return _dot(x, kernel.astype(x.dtype), dims, x.dtype)
-
-
-def _dot(lhs: Array, rhs: Array, dims: tuple[tuple[int, ...], tuple[int, ...]], dtype) -> Array:
-    """A product over the given dimensions of either; on Explicit meshes rhs comes to lhs where they disagree."""
-    sharding = jax.typeof(lhs).sharding
-    mesh = sharding.mesh if sharding.mesh.explicit_axes else jax.typeof(rhs).sharding.mesh
-    if not mesh.explicit_axes:
-        return lax.dot_general(lhs, rhs, (dims, ((), ())), preferred_element_type=dtype)
-    lhs_spec = list(sharding.spec) if sharding.mesh.explicit_axes else [None] * lhs.ndim
-    taken = {axis for entry in lhs_spec for axis in native.axes_of_entry(entry)}
-    own = jax.typeof(rhs).sharding
-    rhs_spec = [
-        entry if not taken & set(native.axes_of_entry(entry)) else None
-        for entry in (own.spec if own.mesh.explicit_axes else [None] * rhs.ndim)
-    ]
-    for left, right in zip(*dims, strict=True):
-        rhs_spec[right] = lhs_spec[left]
-    rhs = jax.reshard(rhs, NamedSharding(mesh, PartitionSpec(*rhs_spec)))
-    out = [entry for i, entry in enumerate(lhs_spec) if i not in dims[0]]
-    out += [entry for i, entry in enumerate(rhs_spec) if i not in dims[1]]
-    return lax.dot_general(
-        lhs,
-        rhs,
-        (dims, ((), ())),
-        preferred_element_type=dtype,
-        out_sharding=NamedSharding(mesh, PartitionSpec(*out)),
-    )
+    return sharding.dot(x, kernel.astype(x.dtype), dims, x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -120,10 +92,8 @@ def _accumulating_backward(contracting_ndim, kernel_contracting, accumulate, res
     (dx,) = jax.vjp(lambda x: _forward(x, kernel, contracting_ndim, kernel_contracting), x)[1](dy)
     tokens = tuple(range(x.ndim - contracting_ndim))
     operands = (x, dy) if kernel_contracting == "first" else (dy, x)
-    wgrad = _dot(*operands, (tokens, tokens), accumulator.dtype)
-    like = jax.typeof(accumulator).sharding
-    if like.mesh.explicit_axes:
-        wgrad = jax.reshard(wgrad, like)
+    wgrad = sharding.dot(*operands, (tokens, tokens), accumulator.dtype)
+    wgrad = sharding.Layout.of(accumulator).apply(wgrad)
     if accumulate:
         return dx, None, added_once(accumulator, wgrad) + wgrad
     # The buffer is written over: an argument that is not mentioned at all would not be donated.

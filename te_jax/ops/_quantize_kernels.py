@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from te_jax import native
+from te_jax import native, sharding
+from te_jax._core.types import BLOCK
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BLOCK, Quantization
+from te_jax.recipe import Quantization
 from te_jax.reference.quantize import (
     Copies,
     blocked_groups,
@@ -232,7 +233,7 @@ def _kernel(
     rows, cols = groups
     wanted = [result for result in results if result is not None]
 
-    @native.per_shard(
+    @sharding.per_shard(
         f"{_terms(operand_terms)} -> {_terms([result.dimensions for result in wanted])}",
         axes_of=tuple(dict.fromkeys(_factor(dimension) for result in wanted for dimension in result.over)),
         sizes={minor: BLOCK for dimension in rows + cols for minor in _factors(dimension)[1:]},
@@ -283,7 +284,7 @@ def _combined(result: _Result, value: Array, axes: Mapping[str, tuple[str, ...]]
 
 def _varies_more(value: Array, operand: Array) -> bool:
     """Whether, inside shard_map, the value varies over mesh axes over which the operand does not."""
-    return bool(native.varying_axes(value) - native.varying_axes(operand))
+    return bool(sharding.varying_axes(value) - sharding.varying_axes(operand))
 
 
 def _dimensions(name: str, ndim: int, blocked: bool) -> Dimensions:

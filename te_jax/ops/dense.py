@@ -11,23 +11,20 @@ import operator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
-from te_jax import native
-from te_jax._arguments import as_axis_names, as_flag
+from te_jax import native, sharding
+from te_jax._core.arguments import as_flag
+from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _delayed, _fp8_dense, _plain_dense
-from te_jax.ops._delayed import AxisName
 from te_jax.ops._fp8_dense import Layer
-from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops._operands import as_array, validate_quantized_array
 from te_jax.ops._plain_dense import ACTIVATIONS, Activation, KernelContracting
-from te_jax.ops._regrouped import regrouped
 from te_jax.ops.gemm import unsupported
 from te_jax.ops.quantize import quantize
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BLOCK, DelayedScalingState, Recipe
+from te_jax.recipe import DelayedScalingState, Recipe
+from te_jax.sharding import AxisName, as_axis_names, regrouped
 
 
 def dense(
@@ -207,7 +204,7 @@ def _validate(x: Array, kernel, bias: Array | None, shape: _Shape, activation, a
         raise ValueError(f"activation is {activation!r}; it must be None or one of {ACTIVATIONS}: apply others to y")
     if 0 in (*shape.inner, *shape.outer):
         raise ValueError(f"kernel has shape {kernel.shape}; only the batch may be empty")
-    if accumulator is not None and (missing := native.varying_axes(x, kernel) - native.varying_axes(accumulator)):
+    if accumulator is not None and (missing := sharding.varying_axes(x, kernel) - sharding.varying_axes(accumulator)):
         raise ValueError(
             f"wgrad_accumulator is the same on all devices along {sorted(missing)}, but each has other tokens or "
             "another kernel there and accumulates its own part: make it with lax.pcast(…, to='varying') or pass it in "
@@ -277,7 +274,7 @@ def _validate_quantized(kernel: QuantizedArray, shape: _Shape, recipe: Recipe, k
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
-@functools.partial(jax.jit, static_argnums=5, inline=native.INLINE)
+@functools.partial(jax.jit, static_argnums=5, inline=sharding.INLINE)
 def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, state, layer: Layer) -> Array:
     """Brings tokens and groups of dimensions to sizes that FP8 products take, and back."""
     shape = _Shape.of(x, kernel, layer.contracting_ndim, layer.kernel_contracting)
@@ -289,7 +286,7 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
     tokens_first = (tokens,) if padding or not batch else batch
     flat = regrouped(x, (shape.batch, shape.inner), (tokens_first, inner))
     if padding:
-        flat = _padded(flat, padding)
+        flat = sharding.padded(flat, padding)
     if not isinstance(kernel, QuantizedArray):
         before, after = (shape.inner, shape.outer), (inner, outer)
         if layer.kernel_contracting == "last":
@@ -297,9 +294,9 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
         kernel = regrouped(kernel, before, after)
     bias = None if bias is None else regrouped(bias, (shape.outer,), (outer,))
     layer = dataclasses.replace(layer, contracting_ndim=len(inner), out_ndim=len(outer))
-    y: Any = _fp8_dense.product(layer, *_varying_together(flat, kernel, bias, accumulator), state)
+    y: Any = _fp8_dense.product(layer, *sharding.varying_together((flat, kernel, bias, accumulator)), state)
     y = regrouped(y[:tokens] if padding else y, (tokens_first, outer), (shape.batch, shape.outer))
-    return _fp8_dense.cast(y, like)
+    return like.apply(y)
 
 
 def _whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
@@ -338,20 +335,3 @@ def quantize_kernel(
     for _ in stacked:
         quantized = jax.vmap(quantized)
     return quantized(regrouped(kernel, (stacked, rows, cols), (stacked, *after)), amax)
-
-
-def _padded(x: Array, padding: int) -> Array:
-    """x with zeros appended to its first dimension."""
-    sharding = jax.typeof(x).sharding
-    if sharding.mesh.explicit_axes:
-        shards = math.prod(sharding.mesh.shape[axis] for axis in native.axes_of_entry(sharding.spec[0]))
-        if (x.shape[0] + padding) % shards:
-            x = jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
-    return jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)))
-
-
-def _varying_together(*operands):
-    """The operands, all varying over the manual mesh axes that any of them varies over. Gradients are then summed over
-    those axes outside, as those of JAX's own operations are."""
-    axes = native.varying_axes(*operands)
-    return jax.tree.map(lambda x: native.varying_over(x, axes), operands)

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from te_jax import native, reference
-from te_jax._arguments import as_dtype, as_flag
+from te_jax import native, reference, sharding
+from te_jax._core.arguments import as_dtype, as_flag
+from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8
 from te_jax.ops._gemm_product import (
-    FLOAT_NAMES,
-    FLOATS,
     Followup,
     Product,
     allowed_dtype,
@@ -28,9 +27,9 @@ from te_jax.ops._gemm_product import (
     split_followup,
 )
 from te_jax.ops._gemm_product import Scaling as ProductScaling
-from te_jax.ops._operands import FP8, as_array, validate_copy, validate_quantization
+from te_jax.ops._operands import as_array, validate_copy, validate_quantization
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BLOCK, Quantization, Scaling
+from te_jax.recipe import Quantization, Scaling
 
 Contracting = Literal["cols", "rows"]
 
@@ -222,9 +221,9 @@ def gemm(
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
-@functools.partial(jax.jit, static_argnums=(6, 7), inline=native.INLINE)
+@functools.partial(jax.jit, static_argnums=(6, 7), inline=sharding.INLINE)
 def _gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options: _Options, use_native: bool):
-    if use_native or _on_explicit_mesh(lhs, rhs):
+    if use_native or sharding.is_explicit(lhs, rhs):
         return _sharded_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options, use_native)
     return reference.gemm(
         lhs,
@@ -242,11 +241,6 @@ def _gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options: _O
         accumulator=accumulator,
         accumulate=options.accumulate,
     )
-
-
-def _on_explicit_mesh(*operands) -> bool:
-    """Whether the caller has to say how what is sharded is multiplied, as XLA does on Auto meshes."""
-    return any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(operands))
 
 
 def _sharded_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options: _Options, use_native: bool):

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from te_jax import native, reference
-from te_jax._arguments import as_axis_names, as_flag, is_whole_number, mapped_axes
-from te_jax.ops._derivatives import without_gradient
+from te_jax import native, reference, sharding
+from te_jax._core.arguments import as_flag, is_whole_number
+from te_jax._core.derivatives import without_gradient
+from te_jax._core.types import BLOCK
 from te_jax.ops._operands import as_array, validate_quantization
 from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BLOCK, Quantization
+from te_jax.recipe import Quantization
 from te_jax.reference.quantize import Copies, GroupAxes, blocked_groups, mesh_axes, scalings_of
 
 _NO_DERIVATIVE = (
@@ -155,8 +156,8 @@ def _mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if isinstance(axis_name, Mapping) and set(axis_name) - {"rows", "cols"}:
         raise ValueError(f'axis_name has keys {list(axis_name)}; they must be out of "rows" and "cols"')
     for axes in axis_name.values() if isinstance(axis_name, Mapping) else (axis_name,):
-        if names := as_axis_names("axis_name", axes):
-            mapped_axes(names)
+        if names := sharding.as_axis_names("axis_name", axes):
+            sharding.mapped_axes(names)
     return mesh_axes(axis_name)
 
 
@@ -196,7 +197,7 @@ def _validated_amax(amax: jax.typing.ArrayLike, request: Request) -> Array:
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
-@functools.partial(jax.jit, static_argnums=(2, 3), inline=native.INLINE)
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=sharding.INLINE)
 def _quantize(x: Array, amax: Array | None, request: Request, use_native: bool) -> QuantizedParts:
     x, amax = lax.stop_gradient((x, amax))
     if use_native:

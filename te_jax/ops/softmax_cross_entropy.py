@@ -14,12 +14,11 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from te_jax import native, reference
-from te_jax._arguments import is_finite_number, is_whole_number, mapped_axes
+from te_jax import native, reference, sharding
+from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax.ops._operands import as_array
 from te_jax.reference.softmax_cross_entropy import equals, in_vocabulary, nan_unless, reduce_tokens
-
-AxisName = str | tuple[str, ...]
+from te_jax.sharding import AxisName
 
 # Codes that labels take on the way to the kernel, beside columns of the local vocabulary.
 _IGNORED = -1  # the row is not read
@@ -112,7 +111,7 @@ def softmax_cross_entropy(
             "a number from 1e-30 to 1e30, or None for none",
             lambda c: 1e-30 <= c <= 1e30,  # beyond, c or logits / c would be subnormal
         ),
-        None if axis_name in (None, (), []) else mapped_axes(axis_name)[0],
+        None if axis_name in (None, (), []) else sharding.mapped_axes(axis_name)[0],
     )
     return _softmax_cross_entropy(logits, labels, loss, reduction, native.use_native(implementation))
 
@@ -141,12 +140,12 @@ def _number(name: str, value: Any, rule: str, holds: Callable[[float], bool]) ->
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=native.INLINE)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=sharding.INLINE)
 def _softmax_cross_entropy(logits: Array, labels: Array, loss: _Loss, reduction: str, use_native: bool) -> Array:
     if not use_native:
         return reference.softmax_cross_entropy(logits, labels, reduction=reduction, **dataclasses.asdict(loss))
     losses = cast(Array, _per_token(logits, labels, loss))
-    return reduce_tokens(losses, equals(native.split_as_last(labels, losses), loss.ignore_index), reduction)
+    return reduce_tokens(losses, equals(sharding.split_as_last(labels, losses), loss.ignore_index), reduction)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -165,7 +164,7 @@ def _forward(logits: Array, labels: Array, loss: _Loss):
         softcap=loss.logit_softcap or 0.0,
         with_total=loss.label_smoothing > 0.0,
     )
-    codes = native.split_as_last(codes, lse)
+    codes = sharding.split_as_last(codes, lse)
     lse = checkpoint_name(lse, "softmax_cross_entropy_lse")
 
     value = lse - (1.0 - loss.label_smoothing) * target
@@ -177,7 +176,7 @@ def _forward(logits: Array, labels: Array, loss: _Loss):
 
 
 # As above: each gradient outside of jit traced it anew.
-@functools.partial(jax.jit, static_argnums=0, inline=native.INLINE)
+@functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
 def _backward(loss: _Loss, residuals, cotangent: Array):
     logits, codes, lse = residuals
     weight = _where_counted(codes, _over_replicas(cotangent, loss.axis_name))
@@ -198,7 +197,7 @@ def _backward(loss: _Loss, residuals, cotangent: Array):
 _per_token.defvjp(_forward, _backward)
 
 
-@native.per_shard("... v, ... -> ..., ..., ...", axes_of=("v",))
+@sharding.per_shard("... v, ... -> ..., ..., ...", axes_of=("v",))
 def _row_statistics(logits: Array, codes: Array, *, axes, **attributes) -> tuple[Array, ...]:
     """(lse, z[label], Σz) of each row, float32 [*batch], from the one read of the logits in the forward pass."""
     if "v" in axes:
@@ -208,7 +207,7 @@ def _row_statistics(logits: Array, codes: Array, *, axes, **attributes) -> tuple
     return native.call("te_softmax_cross_entropy_statistics", (row, row, row), logits, codes, **attributes)
 
 
-@native.per_shard("... v, ..., ..., ... -> ... v", axes_of=("v",), reuse={0: 0})
+@sharding.per_shard("... v, ..., ..., ... -> ... v", axes_of=("v",), reuse={0: 0})
 def _logits_gradient(logits: Array, codes: Array, lse: Array, weight: Array, *, axes, reuse, **attributes):
     """The gradient of Σ weight · loss, over the logits themselves where their buffer is free."""
     if "v" in axes:
@@ -250,7 +249,6 @@ def _over_replicas(cotangent: Array, axis_name: AxisName | None) -> Array:
     Where shard_map tracks varying axes it is the same on every shard. Where it does not (check_vma=False, pmap), each
     shard holds a part and psum's own gradient would sum them; so does this.
     """
-    if not axis_name:
+    if not axis_name or sharding.tracked_axes(axis_name):
         return cotangent
-    tracked = bool(jax.typeof(lax.axis_index(axis_name)).manual_axis_type.varying)
-    return cotangent if tracked else lax.psum(cotangent, axis_name)
+    return lax.psum(cotangent, axis_name)

@@ -12,11 +12,11 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-from te_jax import _blocks
-from te_jax._arguments import as_flag, is_whole_number
+from te_jax._core.arguments import as_flag, is_whole_number
 from te_jax.optim import _moments, _rounding
 from te_jax.optim._master import in_float32, master_weights
 from te_jax.optim._nonfinite import skip_nonfinite as skip_nonfinite_steps
+from te_jax.sharding import blocks
 
 ScalarOrSchedule = float | Array | Callable[[Any], Any]
 
@@ -103,7 +103,7 @@ def scale_by_adam(
 
     def init(params: Any) -> ScaleByAdamState:
         mu, nu = (jax.tree.map(lambda p, dtype=dtype: _moments.zeros(p, dtype), params) for dtype in dtypes)
-        bounds = (jax.tree.map(_blocks.zeros, params) if _moments.is_scaled(d) else None for d in dtypes)
+        bounds = (jax.tree.map(blocks.zeros, params) if _moments.is_scaled(d) else None for d in dtypes)
         return ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu, *bounds)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):

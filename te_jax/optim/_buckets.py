@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from te_jax.recipe import BLOCK
+from te_jax._core.types import BLOCK
 
 
 class Packed(NamedTuple):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from te_jax import _blocks
 from te_jax.optim import _rounding
+from te_jax.sharding import blocks
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 _FLOAT16 = np.dtype(jnp.float16)
@@ -60,7 +60,7 @@ def maxima(x: Array) -> Array:
     """The largest magnitude in each block of x; NaN where there is one."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF  # in this order NaN is largest
     if bits.ndim:
-        bits = jnp.max(_blocks.split(bits, [x.ndim - 1]), axis=-1)
+        bits = jnp.max(blocks.split(bits, [x.ndim - 1]), axis=-1)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -107,5 +107,5 @@ def _spread(scales: Array, shape: tuple[int, ...]) -> Array:
     """To every value that of its block."""
     if not shape:
         return scales
-    size = _blocks.size_of(shape[-1])
-    return _blocks.merge(jnp.broadcast_to(scales[..., None], (*scales.shape, size)), shape, [len(shape) - 1])
+    size = blocks.size_of(shape[-1])
+    return blocks.merge(jnp.broadcast_to(scales[..., None], (*scales.shape, size)), shape, [len(shape) - 1])

@@ -11,9 +11,8 @@ import optax
 from jax import Array, lax
 from jax.core import Tracer
 
-from te_jax._arguments import is_finite_number, mapped_axes
-
-AxisName = str | tuple[str, ...]
+from te_jax._core.arguments import is_finite_number
+from te_jax.sharding import AxisName, mapped_axes
 
 
 class SkipNonfiniteState(NamedTuple):

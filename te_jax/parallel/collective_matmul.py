@@ -17,17 +17,18 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from te_jax import native
-from te_jax._arguments import as_dtype
+from te_jax import native, sharding
+from te_jax._core.arguments import as_dtype
+from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _delayed
-from te_jax.ops._gemm_product import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops._operands import as_array
-from te_jax.parallel._call import BLOCK_PRODUCT_ROWS, AxisName, Call, Group, Residual, TransportName
-from te_jax.parallel._products import all_gather_products, reduce_scatter_product
+from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, Call, Group, Residual, TransportName
+from te_jax.parallel._collective.products import all_gather_products, reduce_scatter_product
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BLOCK, DelayedScalingState, Recipe, Role
+from te_jax.recipe import DelayedScalingState, Recipe, Role
+from te_jax.sharding import AxisName
 
 Weight = jax.typing.ArrayLike | QuantizedArray
 
@@ -288,8 +289,8 @@ def _validate_operands(x, weights: tuple[Any, ...], names: list[str], biases: tu
     if not weights:
         raise ValueError("w is an empty tuple; pass one array at least")
     for name, operand in (("x", x), *zip(names, weights, strict=True)):
-        for sharding in (jax.typeof(leaf).sharding for leaf in jax.tree.leaves(operand)):
-            if taken := {axis for entry in sharding.spec for axis in native.axes_of_entry(entry)}:
+        for leaf in jax.tree.leaves(operand):
+            if taken := set(sharding.axes_of_type(leaf)):
                 raise ValueError(
                     f"{name} is split over {sorted(taken)}, Explicit axes that shard_map left out; let it map them as "
                     "well, or make them Auto"
@@ -349,7 +350,7 @@ def _validate_recipe(call: Call, x, weights: tuple[Any, ...], names: list[str], 
         _validate_quantized("x", x, x.ndim - 1, recipe, "activation", "data")
         # Scales of rows and blocks travel with them; not so those of features, which the gradient of w reads.
         shared = {"tensor": x.scale_inv, "row": x.transposed_scale_inv}.get(call.scaling)
-        differing = native.varying_axes(shared) & set(group.names)
+        differing = sharding.varying_axes(shared) & set(group.names)
         if call.name == "all_gather_matmul" and differing:
             kind = "tensors" if call.scaling == "tensor" else "features, of the transposed copy,"
             raise ValueError(
@@ -376,7 +377,7 @@ def _states(call: Call, states: Any, count: int, several: bool) -> tuple[Delayed
             _delayed.validate(call.recipe, state, name)
         elif state is not None:
             raise ValueError(f"{name} is given, but recipe is None; only DelayedScaling has a state")
-        if differing := native.varying_axes(state) & set(call.axis_name):
+        if differing := sharding.varying_axes(state) & set(call.axis_name):
             raise ValueError(
                 f"{name} differs from device to device along {sorted(differing)}; scales of tensors must agree: pass "
                 "it into shard_map whole, with PartitionSpec()"
@@ -422,11 +423,7 @@ def _canonical(call: Call, x, sizes: tuple[int, ...], weights: tuple[Any, ...], 
     )
     biases = tuple(None if bias is None else bias.astype(jnp.float32).reshape(bias.size) for bias in biases)
     operands = (x, weights, biases)
-    tracked = {
-        name for name in call.axis_name if jax.typeof(lax.axis_index(name)).manual_axis_type.varying
-    }  # not in pmap, nor with check_vma=False
-    axes = native.varying_axes(operands) | tracked
-    return jax.tree.map(lambda x: native.varying_over(x, axes), operands)
+    return sharding.varying_together(operands, sharding.tracked_axes(call.axis_name))
 
 
 def _matrix(x: QuantizedArray, rows: int, cols: int) -> QuantizedArray:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from te_jax import _blocks
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization, Scaling
+from te_jax.sharding import blocks
 
 AxisName = str | tuple[str, ...]
 GroupAxes = AxisName | Mapping[Literal["rows", "cols"], AxisName]
@@ -165,11 +165,11 @@ def _copy(
         return codes, jnp.squeeze(scale_inv, summed)
 
     split = sorted({summed[-1], outer[-1]} if scaling == "block_128x128" else {summed[-1]})
-    blocks = _blocks.split(x, split)
+    parts = blocks.split(x, split)
     inside = tuple(axis + place + 1 for place, axis in enumerate(split))
-    codes, scale_inv = scaled(blocks, _largest(blocks, inside, keepdims=True))
+    codes, scale_inv = scaled(parts, _largest(parts, inside, keepdims=True))
     order = outer + summed if scaling == "block_128x128" else summed + outer
-    return _blocks.merge(codes, x.shape, split), jnp.squeeze(scale_inv, inside).transpose(order)
+    return blocks.merge(codes, x.shape, split), jnp.squeeze(scale_inv, inside).transpose(order)
 
 
 def _encode(x: Array, scale: Array, dtype: np.dtype) -> Array:

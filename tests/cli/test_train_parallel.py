@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 from xla_flags import environment_without_devices
 
-from te_jax import native
+from te_jax import inspect, native
 from te_jax.cli import _options, _step
 from te_jax.cli._run_folder import read_header
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, init
-from te_jax.parallel import inspect
 from te_jax.recipe import DelayedScaling
 
 pytestmark = pytest.mark.usefixtures("figures_of_twins_alone")

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from te_jax import inspect
 from te_jax.models import (
     PRESETS,
     DecoderConfig,
@@ -24,7 +25,6 @@ from te_jax.models import (
     parallel_loss,
     param_specs,
 )
-from te_jax.parallel import inspect
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close, relative_error
 

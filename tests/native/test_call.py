@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax import native
+from te_jax import native, sharding
 from te_jax.testing import assert_close, buffers
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
@@ -146,7 +146,7 @@ def test_process_survives_refusals():
 def test_result_type_outside_of_shard_map():
     weak = jnp.full(4, 1.0)
     assert weak.weak_type
-    type_ = native.result_type((2, 3), jnp.bfloat16, weak, jnp.zeros((), jnp.int32))
+    type_ = sharding.result_type((2, 3), jnp.bfloat16, weak, jnp.zeros((), jnp.int32))
     assert (type_.shape, type_.dtype, type_.weak_type) == ((2, 3), jnp.bfloat16, False)
 
 
@@ -156,7 +156,7 @@ def test_result_type_keeps_all_varying_axes(make_mesh):
 
     def local(a, b, c):
         for operands in ((a,), (c, a), (a, b), (c, b, a), (c,)):
-            seen.append(set(native.result_type((7,), jnp.int32, *operands).manual_axis_type.varying))
+            seen.append(set(sharding.result_type((7,), jnp.int32, *operands).manual_axis_type.varying))
         return a
 
     jax.shard_map(local, mesh=mesh, in_specs=(P("x"), P("y"), P()), out_specs=P("x"))(*(jnp.zeros(8),) * 3)

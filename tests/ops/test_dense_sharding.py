@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.ops._regrouped import regrouped
+from te_jax.sharding import regrouped
 from te_jax.testing import assert_close, collectives
 
 pytestmark = pytest.mark.usefixtures("native_kernels")

@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from te_jax.parallel import _p2p
-from te_jax.parallel._exchange import Exchange, Operand
+from te_jax.parallel.transports import p2p
+from te_jax.parallel.transports.exchange import Exchange, Operand
 
 ROUNDS, RUNS = 60, 2  # of a program
 NAMES = ("a", "b", "c")
@@ -73,11 +73,11 @@ def wrong_values(exchange: Exchange, mesh: Mesh, all_x: jax.Array, work: jax.Arr
     x = lax.dynamic_index_in_dim(jnp.stack(members), lax.axis_index(exchange.axis_name), keepdims=False)
     x, poison = lax.optimization_barrier((x, poison))
     eye = Operand(jnp.eye(summed, dtype=jnp.bfloat16), summed_first=True)
-    (y,), gathered, (extras,) = _p2p.all_gather_gemm(exchange, Operand(x), (eye,), (None,), (x[0, :1] * 2,), True)
+    (y,), gathered, (extras,) = p2p.all_gather_gemm(exchange, Operand(x), (eye,), (None,), (x[0, :1] * 2,), True)
     wrong = jnp.sum(gathered != jnp.concatenate(members, axis=1)) + jnp.sum(y != gathered.astype(jnp.float32))
     wrong += jnp.sum(extras != jnp.stack([member[0, :1] * 2 for member in members]))
     blocks = Operand(gathered.reshape(pieces, exchange.size, rows, summed))
-    z = _p2p.gemm_reduce_scatter(exchange, (blocks,), (eye,), None)
+    z = p2p.gemm_reduce_scatter(exchange, (blocks,), (eye,), None)
     return wrong + jnp.sum(z != x.astype(jnp.float32) * exchange.size) + jnp.sum(~jnp.isnan(poison))
 
 

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from mixed_calls import exchange_of, run_program
 
 from te_jax import native
-from te_jax.parallel import _p2p, all_gather_matmul, matmul_reduce_scatter
-from te_jax.parallel._exchange import Operand
+from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
+from te_jax.parallel.transports import p2p
+from te_jax.parallel.transports.exchange import Operand
 from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -46,7 +47,7 @@ def gathering(mesh, axes, protocol, *, timeout=20.0):
 
     def local(x, w, v, other):
         weights = (Operand(w[0], summed_first=True), Operand(v[0], summed_first=True))
-        (y, z), gathered, (others,) = _p2p.all_gather_gemm(
+        (y, z), gathered, (others,) = p2p.all_gather_gemm(
             exchange, Operand(x[0]), weights, (None, None), (other[0],), True
         )
         return y[None], z[None], gathered[None], others[None]
@@ -65,7 +66,7 @@ def scattering(mesh, axes, *, timeout=20.0):
             return Operand(x[0].reshape(x.shape[1], exchange.size, -1, x.shape[-1]))
 
         weights = (Operand(w[0]), Operand(v[0]))
-        return _p2p.gemm_reduce_scatter(exchange, (left(h), left(g)), weights, None)[None]
+        return p2p.gemm_reduce_scatter(exchange, (left(h), left(g)), weights, None)[None]
 
     specs = (P(groups, None, None, axes), P(groups, None, axes)) * 2
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(groups, None, axes), check_vma=False))
@@ -169,9 +170,9 @@ def test_several_sequences(dtype, scaling, tolerance, shape, size, rng, require_
             return Operand(data, None if scaling == "none" else scale, scaling)
 
         right = operand(w, w_scale), operand(v, v_scale)
-        ys, *_ = _p2p.all_gather_gemm(exchange, operand(x, x_scale), right, (bias, None), (), False)
-        several = _p2p.gemm_reduce_scatter(exchange, (operand(h, h_scale),) * 2, right, None)
-        one = _p2p.gemm_reduce_scatter(exchange, (operand(h, h_scale),), right[:1], None)
+        ys, *_ = p2p.all_gather_gemm(exchange, operand(x, x_scale), right, (bias, None), (), False)
+        several = p2p.gemm_reduce_scatter(exchange, (operand(h, h_scale),) * 2, right, None)
+        one = p2p.gemm_reduce_scatter(exchange, (operand(h, h_scale),), right[:1], None)
         return [result[None] for result in (*ys, several, one)]
 
     mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("t"), out_specs=P("t"), check_vma=False))
@@ -307,8 +308,8 @@ def test_a_mesh_without_devices(require_devices):
 def test_programs_to_export(monkeypatch, rng, require_devices):
     """They run on devices that are not known yet."""
     require_devices(4)
-    monkeypatch.setattr(_p2p, "is_worthwhile", lambda *_, **__: True)
-    monkeypatch.setattr(_p2p, "_is_usable", lambda devices: devices is not None)
+    monkeypatch.setattr(p2p, "is_worthwhile", lambda *_, **__: True)
+    monkeypatch.setattr(p2p, "_is_usable", lambda devices: devices is not None)
     mesh = mesh_of((4,), ("t",))
     x, w = normal(rng, 8, 3), normal(rng, 3, 8)
 
@@ -347,7 +348,7 @@ def test_while_jit_is_disabled(transport, rng, require_devices):
 def test_auto_does_without_it_where_devices_are_unknown(recipe, check_vma, monkeypatch, rng, require_devices):
     """As `transport="xla"` does, also for a mesh without devices, and for CPUs beside a GPU."""
     require_devices(4)
-    monkeypatch.setattr(_p2p, "is_worthwhile", lambda *_, **__: True)
+    monkeypatch.setattr(p2p, "is_worthwhile", lambda *_, **__: True)
     mesh = mesh_of((2, 2), ("d", "t"), rng)
     specs = P("d", "t"), P(None, "t"), P("t"), P("t"), P()
     shapes = (2, 256, 128), (128, 256), (256,), (256, 128), (128,)
@@ -380,7 +381,7 @@ def test_auto_leaves_groups_of_several_processes_to_xla(local_devices, worthwhil
     x, w = (Operand(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in ((1, 8192, 8192), (8192, 8192)))
     exchange = exchange_of(("t",), AbstractMesh((2,), ("t",)))
     with mapped_axis(2):
-        assert _p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
+        assert p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
 
 
 @pytest.mark.parametrize(("tokens", "worthwhile"), [(512, False), (1024, False), (2048, True), (4096, True)])
@@ -395,10 +396,10 @@ def test_auto_leaves_short_products_to_xla(tokens, worthwhile, monkeypatch):
 
     x, up, hidden, down = ((1, tokens // 4, 8192), (7168, 8192), (1, 4, tokens // 4, 7168), (8192, 7168))
     with mapped_axis(4):
-        assert _p2p.is_worthwhile(exchange, (operand(*x),), (operand(*up),), gathers=True) is worthwhile
-        assert _p2p.is_worthwhile(exchange, (operand(*hidden),), (operand(*down),), gathers=False) is worthwhile
+        assert p2p.is_worthwhile(exchange, (operand(*x),), (operand(*up),), gathers=True) is worthwhile
+        assert p2p.is_worthwhile(exchange, (operand(*hidden),), (operand(*down),), gathers=False) is worthwhile
         parts = (operand(7168 // 4, 8192),) * 4
-        assert _p2p.is_worthwhile(exchange, (operand(*x),), parts, gathers=True) is worthwhile
+        assert p2p.is_worthwhile(exchange, (operand(*x),), parts, gathers=True) is worthwhile
 
 
 @pytest.mark.parametrize(
@@ -424,8 +425,8 @@ def test_auto_leaves_short_pieces_to_xla(scaling, pieces, gathers, scatters, mon
         )
     )
     with mapped_axis(4):
-        assert _p2p.is_worthwhile(exchange, x, up, gathers=True) is gathers
-        assert _p2p.is_worthwhile(exchange, hidden, down, gathers=False) is scatters
+        assert p2p.is_worthwhile(exchange, x, up, gathers=True) is gathers
+        assert p2p.is_worthwhile(exchange, hidden, down, gathers=False) is scatters
 
 
 @pytest.mark.parametrize(
@@ -447,31 +448,31 @@ def test_auto_leaves_fast_products_and_the_reference_to_xla(change, worthwhile, 
     scaling = change.get("scaling", "none")
     x, w = (Operand(jax.ShapeDtypeStruct(shape, dtype), scaling=scaling) for shape in ((1, 512, 8192), (5120, 8192)))
     with mapped_axis(2):
-        assert _p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
+        assert p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
 
 
 @pytest.mark.parametrize(("platform", "processes", "usable"), [("gpu", 1, True), ("gpu", 2, False), ("cpu", 1, False)])
 def test_auto_keeps_to_gpus_of_one_process(platform, processes, usable, monkeypatch):
     """Known while lowering."""
-    monkeypatch.setattr(_p2p._processes, "place_of", lambda device: device.place)
+    monkeypatch.setattr(p2p._processes, "place_of", lambda device: device.place)
     places = [number % processes << 16 | number for number in range(4)]
     devices = np.array([[types.SimpleNamespace(platform=platform, place=place) for place in places]])
-    assert _p2p._is_usable(devices) is usable
+    assert p2p._is_usable(devices) is usable
 
 
 def test_processes_wait_for_each_other_to_compile(monkeypatch, require_devices):
     """For as long as a call does, if that is longer."""
     require_devices(2)
     waits = []
-    monkeypatch.setattr(_p2p._processes, "span_processes", lambda groups: True)
-    monkeypatch.setattr(_p2p._processes, "ensure", lambda *arguments: waits.append(arguments[-1]))
+    monkeypatch.setattr(p2p._processes, "span_processes", lambda groups: True)
+    monkeypatch.setattr(p2p._processes, "ensure", lambda *arguments: waits.append(arguments[-1]))
     for timeout in (1.0, 1000.0):
         layer = functools.partial(all_gather_matmul, axis_name="t", transport="p2p", timeout=timeout)
         mapped = jax.shard_map(
             layer, mesh=mesh_of((2,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")
         )  # fmt: skip
         jax.jit(mapped).lower(jnp.ones((4, 3)), jnp.ones((3, 4)))
-    assert waits == [_p2p._processes.SECONDS_TO_COMPILE, 1000.0]
+    assert waits == [p2p._processes.SECONDS_TO_COMPILE, 1000.0]
 
 
 def test_a_very_long_timeout(rng, require_devices):
@@ -488,7 +489,7 @@ def test_axes_that_are_left_to_xla(monkeypatch, require_devices):
     """ "auto" leaves all to XLA then; axes of one device are not split."""
     require_devices(4)
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(_p2p, "_SHORTEST_PRODUCT", 0.0)
+    monkeypatch.setattr(p2p, "_SHORTEST_PRODUCT", 0.0)
 
     def run(transport, size):
         mapped = jax.shard_map(
@@ -511,7 +512,7 @@ def test_axes_of_vmap_stand_for_no_devices(check_vma, monkeypatch, require_devic
     """In a shard_map over another axis, or in none: "auto" leaves them to XLA."""
     require_devices(2)
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(_p2p, "_SHORTEST_PRODUCT", 0.0)
+    monkeypatch.setattr(p2p, "_SHORTEST_PRODUCT", 0.0)
     x, w = jnp.ones((2, 4, 3)), jnp.ones((2, 3, 8))
 
     def run(transport):

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
-from te_jax.parallel._exchange import Exchange, Operand, all_gather, multiply, sum_of_products, with_bias
+from te_jax.parallel.transports.exchange import Exchange, Operand, all_gather, multiply, sum_of_products, with_bias
 
 
 def all_gather_gemm(
@@ -18,7 +18,7 @@ def all_gather_gemm(
     extras: tuple[Array, ...],
     keep_gathered: bool,
 ) -> tuple[tuple[Array, ...], Array | None, tuple[Array, ...]]:
-    """See `te_jax.parallel._exchange.Transport`."""
+    """See `te_jax.parallel.transports.exchange.Transport`."""
     axes = exchange.axis_name
     scale_inv = x.scale_inv
     if x.scaling in ("row", "block"):
@@ -32,7 +32,7 @@ def all_gather_gemm(
 def gemm_reduce_scatter(
     exchange: Exchange, xs: tuple[Operand, ...], weights: tuple[Operand, ...], bias: Array | None
 ) -> Array:
-    """See `te_jax.parallel._exchange.Transport`.
+    """See `te_jax.parallel.transports.exchange.Transport`.
 
     The collective adds up in the output dtype, as is customary and as XLA's own rewrites do: over D devices a sum in
     bfloat16 is rounded up to D-1 times. The other transports round partial sums once, and add them in float32.

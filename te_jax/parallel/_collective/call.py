@@ -9,11 +9,12 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from te_jax import native
-from te_jax._arguments import as_flag, mapped_axes
-from te_jax.parallel._exchange import Exchange, Scaling
-from te_jax.recipe import BLOCK, Product, Recipe
+from te_jax._core.arguments import as_flag
+from te_jax._core.types import BLOCK
+from te_jax.parallel.transports.exchange import Exchange, Scaling
+from te_jax.recipe import Product, Recipe
+from te_jax.sharding import mapped_axes
 
-AxisName = str | tuple[str, ...]
 TransportName = Literal["auto", "xla", "ring", "p2p"]
 Residual = Literal["gathered", "shard"]
 

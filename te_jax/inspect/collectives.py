@@ -30,10 +30,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from te_jax._hlo import COLLECTIVES, Buffer, Instruction, arrays, split_at_commas, unquoted
-from te_jax.parallel import _replica_groups
-from te_jax.parallel._processes import place_of
-from te_jax.parallel._program import Program, name_of
+from te_jax._core.devices import place_of
+from te_jax.inspect import _replica_groups
+from te_jax.inspect._hlo import COLLECTIVES, Buffer, Instruction, arrays, split_at_commas, unquoted
+from te_jax.inspect._program import Program, name_of
 
 __all__ = ["KINDS", "Buffer", "Collective", "assert_no_resharding", "collectives", "parse", "table"]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from jax.sharding import PartitionSpec as P
 
-from te_jax.native.rule import Rule
+from te_jax.sharding.rule import Rule
 
 
 def axes(entry):

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_jax
-from te_jax import native
+from te_jax import sharding
 from te_jax.testing import assert_close, collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -25,7 +25,7 @@ axis_types = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto",
 
 
 # A contraction: k is reduced, by a sum over the mesh axes that split it.
-@native.per_shard("... k, k j -> ... j", axes_of=("k",))
+@sharding.per_shard("... k, k j -> ... j", axes_of=("k",))
 def scaled_product(x, weights, *, axes, scale):
     if "k" in axes:
         (part,) = scaled_product(x, weights, scale=scale)
@@ -34,14 +34,14 @@ def scaled_product(x, weights, *, axes, scale):
 
 
 # A scan along the row, that must have all of it.
-@native.per_shard("... v -> ... v, ...", replicated=("v",))
+@sharding.per_shard("... v -> ... v, ...", replicated=("v",))
 def running_sum(x, *, axes, reverse):
     assert not axes
     return lax.cumsum(x, x.ndim - 1, reverse=reverse), jnp.sum(x, axis=-1)
 
 
 # The place of a shard matters, and nothing is combined.
-@native.per_shard("... v -> ... v", axes_of=("v",))
+@sharding.per_shard("... v -> ... v", axes_of=("v",))
 def times_column(x, *, axes):
     if "v" in axes:
         (local,) = times_column(x)
@@ -314,7 +314,7 @@ def test_derivatives_are_the_operations_business(rng):
 
 
 # A product of values that share a scale in blocks of 4, in the layout of FP8 operands.
-@native.per_shard("... m (kb ki), ... kb m, ... n (kb ki) -> ... m n", axes_of=("kb",), sizes={"ki": 4})
+@sharding.per_shard("... m (kb ki), ... kb m, ... n (kb ki) -> ... m n", axes_of=("kb",), sizes={"ki": 4})
 def block_product(x, scales, y, *, axes):
     if "kb" in axes:
         (part,) = block_product(x, scales, y)
@@ -325,7 +325,7 @@ def block_product(x, scales, y, *, axes):
 
 
 # Scales of blocks, and the transposed values: compound dimensions in the results.
-@native.per_shard("... r (cb ci) -> ... (cb ci) r, ... cb r", axes_of=("cb",), sizes={"ci": 4})
+@sharding.per_shard("... r (cb ci) -> ... (cb ci) r, ... cb r", axes_of=("cb",), sizes={"ci": 4})
 def transposed_blocks(x, *, axes):
     if "cb" in axes:
         return transposed_blocks(x)  # blocks do not cross shards: nothing to combine
@@ -487,7 +487,7 @@ def test_vmap_over_blocks(k, axis_type, make_mesh, rng):
 @pytest.mark.parametrize("sizes", [None, {}, {"kb": 4}, {"ki": 4, "m": 4}])
 def test_sizes_must_name_the_minor_factors(sizes):
     with pytest.raises(ValueError, match=r"needs the sizes of \['ki'\]"):
-        native.per_shard("m (kb ki) -> m", sizes=sizes)
+        sharding.per_shard("m (kb ki) -> m", sizes=sizes)
 
 
 @pytest.mark.parametrize("length", [6, 13])
@@ -507,7 +507,7 @@ def test_uneven_shards_of_a_reduced_factor_are_gathered(length, make_mesh, rng):
 # ---------------------------------------------------------------------------------------------------------------- reuse
 
 
-@native.per_shard("... -> ...", reuse={0: 0})
+@sharding.per_shard("... -> ...", reuse={0: 0})
 def with_reuse(x, *, axes, reuse):
     assert not axes
     REUSES.append(dict(reuse))
@@ -524,7 +524,7 @@ def test_function_is_told_what_it_may_reuse(rng):
     assert {0: 0} in REUSES
 
 
-@native.per_shard("... -> ...", reuse={0: 0})
+@sharding.per_shard("... -> ...", reuse={0: 0})
 def reuses(x, *, axes, reuse):
     """How many results are written over operands."""
     assert not axes
@@ -561,7 +561,7 @@ def test_what_is_reused(program, of_kept, donated, split, make_mesh, rng):
 def with_constant(constant):
     """As operations are that are made for a request: what is static lies in the closure."""
 
-    @native.per_shard("... -> ...")
+    @sharding.per_shard("... -> ...")
     def plus(x, *, axes):
         assert not axes
         return (x + constant,)
@@ -572,7 +572,7 @@ def with_constant(constant):
 def with_sum(sums):
     """What is static matters where the operand is split only."""
 
-    @native.per_shard("... v -> ...", axes_of=("v",))
+    @sharding.per_shard("... v -> ...", axes_of=("v",))
     def total(x, *, axes):
         if "v" in axes:
             (part,) = total(x)
@@ -584,22 +584,22 @@ def with_sum(sums):
 
 def with_function(function):
     """Functions in a closure have names and addresses only."""
-    return native.per_shard("... -> ...")(lambda x, *, axes: (function(x),))
+    return sharding.per_shard("... -> ...")(lambda x, *, axes: (function(x),))
 
 
-@native.per_shard("... v -> ... v", axes_of=("v",))
+@sharding.per_shard("... v -> ... v", axes_of=("v",))
 def times_size(x, *, axes, power=1):
     return (x * lax.axis_size(axes["v"]) ** power if axes else x,)
 
 
-@native.per_shard("... v -> ... v", axes_of=("v",))
+@sharding.per_shard("... v -> ... v", axes_of=("v",))
 def times_place(x, *, axes):
     return (x * lax.axis_index(axes["v"]) if axes else x,)
 
 
 def split_along(rule, factor):
     """The function learns from `axes` what is split, and is the same for all."""
-    return native.per_shard(rule, axes_of=(factor,))(multiplied)
+    return sharding.per_shard(rule, axes_of=(factor,))(multiplied)
 
 
 def multiplied(x, *, axes):
@@ -612,7 +612,7 @@ def multiplied(x, *, axes):
         (lambda x: running_sum(x, reverse=False), lambda x: running_sum(x, reverse=True)),
         (with_constant(1.0), with_constant(2.0)),
         (with_sum(True), with_sum(False)),
-        (with_reuse, native.per_shard("... -> ...", reuse={})(lambda x, *, axes: (x + 1,))),
+        (with_reuse, sharding.per_shard("... -> ...", reuse={})(lambda x, *, axes: (x + 1,))),
         (with_function(lambda x: x + 1), with_function(lambda x: x + 2)),
         (lambda x: times_size(x, power=2), lambda x: times_size(x, power=3)),
         (times_size, times_place),
@@ -634,7 +634,7 @@ def test_programs_are_those_of_other_processes_and_not_of_other_versions(make_me
     total, again = with_sum(True), with_sum(True)
     expected = text(total, x)
     assert text(again, x) == expected
-    monkeypatch.setattr("te_jax.native.sharding.__version__", "0.0.0")
+    monkeypatch.setattr("te_jax.sharding.dispatch.__version__", "0.0.0")
     assert text(total, x) != expected
 
 
@@ -661,11 +661,11 @@ def test_compilation_cache_of_several_processes(tmp_path):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-        from te_jax import native
+        from te_jax import sharding
         mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
         x = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("x")))
 
-        @native.per_shard("... -> ...")
+        @sharding.per_shard("... -> ...")
         def times(x, *, axes, factor):
             return (x * factor,)
 

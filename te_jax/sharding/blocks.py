@@ -13,7 +13,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from te_jax.recipe import BLOCK
+from te_jax._core.types import BLOCK
+from te_jax.sharding.layout import is_explicit, moved, shards_of
 
 
 def size_of(length: int) -> int:
@@ -34,7 +35,11 @@ def zeros(x: Any) -> Array:
 
 
 def _of_blocks(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    if not shape or len(sharding.spec) < len(shape) or shape[-1] % _shards(sharding, len(shape) - 1) == 0:
+    if (
+        not shape
+        or len(sharding.spec) < len(shape)
+        or shape[-1] % shards_of(sharding, sharding.spec[len(shape) - 1]) == 0
+    ):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1]))
 
@@ -52,20 +57,15 @@ def split(x: Array, axes: Sequence[int]) -> Array:
 
 
 def _gather_cut_blocks(x: Array, axes: Sequence[int]) -> Array:
-    """Axes that an Explicit mesh splits within a block, whole. On Auto meshes that is XLA's to find out."""
-    sharding = jax.typeof(x).sharding
-    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
+    """Axes that an Explicit mesh splits within a block, whole."""
+    if not is_explicit(x):
         return x
+    sharding = jax.typeof(x).sharding
     spec = list(sharding.spec)
     for axis in axes:
-        if x.shape[axis] % (BLOCK * _shards(sharding, axis)):
+        if x.shape[axis] % (BLOCK * shards_of(sharding, spec[axis])):
             spec[axis] = None
-    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
-
-
-def _shards(sharding: NamedSharding, axis: int) -> int:
-    entry = sharding.spec[axis] or ()
-    return math.prod(sharding.mesh.shape[name] for name in ((entry,) if isinstance(entry, str) else entry))
+    return moved(x, PartitionSpec(*spec))
 
 
 def merge(blocks: Array, shape: tuple[int, ...], axes: Sequence[int]) -> Array:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-Axes = tuple[str, ...]
+from te_jax.sharding.axes import Axes, axes_of_entry
+
 Dimension = str | tuple[str, ...]
 """A factor, or the factors that one dimension is made of, the outermost first."""
 Term = tuple[Dimension, ...]
@@ -152,11 +153,6 @@ class Assignment:
     axes: Mapping[str, Axes]
     operand_specs: tuple[PartitionSpec, ...]
     result_specs: tuple[PartitionSpec, ...]
-
-
-def axes_of_entry(entry: str | tuple[str, ...] | None) -> Axes:
-    """The mesh axes that one entry of a PartitionSpec names."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _parse_term(text: str) -> Term:

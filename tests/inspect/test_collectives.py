@@ -15,8 +15,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax import native, ops
-from te_jax.parallel import all_gather_matmul, inspect
+from te_jax import inspect, native, ops
+from te_jax.parallel import all_gather_matmul
 
 HERE = os.path.relpath(__file__)
 
@@ -714,6 +714,6 @@ def test_unknown_kinds_are_refused(mesh):
 
 
 def test_it_is_there_where_te_jax_is_imported():
-    code = "import te_jax; te_jax.parallel.inspect.collectives"
+    code = "import te_jax; te_jax.inspect.collectives"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -32,8 +32,9 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from te_jax._version import __version__
-from te_jax.native.local_call import Reuse, bind_local_call
-from te_jax.native.rule import Rule, axes_of_entry
+from te_jax.sharding.axes import axes_of_type
+from te_jax.sharding.local_call import Reuse, bind_local_call
+from te_jax.sharding.rule import Rule
 
 Results = tuple[Array, ...]
 
@@ -124,7 +125,7 @@ class _Dispatch:
     def run(self, function: Callable[..., Results], operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
         """Runs under the operands' shardings; `reuse` is empty, or {"reuse": …} as decided."""
         mesh = _mesh_of(operands)
-        if any(axis in mesh.explicit_axes for operand in operands for axis in _axes_of(operand)):
+        if any(axis in mesh.explicit_axes for operand in operands for axis in axes_of_type(operand)):
             return self._over_explicit_axes(function, mesh, operands, reuse)
         # XLA gives custom_partitioning no sharding that JAX can read where a shard_map leaves Auto axes of one device.
         if not mesh.empty and all(mesh.shape[axis] == 1 for axis in mesh.auto_axes):
@@ -331,19 +332,6 @@ def _with_devices(mesh) -> Mesh:
     They are JAX's first ones; should the operands live on others, JAX says so: the way out is `jax.set_mesh`.
     """
     return _mesh_over(mesh.axis_names, mesh)
-
-
-def split_as_last(operand: Array, whole: Array) -> Array:
-    """The operand, split as the last dimensions of `whole` are: on Explicit meshes JAX adds nothing else to it."""
-    own, sharding = jax.typeof(operand).sharding, jax.typeof(whole).sharding
-    if not (own.mesh.explicit_axes and sharding.mesh.explicit_axes):
-        return operand
-    spec = PartitionSpec(*tuple(sharding.spec)[whole.ndim - operand.ndim :])
-    return operand if own.spec == spec else jax.reshard(operand, NamedSharding(sharding.mesh, spec))
-
-
-def _axes_of(operand: Array) -> tuple[str, ...]:
-    return tuple(axis for entry in jax.typeof(operand).sharding.spec for axis in axes_of_entry(entry))
 
 
 def _mesh_of(operands: Sequence[Array]):

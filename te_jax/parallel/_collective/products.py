@@ -13,15 +13,13 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from te_jax import native
+from te_jax import sharding
+from te_jax._core.derivatives import as_residual, from_residual
+from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.ops import _delayed
-from te_jax.ops._derivatives import as_residual, from_residual
-from te_jax.ops._gemm_product import FP8_ALIGNMENT
 from te_jax.ops.gemm import gemm
-from te_jax.parallel import _p2p, _ring, _xla
-from te_jax.parallel._call import Call, scaling_of, validate_rows_of_blocks
-from te_jax.parallel._exchange import Exchange, Operand, Transport, all_gather, dot, quantized
-from te_jax.parallel._sides import (
+from te_jax.parallel._collective.call import Call, scaling_of, validate_rows_of_blocks
+from te_jax.parallel._collective.sides import (
     in_order,
     left_side,
     quantize_matrix,
@@ -29,6 +27,8 @@ from te_jax.parallel._sides import (
     transposed_side,
     travelling_parts,
 )
+from te_jax.parallel.transports import p2p, ring, xla
+from te_jax.parallel.transports.exchange import Exchange, Operand, Transport, all_gather, dot, quantized
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Product, Role
 
@@ -47,12 +47,12 @@ def reduce_scatter_product(call: Call, x, weight, bias, state) -> Any:
         return _reduce_scatter_product(call, x, weight, bias, state)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=native.INLINE)
+@functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
 def _all_gather_products(call: Call, x, weights, biases, states) -> Any:
     return _gathered_products(call, x, weights, biases, states)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=native.INLINE)
+@functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
 def _reduce_scatter_product(call: Call, x, weight, bias, state) -> Any:
     return _scattered_product(call, x, weight, bias, state)
 
@@ -126,8 +126,8 @@ def _transport(call: Call, exchange: Exchange, kind: Literal["all_gather", "redu
     if call.size == 1:
         name = "ring"  # without any step it is the product alone
     elif name == "auto":
-        name = "p2p" if _p2p.is_worthwhile(exchange, xs, weights, gathers=kind == "all_gather") else "xla"
-    return cast(Transport, {"xla": _xla, "ring": _ring, "p2p": _p2p}[name])
+        name = "p2p" if p2p.is_worthwhile(exchange, xs, weights, gathers=kind == "all_gather") else "xla"
+    return cast(Transport, {"xla": xla, "ring": ring, "p2p": p2p}[name])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from te_jax._core.derivatives import differentiated_once
 from te_jax.ops import _delayed
-from te_jax.ops._derivatives import differentiated_once
 from te_jax.ops.quantize import QuantizedParts, quantize_parts
-from te_jax.parallel._call import Call, scaling_of
-from te_jax.parallel._exchange import Operand
+from te_jax.parallel._collective.call import Call, scaling_of
+from te_jax.parallel.transports.exchange import Operand
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Role
 

@@ -20,10 +20,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh
 
-from te_jax import native
+from te_jax import native, sharding
 from te_jax.ops._gemm_product import allowed_dtype, autotunes
-from te_jax.parallel import _processes, _xla
-from te_jax.parallel._exchange import Exchange, Operand, Scaling, with_bias
+from te_jax.parallel.transports import processes, xla
+from te_jax.parallel.transports.exchange import Exchange, Operand, Scaling, with_bias
 
 _FLOAT32 = np.dtype(np.float32)
 _WORKSPACE_BYTES = 8 * 2**20 + 512
@@ -52,7 +52,7 @@ def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[O
     """
     if not exchange.native or native.compute_capability() is None:
         return False
-    if axes_left_to_xla() or _axes_of_no_mesh(exchange.axis_name):
+    if sharding.unmapped_axes() or sharding.axes_without_devices(exchange.axis_name):
         return False
     if jax.local_device_count() < exchange.size:  # a group of several processes: see _is_usable
         return False
@@ -74,7 +74,7 @@ def all_gather_gemm(
     extras: tuple[Array, ...],
     keep_gathered: bool,
 ) -> tuple[tuple[Array, ...], Array | None, tuple[Array, ...]]:
-    """See `te_jax.parallel._exchange.Transport`."""
+    """See `te_jax.parallel.transports.exchange.Transport`."""
     pieces, rows, summed = x.data.shape
     dtype = _product_dtype(exchange, x)
     fused = [bias is not None and _fuses_bias(exchange, x, dtype) for bias in biases]
@@ -105,7 +105,7 @@ def all_gather_gemm(
 def gemm_reduce_scatter(
     exchange: Exchange, xs: tuple[Operand, ...], weights: tuple[Operand, ...], bias: Array | None
 ) -> Array:
-    """See `te_jax.parallel._exchange.Transport`."""
+    """See `te_jax.parallel.transports.exchange.Transport`."""
     pieces, _, rows, _ = xs[0].data.shape
     dtype = _product_dtype(exchange, xs[0])
     columns = weights[0].data.shape[1 if weights[0].summed_first else 0]
@@ -183,20 +183,19 @@ def _call(
             "transport='p2p' is a kernel of te_jax's extension, which is not loaded or was not asked for: leave "
             "implementation=None where `te-jax doctor` finds the extension, or use transport='ring' or 'xla'"
         )
-    if axes := _axes_of_no_mesh(exchange.axis_name):
+    if axes := sharding.axes_without_devices(exchange.axis_name):
         raise ValueError(
             f"transport='p2p' over {axes}, which shard_map or pmap did not map, and which therefore stand for no "
             "devices: map axes of a mesh, or use transport='ring' or 'xla'"
         )
-    if axes := axes_left_to_xla():
+    if axes := sharding.unmapped_axes():
         raise ValueError(
             f"transport='p2p' inside a shard_map that leaves {axes} to XLA, which could only gather all operands along "
             "them: map these axes too, or use transport='ring' or 'xla'"
         )
     present = [operand for operand in operands if operand is not None]
-    union = native.varying_axes(*present)
-    present = [native.varying_over(operand, union) for operand in present]
-    avals = tuple(native.result_type(result.shape, result.dtype, *present) for result in results)
+    present = sharding.varying_together(present)
+    avals = tuple(sharding.result_type(result.shape, result.dtype, *present) for result in results)
     return tuple(
         _collective_p.bind(
             *present,
@@ -211,17 +210,6 @@ def _call(
     )
 
 
-def axes_left_to_xla() -> list[str]:
-    """The axes of the mesh at hand that have several devices and that no shard_map has mapped."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
-
-
-def _axes_of_no_mesh(names: tuple[str, ...]) -> list[str]:
-    """Those of the axes that are examples of a vmap on one device."""
-    return [name for name in names if name not in jax.sharding.get_abstract_mesh().manual_axes]
-
-
 @_collective_p.def_abstract_eval
 def _(*_, results, **__):
     return results
@@ -229,7 +217,7 @@ def _(*_, results, **__):
 
 def _batch(operands, dims, **params):
     """One call after another: a batch dimension is better made a dimension of x."""
-    examples = native.batched_first(operands, dims)
+    examples = sharding.batched_first(operands, dims)
     results = lax.map(lambda example: tuple(_collective_p.bind(*example, **params)), tuple(examples))
     return list(results), [0] * len(results)
 
@@ -255,11 +243,11 @@ def _lower(ctx: mlir.LoweringRuleContext, *values, target, present, results, exc
             "transport='p2p' must know the devices, and this program is lowered for an abstract mesh: pass the mesh to "
             "jax.shard_map, or, inside another shard_map, enter it with jax.set_mesh; or use transport='ring' or 'xla'"
         )
-    _processes.introduce(devices.flat)
-    groups = _processes.places_of(devices)
-    if shares := _processes.span_processes(groups):
-        patience = max(attributes["timeout"], _processes.SECONDS_TO_COMPILE)
-        _processes.ensure(groups, shared_bytes, devices.flat[0].platform, patience)
+    processes.introduce(devices.flat)
+    groups = processes.places_of(devices)
+    if shares := processes.span_processes(groups):
+        patience = max(attributes["timeout"], processes.SECONDS_TO_COMPILE)
+        processes.ensure(groups, shared_bytes, devices.flat[0].platform, patience)
         if "put" in attributes:  # what XLA has allocated here other processes cannot write to
             attributes["put"] = False
     call = functools.partial(
@@ -289,7 +277,7 @@ def _is_usable(devices: np.ndarray | None) -> bool:
     """Whether "auto" may keep to this transport: between processes it needs what only some jobs allow."""
     if devices is None or devices.flat[0].platform == "cpu":
         return False
-    return not _processes.span_processes(_processes.places_of(devices))
+    return not processes.span_processes(processes.places_of(devices))
 
 
 def _devices(mesh: object, axis_name: tuple[str, ...]) -> np.ndarray | None:
@@ -326,14 +314,14 @@ def _with_plain_collectives(
             *parts, bias = operands
             xs = tuple(operand(*pair) for pair in zip(parts[::4], parts[1::4], strict=True))
             weights = tuple(weight(*pair) for pair in zip(parts[2::4], parts[3::4], strict=True))
-            found[0] = _xla.gemm_reduce_scatter(exchange, xs, weights, bias if bias.size else None)
+            found[0] = xla.gemm_reduce_scatter(exchange, xs, weights, bias if bias.size else None)
         else:
             count = cast(int, attributes["products"])
             (x, scale_inv), parts, extras = operands[:2], operands[2 : 2 + 3 * count], operands[2 + 3 * count :]
             weights = tuple(weight(*pair) for pair in zip(parts[::3], parts[1::3], strict=True))
             biases = tuple(bias if bias.size else None for bias in parts[2::3])
             keep = bool(attributes["keep_gathered"])
-            ys, gathered, others = _xla.all_gather_gemm(exchange, operand(x, scale_inv), weights, biases, extras, keep)
+            ys, gathered, others = xla.all_gather_gemm(exchange, operand(x, scale_inv), weights, biases, extras, keep)
             found[:count], found[count] = ys, gathered
             found[count + 2 : count + 2 + len(extras)] = others
         return [

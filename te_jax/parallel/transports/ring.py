@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from te_jax.parallel._call import BLOCK_PRODUCT_ROWS
-from te_jax.parallel._exchange import (
+from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS
+from te_jax.parallel.transports.exchange import (
     Exchange,
     Operand,
     as_bytes,
@@ -31,7 +31,7 @@ def all_gather_gemm(
     extras: tuple[Array, ...],
     keep_gathered: bool,
 ) -> tuple[tuple[Array, ...], Array | None, tuple[Array, ...]]:
-    """See `te_jax.parallel._exchange.Transport`.
+    """See `te_jax.parallel.transports.exchange.Transport`.
 
     Shards are passed on from device to device: after i steps device r multiplies the shard of device r+i. Its own one
     comes first, before anything has arrived. Both ways, half of the rows of each shard come from device r-i instead.
@@ -71,7 +71,7 @@ def all_gather_gemm(
 def gemm_reduce_scatter(
     exchange: Exchange, xs: tuple[Operand, ...], weights: tuple[Operand, ...], bias: Array | None
 ) -> Array:
-    """See `te_jax.parallel._exchange.Transport`.
+    """See `te_jax.parallel.transports.exchange.Transport`.
 
     Every block is sent to its owner once, in the output dtype, and summed there in float32: no partial sum is rounded
     again on its way, as it would be if it were accumulated and passed on. A device's own block comes last.

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from te_jax import native
+from te_jax._core.devices import PLACE_BITS, place_of
 
-_PLACE_BITS = 16
 SECONDS_TO_COMPILE = 300.0
 """By how much one process may compile longer than another before it gets to the same program."""
 
@@ -31,12 +31,6 @@ _attempts: dict[tuple[tuple[int, ...], int], int] = {}
 _job: Any = None
 """The key-value store of the job that this is known of: another `jax.distributed.initialize` makes another one."""
 _opening = threading.Lock()
-
-
-def place_of(device: Any) -> int:
-    """What kernels know a device by, in all processes: its process, and its number among the devices of that."""
-    siblings = sorted(other.id for other in device.client.devices() if other.process_index == device.process_index)
-    return device.process_index << _PLACE_BITS | siblings.index(device.id)
 
 
 def places_of(devices: np.ndarray) -> np.ndarray:
@@ -59,7 +53,7 @@ def _ordinal_of(device: Any) -> int:
 
 def span_processes(groups: np.ndarray) -> bool:
     """Whether devices of one group, a row of places, are driven by several processes."""
-    return bool((groups >> _PLACE_BITS != groups[:, :1] >> _PLACE_BITS).any())
+    return bool((groups >> PLACE_BITS != groups[:, :1] >> PLACE_BITS).any())
 
 
 def ensure(groups: np.ndarray, bytes_needed: int, platform: str, seconds: float) -> None:
@@ -80,7 +74,7 @@ def ensure(groups: np.ndarray, bytes_needed: int, platform: str, seconds: float)
     with _opening:
         for places in groups:
             group = tuple(int(place) for place in places)
-            if span_processes(places[None]) and index in (place >> _PLACE_BITS for place in group):
+            if span_processes(places[None]) and index in (place >> PLACE_BITS for place in group):
                 _open(group, bytes_needed, platform, seconds)
 
 
@@ -96,7 +90,7 @@ def _open(group: tuple[int, ...], bytes_needed: int, platform: str, seconds: flo
     if sizes and sizes[-1] >= bytes_needed:
         return
     attempt = _Attempt(store, group, bytes_needed)
-    mine = [rank for rank, place in enumerate(group) if place >> _PLACE_BITS == jax.process_index()]
+    mine = [rank for rank, place in enumerate(group) if place >> PLACE_BITS == jax.process_index()]
     try:
         for rank in mine:
             attempt.say(rank, module.open_space(group, attempt.number, rank, bytes_needed))
@@ -220,7 +214,7 @@ class _Attempt:
 def _names_of(places: Iterable[int]) -> str:
     names = []
     for place in places:
-        process, number = divmod(place, 1 << _PLACE_BITS)
+        process, number = divmod(place, 1 << PLACE_BITS)
         names.append(f"device {number} of process {process}")
     return ", ".join(names)
 

@@ -1,0 +1,5 @@
+"""What a compiled program does: which collectives it runs, and how large its arrays are."""
+
+from te_jax.inspect.collectives import KINDS, Buffer, Collective, assert_no_resharding, collectives, parse, table
+
+__all__ = ["KINDS", "Buffer", "Collective", "assert_no_resharding", "collectives", "parse", "table"]

@@ -1,0 +1,1 @@
+"""Collective products on canonical shapes, and their derivatives."""
