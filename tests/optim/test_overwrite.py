@@ -208,7 +208,6 @@ def test_params_are_needed():
         optimizer.update({OVERWRITE: jnp.ones(3)}, optimizer.init({OVERWRITE: jnp.ones(3)}))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="negative histories are not loud yet")
 def test_without_it_an_optimizer_of_everything_ends_in_nan(rng):
     model, x = Linen(), normal(rng, 16, 32)
     variables = model.init(jax.random.key(0), x)
