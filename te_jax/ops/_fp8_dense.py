@@ -24,7 +24,7 @@ from te_jax.ops._plain_dense import (
     added_once,
     validate_wanted,
 )
-from te_jax.ops.gemm import gemm
+from te_jax.ops.gemm import GemmResult, gemm
 from te_jax.ops.quantize import QuantizedParts, quantize_parts
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Product, Quantization, Recipe, Role
@@ -190,7 +190,7 @@ def _forward_product(layer: Layer, x8, kernel8, bias: Array | None, like: Layout
         fast_accumulation=layer.is_fast("forward"),
         implementation=layer.implementation,
     )
-    y, preactivation = result if layer.gelu_is_fused and keep_preactivation else (result, None)
+    y, preactivation = result if isinstance(result, GemmResult) else (result, None)
     y = like.apply(y)
     if layer.activation is None:
         return y, None
