@@ -208,14 +208,9 @@ def reference_gemm(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, 
     def multiply(arrays: Mapping[str, Array]) -> tuple[Array, ...]:
         lhs, rhs = arrays["a"], arrays["b"]
         if spec.scaling != "none":
-            outer_ndims = spec.a_outer_ndim, spec.b_outer_ndim
-            lhs, rhs = (
-                QuantizedArray(
-                    arrays[name], arrays[f"{name}_scale_inv"], None, None, ndim, spec.summed_ndim, *(scaling,) * 2,
-                    _FLOAT32,
-                )
-                for name, ndim, scaling in zip("ab", outer_ndims, _COPY_SCALINGS[spec.scaling], strict=True)
-            )  # fmt: skip
+            left, right = _COPY_SCALINGS[spec.scaling]
+            lhs = _matrix(lhs, arrays["a_scale_inv"], spec.a_outer_ndim, spec.summed_ndim, left)
+            rhs = _matrix(rhs, arrays["b_scale_inv"], spec.b_outer_ndim, spec.summed_ndim, right)
         result = reference.gemm(
             lhs,
             rhs,
@@ -231,6 +226,10 @@ def reference_gemm(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, 
         return result if isinstance(result, tuple) else (result,)
 
     return _over_batch(spec, arrays, multiply)({name: arrays[name] for name in spec.operands})
+
+
+def _matrix(data: Array, scale_inv: Array, outer_ndim: int, summed_ndim: int, scaling: CopyScaling) -> QuantizedArray:
+    return QuantizedArray(data, scale_inv, None, None, outer_ndim, summed_ndim, scaling, scaling, _FLOAT32)
 
 
 def _over_batch(spec: GemmSpec, arrays: Mapping[str, Array], function: Callable) -> Callable:

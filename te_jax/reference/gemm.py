@@ -48,14 +48,13 @@ def gemm(
         contracting_ndim = lhs.col_ndim if lhs_contracting == "cols" else lhs.row_ndim
     elif contracting_ndim is None:
         contracting_ndim = 1
-    summed = tuple(
-        tuple(range(x.ndim - contracting_ndim, x.ndim) if contracting == "cols" else range(contracting_ndim))
-        for x, contracting in ((a, lhs_contracting), (b, rhs_contracting))
-    )
     value = lax.dot_general(
         a,
         b,
-        (summed, ((), ())),
+        (
+            (_summed(a.ndim, contracting_ndim, lhs_contracting), _summed(b.ndim, contracting_ndim, rhs_contracting)),
+            ((), ()),
+        ),
         # Products of 16-bit values are exact in float32; for float32 GPUs would otherwise round them to TF32.
         precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
@@ -93,6 +92,11 @@ def epilogue(
 def gelu(x: Array) -> Array:
     """0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))."""
     return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+def _summed(ndim: int, contracting_ndim: int, contracting: str) -> tuple[int, ...]:
+    """The dimensions of [*rows, *cols] that a product over its rows or its cols sums over."""
+    return tuple(range(ndim - contracting_ndim, ndim) if contracting == "cols" else range(contracting_ndim))
 
 
 def _dequantized(x: QuantizedArray | Array, contracting: str) -> Array:

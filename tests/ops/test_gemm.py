@@ -184,6 +184,26 @@ def test_gelu_of_rows_of_any_length(columns, implementation, rng):
     assert_close(preactivation, expected, dtype="bfloat16")
 
 
+@pytest.mark.parametrize("kind", ["tensor", "row", "plain"])
+def test_what_follows_several_products(kind, implementation, rng):
+    """Also where XLA adds each product's own bias: to float32, before gelu in short rows, and before gelu of rows."""
+    columns = 7 if kind == "plain" else 16
+    examples = [operands(rng, kind, "bfloat16", (5, 2), (columns,), (16,)) for _ in range(3)]
+    biases = random_array(rng, (3, columns), "bfloat16")
+    expected = np.stack([product(*example) for example in examples]) + wide(biases)[:, None, None]
+    lhs, rhs = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *side) for side in zip(*examples, strict=True))
+
+    def run(**options):
+        call = functools.partial(ops.gemm, implementation=implementation, **options)
+        return jax.vmap(lambda lhs, rhs, bias: call(lhs, rhs, bias=bias))(lhs, rhs, biases)
+
+    assert_product(run(out_dtype="float32"), expected, dtype="float32", kind=kind)
+    result = run(activation="gelu", save_preactivation=True)
+    assert isinstance(result, ops.GemmResult)
+    assert_close(result.value, gelu(expected), dtype="bfloat16")
+    assert_close(result.preactivation, expected, dtype="bfloat16")
+
+
 @pytest.mark.parametrize("inner", [2, 3, 8, 12])
 @pytest.mark.parametrize("columns", [1, 8])
 def test_gelu_of_what_is_left_of_a_product_and_a_bias(columns, inner, implementation):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gemm_oracle import assert_product, gelu, product, random_array, random_product, random_quantized, wide
@@ -223,6 +224,38 @@ def test_epilogues(kind, split, axis_type, make_mesh, rng):
     assert_close(preactivation, expected, dtype="bfloat16")
     assert_close(result, gelu(expected), dtype="bfloat16")
     assert_exchanges_only(compiled, result, k)
+
+
+@axis_types
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_epilogues_of_several_products(implementation, axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    examples = [draw(rng, "tensor", 32, 64, 128 * mesh.size) for _ in range(2)]
+    biases = random_array(rng, (2, 64), "bfloat16")
+    expected = np.stack([product(*example) for example in examples]) + wide(biases)[:, None]
+    lhs, rhs = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *side) for side in zip(*examples, strict=True))
+    lhs = dataclasses.replace(
+        lhs.without_transposed(),
+        data=place(lhs.data, mesh, P(None, "data", "model")),
+        scale_inv=place(lhs.scale_inv, mesh, P()),
+    )
+    rhs = dataclasses.replace(
+        rhs.without_data(),
+        transposed=place(rhs.transposed, mesh, P(None, None, "model")),
+        transposed_scale_inv=place(rhs.transposed_scale_inv, mesh, P()),
+    )
+
+    @jax.jit
+    @jax.vmap
+    def run(lhs, rhs, bias):
+        options = {"activation": "gelu", "save_preactivation": True, "implementation": implementation}
+        return ops.gemm(lhs, rhs, bias=bias, **options)
+
+    operands = (lhs, rhs, place(biases, mesh, P()))
+    result, preactivation = run(*operands)
+    assert_close(preactivation, expected, dtype="bfloat16")
+    assert_close(result, gelu(expected), dtype="bfloat16")
+    assert [entry.kind for entry in collectives(run.lower(*operands).compile())] == ["all-reduce"]
 
 
 @axis_types
