@@ -137,10 +137,11 @@ def gemm(
       te_jax.native.NativeUnavailableError: implementation="native" cannot run here.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from te_jax import ops, recipe
       >>> current = recipe.CurrentScaling()
-      >>> x = ops.quantize(jax.numpy.ones((8, 32)), current.quantization("activation"))
-      >>> kernel = ops.quantize(jax.numpy.ones((32, 16)), current.quantization("kernel"))
+      >>> x = ops.quantize(jnp.ones((8, 32)), current.quantization("activation"))
+      >>> kernel = ops.quantize(jnp.ones((32, 16)), current.quantization("kernel"))
       >>> ops.gemm(x, kernel, activation="gelu").shape
       (8, 16)
     """
