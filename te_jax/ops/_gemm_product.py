@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax import native, reference, sharding
-from te_jax._core.types import BLOCK
+from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling as CopyScaling
 from te_jax.reference.gemm import epilogue
@@ -37,12 +37,15 @@ _COPY_SCALINGS: dict[Scaling, tuple[CopyScaling, CopyScaling]] = {
     "block": ("block_1x128", "block_128x128"),
 }
 
+_BLOCK_ROW_MULTIPLE = 4
+"""The kernel of blocks reads the scales of four rows at a time."""
+
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
 """32 MiB aligned to 256 bytes, and before them 256 bytes for scalars."""
 
 _GELU_ROW_MULTIPLE = 8
 """cuBLASLt's gelu needs rows of a multiple of 16 bytes: of D, for it has no algorithm for others, and of a and b, for
-there it rounded the product before it added the bias. FP8 products have them on every shard."""
+there it rounded the product before it added the bias. FP8 operands are padded to it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +116,7 @@ class GemmSpec:
             return self.bare(self.product_dtype)
         by_cublaslt = self.algorithm != "te_jax" and self.scaling in ("none", "tensor")
         gelu = self.activation is not None and by_cublaslt and self.dtype != _FLOAT32
-        if gelu and any(length % _GELU_ROW_MULTIPLE for length in _row_lengths(self, arrays)):
+        if gelu and self.scaling == "none" and any(n % _GELU_ROW_MULTIPLE for n in _row_lengths(self, arrays)):
             return self.bare(_FLOAT32)  # rounded once, at the end
         return dataclasses.replace(
             self,
@@ -241,9 +244,15 @@ def _over_batch(spec: GemmSpec, arrays: Mapping[str, Array], function: Callable)
 
 def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> tuple[Array, ...]:
     """te_gemm on local arrays; `in_place` writes the result over the accumulator."""
+    if spec.scaling != "none" and (aligned := _aligned(spec, arrays)):
+        batch, a_outer, _ = _groups(spec, "a", arrays)
+        shape = *batch, *a_outer, *_groups(spec, "b", arrays)[1]
+        return tuple(
+            lax.slice_in_dim(d, 0, math.prod(a_outer), axis=len(batch)).reshape(shape)
+            for d in _te_gemm(*aligned, in_place=in_place)
+        )
     batch, a_outer, _ = _groups(spec, "a", arrays)
-    _, b_outer, _ = _groups(spec, "b", arrays)
-    d = jax.ShapeDtypeStruct((*batch, *a_outer, *b_outer), spec.dtype)
+    d = jax.ShapeDtypeStruct((*batch, *a_outer, *_groups(spec, "b", arrays)[1]), spec.dtype)
     absent = jax.ShapeDtypeStruct((0,), jnp.float32)
     needs_workspace = native.has_gpu() and spec.algorithm != "te_jax"
     workspace = jax.ShapeDtypeStruct((_CUBLASLT_WORKSPACE_BYTES if needs_workspace else 0,), jnp.uint8)
@@ -268,6 +277,38 @@ def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> 
         algorithm=spec.algorithm,
     )
     return (d, preactivation) if spec.save_preactivation else (d,)
+
+
+def _aligned(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[GemmSpec, dict[str, Array]] | None:
+    """The same FP8 GEMM of matrices, with zeros appended to M and K; None where kernels take the sizes as they are.
+
+    They need K in multiples of 16, and with blocks M of 4.
+    """
+    batch, a_outer, summed = _groups(spec, "a", arrays)
+    b_outer = _groups(spec, "b", arrays)[1]
+    m, n, k = (math.prod(sizes) for sizes in (a_outer, b_outer, summed))
+    # Not -k % 16: of that, symbolic sizes of jax.export do not know that the sum is a multiple.
+    row_multiple = _BLOCK_ROW_MULTIPLE if spec.scaling == "block" else 1
+    more_m, more_k = (-(-size // n) * n - size for size, n in ((m, row_multiple), (k, FP8_ALIGNMENT)))
+    if not (more_m or more_k):
+        return None
+    # Sizes, and how many zeros follow.
+    rows, cols, depth = (m, more_m), (n, 0), (k, more_k)
+    dimensions = {"a": (rows, depth), "b": (cols, depth), "bias": (cols,), "accumulator": (rows, cols)}
+    if spec.scaling == "row":
+        dimensions |= {"a_scale_inv": (rows,), "b_scale_inv": (cols,)}
+    if spec.scaling == "block":
+        k_blocks, n_blocks = ((math.prod(sizes[:-1]) * -(-sizes[-1] // BLOCK), 0) for sizes in (summed, b_outer))
+        dimensions |= {"a_scale_inv": (k_blocks, rows), "b_scale_inv": (n_blocks, k_blocks)}
+
+    def padded(x: Array, sizes: tuple[tuple[int, int], ...]) -> Array:
+        matrix = x.reshape(*batch, *(size for size, _ in sizes))
+        return jnp.pad(matrix, [(0, 0)] * len(batch) + [(0, more) for _, more in sizes])
+
+    matrices = dataclasses.replace(spec, a_outer_ndim=1, b_outer_ndim=1, summed_ndim=1)
+    return matrices, {**arrays} | {
+        name: padded(arrays[name], dimensions[name]) for name in spec.operands if name in dimensions
+    }
 
 
 def _groups(spec: GemmSpec, name: Literal["a", "b"], arrays: Mapping[str, Array]) -> tuple[tuple[int, ...], ...]:
@@ -298,7 +339,7 @@ def _granularity(scaling: Scaling) -> dict[Group, int]:
     """Multiples of which a shard must have, by group."""
     if scaling == "none":
         return {}
-    return {"m": 4, "n": BLOCK, "k": BLOCK} if scaling == "block" else {"n": 16, "k": 16}
+    return {"n": BLOCK, "k": BLOCK} if scaling == "block" else {"n": FP8_ALIGNMENT}
 
 
 def factors_kept_whole(scaling: Scaling, sizes: Mapping[Group, tuple[int, ...]]) -> tuple[str, ...]:

@@ -115,22 +115,10 @@ def quantized(rows, cols, scaling="tensor", **options):
         ),
         # alignment
         (
-            quantized((8,), (40,)),
-            quantized((40,), (32,)),
-            {},
-            "lhs sums over 40 values; FP8 products need a multiple of 16",
-        ),
-        (
             LHS,
             quantized((48,), (24,)),
             {},
             "rhs has 24 outer values; FP8 products need a multiple of 16: pad rhs and slice",
-        ),
-        (
-            quantized((6,), (48,), "block_1x128"),
-            BLOCKS[1],
-            {},
-            "lhs has 6 outer values; products of blocks need a multiple of 4: pad lhs and slice the result",
         ),
         # what follows
         (X, W, {"bias": jnp.ones(5)}, "bias has shape (5,); for a result of shape (8, 6) it must have (6,)"),
