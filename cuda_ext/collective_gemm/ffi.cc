@@ -9,6 +9,7 @@ namespace {
 
 using ffi::AnyBuffer;
 using Sizes = ffi::Span<const int64_t>;
+using gemm::Present;
 using gemm::Scaling;
 
 // Operands and results one after another, where their number depends on attributes.
@@ -43,22 +44,9 @@ struct Attributes {
   std::string_view scaling;
   bool summed_first;  // weights are [k, n]
   bool fast_accumulation;
-  bool autotune;
+  std::string_view algorithm;
   int64_t products;
 };
-
-template <typename T>
-T* Present(const AnyBuffer& buffer) {
-  return buffer.element_count() == 0 ? nullptr : static_cast<T*>(buffer.untyped_data());
-}
-
-std::optional<Scaling> ScalingOf(std::string_view name) {
-  if (name == "none") return Scaling::kNone;
-  if (name == "tensor") return Scaling::kTensor;
-  if (name == "row") return Scaling::kRow;
-  if (name == "block") return Scaling::kBlock;
-  return std::nullopt;
-}
 
 ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t device) {
   const auto places = static_cast<int64_t>(attributes.groups.size());
@@ -97,32 +85,22 @@ ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t d
 }
 
 // The product of a piece of x with a weight; its rows and its pointers into x are the caller's.
-gemm::Problem ProductOf(Rules& rules, const Attributes& attributes, Scaling scaling, const AnyBuffer& x, int64_t k,
-                        const AnyBuffer& w, const AnyBuffer& w_scales, const AnyBuffer& y) {
+gemm::Problem ProductOf(Rules& rules, const Attributes& attributes, const AnyBuffer& x, int64_t k, const AnyBuffer& w,
+                        const AnyBuffer& w_scales, const AnyBuffer& y) {
   gemm::Problem problem{};
-  const auto a_type = gemm::TypeOf(x), b_type = gemm::TypeOf(w), d_type = gemm::TypeOf(y);
-  rules.That(a_type.has_value(), "x", x, "be of a float type of 8, 16 or 32 bits");
-  rules.That(b_type.has_value(), "w", w, "be of a float type of 8, 16 or 32 bits");
-  rules.That(d_type.has_value() && !gemm::IsFp8(*d_type), "y", y, "be float32, bfloat16 or float16");
+  gemm::DecodeKind(rules, {"x", x}, {"w", w}, {"y", y}, attributes.scaling, attributes.algorithm, problem);
   rules.That(w.dimensions().size() == 2, "w", w, "have two dimensions");
   if (rules.broken()) return problem;
-  const bool plain = scaling == Scaling::kNone;
-  rules.That(gemm::IsFp8(*a_type) != plain, "x", x, plain ? "be plain without scaling" : "be FP8 with scaling");
-  rules.That(gemm::IsFp8(*b_type) != plain, "w", w, plain ? "be plain without scaling" : "be FP8 with scaling");
-  rules.That(!plain || *a_type == *b_type, "w", w, "have the type of x");
-  rules.That(*a_type != gemm::Type::kE5M2 || *b_type != gemm::Type::kE5M2, "w", w, "be E4M3 where x is E5M2");
-  rules.That(plain || !attributes.summed_first, "w", w, "have its summed dimension last with scaling");
+  rules.That(problem.scaling == Scaling::kNone || !attributes.summed_first, "w", w,
+             "have its summed dimension last with scaling");
   problem.k = k;
   problem.n = w.dimensions()[attributes.summed_first ? 1 : 0];
   if (w.dimensions()[attributes.summed_first ? 0 : 1] != k) {
     rules.That(false, "w", w, "sum over " + std::to_string(k) + " values, as x does");
   }
-  problem.scaling = scaling;
-  problem.d_type = *d_type;
-  problem.a = {x.untyped_data(), nullptr, *a_type, false};
-  problem.b = {w.untyped_data(), Present<const float>(w_scales), *b_type, attributes.summed_first};
+  problem.a = {x.untyped_data(), nullptr, problem.a.type, false};
+  problem.b = {w.untyped_data(), Present<const float>(w_scales), problem.b.type, attributes.summed_first};
   problem.fast_accumulation = attributes.fast_accumulation;
-  problem.autotune = attributes.autotune;
   rules.Type(ffi::F32, "w_scale_inv", w_scales)
       .Elements(gemm::ScaleCount(problem, problem.n, true), "w_scale_inv", w_scales);
   return problem;
@@ -148,7 +126,7 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
   const auto x = operands.Argument(), x_scales = operands.Argument();
   if (!x || !x_scales) return std::nullopt;
   rules.That(x->dimensions().size() == 3, "x", *x, "have three dimensions");
-  const std::optional<Scaling> scaling = ScalingOf(attributes.scaling);
+  const std::optional<Scaling> scaling = gemm::ScalingOf(attributes.scaling);
   rules.That(scaling.has_value(), "x", *x, "come with scaling none, tensor, row or block");
   if (rules.broken()) return std::nullopt;
   const int64_t pieces = x->dimensions()[0], rows = x->dimensions()[1], k = x->dimensions()[2];
@@ -160,7 +138,7 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
     const auto w = operands.Argument(), w_scales = operands.Argument(), bias = operands.Argument();
     const auto y = operands.Result();
     if (IsMissing(rules, bias, *x) || IsMissing(rules, y, *x)) return std::nullopt;
-    Product product{ProductOf(rules, attributes, *scaling, *x, k, *w, *w_scales, *y), y->untyped_data()};
+    Product product{ProductOf(rules, attributes, *x, k, *w, *w_scales, *y), y->untyped_data()};
     product.problem.m = rows;
     rules.Elements(pieces * size * rows * product.problem.n, "y", *y);
     if (bias->element_count() != 0) {
@@ -205,7 +183,7 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
 std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::RemainingArgs& arguments,
                                                         ffi::RemainingRets& results, const Attributes& attributes) {
   Operands operands(arguments, results);
-  const std::optional<Scaling> scaling = ScalingOf(attributes.scaling);
+  const std::optional<Scaling> scaling = gemm::ScalingOf(attributes.scaling);
   const auto z = operands.Result(), received = operands.Result(), outgoing = operands.Result();
   const auto sums = operands.Result(), workspace = operands.Result();
   if (!z || !received || !outgoing || !sums || !workspace) return std::nullopt;
@@ -222,7 +200,7 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
     if (IsMissing(rules, w_scales, *z)) return std::nullopt;
     rules.That(x->dimensions().size() == 4, "x", *x, "have four dimensions");
     if (rules.broken()) return std::nullopt;
-    gemm::Problem product = ProductOf(rules, attributes, *scaling, *x, x->dimensions()[3], *w, *w_scales, *z);
+    gemm::Problem product = ProductOf(rules, attributes, *x, x->dimensions()[3], *w, *w_scales, *z);
     product.m = rows;
     rules.Elements(pieces * size * rows * product.k, "x", *x);
     rules.That(product.n == z->dimensions()[2], "w", *w, "have as many columns as z");
@@ -265,9 +243,9 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
 
 Attributes AttributesOf(std::string_view name, Sizes groups, int64_t group_size, int64_t shared_bytes, int64_t call,
                         float timeout, std::string_view scaling, bool summed_first, bool fast_accumulation,
-                        bool autotune, int64_t products) {
+                        std::string_view algorithm, int64_t products) {
   return {name,    groups,       group_size,        shared_bytes, call,    timeout,
-          scaling, summed_first, fast_accumulation, autotune,     products};
+          scaling, summed_first, fast_accumulation, algorithm,    products};
 }
 
 template <typename Problem>
@@ -300,10 +278,11 @@ ffi::Error RunReduceScatterCall(Do<ReduceScatterProblem> act, PlatformValue plat
 // Of eleven attributes; what follows is a call's own.
 #define TE_JAX_ATTRIBUTES                                                                                     \
   std::string_view name, Sizes groups, int64_t group_size, int64_t shared_bytes, int64_t call, float timeout, \
-      std::string_view scaling, bool summed_first, bool fast_accumulation, bool autotune, int64_t products
+      std::string_view scaling, bool summed_first, bool fast_accumulation, std::string_view algorithm,        \
+      int64_t products
 #define TE_JAX_ATTRIBUTE_VALUES                                                                                 \
   AttributesOf(name, groups, group_size, shared_bytes, call, timeout, scaling, summed_first, fast_accumulation, \
-               autotune, products)
+               algorithm, products)
 
 template <typename Binding>
 auto WithAttributes(Binding&& binding) {
@@ -319,7 +298,7 @@ auto WithAttributes(Binding&& binding) {
       .template Attr<std::string_view>("scaling")
       .template Attr<bool>("summed_first")
       .template Attr<bool>("fast_accumulation")
-      .template Attr<bool>("autotune")
+      .template Attr<std::string_view>("algorithm")
       .template Attr<int64_t>("products");
 }
 

@@ -583,7 +583,7 @@ def test_handler_refuses_groups_of_another_size(size):
         "scaling": "none",
         "summed_first": True,
         "fast_accumulation": False,
-        "autotune": False,
+        "algorithm": "cublaslt",
         "products": 1,
         "keep_gathered": True,
         "put": False,

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh
 
 from te_jax import native, sharding
-from te_jax.ops._gemm_product import allowed_dtype, autotunes
+from te_jax.ops._gemm_product import algorithm_for, allowed_dtype
 from te_jax.parallel.transports import processes, xla
 from te_jax.parallel.transports.exchange import Exchange, Operand, Scaling, with_bias
 
@@ -153,7 +153,7 @@ def _attributes(exchange: Exchange, x: Operand, weights: Sequence[Operand]) -> d
         "scaling": x.scaling,
         "summed_first": bool(weights and weights[0].summed_first),
         "fast_accumulation": exchange.fast_accumulation,
-        "autotune": autotunes(),
+        "algorithm": algorithm_for("auto", x.scaling),
         "products": len(weights),
     }
 
