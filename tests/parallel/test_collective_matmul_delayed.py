@@ -41,10 +41,10 @@ def seen(rng):
 def collective(name, *, mesh=None, data=None, split="tp", **options):
     """The function on whole x, w and state, and other whole arrays."""
     if name == GATHER:
-        product, axis = all_gather_matmul, {"gather_axis": 1}
+        product, axis = all_gather_matmul, {"gather_dimension": 1}
         specs, result = (P(data, split), P(None, split)), P(data, None, split)
     else:
-        product, axis = matmul_reduce_scatter, {"scatter_axis": 1}
+        product, axis = matmul_reduce_scatter, {"scatter_dimension": 1}
         specs, result = (P(data, None, split), P(split)), P(data, split)
 
     def local(x, w, state):
@@ -98,7 +98,7 @@ def test_several_weights_have_a_state_each(transport, rng):
         out_specs=(P(None, None, "tp"),) * 2,
     )  # fmt: skip
     def both(x, w, v, states):
-        options = {"axis_name": "tp", "gather_axis": 1, "recipe": RECIPE, "transport": transport}
+        options = {"axis_name": "tp", "gather_dimension": 1, "recipe": RECIPE, "transport": transport}
         return all_gather_matmul(x, (w, v), scaling_state=states, **options)
 
     def one_by_one(x, w, v, states):
@@ -196,7 +196,7 @@ def test_quantized_weights_are_not_observed(rng):
     def local(x, w, state):
         amax = RECIPE.reference_amax(state.kernel)
         w8 = quantize(w, RECIPE.quantization("kernel"), row_ndim=1, amax=amax)
-        return all_gather_matmul(x, w8, axis_name="tp", gather_axis=1, recipe=RECIPE, scaling_state=state)
+        return all_gather_matmul(x, w8, axis_name="tp", gather_dimension=1, recipe=RECIPE, scaling_state=state)
 
     product = jax.shard_map(
         local, mesh=mesh_of({"tp": 2}), in_specs=(P(None, "tp"), P(None, "tp"), P()), out_specs=P(None, None, "tp")
@@ -217,7 +217,8 @@ def test_where_jax_does_not_track_what_varies(mapped, name, transport, rng):
     """Every device gets the next state of the group."""
     x, w, dy, state = normal(rng, 2, 32, 32), normal(rng, 32, 32), normal(rng, 2, 32, 32), seen(rng)
     expected = results_of(on_one_device, x, w, state, dy=dy)[1][2]
-    product, axis = (all_gather_matmul, "gather_axis") if name == GATHER else (matmul_reduce_scatter, "scatter_axis")
+    product = all_gather_matmul if name == GATHER else matmul_reduce_scatter
+    axis = "gather_dimension" if name == GATHER else "scatter_dimension"
 
     def next_state(x, w, dy, state):
         def loss(state):
@@ -258,6 +259,7 @@ def test_states_that_do_not_fit(name, rng):
 
     def run(recipe=RECIPE, state=None, weights=w, state_spec=P()):
         def local(x, w, state):
+            x, w = (jax.lax.pcast(operand, "tp", to="varying") for operand in (x, w))
             return jax.tree.leaves(product(x, w, axis_name="tp", recipe=recipe, scaling_state=state))[0][None]
 
         specs = P(), P(), state_spec
@@ -270,7 +272,7 @@ def test_states_that_do_not_fit(name, rng):
         r"scaling_state has activation of shape \(8,\); for history_len=4": {"state": longer},
         "scaling_state is given, but recipe is CurrentScaling": {"recipe": CurrentScaling(), "state": state},
         "scaling_state is given, but recipe is None": {"recipe": None, "state": state},
-        "scaling_state is a tuple, but w is not": {"state": (state,)},
+        "scaling_state is a tuple, but kernel is not": {"state": (state,)},
         r"scaling_state differs from device to device along \['tp'\].*pass it into shard_map whole": {
             "state": jax.tree.map(lambda history: jnp.concatenate([history, history]), state),
             "state_spec": P("tp"),
@@ -282,5 +284,5 @@ def test_states_that_do_not_fit(name, rng):
         for states in (None, (state, None)):
             with pytest.raises(ValueError, match=r"scaling_state\[[01]\] is None; DelayedScaling needs"):
                 run(state=states, weights=(w, w))
-        with pytest.raises(ValueError, match="w is a tuple of 2, so scaling_state must be one too"):
+        with pytest.raises(ValueError, match="kernel is a tuple of 2, so scaling_state must be one too"):
             run(state=(state,), weights=(w, w))

@@ -22,8 +22,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from te_jax import native, sharding
 from te_jax.ops._gemm_product import allowed_dtype, autotunes
+from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel.transports import processes, xla
-from te_jax.parallel.transports.exchange import Exchange, Operand, Scaling, with_bias
+from te_jax.parallel.transports.exchange import GemmOperand, Scaling, with_bias
 
 _FLOAT32 = np.dtype(np.float32)
 _WORKSPACE_BYTES = 8 * 2**20 + 512
@@ -34,6 +35,8 @@ _GATHER_QUEUES = 2
 _SHORTEST_PRODUCT = 48e-6
 """Seconds of multiplying for each device of a group, below which plain collectives are as fast: a call costs the host
 more than theirs do. Measured on two and four H200s (docs/measurements.md), a guess for more."""
+_SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES = math.inf
+"""The same for a group whose devices several processes drive. Infinite: "auto" leaves them to plain collectives."""
 _HOST_SECONDS = 5e-6
 """Of a call of the driver: each index of the leading dimensions that is gathered takes one for each other device."""
 _RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}
@@ -42,81 +45,95 @@ _LONGEST_TIMEOUT = 1e8
 """Seconds, three years: the extension counts in nanoseconds."""
 
 
-def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[Operand], *, gathers: bool) -> bool:
-    """Whether this transport can be used here and is expected to be faster than plain collectives.
+def is_worthwhile(
+    spec: CollectiveSpec, xs: Sequence[GemmOperand], kernels: Sequence[GemmOperand], *, gathers: bool
+) -> bool:
+    """Whether this transport can be used here and is expected to be faster than plain collectives, as far as a trace
+    knows: whether one process drives a group is certain only when devices are known, see `_is_usable`.
 
     Args:
-      exchange: what is static.
-      xs, weights: as of the transport's functions; one x where rows are gathered.
-      gathers: whether they are, or products scattered.
+      spec: static arguments.
+      xs, kernels: as of the transport's functions; one x where rows are gathered.
+      gathers: whether rows are gathered; otherwise products are scattered.
     """
-    if not exchange.native or native.compute_capability() is None:
+    if not spec.native or native.compute_capability() is None:
         return False
-    if sharding.unmapped_axes() or sharding.axes_without_devices(exchange.axis_name):
+    if sharding.unmapped_axes() or sharding.axes_without_devices(spec.axis_name):
         return False
-    if jax.local_device_count() < exchange.size:  # a group of several processes: see _is_usable
-        return False
-    seconds = 0.0
-    for i, weight in enumerate(weights):
+    seconds = _seconds_to_hide(spec, xs, kernels, gathers=gathers)
+    return _hides(seconds, several_processes=jax.local_device_count() < spec.size)
+
+
+def _hides(seconds: float, *, several_processes: bool) -> bool:
+    """Whether that much multiplying for each device hides what a call costs: the rule of "auto"."""
+    return seconds >= (_SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES if several_processes else _SHORTEST_PRODUCT)
+
+
+def _seconds_to_hide(
+    spec: CollectiveSpec, xs: Sequence[GemmOperand], kernels: Sequence[GemmOperand], *, gathers: bool
+) -> float:
+    """For each device of a group, seconds of multiplying less those of the host's copies."""
+    size, seconds = spec.size, 0.0
+    for i, kernel in enumerate(kernels):
         x = xs[0 if gathers else i].data
-        rows = math.prod(x.shape[:-1]) * (exchange.size if gathers else 1)
-        seconds += 2 * rows * math.prod(weight.data.shape) / _RATES[x.dtype.itemsize]
-    pieces, size = xs[0].data.shape[0], exchange.size
-    copies = (pieces - 1) * (size - 1) if gathers else 0
-    return seconds >= _SHORTEST_PRODUCT * size + _HOST_SECONDS * copies
+        rows = math.prod(x.shape[:-1]) * (size if gathers else 1)
+        seconds += 2 * rows * math.prod(kernel.data.shape) / _RATES[x.dtype.itemsize]
+    copies = (xs[0].data.shape[0] - 1) * (size - 1) if gathers else 0
+    return (seconds - _HOST_SECONDS * copies) / size
 
 
 def all_gather_gemm(
-    exchange: Exchange,
-    x: Operand,
-    weights: tuple[Operand, ...],
+    spec: CollectiveSpec,
+    x: GemmOperand,
+    kernels: tuple[GemmOperand, ...],
     biases: tuple[Array | None, ...],
     extras: tuple[Array, ...],
     keep_gathered: bool,
 ) -> tuple[tuple[Array, ...], Array | None, tuple[Array, ...]]:
     """See `te_jax.parallel.transports.exchange.Transport`."""
     pieces, rows, summed = x.data.shape
-    dtype = _product_dtype(exchange, x)
-    fused = [bias is not None and _fuses_bias(exchange, x, dtype) for bias in biases]
+    dtype = _product_dtype(spec, x)
+    fused = [bias is not None and _fuses_bias(spec, x, dtype) for bias in biases]
     operands: list[Array | None] = [x.data, x.scale_inv]
     results = []
-    for weight, bias, is_fused in zip(weights, biases, fused, strict=True):
-        operands += [weight.data, weight.scale_inv, bias.astype(dtype) if bias is not None and is_fused else None]
-        columns = weight.data.shape[1 if weight.summed_first else 0]
-        results.append(jax.ShapeDtypeStruct((pieces, exchange.size * rows, columns), dtype))
-    results.append(jax.ShapeDtypeStruct((pieces, exchange.size * rows, summed), x.data.dtype))
+    for kernel, bias, is_fused in zip(kernels, biases, fused, strict=True):
+        operands += [kernel.data, kernel.scale_inv, bias.astype(dtype) if bias is not None and is_fused else None]
+        columns = kernel.data.shape[1 if kernel.summed_first else 0]
+        results.append(jax.ShapeDtypeStruct((pieces, spec.size * rows, columns), dtype))
+    results.append(jax.ShapeDtypeStruct((pieces, spec.size * rows, summed), x.data.dtype))
     travels = x.scale_inv if x.scaling in ("row", "block") else None
-    scale_shape = (0,) if travels is None else (exchange.size, *travels.shape)
+    scale_shape = (0,) if travels is None else (spec.size, *travels.shape)
     results.append(jax.ShapeDtypeStruct(scale_shape, _FLOAT32))
     operands += extras
-    results += [jax.ShapeDtypeStruct((exchange.size, *extra.shape), extra.dtype) for extra in extras]
+    results += [jax.ShapeDtypeStruct((spec.size, *extra.shape), extra.dtype) for extra in extras]
     results.append(_workspace(x, _GATHER_QUEUES))
-    attributes: dict[str, object] = {"keep_gathered": keep_gathered, "put": exchange.protocol != "get"}
-    attributes |= _attributes(exchange, x, weights)
-    outcome = _call(exchange, "te_all_gather_gemm", results, operands, (x.data, travels, *extras), **attributes)
-    ys, (gathered, _, *others) = outcome[: len(weights)], outcome[len(weights) :]
+    attributes: dict[str, object] = {"keep_gathered": keep_gathered, "put": spec.protocol != "get"}
+    attributes |= _attributes(spec, x, kernels)
+    seconds = _seconds_to_hide(spec, (x,), kernels, gathers=True)
+    outcome = _call(spec, "te_all_gather_gemm", results, operands, (x.data, travels, *extras), seconds, attributes)
+    ys, (gathered, _, *others) = outcome[: len(kernels)], outcome[len(kernels) :]
     products = tuple(
-        with_bias(y, None if is_fused else bias, exchange.out_dtype)
+        with_bias(y, None if is_fused else bias, spec.out_dtype)
         for y, bias, is_fused in zip(ys, biases, fused, strict=True)
     )
     return products, gathered if keep_gathered else None, tuple(others[: len(extras)])
 
 
 def gemm_reduce_scatter(
-    exchange: Exchange, xs: tuple[Operand, ...], weights: tuple[Operand, ...], bias: Array | None
+    spec: CollectiveSpec, xs: tuple[GemmOperand, ...], kernels: tuple[GemmOperand, ...], bias: Array | None
 ) -> Array:
     """See `te_jax.parallel.transports.exchange.Transport`."""
     pieces, _, rows, _ = xs[0].data.shape
-    dtype = _product_dtype(exchange, xs[0])
-    columns = weights[0].data.shape[1 if weights[0].summed_first else 0]
+    dtype = _product_dtype(spec, xs[0])
+    columns = kernels[0].data.shape[1 if kernels[0].summed_first else 0]
     operands: list[Array | None] = []
-    for x, weight in zip(xs, weights, strict=True):
-        operands += [x.data, x.scale_inv, weight.data, weight.scale_inv]
+    for x, kernel in zip(xs, kernels, strict=True):
+        operands += [x.data, x.scale_inv, kernel.data, kernel.scale_inv]
     operands.append(bias)
     block = (pieces, rows, columns)
     adds_up = bool(xs[1:]) and dtype != _FLOAT32  # several products, which are rounded together
-    others = exchange.size - 1
-    received = others if adds_up else 1 if others <= 1 and bias is None else exchange.size
+    others = spec.size - 1
+    received = others if adds_up else 1 if others <= 1 and bias is None else spec.size
     # Of two devices a product can write to the other one while it runs. Several would write to the same one whenever
     # they get out of step, and their products would wait for each other: copies do not keep them.
     results = [
@@ -126,35 +143,36 @@ def gemm_reduce_scatter(
         jax.ShapeDtypeStruct((2, *block) if adds_up else (0,), _FLOAT32),
         _workspace(xs[0], 1),
     ]
-    attributes = _attributes(exchange, xs[0], weights)
-    z, *_ = _call(exchange, "te_gemm_reduce_scatter", results, operands, results[1:2], **attributes)
-    return z.astype(exchange.out_dtype)
+    attributes = _attributes(spec, xs[0], kernels)
+    seconds = _seconds_to_hide(spec, xs, kernels, gathers=False)
+    z, *_ = _call(spec, "te_gemm_reduce_scatter", results, operands, results[1:2], seconds, attributes)
+    return z.astype(spec.out_dtype)
 
 
-def _product_dtype(exchange: Exchange, x: Operand) -> np.dtype:
+def _product_dtype(spec: CollectiveSpec, x: GemmOperand) -> np.dtype:
     """Of a result that a product can write: of plain operands their own or float32, of quantized ones any."""
-    return exchange.out_dtype if x.scaling != "none" else allowed_dtype(x.data.dtype, exchange.out_dtype)
+    return spec.out_dtype if x.scaling != "none" else allowed_dtype(x.data.dtype, spec.out_dtype)
 
 
-def _fuses_bias(exchange: Exchange, x: Operand, dtype: np.dtype) -> bool:
+def _fuses_bias(spec: CollectiveSpec, x: GemmOperand, dtype: np.dtype) -> bool:
     """Products of tensors in FP8 add no bias to float32, and what is cast afterwards is not yet to be rounded."""
-    return dtype == exchange.out_dtype and not (x.scaling == "tensor" and dtype == _FLOAT32)
+    return dtype == spec.out_dtype and not (x.scaling == "tensor" and dtype == _FLOAT32)
 
 
-def _workspace(x: Operand, queues: int) -> jax.ShapeDtypeStruct:
+def _workspace(x: GemmOperand, queues: int) -> jax.ShapeDtypeStruct:
     needed = native.has_gpu() and x.scaling != "block"
     return jax.ShapeDtypeStruct((queues * _WORKSPACE_BYTES if needed else 0,), jnp.uint8)
 
 
-def _attributes(exchange: Exchange, x: Operand, weights: Sequence[Operand]) -> dict[str, object]:
+def _attributes(spec: CollectiveSpec, x: GemmOperand, kernels: Sequence[GemmOperand]) -> dict[str, object]:
     return {
-        "name": exchange.name,
-        "timeout": min(float(exchange.timeout), _LONGEST_TIMEOUT),
+        "name": spec.name,
+        "timeout": min(float(spec.timeout), _LONGEST_TIMEOUT),
         "scaling": x.scaling,
-        "summed_first": bool(weights and weights[0].summed_first),
-        "fast_accumulation": exchange.fast_accumulation,
+        "summed_first": bool(kernels and kernels[0].summed_first),
+        "fast_accumulation": spec.fast_accumulation,
         "autotune": autotunes(),
-        "products": len(weights),
+        "products": len(kernels),
     }
 
 
@@ -166,24 +184,31 @@ _collective_p.multiple_results = True
 
 
 def _call(
-    exchange: Exchange,
+    spec: CollectiveSpec,
     target: str,
     results: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[Array | None],
     shared: Sequence[jax.ShapeDtypeStruct | Array | None],
-    **attributes,
+    seconds: float,
+    attributes: dict[str, object],
 ) -> tuple[Array, ...]:
-    """Runs a target, for which None is an array without elements. Other processes must be able to reach `shared`.
+    """Runs a target, for which None is an array without elements.
+
+    Args:
+      spec: static arguments.
+      target, results, operands, attributes: of the custom call.
+      shared: the arrays that other processes must be able to reach.
+      seconds: of multiplying, for `_hides`.
 
     Such arrays are made while the program is lowered: as operands they would be constants, which differentiation takes
     out of a shard_map inside a loop, and XLA's Shardy of jax 0.11.2 crashes on what is then passed in.
     """
-    if not exchange.native:
+    if not spec.native:
         raise native.NativeUnavailableError(
             "transport='p2p' is a kernel of te_jax's extension, which is not loaded or was not asked for: leave "
             "implementation=None where `te-jax doctor` finds the extension, or use transport='ring' or 'xla'"
         )
-    if axes := sharding.axes_without_devices(exchange.axis_name):
+    if axes := sharding.axes_without_devices(spec.axis_name):
         raise ValueError(
             f"transport='p2p' over {axes}, which shard_map or pmap did not map, and which therefore stand for no "
             "devices: map axes of a mesh, or use transport='ring' or 'xla'"
@@ -202,10 +227,11 @@ def _call(
             target=target,
             present=tuple(operand is not None for operand in operands),
             results=avals,
-            exchange=exchange,
+            spec=spec,
+            seconds=seconds,
             shared_bytes=_bytes_shared(shared),
             attributes=tuple(sorted(attributes.items())),
-            mesh=jax.sharding.get_abstract_mesh(),
+            mesh=sharding.current_mesh(),
         )
     )
 
@@ -226,12 +252,14 @@ def _jvp(*_, **__):
     raise NotImplementedError("collective products are differentiated once, by their own rules: use transport='xla'")
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *values, target, present, results, exchange, shared_bytes, attributes, mesh):
-    devices = _devices(getattr(ctx.module_context.axis_context, "mesh", None), exchange.axis_name)
+def _lower(
+    ctx: mlir.LoweringRuleContext, *values, target, present, results, spec, seconds, shared_bytes, attributes, mesh
+):
+    devices = _devices(getattr(ctx.module_context.axis_context, "mesh", None), spec.axis_name)
     attributes = dict(attributes)
-    exported = ctx.module_context.lowering_parameters.for_export  # to run on devices that nobody knows yet
-    if exchange.automatic and (exported or not _is_usable(devices)):
-        stand_in = functools.partial(_with_plain_collectives, target, results, exchange, attributes, mesh)
+    exported = ctx.module_context.lowering_parameters.for_export  # to run on devices that are not known yet
+    if spec.transport == "auto" and (exported or not _is_usable(devices, seconds)):
+        stand_in = functools.partial(_with_plain_collectives, target, results, spec, attributes, mesh)
         return mlir.lower_fun(_given_all(stand_in, present), multiple_results=True)(ctx, *values)
     if exported:
         raise ValueError(
@@ -273,15 +301,21 @@ def _given_all(function: Callable[..., Any], present: tuple[bool, ...]) -> Calla
     return of_present
 
 
-def _is_usable(devices: np.ndarray | None) -> bool:
-    """Whether "auto" may keep to this transport: between processes it needs what only some jobs allow."""
+def _is_usable(devices: np.ndarray | None, seconds: float) -> bool:
+    """Whether "auto" keeps to this transport now that devices are known, [groups, size]; None of an abstract mesh.
+
+    All processes of a program must come to the same answer.
+    """
     if devices is None or devices.flat[0].platform == "cpu":
         return False
-    return not processes.span_processes(processes.places_of(devices))
+    several_processes = processes.span_processes(processes.places_of(devices))
+    return _hides(seconds, several_processes=several_processes) and (
+        not several_processes or processes.share_hosts(devices)
+    )
 
 
 def _devices(mesh: object, axis_name: tuple[str, ...]) -> np.ndarray | None:
-    """Those that exchange with each other, [groups, size], in the order of their ranks; None of an abstract mesh."""
+    """The devices of all groups, [groups, size], in the order of their ranks; None of an abstract mesh."""
     if not isinstance(mesh, Mesh):
         return None
     order = [mesh.axis_names.index(name) for name in axis_name]
@@ -293,19 +327,19 @@ def _devices(mesh: object, axis_name: tuple[str, ...]) -> np.ndarray | None:
 def _with_plain_collectives(
     target: str,
     results: Sequence[jax.ShapeDtypeStruct],
-    exchange: Exchange,
+    spec: CollectiveSpec,
     attributes: dict[str, object],
     mesh: AbstractMesh,
     *operands: Array,
 ) -> list[Array]:
-    """The results of a target, and zeros where it keeps what it has gathered for itself, and its workspace."""
+    """The results of a target; zeros for its workspace, and for what it gathers for itself alone."""
     scaling = cast(Scaling, attributes["scaling"])
-    exchange = dataclasses.replace(exchange, out_dtype=np.dtype(results[0].dtype))
+    spec = dataclasses.replace(spec, out_dtype=np.dtype(results[0].dtype))
 
-    def operand(data: Array, scale_inv: Array, *, summed_first: bool = False) -> Operand:
-        return Operand(data, None if scaling == "none" else scale_inv, scaling, summed_first)
+    def operand(data: Array, scale_inv: Array, *, summed_first: bool = False) -> GemmOperand:
+        return GemmOperand(data, None if scaling == "none" else scale_inv, scaling, summed_first)
 
-    def weight(data: Array, scale_inv: Array) -> Operand:
+    def kernel(data: Array, scale_inv: Array) -> GemmOperand:
         return operand(data, scale_inv, summed_first=bool(attributes["summed_first"]))
 
     found: list[Array | None] = [None] * len(results)
@@ -313,15 +347,15 @@ def _with_plain_collectives(
         if target == "te_gemm_reduce_scatter":
             *parts, bias = operands
             xs = tuple(operand(*pair) for pair in zip(parts[::4], parts[1::4], strict=True))
-            weights = tuple(weight(*pair) for pair in zip(parts[2::4], parts[3::4], strict=True))
-            found[0] = xla.gemm_reduce_scatter(exchange, xs, weights, bias if bias.size else None)
+            kernels = tuple(kernel(*pair) for pair in zip(parts[2::4], parts[3::4], strict=True))
+            found[0] = xla.gemm_reduce_scatter(spec, xs, kernels, bias if bias.size else None)
         else:
             count = cast(int, attributes["products"])
             (x, scale_inv), parts, extras = operands[:2], operands[2 : 2 + 3 * count], operands[2 + 3 * count :]
-            weights = tuple(weight(*pair) for pair in zip(parts[::3], parts[1::3], strict=True))
+            kernels = tuple(kernel(*pair) for pair in zip(parts[::3], parts[1::3], strict=True))
             biases = tuple(bias if bias.size else None for bias in parts[2::3])
             keep = bool(attributes["keep_gathered"])
-            ys, gathered, others = xla.all_gather_gemm(exchange, operand(x, scale_inv), weights, biases, extras, keep)
+            ys, gathered, others = xla.all_gather_gemm(spec, operand(x, scale_inv), kernels, biases, extras, keep)
             found[:count], found[count] = ys, gathered
             found[count + 2 : count + 2 + len(extras)] = others
         return [

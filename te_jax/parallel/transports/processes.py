@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +24,9 @@ from te_jax._core.devices import PLACE_BITS, place_of
 
 SECONDS_TO_COMPILE = 300.0
 """By how much one process may compile longer than another before it gets to the same program."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Names a host, as long as it runs; also in containers."""
 
 _sizes: dict[tuple[int, ...], list[int]] = {}
 """By group of which this process drives a member, the bytes of its spaces; the last is the largest."""
@@ -54,6 +58,18 @@ def _ordinal_of(device: Any) -> int:
 def span_processes(groups: np.ndarray) -> bool:
     """Whether devices of one group, a row of places, are driven by several processes."""
     return bool((groups >> PLACE_BITS != groups[:, :1] >> PLACE_BITS).any())
+
+
+def share_hosts(devices: np.ndarray) -> bool:
+    """Whether the devices of each group, [groups, size], are of one host. Each process tells all others its own."""
+    store = _store()
+    store.key_value_set(f"te_jax/host/{jax.process_index()}", _BOOT.read_text(), allow_overwrite=True)
+    patience = int(SECONDS_TO_COMPILE * 1000)
+    hosts = {
+        process: store.blocking_key_value_get(f"te_jax/host/{process}", patience)
+        for process in sorted({device.process_index for device in devices.flat})
+    }
+    return all(len({hosts[device.process_index] for device in group}) == 1 for group in devices)
 
 
 def ensure(groups: np.ndarray, bytes_needed: int, platform: str, seconds: float) -> None:
