@@ -52,6 +52,7 @@ def spec_of(axes: tuple[str, ...], mesh: Any, protocol: Any = None, timeout: flo
         biased=(False,),
         out_dtype=np.dtype(np.float32),
         native=True,
+        transport="p2p",
         timeout=timeout,
         protocol=protocol,
     )

@@ -212,7 +212,9 @@ def test_rows_of_blocks(name):
     """Products take 4 rows at a time, and the weight gradient whole blocks of each shard."""
     rows = 1 if name == GATHER else 2
     function = functools.partial(FUNCTIONS[name], axis_name="tp", recipe=BlockScaling())
-    with pytest.raises(ValueError, match=r"3 rows for each device along .*_dimension; block scaling needs a multiple of 4"):
+    with pytest.raises(
+        ValueError, match=r"3 rows for each device along .*_dimension; block scaling needs a multiple of 4"
+    ):
         inside(function, zeros(3 * rows, 16), zeros(16, 16))
     x, w = zeros(64 * rows, 16), zeros(16, 16)
     inside(function, x, w)

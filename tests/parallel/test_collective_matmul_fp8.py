@@ -428,3 +428,28 @@ def test_second_derivatives_say_so(name, recipe, rng, require_devices):
 
     with pytest.raises(NotImplementedError, match=rf"{name} in FP8 is differentiated once.*recipe=None"):
         jax.jit(jax.grad(slope))(case.weights[0])
+
+
+@pytest.mark.skipif("p2p" not in TRANSPORTS, reason="needs te_jax's extension")
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@functions
+def test_gradients_that_are_not_used_are_removed(name, recipe, rng, require_devices):
+    """The backward pass computes all of them, and XLA removes the calls of those that nothing reads."""
+    require_devices(2)
+    case, mesh = fp8_case(rng, name, 2, with_bias=False), mesh_of({"tp": 2})
+    mapped = case.mapped(mesh, transport="p2p", recipe=RECIPES.get(recipe))
+
+    def loss(x, weights):
+        return jnp.sum(jnp.sin(mapped(x, weights, case.biases)[0]))
+
+    def calls(function):
+        text = jax.jit(function).lower(case.x, case.weights).compile().as_text()
+        targets = "te_all_gather_gemm", "te_gemm_reduce_scatter", "te_gemm"
+        return [text.count(f'custom_call_target="{target}"') for target in targets]
+
+    wgrad = int(recipe is not None)  # otherwise XLA's own product
+    scatters = int(not case.gathers)
+    assert calls(loss) == [1 - scatters, scatters, 0]
+    assert calls(jax.grad(loss)) == [1, 1, 0]
+    assert calls(jax.grad(loss, argnums=1)) == [1, scatters, wgrad]
+    assert calls(jax.grad(loss, argnums=(0, 1))) == [1, 1, wgrad]

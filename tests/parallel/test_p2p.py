@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import types
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mixed_calls import spec_of, run_program
+from mixed_calls import run_program, spec_of
 
 from te_jax import native
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
@@ -373,11 +374,15 @@ def mapped_axis(size):
     return jax.sharding.use_abstract_mesh(AbstractMesh((size,), ("t",), axis_types=(AxisType.Manual,)))
 
 
-@pytest.mark.parametrize(("local_devices", "worthwhile"), [(1, False), (2, True)])
-def test_auto_leaves_groups_of_several_processes_to_xla(local_devices, worthwhile, monkeypatch):
-    """Known while tracing where a process has fewer devices than a group."""
+@pytest.mark.parametrize(
+    ("local_devices", "limit", "worthwhile"), [(1, None, False), (1, 1e-4, True), (1, 1e-2, False), (2, None, True)]
+)
+def test_auto_has_a_limit_of_its_own_for_groups_of_several_processes(local_devices, limit, worthwhile, monkeypatch):
+    """Known while tracing where a process has fewer devices than a group. Until it is set it leaves all to XLA."""
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(jax, "local_device_count", lambda: local_devices)
+    if limit is not None:
+        monkeypatch.setattr(p2p, "_SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES", limit)
     x, w = (GemmOperand(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in ((1, 8192, 8192), (8192, 8192)))
     spec = spec_of(("t",), AbstractMesh((2,), ("t",)))
     with mapped_axis(2):
@@ -446,18 +451,34 @@ def test_auto_leaves_fast_products_and_the_reference_to_xla(change, worthwhile, 
     spec = dataclasses.replace(spec, native=change.get("native", True))
     dtype = change.get("dtype", jnp.bfloat16)
     scaling = change.get("scaling", "none")
-    x, w = (GemmOperand(jax.ShapeDtypeStruct(shape, dtype), scaling=scaling) for shape in ((1, 512, 8192), (5120, 8192)))
+    x, w = (
+        GemmOperand(jax.ShapeDtypeStruct(shape, dtype), scaling=scaling) for shape in ((1, 512, 8192), (5120, 8192))
+    )
     with mapped_axis(2):
         assert p2p.is_worthwhile(spec, (x,), (w,), gathers=True) is worthwhile
 
 
-@pytest.mark.parametrize(("platform", "processes", "usable"), [("gpu", 1, True), ("gpu", 2, False), ("cpu", 1, False)])
-def test_auto_keeps_to_gpus_of_one_process(platform, processes, usable, monkeypatch):
+@pytest.mark.parametrize(
+    ("platform", "count", "limit", "hosts", "usable"),
+    [
+        ("gpu", 1, math.inf, 1, True),
+        ("gpu", 2, math.inf, 1, False),
+        ("gpu", 2, 1e-4, 1, True),
+        ("gpu", 2, 1e-2, 1, False),
+        ("gpu", 2, 1e-4, 2, False),
+        ("cpu", 1, 1e-4, 1, False),
+    ],
+)
+def test_auto_keeps_to_gpus_of_one_process_or_host(platform, count, limit, hosts, usable, monkeypatch):
     """Known while lowering."""
-    monkeypatch.setattr(p2p.processes, "place_of", lambda device: device.place)
-    places = [number % processes << 16 | number for number in range(4)]
-    devices = np.array([[types.SimpleNamespace(platform=platform, place=place) for place in places]])
-    assert p2p._is_usable(devices) is usable
+    monkeypatch.setattr(p2p, "_SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES", limit)
+    monkeypatch.setattr(p2p.processes, "place_of", lambda device: device.process_index << 16 | device.number)
+    store = {f"te_jax/host/{process}": "this one" if hosts == 1 else str(process) for process in range(count)}
+    monkeypatch.setattr(p2p.processes, "_store", lambda: types.SimpleNamespace(
+        key_value_set=lambda key, value, allow_overwrite: None, blocking_key_value_get=lambda key, _: store[key]
+    ))  # fmt: skip
+    devices = [types.SimpleNamespace(platform=platform, process_index=i % count, number=i) for i in range(4)]
+    assert p2p._is_usable(np.array([devices]), 1e-3) is usable
 
 
 def test_processes_wait_for_each_other_to_compile(monkeypatch, require_devices):

@@ -175,8 +175,9 @@ def _reduce_scatter_backward(spec: CollectiveSpec, residuals: Residuals, dz):
     for_kernel = residuals.activation is not None and dtype is not None
     sides = sides_of(
         spec, "gradient", dz, (spec.leading, spec.rows), "rows", state,
-        by_cols=for_kernel, gathered=True, with_dbias=spec.biased[0],
+        by_cols=for_kernel, gathered=True,
     )  # fmt: skip
+    dbias = jnp.sum(dz.astype(jnp.float32), axis=(0, 1)) if spec.biased[0] else None
     if kernels := _for_dgrad(spec, residuals.kernels):
         parts = travelling(sides.by_cols) if for_kernel else ()
         keep = for_kernel and not parts
@@ -187,7 +188,7 @@ def _reduce_scatter_backward(spec: CollectiveSpec, residuals: Residuals, dz):
         gathered = gather(spec, sides.by_cols)
     dy = None if gathered is None else in_order(spec, gathered, square=True)
     dkernel = wgrad(spec, residuals.activation, dy, dtype)
-    return dx, dkernel, sides.dbias, _next_state(spec, state, (*residuals.amaxes, sides.amax))
+    return dx, dkernel, dbias, _next_state(spec, state, (*residuals.amaxes, sides.amax))
 
 
 _reduce_scatter.defvjp(_reduce_scatter_forward, _reduce_scatter_backward, symbolic_zeros=True)

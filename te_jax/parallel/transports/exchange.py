@@ -171,8 +171,8 @@ def sum_of_products(
 
 
 def with_bias(y: Array, bias: Array | None, dtype: jax.typing.DTypeLike) -> Array:
-    """y [A, R, N] plus a bias [N] in float32, in dtype."""
-    return y.astype(dtype) if bias is None else (y.astype(jnp.float32) + bias[None, None]).astype(dtype)
+    """y [A, R, N] plus a bias [N], added in float32, in dtype."""
+    return (y if bias is None else y.astype(jnp.float32) + bias.astype(jnp.float32)[None, None]).astype(dtype)
 
 
 def dot(
