@@ -23,12 +23,12 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
-from te_jax.ops import _delayed
+from te_jax.ops import _fp8
 from te_jax.ops._operands import as_array
 from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec, Residual, TransportName
 from te_jax.parallel._collective.products import all_gather_products, reduce_scatter_product
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Recipe, Role
+from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.sharding import AxisName
 
 Operand = jax.typing.ArrayLike | QuantizedArray
@@ -305,6 +305,8 @@ def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
 
 
 def _validate_operands(x: Any, kernels: dict[str, Any], biases: dict[str, Any], recipe: Any) -> None:
+    if recipe is not None:
+        _fp8.validate_recipe(recipe)
     if not kernels:
         raise ValueError("kernel is an empty tuple; pass one array at least")
     for name, array in {"x": x, **kernels}.items():
@@ -339,9 +341,6 @@ def _validate_operands(x: Any, kernels: dict[str, Any], biases: dict[str, Any], 
 
 
 def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimension: str) -> None:
-    recipe = spec.recipe
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe is {recipe!r}; it must be a Recipe, such as te_jax.recipe.CurrentScaling(), or None")
     if spec.gather_result:
         raise ValueError(
             "gather_result is True with a recipe: only FP8 values are gathered; pass several kernels in a tuple to "
@@ -360,7 +359,7 @@ def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimensi
             f"multiple of {BLOCK_PRODUCT_ROWS}: pad them, or use CurrentScaling or RowwiseScaling"
         )
     if isinstance(x, QuantizedArray):
-        _validate_quantized("x", x, x.ndim - 1, recipe, "activation", "data")
+        _fp8.validate_quantized("x", x, spec.fp8.recipe, "activation", "data")
         # Scales of rows and blocks travel with them; not so those of features, which the gradient of kernel reads.
         shared = {"tensor": x.scale_inv, "row": x.transposed_scale_inv}.get(spec.scaling)
         differing = sharding.varying_axes(shared) & set(spec.axis_name)
@@ -370,17 +369,21 @@ def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimensi
                 f"x has another scale on each device along {sorted(differing)}; scales of {kind} must agree: quantize "
                 "it with axis_name"
             )
+    for name, array in {"x": x, **kernels}.items():
+        row_ndim = array.ndim - 1 if name == "x" else 1
+        if isinstance(array, QuantizedArray) and (array.row_ndim, array.col_ndim) != (row_ndim, array.ndim - row_ndim):
+            raise ValueError(
+                f"{name} was quantized as {array.row_ndim} rows and {array.col_ndim} cols, shape {array.shape}; "
+                f"quantize it with row_ndim={row_ndim}"
+            )
     for name, kernel in kernels.items():
         if isinstance(kernel, QuantizedArray):
-            _validate_quantized(name, kernel, 1, recipe, "kernel", "transposed")
+            _fp8.validate_quantized(name, kernel, spec.fp8.recipe, "kernel", "transposed")
 
 
 def _validate_states(spec: CollectiveSpec, states: dict[str, Any]) -> None:
     for name, state in states.items():
-        if spec.recipe is not None:
-            _delayed.validate(spec.recipe, state, name)
-        elif state is not None:
-            raise ValueError(f"{name} is given, but recipe is None; only DelayedScaling has a state")
+        _fp8.validate_state(spec.recipe, state, name)
         if differing := sharding.varying_axes(state) & set(spec.axis_name):
             raise ValueError(
                 f"{name} differs from device to device along {sorted(differing)}; scales of tensors must agree: pass "
@@ -394,27 +397,6 @@ def _validate_split(spec: CollectiveSpec, x: Any, kernels: dict[str, Any]) -> No
     for name, array in parts.items():
         sharding.validate_split(
             name, array, spec.axis_name, f"pass {name} split over these axes, or use te_jax.ops.dense"
-        )
-
-
-def _validate_quantized(name: str, x: QuantizedArray, row_ndim: int, recipe: Recipe, role: Role, copy: str) -> None:
-    if getattr(x, copy) is None:
-        raise ValueError(f"{name} has no {copy} copy, which the product reads; quantize it with copies='both'")
-    if (x.row_ndim, x.row_ndim + x.col_ndim) != (row_ndim, x.ndim):
-        raise ValueError(
-            f"{name} was quantized as {x.row_ndim} rows and {x.col_ndim} cols, shape {x.shape}; quantize it with "
-            f"row_ndim={row_ndim}"
-        )
-    expected = recipe.quantization(role)
-    if (x.scaling, x.transposed_scaling) != (expected.scaling, expected.transposed_scaling):
-        raise ValueError(
-            f"{name} has {x.scaling!r} and {x.transposed_scaling!r} scaling, but recipe is {recipe!r}; quantize it "
-            f'with recipe.quantization("{role}")'
-        )
-    if getattr(x, copy).dtype != expected.dtype:
-        raise ValueError(
-            f"{name} has {getattr(x, copy).dtype} values, but recipe is {recipe!r}; quantize it with "
-            f'recipe.quantization("{role}")'
         )
 
 

@@ -1,5 +1,6 @@
 """Delayed scaling in collective products: values, gradients and the next state are those of one device."""
 
+import dataclasses
 import functools
 import operator
 
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax.ops import dense, quantize
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
-from te_jax.recipe import CurrentScaling, DelayedScaling, DelayedScalingState, accumulating
+from te_jax.recipe import CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close, relative_error
 
 RECIPE = DelayedScaling(history_len=4)
@@ -35,7 +36,8 @@ def normal(rng, *shape):
 
 def seen(rng):
     """A state that has seen less than what comes, so that large values saturate."""
-    return jax.tree.map(lambda history: jnp.asarray(rng.uniform(1, 3, history.shape), jnp.float32), RECIPE.init())
+    state = jax.tree.map(lambda history: jnp.asarray(rng.uniform(1, 3, history.shape), jnp.float32), RECIPE.init())
+    return dataclasses.replace(state, uses=jnp.float32(1))
 
 
 def collective(name, *, mesh=None, data=None, split="tp", **options):
@@ -102,7 +104,7 @@ def test_several_weights_have_a_state_each(transport, rng):
         return all_gather_matmul(x, (w, v), scaling_state=states, **options)
 
     def one_by_one(x, w, v, states):
-        of_v = DelayedScalingState(states[0].activation, states[1].kernel, states[1].gradient)
+        of_v = dataclasses.replace(states[1], activation=states[0].activation)
         return on_one_device(x, w, states[0]), on_one_device(x, v, of_v)
 
     def loss(product, *operands):
@@ -150,13 +152,11 @@ def test_a_batch_that_is_split_too(name, transport, rng, require_devices):
 @last
 @functions
 def test_layers_of_a_loop_share_a_state(name, transport, rng):
-    """The next state of `accumulating` has what was largest in any of them, recomputed or not."""
+    """Their next states are added up, as JAX does with cotangents, recomputed or not."""
     # Kernels so small that tanh does not saturate: otherwise the gradient of three layers magnifies every difference.
     x, kernels, state = normal(rng, 2, 32, 32), normal(rng, 3, 32, 32) / 6, seen(rng)
 
     def loss(product, kernels, state):
-        state = accumulating(state)
-
         def layer(x, kernel):
             return jnp.tanh(product(x, kernel, state)), None
 
@@ -171,7 +171,8 @@ def test_layers_of_a_loop_share_a_state(name, transport, rng):
     tolerance = 2e-2 if jax.default_backend() == "cpu" else 8e-2
     assert_close(found, expected, tolerance=tolerance)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance), after, expected_after)
-    assert after.kernel[0] == jnp.abs(kernels).max()
+    assert after.uses == 3
+    np.testing.assert_allclose(after.kernel[0], jnp.abs(kernels).max(axis=(1, 2)).sum(), rtol=1e-6)
 
 
 @functions
@@ -257,25 +258,25 @@ def test_states_that_do_not_fit(name, rng):
     )
     product = all_gather_matmul if name == GATHER else matmul_reduce_scatter
 
-    def run(recipe=RECIPE, state=None, weights=w, state_spec=P()):
+    def run(recipe=RECIPE, state=None, weights=w, varying=False):
         def local(x, w, state):
+            if varying:
+                state = jax.tree.map(lambda history: jax.lax.pcast(history, "tp", to="varying"), state)
             x, w = (jax.lax.pcast(operand, "tp", to="varying") for operand in (x, w))
             return jax.tree.leaves(product(x, w, axis_name="tp", recipe=recipe, scaling_state=state))[0][None]
 
-        specs = P(), P(), state_spec
-        jax.eval_shape(
-            jax.shard_map(local, mesh=mesh_of({"tp": 2}), in_specs=specs, out_specs=P("tp")), x, weights, state
-        )
+        mapped = jax.shard_map(local, mesh=mesh_of({"tp": 2}), in_specs=P(), out_specs=P("tp"))
+        jax.eval_shape(mapped, x, weights, state)
 
     for message, options in {
         "scaling_state is None; DelayedScaling needs a DelayedScalingState, first recipe.init": {},
-        r"scaling_state has activation of shape \(8,\); for history_len=4": {"state": longer},
+        r"scaling_state has activation of shape \(8,\) and dtype float32; for history_len=4": {"state": longer},
         "scaling_state is given, but recipe is CurrentScaling": {"recipe": CurrentScaling(), "state": state},
         "scaling_state is given, but recipe is None": {"recipe": None, "state": state},
         "scaling_state is a tuple, but kernel is not": {"state": (state,)},
         r"scaling_state differs from device to device along \['tp'\].*pass it into shard_map whole": {
-            "state": jax.tree.map(lambda history: jnp.concatenate([history, history]), state),
-            "state_spec": P("tp"),
+            "state": state,
+            "varying": True,
         },
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -286,3 +287,34 @@ def test_states_that_do_not_fit(name, rng):
                 run(state=states, weights=(w, w))
         with pytest.raises(ValueError, match="kernel is a tuple of 2, so scaling_state must be one too"):
             run(state=(state,), weights=(w, w))
+
+
+@functions
+@pytest.mark.parametrize("several", [False, True])
+def test_training_without_the_next_state_is_an_error(several, name, rng):
+    if several and name == SCATTER:
+        pytest.skip("it takes one kernel")
+    x, w, state = normal(rng, 2, 32, 32), normal(rng, 32, 32), RECIPE.init()
+
+    def local(x, w, state):
+        x, w = (jax.lax.pcast(operand, "tp", to="varying") for operand in (x, w))
+        kernels, states = ((w, w), (state, state)) if several else (w, state)
+        product = all_gather_matmul if name == GATHER else matmul_reduce_scatter
+        return jax.lax.psum(
+            sum(map(jnp.sum, jax.tree.leaves(
+                product(x, kernels, axis_name="tp", recipe=RECIPE, scaling_state=states)
+            ))), "tp",
+        )  # fmt: skip
+
+    mapped = jax.shard_map(local, mesh=mesh_of({"tp": 2}), in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match="the kernel is differentiated and scaling_state is not"):
+        jax.eval_shape(jax.grad(mapped, argnums=1), x, w, state)
+    for argnums in (0, (1, 2)):
+        jax.eval_shape(jax.grad(mapped, argnums=argnums), x, w, state)
+
+
+@functions
+def test_a_negative_history_gives_nan(name, rng):
+    x, w, state = normal(rng, 2, 32, 32), normal(rng, 32, 32), seen(rng)
+    state = dataclasses.replace(state, kernel=-state.kernel)
+    assert np.isnan(jax.jit(collective(name))(x, w, state)).all()

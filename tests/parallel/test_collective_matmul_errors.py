@@ -244,8 +244,8 @@ def quantized(x, recipe, role, **options):
     [
         ("recipe is None, but x is a QuantizedArray", None, {}, None),
         ("recipe is None, but kernel is a QuantizedArray", None, None, {}),
-        ("x has no data copy, which the product reads", CurrentScaling(), {"copies": "transposed"}, None),
-        ("kernel has no transposed copy, which the product reads", CurrentScaling(), None, {"copies": "data"}),
+        ("x has no data copy, which the forward pass reads", CurrentScaling(), {"copies": "transposed"}, None),
+        ("kernel has no transposed copy, which the forward pass reads", CurrentScaling(), None, {"copies": "data"}),
         ("x has 'tensor' and 'tensor' scaling, but recipe is Rowwise", RowwiseScaling(), {"axis_name": "tp"}, None),
         ("kernel has 'tensor' and 'tensor' scaling, but recipe is Block", BlockScaling(), None, {}),
         ("x was quantized as 1 rows and 2 cols", CurrentScaling(), {"row_ndim": 1, "axis_name": "tp"}, None),
@@ -277,7 +277,7 @@ def test_formats_of_quantized_operands(name):
         x = quantized(x, CurrentScaling(), "gradient", axis_name="tp")
         return FUNCTIONS[name](x, w, axis_name="tp", recipe=CurrentScaling())
 
-    with pytest.raises(ValueError, match="x has float8_e5m2 values, but recipe is"):
+    with pytest.raises(ValueError, match="x was quantized to float8_e5m2, and activations of"):
         inside(call, zeros(4, 16), zeros(16, 16))
 
 

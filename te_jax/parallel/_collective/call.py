@@ -11,6 +11,7 @@ import numpy as np
 from te_jax import native
 from te_jax._core.arguments import as_flag
 from te_jax._core.types import BLOCK
+from te_jax.ops._fp8 import Fp8
 from te_jax.ops._gemm_product import Scaling
 from te_jax.recipe import Product, Recipe
 
@@ -82,13 +83,14 @@ class CollectiveSpec:
         return "none" if self.recipe is None else scaling_of(self.recipe.scalings["activation"][0])
 
     @property
-    def fp8(self) -> Recipe:
+    def fp8(self) -> Fp8:
+        """How operands are quantized, where there is a recipe."""
         assert self.recipe is not None
-        return self.recipe
+        return Fp8(self.name, self.recipe, self.implementation, self.axis_name)
 
     @property
     def fast_accumulation(self) -> bool:
-        return self.recipe is not None and self.product in self.recipe.fast_accumulation
+        return self.recipe is not None and self.fp8.is_fast(self.product)
 
     @property
     def blocks_span_shards(self) -> bool:

@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import sharding
 from te_jax._core.types import BLOCK
-from te_jax.ops import _delayed
+from te_jax.ops import _fp8
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel._collective.sides import gather, in_order, sides_of, travelling, wgrad, with_parts
 from te_jax.parallel.transports import p2p, ring, xla
@@ -93,7 +93,8 @@ def _all_gather(spec: CollectiveSpec, *operands):
 
 
 def _all_gather_forward(spec: CollectiveSpec, *operands):
-    _validate_differentiated(spec, *operands[:2])
+    x, kernels, _, states = operands
+    _validate_differentiated(spec, x, kernels, states)
     return _all_gather_and_residuals(spec, *custom_vjp_primal_tree_values(operands), differentiated=True)
 
 
@@ -155,7 +156,7 @@ def _reduce_scatter(spec: CollectiveSpec, *operands) -> Array:
 
 
 def _reduce_scatter_forward(spec: CollectiveSpec, x, kernel, bias, state):
-    _validate_differentiated(spec, x, (kernel,))
+    _validate_differentiated(spec, x, (kernel,), (state,))
     operands = custom_vjp_primal_tree_values((x, kernel, bias, state))
     return _reduce_scatter_and_residuals(spec, *operands, differentiated=True)
 
@@ -197,8 +198,8 @@ _reduce_scatter.defvjp(_reduce_scatter_forward, _reduce_scatter_backward, symbol
 # ------------------------------------------------------------------------------------------------------ what both share
 
 
-def _validate_differentiated(spec: CollectiveSpec, x, kernels) -> None:
-    """Checks that operands have what the gradients that are asked for read."""
+def _validate_differentiated(spec: CollectiveSpec, x, kernels, states) -> None:
+    """Checks that operands have what the gradients that are asked for read, and that states are advanced."""
 
     def perturbed(operand) -> bool:
         return not isinstance(operand, QuantizedArray) and operand.perturbed
@@ -211,6 +212,8 @@ def _validate_differentiated(spec: CollectiveSpec, x, kernels) -> None:
                     f"{name} has no data copy, which the gradient with respect to x reads; quantize it with "
                     "copies='both'"
                 )
+    for kernel, state in zip(kernels, states, strict=True):
+        _fp8.validate_advanced(state, trained=perturbed(kernel))
     if not any(map(perturbed, kernels)):
         return
     tensor_is_gathered = spec.name == "all_gather_matmul" and spec.scaling == "tensor"
@@ -268,9 +271,5 @@ def _named(tree: Any, role: Role) -> Any:
 
 
 def _next_state(spec: CollectiveSpec, state: Any, amaxes: tuple[Array | None, ...]) -> DelayedScalingState | None:
-    """What follows from the amaxes of x, kernel and dy; those that are None were not observed."""
-    if state is None:
-        return None
-    roles: tuple[Role, ...] = ("activation", "kernel", "gradient")
-    seen: dict[Role, Any] = {role: amax for role, amax in zip(roles, amaxes, strict=True) if amax is not None}
-    return _delayed.next_state(state, seen, spec.axis_name)
+    """The state after this use of it, with the amaxes of x, kernel and dy; those that are None were not observed."""
+    return None if state is None else _fp8.next_state(state, dict(zip(_fp8.ROLES, amaxes, strict=True)), spec.axis_name)

@@ -10,11 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from te_jax._core.derivatives import differentiated_once
 from te_jax._core.types import FP8_ALIGNMENT
-from te_jax.ops import _delayed
 from te_jax.ops.gemm import gemm
-from te_jax.ops.quantize import quantize_parts
 from te_jax.parallel._collective.call import CollectiveSpec, scaling_of
 from te_jax.parallel.transports.exchange import GemmOperand, all_gather, dot, quantized
 from te_jax.quantized import QuantizedArray
@@ -69,21 +66,17 @@ def sides_of(
         plain = GemmOperand(x.astype(spec.x_dtype).reshape(*lead, x.shape[-1]))
         return Sides(plain, plain, None, dbias)
     transposed_later = gathered and spec.scaling == "tensor"
-    x8, amax, dbias = x, None, None
-    if not isinstance(x, QuantizedArray):
-        amax = _delayed.reference_amax(spec.fp8, state, role)
-        agreed = amax is None and (spec.scaling == "tensor" or (gathered and spec.scaling == "row"))
-        transposed = by_cols and not transposed_later
-        x8, amax, dbias = quantize_parts(
-            differentiated_once(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), spec.name),
-            spec.fp8.quantization(role),
-            copies="both" if by_rows and transposed else "data" if by_rows else "transposed",
-            amax=None if amax is None else differentiated_once(amax, spec.name),
-            axis_name={split: spec.axis_name} if agreed else None,
-            with_amax=amax is not None,
-            with_dbias=with_dbias,
-            implementation=spec.implementation,
-        )
+    agreed = spec.scaling == "tensor" or (gathered and spec.scaling == "row")
+    transposed = by_cols and not transposed_later
+    x8, amax, dbias = spec.fp8.quantize(
+        role,
+        x if isinstance(x, QuantizedArray) else x.reshape(-1, x.shape[-1]),  # pyright: ignore[reportArgumentType]
+        state,
+        row_ndim=1,
+        copies="both" if by_rows and transposed else "data" if by_rows else "transposed",
+        axis_name={split: spec.axis_name} if agreed else None,
+        with_dbias=with_dbias,
+    )
     rows = None if x8.data is None else _data_of(x8, lead)
     cols = None if x8.transposed is None else _transposed_of(x8)
     return Sides(rows, rows if transposed_later else cols, amax, dbias)
