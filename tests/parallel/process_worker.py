@@ -184,7 +184,7 @@ if task in ("alone", "fails"):
         processes.ensure = ensure
     else:
         module = native.extension_module(jax.default_backend())
-        for name in ("open_space", "join_space"):
+        for name in ("create_segment", "join_segments"):
             if rank == last:
                 spoilt = types.SimpleNamespace(**{each: getattr(module, each) for each in dir(module)})
                 setattr(spoilt, name, lambda *_, name=name: (_ for _ in ()).throw(RuntimeError(f"no {name} here")))

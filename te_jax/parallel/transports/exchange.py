@@ -44,6 +44,11 @@ class GemmOperand:
     scaling: Scaling = "none"
     summed_first: bool = False
 
+    @property
+    def columns(self) -> int:
+        """N of a RHS."""
+        return self.data.shape[1 if self.summed_first else 0]
+
     def map(self, of_data: Callable[[Array], Array], of_scales: Callable[[Array], Array]) -> GemmOperand:
         """A LHS with a function of its data, and a function of its scales where each row has its own."""
         scale_inv = self.scale_inv
