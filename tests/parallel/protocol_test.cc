@@ -3,8 +3,8 @@
 // Copies and products take random times, and nothing but events orders them: ThreadSanitizer reports every read and
 // write that the protocol leaves unordered, and results are compared besides. Between calls each device writes over
 // what its peers have read, and poisons what they have written. Some steps fail: then no stream may touch an array any
-// more once its call has returned. Some hosts take longer than the timeout once all have met: nobody gives up then.
-// Exits with 0 if all went well.
+// more once its call has returned. Some hosts take longer than the timeout after the first rendezvous: then none gives
+// up. Exits with 0 if all went well.
 
 #include "collective_gemm/protocol.h"
 
@@ -48,7 +48,7 @@ class Point {
   bool passed_ = false;
 };
 
-// As CUDA has it: who waits for an event waits for the point at which it was last recorded when they said so.
+// As in CUDA, a stream that waits for an event waits for the point at which it was last recorded by then.
 class Event {
  public:
   std::shared_ptr<Point> Record() {
@@ -142,9 +142,9 @@ class SimulatedCall {
   Status Record(Stream stream, void*& event) {
     if (Fails()) return Status::Failed("simulated");
     if (used_ == resources_->events.size()) resources_->events.emplace_back();
-    Event& event = resources_->events[used_++];
-    StreamOf(stream).Do([point = event.Record()] { point->Pass(); });
-    event = &event;
+    Event& next = resources_->events[used_++];
+    StreamOf(stream).Do([point = next.Record()] { point->Pass(); });
+    event = &next;
     return Status::Ok();
   }
   Status Wait(Stream stream, void* event) {
@@ -227,14 +227,14 @@ struct Plan {
   int failing_rank, failing_step;  // or -1
   bool one_stays_away;
   bool biased;    // by nothing: of two devices the last product then leaves the sum to another step
-  int slow_rank;  // whose host takes longer than the timeout between the two meetings, or -1
+  int slow_rank;  // whose host takes longer than the timeout between the two rendezvous, or -1
 
   bool AddsUp() const { return weights > 1; }
   bool SendsCopies() const { return !direct || AddsUp(); }
 
   // What can fail on one device: to begin, events, copies, products and sums.
   int Steps() const { return StepsInCommon() + StepsAlone(); }
-  // Before the second meeting: where one fails, all do.
+  // Before the second rendezvous: where one fails, all do.
   int StepsInCommon() const {
     const int peers = size - 1;
     if (!gathers) {
