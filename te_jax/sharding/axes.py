@@ -111,6 +111,20 @@ def axes_of_type(x: Any) -> Axes:
     return tuple(axis for entry in jax.typeof(x).sharding.spec for axis in axes_of_entry(entry))
 
 
+def mesh_of(*operands: Any) -> Any:
+    """The mesh of the context, or the one that the operands' types name. Under vmap only the context leaves out the
+    axes over which the mapped dimension is split."""
+    context = jax.sharding.get_abstract_mesh()
+    named = (mesh for x in jax.tree.leaves(operands) if not (mesh := jax.typeof(x).sharding.mesh).empty)
+    return context if not context.empty else next(named, context)
+
+
+def may_be_split(x: Any) -> bool:
+    """Whether x, or what XLA makes of it, may be split over devices that no shard_map has mapped."""
+    mesh = mesh_of(x)
+    return any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in mesh.manual_axes)
+
+
 def result_type(shape: Sequence[int], dtype: jax.typing.DTypeLike, *operands: Array):
     """The abstract value of a result that depends on all operands.
 

@@ -21,8 +21,7 @@ axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Expli
 few_recipes = pytest.mark.parametrize("recipe", [CURRENT, RECIPES["block"], None], ids=["current", "block", "none"])
 
 
-def loss(x, kernel, accumulator, dy, recipe=CURRENT, **options):
-    state = _state(recipe)
+def loss(x, kernel, accumulator, dy, state=None, recipe=CURRENT, **options):
     y = ops.dense(x, kernel, recipe=recipe, wgrad_accumulator=accumulator, scaling_state=state, **options)
     return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32))
 
@@ -42,8 +41,8 @@ def test_value(accumulate, kernel_contracting, recipe, rng):
     case = random_case(rng, (4, 32), (64,), (48,), with_bias=False, kernel_contracting=kernel_contracting)
     before = draw(rng, case.kernel)
     options = {"recipe": recipe, "accumulate": accumulate, "kernel_contracting": kernel_contracting}
-    dx, dkernel, after = jax.jit(jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2)))(
-        case.x, case.kernel, before, case.dy
+    dx, dkernel, after, _ = jax.jit(jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2, 4)))(
+        case.x, case.kernel, before, case.dy, _state(recipe)
     )
     expected = oracle(case)
     tolerance = PLAIN["bfloat16"] if recipe is None else GRADIENT
