@@ -190,7 +190,7 @@ inline void* WorkspaceOf(const gemm::Problem& problem, void* workspace, int turn
   return workspace == nullptr ? nullptr : static_cast<char*>(workspace) + turn % kGemmStreams * problem.workspace_bytes;
 }
 
-// The event that goes to a meeting.
+// Records the event of a rendezvous.
 template <typename Call>
 Status RecordForPeers(Call& call, const Group& group, Stream stream, int stage, void*& event) {
   event = group.segments == nullptr ? nullptr : group.segments->event(group.rank, stage);

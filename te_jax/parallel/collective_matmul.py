@@ -12,7 +12,6 @@ one is the other. Residuals of the backward pass have names for `jax.checkpoint`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Literal, overload
 
 import jax
@@ -227,11 +226,12 @@ def _prepare(
 ) -> tuple[CollectiveSpec, Any, tuple[int, ...], list[tuple[int, ...]]]:
     """(spec; x, kernels, biases and states in canonical shapes; rows of the results; columns of each result)."""
     several = isinstance(kernel, tuple | list)
-    kernels = dict(_operands("kernel", tuple(kernel) if isinstance(kernel, tuple | list) else (kernel,), several))
-    ((_, x),) = _operands("x", (x,), False)
+    count = len(kernel) if isinstance(kernel, tuple | list) else 1
+    x = _operand("x", x)
+    kernels = {label: _operand(label, value) for label, value in _one_for_each("kernel", kernel, count, several)}
     biases = {
         label: None if value is None else as_array(label, value)
-        for label, value in _one_for_each("bias", bias, len(kernels), several)
+        for label, value in _one_for_each("bias", bias, count, several)
     }
     axes, size = sharding.mapped_axes(axis_name)
     axis = _axis(*dimension, x)
@@ -261,7 +261,7 @@ def _prepare(
     )
     if recipe is not None:
         _validate_fp8(spec, x, kernels, dimension[0])
-    states = dict(_one_for_each("scaling_state", scaling_state, len(kernels), several))
+    states = dict(_one_for_each("scaling_state", scaling_state, count, several))
     _validate_states(spec, states)
     _validate_split(spec, x, kernels)
     sizes = (spec.leading, spec.rows) if gathers else (spec.leading, size, spec.rows)
@@ -273,10 +273,8 @@ def _prepare(
 # ----------------------------------------------------------------------------------------------------------- validation
 
 
-def _operands(name: str, values: tuple[Any, ...], several: bool) -> Iterator[tuple[str, Any]]:
-    """Arrays, plain or quantized, by the names of their arguments."""
-    for label, value in _one_for_each(name, values if several else values[0], len(values), several):
-        yield label, value if isinstance(value, QuantizedArray) else as_array(label, value)
+def _operand(name: str, x: Any) -> Array | QuantizedArray:
+    return x if isinstance(x, QuantizedArray) else as_array(name, x)
 
 
 def _one_for_each(name: str, values: Any, count: int, several: bool) -> list[tuple[str, Any]]:

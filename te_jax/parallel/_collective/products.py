@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -23,28 +24,23 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Product, Role
 
 
-# Under jit even when called eagerly, or while it is disabled: XLA removes gradients that are not used, and shard_map
-# does not run rules of derivatives with symbolic zeros.
 def all_gather_products(spec: CollectiveSpec, x, kernels, biases, states) -> Any:
     """(products [A, D·R, N] in a tuple, gathered x [A, D·R, K] where it is a result) of x [A, R, K]."""
     with jax.disable_jit(False):
-        return _jit_all_gather(spec, x, kernels, biases, states)
+        return _collective_product(_all_gather, spec, x, kernels, biases, states)
 
 
-def reduce_scatter_product(spec: CollectiveSpec, x, kernel, bias, state) -> Any:
+def reduce_scatter_product(spec: CollectiveSpec, x, kernel, bias, state) -> Array:
     """The product [A, R, N] of x [A, D, R, K]."""
     with jax.disable_jit(False):
-        return _jit_reduce_scatter(spec, x, kernel, bias, state)
+        return _collective_product(_reduce_scatter, spec, x, kernel, bias, state)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
-def _jit_all_gather(spec: CollectiveSpec, *operands) -> Any:
-    return _all_gather(spec, *operands)
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
-def _jit_reduce_scatter(spec: CollectiveSpec, *operands) -> Any:
-    return _reduce_scatter(spec, *operands)
+# Under jit even when called eagerly, or while it is disabled: XLA removes gradients that are not used, and shard_map
+# does not run rules of derivatives with symbolic zeros.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=sharding.INLINE)
+def _collective_product(function: Callable[..., Any], spec: CollectiveSpec, *operands) -> Any:
+    return function(spec, *operands)
 
 
 class Residuals(NamedTuple):

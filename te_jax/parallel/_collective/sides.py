@@ -78,7 +78,9 @@ def sides_of(
         with_dbias=with_dbias,
     )
     rows = None if x8.data is None else _data_of(x8, lead)
-    cols = None if x8.transposed is None else _transposed_of(x8)
+    cols = None
+    if x8.transposed is not None:
+        cols = GemmOperand(x8.transposed, x8.transposed_scale_inv, scaling_of(x8.transposed_scaling))
     return Sides(rows, rows if transposed_later else cols, amax, dbias)
 
 
@@ -91,11 +93,6 @@ def _data_of(x: QuantizedArray, lead: tuple[int, ...]) -> GemmOperand:
     if scaling == "block" and x.scaling == "block_1x128":
         scale_inv = jnp.moveaxis(scale_inv.reshape(scale_inv.shape[0], *lead), 0, -2)
     return GemmOperand(data.reshape(*lead, data.shape[-1]), scale_inv, scaling)
-
-
-def _transposed_of(x: QuantizedArray) -> GemmOperand:
-    assert x.transposed is not None
-    return GemmOperand(x.transposed, x.transposed_scale_inv, scaling_of(x.transposed_scaling))
 
 
 # ------------------------------------------------------------------------------ operands of the kernel's gradient

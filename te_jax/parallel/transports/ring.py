@@ -5,9 +5,8 @@ All steps are unrolled, so that XLA's scheduler sees each of them. It runs on ev
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from te_jax import sharding
@@ -115,23 +114,9 @@ def _permuted(spec: CollectiveSpec, x: Array, shift: int) -> Array:
     if shift % D == 0:
         return x
     names = sharding.in_order_of_mesh(spec.axis_name)  # in which ppermute counts devices, whatever the order asked for
-    positions = _positions(spec.axis_name, names)
-    return lax.ppermute(x, names, [(positions[source], positions[(source + shift) % D]) for source in range(D)])
-
-
-def _positions(names: tuple[str, ...], order: tuple[str, ...]) -> list[int]:
-    """For each device, counted along mesh axes `names`, its number when they are counted in another order."""
-    sizes = [lax.axis_size(name) for name in names]
-    positions = []
-    for device in range(math.prod(sizes)):
-        index = {}
-        for name, size in zip(reversed(names), reversed(sizes), strict=True):
-            device, index[name] = divmod(device, size)
-        position = 0
-        for name in order:
-            position = position * lax.axis_size(name) + index[name]
-        positions.append(position)
-    return positions
+    counted = np.arange(D).reshape([lax.axis_size(name) for name in names])
+    numbers = counted.transpose([names.index(name) for name in spec.axis_name]).reshape(-1).tolist()  # by rank
+    return lax.ppermute(x, names, [(numbers[source], numbers[(source + shift) % D]) for source in range(D)])
 
 
 def _updated(buffer: Array, value: Array, first: Array, *, axis: int) -> Array:
