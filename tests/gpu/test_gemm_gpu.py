@@ -407,7 +407,7 @@ def test_an_error_is_reported_once():
     runtime = ctypes.CDLL("libcudart.so.13")
     runtime.cudaGetLastError()
     with pytest.raises(RuntimeError, match="cudaMalloc of memory that processes share: out of memory"):
-        module.open_space([0, 1 << 16], 1, 0, 2**60)
+        module.create_segment([0, 1 << 16], 1, 0, 2**60)
     assert runtime.cudaGetLastError() == 0
 
 
