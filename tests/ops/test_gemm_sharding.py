@@ -12,8 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops, recipe
+from te_jax.inspect import buffers, collectives
 from te_jax.quantized import QuantizedArray
-from te_jax.testing import assert_close, buffers, collectives, relative_error
+from te_jax.testing import assert_close, relative_error
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
@@ -81,7 +82,7 @@ def assert_exchanges_only(compiled, result, split):
         assert found == []
         return
     assert [entry.kind for entry in found] == ["all-reduce"]
-    assert found[0].shapes == (result.sharding.shard_shape(result.shape),)
+    assert [array.shape for array in found[0].results] == [result.sharding.shard_shape(result.shape)]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_meshes(kind, split, axis_type, make_mesh, rng):
     assert result.sharding.is_equivalent_to(NamedSharding(mesh, P(*split[:2])), 2), result.sharding
     assert_exchanges_only(compiled, result, split[2])
     if split[2] and jax.default_backend() == "gpu":  # XLA widens them on a CPU
-        assert [entry.dtypes for entry in collectives(compiled)] == [("bf16",)]
+        assert [array.dtype for entry in collectives(compiled) for array in entry.results] == ["bf16"]
     # Every device holds its shards of the operands and no more.
     most = max(m // shards(mesh, split[0]), n // shards(mesh, split[1])) * k // shards(mesh, split[2])
     assert not [b for b in buffers(compiled) if b.dtype.startswith("f8") and b.elements > most]
@@ -286,10 +287,9 @@ def test_largest_magnitude_is_that_of_the_whole(kind, split, axis_type, make_mes
     assert_close(own_amax, amax, dtype="float32", tolerance=1e-2)
     assert own_amax.sharding.is_fully_replicated
     assert relative_error(result.dequantize(), expected) < 0.04
-    scalars = [entry for entry in collectives(compiled) if entry.elements <= 2]
-    products = [entry for entry in collectives(compiled) if entry.elements > 2]
-    assert {entry.kind for entry in scalars} <= {"all-reduce"}
-    assert len(products) == (1 if k else 0)
+    sizes = [(entry.kind, sum(array.elements for array in entry.results)) for entry in collectives(compiled)]
+    assert {kind for kind, size in sizes if size <= 2} <= {"all-reduce"}
+    assert len([size for _, size in sizes if size > 2]) == (1 if k else 0)
 
 
 # -------------------------------------------------------------------------------------------------------- accumulation

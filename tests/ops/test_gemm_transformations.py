@@ -11,7 +11,8 @@ from gemm_oracle import E4M3, SCALINGS, assert_product, gelu, product, random_ar
 from jax import lax
 
 from te_jax import ops, recipe
-from te_jax.testing import assert_close, buffers, relative_error
+from te_jax.inspect import buffers
+from te_jax.testing import assert_close, relative_error
 
 KINDS = [*SCALINGS, "plain"]
 kinds = pytest.mark.parametrize("kind", KINDS)
