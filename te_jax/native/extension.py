@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.export
 
 from te_jax._version import __version__
 from te_jax.native import cuda_libraries
@@ -245,12 +246,12 @@ _registering = threading.Lock()
 
 
 def register() -> tuple[str, ...]:
-    """Makes every target known to XLA on the platforms that JAX has started. Idempotent and thread-safe.
+    """Registers every target with XLA on the platforms that JAX has started. Idempotent and thread-safe.
 
-    Operations do it themselves. A process that only loads a program from `jax.export` has to.
+    Operations call it. A process that runs a program from `jax.export` and no operation of te_jax must call it itself.
 
     Returns:
-      The names of the targets, for `jax.export.DisabledSafetyCheck.custom_call`; empty without the extensions.
+      The names of the targets; empty without the extensions.
     """
     # Only once a backend exists: before that XLA queues targets, and one that it rejects would keep the whole backend
     # from starting.
@@ -266,3 +267,13 @@ def register() -> tuple[str, ...]:
                 jax.ffi.register_ffi_target(target, handler, platform=_XLA_PLATFORMS[platform])
             _registered[platform] = tuple(handlers)
         return tuple(dict.fromkeys(target for targets in _registered.values() for target in targets))
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What `jax.export.export` needs as `disabled_checks` to export a function that calls native kernels.
+
+        exported = jax.export.export(jax.jit(fn), disabled_checks=te_jax.native.export_checks())(*args)
+
+    JAX asks for it because custom calls promise no compatibility: run the program with the te_jax that exported it.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in register()]
