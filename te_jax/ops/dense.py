@@ -15,6 +15,7 @@ from jax import Array
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
+from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _delayed, _fp8_dense, _plain_dense
 from te_jax.ops._fp8_dense import Layer
@@ -25,6 +26,11 @@ from te_jax.ops.quantize import quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.sharding import AxisName, as_axis_names, regrouped
+
+_REVERSE_MODE = (
+    "te_jax.ops.dense with a recipe or a wgrad_accumulator has first derivatives in reverse mode (jax.grad, jax.vjp) "
+    "only: for forward mode (jax.jvp, jax.jacfwd) or second derivatives use recipe=None and no wgrad_accumulator"
+)
 
 
 def dense(
@@ -117,11 +123,16 @@ def dense(
     _validate(x, kernel, bias, shape, activation, wgrad_accumulator)
     if recipe is None:
         _validate_plain(kernel, scaling_state)
+    else:
+        _validate_fp8(kernel, shape, recipe, scaling_state, kernel_contracting)
+    if recipe is not None or wgrad_accumulator is not None:
+        operands = (x, kernel, bias, wgrad_accumulator, scaling_state)
+        x, kernel, bias, wgrad_accumulator, scaling_state = reverse_mode_only(operands, _REVERSE_MODE)
+    if recipe is None:
         native.use_native(implementation)  # the same answer to a bad name as with a recipe
         return _plain_dense.dense(
             x, kernel, bias, wgrad_accumulator, len(shape.inner), kernel_contracting, activation, accumulate
         )
-    _validate_fp8(kernel, shape, recipe, scaling_state, kernel_contracting)
     layer = Layer(
         recipe,
         len(shape.inner),

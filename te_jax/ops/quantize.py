@@ -13,6 +13,7 @@ from jax import Array, lax
 from te_jax import native, reference, sharding
 from te_jax._core.arguments import as_flag, is_whole_number
 from te_jax._core.derivatives import without_gradient
+from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
 from te_jax.ops._operands import as_array, validate_quantization
 from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
@@ -116,7 +117,7 @@ def quantize(
         with_dbias=with_dbias,
         implementation=implementation,
     )
-    parts: Any = without_gradient(parts, x, _NO_DERIVATIVE)
+    parts: Any = without_gradient(parts, reverse_mode_only(x, _NO_DERIVATIVE), _NO_DERIVATIVE)
     array, own_amax, dbias = parts
     wanted = (array, *((own_amax,) if with_amax else ()), *((dbias,) if with_dbias else ()))
     return wanted if len(wanted) > 1 else array

@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import sharding
 from te_jax._core.derivatives import as_residual, from_residual
+from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.ops import _delayed
 from te_jax.ops.gemm import gemm
@@ -39,12 +40,12 @@ _NAMES = {"activation": "te_collective_activation", "kernel": "te_collective_ker
 # apart what is asked for.
 def all_gather_products(call: Call, x, weights, biases, states) -> Any:
     with jax.disable_jit(False):
-        return _all_gather_products(call, x, weights, biases, states)
+        return _all_gather_products(call, *reverse_mode_only((x, weights, biases, states), _reverse_mode(call)))
 
 
 def reduce_scatter_product(call: Call, x, weight, bias, state) -> Any:
     with jax.disable_jit(False):
-        return _reduce_scatter_product(call, x, weight, bias, state)
+        return _reduce_scatter_product(call, *reverse_mode_only((x, weight, bias, state), _reverse_mode(call)))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
@@ -55,6 +56,13 @@ def _all_gather_products(call: Call, x, weights, biases, states) -> Any:
 @functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
 def _reduce_scatter_product(call: Call, x, weight, bias, state) -> Any:
     return _scattered_product(call, x, weight, bias, state)
+
+
+def _reverse_mode(call: Call) -> str:
+    return (
+        f"te_jax.parallel.{call.name} has derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode "
+        "(jax.jvp, jax.jacfwd) write jax.lax collectives around jnp.matmul"
+    )
 
 
 class _Residuals(NamedTuple):
