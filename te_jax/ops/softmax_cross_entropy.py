@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from te_jax import native, reference, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
+from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops._operands import as_array
 from te_jax.reference.softmax_cross_entropy import equals, in_vocabulary, nan_unless, reduce_tokens
 from te_jax.sharding import AxisName
@@ -24,6 +25,10 @@ from te_jax.sharding import AxisName
 _IGNORED = -1  # the row is not read
 _ELSEWHERE = -2  # no target in this shard
 
+_REVERSE_MODE = (
+    "te_jax.ops.softmax_cross_entropy with native kernels has first derivatives in reverse mode (jax.grad, jax.vjp) "
+    "only: for forward mode (jax.jvp, jax.jacfwd) or second derivatives use implementation='reference'"
+)
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -83,7 +88,7 @@ def softmax_cross_entropy(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
-      NotImplementedError: for second derivatives with the native kernel.
+      NotImplementedError: for forward mode and second derivatives with the native kernel.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     References:
@@ -113,7 +118,14 @@ def softmax_cross_entropy(
         ),
         None if axis_name in (None, (), []) else sharding.mapped_axes(axis_name)[0],
     )
-    return _softmax_cross_entropy(logits, labels, loss, reduction, native.use_native(implementation))
+    if loss.axis_name:
+        remedy = (
+            f"pass the device's shard of the vocabulary, by in_specs such as P(None, {axis_name!r}), or axis_name=None"
+        )
+        sharding.validate_split("logits", logits, loss.axis_name, remedy)
+    if use_native := native.use_native(implementation):
+        logits = reverse_mode_only(logits, _REVERSE_MODE)
+    return _softmax_cross_entropy(logits, labels, loss, reduction, use_native)
 
 
 def _validate(logits: Array, labels: Array, reduction: str) -> None:
