@@ -11,7 +11,7 @@ from jax import Array, lax
 from te_jax import sharding
 from te_jax._core.arguments import kind_of
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe, Role, observe
-from te_jax.reference.quantize import largest_of_shards
+from te_jax.reference.quantize import amax_of_shards
 
 
 def validate(recipe: Recipe, state: Any, name: str = "scaling_state") -> None:
@@ -64,7 +64,7 @@ def next_state(
         axes = tuple(sorted(sharding.varying_axes(amaxes[role]) - sharding.varying_axes(history))) or _untracked(
             axis_name
         )
-        amax = largest_of_shards(amaxes[role], axes)
+        amax = amax_of_shards(amaxes[role], axes)
         return lax.convert_element_type(_observe(_as_float32(history), amax), history.dtype)
 
     return DelayedScalingState(next_history("activation"), next_history("kernel"), next_history("gradient"))

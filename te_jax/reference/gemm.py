@@ -99,7 +99,7 @@ def epilogue(
     if out_quantization is None:
         result = value.astype(dtype)
         return (result, preactivation) if save_preactivation else result
-    results: Any = quantize(
+    quantized, amax, _ = quantize(
         value,
         out_quantization,
         row_ndim=out_row_ndim,
@@ -108,7 +108,6 @@ def epilogue(
         axis_name=axis_name,
         with_amax=True,
     )
-    quantized, amax = results
     quantized = dataclasses.replace(quantized, dtype=np.dtype(dtype))
     return (quantized, amax, preactivation) if save_preactivation else (quantized, amax)
 
