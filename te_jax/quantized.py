@@ -35,9 +35,6 @@ class QuantizedArray:
     checkpoints as any other. `np.asarray(q)` is `q.dequantize()`; `==` and `hash` are those of the object, not of its
     values.
 
-        q = te_jax.ops.quantize(x, te_jax.recipe.CurrentScaling().quantization("activation"))
-        np.abs(np.asarray(q) - np.asarray(x)).max()
-
     Attributes:
       data: FP8 [*rows, *cols], or None. Products sum over its cols.
       scale_inv: float32, shaped as `scale_shape` says for outer = rows and summed = cols; None without data.

@@ -56,9 +56,6 @@ def quantize(
 ) -> Any:
     r"""Quantizes an array [*rows, *cols] to FP8, as it is and transposed, with the scales of both copies.
 
-        q = quantize(x, te_jax.recipe.CurrentScaling().quantization("activation"))
-        error = jnp.abs(q.dequantize() - x).max()
-
     With m the largest FP8 value (448 in float8_e4m3fn, 57344 in float8_e5m2) and amax the largest |x| among the values
     that share a scale:
 
@@ -97,6 +94,13 @@ def quantize(
 
     References:
       Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. Blocks: DeepSeek-V3, arXiv:2412.19437.
+
+    Examples:
+      >>> import jax.numpy as jnp, te_jax
+      >>> x = jnp.array([[1.0, -2.0, 448.0]])
+      >>> q = te_jax.ops.quantize(x, te_jax.recipe.CurrentScaling().quantization("activation"))
+      >>> q.transposed.shape, q.scale_inv.item(), q.dequantize().tolist()
+      ((3, 1), 1.0, [[1.0, -2.0, 448.0]])
     """
     x = as_array("x", x)
     parts = quantize_parts(
