@@ -1,4 +1,4 @@
-// What a kernel's entry point reports: nothing, or why it could not run.
+// The result of a kernel's entry point: success, or why it could not run.
 #pragma once
 
 #include <string>

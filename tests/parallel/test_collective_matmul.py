@@ -12,9 +12,10 @@ from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, o
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from te_jax.inspect import collectives
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
 from te_jax.recipe import CurrentScaling
-from te_jax.testing import assert_close, collectives
+from te_jax.testing import assert_close
 
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
 last = pytest.mark.parametrize("transport", TRANSPORTS[-1:])  # where the transport matters little

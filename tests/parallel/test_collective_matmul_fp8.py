@@ -12,9 +12,10 @@ from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, o
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
+from te_jax.inspect import collectives
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
 from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
-from te_jax.testing import assert_close, collectives
+from te_jax.testing import assert_close
 
 RECIPES = {"current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
 BOUNDS = (0.055, 0.085)  # relative L2 errors on normal data: forward, gradients

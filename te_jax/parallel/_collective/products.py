@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import sharding
+from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
 from te_jax.ops import _fp8
 from te_jax.parallel._collective.call import CollectiveSpec
@@ -27,13 +28,22 @@ from te_jax.recipe import DelayedScalingState, Product, Role
 def all_gather_products(spec: CollectiveSpec, x, kernels, biases, states) -> Any:
     """(products [A, D·R, N] in a tuple, gathered x [A, D·R, K] where it is a result) of x [A, R, K]."""
     with jax.disable_jit(False):
-        return _collective_product(_all_gather, spec, x, kernels, biases, states)
+        operands = reverse_mode_only((x, kernels, biases, states), _reverse_mode(spec))
+        return _collective_product(_all_gather, spec, *operands)
 
 
 def reduce_scatter_product(spec: CollectiveSpec, x, kernel, bias, state) -> Array:
     """The product [A, R, N] of x [A, D, R, K]."""
     with jax.disable_jit(False):
-        return _collective_product(_reduce_scatter, spec, x, kernel, bias, state)
+        operands = reverse_mode_only((x, kernel, bias, state), _reverse_mode(spec))
+        return _collective_product(_reduce_scatter, spec, *operands)
+
+
+def _reverse_mode(spec: CollectiveSpec) -> str:
+    return (
+        f"te_jax.parallel.{spec.name} has derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode "
+        "(jax.jvp, jax.jacfwd) write jax.lax collectives around jnp.matmul"
+    )
 
 
 # Under jit even when called eagerly, or while it is disabled: XLA removes gradients that are not used, and shard_map
