@@ -20,3 +20,9 @@ class [[nodiscard]] Status {
 };
 
 }  // namespace te
+
+// Returns from the caller where a step fails.
+#define TE_JAX_TRY(step)                                        \
+  do {                                                          \
+    if (Status status_ = (step); !status_.ok()) return status_; \
+  } while (false)

@@ -11,7 +11,7 @@ import operator
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
@@ -317,6 +317,10 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
     """Brings groups of dimensions into forms that FP8 products take, and back."""
     shape = _Shape.of(x, kernel, layer.contracting_ndim, layer.kernel_contracting)
     layout = _layout(layer, x, kernel)  # merging dimensions may gather what was split
+    if padding := _sequence_padding(shape.batch, layer.fp8.recipe, x):
+        axis = len(shape.batch) - 1
+        y = _dense(sharding.padded(x, padding, axis), kernel, bias, accumulator, state, layer)
+        return layout.apply(lax.slice_in_dim(y, 0, shape.batch[-1], axis=axis))
     batch, inner, outer = (_whole_blocks(sizes, layer.fp8.recipe) or (1,) for sizes in shape)
     x = regrouped(x, (shape.batch, shape.inner), (batch, inner))
     if not isinstance(kernel, QuantizedArray):
@@ -328,10 +332,20 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
     return layout.apply(regrouped(y, (batch, outer), (shape.batch, shape.outer)))
 
 
+def _sequence_padding(batch: tuple[int, ...], recipe: Recipe, x: Array) -> int:
+    """Tokens to append to every sequence, so that devices which split a batch of sequences cut no block of 128."""
+    if len(batch) < 2 or not _has_blocks(recipe) or batch[-1] < BLOCK or not sharding.may_be_split(x):
+        return 0
+    return -batch[-1] % BLOCK
+
+
+def _has_blocks(recipe: Recipe) -> bool:
+    return recipe.scalings["activation"][0].startswith("block")
+
+
 def _whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
     """The group as it is, or as one dimension where blocks do not divide its last one."""
-    has_blocks = recipe.scalings["activation"][0].startswith("block")
-    return (math.prod(sizes),) if has_blocks and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
+    return (math.prod(sizes),) if _has_blocks(recipe) and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
 
 
 def _layout(layer: _Layer, x: Array, kernel: Array | QuantizedArray) -> Layout:
