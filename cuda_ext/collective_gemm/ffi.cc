@@ -33,19 +33,21 @@ class Operands {
   size_t argument_ = 0, result_ = 0;
 };
 
-// What both calls are told.
+// The attributes of both calls.
 struct Attributes {
-  std::string_view name;
-  Sizes groups;  // places of devices, group after group
-  int64_t group_size;
-  int64_t shared_bytes;  // of the memory that a group shares whose devices are driven by several processes
-  int64_t call;
-  float timeout;  // in seconds
-  std::string_view scaling;
-  bool summed_first;  // weights are [k, n]
-  bool fast_accumulation;
   std::string_view algorithm;
+  int64_t call;
+  bool fast_accumulation;
+  int64_t group_size;
+  Sizes groups;        // places of devices, group after group
+  bool keep_gathered;  // of an all-gather: all of x is a result
+  std::string_view name;
   int64_t products;
+  bool put;  // of an all-gather: devices write to their peers
+  std::string_view scaling;
+  int64_t shared_bytes;  // that a call needs of every segment, where several processes drive the devices of a group
+  bool summed_first;     // weights are [k, n]
+  float timeout;         // in seconds
 };
 
 ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t device) {
@@ -73,8 +75,8 @@ ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t d
               nullptr};
   const auto other_process = [&](int place) { return ProcessOf(place) != ProcessOf(group.devices.front()); };
   if (std::any_of(group.devices.begin(), group.devices.end(), other_process)) {
-    group.space = FindSpace(group.devices, group.rank, attributes.shared_bytes);
-    if (group.space == nullptr) {
+    group.segments = FindSegments(group.devices, group.rank, attributes.shared_bytes);
+    if (group.segments == nullptr) {
       return ffi::Unexpected(ffi::Error::InvalidArgument(
           group.name +
           ": this program was compiled in another run, whose processes shared memory that is gone: compile "
@@ -120,8 +122,7 @@ Gathered GatheredOf(const AnyBuffer& mine, const AnyBuffer& all, int64_t pieces,
 // [pieces, size, rows, n] for each weight, all of x [pieces, size, rows, k], all scales and others [size, …], and a
 // workspace.
 std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs& arguments,
-                                                ffi::RemainingRets& results, const Attributes& attributes,
-                                                bool keep_gathered, bool put) {
+                                                ffi::RemainingRets& results, const Attributes& attributes) {
   Operands operands(arguments, results);
   const auto x = operands.Argument(), x_scales = operands.Argument();
   if (!x || !x_scales) return std::nullopt;
@@ -133,7 +134,7 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
   const int64_t size = attributes.group_size;
 
   AllGatherProblem problem{};
-  problem.put = put;
+  problem.put = attributes.put;
   for (int64_t i = 0; i < attributes.products; ++i) {
     const auto w = operands.Argument(), w_scales = operands.Argument(), bias = operands.Argument();
     const auto y = operands.Result();
@@ -155,7 +156,7 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
   const auto all = operands.Result(), all_scales = operands.Result();
   if (IsMissing(rules, all, *x) || IsMissing(rules, all_scales, *x)) return std::nullopt;
   rules.Type(x->element_type(), "gathered", *all).Elements(size * x->element_count(), "gathered", *all);
-  problem.x = GatheredOf(*x, *all, pieces, keep_gathered);
+  problem.x = GatheredOf(*x, *all, pieces, attributes.keep_gathered);
   if (*scaling == Scaling::kRow || *scaling == Scaling::kBlock) {
     rules.Type(ffi::F32, "gathered scales", *all_scales)
         .Elements(size * x_scales->element_count(), "gathered scales", *all_scales);
@@ -172,7 +173,7 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
   const auto workspace = operands.Result();
   if (IsMissing(rules, workspace, *x)) return std::nullopt;
   problem.workspace = Present<void>(*workspace);
-  for (Product& product : problem.products) product.problem.workspace_bytes = workspace->size_bytes() / kProductQueues;
+  for (Product& product : problem.products) product.problem.workspace_bytes = workspace->size_bytes() / kGemmStreams;
   if (rules.broken()) return std::nullopt;
   return problem;
 }
@@ -241,113 +242,84 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
   return problem;
 }
 
-Attributes AttributesOf(std::string_view name, Sizes groups, int64_t group_size, int64_t shared_bytes, int64_t call,
-                        float timeout, std::string_view scaling, bool summed_first, bool fast_accumulation,
-                        std::string_view algorithm, int64_t products) {
-  return {name,    groups,       group_size,        shared_bytes, call,    timeout,
-          scaling, summed_first, fast_accumulation, algorithm,    products};
-}
+template <typename Problem>
+using Decoder = std::optional<Problem> (*)(Rules&, ffi::RemainingArgs&, ffi::RemainingRets&, const Attributes&);
+template <typename Problem>
+using Action = Status (*)(const Executor&, const Group&, const Problem&);
 
 template <typename Problem>
-using Do = Status (*)(const Executor&, const Group&, const Problem&);
-
-ffi::Error RunAllGatherCall(Do<AllGatherProblem> act, PlatformValue platform, int64_t run, int32_t device,
-                            ffi::RemainingArgs& arguments, ffi::RemainingRets& results, const Attributes& attributes,
-                            bool keep_gathered, bool put) {
-  Rules rules("te_all_gather_gemm");
+ffi::Error Run(const char* target, Decoder<Problem> decode, Action<Problem> act, PlatformValue platform, int64_t run,
+               int32_t device, ffi::RemainingArgs& arguments, ffi::RemainingRets& results,
+               const Attributes& attributes) {
+  Rules rules(target);
   auto group = GroupOf(attributes, run, device);
   if (!group.has_value()) return group.error();
-  const auto problem = DecodeAllGather(rules, arguments, results, attributes, keep_gathered, put);
-  if (!problem) return rules.broken() ? rules.error() : ffi::Error::InvalidArgument("te_all_gather_gemm: no operands");
-  return ToError("te_all_gather_gemm", act(MakeExecutor(platform), *group, *problem));
-}
-
-ffi::Error RunReduceScatterCall(Do<ReduceScatterProblem> act, PlatformValue platform, int64_t run, int32_t device,
-                                ffi::RemainingArgs& arguments, ffi::RemainingRets& results,
-                                const Attributes& attributes) {
-  Rules rules("te_gemm_reduce_scatter");
-  auto group = GroupOf(attributes, run, device);
-  if (!group.has_value()) return group.error();
-  const auto problem = DecodeReduceScatter(rules, arguments, results, attributes);
+  const auto problem = decode(rules, arguments, results, attributes);
   if (!problem) {
-    return rules.broken() ? rules.error() : ffi::Error::InvalidArgument("te_gemm_reduce_scatter: no operands");
+    return rules.broken() ? rules.error() : ffi::Error::InvalidArgument(std::string(target) + ": no operands");
   }
-  return ToError("te_gemm_reduce_scatter", act(MakeExecutor(platform), *group, *problem));
+  return ToError(target, act(MakeExecutor(platform), *group, *problem));
 }
 
-// Of eleven attributes; what follows is a call's own.
-#define TE_JAX_ATTRIBUTES                                                                                     \
-  std::string_view name, Sizes groups, int64_t group_size, int64_t shared_bytes, int64_t call, float timeout, \
-      std::string_view scaling, bool summed_first, bool fast_accumulation, std::string_view algorithm,        \
-      int64_t products
-#define TE_JAX_ATTRIBUTE_VALUES                                                                                 \
-  AttributesOf(name, groups, group_size, shared_bytes, call, timeout, scaling, summed_first, fast_accumulation, \
-               algorithm, products)
+constexpr char kAllGather[] = "te_all_gather_gemm", kReduceScatter[] = "te_gemm_reduce_scatter";
 
-template <typename Binding>
-auto WithAttributes(Binding&& binding) {
-  return std::forward<Binding>(binding)
+template <const char* target, auto decode, auto act>
+ffi::Error Execute(PlatformValue platform, ffi::RunId run, int32_t device, ffi::RemainingArgs arguments,
+                   ffi::RemainingRets results, Attributes attributes) {
+  return Run(target, decode, act, platform, run.run_id, device, arguments, results, attributes);
+}
+constexpr auto ExecuteAllGather = Execute<kAllGather, DecodeAllGather, AllGather>;
+constexpr auto ExecuteReduceScatter = Execute<kReduceScatter, DecodeReduceScatter, ReduceScatter>;
+
+auto ExecuteBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<Platform>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::DeviceOrdinal>()
       .RemainingArgs()
       .RemainingRets()
-      .template Attr<std::string_view>("name")
-      .template Attr<Sizes>("groups")
-      .template Attr<int64_t>("group_size")
-      .template Attr<int64_t>("shared_bytes")
-      .template Attr<int64_t>("call")
-      .template Attr<float>("timeout")
-      .template Attr<std::string_view>("scaling")
-      .template Attr<bool>("summed_first")
-      .template Attr<bool>("fast_accumulation")
-      .template Attr<std::string_view>("algorithm")
-      .template Attr<int64_t>("products");
-}
-
-auto ExecuteBinding() { return ffi::Ffi::Bind().Ctx<Platform>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>(); }
-
-ffi::Error ExecuteAllGather(PlatformValue platform, ffi::RunId run, int32_t device, ffi::RemainingArgs arguments,
-                            ffi::RemainingRets results, TE_JAX_ATTRIBUTES, bool keep_gathered, bool put) {
-  return RunAllGatherCall(AllGather, platform, run.run_id, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES,
-                          keep_gathered, put);
-}
-
-ffi::Error ExecuteReduceScatter(PlatformValue platform, ffi::RunId run, int32_t device, ffi::RemainingArgs arguments,
-                                ffi::RemainingRets results, TE_JAX_ATTRIBUTES) {
-  return RunReduceScatterCall(ReduceScatter, platform, run.run_id, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES);
+      .Attrs<Attributes>();
 }
 
 #ifdef TE_JAX_CUDA
+template <const char* target, auto decode, auto act>
+ffi::Error Initialize(PlatformValue platform, int32_t device, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                      Attributes attributes) {
+  return Run(target, decode, act, platform, 0, device, arguments, results, attributes);
+}
+constexpr auto InitializeAllGather = Initialize<kAllGather, DecodeAllGather, PrepareAllGather>;
+constexpr auto InitializeReduceScatter = Initialize<kReduceScatter, DecodeReduceScatter, PrepareReduceScatter>;
+
 auto InitializeBinding() {
-  return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<Platform>().Ctx<ffi::DeviceOrdinal>();
-}
-
-ffi::Error InitializeAllGather(PlatformValue platform, int32_t device, ffi::RemainingArgs arguments,
-                               ffi::RemainingRets results, TE_JAX_ATTRIBUTES, bool keep_gathered, bool put) {
-  return RunAllGatherCall(PrepareAllGather, platform, 0, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES,
-                          keep_gathered, put);
-}
-
-ffi::Error InitializeReduceScatter(PlatformValue platform, int32_t device, ffi::RemainingArgs arguments,
-                                   ffi::RemainingRets results, TE_JAX_ATTRIBUTES) {
-  return RunReduceScatterCall(PrepareReduceScatter, platform, 0, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES);
+  return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+      .Ctx<Platform>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs<Attributes>();
 }
 #endif
 
 }  // namespace
 }  // namespace te::collective_gemm
 
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te::collective_gemm::Attributes, StructMember<std::string_view>("algorithm"),
+                                      StructMember<int64_t>("call"), StructMember<bool>("fast_accumulation"),
+                                      StructMember<int64_t>("group_size"), StructMember<Span<const int64_t>>("groups"),
+                                      StructMember<bool>("keep_gathered"), StructMember<std::string_view>("name"),
+                                      StructMember<int64_t>("products"), StructMember<bool>("put"),
+                                      StructMember<std::string_view>("scaling"), StructMember<int64_t>("shared_bytes"),
+                                      StructMember<bool>("summed_first"), StructMember<float>("timeout"));
+
 // Not compatible with command buffers: waits for other devices' events cannot be captured on one device alone.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_all_gather_gemm, te::collective_gemm::ExecuteAllGather,
-                              te::collective_gemm::WithAttributes(te::collective_gemm::ExecuteBinding())
-                                  .Attr<bool>("keep_gathered")
-                                  .Attr<bool>("put"));
+                              te::collective_gemm::ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_reduce_scatter, te::collective_gemm::ExecuteReduceScatter,
-                              te::collective_gemm::WithAttributes(te::collective_gemm::ExecuteBinding()));
+                              te::collective_gemm::ExecuteBinding());
 
 #ifdef TE_JAX_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_all_gather_gemm_initialize, te::collective_gemm::InitializeAllGather,
-                              te::collective_gemm::WithAttributes(te::collective_gemm::InitializeBinding())
-                                  .Attr<bool>("keep_gathered")
-                                  .Attr<bool>("put"));
+                              te::collective_gemm::InitializeBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_reduce_scatter_initialize, te::collective_gemm::InitializeReduceScatter,
-                              te::collective_gemm::WithAttributes(te::collective_gemm::InitializeBinding()));
+                              te::collective_gemm::InitializeBinding());
 #endif

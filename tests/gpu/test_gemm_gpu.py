@@ -17,8 +17,9 @@ import pytest
 
 import te_jax
 from te_jax import native, ops, recipe
+from te_jax.inspect import buffers
 from te_jax.quantized import QuantizedArray
-from te_jax.testing import assert_close, buffers, relative_error
+from te_jax.testing import assert_close, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -407,7 +408,7 @@ def test_an_error_is_reported_once():
     runtime = ctypes.CDLL("libcudart.so.13")
     runtime.cudaGetLastError()
     with pytest.raises(RuntimeError, match="cudaMalloc of memory that processes share: out of memory"):
-        module.open_space([0, 1 << 16], 1, 0, 2**60)
+        module.create_segment([0, 1 << 16], 1, 0, 2**60)
     assert runtime.cudaGetLastError() == 0
 
 

@@ -82,7 +82,7 @@ def test_layouts_of_plain_arrays(dtype, lhs_contracting, rhs_contracting, implem
 
 def test_the_reference_has_the_same_defaults(rng):
     a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((16, 32), (32, 16)))
-    a8, b8 = (reference.quantize(x, recipe.CurrentScaling().quantization("kernel")) for x in (a, b))
+    a8, b8 = (reference.quantize(x, recipe.CurrentScaling().quantization("kernel")).array for x in (a, b))
     assert_close(reference.gemm(a, b), ops.gemm(a, b))
     ones, half = jnp.ones((16, 16)), a.astype(jnp.bfloat16)
     for gemm in (reference.gemm, ops.gemm):

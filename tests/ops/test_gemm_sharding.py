@@ -12,8 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
+from te_jax.inspect import buffers, collectives
 from te_jax.quantized import QuantizedArray
-from te_jax.testing import assert_close, buffers, collectives
+from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
@@ -81,7 +82,7 @@ def assert_exchanges_only(compiled, result, split):
         assert found == []
         return
     assert [entry.kind for entry in found] == ["all-reduce"]
-    assert found[0].shapes == (result.sharding.shard_shape(result.shape),)
+    assert [array.shape for array in found[0].results] == [result.sharding.shard_shape(result.shape)]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_meshes(kind, split, axis_type, make_mesh, rng):
     assert result.sharding.is_equivalent_to(NamedSharding(mesh, P(*split[:2])), 2), result.sharding
     assert_exchanges_only(compiled, result, split[2])
     if split[2] and jax.default_backend() == "gpu":  # XLA widens them on a CPU
-        assert [entry.dtypes for entry in collectives(compiled)] == [("bf16",)]
+        assert [array.dtype for entry in collectives(compiled) for array in entry.results] == ["bf16"]
     # Every device holds its shards of the operands and no more.
     most = max(m // shards(mesh, split[0]), n // shards(mesh, split[1])) * k // shards(mesh, split[2])
     assert not [b for b in buffers(compiled) if b.dtype.startswith("f8") and b.elements > most]

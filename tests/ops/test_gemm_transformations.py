@@ -11,7 +11,8 @@ from gemm_oracle import SCALINGS, assert_product, gelu, product, random_array, r
 from jax import lax
 
 from te_jax import ops
-from te_jax.testing import assert_close, buffers
+from te_jax.inspect import buffers
+from te_jax.testing import assert_close
 
 KINDS = [*SCALINGS, "plain"]
 kinds = pytest.mark.parametrize("kind", KINDS)
