@@ -30,8 +30,8 @@ from typing import Any, Protocol
 import jax
 
 import te_jax
-from te_jax.cli import _host
-from te_jax.cli._table import aligned
+from te_jax._core import host
+from te_jax._core.terminal import aligned
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -404,8 +404,8 @@ def environment(commit: str | None = None) -> dict[str, Any]:
             "kind": device.device_kind,
             "platform": device.platform,
             "compute_capability": str(getattr(device, "compute_capability", "")) or None if on_gpu else None,
-            "driver": _host.driver_version() if on_gpu else None,
-            "host": _host.processor(),
+            "driver": host.driver_version() if on_gpu else None,
+            "host": host.processor(),
         },
         "extensions": _extension_builds(),
     }
@@ -414,13 +414,13 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 def _commit() -> tuple[str | None, bool | None]:
     """The checkout's commit, and whether anything but benchmark results differs from it, in the checkout or in the
     Python files of the te_jax that runs, which may be installed apart from it."""
-    top = _host.output_of(["git", "rev-parse", "--show-toplevel"], cwd=ROOT)
+    top = host.output_of(["git", "rev-parse", "--show-toplevel"], cwd=ROOT)
     if top is None or Path(top.strip()) != ROOT:
         return None, None
-    head = _host.output_of(["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT)
+    head = host.output_of(["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT)
     if not head:  # a repository without a commit says nothing about these files
         return None, None
-    changes = _host.output_of(["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"], cwd=ROOT)
+    changes = host.output_of(["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"], cwd=ROOT)
     if changes is None:
         return head.strip(), None
     measured = Path(te_jax.__file__).resolve().parent

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from te_jax.cli._table import key_values
+from te_jax._core.terminal import key_values
 from te_jax.cli.errors import UserError
 
 if TYPE_CHECKING:

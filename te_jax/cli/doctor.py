@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from te_jax.cli import _host
-from te_jax.cli._table import aligned, key_values
+from te_jax._core import host
+from te_jax._core.terminal import aligned, key_values
 
 if TYPE_CHECKING:
     from te_jax.native import ExtensionStatus
@@ -64,7 +64,7 @@ class Report:
     python: str
     versions: dict[str, str | None]
     train_packages: dict[str, str | None]
-    host_gpus: tuple[_host.HostGpu, ...]
+    host_gpus: tuple[host.HostGpu, ...]
     driver: str | None
     driver_cuda: str | None
     nvcc: tuple[str, str] | None
@@ -117,10 +117,10 @@ def gather() -> Report:
         python=f"{platform.python_version()} ({platform.platform()})",
         versions={name: _version(name) for name in (*_CORE_PACKAGES, *_PLUGIN_PACKAGES)},
         train_packages={name: _version(name) for name in attempt("optional packages", _train_packages, ())},
-        host_gpus=attempt("GPUs of the host", _host.gpus, ()),
-        driver=attempt("NVIDIA driver", _host.driver_version, None),
-        driver_cuda=attempt("CUDA version of the driver", _host.driver_cuda_version, None),
-        nvcc=attempt("nvcc", _host.nvcc, None),
+        host_gpus=attempt("GPUs of the host", host.gpus, ()),
+        driver=attempt("NVIDIA driver", host.driver_version, None),
+        driver_cuda=attempt("CUDA version of the driver", host.driver_cuda_version, None),
+        nvcc=attempt("nvcc", host.nvcc, None),
         jax_platforms=os.environ.get("JAX_PLATFORMS"),
         backend=backend,
         cuda_backend_error=_cuda_backend_error() if backend is not None else None,

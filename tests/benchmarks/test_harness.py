@@ -440,6 +440,6 @@ def test_what_runs_may_be_installed_apart_from_the_checkout(changed, git, found,
     monkeypatch.setattr(harness, "ROOT", root)
     monkeypatch.setattr(harness.te_jax, "__file__", str(installed / "te_jax" / "__init__.py"))
     monkeypatch.setattr(
-        harness._host, "output_of", lambda command, **_: next(v for k, v in git.items() if k in command)
+        harness.host, "output_of", lambda command, **_: next(v for k, v in git.items() if k in command)
     )
     assert harness._commit() == found
