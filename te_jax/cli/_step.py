@@ -24,6 +24,7 @@ __all__ = [
     "build_learner",
     "build_optimizer",
     "build_placement",
+    "memory_of",
     "optax_loss",
     "take_devices",
     "te_jax_loss",
@@ -150,6 +151,12 @@ def take_devices(count: int | None, tp: int = 1) -> list[Any]:
         way_out = f": start it with XLA_FLAGS=--{_HOST_DEVICE_FLAG}={wanted}" if platform == "cpu" else ""
         raise UserError(f"{option} is more than the {len(devices)} {platform} devices present{way_out}")
     return devices[:wanted]
+
+
+def memory_of(devices: Sequence[Any]) -> int:
+    """Bytes that one of these devices may use: a GPU's limit in JAX, or this host's memory divided by the devices."""
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    return limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
 
 
 def build_placement(devices: Sequence[Any], tp: int = 1, transport: TransportName = "auto") -> Placement:
