@@ -1,5 +1,6 @@
 """Trains a small byte-level language model on text, on whatever devices JAX finds, and writes a log, checkpoints and
-the loss curves to a folder. A run that was killed goes on with --resume and ends with the same bits."""
+the loss curves to a folder. Ctrl-C and SIGTERM save a checkpoint first. A run that was stopped or killed goes on with
+--resume and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       UserError: an option cannot be met, or memory ran out.
     """
-    _require_packages()
+    missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise UserError(f'te-jax train needs {", ".join(missing)}: pip install ".[train]" in the checkout')
     os.environ.setdefault("TE_JAX_AUTOTUNE", "0")  # a resumed run repeats the bits of an uninterrupted one
     from te_jax.cli import _step
 
@@ -122,16 +125,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _require_packages() -> None:
-    missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise UserError(f'te-jax train needs {", ".join(missing)}: pip install ".[train]" in the checkout')
-
-
 def _learners(
     options: Options, config: DecoderConfig, placement: Placement, implementation: native.Implementation
 ) -> dict[str, Learner]:
-    """By the name of the loss in the log: te_jax's own, and the twin's where one is asked for."""
+    """The run's own, and its twin's with --compare, by the name of their losses in the log."""
     from te_jax.cli import _step
 
     def learner(config: DecoderConfig, loss: LossFunction, states: str = options.optimizer_state) -> Learner:
@@ -157,7 +154,7 @@ def _learners(
 
 
 def _check_memory(options: Options, learners: dict[str, Learner], devices: list[Any]) -> None:
-    """Refuses a model whose state alone is larger than a device, where the host would run out of memory."""
+    """Refuses a model whose state alone exceeds a device's memory. On a CPU the kernel would kill the process."""
     from te_jax.cli import _step
 
     leaves = jax.tree.leaves([learner.abstract_state() for learner in learners.values()])
@@ -173,7 +170,7 @@ def _check_memory(options: Options, learners: dict[str, Learner], devices: list[
 
 @contextlib.contextmanager
 def _memory(options: Options, config: DecoderConfig) -> Iterator[None]:
-    """Tells in a sentence that memory ran out, and what takes less."""
+    """Turns an error of exhausted memory into one that names the ways out."""
     try:
         yield
     except Exception as error:
@@ -196,9 +193,7 @@ def _implementation(options: Options) -> native.Implementation:
         raise UserError(f"--implementation {options.implementation} cannot run here: {error}") from error
     if options.transport == "p2p":
         if options.implementation == "reference":
-            raise UserError(
-                "--transport p2p is a native kernel, and --implementation is reference: leave one of them out"
-            )
+            raise UserError("--transport p2p is native, and --implementation is reference: leave one of them out")
         try:
             native.use_native("native")
         except native.NativeUnavailableError as error:
@@ -209,7 +204,7 @@ def _implementation(options: Options) -> native.Implementation:
 
 
 def _check_products(options: Options) -> None:
-    """Kernels may be there, and the GPU not one that multiplies what the recipe makes."""
+    """Refuses a recipe whose GEMMs this GPU does not have, although the extension is loaded."""
     recipe = _options.RECIPES[options.recipe]
     if recipe is None:
         return
@@ -259,7 +254,7 @@ def _describe(recipe: Recipe | None) -> dict[str, Any] | None:
 
 
 def _note_changes(stored: dict[str, Any], header: dict[str, Any]) -> None:
-    """Says what a resumed run cannot keep equal, since other software or hardware rounds in other places."""
+    """Says why a resumed run may differ from an uninterrupted one."""
     for subject in ("implementation", "parallel", "device", "versions"):
         if stored[subject] != header[subject]:
             note(f"{subject} changed from {stored[subject]} to {header[subject]}: losses may differ in their last bits")
@@ -279,7 +274,10 @@ def _train(
 ) -> int:
     """Trains until the last step or a signal, and returns the last step that was taken and saved."""
     training, held_out = data
-    states = _initial_states(folder, options, learners)
+    if folder.latest_step:
+        states = folder.restore({name: learner.abstract_state() for name, learner in learners.items()})
+    else:
+        states = {name: learner.init(jax.random.key(options.seed)) for name, learner in learners.items()}
     done = step = folder.latest_step
     batches = math.ceil(_EVALUATION_WINDOWS / options.batch)
     windows = _text.evaluation_windows(held_out, count=batches * options.batch, seq_len=options.seq_len)
@@ -322,14 +320,8 @@ def _train(
     return step
 
 
-def _initial_states(folder: RunFolder, options: Options, learners: dict[str, Learner]) -> dict[str, TrainState]:
-    if not folder.latest_step:
-        return {name: learner.init(jax.random.key(options.seed)) for name, learner in learners.items()}
-    return folder.restore({name: learner.abstract_state() for name, learner in learners.items()})
-
-
 class _Records:
-    """Losses on their way from the devices to the log: fetched late, so that the devices never wait for the host."""
+    """Losses that are still on the devices: fetched a few steps late, so that the devices never wait for the host."""
 
     def __init__(self, folder: RunFolder, progress: _report.Progress):
         self._folder = folder
@@ -350,8 +342,8 @@ class _Records:
         losses = {name: float(array) for name, array in arrays.items()}
         for name, loss in losses.items():
             if not math.isfinite(loss):
-                of_whom = name.replace("_", " ")
-                raise UserError(f"the {kind} {of_whom} is {loss} at step {step}: try a smaller --learning-rate")
+                words = name.replace("_", " ")
+                raise UserError(f"the {kind} {words} is {loss} at step {step}: try a smaller --learning-rate")
         self._folder.append({"kind": kind, "step": step, **losses})
         if kind == "train":
             self._progress.step(losses)

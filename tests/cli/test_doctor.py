@@ -13,7 +13,7 @@ import pytest
 
 from te_jax import native
 from te_jax._core import host
-from te_jax._core.terminal import aligned
+from te_jax._core.terminal import aligned, reason_of
 from te_jax.cli import doctor
 
 
@@ -268,7 +268,8 @@ def test_packages_of_the_extra(monkeypatch):
 
 @pytest.mark.parametrize(("stats", "gib"), [({"bytes_limit": 3 * 2**29}, 1.5), ({}, None), (None, None)])
 def test_memory_of_a_device(stats, gib):
-    assert doctor._memory_gib(types.SimpleNamespace(memory_stats=lambda: stats)) == gib
+    device = types.SimpleNamespace(id=0, platform="gpu", device_kind="GPU", memory_stats=lambda: stats)
+    assert doctor._describe(device) == doctor.Device(0, "gpu", "GPU", None, gib, ())
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "false"), ("true", "true")])
@@ -336,7 +337,7 @@ def test_a_broken_backend_is_not_usable(monkeypatch):
 def test_errors_of_one_line(monkeypatch):
     monkeypatch.setattr(jax, "devices", fail)
     assert doctor.gather().cuda_backend_error == "RuntimeError: broken on purpose"
-    assert doctor._first_line(RuntimeError()) == "RuntimeError"
+    assert reason_of(RuntimeError()) == "RuntimeError"
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), subprocess.TimeoutExpired("nvidia-smi", 20)])

@@ -262,7 +262,7 @@ def refused(argv, capsys):
         ),
         (
             ["--tp", "2", "--transport", "p2p", "--implementation", "reference"],
-            "p2p is a native kernel",
+            "p2p is native, and --implementation is reference",
         ),
         (["--tp", "2", "--devices", "6"], "--batch 16 does not divide over 3 groups of --tp 2: choose a multiple of 3"),
     ],
