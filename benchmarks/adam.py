@@ -142,10 +142,8 @@ def _run_operation(
             floor_bytes=floor_bytes,
             copy_bytes=copy_bytes,
             peers=() if candidate.name == "copy" else PEERS,
-            temporary_bytes=None,
-            operand_bytes=1,
         )
-        del row["temporaries_over_logits"], row["ratio_to_copy"]
+        del row["ratio_to_copy"]
         if candidate.name == "copy":
             row |= {"bytes": copy_bytes, "share_of_floor": 1.0}
         head = {"case": case.name, "model": case.model, "operation": operation_name, "implementation": candidate.name}

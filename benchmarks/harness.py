@@ -1,13 +1,11 @@
 """Timing, the record of the environment, and result files: what every benchmark family shares.
 
-How a time is taken. All candidates of a case run in one process on the same values. A sample enqueues so many calls
-back to back that it lasts about `Timing.sample_seconds`, blocks once at its end, takes off what an eighth as many take
-that way, and divides: dispatch hides behind execution, what it costs to begin and to hear of the end is taken off, and
-what remains is the device's time. Candidates take their samples in rounds, each in an order of its own: clocks and
-temperatures drift alike for all, and nobody always finds the clocks that the same other one leaves. A first round is
-not recorded, and Python collects no garbage meanwhile. Products hold a GPU at its power limit that way; `Timing.rested`
-has short bursts after rests. Where calls could run at the same time (the CPU backend runs independent computations
-concurrently) every call is waited for.
+How a call is timed. All candidates of a case run in one process on the same values. A sample enqueues as many calls as
+last about `Timing.sample_seconds` and waits once, at their end. We time n and n/8 calls and divide the difference: that
+cancels what launching the first and waiting for the last call cost. Candidates take their samples in rounds, each in
+another order, so that clocks and temperatures drift alike for all. The first round is not recorded, and Python collects
+no garbage meanwhile. GEMMs keep a GPU at its power limit this way; `Timing.rested` measures short bursts after rests.
+The CPU backend runs independent computations concurrently: there we wait for every call.
 """
 
 import contextlib
@@ -30,8 +28,9 @@ from typing import Any, Protocol
 import jax
 
 import te_jax
-from te_jax.cli import _host
-from te_jax.cli._table import aligned
+from te_jax import native
+from te_jax._core import host
+from te_jax._core.terminal import aligned, reason_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -52,13 +51,7 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Timing:
-    """How long to measure.
-
-    Attributes:
-      samples: timed samples of each candidate.
-      sample_seconds: wall time that one sample should last, in seconds.
-      rest_seconds: how long the device rests before a sample, in seconds.
-    """
+    """How long to measure: the samples of each candidate, how long one lasts, and the device's rest before it."""
 
     samples: int = 9
     sample_seconds: float = 0.06
@@ -80,11 +73,10 @@ class Candidate:
 
     Attributes:
       name: its name in tables and result files.
-      call: enqueues one call and returns something that `wait` understands.
-      arguments: returns the arguments of that many calls, ready on the device, before the clock starts. Fresh ones
-        for a call that consumes its arguments.
+      call: enqueues one call and returns what `wait` takes.
+      arguments: n → arguments of n calls, ready on the device; fresh ones if a call consumes its arguments.
       wait: blocks until the call that returned its argument, and all before it on the same stream, have finished.
-      most_calls: no sample enqueues more calls than this, for the memory that `arguments` takes.
+      most_calls: of one sample, for the memory that `arguments` takes.
       temporary_bytes: what the compiled program allocates beside arguments and results; None where unknown.
     """
 
@@ -202,22 +194,15 @@ def spread_of(seconds: Sequence[float]) -> dict[str, float]:
     """Spread of the samples in milliseconds: minimum, maximum, interquartile range, and the number of samples."""
     quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
     return {
-        "min_ms": _round(min(seconds) * 1e3),
-        "max_ms": _round(max(seconds) * 1e3),
-        "iqr_ms": _round((quartiles[2] - quartiles[0]) * 1e3),
+        "min_ms": rounded(min(seconds) * 1e3),
+        "max_ms": rounded(max(seconds) * 1e3),
+        "iqr_ms": rounded((quartiles[2] - quartiles[0]) * 1e3),
         "samples": len(seconds),
     }
 
 
 def timing_row(
-    seconds: dict[str, list[float]],
-    name: str,
-    *,
-    floor_bytes: int,
-    copy_bytes: int,
-    peers: Sequence[str],
-    temporary_bytes: int | None,
-    operand_bytes: int,
+    seconds: dict[str, list[float]], name: str, *, floor_bytes: int, copy_bytes: int, peers: Sequence[str]
 ) -> dict[str, Any]:
     """The derived figures of one memory-bound candidate.
 
@@ -227,44 +212,32 @@ def timing_row(
       floor_bytes: bytes that the operation must move at least.
       copy_bytes: bytes that one copy moves, read and written. Its speed sets the floor's time.
       peers: names to compare with; those without samples are left out.
-      temporary_bytes: of the candidate, or None.
-      operand_bytes: what `temporaries_over_logits` divides by.
 
     Returns:
-      `median_ms`, `spread`, `bytes`, `share_of_floor`, `ratio_to_copy`, `speedup_over` and `temporaries_over_logits`.
+      `median_ms`, `spread`, `bytes`, `share_of_floor`, `ratio_to_copy` and `speedup_over`.
     """
-    median = statistics.median(seconds[name])
-    copy = statistics.median(seconds["copy"])
-    floor = floor_bytes * copy / copy_bytes
+    median, copy = statistics.median(seconds[name]), statistics.median(seconds["copy"])
     return {
-        "median_ms": _round(median * 1e3),
+        "median_ms": rounded(median * 1e3),
         "spread": spread_of(seconds[name]),
         "bytes": floor_bytes,
-        "share_of_floor": _round(floor / median),
-        "ratio_to_copy": _round(median / copy),
+        "share_of_floor": rounded(floor_bytes * copy / copy_bytes / median),
+        "ratio_to_copy": rounded(median / copy),
         "speedup_over": _speedups(seconds, name, peers),
-        "temporaries_over_logits": None if temporary_bytes is None else _round(temporary_bytes / operand_bytes),
     }
 
 
 def compute_row(seconds: dict[str, list[float]], name: str, *, flops: int, peers: Sequence[str]) -> dict[str, Any]:
-    """The derived figures of one compute-bound candidate.
+    """The derived figures of one compute-bound candidate whose call takes `flops` floating-point operations.
 
-    Args:
-      seconds: samples by candidate, from `measure`.
-      name: the candidate.
-      flops: floating-point operations of one call.
-      peers: names to compare with; those without samples are left out.
-
-    Returns:
-      `median_ms`, `spread`, `flops`, `tflops` and `speedup_over`.
+    Returns `median_ms`, `spread`, `flops`, `tflops` and `speedup_over`; see `timing_row`.
     """
     median = statistics.median(seconds[name])
     return {
-        "median_ms": _round(median * 1e3),
+        "median_ms": rounded(median * 1e3),
         "spread": spread_of(seconds[name]),
         "flops": flops,
-        "tflops": _round(flops / median / 1e12),
+        "tflops": rounded(flops / median / 1e12),
         "speedup_over": _speedups(seconds, name, peers),
     }
 
@@ -272,13 +245,15 @@ def compute_row(seconds: dict[str, list[float]], name: str, *, flops: int, peers
 def _speedups(seconds: dict[str, list[float]], name: str, peers: Sequence[str]) -> dict[str, float]:
     median = statistics.median(seconds[name])
     return {
-        peer: _round(statistics.median(seconds[peer]) / median) for peer in peers if peer in seconds and peer != name
+        peer: rounded(statistics.median(seconds[peer]) / median) for peer in peers if peer in seconds and peer != name
     }
 
 
 def calls_that_fit(result_bytes: int) -> int:
-    """How many calls may be on their way whose results, or donated arguments, take so many bytes each: those of a third
-    of what JAX may allocate, or of 4 GiB where the backend does not say."""
+    """How many calls of results, or donated arguments, of this size fill a third of what JAX may allocate.
+
+    It is 4 GiB where the backend does not say what that is.
+    """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 12 * 2**30)
     return max(1, min(1000, int(limit) // 3 // result_bytes))
 
@@ -291,10 +266,9 @@ def temporary_bytes(compiled: Any) -> int | None:
         return None
 
 
-def reason_of(error: BaseException) -> str:
-    """One line that says why a candidate failed, short enough for a table."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+def rounded(figure: float) -> float:
+    """To five significant digits, as result files hold figures."""
+    return float(f"{figure:.5g}")
 
 
 def _calls_per_sample(candidate: Candidate, timing: Timing, pipelined: bool) -> int:
@@ -330,28 +304,17 @@ def _elapsed(candidate: Candidate, calls: int, pipelined: bool) -> float:
     return time.perf_counter() - start
 
 
-def _round(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
 # Columns of tables
 
 
 @dataclass(frozen=True)
 class Column:
-    """A figure that only some families measure, and how tables show it.
-
-    Attributes:
-      key: of a row; tables whose rows all lack it have no such column.
-      heading: on pages.
-      short: heading on a terminal.
-      text: shows a value that is not None.
-    """
+    """A figure that only some families measure. Tables whose rows all lack its key have no such column."""
 
     key: str
-    heading: str
-    short: str
-    text: Callable[[Any], str]
+    heading: str  # on pages
+    short: str  # on a terminal
+    text: Callable[[Any], str]  # of a value that is not None
 
 
 COLUMNS = (
@@ -387,40 +350,39 @@ def slug(device_kind: str) -> str:
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
-    """Where and with what a run happens: commit, versions, device, driver and UTC date.
-
-    Args:
-      commit: recorded when the checkout carries no git history.
-    """
+    """Commit, versions, device, driver and UTC date. `commit` is recorded where the checkout has no git history."""
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
     recorded, dirty = _commit()
+    versions = {}
+    for distribution in _VERSIONS_OF:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[distribution] = importlib.metadata.version(distribution)
     return {
         "commit": recorded or commit or "unknown",
         "dirty": dirty,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "versions": {"python": platform.python_version(), "te_jax": te_jax.__version__, **_versions()},
+        "versions": {"python": platform.python_version(), "te_jax": te_jax.__version__, **versions},
         "device": {
             "kind": device.device_kind,
             "platform": device.platform,
             "compute_capability": str(getattr(device, "compute_capability", "")) or None if on_gpu else None,
-            "driver": _host.driver_version() if on_gpu else None,
-            "host": _host.processor(),
+            "driver": host.driver_version() if on_gpu else None,
+            "host": host.processor(),
         },
-        "extensions": _extension_builds(),
+        "extensions": {status.module: dict(status.build) for status in native.status() if status.loaded},
     }
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """The checkout's commit, and whether anything but benchmark results differs from it, in the checkout or in the
-    Python files of the te_jax that runs, which may be installed apart from it."""
-    top = _host.output_of(["git", "rev-parse", "--show-toplevel"], cwd=ROOT)
+    """The checkout's commit, and whether its files (without results), or those of the te_jax that runs, are others."""
+    top = host.output_of(["git", "rev-parse", "--show-toplevel"], cwd=ROOT)
     if top is None or Path(top.strip()) != ROOT:
         return None, None
-    head = _host.output_of(["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT)
+    head = host.output_of(["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT)
     if not head:  # a repository without a commit says nothing about these files
         return None, None
-    changes = _host.output_of(["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"], cwd=ROOT)
+    changes = host.output_of(["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"], cwd=ROOT)
     if changes is None:
         return head.strip(), None
     measured = Path(te_jax.__file__).resolve().parent
@@ -429,22 +391,6 @@ def _commit() -> tuple[str | None, bool | None]:
 
 def _sources(package: Path) -> dict[Path, bytes]:
     return {path.relative_to(package): path.read_bytes() for path in package.rglob("*.py")}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for distribution in _VERSIONS_OF:
-        try:
-            found[distribution] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _extension_builds() -> dict[str, dict[str, str]]:
-    from te_jax import native
-
-    return {status.module: dict(status.build) for status in native.status() if status.loaded}
 
 
 # A whole family
@@ -465,7 +411,7 @@ def run_family(
     """Measure a family on JAX's default backend, print its table, and write its result file.
 
     Args:
-      name: the family's name, which names the file.
+      name: names the result file.
       family: the family.
       cases: names of the cases to run; empty for all of this platform.
       peers: names of the peers to run; None for all. What is not a peer always runs.

@@ -44,6 +44,7 @@ from benchmarks.harness import (
     Timing,
     measure,
     reason_of,
+    rounded,
     spread_of,
 )
 
@@ -134,12 +135,12 @@ def _run_size(
                 "devices": len(devices),
                 "operation": operation,
                 "implementation": implementation,
-                "median_ms": _round(median * 1e3),
+                "median_ms": rounded(median * 1e3),
                 "spread": spread_of(samples),
                 "bytes": transfer.bytes,
-                "gigabytes_per_second": _round(transfer.bytes / median / 1e9),
+                "gigabytes_per_second": rounded(transfer.bytes / median / 1e9),
                 "speedup_over": {
-                    peer: _round(medians[operation, peer] / median)
+                    peer: rounded(medians[operation, peer] / median)
                     for peer in OPERATIONS[operation]
                     if peer != implementation and (operation, peer) in medians
                 },
@@ -156,12 +157,8 @@ def _compare_with_link(result: CaseResult) -> None:
         result.skipped += [{key: row[key] for key in keys} | {"reason": reason} for row in result.rows]
         result.rows = []
     for row in result.rows:
-        row["share_of_link"] = _round(row["gigabytes_per_second"] / link)
-        row["time_over_link"] = _round(link / row["gigabytes_per_second"])
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.5g}")
+        row["share_of_link"] = rounded(row["gigabytes_per_second"] / link)
+        row["time_over_link"] = rounded(link / row["gigabytes_per_second"])
 
 
 # What is sent

@@ -158,10 +158,7 @@ def _run_operation(
             floor_bytes=floor_bytes,
             copy_bytes=floor_bytes,
             peers=() if candidate.name == "copy" else PEERS,
-            temporary_bytes=candidate.temporary_bytes,
-            operand_bytes=buffers[0].nbytes,
         )
-        del row["temporaries_over_logits"]
         head = {"case": case.name, "model": case.model, "operation": operation_name, "implementation": candidate.name}
         result.rows.append(head | row)
 

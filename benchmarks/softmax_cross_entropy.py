@@ -38,6 +38,7 @@ from benchmarks.harness import (
     calls_that_fit,
     measure,
     reason_of,
+    rounded,
     temporary_bytes,
     timing_row,
 )
@@ -127,7 +128,7 @@ def _run_operation(
         if candidate.name not in seconds:
             continue
         is_copy = candidate.name == "copy"
-        loss_error, gradient_error = errors[candidate.name]
+        temporaries, (loss_error, gradient_error) = candidate.temporary_bytes, errors[candidate.name]
         result.rows.append(
             {
                 "case": case.name,
@@ -142,9 +143,8 @@ def _run_operation(
                     else 2 * case.bytes,
                     copy_bytes=2 * case.bytes,
                     peers=() if is_copy else PEERS,
-                    temporary_bytes=candidate.temporary_bytes,
-                    operand_bytes=case.bytes,
                 ),
+                "temporaries_over_logits": None if temporaries is None else rounded(temporaries / case.bytes),
                 "loss_error": loss_error,
                 "gradient_error": gradient_error,
             }

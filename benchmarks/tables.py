@@ -3,14 +3,14 @@
     python -m benchmarks.tables          # write them
     python -m benchmarks.tables --check  # change nothing; exit 1 with a diff where they differ
 
-A page holds a place for a table between two markers, and nobody edits what stands between them:
+What stands between two markers of a page is generated:
 
     <!-- table: softmax_cross_entropy nvidia-h200 -->
     <!-- /table -->
 
 `table` shows every row of a result file, `summary` one line for each case of the family's headline figure, and
-`figure` that figure as a bar chart, whose SVG goes to docs/images. Where there is no result file yet, the place says
-that it is not measured.
+`figure` that figure as a bar chart, whose SVG goes to docs/images. Without a result file, the page says that it is not
+measured yet.
 """
 
 import argparse
@@ -19,8 +19,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -38,16 +37,6 @@ _PLACE = re.compile(
 _MARKER = re.compile(r"<!-- /?(?:table|summary|figure)\b")
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place in a page: what to show there, and the page's folder, from which links are relative."""
-
-    kind: str
-    family: str
-    device: str
-    page_folder: Path
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check all pages and figures; see the module's docstring. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=(__doc__ or "").partition("\n")[0])
@@ -60,12 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     stale = {path: text for path, text in wanted.items() if _read(path) != text}
     for path, text in stale.items():
+        name = path.relative_to(ROOT).as_posix()
         if args.check:
-            sys.stdout.writelines(_diff(path, _read(path), text))
+            before, after = (each.splitlines(keepends=True) for each in (_read(path), text))
+            sys.stdout.writelines(difflib.unified_diff(before, after, name, f"{name} (from the results)"))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-            print(f"wrote {path.relative_to(ROOT)}")
+            print(f"wrote {name}")
     if args.check and stale:
         print("Tables or figures differ from benchmarks/results; run: python -m benchmarks.tables", file=sys.stderr)
         return 1
@@ -73,13 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(root: Path) -> dict[Path, str]:
-    """What README.md, docs/*.md and the figures they show should hold, from the result files.
-
-    Args:
-      root: the checkout.
-
-    Returns:
-      File contents by path, for pages with places and for figures with results.
+    """What README.md, docs/*.md and the figures they show should hold, by path, for the checkout `root`.
 
     Raises:
       ValueError: a marker has no partner, or is misspelled.
@@ -95,18 +80,26 @@ def generate(root: Path) -> dict[Path, str]:
     return wanted
 
 
-def _filled(match: re.Match[str], page_folder: Path, root: Path, wanted: dict[Path, str]) -> str:
-    place = Place(match["kind"], match["family"], match["device"], page_folder)
-    results = root / "benchmarks" / "results" / place.device / f"{place.family}.json"
+def _filled(place: re.Match[str], page_folder: Path, root: Path, wanted: dict[Path, str]) -> str:
+    """A place with its content. Adds the figure, if it shows one, to `wanted`."""
+    family, device = place["family"], place["device"]
+    results = root / "benchmarks" / "results" / device / f"{family}.json"
     if not results.is_file():
-        content = f"Not measured yet on {place.device}: run `te-jax bench {place.family}` there.\n"
+        content = f"Not measured yet on {device}: run `te-jax bench {family}` there.\n"
     else:
         document = json.loads(results.read_text(encoding="utf-8"))
-        if place.kind == "figure":
-            figure = root / "docs" / "images" / f"{place.family}-{place.device}.svg"
+        if place["kind"] == "figure":
+            figure = root / "docs" / "images" / f"{family}-{device}.svg"
             wanted[figure] = bar_chart(document)
-        content = _RENDER[place.kind](document, place, root)
-    return f"{match['open']}{content}{match['close']}"
+            link = Path(os.path.relpath(figure, page_folder)).as_posix()
+            content = f"![{document['headline']['label']}]({link})\n"
+        else:
+            content = {"table": full_table, "summary": summary_table}[place["kind"]](document)
+    return f"{place['open']}{content}{place['close']}"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 # Markdown
@@ -239,35 +232,6 @@ def bar_chart(document: dict[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         f'role="img" aria-label="{escape(headline["label"], {chr(34): "&quot;"})}">\n'
         f"<style>{_STYLE}</style>\n{body}\n</svg>\n"
-    )
-
-
-def _figure_link(document: dict[str, Any], place: Place, root: Path) -> str:
-    target = root / "docs" / "images" / f"{place.family}-{place.device}.svg"
-    relative = Path(os.path.relpath(target, place.page_folder)).as_posix()
-    return f"![{document['headline']['label']}]({relative})\n"
-
-
-_RENDER: dict[str, Callable[[dict[str, Any], Place, Path], str]] = {
-    "table": lambda document, place, root: full_table(document),
-    "summary": lambda document, place, root: summary_table(document),
-    "figure": _figure_link,
-}
-
-
-# Files
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-
-def _diff(path: Path, current: str, wanted: str) -> list[str]:
-    name = path.relative_to(ROOT).as_posix()
-    return list(
-        difflib.unified_diff(
-            current.splitlines(keepends=True), wanted.splitlines(keepends=True), name, f"{name} (from the results)"
-        )
     )
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +23,25 @@ RECIPES: dict[str, Recipe | None] = {
 
 STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
+# The text is compared by its content, and the others change no more than the rounding of numbers.
+_CHANGEABLE = ("text", "checkpoint_every", "tp", "transport", "remat")
+
+
+def _path(word: str) -> str:
+    # A script's variable that is not set; as a path it would be the working directory.
+    if not word:
+        raise argparse.ArgumentTypeError("is empty: give a path or leave the option out")
+    return word
+
+
+def _option(default: Any, text: str, **argument: Any) -> Any:
+    """A field of `Options`, with what argparse is told about it."""
+    if default not in (None, False):
+        text += f" ({default})"
+    if type(default) is int:
+        argument["type"] = int
+    return dataclasses.field(default=default, metadata={"help": text, **argument})
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -32,84 +50,62 @@ class Options:
     Those whose default is None follow from the text, the model and the devices.
     """
 
-    text: str | None = None
-    preset: str = "tiny"
-    steps: int = 200
-    batch: int = 16
-    seq_len: int = 128
-    seed: int = 0
-    devices: int | None = None
-    tp: int = 1
-    transport: Literal["auto", "xla", "ring", "p2p"] = "auto"
-    compare: bool = False
-    learning_rate: float | None = None
-    recipe: str = "none"
-    optimizer_state: str = "f32"
-    implementation: Literal["auto", "native", "reference"] = "auto"
-    dtype: str = "auto"
-    eval_every: int = 50
-    checkpoint_every: int = 100
+    text: str | None = _option(
+        None, "what to train on (the language reference that ships with Python)", type=_path, metavar="FILE_OR_DIR"
+    )
+    preset: str = _option("tiny", "shape of the model: nano, tiny, small or 8b")
+    steps: int = _option(200, "optimizer steps; with --resume, a larger number extends the run")
+    batch: int = _option(16, "windows per step, over all devices")
+    seq_len: int = _option(128, "bytes predicted per window")
+    seed: int = _option(0, "seed of parameters, order of the data and stochastic rounding")
+    devices: int | None = _option(
+        None, "GPUs to use, or CPU devices to divide this host into (all that JAX shows, or --tp)", type=int
+    )
+    tp: int = _option(
+        1, "devices that share the model: each has a part of its heads, widths and vocabulary", metavar="N"
+    )
+    transport: Literal["auto", "xla", "ring", "p2p"] = _option(
+        "auto", "how devices that share the model communicate", choices=("auto", "xla", "ring", "p2p")
+    )
+    recipe: str = _option("none", f"FP8 recipe of the projections: {', '.join(RECIPES)}")
+    optimizer_state: str = _option("f32", f"dtype of Adam's moments: {', '.join(STATE_DTYPES)}")
+    remat: bool = _option(
+        False,
+        "recompute activations in the backward pass: less memory for a third more FLOPs (always for 8b)",
+        action="store_true",
+    )
+    compare: bool = _option(
+        False,
+        "also train a twin on the same data: without the recipe; if there is none, with float32 moments; if these are "
+        "float32 too, with optax's loss",
+        action="store_true",
+    )
+    checkpoint_every: int = _option(100, "steps between checkpoints", metavar="STEPS")
+    eval_every: int = _option(50, "steps between validations", metavar="STEPS")
+    learning_rate: float | None = _option(None, "peak of the schedule (0.384 / width of the model)", type=float)
+    implementation: Literal["auto", "native", "reference"] = _option(
+        "auto", "implementation of te_jax's operations", choices=("auto", "native", "reference")
+    )
+    dtype: str = _option(
+        "auto",
+        "dtype of activations; auto is bfloat16 on GPUs and float32 on CPUs",
+        choices=("auto", "float32", "bfloat16"),
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `te-jax train` to a parser."""
-    default = Options()
-    # None stands for "not given": a resumed run takes what was not given from the run itself.
-    add = functools.partial(parser.add_argument, default=None)
-    add(
-        "--text",
-        type=_path,
-        metavar="FILE_OR_DIR",
-        help="what to train on (the language reference that ships with Python)",
+    parser.add_argument(
+        "--out", type=_path, metavar="DIR", help="folder of the run (runs/train-001, or the next number that is free)"
     )
-    add("--preset", help=f"shape of the model: nano, tiny, small or 8b ({default.preset})")
-    add("--steps", type=int, help=f"optimizer steps ({default.steps})")
-    add("--batch", type=int, help=f"windows per step, over all devices ({default.batch})")
-    add("--seq-len", type=int, help=f"bytes predicted per window ({default.seq_len})")
-    add("--out", type=_path, metavar="DIR", help="folder of the run (runs/train-001, or the next number that is free)")
     parser.add_argument(
         "--resume",
         action="store_true",
         help="go on from the last checkpoint in --out (the runs/train-… of the highest number)",
     )
-    add("--seed", type=int, help=f"of parameters, order of the data and rounding at random ({default.seed})")
-    add(
-        "--devices", type=int, help="GPUs to use, or CPU devices to divide this host into (all that JAX shows, or --tp)"
-    )
-    add(
-        "--tp",
-        type=int,
-        metavar="N",
-        help=f"devices that share the model: each has a part of its heads, widths and vocabulary ({default.tp})",
-    )
-    add(
-        "--transport",
-        choices=("auto", "xla", "ring", "p2p"),
-        help=f"how devices that share the model exchange what they compute ({default.transport})",
-    )
-    add("--recipe", help=f"of the FP8 of projections: {', '.join(RECIPES)} ({default.recipe})")
-    add(
-        "--optimizer-state",
-        help=f"what Adam's moments are kept in: {', '.join(STATE_DTYPES)} ({default.optimizer_state})",
-    )
-    add(
-        "--compare",
-        action="store_true",
-        help="also train a twin on the same data: without the recipe; where there is none, with float32 moments; where "
-        "the run has these too, with optax's loss",
-    )
-    add("--checkpoint-every", type=int, metavar="STEPS", help=f"steps between checkpoints ({default.checkpoint_every})")
-    add("--eval-every", type=int, metavar="STEPS", help=f"steps between validations ({default.eval_every})")
-    add("--learning-rate", type=float, help="peak of the schedule (0.384 / width of the model)")
-    add("--implementation", choices=("auto", "native", "reference"), help="of te_jax's operations (auto)")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), help="of activations (bfloat16 on GPUs, float32 on CPUs)")
-
-
-def _path(word: str) -> str:
-    # A script's variable that is not set; as a path it would be the working directory.
-    if not word:
-        raise argparse.ArgumentTypeError("is empty: give a path or leave the option out")
-    return word
+    for field in dataclasses.fields(Options):
+        # None stands for "not given": a resumed run takes what was not given from the run itself.
+        parser.add_argument("--" + field.name.replace("_", "-"), **{"default": None, **field.metadata})
 
 
 def resolve(args: argparse.Namespace, out: Path | None, stored: dict[str, Any] | None) -> Options:
@@ -133,10 +129,8 @@ def resolve(args: argparse.Namespace, out: Path | None, stored: dict[str, Any] |
         kept["devices"] = kept["devices"] // kept["tp"] * given["tp"]
         kept["transport"] = kept["transport"] if given["tp"] > 1 else "auto"
     for name, value in given.items():
-        # The text is compared by its content, and neither how often to save nor how a model is split changes more than
-        # the rounding of numbers.
-        before = kept[name]
-        if name in ("text", "checkpoint_every", "tp", "transport") or value in ("auto", before):
+        before = kept.get(name)
+        if name in _CHANGEABLE or value in ("auto", before) or (name == "steps" and value > kept["steps"]):
             continue
         option = "--" + name.replace("_", "-")
         raise UserError(
@@ -174,7 +168,8 @@ def build_config(options: Options) -> "DecoderConfig":
         raise UserError(
             f"--optimizer-state {options.optimizer_state} is unknown: choose one of {', '.join(STATE_DTYPES)}"
         )
-    return dataclasses.replace(PRESETS[options.preset], recipe=RECIPES[options.recipe])
+    preset = PRESETS[options.preset]
+    return dataclasses.replace(preset, recipe=RECIPES[options.recipe], remat=preset.remat or options.remat)
 
 
 def check_parallel(options: Options, config: "DecoderConfig") -> None:

@@ -1,13 +1,12 @@
 """What a training run shows: the progress bar, the lines beneath it, and the figure of the losses."""
 
 import math
+import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-__all__ = ["Progress", "draw_losses", "memory_in_use", "summary"]
 
 _INK, _MUTED, _BLUE, _ORANGE = "#1f2430", "#7a8294", "#2563c9", "#d9641e"
 
@@ -25,7 +24,6 @@ class Progress:
     def __init__(self, total: int, done: int, tokens_per_step: int, devices: Sequence[Any]):
         import tqdm
 
-        self._tqdm = tqdm.tqdm
         # disable=None: no bar where stderr is a file, which would fill up with copies of it.
         self._bar = tqdm.tqdm(total=total, initial=done, unit="step", disable=None, dynamic_ncols=True)
         self._tokens_per_step = tokens_per_step
@@ -34,18 +32,8 @@ class Progress:
         self._timed_seconds = 0.0
         self._timed_steps = 0
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Over all timed steps; None before the first."""
-        if not self._timed_steps:
-            return None
-        return self._timed_steps * self._tokens_per_step / self._timed_seconds
-
     def time_steps(self) -> None:
-        """Steps are timed from here on. What came since the last one, such as a validation, is not.
-
-        To be called when all steps have ended.
-        """
+        """Times the steps from here on. Call it when the last step, and what followed it, has ended."""
         self._timed_since = time.perf_counter()
 
     def step(self, losses: Mapping[str, float]) -> None:
@@ -60,11 +48,8 @@ class Progress:
 
     def validation(self, step: int, losses: Mapping[str, float]) -> None:
         """A validation has ended."""
-        self.line(" · ".join([f"step {step}", f"validation {_format_losses(losses)}", *self._speed_and_memory()]))
-
-    def line(self, text: str) -> None:
-        """Prints a line without tearing the bar."""
-        self._tqdm.write(text)
+        words = [f"step {step}", f"validation {_format_losses(losses)}", *self._speed_and_memory()]
+        self._bar.write(" · ".join(words))  # without tearing the bar
         sys.stdout.flush()
 
     def close(self) -> None:
@@ -72,29 +57,19 @@ class Progress:
         self._bar.close()
 
     def _speed_and_memory(self) -> list[str]:
-        speed = self.tokens_per_second
-        return ([] if speed is None else [f"{speed:,.0f} tokens/s"]) + [
-            f"{memory_in_use(self._devices) / 2**20:,.0f} MiB"
-        ]
-
-
-def memory_in_use(devices: Sequence[Any]) -> int:
-    """Bytes: the most that one device has held so far, or on a CPU what this process holds now."""
-    statistics = [device.memory_stats() or {} for device in devices]
-    peak = max((entry.get("peak_bytes_in_use", 0) for entry in statistics), default=0)
-    return peak or _resident_bytes()
+        memory = f"{_memory_in_use(self._devices) / 2**20:,.0f} MiB"
+        if not self._timed_steps:
+            return [memory]
+        return [f"{self._timed_steps * self._tokens_per_step / self._timed_seconds:,.0f} tokens/s", memory]
 
 
 def summary(label: str, training: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]]) -> str:
-    """Where the losses of a log ended, in a line for the run, one for its twin and one for how far apart the two are.
+    """Where the losses of a log ended: a line for the run, one for its twin and one for the difference.
 
     Args:
-      label: what the run is called.
+      label: name of the run.
       training: records with "step", "loss" and, of a twin, "<its name>_loss".
       validation: the same.
-
-    Returns:
-      Lines without a final newline.
     """
     twin = _twin(training[-1])
     labels = {"loss": label} if twin is None else {"loss": label, f"{twin}_loss": f"{_words(twin)} twin"}
@@ -113,12 +88,12 @@ def summary(label: str, training: Sequence[Mapping[str, Any]], validation: Seque
 def draw_losses(
     path: Path, title: str, label: str, training: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Draws the losses of a log. Where a twin was trained too, a second panel shows how far apart the two are.
+    """Draws the losses of a log as a PNG. With a twin, a second panel shows their difference.
 
     Args:
       path: PNG file to write.
       title: of the figure.
-      label: what the run is called.
+      label: name of the run.
       training: records with "step", "loss" and, of a twin, "<its name>_loss".
       validation: the same.
     """
@@ -126,49 +101,31 @@ def draw_losses(
     from matplotlib.ticker import MaxNLocator
 
     twin = _twin(training[0])
-    compared = twin is not None
+    ratios = [3] if twin is None else [3, 1]
     # Figure, not pyplot: no global state, and it draws without a display.
-    figure = Figure(figsize=(8.0, 6.0 if compared else 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots(
-        2 if compared else 1, 1, sharex=True, squeeze=False, height_ratios=[3, 1] if compared else None
-    )
-    panels = list(axes[:, 0])
+    figure = Figure(figsize=(8.0, 4.5 if twin is None else 6.0), dpi=150, layout="constrained")
+    panels = list(figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0])
     steps, losses = _column(training, "step"), _column(training, "loss")
     held_out_steps, held_out = _column(validation, "step"), _column(validation, "loss")
 
     top = panels[0]
     top.plot(steps, losses, color=_BLUE, linewidth=0.8, alpha=0.3)
     width = max(1, len(steps) // 30)
-    middles = steps[width // 2 : len(steps) - (width - 1) // 2]
-    top.plot(
-        middles, _running_mean(losses, width), color=_BLUE, linewidth=1.8, label=f"training, mean of {width} steps"
-    )
+    middles, mean = steps[width // 2 : len(steps) - (width - 1) // 2], _running_mean(losses, width)
+    top.plot(middles, mean, color=_BLUE, linewidth=1.8, label=f"training, mean of {width} steps")
     top.plot(held_out_steps, held_out, color=_ORANGE, linewidth=1.8, marker="o", markersize=4.5, label="validation")
     top.set_ylabel("cross-entropy (nats per byte)")
-    top.annotate(
-        f"{held_out[-1]:.3f}",
-        (held_out_steps[-1], held_out[-1]),
-        xytext=(0, 9),
-        textcoords="offset points",
-        ha="right",
-        color=_ORANGE,
-        fontweight="bold",
-    )
-    if compared:
-        dots, name = (0, (2, 3)), f"{twin}_loss"
-        held_out = _column(validation, name)
-        top.plot(
-            held_out_steps,
-            held_out,
-            color=_INK,
-            linewidth=1.2,
-            linestyle=dots,
-            label=f"validation, {_words(twin)} twin",
-        )
+    last, place = f"{held_out[-1]:.3f}", (held_out_steps[-1], held_out[-1])
+    style: dict[str, Any] = {"ha": "right", "color": _ORANGE, "fontweight": "bold"}
+    top.annotate(last, place, xytext=(0, 9), textcoords="offset points", **style)
+    if twin is not None:
+        name, words = f"{twin}_loss", _words(twin)
+        style = {"color": _INK, "linewidth": 1.2, "linestyle": (0, (2, 3))}
+        top.plot(held_out_steps, _column(validation, name), label=f"validation, {words} twin", **style)
         differences = [ours - theirs for ours, theirs in zip(losses, _column(training, name), strict=True)]
         panels[1].axhline(0.0, color=_MUTED, linewidth=0.8)
         panels[1].plot(steps, differences, color=_BLUE, linewidth=0.8)
-        panels[1].set_ylabel(f"{label} − {_words(twin)}\n(nats per byte)")
+        panels[1].set_ylabel(f"{label} − {words}\n(nats per byte)")
         panels[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
     top.legend(frameon=False, labelcolor=_INK)
     top.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
@@ -212,8 +169,7 @@ def _running_mean(values: Sequence[float], width: int) -> list[float]:
     return [sum(values[start : start + width]) / width for start in range(len(values) - width + 1)]
 
 
-def _resident_bytes() -> int:
-    import resource
-
-    with open("/proc/self/statm") as statistics:
-        return int(statistics.read().split()[1]) * resource.getpagesize()
+def _memory_in_use(devices: Sequence[Any]) -> int:
+    """Bytes: the most that one device has held so far, or on a CPU what this process holds now."""
+    peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices)
+    return peak or int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -17,18 +17,6 @@ from te_jax.cli.errors import UserError
 from te_jax.models import DecoderConfig, TensorParallel, decoder, parallel_apply, parallel_loss, param_specs
 from te_jax.parallel.collective_matmul import TransportName
 
-__all__ = [
-    "Learner",
-    "Placement",
-    "TrainState",
-    "build_learner",
-    "build_optimizer",
-    "build_placement",
-    "optax_loss",
-    "take_devices",
-    "te_jax_loss",
-]
-
 LossFunction = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]
 """(params, scaling state, tokens [batch, time], targets [batch, time]) → float32 scalar."""
 
@@ -37,33 +25,20 @@ _HOST_DEVICE_FLAG = "xla_force_host_platform_device_count"
 
 
 class TrainState(NamedTuple):
-    """What one step turns into the next.
+    """What one step turns into the next."""
 
-    Args:
-      params: of the decoder, float32.
-      optimizer: state of the optax transform.
-      scaling: largest magnitudes that delayed scaling remembers; None for every other recipe.
-    """
-
-    params: Any
-    optimizer: Any
-    scaling: Any
+    params: Any  # of the decoder, float32
+    optimizer: Any  # of the optax transform
+    scaling: Any  # amax histories of delayed scaling; None with every other recipe
 
 
 class Placement(NamedTuple):
-    """Where the arrays of a run live.
+    """Shardings of the arrays of a run."""
 
-    Args:
-      state: sharding of losses, and of every leaf of `TrainState` unless devices share a decoder.
-      windows: sharding of uint8 [batch, seq_len + 1].
-      evaluation: sharding of uint8 [batches, batch, seq_len + 1].
-      parallel: how devices share a decoder, None where each has all of it.
-    """
-
-    state: NamedSharding
-    windows: NamedSharding
-    evaluation: NamedSharding
-    parallel: TensorParallel | None
+    state: NamedSharding  # replicated: losses, and every leaf of `TrainState` unless devices share a decoder
+    windows: NamedSharding  # uint8 [batch, seq_len + 1]
+    evaluation: NamedSharding  # uint8 [batches, batch, seq_len + 1]
+    parallel: TensorParallel | None  # how devices share a decoder; None where each has all of it
 
     @property
     def mesh(self) -> Mesh:
@@ -71,15 +46,7 @@ class Placement(NamedTuple):
         return self.state.mesh
 
     def of_state(self, state: TrainState, config: DecoderConfig) -> Any:
-        """Shardings of the leaves of a state.
-
-        Args:
-          state: its shapes.
-          config: of the decoder.
-
-        Returns:
-          One sharding for all, or a tree of them like the state.
-        """
+        """One sharding for all leaves of a state, or a tree of them like the state."""
         if self.parallel is None:
             return self.state
         specs, structure = param_specs(config, self.parallel), jax.tree.structure(state.params)
@@ -104,12 +71,12 @@ class Placement(NamedTuple):
 
 
 class Learner(NamedTuple):
-    """A loss function with everything that trains it, compiled at first use.
+    """The jitted functions of a run.
 
     Args:
       init: key → TrainState.
       step: (state, windows [batch, seq_len + 1]) → (state, loss); the state given is donated.
-      evaluate: (state, windows [batches, batch, seq_len + 1]) → mean loss; the state stays as it is.
+      evaluate: (state, windows [batches, batch, seq_len + 1]) → mean loss.
     """
 
     init: Callable[[jax.Array], TrainState]
@@ -125,12 +92,9 @@ def take_devices(count: int | None, tp: int = 1) -> list[Any]:
     """The devices to train on. Starts JAX's backend.
 
     Args:
-      count: the first so many GPUs, or so many CPU devices cut out of one host; None for all that JAX shows, or, where
-        devices share a decoder, for as many as do.
+      count: the first so many GPUs, or so many CPU devices cut out of one host; None for all that JAX shows, or for
+        `tp` of them where devices share a decoder.
       tp: how many devices share a decoder.
-
-    Returns:
-      A list of that many devices.
 
     Raises:
       UserError: there are fewer, or they cannot be divided into groups of `tp`.
@@ -152,17 +116,14 @@ def take_devices(count: int | None, tp: int = 1) -> list[Any]:
     return devices[:wanted]
 
 
+def memory_of(devices: Sequence[Any]) -> int:
+    """Bytes that one of these devices may use: a GPU's limit in JAX, or this host's memory divided by the devices."""
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    return limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+
+
 def build_placement(devices: Sequence[Any], tp: int = 1, transport: TransportName = "auto") -> Placement:
-    """Each device, or each group of devices that share a decoder, has the whole state and an equal part of every batch.
-
-    Args:
-      devices: jax devices.
-      tp: how many devices share a decoder.
-      transport: how these exchange what they compute; see `te_jax.parallel`.
-
-    Returns:
-      The shardings.
-    """
+    """Each group of `tp` devices that share a decoder has the whole state and an equal part of every batch."""
     mesh = Mesh(np.asarray(devices).reshape(-1, tp), (_BATCH_AXIS, _TENSOR_AXIS), axis_types=(AxisType.Auto,) * 2)
     parallel = TensorParallel(tp, axis_name=_TENSOR_AXIS, batch_axes=(_BATCH_AXIS,), transport=transport)
     return Placement(
@@ -176,18 +137,9 @@ def build_placement(devices: Sequence[Any], tp: int = 1, transport: TransportNam
 def build_optimizer(
     learning_rate: float, steps: int, *, state_dtype: str = "float32", seed: int = 0
 ) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's norm to 1.
+    """AdamW after clipping the gradient's norm to 1, with both moments in `state_dtype`, rounded at random by `seed`.
 
-    Its rate rises for a twentieth of the run and then falls along a cosine to a twentieth of the peak.
-
-    Args:
-      learning_rate: the peak.
-      steps: length of the run.
-      state_dtype: of both moments.
-      seed: of their rounding, below 2^32.
-
-    Returns:
-      The transform.
+    The rate rises to `learning_rate` for a twentieth of the steps and then falls along a cosine to a twentieth of it.
     """
     warmup = steps // 20
     schedule = optax.warmup_cosine_decay_schedule(
@@ -223,7 +175,7 @@ def te_jax_loss(
 
 
 def optax_loss(config: DecoderConfig, placement: Placement | None = None) -> LossFunction:
-    """The same decoder with the plain cross-entropy of optax: the twin that `--compare` trains beside no recipe."""
+    """The same decoder with optax's cross-entropy: the twin of `--compare` without a recipe."""
     split = None
     if placement is not None and placement.parallel is not None:
         split = parallel_apply(placement.mesh, config, placement.parallel)
@@ -238,17 +190,7 @@ def optax_loss(config: DecoderConfig, placement: Placement | None = None) -> Los
 def build_learner(
     config: DecoderConfig, loss: LossFunction, optimizer: optax.GradientTransformation, placement: Placement
 ) -> Learner:
-    """Puts a loss, an optimizer and a placement together.
-
-    Args:
-      config: the shape of the decoder.
-      loss: what is minimised.
-      optimizer: how.
-      placement: where.
-
-    Returns:
-      The functions of the run.
-    """
+    """The functions of a run that minimises a loss."""
     platform = next(iter(placement.state.device_set)).platform
     # XLA's autotuning and atomic additions would keep a resumed run from repeating the bits of an uninterrupted one.
     options = {"xla_gpu_deterministic_ops": True} if platform == "gpu" else None
@@ -261,7 +203,7 @@ def build_learner(
 
     def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
         batch = _tokens_and_targets(windows)
-        # What comes back for the scaling state is no gradient but its next value, which the optimizer never sees.
+        # The cotangent of the scaling state is its next value, which the optimizer never sees.
         value, (gradients, scaling) = jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.scaling, *batch)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         return TrainState(optax.apply_updates(state.params, updates), optimizer_state, scaling), value

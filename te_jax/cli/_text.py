@@ -17,27 +17,17 @@ _HELD_OUT = 10  # one part in ten
 
 
 class Corpus(NamedTuple):
-    """Text and where it came from.
+    """Text and where it came from."""
 
-    Args:
-      data: uint8 [bytes].
-      source: the path, or `DEFAULT_TEXT`.
-      sha256: digest of `data`.
-    """
-
-    data: np.ndarray
-    source: str
-    sha256: str
+    data: np.ndarray  # uint8 [bytes]
+    source: str  # the path, or DEFAULT_TEXT
+    sha256: str  # of the data
 
 
 def load(source: str | None) -> Corpus:
-    """Reads a text file, every text file below a folder (hidden ones aside, in order of their paths), or the default.
+    """Reads a text file, or all text files below a folder in order of their paths, without hidden ones.
 
-    Args:
-      source: a path; None or `DEFAULT_TEXT` for the language reference that ships with CPython.
-
-    Returns:
-      The text.
+    None and `DEFAULT_TEXT` stand for the language reference that ships with CPython.
 
     Raises:
       UserError: there is nothing there, or nothing that is UTF-8 text.
@@ -54,14 +44,7 @@ def load(source: str | None) -> Corpus:
 
 
 def split(corpus: Corpus, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """The text to train on, and the contiguous tail (a tenth, and one window at least) that is held out.
-
-    Args:
-      corpus: the text.
-      seq_len: predictions per window; a window has one byte more.
-
-    Returns:
-      uint8 [train bytes] and uint8 [held-out bytes].
+    """The bytes to train on and those to validate on: the last tenth, and at least one window of seq_len + 1.
 
     Raises:
       UserError: the text has no room for a window of each.
@@ -77,33 +60,16 @@ def split(corpus: Corpus, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def training_windows(data: np.ndarray, *, seed: int, step: int, batch: int, seq_len: int) -> np.ndarray:
-    """The windows of one step: a pure function of its arguments, so that a resumed run sees what it would have seen.
+    """uint8 [batch, seq_len + 1]: the windows of a step, each from a uniformly random place.
 
-    Args:
-      data: uint8 [bytes].
-      seed: of the run.
-      step: number of the step.
-      batch: number of windows.
-      seq_len: predictions per window.
-
-    Returns:
-      uint8 [batch, seq_len + 1], each window from a uniformly random place.
+    They follow from the arguments alone, so that a resumed run sees what it would have seen.
     """
     starts = np.random.default_rng([seed, step]).integers(0, data.size - seq_len, size=batch)
     return data[starts[:, None] + np.arange(seq_len + 1)]
 
 
 def evaluation_windows(data: np.ndarray, *, count: int, seq_len: int) -> np.ndarray:
-    """Fixed windows, evenly spread from the beginning of `data` to its end (overlapping where it is short).
-
-    Args:
-      data: uint8 [bytes].
-      count: number of windows.
-      seq_len: predictions per window.
-
-    Returns:
-      uint8 [count, seq_len + 1].
-    """
+    """uint8 [count, seq_len + 1]: windows evenly spread from the beginning of `data` to its end."""
     starts = np.linspace(0, data.size - seq_len - 1, count).astype(np.int64)
     return data[starts[:, None] + np.arange(seq_len + 1)]
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from te_jax.cli._table import key_values
+from te_jax._core.terminal import key_values, reason_of
 from te_jax.cli.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         jax.devices()
     except Exception as error:  # RuntimeError, or AssertionError where JAX_PLATFORMS names a platform that is not here
-        raise UserError(f"JAX starts no backend ({harness.reason_of(error)}); `te-jax doctor` says more") from error
+        raise UserError(f"JAX starts no backend ({reason_of(error)}); `te-jax doctor` says more") from error
     try:
         return harness.run_family(
             args.family,

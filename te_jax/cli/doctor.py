@@ -13,13 +13,13 @@ import platform
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from te_jax.cli import _host
-from te_jax.cli._table import aligned, key_values
+import jax
 
-if TYPE_CHECKING:
-    from te_jax.native import ExtensionStatus
+from te_jax import native
+from te_jax._core import host
+from te_jax._core.terminal import aligned, key_values, reason_of
 
 DESCRIPTION = """\
 Report what te_jax finds on this machine: versions, devices, native extensions, FFI API versions, memory kinds, peer
@@ -64,7 +64,7 @@ class Report:
     python: str
     versions: dict[str, str | None]
     train_packages: dict[str, str | None]
-    host_gpus: tuple[_host.HostGpu, ...]
+    host_gpus: tuple[host.HostGpu, ...]
     driver: str | None
     driver_cuda: str | None
     nvcc: tuple[str, str] | None
@@ -72,7 +72,7 @@ class Report:
     backend: str | None
     cuda_backend_error: str | None
     devices: tuple[Device, ...]
-    extensions: "tuple[ExtensionStatus, ...]"
+    extensions: tuple[native.ExtensionStatus, ...]
     jaxlib_ffi_api: tuple[int, int] | None
     peer_access: tuple[tuple[bool, ...], ...]
     failures: dict[str, str]
@@ -101,45 +101,40 @@ def run(args: argparse.Namespace) -> int:
 
 
 def gather() -> Report:
-    """Ask the host, the installed packages, JAX and te_jax.native; raises nothing."""
+    """Asks the host, the installed packages, JAX and te_jax.native; raises nothing."""
     failures: dict[str, str] = {}
 
     def attempt(part: str, ask: Callable[[], _Value], otherwise: _Value) -> _Value:
         try:
             return ask()
         except Exception as error:
-            failures[part] = _first_line(error)
+            failures[part] = reason_of(error)
             return otherwise
 
-    backend = attempt("JAX", _default_backend, None)
-    devices = attempt("devices", _devices, ()) if backend is not None else ()
+    backend = attempt("JAX", jax.default_backend, None)
     return Report(
         python=f"{platform.python_version()} ({platform.platform()})",
         versions={name: _version(name) for name in (*_CORE_PACKAGES, *_PLUGIN_PACKAGES)},
         train_packages={name: _version(name) for name in attempt("optional packages", _train_packages, ())},
-        host_gpus=attempt("GPUs of the host", _host.gpus, ()),
-        driver=attempt("NVIDIA driver", _host.driver_version, None),
-        driver_cuda=attempt("CUDA version of the driver", _host.driver_cuda_version, None),
-        nvcc=attempt("nvcc", _host.nvcc, None),
+        host_gpus=attempt("GPUs of the host", host.gpus, ()),
+        driver=attempt("NVIDIA driver", host.driver_version, None),
+        driver_cuda=attempt("CUDA version of the driver", host.driver_cuda_version, None),
+        nvcc=attempt("nvcc", host.nvcc, None),
         jax_platforms=os.environ.get("JAX_PLATFORMS"),
         backend=backend,
         cuda_backend_error=_cuda_backend_error() if backend is not None else None,
-        devices=devices,
-        extensions=attempt("extensions", _extensions, ()),
-        jaxlib_ffi_api=attempt("FFI API of jaxlib", _jaxlib_ffi_api, None),
-        peer_access=attempt("peer access", _peer_access, ()),
+        devices=attempt("devices", lambda: tuple(map(_describe, jax.devices())), ()) if backend is not None else (),
+        extensions=attempt("extensions", native.status, ()),
+        jaxlib_ffi_api=attempt("FFI API of jaxlib", native.runtime_ffi_api, None),
+        peer_access=attempt("peer access", native.peer_access, ()),
         failures=failures,
     )
 
 
 def advise(report: Report) -> tuple[Advice, ...]:
     """What is missing from the GPU path and the optional parts, in the order in which to mend it."""
-    return (
-        *_package_advice(report),
-        *_device_advice(report),
-        *_extension_advice(report),
-        *_train_advice(report),
-    )
+    parts = (_package_advice, _device_advice, _extension_advice, _train_advice)
+    return tuple(advice for part in parts for advice in part(report))
 
 
 def as_json(report: Report) -> str:
@@ -164,7 +159,8 @@ def as_text(report: Report) -> str:
         sections.append(("Could not be asked", key_values(tuple(report.failures.items()))))
     advice = advise(report)
     if advice:
-        sections.append(("Missing, and how to get it", "\n".join(_advice_text(item) for item in advice)))
+        lines = "\n".join(f"  - {item.missing}\n      {item.remedy}" for item in advice)
+        sections.append(("Missing, and how to get it", lines))
     body = "\n\n".join(f"{title}\n{text}" for title, text in sections)
     return f"{body}\n\n{_verdict(report)}"
 
@@ -185,84 +181,33 @@ def _train_packages() -> tuple[str, ...]:
     return tuple(re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in train)
 
 
-def _default_backend() -> str:
-    import jax
-
-    return jax.default_backend()
-
-
-def _devices() -> tuple[Device, ...]:
-    import jax
-
-    return tuple(_describe(device) for device in jax.devices())
-
-
 def _describe(device: Any) -> Device:
+    limit = _ask(lambda: (device.memory_stats() or {}).get("bytes_limit"), None)
+    capability = _ask(lambda: device.compute_capability, None)
     return Device(
         id=device.id,
         platform=device.platform,
         kind=device.device_kind,
-        compute_capability=_compute_capability(device),
-        memory_gib=_memory_gib(device),
-        memory_kinds=_memory_kinds(device),
+        compute_capability=None if capability is None else str(capability),
+        memory_gib=None if limit is None else round(limit / 2**30, 1),
+        memory_kinds=_ask(lambda: tuple(memory.kind for memory in device.addressable_memories()), ()),
     )
 
 
-def _compute_capability(device: Any) -> str | None:
+def _ask(question: Callable[[], _Value], otherwise: _Value) -> _Value:
+    """What a device answers. Not every backend has an answer, and each says so with an error of its own."""
     try:
-        capability = device.compute_capability
-    except Exception:  # CPU devices have no such attribute, and some plugins raise their own error for it
-        return None
-    return str(capability)
-
-
-def _memory_gib(device: Any) -> float | None:
-    try:
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-    except Exception:  # backends without statistics raise NotImplementedError or an XLA error
-        return None
-    return None if limit is None else round(limit / 2**30, 1)
-
-
-def _memory_kinds(device: Any) -> tuple[str, ...]:
-    try:
-        return tuple(memory.kind for memory in device.addressable_memories())
+        return question()
     except Exception:
-        return ()
+        return otherwise
 
 
 def _cuda_backend_error() -> str | None:
-    import jax
-
     try:
         jax.devices("cuda")
     except Exception as error:
-        return _first_line(error)
+        return reason_of(error)
     return None
-
-
-def _extensions() -> "tuple[ExtensionStatus, ...]":
-    from te_jax import native
-
-    return native.status()
-
-
-def _jaxlib_ffi_api() -> tuple[int, int]:
-    from te_jax import native
-
-    major, minor = native.runtime_ffi_api()
-    return int(major), int(minor)
-
-
-def _peer_access() -> tuple[tuple[bool, ...], ...]:
-    from te_jax import native
-
-    return tuple(tuple(bool(cell) for cell in row) for row in native.peer_access())
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 # Advice
@@ -283,47 +228,34 @@ def _package_advice(report: Report) -> list[Advice]:
 
 def _device_advice(report: Report) -> list[Advice]:
     jax_gpus = [device for device in report.devices if device.compute_capability is not None]
+    plugins = [name for name in _PLUGIN_PACKAGES if name.endswith("plugin") and report.versions.get(name)]
+    platforms, jax_version = report.jax_platforms, report.versions.get("jax")
     if any(device.compute_capability == COMPUTE_CAPABILITY for device in jax_gpus):
         return []
     if jax_gpus:
         kinds = ", ".join(sorted({f"{device.kind} ({device.compute_capability})" for device in jax_gpus}))
-        return [
-            Advice(
-                f"no GPU of compute capability {COMPUTE_CAPABILITY}: JAX sees {kinds}",
-                "use an H100, H200 or GH200; on other GPUs the reference implementations run",
-            )
-        ]
-    if not (report.host_gpus or report.driver):
-        return [
-            Advice(
-                "no NVIDIA GPU or driver on this machine",
-                "nothing to install: the CPU kernels and the reference implementations run here",
-            )
-        ]
-    plugins = [name for name in _PLUGIN_PACKAGES if name.endswith("plugin") and report.versions.get(name)]
-    if not plugins:
-        return [Advice("the machine has an NVIDIA GPU, but JAX has no CUDA plugin", 'pip install "jax[cuda13]"')]
-    platforms = report.jax_platforms
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return [Advice(f"JAX_PLATFORMS={platforms} hides the GPU", "unset JAX_PLATFORMS")]
-    if report.versions.get("jax") and not any(
-        _same_release(report.versions[name], report.versions["jax"]) for name in plugins
-    ):
+        missing = f"no GPU of compute capability {COMPUTE_CAPABILITY}: JAX sees {kinds}"
+        remedy = "use an H100, H200 or GH200; on other GPUs the reference implementations run"
+    elif not (report.host_gpus or report.driver):
+        missing = "no NVIDIA GPU or driver on this machine"
+        remedy = "nothing to install: the CPU kernels and the reference implementations run here"
+    elif not plugins:
+        missing = "the machine has an NVIDIA GPU, but JAX has no CUDA plugin"
+        remedy = 'pip install "jax[cuda13]"'
+    elif platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        missing, remedy = f"JAX_PLATFORMS={platforms} hides the GPU", "unset JAX_PLATFORMS"
+    elif jax_version and not any(_same_release(report.versions[name], jax_version) for name in plugins):
         found = ", ".join(f"{name} {report.versions[name]}" for name in plugins)
-        return [
-            Advice(
-                f"JAX {report.versions['jax']} and its CUDA plugin ({found}) are of different releases",
-                f'pip install "jax[cuda13]=={report.versions["jax"]}"',
-            )
-        ]
-    reason = f": {report.cuda_backend_error}" if report.cuda_backend_error else ""
-    return [
-        Advice(
-            f"JAX's CUDA plugin is installed but starts no GPU{reason}",
+        missing = f"JAX {jax_version} and its CUDA plugin ({found}) are of different releases"
+        remedy = f'pip install "jax[cuda13]=={jax_version}"'
+    else:
+        reason = f": {report.cuda_backend_error}" if report.cuda_backend_error else ""
+        missing = f"JAX's CUDA plugin is installed but starts no GPU{reason}"
+        remedy = (
             "nvidia-smi    (is the driver running, is CUDA_VISIBLE_DEVICES right?), then "
-            'pip install --upgrade --force-reinstall "jax[cuda13]"',
+            'pip install --upgrade --force-reinstall "jax[cuda13]"'
         )
-    ]
+    return [Advice(missing, remedy)]
 
 
 def _same_release(first: str | None, second: str | None) -> bool:
@@ -387,20 +319,13 @@ def _cuda_text(report: Report) -> str:
 def _devices_text(report: Report) -> str:
     if not report.devices:
         return "  none"
-    return aligned(
-        ("id", "platform", "kind", "compute capability", "memory for JAX, GiB", "memory kinds"),
-        [
-            (
-                str(device.id),
-                device.platform,
-                device.kind,
-                device.compute_capability or "–",
-                "–" if device.memory_gib is None else f"{device.memory_gib:.1f}",
-                ", ".join(device.memory_kinds) or "–",
-            )
-            for device in report.devices
-        ],
-    )
+    headings = ("id", "platform", "kind", "compute capability", "memory for JAX, GiB", "memory kinds")
+    rows = []
+    for device in report.devices:
+        memory = "–" if device.memory_gib is None else f"{device.memory_gib:.1f}"
+        kinds = ", ".join(device.memory_kinds) or "–"
+        rows.append((str(device.id), device.platform, device.kind, device.compute_capability or "–", memory, kinds))
+    return aligned(headings, rows)
 
 
 def _extensions_text(report: Report) -> str:
@@ -408,7 +333,7 @@ def _extensions_text(report: Report) -> str:
     for extension in report.extensions:
         lines.append(f"  {extension.module} ({extension.platform}): {'loaded' if extension.loaded else 'not loaded'}")
         details = [("built for FFI API", _api(extension.ffi_api))] if extension.ffi_api else []
-        details += [(key, value) for key, value in extension.build.items()]
+        details += extension.build.items()
         if extension.problem:
             details.append(("problem", extension.problem))
         if details:
@@ -435,10 +360,6 @@ def _train_text(report: Report) -> str:
     if not report.train_packages:
         return "  unknown: te_jax is not installed as a package"
     return key_values([(name, version or "not installed") for name, version in report.train_packages.items()])
-
-
-def _advice_text(item: Advice) -> str:
-    return f"  - {item.missing}\n      {item.remedy}"
 
 
 def _verdict(report: Report) -> str:

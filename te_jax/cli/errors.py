@@ -1,5 +1,17 @@
-"""What a subcommand raises when the user can put it right."""
+"""What `te-jax` tells its user on stderr: one sentence, without a traceback."""
+
+import sys
 
 
 class UserError(Exception):
-    """One sentence for the user: `te-jax` prints it to stderr without a traceback and exits with status 2."""
+    """One sentence about something that the user can put right. `te-jax` prints it and exits with status 2."""
+
+
+def note(text: str) -> None:
+    """Prints a sentence about something that is no error."""
+    print(f"te-jax: note: {text}", file=sys.stderr)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of the host or of a device was exhausted. XLA has no error type of its own for that."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)

@@ -1,31 +1,42 @@
 """Trains a small byte-level language model on text, on whatever devices JAX finds, and writes a log, checkpoints and
-the loss curves to a folder. A run that was killed goes on with --resume and ends with the same bits."""
+the loss curves to a folder. Ctrl-C and SIGTERM save a checkpoint first. A run that was stopped or killed goes on with
+--resume and ends with the same bits."""
+
+from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import math
 import os
+import platform
+import shlex
 import sys
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from te_jax.cli import _options
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+
+import te_jax
+from te_jax import native, ops
+from te_jax._core.terminal import reason_of
+from te_jax.cli import _interruption, _options, _report, _run_folder, _text
 from te_jax.cli._options import Options, add_arguments
-from te_jax.cli.errors import UserError
+from te_jax.cli._run_folder import RunFolder
+from te_jax.cli.errors import UserError, is_out_of_memory, note
 from te_jax.recipe import Recipe
 
 if TYPE_CHECKING:
-    import jax
     import numpy as np
 
-    from te_jax.cli._report import Progress
-    from te_jax.cli._run_folder import RunFolder
     from te_jax.cli._step import Learner, LossFunction, Placement, TrainState
     from te_jax.cli._text import Corpus
     from te_jax.models import DecoderConfig
-    from te_jax.native import Implementation
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,14 +57,16 @@ def run(args: argparse.Namespace) -> int:
       args: parsed options of `add_arguments`.
 
     Returns:
-      0.
+      0, or 128 + the number of the signal that stopped the run before.
 
     Raises:
-      UserError: an option cannot be met; nothing has been written.
+      UserError: an option cannot be met, or memory ran out.
     """
-    _require_packages()
+    missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise UserError(f'te-jax train needs {", ".join(missing)}: pip install ".[train]" in the checkout')
     os.environ.setdefault("TE_JAX_AUTOTUNE", "0")  # a resumed run repeats the bits of an uninterrupted one
-    from te_jax.cli import _run_folder, _step, _text
+    from te_jax.cli import _step
 
     out = None if args.out is None else Path(args.out)
     stored = None
@@ -81,12 +94,13 @@ def run(args: argparse.Namespace) -> int:
     placement = _step.build_placement(devices, options.tp, options.transport)
     implementation = _implementation(options)
     learners = _learners(options, config, placement, implementation)
+    _check_memory(options, learners, devices)
 
     header = _header(options, config, corpus, devices, implementation)
     if out is None or stored is None:
-        folder = _run_folder.RunFolder.create(out or _run_folder.new_path(), header)
+        folder = RunFolder.create(out or _run_folder.new_path(), header)
     else:
-        folder = _run_folder.RunFolder.resume(out)
+        folder = RunFolder.resume(out, header)
         _note_changes(stored, header)
     try:
         if args.out is None:
@@ -96,26 +110,28 @@ def run(args: argparse.Namespace) -> int:
                 f"{len(devices)} {devices[0].platform} devices, {options.tp} share the model: "
                 f"transport {options.transport}"
             )
-        _train(folder, options, learners, placement, data, devices)
+        with _interruption.watching() as signals, _memory(options, config):
+            step = _train(folder, options, learners, placement, data, devices, signals)
+        if step < options.steps:
+            print(
+                f"te-jax: {signals[0].name}: step {step} of {options.steps} is saved; continue with "
+                f"te-jax train --resume --out {shlex.quote(str(folder.path))}",
+                file=sys.stderr,
+            )
+            return 128 + signals[0]
         _conclude(folder, options, config)
     finally:
         folder.close()
     return 0
 
 
-def _require_packages() -> None:
-    missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise UserError(f'te-jax train needs {", ".join(missing)}: pip install ".[train]" in the checkout')
-
-
 def _learners(
-    options: Options, config: "DecoderConfig", placement: "Placement", implementation: "Implementation"
-) -> "dict[str, Learner]":
-    """By the name of the loss in the log: te_jax's own, and the twin's where one is asked for."""
+    options: Options, config: DecoderConfig, placement: Placement, implementation: native.Implementation
+) -> dict[str, Learner]:
+    """The run's own, and its twin's with --compare, by the name of their losses in the log."""
     from te_jax.cli import _step
 
-    def learner(config: "DecoderConfig", loss: "LossFunction", states: str = options.optimizer_state) -> "Learner":
+    def learner(config: DecoderConfig, loss: LossFunction, states: str = options.optimizer_state) -> Learner:
         optimizer = _step.build_optimizer(
             _options.peak_rate(options, config),
             options.steps,
@@ -137,19 +153,47 @@ def _learners(
     return learners
 
 
-def _implementation(options: Options) -> "Implementation":
-    """Which implementation of te_jax's operations runs. Raises UserError where the one that was asked for cannot."""
-    from te_jax import native
+def _check_memory(options: Options, learners: dict[str, Learner], devices: list[Any]) -> None:
+    """Refuses a model whose state alone exceeds a device's memory. On a CPU the kernel would kill the process."""
+    from te_jax.cli import _step
 
+    leaves = jax.tree.leaves([learner.abstract_state() for learner in learners.values()])
+    needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    present = _step.memory_of(devices)
+    if needed > present:
+        raise UserError(
+            f"--preset {options.preset} needs {needed / 2**30:,.2f} GiB on each device for parameters and Adam's "
+            f"moments, and a device has {present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, "
+            "or a larger --tp, which divides the model among devices"
+        )
+
+
+@contextlib.contextmanager
+def _memory(options: Options, config: DecoderConfig) -> Iterator[None]:
+    """Turns an error of exhausted memory into one that names the ways out."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        others = [] if config.remat else ["--remat"]
+        others += [] if options.optimizer_state == "fp8" else ["--optimizer-state fp8"]
+        raise UserError(
+            f"--preset {options.preset} with --batch {options.batch} and --seq-len {options.seq_len} is out of memory "
+            f"({reason_of(error)}): choose a smaller --preset, --batch or --seq-len, or "
+            f"{', '.join([*others, 'a larger --tp'])}"
+        ) from error
+
+
+def _implementation(options: Options) -> native.Implementation:
+    """Which implementation of te_jax's operations runs. Raises UserError where the one that was asked for cannot."""
     try:
         use_native = native.use_native(None if options.implementation == "auto" else options.implementation)
     except native.NativeUnavailableError as error:
         raise UserError(f"--implementation {options.implementation} cannot run here: {error}") from error
     if options.transport == "p2p":
         if options.implementation == "reference":
-            raise UserError(
-                "--transport p2p is a native kernel, and --implementation is reference: leave one of them out"
-            )
+            raise UserError("--transport p2p is native, and --implementation is reference: leave one of them out")
         try:
             native.use_native("native")
         except native.NativeUnavailableError as error:
@@ -160,12 +204,7 @@ def _implementation(options: Options) -> "Implementation":
 
 
 def _check_products(options: Options) -> None:
-    """Kernels may be there, and the GPU not one that multiplies what the recipe makes."""
-    import jax
-    import jax.numpy as jnp
-
-    from te_jax import native, ops
-
+    """Refuses a recipe whose GEMMs this GPU does not have, although the extension is loaded."""
     recipe = _options.RECIPES[options.recipe]
     if recipe is None:
         return
@@ -181,15 +220,9 @@ def _check_products(options: Options) -> None:
 
 
 def _header(
-    options: Options, config: "DecoderConfig", corpus: "Corpus", devices: "list[Any]", implementation: "Implementation"
+    options: Options, config: DecoderConfig, corpus: Corpus, devices: list[Any], implementation: native.Implementation
 ) -> dict[str, Any]:
-    import platform
-
-    import jax
-    import jaxlib.version
     import optax
-
-    import te_jax
 
     return {
         "kind": "header",
@@ -221,31 +254,31 @@ def _describe(recipe: Recipe | None) -> dict[str, Any] | None:
 
 
 def _note_changes(stored: dict[str, Any], header: dict[str, Any]) -> None:
-    """Says what a resumed run cannot keep equal, since other software or hardware rounds in other places."""
+    """Says why a resumed run may differ from an uninterrupted one."""
     for subject in ("implementation", "parallel", "device", "versions"):
         if stored[subject] != header[subject]:
-            print(
-                f"te-jax: note: {subject} changed from {stored[subject]} to {header[subject]}: "
-                "losses may differ in their last bits",
-                file=sys.stderr,
-            )
+            note(f"{subject} changed from {stored[subject]} to {header[subject]}: losses may differ in their last bits")
+    before, steps = stored["options"]["steps"], header["options"]["steps"]
+    if before != steps:
+        note(f"--steps changed from {before} to {steps}: the learning rate continues on the schedule of {steps} steps")
 
 
 def _train(
-    folder: "RunFolder",
+    folder: RunFolder,
     options: Options,
-    learners: "dict[str, Learner]",
-    placement: "Placement",
-    data: "tuple[np.ndarray, np.ndarray]",
-    devices: "list[Any]",
-) -> None:
-    import jax
-
-    from te_jax.cli import _report, _text
-
+    learners: dict[str, Learner],
+    placement: Placement,
+    data: tuple[np.ndarray, np.ndarray],
+    devices: list[Any],
+    signals: list[Any],
+) -> int:
+    """Trains until the last step or a signal, and returns the last step that was taken and saved."""
     training, held_out = data
-    done = folder.latest_step
-    states = _initial_states(folder, options, learners)
+    if folder.latest_step:
+        states = folder.restore({name: learner.abstract_state() for name, learner in learners.items()})
+    else:
+        states = {name: learner.init(jax.random.key(options.seed)) for name, learner in learners.items()}
+    done = step = folder.latest_step
     batches = math.ceil(_EVALUATION_WINDOWS / options.batch)
     windows = _text.evaluation_windows(held_out, count=batches * options.batch, seq_len=options.seq_len)
     windows = jax.device_put(windows.reshape(batches, options.batch, -1), placement.evaluation)
@@ -269,8 +302,9 @@ def _train(
             for name, learner in learners.items():
                 states[name], losses[name] = learner.step(states[name], batch)
             records.add("train", step, losses)
+            stops = step == options.steps or bool(signals)
             evaluates = step % options.eval_every == 0 or step == options.steps
-            saves = step % options.checkpoint_every == 0 or step == options.steps
+            saves = step % options.checkpoint_every == 0 or stops
             # Not timed: the first step, which waits for the compiler, validations and checkpoints.
             if step == done + 1 or evaluates or saves:
                 records.flush()
@@ -278,28 +312,23 @@ def _train(
                     evaluate(step)
                 if saves:
                     folder.save(step, states)
+                if stops:
+                    break
                 progress.time_steps()
     finally:
         progress.close()
-
-
-def _initial_states(folder: "RunFolder", options: Options, learners: "dict[str, Learner]") -> "dict[str, TrainState]":
-    import jax
-
-    if not folder.latest_step:
-        return {name: learner.init(jax.random.key(options.seed)) for name, learner in learners.items()}
-    return folder.restore({name: learner.abstract_state() for name, learner in learners.items()})
+    return step
 
 
 class _Records:
-    """Losses on their way from the devices to the log: fetched late, so that the devices never wait for the host."""
+    """Losses that are still on the devices: fetched a few steps late, so that the devices never wait for the host."""
 
-    def __init__(self, folder: "RunFolder", progress: "Progress"):
+    def __init__(self, folder: RunFolder, progress: _report.Progress):
         self._folder = folder
         self._progress = progress
         self._pending: deque[tuple[str, int, dict[str, Any]]] = deque()
 
-    def add(self, kind: str, step: int, losses: "dict[str, jax.Array]") -> None:
+    def add(self, kind: str, step: int, losses: dict[str, jax.Array]) -> None:
         self._pending.append((kind, step, losses))
         while len(self._pending) > _STEPS_IN_FLIGHT:
             self._fetch()
@@ -313,8 +342,8 @@ class _Records:
         losses = {name: float(array) for name, array in arrays.items()}
         for name, loss in losses.items():
             if not math.isfinite(loss):
-                of_whom = name.replace("_", " ")
-                raise UserError(f"the {kind} {of_whom} is {loss} at step {step}: try a smaller --learning-rate")
+                words = name.replace("_", " ")
+                raise UserError(f"the {kind} {words} is {loss} at step {step}: try a smaller --learning-rate")
         self._folder.append({"kind": kind, "step": step, **losses})
         if kind == "train":
             self._progress.step(losses)
@@ -322,9 +351,7 @@ class _Records:
             self._progress.validation(step, losses)
 
 
-def _conclude(folder: "RunFolder", options: Options, config: "DecoderConfig") -> None:
-    from te_jax.cli import _report, _run_folder
-
+def _conclude(folder: RunFolder, options: Options, config: DecoderConfig) -> None:
     training, validation = folder.records("train"), folder.records("validation")
     figure = folder.path / "loss.png"
     chosen = [] if config.recipe is None else [f"{options.recipe} scaling"]

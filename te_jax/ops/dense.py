@@ -17,6 +17,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
+from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8, _plain_dense
 from te_jax.ops._fp8 import Copy, Fp8
@@ -35,6 +36,11 @@ from te_jax.ops.quantize import QuantizedParts, quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Product, Quantization, Recipe, Role
 from te_jax.sharding import AxisName, Layout, as_axis_names, regrouped, split_in_two
+
+_REVERSE_MODE = (
+    "te_jax.ops.dense with a recipe or a wgrad_accumulator has first derivatives in reverse mode (jax.grad, jax.vjp) "
+    "only: for forward mode (jax.jvp, jax.jacfwd) or second derivatives use recipe=None and no wgrad_accumulator"
+)
 
 
 def dense(
@@ -99,7 +105,7 @@ def dense(
       >>> recipe = te_jax.recipe.CurrentScaling()
       >>> loss = lambda x, kernel: te_jax.ops.dense(x, kernel, recipe=recipe).sum()
       >>> dx, dkernel = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, kernel)
-      >>> float(dx[0, 0]), float(dkernel[0, 0])
+      >>> round(float(dx[0, 0]), 3), round(float(dkernel[0, 0]), 3)
       (16.0, 4.0)
     """
     x = as_array("x", x)
@@ -117,11 +123,16 @@ def dense(
     _validate(x, kernel, bias, shape, activation, wgrad_accumulator)
     if recipe is None:
         _validate_plain(kernel, scaling_state)
+    else:
+        _validate_fp8(kernel, shape, recipe, scaling_state, kernel_contracting)
+    if recipe is not None or wgrad_accumulator is not None:
+        operands = (x, kernel, bias, wgrad_accumulator, scaling_state)
+        x, kernel, bias, wgrad_accumulator, scaling_state = reverse_mode_only(operands, _REVERSE_MODE)
+    if recipe is None:
         native.use_native(implementation)  # the same answer to a bad name as with a recipe
         return _plain_dense.dense(
             x, kernel, bias, wgrad_accumulator, len(shape.inner), kernel_contracting, activation, accumulate
         )
-    _validate_fp8(kernel, shape, recipe, scaling_state, kernel_contracting)
     layer = _Layer(
         Fp8("te_jax.ops.dense", recipe, _implementation(implementation, recipe), axis_names),
         len(shape.inner),

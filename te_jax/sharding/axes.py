@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 Axes = tuple[str, ...]
 AxisName = str | tuple[str, ...]
@@ -93,6 +93,17 @@ def unmapped_axes() -> list[str]:
 def axes_without_devices(names: Sequence[str]) -> list[str]:
     """Those of the mapped axes that are examples of a vmap on one device."""
     return [name for name in names if name not in jax.sharding.get_abstract_mesh().manual_axes]
+
+
+def in_order_of_mesh(names: Sequence[str]) -> Axes:
+    """Mapped axes in the order in which the mesh names them."""
+    order = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(sorted(names, key=lambda name: order.index(name) if name in order else 0))
+
+
+def current_mesh() -> AbstractMesh:
+    """The mesh that `shard_map` or `jax.set_mesh` has entered; an empty one where there is none."""
+    return jax.sharding.get_abstract_mesh()
 
 
 def axes_of_type(x: Any) -> Axes:

@@ -154,8 +154,10 @@ class _Dispatch:
             entries = (*spec, *(None,) * (len(shape) - len(spec)))[len(shape) - len(named) :]
             for dimension, entry, size in zip(named, entries, shape[len(shape) - len(named) :], strict=True):
                 devices = math.prod(mesh.shape[axis] for axis in axes_of_entry(entry))
-                if isinstance(dimension, tuple) and devices > 1 and dimension[0] not in assignment.axes:
-                    block = math.prod(self.sizes[minor] for minor in dimension[1:])
+                if devices == 1 or not isinstance(dimension, tuple) or dimension[0] in assignment.axes:
+                    continue
+                block = math.prod(self.sizes[minor] for minor in dimension[1:])
+                if size % (devices * block):  # else another dimension has taken the axes
                     warnings.warn(
                         f"a dimension of {size} values is split over {devices} devices, whose shards would cut blocks "
                         f"of {block}: each of them gathers it and computes all of it. Give every device a multiple of "

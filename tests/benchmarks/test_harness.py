@@ -171,8 +171,6 @@ def test_derived_figures_follow_from_medians():
         floor_bytes=300,
         copy_bytes=200,
         peers=("peer", "absent", "te_jax"),
-        temporary_bytes=25,
-        operand_bytes=100,
     )
     assert row == {
         "median_ms": 3.0004,
@@ -181,7 +179,6 @@ def test_derived_figures_follow_from_medians():
         "share_of_floor": 0.99987,
         "ratio_to_copy": 1.5002,
         "speedup_over": {"peer": 3.9995},
-        "temporaries_over_logits": 0.25,
     }
 
 
@@ -234,9 +231,7 @@ def row_of(case):
         "case": case.name,
         "operation": "forward",
         "implementation": "te_jax",
-        **harness.timing_row(
-            seconds, "te_jax", floor_bytes=1, copy_bytes=2, peers=(), temporary_bytes=None, operand_bytes=1
-        ),
+        **harness.timing_row(seconds, "te_jax", floor_bytes=1, copy_bytes=2, peers=()),
     }
 
 
@@ -439,7 +434,5 @@ def test_what_runs_may_be_installed_apart_from_the_checkout(changed, git, found,
     git = {"--show-toplevel": f"{root}\n", "HEAD": "0123abcd\n", ":!benchmarks/results": ""} | git
     monkeypatch.setattr(harness, "ROOT", root)
     monkeypatch.setattr(harness.te_jax, "__file__", str(installed / "te_jax" / "__init__.py"))
-    monkeypatch.setattr(
-        harness._host, "output_of", lambda command, **_: next(v for k, v in git.items() if k in command)
-    )
+    monkeypatch.setattr(harness.host, "output_of", lambda command, **_: next(v for k, v in git.items() if k in command))
     assert harness._commit() == found

@@ -1,10 +1,13 @@
 """What the tests of the command share: JAX as the command finds it, and programs that XLA compiles once."""
 
+import dataclasses
+import functools
+
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from te_jax.cli import _report
+from te_jax.cli import _report, _step, train
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +51,25 @@ def as_in_a_process_of_its_own():
     jax.devices()
     # optax mixes dtypes in its schedules; the command itself runs with JAX's defaults.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def programs_of_equal_runs():
+    """Runs of a module that differ in what they read and write, but not in what they compute, trace it once."""
+
+    @functools.cache
+    def learners(build_optimizer, options, *arguments):
+        del build_optimizer  # which tests replace
+        return original(options, *arguments)
+
+    def cached(options, *arguments):
+        options = dataclasses.replace(options, text=None, checkpoint_every=1, eval_every=1)
+        return learners(_step.build_optimizer, options, *arguments)
+
+    original = train._learners
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "_learners", cached)
         yield
 
 

@@ -12,8 +12,9 @@ import jax
 import pytest
 
 from te_jax import native
-from te_jax.cli import _host, doctor
-from te_jax.cli._table import aligned
+from te_jax._core import host
+from te_jax._core.terminal import aligned, reason_of
+from te_jax.cli import doctor
 
 
 def report(**changes):
@@ -31,7 +32,7 @@ def report(**changes):
             "jax-cuda12-pjrt": None,
         },
         "train_packages": {"optax": "0.2.8", "tqdm": "4.66"},
-        "host_gpus": (_host.HostGpu("NVIDIA H200", 143771, "9.0", "580.159.04"),),
+        "host_gpus": (host.HostGpu("NVIDIA H200", 143771, "9.0", "580.159.04"),),
         "driver": "580.159.04",
         "driver_cuda": "13.0",
         "nvcc": ("/usr/local/cuda/bin/nvcc", "13.0"),
@@ -166,7 +167,7 @@ def test_a_gpu_without_jax_plugin_is_told_the_exact_command():
     assert remedies(bare) == ['pip install "jax[cuda13]"']
 
 
-@pytest.mark.parametrize("host_gpus", [(), (_host.HostGpu("NVIDIA H200", None, None, None),)])
+@pytest.mark.parametrize("host_gpus", [(), (host.HostGpu("NVIDIA H200", None, None, None),)])
 def test_a_driver_or_a_gpu_alone_counts_as_a_gpu_machine(host_gpus):
     bare = report(
         versions=without(report(), **{"jax-cuda13-plugin": None}),
@@ -267,7 +268,8 @@ def test_packages_of_the_extra(monkeypatch):
 
 @pytest.mark.parametrize(("stats", "gib"), [({"bytes_limit": 3 * 2**29}, 1.5), ({}, None), (None, None)])
 def test_memory_of_a_device(stats, gib):
-    assert doctor._memory_gib(types.SimpleNamespace(memory_stats=lambda: stats)) == gib
+    device = types.SimpleNamespace(id=0, platform="gpu", device_kind="GPU", memory_stats=lambda: stats)
+    assert doctor._describe(device) == doctor.Device(0, "gpu", "GPU", None, gib, ())
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "false"), ("true", "true")])
@@ -308,8 +310,8 @@ def fail(*args, **kwargs):
         (native, "peer_access"),
         (importlib.metadata, "version"),
         (importlib.metadata, "requires"),
-        (_host, "gpus"),
-        (_host, "nvcc"),
+        (host, "gpus"),
+        (host, "nvcc"),
     ],
 )
 def test_nothing_broken_makes_it_fail(owner, name, form, monkeypatch, capsys):
@@ -335,7 +337,7 @@ def test_a_broken_backend_is_not_usable(monkeypatch):
 def test_errors_of_one_line(monkeypatch):
     monkeypatch.setattr(jax, "devices", fail)
     assert doctor.gather().cuda_backend_error == "RuntimeError: broken on purpose"
-    assert doctor._first_line(RuntimeError()) == "RuntimeError"
+    assert reason_of(RuntimeError()) == "RuntimeError"
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), subprocess.TimeoutExpired("nvidia-smi", 20)])
@@ -344,14 +346,14 @@ def test_commands_that_cannot_run_count_as_absent(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert _host.output_of(["nvidia-smi"]) is None
-    assert all(gpu_.memory_mib is None for gpu_ in _host.gpus())
+    assert host.output_of(["nvidia-smi"]) is None
+    assert all(gpu_.memory_mib is None for gpu_ in host.gpus())
 
 
 def test_commands_that_fail_count_as_absent():
     command = [sys.executable, "-c", "import sys; print('some'); sys.exit(len(sys.argv) - 1)"]
-    assert _host.output_of(command) == "some\n"
-    assert _host.output_of([*command, "failure"]) is None
+    assert host.output_of(command) == "some\n"
+    assert host.output_of([*command, "failure"]) is None
 
 
 @pytest.mark.parametrize(("status", "version"), [(0, "12.8"), (1, None)])
@@ -360,15 +362,15 @@ def test_cuda_version_of_the_driver(status, version, monkeypatch):
         pointer._obj.value = 12080
         return status
 
-    monkeypatch.setattr(_host.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuDriverGetVersion=get))
-    assert _host.driver_cuda_version() == version
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuDriverGetVersion=get))
+    assert host.driver_cuda_version() == version
 
 
 def test_gpu_listing_keeps_what_the_driver_knows():
     listing = "NVIDIA H200, 143771, 9.0, 580.159.04\nNVIDIA Old, [N/A], [N/A], 580.159.04\nError: garbage\n1,2,3,4,5\n"
-    assert _host.parse_gpu_listing(listing) == (
-        _host.HostGpu("NVIDIA H200", 143771, "9.0", "580.159.04"),
-        _host.HostGpu("NVIDIA Old", None, None, "580.159.04"),
+    assert host.parse_gpu_listing(listing) == (
+        host.HostGpu("NVIDIA H200", 143771, "9.0", "580.159.04"),
+        host.HostGpu("NVIDIA Old", None, None, "580.159.04"),
     )
 
 

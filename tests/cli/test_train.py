@@ -17,12 +17,14 @@ import types
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
-from xla_flags import environment_without_devices
 
 from te_jax import native, optim
 from te_jax.cli import _report, _step, _text, train
+from te_jax.cli._report import draw_losses
 from te_jax.cli._run_folder import RunFolder, new_path, newest_path, read_header
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
@@ -37,6 +39,33 @@ STEPS = 40  # the same for most runs: it is part of the program
 @pytest.fixture
 def out(tmp_path):
     return tmp_path / "run"
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(monkeypatch):
+    """The run `whole` has been drawn, and tests of figures call `draw_losses` themselves."""
+    monkeypatch.setattr(_report, "draw_losses", lambda path, *_: path.touch())
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Runs whose subject is no model train an array. What is set here is called before a step or an evaluation."""
+    toy = types.SimpleNamespace(step=lambda: None, evaluate=lambda: None)
+
+    def learners(options, config, placement, implementation):
+        def compiled(function):
+            return jax.jit(function, out_shardings=placement.state)
+
+        def called_after(name, function):
+            return lambda *args: (getattr(toy, name)(), function(*args))[1]
+
+        step = compiled(lambda state, windows: (state * 0.9 + windows.mean() / 255, jnp.abs(state).mean()))
+        evaluate = compiled(lambda state, windows: jnp.abs(state).mean() + windows.mean())
+        init = compiled(lambda key: jax.random.normal(key, (1000,)))
+        return {"loss": _step.Learner(init, called_after("step", step), called_after("evaluate", evaluate))}
+
+    monkeypatch.setattr(train, "_learners", learners)
+    return toy
 
 
 def records(out, kind):
@@ -77,7 +106,8 @@ def test_a_run_learns_and_leaves_a_log_checkpoints_and_a_figure(whole):
     assert "MiB" in shown
 
 
-def test_the_twin_sees_the_same_data_and_ends_at_the_same_loss(out, capsys):
+def test_the_twin_sees_the_same_data_and_ends_at_the_same_loss(out, capsys, monkeypatch):
+    monkeypatch.setattr(_report, "draw_losses", draw_losses)
     assert main(["train", *SMALL, "--steps", str(STEPS), "--compare", "--out", str(out)]) == 0
     training = records(out, "train")
     assert abs(training[0]["loss"] - training[0]["optax_loss"]) < 1e-5
@@ -101,7 +131,7 @@ def test_the_figure_shows_means_in_the_middle_of_their_steps_and_how_far_above_t
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))
     training = [{"step": step, "loss": 3.0 * step, "optax_loss": 2.0 * step} for step in range(1, 91)]
-    _report.draw_losses(tmp_path / "loss.png", "title", "te_jax", training, [training[0], training[-1]])
+    draw_losses(tmp_path / "loss.png", "title", "te_jax", training, [training[0], training[-1]])
     top, bottom = figures[0].axes
     steps, means = top.lines[1].get_data()
     assert (steps[0], steps[-1]) == (2, 89)
@@ -116,17 +146,8 @@ def test_devices_share_a_batch_and_learn_the_same(whole, out):
     assert found == pytest.approx(expected, abs=1e-3)
 
 
-def test_seed_and_dtype_are_heeded(whole, tmp_path):
-    first = {"base": records(whole, "train")[0]["loss"]}
-    for name, extra in {"seed": ["--seed", "1"], "dtype": ["--dtype", "bfloat16"]}.items():
-        out = tmp_path / name
-        assert main(["train", *SMALL, "--steps", "1", *extra, "--out", str(out)]) == 0
-        first[name] = records(out, "train")[0]["loss"]
-    assert abs(first["seed"] - first["base"]) > 1e-2
-    assert 0 < abs(first["dtype"] - first["base"]) < 5e-2
-
-
-def test_the_seed_is_that_of_data_and_rounding_too(out, monkeypatch):
+def test_seed_and_dtype_are_heeded(whole, tmp_path, monkeypatch):
+    """The seed is that of parameters, data and rounding."""
     seen = set()
 
     def record_seed(module, name):
@@ -139,8 +160,15 @@ def test_the_seed_is_that_of_data_and_rounding_too(out, monkeypatch):
 
     record_seed(_text, "training_windows")
     record_seed(optim, "adamw")
-    assert main(["train", *SMALL, "--steps", "1", "--seed", "7", "--out", str(out)]) == 0
+    first = {"base": records(whole, "train")[0]["loss"]}
+    for name, extra in {"dtype": ["--dtype", "bfloat16"], "seed": ["--seed", "7"]}.items():
+        out = tmp_path / name
+        seen.clear()
+        assert main(["train", *SMALL, "--steps", "1", *extra, "--out", str(out)]) == 0
+        first[name] = records(out, "train")[0]["loss"]
     assert seen == {("training_windows", 7), ("adamw", 7)}
+    assert abs(first["seed"] - first["base"]) > 1e-2
+    assert 0 < abs(first["dtype"] - first["base"]) < 5e-2
 
 
 @pytest.mark.parametrize("chosen", [None, "1"])
@@ -154,25 +182,20 @@ def test_products_are_not_tuned_unless_the_user_says_so(chosen, out, monkeypatch
 
 
 @pytest.mark.parametrize(("every", "steps"), [("1", range(8)), ("3", (0, 3, 6, 7))])
-def test_only_steps_are_timed(every, steps, out, capsys, monkeypatch):
+def test_only_steps_are_timed(every, steps, out, capsys, toy, monkeypatch):
     """By a clock on which a step takes a second, the compiler five, and validations and checkpoints a hundred."""
 
-    def takes(seconds, function):
-        def timed(*args):
-            clock[0] += next(seconds)
-            return function(*args)
+    def takes(*seconds):
+        def pass_time(*_):
+            clock[0] += next(durations)
 
-        return timed
+        durations = itertools.chain(seconds, itertools.repeat(seconds[-1]))
+        return pass_time
 
-    def build_learner(*args):
-        learner = build(*args)
-        step = takes(itertools.chain([5], itertools.repeat(1)), learner.step)
-        return learner._replace(step=step, evaluate=takes(itertools.repeat(100), learner.evaluate))
-
-    clock, build = [0.0], _step.build_learner
+    clock = [0.0]
+    toy.step, toy.evaluate = takes(5, 1), takes(100)
     monkeypatch.setattr(_report, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(_step, "build_learner", build_learner)
-    monkeypatch.setattr(RunFolder, "save", takes(itertools.repeat(100), RunFolder.save))
+    monkeypatch.setattr(RunFolder, "save", takes(100))
     argv = ["train", *SMALL, "--steps", "7", "--eval-every", every, "--checkpoint-every", "4", "--out", str(out)]
     assert main(argv) == 0
     shown = [line.split(" · ") for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
@@ -183,21 +206,132 @@ def test_only_steps_are_timed(every, steps, out, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("batch", ["1", "65"])
-def test_one_step_on_the_shortest_text(batch, tmp_path, out):
+def test_one_step_on_the_shortest_text(batch, tmp_path, out, request):
+    """A batch larger than a validation, and, with a real model, a batch of one."""
+    if batch == "65":
+        request.getfixturevalue("toy")
     (tmp_path / "text").write_text("abcd")
     argv = ["--preset", "nano", "--steps", "1", "--batch", batch, "--seq-len", "1", "--devices", "1"]
     assert main(["train", "--text", str(tmp_path / "text"), *argv, "--out", str(out)]) == 0
     assert [record["step"] for record in records(out, "validation")] == [0, 1]
 
 
-def test_a_finished_run_can_be_resumed_and_stays_as_it_is(whole, out, capsys):
+def test_a_finished_run_can_be_resumed_and_stays_as_it_is(whole, out, capsys, monkeypatch):
+    monkeypatch.setattr(_report, "draw_losses", draw_losses)
     shutil.copytree(whole, out)
     (out / "loss.png").unlink()
     assert main(["train", "--resume", "--out", str(out)]) == 0
     assert (out / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
     summary = shown_by(whole).replace(str(whole), str(out)).splitlines()[-2:]
     assert capsys.readouterr().out.splitlines() == summary
-    assert (out / "loss.png").exists()
+    assert (out / "loss.png").read_bytes() == (whole / "loss.png").read_bytes()
+
+
+@pytest.fixture
+def toy_run(toy, tmp_path):
+    """A run of the toy that has ended, and the arguments that start it."""
+    argv = ["train", *SMALL, "--steps", "12", "--eval-every", "5", "--checkpoint-every", "7"]
+    assert main([*argv, "--out", str(tmp_path / "toy")]) == 0
+    return tmp_path / "toy", argv
+
+
+def told(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("te-jax: ")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_step_and_says_how_to_continue(number, toy_run, toy, out, capsys):
+    def step():
+        if next(count) == 5:
+            signal.raise_signal(number)
+            time.sleep(0.1)  # another thread hears of it
+
+    whole, argv = toy_run
+    toy.step, count = step, itertools.count(1)
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    assert main([*argv, "--out", str(out)]) == 128 + number
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["5"]
+    command = f"te-jax train --resume --out {out}"
+    assert told(capsys) == [
+        "te-jax: saving after this step; interrupt again to end at once",
+        f"te-jax: {number.name}: step 5 of 12 is saved; continue with {command}",
+    ]
+    assert main(command.split()[1:]) == 0
+    assert (out / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+
+
+def test_a_second_interruption_ends_the_process_at_once_and_one_that_is_sent_twice_does_not():
+    """While the main thread hears of nothing, as in a compilation of XLA."""
+    program = (
+        "import ctypes\n"
+        "from te_jax.cli._interruption import watching\n"
+        "with watching():\n"
+        "    print('ready', flush=True)\n"
+        "    while True: ctypes.CDLL(None).sleep(600)\n"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert "interrupt again to end at once" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.7)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 128 + signal.SIGINT
+
+
+def test_a_longer_run_goes_on_where_the_shorter_one_ended(whole, out, capsys):
+    shutil.copytree(whole, out)
+    longer = ["--resume", "--out", str(out), "--steps", str(STEPS + 5)]
+    assert main(["train", *longer]) == 0
+    words = (
+        f"te-jax: note: --steps changed from {STEPS} to {STEPS + 5}: the learning rate continues on the schedule of "
+    )
+    assert f"{words}{STEPS + 5} steps\n" in capsys.readouterr().err
+    assert [record["step"] for record in records(out, "train")] == list(range(1, STEPS + 6))
+    assert (out / "log.jsonl").read_bytes().startswith((whole / "log.jsonl").read_bytes())
+    assert main(["train", "--resume", "--out", str(out)]) == 0  # which knows that it has become longer
+    assert main(["train", *longer]) == 0
+    assert "note" not in capsys.readouterr().err
+    assert len(records(out, "header")) == 2
+    assert f"--steps is {STEPS}, but the run" in refused([*longer[:-1], str(STEPS)], capsys)
+
+
+def test_a_damaged_checkpoint_is_passed_over(toy_run, capsys):
+    path, _ = toy_run
+    whole = (path / "log.jsonl").read_bytes()
+    largest = max((path / "checkpoints" / "12").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    os.truncate(largest, largest.stat().st_size // 2)
+    assert main(["train", "--resume", "--out", str(path)]) == 0
+    assert (path / "log.jsonl").read_bytes() == whole
+    (noted,) = told(capsys)
+    assert re.search(r"has a damaged checkpoint \(step 12: .*\): the run goes on from step 7$", noted)
+
+
+def test_a_device_that_is_out_of_memory_is_one_sentence_with_the_way_out(out, toy, capsys):
+    toy.evaluate = lambda: jax.jit(lambda: jnp.ones((2**60,), "uint8"))()
+    error = refused([*SMALL, "--out", str(out)], capsys)
+    assert error.startswith("te-jax: error: --preset nano with --batch 4 and --seq-len 16 is out of memory (JaxRuntime")
+    way_out = "choose a smaller --preset, --batch or --seq-len, or --remat, --optimizer-state fp8, a larger --tp\n"
+    assert error.endswith(way_out)
+
+
+def test_a_host_that_is_out_of_memory_is_one_sentence(out, capsys):
+    error = refused([*SMALL, "--batch", str(2**50), "--remat", "--optimizer-state", "fp8", "--out", str(out)], capsys)
+    assert "is out of memory (MemoryError: Unable to allocate " in error
+    assert error.endswith("choose a smaller --preset, --batch or --seq-len, or a larger --tp\n")
+
+
+def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(out, capsys, monkeypatch):
+    monkeypatch.setattr(_step, "memory_of", lambda devices: 2**30)
+    error = refused(["--preset", "8b", "--devices", "1", "--out", str(out)], capsys)
+    assert "--preset 8b needs 89.75 GiB on each device for parameters and Adam's moments" in error
+    assert "has 1.00 GiB: choose a smaller --preset, --optimizer-state fp8, or a larger --tp" in error
+    error = refused(["--preset", "8b", "--tp", "2", "--optimizer-state", "fp8", "--out", str(out)], capsys)
+    assert "--preset 8b needs 22.67 GiB on each device" in error
+    assert not out.exists()
 
 
 def refused(argv, capsys):
@@ -266,7 +400,9 @@ def test_native_where_there_is_none_is_refused(out, capsys, monkeypatch):
 def paths(monkeypatch):
     """Folders of runs that take no step."""
     paths = []
-    monkeypatch.setattr(train, "_train", lambda folder, *_: paths.append(folder.path.as_posix()))
+    monkeypatch.setattr(
+        train, "_train", lambda folder, options, *_: paths.append(folder.path.as_posix()) or options.steps
+    )
     monkeypatch.setattr(train, "_conclude", lambda *_: None)
     return paths
 
@@ -335,14 +471,14 @@ def test_a_twins_loss_that_is_not_finite_is_named():
         records.flush()
 
 
-def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, capsys):
+def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
     (tmp_path / "text").write_text("All happy families are alike. " * 20)
     text = ["--text", str(tmp_path / "text")]
     assert main(["train", *SMALL, *text, "--steps", str(STEPS), "--out", str(out)]) == 0
     capsys.readouterr()
     for option, value in {
         "--preset": "tiny",
-        "--steps": "4",
+        "--steps": str(STEPS - 1),
         "--batch": "8",
         "--seq-len": "8",
         "--seed": "1",
@@ -375,46 +511,37 @@ def test_other_software_is_noted_on_resuming(whole, out, capsys):
     assert f"note: implementation changed from another to {implementation}: " in noted
 
 
-class Process:
-    """A run of the command in a process of its own, with two CPU devices."""
-
-    def __init__(self, out, *argv):
-        environment = environment_without_devices()
-        command = [sys.executable, "-W", "error", "-m", "te_jax.cli", "train", "--out", str(out), *argv]
-        self.log = out / "log.jsonl"
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-    def finish(self):
-        _, errors = self.process.communicate(timeout=120)
-        assert self.process.returncode == 0, errors.decode()
-        return self.log.read_bytes()
-
-    def kill_at(self, step):
-        marker = f'"step": {step},'.encode()
-        deadline = time.monotonic() + 120
-        while not (self.log.exists() and marker in self.log.read_bytes()):
-            assert self.process.poll() is None, self.process.stderr.read().decode()
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        self.process.send_signal(signal.SIGKILL)
-        self.process.communicate()
-        assert self.process.returncode == -signal.SIGKILL
+def kill_at(step, process, log):
+    marker, deadline = f'"step": {step},'.encode(), time.monotonic() + 120
+    while not (log.exists() and marker in log.read_bytes()):
+        assert process.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_run_killed_at_random_steps_ends_with_the_same_bits(tmp_path):
     """With delayed scaling, which has state that the optimizer does not know."""
-    options = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "2", "--steps", "64"]
+
+    def start(out, *argv):
+        return processes.start(["train", "--out", str(out), *argv], tmp_path / "shown")
+
+    options = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "2", "--steps", "48"]
     options += ["--recipe", "delayed", "--eval-every", "15", "--checkpoint-every", "12"]
-    expected = Process(tmp_path / "whole", *options).finish()
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    processes.finish(start(whole, *options), tmp_path / "shown")
+    expected = (whole / "log.jsonl").read_bytes()
 
     before, after = random.randint(1, 11), random.randint(13, 36)
     print("killed at", before, "and", after)  # pytest shows it if the test fails
-    out = tmp_path / "killed"
-    Process(out, *options).kill_at(before)
+    kill_at(before, start(out, *options), out / "log.jsonl")
     assert (out / "log.jsonl").read_bytes() != expected
-    Process(out, "--resume").kill_at(after)
+    kill_at(after, start(out, "--resume"), out / "log.jsonl")
     assert (out / "log.jsonl").read_bytes() != expected
-    assert Process(out, "--resume").finish() == expected
+    processes.finish(start(out, "--resume"), tmp_path / "shown")
+    assert (out / "log.jsonl").read_bytes() == expected
 
 
 def test_runs_that_begin_at_the_same_time_have_folders_of_their_own(tmp_path, monkeypatch):

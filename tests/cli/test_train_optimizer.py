@@ -19,7 +19,7 @@ from te_jax.models import PRESETS
 from te_jax.optim import ScaleByAdamState
 from te_jax.recipe import CurrentScaling
 
-pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone")
+pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone", "programs_of_equal_runs")
 
 STEPS = 8
 ARGV = ["train", "--preset", "nano", "--seq-len", "16", "--batch", "4", "--steps", str(STEPS), "--seed", str(2**32 - 1)]

@@ -6,14 +6,12 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+import processes
 import pytest
-from xla_flags import environment_without_devices
 
 from te_jax import inspect, native
 from te_jax.cli import _options, _step
@@ -22,7 +20,7 @@ from te_jax.cli.main import main
 from te_jax.models import PRESETS, init
 from te_jax.recipe import DelayedScaling
 
-pytestmark = pytest.mark.usefixtures("figures_of_twins_alone")
+pytestmark = pytest.mark.usefixtures("figures_of_twins_alone", "programs_of_equal_runs")
 
 STEPS = 12
 ARGV = [
@@ -84,12 +82,9 @@ def on_one_device(tmp_path_factory):
 def on_two_devices(tmp_path_factory):
     """In a process of its own, which has to make the two devices."""
     out = tmp_path_factory.mktemp("two") / "run"
-    environment = environment_without_devices()
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    command = [sys.executable, "-m", "te_jax.cli", *ARGV, "--tp", "2", "--transport", "ring", "--out", str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    (out / "shown").write_text(done.stdout)
+    argv = [*ARGV, "--tp", "2", "--transport", "ring", "--out", str(out)]
+    shown = out.parent / "shown"
+    processes.finish(processes.start(argv, shown, jax_disable_most_optimizations=True), shown)
     return out
 
 
@@ -98,7 +93,7 @@ def test_two_devices_learn_what_one_does(on_one_device, on_two_devices):
     header = read_header(on_two_devices)
     assert header["parallel"] == {"tp": 2, "transport": "ring"}
     assert header["device"]["count"] == header["options"]["devices"] == 2
-    shown = (on_two_devices / "shown").read_text()
+    shown = (on_two_devices.parent / "shown").read_text()
     assert "2 cpu devices, 2 share the model: transport ring" in shown
     assert re.search(rf"^{STEPS} steps with tp 2, transport ring, in ", shown, re.MULTILINE)
 
@@ -267,7 +262,7 @@ def refused(argv, capsys):
         ),
         (
             ["--tp", "2", "--transport", "p2p", "--implementation", "reference"],
-            "p2p is a native kernel",
+            "p2p is native, and --implementation is reference",
         ),
         (["--tp", "2", "--devices", "6"], "--batch 16 does not divide over 3 groups of --tp 2: choose a multiple of 3"),
     ],

@@ -17,7 +17,7 @@ from te_jax.cli.main import main
 from te_jax.models import PRESETS
 from te_jax.recipe import DelayedScaling
 
-pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone")
+pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone", "programs_of_equal_runs")
 
 RECIPES = ("block", "current", "rowwise", "delayed")
 DELAYED = DelayedScaling(history_len=3)

@@ -2,8 +2,10 @@
 
 import errno
 import functools
+import json
 import os
 import resource
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +51,7 @@ def test_a_resumed_run_has_its_header_state_and_log_up_to_the_checkpoint(start, 
     folder = start(RunFolder.resume)
     assert folder.header == HEADER
     assert folder.latest_step == 2
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state_of(0))
+    like = like_state()
     restored = folder.restore(like)
     assert jax.tree.structure(restored) == jax.tree.structure(like)
     for leaf, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state_of(2)), strict=True):
@@ -59,6 +61,95 @@ def test_a_resumed_run_has_its_header_state_and_log_up_to_the_checkpoint(start, 
     log(folder, [3])
     assert [record["loss"] for record in folder.records("train")] == [1 / 3, 2 / 3, 1.0]
     assert [record["step"] for record in folder.records("validation")] == [2]
+
+
+def like_state():
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state_of(0))
+
+
+def with_checkpoints(start, *steps):
+    """The closed folder of a run with these checkpoints and a step after the last."""
+    folder = start()
+    for step in steps:
+        log(folder, [step])
+        folder.save(step, state_of(step))
+    log(folder, [steps[-1] + 1])
+    folder.close()
+    return folder.path
+
+
+def check_restored(folder, step):
+    restored = folder.restore(like_state())
+    assert folder.latest_step == step
+    for leaf, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state_of(step)), strict=True):
+        np.testing.assert_array_equal(leaf, expected)
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt", "d/*"])
+def test_a_truncated_file_costs_the_newest_checkpoint_alone(name, start, capsys):
+    path = with_checkpoints(start, 1, 2)
+    for file in (path / "checkpoints" / "2" / "default").glob(name):
+        os.truncate(file, file.stat().st_size // 2)
+    folder = start(RunFolder.resume)
+    check_restored(folder, 1)
+    assert [record["step"] for record in folder.records("train")] == [1]
+    (noted,) = capsys.readouterr().err.splitlines()
+    assert noted.startswith(f"te-jax: note: --out {path} has a damaged checkpoint (step 2: ")
+    assert noted.endswith("): the run goes on from step 1")
+
+
+@pytest.mark.parametrize("folder", ["", "default"], ids=["empty step", "missing item"])
+def test_a_checkpoint_without_its_files_is_passed_over_and_written_again(folder, start, capsys):
+    path = with_checkpoints(start, 1, 2)
+    shutil.rmtree(path / "checkpoints" / "2" / folder)
+    (path / "checkpoints" / "2").mkdir(exist_ok=True)
+    folder = start(RunFolder.resume)
+    check_restored(folder, 1)
+    assert "(step 2: " in capsys.readouterr().err
+    folder.save(2, state_of(2))
+    folder.close()
+    check_restored(start(RunFolder.resume), 2)
+    assert sorted(path.name for path in (path / "checkpoints").iterdir()) == ["1", "2", "2.damaged"]
+
+
+def test_a_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(start):
+    path = with_checkpoints(start, 1, 2)
+    for step in "12":
+        shutil.rmtree(path / "checkpoints" / step / "default")
+    folder = start(RunFolder.resume)
+    with pytest.raises(
+        UserError, match=r"no checkpoint that can be read \(step 2: .*; step 1: .*\): start another run"
+    ):
+        folder.restore(like_state())
+    assert sorted(path.name for path in (path / "checkpoints").iterdir()) == ["1", "2"]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("RESOURCE_EXHAUSTED: 9 bytes"), PermissionError(13, "no")])
+def test_what_is_not_damage_leaves_the_checkpoints_as_they_are(error, start, monkeypatch):
+    def restore(*args, **options):
+        raise error
+
+    with_checkpoints(start, 1, 2)
+    folder = start(RunFolder.resume)
+    monkeypatch.setattr(folder._checkpoints, "restore", restore)
+    with pytest.raises(type(error)):
+        folder.restore(like_state())
+    assert folder.latest_step == 2
+
+
+def test_a_header_with_other_options_is_added_where_the_run_goes_on(start, capsys):
+    path = with_checkpoints(start, 1, 2)
+    longer = HEADER | {"options": {"steps": 12}}
+    folder = start(functools.partial(RunFolder.resume, header=longer))
+    log(folder, [3])
+    folder.close()
+    assert read_header(path) == longer
+    shutil.rmtree(path / "checkpoints" / "2" / "default")
+    folder = start(functools.partial(RunFolder.resume, header=longer))
+    folder.restore(like_state())
+    assert read_header(path) == longer  # although the former was cut off
+    kinds = [json.loads(line)["kind"] for line in (path / "log.jsonl").read_text().splitlines()]
+    assert kinds == ["header", "train", "header"]
 
 
 def test_the_two_latest_checkpoints_are_kept(start):
@@ -127,8 +218,14 @@ def test_a_damaged_record_is_named(start, damage):
         start(RunFolder.resume)
 
 
-def test_a_run_is_not_overwritten(start):
-    start().close()
+def test_a_run_that_has_taken_a_step_is_not_overwritten(start):
+    folder = start()
+    folder.append({"kind": "validation", "step": 0, "loss": 5.5})
+    folder.close()
+    folder = start()
+    assert folder.records("validation") == []
+    log(folder, [1])
+    folder.close()
     with pytest.raises(UserError, match="already holds a run: continue it with --resume"):
         start()
 

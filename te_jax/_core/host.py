@@ -45,28 +45,23 @@ def gpus() -> tuple[HostGpu, ...]:
     if listing is not None:
         return parse_gpu_listing(listing)
     return tuple(
-        HostGpu(name=_proc_model(folder), memory_mib=None, compute_capability=None, driver=_proc_driver())
+        HostGpu(_in_file(folder / "information", r"^Model:\s*(.+)$") or "NVIDIA GPU", None, None, _proc_driver())
         for folder in _folders(Path("/proc/driver/nvidia/gpus"))
     )
 
 
 def parse_gpu_listing(listing: str) -> tuple[HostGpu, ...]:
     """Read nvidia-smi's `name, memory in MiB, compute capability, driver` lines; `[N/A]` fields become None."""
-    found = []
-    for line in listing.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) != 4:
-            continue
-        name, memory, capability, driver = fields
-        found.append(
-            HostGpu(
-                name=name,
-                memory_mib=int(memory) if memory.isdigit() else None,
-                compute_capability=capability if re.fullmatch(r"\d+\.\d+", capability) else None,
-                driver=driver if driver[:1].isdigit() else None,
-            )
+    rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]
+    return tuple(
+        HostGpu(
+            name=name,
+            memory_mib=int(memory) if memory.isdigit() else None,
+            compute_capability=capability if re.fullmatch(r"\d+\.\d+", capability) else None,
+            driver=driver if driver[:1].isdigit() else None,
         )
-    return tuple(found)
+        for name, memory, capability, driver in (row for row in rows if len(row) == 4)
+    )
 
 
 def driver_version() -> str | None:
@@ -97,35 +92,23 @@ def nvcc() -> tuple[str, str] | None:
 
 def processor() -> str:
     """Model name of the host's processor and the number of logical CPUs that this process may use."""
-    model = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
+    model = _in_file(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.+)$") or platform.processor() or platform.machine()
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return f"{model}, {count} logical CPUs"
 
 
 def _proc_driver() -> str | None:
+    return _in_file(Path("/proc/driver/nvidia/version"), r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
+
+
+def _in_file(path: Path, pattern: str) -> str | None:
+    """The group of the first match in a file, if it can be read and there is one."""
     try:
-        text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
+        found = re.search(pattern, path.read_text(errors="replace"), re.MULTILINE)
     except OSError:
         return None
-    version = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
-    return version.group(1) if version else None
-
-
-def _proc_model(folder: Path) -> str:
-    try:
-        text = (folder / "information").read_text(errors="replace")
-    except OSError:
-        return "NVIDIA GPU"
-    model = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
-    return model.group(1).strip() if model else "NVIDIA GPU"
+    return found.group(1).strip() if found else None
 
 
 def _folders(parent: Path) -> list[Path]:

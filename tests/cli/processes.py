@@ -1,0 +1,45 @@
+"""`te-jax` in processes of their own.
+
+They are forked from one that has imported everything and started no backend: importing takes longer than a short run.
+"""
+
+import multiprocessing
+import os
+import sys
+import warnings
+
+import pytest
+from xla_flags import environment_without_devices
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["te_jax.cli.train", "te_jax.cli._step", "orbax.checkpoint", "matplotlib.figure"])
+
+
+def start(argv, shown, **config):
+    """A process that runs `te-jax` with these arguments and JAX's configuration, and writes what it shows to a file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", environment_without_devices()["XLA_FLAGS"])  # the first fork takes the environment
+        process = _CONTEXT.Process(target=_run, args=(argv, str(shown), config), daemon=True)
+        process.start()
+    return process
+
+
+def finish(process, shown):
+    """Waits for a process that is to succeed, and returns what it has shown."""
+    process.join(timeout=120)
+    assert process.exitcode == 0, shown.read_text()
+    return shown.read_text()
+
+
+def _run(argv, shown, config):
+    with open(shown, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import jax
+
+    from te_jax.cli.main import main
+
+    for name, value in config.items():
+        jax.config.update(name, value)
+    warnings.simplefilter("error")
+    sys.exit(main(argv))
