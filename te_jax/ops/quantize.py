@@ -116,7 +116,7 @@ def quantize(
         with_dbias=with_dbias,
         implementation=implementation,
     )
-    parts: Any = without_gradient(parts, x, _NO_DERIVATIVE)
+    parts: Any = without_gradient(parts, (x, amax), _NO_DERIVATIVE)
     array, own_amax, dbias = parts
     wanted = (array, *((own_amax,) if with_amax else ()), *((dbias,) if with_dbias else ()))
     return wanted if len(wanted) > 1 else array
