@@ -276,8 +276,11 @@ def _state(recipe: Recipe, inputs: _Inputs) -> DelayedScalingState | None:
     """For delayed scaling, what it knows after many steps on values like these."""
     if not isinstance(recipe, DelayedScaling):
         return None
-    amaxes = [jnp.max(jnp.abs(a)).astype(jnp.float32) for a in (inputs.x, inputs.kernel, inputs.dy)]
-    return DelayedScalingState(*(jnp.full((recipe.history_len,), amax) for amax in amaxes))
+    x, kernel, dy = (
+        jnp.full((recipe.history_len,), jnp.max(jnp.abs(a)).astype(jnp.float32))
+        for a in (inputs.x, inputs.kernel, inputs.dy)
+    )
+    return DelayedScalingState(x, kernel, dy, jnp.ones(()))
 
 
 def _candidate(

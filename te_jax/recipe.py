@@ -20,11 +20,10 @@ from jax import Array, export
 
 from te_jax._core.arguments import as_dtype, as_flag, is_finite_number, is_whole_number
 from te_jax._core.types import E4M3, E5M2
-from te_jax._maximum import maximum_of_cotangents
 
 __all__ = [
     "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "Product", "Quantization", "Recipe",
-    "Role", "RowwiseScaling", "Scaling", "accumulating", "merge",
+    "Role", "RowwiseScaling", "Scaling", "advance", "merge",
 ]  # fmt: skip
 
 Role = Literal["activation", "kernel", "gradient"]
@@ -196,7 +195,8 @@ class DelayedScaling(Recipe):
     def init(self) -> DelayedScalingState:
         """The state of a layer that has seen nothing: every scale is then 1."""
         # Three arrays, not one three times, which could not be donated.
-        return DelayedScalingState(*(jnp.zeros((self.history_len,), jnp.float32) for _ in range(3)))
+        activation, kernel, gradient = (jnp.zeros((self.history_len,), jnp.float32) for _ in range(3))
+        return DelayedScalingState(activation, kernel, gradient, jnp.zeros((), jnp.float32))
 
     def reference_amax(self, history: Array) -> Array:
         """The magnitude that is mapped to the largest FP8 value; 0 where nothing is known, for a scale of 1.
@@ -212,17 +212,24 @@ class DelayedScaling(Recipe):
         return amax * np.float32(2.0**self.margin)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("activation", "kernel", "gradient"), meta_fields=())
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("activation", "kernel", "gradient", "uses"), meta_fields=()
+)
 @dataclasses.dataclass(frozen=True)
 class DelayedScalingState:
-    """Largest magnitudes of earlier steps, for each role float32 [history_len], the most recent first.
+    """The amaxes of earlier steps. It is no parameter: the gradient of a layer with respect to it is its next value.
 
-    A step in which one was not finite repeats the entry before it.
+    Attributes:
+      activation, kernel, gradient: float32 [history_len], the amax of the most recent step first. A step in which it
+        was not finite repeats the entry before it.
+      uses: float32 scalar, how often the most recent step used this state: JAX adds up the next states of all uses, and
+        the next step divides the older entries by their number. 0 before the first step.
     """
 
     activation: Array
     kernel: Array
     gradient: Array
+    uses: Array
 
 
 export.register_pytree_node_serialization(
@@ -231,18 +238,6 @@ export.register_pytree_node_serialization(
     serialize_auxdata=lambda _: b"",  # it has none
     deserialize_auxdata=lambda _: (),
 )
-
-
-def observe(history: Array, amax: Array) -> Array:
-    """The history after a step in which the largest magnitude was `amax`.
-
-    One that is not finite is not remembered, but the newest entry repeated: it would make scales 1 for as long as it is
-    in the history, and gradients zero for many steps after one that overflowed. A zero takes its place, but for the
-    last that is known: where nothing else would be left, the oldest entry comes again.
-    """
-    amax = jnp.where(jnp.isfinite(amax), amax, history[0])
-    amax = jnp.where((amax > 0) | jnp.any(history[:-1] > 0), amax, history[-1])
-    return jnp.concatenate([jnp.reshape(amax, (1,)), history[:-1]])
 
 
 def merge(*states: DelayedScalingState) -> DelayedScalingState:
@@ -265,22 +260,18 @@ def merge(*states: DelayedScalingState) -> DelayedScalingState:
     return jax.tree.map(lambda *histories: functools.reduce(jnp.maximum, histories), *states)
 
 
-def accumulating(state: DelayedScalingState) -> DelayedScalingState:
-    """The state for several uses in one gradient, whose cotangents merge by their maximum instead of their sum.
+def advance(state: DelayedScalingState, next_state: DelayedScalingState) -> DelayedScalingState:
+    """The next state, or the former one where the step did not use it.
 
-    Call it inside the function that is differentiated, under `jax.jit`, where a state is shared by layers or closed
-    over in a loop:
-
-        def loss(params, state, x):
-            state = accumulating(state)
-            return jnp.sum(dense(dense(x, params[0], scaling_state=state, …), params[1], scaling_state=state, …))
-
-        gradients, next_state = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, state, x)
+    A layer in a branch that was not taken, or that the loss does not depend on, has a gradient of zeros.
 
     Args:
-      state: float32 histories.
-
-    Returns:
-      The same state in a dtype that only `te_jax.ops.dense` reads. Where nothing uses it, its cotangent is the state.
+      state: before the step; its arrays may be stacked.
+      next_state: the gradient with respect to it.
     """
-    return jax.tree.map(maximum_of_cotangents, state)
+
+    def chosen(former: Array, following: Array) -> Array:
+        uses = jnp.expand_dims(next_state.uses, tuple(range(next_state.uses.ndim, following.ndim)))
+        return jnp.where(uses == 0, former, following)
+
+    return jax.tree.map(chosen, state, next_state)

@@ -1,4 +1,4 @@
-"""Which derivatives there are, and which are asked for.
+"""Which derivatives there are.
 
 Rounding has a derivative of zero, silently: layers in FP8 define first derivatives, and all others are errors.
 """
@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 
@@ -44,13 +43,3 @@ def differentiated_once(x: Array, name: str) -> Array:
     return not_differentiated(
         x, f"{name} in FP8 is differentiated once, by its own rules; for second derivatives use recipe=None"
     )
-
-
-def as_residual(flag: bool) -> Array:
-    """A choice of derivatives, for the backward pass. JAX may run that of one choice with the tree of another's
-    residuals, so only shapes may depend on the choice: (1, 0) for yes and (0, 0) for no."""
-    return jnp.zeros((int(flag), 0), jnp.int8)
-
-
-def from_residual(flag: Array) -> bool:
-    return len(flag) == 1

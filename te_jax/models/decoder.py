@@ -101,15 +101,16 @@ def init_scaling_state(config: DecoderConfig) -> dict[str, DelayedScalingState] 
 
     Returns:
       A dict with a `te_jax.recipe.DelayedScalingState` for each projection ("query", "key", "value", "out", "gate",
-      "up", "down"), its histories float32 [num_layers, history_len]; None where the recipe has no state.
+      "up", "down"), its arrays stacked along a first dimension of num_layers; None where the recipe has no state.
     """
     if not isinstance(config.recipe, DelayedScaling):
         return None
-    shape = (config.num_layers, config.recipe.history_len)
-    return {
-        name: DelayedScalingState(*(jnp.zeros(shape, jnp.float32) for _ in dataclasses.fields(DelayedScalingState)))
-        for name in _PROJECTIONS
-    }
+    layers = config.num_layers
+
+    def stacked(leaf: jax.Array) -> jax.Array:
+        return jnp.zeros((layers, *leaf.shape), leaf.dtype)
+
+    return {name: jax.tree.map(stacked, config.recipe.init()) for name in _PROJECTIONS}
 
 
 def apply(

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax import native, sharding
-from te_jax._core.types import BLOCK, E5M2
+from te_jax._core.types import BLOCK, E5M2, FP8_ALIGNMENT
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization
 from te_jax.reference.gemm import epilogue
@@ -33,6 +33,9 @@ Group = Literal["m", "n", "k"]
 _OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator", "aux_in", "amax_in")
 _ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
 _FLOAT32, _BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
+
+_BLOCK_ROW_MULTIPLE = 4
+"""The kernel of blocks reads the scales of four rows at a time."""
 
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
 """32 MiB aligned to 256 bytes, and before them 256 bytes for scalars."""
@@ -277,6 +280,18 @@ def _call(product: Product, arrays: Mapping[str, Array], *, in_place: bool) -> t
     """te_gemm, or the reference, on local arrays."""
     if not product.native:
         return (_reference_product(product, arrays),)
+    if product.scaling != "none":
+        padded, rows = _aligned(product, arrays)
+        if padded is not arrays:
+            outer_ndim = product.a_outer_ndim
+            a, b = arrays["a"], arrays["b"]
+            batch_ndim = a.ndim - outer_ndim - product.summed_ndim
+            one = dataclasses.replace(product, a_outer_ndim=1, summed_ndim=1)
+            shape = (*a.shape[: batch_ndim + outer_ndim], *b.shape[batch_ndim : batch_ndim + product.b_outer_ndim])
+            return tuple(
+                lax.slice_in_dim(d, 0, rows, axis=batch_ndim).reshape(shape)
+                for d in _call(one, padded, in_place=in_place)
+            )
     followup, a, b = product.followup, arrays["a"], arrays["b"]
     if not (in_place or followup.accumulate):
         arrays = {name: array for name, array in arrays.items() if name != "accumulator"}
@@ -326,6 +341,41 @@ def _call(product: Product, arrays: Mapping[str, Array], *, in_place: bool) -> t
     return (*kept, amax, scale_inv) if quantizes else kept
 
 
+def _aligned(product: Product, arrays: Mapping[str, Array]) -> tuple[Mapping[str, Array], int]:
+    """FP8 operands, and the rows of the result that count, padded with zeros to sizes that kernels multiply: K in
+    multiples of 16, and M of 4 with blocks. What is padded has one dimension of outer rows in a, and one summed."""
+    a, b = arrays["a"], arrays["b"]
+    batch_ndim = a.ndim - product.a_outer_ndim - product.summed_ndim
+    batch = a.shape[:batch_ndim]
+    m, k = math.prod(a.shape[batch_ndim : -product.summed_ndim]), math.prod(a.shape[-product.summed_ndim :])
+    multiple = _BLOCK_ROW_MULTIPLE if product.scaling == "block" else 1
+    # Not -k % 16: of that, symbolic sizes of jax.export do not know that the sum is a multiple.
+    more_m, more_k = (-(-size // n) * n - size for size, n in ((m, multiple), (k, FP8_ALIGNMENT)))
+    if not (more_m or more_k):
+        return arrays, m
+
+    def padded(x: Array, *paddings: int) -> Array:
+        return jnp.pad(x, ((0, 0),) * (x.ndim - len(paddings)) + tuple((0, padding) for padding in paddings))
+
+    padded_arrays = dict(arrays)
+    padded_arrays["a"] = padded(a.reshape(*batch, m, k), more_m, more_k)
+    padded_arrays["b"] = padded(b.reshape(*b.shape[: -product.summed_ndim], k), more_k)
+    a_scale_inv = arrays["a_scale_inv"]
+    if product.scaling == "block":
+        blocks = a_scale_inv.shape[batch_ndim : a_scale_inv.ndim - product.a_outer_ndim]
+        padded_arrays["a_scale_inv"] = padded(a_scale_inv.reshape(*batch, math.prod(blocks), m), more_m)
+        b_scale_inv = arrays["b_scale_inv"]
+        own = b_scale_inv.shape[: b_scale_inv.ndim - product.summed_ndim]
+        padded_arrays["b_scale_inv"] = b_scale_inv.reshape(*own, math.prod(blocks))
+    elif product.scaling == "row":
+        padded_arrays["a_scale_inv"] = a_scale_inv.reshape(*batch, m)
+    if "accumulator" in arrays:
+        own = arrays["accumulator"].shape[batch_ndim + product.a_outer_ndim :]
+        accumulator = arrays["accumulator"].reshape(*batch, m, *own)
+        padded_arrays["accumulator"] = padded(accumulator, more_m, *(0,) * len(own))
+    return padded_arrays, m
+
+
 def _reference_product(product: Product, arrays: Mapping[str, Array]) -> Array:
     a, b = arrays["a"], arrays["b"]
     batch_ndim = a.ndim - product.a_outer_ndim - product.summed_ndim
@@ -369,7 +419,7 @@ def _granularity(scaling: Scaling) -> dict[Group, int]:
     """Multiples of which a shard must have, by group."""
     if scaling == "none":
         return {}
-    return {"m": 4, "n": BLOCK, "k": BLOCK} if scaling == "block" else {"n": 16, "k": 16}
+    return {"n": BLOCK, "k": BLOCK} if scaling == "block" else {"n": FP8_ALIGNMENT}
 
 
 def factors_kept_whole(scaling: Scaling, sizes: Mapping[Group, tuple[int, ...]]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from te_jax import sharding
-from te_jax._core.derivatives import as_residual, from_residual, not_differentiated
+from te_jax._core.derivatives import not_differentiated
 
 Activation = Literal["gelu", "relu", "silu"]
 KernelContracting = Literal["first", "last"]
@@ -79,21 +79,19 @@ def _accumulating(contracting_ndim, kernel_contracting, accumulate, x: Array, ke
 
 
 def _accumulating_forward(contracting_ndim, kernel_contracting, accumulate, *operands):
+    validate_accumulated(*(operand.perturbed for operand in operands[1:]))
     x, kernel, accumulator = custom_vjp_primal_tree_values(operands)
     y = _accumulating(contracting_ndim, kernel_contracting, accumulate, x, kernel, accumulator)
-    _, *wanted = (as_residual(operand.perturbed) for operand in operands)
-    return y, (x, kernel, accumulator, wanted)
+    return y, (x, kernel, accumulator)
 
 
 def _accumulating_backward(contracting_ndim, kernel_contracting, accumulate, residuals, dy: Array):
     # Here, for a scan keeps what passes through a function beside what it is passed, once more for every layer.
-    x, kernel, accumulator = (not_differentiated(x, _ONCE) for x in residuals[:3])
-    validate_wanted(*map(from_residual, residuals[3]))
+    x, kernel, accumulator = (not_differentiated(x, _ONCE) for x in residuals)
     (dx,) = jax.vjp(lambda x: _forward(x, kernel, contracting_ndim, kernel_contracting), x)[1](dy)
     tokens = tuple(range(x.ndim - contracting_ndim))
     operands = (x, dy) if kernel_contracting == "first" else (dy, x)
-    wgrad = sharding.dot(*operands, (tokens, tokens), accumulator.dtype)
-    wgrad = sharding.Layout.of(accumulator).apply(wgrad)
+    wgrad = sharding.Layout.of(accumulator).apply(sharding.dot(*operands, (tokens, tokens), accumulator.dtype))
     if accumulate:
         return dx, None, added_once(accumulator, wgrad) + wgrad
     # The buffer is written over: an argument that is not mentioned at all would not be donated.
@@ -103,8 +101,8 @@ def _accumulating_backward(contracting_ndim, kernel_contracting, accumulate, res
 _accumulating.defvjp(_accumulating_forward, _accumulating_backward, symbolic_zeros=True)
 
 
-def validate_wanted(for_kernel: bool, for_accumulator: bool) -> None:
-    """In the backward pass of a layer with an accumulator."""
+def validate_accumulated(for_kernel: bool, for_accumulator: bool) -> None:
+    """Checks, in the forward rule of a layer with an accumulator, what is differentiated."""
     if for_kernel and not for_accumulator:
         raise ValueError(
             "wgrad_accumulator takes the gradient of kernel, but only kernel is differentiated; differentiate with "

@@ -12,19 +12,29 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
-from te_jax.ops import _delayed, _fp8_dense, _plain_dense
-from te_jax.ops._fp8_dense import Layer
+from te_jax.ops import _fp8, _plain_dense
+from te_jax.ops._fp8 import Copy, Fp8
 from te_jax.ops._operands import as_array, validate_quantized_array
-from te_jax.ops._plain_dense import ACTIVATIONS, Activation, KernelContracting
-from te_jax.ops.gemm import unsupported
-from te_jax.ops.quantize import quantize
+from te_jax.ops._plain_dense import (
+    ACTIVATIONS,
+    Activation,
+    KernelContracting,
+    activate,
+    activation_gradient,
+    added_once,
+    validate_accumulated,
+)
+from te_jax.ops.gemm import gemm, unsupported
+from te_jax.ops.quantize import QuantizedParts, quantize
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Recipe
-from te_jax.sharding import AxisName, as_axis_names, regrouped
+from te_jax.recipe import DelayedScalingState, Product, Quantization, Recipe, Role
+from te_jax.sharding import AxisName, Layout, as_axis_names, regrouped, split_in_two
 
 
 def dense(
@@ -44,63 +54,53 @@ def dense(
 ) -> Array:
     r"""A linear layer, y = activation(x · kernel + bias), whose three matrix products run in FP8.
 
-    With Q for quantization as the recipe says, g for the gradient of y before the activation:
+    With Q for quantization as the recipe says, and g for the gradient of y before the activation:
 
         y  = activation(Q(x) Q(kernel) + bias)
         dx = Q(g) Q(kernel)ᵀ,   dkernel = Q(x)ᵀ Q(g),   dbias = Σ g
 
-    Every tensor is quantized once, in one pass that also gives its transposed copy, its largest magnitude and dbias
-    where they are needed. For the backward pass the layer keeps x and kernel in FP8 ("te_dense_activation",
-    "te_dense_kernel"), and with an activation the values before it ("te_dense_preactivation"): names for
-    `te_jax.checkpoint_policies`. What is not differentiated is neither kept nor computed. tanh-gelu is part of the
-    matrix product where scaling is by tensor; the other activations are left to XLA, in float32.
-
-    The number of tokens need not fit: they are padded with zeros to a multiple of 16. Block scaling divides the last
-    dimension of each group; where that is no multiple of 128, the group is treated as one dimension.
+    The backward pass reads x and kernel in FP8 and, with an activation, the values before it, under the names of
+    `te_jax.checkpoint_policies`. docs/fp8.md has the costs, FSDP, and how block scaling treats shapes.
 
     Args:
       x: [*batch, *in], float32, bfloat16 or float16. Sharded in any way.
       kernel: [*in, *out], or [*out, *in] for kernel_contracting="last"; float32, bfloat16 or float16. Or a
-        QuantizedArray of it, from `quantize(kernel, recipe.quantization("kernel"), row_ndim=…)`, which serves several
-        microbatches; its gradient then goes to wgrad_accumulator, and it is an error to differentiate with respect to
-        it alone. Where kernels are sharded and tokens are too (FSDP), FP8 values are gathered.
+        QuantizedArray from `quantize(kernel, recipe.quantization("kernel"), row_ndim=…)`, which serves several
+        microbatches and has no gradient of its own: that goes to wgrad_accumulator.
       bias: [*out], or None.
-      recipe: how to quantize; None multiplies x and kernel as they are, in the dtype of x, by XLA.
+      recipe: how to quantize; None multiplies in the dtype of x, by XLA.
       contracting_ndim: number of dimensions in `in`.
-      kernel_contracting: "first" or "last": where in the kernel the dimensions of `in` stand. With "last", block
-        scaling has square blocks in the transposed copy of x rather than of g, so that its weight gradient is as fast.
+      kernel_contracting: "first" or "last": where in the kernel the dimensions of `in` stand.
       activation: None, "gelu" (tanh approximation), "relu" or "silu".
-      wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel (as before quantization, where that made one
-        dimension of several). Its cotangent is not a gradient but its next value, written in place where the buffer is
-        donated or carried by a loop; kernel's own cotangent is then zero, and it is an error to differentiate with
-        respect to kernel and not to wgrad_accumulator. One use in each backward pass: JAX would add up the values of
-        several. Examples of a vmap may share it: it is added once, and every example's gradient is there first. Inside
-        `shard_map` each device accumulates what it computes: sum over devices at the end.
-      accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer. Without
-        wgrad_accumulator it has no effect.
-      scaling_state: for DelayedScaling: histories of largest magnitudes. Its cotangent is the next state. Where several
-        layers or iterations share one, pass `te_jax.recipe.accumulating(state)`, whose cotangents merge by their
-        maximum.
-      axis_name: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which scaling_state is the same:
-        what delayed scaling observes is combined over them. With check_vma=False take that gradient inside the
-        shard_map: JAX adds up cotangents of devices outside. Elsewhere the axes are known: leave it None.
-      implementation: None takes the native kernels where they are installed, else the reference. A GPU that cannot
-        multiply as the recipe says is an error rather than slow. "native" or "reference" never fall back.
+      wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, written in
+        place where the buffer is donated or carried by a loop; kernel's own cotangent is then zero. Use it once in a
+        gradient. Inside `shard_map` each device accumulates its part: sum over devices at the end.
+      accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
+      scaling_state: for DelayedScaling, first `recipe.init()`. Its cotangent is the next state. Where several layers or
+        iterations share one, the newest amax is their sum.
+      axis_name: inside `pmap`, or `shard_map` with check_vma=False: the mesh axes over which scaling_state is the same.
+        Take its gradient inside. Elsewhere leave it None.
+      implementation: None takes the native kernels where they are installed, else the reference; "native" or
+        "reference" never fall back.
 
     Returns:
-      [*batch, *out], in the dtype of x. Gradients have the dtypes of what they belong to. Inside `shard_map` every
-      device's operands are tensors of their own, with their own scales.
+      [*batch, *out], in the dtype of x. Gradients have the dtypes of what they belong to. The result is NaN where
+      scaling_state has negative entries or a fraction of uses: it was updated as if it were a parameter.
 
     Raises:
-      ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
+      ValueError: for arguments that break a rule above, or where the kernel is differentiated and scaling_state not.
       NotImplementedError: for second derivatives with a recipe or a wgrad_accumulator, and those with respect to a
         QuantizedArray alone.
-      te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run, and for a recipe that this
-        GPU has no products for, unless implementation is "reference".
+      te_jax.native.NativeUnavailableError: "native" cannot run here, or this GPU cannot multiply as the recipe says.
 
-    References:
-      Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. Blocks: DeepSeek-V3, arXiv:2412.19437,
-      section 3.3. gelu: Hendrycks and Gimpel, arXiv:1606.08415.
+    Examples:
+      >>> import jax, jax.numpy as jnp, te_jax
+      >>> x, kernel = jnp.ones((4, 32)), jnp.ones((32, 16))
+      >>> recipe = te_jax.recipe.CurrentScaling()
+      >>> loss = lambda x, kernel: te_jax.ops.dense(x, kernel, recipe=recipe).sum()
+      >>> dx, dkernel = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, kernel)
+      >>> float(dx[0, 0]), float(dkernel[0, 0])
+      (16.0, 4.0)
     """
     x = as_array("x", x)
     bias, wgrad_accumulator = (
@@ -122,15 +122,13 @@ def dense(
             x, kernel, bias, wgrad_accumulator, len(shape.inner), kernel_contracting, activation, accumulate
         )
     _validate_fp8(kernel, shape, recipe, scaling_state, kernel_contracting)
-    layer = Layer(
-        recipe,
+    layer = _Layer(
+        Fp8("te_jax.ops.dense", recipe, _implementation(implementation, recipe), axis_names),
         len(shape.inner),
         len(shape.outer),
         kernel_contracting,
         activation,
         accumulate,
-        axis_names,
-        _implementation(implementation, recipe),
     )
     return _dense(x, kernel, bias, wgrad_accumulator, scaling_state, layer)
 
@@ -230,8 +228,7 @@ def _validate_plain(kernel: Array | QuantizedArray, scaling_state: DelayedScalin
 def _validate_fp8(
     kernel: Array | QuantizedArray, shape: _Shape, recipe: Recipe, state: Any, kernel_contracting: str
 ) -> None:
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe is {recipe!r}; it must be a Recipe, such as te_jax.recipe.CurrentScaling(), or None")
+    _fp8.validate_recipe(recipe)
     for name, sizes in (("in", shape.inner), ("out", shape.outer)):
         if math.prod(sizes) % FP8_ALIGNMENT:
             raise ValueError(
@@ -239,70 +236,239 @@ def _validate_fp8(
                 f"{FP8_ALIGNMENT}: pad them or use recipe=None"
             )
     if isinstance(kernel, QuantizedArray):
-        _validate_quantized(kernel, shape, recipe, kernel_contracting)
-    _delayed.validate(recipe, state)
-
-
-def _validate_quantized(kernel: QuantizedArray, shape: _Shape, recipe: Recipe, kernel_contracting: str) -> None:
-    copy = "transposed" if kernel_contracting == "first" else "data"
-    if getattr(kernel, copy) is None:
-        raise ValueError(f"kernel has no {copy} copy, which the forward pass reads; quantize it with copies='both'")
-    inner, outer = len(shape.inner), len(shape.outer)
-    if kernel.shape[: kernel.row_ndim] not in (shape.inner, shape.outer) or kernel.row_ndim + kernel.col_ndim != (
-        inner + outer
-    ):
-        raise ValueError(
-            f"kernel was quantized as {kernel.row_ndim} rows and {kernel.col_ndim} cols, shape {kernel.shape}; in and "
-            f"out have sizes {shape.inner} and {shape.outer}: quantize it with that row_ndim"
+        _fp8.validate_quantized(
+            "kernel", kernel, recipe, "kernel", "transposed" if kernel_contracting == "first" else "data"
         )
-    expected = recipe.quantization("kernel")
-    if (kernel.scaling, kernel.transposed_scaling) != (expected.scaling, expected.transposed_scaling):
-        raise ValueError(
-            f"kernel has {kernel.scaling!r} and {kernel.transposed_scaling!r} scaling, but recipe is {recipe!r}; "
-            'quantize it with recipe.quantization("kernel")'
-        )
-    for name in ("data", "transposed"):
-        found = getattr(kernel, name)
-        if found is not None and found.dtype != expected.dtype:
+        groups = kernel.shape[: kernel.row_ndim], kernel.shape[kernel.row_ndim :]
+        if groups != ((shape.inner, shape.outer) if kernel_contracting == "first" else (shape.outer, shape.inner)):
             raise ValueError(
-                f"kernel was quantized to {found.dtype}, and kernels of {recipe!r} are {expected.dtype}; quantize it "
-                'with recipe.quantization("kernel")'
+                f"kernel was quantized as {kernel.row_ndim} rows and {kernel.col_ndim} cols, shape {kernel.shape}; in "
+                f"and out have sizes {shape.inner} and {shape.outer}: quantize it with that row_ndim"
             )
+    _fp8.validate_state(recipe, state)
 
 
-# ------------------------------------------------------------------------------------------------ shapes that FP8 takes
+# --------------------------------------------------------------------------------------------- products and derivatives
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """The static arguments, together. Hashable, so that a layer is traced once."""
+
+    fp8: Fp8
+    contracting_ndim: int
+    out_ndim: int
+    kernel_contracting: KernelContracting
+    activation: Activation | None
+    accumulate: bool
+
+    @property
+    def dgrad_copy(self) -> Copy:
+        """The copy of the kernel that the input gradient reads, which sums over out."""
+        return "data" if self.kernel_contracting == "first" else "transposed"
+
+    @property
+    def gelu_is_fused(self) -> bool:
+        return self.activation == "gelu" and self.fp8.recipe.scalings["activation"][0] == "tensor"
+
+    def quantization(self, role: Role) -> Quantization:
+        """Block-scaled GEMMs need 1x128 scales on the LHS and 128x128 on the RHS. With kernel_contracting="last" x and
+        the gradient change sides in the weight gradient, and so their transposed copies their scaling."""
+        quantization = self.fp8.recipe.quantization(role)
+        if self.kernel_contracting == "first" or role == "kernel":
+            return quantization
+        other = self.fp8.recipe.quantization("gradient" if role == "activation" else "activation")
+        return dataclasses.replace(quantization, transposed_scaling=other.transposed_scaling)
+
+    def quantize(self, role: Role, x: Any, state: DelayedScalingState | None, **options: Any) -> QuantizedParts:
+        row_ndim = x.ndim - (self.out_ndim if role == "gradient" else self.contracting_ndim)
+        if role == "kernel":
+            row_ndim = self.contracting_ndim if self.kernel_contracting == "first" else self.out_ndim
+        return self.fp8.quantize(role, x, state, row_ndim=row_ndim, quantization=self.quantization(role), **options)
+
+    def gemm(self, product: Product, lhs: QuantizedArray, rhs: QuantizedArray, **options: Any) -> Any:
+        """One of the three products: "forward" x · kernel, "dgrad" dy · kernelᵀ, "wgrad" xᵀ · dy or dyᵀ · x."""
+        rows_summed = self.kernel_contracting == ("last" if product == "dgrad" else "first") or product == "wgrad"
+        return gemm(
+            lhs,
+            rhs,
+            lhs_contracting="rows" if product == "wgrad" else "cols",
+            rhs_contracting="rows" if rows_summed else "cols",
+            fast_accumulation=self.fp8.is_fast(product),
+            implementation=self.fp8.implementation,
+            **options,
+        )
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
 @functools.partial(jax.jit, static_argnums=5, inline=sharding.INLINE)
-def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, state, layer: Layer) -> Array:
-    """Brings tokens and groups of dimensions to sizes that FP8 products take, and back."""
+def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, state, layer: _Layer) -> Array:
+    """Brings groups of dimensions into forms that FP8 products take, and back."""
     shape = _Shape.of(x, kernel, layer.contracting_ndim, layer.kernel_contracting)
-    like = _fp8_dense.result_like(layer, x, kernel)  # padding and merging dimensions may gather what was split
-    batch, inner, outer = (_whole_blocks(sizes, layer.recipe) for sizes in shape)
-    tokens = math.prod(batch)
-    # Not -tokens % FP8_ALIGNMENT: of that, symbolic sizes of jax.export do not know that the sum is a multiple.
-    padding = -(-tokens // FP8_ALIGNMENT) * FP8_ALIGNMENT - tokens if tokens else FP8_ALIGNMENT
-    tokens_first = (tokens,) if padding or not batch else batch
-    flat = regrouped(x, (shape.batch, shape.inner), (tokens_first, inner))
-    if padding:
-        flat = sharding.padded(flat, padding)
+    layout = _layout(layer, x, kernel)  # merging dimensions may gather what was split
+    batch, inner, outer = (_whole_blocks(sizes, layer.fp8.recipe) or (1,) for sizes in shape)
+    x = regrouped(x, (shape.batch, shape.inner), (batch, inner))
     if not isinstance(kernel, QuantizedArray):
-        before, after = (shape.inner, shape.outer), (inner, outer)
-        if layer.kernel_contracting == "last":
-            before, after = before[::-1], after[::-1]
-        kernel = regrouped(kernel, before, after)
+        order = 1 if layer.kernel_contracting == "first" else -1
+        kernel = regrouped(kernel, (shape.inner, shape.outer)[::order], (inner, outer)[::order])
     bias = None if bias is None else regrouped(bias, (shape.outer,), (outer,))
     layer = dataclasses.replace(layer, contracting_ndim=len(inner), out_ndim=len(outer))
-    y: Any = _fp8_dense.product(layer, *sharding.varying_together((flat, kernel, bias, accumulator)), state)
-    y = regrouped(y[:tokens] if padding else y, (tokens_first, outer), (shape.batch, shape.outer))
-    return like.apply(y)
+    y: Any = _product(layer, *sharding.varying_together((x, kernel, bias, accumulator)), state)
+    return layout.apply(regrouped(y, (batch, outer), (shape.batch, shape.outer)))
 
 
 def _whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
     """The group as it is, or as one dimension where blocks do not divide its last one."""
-    blocks = recipe.scalings["activation"][0].startswith("block")
-    return (math.prod(sizes),) if blocks and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
+    has_blocks = recipe.scalings["activation"][0].startswith("block")
+    return (math.prod(sizes),) if has_blocks and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
+
+
+def _layout(layer: _Layer, x: Array, kernel: Array | QuantizedArray) -> Layout:
+    """The batch lies as that of x and out as that of kernel, whichever copies products read, and what they gather."""
+    out_first = layer.kernel_contracting == "last"
+    copy: Any = kernel
+    if isinstance(kernel, QuantizedArray):
+        copy, out_first = (kernel.data if out_first else kernel.transposed), True
+    out = slice(layer.out_ndim) if out_first else slice(-layer.out_ndim, None)
+    return sharding.layout_of_product(x, x.ndim - layer.contracting_ndim, copy, out)
+
+
+class _Residuals(NamedTuple):
+    """What is kept for the backward pass."""
+
+    layouts: tuple[Layout | None, ...]  # of x, kernel, bias and accumulator
+    x: QuantizedArray  # the copy that sums over tokens; none where the kernel has no gradient
+    kernel: QuantizedArray  # the copy that sums over out; none where a quantized kernel came without
+    preactivation: Array | None
+    accumulator: Array | None
+    state: DelayedScalingState | None
+    amaxes: dict[Role, Array | None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(layer: _Layer, x: Array, kernel, bias: Array | None, accumulator: Array | None, state) -> Array:
+    del accumulator
+    layout = _layout(layer, x, kernel)
+    x8 = layer.quantize("activation", x, state, copies="data").array
+    kernel8 = layer.quantize("kernel", kernel, state, copies=_other(layer.dgrad_copy)).array
+    return _forward_product(layer, x8, kernel8, bias, layout, keep_preactivation=False)[0]
+
+
+def _other(copy: Copy) -> Copy:
+    return "transposed" if copy == "data" else "data"
+
+
+def _forward(layer: _Layer, *operands):
+    _validate_differentiated(layer, *operands)
+    x, kernel, bias, accumulator, state = custom_vjp_primal_tree_values(operands)
+    given = isinstance(kernel, QuantizedArray)
+    with_wgrad = not given or accumulator is not None
+    x8, x_amax, _ = layer.quantize("activation", x, state, copies="both" if with_wgrad else "data")
+    kernel8, kernel_amax, _ = layer.quantize("kernel", kernel, state)
+    y, preactivation = _forward_product(layer, x8, kernel8, bias, _layout(layer, x, kernel), keep_preactivation=True)
+    amaxes: dict[Role, Array | None] = {"activation": x_amax, "kernel": kernel_amax}
+    return y, _Residuals(
+        tuple(Layout.of(a) if isinstance(a, Array) else None for a in (x, kernel, bias, accumulator)),
+        _fp8.kept(x8, "transposed", "te_dense_activation"),
+        _fp8.kept(kernel8, layer.dgrad_copy, None if given else "te_dense_kernel"),
+        preactivation,
+        accumulator,
+        state,
+        {role: None if amax is None else checkpoint_name(amax, f"te_dense_{role}") for role, amax in amaxes.items()},
+    )
+
+
+def _validate_differentiated(layer: _Layer, *operands) -> None:
+    """Refuses choices of derivatives that would be silently wrong."""
+    x, kernel, _, accumulator, state = operands
+    for_x, for_kernel, for_accumulator = (
+        any(leaf.perturbed for leaf in jax.tree.leaves(operand)) for operand in (x, kernel, accumulator)
+    )
+    if accumulator is not None:
+        validate_accumulated(for_kernel, for_accumulator)
+    elif for_kernel and isinstance(kernel, QuantizedArray):
+        raise NotImplementedError(
+            "kernel is a QuantizedArray, which has no gradient of its own: pass wgrad_accumulator and differentiate "
+            "with respect to it (accumulate_gradients in modules), or do not differentiate with respect to kernel"
+        )
+    if for_x and isinstance(kernel, QuantizedArray) and getattr(kernel, layer.dgrad_copy) is None:
+        raise ValueError(
+            f"kernel has no {layer.dgrad_copy} copy, which the gradient with respect to x reads; quantize it with "
+            "copies='both'"
+        )
+    _fp8.validate_advanced(state, trained=for_kernel or for_accumulator)
+    if layer.fp8.axis_name:  # here, for modules are initialised and evaluated outside of pmap too
+        sharding.mapped_axes(layer.fp8.axis_name)
+
+
+def _forward_product(layer: _Layer, x8, kernel8, bias: Array | None, layout: Layout, *, keep_preactivation: bool):
+    """(y, preactivation or None)."""
+    keep = layer.gelu_is_fused and keep_preactivation
+    result = layer.gemm(
+        "forward",
+        x8,
+        kernel8,
+        bias=bias,
+        activation="gelu" if layer.gelu_is_fused else None,
+        save_preactivation=keep,
+        out_dtype=layout.dtype,
+    )
+    if keep:
+        y, preactivation = map(layout.apply, result)
+        return y, checkpoint_name(preactivation, "te_dense_preactivation")
+    y = layout.apply(result)
+    if layer.activation is None or layer.gelu_is_fused:
+        return y, None
+    preactivation = checkpoint_name(y, "te_dense_preactivation")  # where it is kept, y is computed from it again
+    return activate(layer.activation, preactivation), preactivation
+
+
+# XLA removes the gradients that nobody asks for, and the products that they are made by.
+def _backward(layer: _Layer, residuals: _Residuals, dy: Array):
+    layouts, x8, kernel8, preactivation, accumulator, state, amaxes = residuals
+    x_layout, kernel_layout, bias_layout, accumulator_layout = layouts
+    if layer.activation is not None:
+        assert preactivation is not None
+        dy = activation_gradient(layer.activation, preactivation, dy)
+    with_wgrad = x8.transposed is not None
+    dy8, amax, dbias = layer.quantize(
+        "gradient", dy, state, copies="both" if with_wgrad else "data", with_dbias=bias_layout is not None
+    )
+    dx = dkernel = next_accumulator = None
+    if getattr(kernel8, layer.dgrad_copy) is not None:
+        assert x_layout is not None
+        dx = x_layout.apply(layer.gemm("dgrad", dy8, kernel8, out_dtype=dy.dtype))
+    if with_wgrad:
+        sides = (x8, dy8) if layer.kernel_contracting == "first" else (dy8, x8)
+        if accumulator is not None:
+            assert accumulator_layout is not None
+            next_accumulator = accumulator_layout.apply(_accumulated(layer, *sides, accumulator))
+        else:
+            assert kernel_layout is not None
+            dkernel = kernel_layout.apply(layer.gemm("wgrad", *sides, out_dtype=kernel_layout.dtype))
+    next_state = None
+    if state is not None:
+        next_state = _fp8.next_state(state, {**amaxes, "gradient": amax}, layer.fp8.axis_name)
+    if bias_layout is not None and dbias is not None:
+        dbias = bias_layout.apply(dbias)
+    return dx, dkernel, dbias, next_accumulator, next_state
+
+
+_product.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _accumulated(layer: _Layer, lhs: QuantizedArray, rhs: QuantizedArray, accumulator: Array) -> Array:
+    """The next value of an accumulator, which may have more dimensions than the kernel that products read. It gets
+    those here: a scan keeps what is reshaped before beside its own inputs, once more for every layer."""
+    if layer.accumulate:
+        accumulator = added_once(accumulator, *jax.tree.leaves((lhs, rhs)))
+    groups = lhs.shape[lhs.row_ndim :], rhs.shape[rhs.row_ndim :]
+    own = split_in_two(accumulator.shape, math.prod(groups[0]))
+    wgrad = layer.gemm("wgrad", lhs, rhs, accumulator=regrouped(accumulator, own, groups), accumulate=layer.accumulate)
+    return regrouped(wgrad, groups, own)
+
+
+# ---------------------------------------------------------------------------------------------------- quantized kernels
 
 
 def quantize_kernel(

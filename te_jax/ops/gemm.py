@@ -15,7 +15,7 @@ from jax import Array
 
 from te_jax import native, reference, sharding
 from te_jax._core.arguments import as_dtype, as_flag
-from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8
+from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT
 from te_jax.ops._gemm_product import (
     Followup,
     Product,
@@ -399,19 +399,10 @@ def _validate_operands(a: _Operand, b: _Operand) -> None:
     else:
         _validate_blocks("lhs", "sums over", a.summed)
         _validate_blocks("rhs", "keeps", b.outer)
-    m, n, k = (math.prod(sizes) for sizes in (a.outer, b.outer, a.summed))
-    if k % 16:
+    if (n := math.prod(b.outer)) % FP8_ALIGNMENT:
         raise ValueError(
-            f"lhs sums over {k} values; FP8 products need a multiple of 16: pad with zeros, or do not quantize"
-        )
-    if n % 16:
-        raise ValueError(
-            f"rhs has {n} outer values; FP8 products need a multiple of 16: pad rhs and slice the result, "
+            f"rhs has {n} outer values; FP8 products need a multiple of {FP8_ALIGNMENT}: pad rhs and slice the result, "
             "or do not quantize"
-        )
-    if a.scaling == "block_1x128" and m % 4:
-        raise ValueError(
-            f"lhs has {m} outer values; products of blocks need a multiple of 4: pad lhs and slice the result"
         )
 
 

@@ -22,7 +22,7 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
-from te_jax.ops import _delayed
+from te_jax.ops import _fp8
 from te_jax.ops._operands import as_array
 from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, Call, Group, Residual, TransportName
 from te_jax.parallel._collective.products import all_gather_products, reduce_scatter_product
@@ -374,7 +374,7 @@ def _states(call: Call, states: Any, count: int, several: bool) -> tuple[Delayed
     for i, state in enumerate(states):
         name = f"scaling_state[{i}]" if several else "scaling_state"
         if call.recipe is not None:
-            _delayed.validate(call.recipe, state, name)
+            _fp8.validate_state(call.recipe, state, name)
         elif state is not None:
             raise ValueError(f"{name} is given, but recipe is None; only DelayedScaling has a state")
         if differing := sharding.varying_axes(state) & set(call.axis_name):

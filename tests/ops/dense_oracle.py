@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import ops
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, RowwiseScaling
 from te_jax.testing import assert_close, relative_error
 
 RECIPES = {
@@ -140,8 +140,8 @@ def gradients_of(x, kernel, bias, dy, state=None, **options):
 def warm_state(case: Case, recipe: DelayedScaling):
     """A state that knows the magnitudes of a case, so that its scales fit."""
     amax = [float(np.abs(wide(a)).max()) for a in (case.x, case.kernel, case.dy)]
-    state = recipe.init()
-    return type(state)(*(h + np.float32(a) for h, a in zip(jax.tree.leaves(state), amax, strict=True)))
+    histories = (jnp.full((recipe.history_len,), a, jnp.float32) for a in amax)
+    return DelayedScalingState(*histories, jnp.ones(()))
 
 
 def computed(case: Case, *, recipe, state=None, **options) -> Gradients:

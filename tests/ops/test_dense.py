@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from dense_oracle import (
 )
 
 from te_jax import ops
-from te_jax.ops import _fp8_dense
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close, relative_error
 
@@ -162,12 +162,12 @@ def test_the_product_that_is_named_accumulates_fast(product, monkeypatch, rng):
     names = {("cols", "rows"): "forward", ("cols", "cols"): "dgrad", ("rows", "rows"): "wgrad"}
     fast = set()
 
-    def recorded(*operands, lhs_contracting="cols", rhs_contracting="cols", fast_accumulation, **options):
+    def recorded(*operands, lhs_contracting, rhs_contracting, fast_accumulation, **options):
         if fast_accumulation:
             fast.add(names[lhs_contracting, rhs_contracting])
         return ops.gemm(*operands, lhs_contracting=lhs_contracting, rhs_contracting=rhs_contracting, **options)
 
-    monkeypatch.setattr(_fp8_dense, "gemm", recorded)
+    monkeypatch.setattr(sys.modules["te_jax.ops.dense"], "gemm", recorded)
     recipe = DelayedScaling(history_len=3, margin=rng.uniform(-1, 1), fast_accumulation=(product,))  # not traced before
     computed(random_case(rng), recipe=recipe)
     assert fast == {product}

@@ -17,6 +17,8 @@ KERNEL = jnp.zeros((64, 48), jnp.bfloat16)
 BIAS = jnp.zeros(48, jnp.bfloat16)
 QUANTIZED = ops.quantize(KERNEL, CURRENT.quantization("kernel"))
 HISTORY = jnp.zeros(4)
+STATE_OF_BFLOAT16 = DelayedScalingState(HISTORY, HISTORY.astype(jnp.bfloat16), HISTORY, jnp.ones(()))
+SHORT_STATE = DelayedScalingState(HISTORY, HISTORY, HISTORY[:1], jnp.ones(()))
 
 
 @pytest.mark.parametrize(
@@ -156,21 +158,25 @@ HISTORY = jnp.zeros(4)
             KERNEL,
             None,
             {"recipe": DELAYED, "scaling_state": DelayedScaling(history_len=8).init()},
-            "scaling_state has activation of shape (8,); for history_len=4 it must be (4,): make it with recipe.init()",
+            "scaling_state has activation of shape (8,) and dtype float32; for history_len=4 it must be float32 (4,): "
+            "make it with recipe.init()",
         ),
         (
             X,
             KERNEL,
             None,
-            {"recipe": DELAYED, "scaling_state": DelayedScalingState(HISTORY, HISTORY.astype(jnp.bfloat16), HISTORY)},
-            "scaling_state has kernel of dtype bfloat16; it must be float32",
+            {
+                "recipe": DELAYED,
+                "scaling_state": STATE_OF_BFLOAT16,
+            },
+            "scaling_state has kernel of shape (4,) and dtype bfloat16; for history_len=4 it must be float32 (4,)",
         ),
         (
             X,
             KERNEL,
             None,
-            {"recipe": DELAYED, "scaling_state": DelayedScalingState(HISTORY, HISTORY, HISTORY[:1])},
-            "scaling_state has gradient of shape (1,); for history_len=4 it must be (4,)",
+            {"recipe": DELAYED, "scaling_state": SHORT_STATE},
+            "scaling_state has gradient of shape (1,) and dtype float32; for history_len=4 it must be float32 (4,)",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """Delayed scaling: the state advances, is used, and stays right wherever it is shared."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.recipe import DelayedScaling, DelayedScalingState, accumulating, merge
+from te_jax.recipe import DelayedScaling, DelayedScalingState, advance, merge
 from te_jax.testing import assert_close, relative_error
 
 RECIPE = DelayedScaling(history_len=4)
@@ -23,8 +24,14 @@ def amax(x):
     return float(np.abs(wide(x)).max())
 
 
-def state_of(*histories):
-    return DelayedScalingState(*(jnp.asarray(history, jnp.float32) for history in histories))
+def state_of(*histories, uses=1.0):
+    return DelayedScalingState(*(jnp.asarray(value, jnp.float32) for value in (*histories, uses)))
+
+
+def state_like(state, function):
+    """Histories that a function makes of those of a state; used once."""
+    filled = jax.tree.map(function, state)
+    return dataclasses.replace(filled, uses=jnp.ones_like(filled.uses))
 
 
 def histories(state):
@@ -177,51 +184,81 @@ def test_the_step_after_one_that_overflowed_scales_as_before(case):
 # -------------------------------------------------------------------------------------------------------------- sharing
 
 
-def two_uses(x, kernel, state, dy, share):
+def two_uses(x, kernel, state, dy):
     """A layer twice, with one kernel and one state."""
-    state = share(state)
     hidden = ops.dense(x, kernel, recipe=RECIPE, scaling_state=state)
     return loss(hidden, kernel, state, dy)
 
 
 @pytest.fixture
 def square(rng):
-    """A layer and the state that has seen it once, and what its second use sees then."""
+    """A layer, a state that has seen it, and the amaxes of its two uses by role."""
     case = random_case(rng, (32,), (32,), (32,), with_bias=False)
     state = state_of([amax(case.x) * 3] * 4, [amax(case.kernel)] * 4, [amax(case.dy) * 3] * 4)
-    first = next_state_of(case.x, case.kernel, state, case.dy)
     hidden = ops.dense(case.x, case.kernel, recipe=RECIPE, scaling_state=state)
-    second = next_state_of(hidden, case.kernel, state, case.dy)
     gradient = jax.grad(loss)(hidden, case.kernel, state, case.dy)
-    return (
-        case,
-        state,
-        first,
-        second,
-        [max(amax(case.x), amax(hidden)), amax(case.kernel), max(amax(case.dy), amax(gradient))],
-    )
+    seen = [(amax(case.x), amax(hidden)), (amax(case.kernel),) * 2, (amax(case.dy), amax(gradient))]
+    return case, state, seen
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-def test_shared_state_is_the_maximum_and_not_the_sum(remat, square):
-    case, state, _, _, largest = square
-    run = functools.partial(two_uses, share=accumulating)
-    run = jax.checkpoint(run) if remat else run
-    found = jax.jit(jax.grad(run, argnums=2))(case.x, case.kernel, state, case.dy)
-    for history, before, seen in zip(histories(found), histories(state), largest, strict=True):
-        assert history == pytest.approx([seen, *before[:-1]])
-    # Floats would add up: what accumulating is there for.
-    summed = jax.jit(jax.grad(functools.partial(two_uses, share=lambda s: s), argnums=2))(
-        case.x, case.kernel, state, case.dy
-    )
-    assert histories(summed)[1][0] == pytest.approx(2 * largest[1])
+def test_a_state_that_is_used_twice(remat, jit, square):
+    """The newest amaxes add up, which none exceeds; the older ones are as they were."""
+    case, state, seen = square
+    run = jax.checkpoint(two_uses) if remat else two_uses
+    step = jax.grad(run, argnums=2)
+    step = jax.jit(step) if jit else step
+    found = step(case.x, case.kernel, state, case.dy)
+    assert found.uses == 2
+    for role, before, two in zip(ROLES, histories(state), seen, strict=True):
+        np.testing.assert_allclose(getattr(found, role), [sum(two), *(2 * h for h in before[:-1])], rtol=1e-6)
+    for _ in range(5):  # neither grows without end nor forgets
+        found = step(case.x, case.kernel, found, case.dy)
+        assert found.kernel[0] == pytest.approx(2 * amax(case.kernel))
+    np.testing.assert_allclose(found.kernel[1:] / found.uses, 2 * amax(case.kernel), rtol=1e-6)
 
 
-def test_merge_of_states_of_microbatches(square):
-    _, _, first, second, _ = square
+@pytest.mark.parametrize("poison", [np.inf, np.nan])
+def test_two_uses_that_are_not_finite_repeat_the_newest_amax(poison, square):
+    case, state, _ = square
+    step = jax.jit(jax.grad(two_uses, argnums=2))
+    before = found = step(case.x, case.kernel, state, case.dy)
+    for _ in range(6):
+        found = step(case.x.at[0, 0].set(poison), case.kernel, found, case.dy)
+        assert found.activation[0] == pytest.approx(float(before.activation[0]))
+
+
+def test_two_uses_of_zeros_keep_the_scale(square):
+    case, state, _ = square
+    step = jax.jit(jax.grad(two_uses, argnums=2))
+    found = step(case.x, case.kernel, state, case.dy)
+    for _ in range(6):
+        found = step(case.x, case.kernel, found, 0 * case.dy)
+        known = RECIPE.reference_amax(jnp.asarray(found.gradient) / jnp.asarray([1, *[found.uses] * 3]))
+        assert 0 < known <= 2 * 3 * amax(case.dy)
+
+
+def test_merge_of_states_of_microbatches(case):
+    """The exact maximum, where each microbatch has a gradient of its own."""
+    state = state_of([4] * 4, [3] * 4, [2] * 4)
+    first, second = (next_state_of(case.x * f, case.kernel, state, case.dy * f) for f in (1, 8))
     found = merge(first, second)
+    assert found.uses == 1
     for role in ROLES:
         assert_close(getattr(found, role), np.maximum(getattr(first, role), getattr(second, role)))
+    assert found.activation[0] == second.activation[0]
+
+
+def test_a_state_that_a_step_does_not_use_stays(case):
+    state = state_of([1, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6])
+
+    def run(state, use):
+        return lax.cond(use, lambda: loss(case.x, case.kernel, state, case.dy), lambda: jnp.float32(0))
+
+    step = jax.jit(lambda state, use: advance(state, jax.grad(run)(state, use)))
+    assert histories(step(state, False)) == histories(state)
+    assert histories(step(state, True))[0] == [amax(case.x), 1, 2, 3]
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
@@ -232,8 +269,6 @@ def test_state_closed_over_in_a_scan(remat, rng):
     state = state_of([20] * 4, [1] * 4, [20] * 4)
 
     def total(state):
-        state = accumulating(state)
-
         def body(carry, microbatch):
             x, dy, factor = microbatch
             return carry + loss(x * factor, case.kernel, state, dy * factor), None
@@ -242,8 +277,10 @@ def test_state_closed_over_in_a_scan(remat, rng):
         return lax.scan(body, jnp.float32(0), (case.x, case.dy, factors))[0]
 
     found = jax.jit(jax.grad(total))(state)
-    seen = [amax(a * factors[:, None, None]) for a in (case.x, case.dy)]
-    assert histories(found) == [[seen[0], 20, 20, 20], [amax(case.kernel), 1, 1, 1], [seen[1], 20, 20, 20]]
+    seen = [sum(amax(a * f) for a, f in zip(x, factors, strict=True)) for x in (case.x, case.dy)]
+    expected = [[seen[0], 80, 80, 80], [4 * amax(case.kernel), 4, 4, 4], [seen[1], 80, 80, 80]]
+    np.testing.assert_allclose(histories(found), expected, rtol=1e-6)
+    assert found.uses == 4
 
 
 def test_state_as_the_carry_of_a_scan_over_steps(rng):
@@ -270,7 +307,7 @@ def test_states_of_layers_in_a_scan(rng):
     """Stacked states, as stacked kernels: each layer advances its own."""
     x = jnp.asarray(rng.standard_normal((32, 32)), jnp.bfloat16)
     kernels = jnp.asarray(rng.standard_normal((3, 32, 32)) / 6, jnp.bfloat16)
-    states = jax.tree.map(lambda h: jnp.broadcast_to(h + 10, (3, 4)), RECIPE.init())
+    states = state_like(RECIPE.init(), lambda h: jnp.broadcast_to(h + 10, (3, *h.shape)))
 
     def run(states):
         def body(x, layer):
@@ -286,13 +323,12 @@ def test_states_of_layers_in_a_scan(rng):
     assert_close(found.gradient[:, 1:], jnp.full((3, 3), 10.0))
 
 
-@pytest.mark.parametrize("share", [accumulating, lambda state: state], ids=["accumulating", "plain"])
-def test_vmap_over_examples_that_share_a_state(share, rng):
+def test_vmap_over_examples_that_share_a_state(rng):
     case = random_case(rng, (3, 32), (32,), (32,), with_bias=False)
     state = state_of([5] * 4, [1] * 4, [5] * 4)
 
     def total(state):
-        return jnp.sum(jax.vmap(loss, in_axes=(0, None, None, 0))(case.x, case.kernel, share(state), case.dy))
+        return jnp.sum(jax.vmap(loss, in_axes=(0, None, None, 0))(case.x, case.kernel, state, case.dy))
 
     found = jax.jit(jax.grad(total))(state)
     assert histories(found) == [[amax(case.x), 5, 5, 5], [amax(case.kernel), 1, 1, 1], [amax(case.dy), 5, 5, 5]]
@@ -310,23 +346,16 @@ def test_vmap_over_no_examples(case):
 
 
 @pytest.mark.parametrize("poison", [np.inf, np.nan])
-@pytest.mark.parametrize("share", ["vmap", "accumulating", "merge"])
+@pytest.mark.parametrize("share", ["vmap", "merge"])
 def test_a_shared_state_stays_finite(share, poison, rng):
     """The first of three microbatches is spoilt. A maximum of histories takes the others' magnitudes."""
     case = random_case(rng, (3, 32), (32,), (32,), with_bias=False)
     x = case.x.at[0, 0, 0].set(poison)
     state = state_of([2] * 4, [1] * 4, [3] * 4)
     whole = jax.vmap(loss, in_axes=(0, None, None, 0))
-
-    def one_by_one(state):
-        state = accumulating(state)
-        return sum(loss(x[i], case.kernel, state, case.dy[i]) for i in range(3))
-
     if share == "vmap":  # one tensor, of which one magnitude is known
         found = jax.jit(jax.grad(lambda state: jnp.sum(whole(x, case.kernel, state, case.dy))))(state)
         seen = 2.0
-    elif share == "accumulating":
-        found, seen = jax.jit(jax.grad(one_by_one))(state), max(2.0, amax(x[1:]))
     else:
         found = merge(*(next_state_of(x[i], case.kernel, state, case.dy[i]) for i in range(3)))
         seen = max(2.0, amax(x[1:]))
@@ -335,14 +364,14 @@ def test_a_shared_state_stays_finite(share, poison, rng):
 
 def test_vmap_over_states(rng):
     case = random_case(rng, (3, 32), (32,), (32,), with_bias=False)
-    states = jax.tree.map(lambda h: jnp.stack([h + i for i in (4.0, 5.0, 6.0)]), RECIPE.init())
+    states = state_like(RECIPE.init(), lambda h: jnp.stack([h + i for i in (4.0, 5.0, 6.0)]))
     found = jax.vmap(jax.grad(loss, argnums=2), in_axes=(0, None, 0, 0))(case.x, case.kernel, states, case.dy)
     for i in range(3):
         assert np.asarray(found.activation[i]).tolist() == [amax(case.x[i]), *[4.0 + i] * 3]
 
 
 def test_vmap_over_states_alone(implementation, case):
-    states = jax.tree.map(lambda h: jnp.stack([h + i for i in (4.0, 5.0)]), RECIPE.init())
+    states = state_like(RECIPE.init(), lambda h: jnp.stack([h + i for i in (4.0, 5.0)]))
     next_states = jax.grad(functools.partial(loss, implementation=implementation), argnums=2)
     found = jax.vmap(next_states, in_axes=(None, None, 0, None))(case.x, case.kernel, states, case.dy)
     for i in range(2):
@@ -350,22 +379,63 @@ def test_vmap_over_states_alone(implementation, case):
         assert found.kernel[i].tolist() == [amax(case.kernel), *[4.0 + i] * 3]
 
 
-def test_unused_accumulating_state_stays(case):
-    state = state_of([1, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6])
-
-    def run(state, use):
-        state = accumulating(state)
-        return lax.cond(use, lambda: loss(case.x, case.kernel, state, case.dy), lambda: jnp.float32(0))
-
-    unused = jax.jit(jax.grad(run))(state, False)
-    assert histories(unused) == histories(state)
-    used = jax.jit(jax.grad(run))(state, True)
-    assert histories(used)[0] == [amax(case.x), 1, 2, 3]
+# ------------------------------------------------------------------------------------------------------------ wrong use
 
 
-def test_accumulating_outside_of_jit_says_so():
-    with pytest.raises(TypeError, match=r"exists inside jax\.jit only"):
-        accumulating(RECIPE.init())
+def test_training_without_the_next_state_is_an_error(case):
+    """A loop that forgets the state would keep scales of 1 for ever."""
+    state = RECIPE.init()
+    accumulator = jnp.zeros(case.kernel.shape)
+    message = "the kernel is differentiated and scaling_state is not"
+    with pytest.raises(ValueError, match=message):
+        jax.grad(loss, argnums=1)(case.x, case.kernel, state, case.dy)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(jax.grad(lambda a: loss(case.x, case.kernel, state, case.dy, wgrad_accumulator=a)))(accumulator)
+    jax.grad(loss)(case.x, case.kernel, state, case.dy)  # a frozen kernel
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_negative_history_gives_nan(role, implementation, case):
+    """An optimizer that updates all variables makes it so."""
+    state = state_of([4] * 4, [5] * 4, [6] * 4)
+    state = dataclasses.replace(state, **{role: getattr(state, role).at[2].set(-0.3)})
+    y, (dx, dkernel, _, _) = gradients_of(
+        case.x, case.kernel, None, case.dy, state, recipe=RECIPE, implementation=implementation
+    )
+    assert np.isnan(wide(y)).all() == (role != "gradient")
+    assert np.isnan(wide(dx)).all() == (role != "activation")
+    assert np.isnan(wide(dkernel)).all() == (role != "kernel")
+
+
+@pytest.mark.parametrize("uses", [0.999, 1 / 1024, -1.0, np.nan])
+def test_a_fraction_of_uses_gives_nan(uses, case):
+    """As when all gradients are divided by a loss scale, the state's among them."""
+    state = state_of([4] * 4, [5] * 4, [6] * 4, uses=uses)
+    assert np.isnan(wide(ops.dense(case.x, case.kernel, recipe=RECIPE, scaling_state=state))).all()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_an_optimizer_that_updates_the_state_ends_in_nan(optimizer, case):
+    optax = pytest.importorskip("optax")
+    variables = {"kernel": case.kernel.astype(jnp.float32), "state": RECIPE.init()}
+    tx = getattr(optax, optimizer)(1e-2)
+    slots = tx.init(variables)
+
+    @jax.jit
+    def step(variables, slots):
+        def total(variables):
+            return loss(case.x, variables["kernel"], variables["state"], case.dy)
+
+        value, gradients = jax.value_and_grad(total)(variables)
+        updates, slots = tx.update(gradients, slots, variables)
+        return value, optax.apply_updates(variables, updates), slots
+
+    losses = []
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(3):
+            value, variables, slots = step(variables, slots)
+            losses.append(float(value))
+    assert np.isnan(losses[1:]).all()
 
 
 # -------------------------------------------------------------------------------------------------------- data parallel
@@ -406,15 +476,14 @@ def test_what_is_not_finite_on_one_device_is_remembered_on_none(kind, poison, ma
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
-@pytest.mark.parametrize("share", [accumulating, lambda state: state], ids=["accumulating", "plain"])
 @pytest.mark.parametrize("inside", [False, True], ids=["gradient of shard_map", "gradient in shard_map"])
-def test_shard_map(inside, share, make_mesh, rng):
+def test_shard_map(inside, make_mesh, rng):
     mesh = make_mesh({"data": AxisType.Auto})
     case = random_case(rng, (16 * mesh.size,), (32,), (32,), with_bias=False)
     x = case.x.at[-1, 3].set(77.0)
 
     def local(x, kernel, state, dy):
-        return lax.psum(loss(x, kernel, share(state), dy), "data")
+        return lax.psum(loss(x, kernel, state, dy), "data")
 
     specs = (P("data"), P(), P(), P("data"))
     if inside:
@@ -468,19 +537,3 @@ def test_state_can_be_donated(case):
     for _ in range(3):
         state = step(case.x, case.kernel, state, case.dy)
     assert histories(state)[0] == [amax(case.x)] * 3 + [0]
-
-
-def test_state_of_another_extended_dtype(case):
-    """Flax's own dtype for such states, for those who keep them in it."""
-    fp8_ops = pytest.importorskip("flax.linen.fp8_ops")
-
-    def run(state):
-        def twice(state):
-            return loss(case.x, case.kernel, state, case.dy) + loss(case.x * 2, case.kernel, state, case.dy)
-
-        state = jax.tree.map(lambda h: lax.convert_element_type(h, fp8_ops.fm32), state)
-        (state,) = jax.vjp(twice, state)[1](jnp.float32(1))
-        return jax.tree.map(lambda h: lax.convert_element_type(h, jnp.float32), state)
-
-    found = jax.jit(run)(RECIPE.init())
-    assert histories(found) == [[2 * amax(case.x), 0, 0, 0], [amax(case.kernel), 0, 0, 0], [amax(case.dy), 0, 0, 0]]

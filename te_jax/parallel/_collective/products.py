@@ -14,9 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import sharding
-from te_jax._core.derivatives import as_residual, from_residual
 from te_jax._core.types import FP8_ALIGNMENT
-from te_jax.ops import _delayed
+from te_jax.ops import _fp8
 from te_jax.ops.gemm import gemm
 from te_jax.parallel._collective.call import Call, scaling_of, validate_rows_of_blocks
 from te_jax.parallel._collective.sides import (
@@ -30,7 +29,7 @@ from te_jax.parallel._collective.sides import (
 from te_jax.parallel.transports import p2p, ring, xla
 from te_jax.parallel.transports.exchange import Exchange, Operand, Transport, all_gather, dot, quantized
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Product, Role
+from te_jax.recipe import DelayedScalingState, Product
 
 _NAMES = {"activation": "te_collective_activation", "kernel": "te_collective_kernel"}
 
@@ -76,6 +75,14 @@ class _Dtypes:
     """Of the weights."""
 
     weights: tuple[np.dtype, ...]
+
+
+def as_residual(flag: bool) -> Array:
+    return jnp.zeros((int(flag), 0), jnp.int8)
+
+
+def from_residual(flag: Array) -> bool:
+    return len(flag) == 1
 
 
 class _Wanted(NamedTuple):
@@ -376,11 +383,11 @@ def _residuals(
 
 def _next_state(call: Call, state: Any, amaxes: tuple[Any, ...]) -> DelayedScalingState:
     """What follows from the largest magnitudes of x, w and dy; those without elements or None were not observed."""
-    roles: tuple[Role, ...] = ("activation", "kernel", "gradient")
-    seen: dict[Role, Any] = {
-        role: amax for role, amax in zip(roles, amaxes, strict=True) if amax is not None and amax.ndim == 0
+    seen: Any = {
+        role: amax if amax is not None and amax.ndim == 0 else None
+        for role, amax in zip(_fp8.ROLES, amaxes, strict=True)
     }
-    return _delayed.next_state(state, seen, call.axis_name)
+    return _fp8.next_state(state, seen, call.axis_name)
 
 
 def _kept_weight(name: str, weight, weight8: QuantizedArray, wanted: bool) -> Operand:

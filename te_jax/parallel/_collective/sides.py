@@ -8,9 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from te_jax._core.derivatives import differentiated_once
-from te_jax.ops import _delayed
-from te_jax.ops.quantize import QuantizedParts, quantize_parts
+from te_jax.ops._fp8 import Fp8
+from te_jax.ops.quantize import QuantizedParts
 from te_jax.parallel._collective.call import Call, scaling_of
 from te_jax.parallel.transports.exchange import Operand
 from te_jax.quantized import QuantizedArray
@@ -49,18 +48,17 @@ def quantize_matrix(
                 "x has no transposed copy, which the gradient with respect to w reads; quantize it with copies='both'"
             )
         return QuantizedParts(x, None, None)
-    amax = _delayed.reference_amax(call.fp8, state, role)
     agreed = call.scaling == "tensor" or (gathered and call.scaling == "row")
-    return quantize_parts(
-        differentiated_once(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), call.name),
-        call.fp8.quantization(role),
+    parts = Fp8(call.name, call.fp8, call.implementation).quantize(
+        role,
+        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
+        state,
+        row_ndim=1,
         copies="both" if data and transposed else "data" if data else "transposed",
-        amax=None if amax is None else differentiated_once(amax, call.name),
-        axis_name=split if agreed and amax is None else None,
-        with_amax=observed,
+        axis_name=split if agreed else None,
         with_dbias=with_dbias,
-        implementation=call.implementation,
     )
+    return parts if observed else parts._replace(amax=None)
 
 
 def travelling_parts(call: Call, x8: QuantizedArray) -> tuple[Array, ...]:

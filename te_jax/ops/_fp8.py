@@ -1,0 +1,247 @@
+"""Operands of FP8 products: quantized, validated, kept for the backward pass, and observed by delayed scaling.
+
+A layer makes one `Fp8` of its static arguments. Its derivative rules quantize every operand by `Fp8.quantize`, keep
+what `kept` returns, and end with `next_state`; a layer needs to know nothing else of recipes and scaling state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from te_jax import native, sharding
+from te_jax._core.arguments import kind_of
+from te_jax._core.derivatives import differentiated_once
+from te_jax.ops.quantize import QuantizedParts, quantize_parts
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import DelayedScaling, DelayedScalingState, Product, Quantization, Recipe, Role
+from te_jax.reference.quantize import Copies, GroupAxes, largest_of_shards
+
+Copy = Literal["data", "transposed"]
+ROLES: tuple[Role, ...] = ("activation", "kernel", "gradient")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """How a layer quantizes. Hashable, so that a layer is traced once.
+
+    Attributes:
+      name: of the public function, for errors.
+      recipe: of all operands.
+      implementation: of quantization and products.
+      axis_name: mesh axes over which the scaling state is the same, where JAX does not track that.
+    """
+
+    name: str
+    recipe: Recipe
+    implementation: native.Implementation
+    axis_name: sharding.Axes = ()
+
+    def is_fast(self, product: Product) -> bool:
+        """Whether the sums of a product may stay in the tensor cores."""
+        return product in self.recipe.fast_accumulation
+
+    def quantize(
+        self,
+        role: Role,
+        x: Array,
+        state: DelayedScalingState | None,
+        *,
+        row_ndim: int,
+        copies: Copies = "both",
+        quantization: Quantization | None = None,
+        axis_name: GroupAxes | None = None,
+        with_dbias: bool = False,
+    ) -> QuantizedParts:
+        """x in FP8, its amax where scaling is delayed, and dbias where asked for.
+
+        Args:
+          role: of x.
+          x: plain, or a QuantizedArray, which is returned as it is.
+          state: of delayed scaling; None for other recipes.
+          row_ndim, copies, axis_name, with_dbias: see `te_jax.ops.quantize`.
+          quantization: where it is not the role's own.
+        """
+        if isinstance(x, QuantizedArray):
+            return QuantizedParts(x, None, None)
+        amax = None if state is None else self._reference_amax(state, role)
+        parts = quantize_parts(
+            differentiated_once(x, self.name),
+            quantization or self.recipe.quantization(role),
+            row_ndim=row_ndim,
+            copies=copies,
+            amax=None if amax is None else differentiated_once(amax, self.name),
+            axis_name=None if amax is not None else axis_name,
+            with_amax=amax is not None,
+            with_dbias=with_dbias,
+            implementation=self.implementation,
+        )
+        return parts if state is None else parts._replace(array=_nan_unless(_is_valid(state, role), parts.array))
+
+    def _reference_amax(self, state: DelayedScalingState, role: Role) -> Array:
+        assert isinstance(self.recipe, DelayedScaling)
+        return self.recipe.reference_amax(_restored(getattr(state, role), state.uses))
+
+
+def kept(x: QuantizedArray, copy: Copy, name: str | None) -> QuantizedArray:
+    """x with one copy alone, as the backward pass reads it. `name` is its checkpoint name; None for arguments."""
+    x = x.without_transposed() if copy == "data" else x.without_data()
+    return x if name is None else x.named(name)
+
+
+def validate_recipe(recipe: Any) -> None:
+    """Raises ValueError unless it is a Recipe."""
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe is {recipe!r}; it must be a Recipe, such as te_jax.recipe.CurrentScaling(), or None")
+
+
+def validate_quantized(name: str, x: QuantizedArray, recipe: Recipe, role: Role, read: Copy) -> None:
+    """Checks that an operand was quantized as the recipe says, and has the copy that the forward pass reads.
+
+    Raises:
+      ValueError: it was not.
+    """
+    if getattr(x, read) is None:
+        raise ValueError(f"{name} has no {read} copy, which the forward pass reads; quantize it with copies='both'")
+    expected = recipe.quantization(role)
+    if (x.scaling, x.transposed_scaling) != (expected.scaling, expected.transposed_scaling):
+        raise ValueError(
+            f"{name} has {x.scaling!r} and {x.transposed_scaling!r} scaling, but recipe is {recipe!r}; "
+            f'quantize it with recipe.quantization("{role}")'
+        )
+    for found in (x.data, x.transposed):
+        if found is not None and found.dtype != expected.dtype:
+            raise ValueError(
+                f"{name} was quantized to {found.dtype}, and {role}s of {recipe!r} are {expected.dtype}; quantize it "
+                f'with recipe.quantization("{role}")'
+            )
+
+
+# -------------------------------------------------------------------------------------------- state of delayed scaling
+
+
+def validate_state(recipe: Recipe | None, state: Any, name: str = "scaling_state") -> None:
+    """Checks that a state is there where the recipe has one, of the shape and dtype that it needs, and only there.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        if state is not None:
+            raise ValueError(f"{name} is given, but recipe is {recipe!r}; only DelayedScaling has a state")
+        return
+    if not isinstance(state, DelayedScalingState):
+        raise ValueError(f"{name} is {kind_of(state)}; DelayedScaling needs a DelayedScalingState, first recipe.init()")
+    for field, shape in (*((role, (recipe.history_len,)) for role in ROLES), ("uses", ())):
+        x = getattr(state, field)
+        if np.shape(x) != shape or x.dtype != jnp.float32:
+            raise ValueError(
+                f"{name} has {field} of shape {np.shape(x)} and dtype {x.dtype}; for history_len={recipe.history_len} "
+                f"it must be float32 {shape}: make it with recipe.init()"
+            )
+
+
+def validate_advanced(state: Any, trained: bool) -> None:
+    """Checks, in a forward rule, that where the kernel is trained the next state is asked for too.
+
+    Args:
+      state: with `perturbed` leaves, as custom_vjp hands them over with symbolic_zeros.
+      trained: whether the kernel or its accumulator is differentiated.
+
+    Raises:
+      ValueError: the state is there and not differentiated.
+    """
+    leaves = jax.tree.leaves(state)
+    if trained and leaves and not any(leaf.perturbed for leaf in leaves):
+        raise ValueError(
+            "the kernel is differentiated and scaling_state is not, so that its next value is lost and every step "
+            "would use the same scales: differentiate with respect to scaling_state too, whose gradient is its next "
+            "value (in Linen the collection '_overwrite_with_gradient', in NNX argnums=nnx.DiffState(0, "
+            "nnx.Any(nnx.Param, te_jax.nnx.OverwriteWithGradient))), or use a recipe without state"
+        )
+
+
+def next_state(
+    state: DelayedScalingState, amaxes: dict[Role, Array | None], axis_name: sharding.Axes = ()
+) -> DelayedScalingState:
+    """The state after one use of it.
+
+    What was not observed (None), such as a kernel that was quantized before, stays as it is. An amax that is not finite
+    on any device is remembered on none.
+
+    Args:
+      state: before it.
+      amaxes: float32 scalars, combined over all devices along which they vary and the state does not.
+      axis_name: these axes, where JAX does not track that.
+    """
+
+    def next_history(role: Role) -> Array:
+        history, amax = _restored(getattr(state, role), state.uses), amaxes.get(role)
+        if amax is None:
+            return history.at[0].divide(_count(state.uses))
+        more = sharding.varying_axes(amax) - sharding.varying_axes(history)
+        axes = tuple(sorted(more or frozenset(axis_name) - sharding.tracked_axes(axis_name)))
+        return _observe(history, largest_of_shards(amax, axes), state.uses)
+
+    activation, kernel, gradient = map(next_history, ROLES)
+    return DelayedScalingState(activation, kernel, gradient, jnp.ones_like(state.uses))
+
+
+# JAX adds up the cotangents of a state that is used several times: by layers that share it, in a loop, by replicas. The
+# older entries of their next states are equal, so dividing by the number of uses, which is added up alike, restores
+# them. Of the newest entry the sum remains: no amax exceeds it, so nothing saturates, and scales are smaller than need
+# be by at most the number of uses.
+
+
+def _count(uses: Array) -> Array:
+    return jnp.maximum(uses, 1.0)
+
+
+def _restored(history: Array, uses: Array) -> Array:
+    return history.at[1:].divide(_count(uses))
+
+
+def _observed(history: Array, amax: Array, uses: Array) -> Array:
+    """The history after a step in which the amax was `amax`.
+
+    One that is not finite would make scales 1 for as long as it is in the history, and gradients zero for many steps:
+    the newest entry comes again instead. A zero is remembered unless nothing else would be left: then the oldest entry
+    comes again. What comes again is divided by the number of uses, which all add it.
+    """
+    count = _count(uses)
+    amax = jnp.where(jnp.isfinite(amax), amax, history[0] / count)
+    amax = jnp.where((amax > 0) | jnp.any(history[:-1] > 0), amax, history[-1] / count)
+    return jnp.concatenate([jnp.reshape(amax, (1,)), history[:-1]])
+
+
+_observe = jax.custom_batching.custom_vmap(_observed)
+
+
+@_observe.def_vmap
+def _(size: int, batched: list[bool], history: Array, amax: Array, uses: Array):
+    """Where examples of a vmap share a history, it is one for all of them, with the largest amax."""
+    del size
+    if batched[0]:
+        in_axes = tuple(0 if mapped else None for mapped in batched)
+        return jax.vmap(_observed, in_axes=in_axes)(history, amax, uses), True
+    return _observe(history, jnp.max(amax, axis=0, initial=0.0), uses), False  # 0 of no examples, as of no tokens
+
+
+def _is_valid(state: DelayedScalingState, role: Role) -> Array:
+    """Whether a state can come from steps: an optimizer that updates it makes it negative, or `uses` a fraction."""
+    history, uses = getattr(state, role), state.uses
+    return (jnp.min(history) >= 0) & (jnp.max(history) < jnp.inf) & (uses >= 0) & (uses == jnp.floor(uses))
+
+
+def _nan_unless(valid: Array, x: QuantizedArray) -> QuantizedArray:
+    """x with scales of NaN, which reach all that is computed with it, unless valid."""
+
+    def scale(scale_inv: Array | None) -> Array | None:
+        return None if scale_inv is None else jnp.where(valid, scale_inv, jnp.nan)
+
+    return dataclasses.replace(x, scale_inv=scale(x.scale_inv), transposed_scale_inv=scale(x.transposed_scale_inv))
