@@ -17,6 +17,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
+from te_jax._core.derivatives import differentiated_once
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8, _plain_dense
 from te_jax.ops._fp8 import Copy, Fp8
@@ -461,6 +462,7 @@ def _accumulated(layer: _Layer, lhs: QuantizedArray, rhs: QuantizedArray, accumu
     """The next value of an accumulator, which may have more dimensions than the kernel that products read. It gets
     those here: a scan keeps what is reshaped before beside its own inputs, once more for every layer."""
     if layer.accumulate:
+        accumulator = differentiated_once(accumulator, layer.fp8.name)
         accumulator = added_once(accumulator, *jax.tree.leaves((lhs, rhs)))
     groups = lhs.shape[lhs.row_ndim :], rhs.shape[rhs.row_ndim :]
     own = split_in_two(accumulator.shape, math.prod(groups[0]))
