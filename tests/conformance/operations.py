@@ -8,6 +8,7 @@ shares its rules with the one above is a `variant`, and is spared what does not 
 Layouts are over a mesh of two axes, "data" and "model", with two devices each.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -320,18 +321,19 @@ def dense_layout(name, accumulator):
     )  # fmt: skip
 
 
+ROLES = ("activation", "kernel", "gradient")
+
+
 def warm(recipe, *amaxes):
     """A state that knows these magnitudes of x, kernel and dy."""
-    state = recipe.init()
-    return type(state)(
-        *(np.asarray(history) + np.float32(amax) for history, amax in zip(jax.tree.leaves(state), amaxes, strict=True))
-    )
+    histories = {role: np.full((recipe.history_len,), amax, np.float32) for role, amax in zip(ROLES, amaxes, strict=True)}
+    return dataclasses.replace(recipe.init(), **jax.tree.map(jnp.asarray, histories))
 
 
 def observed(state, *amaxes):
-    """The state after a step."""
-    histories = (np.asarray(history) for history in jax.tree.leaves(state))
-    return type(state)(*(np.append(amax, history[:-1]) for history, amax in zip(histories, amaxes, strict=True)))
+    """The state after one use of it."""
+    histories = {role: np.append(amax, getattr(state, role)[:-1]) for role, amax in zip(ROLES, amaxes, strict=True)}
+    return dataclasses.replace(state, **histories, uses=np.ones(()))
 
 
 def largest(states):

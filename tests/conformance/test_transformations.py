@@ -263,7 +263,8 @@ def test_derivatives_that_are_not_defined(implementation, operation, rng):
             _assert_second_derivatives(operation, implementation, operands, cotangents)
         return
     function = _gradient_norm if operation.differentiable else _norm
-    places = [name for name, x in operands.items() if all(map(_inexact, jax.tree.leaves(x)))] or list(operands)
+    floats = [name for name, x in operands.items() if all(map(_inexact, jax.tree.leaves(x)))]
+    places = list(operation.differentiable or floats or operands)
     wraps = (lambda f: f, jax.jit, jax.checkpoint)
     for i, name in enumerate([name for name in places if name not in operation.linear]):
         run = functools.partial(_of_one, function(operation, implementation), name)
