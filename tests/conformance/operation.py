@@ -22,6 +22,9 @@ DEVICES = {"data": 2, "model": 2}
 """The mesh of all layouts."""
 
 
+WHOLE = PartitionSpec()
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How operands lie on the mesh of `DEVICES`, and what that costs.
@@ -33,16 +36,16 @@ class Layout:
         A reduce-scatter is an all-reduce of which each device keeps a part, and counts as that.
       options: keyword arguments with which the call, inside `shard_map` over this layout, computes its part of the
         whole result: {} where it needs none; None where there are no such arguments.
-      own: whether the call also makes sense there without any, as the call of each device's own operands.
+      own: mesh axes over which `shard_map` may also split without any, for calls of each device's own operands.
       reference: whether the reference is run in this layout on Explicit meshes too, where types must fit.
       in_place: whether what an operation writes over a donated operand is written there in this layout.
     """
 
     operands: Mapping[str, Any]
-    results: PartitionSpec | tuple[PartitionSpec, ...] = PartitionSpec()
+    results: PartitionSpec | tuple[PartitionSpec, ...] = WHOLE
     collectives: tuple[tuple[str, int], ...] = ()
     options: Mapping[str, Any] | None = None
-    own: bool = False
+    own: tuple[str, ...] = ()
     reference: bool = False
     in_place: bool = True
 
@@ -67,7 +70,7 @@ class Operation:
       tolerance: relative L2 errors of results and of gradients against the oracle; None for those of their dtypes.
       agreement: the same between two runs of the operation, which differ in the order of sums at most.
       differentiable: names of the operands that have a cotangent.
-      next_values: `next_values(operands, cotangents)` gives {name: cotangent} of operands whose cotangent is no gradient.
+      next_values: `next_values(operands, cotangents)` gives {name: cotangent} where the cotangent is no gradient.
       refuses: {implementation: pattern of the error} for derivatives beyond those that are defined: second ones, or all
         where nothing is differentiable.
       linear: operands on which no gradient depends, so that second derivatives are zero.
@@ -239,7 +242,7 @@ class Operation:
 
 def specs_of(layout: Layout, operands: Operands) -> dict[str, Any]:
     """A PartitionSpec, or a tree of them, for every operand."""
-    given = {name: layout.operands.get(name, PartitionSpec()) for name in operands}
+    given = {name: layout.operands.get(name, WHOLE) for name in operands}
     return {name: _as_tree(spec, operands[name]) for name, spec in given.items()}
 
 

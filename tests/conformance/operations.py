@@ -70,11 +70,13 @@ CROSS_ENTROPY = Operation(
     policy=jax.checkpoint_policies.save_only_these_names("softmax_cross_entropy_lse"),
     donates=("logits",),
     layouts={
-        "rows": rows_and_vocabulary("data", None, options={}, own=True),
+        "rows": rows_and_vocabulary("data", None, options={}, own=("data",)),
         "rows over both": rows_and_vocabulary(("data", "model"), None, options={}),
         "sequence": Layout({"logits": P("data", "model"), "labels": P("data", "model")}, P("data", "model")),
         "vocabulary": rows_and_vocabulary(None, "model", options={"axis_name": "model"}),
-        "rows and vocabulary": rows_and_vocabulary("data", "model", options={"axis_name": "model"}, reference=True),
+        "rows and vocabulary": rows_and_vocabulary(
+            "data", "model", options={"axis_name": "model"}, own=("data",), reference=True
+        ),
         "vocabulary over both": rows_and_vocabulary(None, ("model", "data"), options={"axis_name": ("model", "data")}),
         "nothing": rows_and_vocabulary(None, None),
     },
@@ -109,7 +111,7 @@ QUANTIZED = (512, 256)
 
 
 def quantize(kind, *, delayed=False, **fields):
-    quantization = quantization_of(kind)
+    quantization, count = quantization_of(kind), 4 if delayed else 6
 
     def draw(rng):
         x = random_magnitudes(rng, QUANTIZED, "bfloat16", edges=0.1)
@@ -117,31 +119,32 @@ def quantize(kind, *, delayed=False, **fields):
 
     def oracle(x, amax=None):
         found = quantized_by_numpy(x, quantization, amax=None if amax is None else float(amax))
-        return found.data, found.scale_inv, found.transposed, found.transposed_scale_inv, found.amax, found.dbias
+        copies = found.data, found.scale_inv, found.transposed, found.transposed_scale_inv
+        return copies if delayed else (*copies, found.amax, found.dbias)
 
     def layout(rows, cols, **options):
         scales = {"tensor": (P(), P()), "row": (P(rows), P(cols))}.get(kind, (P(cols, rows), P(cols, rows)))
-        results = (P(rows, cols), scales[0], P(cols, rows), scales[1], P(), P(cols))
+        results = (P(rows, cols), scales[0], P(cols, rows), scales[1], P(), P(cols))[:count]
         return Layout({"x": P(rows, cols)}, results, options={"axis_name": {"rows": rows, "cols": cols}}, **options)
 
     return Operation(
         name=f"quantize, {'delayed' if delayed else kind}",
         draw=draw,
-        call=functools.partial(ops.quantize, quantization=quantization, with_amax=True, with_dbias=True),
+        call=functools.partial(ops.quantize, quantization=quantization, with_amax=not delayed, with_dbias=not delayed),
         oracle=oracle,
-        dtypes=("float8_e4m3fn", "float32", "float8_e4m3fn", "float32", "float32", "float32"),
+        dtypes=("float8_e4m3fn", "float32", "float8_e4m3fn", "float32", "float32", "float32")[:count],
         # dbias is a sum of numbers of either sign and every size.
         tolerance=(1e-4, None),
         agreement=1e-4,
         refuses=dict.fromkeys(("native", "reference"), r"quantize has no derivative.*te_jax.ops.dense.*stop_gradient"),
         layouts={
-            "rows": layout("data", None, own=True),
+            "rows": layout("data", None, own=("data",)),
             "cols": layout(None, "model"),
-            "both": layout("data", "model", reference=True),
+            "both": layout("data", "model", own=("data",), reference=True),
             "rows over both": layout(("data", "model"), None),
-            "nothing": Layout({}, (P(),) * 6),
+            "nothing": Layout({}),
         },
-        small={"all-reduce": QUANTIZED[0] + 2 * QUANTIZED[1] + 8},
+        small={} if delayed else {"all-reduce": sum(QUANTIZED) + 8},
         **fields,
     )
 
@@ -211,8 +214,8 @@ def gemm(kind, *, dtype="float32", followup="bias", **fields):
         refuses={"native": r"no derivatives but the first.*use implementation='reference'"},
         donates=("accumulator",) if followup == "accumulator" else (),
         layouts={
-            "m and n": layout("data", "model", None, own=True),
-            "m and k": layout("data", None, "model", own=True, reference=True),
+            "m and n": layout("data", "model", None, own=("data", "model")),
+            "m and k": layout("data", None, "model", own=("data",), reference=True),
             "k over both": layout(None, None, ("model", "data")),
             "m over both": layout(("data", "model"), None, None),
         },
@@ -250,6 +253,9 @@ DENSE_LAYOUTS = {
         [("all-gather", IN * OUT // 2)] * 2 + [("all-reduce", TOKENS // 2 * OUT), ("all-reduce", IN * OUT // 2)],
     ),
 }  # fmt: skip
+
+
+OWN = {"column parallel": ("data", "model"), "row parallel": ("data",)}
 
 
 def dense(name, recipe, layouts, *, dtype="float32", bias=False, accumulator=False, **fields):
@@ -316,7 +322,7 @@ def dense_layout(name, accumulator):
     (out,) = (*y, None, None)[2:3]
     return Layout(
         {"x": x, "kernel": kernel, "bias": P(out), "wgrad_accumulator": kernel}, y, tuple(collectives),
-        own=name == "column parallel" and not accumulator,  # devices cannot share one
+        own=() if accumulator else OWN.get(name, ()),  # devices cannot share one
         reference=name == "row parallel",
     )  # fmt: skip
 

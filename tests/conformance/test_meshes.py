@@ -1,4 +1,4 @@
-"""Every operation of the table on meshes: the values of one device, in the layout that the row says, exchanging no more.
+"""Every operation of the table on meshes: the values of one device, laid out and exchanged as the row says.
 
 Auto and Explicit axes under jit, both in one mesh, and inside `shard_map`, over all axes or over some.
 """
@@ -48,11 +48,15 @@ def test_jit(operation, layout, axis_type, rng):
 
 @rows(lambda operation, layout: layout.reference and not operation.variant, kinds=0)
 def test_reference(operation, layout, axis_type, rng):
-    """It is split by the types of an Explicit mesh as the kernels are."""
+    """It is split by the types of an Explicit mesh as the kernels are, and inside shard_map."""
     del axis_type
     mesh = mesh_of(EXPLICIT)
     step = operation.step_of(operation.on(mesh, layout, "reference"))
     _check(operation, layout, mesh, step, rng, exchanged=False)
+    if layout.options is not None and not operation.collective:
+        case = operation.case(rng)
+        step = operation.step_of(operation.inside(layout, mesh_of(AUTO), "reference"))
+        operation.assert_agree(jax.jit(step)(*case), operation.alone()(*case))
 
 
 @rows(lambda operation, layout: layout.axes() == {"data", "model"} and not operation.variant)
@@ -153,11 +157,16 @@ def test_vmap_of_a_split_dimension(operation, axis_type, rng):
 @rows(lambda operation, layout: layout.options is not None and layout.axes(), kinds=2)
 def test_part_of_the_whole(operation, layout, axis_type, rng):
     """With the names of axes each device computes its part; gradients are taken outside."""
-    mesh = mesh_of(AUTO)
-    case = operation.case(rng)
-    run = operation.inside(layout, mesh, check_vma=axis_type is AUTO)  # in turn, as kinds of axes elsewhere
-    found = jax.jit(operation.step_of(run))(*case)
-    operation.assert_agree(found, operation.alone()(*case))
+    mesh, case = mesh_of(AUTO), operation.case(rng)
+    expected = operation.alone()(*case)
+    tracked = axis_type is AUTO  # in turn, as kinds of axes elsewhere
+    step = jax.jit(operation.step_of(operation.inside(layout, mesh, check_vma=tracked)))
+    results = operation.result_specs(layout)
+    case = placed(mesh, specs_of(layout, case[0]), case[0]), placed(mesh, results, case[1])
+    compiled = step.lower(*case).compile()
+    operation.assert_agree(compiled(*case), expected)
+    if tracked:  # elsewhere JAX sums cotangents of what devices share
+        _assert_exchanges(operation, layout, compiled)
 
 
 def _part(mesh, spec, x, device):
@@ -173,9 +182,9 @@ def _parts(mesh, specs, tree, devices):
     ]
 
 
-def _along(axis, specs):
-    """The specs as they are on a mesh of this axis alone."""
-    return jax.tree.map(lambda spec: P(*(e if e == axis else None for e in spec)), specs, is_leaf=_is_spec)
+def _along(axes, specs):
+    """The specs as they are on a mesh of these axes alone."""
+    return jax.tree.map(lambda spec: P(*(e if e in axes else None for e in spec)), specs, is_leaf=_is_spec)
 
 
 def _is_spec(x):
@@ -194,8 +203,8 @@ def test_part_of_the_whole_in_pmap(operation, layout, axis_type, rng):
     results, gradients = operation.alone()(*case)
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     devices = [*mesh.devices]
-    specs = _along("model", {name: spread(spec, operands[name]) for name, spec in specs_of(layout, operands).items()})
-    result_specs = _along("model", spread(operation.result_specs(layout), results))
+    specs = _along(("model",), {name: spread(spec, operands[name]) for name, spec in specs_of(layout, operands).items()})
+    result_specs = _along(("model",), spread(operation.result_specs(layout), results))
     if operation.differentiable:
         # JAX differentiates the sum of what all devices return.
         cotangents = jax.tree.map(
@@ -213,6 +222,9 @@ def test_part_of_the_whole_in_pmap(operation, layout, axis_type, rng):
     found, found_gradients = jax.pmap(step, axis_name="model", devices=devices)(*stack(own))
     for i, expected in enumerate(_parts(mesh, result_specs, results, devices)):
         operation.assert_agree(take(found, i), expected)
+    for leaf, spec in zip(jax.tree.leaves(found), jax.tree.leaves(result_specs, is_leaf=_is_spec), strict=True):
+        if "model" not in spec:
+            np.testing.assert_array_equal(*np.asarray(leaf))  # the same bits
     for name in operation.differentiable:
         parts = [take(found_gradients[name], i) for i in range(2)]
         if "model" in specs[name]:
@@ -222,49 +234,58 @@ def test_part_of_the_whole_in_pmap(operation, layout, axis_type, rng):
             operation.assert_agree(total(parts), gradients[name])
 
 
-@rows(lambda operation, layout: layout.own, kinds=2)
+@rows(lambda operation, layout: layout.own and not (operation.variant and layout.axes() - {*layout.own}), kinds=2)
 def test_operands_of_its_own(operation, layout, axis_type, rng):
     """Without names each device's operands are arrays of their own. JAX sums gradients of what devices share: inside of
-    shard_map where it tracks what they share, outside also where it does not."""
+    shard_map where it tracks what they share, outside also where it does not. An axis that shard_map leaves out is
+    XLA's to split, or the types'."""
+    own, partly = layout.own, bool(layout.axes() - {*layout.own})
     inside = axis_type is AUTO  # in turn, as kinds of axes elsewhere
-    mesh = mesh_of(AUTO)
+    differentiable = operation.differentiable if inside or not partly else ()
+    mesh = mesh_of(*(AUTO if axis in own else axis_type for axis in DEVICES)) if partly else mesh_of(AUTO)
     operands, _ = operation.case(rng)
-    specs = specs_of(layout, operands)
+    specs = _along(own, {name: spread(spec, operands[name]) for name, spec in specs_of(layout, operands).items()})
     # One device of each group that holds the same.
-    axes = tuple(axis for axis in DEVICES if axis in layout.axes())
-    devices = list(mesh.devices[tuple(slice(None if axis in axes else 1) for axis in DEVICES)].flat)
+    devices = list(mesh.devices[tuple(slice(None if axis in own else 1) for axis in DEVICES)].flat)
     parts = _parts(mesh, specs, operands, devices)
-    types = jax.eval_shape(operation.run(), parts[0])
     cotangents = None
-    if operation.differentiable:
+    if differentiable:
+        types = jax.eval_shape(operation.run(), parts[0])
         cotangents = jax.tree.map(lambda y: rng.standard_normal((len(parts), *y.shape)).astype(y.dtype), types)
-    every = P(axes)
+    each = P(own)
 
     def run(operands):
         return jax.tree.map(lambda y: y[None], operation.run()(operands))
 
     if inside:
-        gradient_specs = operation.differentiated(specs)
+        out_specs = (each, {name: specs[name] for name in differentiable})
         step = jax.shard_map(
-            operation.step_of(run), mesh=mesh, in_specs=(specs, every), out_specs=(every, gradient_specs)
+            operation.step_of(run), mesh=mesh, in_specs=(specs, each), out_specs=out_specs, axis_names={*own}
         )
     else:
-        step = operation.step_of(jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=every, check_vma=False))
-    results, gradients = jax.jit(step)(operands, cotangents)
-    alone = [operation.alone()(part, take(cotangents, i)) for i, part in enumerate(parts)]
+        mapped = jax.shard_map(
+            run, mesh=mesh, in_specs=(specs,), out_specs=each, axis_names={*own}, check_vma=partly
+        )
+        step = operation.step_of(mapped) if differentiable else lambda operands, _: (mapped(operands), {})
+    with jax.set_mesh(mesh):
+        case = placed(mesh, specs_of(layout, operands), operands), placed(mesh, each, cotangents)
+        compiled = jax.jit(step).lower(*case).compile()
+        results, gradients = compiled(*case)
+    if inside:
+        _assert_exchanges(operation, layout, compiled)
+    run_alone = operation.alone() if differentiable else jax.jit(lambda operands, _: (operation.run()(operands), {}))
+    alone = [run_alone(part, None if cotangents is None else take(cotangents, i)) for i, part in enumerate(parts)]
     for i, (expected, _) in enumerate(alone):
         operation.assert_agree(take(results, i), expected)
-    for name in operation.differentiable:
+    for name in differentiable:
         merge = operation.merged.get(name, total)
         if merge is not total and not inside:
             continue  # JAX sums outside what only the operation could merge
-        leaves = zip(
-            *map(jax.tree.leaves, (gradients[name], operands[name], spread(specs[name], operands[name]))), strict=True
-        )
-        own = zip(*(jax.tree.leaves(each[name]) for _, each in alone), strict=True)
-        for (found, operand, spec), values in zip(leaves, own, strict=True):
+        leaves = zip(*map(jax.tree.leaves, (gradients[name], operands[name], specs[name])), strict=True)
+        values = zip(*(jax.tree.leaves(gradient[name]) for _, gradient in alone), strict=True)
+        for (found, operand, spec), parts in zip(leaves, values, strict=True):
             places = [NamedSharding(mesh, spec).devices_indices_map(operand.shape)[device] for device in devices]
-            _assert_merged(operation, found, operand, places, values, merge)
+            _assert_merged(operation, found, operand, places, parts, merge)
 
 
 def _assert_merged(operation, found, operand, places, values, merge):
@@ -276,21 +297,3 @@ def _assert_merged(operation, found, operand, places, values, merge):
     for index, parts in shared.values():
         expected[index] = merge(parts)
     operation.assert_agree(found, expected)
-
-
-@rows(lambda operation, layout: layout.own and not operation.variant and layout.axes() != {"data"})
-def test_partly_manual(operation, layout, axis_type, rng):
-    """shard_map over "data" only; the other axis is XLA's, or that of the types."""
-    mesh = mesh_of(AUTO, axis_type)
-    operands, _ = operation.case(rng)
-    specs = specs_of(layout, operands)
-    over_data = _along("data", spread(specs, operands))
-
-    def run(operands):
-        return jax.tree.map(lambda y: y[None], operation.run()(operands))
-
-    with jax.set_mesh(mesh):
-        mapped = jax.shard_map(run, mesh=mesh, in_specs=(over_data,), out_specs=P("data"), axis_names={"data"})
-        results = jax.jit(mapped)(placed(mesh, specs, operands))
-    for i, part in enumerate(_parts(mesh, over_data, operands, mesh.devices[:, 0])):
-        operation.assert_agree(take(results, i), jax.jit(operation.run())(part))

@@ -49,7 +49,7 @@ def test_reference(operation, rng):
 
 
 @no_variants
-def test_eager(operation, rng):
+def test_eager(operation, monkeypatch, rng):
     """And a second call runs what was compiled for the first."""
     case = operation.case(rng)
     results, _ = found = operation.step()(*case)
@@ -58,6 +58,8 @@ def test_eager(operation, rng):
     if not operation.collective:  # JAX traces an eager shard_map anew
         with jax.no_tracing():
             operation.run()(operation.case(rng)[0])
+        monkeypatch.setattr(native, "call", lambda *_, **__: pytest.fail("traced again"))
+        operation.step()(*operation.case(rng))
 
 
 @no_variants
@@ -103,10 +105,12 @@ def test_vmap_of_gradients(operation, rng):
 
 @every
 def test_gradients_of_vmap(operation, rng):
-    """One operand mapped, along its last dimension, inside a vmap of one example; the other operands are shared."""
+    """One operand mapped, along its last dimension, inside a vmap of one example; the other operands are shared. It is
+    the first one, and of a variant the last."""
     cases = operation.cases(rng, 2)
-    first, *others = cases[0][0]
-    mapped = {first: -1} | {name: 0 for name in others if name in operation.unshared}
+    shareable = [name for name in cases[0][0] if name not in operation.unshared]
+    mapped = {name: 0 for name in cases[0][0] if name in operation.unshared}
+    mapped[shareable[-1 if operation.variant else 0]] = -1
     operands = {
         name: stack([case[0][name] for case in cases], mapped[name]) if name in mapped else x
         for name, x in cases[0][0].items()
@@ -200,6 +204,17 @@ def _unchanged(x):
 def _kernels(program, case):
     """How many calls of native kernels the program has before XLA merges equal ones."""
     return program.lower(*case).as_text().count("custom_call @te_")
+
+
+@no_variants
+def test_implementations(operation, rng):
+    """Kernels run unless the reference is asked for."""
+    case = operation.case(rng)
+    native, default, reference = (
+        _kernels(jax.jit(operation.step(name)), case) for name in ("native", None, "reference")
+    )
+    assert native == default
+    assert reference == 0
 
 
 # ------------------------------------------------------------------------------------------------- donation and export
@@ -308,6 +323,21 @@ def _assert_second_derivatives(operation, implementation, operands, cotangents):
     found = found(operation.differentiated(operands))
     expected = operation.second_derivatives(operands, cotangents)
     operation.assert_gradients(found, expected, operands)
+
+
+@no_variants
+def test_forward_mode(operation, rng):
+    """It is refused where derivatives are the operation's own."""
+    if "native" not in operation.refuses:
+        pytest.skip("its derivatives are JAX's")
+    operands, _ = operation.case(rng)
+    some = {name: x for name, x in operands.items() if all(map(_inexact, jax.tree.leaves(x)))} or operands
+
+    def forwards(some):
+        return jax.jvp(lambda some: operation.run("native")({**operands, **some}), (some,), (some,))
+
+    with pytest.raises((TypeError, NotImplementedError)):
+        jax.jit(forwards).lower(some)
 
 
 @no_variants
