@@ -34,6 +34,7 @@ class Layout:
       results: the PartitionSpec of every array of the result, in order; one PartitionSpec for all of them.
       collectives: (kind, elements on a device) of every collective of matrices that the call and its gradients need.
         A reduce-scatter is an all-reduce of which each device keeps a part, and counts as that.
+      small: in place of the operation's, {kind: elements in all} of collectives that are allowed beside those.
       options: keyword arguments with which the call, inside `shard_map` over this layout, computes its part of the
         whole result: {} where it needs none; None where there are no such arguments.
       own: mesh axes over which `shard_map` may also split without any, for calls of each device's own operands.
@@ -44,6 +45,7 @@ class Layout:
     operands: Mapping[str, Any]
     results: PartitionSpec | tuple[PartitionSpec, ...] = WHOLE
     collectives: tuple[tuple[str, int], ...] = ()
+    small: Mapping[str, int] | None = None
     options: Mapping[str, Any] | None = None
     own: tuple[str, ...] = ()
     reference: bool = False

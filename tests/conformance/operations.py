@@ -54,9 +54,9 @@ def mean_loss(logits, labels):
 
 
 def rows_and_vocabulary(rows, vocabulary, **options):
-    """Nothing is exchanged but numbers of rows."""
+    """Nothing is exchanged but numbers of rows, and nothing at all of whole rows."""
     specs = {"logits": P(rows, None, vocabulary), "labels": P(rows)}
-    return Layout(specs, P(rows), **options)
+    return Layout(specs, P(rows), small=None if vocabulary else {}, **options)
 
 
 CROSS_ENTROPY = Operation(
@@ -72,7 +72,7 @@ CROSS_ENTROPY = Operation(
     layouts={
         "rows": rows_and_vocabulary("data", None, options={}, own=("data",)),
         "rows over both": rows_and_vocabulary(("data", "model"), None, options={}),
-        "sequence": Layout({"logits": P("data", "model"), "labels": P("data", "model")}, P("data", "model")),
+        "sequence": Layout({"logits": P("data", "model"), "labels": P("data", "model")}, P("data", "model"), small={}),
         "vocabulary": rows_and_vocabulary(None, "model", options={"axis_name": "model"}),
         "rows and vocabulary": rows_and_vocabulary(
             "data", "model", options={"axis_name": "model"}, own=("data",), reference=True
@@ -332,8 +332,9 @@ ROLES = ("activation", "kernel", "gradient")
 
 def warm(recipe, *amaxes):
     """A state that knows these magnitudes of x, kernel and dy."""
-    histories = {role: np.full((recipe.history_len,), amax, np.float32) for role, amax in zip(ROLES, amaxes, strict=True)}
-    return dataclasses.replace(recipe.init(), **jax.tree.map(jnp.asarray, histories))
+    state = recipe.init()
+    histories = {role: np.asarray(getattr(state, role)) + amax for role, amax in zip(ROLES, amaxes, strict=True)}
+    return dataclasses.replace(state, **jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), histories))
 
 
 def observed(state, *amaxes):

@@ -262,7 +262,7 @@ def test_export(operation, rng):
         export.export(jax.jit(operation.step()), disabled_checks=checks)(*case)
 
 
-# ----------------------------------------------------------------------------------------------------- other derivatives
+# ---------------------------------------------------------------------------------------------------- other derivatives
 
 
 @pytest.mark.parametrize("implementation", ["native", "reference"])
