@@ -69,7 +69,7 @@ _FAST = {"fast_accumulation": True}
 VARIANTS = {
     "te_jax_tensor": _Variant(_TENSOR, _FAST, ("forward",)),
     "te_jax_tensor_split": _Variant(_TENSOR, {}, OPERATIONS),
-    "te_jax_tensor_own": _Variant(_TENSOR, {**_FAST, "own_kernel": True}, ("forward",)),
+    "te_jax_tensor_own": _Variant(_TENSOR, {**_FAST, "algorithm": "te_jax"}, ("forward",)),
     "te_jax_row": _Variant(_ROW, _FAST, ("forward",)),
     "te_jax_row_split": _Variant(_ROW, {}, OPERATIONS),
     "te_jax_block": _Variant(_BLOCK, {}, OPERATIONS),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from te_jax._core.types import BLOCK
 from te_jax.recipe import Scaling
@@ -26,12 +27,13 @@ _META = ("row_ndim", "col_ndim", "scaling", "transposed_scaling", "dtype")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=_DATA, meta_fields=_META)
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QuantizedArray:
     """An array [*rows, *cols] in FP8: as it is, transposed, or both. Value = FP8 value × scale_inv.
 
     It is a pytree of up to four arrays and passes through jit, scan, remat, donation, device_put, jax.export and
-    checkpoints as any other.
+    checkpoints as any other. `np.asarray(q)` is `q.dequantize()`; `==` and `hash` are those of the object, not of its
+    values.
 
     Attributes:
       data: FP8 [*rows, *cols], or None. Products sum over its cols.
@@ -72,6 +74,25 @@ class QuantizedArray:
     def size(self) -> int:
         """Number of values of the array that it stands for."""
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays that it holds: both copies, and their scales."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("a QuantizedArray holds no array of its values: NumPy cannot read it without a copy")
+        return np.asarray(self.dequantize(), dtype)
+
+    def __repr__(self) -> str:
+        copies = (("data", self.data, self.scaling), ("transposed", self.transposed, self.transposed_scaling))
+        held = [(name, x, scaling) for name, x, scaling in copies if x is not None]
+        if not held or not all(hasattr(x, "shape") and hasattr(x, "dtype") for _, x, _ in held):
+            # jax.tree.map may have put anything in the place of the arrays.
+            return f"QuantizedArray({', '.join(f'{name}={getattr(self, name)!r}' for name in _DATA)})"
+        scalings = ", ".join(f"{name}: {scaling}" for name, _, scaling in held)
+        return f"QuantizedArray(shape={self.shape}, dtype={self.dtype}, format={held[0][1].dtype}, {scalings})"
 
     def dequantize(self) -> Array:
         """The array [*rows, *cols] that it stands for, in `dtype`."""

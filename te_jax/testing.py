@@ -1,23 +1,16 @@
-"""For tests of numerical code: one measure of error, and what a compiled program does to its data.
+"""One measure of error for tests of numerical code: the relative L2 error.
 
-`assert_close` compares arrays by their relative L2 error. `collectives` and `buffers` read the text of a compiled
-program, so that a test can state which collectives it runs, and how large the arrays are that it makes.
+`te_jax.inspect` lists the collectives and arrays of a compiled program, for tests as well.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
-from collections.abc import Iterator
-from typing import Protocol
 
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from te_jax.inspect._hlo import COLLECTIVES, Buffer, Instruction, arrays
-
-__all__ = ["Buffer", "Collective", "Compiled", "assert_close", "buffers", "collectives", "relative_error"]
+__all__ = ["assert_close", "relative_error"]
 
 # What rounding once to the type costs, with room for the order of sums. Other types must match exactly.
 _TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
@@ -137,94 +130,3 @@ def _report(actual: np.ndarray, expected: np.ndarray, numbers: np.ndarray, error
         f"‖actual‖ = {norms[0]:.6e}, ‖expected‖ = {norms[1]:.6e}; "
         f"furthest off at {tuple(int(i) for i in worst)}: {actual[worst]:.8g}, but {expected[worst]:.8g} is expected"
     )
-
-
-class Compiled(Protocol):
-    """What `jax.jit(f).lower(*args).compile()` returns."""
-
-    def as_text(self) -> str | None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of a compiled program.
-
-    Attributes:
-      kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute" or
-        "collective-broadcast", whether it runs asynchronously or not.
-      results: what each device holds after it; several where XLA merged several collectives into one.
-    """
-
-    kind: str
-    results: tuple[Buffer, ...]
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of each result."""
-        return tuple(result.shape for result in self.results)
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """XLA's name of the dtype of each result."""
-        return tuple(result.dtype for result in self.results)
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of all results."""
-        return sum(result.elements for result in self.results)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all results."""
-        return sum(result.bytes for result in self.results)
-
-
-# The result's type stands between "=" and the operation; names of operands start with "%" or stand inside parentheses.
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<rest>(?P<type>\S.*?) (?P<operation>[a-z][\w\-]*)\(.*)")
-
-
-def collectives(program: Compiled | str) -> list[Collective]:
-    """The collectives of a compiled program, in the order of its text.
-
-    Args:
-      program: what `jax.jit(f).lower(*args).compile()` returns, or its `as_text()`.
-
-    Returns:
-      One entry for each collective; an asynchronous one counts once. A collective in a loop body counts once.
-
-    Raises:
-      ValueError: if the program has no text.
-    """
-    found = []
-    for match in _instructions(program):
-        kind = match["operation"].removesuffix("-start")
-        if kind in COLLECTIVES:
-            found.append(Collective(kind, arrays(Instruction.parse(match["rest"]).result_type)))
-    return found
-
-
-def buffers(program: Compiled | str, *operations: str) -> list[Buffer]:
-    """Every array that an instruction of a compiled program results in, those inside fusions included.
-
-    Args:
-      program: what `jax.jit(f).lower(*args).compile()` returns, or its `as_text()`.
-      operations: names of XLA operations, for example "copy" or "custom-call", to list the results of these only.
-
-    Returns:
-      One entry for each array, in the order of the text.
-
-    Raises:
-      ValueError: if the program has no text.
-    """
-    found = []
-    for match in _instructions(program):
-        if not operations or match["operation"] in operations:
-            found.extend(arrays(match["type"]))
-    return found
-
-
-def _instructions(program: Compiled | str) -> Iterator[re.Match[str]]:
-    text = program if isinstance(program, str) else program.as_text()
-    if text is None:
-        raise ValueError("program has no text on this platform")
-    return filter(None, map(_INSTRUCTION.match, text.splitlines()))

@@ -1,16 +1,11 @@
-"""The helpers of all other tests: that they can fail."""
-
-import types
+"""The measure of error of all other tests: that it can fail."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from te_jax.testing import Buffer, Collective, assert_close, buffers, collectives, relative_error
+from te_jax.testing import assert_close, relative_error
 
 
 def test_relative_error_is_the_relative_l2_norm():
@@ -129,92 +124,3 @@ def test_nan_passes_only_where_it_is_expected():
 def test_tolerance_must_be_a_number(tolerance):
     with pytest.raises(ValueError, match="tolerance is"):
         assert_close(1.0, 1.0, tolerance=tolerance)
-
-
-# The forms of XLA's text: names, tuples, layouts and tilings, asynchronous pairs, comments.
-_TEXT = """
-  %all-reduce.7 = f32[8,4]{1,0:T(8,128)} all-reduce(%x), channel_id=1, to_apply=%add
-  ROOT %pmax.5 = (f32[4]{0}, /*index=1*/bf16[2,3]{1,0}) all-reduce(%a, %all-gather.1), channel_id=1
-  %all-reduce-start.2 = (f32[5]{0}, f32[]) all-reduce-start(%a, %b), channel_id=2
-  %all-reduce-done.2 = (f32[5]{0}, f32[]) all-reduce-done(%all-reduce-start.2)
-  ag = (bf16[4]{0}, bf16[16]{0}) all-gather-start(p), dimensions={0}
-  %agd = bf16[16]{0} all-gather-done(%ag)
-  %ag2 = ((f32[4]{0}, pred[2]{0}), (f32[8]{0}, pred[4]{0})) all-gather-start(%p, %q), dimensions={0}
-  %cp = (f32[3,2]{1,0}, f32[3,2]{1,0}, u32[], u32[]) collective-permute-start(%p)
-  %rs = ((f32[64]{0}), f32[8]{0}) reduce-scatter-start(%p), dimensions={0}
-  %a2a = (s4[7]{0}, s4[7]{0}) all-to-all(%a, %b)
-  %cb = f8e4m3fn[16]{0} collective-broadcast(%a)
-  %fusion = f32[2]{0} fusion(%all-reduce.7), kind=kLoop, metadata={op_name="all-reduce(x)"}
-"""
-
-
-def test_collectives_of_text():
-    f32 = lambda *shape: Buffer("f32", shape)  # noqa: E731
-    assert collectives(_TEXT) == [
-        Collective("all-reduce", (f32(8, 4),)),
-        Collective("all-reduce", (f32(4), Buffer("bf16", (2, 3)))),
-        Collective("all-reduce", (f32(5), f32())),
-        Collective("all-gather", (Buffer("bf16", (16,)),)),
-        Collective("all-gather", (f32(8), Buffer("pred", (4,)))),
-        Collective("collective-permute", (f32(3, 2),)),
-        Collective("reduce-scatter", (f32(8),)),
-        Collective("all-to-all", (Buffer("s4", (7,)), Buffer("s4", (7,)))),
-        Collective("collective-broadcast", (Buffer("f8e4m3fn", (16,)),)),
-    ]
-
-
-def test_sizes_of_collectives():
-    merged = collectives(_TEXT)[1]
-    assert merged.shapes == ((4,), (2, 3))
-    assert merged.dtypes == ("f32", "bf16")
-    assert (merged.elements, merged.bytes) == (10, 28)
-    assert [result.bytes for result in collectives(_TEXT)[-2].results] == [4, 4]
-    assert Buffer("f8e4m3fn", (16,)).bytes == Buffer("pred", (16,)).bytes == 16
-    assert Buffer("c64", ()).bytes == 8
-
-
-def test_collectives_of_compiled_programs(make_mesh, rng):
-    mesh = make_mesh({"x": AxisType.Auto})
-    devices = mesh.shape["x"]
-    x = jnp.asarray(rng.standard_normal((devices * devices, 3)), jnp.float32)
-
-    def found(body, out_specs):
-        function = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=out_specs, check_vma=False)
-        return {entry.kind: entry.shapes for entry in collectives(jax.jit(function).lower(x).compile())}
-
-    ring = [(i, (i + 1) % devices) for i in range(devices)]
-    assert found(lambda x: x * 2, P("x")) == {}
-    assert found(lambda x: lax.psum(x, "x"), P()) == {"all-reduce": ((devices, 3),)}
-    assert found(lambda x: lax.all_gather(x, "x", tiled=True), P()) == {"all-gather": ((devices * devices, 3),)}
-    assert found(lambda x: lax.ppermute(x, "x", ring), P("x")) == {"collective-permute": ((devices, 3),)}
-    (scattered,) = found(lambda x: lax.psum_scatter(x, "x", tiled=True), P("x")).items()
-    assert scattered == ("reduce-scatter", ((1, 3),))
-    (kind,) = found(lambda x: lax.all_to_all(x, "x", 0, 0, tiled=True), P("x"))
-    assert kind == "all-to-all"
-
-
-def test_collectives_see_a_gather_that_sharding_causes(make_mesh):
-    mesh = make_mesh({"x": AxisType.Auto})
-    x = jax.device_put(jnp.ones((mesh.shape["x"], 3)), NamedSharding(mesh, P("x")))
-    gather = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, P()))
-    assert [entry.kind for entry in collectives(gather.lower(x).compile())] == ["all-gather"]
-
-
-def test_buffers_of_compiled_programs():
-    x = jnp.ones((4, 6), jnp.bfloat16)
-    compiled = jax.jit(lambda x: jnp.exp(x.astype(jnp.float32)) @ x.astype(jnp.float32).T).lower(x).compile()
-    assert Buffer("f32", (4, 4)) in buffers(compiled)
-    assert Buffer("bf16", (4, 6)) in buffers(compiled, "parameter")
-    assert Buffer("f32", (4, 4)) not in buffers(compiled, "parameter")
-    assert buffers("  %c = (f32[2]{0}, s32[]) custom-call(%x)\n", "copy") == []
-
-
-@pytest.mark.parametrize("function", [buffers, collectives])
-def test_programs_without_text_are_refused(function):
-    with pytest.raises(ValueError, match="program has no text"):
-        function(types.SimpleNamespace(as_text=lambda: None))
-
-
-def test_text_that_was_torn_is_refused():
-    with pytest.raises(ValueError, match="a bracket is never closed in 'f32"):
-        collectives('  %r = f32[8] all-reduce(%x, f32[8] %y, ")"')

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax.ops import gemm, quantize
+from te_jax.ops import GemmResult, gemm, quantize
 from te_jax.parallel import all_gather_matmul
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import CurrentScaling
@@ -18,6 +18,8 @@ def test_results_of_operations():
     how = CurrentScaling().quantization("activation")
     array = assert_type(quantize(x, how), QuantizedArray)
     product = assert_type(gemm(array, array, rhs_contracting="cols"), Array)
+    both = gemm(array, array, rhs_contracting="cols", activation="gelu", save_preactivation=True)
+    assert assert_type(both, GemmResult).preactivation.shape == both.value.shape == (32, 32)
     assert (array.shape, product.shape) == ((32, 16), (32, 32))
 
 

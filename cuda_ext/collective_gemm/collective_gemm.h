@@ -3,8 +3,8 @@
 //   all-gather, product    y_i[a, q, r, n] = Σ_k x_q[a, r, k] w_i[n, k]           x_q from device q
 //   product, reduce-scatter    z[a, r, n] = Σ_q Σ_i Σ_k x_i,q[a, rank, r, k] w_i,q[n, k]
 //
-// Devices read and write each other's arrays directly, piece by piece, while they multiply the pieces that are there.
-// See protocol.h for who waits for whom.
+// Devices read and write each other's arrays directly, piece by piece, while they multiply the pieces that have
+// arrived. See protocol.h for the order.
 #pragma once
 
 #include <chrono>
@@ -13,16 +13,16 @@
 #include <string>
 #include <vector>
 
-#include "collective_gemm/space.h"
+#include "collective_gemm/shared_segments.h"
 #include "common/executor.h"
 #include "common/status.h"
 #include "gemm/gemm.h"
 
 namespace te::collective_gemm {
 
-inline constexpr int kProductQueues = 2;  // of a gather, whose products run at the same time
+inline constexpr int kGemmStreams = 2;  // of a gather, whose GEMMs run at the same time
 
-// Who takes part in a call.
+// The devices of a call, as one of them sees it.
 struct Group {
   std::string name;  // of the call, for errors
   int64_t run;
@@ -30,7 +30,7 @@ struct Group {
   int rank;
   std::vector<int> devices;  // places, by rank
   std::chrono::nanoseconds timeout;
-  std::shared_ptr<Space> space;  // where other processes drive some of them, otherwise null
+  std::shared_ptr<SharedSegments> segments;  // where several processes drive the devices, otherwise null
 
   int size() const { return static_cast<int>(devices.size()); }
   int device() const { return OrdinalOf(devices[rank]); }
@@ -41,7 +41,7 @@ inline std::string NameOf(int place) {
   return ProcessOf(place) == 0 ? device : device + " of process " + std::to_string(ProcessOf(place));
 }
 
-// Every device has one part of an array; all will have all.
+// An array of which every device has one part, and will have all parts.
 struct Gathered {
   const void* mine;
   void* all;       // piece a of the part of rank q is at (a · size + q) · bytes
@@ -69,7 +69,7 @@ struct AllGatherProblem {
   Gathered scales;  // of x, one part after another; no bytes where there are none, or one for all of x
   std::vector<Gathered> others;
   std::vector<Product> products;
-  void* workspace;  // of as many bytes as products say, for each of kProductQueues
+  void* workspace;  // of as many bytes as products say, for each of kGemmStreams
   bool put;         // devices write to their peers instead of reading from them
 };
 
@@ -110,7 +110,7 @@ Status AllGather(const Executor& executor, const Group& group, const AllGatherPr
 Status ReduceScatter(const Executor& executor, const Group& group, const ReduceScatterProblem& problem);
 
 #ifdef TE_JAX_CUDA
-// Finds and makes what the calls will need, at leisure.
+// Creates streams, events and GEMM plans before the first call.
 Status PrepareAllGather(const Executor& executor, const Group& group, const AllGatherProblem& problem);
 Status PrepareReduceScatter(const Executor& executor, const Group& group, const ReduceScatterProblem& problem);
 #endif

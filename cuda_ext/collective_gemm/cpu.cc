@@ -1,4 +1,4 @@
-// On CPUs a queue is the thread itself: what is handed over is done at once, and marks are not needed.
+// On CPUs the calling thread does all work at once: streams have no order to keep, and events are not needed.
 
 #include <algorithm>
 #include <cstring>
@@ -31,14 +31,14 @@ class CpuCall {
   explicit CpuCall(const Executor& executor) : executor_(executor) {}
 
   Status Begin() { return Status::Ok(); }
-  Status Mark(Queue, void*&) { return Status::Ok(); }
-  Status Wait(Queue, void*) { return Status::Ok(); }
-  Status Copy(Queue, void* to, const void* from, int64_t bytes) {
+  Status Record(Stream, void*&) { return Status::Ok(); }
+  Status Wait(Stream, void*) { return Status::Ok(); }
+  Status Copy(Stream, void* to, const void* from, int64_t bytes) {
     std::memcpy(to, from, static_cast<size_t>(bytes));
     return Status::Ok();
   }
-  Status Multiply(Queue, const gemm::Problem& problem) { return gemm::Run(executor_, problem); }
-  Status Sum(Queue, const ReduceScatterProblem& p, const Summands& summands) {
+  Status Multiply(Stream, const gemm::Problem& problem) { return gemm::Run(executor_, problem); }
+  Status Sum(Stream, const ReduceScatterProblem& p, const Summands& summands) {
     switch (p.type) {
       case gemm::Type::kFloat32:
         SumParts<float>(executor_, p, summands);
@@ -53,8 +53,8 @@ class CpuCall {
     return Status::Ok();
   }
   std::atomic<int>* Readers() { return nullptr; }
-  void Settle() {}
-  void WaitOnHost(void*) {}
+  void Synchronize() {}
+  void SynchronizeEvent(void*) {}
 
  private:
   const Executor& executor_;
@@ -62,30 +62,30 @@ class CpuCall {
 
 }  // namespace
 
-// Memory of this process that others map.
-class CpuReach : public Reach {
+// Memory of this process that its peers map.
+class CpuSegment : public Segment {
  public:
-  explicit CpuReach(std::unique_ptr<SharedMemory> memory) : memory_(std::move(memory)) {}
+  explicit CpuSegment(std::unique_ptr<SharedMemory> memory) : memory_(std::move(memory)) {}
   std::string Describe() const override { return memory_->name(); }
   void* data() const override { return memory_->data(); }
-  void* mark(int) const override { return nullptr; }
-  void Announced() override { memory_->Unlink(); }
+  void* event(int) const override { return nullptr; }
+  void AllOpened() override { memory_->Unlink(); }
 
  private:
   std::unique_ptr<SharedMemory> memory_;
 };
 
-Status MakeReach(int, int64_t bytes, std::unique_ptr<Reach>& made) {
+Status CreateSegment(int, int64_t bytes, std::unique_ptr<Segment>& made) {
   std::unique_ptr<SharedMemory> memory;
   TE_JAX_TRY(SharedMemory::Create(bytes, memory));
-  made = std::make_unique<CpuReach>(std::move(memory));
+  made = std::make_unique<CpuSegment>(std::move(memory));
   return Status::Ok();
 }
 
-Status OpenReach(int, int64_t bytes, const std::string& description, std::unique_ptr<Reach>& opened) {
+Status OpenSegment(int, int64_t bytes, const std::string& description, std::unique_ptr<Segment>& opened) {
   std::unique_ptr<SharedMemory> memory;
   TE_JAX_TRY(SharedMemory::Open(description, bytes, memory));
-  opened = std::make_unique<CpuReach>(std::move(memory));
+  opened = std::make_unique<CpuSegment>(std::move(memory));
   return Status::Ok();
 }
 

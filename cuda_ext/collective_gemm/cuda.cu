@@ -1,5 +1,5 @@
-// On GPUs the main queue is XLA's stream. The others, and the events that are the marks, are made once and belong to
-// one call at a time: another device waits for an event as it was last recorded, so it must not be recorded again
+// On GPUs the main stream is XLA's. The other streams and the events are created once and belong to one call at a time:
+// another device waits for an event as it was last recorded, so it must not be recorded again
 // before every host thread that waits for it has said so to its own device.
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kMostDevices = 64;
 
-// Bytes: those of all that is added up and of the result.
+// Reads all summands once and writes the result once.
 template <typename T>
 __global__ void SumParts(const Summands summands, int64_t count, int64_t columns) {
   const T* const parts = static_cast<const T*>(summands.parts);
@@ -66,7 +66,7 @@ void LaunchSum(cudaStream_t stream, const ReduceScatterProblem& p, const Summand
   SumParts<T><<<blocks, 256, 0, stream>>>(summands, count, p.products.front().n);
 }
 
-// The queues and marks of one call.
+// The streams and events of one call.
 struct Resources {
   cudaStream_t copy = nullptr, side = nullptr;
   std::vector<cudaEvent_t> events;
@@ -125,40 +125,42 @@ class CudaCall {
     return Status::Ok();
   }
 
-  // Makes as many events as a call takes, so that calls only record them.
+  // Creates as many events as a call records, so that calls create none.
   Status Prepare(size_t events) {
     while (resources_->events.size() < events) TE_JAX_TRY(MakeEvent(*resources_));
     return Status::Ok();
   }
 
-  Status Mark(Queue queue, void*& mark) {
-    if (mark == nullptr) {
+  Status Record(Stream stream, void*& event) {
+    if (event == nullptr) {
       if (used_ == resources_->events.size()) TE_JAX_TRY(MakeEvent(*resources_));
-      mark = resources_->events[used_++];
+      event = resources_->events[used_++];
     }
-    return Check(cudaEventRecord(static_cast<cudaEvent_t>(mark), StreamOf(queue)), "cudaEventRecord");
+    return Check(cudaEventRecord(static_cast<cudaEvent_t>(event), StreamOf(stream)), "cudaEventRecord");
   }
 
-  Status Wait(Queue queue, void* mark) {
-    return Check(cudaStreamWaitEvent(StreamOf(queue), static_cast<cudaEvent_t>(mark), 0), "cudaStreamWaitEvent");
+  Status Wait(Stream stream, void* event) {
+    return Check(cudaStreamWaitEvent(StreamOf(stream), static_cast<cudaEvent_t>(event), 0), "cudaStreamWaitEvent");
   }
 
-  Status Copy(Queue queue, void* to, const void* from, int64_t bytes) {
-    return Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, StreamOf(queue)), "copy between devices");
+  Status Copy(Stream stream, void* to, const void* from, int64_t bytes) {
+    return Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, StreamOf(stream)), "copy between devices");
   }
 
-  Status Multiply(Queue queue, const gemm::Problem& problem) { return gemm::Run(Executor{StreamOf(queue)}, problem); }
+  Status Multiply(Stream stream, const gemm::Problem& problem) {
+    return gemm::Run(Executor{StreamOf(stream)}, problem);
+  }
 
-  Status Sum(Queue queue, const ReduceScatterProblem& p, const Summands& summands) {
+  Status Sum(Stream stream, const ReduceScatterProblem& p, const Summands& summands) {
     switch (p.type) {
       case gemm::Type::kFloat32:
-        LaunchSum<float>(StreamOf(queue), p, summands);
+        LaunchSum<float>(StreamOf(stream), p, summands);
         break;
       case gemm::Type::kBFloat16:
-        LaunchSum<__nv_bfloat16>(StreamOf(queue), p, summands);
+        LaunchSum<__nv_bfloat16>(StreamOf(stream), p, summands);
         break;
       default:
-        LaunchSum<__half>(StreamOf(queue), p, summands);
+        LaunchSum<__half>(StreamOf(stream), p, summands);
         break;
     }
     return Check(cudaGetLastError(), "launch");
@@ -166,19 +168,19 @@ class CudaCall {
 
   std::atomic<int>* Readers() { return &resources_->readers; }
 
-  // What goes wrong here has gone wrong before, and was reported.
-  void Settle() {
+  // Errors here have occurred before, and were reported.
+  void Synchronize() {
     static_cast<void>(cudaStreamSynchronize(main_));
     if (resources_ == nullptr) return;
     for (const cudaStream_t stream : {resources_->copy, resources_->side}) {
       static_cast<void>(cudaStreamSynchronize(stream));
     }
   }
-  void WaitOnHost(void* mark) { static_cast<void>(cudaEventSynchronize(static_cast<cudaEvent_t>(mark))); }
+  void SynchronizeEvent(void* event) { static_cast<void>(cudaEventSynchronize(static_cast<cudaEvent_t>(event))); }
 
  private:
-  cudaStream_t StreamOf(Queue queue) const {
-    return queue == Queue::kMain ? main_ : queue == Queue::kSide ? resources_->side : resources_->copy;
+  cudaStream_t StreamOf(Stream stream) const {
+    return stream == Stream::kMain ? main_ : stream == Stream::kSide ? resources_->side : resources_->copy;
   }
 
   cudaStream_t main_;
@@ -187,10 +189,10 @@ class CudaCall {
   size_t used_ = 0;
 };
 
-Status ReachPeers(const Group& group) {
+Status EnablePeerAccess(const Group& group) {
   for (const int place : group.devices) {
     const int peer = OrdinalOf(place);
-    if (peer < 0 || peer == group.device()) continue;  // other processes open what they share
+    if (peer < 0 || peer == group.device()) continue;  // a device of another process, whose segment is opened instead
     const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
     if (error == cudaSuccess) continue;
     static_cast<void>(cudaGetLastError());
@@ -202,9 +204,9 @@ Status ReachPeers(const Group& group) {
   return Status::Ok();
 }
 
-// What every call needs on its device.
+// Prepares peer access, streams and events.
 Status PrepareCall(const Group& group) {
-  TE_JAX_TRY(ReachPeers(group));
+  TE_JAX_TRY(EnablePeerAccess(group));
   CudaCall call(nullptr);
   TE_JAX_TRY(call.Begin());
   return call.Prepare(group.size() + 4);
@@ -228,19 +230,19 @@ T FromHex(const std::string& text) {
   return std::bit_cast<T>(bytes);
 }
 
-// Memory of this device, or of one that another process drives, and two events of it. Never freed: others may be using
-// it while this process ends.
-class CudaReach : public Reach {
+// Memory and two events of this device, or of one that another process drives. Never freed: peers may be using them
+// while this process ends.
+class CudaSegment : public Segment {
  public:
-  CudaReach(void* data, cudaEvent_t first, cudaEvent_t second, std::string description)
-      : data_(data), marks_{first, second}, description_(std::move(description)) {}
+  CudaSegment(void* data, cudaEvent_t first, cudaEvent_t second, std::string description)
+      : data_(data), events_{first, second}, description_(std::move(description)) {}
   std::string Describe() const override { return description_; }
   void* data() const override { return data_; }
-  void* mark(int stage) const override { return marks_[stage]; }
+  void* event(int stage) const override { return events_[stage]; }
 
  private:
   void* data_;
-  cudaEvent_t marks_[2];
+  cudaEvent_t events_[2];
   std::string description_;
 };
 
@@ -248,21 +250,21 @@ constexpr unsigned kBetweenProcesses = cudaEventDisableTiming | cudaEventInterpr
 
 }  // namespace
 
-Status MakeReach(int device, int64_t bytes, std::unique_ptr<Reach>& made) {
+Status CreateSegment(int device, int64_t bytes, std::unique_ptr<Segment>& made) {
   const ScopedDevice scoped(device);
   void* data = nullptr;
   cudaEvent_t events[2] = {};
   std::string description;
   const auto make = [&] {
     cudaIpcMemHandle_t memory{};
-    cudaIpcEventHandle_t marks[2] = {};
     TE_JAX_TRY(Check(cudaMalloc(&data, bytes), "cudaMalloc of memory that processes share"));
     TE_JAX_TRY(Check(cudaIpcGetMemHandle(&memory, data), "cudaIpcGetMemHandle"));
     description = AsHex(memory);
-    for (int i = 0; i < 2; ++i) {
-      TE_JAX_TRY(Check(cudaEventCreateWithFlags(&events[i], kBetweenProcesses), "cudaEventCreate"));
-      TE_JAX_TRY(Check(cudaIpcGetEventHandle(&marks[i], events[i]), "cudaIpcGetEventHandle"));
-      description += AsHex(marks[i]);
+    for (cudaEvent_t& event : events) {
+      cudaIpcEventHandle_t handle{};
+      TE_JAX_TRY(Check(cudaEventCreateWithFlags(&event, kBetweenProcesses), "cudaEventCreate"));
+      TE_JAX_TRY(Check(cudaIpcGetEventHandle(&handle, event), "cudaIpcGetEventHandle"));
+      description += AsHex(handle);
     }
     return Status::Ok();
   };
@@ -273,11 +275,11 @@ Status MakeReach(int device, int64_t bytes, std::unique_ptr<Reach>& made) {
     static_cast<void>(cudaFree(data));
     return status;
   }
-  made = std::make_unique<CudaReach>(data, events[0], events[1], std::move(description));
+  made = std::make_unique<CudaSegment>(data, events[0], events[1], std::move(description));
   return Status::Ok();
 }
 
-Status OpenReach(int device, int64_t, const std::string& description, std::unique_ptr<Reach>& opened) {
+Status OpenSegment(int device, int64_t, const std::string& description, std::unique_ptr<Segment>& opened) {
   const ScopedDevice scoped(device);
   if (description.size() != 2 * (sizeof(cudaIpcMemHandle_t) + 2 * sizeof(cudaIpcEventHandle_t))) {
     return Status::Failed("a process describes its memory in another way: run the same version in all");
@@ -292,7 +294,7 @@ Status OpenReach(int device, int64_t, const std::string& description, std::uniqu
     TE_JAX_TRY(Check(cudaIpcOpenEventHandle(&events[i], FromHex<cudaIpcEventHandle_t>(description.substr(at))),
                      "cudaIpcOpenEventHandle"));
   }
-  opened = std::make_unique<CudaReach>(data, events[0], events[1], description);
+  opened = std::make_unique<CudaSegment>(data, events[0], events[1], description);
   return Status::Ok();
 }
 

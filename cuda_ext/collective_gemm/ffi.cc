@@ -9,6 +9,7 @@ namespace {
 
 using ffi::AnyBuffer;
 using Sizes = ffi::Span<const int64_t>;
+using gemm::Present;
 using gemm::Scaling;
 
 // Operands and results one after another, where their number depends on attributes.
@@ -32,33 +33,22 @@ class Operands {
   size_t argument_ = 0, result_ = 0;
 };
 
-// What both calls are told.
+// The attributes of both calls.
 struct Attributes {
-  std::string_view name;
-  Sizes groups;  // places of devices, group after group
-  int64_t group_size;
-  int64_t shared_bytes;  // of the memory that a group shares whose devices are driven by several processes
+  std::string_view algorithm;
   int64_t call;
-  float timeout;  // in seconds
-  std::string_view scaling;
-  bool summed_first;  // weights are [k, n]
   bool fast_accumulation;
-  bool autotune;
+  int64_t group_size;
+  Sizes groups;        // places of devices, group after group
+  bool keep_gathered;  // of an all-gather: all of x is a result
+  std::string_view name;
   int64_t products;
+  bool put;  // of an all-gather: devices write to their peers
+  std::string_view scaling;
+  int64_t shared_bytes;  // that a call needs of every segment, where several processes drive the devices of a group
+  bool summed_first;     // weights are [k, n]
+  float timeout;         // in seconds
 };
-
-template <typename T>
-T* Present(const AnyBuffer& buffer) {
-  return buffer.element_count() == 0 ? nullptr : static_cast<T*>(buffer.untyped_data());
-}
-
-std::optional<Scaling> ScalingOf(std::string_view name) {
-  if (name == "none") return Scaling::kNone;
-  if (name == "tensor") return Scaling::kTensor;
-  if (name == "row") return Scaling::kRow;
-  if (name == "block") return Scaling::kBlock;
-  return std::nullopt;
-}
 
 ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t device) {
   const auto places = static_cast<int64_t>(attributes.groups.size());
@@ -85,8 +75,8 @@ ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t d
               nullptr};
   const auto other_process = [&](int place) { return ProcessOf(place) != ProcessOf(group.devices.front()); };
   if (std::any_of(group.devices.begin(), group.devices.end(), other_process)) {
-    group.space = FindSpace(group.devices, group.rank, attributes.shared_bytes);
-    if (group.space == nullptr) {
+    group.segments = FindSegments(group.devices, group.rank, attributes.shared_bytes);
+    if (group.segments == nullptr) {
       return ffi::Unexpected(ffi::Error::InvalidArgument(
           group.name +
           ": this program was compiled in another run, whose processes shared memory that is gone: compile "
@@ -97,32 +87,22 @@ ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t d
 }
 
 // The product of a piece of x with a weight; its rows and its pointers into x are the caller's.
-gemm::Problem ProductOf(Rules& rules, const Attributes& attributes, Scaling scaling, const AnyBuffer& x, int64_t k,
-                        const AnyBuffer& w, const AnyBuffer& w_scales, const AnyBuffer& y) {
+gemm::Problem ProductOf(Rules& rules, const Attributes& attributes, const AnyBuffer& x, int64_t k, const AnyBuffer& w,
+                        const AnyBuffer& w_scales, const AnyBuffer& y) {
   gemm::Problem problem{};
-  const auto a_type = gemm::TypeOf(x), b_type = gemm::TypeOf(w), d_type = gemm::TypeOf(y);
-  rules.That(a_type.has_value(), "x", x, "be of a float type of 8, 16 or 32 bits");
-  rules.That(b_type.has_value(), "w", w, "be of a float type of 8, 16 or 32 bits");
-  rules.That(d_type.has_value() && !gemm::IsFp8(*d_type), "y", y, "be float32, bfloat16 or float16");
+  gemm::DecodeKind(rules, {"x", x}, {"w", w}, {"y", y}, attributes.scaling, attributes.algorithm, problem);
   rules.That(w.dimensions().size() == 2, "w", w, "have two dimensions");
   if (rules.broken()) return problem;
-  const bool plain = scaling == Scaling::kNone;
-  rules.That(gemm::IsFp8(*a_type) != plain, "x", x, plain ? "be plain without scaling" : "be FP8 with scaling");
-  rules.That(gemm::IsFp8(*b_type) != plain, "w", w, plain ? "be plain without scaling" : "be FP8 with scaling");
-  rules.That(!plain || *a_type == *b_type, "w", w, "have the type of x");
-  rules.That(*a_type != gemm::Type::kE5M2 || *b_type != gemm::Type::kE5M2, "w", w, "be E4M3 where x is E5M2");
-  rules.That(plain || !attributes.summed_first, "w", w, "have its summed dimension last with scaling");
+  rules.That(problem.scaling == Scaling::kNone || !attributes.summed_first, "w", w,
+             "have its summed dimension last with scaling");
   problem.k = k;
   problem.n = w.dimensions()[attributes.summed_first ? 1 : 0];
   if (w.dimensions()[attributes.summed_first ? 0 : 1] != k) {
     rules.That(false, "w", w, "sum over " + std::to_string(k) + " values, as x does");
   }
-  problem.scaling = scaling;
-  problem.d_type = *d_type;
-  problem.a = {x.untyped_data(), nullptr, *a_type, false};
-  problem.b = {w.untyped_data(), Present<const float>(w_scales), *b_type, attributes.summed_first};
+  problem.a = {x.untyped_data(), nullptr, problem.a.type, false};
+  problem.b = {w.untyped_data(), Present<const float>(w_scales), problem.b.type, attributes.summed_first};
   problem.fast_accumulation = attributes.fast_accumulation;
-  problem.autotune = attributes.autotune;
   rules.Type(ffi::F32, "w_scale_inv", w_scales)
       .Elements(gemm::ScaleCount(problem, problem.n, true), "w_scale_inv", w_scales);
   return problem;
@@ -142,25 +122,24 @@ Gathered GatheredOf(const AnyBuffer& mine, const AnyBuffer& all, int64_t pieces,
 // [pieces, size, rows, n] for each weight, all of x [pieces, size, rows, k], all scales and others [size, …], and a
 // workspace.
 std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs& arguments,
-                                                ffi::RemainingRets& results, const Attributes& attributes,
-                                                bool keep_gathered, bool put) {
+                                                ffi::RemainingRets& results, const Attributes& attributes) {
   Operands operands(arguments, results);
   const auto x = operands.Argument(), x_scales = operands.Argument();
   if (!x || !x_scales) return std::nullopt;
   rules.That(x->dimensions().size() == 3, "x", *x, "have three dimensions");
-  const std::optional<Scaling> scaling = ScalingOf(attributes.scaling);
+  const std::optional<Scaling> scaling = gemm::ScalingOf(attributes.scaling);
   rules.That(scaling.has_value(), "x", *x, "come with scaling none, tensor, row or block");
   if (rules.broken()) return std::nullopt;
   const int64_t pieces = x->dimensions()[0], rows = x->dimensions()[1], k = x->dimensions()[2];
   const int64_t size = attributes.group_size;
 
   AllGatherProblem problem{};
-  problem.put = put;
+  problem.put = attributes.put;
   for (int64_t i = 0; i < attributes.products; ++i) {
     const auto w = operands.Argument(), w_scales = operands.Argument(), bias = operands.Argument();
     const auto y = operands.Result();
     if (IsMissing(rules, bias, *x) || IsMissing(rules, y, *x)) return std::nullopt;
-    Product product{ProductOf(rules, attributes, *scaling, *x, k, *w, *w_scales, *y), y->untyped_data()};
+    Product product{ProductOf(rules, attributes, *x, k, *w, *w_scales, *y), y->untyped_data()};
     product.problem.m = rows;
     rules.Elements(pieces * size * rows * product.problem.n, "y", *y);
     if (bias->element_count() != 0) {
@@ -177,7 +156,7 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
   const auto all = operands.Result(), all_scales = operands.Result();
   if (IsMissing(rules, all, *x) || IsMissing(rules, all_scales, *x)) return std::nullopt;
   rules.Type(x->element_type(), "gathered", *all).Elements(size * x->element_count(), "gathered", *all);
-  problem.x = GatheredOf(*x, *all, pieces, keep_gathered);
+  problem.x = GatheredOf(*x, *all, pieces, attributes.keep_gathered);
   if (*scaling == Scaling::kRow || *scaling == Scaling::kBlock) {
     rules.Type(ffi::F32, "gathered scales", *all_scales)
         .Elements(size * x_scales->element_count(), "gathered scales", *all_scales);
@@ -194,7 +173,7 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
   const auto workspace = operands.Result();
   if (IsMissing(rules, workspace, *x)) return std::nullopt;
   problem.workspace = Present<void>(*workspace);
-  for (Product& product : problem.products) product.problem.workspace_bytes = workspace->size_bytes() / kProductQueues;
+  for (Product& product : problem.products) product.problem.workspace_bytes = workspace->size_bytes() / kGemmStreams;
   if (rules.broken()) return std::nullopt;
   return problem;
 }
@@ -205,7 +184,7 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
 std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::RemainingArgs& arguments,
                                                         ffi::RemainingRets& results, const Attributes& attributes) {
   Operands operands(arguments, results);
-  const std::optional<Scaling> scaling = ScalingOf(attributes.scaling);
+  const std::optional<Scaling> scaling = gemm::ScalingOf(attributes.scaling);
   const auto z = operands.Result(), received = operands.Result(), outgoing = operands.Result();
   const auto sums = operands.Result(), workspace = operands.Result();
   if (!z || !received || !outgoing || !sums || !workspace) return std::nullopt;
@@ -222,7 +201,7 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
     if (IsMissing(rules, w_scales, *z)) return std::nullopt;
     rules.That(x->dimensions().size() == 4, "x", *x, "have four dimensions");
     if (rules.broken()) return std::nullopt;
-    gemm::Problem product = ProductOf(rules, attributes, *scaling, *x, x->dimensions()[3], *w, *w_scales, *z);
+    gemm::Problem product = ProductOf(rules, attributes, *x, x->dimensions()[3], *w, *w_scales, *z);
     product.m = rows;
     rules.Elements(pieces * size * rows * product.k, "x", *x);
     rules.That(product.n == z->dimensions()[2], "w", *w, "have as many columns as z");
@@ -263,112 +242,84 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
   return problem;
 }
 
-Attributes AttributesOf(std::string_view name, Sizes groups, int64_t group_size, int64_t shared_bytes, int64_t call,
-                        float timeout, std::string_view scaling, bool summed_first, bool fast_accumulation,
-                        bool autotune, int64_t products) {
-  return {name,    groups,       group_size,        shared_bytes, call,    timeout,
-          scaling, summed_first, fast_accumulation, autotune,     products};
-}
+template <typename Problem>
+using Decoder = std::optional<Problem> (*)(Rules&, ffi::RemainingArgs&, ffi::RemainingRets&, const Attributes&);
+template <typename Problem>
+using Action = Status (*)(const Executor&, const Group&, const Problem&);
 
 template <typename Problem>
-using Do = Status (*)(const Executor&, const Group&, const Problem&);
-
-ffi::Error RunAllGatherCall(Do<AllGatherProblem> act, PlatformValue platform, int64_t run, int32_t device,
-                            ffi::RemainingArgs& arguments, ffi::RemainingRets& results, const Attributes& attributes,
-                            bool keep_gathered, bool put) {
-  Rules rules("te_all_gather_gemm");
+ffi::Error Run(const char* target, Decoder<Problem> decode, Action<Problem> act, PlatformValue platform, int64_t run,
+               int32_t device, ffi::RemainingArgs& arguments, ffi::RemainingRets& results,
+               const Attributes& attributes) {
+  Rules rules(target);
   auto group = GroupOf(attributes, run, device);
   if (!group.has_value()) return group.error();
-  const auto problem = DecodeAllGather(rules, arguments, results, attributes, keep_gathered, put);
-  if (!problem) return rules.broken() ? rules.error() : ffi::Error::InvalidArgument("te_all_gather_gemm: no operands");
-  return ToError("te_all_gather_gemm", act(MakeExecutor(platform), *group, *problem));
-}
-
-ffi::Error RunReduceScatterCall(Do<ReduceScatterProblem> act, PlatformValue platform, int64_t run, int32_t device,
-                                ffi::RemainingArgs& arguments, ffi::RemainingRets& results,
-                                const Attributes& attributes) {
-  Rules rules("te_gemm_reduce_scatter");
-  auto group = GroupOf(attributes, run, device);
-  if (!group.has_value()) return group.error();
-  const auto problem = DecodeReduceScatter(rules, arguments, results, attributes);
+  const auto problem = decode(rules, arguments, results, attributes);
   if (!problem) {
-    return rules.broken() ? rules.error() : ffi::Error::InvalidArgument("te_gemm_reduce_scatter: no operands");
+    return rules.broken() ? rules.error() : ffi::Error::InvalidArgument(std::string(target) + ": no operands");
   }
-  return ToError("te_gemm_reduce_scatter", act(MakeExecutor(platform), *group, *problem));
+  return ToError(target, act(MakeExecutor(platform), *group, *problem));
 }
 
-// Of eleven attributes; what follows is a call's own.
-#define TE_JAX_ATTRIBUTES                                                                                     \
-  std::string_view name, Sizes groups, int64_t group_size, int64_t shared_bytes, int64_t call, float timeout, \
-      std::string_view scaling, bool summed_first, bool fast_accumulation, bool autotune, int64_t products
-#define TE_JAX_ATTRIBUTE_VALUES                                                                                 \
-  AttributesOf(name, groups, group_size, shared_bytes, call, timeout, scaling, summed_first, fast_accumulation, \
-               autotune, products)
+constexpr char kAllGather[] = "te_all_gather_gemm", kReduceScatter[] = "te_gemm_reduce_scatter";
 
-template <typename Binding>
-auto WithAttributes(Binding&& binding) {
-  return std::forward<Binding>(binding)
+template <const char* target, auto decode, auto act>
+ffi::Error Execute(PlatformValue platform, ffi::RunId run, int32_t device, ffi::RemainingArgs arguments,
+                   ffi::RemainingRets results, Attributes attributes) {
+  return Run(target, decode, act, platform, run.run_id, device, arguments, results, attributes);
+}
+constexpr auto ExecuteAllGather = Execute<kAllGather, DecodeAllGather, AllGather>;
+constexpr auto ExecuteReduceScatter = Execute<kReduceScatter, DecodeReduceScatter, ReduceScatter>;
+
+auto ExecuteBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<Platform>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::DeviceOrdinal>()
       .RemainingArgs()
       .RemainingRets()
-      .template Attr<std::string_view>("name")
-      .template Attr<Sizes>("groups")
-      .template Attr<int64_t>("group_size")
-      .template Attr<int64_t>("shared_bytes")
-      .template Attr<int64_t>("call")
-      .template Attr<float>("timeout")
-      .template Attr<std::string_view>("scaling")
-      .template Attr<bool>("summed_first")
-      .template Attr<bool>("fast_accumulation")
-      .template Attr<bool>("autotune")
-      .template Attr<int64_t>("products");
-}
-
-auto ExecuteBinding() { return ffi::Ffi::Bind().Ctx<Platform>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>(); }
-
-ffi::Error ExecuteAllGather(PlatformValue platform, ffi::RunId run, int32_t device, ffi::RemainingArgs arguments,
-                            ffi::RemainingRets results, TE_JAX_ATTRIBUTES, bool keep_gathered, bool put) {
-  return RunAllGatherCall(AllGather, platform, run.run_id, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES,
-                          keep_gathered, put);
-}
-
-ffi::Error ExecuteReduceScatter(PlatformValue platform, ffi::RunId run, int32_t device, ffi::RemainingArgs arguments,
-                                ffi::RemainingRets results, TE_JAX_ATTRIBUTES) {
-  return RunReduceScatterCall(ReduceScatter, platform, run.run_id, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES);
+      .Attrs<Attributes>();
 }
 
 #ifdef TE_JAX_CUDA
+template <const char* target, auto decode, auto act>
+ffi::Error Initialize(PlatformValue platform, int32_t device, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                      Attributes attributes) {
+  return Run(target, decode, act, platform, 0, device, arguments, results, attributes);
+}
+constexpr auto InitializeAllGather = Initialize<kAllGather, DecodeAllGather, PrepareAllGather>;
+constexpr auto InitializeReduceScatter = Initialize<kReduceScatter, DecodeReduceScatter, PrepareReduceScatter>;
+
 auto InitializeBinding() {
-  return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<Platform>().Ctx<ffi::DeviceOrdinal>();
-}
-
-ffi::Error InitializeAllGather(PlatformValue platform, int32_t device, ffi::RemainingArgs arguments,
-                               ffi::RemainingRets results, TE_JAX_ATTRIBUTES, bool keep_gathered, bool put) {
-  return RunAllGatherCall(PrepareAllGather, platform, 0, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES,
-                          keep_gathered, put);
-}
-
-ffi::Error InitializeReduceScatter(PlatformValue platform, int32_t device, ffi::RemainingArgs arguments,
-                                   ffi::RemainingRets results, TE_JAX_ATTRIBUTES) {
-  return RunReduceScatterCall(PrepareReduceScatter, platform, 0, device, arguments, results, TE_JAX_ATTRIBUTE_VALUES);
+  return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+      .Ctx<Platform>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs<Attributes>();
 }
 #endif
 
 }  // namespace
 }  // namespace te::collective_gemm
 
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te::collective_gemm::Attributes, StructMember<std::string_view>("algorithm"),
+                                      StructMember<int64_t>("call"), StructMember<bool>("fast_accumulation"),
+                                      StructMember<int64_t>("group_size"), StructMember<Span<const int64_t>>("groups"),
+                                      StructMember<bool>("keep_gathered"), StructMember<std::string_view>("name"),
+                                      StructMember<int64_t>("products"), StructMember<bool>("put"),
+                                      StructMember<std::string_view>("scaling"), StructMember<int64_t>("shared_bytes"),
+                                      StructMember<bool>("summed_first"), StructMember<float>("timeout"));
+
 // Not compatible with command buffers: waits for other devices' events cannot be captured on one device alone.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_all_gather_gemm, te::collective_gemm::ExecuteAllGather,
-                              te::collective_gemm::WithAttributes(te::collective_gemm::ExecuteBinding())
-                                  .Attr<bool>("keep_gathered")
-                                  .Attr<bool>("put"));
+                              te::collective_gemm::ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_reduce_scatter, te::collective_gemm::ExecuteReduceScatter,
-                              te::collective_gemm::WithAttributes(te::collective_gemm::ExecuteBinding()));
+                              te::collective_gemm::ExecuteBinding());
 
 #ifdef TE_JAX_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_all_gather_gemm_initialize, te::collective_gemm::InitializeAllGather,
-                              te::collective_gemm::WithAttributes(te::collective_gemm::InitializeBinding())
-                                  .Attr<bool>("keep_gathered")
-                                  .Attr<bool>("put"));
+                              te::collective_gemm::InitializeBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_reduce_scatter_initialize, te::collective_gemm::InitializeReduceScatter,
-                              te::collective_gemm::WithAttributes(te::collective_gemm::InitializeBinding()));
+                              te::collective_gemm::InitializeBinding());
 #endif

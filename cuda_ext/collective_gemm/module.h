@@ -1,4 +1,4 @@
-// What the extensions offer to te_jax.parallel beside their targets.
+// Functions of the extensions for te_jax.parallel, beside their targets.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,33 +20,33 @@ inline void Require(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.reason());
 }
 
-// open_space(members, number, rank, bytes): what this member shares, as text for the others.
-inline std::string OpenSpace(const std::vector<int>& members, int number, int rank, int64_t bytes) {
-  std::shared_ptr<Space> space;
-  Require(Space::Make(members, rank, OrdinalOf(members[rank]), bytes, space));
-  KeepOpening(members, number, rank, space);
-  return space->Describe();
+// create_segment(participants, number, rank, bytes): this participant's segment, described for its peers.
+inline std::string CreateAttempt(const std::vector<int>& participants, int number, int rank, int64_t bytes) {
+  std::shared_ptr<SharedSegments> segments;
+  Require(SharedSegments::Create(participants, rank, OrdinalOf(participants[rank]), bytes, segments));
+  KeepAttempt(participants, number, rank, segments);
+  return segments->Describe();
 }
 
-// join_space(members, number, rank, texts of all, seconds)
-inline void JoinSpace(const std::vector<int>& members, int number, int rank, const std::vector<std::string>& texts,
-                      double seconds) {
-  // Joining looks into those of this process's other devices, which it may give up meanwhile.
-  std::vector<std::shared_ptr<Space>> others;
-  for (size_t i = 0; i < members.size(); ++i) others.push_back(FindOpening(members, number, static_cast<int>(i)));
-  const std::shared_ptr<Space> space = FindOpening(members, number, rank);
-  if (space == nullptr) throw std::runtime_error("the space was not opened");
+// join_segments(participants, number, rank, descriptions of all, seconds)
+inline void JoinAttempt(const std::vector<int>& participants, int number, int rank,
+                        const std::vector<std::string>& descriptions, double seconds) {
+  // Joining reads those of this process's other devices, which must outlast it if the attempt is forgotten meanwhile.
+  std::vector<std::shared_ptr<SharedSegments>> all;
+  for (size_t i = 0; i < participants.size(); ++i)
+    all.push_back(FindAttempt(participants, number, static_cast<int>(i)));
+  if (all[rank] == nullptr) throw std::runtime_error("the segment was not created");
   const nanobind::gil_scoped_release release;
-  Require(space->Join(texts, std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9))));
-  KeepSpace(members, rank, space);
+  Require(all[rank]->Join(descriptions, std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9))));
+  KeepSegments(participants, rank, all[rank]);
 }
 
 inline void DefineModule(nanobind::module_& module) {
   module.def("introduce", &SetOrdinals);
-  module.def("open_space", &OpenSpace);
-  module.def("join_space", &JoinSpace);
-  module.def("forget_opening", &ForgetOpening);  // (members, number): those that were not joined are given up
-  module.def("forget_spaces", &ForgetSpaces);    // of a job that is over: places are others' now
+  module.def("create_segment", &CreateAttempt);
+  module.def("join_segments", &JoinAttempt);
+  module.def("forget_attempt", &ForgetAttempt);    // (participants, number): breaks segments that were not joined
+  module.def("forget_segments", &ForgetSegments);  // of a job that is over, whose places now name other devices
 }
 
 }  // namespace te::collective_gemm

@@ -1,4 +1,4 @@
-// What every handler shares: how it is bound, how it refuses operands, how it hands over to a kernel.
+// The parts that all FFI handlers share: their context, checks of operands, and the step from Status to ffi::Error.
 // Only <op>/ffi.cc and module_*.cc include this file; kernels never see XLA.
 #pragma once
 

@@ -60,8 +60,8 @@ TE_JAX_HOST_DEVICE float Quotient(float numerator, float denominator) {
 #endif
 }
 
-// The factor that maps a largest magnitude `amax` to the largest finite value of the format F: 1 where amax is not
-// finite or below the smallest normal float, at most 2^126 so that its inverse is normal too.
+// The scale, which maps `amax` to the largest finite value of the format F: 1 where amax is not finite or below the
+// smallest normal float, at most 2^126 so that its reciprocal is normal too.
 template <typename F>
 TE_JAX_HOST_DEVICE float ScaleOf(float amax, bool power_of_two) {
   constexpr float kSmallest = F::kMax * 0x1p-126f;  // where the scale would be 2^126

@@ -1,4 +1,4 @@
-// A map of bounded size that forgets what was not asked for the longest. Safe to use from many threads.
+// A thread-safe map of bounded size that drops the least recently used entry.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ class LruCache {
  public:
   explicit LruCache(size_t capacity) : capacity_(capacity) {}
 
-  // The value, or null. It lives on while somebody holds it, also when the cache forgets it.
+  // The value, or null. It stays alive while a caller holds it, also after the cache drops it.
   std::shared_ptr<Value> Find(const Key& key) {
     const std::lock_guard lock(mutex_);
     const auto found = places_.find(key);
@@ -46,7 +46,7 @@ class LruCache {
 
   std::mutex mutex_;
   size_t capacity_;
-  Entries entries_;  // the last one used first
+  Entries entries_;  // the most recently used first
   std::unordered_map<Key, typename Entries::iterator, Hash> places_;
 };
 

@@ -1,4 +1,4 @@
-// What both extension modules offer to te_jax.native.
+// The parts that both extension modules share.
 #pragma once
 
 #include <nanobind/nanobind.h>

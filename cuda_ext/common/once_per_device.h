@@ -1,4 +1,4 @@
-// What has to be done once on each GPU, such as setting attributes of a kernel.
+// Runs a function once on each GPU, such as setting attributes of a kernel.
 #pragma once
 
 #include <cuda_runtime_api.h>

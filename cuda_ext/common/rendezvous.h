@@ -1,4 +1,4 @@
-// Where the host threads that drive several devices meet: each brings something, and all leave with what all brought.
+// A rendezvous of the host threads that drive several devices: each contributes a value, and all receive all values.
 #pragma once
 
 #include <atomic>
@@ -9,70 +9,66 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "common/status.h"
-
 namespace te {
 
-// A meeting is one occurrence of one call in one execution of a program. Members are in the order of their ranks.
-struct MeetingKey {
-  int64_t run;   // of the execution: the same on all of its devices
-  int64_t call;  // of the call in its program
-  int stage;     // of the call: it may meet several times
-  std::vector<int> members;
+struct RendezvousKey {
+  int64_t run;                    // of the execution: the same on all of its devices
+  int64_t call;                   // of the call in its program
+  int stage;                      // a call may need several rendezvous
+  std::vector<int> participants;  // by rank
 
-  friend bool operator<(const MeetingKey& a, const MeetingKey& b) {
-    return std::tie(a.run, a.call, a.stage, a.members) < std::tie(b.run, b.call, b.stage, b.members);
+  friend bool operator<(const RendezvousKey& a, const RendezvousKey& b) {
+    return std::tie(a.run, a.call, a.stage, a.participants) < std::tie(b.run, b.call, b.stage, b.participants);
   }
 };
 
 template <typename T>
 class Rendezvous {
  public:
-  // Waits until every member has come. Nobody can come for the second time before all have come for the first, so a
-  // call that a loop repeats needs no number of its own.
+  // Waits until every participant has arrived. None can arrive for the second time before all have arrived for the
+  // first, so a call that a loop repeats needs no number of its own.
   //
-  // Fails for all members when one of them has not come in time, if there is a limit; `absent` then holds the members
-  // that nobody has seen.
-  bool Meet(const MeetingKey& key, int rank, T brought, std::optional<std::chrono::nanoseconds> timeout,
+  // Fails for all participants when one of them does not arrive within the timeout, if there is one; `absent` then
+  // holds those that did not.
+  bool Join(const RendezvousKey& key, int rank, T value, std::optional<std::chrono::nanoseconds> timeout,
             std::vector<T>& all, std::vector<int>& absent) {
     const auto start = std::chrono::steady_clock::now();
-    std::shared_ptr<Meeting> meeting = Enter(key);
-    std::unique_lock lock(meeting->mutex);
-    meeting->brought[rank] = std::move(brought);
-    if (++meeting->arrived == key.members.size()) {
-      Forget(key, meeting);
-      meeting->complete.store(!meeting->failed, std::memory_order_release);
-      meeting->changed.notify_all();
-    } else if (!meeting->failed) {
+    std::shared_ptr<State> state = Find(key);
+    std::unique_lock lock(state->mutex);
+    state->values[rank] = std::move(value);
+    if (++state->arrived == key.participants.size()) {
+      Erase(key, state);
+      state->complete.store(!state->failed, std::memory_order_release);
+      state->changed.notify_all();
+    } else if (!state->failed) {
       lock.unlock();
-      const bool soon = SpinFor(kSpin, [&] { return meeting->complete.load(std::memory_order_acquire); });
+      const bool soon = SpinFor(kSpin, [&] { return state->complete.load(std::memory_order_acquire); });
       lock.lock();
-      const auto settled = [&] { return meeting->complete || meeting->failed; };
+      const auto settled = [&] { return state->complete || state->failed; };
       if (!soon && timeout) {
-        meeting->changed.wait_until(lock, start + *timeout, settled);
+        state->changed.wait_until(lock, start + *timeout, settled);
       } else if (!soon) {
-        meeting->changed.wait(lock, settled);
+        state->changed.wait(lock, settled);
       }
     }
-    if (!meeting->complete) {
-      if (!meeting->failed) {
-        meeting->failed = true;  // those who come later learn at once
-        for (size_t i = 0; i < key.members.size(); ++i) {
-          if (!meeting->brought[i]) meeting->absent.push_back(key.members[i]);
+    if (!state->complete) {
+      if (!state->failed) {
+        state->failed = true;  // participants that arrive later fail at once
+        for (size_t i = 0; i < key.participants.size(); ++i) {
+          if (!state->values[i]) state->absent.push_back(key.participants[i]);
         }
-        meeting->changed.notify_all();
+        state->changed.notify_all();
       }
-      absent = meeting->absent;
+      absent = state->absent;
       return false;
     }
     all.clear();
-    for (const std::optional<T>& one : meeting->brought) all.push_back(*one);
+    for (const std::optional<T>& one : state->values) all.push_back(*one);
     return true;
   }
 
@@ -80,28 +76,28 @@ class Rendezvous {
   // Waking a thread takes longer than most waits, where there are cores to spare.
   static constexpr std::chrono::microseconds kSpin{50};
 
-  struct Meeting {
-    explicit Meeting(size_t members) : brought(members) {}
+  struct State {
+    explicit State(size_t participants) : values(participants) {}
     std::mutex mutex;
     std::condition_variable changed;
-    std::vector<std::optional<T>> brought;
+    std::vector<std::optional<T>> values;
     size_t arrived = 0;
     std::atomic<bool> complete{false};
     bool failed = false;
     std::vector<int> absent;
   };
 
-  std::shared_ptr<Meeting> Enter(const MeetingKey& key) {
+  std::shared_ptr<State> Find(const RendezvousKey& key) {
     const std::lock_guard lock(mutex_);
-    std::shared_ptr<Meeting>& meeting = meetings_[key];
-    if (meeting == nullptr) meeting = std::make_shared<Meeting>(key.members.size());
-    return meeting;
+    std::shared_ptr<State>& state = states_[key];
+    if (state == nullptr) state = std::make_shared<State>(key.participants.size());
+    return state;
   }
 
-  void Forget(const MeetingKey& key, const std::shared_ptr<Meeting>& meeting) {
+  void Erase(const RendezvousKey& key, const std::shared_ptr<State>& state) {
     const std::lock_guard lock(mutex_);
-    const auto found = meetings_.find(key);
-    if (found != meetings_.end() && found->second == meeting) meetings_.erase(found);
+    const auto found = states_.find(key);
+    if (found != states_.end() && found->second == state) states_.erase(found);
   }
 
   template <typename Condition>
@@ -116,7 +112,7 @@ class Rendezvous {
   }
 
   std::mutex mutex_;
-  std::map<MeetingKey, std::shared_ptr<Meeting>> meetings_;
+  std::map<RendezvousKey, std::shared_ptr<State>> states_;
 };
 
 }  // namespace te

@@ -1,4 +1,4 @@
-// What a kernel's entry point reports: nothing, or why it could not run.
+// The result of a kernel's entry point: success, or why it could not run.
 #pragma once
 
 #include <string>
@@ -20,3 +20,9 @@ class [[nodiscard]] Status {
 };
 
 }  // namespace te
+
+// Returns from the caller where a step fails.
+#define TE_JAX_TRY(step)                                        \
+  do {                                                          \
+    if (Status status_ = (step); !status_.ok()) return status_; \
+  } while (false)

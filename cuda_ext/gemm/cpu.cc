@@ -134,14 +134,6 @@ TE_JAX_STORE(BFloat16)
 TE_JAX_STORE(Float16)
 #undef TE_JAX_STORE
 
-#define TE_JAX_STORE_FP8(F)                                                                          \
-  TE_JAX_CLONES void Store##F(const float* x, int64_t count, float scale, uint8_t* __restrict out) { \
-    _Pragma("omp simd") for (int64_t i = 0; i < count; ++i) out[i] = EncodeFp8<F>(x[i], scale);      \
-  }
-TE_JAX_STORE_FP8(E4M3)
-TE_JAX_STORE_FP8(E5M2)
-#undef TE_JAX_STORE_FP8
-
 TE_JAX_CLONES void Multiply(float* x, int64_t count, float factor) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) x[i] *= factor;
@@ -158,39 +150,14 @@ TE_JAX_CLONES void Add(float* x, int64_t count, const float* y) {
   for (int64_t i = 0; i < count; ++i) x[i] += y[i];
 }
 
-// 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u)), without the cancellation. Far below zero it is 0: its derivative is
-// multiplied by the cube of x.
-TE_JAX_INLINE float Gate(float x) {
-  const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-  const float exponent = -2.0f * u;
-  const float gate = 1.0f / (1.0f + Exp(exponent));
-  return exponent > 79.0f ? 0.0f : gate;
-}
-
+// 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u)), without the cancellation. Exp ends at 80.
 TE_JAX_CLONES void Gelu(float* x, int64_t count) {
 #pragma omp simd
-  for (int64_t i = 0; i < count; ++i) x[i] *= Gate(x[i]);
-}
-
-TE_JAX_CLONES void MultiplyByGeluDerivative(float* x, int64_t count, const float* preactivation) {
-#pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
-    const float y = preactivation[i];
-    const float gate = Gate(y);
-    const float slope = 0.7978845608028654f * (1.0f + 3.0f * 0.044715f * y * y);
-    x[i] *= gate + 2.0f * y * gate * (1.0f - gate) * slope;
+    const float exponent = -2.0f * (0.7978845608028654f * (x[i] + 0.044715f * x[i] * x[i] * x[i]));
+    const float gate = 1.0f / (1.0f + Exp(exponent));
+    x[i] *= exponent > 79.0f ? 0.0f : gate;
   }
-}
-
-// The largest magnitude as its bits: their order puts NaN above infinity.
-TE_JAX_CLONES uint32_t LargestMagnitude(const float* x, int64_t count) {
-  uint32_t largest = 0;
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t magnitude = FloatBits(x[i]) & 0x7fffffffu;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  return largest;
 }
 
 void Load(Type type, const void* base, int64_t offset, int64_t count, float scale, float* out) {
@@ -209,20 +176,15 @@ void Load(Type type, const void* base, int64_t offset, int64_t count, float scal
   }
 }
 
-// The scale is that of FP8 types.
-void Store(Type type, const float* x, int64_t count, float scale, void* base, int64_t offset) {
+void Store(Type type, const float* x, int64_t count, void* base, int64_t offset) {
   void* out = static_cast<char*>(base) + offset * SizeOf(type);
   switch (type) {
     case Type::kFloat32:
       return StoreFloat32(x, count, static_cast<Float32*>(out));
     case Type::kBFloat16:
       return StoreBFloat16(x, count, static_cast<BFloat16*>(out));
-    case Type::kFloat16:
+    default:
       return StoreFloat16(x, count, static_cast<Float16*>(out));
-    case Type::kE4M3:
-      return StoreE4M3(x, count, scale, static_cast<uint8_t*>(out));
-    case Type::kE5M2:
-      return StoreE5M2(x, count, scale, static_cast<uint8_t*>(out));
   }
 }
 
@@ -294,64 +256,30 @@ void MultiplyPanels(Sgemm multiply, const Panel& a, const Panel& b, int64_t m, i
   }
 }
 
-// What is done to tiles [rows, columns] of sums, and where they go.
-class Finish {
- public:
-  explicit Finish(const Problem& problem) : p_(problem) {
-    if (p_.d_type == Type::kE4M3) d_scale_ = ScaleOf<E4M3>(*p_.amax_in, p_.power_of_two_scale);
-    if (p_.d_type == Type::kE5M2) d_scale_ = ScaleOf<E5M2>(*p_.amax_in, p_.power_of_two_scale);
-  }
-
-  void Tile(float* sums, Range rows, Range columns) {
-    uint32_t largest = 0;
-    for (int64_t row = 0; row < rows.count; ++row) {
-      Row(sums + row * columns.count, rows.begin + row, columns, largest);
+// Scales a tile [rows, columns] of sums, adds and applies what follows, and writes it to D.
+void Finish(const Problem& p, float* sums, Range rows, Range columns) {
+  float other[kLargestTile];
+  for (int64_t i = 0; i < rows.count; ++i) {
+    float* const x = sums + i * columns.count;
+    const int64_t row = rows.begin + i, offset = row * p.n + columns.begin;
+    if (p.scaling == Scaling::kTensor) {
+      Multiply(x, columns.count, *p.a.scales * *p.b.scales);
+    } else if (p.scaling == Scaling::kRow) {
+      MultiplyByEach(x, columns.count, p.a.scales[row], p.b.scales + columns.begin);
     }
-    uint32_t known = largest_.load();
-    while (known < largest && !largest_.compare_exchange_weak(known, largest)) {
-    }
-  }
-
-  void Scalars() const {
-    if (!IsFp8(p_.d_type)) return;
-    const uint32_t largest = largest_.load();
-    *p_.amax_out = FloatFromBits(largest > kFloatInfinityBits ? 0x7fc00000u : largest);
-    *p_.d_scale_inv = 1.0f / d_scale_;
-  }
-
- private:
-  void Row(float* x, int64_t row, Range columns, uint32_t& largest) const {
-    const int64_t offset = row * p_.n + columns.begin;
-    const Type side = SideType(p_.d_type);
-    float other[kLargestTile];
-    if (p_.scaling == Scaling::kTensor) {
-      Multiply(x, columns.count, *p_.a.scales * *p_.b.scales);
-    } else if (p_.scaling == Scaling::kRow) {
-      MultiplyByEach(x, columns.count, p_.a.scales[row], p_.b.scales + columns.begin);
-    }
-    if (p_.accumulator != nullptr) {
-      Load(p_.d_type, p_.accumulator, offset, columns.count, 1.0f, other);
+    if (p.accumulator != nullptr) {
+      Load(p.d_type, p.accumulator, offset, columns.count, 1.0f, other);
       Add(x, columns.count, other);
     }
-    if (p_.bias != nullptr) {
-      Load(side, p_.bias, columns.begin, columns.count, 1.0f, other);
+    if (p.bias != nullptr) {
+      Load(p.d_type, p.bias, columns.begin, columns.count, 1.0f, other);
       Add(x, columns.count, other);
     }
-    if (p_.aux_out != nullptr) Store(side, x, columns.count, 1.0f, p_.aux_out, offset);
-    if (p_.epilogue == Epilogue::kGelu) {
-      Gelu(x, columns.count);
-    } else if (p_.epilogue == Epilogue::kDgelu) {
-      Load(side, p_.aux_in, offset, columns.count, 1.0f, other);
-      MultiplyByGeluDerivative(x, columns.count, other);
-    }
-    if (IsFp8(p_.d_type)) largest = std::max(largest, LargestMagnitude(x, columns.count));
-    Store(p_.d_type, x, columns.count, d_scale_, p_.d, offset);
+    if (p.preactivation != nullptr) Store(p.d_type, x, columns.count, p.preactivation, offset);
+    if (p.gelu) Gelu(x, columns.count);
+    Store(p.d_type, x, columns.count, p.d, offset);
   }
-
-  const Problem& p_;
-  float d_scale_ = 1.0f;
-  std::atomic<uint32_t> largest_{0};
-};
+}
 
 int64_t TileSize(int64_t m, int64_t n) {
   int64_t size = kLargestTile;
@@ -388,7 +316,6 @@ Status Run(const Executor& executor, const Problem& p) {
   const int64_t tile = TileSize(p.m, p.n);
   const int64_t tiles_along_n = (p.n + tile - 1) / tile, tiles_along_m = (p.m + tile - 1) / tile;
 
-  Finish finish(p);
   executor.ParallelFor(tiles_along_m * tiles_along_n, 1, [&](int64_t begin, int64_t end) {
     Scratch scratch(2 * tile * kDepth + tile * tile);
     float* a_scratch = scratch.Take(tile * kDepth);
@@ -403,10 +330,9 @@ Status Run(const Executor& executor, const Problem& p) {
         const Panel b = LoadPanel(p.b, p.n, p.k, columns, summed, blocks ? &b_blocks : nullptr, b_scratch);
         MultiplyPanels(known->sgemm, a, b, rows.count, columns.count, summed.count, k > 0, sums);
       }
-      finish.Tile(sums, rows, columns);
+      Finish(p, sums, rows, columns);
     }
   });
-  finish.Scalars();
   return Status::Ok();
 }
 

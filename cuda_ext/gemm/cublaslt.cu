@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "common/cuda_status.h"
-#include "common/fp8.h"
 #include "common/lru_cache.h"
 #include "common/vector.cuh"
 #include "gemm/cublaslt.h"
@@ -30,7 +29,7 @@ struct Workspace {
     float value;
   };
   struct Scalars {
-    Scalar a_scale_inv, b_scale_inv, d_scale, amax;
+    Scalar a_scale_inv, b_scale_inv;
   };
   Scalars* scalars;
   void* rest;
@@ -50,25 +49,16 @@ Status Divide(const Problem& problem, Workspace& workspace) {
 
 __global__ void Copy(const float* from, float* to) { *to = *from; }
 
-__global__ void StartFp8Result(const float* amax_in, bool e4m3, bool power_of_two, float* scale, float* scale_inv,
-                               float* amax) {
-  *scale = e4m3 ? ScaleOf<E4M3>(*amax_in, power_of_two) : ScaleOf<E5M2>(*amax_in, power_of_two);
-  *scale_inv = Quotient(1.0f, *scale);
-  *amax = 0.0f;
-}
-
 Arrays ArraysOf(const Problem& p, const Workspace& workspace) {
   Workspace::Scalars& scalars = *workspace.scalars;
   return {p.a.data,
           p.b.data,
           p.accumulator,
           p.bias,
-          p.epilogue == Epilogue::kDgelu ? p.aux_in : p.aux_out,
+          p.preactivation,
           p.d,
           OnSixteenBytes(p.a.scales) ? p.a.scales : &scalars.a_scale_inv.value,
           OnSixteenBytes(p.b.scales) ? p.b.scales : &scalars.b_scale_inv.value,
-          &scalars.d_scale.value,
-          OnSixteenBytes(p.amax_out) ? p.amax_out : &scalars.amax.value,
           workspace.rest};
 }
 
@@ -126,7 +116,7 @@ void ChooseAlgorithm(Device& device, const Arrays& arrays, std::unique_ptr<Plan>
   const Choices::KindAndKey key{device.kind, plan->key()};
   std::vector<std::unique_ptr<Plan>> plans;
   plans.push_back(std::move(plan));
-  for (const std::optional<Key>& other : {OwnKeyOf(key.second), SpreadKeyOf(key.second)}) {
+  for (const std::optional<Key>& other : {TeJaxKeyOf(key.second), SpreadKeyOf(key.second)}) {
     std::unique_ptr<Plan> made;
     // Products can do without.
     if (other && Plan::Make(device.handle, *other, arrays, made).ok()) plans.push_back(std::move(made));
@@ -153,7 +143,7 @@ Status FindPlan(Device& device, const Key& key, const Arrays& arrays, bool tune,
   std::unique_ptr<Plan> made;
   if (Status status = Plan::Make(device.handle, key, arrays, made); !status.ok()) return status;
   if (tune) ChooseAlgorithm(device, arrays, made);
-  made->settled = tune || !key.autotune;
+  made->settled = tune || key.algorithm != Algorithm::kAuto;
   plan = std::move(made);
   device.plans.Insert(key, plan);
   return Status::Ok();
@@ -176,14 +166,8 @@ Status Run(cudaStream_t stream, const Problem& p) {
   // Scalars of a batch are not aligned.
   if (arrays.a_scale_inv != p.a.scales) Copy<<<1, 1, 0, stream>>>(p.a.scales, &workspace.scalars->a_scale_inv.value);
   if (arrays.b_scale_inv != p.b.scales) Copy<<<1, 1, 0, stream>>>(p.b.scales, &workspace.scalars->b_scale_inv.value);
-  if (IsFp8(p.d_type)) {
-    StartFp8Result<<<1, 1, 0, stream>>>(p.amax_in, p.d_type == Type::kE4M3, p.power_of_two_scale,
-                                        &workspace.scalars->d_scale.value, p.d_scale_inv, arrays.amax);
-  }
   if (Status status = Check(cudaGetLastError(), "kernel launch"); !status.ok()) return status;
-  if (Status status = plan->Launch(device->handle, arrays, stream); !status.ok()) return status;
-  if (IsFp8(p.d_type) && arrays.amax != p.amax_out) Copy<<<1, 1, 0, stream>>>(arrays.amax, p.amax_out);
-  return Check(cudaGetLastError(), "kernel launch");
+  return plan->Launch(device->handle, arrays, stream);
 }
 
 Status Prepare(cudaStream_t stream, const Problem& p) {
@@ -201,7 +185,8 @@ Status Prepare(cudaStream_t stream, const Problem& p) {
   if (Status status = DeviceOf(ordinal, device); !status.ok()) return status;
   const Arrays arrays = ArraysOf(p, workspace);
   std::shared_ptr<Plan> plan;
-  return FindPlan(*device, KeyOf(p, arrays, workspace.rest_bytes), arrays, /*tune=*/p.autotune, plan);
+  return FindPlan(*device, KeyOf(p, arrays, workspace.rest_bytes), arrays, /*tune=*/p.algorithm == Algorithm::kAuto,
+                  plan);
 }
 
 }  // namespace te::gemm::cublaslt

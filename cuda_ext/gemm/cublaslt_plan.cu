@@ -43,16 +43,9 @@ cudaDataType_t DataTypeOf(Type type) {
 }
 
 cublasLtEpilogue_t EpilogueOf(const Key& key) {
-  switch (key.epilogue) {
-    case Epilogue::kNone:
-      return key.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-    case Epilogue::kGelu:
-      if (key.aux) return key.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-      return key.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
-    case Epilogue::kDgelu:
-      return CUBLASLT_EPILOGUE_DGELU;
-  }
-  return CUBLASLT_EPILOGUE_DEFAULT;
+  if (key.preactivation) return key.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+  if (key.gelu) return key.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+  return key.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
 // A row of calls that stops at the first failure.
@@ -106,9 +99,9 @@ size_t HashOfKey::operator()(const Key& key) const {
   uint64_t flags = 0;
   for (const uint64_t field :
        {static_cast<uint64_t>(key.a_type), static_cast<uint64_t>(key.b_type), static_cast<uint64_t>(key.d_type),
-        static_cast<uint64_t>(key.epilogue), uint64_t{key.a_summed_first}, uint64_t{key.b_summed_first},
-        uint64_t{key.row_scales}, uint64_t{key.bias}, uint64_t{key.aux}, uint64_t{key.accumulate},
-        uint64_t{key.fast_accumulation}, uint64_t{key.autotune}, uint64_t{key.spread}, uint64_t{key.own_kernel}}) {
+        static_cast<uint64_t>(key.algorithm), uint64_t{key.a_summed_first}, uint64_t{key.b_summed_first},
+        uint64_t{key.row_scales}, uint64_t{key.bias}, uint64_t{key.gelu}, uint64_t{key.preactivation},
+        uint64_t{key.accumulate}, uint64_t{key.fast_accumulation}, uint64_t{key.spread}}) {
     flags = flags * 8 + field;
   }
   size_t hash = 0;
@@ -138,29 +131,29 @@ Key KeyOf(const Problem& p, const Arrays& arrays, int64_t workspace_bytes) {
   key.a_type = p.a.type;
   key.b_type = p.b.type;
   key.d_type = p.d_type;
-  key.epilogue = p.epilogue;
+  key.algorithm = p.algorithm;
   key.a_summed_first = p.a.summed_first;
   key.b_summed_first = p.b.summed_first;
   key.row_scales = p.scaling == Scaling::kRow;
   key.bias = p.bias != nullptr;
-  key.aux = arrays.aux != nullptr;
+  key.gelu = p.gelu;
+  key.preactivation = p.preactivation != nullptr;
   key.accumulate = p.accumulator != nullptr;
   key.fast_accumulation = p.fast_accumulation && IsFp8(p.a.type);
-  key.autotune = p.autotune;
   const int64_t d_stride = key.d_stride * SizeOf(p.d_type);
   key.a_alignment = AlignmentOf(arrays.a, key.a_stride * SizeOf(p.a.type));
   key.b_alignment = AlignmentOf(arrays.b, key.b_stride * SizeOf(p.b.type));
   key.c_alignment = AlignmentOf(key.accumulate ? arrays.c : arrays.d, d_stride);
   key.d_alignment = AlignmentOf(arrays.d, d_stride);
-  key.bias_alignment = AlignmentOf(arrays.bias, key.bias_stride * SizeOf(SideType(p.d_type)));
-  key.aux_alignment = AlignmentOf(arrays.aux);
+  key.bias_alignment = AlignmentOf(arrays.bias, key.bias_stride * SizeOf(p.d_type));
+  key.preactivation_alignment = AlignmentOf(arrays.preactivation);
   return key;
 }
 
 std::optional<Key> SpreadKeyOf(const Key& key) {
-  // With a scale for each row cuBLASLt 13.1 makes no FP8, adds no bias to float32, and knows no stride of a batch.
-  const bool supported = IsFp8(key.a_type) && !key.row_scales && key.batch == 1 && !IsFp8(key.d_type) &&
-                         key.epilogue == Epilogue::kNone && !(key.bias && key.d_type == Type::kFloat32);
+  // With a scale for each row cuBLASLt 13.1 has no gelu, adds no bias to float32, and knows no stride of a batch.
+  const bool supported = IsFp8(key.a_type) && !key.row_scales && key.batch == 1 && !key.gelu &&
+                         !(key.bias && key.d_type == Type::kFloat32);
   if (!supported) return std::nullopt;
   Key spread = key;
   spread.row_scales = spread.spread = true;
@@ -168,23 +161,21 @@ std::optional<Key> SpreadKeyOf(const Key& key) {
   return spread;
 }
 
-std::optional<Key> OwnKeyOf(const Key& key) {
-  const bool supported =
-      IsFp8(key.a_type) && !IsFp8(key.d_type) && key.epilogue == Epilogue::kNone && key.k % 16 == 0 && key.n % 16 == 0;
-  if (!supported) return std::nullopt;
-  Key own = key;
-  own.own_kernel = true;
-  return own;
+std::optional<Key> TeJaxKeyOf(const Key& key) {
+  if (!IsFp8(key.a_type) || key.gelu || key.k % 16 != 0 || key.n % 16 != 0) return std::nullopt;
+  Key te_jax = key;
+  te_jax.algorithm = Algorithm::kTeJax;
+  return te_jax;
 }
 
 Status Plan::Make(cublasLtHandle_t handle, const Key& key, const Arrays& arrays, std::unique_ptr<Plan>& plan) {
   std::unique_ptr<Plan> made(new Plan(key));
-  if (key.own_kernel) {
+  if (key.algorithm == Algorithm::kTeJax) {
     plan = std::move(made);
     return Status::Ok();
   }
   if (Status status = made->Describe(); !status.ok()) return status;
-  // The alignments of bias and aux are read off their pointers.
+  // The alignments of bias and preactivation are read off their pointers.
   if (Status status = made->SetPointers(arrays); !status.ok()) return status;
   if (Status status = made->FindAlgorithms(handle); !status.ok()) return status;
   plan = std::move(made);
@@ -206,11 +197,9 @@ Status Plan::Describe() {
     attempt.Set(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, stride, what);
   };
   const bool b_transposed = !key_.b_summed_first, a_transposed = key_.a_summed_first;
-  // Beside D in FP8 there is no C, but its type decides that of bias and aux.
-  const Type added = IsFp8(key_.d_type) ? Type::kBFloat16 : key_.d_type;
   make_layout(key_.b_type, b_transposed, key_.n, key_.k, key_.b_stride, first_, "layout of b");
   make_layout(key_.a_type, a_transposed, key_.k, key_.m, key_.a_stride, second_, "layout of a");
-  make_layout(added, false, key_.n, key_.m, key_.d_stride, added_, "layout of the accumulator");
+  make_layout(key_.d_type, false, key_.n, key_.m, key_.d_stride, added_, "layout of the accumulator");
   make_layout(key_.d_type, false, key_.n, key_.m, key_.d_stride, result_, "layout of d");
 
   cublasLtMatmulDesc_t made = nullptr;
@@ -219,7 +208,7 @@ Status Plan::Describe() {
   description_.reset(made);
   const int32_t b_operation = b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
   const int32_t a_operation = a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
-  const int32_t side = DataTypeOf(SideType(key_.d_type));
+  const int32_t d_type = DataTypeOf(key_.d_type);
   attempt.Set(made, CUBLASLT_MATMUL_DESC_TRANSA, b_operation, "transposition of b");
   attempt.Set(made, CUBLASLT_MATMUL_DESC_TRANSB, a_operation, "transposition of a");
   attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<uint32_t>(EpilogueOf(key_)), "epilogue");
@@ -232,12 +221,12 @@ Status Plan::Describe() {
     attempt.Set(made, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kOneForEachRow, "scales of a");
   }
   if (key_.bias) {
-    attempt.Set(made, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, side, "type of bias");
+    attempt.Set(made, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, d_type, "type of bias");
     attempt.Set(made, CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, key_.bias_stride, "stride of bias");
   }
-  if (key_.aux) {
-    attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, side, "type of aux");
-    attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key_.n, "stride of aux");
+  if (key_.preactivation) {
+    attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, d_type, "type of the preactivation");
+    attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key_.n, "stride of the preactivation");
   }
   return attempt.status();
 }
@@ -247,14 +236,12 @@ Status Plan::SetPointers(const Arrays& arrays) {
   auto set = [&](bool wanted, cublasLtMatmulDescAttributes_t attribute, const void* pointer, const char* what) {
     if (wanted) attempt.Set(description_.get(), attribute, pointer, what);
   };
-  const bool fp8 = IsFp8(key_.a_type), fp8_result = IsFp8(key_.d_type);
+  const bool fp8 = IsFp8(key_.a_type);
   set(key_.bias, CUBLASLT_MATMUL_DESC_BIAS_POINTER, arrays.bias, "bias");
-  set(key_.aux, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, arrays.aux, "aux");
+  set(key_.preactivation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, arrays.preactivation, "preactivation");
   set(fp8, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, arrays.b_scale_inv, "scale of b");
   set(fp8, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, arrays.a_scale_inv, "scale of a");
-  // C never has a scale: with β ≠ 0 it would hang cuBLASLt 13.1. D has one only where it is FP8.
-  set(fp8_result, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, arrays.d_scale, "scale of d");
-  set(fp8_result, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, arrays.amax, "amax of d");
+  // C never has a scale: with β ≠ 0 it would hang cuBLASLt 13.1.
   return attempt.status();
 }
 
@@ -287,7 +274,7 @@ Status Plan::FindAlgorithms(cublasLtHandle_t handle) {
                         std::to_string(EpilogueOf(key_)) + " (" + cublasLtGetStatusString(searched) + ")");
 }
 
-Status Plan::LaunchOwn(const Arrays& arrays, cudaStream_t stream) const {
+Status Plan::LaunchTeJax(const Arrays& arrays, cudaStream_t stream) const {
   Problem problem{};
   problem.m = key_.m;
   problem.n = key_.n;
@@ -305,7 +292,7 @@ Status Plan::LaunchOwn(const Arrays& arrays, cudaStream_t stream) const {
 }
 
 Status Plan::Launch(cublasLtHandle_t handle, const Arrays& given, size_t algorithm, cudaStream_t stream) {
-  if (key_.own_kernel) return LaunchOwn(given, stream);
+  if (key_.algorithm == Algorithm::kTeJax) return LaunchTeJax(given, stream);
   Arrays arrays = given;
   if (key_.spread) {
     auto* scales = static_cast<float*>(arrays.workspace);
@@ -319,7 +306,7 @@ Status Plan::Launch(cublasLtHandle_t handle, const Arrays& given, size_t algorit
     arrays.workspace = scales + count;
   }
   const float alpha = 1.0f, beta = key_.accumulate ? 1.0f : 0.0f;
-  const void* added = key_.accumulate ? arrays.c : IsFp8(key_.d_type) ? nullptr : arrays.d;
+  const void* added = key_.accumulate ? arrays.c : arrays.d;
   const auto workspace_bytes = static_cast<size_t>(key_.workspace_bytes - SpreadBytes(key_));
   const std::lock_guard lock(mutex_);
   if (Status status = SetPointers(arrays); !status.ok()) return status;

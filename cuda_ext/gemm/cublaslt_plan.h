@@ -35,13 +35,11 @@ struct Arrays {
   const void* b;
   const void* c;  // what is added, perhaps d
   const void* bias;
-  const void* aux;  // read or written
+  void* preactivation;
   void* d;
   const float* a_scale_inv;  // one, or one for each row; aligned to 16 bytes, as all scalars: cuBLASLt 13.1 needs it
   const float* b_scale_inv;
-  const float* d_scale;  // of D in FP8
-  float* amax;           // of D in FP8; must be 0 before
-  void* workspace;       // aligned to 256 bytes
+  void* workspace;  // aligned to 256 bytes
 };
 
 // All that the choice of an algorithm depends on.
@@ -50,12 +48,11 @@ struct Key {
   int64_t batch, a_stride, b_stride, bias_stride, d_stride;
   int64_t workspace_bytes;
   Type a_type, b_type, d_type;
-  Epilogue epilogue;
+  Algorithm algorithm;  // kTeJax: the package's kernel is the plan's one candidate
   bool a_summed_first, b_summed_first;
-  bool row_scales, bias, aux, accumulate, fast_accumulation, autotune;
-  bool spread;      // one scale for each operand, which Launch writes for every row first
-  bool own_kernel;  // by the package's kernel, the plan's one algorithm
-  uint8_t a_alignment, b_alignment, c_alignment, d_alignment, bias_alignment, aux_alignment;
+  bool row_scales, bias, gelu, preactivation, accumulate, fast_accumulation;
+  bool spread;  // one scale for each operand, which Launch writes for every row first
+  uint8_t a_alignment, b_alignment, c_alignment, d_alignment, bias_alignment, preactivation_alignment;
 
   friend bool operator==(const Key&, const Key&) = default;
 };
@@ -70,8 +67,8 @@ Key KeyOf(const Problem& problem, const Arrays& arrays, int64_t workspace_bytes)
 // scale, and on H200s that run at their power limit the faster ones, by more than writing the scales out costs.
 std::optional<Key> SpreadKeyOf(const Key& key);
 
-// The same product by the package's kernel, which makes no FP8 and knows no gelu.
-std::optional<Key> OwnKeyOf(const Key& key);
+// The same product by the package's kernel, which knows no gelu.
+std::optional<Key> TeJaxKeyOf(const Key& key);
 
 class Plan {
  public:
@@ -87,7 +84,7 @@ class Plan {
   Status Launch(cublasLtHandle_t handle, const Arrays& arrays, size_t algorithm, cudaStream_t stream);
 
   const Key& key() const { return key_; }
-  size_t algorithms() const { return key_.own_kernel ? 1 : algorithms_.size(); }
+  size_t algorithms() const { return key_.algorithm == Algorithm::kTeJax ? 1 : algorithms_.size(); }
   void Choose(size_t algorithm) { chosen_ = algorithm; }
 
   // Whether algorithms have been compared, or need not be.
@@ -99,7 +96,7 @@ class Plan {
     void operator()(cublasLtMatrixLayoutOpaque_t* layout) const { cublasLtMatrixLayoutDestroy(layout); }
     void operator()(cublasLtMatmulPreferenceOpaque_t* preference) const { cublasLtMatmulPreferenceDestroy(preference); }
   };
-  struct Algorithm {  // nvcc 13.0 cannot destroy the unnamed struct itself in a vector
+  struct Suggestion {  // nvcc 13.0 cannot destroy the unnamed struct itself in a vector
     cublasLtMatmulAlgo_t algorithm;
   };
   using Description = std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroy>;
@@ -110,12 +107,12 @@ class Plan {
   Status Describe();
   Status SetPointers(const Arrays& arrays);
   Status FindAlgorithms(cublasLtHandle_t handle);
-  Status LaunchOwn(const Arrays& arrays, cudaStream_t stream) const;
+  Status LaunchTeJax(const Arrays& arrays, cudaStream_t stream) const;
 
   Key key_;
   Description description_;
   Layout first_, second_, added_, result_;
-  std::vector<Algorithm> algorithms_;
+  std::vector<Suggestion> algorithms_;
   size_t chosen_ = 0;
   std::mutex mutex_;  // of the description's pointers
 };

@@ -59,10 +59,8 @@ __global__ void FillFp8(uint8_t* out, int64_t count, uint32_t seed) {
   }
 }
 
-__global__ void FillScales(float* inverse_scales, int64_t count, float* d_scale, float* amax) {
+__global__ void FillScales(float* inverse_scales, int64_t count) {
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) inverse_scales[i] = 1.0f / kFp8Scale;
-  *d_scale = 1.0f;
-  *amax = 0.0f;
 }
 
 void Fill(Type type, void* out, int64_t count, uint32_t seed, cudaStream_t stream) {
@@ -111,7 +109,7 @@ Stream MakeStream() {
 class Scratch {
  public:
   Scratch(const Key& key, cudaStream_t stream) : stream_(stream) {
-    const Type side = SideType(key.d_type);
+    const int64_t d_size = SizeOf(key.d_type);
     const int64_t results = (key.batch - 1) * key.d_stride + key.m * key.n;
     const int64_t a_values = (key.batch - 1) * key.a_stride + key.m * key.k;
     const int64_t b_values = (key.batch - 1) * key.b_stride + key.n * key.k;
@@ -123,34 +121,31 @@ class Scratch {
       return begin;
     };
     const int64_t a = reserve(a_values * SizeOf(key.a_type)), b = reserve(b_values * SizeOf(key.b_type));
-    const int64_t d = reserve(results * SizeOf(key.d_type)), bias = reserve(key.bias ? bias_values * SizeOf(side) : 0);
-    const int64_t aux = reserve(key.aux ? results * SizeOf(side) : 0);
+    const int64_t d = reserve(results * d_size), bias = reserve(key.bias ? bias_values * d_size : 0);
+    const int64_t preactivation = reserve(key.preactivation ? results * d_size : 0);
     const int64_t scales = key.row_scales ? std::max(key.m, key.n) : 1;
-    const int64_t inverse_scale = reserve(4 * scales), d_scale = reserve(4), amax = reserve(4);
+    const int64_t inverse_scale = reserve(4 * scales);
     const int64_t workspace = reserve(key.workspace_bytes);
     if (cudaMallocAsync(&memory_, offset, stream) != cudaSuccess) {
       memory_ = nullptr;
       return;
     }
     char* base = static_cast<char*>(memory_);
-    auto scalar = [&](int64_t at) { return reinterpret_cast<float*>(base + at); };
+    auto* const inverse_scales = reinterpret_cast<float*>(base + inverse_scale);
     arrays_ = {base + a,
                base + b,
                base + d,
                key.bias ? base + bias : nullptr,
-               key.aux ? base + aux : nullptr,
+               key.preactivation ? base + preactivation : nullptr,
                base + d,
-               scalar(inverse_scale),
-               scalar(inverse_scale),
-               scalar(d_scale),
-               scalar(amax),
+               inverse_scales,
+               inverse_scales,
                base + workspace};
     Fill(key.a_type, base + a, a_values, 1, stream);
     Fill(key.b_type, base + b, b_values, 2, stream);
     Fill(key.d_type, base + d, results, 3, stream);
-    if (key.bias) Fill(side, base + bias, bias_values, 4, stream);
-    if (key.aux) Fill(side, base + aux, results, 5, stream);
-    FillScales<<<1, 1024, 0, stream>>>(scalar(inverse_scale), scales, scalar(d_scale), scalar(amax));
+    if (key.bias) Fill(key.d_type, base + bias, bias_values, 4, stream);
+    FillScales<<<1, 1024, 0, stream>>>(inverse_scales, scales);
     filled_ = cudaGetLastError() == cudaSuccess;
   }
   ~Scratch() {

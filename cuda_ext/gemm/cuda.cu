@@ -10,14 +10,11 @@
 namespace te::gemm {
 namespace {
 
-// Whether products of a batch may be one call: neither cuBLASLt nor the package's kernel is asked for gelu or FP8 then.
-bool MayRunAtOnce(const Problem& p) { return p.epilogue == Epilogue::kNone && !IsFp8(p.d_type); }
-
 bool UsesCublasLt(const Problem& p) {
   if (p.scaling == Scaling::kNone) return true;
-  if (p.own_kernel || p.scaling == Scaling::kBlock) return false;
+  if (p.algorithm == Algorithm::kTeJax) return false;
   const bool scales_differ = p.batch.count > 1 && (p.batch.a_scales_stride != 0 || p.batch.b_scales_stride != 0);
-  if (scales_differ && MayRunAtOnce(p)) return false;  // cuBLASLt 13.1 knows no stride of scales
+  if (scales_differ && !p.gelu) return false;  // cuBLASLt 13.1 knows no stride of scales
   if (p.scaling == Scaling::kTensor) return true;
   // With a scale for each row it adds no bias to float32 results.
   return OnSixteenBytes(p.a.scales) && OnSixteenBytes(p.b.scales) && !(p.bias != nullptr && p.d_type == Type::kFloat32);
@@ -37,8 +34,8 @@ Status RunOne(cudaStream_t stream, const Problem& p) {
 Status Run(const Executor& executor, const Problem& p) {
   if (p.k == 0) return Status::Failed("there is nothing to sum over");
   if (p.batch.count == 1 || !UsesCublasLt(p)) return RunOne(executor.stream, p);
-  // It need not have an algorithm for every batch whose products it has one for.
-  if (MayRunAtOnce(p) && cublaslt::Run(executor.stream, p).ok()) return Status::Ok();
+  // It need not have an algorithm for every batch whose products it has one for, and is not asked for gelu of a batch.
+  if (!p.gelu && cublaslt::Run(executor.stream, p).ok()) return Status::Ok();
   for (int64_t i = 0; i < p.batch.count; ++i) {
     if (Status status = RunOne(executor.stream, MemberOf(p, i)); !status.ok()) return status;
   }
@@ -48,7 +45,7 @@ Status Run(const Executor& executor, const Problem& p) {
 Status Prepare(const Executor& executor, const Problem& p) {
   if (!UsesCublasLt(p) || p.k == 0) return Status::Ok();
   if (p.batch.count == 1) return cublaslt::Prepare(executor.stream, p);
-  if (MayRunAtOnce(p) && cublaslt::Prepare(executor.stream, p).ok()) return Status::Ok();
+  if (!p.gelu && cublaslt::Prepare(executor.stream, p).ok()) return Status::Ok();
   return cublaslt::Prepare(executor.stream, MemberOf(p, 0));
 }
 

@@ -1,8 +1,9 @@
 // Matrix products with both operands quantized or both plain, and what follows them in the same pass:
 //
-//   D[m, n] = epilogue(Σ_k A[m, k] B[n, k] + bias[n])  or  accumulator[m, n] + Σ_k A[m, k] B[n, k]
+//   D[m, n] = Σ_k A[m, k] B[n, k] + bias[n],  gelu of that,  or  accumulator[m, n] + Σ_k A[m, k] B[n, k]
 //
-// D is row-major. FP8 operands stand for their values times their scales. Sums are float32.
+// with gelu(x) = 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))). D is row-major. FP8 operands stand for their values times
+// their scales. Sums are float32.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +29,11 @@ constexpr int64_t SizeOf(Type type) { return type == Type::kFloat32 ? 4 : IsFp8(
 enum class Scaling { kNone, kTensor, kRow, kBlock };
 inline constexpr int64_t kBlockSize = 128;
 
-// With gelu(x) = 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))):
-//   kGelu   D = gelu(x), and aux_out = x where it is not null
-//   kDgelu  D = x · gelu'(aux_in)
-enum class Epilogue { kNone, kGelu, kDgelu };
+// How a GPU multiplies; a CPU knows one way.
+//   kAuto      the fastest candidate of cuBLASLt's and the package's kernel, timed once for each kind of product
+//   kCublasLt  cuBLASLt's first suggestion; the package's kernel for FP8 products that cuBLASLt has no form for
+//   kTeJax     the package's kernel, which multiplies FP8 and has no gelu; the only algorithm for kBlock
+enum class Algorithm { kAuto, kCublasLt, kTeJax };
 
 struct Operand {
   const void* data;     // [outer, k], or [k, outer] where summed_first, which only plain operands may be
@@ -40,8 +42,8 @@ struct Operand {
   bool summed_first;
 };
 
-// Strides are in values, from one product's to the next one's, and 0 where all have the same. Accumulator, aux_in and
-// aux_out have that of d; scalars follow each other.
+// Strides are in values, from one product's to the next one's, and 0 where all have the same. Accumulator and
+// preactivation have that of d.
 struct StridedBatch {
   int64_t count = 1, a_stride = 0, b_stride = 0, a_scales_stride = 0, b_scales_stride = 0, bias_stride = 0,
           d_stride = 0;
@@ -52,21 +54,14 @@ struct Problem {
   Operand a;
   Operand b;
   Scaling scaling;
-  Epilogue epilogue;
-  const void* bias;         // [n] of SideType(d_type), or null
-  const void* accumulator;  // [m, n] of D's type, perhaps D itself, or null; comes with no bias and no epilogue
-  const void* aux_in;       // [m, n] of SideType(d_type), for kDgelu
-  void* aux_out;            // [m, n] of SideType(d_type), for kGelu, or null
+  Algorithm algorithm;
+  bool fast_accumulation;   // sums of FP8 products may stay in the tensor cores
+  bool gelu;                // only plain or with kTensor, and with D of 16 bits
+  Type d_type;              // of D and of the arrays that follow; not FP8
+  const void* bias;         // [n], or null
+  const void* accumulator;  // [m, n], perhaps D itself, or null; comes with no bias and no gelu
+  void* preactivation;      // [m, n], the values that gelu is applied to, or null
   void* d;                  // [m, n]
-  Type d_type;
-  // For D in FP8, with kTensor: its scale follows from amax_in; amax_out is the largest magnitude before scaling.
-  const float* amax_in;
-  float* amax_out;
-  float* d_scale_inv;
-  bool power_of_two_scale;
-  bool fast_accumulation;  // sums of FP8 products may stay in the tensor cores
-  bool autotune;           // time candidates rather than take the library's first suggestion
-  bool own_kernel;         // kTensor and kRow by the kernel of kBlock, untimed
   void* workspace;
   int64_t workspace_bytes;
   StridedBatch batch;
@@ -88,13 +83,10 @@ constexpr int64_t ScaleCount(const Problem& problem, int64_t outer, bool square)
   return 0;
 }
 
-// Type of bias and of what gelu saves: D's own, and bfloat16 beside D in FP8.
-constexpr Type SideType(Type d_type) { return IsFp8(d_type) ? Type::kBFloat16 : d_type; }
-
 // One product of a batch.
 inline Problem MemberOf(const Problem& problem, int64_t i) {
   const StridedBatch& batch = problem.batch;
-  const int64_t size = SizeOf(problem.d_type), side_size = SizeOf(SideType(problem.d_type));
+  const int64_t size = SizeOf(problem.d_type);
   Problem member = problem;
   member.batch = {};
   const auto advance = [i]<typename T>(T*& pointer, int64_t bytes) {
@@ -105,14 +97,10 @@ inline Problem MemberOf(const Problem& problem, int64_t i) {
   advance(member.b.data, batch.b_stride * SizeOf(problem.b.type));
   advance(member.a.scales, batch.a_scales_stride * 4);
   advance(member.b.scales, batch.b_scales_stride * 4);
-  advance(member.bias, batch.bias_stride * side_size);
+  advance(member.bias, batch.bias_stride * size);
   advance(member.accumulator, batch.d_stride * size);
-  advance(member.aux_in, batch.d_stride * side_size);
-  advance(member.aux_out, batch.d_stride * side_size);
+  advance(member.preactivation, batch.d_stride * size);
   advance(member.d, batch.d_stride * size);
-  advance(member.amax_in, 4);
-  advance(member.amax_out, 4);
-  advance(member.d_scale_inv, 4);
   return member;
 }
 

@@ -8,9 +8,9 @@
 
 namespace te::gemm::hopper {
 
-// Products of FP8 operands, not both E5M2, with results that are not FP8, and no epilogue. Arrays begin at multiples of
-// 16 bytes, and so do those of every product of a batch but for scales, of which only a's must, and only with blocks. k
-// is a multiple of 16, n of 8, and with blocks m of 4.
+// Products of FP8 operands, not both E5M2, without gelu. Arrays begin at multiples of 16 bytes, and so do those of
+// every product of a batch but for scales, of which only a's must, and only with blocks. k is a multiple of 16, n of 8,
+// and with blocks m of 4.
 Status Run(cudaStream_t stream, const Problem& problem);
 
 }  // namespace te::gemm::hopper

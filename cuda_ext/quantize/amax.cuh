@@ -1,5 +1,5 @@
-// Largest magnitudes: of the whole tensor, or of its rows and columns, from one read. They are raised from zero: a
-// kernel clears them, which may still run while the next reads its first values.
+// The amax of the whole tensor, or of its rows and columns, from one read. Thread blocks combine theirs by atomic
+// maxima; a kernel sets these to zero before, and may still run while the next reads its first values.
 #pragma once
 
 #include <cstring>
@@ -30,7 +30,7 @@ inline constexpr int kAmaxThreads = 512;
 inline constexpr int kAmaxUnroll = 8;  // 16-byte loads that a thread has in flight
 inline constexpr int kAmaxBlocks = 2;  // on a multiprocessor
 
-// Forwards through the memory of each tensor of `count` values, its `blocks` abreast.
+// Thread blocks read a tensor of `count` values forwards, `blocks` of them side by side.
 template <typename T>
 __global__ void __launch_bounds__(kAmaxThreads, kAmaxBlocks)
     AmaxOfValues(const T* x, int64_t count, unsigned blocks, bool aligned, float* amax) {
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kAmaxThreads, kAmaxBlocks)
     largest = __reduce_max_sync(kWholeWarp, largest);
     if (threadIdx.x == 0) {
       WaitForPrimary();
-      RaiseTo(amax + example, W::FloatBitsOf(largest));
+      AtomicMax(amax + example, W::FloatBitsOf(largest));
     }
   }
 }
@@ -83,7 +83,7 @@ inline constexpr int kTilesPerColumnStrip = 8;
 template <typename T>
 inline constexpr int kRowAmaxBlocks = sizeof(T) == 4 ? 2 : 4;  // on a multiprocessor
 
-// A block takes tiles below each other; largest magnitudes of columns stay in registers between them.
+// A thread block works on tiles below each other; the amaxes of columns stay in registers between them.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kRowAmaxBlocks<T>)
     AmaxOfRowsAndColumns(const T* x, const Shape shape, float* row_amax, float* col_amax) {
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kRowAmaxBlocks<T>)
         bool writes;
         const uint32_t magnitude = RowMagnitude<T>(patch, &row, &writes);
         if (writes && place.row + row < shape.rows) {
-          RaiseTo(row_amax + RowOffset(example, shape.rows) + place.row + row, W::FloatBitsOf(magnitude));
+          AtomicMax(row_amax + RowOffset(example, shape.rows) + place.row + row, W::FloatBitsOf(magnitude));
         }
       }
     }
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, kRowAmaxBlocks<T>)
     __syncthreads();
     const int col = tile_col * kTile + threadIdx.x;
     if (threadIdx.x < kTile && col < shape.cols) {
-      RaiseTo(col_amax + RowOffset(example, shape.cols) + col, W::FloatBitsOf(of_columns[threadIdx.x]));
+      AtomicMax(col_amax + RowOffset(example, shape.cols) + col, W::FloatBitsOf(of_columns[threadIdx.x]));
     }
     __syncthreads();
   }

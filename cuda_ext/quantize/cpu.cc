@@ -1,5 +1,5 @@
-// Tiles of 128 × 128 values are shared out to XLA's pool of CPU threads. A tile is widened to float once and stays in
-// the L2 cache while its largest magnitudes, its two copies and its column sums are worked out.
+// XLA's pool of CPU threads works on tiles of 128 × 128 values. A tile is widened to float once and stays in the L2
+// cache while its amaxes, its two copies and its column sums are computed.
 
 #include <algorithm>
 #include <atomic>
@@ -15,7 +15,7 @@ namespace te::quantize {
 namespace {
 
 constexpr int64_t kTilesPerTask = 4;
-constexpr int64_t kStrip = 4096;  // columns of what only the largest magnitudes are asked of
+constexpr int64_t kStrip = 4096;  // columns of a tile where only amaxes are computed
 
 constexpr int64_t Blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
 
@@ -37,7 +37,7 @@ struct Scratch {
 
 // -------------------------------------------------------------------------------------------------------------- loops
 
-// Largest magnitudes of rows and columns as the bits of floats and, where asked for, the values as floats.
+// The amaxes of rows and columns as the bits of floats and, unless `values` is null, the values as floats.
 template <typename T>
 TE_JAX_INLINE void Load(const Matrices& x, const Tile& tile, uint32_t* row_amax, uint32_t* col_amax,
                         float (*values)[kBlock]) {
@@ -147,12 +147,12 @@ void StoreTransposedCodes(const Scratch& scratch, const Tile& tile, const Matric
 
 // ------------------------------------------------------------------------------------------------------------- scales
 
-// Bits of magnitudes, compared as integers, put NaN above infinity. Every NaN is reported as the same one.
+// Compared as integers, the bits of magnitudes put NaN above infinity. Every NaN becomes the same one.
 float AmaxFromBits(uint32_t bits) { return FloatFromBits(bits > kFloatInfinityBits ? 0x7fc00000u : bits); }
 
-uint32_t LargestOf(const uint32_t* bits, int64_t count) { return *std::max_element(bits, bits + count); }
+uint32_t MaxOf(const uint32_t* bits, int64_t count) { return *std::max_element(bits, bits + count); }
 
-void RaiseTo(float& amax, float value) {
+void AtomicMax(float& amax, float value) {
   const std::atomic_ref<float> shared(amax);
   float seen = shared.load(std::memory_order_relaxed);
   while (FloatBits(seen) < FloatBits(value) && !shared.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
@@ -164,8 +164,8 @@ float Scale(const Copies& copies, float amax) {
   return copies.format == Fp8::kE4M3 ? ScaleOf<E4M3>(amax, power_of_two) : ScaleOf<E5M2>(amax, power_of_two);
 }
 
-// SetScales fills row_scale, for the data, and col_scale, for the transposed copy, and writes the inverses that belong
-// to the tile. It says whether row_scale is all that both copies need.
+// SetScales fills row_scale (for data) and col_scale (for transposed), and writes the tile's scale_inv. It returns
+// whether both copies have the same codes, those of row_scale.
 
 bool SetScales(const Matrices&, const Copies& copies, const TensorScaling& scaling, const Tile& tile,
                Scratch& scratch) {
@@ -174,7 +174,7 @@ bool SetScales(const Matrices&, const Copies& copies, const TensorScaling& scali
   for (float* scale_inv : {scaling.scale_inv, scaling.transposed_scale_inv}) {
     if (scale_inv && tile.row == 0 && tile.col == 0) scale_inv[tile.example] = Quotient(1.0f, scale);
   }
-  if (scaling.own_amax) RaiseTo(scaling.own_amax[tile.example], AmaxFromBits(LargestOf(scratch.row_amax, tile.rows)));
+  if (scaling.own_amax) AtomicMax(scaling.own_amax[tile.example], AmaxFromBits(MaxOf(scratch.row_amax, tile.rows)));
   return true;
 }
 
@@ -192,12 +192,12 @@ bool SetScales(const Matrices& x, const Copies& copies, const RowScaling& scalin
 
 bool SetScales(const Matrices& x, const Copies& copies, const BlockScaling& scaling, const Tile& tile,
                Scratch& scratch) {
-  // Of a copy [outer, summed], from the tile's largest magnitude for each outer index.
-  auto set = [&](bool square, const uint32_t* amax, int64_t outer, int64_t outer_size, int64_t count, int64_t summed,
-                 int64_t summed_size, float* scale, float* scale_inv) {
+  // The scales of a copy [outer, summed], from the tile's amax for each outer index.
+  auto set = [&](bool block_128x128, const uint32_t* amax, int64_t outer, int64_t outer_size, int64_t count,
+                 int64_t summed, int64_t summed_size, float* scale, float* scale_inv) {
     if (!scale_inv) return;
-    if (square) {
-      std::fill_n(scale, count, Scale(copies, AmaxFromBits(LargestOf(amax, count))));
+    if (block_128x128) {
+      std::fill_n(scale, count, Scale(copies, AmaxFromBits(MaxOf(amax, count))));
       const int64_t block = tile.example * Blocks(outer_size) + outer / kBlock;
       scale_inv[block * Blocks(summed_size) + summed / kBlock] = Quotient(1.0f, scale[0]);
       return;
@@ -208,11 +208,11 @@ bool SetScales(const Matrices& x, const Copies& copies, const BlockScaling& scal
       scale_inv[block * outer_size + outer + i] = Quotient(1.0f, scale[i]);
     }
   };
-  set(scaling.data_square, scratch.row_amax, tile.row, x.rows, tile.rows, tile.col, x.cols, scratch.row_scale,
+  set(scaling.data_128x128, scratch.row_amax, tile.row, x.rows, tile.rows, tile.col, x.cols, scratch.row_scale,
       scaling.scale_inv);
-  set(scaling.transposed_square, scratch.col_amax, tile.col, x.cols, tile.cols, tile.row, x.rows, scratch.col_scale,
+  set(scaling.transposed_128x128, scratch.col_amax, tile.col, x.cols, tile.cols, tile.row, x.rows, scratch.col_scale,
       scaling.transposed_scale_inv);
-  return scaling.data_square && scaling.transposed_square && scaling.scale_inv;
+  return scaling.data_128x128 && scaling.transposed_128x128 && scaling.scale_inv;
 }
 
 // -------------------------------------------------------------------------------------------------------------- tiles
@@ -235,7 +235,7 @@ auto* LoadOf(const Matrices& x) {
   return x.dtype == DType::kFloat32 ? LoadFloat32 : x.dtype == DType::kBFloat16 ? LoadBFloat16 : LoadFloat16;
 }
 
-// Calls merge(strip, row_amax, col_amax), the bits of largest magnitudes, for strips that cover x.
+// Calls merge(strip, row_amax, col_amax), amaxes as the bits of floats, for strips that cover x.
 template <typename Merge>
 void OverStrips(const Executor& executor, const Matrices& x, const Merge& merge) {
   executor.ParallelFor(CountTiles(x, kStrip), 1, [&](int64_t begin, int64_t end) {
@@ -272,7 +272,7 @@ Status Quantize(const Executor& executor, const Matrices& x, const Copies& copie
 Status AmaxOfTensor(const Executor& executor, const Matrices& x, float* amax) {
   std::fill_n(amax, x.count, 0.0f);
   OverStrips(executor, x, [&](const Tile& strip, const uint32_t* row_amax, const uint32_t*) {
-    RaiseTo(amax[strip.example], AmaxFromBits(LargestOf(row_amax, strip.rows)));
+    AtomicMax(amax[strip.example], AmaxFromBits(MaxOf(row_amax, strip.rows)));
   });
   return Status::Ok();
 }
@@ -282,8 +282,8 @@ Status AmaxOfRows(const Executor& executor, const Matrices& x, float* row_amax, 
   if (col_amax) std::fill_n(col_amax, x.count * x.cols, 0.0f);
   OverStrips(executor, x, [&](const Tile& strip, const uint32_t* rows, const uint32_t* cols) {
     const int64_t row = strip.example * x.rows + strip.row, col = strip.example * x.cols + strip.col;
-    for (int64_t r = 0; row_amax && r < strip.rows; ++r) RaiseTo(row_amax[row + r], AmaxFromBits(rows[r]));
-    for (int64_t c = 0; col_amax && c < strip.cols; ++c) RaiseTo(col_amax[col + c], AmaxFromBits(cols[c]));
+    for (int64_t r = 0; row_amax && r < strip.rows; ++r) AtomicMax(row_amax[row + r], AmaxFromBits(rows[r]));
+    for (int64_t c = 0; col_amax && c < strip.cols; ++c) AtomicMax(col_amax[col + c], AmaxFromBits(cols[c]));
   });
   return Status::Ok();
 }

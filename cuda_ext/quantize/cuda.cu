@@ -1,11 +1,11 @@
-// Which kernels run, and how.
+// Launches the kernels.
 //
-// Bytes per bfloat16 value for both copies: 4 where one pass does (blocks, delayed scaling), 6 with a pass for the
-// largest magnitudes before (current and row scaling). On an H200 (4.3 TB/s measured) 8192 × 8192 values cannot take
-// less than 62 and 94 µs. Arithmetic: 5 to 8 instructions a value, a quarter of that time.
+// Bytes per bfloat16 value for both copies: 4 in one pass (block and delayed scaling), 6 with a pass for the amax
+// before (current and row scaling). On an H200 (4.3 TB/s measured) 8192 × 8192 values cannot take less than 62 and 94
+// µs. Arithmetic: 5 to 8 instructions a value, a quarter of that time.
 //
-// The pass for the largest magnitudes walks forwards and the quantizing one backwards: what was read last is still in
-// the L2 cache (60 MB).
+// The amax pass walks forwards and the quantizing pass backwards: the values that were read last are still in the L2
+// cache (60 MB).
 
 #include <algorithm>
 #include <cstdint>
@@ -40,27 +40,27 @@ Shape ShapeOf(const Matrices& x, const void* data = nullptr, const void* transpo
 }
 
 template <typename T>
-bool Describe(const Arguments& arguments, Boxes* boxes) {
+bool MakeTensorMaps(const Arguments& arguments, TensorMaps* maps) {
   const cuuint64_t count = arguments.shape.count, rows = arguments.shape.rows, cols = arguments.shape.cols;
   constexpr cuuint32_t kVector = Words<T>::kPerVector;
   constexpr CUtensorMapDataType kCode = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   constexpr CUtensorMapDataType kValue =
       sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   constexpr CUtensorMapSwizzle kPlain = CU_TENSOR_MAP_SWIZZLE_NONE;
-  return DescribeBoxes<3>(&boxes->x, kValue, arguments.x, {cols, rows, count},
+  return DescribeBoxes<3>(&maps->x, kValue, arguments.x, {cols, rows, count},
                           {cols * sizeof(T), rows * cols * sizeof(T)}, {kTile, kTile, 1}, kPlain) &&
-         (!arguments.data || DescribeBoxes<3>(&boxes->data, kCode, arguments.data, {cols, rows, count},
+         (!arguments.data || DescribeBoxes<3>(&maps->data, kCode, arguments.data, {cols, rows, count},
                                               {cols, rows * cols}, {kTile, kTile, 1}, kPlain)) &&
          (!arguments.transposed ||
-          DescribeBoxes<4>(&boxes->transposed, kCode, arguments.transposed, {rows, cols / kVector, kVector, count},
+          DescribeBoxes<4>(&maps->transposed, kCode, arguments.transposed, {rows, cols / kVector, kVector, count},
                            {rows * kVector, rows, rows * cols}, {kTile, kAcross, kVector, 1},
                            CU_TENSOR_MAP_SWIZZLE_128B));
 }
 
 template <typename T, typename F, typename M>
 Status Launch(cudaStream_t stream, const Arguments& arguments) {
-  Boxes boxes{};
-  if (arguments.shape.aligned && !Describe<T>(arguments, &boxes)) {
+  TensorMaps maps{};
+  if (arguments.shape.aligned && !MakeTensorMaps<T>(arguments, &maps)) {
     return Status::Failed("cuTensorMapEncodeTiled refuses x or a copy of it");
   }
   auto* kernel = QuantizeTile<T, F, M>;
@@ -74,7 +74,7 @@ Status Launch(cudaStream_t stream, const Arguments& arguments) {
   if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
   const Shape& shape = arguments.shape;
   const int64_t tiles = int64_t{shape.count} * shape.TilesDown() * shape.TilesAcross();
-  return Check(LaunchAsDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, boxes, arguments),
+  return Check(LaunchAsDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, maps, arguments),
                "kernel launch");
 }
 
@@ -100,8 +100,8 @@ Arguments ArgumentsOf(const Matrices& x, const Copies& copies) {
   return arguments;
 }
 
-// How many blocks share each of `count` tensors of `chunks`, where `slots` run at a time: the fewest with which all end
-// first, if every chunk takes the same time.
+// The number of thread blocks for each of `count` tensors of `chunks`, where `slots` run at a time: the smallest of the
+// numbers with which all end first, if every chunk takes the same time.
 int64_t BlocksPerTensor(int64_t count, int64_t chunks, int64_t slots) {
   int64_t best = 1, best_time = INT64_MAX;
   for (int64_t blocks = 1; blocks <= std::min(chunks, slots); ++blocks) {
@@ -188,14 +188,13 @@ Status QuantizeBlocks(const Executor& executor, const Matrices& x, const Copies&
   if (Status s = CheckSize(x); !s.ok()) return s;
   Arguments arguments = ArgumentsOf(x, copies);
   arguments.blocks = scaling;
-  // An absent copy takes the other's scales: less is worked out.
-  const bool data_square = copies.data ? scaling.data_square : scaling.transposed_square;
-  const bool transposed_square = copies.transposed ? scaling.transposed_square : scaling.data_square;
-  auto* select =
-      data_square
-          ? (transposed_square ? Select<Mode<Scales::kBlocks, true, true>> : Select<Mode<Scales::kBlocks, true, false>>)
-          : (transposed_square ? Select<Mode<Scales::kBlocks, false, true>>
-                               : Select<Mode<Scales::kBlocks, false, false>>);
+  // An absent copy takes the other's kind of scales, so that fewer are computed.
+  const bool data_128x128 = copies.data ? scaling.data_128x128 : scaling.transposed_128x128;
+  const bool transposed_128x128 = copies.transposed ? scaling.transposed_128x128 : scaling.data_128x128;
+  auto* select = data_128x128 ? (transposed_128x128 ? Select<Mode<Scales::kBlocks, true, true>>
+                                                    : Select<Mode<Scales::kBlocks, true, false>>)
+                              : (transposed_128x128 ? Select<Mode<Scales::kBlocks, false, true>>
+                                                    : Select<Mode<Scales::kBlocks, false, false>>);
   return select(executor.stream, x, copies.format, arguments);
 }
 

@@ -8,8 +8,8 @@ namespace {
 using ffi::AnyBuffer;
 using Result = ffi::Result<AnyBuffer>;
 
-// Checks and decodes what all handlers are given. Leading dimensions that vmap added make several examples, each a
-// tensor of its own, one after another in every buffer.
+// Checks and decodes the arguments that all handlers share. Leading dimensions from vmap make several examples, each a
+// matrix of its own, one after another in every buffer.
 class Decoder {
  public:
   Decoder(std::string_view operation, const AnyBuffer& x, int64_t row_ndim, int64_t batch_ndim)
@@ -36,14 +36,14 @@ class Decoder {
   int64_t col_blocks() const { return (cols_ + kBlock - 1) / kBlock; }
   Rules& rules() { return rules_; }
 
-  // A float32 buffer with `count` values for each example; null where it may be and is absent.
+  // A float32 buffer with `count` values for each example; null if it is optional and has no elements.
   float* Floats(std::string_view name, const AnyBuffer& buffer, int64_t count, bool optional = false) {
     if (optional && buffer.element_count() == 0) return nullptr;
     rules_.Type(ffi::F32, name, buffer).Elements(examples_ * count, name, buffer);
     return static_cast<float*>(buffer.untyped_data());
   }
 
-  // What all quantizations write. Absent buffers have no elements.
+  // The results that all quantizations share. Absent buffers have no elements.
   Copies CopiesTo(const AnyBuffer& data, const AnyBuffer& transposed, const AnyBuffer& column_sums,
                   bool power_of_two_scales) {
     const AnyBuffer& present = data.element_count() ? data : transposed;
@@ -123,14 +123,14 @@ ffi::Error HandleRows(PlatformValue platform, AnyBuffer x, AnyBuffer row_amax, A
 
 ffi::Error HandleBlocks(PlatformValue platform, AnyBuffer x, Result data, Result scale_inv, Result transposed,
                         Result transposed_scale_inv, Result column_sums, int64_t row_ndim, int64_t batch_ndim,
-                        bool data_square, bool transposed_square, bool power_of_two_scales) {
+                        bool data_128x128, bool transposed_128x128, bool power_of_two_scales) {
   Decoder decoder("te_quantize_blocks", x, row_ndim, batch_ndim);
   const Copies copies = decoder.CopiesTo(*data, *transposed, *column_sums, power_of_two_scales);
-  const int64_t squares = decoder.row_blocks() * decoder.col_blocks();
-  const int64_t count = data_square ? squares : decoder.col_blocks() * decoder.rows();
-  const int64_t transposed_count = transposed_square ? squares : decoder.row_blocks() * decoder.cols();
+  const int64_t blocks = decoder.row_blocks() * decoder.col_blocks();
+  const int64_t count = data_128x128 ? blocks : decoder.col_blocks() * decoder.rows();
+  const int64_t transposed_count = transposed_128x128 ? blocks : decoder.row_blocks() * decoder.cols();
   const BlockScaling scaling{
-      data_square, transposed_square, decoder.Floats("scale_inv", *scale_inv, count, !copies.data),
+      data_128x128, transposed_128x128, decoder.Floats("scale_inv", *scale_inv, count, !copies.data),
       decoder.Floats("transposed_scale_inv", *transposed_scale_inv, transposed_count, !copies.transposed)};
   return decoder.Run([&](const Matrices& x) { return QuantizeBlocks(MakeExecutor(platform), x, copies, scaling); });
 }
@@ -200,7 +200,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_blocks, te::quantize::HandleBlocks,
                                   .Ret<xla::ffi::AnyBuffer>()  // dbias_partial
                                   .Attr<int64_t>("row_ndim")
                                   .Attr<int64_t>("batch_ndim")
-                                  .Attr<bool>("data_square")
-                                  .Attr<bool>("transposed_square")
+                                  .Attr<bool>("data_128x128")
+                                  .Attr<bool>("transposed_128x128")
                                   .Attr<bool>("power_of_two_scales"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

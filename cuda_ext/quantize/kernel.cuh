@@ -1,6 +1,6 @@
-// The quantizing kernel: a thread block for each tile of 128 × 128 values (tile.cuh), which TMA brings, and takes as
-// codes. While some blocks of a multiprocessor wait for theirs others work, and tiles are read and written in order,
-// which blocks that stay and walk over them lose.
+// The quantizing kernel: one thread block for each tile of 128 × 128 values (tile.cuh); TMA loads the values and stores
+// the codes. While some blocks of a multiprocessor wait for TMA, others compute, and tiles are read and written in
+// order; persistent blocks would lose that order.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,13 @@ namespace te::quantize {
 
 enum class Scales { kTensor, kRows, kBlocks };
 
-// What a kernel is made for.
-template <Scales kScales, bool kDataSquare = false, bool kTransposedSquare = false>
+// The scales of both copies, for which a kernel is compiled.
+template <Scales kScales, bool kData128x128 = false, bool kTransposed128x128 = false>
 struct Mode {
   static constexpr Scales scales = kScales;
   // A scale for each row of a tile (data), or each column (transposed), rather than one for the tile.
-  static constexpr bool row_scales = kScales == Scales::kRows || (kScales == Scales::kBlocks && !kDataSquare);
-  static constexpr bool col_scales = kScales == Scales::kRows || (kScales == Scales::kBlocks && !kTransposedSquare);
+  static constexpr bool row_scales = kScales == Scales::kRows || (kScales == Scales::kBlocks && !kData128x128);
+  static constexpr bool col_scales = kScales == Scales::kRows || (kScales == Scales::kBlocks && !kTransposed128x128);
   static constexpr bool same_codes = !row_scales && !col_scales;
 };
 
@@ -28,10 +28,10 @@ struct Mode {
 template <typename T>
 inline constexpr int kQuantizeBlocks = sizeof(T) == 4 ? 2 : 3;
 
-// What TMA brings and takes: boxes of a tile, whose last dimension is the tensor. Columns of x are the rows of
-// `transposed`; column c is at place (c / v, c % v) of two dimensions, for v columns in a vector, so that a box holds
+// Tensor maps of x and both copies, for boxes of a tile; the last dimension is the matrix. Columns of x are the rows of
+// `transposed`; column c has index (c / v, c % v) in two dimensions, for v columns in a vector, so that a box holds
 // them in the order of `Staged`.
-struct Boxes {
+struct TensorMaps {
   CUtensorMap x;
   CUtensorMap data;
   CUtensorMap transposed;
@@ -55,16 +55,16 @@ struct Shared {
   alignas(128) uint4 tile[kTile][kTile / Words<T>::kPerVector];
   float row_scale[kTile];
   float col_scale[kTile];
-  // By warp: largest magnitudes of its rows in each column, and of all it has.
+  // By warp: the amax of its rows in each column, and of all its values.
   alignas(16) uint32_t col_magnitudes[kWarps][kAcross][Words<T>::kCount];
   uint32_t magnitudes[kWarps];
   float column_sums[kWarps][kTile];
   uint64_t barrier;
 };
 
-// Asks TMA for a tile, with zeros outside of the tensor: one thread does.
+// Starts TMA's load of a tile, with zeros outside of the matrix. One thread calls it.
 template <typename T>
-__device__ __forceinline__ void FetchTile(const CUtensorMap& map, const Tile& tile, Shared<T>& shared) {
+__device__ __forceinline__ void LoadTile(const CUtensorMap& map, const Tile& tile, Shared<T>& shared) {
   const uint32_t barrier = SharedAddress(&shared.barrier);
   BarrierInit(barrier, 1);
   BarrierInitFence();
@@ -72,9 +72,9 @@ __device__ __forceinline__ void FetchTile(const CUtensorMap& map, const Tile& ti
   LoadBox(SharedAddress(shared.tile), &map, tile.col * kTile, tile.row * kTile, tile.example, barrier);
 }
 
-// The values of a patch, once the tile is there.
+// The values of a patch, once TMA has loaded the tile.
 template <typename T>
-__device__ __forceinline__ void TakeTile(const Place<T>& place, Shared<T>& shared, Patch<T>& patch) {
+__device__ __forceinline__ void WaitForTile(const Place<T>& place, Shared<T>& shared, Patch<T>& patch) {
   BarrierWait(SharedAddress(&shared.barrier), 0);
 #pragma unroll
   for (int v = 0; v < Words<T>::kVectors; ++v) {
@@ -85,18 +85,18 @@ __device__ __forceinline__ void TakeTile(const Place<T>& place, Shared<T>& share
   }
 }
 
-// Hands both copies to TMA: one thread does.
+// Starts TMA's stores of both copies. One thread calls it.
 template <typename T>
-__device__ __forceinline__ void SendTile(const Boxes& boxes, const Arguments& arguments, const Tile& tile,
-                                         const Staged<T>& staged) {
+__device__ __forceinline__ void StoreTile(const TensorMaps& maps, const Arguments& arguments, const Tile& tile,
+                                          const Staged<T>& staged) {
   using W = Words<T>;
   if (arguments.data) {
-    StoreBox(&boxes.data, tile.col * kTile, tile.row * kTile, tile.example, SharedAddress(staged.data));
+    StoreBox(&maps.data, tile.col * kTile, tile.row * kTile, tile.example, SharedAddress(staged.data));
   }
   if (arguments.transposed) {
 #pragma unroll
     for (int v = 0; v < W::kVectors; ++v) {
-      StoreBox(&boxes.transposed, tile.row * kTile, (tile.col * W::kVectors + v) * kAcross, 0, tile.example,
+      StoreBox(&maps.transposed, tile.row * kTile, (tile.col * W::kVectors + v) * kAcross, 0, tile.example,
                SharedAddress(staged.transposed[v * W::kPerVector * kAcross]));
     }
   }
@@ -125,7 +125,7 @@ __device__ __forceinline__ void SumColumns(const Shape& shape, const Tile& tile,
   }
 }
 
-// Scales of a tile's rows from their largest magnitudes over it.
+// Scales of a tile's rows, from their amaxes in the tile.
 template <typename T, typename F>
 __device__ __forceinline__ void ScaleRowsOfBlock(const Arguments& arguments, const Tile& tile, const Place<T>& place,
                                                  const Patch<T>& patch, Shared<T>& shared) {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void ScaleRowsOfBlock(const Arguments& arguments, con
   }
 }
 
-// Scales of a tile's columns, once all warps have left theirs in shared memory.
+// Scales of a tile's columns, once all warps have written their amaxes to shared memory.
 template <typename T, typename F>
 __device__ __forceinline__ void ScaleColumnsOfBlock(const Arguments& arguments, const Tile& tile, Shared<T>& shared) {
   using W = Words<T>;
@@ -191,7 +191,7 @@ __device__ __forceinline__ void ScaleRowsAndColumns(const Arguments& arguments, 
 
 template <typename T, typename F, typename M>
 __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
-    QuantizeTile(const __grid_constant__ Boxes boxes, const Arguments arguments) {
+    QuantizeTile(const __grid_constant__ TensorMaps maps, const Arguments arguments) {
   using W = Words<T>;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   Shared<T>& shared = *reinterpret_cast<Shared<T>*>(dynamic);
@@ -200,11 +200,11 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   // A kernel that clears own_amax waits for all before it, and may still run.
   const bool after_clear = M::scales == Scales::kTensor && arguments.tensor.own_amax != nullptr;
   if (!after_clear) WaitForPrimary();
-  if (shape.aligned && threadIdx.x == 0) FetchTile<T>(boxes.x, tile, shared);
+  if (shape.aligned && threadIdx.x == 0) LoadTile<T>(maps.x, tile, shared);
 
-  // What else is read, while the tile is on its way.
+  // Other reads overlap with TMA's.
   float tile_scale = 1.0f;
-  uint32_t seen = kQuietNaN;  // of largest magnitudes: only a larger one needs an atomic operation
+  uint32_t seen = kQuietNaN;  // the amax so far: only a larger one needs an atomic operation
   if constexpr (M::scales == Scales::kTensor) {
     tile_scale = ScaleOf<F>(arguments.tensor.amax[tile.example], arguments.power_of_two_scales);
     if (tile.row == 0 && tile.col == 0 && threadIdx.x == 0) {
@@ -225,14 +225,14 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   const Place<T> place(tile);
   Patch<T> patch;
   if (shape.aligned) {
-    TakeTile<T>(place, shared, patch);
+    WaitForTile<T>(place, shared, patch);
   } else {
     Load<T>(static_cast<const T*>(arguments.x) + tile.Example(shape), shape, place, patch);
   }
 
   uint32_t columns[W::kCount];
   ColumnMagnitudes<T>(patch, columns);
-  const uint32_t magnitude = LargestOf<T>(columns);
+  const uint32_t magnitude = MaxOf<T>(columns);
   const bool special = W::FloatBitsOf(magnitude) >= kFloatInfinityBits;
   if constexpr (M::scales == Scales::kTensor) {
     if (after_clear) {
@@ -307,13 +307,13 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   if (!shape.aligned) {
     StoreUnaligned(shape, tile, shared.staged, arguments.data, arguments.transposed);
   } else if (threadIdx.x == 0) {
-    SendTile(boxes, arguments, tile, shared.staged);
+    StoreTile(maps, arguments, tile, shared.staged);
   }
   // A block raises it once: all of a batch lie side by side, in one slice of the L2 cache.
   if (M::scales == Scales::kTensor && after_clear && threadIdx.x / 32 == 1) {
     const uint32_t of_warp = threadIdx.x % 32 < kWarps ? shared.magnitudes[threadIdx.x % 32] : 0;
     const uint32_t of_tile = W::FloatBitsOf(__reduce_max_sync(kWholeWarp, of_warp));
-    if (threadIdx.x % 32 == 0 && of_tile > seen) RaiseTo(arguments.tensor.own_amax + tile.example, of_tile);
+    if (threadIdx.x % 32 == 0 && of_tile > seen) AtomicMax(arguments.tensor.own_amax + tile.example, of_tile);
   }
 }
 

@@ -1,4 +1,4 @@
-// Quantization to FP8: the largest magnitudes that scales follow from, and the scaled copies.
+// Quantization to FP8: amaxes, from which scales follow, and the scaled copies.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ namespace te::quantize {
 
 inline constexpr int64_t kBlock = 128;  // values along one side of a block that shares a scale
 
-// Tensors one after another, `count` of them, each with its dimensions grouped into two: row-major, no dimension of
-// size zero. Every array below has what it says for each of them, one after another, too.
+// `count` matrices one after another, row-major, no dimension of size zero. Every array below holds its values for each
+// matrix, one after another, too.
 struct Matrices {
   DType dtype;
   const void* data;  // [count, rows, cols], aligned as its type needs
@@ -22,13 +22,13 @@ struct Matrices {
   int64_t cols;
 };
 
-// Largest magnitudes are NaN where any value is NaN, else infinite where any value is. NaN is always 0x7fc00000.
+// An amax is NaN where any value is NaN, else infinite where any value is. NaN is always 0x7fc00000.
 Status AmaxOfTensor(const Executor& executor, const Matrices& x, float* amax);
 
 // Either result may be null.
 Status AmaxOfRows(const Executor& executor, const Matrices& x, float* row_amax, float* col_amax);
 
-// What quantization writes, and how. common/fp8.h says what a scale and a code are.
+// The results that all scalings share, and how values are encoded; common/fp8.h defines scales and codes.
 struct Copies {
   Fp8 format;
   bool power_of_two_scales;
@@ -37,15 +37,15 @@ struct Copies {
   float* column_sums;   // [ceil(rows / 128), cols]: sums of x over 128 rows each, or null
 };
 
-// One scale. It follows from `amax`; larger values saturate. What belongs to an absent copy is null.
+// One scale, which follows from `amax`; larger values saturate. The scale_inv of an absent copy is null.
 struct TensorScaling {
-  const float* amax;  // of the whole tensor now, or of earlier ones
+  const float* amax;  // of this tensor, or a prediction from earlier ones
   float* scale_inv;
   float* transposed_scale_inv;  // the same
   float* own_amax;              // of x itself, or null
 };
 
-// A scale for each row of data and for each row of transposed. What belongs to an absent copy is null.
+// A scale for each row of data and for each row of transposed. Arrays of an absent copy are null.
 struct RowScaling {
   const float* row_amax;  // [rows], of x
   const float* col_amax;  // [cols], of x
@@ -53,13 +53,13 @@ struct RowScaling {
   float* col_scale_inv;   // [cols]
 };
 
-// A scale for each block of x itself: squares of 128 × 128, or 128 values of one row (data) or column (transposed).
-// Blocks at the edges are smaller. What belongs to an absent copy is null.
+// A scale for each 128×128 block of x, or for each 1×128 block: 128 values of a row (data) or column (transposed).
+// Blocks at the edges are smaller. The scale_inv of an absent copy is null.
 struct BlockScaling {
-  bool data_square;
-  bool transposed_square;
-  float* scale_inv;             // [rows / 128, cols / 128] where square, else [cols / 128, rows]; rounded up
-  float* transposed_scale_inv;  // [cols / 128, rows / 128] where square, else [rows / 128, cols]; rounded up
+  bool data_128x128;
+  bool transposed_128x128;
+  float* scale_inv;             // 128×128: [rows / 128, cols / 128], 1×128: [cols / 128, rows]; rounded up
+  float* transposed_scale_inv;  // 128×128: [cols / 128, rows / 128], 1×128: [rows / 128, cols]; rounded up
 };
 
 Status QuantizeTensor(const Executor& executor, const Matrices& x, const Copies& copies, const TensorScaling& scaling);

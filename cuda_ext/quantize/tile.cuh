@@ -1,5 +1,5 @@
-// What a thread block does with one tile of 128 × 128 values: load it into registers, find largest magnitudes, encode
-// it along rows and along columns, and stage both copies in shared memory.
+// Operations of a thread block on one tile of 128 × 128 values: load it into registers, reduce it to amaxes, encode it
+// along rows and along columns, and stage both copies in shared memory.
 //
 // 256 threads own 8 × 8 values each, 16 threads across: a warp loads 256 contiguous bytes of two rows at a time
 // (bfloat16), so that the values of a row stay within 16 lanes, and those of a column in two lanes of each warp.
@@ -200,7 +200,7 @@ __device__ __forceinline__ Tile FindTile(const Shape& shape, int index) {
 
 // -------------------------------------------------------------------------------------------------------- reductions
 
-// Largest magnitudes of the columns of a patch.
+// The amaxes of the columns of a patch.
 template <typename T>
 __device__ __forceinline__ void ColumnMagnitudes(const Patch<T>& patch, uint32_t (&largest)[Words<T>::kCount]) {
   using W = Words<T>;
@@ -213,15 +213,15 @@ __device__ __forceinline__ void ColumnMagnitudes(const Patch<T>& patch, uint32_t
 }
 
 template <typename T>
-__device__ __forceinline__ uint32_t LargestOf(const uint32_t (&words)[Words<T>::kCount]) {
+__device__ __forceinline__ uint32_t MaxOf(const uint32_t (&words)[Words<T>::kCount]) {
   uint32_t largest = words[0];
 #pragma unroll
   for (int w = 1; w < Words<T>::kCount; ++w) largest = Words<T>::Max(largest, words[w]);
   return Words<T>::Single(largest);
 }
 
-// Largest magnitudes of rows over the 16 lanes that share them. Each lane ends with that of one row of its patch, which
-// it returns in `row`; several lanes hold the same, of which one is told to be the first.
+// The amaxes of rows over the 16 lanes that share them. Each lane returns that of one row of its patch, with its number
+// in `row`; several lanes return the same one, and `first` is true in one of them.
 template <typename T>
 __device__ __forceinline__ uint32_t RowMagnitude(const Patch<T>& patch, int* row, bool* first) {
   using W = Words<T>;
@@ -275,7 +275,7 @@ __device__ __forceinline__ uint32_t RowMagnitude(const Patch<T>& patch, int* row
   }
 }
 
-__device__ __forceinline__ void RaiseTo(float* amax, uint32_t bits) {
+__device__ __forceinline__ void AtomicMax(float* amax, uint32_t bits) {
   if (bits != 0) atomicMax(reinterpret_cast<unsigned*>(amax), bits);
 }
 

@@ -1,4 +1,4 @@
-// Rows are shared out to XLA's pool of CPU threads. For the statistics each row is read once, in blocks that stay in
+// XLA's pool of CPU threads works on ranges of rows. For the statistics each row is read once, in blocks that stay in
 // the L1 cache between the pass that finds the maximum and the pass that sums the exponentials; the gradient is
 // elementwise.
 

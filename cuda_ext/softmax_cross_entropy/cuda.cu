@@ -76,10 +76,10 @@ struct Partial {
   float total;
 };
 
-__device__ Partial Nothing() { return {-INFINITY, 0.0f, 0.0f}; }
+__device__ Partial EmptyPartial() { return {-INFINITY, 0.0f, 0.0f}; }
 
-// What to subtract from logits before exp. A row that is all -inf so far has no finite max, and -inf - (-inf) would be
-// NaN: there every term is exp(-inf) = 0 whatever is subtracted.
+// The value to subtract from logits before exp. A row that is all -inf so far has no finite max, and -inf - (-inf)
+// would be NaN: there every term is exp(-inf) = 0 whatever is subtracted.
 __device__ float Base(float max) { return max == -INFINITY ? 0.0f : max; }
 
 __device__ Partial Merge(const Partial& a, const Partial& b) {
@@ -118,7 +118,7 @@ __device__ Partial AccumulateRow(const T* row, int64_t vocab, int64_t worker, in
   const float inverse_softcap = kSoftcap ? 1.0f / softcap : 0.0f;
   const Split<T> split(row, vocab);
   const uint4* body = reinterpret_cast<const uint4*>(row + split.head);
-  Partial partial = Nothing();
+  Partial partial = EmptyPartial();
 
   auto add = [&](const uint4& bits) {
     float z[kN];
@@ -223,17 +223,17 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = partial;
     __syncthreads();
     if (threadIdx.x < kWarp) {
-      partial = MergeLanes<kWarp>(threadIdx.x < kWarps ? of_warp[threadIdx.x] : Nothing());
+      partial = MergeLanes<kWarp>(threadIdx.x < kWarps ? of_warp[threadIdx.x] : EmptyPartial());
       if (blocks > 1 && threadIdx.x == 0) cluster.map_shared_rank(of_block, 0)[block] = partial;
     }
     if (blocks > 1) {
       cluster.sync();
       if (block == 0 && threadIdx.x < kWarp) {
-        partial = MergeLanes<kWarp>(threadIdx.x < blocks ? of_block[threadIdx.x] : Nothing());
+        partial = MergeLanes<kWarp>(threadIdx.x < blocks ? of_block[threadIdx.x] : EmptyPartial());
       }
     }
     if (block == 0 && threadIdx.x == 0) WriteRow<T, kSoftcap>(partial, row, index, label, vocab, softcap, out);
-    // The next row overwrites both arrays: nobody may still be reading them.
+    // The next row overwrites both arrays: no thread may still be reading them.
     if (blocks > 1) {
       cluster.sync();
     } else {
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
 
 // ------------------------------------------------------------------------------------------------------ gradient
 
-// What one row contributes to each of its elements.
+// The terms of the gradient that all elements of a row share.
 struct RowTerms {
   float lse;
   float softmax;  // factor of exp(z - lse)

@@ -8,7 +8,7 @@ namespace {
 using ffi::AnyBuffer;
 using Result = ffi::Result<AnyBuffer>;
 
-// Checks what both handlers are given, and decodes it.
+// Checks and decodes the arguments that both handlers share.
 Logits Decode(Rules& rules, const AnyBuffer& logits, const AnyBuffer& labels, float softcap) {
   const std::optional<DType> dtype = FloatingType(logits);
   rules.That(dtype.has_value(), "logits", logits, "be float32, bfloat16 or float16");

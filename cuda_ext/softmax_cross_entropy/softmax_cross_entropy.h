@@ -1,4 +1,4 @@
-// Softmax cross-entropy in two passes: row statistics, from which the loss follows, and the gradient from those.
+// Softmax cross-entropy in two passes: row statistics, which give the loss, and the gradient from them.
 #pragma once
 
 #include <cstdint>

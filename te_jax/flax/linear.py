@@ -79,7 +79,8 @@ class DenseGeneral(nn.Module):
         features = linear.sizes("features", self.features)
         axis = tuple(sorted(linear.normalize_axes("axis", linear.as_tuple(self.axis), inputs.ndim)))
         contracted = tuple(inputs.shape[i] for i in axis)
-        kernel = self._kernel((math.prod(contracted), math.prod(features)), (*contracted, *features))
+        matrix = (math.prod(contracted), math.prod(features))
+        kernel = _kernel(self, matrix, (*contracted, *features))
         bias = None
         if self.use_bias:
             init = _initializer("bias_axes", self.bias_init, (math.prod(features),), features, self.bias_axes)
@@ -96,20 +97,73 @@ class DenseGeneral(nn.Module):
             options=layer_options(self),
         )
 
-    def _kernel(self, matrix: tuple[int, ...], shape: tuple[int, ...]):
-        if self.has_variable("params", "kernel"):
-            kernel = self.get_variable("params", "kernel")
-            if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
-                return kernel
-        init = _initializer("kernel_axes", self.kernel_init, matrix, shape, self.kernel_axes)
-        return self.param("kernel", init, shape, self.param_dtype)
-
 
 class Dense(DenseGeneral):
     """`DenseGeneral` over the last dimension, with the first arguments and the parameters of `flax.linen.Dense`."""
 
     axis: int | Sequence[int] = dataclasses.field(default=-1, kw_only=True)
     use_bias: bool = dataclasses.field(default=True, kw_only=False)
+
+
+class Einsum(nn.Module):
+    """The einsum of an input and a kernel, in FP8 with a recipe, plus a bias: `flax.linen.Einsum` on te_jax's products.
+
+        layer = Einsum((64, 4, 32), "btd,dhk->bthk", recipe=CurrentScaling())
+
+    Input and kernel keep their roles wherever their dimensions stand in the result, where `jnp.einsum` may exchange
+    them. Parameters have the names, shapes and initial values of `flax.linen.Einsum`. Dimensions that input, kernel
+    and result share, such as that of experts, are those of separate products, each with scales of its own.
+
+    Attributes:
+      shape: of the kernel.
+      einsum_str: the dimensions of input, kernel and result; None to pass it to the call. At least one dimension is
+        contracted, and at least one is the kernel's alone. Input and result may have an ellipsis.
+      use_bias, dtype, param_dtype, kernel_init, bias_init, kernel_axes, bias_axes, recipe, axis_name, implementation:
+        as in `DenseGeneral`, but initializers see the shapes as they are. The bias has the kernel's dimensions of the
+        result, in their order there.
+    """
+
+    shape: Sequence[int]
+    einsum_str: str | None = None
+    _: dataclasses.KW_ONLY
+    use_bias: bool = True
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+    kernel_axes: Sequence[str | None] | None = None
+    bias_axes: Sequence[str | None] | None = None
+    recipe: Recipe | None = None
+    axis_name: str | tuple[str, ...] | None = None
+    implementation: native.Implementation | None = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.typing.ArrayLike, einsum_str: str | None = None) -> Array:
+        """Applies the layer.
+
+        Args:
+          inputs: floating point, with the dimensions that the einsum string names.
+          einsum_str: the string, where the module has none.
+
+        Raises:
+          ValueError: for strings, shapes or dtypes that do not fit, naming the argument.
+        """
+        shape = linear.sizes("shape", self.shape)
+        names = linear.Einsum.parse(nn.merge_param("einsum_str", self.einsum_str, einsum_str), shape)
+        kernel = _kernel(self, shape, shape)
+        bias = None
+        if self.use_bias:
+            init = _initializer("bias_axes", self.bias_init, names.bias_shape, names.bias_shape, self.bias_axes)
+            bias = self.param("bias", init, names.bias_shape, self.param_dtype)
+        return linear.einsum(
+            names,
+            jnp.asarray(inputs),
+            kernel,
+            bias,
+            _scaling_state(self, self.recipe),
+            dtype=self.dtype,
+            options=layer_options(self),
+        )
 
 
 class DotGeneral(nn.Module):
@@ -189,9 +243,19 @@ def _dot_general_cls(
     return functools.partial(DotGeneral, recipe=recipe, axis_name=axis_name, implementation=implementation)
 
 
-def layer_options(module: DenseGeneral | DotGeneral) -> linear.Options:
+def layer_options(module: DenseGeneral | Einsum | DotGeneral) -> linear.Options:
     """What a module hands on to the operation."""
     return linear.Options(module.recipe, module.axis_name, module.implementation)
+
+
+def _kernel(module: DenseGeneral | Einsum, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """The kernel, which may be quantized, or be made from numbers drawn in another shape."""
+    if module.has_variable("params", "kernel"):
+        kernel = module.get_variable("params", "kernel")
+        if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
+            return kernel
+    init = _initializer("kernel_axes", module.kernel_init, drawn_shape, shape, module.kernel_axes)
+    return module.param("kernel", init, shape, module.param_dtype)
 
 
 def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingState | None:

@@ -14,7 +14,7 @@ from flax import serialization
 from flax.core import meta
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from te_jax.flax.linear import DenseGeneral, layer_options, unboxed
+from te_jax.flax.linear import DenseGeneral, Einsum, layer_options, unboxed
 from te_jax.nn import linear, microbatches
 from te_jax.quantized import QuantizedArray
 
@@ -50,17 +50,18 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is of type {type(model).__name__}; it must be a flax.linen.Module")
-    layers: dict[tuple[str, ...], tuple[linear.Options, tuple[int, ...], int]] = {}
+    layers: dict[tuple[str, ...], tuple[linear.Options, tuple[int, ...], tuple[int, int]]] = {}
 
     def note(call, call_args, call_kwargs, context):
-        module = context.module
-        if isinstance(module, DenseGeneral) and context.method_name == "__call__" and module.recipe is not None:
-            y = call(*call_args, **call_kwargs)
-            kernel = _unboxed(module.get_variable("params", "kernel"))
-            if not _is_quantized(kernel):
-                layers[module.path] = (layer_options(module), kernel.shape, len(linear.as_tuple(module.axis)))
-            return y
-        return call(*call_args, **call_kwargs)
+        y, module = call(*call_args, **call_kwargs), context.module
+        if (
+            isinstance(module, DenseGeneral | Einsum)
+            and context.method_name == "__call__"
+            and module.recipe is not None
+            and not _is_quantized(kernel := _unboxed(module.get_variable("params", "kernel")))
+        ):
+            layers[module.path] = (layer_options(module), kernel.shape, _kernel_ndims(module, kernel.shape))
+        return y
 
     leaves, structure = jax.tree.flatten(args)
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
@@ -76,15 +77,23 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
         keys = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
         if keys[:1] != ("params",) or keys[-1] != "kernel" or keys[1:-1] not in layers:
             return value
-        options, shape, row_ndim = layers[keys[1:-1]]
+        options, shape, ndims = layers[keys[1:-1]]
         if value.shape[value.ndim - len(shape) :] != shape:
             raise ValueError(
                 f"kernel {'/'.join(keys[1:])} has shape {value.shape}, and its layer sees {shape}: "
                 'stack the kernels of layers along the first dimension, variable_axes={"params": 0}'
             )
-        return linear.quantize_kernel(value, row_ndim, len(shape) - row_ndim, options)
+        return linear.quantize_kernel(value, *ndims, options)
 
     return jax.tree.map_with_path(quantized, _unboxed(variables), is_leaf=_is_quantized)
+
+
+def _kernel_ndims(module: DenseGeneral | Einsum, shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many dimensions the rows and the columns of a layer's quantized kernel have."""
+    if isinstance(module, Einsum):
+        return linear.Einsum.parse(module.einsum_str, shape).kernel_ndims
+    rows = len(linear.as_tuple(module.axis))
+    return rows, len(shape) - rows
 
 
 def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Variables]]:

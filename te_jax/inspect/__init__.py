@@ -1,5 +1,6 @@
 """What a compiled program does: which collectives it runs, and how large its arrays are."""
 
-from te_jax.inspect.collectives import KINDS, Buffer, Collective, assert_no_resharding, collectives, parse, table
+from te_jax.inspect.buffers import Buffer, buffers
+from te_jax.inspect.collectives import KINDS, Collective, assert_no_resharding, collectives, parse, table
 
-__all__ = ["KINDS", "Buffer", "Collective", "assert_no_resharding", "collectives", "parse", "table"]
+__all__ = ["KINDS", "Buffer", "Collective", "assert_no_resharding", "buffers", "collectives", "parse", "table"]

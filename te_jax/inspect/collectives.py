@@ -1,21 +1,19 @@
-"""Which collectives a compiled program runs, how much each one moves, and which of them nobody wrote.
+"""The collectives of a compiled program: what each moves, which line asked for it, and which the partitioner inserted.
 
     print(inspect.table(inspect.collectives(step, params, batch)))
     inspect.assert_no_resharding(step, params, batch, allowed=("all-reduce",))
 
-Everything is read from the text of the optimized program (`compiled.as_text()`), on the CPU as on GPUs, and nothing is
-run. Arguments may be arrays or `jax.ShapeDtypeStruct`s with shardings.
+All of this is read from the text of the optimized program (`compiled.as_text()`); nothing is run.
 
-Who wrote a collective. The partitioner gives what it inserts the name of the operation that it serves, so a collective
-counts as written where XLA's name for it (`op_name`) ends in a collective primitive of JAX (psum, psum_invariant, pmax,
-pmin, ppermute, all_gather, reduce_scatter, all_to_all, …, as `jit(f)/shard_map/psum`), or in custom_partitioning, whose
-rules write their own. One without a name counts as inserted. A name alone can mislead: what is resharded for a psum may
-be called psum. So two more signs overrule it. From jaxlib 0.11 on, XLA marks what it inserts (is_spmd_generated).
-Before, replica groups of written collectives are lists of devices, and those of inserted ones mostly a formula.
+How `inserted` is decided. XLA's partitioner names a collective that it inserts after the operation that needs it, for
+example `jit(f)/dot_general`. A collective counts as not inserted if its name (`op_name`) ends in one of JAX's
+collective primitives, such as `jit(f)/shard_map/psum`, or in custom_partitioning, whose rules write collectives
+themselves. Two more signs overrule the name: jaxlib 0.11 and later mark inserted collectives (is_spmd_generated); in
+earlier versions the replica groups of an inserted collective are mostly a formula, and those of others a list.
 
-This leaves three gaps. `jax.sharding.reshard` and `with_sharding_constraint` count as inserted: no trace of who wished
-for them is left. Before jaxlib 0.11 an inserted collective-permute that serves a written collective counts as written.
-Where XLA merges an inserted and a written collective, the result is called as one of them.
+This leaves three gaps. `jax.sharding.reshard` and `with_sharding_constraint` count as inserted: XLA keeps no trace of
+them. Before jaxlib 0.11 a collective-permute that is inserted for a psum counts as not inserted. A collective that XLA
+merges from an inserted and another one counts as either.
 """
 
 from __future__ import annotations
@@ -34,22 +32,23 @@ from te_jax._core.devices import place_of
 from te_jax.inspect import _replica_groups
 from te_jax.inspect._hlo import COLLECTIVES, Buffer, Instruction, arrays, split_at_commas, unquoted
 from te_jax.inspect._program import Program, name_of
+from te_jax.inspect.buffers import text_of
 
-__all__ = ["KINDS", "Buffer", "Collective", "assert_no_resharding", "collectives", "parse", "table"]
+__all__ = ["KINDS", "Collective", "assert_no_resharding", "collectives", "parse", "table"]
 
 _FUSED = {"te_all_gather_gemm": "all-gather-matmul", "te_gemm_reduce_scatter": "matmul-reduce-scatter"}
 KINDS = (*COLLECTIVES, *_FUSED.values())
-"""Every kind of collective: XLA's operations, and te_jax's own calls, which multiply too."""
+"""Every kind of collective: XLA's operations, and te_jax's own calls, which also multiply."""
 
-_WRITTEN = (
+_PRIMITIVES = (
     r"(?:psum|psum_invariant|psum_scatter|pmax|pmin|ppermute|pbroadcast|pbroadcast_dynamic|all_gather"
     r"|all_gather_invariant|all_gather_reduced|reduce_scatter|all_to_all|ragged_all_to_all|unreduced_psum|unreduced_pmax|unreduced_pmin"
     r"|unreduced_reduce_scatter)(?:_start|_done)?|custom_partitioning"
 )
-_WRITTEN_NAME = re.compile(rf"(?:.*/)?(?:{_WRITTEN})(?:\.\d+)?", re.DOTALL)
+_NAME_OF_PRIMITIVE = re.compile(rf"(?:.*/)?(?:{_PRIMITIVES})(?:\.\d+)?", re.DOTALL)
 _MERGED_NAME = re.compile(r"(?:.*?/)?\((.*)\)", re.DOTALL)
-_MARKED = re.compile(r'\bis_spmd_generated"?[=:]"?true\b')
-_XLA_MARKS_WHAT_IT_INSERTS = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2]) >= (0, 11)
+_MARK = re.compile(r'\bis_spmd_generated"?[=:]"?true\b')
+_XLA_MARKS_INSERTED = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2]) >= (0, 11)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,23 +58,24 @@ class Collective:
     Attributes:
       kind: one of `KINDS`.
       payload: the arrays that `bytes` counts, as they are on one device.
+      results: the arrays that one device holds afterwards; several where XLA merged several collectives.
       groups: numbers of devices: those that exchange data, group by group, or for "collective-permute" pairs of source
-        and target. A number is a place in the program's list of devices, which is `mesh.devices.flat`; te_jax's own
-        calls name devices by 65536 times their process, plus their number in it. Empty where the text does not say.
-      axis: names of the mesh axes along which members of a group differ, in the mesh's order: () for groups of one, and
-        None where no mesh is known. A group may be a part of an axis.
-      source: file and line that asked for it, such as "train.py:123", the file relative to the working directory where
-        it lies inside. Lines of te_jax are passed over where it is known who called it. For an inserted collective,
-        those of the operation that it serves: where XLA names none, of the first that reads it. None where there is
-        none either.
+        and target. A number is a place in `mesh.devices.flat`; where no mesh is known, te_jax's own calls number a
+        device by 65536 times its process plus its number in it. Empty where the text does not say.
+      axis: names of the mesh axes along which members of a group differ, in the mesh's order: () for groups of one,
+        None without a mesh. A group may be a part of an axis.
+      source: file and line that asked for it, such as "train.py:123", relative to the working directory where it lies
+        inside, and outside of te_jax where the caller is known. For an inserted collective it is the line of the
+        operation that it serves, or else of the first one that reads it. None if XLA names none.
       op_name: XLA's name of the operation, such as "jit(f)/shard_map/psum"; or "".
       times: how often it runs in a run of the program: n in a loop of n known iterations, and None where that is not
         known, as in `while_loop` or in a branch of `cond`.
-      inserted: whether the partitioner inserted it, rather than somebody writing it; see the module.
+      inserted: whether the partitioner inserted it; the module's docstring says how that is decided.
     """
 
     kind: str
     payload: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
     groups: tuple[tuple[int, ...], ...]
     axis: tuple[str, ...] | None
     source: str | None
@@ -85,14 +85,12 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the operands on one device, each time it runs; what crosses links depends on the algorithm.
+        """Bytes of the operands on one device, each time it runs; the traffic on links depends on the algorithm.
 
-        Operands are those that XLA compiled: its CPU backend, for one, exchanges bfloat16 as float32.
-
-        This is the shard that is gathered (not the result), all that is reduced, all that is reduced and scattered (not
-        the part that stays), all that is exchanged (with the part that stays), and what is permuted or broadcast. Of
-        "ragged-all-to-all" it is the first operand, without offsets and sizes; of "all-gather-matmul" the first one,
-        without scales and weights; of "matmul-reduce-scatter" the product before it is scattered.
+        It counts the shard that is gathered, the whole array that is reduced or reduced and scattered, all that is
+        exchanged (with the part that stays), and what is permuted or broadcast. "ragged-all-to-all" and
+        "all-gather-matmul" count their first operand, "matmul-reduce-scatter" the product before it is scattered.
+        XLA's CPU backend exchanges bfloat16 as float32, and this counts what XLA compiled.
         """
         return sum(array.bytes for array in self.payload)
 
@@ -117,31 +115,26 @@ def collectives(
 ) -> list[Collective]:
     """Lists every collective of a compiled function, in the order of the program's text.
 
-    Where several processes drive the devices, all of them have to call it: they compile together.
+    Where several processes drive the devices, all of them must call it: they compile together. Where JAX's persistent
+    compilation cache answers, names and source lines are those of the program that was compiled first.
 
     Args:
       fn: any callable, jitted or not, which is compiled for these arguments and not run; or a `jax.stages.Lowered` or
         `jax.stages.Compiled`, without further arguments.
-      args, kwargs: of `fn`: arrays, or `jax.ShapeDtypeStruct`s with shardings, and what static arguments it has. One of
-        its own that is called `mesh` has to be bound with `functools.partial`.
+      args, kwargs: of `fn`: arrays, or `jax.ShapeDtypeStruct`s with shardings, and static arguments. Bind an argument
+        of `fn` that is called `mesh` with `functools.partial`.
       mesh: names the axes, of all devices of the program. The default is the mesh on the shardings of arguments and
-        results, or else that of `jax.set_mesh`; where several differ, none.
+        results, or else that of `jax.set_mesh`; none if several differ.
 
     Returns:
-      One `Collective` for each that is in the program, whatever number of times it runs. XLA's point-to-point send and
-      recv are not among them.
+      One `Collective` for each in the program, however often it runs; XLA's point-to-point send and recv are left out.
 
     Raises:
       TypeError: a compiled or lowered function comes with arguments.
       ValueError: `mesh` has another number of devices than the program; or the platform gives no text.
-
-    Names and source lines are those of the program that was compiled first where JAX's persistent compilation cache
-    answers, because its key leaves them out.
     """
     compiled = _compile(fn, args, kwargs)
-    text = compiled.as_text()
-    if text is None:
-        raise ValueError("fn is compiled for a platform that gives no text of its programs; compile it for CPU or GPU")
+    text = text_of(compiled)
     if mesh is not None:
         return parse(text, mesh=mesh)
     mesh = _mesh_of(compiled)
@@ -159,14 +152,14 @@ def assert_no_resharding(
     mesh: Mesh | AbstractMesh | None = None,
     **kwargs: Any,
 ) -> None:
-    """Asserts that the partitioner inserts no collective of its own into a function; see the module for what that is.
+    """Asserts that the partitioner inserts no collective into a function.
 
     Args:
       fn, args, mesh, kwargs: as for `collectives`.
       allowed: kinds that the partitioner may insert, such as ("all-reduce",) for the gradients of a data-parallel step.
 
     Raises:
-      AssertionError: it inserted others; the message lists each with its bytes and its source line.
+      AssertionError: it inserted others; the message lists each with its bytes and source line.
       TypeError, ValueError: as for `collectives`, and for an unknown kind in `allowed`.
     """
     allowed = (allowed,) if isinstance(allowed, str) else tuple(allowed)
@@ -177,22 +170,21 @@ def assert_no_resharding(
     if found:
         kinds = tuple(dict.fromkeys(c.kind for c in found))
         raise AssertionError(
-            f"the partitioner inserted {len(found)} collective{'s' * (len(found) > 1)} that nobody wrote:\n"
+            f"the partitioner inserted {len(found)} collective{'s' * (len(found) > 1)}:\n"
             + "\n".join(f"  {_sentence(c)}" for c in found)
-            + "\nGive what meets there shardings that agree (jax.device_put, in_shardings, with_sharding_constraint), "
-            f"or write the collective in jax.shard_map; where it is meant, pass allowed={kinds!r}."
+            + "\nGive the operands shardings that agree (jax.device_put, in_shardings, with_sharding_constraint), or "
+            f"write the collective in jax.shard_map; if it is meant, pass allowed={kinds!r}."
         )
 
 
 def table(collectives: Sequence[Collective]) -> str:
     """Renders collectives as an aligned table for the terminal, a line each.
 
-    Bytes are those of one run on one device, "2 of 4" stands for two groups of four devices, "written" says whether
-    somebody wrote it or the partitioner inserted it, and "?" what is not known.
+    Bytes are those of one run on one device, "2 of 4" stands for two groups of four devices, and "?" for unknown.
     """
     if not collectives:
         return "no collectives"
-    headings = ("kind", "times", "bytes", "payload", "axis", "groups", "written", "source")
+    headings = ("kind", "times", "bytes", "payload", "axis", "groups", "inserted", "source")
     rows = [headings, *(_cells(c) for c in collectives)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, tuple("-" * width for width in widths))
@@ -208,8 +200,7 @@ def parse(text: str, *, mesh: Mesh | AbstractMesh | None = None) -> list[Collect
     """Reads the collectives from the text of an optimized program, as `collectives` does after compiling.
 
     Args:
-      text: what `compiled.as_text()` returns, from the jaxlib that is installed: in text from others, other signs tell
-        who wrote a collective.
+      text: what `compiled.as_text()` returns. `inserted` is right for text of the installed jaxlib only.
       mesh: names the axes; None leaves them unknown.
 
     Returns:
@@ -271,7 +262,7 @@ def _cells(c: Collective) -> tuple[str, ...]:
         c.shape,
         "?" if c.axis is None else ", ".join(c.axis) or "-",
         _groups_in_words(c),
-        "no" if c.inserted else "yes",
+        "yes" if c.inserted else "no",
         c.source or "?",
     )
 
@@ -330,6 +321,7 @@ def _collective(
     return Collective(
         kind=kind,
         payload=_payload(kind, instruction, program.computations[computation], groups),
+        results=arrays(instruction.result_type),
         groups=groups,
         axis=None if mesh is None else _replica_groups.axes_of(groups, mesh.shape),
         source=program.source(computation, name, instruction),
@@ -340,8 +332,8 @@ def _collective(
 
 
 def _numbers_of_places(mesh: Mesh | AbstractMesh | None) -> dict[int, int]:
-    """XLA numbers devices as they come in the mesh; te_jax's calls know them by their processes. An abstract mesh is
-    taken for one of a single process, in the order of its devices."""
+    """Places of devices in the mesh by the numbers that te_jax's calls give them. An abstract mesh is taken for that
+    of one process, in the order of its devices."""
     if isinstance(mesh, Mesh):
         return {place_of(device): number for number, device in enumerate(mesh.devices.flat)}
     return {number: number for number in range(mesh.size if mesh is not None else 0)}
@@ -358,14 +350,14 @@ def _kind(instruction: Instruction) -> str | None:
 
 def _is_inserted(instruction: Instruction, op_name: str) -> bool:
     attributes = instruction.attributes
-    if any(_MARKED.search(attributes.get(name, "")) for name in ("frontend_attributes", "backend_config")):
+    if any(_MARK.search(attributes.get(name, "")) for name in ("frontend_attributes", "backend_config")):
         return True
-    if not _XLA_MARKS_WHAT_IT_INSERTS and not attributes.get("replica_groups", "{").startswith("{"):
+    if not _XLA_MARKS_INSERTED and not attributes.get("replica_groups", "{").startswith("{"):
         return True
     # Where XLA merges collectives it joins their names: "f/a/psum;f/b/psum", or "f/(a/psum:b/psum)".
     merged = _MERGED_NAME.fullmatch(op_name)
     names = merged[1].split(":") if merged else op_name.split(";")
-    return not all(_WRITTEN_NAME.fullmatch(name.strip(" ()")) for name in names)
+    return not all(_NAME_OF_PRIMITIVE.fullmatch(name.strip(" ()")) for name in names)
 
 
 def _payload(

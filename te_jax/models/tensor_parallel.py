@@ -229,7 +229,7 @@ class SplitProjections:
         return all_gather_matmul(
             x,
             tuple(self._kernel(name) for name in names),
-            gather_axis=_TIME_AXIS,
+            gather_dimension=_TIME_AXIS,
             recipe=self.config.recipe,
             scaling_state=None if self.scaling_state is None else tuple(self.scaling_state[name] for name in names),
             residual=self.parallel.residual,
@@ -241,7 +241,7 @@ class SplitProjections:
         return matmul_reduce_scatter(
             x,
             self._kernel(name),
-            scatter_axis=_TIME_AXIS,
+            scatter_dimension=_TIME_AXIS,
             recipe=self.config.recipe,
             scaling_state=None if self.scaling_state is None else self.scaling_state[name],
             implementation=self.implementation,
@@ -267,7 +267,7 @@ def logits(x: Array, head: Array, parallel: TensorParallel, implementation: nati
     return all_gather_matmul(
         x,
         head,
-        gather_axis=_TIME_AXIS,
+        gather_dimension=_TIME_AXIS,
         residual=parallel.residual,
         implementation=implementation,
         **_exchange(parallel),

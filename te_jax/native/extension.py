@@ -12,9 +12,10 @@ import threading
 import types
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+import jax.export
 
 from te_jax._version import __version__
 from te_jax.native import cuda_libraries
@@ -27,21 +28,21 @@ _REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps .` in i
 
 
 class NativeUnavailableError(RuntimeError):
-    """A native kernel was asked for by name and cannot run here; the message says why and what to do."""
+    """implementation="native" cannot run here; the message says why and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExtensionStatus:
-    """What is known of one extension module.
+    """The state of one extension module.
 
     Attributes:
       platform: "cpu" or "cuda".
       module: its Python name.
-      built: whether the installation holds the module at all.
+      built: whether the installation contains the module.
       loaded: whether it was imported and passed all checks.
-      problem: why it is not loaded, and the way out; None when it is.
+      problem: why it is not loaded, and the way out; None if it is loaded.
       ffi_api: XLA FFI API version (major, minor) that it was built against; None if it could not be imported.
-      build: facts of its build: versions of te_jax, jaxlib's headers, compiler, CUDA.
+      build: versions of te_jax, jaxlib's headers, the compiler and CUDA.
     """
 
     platform: str
@@ -55,7 +56,7 @@ class ExtensionStatus:
 
 @functools.cache
 def runtime_ffi_api() -> tuple[int, int]:
-    """The XLA FFI API version that the installed jaxlib speaks, as (major, minor)."""
+    """The XLA FFI API version of the installed jaxlib, as (major, minor)."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     text = header.read_text(encoding="utf-8")
     found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
@@ -110,7 +111,7 @@ def _jaxlib_version() -> str:
 
 
 def extension_module(platform: str) -> types.ModuleType:
-    """The extension for devices of a platform, "cpu" or "gpu", for what it offers beside its targets.
+    """The extension for devices of a platform, "cpu" or "gpu", for its functions beside the targets.
 
     Raises:
       NativeUnavailableError: it cannot run here.
@@ -151,6 +152,10 @@ def _supports(architectures: str, capability: str) -> bool:
     return False
 
 
+def _is_cuda(device: Any) -> bool:
+    return device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
+
+
 @functools.cache
 def _problem_on_default_backend() -> tuple[str | None, bool]:
     """(why native kernels cannot run on the default backend or None, whether that deserves a warning)."""
@@ -158,7 +163,7 @@ def _problem_on_default_backend() -> tuple[str | None, bool]:
     if device.platform == "cpu":
         problem = _load("cpu")[1].problem
         return problem, problem is not None
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+    if not _is_cuda(device):
         return f"te_jax has no native kernels for {device.platform!r} devices; use implementation='reference'", False
     module, state = _load("cuda")
     if module is None:
@@ -175,7 +180,7 @@ def _problem_on_default_backend() -> tuple[str | None, bool]:
 
 
 def available() -> bool:
-    """Whether operations run native kernels on the default backend when no implementation is named. Starts it."""
+    """Whether operations with implementation=None run native kernels on the default backend. Starts the backend."""
     return _problem_on_default_backend()[0] is None
 
 
@@ -185,7 +190,7 @@ def _warn_once(problem: str) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether JAX has started CUDA GPUs here, as its default backend or beside it. Starts all that it is to start."""
+    """Whether JAX has CUDA GPUs here, as its default backend or beside it. Starts JAX's backends."""
     try:
         return bool(jax.local_devices(backend="cuda"))
     except RuntimeError:
@@ -194,24 +199,21 @@ def has_gpu() -> bool:
 
 @functools.cache
 def compute_capability() -> tuple[int, int] | None:
-    """CUDA compute capability of the default backend's devices, or None where they are no CUDA GPUs. Starts it."""
+    """CUDA compute capability of the default backend's devices, None without CUDA GPUs. Starts the backend."""
     device = jax.local_devices()[0]
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+    if not _is_cuda(device):
         return None
     major, minor = str(device.compute_capability).split(".")
     return int(major), int(minor)
 
 
 def use_native(implementation: Implementation | None, problem: str | None = None) -> bool:
-    """Decides between the native kernel and the reference.
+    """Whether to run the native kernel rather than the reference.
 
     Args:
-      implementation: None takes the native kernel where there is one, and otherwise the reference with one warning
-        for each distinct problem in a process; "native" and "reference" never fall back.
-      problem: why these operands in particular have no native kernel here, and the way out; None if they have.
-
-    Returns:
-      True for native.
+      implementation: None uses the native kernel where there is one, else the reference, with one warning for each
+        distinct problem in a process; "native" and "reference" never fall back.
+      problem: why there is no native kernel for these operands, and the way out; None if there is one.
 
     Raises:
       ValueError: for any other name.
@@ -233,36 +235,45 @@ def use_native(implementation: Implementation | None, problem: str | None = None
 
 
 def _lend_blas(module: types.ModuleType) -> None:
-    """Hands the BLAS of scipy, which JAX depends on, to the CPU kernels. What lacks it says so when it is called."""
+    """Gives the CPU kernels the BLAS of scipy, which JAX depends on. Kernels that need it fail without it."""
     cython_blas = importlib.import_module("scipy.linalg.cython_blas")
     if sgemm := getattr(cython_blas, "__pyx_capi__", {}).get("sgemm"):
         module.use_sgemm(sgemm)
 
 
-_registered: dict[str, tuple[str, ...]] = {}
-"""Targets by platform."""
+_registered: dict[str, tuple[str, ...]] = {}  # targets by platform
 _registering = threading.Lock()
 
 
 def register() -> tuple[str, ...]:
-    """Makes every target known to XLA on the platforms that JAX has started. Idempotent and thread-safe.
+    """Registers every target with XLA on the platforms that JAX has started. Idempotent and thread-safe.
 
-    Operations do it themselves. A process that only loads a program from `jax.export` has to.
+    Operations call it. A process that runs a program from `jax.export` and no operation of te_jax must call it itself.
 
     Returns:
-      The names of the targets, for `jax.export.DisabledSafetyCheck.custom_call`; empty without the extensions.
+      The names of the targets; empty without the extensions.
     """
-    # Only once a backend exists: before that XLA queues targets, and one that it rejects would keep the whole backend
-    # from starting.
+    # Only after a backend has started: before, XLA queues targets, and one that it rejects would keep the backend from
+    # starting.
     with _registering:
         for platform in ("cpu", "cuda") if has_gpu() else ("cpu",):
             if platform in _registered:
                 continue
             module, _ = _load(platform)
-            handlers = {} if module is None else module.registrations()
-            if module is not None and platform == "cpu":
+            handlers = module.registrations() if module else {}
+            if module and platform == "cpu":
                 _lend_blas(module)
             for target, handler in handlers.items():
                 jax.ffi.register_ffi_target(target, handler, platform=_XLA_PLATFORMS[platform])
             _registered[platform] = tuple(handlers)
         return tuple(dict.fromkeys(target for targets in _registered.values() for target in targets))
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What `jax.export.export` needs as `disabled_checks` to export a function that calls native kernels.
+
+        exported = jax.export.export(jax.jit(fn), disabled_checks=te_jax.native.export_checks())(*args)
+
+    JAX asks for it because custom calls promise no compatibility: run the program with the te_jax that exported it.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in register()]

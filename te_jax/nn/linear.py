@@ -1,9 +1,12 @@
-"""What linear layers of Linen and NNX share: from what a layer holds to one call of `te_jax.ops.dense`."""
+"""The arithmetic of linear layers of Linen and NNX: each layer becomes one call of `te_jax.ops.dense`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import re
+import string
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -15,6 +18,7 @@ from te_jax import native, ops
 from te_jax._core.arguments import as_dtype, is_whole_number
 from te_jax._core.types import FLOAT_NAMES, FLOATS
 from te_jax.nn.microbatches import AccumulatedKernel, kernel_and_accumulator
+from te_jax.ops.dense import KernelContracting
 from te_jax.ops.dense import quantize_kernel as _quantize_kernel
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Recipe
@@ -49,29 +53,161 @@ def linear(
     y [*other dimensions of x, *features] has the given dtype, or what x, kernel and bias promote to. The kernel is
     quantized from its own dtype.
     """
-    operand, accumulator = kernel_and_accumulator(kernel)
-    x = _contracted_last(x.astype(_result_dtype(dtype, x, operand, bias)), axis)
-    batch, contracted = x.shape[: x.ndim - len(axis)], x.shape[x.ndim - len(axis) :]
-    if isinstance(operand, QuantizedArray):  # possibly with fewer dimensions, see `quantize_kernel`
-        rows, cols = operand.shape[: operand.row_ndim], operand.shape[operand.row_ndim :]
-        if math.prod(contracted) != math.prod(rows):
-            raise ValueError(
-                f"inputs have sizes {contracted} along the contracted axes; the quantized kernel has {rows} there"
-            )
-        x = regrouped(x, (batch, contracted), (batch, rows))
-        bias = None if bias is None else regrouped(bias, (features,), (cols,))
-        contracted = rows
-    y = ops.dense(
+    x = _contracted_last(x.astype(_result_dtype(dtype, x, kernel, bias)), axis)
+    return _dense(
         x,
-        operand,
+        kernel,
         bias,
-        contracting_ndim=len(contracted),
-        activation=activation,
-        wgrad_accumulator=accumulator,
         scaling_state=scaling_state,
-        **vars(options),
+        contracting_ndim=len(axis),
+        features=features,
+        activation=activation,
+        options=options,
     )
-    return regrouped(y, (batch, y.shape[len(batch) :]), (batch, features))
+
+
+def einsum(
+    names: Einsum,
+    x: Array,
+    kernel: Array | QuantizedArray | AccumulatedKernel,
+    bias: Array | None,
+    scaling_state: DelayedScalingState | None,
+    *,
+    dtype: jax.typing.DTypeLike | None,
+    options: Options,
+) -> Array:
+    """The einsum of inputs and kernel, plus bias.
+
+    Each index of the dimensions that inputs, kernel and result share is a product of its own, under `jax.vmap`. The
+    dtype of the result, and the kernel's quantization, are as in `linear`.
+    """
+    inputs, result = names.without_ellipsis(x.ndim)
+    sizes = dict(zip(names.kernel, names.kernel_shape, strict=True))
+    if len(inputs) != x.ndim or any(sizes.get(n, size) != size for n, size in zip(inputs, x.shape, strict=True)):
+        raise ValueError(
+            f"einsum_str is '{names}', where the kernel has shape {names.kernel_shape}; inputs of shape {x.shape} do "
+            "not fit"
+        )
+    tokens = "".join(name for name in inputs if name not in names.kernel)
+    x = x.astype(_result_dtype(dtype, x, kernel, bias))
+    x = _renamed(x, inputs, names.shared + tokens + names.contracted)
+    if bias is not None:
+        if bias.size != math.prod(names.bias_shape):
+            raise ValueError(
+                f"bias has shape {bias.shape}; for einsum_str '{names}' and kernel shape {names.kernel_shape} it must "
+                f"be {names.bias_shape}"
+            )
+        bias = _renamed(bias.reshape(names.bias_shape), names.bias, names.shared + names.features)
+    last = names.kernel == names.shared + names.features + names.contracted
+    if not last and not isinstance(kernel, QuantizedArray | AccumulatedKernel):  # `kernel_ndims` has checked these
+        kernel = _renamed(kernel, names.kernel, names.shared + names.contracted + names.features)
+    product = functools.partial(
+        _dense,
+        scaling_state=scaling_state,
+        contracting_ndim=len(names.contracted),
+        features=tuple(sizes[name] for name in names.features),
+        kernel_contracting="last" if last else "first",
+        options=options,
+    )
+    for _ in names.shared:
+        product = jax.vmap(product)
+    return _renamed(product(x, kernel, bias), names.shared + tokens + names.features, result)
+
+
+@dataclasses.dataclass(frozen=True)
+class Einsum:
+    """An einsum string for inputs and a kernel, in which each dimension has a letter.
+
+    Attributes:
+      inputs, kernel, result: the three parts of the string.
+      kernel_shape: the kernel's sizes.
+    """
+
+    inputs: str
+    kernel: str
+    result: str
+    kernel_shape: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, einsum_str: str | None, kernel_shape: tuple[int, ...]) -> Einsum:
+        """Reads a string such as "btd,df->btf".
+
+        Raises:
+          ValueError: it is not that of inputs and a kernel of this shape.
+        """
+        with_dots = r"([a-zA-Z]*(?:\.\.\.)?[a-zA-Z]*)"
+        match = re.fullmatch(f"{with_dots},([a-zA-Z]+)->{with_dots}", str(einsum_str).replace(" ", ""))
+        if match is None:
+            raise ValueError(
+                f"einsum_str is {einsum_str!r}; it must name the dimensions of inputs, kernel and result, as "
+                "'btd,df->btf' does; only inputs and result may have an ellipsis"
+            )
+        inputs, kernel, result = match.groups()
+        self = cls(inputs, kernel, result, kernel_shape)
+        if len(self.kernel) != len(kernel_shape):
+            raise ValueError(
+                f"einsum_str is {einsum_str!r}, where the kernel has {len(self.kernel)} dimensions; its shape is "
+                f"{kernel_shape}"
+            )
+        letters = [part.replace("...", "") for part in (inputs, kernel, result)]
+        repeated = any(len(set(part)) != len(part) for part in letters)
+        expected = set(inputs + kernel) - set(self.contracted)
+        if repeated or set(result) != expected or not self.contracted or not self.features:
+            raise ValueError(
+                f"einsum_str is {einsum_str!r}; inputs and kernel must share a dimension that the result lacks, the "
+                "kernel must have one that the inputs lack, and the result must have all other dimensions, none of "
+                "them twice: use jnp.einsum for other sums"
+            )
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.inputs},{self.kernel}->{self.result}"
+
+    @property
+    def shared(self) -> str:
+        """The kernel's dimensions that inputs and result have too."""
+        return "".join(name for name in self.kernel if name in self.inputs and name in self.result)
+
+    @property
+    def contracted(self) -> str:
+        """The kernel's dimensions that only the inputs have too, in the kernel's order."""
+        return "".join(name for name in self.kernel if name in self.inputs and name not in self.result)
+
+    @property
+    def features(self) -> str:
+        """The kernel's dimensions that only the result has too, in the kernel's order."""
+        return "".join(name for name in self.kernel if name not in self.inputs)
+
+    @property
+    def bias(self) -> str:
+        """The dimensions of a bias: those that kernel and result share, in the order of the result."""
+        return "".join(name for name in self.result if name in self.kernel)
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        return tuple(self.kernel_shape[self.kernel.index(name)] for name in self.bias)
+
+    @property
+    def kernel_ndims(self) -> tuple[int, int]:
+        """How many dimensions the rows and the columns of a quantized kernel have.
+
+        Raises:
+          ValueError: neither a quantized kernel nor its transposed copy would be laid out as a product needs it.
+        """
+        if self.kernel == self.shared + self.contracted + self.features:
+            return len(self.contracted), len(self.features)
+        if self.kernel == self.shared + self.features + self.contracted:
+            return len(self.features), len(self.contracted)
+        raise ValueError(
+            f"einsum_str is '{self}'; quantize_kernels needs a kernel with the dimensions "
+            f"'{self.shared + self.contracted + self.features}' in this order: change it, or use recipe=None"
+        )
+
+    def without_ellipsis(self, ndim: int) -> tuple[str, str]:
+        """The letters of inputs with `ndim` dimensions, and those of the result, with letters for the ellipsis."""
+        free = [name for name in string.ascii_letters if name not in self.inputs + self.kernel]
+        names = "".join(free[: max(0, ndim + len("...") - len(self.inputs))])
+        return self.inputs.replace("...", names), self.result.replace("...", names)
 
 
 def dot_general(
@@ -107,18 +243,60 @@ def dot_general(
             f"lhs has shape {lhs.shape} and rhs {rhs.shape}"
         )
     rhs_axes, lhs_axes = zip(*sorted(zip(rhs_axes, lhs_axes, strict=True)), strict=True)
-    count = len(rhs_axes)
-    last = rhs_axes == tuple(range(rhs.ndim - count, rhs.ndim))
-    y = ops.dense(
+    others = _others(rhs_axes, rhs.ndim)
+    last = rhs_axes == tuple(range(rhs.ndim - len(rhs_axes), rhs.ndim))
+    y = _dense(
         _contracted_last(lhs, lhs_axes),
-        rhs if last else _moved(rhs, (*rhs_axes, *_others(rhs_axes, rhs.ndim))),
-        contracting_ndim=count,
-        kernel_contracting="last" if last else "first",
+        rhs if last else _moved(rhs, (*rhs_axes, *others)),
+        None,
         scaling_state=scaling_state,
-        **vars(options),
+        contracting_ndim=len(rhs_axes),
+        features=tuple(rhs.shape[i] for i in others),
+        kernel_contracting="last" if last else "first",
+        options=options,
     )
     y = y if preferred_element_type is None else y.astype(preferred_element_type)
     return y if out_sharding is None else jax.reshard(y, out_sharding)
+
+
+def _dense(
+    x: Array,
+    kernel: Array | QuantizedArray | AccumulatedKernel,
+    bias: Array | None,
+    *,
+    scaling_state: DelayedScalingState | None,
+    contracting_ndim: int,
+    features: tuple[int, ...],
+    kernel_contracting: KernelContracting = "first",
+    activation: Activation | None = None,
+    options: Options,
+) -> Array:
+    """`te_jax.ops.dense`, also with a quantized kernel, which may have fewer dimensions (`quantize_kernel`)."""
+    operand, accumulator = kernel_and_accumulator(kernel)
+    batch, inner = x.shape[: x.ndim - contracting_ndim], x.shape[x.ndim - contracting_ndim :]
+    if isinstance(operand, QuantizedArray):
+        rows, cols = operand.shape[: operand.row_ndim], operand.shape[operand.row_ndim :]
+        if kernel_contracting == "last":
+            rows, cols = cols, rows
+        if math.prod(inner) != math.prod(rows):
+            raise ValueError(
+                f"inputs have sizes {inner} along the contracted axes; the quantized kernel has {rows} there"
+            )
+        x = regrouped(x, (batch, inner), (batch, rows))
+        bias = None if bias is None else regrouped(bias, (features,), (cols,))
+        contracting_ndim = len(rows)
+    y = ops.dense(
+        x,
+        operand,
+        bias,
+        contracting_ndim=contracting_ndim,
+        kernel_contracting=kernel_contracting,
+        activation=activation,
+        wgrad_accumulator=accumulator,
+        scaling_state=scaling_state,
+        **vars(options),
+    )
+    return regrouped(y, (batch, y.shape[len(batch) :]), (batch, features))
 
 
 def quantize_kernel(kernel: Array, row_ndim: int, col_ndim: int, options: Options) -> QuantizedArray:
@@ -162,7 +340,8 @@ def sizes(name: str, value: int | Iterable[int]) -> tuple[int, ...]:
 def _result_dtype(dtype: jax.typing.DTypeLike | None, *arrays: Any) -> jax.typing.DTypeLike:
     if dtype is not None:
         return _as_float("dtype", dtype)
-    dtype = jnp.result_type(*(x.dtype if isinstance(x, QuantizedArray) else x for x in arrays if x is not None))
+    given = [x.kernel if isinstance(x, AccumulatedKernel) else x for x in arrays if x is not None]
+    dtype = jnp.result_type(*(x.dtype if isinstance(x, QuantizedArray) else x for x in given))
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
 
 
@@ -178,6 +357,10 @@ def _contracted_last(x: Array, axes: tuple[int, ...]) -> Array:
 
 def _others(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     return tuple(axis for axis in range(ndim) if axis not in axes)
+
+
+def _renamed(x: Array, names: str, order: str) -> Array:
+    return _moved(x, tuple(names.index(name) for name in order))
 
 
 def _moved(x: Array, order: tuple[int, ...]) -> Array:

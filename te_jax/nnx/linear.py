@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,12 +66,13 @@ class LinearGeneral(nnx.Module):
         implementation: native.Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        self.in_features = linear.sizes("in_features", in_features)
-        self.out_features = linear.sizes("out_features", out_features)
+        rows, cols = linear.sizes("in_features", in_features), linear.sizes("out_features", out_features)
+        self.in_features: int | tuple[int, ...] = rows
+        self.out_features: int | tuple[int, ...] = cols
         self.axis = linear.as_tuple(axis)
-        if len(self.in_features) != len(self.axis):
+        if len(rows) != len(self.axis):
             raise ValueError(
-                f"in_features is {self.in_features} and axis is {self.axis}; they must have the same number of entries"
+                f"in_features is {rows} and axis is {self.axis}; they must have the same number of entries"
             )
         self.use_bias = use_bias
         self.dtype = dtype
@@ -79,12 +80,12 @@ class LinearGeneral(nnx.Module):
         self.activation: linear.Activation | None = activation
         self.options = linear.Options(recipe, axis_name, implementation)
 
-        matrix = (math.prod(self.in_features), math.prod(self.out_features))
-        kernel = _reshaped(kernel_init(rngs.params(), matrix, param_dtype), (*self.in_features, *self.out_features))
+        matrix = (math.prod(rows), math.prod(cols))
+        kernel = _reshaped(kernel_init(rngs.params(), matrix, param_dtype), (*rows, *cols))
         self.kernel: nnx.Variable[Any] = nnx.Param(kernel, **(kernel_metadata or {}))
         self.bias: nnx.Param[Any] | None
         if use_bias:
-            bias = _reshaped(bias_init(rngs.params(), matrix[1:], param_dtype), self.out_features)
+            bias = _reshaped(bias_init(rngs.params(), matrix[1:], param_dtype), cols)
             self.bias = nnx.Param(bias, **(bias_metadata or {}))
         else:
             self.bias = nnx.data(None)
@@ -110,7 +111,7 @@ class LinearGeneral(nnx.Module):
             None if self.bias is None else self.bias.get_value(),
             _scaling_state(self, self.options.recipe),
             axis=tuple(sorted(linear.normalize_axes("axis", self.axis, inputs.ndim))),
-            features=self.out_features,
+            features=linear.as_tuple(self.out_features),
             dtype=self.dtype,
             activation=self.activation,
             options=self.options,
@@ -119,7 +120,97 @@ class LinearGeneral(nnx.Module):
 
 
 class Linear(LinearGeneral):
-    """`LinearGeneral` over the last dimension, with the parameters of `flax.nnx.Linear`."""
+    """`LinearGeneral` over the last dimension, with the parameters and attributes of `flax.nnx.Linear`.
+
+    Args:
+      in_features, out_features: numbers of features.
+      arguments: those of `LinearGeneral`.
+    """
+
+    def __init__(self, in_features: int, out_features: int, **arguments: Any):
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if isinstance(value, Iterable):
+                raise ValueError(f"{name} is {value!r}; Linear takes one number: use LinearGeneral for several")
+        super().__init__(in_features, out_features, **arguments)
+        self.in_features, self.out_features = in_features, out_features
+
+
+class Einsum(nnx.Module):
+    """The einsum of an input and a kernel, in FP8 with a recipe, plus a bias: `flax.nnx.Einsum` on te_jax's products.
+
+        layer = Einsum("btd,dhk->bthk", (64, 4, 32), (4, 32), recipe=CurrentScaling(), rngs=nnx.Rngs(0))
+
+    Input and kernel keep their roles wherever their dimensions stand in the result, where `jnp.einsum` may exchange
+    them. Parameters have the names, shapes and initial values of `flax.nnx.Einsum`. Dimensions that input, kernel
+    and result share, such as that of experts, are those of separate products, each with scales of its own.
+
+    Args:
+      einsum_str: the dimensions of input, kernel and result; None to pass it to the call. At least one dimension is
+        contracted, and at least one is the kernel's alone. Input and result may have an ellipsis.
+      kernel_shape: of the kernel.
+      bias_shape: of the bias: the kernel's dimensions of the result, in their order there. None for no bias.
+      dtype, param_dtype, kernel_init, bias_init, kernel_metadata, bias_metadata, recipe, axis_name, implementation,
+        rngs: as in `LinearGeneral`, but initializers see the shapes as they are.
+    """
+
+    def __init__(
+        self,
+        einsum_str: str | None,
+        kernel_shape: Sequence[int],
+        bias_shape: Sequence[int] | None = None,
+        *,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        bias_init: Initializer = nnx.initializers.zeros_init(),
+        kernel_metadata: Mapping[str, Any] | None = None,
+        bias_metadata: Mapping[str, Any] | None = None,
+        recipe: Recipe | None = None,
+        axis_name: str | tuple[str, ...] | None = None,
+        implementation: native.Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.kernel_shape = linear.sizes("kernel_shape", kernel_shape)
+        if einsum_str is not None:
+            linear.Einsum.parse(einsum_str, self.kernel_shape)
+        self.einsum_str = einsum_str
+        self.bias_shape = None if bias_shape is None else linear.sizes("bias_shape", bias_shape)
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.options = linear.Options(recipe, axis_name, implementation)
+        kernel = kernel_init(rngs.params(), self.kernel_shape, param_dtype)
+        self.kernel: nnx.Variable[Any] = nnx.Param(kernel, **(kernel_metadata or {}))
+        self.bias: nnx.Param[Any] | None = nnx.data(None)
+        if self.bias_shape is not None:
+            bias = bias_init(rngs.params(), self.bias_shape, param_dtype)
+            self.bias = nnx.Param(bias, **(bias_metadata or {}))
+        _add_scaling_state(self, recipe)
+
+    def __call__(self, inputs: jax.typing.ArrayLike, einsum_str: str | None = None, out_sharding: Any = None) -> Array:
+        """Applies the layer.
+
+        Args:
+          inputs: floating point, with the dimensions that the einsum string names.
+          einsum_str: the string, where the module has none.
+          out_sharding: of the result, on Explicit meshes.
+
+        Raises:
+          ValueError: for strings, shapes or dtypes that do not fit, naming the argument.
+        """
+        if (einsum_str is None) == (self.einsum_str is None):
+            raise ValueError(
+                f"einsum_str is {einsum_str!r} in the call and {self.einsum_str!r} in the layer; give exactly one"
+            )
+        y = linear.einsum(
+            linear.Einsum.parse(einsum_str or self.einsum_str, self.kernel_shape),
+            jnp.asarray(inputs),
+            self.kernel.get_value(),
+            None if self.bias is None else self.bias.get_value(),
+            _scaling_state(self, self.options.recipe),
+            dtype=self.dtype,
+            options=self.options,
+        )
+        return y if out_sharding is None else jax.reshard(y, out_sharding)
 
 
 class DotGeneral(nnx.Module):

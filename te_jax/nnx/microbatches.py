@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from te_jax.nn import linear, microbatches
-from te_jax.nnx.linear import LinearGeneral
+from te_jax.nnx.linear import Einsum, LinearGeneral
 from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel
 from te_jax.quantized import QuantizedArray
 
@@ -45,14 +45,15 @@ def quantize_kernels(model: Model) -> Model:
     quantized = nnx.clone(model, variables=False)
     done: dict[int, tuple[tuple[Any, ...], QuantizedKernel, Any]] = {}  # by the identity of the kernel's variable
     for path, module in nnx.iter_modules(quantized):
-        if not isinstance(module, LinearGeneral) or module.options.recipe is None:
+        if not isinstance(module, LinearGeneral | Einsum) or module.options.recipe is None:
             continue
-        variable, sizes = module.kernel, (len(module.in_features), len(module.out_features))
+        variable = module.kernel
         if isinstance(variable.get_value(), QuantizedArray):
             continue
-        how = (*sizes, module.options.recipe.quantization("kernel"))
+        ndims = _kernel_ndims(module)
+        how = (*ndims, module.options.recipe.quantization("kernel"))
         if id(variable) not in done:
-            kernel = QuantizedKernel(linear.quantize_kernel(variable.get_value(), *sizes, module.options))
+            kernel = QuantizedKernel(linear.quantize_kernel(variable.get_value(), *ndims, module.options))
             done[id(variable)] = path, kernel, how
         first, kernel, as_first = done[id(variable)]
         if how != as_first:
@@ -68,6 +69,13 @@ def quantize_kernels(model: Model) -> Model:
                 "it as it is: use recipe=None for the layer, or a kernel of its own"
             )
     return quantized
+
+
+def _kernel_ndims(module: LinearGeneral | Einsum) -> tuple[int, int]:
+    """How many dimensions the rows and the columns of a layer's quantized kernel have."""
+    if isinstance(module, Einsum):
+        return linear.Einsum.parse(module.einsum_str, module.kernel_shape).kernel_ndims
+    return len(linear.as_tuple(module.in_features)), len(linear.as_tuple(module.out_features))
 
 
 def accumulate_gradients(

@@ -10,18 +10,18 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from te_jax.nn import delayed_scaling
 
+OverwriteWithGradient: type[nnx.Variable[Any]] = nnx.variable_type_from_name(
+    OVERWRITE_WITH_GRADIENT, allow_register=True
+)
+"""Flax's variable type for state whose gradient is its next value, such as that of delayed scaling.
 
-# The collection of that name in Linen, on both sides of flax.nnx.bridge. Who crossed it before has made a type for it.
-@nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, overwrite=True)
-class OverwriteWithGradient(nnx.Variable):
-    """State of delayed scaling: the gradient with respect to it is its next value.
+It is what `flax.nnx.bridge` makes of Linen's collection "_overwrite_with_gradient". Differentiate it together with the
+parameters, and keep it from the optimizer:
 
-    It is differentiated with the parameters, and is not for the optimizer:
-
-        grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient)))(model, batch)
-        optimizer.update(model, grads)           # nnx.Optimizer(model, tx, wrt=nnx.Param)
-        overwrite_with_gradient(model, grads)
-    """
+    grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient)))(model, batch)
+    optimizer.update(model, grads)           # nnx.Optimizer(model, tx, wrt=nnx.Param)
+    overwrite_with_gradient(model, grads)
+"""
 
 
 class QuantizedKernel(nnx.Variable):

@@ -20,7 +20,7 @@ from te_jax._core.derivatives import differentiated_once
 from te_jax.ops.quantize import QuantizedParts, quantize_parts
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Product, Quantization, Recipe, Role
-from te_jax.reference.quantize import Copies, GroupAxes, largest_of_shards
+from te_jax.reference.quantize import Copies, GroupAxes, amax_of_shards
 
 Copy = Literal["data", "transposed"]
 ROLES: tuple[Role, ...] = ("activation", "kernel", "gradient")
@@ -186,7 +186,7 @@ def next_state(
             return history.at[0].divide(_count(state.uses))
         more = sharding.varying_axes(amax) - sharding.varying_axes(history)
         axes = tuple(sorted(more or frozenset(axis_name) - sharding.tracked_axes(axis_name)))
-        return _observe(history, largest_of_shards(amax, axes), state.uses)
+        return _observe(history, amax_of_shards(amax, axes), state.uses)
 
     activation, kernel, gradient = map(next_history, ROLES)
     return DelayedScalingState(activation, kernel, gradient, jnp.ones_like(state.uses))

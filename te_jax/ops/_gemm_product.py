@@ -1,7 +1,4 @@
-"""The product of sharded operands: what te_gemm computes in one pass, how it is split, and how it is called.
-
-On Explicit meshes the reference is split in the same way; on Auto meshes XLA does that.
-"""
+"""The GEMM of sharded operands: its static description, how it is split, and the call of te_gemm on each shard."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -17,22 +14,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from te_jax import native, sharding
-from te_jax._core.types import BLOCK, E5M2, FP8_ALIGNMENT
+from te_jax import native, reference, sharding
+from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Quantization
+from te_jax.recipe import Scaling as CopyScaling
 from te_jax.reference.gemm import epilogue
 
+Algorithm = Literal["auto", "cublaslt", "te_jax"]
 Scaling = Literal["none", "tensor", "row", "block"]
 """Of a product: both operands' scales together."""
-BlockScaling = Literal["block_1x128", "block_128x128"]
 Group = Literal["m", "n", "k"]
 """The outer dimensions of lhs and of rhs, and those summed over."""
 
 # The order in which te_gemm takes them.
-_OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator", "aux_in", "amax_in")
+_OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator")
 _ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
-_FLOAT32, _BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
+_FLOAT32 = np.dtype(jnp.float32)
+
+_COPY_SCALINGS: dict[Scaling, tuple[CopyScaling, CopyScaling]] = {
+    "tensor": ("tensor", "tensor"),
+    "row": ("row", "row"),
+    "block": ("block_1x128", "block_128x128"),
+}
 
 _BLOCK_ROW_MULTIPLE = 4
 """The kernel of blocks reads the scales of four rows at a time."""
@@ -40,44 +43,27 @@ _BLOCK_ROW_MULTIPLE = 4
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
 """32 MiB aligned to 256 bytes, and before them 256 bytes for scalars."""
 
-_EPILOGUE_ROW_MULTIPLE = 8
-"""cuBLASLt's activations want rows of a multiple of 16 bytes: of other results none, and with other operands
-products were rounded before a bias. All that is FP8 has them, on every shard."""
+_GELU_ROW_MULTIPLE = 8
+"""cuBLASLt's gelu needs rows of a multiple of 16 bytes: of D, for it has no algorithm for others, and of a and b, for
+there it rounded the product before it added the bias. FP8 operands are padded to it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Followup:
-    """What follows a product of bias and epilogue, in this order, each where it is asked for.
+class GemmSpec:
+    """A GEMM of a [*outer, *summed] and b [*outer, *summed] without its arrays: hashable, so that it is traced once.
 
     Attributes:
-      bias: whether one is added.
-      activation: "gelu", or "dgelu" for a product with gelu's derivative at values that are given.
-      save_preactivation: whether the values before the activation are a result as well.
-      quantization: of the result.
-      accumulate: whether an accumulator is added; then there is nothing else.
-    """
-
-    bias: bool = False
-    activation: Literal["gelu", "dgelu"] | None = None
-    save_preactivation: bool = False
-    quantization: Quantization | None = None
-    accumulate: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """One call of te_gemm, as static as its attributes are.
-
-    Attributes:
-      a_outer_ndim, b_outer_ndim, summed_ndim: of both operands.
+      a_outer_ndim, b_outer_ndim, summed_ndim: numbers of outer and of summed dimensions.
       a_summed_first, b_summed_first: whether the summed dimensions come before the outer ones.
-      scaling: "none", "tensor", "row" or "block".
-      dtype: of the result, before it is quantized.
-      native: by te_gemm; else by the reference, with nothing fused.
-      followup: what is fused.
-      overwrite: whether the result may take the place of an accumulator that is not read.
-      fast_accumulation, autotune, own_kernel: see `te_jax.ops.gemm`.
-      whole: factors that must not be split, since shards of them could not be multiplied.
+      scaling: "none" for plain operands.
+      dtype: of the result.
+      product_dtype: of the bare product: `dtype` where te_gemm can write it, else float32, which XLA rounds.
+      native: te_gemm multiplies, else the reference.
+      bias: whether one is added.
+      activation, save_preactivation, fast_accumulation: see `te_jax.ops.gemm`.
+      accumulator: "add" for one that is added, "overwrite" for one whose buffer the result may take.
+      algorithm: as `algorithm_for` returns it.
+      whole: factors of the sharding rule that must not be split: te_gemm could not multiply the shards.
     """
 
     a_outer_ndim: int
@@ -87,61 +73,74 @@ class Product:
     b_summed_first: bool
     scaling: Scaling
     dtype: np.dtype
+    product_dtype: np.dtype
     native: bool
-    followup: Followup
-    overwrite: bool
+    bias: bool
+    activation: Literal["gelu"] | None
+    save_preactivation: bool
+    accumulator: Literal["add", "overwrite"] | None
     fast_accumulation: bool
-    autotune: bool
-    own_kernel: bool
+    algorithm: Algorithm
     whole: tuple[str, ...]
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Those that it takes, in order."""
-        followup = self.followup
-        taken = {
-            "a_scale_inv": self.scaling != "none",
-            "b_scale_inv": self.scaling != "none",
-            "bias": followup.bias,
-            "accumulator": followup.accumulate or self.overwrite,
-            "aux_in": followup.activation == "dgelu",
-            "amax_in": followup.quantization is not None,
+        """Names of the arrays, in order."""
+        scaled = self.scaling != "none"
+        absent = {
+            "a_scale_inv": not scaled,
+            "b_scale_inv": not scaled,
+            "bias": not self.bias,
+            "accumulator": self.accumulator is None,
         }
-        return tuple(name for name in _OPERANDS if taken.get(name, True))
+        return tuple(name for name in _OPERANDS if not absent.get(name, False))
 
     def factors(self, group: Group) -> tuple[str, ...]:
         """Names of the dimensions of a group that may be split, as sharding rules know them."""
         ndim = {"m": self.a_outer_ndim, "n": self.b_outer_ndim, "k": self.summed_ndim}[group]
         return tuple(f"{group}{i}" for i in range(ndim))
 
+    def bare(self, dtype: np.dtype) -> GemmSpec:
+        """The product alone."""
+        return dataclasses.replace(
+            self, dtype=dtype, bias=False, activation=None, save_preactivation=False, accumulator=None
+        )
 
-def autotunes() -> bool:
-    """Whether candidates may be timed: TE_JAX_AUTOTUNE=0 in the environment says no.
+    def in_one_pass(self, arrays: Mapping[str, Array]) -> GemmSpec:
+        """As much of this GEMM as te_gemm computes in one pass.
+
+        cuBLASLt sets the rules: gelu comes with one scale for each tensor, 16-bit results and aligned rows; the bias of
+        a float32 result of FP8 tensors would be bfloat16. The package's kernel adds a bias and has no gelu.
+        """
+        if self.product_dtype != self.dtype:
+            return self.bare(self.product_dtype)
+        by_cublaslt = self.algorithm != "te_jax" and self.scaling in ("none", "tensor")
+        gelu = self.activation is not None and by_cublaslt and self.dtype != _FLOAT32
+        if gelu and self.scaling == "none" and any(n % _GELU_ROW_MULTIPLE for n in _row_lengths(self, arrays)):
+            return self.bare(_FLOAT32)  # rounded once, at the end
+        return dataclasses.replace(
+            self,
+            bias=self.bias and not (self.scaling == "tensor" and self.dtype == _FLOAT32),
+            activation="gelu" if gelu else None,
+            save_preactivation=self.save_preactivation and gelu,
+        )
+
+
+def algorithm_for(algorithm: Algorithm, scaling: Scaling) -> Algorithm:
+    """The algorithm that te_gemm is told: "auto" is "cublaslt" with TE_JAX_AUTOTUNE=0, and blocks have but one.
 
     Raises:
       ValueError: TE_JAX_AUTOTUNE is neither 0 nor 1.
     """
-    chosen = os.environ.get("TE_JAX_AUTOTUNE", "1")
-    if chosen not in ("0", "1"):
-        raise ValueError(
-            f"TE_JAX_AUTOTUNE is {chosen!r} in the environment; it must be 0 (cuBLASLt's first suggestion) or 1 (the "
-            "fastest candidate), or not be set, which is 1"
-        )
-    return chosen == "1"
-
-
-def multiply(product: Product, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-    """The product of sharded arrays.
-
-    Args:
-      product: what to compute.
-      arrays: by name, all of `product.operands`.
-
-    Returns:
-      D; with `save_preactivation` the values before the activation; with `quantization` amax and the inverse of the
-      scale.
-    """
-    return _sharded(product)(*(arrays[name] for name in product.operands))
+    if algorithm == "auto":
+        chosen = os.environ.get("TE_JAX_AUTOTUNE", "1")
+        if chosen not in ("0", "1"):
+            raise ValueError(
+                f"TE_JAX_AUTOTUNE is {chosen!r} in the environment; it must be 0 (cuBLASLt's first suggestion) or 1 "
+                "(the fastest candidate), or not be set, which is 1"
+            )
+        algorithm = "auto" if chosen == "1" else "cublaslt"
+    return "te_jax" if scaling == "block" else algorithm
 
 
 def allowed_dtype(operand_dtype: np.dtype, wanted: np.dtype) -> np.dtype:
@@ -149,266 +148,187 @@ def allowed_dtype(operand_dtype: np.dtype, wanted: np.dtype) -> np.dtype:
     return wanted if wanted in (operand_dtype, _FLOAT32) else _FLOAT32
 
 
-def split_followup(product: Product, *, e5m2_operand: bool) -> tuple[Followup, Followup]:
-    """What of a followup te_gemm does in the same pass, and what XLA does afterwards.
+def sharded_gemm(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+    """D and, with `save_preactivation`, the values before the activation.
 
-    cuBLASLt sets the rules. Its epilogues know one scale for each tensor, and results of 16 and 8 bits; the bias of a
-    float32 result of FP8 operands would be bfloat16; FP8 results come with bfloat16 bias and preactivation, and are
-    E5M2 only if an operand is. The kernel of rows and blocks adds a bias.
+    Args:
+      spec: what to compute.
+      arrays: by name, all of `spec.operands`, sharded in any way.
     """
-    wanted = product.followup
-    epilogues = product.scaling in ("none", "tensor") and not product.own_kernel
-    fuses_bias = product.scaling != "tensor" or product.dtype != _FLOAT32
-    fuses_fp8 = (
-        wanted.quantization is not None
-        and epilogues
-        and product.scaling == "tensor"
-        and wanted.activation != "dgelu"
-        and (e5m2_operand or wanted.quantization.dtype != E5M2)
-        and (product.dtype == _BFLOAT16 or not wanted.save_preactivation)
-    )
-    if fuses_fp8:
-        return wanted, Followup()
-    bias = wanted.bias and fuses_bias
-    activation = wanted.activation if epilogues and product.dtype != _FLOAT32 and bias == wanted.bias else None
-    fused = Followup(
-        bias=bias,
-        activation=activation,
-        save_preactivation=wanted.save_preactivation and activation is not None,
-        accumulate=wanted.accumulate,
-    )
-    rest = Followup(
-        bias=wanted.bias and not fused.bias,
-        activation=wanted.activation if activation is None else None,
-        save_preactivation=wanted.save_preactivation and activation is None,
-        quantization=wanted.quantization,
-    )
-    return fused, rest
-
-
-def follow_up(
-    value: Array, followup: Followup, arrays: Mapping[str, Array], dtype: np.dtype, row_ndim: int, axes=None
-) -> tuple[Array, ...]:
-    """A followup in XLA, with the results of `multiply`; `axes` are the mesh axes that rows and cols are split over."""
-
-    def lying_alike(name: str, wanted: bool) -> Array | None:
-        return sharding.split_as_last(arrays[name], value) if wanted else None
-
-    results = epilogue(
-        value,
-        bias=lying_alike("bias", followup.bias),
-        activation="gelu" if followup.activation == "gelu" else None,
-        save_preactivation=followup.save_preactivation,
-        gelu_preactivation=lying_alike("aux_in", followup.activation == "dgelu"),
-        dtype=dtype,
-        out_quantization=followup.quantization,
-        out_amax=arrays["amax_in"] if followup.quantization is not None else None,
-        out_row_ndim=row_ndim,
-        accumulator=lying_alike("accumulator", followup.accumulate),
-        axis_name=axes,
-    )
-    if followup.quantization is None:
-        return results if followup.save_preactivation else (results,)
-    d, amax, *preactivation = results
-    return d.data, *preactivation, amax, d.scale_inv
+    return _per_shard(spec)(*(arrays[name] for name in spec.operands))
 
 
 @functools.cache
-def _sharded(product: Product):
-    """The product as a function of its operands, which may be sharded in any way."""
-    names = product.operands
-    over_m, over_n, over_k = (product.factors(group) for group in ("m", "n", "k"))
-    quantizes = product.followup.quantization is not None
-    reuse = {names.index("accumulator"): _D} if "accumulator" in names else None
+def _per_shard(spec: GemmSpec) -> Callable[..., tuple[Array, ...]]:
+    names, over_k = spec.operands, spec.factors("k")
+    in_place = spec.native and spec.accumulator is not None and spec.product_dtype == spec.dtype
 
     @sharding.per_shard(
-        _rule(product),
-        axes_of=(*over_k, *over_m, *over_n) if quantizes else over_k,
-        replicated=product.whole,
-        sizes=_minor_sizes(product),
-        reuse=reuse,
+        _rule(spec),
+        axes_of=over_k,
+        replicated=spec.whole,
+        sizes={f"{group}_": size for group, size in _granularity(spec.scaling).items() if spec.factors(group)},
+        reuse={names.index("accumulator"): _D} if in_place else None,
     )
     def local(*operands: Array, axes: Mapping[str, Sequence[str]], reuse: Mapping[int, int] | None = None):
         arrays = dict(zip(names, operands, strict=True))
-        m_axes, n_axes, k_axes = (
-            tuple(axis for factor in factors for axis in axes.get(factor, ())) for factors in (over_m, over_n, over_k)
-        )
-        if k_axes:
-            # Only sums are exchanged: whatever follows is done once, after them, and so is an accumulator added.
-            (part,) = multiply(dataclasses.replace(product, followup=Followup(), overwrite=False), arrays)
-            total = lax.psum(part, k_axes)
-            return follow_up(
-                total,
-                product.followup,
-                arrays,
-                product.dtype,
-                total.ndim - product.b_outer_ndim,
-                {"rows": m_axes, "cols": n_axes},
-            )
-        if axes:  # the largest magnitude is that of the whole result
-            *others, amax, scale_inv = multiply(product, arrays)
-            return (*others, *_largest((amax, scale_inv), m_axes + n_axes))
-        if product.followup.activation and any(n % _EPILOGUE_ROW_MULTIPLE for n in _row_lengths(product, arrays)):
-            part = dataclasses.replace(product, dtype=_FLOAT32, followup=Followup())  # rounded once, at the end
-            (value,) = _call(part, {name: arrays[name] for name in part.operands}, in_place=False)
-            return follow_up(value, product.followup, arrays, product.dtype, value.ndim - product.b_outer_ndim)
-        return _call(product, arrays, in_place=bool(reuse))
+        k_axes = tuple(axis for factor in over_k for axis in axes.get(factor, ()))
+        if k_axes:  # only sums are exchanged: what follows is done once, after them
+            done = spec.bare(spec.product_dtype)
+            (part,) = sharded_gemm(done, arrays)
+            return _followed_up(spec, done, (lax.psum(part, k_axes),), arrays)
+        if not spec.native:
+            return reference_gemm(spec, arrays)
+        done = spec.in_one_pass(arrays)
+        return _followed_up(spec, done, _te_gemm(done, arrays, in_place=bool(reuse)), arrays)
 
     return local
 
 
-def _row_lengths(product: Product, arrays: Mapping[str, Array]) -> list[int]:
-    """Values in a row, as they lie in memory, of the result on this shard, of a and of b."""
-    operands, columns = [], 0
-    for x, summed_first, outer_ndim in (
-        (arrays["a"], product.a_summed_first, product.a_outer_ndim),
-        (arrays["b"], product.b_summed_first, product.b_outer_ndim),
-    ):
-        end = x.ndim if summed_first else x.ndim - product.summed_ndim
-        columns = math.prod(x.shape[end - outer_ndim : end])
-        operands.append(columns if summed_first else math.prod(x.shape[end:]))
-    return [columns, *operands]
+def _followed_up(
+    spec: GemmSpec, done: GemmSpec, results: tuple[Array, ...], arrays: Mapping[str, Array]
+) -> tuple[Array, ...]:
+    """The results of a GEMM from those of a part of it; XLA computes the rest."""
+    if done == spec:
+        return results
 
-
-def _largest(values: Sequence[Array], axes: Sequence[str]) -> Sequence[Array]:
-    """The largest of values of at least 0 over mesh axes, as bits: their order puts NaN above infinity."""
-    bits = lax.pmax([lax.bitcast_convert_type(value, jnp.int32) for value in values], tuple(axes))
-    return [lax.bitcast_convert_type(value, jnp.float32) for value in bits]
-
-
-def _call(product: Product, arrays: Mapping[str, Array], *, in_place: bool) -> tuple[Array, ...]:
-    """te_gemm, or the reference, on local arrays."""
-    if not product.native:
-        return (_reference_product(product, arrays),)
-    if product.scaling != "none":
-        padded, rows = _aligned(product, arrays)
-        if padded is not arrays:
-            outer_ndim = product.a_outer_ndim
-            a, b = arrays["a"], arrays["b"]
-            batch_ndim = a.ndim - outer_ndim - product.summed_ndim
-            one = dataclasses.replace(product, a_outer_ndim=1, summed_ndim=1)
-            shape = (*a.shape[: batch_ndim + outer_ndim], *b.shape[batch_ndim : batch_ndim + product.b_outer_ndim])
-            return tuple(
-                lax.slice_in_dim(d, 0, rows, axis=batch_ndim).reshape(shape)
-                for d in _call(one, padded, in_place=in_place)
-            )
-    followup, a, b = product.followup, arrays["a"], arrays["b"]
-    if not (in_place or followup.accumulate):
-        arrays = {name: array for name, array in arrays.items() if name != "accumulator"}
-    batch_ndim = a.ndim - product.a_outer_ndim - product.summed_ndim
-    outer = [
-        x.shape[batch_ndim:][product.summed_ndim :] if summed_first else x.shape[batch_ndim : batch_ndim + outer_ndim]
-        for x, summed_first, outer_ndim in (
-            (a, product.a_summed_first, product.a_outer_ndim),
-            (b, product.b_summed_first, product.b_outer_ndim),
+    def follow(value: Array, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+        return epilogue(
+            value,
+            bias=arrays["bias"] if spec.bias and not done.bias else None,
+            activation=spec.activation,
+            save_preactivation=spec.save_preactivation,
+            dtype=spec.dtype,
+            accumulator=arrays["accumulator"] if spec.accumulator == "add" else None,
         )
-    ]
-    batch = a.shape[:batch_ndim]
-    shape = (*batch, *outer[0], *outer[1])
-    quantizes = followup.quantization is not None
-    d_dtype = followup.quantization.dtype if followup.quantization is not None else product.dtype
-    side_dtype = _BFLOAT16 if quantizes else product.dtype
+
+    return _over_batch(spec, arrays, follow)(*results, arrays)
+
+
+def reference_gemm(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+    """The results of `sharded_gemm`, by the reference on local arrays."""
+
+    def multiply(arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+        lhs, rhs = arrays["a"], arrays["b"]
+        if spec.scaling != "none":
+            left, right = _COPY_SCALINGS[spec.scaling]
+            lhs = _matrix(lhs, arrays["a_scale_inv"], spec.a_outer_ndim, spec.summed_ndim, left)
+            rhs = _matrix(rhs, arrays["b_scale_inv"], spec.b_outer_ndim, spec.summed_ndim, right)
+        result = reference.gemm(
+            lhs,
+            rhs,
+            lhs_contracting="rows" if spec.a_summed_first else "cols",
+            rhs_contracting="rows" if spec.b_summed_first else "cols",
+            contracting_ndim=spec.summed_ndim,
+            bias=arrays.get("bias"),
+            activation=spec.activation,
+            save_preactivation=spec.save_preactivation,
+            out_dtype=spec.dtype,
+            accumulator=arrays.get("accumulator"),
+        )
+        return result if isinstance(result, tuple) else (result,)
+
+    return _over_batch(spec, arrays, multiply)({name: arrays[name] for name in spec.operands})
+
+
+def _matrix(data: Array, scale_inv: Array, outer_ndim: int, summed_ndim: int, scaling: CopyScaling) -> QuantizedArray:
+    return QuantizedArray(data, scale_inv, None, None, outer_ndim, summed_ndim, scaling, scaling, _FLOAT32)
+
+
+def _over_batch(spec: GemmSpec, arrays: Mapping[str, Array], function: Callable) -> Callable:
+    """The function of one GEMM's arrays, for arrays with the leading dimensions that vmap adds."""
+    for _ in range(arrays["a"].ndim - spec.a_outer_ndim - spec.summed_ndim):
+        function = jax.vmap(function)
+    return function
+
+
+def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> tuple[Array, ...]:
+    """te_gemm on local arrays; `in_place` writes the result over the accumulator."""
+    if spec.scaling != "none" and (aligned := _aligned(spec, arrays)):
+        batch, a_outer, _ = _groups(spec, "a", arrays)
+        shape = *batch, *a_outer, *_groups(spec, "b", arrays)[1]
+        return tuple(
+            lax.slice_in_dim(d, 0, math.prod(a_outer), axis=len(batch)).reshape(shape)
+            for d in _te_gemm(*aligned, in_place=in_place)
+        )
+    batch, a_outer, _ = _groups(spec, "a", arrays)
+    d = jax.ShapeDtypeStruct((*batch, *a_outer, *_groups(spec, "b", arrays)[1]), spec.dtype)
     absent = jax.ShapeDtypeStruct((0,), jnp.float32)
-    scalar = jax.ShapeDtypeStruct(batch, jnp.float32)
-    results = (
-        jax.ShapeDtypeStruct(shape, d_dtype),
-        jax.ShapeDtypeStruct(shape, side_dtype) if followup.save_preactivation else absent,
-        scalar if quantizes else absent,
-        scalar if quantizes else absent,
-        jax.ShapeDtypeStruct((_workspace_bytes(product),), jnp.uint8),
-    )
-    arrays = {
-        name: x.astype(side_dtype) if name in ("bias", "aux_in") else x for name, x in arrays.items()
-    }  # fmt: skip
-    d, preactivation, amax, scale_inv, _ = native.call(
+    needs_workspace = native.has_gpu() and spec.algorithm != "te_jax"
+    workspace = jax.ShapeDtypeStruct((_CUBLASLT_WORKSPACE_BYTES if needs_workspace else 0,), jnp.uint8)
+    given = {name: arrays[name] for name in spec.operands}
+    if spec.bias:
+        given["bias"] = given["bias"].astype(spec.dtype)
+    if spec.accumulator == "overwrite" and not in_place:
+        del given["accumulator"]
+    d, preactivation, _ = native.call(
         "te_gemm",
-        results,
-        *(arrays[name] if name in arrays else jnp.zeros((0,), jnp.float32) for name in _OPERANDS),
+        (d, d if spec.save_preactivation else absent, workspace),
+        *(given[name] if name in given else jnp.zeros((0,), jnp.float32) for name in _OPERANDS),
         aliases={_ACCUMULATOR: _D} if in_place else None,
-        a_outer_ndim=product.a_outer_ndim,
-        b_outer_ndim=product.b_outer_ndim,
-        a_summed_first=product.a_summed_first,
-        b_summed_first=product.b_summed_first,
-        scaling=product.scaling,
-        epilogue=followup.activation or "none",
-        fast_accumulation=product.fast_accumulation,
-        accumulate=followup.accumulate,
-        power_of_two_scale=followup.quantization is not None and followup.quantization.power_of_two_scales,
-        autotune=product.autotune,
-        own_kernel=product.own_kernel,
+        a_outer_ndim=spec.a_outer_ndim,
+        b_outer_ndim=spec.b_outer_ndim,
+        a_summed_first=spec.a_summed_first,
+        b_summed_first=spec.b_summed_first,
+        scaling=spec.scaling,
+        gelu=spec.activation == "gelu",
+        accumulate=spec.accumulator == "add",
+        fast_accumulation=spec.fast_accumulation,
+        algorithm=spec.algorithm,
     )
-    kept = (d, *((preactivation,) if followup.save_preactivation else ()))
-    return (*kept, amax, scale_inv) if quantizes else kept
+    return (d, preactivation) if spec.save_preactivation else (d,)
 
 
-def _aligned(product: Product, arrays: Mapping[str, Array]) -> tuple[Mapping[str, Array], int]:
-    """FP8 operands, and the rows of the result that count, padded with zeros to sizes that kernels multiply: K in
-    multiples of 16, and M of 4 with blocks. What is padded has one dimension of outer rows in a, and one summed."""
-    a, b = arrays["a"], arrays["b"]
-    batch_ndim = a.ndim - product.a_outer_ndim - product.summed_ndim
-    batch = a.shape[:batch_ndim]
-    m, k = math.prod(a.shape[batch_ndim : -product.summed_ndim]), math.prod(a.shape[-product.summed_ndim :])
-    multiple = _BLOCK_ROW_MULTIPLE if product.scaling == "block" else 1
+def _aligned(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[GemmSpec, dict[str, Array]] | None:
+    """The same FP8 GEMM of matrices, with zeros appended to M and K; None where kernels take the sizes as they are.
+
+    They need K in multiples of 16, and with blocks M of 4.
+    """
+    batch, a_outer, summed = _groups(spec, "a", arrays)
+    b_outer = _groups(spec, "b", arrays)[1]
+    m, n, k = (math.prod(sizes) for sizes in (a_outer, b_outer, summed))
     # Not -k % 16: of that, symbolic sizes of jax.export do not know that the sum is a multiple.
-    more_m, more_k = (-(-size // n) * n - size for size, n in ((m, multiple), (k, FP8_ALIGNMENT)))
+    row_multiple = _BLOCK_ROW_MULTIPLE if spec.scaling == "block" else 1
+    more_m, more_k = (-(-size // n) * n - size for size, n in ((m, row_multiple), (k, FP8_ALIGNMENT)))
     if not (more_m or more_k):
-        return arrays, m
+        return None
+    # Sizes, and how many zeros follow.
+    rows, cols, depth = (m, more_m), (n, 0), (k, more_k)
+    dimensions = {"a": (rows, depth), "b": (cols, depth), "bias": (cols,), "accumulator": (rows, cols)}
+    if spec.scaling == "row":
+        dimensions |= {"a_scale_inv": (rows,), "b_scale_inv": (cols,)}
+    if spec.scaling == "block":
+        k_blocks, n_blocks = ((math.prod(sizes[:-1]) * -(-sizes[-1] // BLOCK), 0) for sizes in (summed, b_outer))
+        dimensions |= {"a_scale_inv": (k_blocks, rows), "b_scale_inv": (n_blocks, k_blocks)}
 
-    def padded(x: Array, *paddings: int) -> Array:
-        return jnp.pad(x, ((0, 0),) * (x.ndim - len(paddings)) + tuple((0, padding) for padding in paddings))
+    def padded(x: Array, sizes: tuple[tuple[int, int], ...]) -> Array:
+        matrix = x.reshape(*batch, *(size for size, _ in sizes))
+        return jnp.pad(matrix, [(0, 0)] * len(batch) + [(0, more) for _, more in sizes])
 
-    padded_arrays = dict(arrays)
-    padded_arrays["a"] = padded(a.reshape(*batch, m, k), more_m, more_k)
-    padded_arrays["b"] = padded(b.reshape(*b.shape[: -product.summed_ndim], k), more_k)
-    a_scale_inv = arrays["a_scale_inv"]
-    if product.scaling == "block":
-        blocks = a_scale_inv.shape[batch_ndim : a_scale_inv.ndim - product.a_outer_ndim]
-        padded_arrays["a_scale_inv"] = padded(a_scale_inv.reshape(*batch, math.prod(blocks), m), more_m)
-        b_scale_inv = arrays["b_scale_inv"]
-        own = b_scale_inv.shape[: b_scale_inv.ndim - product.summed_ndim]
-        padded_arrays["b_scale_inv"] = b_scale_inv.reshape(*own, math.prod(blocks))
-    elif product.scaling == "row":
-        padded_arrays["a_scale_inv"] = a_scale_inv.reshape(*batch, m)
-    if "accumulator" in arrays:
-        own = arrays["accumulator"].shape[batch_ndim + product.a_outer_ndim :]
-        accumulator = arrays["accumulator"].reshape(*batch, m, *own)
-        padded_arrays["accumulator"] = padded(accumulator, more_m, *(0,) * len(own))
-    return padded_arrays, m
+    matrices = dataclasses.replace(spec, a_outer_ndim=1, b_outer_ndim=1, summed_ndim=1)
+    return matrices, {**arrays} | {
+        name: padded(arrays[name], dimensions[name]) for name in spec.operands if name in dimensions
+    }
 
 
-def _reference_product(product: Product, arrays: Mapping[str, Array]) -> Array:
-    a, b = arrays["a"], arrays["b"]
-    batch_ndim = a.ndim - product.a_outer_ndim - product.summed_ndim
-    if product.scaling != "none":
-        a = _dequantized(product, a, arrays["a_scale_inv"], product.a_outer_ndim, "block_1x128")
-        b = _dequantized(product, b, arrays["b_scale_inv"], product.b_outer_ndim, "block_128x128")
-
-    def summed(x: Array, summed_first: bool) -> tuple[int, ...]:
-        first = batch_ndim if summed_first else x.ndim - product.summed_ndim
-        return tuple(range(first, first + product.summed_ndim))
-
-    batch = tuple(range(batch_ndim))
-    contracting = summed(a, product.a_summed_first), summed(b, product.b_summed_first)
-    return lax.dot_general(
-        a,
-        b,
-        (contracting, (batch, batch)),
-        precision=lax.Precision.HIGHEST if a.dtype == product.dtype else None,
-        preferred_element_type=product.dtype,
+def _groups(spec: GemmSpec, name: Literal["a", "b"], arrays: Mapping[str, Array]) -> tuple[tuple[int, ...], ...]:
+    """Sizes of the batch, outer and summed dimensions of a local operand."""
+    shape = arrays[name].shape
+    outer_ndim, summed_first = (
+        (spec.a_outer_ndim, spec.a_summed_first) if name == "a" else (spec.b_outer_ndim, spec.b_summed_first)
     )
+    first = len(shape) - outer_ndim - spec.summed_ndim
+    second = first + (spec.summed_ndim if summed_first else outer_ndim)
+    groups = shape[first:second], shape[second:]
+    return shape[:first], *(groups[::-1] if summed_first else groups)
 
 
-def _dequantized(product: Product, data: Array, scale_inv: Array, outer_ndim: int, block: BlockScaling) -> Array:
-    scaling = block if product.scaling == "block" else "row" if product.scaling == "row" else "tensor"
-    float32 = np.dtype(np.float32)
-    quantized = QuantizedArray(data, scale_inv, None, None, outer_ndim, product.summed_ndim, scaling, scaling, float32)
-    return quantized.dequantize()
-
-
-def _workspace_bytes(product: Product) -> int:
-    if not native.has_gpu():
-        return 0
-    return 0 if product.scaling == "block" or product.own_kernel else _CUBLASLT_WORKSPACE_BYTES
+def _row_lengths(spec: GemmSpec, arrays: Mapping[str, Array]) -> list[int]:
+    """Values in a row, as they lie in memory, of D on this shard, of a and of b."""
+    _, a_outer, summed = _groups(spec, "a", arrays)
+    _, b_outer, _ = _groups(spec, "b", arrays)
+    rows = b_outer, a_outer if spec.a_summed_first else summed, b_outer if spec.b_summed_first else summed
+    return [math.prod(row) for row in rows]
 
 
 # The sharding rule. Dimensions of FP8 operands are split where every shard has whole blocks, and multiples of what
@@ -439,42 +359,30 @@ def factors_kept_whole(scaling: Scaling, sizes: Mapping[Group, tuple[int, ...]])
     )
 
 
-def _minor_sizes(product: Product) -> dict[str, int]:
-    granularity = _granularity(product.scaling)
-    return {f"{group}_": size for group, size in granularity.items() if product.factors(group)}
-
-
-def _rule(product: Product) -> str:
-    granularity = _granularity(product.scaling)
+def _rule(spec: GemmSpec) -> str:
+    granularity = _granularity(spec.scaling)
 
     def dimensions(group: Group) -> str:
-        factors = list(product.factors(group))
+        factors = list(spec.factors(group))
         if factors and group in granularity:
             factors[-1] = f"({factors[-1]} {group}_)"
         return " ".join(factors)
 
     def blocks(group: Group) -> str:
-        return " ".join(product.factors(group))
+        return " ".join(spec.factors(group))
 
     m, n, k = dimensions("m"), dimensions("n"), dimensions("k")
-    scales = {
-        "tensor": ("", ""),
+    a_scales, b_scales = {
         "row": (m, n),
         "block": (f"{blocks('k')} {m}", f"{blocks('n')} {blocks('k')}"),
-    }.get(product.scaling, ("", ""))
+    }.get(spec.scaling, ("", ""))
     terms = {
-        "a": f"{k} {m}" if product.a_summed_first else f"{m} {k}",
-        "b": f"{k} {n}" if product.b_summed_first else f"{n} {k}",
-        "a_scale_inv": scales[0],
-        "b_scale_inv": scales[1],
+        "a": f"{k} {m}" if spec.a_summed_first else f"{m} {k}",
+        "b": f"{k} {n}" if spec.b_summed_first else f"{n} {k}",
+        "a_scale_inv": a_scales,
+        "b_scale_inv": b_scales,
         "bias": n,
         "accumulator": f"{m} {n}",
-        "aux_in": f"{m} {n}",
-        "amax_in": "",
     }
-    followup = product.followup
-    results = [f"{m} {n}"]
-    results += [f"{m} {n}"] if followup.save_preactivation else []
-    results += ["", ""] if followup.quantization is not None else []
-    operands = ", ".join(f"... {terms[name]}" for name in product.operands)
-    return f"{operands} -> {', '.join(f'... {term}' for term in results)}"
+    operands = ", ".join(f"... {terms[name]}" for name in spec.operands)
+    return f"{operands} -> {', '.join([f'... {m} {n}'] * (1 + spec.save_preactivation))}"

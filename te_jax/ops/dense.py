@@ -11,13 +11,14 @@ import operator
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.derivatives import differentiated_once
+from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8, _plain_dense
 from te_jax.ops._fp8 import Copy, Fp8
@@ -36,6 +37,11 @@ from te_jax.ops.quantize import QuantizedParts, quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Product, Quantization, Recipe, Role
 from te_jax.sharding import AxisName, Layout, as_axis_names, regrouped, split_in_two
+
+_REVERSE_MODE = (
+    "te_jax.ops.dense with a recipe or a wgrad_accumulator has first derivatives in reverse mode (jax.grad, jax.vjp) "
+    "only: for forward mode (jax.jvp, jax.jacfwd) or second derivatives use recipe=None and no wgrad_accumulator"
+)
 
 
 def dense(
@@ -100,7 +106,7 @@ def dense(
       >>> recipe = te_jax.recipe.CurrentScaling()
       >>> loss = lambda x, kernel: te_jax.ops.dense(x, kernel, recipe=recipe).sum()
       >>> dx, dkernel = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, kernel)
-      >>> float(dx[0, 0]), float(dkernel[0, 0])
+      >>> round(float(dx[0, 0]), 3), round(float(dkernel[0, 0]), 3)
       (16.0, 4.0)
     """
     x = as_array("x", x)
@@ -118,11 +124,16 @@ def dense(
     _validate(x, kernel, bias, shape, activation, wgrad_accumulator)
     if recipe is None:
         _validate_plain(kernel, scaling_state)
+    else:
+        _validate_fp8(kernel, shape, recipe, scaling_state, kernel_contracting)
+    if recipe is not None or wgrad_accumulator is not None:
+        operands = (x, kernel, bias, wgrad_accumulator, scaling_state)
+        x, kernel, bias, wgrad_accumulator, scaling_state = reverse_mode_only(operands, _REVERSE_MODE)
+    if recipe is None:
         native.use_native(implementation)  # the same answer to a bad name as with a recipe
         return _plain_dense.dense(
             x, kernel, bias, wgrad_accumulator, len(shape.inner), kernel_contracting, activation, accumulate
         )
-    _validate_fp8(kernel, shape, recipe, scaling_state, kernel_contracting)
     layer = _Layer(
         Fp8("te_jax.ops.dense", recipe, _implementation(implementation, recipe), axis_names),
         len(shape.inner),
@@ -307,6 +318,10 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
     """Brings groups of dimensions into forms that FP8 products take, and back."""
     shape = _Shape.of(x, kernel, layer.contracting_ndim, layer.kernel_contracting)
     layout = _layout(layer, x, kernel)  # merging dimensions may gather what was split
+    if padding := _sequence_padding(shape.batch, layer.fp8.recipe, x):
+        axis = len(shape.batch) - 1
+        y = _dense(sharding.padded(x, padding, axis), kernel, bias, accumulator, state, layer)
+        return layout.apply(lax.slice_in_dim(y, 0, shape.batch[-1], axis=axis))
     batch, inner, outer = (_whole_blocks(sizes, layer.fp8.recipe) or (1,) for sizes in shape)
     x = regrouped(x, (shape.batch, shape.inner), (batch, inner))
     if not isinstance(kernel, QuantizedArray):
@@ -318,10 +333,20 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
     return layout.apply(regrouped(y, (batch, outer), (shape.batch, shape.outer)))
 
 
+def _sequence_padding(batch: tuple[int, ...], recipe: Recipe, x: Array) -> int:
+    """Tokens to append to every sequence, so that devices which split a batch of sequences cut no block of 128."""
+    if len(batch) < 2 or not _has_blocks(recipe) or batch[-1] < BLOCK or not sharding.may_be_split(x):
+        return 0
+    return -batch[-1] % BLOCK
+
+
+def _has_blocks(recipe: Recipe) -> bool:
+    return recipe.scalings["activation"][0].startswith("block")
+
+
 def _whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
     """The group as it is, or as one dimension where blocks do not divide its last one."""
-    has_blocks = recipe.scalings["activation"][0].startswith("block")
-    return (math.prod(sizes),) if has_blocks and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
+    return (math.prod(sizes),) if _has_blocks(recipe) and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
 
 
 def _layout(layer: _Layer, x: Array, kernel: Array | QuantizedArray) -> Layout:

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-import numbers
-from typing import Any, Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from te_jax import native, reference, sharding
-from te_jax._core.arguments import as_dtype, as_flag
+from te_jax import native, sharding
+from te_jax._core.arguments import as_dtype, as_flag, is_whole_number
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT
 from te_jax.ops._gemm_product import (
-    Followup,
-    Product,
+    Algorithm,
+    GemmSpec,
+    algorithm_for,
     allowed_dtype,
-    autotunes,
     factors_kept_whole,
-    follow_up,
-    multiply,
-    split_followup,
+    reference_gemm,
+    sharded_gemm,
 )
 from te_jax.ops._gemm_product import Scaling as ProductScaling
-from te_jax.ops._operands import as_array, validate_copy, validate_quantization
+from te_jax.ops._operands import as_array, validate_copy
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Quantization, Scaling
+from te_jax.recipe import Scaling
+from te_jax.reference.gemm import GemmResult
+
+__all__ = ["Algorithm", "GemmResult", "gemm", "unsupported"]
 
 Contracting = Literal["cols", "rows"]
+Operand = QuantizedArray | jax.typing.ArrayLike
 
 # What the scaling of lhs says of both operands.
 _OF_PRODUCT: dict[Scaling | None, ProductScaling] = {
@@ -42,72 +42,46 @@ _OF_PRODUCT: dict[Scaling | None, ProductScaling] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The static arguments, together: hashable, so that a product is traced once."""
-
-    lhs_contracting: Contracting
-    rhs_contracting: Contracting
-    contracting_ndim: int
-    activation: Literal["gelu"] | None
-    save_preactivation: bool
-    out_dtype: np.dtype
-    out_quantization: Quantization | None
-    accumulate: bool
-    fast_accumulation: bool
-    autotune: bool
-    own_kernel: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _Operand:
-    """The copy of an argument that the product reads.
+class _Copy(NamedTuple):
+    """The copy of an operand that the product reads.
 
     Attributes:
-      array: its values.
-      scale_inv: their scales; None for plain arrays.
-      scaling: None for plain arrays.
-      outer, summed: sizes of its outer and of its summed dimensions, in their order.
+      values: FP8 or plain.
+      scale_inv: None for plain values.
+      scaling: None for plain values.
+      outer, summed: sizes of its outer and of its summed dimensions.
     """
 
-    array: Array
+    values: Array
     scale_inv: Array | None
     scaling: Scaling | None
     outer: tuple[int, ...]
     summed: tuple[int, ...]
 
-    @property
-    def dtype(self) -> np.dtype:
-        return self.array.dtype
-
 
 # fmt: off
 @overload
 def gemm(
-    lhs: QuantizedArray | jax.typing.ArrayLike, rhs: QuantizedArray | jax.typing.ArrayLike, *,
-    lhs_contracting: Contracting = "cols", rhs_contracting: Contracting = "rows", contracting_ndim: int | None = None,
-    bias: jax.typing.ArrayLike | None = None, activation: Literal["gelu"] | None = None,
-    save_preactivation: Literal[False] = False, gelu_preactivation: jax.typing.ArrayLike | None = None,
-    out_dtype: jax.typing.DTypeLike | None = None, out_quantization: None = None,
-    out_amax: jax.typing.ArrayLike | None = None, accumulator: jax.typing.ArrayLike | None = None,
-    accumulate: bool = True, fast_accumulation: bool = False, autotune: bool = True, own_kernel: bool = False,
+    lhs: Operand, rhs: Operand, *, lhs_contracting: Contracting = "cols", rhs_contracting: Contracting = "rows",
+    contracting_ndim: int | None = None, bias: jax.typing.ArrayLike | None = None,
+    activation: Literal["gelu"] | None = None, save_preactivation: Literal[False] = False,
+    out_dtype: jax.typing.DTypeLike | None = None, accumulator: jax.typing.ArrayLike | None = None,
+    accumulate: bool = True, fast_accumulation: bool = False, algorithm: Algorithm = "auto",
     implementation: native.Implementation | None = None,
 ) -> Array: ...
 @overload
 def gemm(
-    lhs: QuantizedArray | jax.typing.ArrayLike, rhs: QuantizedArray | jax.typing.ArrayLike, *,
-    lhs_contracting: Contracting = "cols", rhs_contracting: Contracting = "rows", contracting_ndim: int | None = None,
-    bias: jax.typing.ArrayLike | None = None, activation: Literal["gelu"] | None = None,
-    save_preactivation: bool = False, gelu_preactivation: jax.typing.ArrayLike | None = None,
-    out_dtype: jax.typing.DTypeLike | None = None, out_quantization: Quantization | None = None,
-    out_amax: jax.typing.ArrayLike | None = None, accumulator: jax.typing.ArrayLike | None = None,
-    accumulate: bool = True, fast_accumulation: bool = False, autotune: bool = True, own_kernel: bool = False,
+    lhs: Operand, rhs: Operand, *, lhs_contracting: Contracting = "cols", rhs_contracting: Contracting = "rows",
+    contracting_ndim: int | None = None, bias: jax.typing.ArrayLike | None = None,
+    activation: Literal["gelu"] | None = None, save_preactivation: Literal[True],
+    out_dtype: jax.typing.DTypeLike | None = None, accumulator: jax.typing.ArrayLike | None = None,
+    accumulate: bool = True, fast_accumulation: bool = False, algorithm: Algorithm = "auto",
     implementation: native.Implementation | None = None,
-) -> Any: ...
+) -> GemmResult: ...
 # fmt: on
 def gemm(
-    lhs: QuantizedArray | jax.typing.ArrayLike,
-    rhs: QuantizedArray | jax.typing.ArrayLike,
+    lhs: Operand,
+    rhs: Operand,
     *,
     lhs_contracting: Contracting = "cols",
     rhs_contracting: Contracting = "rows",
@@ -115,207 +89,130 @@ def gemm(
     bias: jax.typing.ArrayLike | None = None,
     activation: Literal["gelu"] | None = None,
     save_preactivation: bool = False,
-    gelu_preactivation: jax.typing.ArrayLike | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
-    out_quantization: Quantization | None = None,
-    out_amax: jax.typing.ArrayLike | None = None,
     accumulator: jax.typing.ArrayLike | None = None,
     accumulate: bool = True,
     fast_accumulation: bool = False,
-    autotune: bool = True,
-    own_kernel: bool = False,
+    algorithm: Algorithm = "auto",
     implementation: native.Implementation | None = None,
-) -> Any:
-    r"""The product of two matrices whose dimensions are groups of dimensions, summed over rows or cols of either.
+) -> Array | GemmResult:
+    r"""Multiplies two FP8 or two plain arrays as matrices; adds a bias, applies gelu, or accumulates.
 
-    With A = lhs, or its transpose for lhs_contracting="rows", as a matrix [M, K], and B = rhs, or its transpose for
-    rhs_contracting="cols", as a matrix [K, N]:
+    Let A [M, K] be lhs, or its transpose for lhs_contracting="rows", and B [K, N] be rhs, or its transpose for
+    rhs_contracting="cols", each with its dimensions grouped into rows and cols. The result is one of
 
-        D = gelu(A B + bias)                 gelu(x) = 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))
-        D = A B · gelu'(gelu_preactivation)
-        D = accumulator + A B
+        D = A B + bias        D = gelu(A B + bias)        D = accumulator + A B
 
-    each part where it is asked for. FP8 operands stand for FP8 value × scale; products are exact and are added up
-    in float32, and D is rounded once where the kernel does all of it. Sharded operands are multiplied where they are: a
-    contraction that is split over devices ends in one all-reduce of the result, in its dtype. The native kernel has no
-    derivative with respect to operands and accumulator; `te_jax.ops.dense` defines those of products.
+    with gelu(x) = 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))). An FP8 value counts as value × scale_inv. Sums are
+    float32, and D is rounded once where one kernel computes all of it. Sharded operands are multiplied where they lie;
+    a contraction that is split over devices costs one all-reduce of D. The native kernel has no derivative: use
+    `te_jax.ops.dense`.
 
     Args:
       lhs: [*rows, *cols], a QuantizedArray, or float32, bfloat16 or float16.
-      rhs: [*rows, *cols], of the same kind: quantized with the same scaling, or of the same dtype. With blocks, lhs
-        must have scales for 1 × 128 and rhs for 128 × 128 values. E5M2 times E5M2 does not exist.
-      lhs_contracting: "cols" sums over the cols of lhs (its `data`), "rows" over its rows (its `transposed` copy).
-      rhs_contracting: "rows" sums over the rows of rhs (its `transposed` copy), "cols" over its cols (its `data`).
-      contracting_ndim: how many dimensions of plain arrays are summed over: the last ones for "cols", the first ones
-        for "rows"; None is 1. Quantized arrays know.
+      rhs: the same kind as lhs. Block scaling needs 1×128 scales on lhs and 128×128 on rhs. E5M2 × E5M2 is refused.
+      lhs_contracting: "cols" sums over the cols of lhs (reads `data`), "rows" over its rows (reads `transposed`).
+      rhs_contracting: "rows" sums over the rows of rhs (reads `transposed`), "cols" over its cols (reads `data`).
+      contracting_ndim: the number of dimensions to sum over, in plain arrays; None is 1.
       bias: [*N], float32, bfloat16 or float16.
       activation: "gelu" or None.
-      save_preactivation: also return A B + bias, in `out_dtype`.
-      gelu_preactivation: [*M, *N], float32, bfloat16 or float16: multiplies the result by the derivative of gelu there.
-      out_dtype: float32, bfloat16 or float16. None is the accumulator's, or that of both operands (of a QuantizedArray,
-        the dtype that it stands for).
-      out_quantization: returns D in FP8, with one scale for all of it, which follows from `out_amax`.
-      out_amax: float32 scalar, the magnitude that the scale maps to the largest FP8 value.
-      accumulator: [*M, *N], float32, bfloat16 or float16: D is written over it where it is donated or an intermediate.
-        It goes with none of bias, activation, gelu_preactivation and out_quantization.
-      accumulate: False overwrites the accumulator's buffer without reading it.
-      fast_accumulation: sums may stay in FP8 tensor cores (about 14 bits of mantissa) instead of being added up in
-        float32 every 128 values. Blocks, and plain arrays, are always added up in float32.
-      autotune: on a GPU, times cuBLASLt's candidates, and for FP8 without activation or FP8 result the kernel that
-        blocks use, once in a process for each kind of product; devices of one kind agree on the fastest. False, or
-        TE_JAX_AUTOTUNE=0 in the environment, takes cuBLASLt's first suggestion, which is the same in every process, for
-        bits that are. Each candidate adds up in a fixed order.
-      own_kernel: on a GPU, multiplies operands with one scale each, or one for each row, by the kernel that blocks use,
-        untimed.
-      implementation: None takes the native kernel where there is one, else the reference; "native" or "reference"
-        never fall back.
+      save_preactivation: also return A B + bias.
+      out_dtype: float32, bfloat16 or float16; None is that of the accumulator, or else that of both operands.
+      accumulator: [*M, *N] in out_dtype, without bias and activation. A donated one is overwritten with D.
+      accumulate: False overwrites the accumulator without reading it.
+      fast_accumulation: keeps FP8 sums in the tensor cores (about 14 bits of mantissa) instead of adding them up in
+        float32 every 128 values. No effect on blocks and plain arrays.
+      algorithm: on a GPU, "cublaslt" is cuBLASLt's first suggestion, and "te_jax" the package's FP8 kernel. "auto"
+        times both and cuBLASLt's other candidates, once in a process for each kind of product; with TE_JAX_AUTOTUNE=0
+        in the environment it is "cublaslt". Block scaling always uses "te_jax", plain arrays always cuBLASLt. The
+        package's kernel also computes what "cublaslt" cannot: FP8 under vmap, row scaling with a float32 bias.
+      implementation: None prefers the native kernel over the reference; "native" and "reference" never fall back.
 
     Returns:
-      D [*M, *N]. With save_preactivation (D, preactivation). With out_quantization (D, amax), D a QuantizedArray
-      without transposed copy and amax the float32 scalar max |D| before scaling, or (D, amax, preactivation). Inside
-      `shard_map` D is the product of the local operands: psum it where the contraction is split, and pmax amax.
+      D [*M, *N], or GemmResult(D, preactivation). Inside `shard_map`, psum D where the contraction is split.
 
     Raises:
-      ValueError: for shapes, dtypes, scalings or combinations that break a rule above, naming the argument.
-      NotImplementedError: where a gradient comes through the native kernel.
-      te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
+      ValueError: a shape, dtype, scaling or combination breaks a rule above; the message names the argument.
+      NotImplementedError: a gradient comes through the native kernel.
+      te_jax.native.NativeUnavailableError: implementation="native" cannot run here.
 
-    References:
-      Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. DeepSeek-V3, arXiv:2412.19437, section 3.3.
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from te_jax import ops, recipe
+      >>> current = recipe.CurrentScaling()
+      >>> x = ops.quantize(jnp.ones((8, 32)), current.quantization("activation"))
+      >>> kernel = ops.quantize(jnp.ones((32, 16)), current.quantization("kernel"))
+      >>> ops.gemm(x, kernel, activation="gelu").shape
+      (8, 16)
     """
     lhs, rhs = (x if isinstance(x, QuantizedArray) else as_array(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
-    bias, gelu_preactivation, out_amax, accumulator = (
-        None if x is None else as_array(name, x)
-        for name, x in (
-            ("bias", bias),
-            ("gelu_preactivation", gelu_preactivation),
-            ("out_amax", out_amax),
-            ("accumulator", accumulator),
-        )
+    bias, accumulator = (
+        None if x is None else as_array(name, x) for name, x in (("bias", bias), ("accumulator", accumulator))
     )
-    a, b = _operands(lhs, rhs, lhs_contracting, rhs_contracting, contracting_ndim)
+    a, b = _copies(lhs, rhs, lhs_contracting, rhs_contracting, contracting_ndim)
     _validate_operands(a, b)
     if out_dtype is None and accumulator is None and lhs.dtype != rhs.dtype:
         raise ValueError(f"lhs stands for {lhs.dtype} and rhs for {rhs.dtype}; give the out_dtype of their product")
     if out_dtype is None:
         out_dtype = lhs.dtype if accumulator is None else accumulator.dtype
-    options = _Options(
-        lhs_contracting,
-        rhs_contracting,
-        len(a.summed),
-        activation,
-        as_flag("save_preactivation", save_preactivation),
-        as_dtype("out_dtype is", out_dtype, FLOATS, f"{FLOAT_NAMES}; for FP8 give out_quantization"),
-        out_quantization,
-        as_flag("accumulate", accumulate),
-        as_flag("fast_accumulation", fast_accumulation),
-        as_flag("autotune", autotune) and autotunes(),
-        as_flag("own_kernel", own_kernel),
-    )
-    _validate_result(a, b, options, bias, gelu_preactivation, out_amax, accumulator)
-    problem = unsupported(a.scaling, options.own_kernel)
+    dtype = as_dtype("out_dtype is", out_dtype, FLOATS, f"{FLOAT_NAMES}; for FP8, quantize the result")
+    _validate_algorithm(algorithm, a.scaling)
+
+    problem = unsupported(a.scaling, algorithm)
     problem = problem and f"{problem}; use implementation='reference', or do not quantize"
     # Nothing to multiply is nothing for a kernel.
     use_native = native.use_native(implementation, problem) and 0 not in (*a.outer, *a.summed, *b.outer)
-    return _gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options, use_native)
-
-
-# Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
-@functools.partial(jax.jit, static_argnums=(6, 7), inline=sharding.INLINE)
-def _gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options: _Options, use_native: bool):
-    if use_native or sharding.is_explicit(lhs, rhs):
-        return _sharded_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options, use_native)
-    return reference.gemm(
-        lhs,
-        rhs,
-        lhs_contracting=options.lhs_contracting,
-        rhs_contracting=options.rhs_contracting,
-        contracting_ndim=options.contracting_ndim,
-        bias=bias,
-        activation=options.activation,
-        save_preactivation=options.save_preactivation,
-        gelu_preactivation=gelu_preactivation,
-        out_dtype=options.out_dtype,
-        out_quantization=options.out_quantization,
-        out_amax=out_amax,
-        accumulator=accumulator,
-        accumulate=options.accumulate,
-    )
-
-
-def _sharded_gemm(lhs, rhs, bias, gelu_preactivation, out_amax, accumulator, options: _Options, use_native: bool):
-    a = _operand("lhs", lhs, options.lhs_contracting, options.contracting_ndim)
-    b = _operand("rhs", rhs, options.rhs_contracting, options.contracting_ndim)
-    fp8 = a.scaling is not None
-    scaling = _OF_PRODUCT[a.scaling]
-    dtype = options.out_dtype if fp8 else allowed_dtype(a.dtype, options.out_dtype)
-    if not use_native:
-        dtype = np.promote_types(np.float32, np.float32 if fp8 else a.dtype)
-    fits = use_native and dtype == options.out_dtype
-    wanted = Followup(
-        bias=bias is not None,
-        activation="dgelu" if gelu_preactivation is not None else options.activation,
-        save_preactivation=options.save_preactivation,
-        quantization=options.out_quantization,
-        accumulate=accumulator is not None and options.accumulate,
-    )
-    product = Product(
+    fp8, scaling = a.scaling is not None, _OF_PRODUCT[a.scaling]
+    product_dtype = np.dtype(np.float32)
+    if use_native:
+        product_dtype = dtype if fp8 else allowed_dtype(a.values.dtype, dtype)
+    reads, reuses = as_flag("accumulate", accumulate), use_native and product_dtype == dtype
+    spec = GemmSpec(
         a_outer_ndim=len(a.outer),
         b_outer_ndim=len(b.outer),
         summed_ndim=len(a.summed),
-        a_summed_first=not fp8 and options.lhs_contracting == "rows",
-        b_summed_first=not fp8 and options.rhs_contracting == "rows",
+        a_summed_first=not fp8 and lhs_contracting == "rows",
+        b_summed_first=not fp8 and rhs_contracting == "rows",
         scaling=scaling,
         dtype=dtype,
+        product_dtype=product_dtype,
         native=use_native,
-        followup=wanted,
-        overwrite=accumulator is not None and not options.accumulate and fits,
-        fast_accumulation=options.fast_accumulation and fp8,
-        autotune=options.autotune,
-        own_kernel=options.own_kernel and fp8,
+        bias=bias is not None,
+        activation=activation,
+        save_preactivation=as_flag("save_preactivation", save_preactivation),
+        accumulator=None if accumulator is None else "add" if reads else "overwrite" if reuses else None,
+        fast_accumulation=as_flag("fast_accumulation", fast_accumulation) and fp8,
+        algorithm=algorithm_for(algorithm, scaling),
         whole=factors_kept_whole(scaling, {"m": a.outer, "n": b.outer, "k": a.summed}),
     )
-    if fits:
-        fused, rest = split_followup(product, e5m2_operand=FP8[1] in (a.dtype, b.dtype))
-    else:
-        fused, rest = Followup(), wanted
+    _validate_epilogue(a, b, spec, bias, accumulator)
     arrays = {
-        "a": a.array,
-        "b": b.array,
+        "a": a.values,
+        "b": b.values,
         "a_scale_inv": a.scale_inv,
         "b_scale_inv": b.scale_inv,
         "bias": bias,
         "accumulator": accumulator,
-        "aux_in": gelu_preactivation,
-        "amax_in": out_amax,
     }
-    d, *others = multiply(dataclasses.replace(product, followup=fused), arrays)
-    if rest != Followup() or not fits:
-        d, *more = follow_up(d, rest, arrays, options.out_dtype, len(a.outer))
-        others += more
-    if options.out_quantization is None:
-        return (d, *others) if others else d
-    *preactivation, amax, scale_inv = others
-    quantized = QuantizedArray(
-        d,
-        scale_inv,
-        None,
-        None,
-        row_ndim=len(a.outer),
-        col_ndim=len(b.outer),
-        scaling="tensor",
-        transposed_scaling=options.out_quantization.transposed_scaling,
-        dtype=options.out_dtype,
-    )
-    return (quantized, amax, *preactivation)
+    results = _run({name: arrays[name] for name in spec.operands}, spec)
+    return GemmResult(*results) if spec.save_preactivation else results[0]
 
 
-def unsupported(scaling: Scaling | None, own_kernel: bool = False) -> str | None:
+# Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
+@functools.partial(jax.jit, static_argnums=1, inline=sharding.INLINE)
+def _run(arrays: dict[str, Array], spec: GemmSpec) -> tuple[Array, ...]:
+    # On Auto meshes XLA itself splits the reference; on Explicit ones it must be told how.
+    if spec.native or sharding.is_explicit(arrays):
+        return sharded_gemm(spec, arrays)
+    return reference_gemm(spec, arrays)
+
+
+def unsupported(scaling: Scaling | None, algorithm: Algorithm = "auto") -> str | None:
     """Why the default backend's device cannot multiply FP8 with this scaling, if so."""
     capability = native.compute_capability()
     if scaling is None or capability is None:
         return None
-    if scaling == "tensor" and not own_kernel:
+    if scaling == "tensor" and algorithm != "te_jax":
         needed, what = (8, 9), "FP8 products need"
     else:
         needed, what = (9, 0), f"FP8 products with {scaling!r} scaling need"
@@ -326,21 +223,16 @@ def unsupported(scaling: Scaling | None, own_kernel: bool = False) -> str | None
     return f"{what} CUDA compute capability {needed[0]}.{needed[1]}{exact}, and {have}"
 
 
-def _operands(lhs, rhs, lhs_contracting, rhs_contracting, contracting_ndim) -> tuple[_Operand, _Operand]:
+def _copies(lhs, rhs, lhs_contracting, rhs_contracting, contracting_ndim) -> tuple[_Copy, _Copy]:
     if isinstance(lhs, QuantizedArray) != isinstance(rhs, QuantizedArray):
         plain = "rhs" if isinstance(lhs, QuantizedArray) else "lhs"
         raise ValueError(f"{plain} is a plain array and the other operand quantized; quantize both or neither")
-    if contracting_ndim is not None:
-        integer = isinstance(contracting_ndim, numbers.Integral) and not isinstance(contracting_ndim, bool)
-        if not integer or contracting_ndim < 0:
-            raise ValueError(f"contracting_ndim is {contracting_ndim!r}; it must be an integer of at least 0, or None")
-        contracting_ndim = int(contracting_ndim)
-    a = _operand("lhs", lhs, lhs_contracting, contracting_ndim)
-    b = _operand("rhs", rhs, rhs_contracting, contracting_ndim)
-    return a, b
+    if contracting_ndim is not None and not (is_whole_number(contracting_ndim) and contracting_ndim >= 0):
+        raise ValueError(f"contracting_ndim is {contracting_ndim!r}; it must be an integer of at least 0, or None")
+    return _copy("lhs", lhs, lhs_contracting, contracting_ndim), _copy("rhs", rhs, rhs_contracting, contracting_ndim)
 
 
-def _operand(name: str, x: QuantizedArray | Array, contracting: Contracting, contracting_ndim: int | None) -> _Operand:
+def _copy(name: str, x: QuantizedArray | Array, contracting: Contracting, contracting_ndim: int | None) -> _Copy:
     if contracting not in ("cols", "rows"):
         raise ValueError(f"{name}_contracting is {contracting!r}; it must be 'cols' or 'rows'")
     over_cols = contracting == "cols"
@@ -354,36 +246,36 @@ def _operand(name: str, x: QuantizedArray | Array, contracting: Contracting, con
             raise ValueError(f"{name} has shape {x.shape}; a product over {summed_ndim} dimensions needs as many")
         first = x.ndim - summed_ndim if over_cols else summed_ndim
         rows, cols = x.shape[:first], x.shape[first:]
-        return _Operand(x, None, None, *((rows, cols) if over_cols else (cols, rows)))
+        return _Copy(x, None, None, *((rows, cols) if over_cols else (cols, rows)))
 
-    data, scale_inv = (x.data, x.scale_inv) if over_cols else (x.transposed, x.transposed_scale_inv)
-    if data is None:
-        copy = "data" if over_cols else "transposed"
+    copy: Literal["data", "transposed"] = "data" if over_cols else "transposed"
+    values, scale_inv = (x.data, x.scale_inv) if over_cols else (x.transposed, x.transposed_scale_inv)
+    if values is None:
         raise ValueError(
             f"{name} has no {copy} copy, which {name}_contracting={contracting!r} reads; "
             f"quantize it with copies='both' or '{copy}'"
         )
     outer_ndim, summed_ndim = (x.row_ndim, x.col_ndim) if over_cols else (x.col_ndim, x.row_ndim)
-    validate_copy(name, x, "data" if over_cols else "transposed")
+    validate_copy(name, x, copy)
     if contracting_ndim not in (None, summed_ndim):
         raise ValueError(
             f"contracting_ndim is {contracting_ndim}, but {name} was quantized for {summed_ndim} summed dimensions"
         )
     scaling = x.scaling if over_cols else x.transposed_scaling
-    return _Operand(data, scale_inv, scaling, data.shape[:outer_ndim], data.shape[outer_ndim:])
+    return _Copy(values, scale_inv, scaling, values.shape[:outer_ndim], values.shape[outer_ndim:])
 
 
-def _validate_operands(a: _Operand, b: _Operand) -> None:
+def _validate_operands(a: _Copy, b: _Copy) -> None:
     if a.summed != b.summed:
         raise ValueError(
             f"rhs sums over dimensions of sizes {b.summed}, but lhs over {a.summed}; they must be the same, in the "
             "same order (see lhs_contracting and rhs_contracting)"
         )
     if a.scaling is None or b.scaling is None:
-        if a.dtype != b.dtype:
-            raise ValueError(f"rhs has dtype {b.dtype} and lhs {a.dtype}; cast one of them")
+        if a.values.dtype != b.values.dtype:
+            raise ValueError(f"rhs has dtype {b.values.dtype} and lhs {a.values.dtype}; cast one of them")
         return
-    if a.dtype == b.dtype == FP8[1]:
+    if a.values.dtype == b.values.dtype == FP8[1]:
         raise ValueError(
             "lhs and rhs are both float8_e5m2, which no GPU multiplies; quantize one of them to float8_e4m3fn"
         )
@@ -414,54 +306,40 @@ def _validate_blocks(name: str, verb: str, sizes: tuple[int, ...]) -> None:
         )
 
 
-def _validate_result(a: _Operand, b: _Operand, options: _Options, bias, gelu_preactivation, out_amax, accumulator):
+def _validate_algorithm(algorithm: Algorithm, scaling: Scaling | None) -> None:
+    if algorithm not in ("auto", "cublaslt", "te_jax"):
+        raise ValueError(f"algorithm is {algorithm!r}; it must be 'auto', 'cublaslt' or 'te_jax'")
+    if algorithm == "te_jax" and scaling is None:
+        raise ValueError(
+            "algorithm is 'te_jax', whose kernel multiplies FP8, and lhs and rhs are plain arrays: quantize them, or "
+            "use algorithm='auto'"
+        )
+    if algorithm == "cublaslt" and scaling == "block_1x128":
+        raise ValueError(
+            "algorithm is 'cublaslt', and lhs and rhs have block scales, with which only the package's kernel "
+            "multiplies: use algorithm='auto' or 'te_jax'"
+        )
+
+
+def _validate_epilogue(a: _Copy, b: _Copy, spec: GemmSpec, bias: Array | None, accumulator: Array | None) -> None:
     shape = (*a.outer, *b.outer)
-    for name, array, expected in (
-        ("bias", bias, b.outer),
-        ("gelu_preactivation", gelu_preactivation, shape),
-        ("accumulator", accumulator, shape),
-    ):
+    for name, array, expected in (("bias", bias, b.outer), ("accumulator", accumulator, shape)):
         if array is None:
             continue
         if array.shape != expected:
             raise ValueError(f"{name} has shape {array.shape}; for a result of shape {shape} it must have {expected}")
         if array.dtype not in FLOATS:
             raise ValueError(f"{name} has dtype {array.dtype}; it must be {FLOAT_NAMES}")
-    if options.activation not in (None, "gelu"):
-        raise ValueError(f"activation is {options.activation!r}; it must be None or 'gelu': apply others to the result")
-    if options.save_preactivation and options.activation is None:
+    if spec.activation not in (None, "gelu"):
+        raise ValueError(f"activation is {spec.activation!r}; it must be None or 'gelu': apply others to the result")
+    if spec.save_preactivation and spec.activation is None:
         raise ValueError("save_preactivation is True without an activation; the result itself is the preactivation")
-    if gelu_preactivation is not None and (options.activation is not None or bias is not None):
-        raise ValueError("gelu_preactivation is for gradients; it goes with neither activation nor bias")
-    if options.out_quantization is not None:
-        validate_quantization("out_quantization", options.out_quantization)
-        if options.out_quantization.scaling != "tensor":
-            raise ValueError(
-                f"out_quantization has {options.out_quantization.scaling!r} scaling; an FP8 result has one scale, "
-                "'tensor': quantize the result afterwards for others"
-            )
-        if out_amax is None:
-            raise ValueError(
-                "out_quantization needs out_amax, from which the scale follows; te_jax.recipe keeps its history"
-            )
-    if out_amax is not None:
-        if options.out_quantization is None:
-            raise ValueError("out_amax is given without out_quantization; it says nothing then")
-        if out_amax.shape != () or out_amax.dtype != jnp.float32:
-            raise ValueError(f"out_amax is {out_amax.dtype}{list(out_amax.shape)}; it must be a float32 scalar")
     if accumulator is None:
         return
-    if accumulator.dtype != options.out_dtype:
+    if accumulator.dtype != spec.dtype:
         raise ValueError(
-            f"accumulator has dtype {accumulator.dtype} and out_dtype is {options.out_dtype}; they must be the same"
+            f"accumulator has dtype {accumulator.dtype} and out_dtype is {spec.dtype}; they must be the same"
         )
-    for name, value in (
-        ("bias", bias),
-        ("activation", options.activation),
-        ("gelu_preactivation", gelu_preactivation),
-        ("out_quantization", options.out_quantization),
-    ):
+    for name, value in (("bias", bias), ("activation", spec.activation)):
         if value is not None:
-            raise ValueError(
-                f"accumulator is given together with {name}; a product is either accumulated or followed up"
-            )
+            raise ValueError(f"accumulator is given together with {name}; add the accumulator to the result instead")

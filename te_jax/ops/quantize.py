@@ -1,10 +1,10 @@
-"""Quantization to FP8: both copies that matrix products need, their scales, and what else the same pass can give."""
+"""Quantization to FP8: both copies that matrix products need, their scales, and amax and dbias from the same pass."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +13,19 @@ from jax import Array, lax
 from te_jax import native, reference, sharding
 from te_jax._core.arguments import as_flag, is_whole_number
 from te_jax._core.derivatives import without_gradient
+from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
 from te_jax.ops._operands import as_array, validate_quantization
 from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization
-from te_jax.reference.quantize import Copies, GroupAxes, blocked_groups, mesh_axes, scalings_of
+from te_jax.reference.quantize import Copies, GroupAxes, QuantizedParts, blocked_groups, mesh_axes, scalings_of
 
 _NO_DERIVATIVE = (
-    "quantize has no derivative, and rounding's is zero: te_jax.ops.dense and te_jax.parallel define those of products "
-    "in FP8; for a constant pass jax.lax.stop_gradient(x)"
+    "te_jax.ops.quantize has no derivative, because that of rounding is zero: te_jax.ops.dense and te_jax.parallel "
+    "define those of FP8 products; for a constant pass jax.lax.stop_gradient(x)"
 )
 _COPIES = ("both", "data", "transposed")
-
-
-class QuantizedParts(NamedTuple):
-    """What one pass over an array gives; None for what was not asked for."""
-
-    array: QuantizedArray
-    amax: Array | None
-    dbias: Array | None
 
 
 # fmt: off
@@ -61,48 +54,53 @@ def quantize(
     with_dbias: bool = False,
     implementation: native.Implementation | None = None,
 ) -> Any:
-    r"""FP8 copies of an array [*rows, *cols], as it is and transposed, with their scales.
+    r"""Quantizes an array [*rows, *cols] to FP8, as it is and transposed, with the scales of both copies.
 
-    With m the largest FP8 value (448 or 57344) and amax the largest magnitude of the values that share a scale:
+    With m the largest FP8 value (448 in float8_e4m3fn, 57344 in float8_e5m2) and amax the largest |x| among the values
+    that share a scale:
 
         scale     = min(m / amax, 2^126), or 1 where amax is not finite or below 2^-126
         data      = FP8(clip(x · scale, ±m)), rounded to nearest even
         scale_inv = 1 / scale
 
-    Values that are not finite stay visible: NaN becomes NaN; an infinity becomes NaN in float8_e4m3fn, which has no
-    other code for it, and an infinity in float8_e5m2. Float32 subnormals count as zero. All implementations give the
-    same bits. There is no derivative; `te_jax.ops.dense` defines those of products.
+    NaN stays NaN; an infinity becomes NaN in float8_e4m3fn and an infinity in float8_e5m2. Float32 subnormals count as
+    zero. All implementations give the same bits.
 
     Args:
-      x: [*rows, *cols], float32, bfloat16 or float16. Sharded in any way: scales are those of the whole array, and only
-        largest magnitudes and dbias are exchanged. With block scaling, dimensions whose shards would cut blocks of 128
-        are gathered.
+      x: [*rows, *cols], float32, bfloat16 or float16. It may be sharded in any way: scales are those of the whole
+        array, and devices exchange amaxes and dbias only. With block scaling, dimensions whose shards would cut blocks
+        of 128 are gathered.
       quantization: format and scaling, for example `recipe.quantization("activation")`.
-      row_ndim: number of dimensions in rows; None for all but the last. Rows and cols have at least one each. Blocks
-        of 128 lie along the last dimension of a group, which must be a multiple of 128 where the group has others.
-      copies: "both", only the "data" as it is, or only the "transposed".
-      amax: float32 scalar for tensor scaling: the scale follows from it (delayed scaling, one pass over x) and larger
-        values saturate; 0 for a scale of 1. None: the scale follows from x itself (two passes).
-      axis_name: inside `shard_map` or `pmap`, the mesh axis or axes over which rows are split in equal shards, or
-        {"rows": axes, "cols": axes}. Block scaling needs it only for amax and dbias. Under `jit` on Auto or Explicit
-        meshes leave it None.
-      with_amax: also return the largest magnitude of x. It comes from the same pass except with block scaling.
-      with_dbias: also return the sum of x over its rows, from the same pass.
-      implementation: None takes the native kernel where there is one, else the reference; "native" or "reference"
-        never fall back.
+      row_ndim: number of dimensions in rows; None for all but the last. Rows and cols have at least one each. With
+        block scaling, the last dimension of a group of several must be a multiple of 128.
+      copies: "both", "data" (as it is) or "transposed".
+      amax: float32 scalar, for tensor scaling: the scale follows from it in one pass over x, larger values saturate,
+        and 0 gives a scale of 1. None: the scale follows from x itself in two passes.
+      axis_name: inside `shard_map` or `pmap`, the mesh axis or axes that split the rows, or {"rows": axes, "cols":
+        axes}. Block scaling needs it only for amax and dbias. Under `jit` on Auto or Explicit meshes leave it None.
+      with_amax: also returns the amax of x, from the same pass except with block scaling.
+      with_dbias: also returns the sum of x over its rows, from the same pass.
+      implementation: None uses the native kernel where there is one, else the reference; "native" or "reference" never
+        fall back.
 
     Returns:
-      `QuantizedArray`; with with_amax or with_dbias a tuple of it, the largest magnitude (float32 scalar, NaN if any
-      value is, else infinite if any is) and dbias (float32 [*cols]), in this order.
+      `QuantizedArray`; with with_amax or with_dbias a tuple of it, amax (float32 scalar; NaN if any value is, else
+      infinite if any is) and dbias (float32 [*cols]), in this order.
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
-      NotImplementedError: where a gradient comes through it.
+      NotImplementedError: for derivatives through it; `te_jax.ops.dense` defines those of products.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     References:
-      Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. Blocks: DeepSeek-V3, arXiv:2412.19437,
-      section 3.3.
+      Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. Blocks: DeepSeek-V3, arXiv:2412.19437.
+
+    Examples:
+      >>> import jax.numpy as jnp, te_jax
+      >>> x = jnp.array([[1.0, -2.0, 448.0]])
+      >>> q = te_jax.ops.quantize(x, te_jax.recipe.CurrentScaling().quantization("activation"))
+      >>> q.transposed.shape, q.scale_inv.item(), q.dequantize().tolist()
+      ((3, 1), 1.0, [[1.0, -2.0, 448.0]])
     """
     x = as_array("x", x)
     parts = quantize_parts(
@@ -116,10 +114,10 @@ def quantize(
         with_dbias=with_dbias,
         implementation=implementation,
     )
+    x, amax = jax.tree.map(lambda operand: reverse_mode_only(operand, _NO_DERIVATIVE), (x, amax))
     parts: Any = without_gradient(parts, (x, amax), _NO_DERIVATIVE)
-    array, own_amax, dbias = parts
-    wanted = (array, *((own_amax,) if with_amax else ()), *((dbias,) if with_dbias else ()))
-    return wanted if len(wanted) > 1 else array
+    wanted = tuple(part for part in parts if part is not None)
+    return wanted if len(wanted) > 1 else parts.array
 
 
 def quantize_parts(
@@ -134,7 +132,7 @@ def quantize_parts(
     with_dbias: bool = False,
     implementation: native.Implementation | None = None,
 ) -> QuantizedParts:
-    """`quantize` with all that it can return, None for what is not asked for, and a derivative of zero."""
+    """`quantize` for operations with derivatives of their own: its derivative is zero, without an error."""
     if row_ndim is not None and not is_whole_number(row_ndim):
         raise ValueError(f"row_ndim is {row_ndim!r}; it must be an integer")
     request = Request(
@@ -152,7 +150,7 @@ def quantize_parts(
 
 
 def _mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The mesh axes over which rows and cols are split."""
+    """The mesh axes that split rows and cols."""
     if isinstance(axis_name, Mapping) and set(axis_name) - {"rows", "cols"}:
         raise ValueError(f'axis_name has keys {list(axis_name)}; they must be out of "rows" and "cols"')
     for axes in axis_name.values() if isinstance(axis_name, Mapping) else (axis_name,):
@@ -201,9 +199,8 @@ def _validated_amax(amax: jax.typing.ArrayLike, request: Request) -> Array:
 def _quantize(x: Array, amax: Array | None, request: Request, use_native: bool) -> QuantizedParts:
     x, amax = lax.stop_gradient((x, amax))
     if use_native:
-        array, own_amax, dbias = quantize_by_kernels(x, amax, request)
-        return QuantizedParts(array, own_amax if request.with_amax else None, dbias if request.with_dbias else None)
-    result: Any = reference.quantize(
+        return quantize_by_kernels(x, amax, request)
+    return reference.quantize(
         x,
         request.quantization,
         row_ndim=request.row_ndim,
@@ -213,6 +210,3 @@ def _quantize(x: Array, amax: Array | None, request: Request, use_native: bool) 
         with_amax=request.with_amax,
         with_dbias=request.with_dbias,
     )
-    array, *others = result if isinstance(result, tuple) else (result,)
-    found = iter(others)
-    return QuantizedParts(array, *(next(found) if asked else None for asked in (request.with_amax, request.with_dbias)))

@@ -1,12 +1,12 @@
-"""Matrix products of rows that other devices have, and of sums that are split over devices.
+"""Matrix products whose rows are gathered from other devices, or whose sums are scattered to them.
 
 The two products of tensor parallelism with sequence parallelism, for use inside `shard_map` and `pmap`. The gradient of
-one is the other. What the backward pass reads has names for `jax.checkpoint` policies and offloading:
+one is the other. Residuals of the backward pass have names for `jax.checkpoint` policies and offloading:
 
-    te_collective_activation   the left operand, gathered or this device's part of it: in FP8 where there is a recipe,
-                               1 byte a value, else in its dtype
-    te_collective_kernel       the weights in FP8, 1 byte a value. Plain weights, and those that are passed in
-                               quantized, have no name: as arguments they are there anyway
+    te_collective_activation   x, gathered or this device's part of it: in FP8 where there is a recipe, 1 byte a value,
+                               else in its dtype
+    te_collective_kernel       kernels in FP8, 1 byte a value. Plain kernels, and those that are passed in quantized,
+                               have no name: as arguments they are there anyway
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from te_jax._core.arguments import as_dtype
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8
 from te_jax.ops._operands import as_array
-from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, Call, Group, Residual, TransportName
+from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec, Residual, TransportName
 from te_jax.parallel._collective.products import all_gather_products, reduce_scatter_product
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Recipe, Role
+from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.sharding import AxisName
 
-Weight = jax.typing.ArrayLike | QuantizedArray
+Operand = jax.typing.ArrayLike | QuantizedArray
 
 
 # fmt: off
 @overload
 def all_gather_matmul(
-    x: jax.typing.ArrayLike | QuantizedArray, w: Weight, *, axis_name: AxisName,
-    bias: jax.typing.ArrayLike | None = None, gather_axis: int = -2, recipe: Recipe | None = None,
+    x: Operand, kernel: Operand, *, axis_name: AxisName,
+    bias: jax.typing.ArrayLike | None = None, gather_dimension: int = -2, recipe: Recipe | None = None,
     scaling_state: DelayedScalingState | None = None, transport: TransportName = "auto", bidirectional: bool = False,
     gather_result: Literal[False] = False, residual: Residual = "gathered",
     out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
@@ -45,17 +45,17 @@ def all_gather_matmul(
 ) -> Array: ...
 @overload
 def all_gather_matmul(
-    x: jax.typing.ArrayLike | QuantizedArray, w: tuple[Weight, ...], *, axis_name: AxisName,
-    bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_axis: int = -2, recipe: Recipe | None = None,
-    scaling_state: tuple[DelayedScalingState, ...] | None = None, transport: TransportName = "auto",
-    bidirectional: bool = False, gather_result: Literal[False] = False, residual: Residual = "gathered",
-    out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    x: Operand, kernel: tuple[Operand, ...], *, axis_name: AxisName,
+    bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_dimension: int = -2,
+    recipe: Recipe | None = None, scaling_state: tuple[DelayedScalingState, ...] | None = None,
+    transport: TransportName = "auto", bidirectional: bool = False, gather_result: Literal[False] = False,
+    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
     implementation: native.Implementation | None = None,
 ) -> tuple[Array, ...]: ...
 @overload
 def all_gather_matmul(
-    x: jax.typing.ArrayLike | QuantizedArray, w: Weight | tuple[Weight, ...], *, axis_name: AxisName,
-    bias: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_axis: int = -2,
+    x: Operand, kernel: Operand | tuple[Operand, ...], *, axis_name: AxisName,
+    bias: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_dimension: int = -2,
     recipe: Recipe | None = None, scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
     transport: TransportName = "auto", bidirectional: bool = False, gather_result: bool = False,
     residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
@@ -63,12 +63,12 @@ def all_gather_matmul(
 ) -> Any: ...
 # fmt: on
 def all_gather_matmul(
-    x: jax.typing.ArrayLike | QuantizedArray,
-    w: Weight | tuple[Weight, ...],
+    x: Operand,
+    kernel: Operand | tuple[Operand, ...],
     *,
     axis_name: AxisName,
     bias: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
-    gather_axis: int = -2,
+    gather_dimension: int = -2,
     recipe: Recipe | None = None,
     scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
     transport: TransportName = "auto",
@@ -79,100 +79,77 @@ def all_gather_matmul(
     timeout: float = 60.0,
     implementation: native.Implementation | None = None,
 ) -> Any:
-    r"""y = all_gather(x) · w + bias, where the rows of other devices travel while those that are here are multiplied.
+    r"""y = all_gather(x) · kernel + bias, where rows of other devices travel while those that are here are multiplied.
 
-    For w split by columns, with x split along the sequence: the first half of a tensor-parallel layer. With g for the
-    gradient of y,
+    For a kernel split by columns and x split along the sequence: the first half of a tensor-parallel layer. With g for
+    the gradient of y,
 
-        dx = reduce_scatter(g wᵀ),   dw = all_gather(x)ᵀ g,   dbias = Σ g
+        dx = reduce_scatter(g kernelᵀ),   dkernel = all_gather(x)ᵀ g,   dbias = Σ g
 
     With a recipe x is quantized first, and FP8 values travel. Scales are those of the gathered x, the same that
-    `te_jax.ops.dense` would use on one device: scales of tensors agree over `axis_name`, scales of rows and blocks
-    travel with their rows.
+    `te_jax.ops.dense` would use on one device.
 
     Args:
       x: [*lead, S/D, *mid, K], this device's shard of a tensor whose dimension of size S is split over D devices;
         float32, bfloat16 or float16. Or a QuantizedArray of it with row_ndim = all but the last dimension, from
         `quantize(x, recipe.quantization("activation"), axis_name=axis_name)`; its own gradient is zero.
-      w: [K, *N], this device's part, float32, bfloat16 or float16; or several in a tuple, which share one gather (q, k
-        and v; gate and up). Without a recipe they are cast to the dtype of x. Or a QuantizedArray, from
-        `quantize(w, recipe.quantization("kernel"), row_ndim=1)`, whose own gradient is zero.
+      kernel: [K, *N], this device's part, float32, bfloat16 or float16; or several in a tuple, which share one gather
+        (q, k and v; gate and up). Without a recipe they are cast to the dtype of x. Or a QuantizedArray, from
+        `quantize(kernel, recipe.quantization("kernel"), row_ndim=1)`, whose own gradient is zero.
       axis_name: the mesh axis of the devices, or several: the first varies slowest.
-      bias: [*N], or None; a tuple of them where w is one.
-      gather_axis: the dimension of x that is split, any but the last.
-      recipe: how to quantize; None multiplies x and w as they are.
-      scaling_state: for DelayedScaling: histories of largest magnitudes, the same on all devices; a tuple of them where
-        w is one, of which the first says how x is quantized. Its cotangent is the next state, as in
-        `te_jax.ops.dense`: what was observed is combined over all axes along which it varies, and over axis_name alone
-        in `pmap` and with check_vma=False; there combine next states over other axes with `lax.pmax`. With
-        check_vma=False take that gradient inside the shard_map: JAX adds up cotangents of devices outside.
-      transport: "xla": one all-gather, then the product; nothing overlaps. "ring": shards are passed on by `ppermute`,
-        this device's own is multiplied first. "p2p": copies between GPUs that run beside the products; it needs
-        the extension, and a shard_map that maps all axes. "auto" is "p2p" on GPUs of one process where products last
-        long enough to hide it, else "xla".
-      bidirectional: whether a ring sends halves of the rows both ways; other transports take no notice.
-      gather_result: also return the gathered x. Without recipe only.
-      residual: what is kept of x for dw: the "gathered" operand, or this device's "shard" of it, which is D times
+      bias: [*N], or None; a tuple of them where kernel is one.
+      gather_dimension: the dimension of x that is split, any but the last.
+      recipe: how to quantize; None multiplies x and kernel as they are.
+      scaling_state: for DelayedScaling, the same on all devices; a tuple of them where kernel is one, of which the
+        first says how x is quantized. Its cotangent is the next state, see docs/collective_matmul.md.
+      transport: "xla" gathers first; "ring" overlaps by `ppermute`; "p2p" copies between GPUs beside the products, and
+        needs the extension and a shard_map over all axes. "auto" is "p2p" on GPUs of one process where products last
+        long enough to hide its cost, else "xla".
+      bidirectional: whether a ring sends halves of the rows both ways. Ignored unless transport="ring".
+      gather_result: also return the gathered x. Only without a recipe.
+      residual: what is kept of x for dkernel: the "gathered" operand, or this device's "shard" of it, which is D times
         smaller and gathered again in the backward pass.
       out_dtype: of y: float32, bfloat16 or float16; None is the dtype of x.
       timeout: seconds after which "p2p" gives up on a device that does not arrive.
-      implementation: of FP8 products and quantization: None takes the native kernels where there are, else the
-        reference; "native" or "reference" never fall back.
+      implementation: None takes native kernels for FP8 where there are, else the reference; "native" or "reference"
+        never fall back.
 
     Returns:
-      y [*lead, S, *mid, *N], or a tuple of them where w is one; with gather_result (y, x [*lead, S, *mid, K]).
-      Gradients have the dtypes of what they belong to.
+      y [*lead, S, *mid, *N], or a tuple of them where kernel is one; with gather_result (y, x [*lead, S, *mid, K]).
 
     Raises:
-      ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument. FP8 needs K and each N
-        in multiples of 16; block scaling needs rows, S/D times *mid, in multiples of 4, and in multiples of 128 where w
-        is differentiated.
+      ValueError: for shapes, dtypes or parameters that break a rule, naming the argument; and for an x that is the same
+        on all devices, where JAX tracks that. FP8 needs K and each N in multiples of 16; block scaling needs rows, S/D
+        times *mid, in multiples of 4, and of 128 where kernel is differentiated.
       NotImplementedError: for second derivatives in FP8 or over "p2p".
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
+
+    Example:
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
+      >>> layer = functools.partial(te_jax.parallel.all_gather_matmul, axis_name="tensor")
+      >>> specs, out = (P("tensor"), P(None, "tensor")), P(None, "tensor")
+      >>> y = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=out)(jnp.ones((64, 32)), jnp.ones((32, 64)))
     """
-    several = isinstance(w, tuple | list)
-    given = tuple(w) if isinstance(w, tuple | list) else (w,)
-    names = [f"w[{i}]" for i in range(len(given))] if several else ["w"]
-    x, weights = _operand("x", x), tuple(map(_operand, names, given))
-    biases = _biases(bias, len(weights), several)
-    group = Group.of(axis_name)
-    axis = _axis("gather_axis", gather_axis, x)
-    lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
-    _validate_operands(x, weights, names, biases, recipe)
-    call = Call(
-        name="all_gather_matmul",
-        axis_name=group.names,
-        size=group.size,
-        leading=math.prod(lead),
-        rows=x.shape[axis] * math.prod(mid),
-        recipe=recipe,
-        transport=transport,
-        bidirectional=bidirectional,
-        residual=residual,
-        gather_result=gather_result,
-        x_dtype=np.dtype(x.dtype),
-        out_dtype=_out_dtype(out_dtype, x),
-        timeout=timeout,
-        native=native.use_native(implementation),
-    )
-    _validate_recipe(call, x, weights, names, "gather_axis", group)
-    states = _states(call, scaling_state, len(weights), several)
-    outs = [weight.shape[1:] for weight in weights]
-    flat, weights, biases = _canonical(call, x, (call.leading, call.rows), weights, biases)
-    products, gathered = all_gather_products(call, flat, weights, biases, states)
-    rows = (*lead, group.size * x.shape[axis], *mid)
+    several = isinstance(kernel, tuple | list)
+    spec, operands, rows, outs = _prepare(
+        x, kernel, bias, scaling_state,
+        name="all_gather_matmul", axis_name=axis_name, dimension=("gather_dimension", gather_dimension),
+        recipe=recipe, transport=transport, bidirectional=bidirectional, gather_result=gather_result,
+        residual=residual, out_dtype=out_dtype, timeout=timeout, implementation=implementation,
+    )  # fmt: skip
+    products, gathered = all_gather_products(spec, *operands)
     y: Any = tuple(product.reshape(*rows, *out) for product, out in zip(products, outs, strict=True))
     y = y if several else y[0]
-    return (y, gathered.reshape(*rows, x.shape[-1])) if gather_result else y
+    return (y, gathered.reshape(*rows, gathered.shape[-1])) if gather_result else y
 
 
 def matmul_reduce_scatter(
-    x: jax.typing.ArrayLike | QuantizedArray,
-    w: Weight,
+    x: Operand,
+    kernel: Operand,
     *,
     axis_name: AxisName,
     bias: jax.typing.ArrayLike | None = None,
-    scatter_axis: int = -2,
+    scatter_dimension: int = -2,
     recipe: Recipe | None = None,
     scaling_state: DelayedScalingState | None = None,
     transport: TransportName = "auto",
@@ -181,73 +158,116 @@ def matmul_reduce_scatter(
     timeout: float = 60.0,
     implementation: native.Implementation | None = None,
 ) -> Array:
-    r"""y = reduce_scatter(x · w) + bias: rows for other devices travel while the next ones are multiplied.
+    r"""y = reduce_scatter(x · kernel) + bias: rows for other devices travel while the next ones are multiplied.
 
-    For w split by rows, with y split along the sequence: the second half of a tensor-parallel layer. With g for the
-    gradient of y,
+    For a kernel split by rows and y split along the sequence: the second half of a tensor-parallel layer. With g for
+    the gradient of y,
 
-        dx = all_gather(g) wᵀ,   dw = xᵀ all_gather(g),   dbias = Σ g
+        dx = all_gather(g) kernelᵀ,   dkernel = xᵀ all_gather(g),   dbias = Σ g
 
     Partial sums are rounded to out_dtype once, to travel, and added up in float32; with transport="xla" they are added
-    up in out_dtype, as `lax.psum_scatter` does. With a recipe x and w are quantized first, and in the backward pass
-    FP8 values of g travel.
+    up in out_dtype, as `lax.psum_scatter` does. With a recipe x and kernel are quantized first, and in the backward
+    pass FP8 values of g travel.
 
     Args:
       x: [*lead, S, *mid, K/D], this device's part of a tensor whose last dimension is split over D devices; float32,
         bfloat16 or float16. Or a QuantizedArray of it with row_ndim = all but the last dimension, from
         `quantize(x, recipe.quantization("activation"))`; its own gradient is zero.
-      w: [K/D, *N], the same part of the weights, float32, bfloat16 or float16. Without a recipe it is cast to the dtype
-        of x. Or a QuantizedArray, from `quantize(w, recipe.quantization("kernel"), row_ndim=1)`, whose own gradient is
-        zero.
+      kernel: [K/D, *N], the same part of the kernel, float32, bfloat16 or float16. Without a recipe it is cast to the
+        dtype of x. Or a QuantizedArray, from `quantize(kernel, recipe.quantization("kernel"), row_ndim=1)`, whose own
+        gradient is zero.
       axis_name: the mesh axis of the devices, or several: the first varies slowest.
       bias: [*N], the same on all devices, added once, after the sum; or None.
-      scatter_axis: the dimension of x that the result is split along, any but the last; a multiple of D.
+      scatter_dimension: the dimension of x that the result is split along, any but the last; a multiple of D.
       recipe, scaling_state, transport, bidirectional, out_dtype, timeout, implementation: as in `all_gather_matmul`.
 
     Returns:
-      y [*lead, S/D, *mid, *N]. Gradients have the dtypes of what they belong to.
+      y [*lead, S/D, *mid, *N].
 
     Raises:
-      ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument. FP8 needs K/D and N in
-        multiples of 16; block scaling needs rows, S/D times *mid, in multiples of 4, and in multiples of 128 where w is
-        differentiated.
+      ValueError: for shapes, dtypes or parameters that break a rule, naming the argument; and for an x or a kernel that
+        is the same on all devices, where JAX tracks that. FP8 needs K/D and N in multiples of 16; block scaling needs
+        rows, S/D times *mid, in multiples of 4, and of 128 where kernel is differentiated.
       NotImplementedError: for second derivatives in FP8 or over "p2p".
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
+
+    Example:
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
+      >>> layer = functools.partial(te_jax.parallel.matmul_reduce_scatter, axis_name="tensor")
+      >>> specs, out = (P(None, "tensor"), P("tensor")), P("tensor")
+      >>> y = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=out)(jnp.ones((64, 32)), jnp.ones((32, 64)))
     """
-    if isinstance(w, tuple | list):
-        raise ValueError("w is a tuple; matmul_reduce_scatter takes one, for its products have one sum: pass an array")
-    x, weight = _operand("x", x), _operand("w", w)
-    (bias,) = _biases(bias, 1, False)
-    group = Group.of(axis_name)
-    axis = _axis("scatter_axis", scatter_axis, x)
-    if x.shape[axis] % group.size:
+    if isinstance(kernel, tuple | list):
         raise ValueError(
-            f"x has shape {x.shape}; dimension {axis}, scatter_axis, must be a multiple of the {group.size} devices "
-            f"along {axis_name!r}: pad it"
+            "kernel is a tuple; matmul_reduce_scatter takes one, for its products have one sum: pass an array"
         )
-    lead, size, mid = x.shape[:axis], x.shape[axis] // group.size, x.shape[axis + 1 : -1]
-    _validate_operands(x, (weight,), ["w"], (bias,), recipe)
-    call = Call(
-        name="matmul_reduce_scatter",
-        axis_name=group.names,
-        size=group.size,
+    spec, (x, (matrix,), (vector,), (state,)), rows, (out,) = _prepare(
+        x, kernel, bias, scaling_state,
+        name="matmul_reduce_scatter", axis_name=axis_name, dimension=("scatter_dimension", scatter_dimension),
+        recipe=recipe, transport=transport, bidirectional=bidirectional, gather_result=False,
+        residual="shard", out_dtype=out_dtype, timeout=timeout, implementation=implementation,
+    )  # fmt: skip
+    return reduce_scatter_product(spec, x, matrix, vector, state).reshape(*rows, *out)
+
+
+def _prepare(
+    x: Any,
+    kernel: Any,
+    bias: Any,
+    scaling_state: Any,
+    *,
+    name: str,
+    axis_name: Any,
+    dimension: tuple[str, Any],
+    recipe: Any,
+    out_dtype: Any,
+    implementation: native.Implementation | None,
+    **options: Any,
+) -> tuple[CollectiveSpec, Any, tuple[int, ...], list[tuple[int, ...]]]:
+    """(spec; x, kernels, biases and states in canonical shapes; rows of the results; columns of each result)."""
+    several = isinstance(kernel, tuple | list)
+    count = len(kernel) if isinstance(kernel, tuple | list) else 1
+    x = _operand("x", x)
+    kernels = {label: _operand(label, value) for label, value in _one_for_each("kernel", kernel, count, several)}
+    biases = {
+        label: None if value is None else as_array(label, value)
+        for label, value in _one_for_each("bias", bias, count, several)
+    }
+    axes, size = sharding.mapped_axes(axis_name)
+    axis = _axis(*dimension, x)
+    gathers, length = name == "all_gather_matmul", x.shape[axis]
+    if not gathers and length % size:
+        raise ValueError(
+            f"x has shape {x.shape}; dimension {axis}, {dimension[0]}, must be a multiple of the {size} devices along "
+            f"{axis_name!r}: pad it"
+        )
+    part = length if gathers else length // size
+    lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
+    _validate_operands(x, kernels, biases, recipe)
+    spec = CollectiveSpec(
+        name=name,
+        axis_name=axes,
+        size=size,
         leading=math.prod(lead),
-        rows=size * math.prod(mid),
-        recipe=recipe,
-        transport=transport,
-        bidirectional=bidirectional,
-        residual="shard",
-        gather_result=False,
+        rows=part * math.prod(mid),
         x_dtype=np.dtype(x.dtype),
-        out_dtype=_out_dtype(out_dtype, x),
-        timeout=timeout,
+        x_is_quantized=isinstance(x, QuantizedArray),
+        kernel_dtypes=tuple(None if isinstance(k, QuantizedArray) else np.dtype(k.dtype) for k in kernels.values()),
+        biased=tuple(b is not None for b in biases.values()),
+        out_dtype=as_dtype("out_dtype is", x.dtype if out_dtype is None else out_dtype, FLOATS, FLOAT_NAMES),
         native=native.use_native(implementation),
+        recipe=recipe,
+        **options,
     )
-    _validate_recipe(call, x, (weight,), ["w"], "scatter_axis", group)
-    (state,) = _states(call, scaling_state, 1, False)
-    x, (w,), (bias,) = _canonical(call, x, (call.leading, call.size, call.rows), (weight,), (bias,))
-    y = reduce_scatter_product(call, x, w, bias, state)
-    return y.reshape(*lead, size, *mid, *weight.shape[1:])
+    if recipe is not None:
+        _validate_fp8(spec, x, kernels, dimension[0])
+    states = dict(_one_for_each("scaling_state", scaling_state, count, several))
+    _validate_states(spec, states)
+    _validate_split(spec, x, kernels)
+    sizes = (spec.leading, spec.rows) if gathers else (spec.leading, size, spec.rows)
+    operands = _canonical(spec, x, sizes, kernels, biases)
+    rows = (*lead, length * size if gathers else part, *mid)
+    return spec, (*operands, tuple(states.values())), rows, [kernel.shape[1:] for kernel in kernels.values()]
 
 
 # ----------------------------------------------------------------------------------------------------------- validation
@@ -257,20 +277,17 @@ def _operand(name: str, x: Any) -> Array | QuantizedArray:
     return x if isinstance(x, QuantizedArray) else as_array(name, x)
 
 
-def _biases(bias: Any, count: int, several: bool) -> tuple[Any, ...]:
+def _one_for_each(name: str, values: Any, count: int, several: bool) -> list[tuple[str, Any]]:
+    """An argument of which there is one for each kernel, by name."""
     if not several:
-        if isinstance(bias, tuple | list):
-            raise ValueError("bias is a tuple, but w is not; pass an array")
-        bias = (bias,)
-    elif bias is None:
-        bias = (None,) * count
-    elif not isinstance(bias, tuple | list) or len(bias) != count:
-        raise ValueError(f"w is a tuple of {count}, so bias must be one too, with None where there is none")
-    return tuple(None if b is None else as_array(f"bias[{i}]" if several else "bias", b) for i, b in enumerate(bias))
-
-
-def _out_dtype(dtype: Any, x: Array | QuantizedArray) -> np.dtype:
-    return as_dtype("out_dtype is", x.dtype if dtype is None else dtype, FLOATS, FLOAT_NAMES)
+        if isinstance(values, tuple | list):
+            raise ValueError(f"{name} is a tuple, but kernel is not; pass one value")
+        return [(name, values)]
+    if values is None:
+        values = (None,) * count
+    if not isinstance(values, tuple | list) or len(values) != count:
+        raise ValueError(f"kernel is a tuple of {count}, so {name} must be one too, with None where there is none")
+    return [(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
 def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
@@ -285,145 +302,121 @@ def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
     return int(axis) % x.ndim
 
 
-def _validate_operands(x, weights: tuple[Any, ...], names: list[str], biases: tuple[Any, ...], recipe) -> None:
-    if not weights:
-        raise ValueError("w is an empty tuple; pass one array at least")
-    for name, operand in (("x", x), *zip(names, weights, strict=True)):
-        for leaf in jax.tree.leaves(operand):
+def _validate_operands(x: Any, kernels: dict[str, Any], biases: dict[str, Any], recipe: Any) -> None:
+    if recipe is not None:
+        _fp8.validate_recipe(recipe)
+    if not kernels:
+        raise ValueError("kernel is an empty tuple; pass one array at least")
+    for name, array in {"x": x, **kernels}.items():
+        for leaf in jax.tree.leaves(array):
             if taken := set(sharding.axes_of_type(leaf)):
                 raise ValueError(
                     f"{name} is split over {sorted(taken)}, Explicit axes that shard_map left out; let it map them as "
                     "well, or make them Auto"
                 )
-    for name, array in (("x", x), *zip(names, weights, strict=True)):
         if array.dtype not in FLOATS:
             raise ValueError(f"{name} has dtype {array.dtype}; it must be {FLOAT_NAMES}: cast it")
         if isinstance(array, QuantizedArray) and recipe is None:
             raise ValueError(
                 f"recipe is None, but {name} is a QuantizedArray; name its recipe or pass {name}.dequantize()"
             )
-    if 0 in x.shape:
-        raise ValueError(f"x has shape {x.shape}; no dimension may be 0: leave out a call that exchanges nothing")
-    for name, weight, bias in zip(names, weights, biases, strict=True):
-        if weight.ndim < 2 or weight.shape[0] != x.shape[-1]:
+        if 0 in array.shape:
+            raise ValueError(f"{name} has shape {array.shape}; no dimension may be 0: leave out the call")
+    for (name, kernel), (label, bias) in zip(kernels.items(), biases.items(), strict=True):
+        if kernel.ndim < 2 or kernel.shape[0] != x.shape[-1]:
             raise ValueError(
-                f"{name} has shape {weight.shape}; it must be [{x.shape[-1]}, …], with the last dimension of x, which "
+                f"{name} has shape {kernel.shape}; it must be [{x.shape[-1]}, …], with the last dimension of x, which "
                 f"has shape {x.shape}, and at least one of its own"
             )
-        if 0 in weight.shape:
-            raise ValueError(f"{name} has shape {weight.shape}; no dimension may be 0: leave out a weight of nothing")
         if bias is None:
             continue
-        label = name.replace("w", "bias")
         if bias.dtype not in FLOATS:
             raise ValueError(f"{label} has dtype {bias.dtype}; it must be {FLOAT_NAMES}: cast it")
-        if bias.shape != weight.shape[1:]:
+        if bias.shape != kernel.shape[1:]:
             raise ValueError(
-                f"{label} has shape {bias.shape}; for {name} of shape {weight.shape} it must be {weight.shape[1:]}"
+                f"{label} has shape {bias.shape}; for {name} of shape {kernel.shape} it must be {kernel.shape[1:]}"
             )
 
 
-def _validate_recipe(call: Call, x, weights: tuple[Any, ...], names: list[str], axis: str, group: Group) -> None:
-    recipe = call.recipe
-    if recipe is None:
-        return
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe is {recipe!r}; it must be a Recipe, such as te_jax.recipe.CurrentScaling(), or None")
-    if call.gather_result:
+def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimension: str) -> None:
+    if spec.gather_result:
         raise ValueError(
-            "gather_result is True with a recipe: only FP8 values are gathered; pass several weights in a tuple to "
+            "gather_result is True with a recipe: only FP8 values are gathered; pass several kernels in a tuple to "
             "share one gather, or use recipe=None"
         )
-    for name, weight in zip(names, weights, strict=True):
-        for what, size in ((f"{weight.shape[0]} in", weight.shape[0]), ("out", math.prod(weight.shape[1:]))):
+    for name, kernel in kernels.items():
+        for side, size in (("in", kernel.shape[0]), ("out", math.prod(kernel.shape[1:]))):
             if size % FP8_ALIGNMENT:
                 raise ValueError(
-                    f"{name} has shape {weight.shape}, {size} features {what.split()[-1]} on this device; FP8 products "
-                    f"need a multiple of {FP8_ALIGNMENT}: pad them or use recipe=None"
+                    f"{name} has shape {kernel.shape}, {size} features {side} on this device; FP8 products need a "
+                    f"multiple of {FP8_ALIGNMENT}: pad them or use recipe=None"
                 )
-    if call.scaling == "block" and call.rows % BLOCK_PRODUCT_ROWS:
+    if spec.scaling == "block" and spec.rows % BLOCK_PRODUCT_ROWS:
         raise ValueError(
-            f"x has shape {x.shape}, {call.rows} rows for each device along {axis}; block scaling needs a multiple of "
-            f"{BLOCK_PRODUCT_ROWS}: pad them, or use CurrentScaling or RowwiseScaling"
+            f"x has shape {x.shape}, {spec.rows} rows for each device along {dimension}; block scaling needs a "
+            f"multiple of {BLOCK_PRODUCT_ROWS}: pad them, or use CurrentScaling or RowwiseScaling"
         )
     if isinstance(x, QuantizedArray):
-        _validate_quantized("x", x, x.ndim - 1, recipe, "activation", "data")
-        # Scales of rows and blocks travel with them; not so those of features, which the gradient of w reads.
-        shared = {"tensor": x.scale_inv, "row": x.transposed_scale_inv}.get(call.scaling)
-        differing = sharding.varying_axes(shared) & set(group.names)
-        if call.name == "all_gather_matmul" and differing:
-            kind = "tensors" if call.scaling == "tensor" else "features, of the transposed copy,"
+        _fp8.validate_quantized("x", x, spec.fp8.recipe, "activation", "data")
+        # Scales of rows and blocks travel with them; not so those of features, which the gradient of kernel reads.
+        shared = {"tensor": x.scale_inv, "row": x.transposed_scale_inv}.get(spec.scaling)
+        differing = sharding.varying_axes(shared) & set(spec.axis_name)
+        if spec.name == "all_gather_matmul" and differing:
+            kind = "tensors" if spec.scaling == "tensor" else "features, of the transposed copy,"
             raise ValueError(
                 f"x has another scale on each device along {sorted(differing)}; scales of {kind} must agree: quantize "
                 "it with axis_name"
             )
-    for name, weight in zip(names, weights, strict=True):
-        if isinstance(weight, QuantizedArray):
-            _validate_quantized(name, weight, 1, recipe, "kernel", "transposed")
+    for name, array in {"x": x, **kernels}.items():
+        row_ndim = array.ndim - 1 if name == "x" else 1
+        if isinstance(array, QuantizedArray) and (array.row_ndim, array.col_ndim) != (row_ndim, array.ndim - row_ndim):
+            raise ValueError(
+                f"{name} was quantized as {array.row_ndim} rows and {array.col_ndim} cols, shape {array.shape}; "
+                f"quantize it with row_ndim={row_ndim}"
+            )
+    for name, kernel in kernels.items():
+        if isinstance(kernel, QuantizedArray):
+            _fp8.validate_quantized(name, kernel, spec.fp8.recipe, "kernel", "transposed")
 
 
-def _states(call: Call, states: Any, count: int, several: bool) -> tuple[DelayedScalingState | None, ...]:
-    if not several:
-        if isinstance(states, tuple | list):
-            raise ValueError("scaling_state is a tuple, but w is not; pass a DelayedScalingState")
-        states = (states,)
-    elif states is None:
-        states = (None,) * count
-    elif not isinstance(states, tuple | list) or len(states) != count:
-        raise ValueError(f"w is a tuple of {count}, so scaling_state must be one too, with a state for each")
-    for i, state in enumerate(states):
-        name = f"scaling_state[{i}]" if several else "scaling_state"
-        if call.recipe is not None:
-            _fp8.validate_state(call.recipe, state, name)
-        elif state is not None:
-            raise ValueError(f"{name} is given, but recipe is None; only DelayedScaling has a state")
-        if differing := sharding.varying_axes(state) & set(call.axis_name):
+def _validate_states(spec: CollectiveSpec, states: dict[str, Any]) -> None:
+    for name, state in states.items():
+        _fp8.validate_state(spec.recipe, state, name)
+        if differing := sharding.varying_axes(state) & set(spec.axis_name):
             raise ValueError(
                 f"{name} differs from device to device along {sorted(differing)}; scales of tensors must agree: pass "
                 "it into shard_map whole, with PartitionSpec()"
             )
-    return tuple(states)
 
 
-def _validate_quantized(name: str, x: QuantizedArray, row_ndim: int, recipe: Recipe, role: Role, copy: str) -> None:
-    if getattr(x, copy) is None:
-        raise ValueError(f"{name} has no {copy} copy, which the product reads; quantize it with copies='both'")
-    if (x.row_ndim, x.row_ndim + x.col_ndim) != (row_ndim, x.ndim):
-        raise ValueError(
-            f"{name} was quantized as {x.row_ndim} rows and {x.col_ndim} cols, shape {x.shape}; quantize it with "
-            f"row_ndim={row_ndim}"
-        )
-    expected = recipe.quantization(role)
-    if (x.scaling, x.transposed_scaling) != (expected.scaling, expected.transposed_scaling):
-        raise ValueError(
-            f"{name} has {x.scaling!r} and {x.transposed_scaling!r} scaling, but recipe is {recipe!r}; quantize it "
-            f'with recipe.quantization("{role}")'
-        )
-    if getattr(x, copy).dtype != expected.dtype:
-        raise ValueError(
-            f"{name} has {getattr(x, copy).dtype} values, but recipe is {recipe!r}; quantize it with "
-            f'recipe.quantization("{role}")'
+def _validate_split(spec: CollectiveSpec, x: Any, kernels: dict[str, Any]) -> None:
+    """Where all devices had the same, a gather would repeat the rows of x, and a sum would have a product D times."""
+    parts = {"x": x} if spec.name == "all_gather_matmul" else {"x": x, **kernels}
+    for name, array in parts.items():
+        sharding.validate_split(
+            name, array, spec.axis_name, f"pass {name} split over these axes, or use te_jax.ops.dense"
         )
 
 
 # ----------------------------------------------------------------------------------------------------- canonical shapes
 
 
-def _canonical(call: Call, x, sizes: tuple[int, ...], weights: tuple[Any, ...], biases: tuple[Any, ...]) -> Any:
-    """x [*sizes, K], weights [K, N] and biases [N] in float32, in which they are added and their gradients summed, all
-    varying over the same mesh axes: gradients are then summed outside, as those of JAX's own operations are. Quantized
-    arrays are matrices."""
+def _canonical(spec: CollectiveSpec, x: Any, sizes: tuple[int, ...], kernels: dict[str, Any], biases: dict[str, Any]):
+    """x [*sizes, K], kernels [K, N] and biases [N] in float32, in which they are added and their gradients summed.
+
+    All vary over the same mesh axes: gradients are then summed outside, as those of JAX's own operations are. Quantized
+    arrays are matrices.
+    """
     inner = x.shape[-1]
     x = _matrix(x, math.prod(sizes), inner) if isinstance(x, QuantizedArray) else x.reshape(*sizes, inner)
-    weights = tuple(
-        _matrix(weight, inner, math.prod(weight.shape[1:]))
-        if isinstance(weight, QuantizedArray)
-        else weight.reshape(inner, math.prod(weight.shape[1:]))
-        for weight in weights
+    matrices = tuple(
+        _matrix(kernel, inner, math.prod(kernel.shape[1:]))
+        if isinstance(kernel, QuantizedArray)
+        else kernel.reshape(inner, math.prod(kernel.shape[1:]))
+        for kernel in kernels.values()
     )
-    biases = tuple(None if bias is None else bias.astype(jnp.float32).reshape(bias.size) for bias in biases)
-    operands = (x, weights, biases)
-    return sharding.varying_together(operands, sharding.tracked_axes(call.axis_name))
+    vectors = tuple(None if bias is None else bias.astype(jnp.float32).reshape(bias.size) for bias in biases.values())
+    return sharding.varying_together((x, matrices, vectors), sharding.tracked_axes(spec.axis_name))
 
 
 def _matrix(x: QuantizedArray, rows: int, cols: int) -> QuantizedArray:

@@ -1,14 +1,14 @@
 """Quantization to FP8 in plain jax.numpy.
 
-Scales and codes are worked out on the bits of floats, so that they are the same on every backend, whether or not it
-flushes subnormals to zero, divides approximately, or lets maxima drop NaN.
+Scales and codes are computed on the bits of floats. They are then the same on every backend, whether or not it flushes
+subnormals to zero, divides approximately, or drops NaN in maxima.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,14 @@ _QUIET_NAN = 0x7FC00000
 _FP8_NAN = 0x7F  # in both formats
 
 
+class QuantizedParts(NamedTuple):
+    """The results of a quantization; None for what was not asked for."""
+
+    array: QuantizedArray
+    amax: Array | None
+    dbias: Array | None
+
+
 def quantize(
     x: Array,
     quantization: Quantization,
@@ -39,33 +47,33 @@ def quantize(
     axis_name: GroupAxes | None = None,
     with_amax: bool = False,
     with_dbias: bool = False,
-) -> QuantizedArray | tuple[QuantizedArray | Array, ...]:
+) -> QuantizedParts:
     """Definition of `te_jax.ops.quantize`; see there for the arguments."""
     row_ndim = x.ndim - 1 if row_ndim is None else row_ndim
     rows, cols = tuple(range(row_ndim)), tuple(range(row_ndim, x.ndim))
     row_axes, col_axes = mesh_axes(axis_name)
     if x.dtype != jnp.float32:
-        # Without it XLA may quantize what x was before it was rounded to its dtype.
+        # Without it XLA may quantize the value that x had before it was rounded to its dtype.
         x = lax.optimization_barrier(x)
     wide = x.astype(jnp.float32)
     own_amax = None
     if with_amax or (amax is None and "tensor" in scalings_of(quantization, copies)):
-        own_amax = _over(lax.pmax, _largest(wide, rows + cols), row_axes + col_axes)
-    reference_amax = own_amax if amax is None else _bits(amax)
+        own_amax = _over(lax.pmax, _amax_bits(wide, rows + cols), row_axes + col_axes)
+    tensor_amax = own_amax if amax is None else _bits(amax)
 
     data = scale_inv = transposed = transposed_scale_inv = None
     if copies != "transposed":
-        data, scale_inv = _copy(wide, quantization, quantization.scaling, rows, cols, reference_amax, col_axes)
+        data, scale_inv = _copy(wide, quantization, quantization.scaling, rows, cols, tensor_amax, col_axes)
     same_scales = quantization.scaling == quantization.transposed_scaling in ("tensor", "block_128x128")
     if data is not None and scale_inv is not None and copies == "both" and same_scales:
         transposed = data.transpose(cols + rows)
         transposed_scale_inv = scale_inv.transpose(cols + rows) if scale_inv.ndim else scale_inv
     elif copies != "data":
         codes, transposed_scale_inv = _copy(
-            wide, quantization, quantization.transposed_scaling, cols, rows, reference_amax, row_axes
+            wide, quantization, quantization.transposed_scaling, cols, rows, tensor_amax, row_axes
         )
         transposed = codes.transpose(cols + rows)
-    quantized = QuantizedArray(
+    array = QuantizedArray(
         data,
         scale_inv,
         transposed,
@@ -76,12 +84,11 @@ def quantize(
         quantization.transposed_scaling,
         np.dtype(x.dtype),
     )
-    results = (quantized,)
-    if with_amax and own_amax is not None:
-        results += (_float(own_amax),)
-    if with_dbias:
-        results += (_over(lax.psum, jnp.sum(wide, axis=rows), row_axes),)
-    return results if len(results) > 1 else quantized
+    return QuantizedParts(
+        array,
+        _float(own_amax) if with_amax and own_amax is not None else None,
+        _over(lax.psum, jnp.sum(wide, axis=rows), row_axes) if with_dbias else None,
+    )
 
 
 def mesh_axes(axis_name: GroupAxes | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -102,7 +109,7 @@ def scalings_of(quantization: Quantization, copies: Copies) -> tuple[Scaling, ..
 
 
 def blocked_groups(quantization: Quantization, copies: Copies) -> frozenset[str]:
-    """The groups of dimensions, "rows" and "cols", of which blocks take 128 at a time."""
+    """The groups of dimensions, "rows" and "cols", whose last dimension is cut into blocks of 128."""
     groups: set[str] = set()
     for copy, scaling, outer, summed in (
         ("data", quantization.scaling, "rows", "cols"),
@@ -113,29 +120,29 @@ def blocked_groups(quantization: Quantization, copies: Copies) -> frozenset[str]
     return frozenset(groups)
 
 
-def largest(x: Array, axes: tuple[str, ...]) -> Array:
-    """The largest magnitude of float32 x and of its shards over mesh axes; NaN where any value is."""
-    return largest_of_shards(_float(_largest(x, tuple(range(x.ndim)))), axes)
+def amax_of(x: Array, axes: tuple[str, ...]) -> Array:
+    """The amax of float32 x and of its shards over mesh axes; NaN where any value is."""
+    return amax_of_shards(_float(_amax_bits(x, tuple(range(x.ndim)))), axes)
 
 
-def largest_of_shards(amax: Array, axes: tuple[str, ...]) -> Array:
-    """Elementwise, the largest of magnitudes (float32) over mesh axes. Bits are compared: NaN must not get lost."""
+def amax_of_shards(amax: Array, axes: tuple[str, ...]) -> Array:
+    """The maximum of amaxes (float32) over mesh axes, elementwise; of their bits, because `lax.pmax` may drop NaN."""
     return _float(lax.pmax(_bits(amax), axes)) if axes else amax
 
 
 def scale_of(amax: Array, dtype: np.dtype, power_of_two: bool) -> Array:
-    """The factor that maps magnitudes of `amax`, given as the bits of a float32 (int32), to the largest FP8 value."""
-    largest = float(jnp.finfo(dtype).max)
-    # Below, the scale would exceed 2^126 and its inverse be subnormal.
-    smallest = np.float32(largest * 2.0**-126)
-    scale = _quotient(largest, jnp.maximum(lax.bitcast_convert_type(amax, jnp.float32), smallest))
+    """The scale, which maps amax to the largest FP8 value. amax comes as the bits of a float32 (int32)."""
+    largest_code = float(jnp.finfo(dtype).max)
+    # Below, the scale would exceed 2^126 and its reciprocal be subnormal.
+    smallest = np.float32(largest_code * 2.0**-126)
+    scale = _quotient(largest_code, jnp.maximum(lax.bitcast_convert_type(amax, jnp.float32), smallest))
     if power_of_two:
         scale = _float(_bits(scale) & _INFINITY)
     return jnp.where((amax < _SMALLEST_NORMAL) | (amax >= _INFINITY), np.float32(1.0), scale)
 
 
 def scale_inv_of(amax: Array, quantization: Quantization) -> Array:
-    """The inverse of the scale that follows from a largest magnitude (float32); elementwise."""
+    """The reciprocal of the scale of an amax (float32); elementwise."""
     return _quotient(1.0, scale_of(_bits(amax), quantization.dtype, quantization.power_of_two_scales))
 
 
@@ -148,11 +155,11 @@ def _copy(
     tensor_amax: Array | None,
     summed_axes: tuple[str, ...],
 ) -> tuple[Array, Array]:
-    """One copy: FP8 in the order of x, and the inverses of the scales in the order of `quantized.scale_shape`."""
+    """One copy: FP8 in the order of x, and scale_inv in the order of `quantized.scale_shape`."""
 
     def scaled(x: Array, amax: Array) -> tuple[Array, Array]:
         scale = scale_of(amax, quantization.dtype, quantization.power_of_two_scales)
-        # Worked out once for each scale: fused into the loop over x it would be for each value.
+        # Keeps XLA from fusing the division into the loop over x, where it would run for each value.
         scale, scale_inv = lax.optimization_barrier((scale, _quotient(1.0, scale)))
         return _encode(x, scale, quantization.dtype), scale_inv
 
@@ -161,13 +168,13 @@ def _copy(
         codes, scale_inv = scaled(x, jnp.expand_dims(tensor_amax, tuple(range(x.ndim))))
         return codes, jnp.squeeze(scale_inv, tuple(range(x.ndim)))
     if scaling == "row":
-        codes, scale_inv = scaled(x, _over(lax.pmax, _largest(x, summed, keepdims=True), summed_axes))
+        codes, scale_inv = scaled(x, _over(lax.pmax, _amax_bits(x, summed, keepdims=True), summed_axes))
         return codes, jnp.squeeze(scale_inv, summed)
 
     split = sorted({summed[-1], outer[-1]} if scaling == "block_128x128" else {summed[-1]})
     parts = blocks.split(x, split)
     inside = tuple(axis + place + 1 for place, axis in enumerate(split))
-    codes, scale_inv = scaled(parts, _largest(parts, inside, keepdims=True))
+    codes, scale_inv = scaled(parts, _amax_bits(parts, inside, keepdims=True))
     order = outer + summed if scaling == "block_128x128" else summed + outer
     return blocks.merge(codes, x.shape, split), jnp.squeeze(scale_inv, inside).transpose(order)
 
@@ -193,30 +200,26 @@ def _encode(x: Array, scale: Array, dtype: np.dtype) -> Array:
     return lax.bitcast_convert_type((code | sign).astype(jnp.uint8), dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # one function in a program, called for all quotients of a shape
+@functools.partial(jax.jit, static_argnums=0)  # one function in a program for all quotients of a shape
 def _quotient(numerator: float, denominator: Array) -> Array:
-    """numerator / denominator, rounded correctly also where the backend's own division is off by up to two units.
+    """numerator / denominator, rounded correctly even if the backend's own division is off by up to two units.
 
     The numerator is n · 2^k with n in {1, 7}, which makes ties impossible; denominator and quotient are normal floats.
     """
     below = _bits(np.float32(numerator) / denominator) - 2
-    divisor = _mantissa(denominator)
+    divisor = _mantissa(_bits(denominator))
     # Steps up while the exact quotient is past the middle of two neighbours: numerator > middle · denominator. The
     # difference of both sides is small, so its lowest 32 bits suffice, and the numerator's own lowest 32 bits are zero.
-    steps = [-((2 * _mantissa_of_bits(below + step) + 1) * divisor) > 0 for step in range(4)]
+    steps = [-((2 * _mantissa(below + step) + 1) * divisor) > 0 for step in range(4)]
     return _float(below + sum(step.astype(jnp.int32) for step in steps))
 
 
-def _mantissa(x: Array) -> Array:
-    return _mantissa_of_bits(_bits(x))
-
-
-def _mantissa_of_bits(bits: Array) -> Array:
+def _mantissa(bits: Array) -> Array:
     return (bits & 0x007FFFFF) | _SMALLEST_NORMAL
 
 
-def _largest(x: Array, axes: tuple[int, ...], *, keepdims: bool = False) -> Array:
-    """The largest magnitude over the axes, as the bits of a float32 (int32): their order puts NaN above infinity."""
+def _amax_bits(x: Array, axes: tuple[int, ...], *, keepdims: bool = False) -> Array:
+    """The amax over the axes as the bits of a float32 (int32), whose order puts NaN above infinity."""
     bits = jnp.max(_bits(x) & 0x7FFFFFFF, axis=axes, keepdims=keepdims, initial=0)
     return jnp.where(bits > _INFINITY, _QUIET_NAN, bits)
 

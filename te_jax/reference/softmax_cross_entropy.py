@@ -15,25 +15,25 @@ def softmax_cross_entropy(
     z_loss: float = 0.0,
     logit_softcap: float | None = None,
     reduction: str = "mean",
-    axis_name: str | tuple[str, ...] | None = None,
+    axis_name: tuple[str, ...] = (),
 ) -> Array:
     """Definition of `te_jax.ops.softmax_cross_entropy`; see there for the arguments.
 
     Computes in float32, or in float64 for float64 logits, so that the tests have an oracle.
     """
     z = logits.astype(jnp.float64 if logits.dtype == jnp.float64 else jnp.float32)
-    # Cut off before any arithmetic, so that no NaN of an ignored row reaches its gradient, as 0 · NaN.
+    # Before any arithmetic, so that a NaN in an ignored row does not reach its gradient as 0 · NaN.
     ignored = equals(labels, ignore_index)
     z = jnp.where(ignored[..., None], 0.0, z)
     if logit_softcap is not None:
         z = logit_softcap * jnp.tanh(z / logit_softcap)
 
     local_vocab = z.shape[-1]
-    vocab = local_vocab if axis_name is None else local_vocab * lax.axis_size(axis_name)
-    offset = 0 if axis_name is None else lax.axis_index(axis_name) * local_vocab
+    vocab = local_vocab * lax.axis_size(axis_name) if axis_name else local_vocab
+    offset = lax.axis_index(axis_name) * local_vocab if axis_name else 0
 
     def over_shards(reduce, x):
-        return x if axis_name is None else reduce(x, axis_name)
+        return reduce(x, axis_name) if axis_name else x
 
     # The maximum only steadies the exponentials: no gradient flows through it.
     peak = over_shards(lax.pmax, lax.stop_gradient(jnp.max(z, axis=-1)))
@@ -72,7 +72,7 @@ def in_vocabulary(labels: Array, vocab: int) -> Array:
 def nan_unless(condition: Array) -> Array:
     """float32: 1 where the condition holds, else NaN.
 
-    Of bits: without jit, jax_debug_nans would stop at a constant NaN that nothing takes.
+    Made from bits, because without jit jax_debug_nans would stop at a constant NaN, used or not.
     """
     bits = jnp.where(condition, 0x3F800000, 0x7FC00000).astype(jnp.int32)
     return lax.bitcast_convert_type(bits, jnp.float32)

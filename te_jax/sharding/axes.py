@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 Axes = tuple[str, ...]
 AxisName = str | tuple[str, ...]
@@ -95,9 +95,34 @@ def axes_without_devices(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in jax.sharding.get_abstract_mesh().manual_axes]
 
 
+def in_order_of_mesh(names: Sequence[str]) -> Axes:
+    """Mapped axes in the order in which the mesh names them."""
+    order = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(sorted(names, key=lambda name: order.index(name) if name in order else 0))
+
+
+def current_mesh() -> AbstractMesh:
+    """The mesh that `shard_map` or `jax.set_mesh` has entered; an empty one where there is none."""
+    return jax.sharding.get_abstract_mesh()
+
+
 def axes_of_type(x: Any) -> Axes:
     """The Auto and Explicit mesh axes that the type of x says it is split over."""
     return tuple(axis for entry in jax.typeof(x).sharding.spec for axis in axes_of_entry(entry))
+
+
+def mesh_of(*operands: Any) -> Any:
+    """The mesh of the context, or the one that the operands' types name. Under vmap only the context leaves out the
+    axes over which the mapped dimension is split."""
+    context = jax.sharding.get_abstract_mesh()
+    named = (mesh for x in jax.tree.leaves(operands) if not (mesh := jax.typeof(x).sharding.mesh).empty)
+    return context if not context.empty else next(named, context)
+
+
+def may_be_split(x: Any) -> bool:
+    """Whether x, or what XLA makes of it, may be split over devices that no shard_map has mapped."""
+    mesh = mesh_of(x)
+    return any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in mesh.manual_axes)
 
 
 def result_type(shape: Sequence[int], dtype: jax.typing.DTypeLike, *operands: Array):

@@ -18,6 +18,7 @@ import hashlib
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,11 +33,12 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from te_jax._version import __version__
-from te_jax.sharding.axes import axes_of_type
+from te_jax.sharding.axes import axes_of_entry, axes_of_type, mesh_of
 from te_jax.sharding.local_call import Reuse, bind_local_call
 from te_jax.sharding.rule import Rule
 
 Results = tuple[Array, ...]
+Shape = tuple[int, ...]
 
 
 def per_shard(
@@ -124,7 +126,7 @@ class _Dispatch:
 
     def run(self, function: Callable[..., Results], operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
         """Runs under the operands' shardings; `reuse` is empty, or {"reuse": …} as decided."""
-        mesh = _mesh_of(operands)
+        mesh = mesh_of(*operands)
         if any(axis in mesh.explicit_axes for operand in operands for axis in axes_of_type(operand)):
             return self._over_explicit_axes(function, mesh, operands, reuse)
         # XLA gives custom_partitioning no sharding that JAX can read where a shard_map leaves Auto axes of one device.
@@ -142,7 +144,27 @@ class _Dispatch:
             return factor not in exact or sizes[factor] % math.prod(mesh.shape[axis] for axis in axes) == 0
 
         assignment = rule.assign(specs, [len(shape) for shape in shapes], (*self.replicated, *whole), divides)
+        self._warn_of_cut_blocks(specs, shapes, mesh, assignment)
         return assignment, {factor: assignment.axes[factor] for factor in self.axes_of if factor in assignment.axes}
+
+    def _warn_of_cut_blocks(self, specs: Sequence[PartitionSpec], shapes: Sequence[Shape], mesh, assignment) -> None:
+        """Warns of dimensions that are gathered because their shards would cut blocks."""
+        for term, spec, shape in zip(self.rule.operands, specs, shapes, strict=True):
+            named = term[1:] if term[:1] == ("...",) else term
+            entries = (*spec, *(None,) * (len(shape) - len(spec)))[len(shape) - len(named) :]
+            for dimension, entry, size in zip(named, entries, shape[len(shape) - len(named) :], strict=True):
+                devices = math.prod(mesh.shape[axis] for axis in axes_of_entry(entry))
+                if devices == 1 or not isinstance(dimension, tuple) or dimension[0] in assignment.axes:
+                    continue
+                block = math.prod(self.sizes[minor] for minor in dimension[1:])
+                if size % (devices * block):  # else another dimension has taken the axes
+                    warnings.warn(
+                        f"a dimension of {size} values is split over {devices} devices, whose shards would cut blocks "
+                        f"of {block}: each of them gathers it and computes all of it. Give every device a multiple of "
+                        f"{block} values (tokens or features), or use a recipe without blocks",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
 
     def _over_explicit_axes(self, function, mesh, operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
         specs = [jax.typeof(x).sharding.spec for x in operands]
@@ -332,11 +354,3 @@ def _with_devices(mesh) -> Mesh:
     They are JAX's first ones; should the operands live on others, JAX says so: the way out is `jax.set_mesh`.
     """
     return _mesh_over(mesh.axis_names, mesh)
-
-
-def _mesh_of(operands: Sequence[Array]):
-    """The mesh of the context, or the one that the operands' types name. Under vmap only the context leaves out the
-    axes over which the mapped dimension is split."""
-    context = jax.sharding.get_abstract_mesh()
-    named = (mesh for operand in operands if not (mesh := jax.typeof(operand).sharding.mesh).empty)
-    return context if not context.empty else next(named, context)

@@ -139,13 +139,13 @@ def split_in_two(shape: Shape, first: int) -> tuple[Shape, Shape]:
     return shape[:place], shape[place:]
 
 
-def padded(x: Array, padding: int) -> Array:
-    """x with zeros appended to its first dimension."""
+def padded(x: Array, padding: int, axis: int) -> Array:
+    """x with zeros appended to a dimension."""
     if is_explicit(x):
         sharding = jax.typeof(x).sharding
-        if (x.shape[0] + padding) % shards_of(sharding, sharding.spec[0]):
-            x = moved(x, PartitionSpec(None, *sharding.spec[1:]))
-    return jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)))
+        if (x.shape[axis] + padding) % shards_of(sharding, sharding.spec[axis]):
+            x = moved(x, PartitionSpec(*sharding.spec[:axis], None, *sharding.spec[axis + 1 :]))
+    return jnp.pad(x, [(0, padding if i == axis else 0) for i in range(x.ndim)])
 
 
 def shards_of(sharding: NamedSharding, entry: str | tuple[str, ...] | None) -> int:

@@ -8,12 +8,14 @@ argument that the caller keeps, it then copies it first.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
@@ -87,16 +89,21 @@ def _batch(operands, dims, *, again, **_):
     return results, (0,) * len(results)
 
 
-def _jvp(*_, **__):
+def _jvp(*_, variants: tuple[ClosedJaxpr, ...], **__):
+    kernels = " and ".join(dict.fromkeys(re.findall(r"\btarget_name=(\w+)", str(variants[0])))) or "this call"
     raise NotImplementedError(
-        "native kernels have no derivatives but the first ones, in reverse mode, that their operations define; for "
-        "others use implementation='reference' (FP8 layers: recipe=None)"
+        f"native kernels have no derivatives of their own, here {kernels}: layers and losses define first ones in "
+        "reverse mode; for others use implementation='reference' (FP8 layers: recipe=None)"
     )
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *values: ir.Value, variants, reuse: Reuse, **_):
     free = bool(reuse) and not any(_is_borrowed(values[operand]) for operand, _ in reuse)
-    return mlir.lower_fun(jaxpr_as_fun(variants[free]), multiple_results=True)(ctx, *values)
+    # JAX prints this attribute of the call where it refuses to export it.
+    exporting = ctx.module_context.lowering_parameters.for_export
+    hint = {"to_export": "pass disabled_checks=te_jax.native.export_checks()"} if exporting else {}
+    with set_xla_metadata(**hint):
+        return mlir.lower_fun(jaxpr_as_fun(variants[free]), multiple_results=True)(ctx, *values)
 
 
 def _is_borrowed(value: ir.Value) -> bool:

@@ -211,7 +211,7 @@ def gemm(kind, *, dtype="float32", followup="bias", **fields):
         oracle=oracle,
         dtypes=(dtype,) * (2 if followup == "gelu" else 1),
         agreement=None,
-        refuses={"native": r"no derivatives but the first.*use implementation='reference'"},
+        refuses={"native": r"no derivatives.*te_gemm.*use implementation='reference'"},
         donates=("accumulator",) if followup == "accumulator" else (),
         layouts={
             "m and n": layout("data", "model", None, own=("data", "model")),
@@ -293,7 +293,7 @@ def dense(name, recipe, layouts, *, dtype="float32", bias=False, accumulator=Fal
         small["all-gather"] = IN * OUT  # an accumulator whose mesh axis is that of the tokens
     # The gradient of the kernel goes to an accumulator.
     named = [name for name in draw(np.random.default_rng(0)) if name != "x" and not (accumulator and name == "kernel")]
-    once = r"is differentiated once"
+    once = r"is differentiated once|FP8 layers: recipe=None"
     return Operation(
         name=f"dense, {name}",
         draw=draw,
@@ -357,7 +357,7 @@ def all_gather_matmul(name, recipe, **fields):
         f"all_gather_matmul, {name}",
         functools.partial(parallel.all_gather_matmul, axis_name="model", recipe=recipe),
         Layout(
-            {"x": P("data", "model"), "w": P(None, "model"), "bias": P("model")},
+            {"x": P("data", "model"), "kernel": P(None, "model"), "bias": P("model")},
             P("data", None, "model"),
             (
                 ("all-gather", SEQUENCE * IN),
@@ -376,7 +376,7 @@ def matmul_reduce_scatter(name, recipe, **fields):
         f"matmul_reduce_scatter, {name}",
         functools.partial(parallel.matmul_reduce_scatter, axis_name="model", recipe=recipe),
         Layout(
-            {"x": P("data", None, "model"), "w": P("model")},
+            {"x": P("data", None, "model"), "kernel": P("model")},
             P("data", "model"),
             (
                 ("all-reduce", SEQUENCE * OUT),
@@ -394,7 +394,7 @@ def _collective_product(name, call, layout, recipe, **fields):
     def draw(rng):
         return {
             "x": normal(rng, 2, SEQUENCE, IN),
-            "w": normal(rng, IN, OUT, scale=IN**-0.5),
+            "kernel": normal(rng, IN, OUT, scale=IN**-0.5),
             "bias": normal(rng, OUT),
         }
 
@@ -402,10 +402,10 @@ def _collective_product(name, call, layout, recipe, **fields):
         name=name,
         draw=draw,
         call=call,
-        oracle=lambda x, w, bias: jnp.matmul(x, w) + bias[None, None],
+        oracle=lambda x, kernel, bias: jnp.matmul(x, kernel) + bias[None, None],
         dtypes=("float32",),
         tolerance=(FORWARD, GRADIENT) if recipe else (None, None),
-        differentiable=("x", "w", "bias"),
+        differentiable=("x", "kernel", "bias"),
         refuses=dict.fromkeys(("native", "reference"), "is differentiated once") if recipe else {},
         policy=jax.checkpoint_policies.save_only_these_names("te_collective_activation", "te_collective_kernel")
         if recipe

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from operation import DEVICES, Layout, mesh_of, placed, specs_of, spread, stack, take, total
 from operations import OPERATIONS
 
-from te_jax.testing import collectives
+from te_jax.inspect import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 

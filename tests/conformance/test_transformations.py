@@ -11,7 +11,7 @@ from operation import placed, specs_of, stack, take, total
 from operations import OPERATIONS
 
 from te_jax import native
-from te_jax.testing import buffers
+from te_jax.inspect import buffers
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
@@ -336,7 +336,7 @@ def test_forward_mode(operation, rng):
     def forwards(some):
         return jax.jvp(lambda some: operation.run("native")({**operands, **some}), (some,), (some,))
 
-    with pytest.raises((TypeError, NotImplementedError)):
+    with pytest.raises(NotImplementedError):
         jax.jit(forwards).lower(some)
 
 

@@ -13,10 +13,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax.flax import Dense, DenseGeneral, accumulate_gradients, quantize_kernels
+from te_jax.inspect import Buffer, buffers
 from te_jax.ops import quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
-from te_jax.testing import Buffer, assert_close, buffers
+from te_jax.testing import assert_close
 
 RECIPES = {
     "current": CurrentScaling(),

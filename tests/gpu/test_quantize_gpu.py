@@ -17,8 +17,8 @@ import pytest
 
 import te_jax
 from te_jax import ops, recipe
+from te_jax.inspect import buffers
 from te_jax.recipe import Quantization
-from te_jax.testing import buffers
 
 pytestmark = pytest.mark.gpu
 

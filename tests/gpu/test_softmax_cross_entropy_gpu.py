@@ -15,7 +15,8 @@ import pytest
 
 import te_jax
 from te_jax import ops
-from te_jax.testing import assert_close, buffers
+from te_jax.inspect import buffers
+from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,7 @@
 """Which collectives a program runs: the parser on programs written by hand, and what jit and shard_map compile to."""
 
 import functools
+import importlib
 import os
 import re
 import subprocess
@@ -96,6 +97,31 @@ def test_kinds_and_payloads(line, kind, shape, size):
     assert found.times == 1
     assert found.axis is None
     assert found.source is None
+
+
+@pytest.mark.parametrize(
+    ("line", "results"),
+    [
+        ("f32[8,4]{1,0:T(8,128)} all-reduce(%x), channel_id=1, to_apply=%add", [("f32", (8, 4))]),
+        ("(f32[4]{0}, /*index=1*/bf16[2,3]{1,0}) all-reduce(%x, %x), to_apply=%add", [("f32", (4,)), ("bf16", (2, 3))]),
+        ("(f32[5]{0}, f32[]) all-reduce-start(%x, %x), to_apply=%add", [("f32", (5,)), ("f32", ())]),
+        ("(bf16[4]{0}, bf16[16]{0}) all-gather-start(x), dimensions={0}", [("bf16", (16,))]),
+        (
+            "((f32[4]{0}, pred[2]{0}), (f32[8]{0}, pred[4]{0})) all-gather-start(%x, %x), dimensions={0}",
+            [("f32", (8,)), ("pred", (4,))],
+        ),
+        (
+            "(f32[3,2]{1,0}, f32[3,2]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}",
+            [("f32", (3, 2))],
+        ),
+        ("((f32[64]{0}), f32[8]{0}) reduce-scatter-start(%x), dimensions={0}, to_apply=%add", [("f32", (8,))]),
+        ("(s4[7]{0}, s4[7]{0}) all-to-all(%x, %x)", [("s4", (7,)), ("s4", (7,))]),
+        ("f8e4m3fn[16]{0} collective-broadcast(%x)", [("f8e4m3fn", (16,))]),
+    ],
+)
+def test_results(line, results):
+    (found,) = inspect.parse(program(f"  ROOT %r = {line}"))
+    assert found.results == tuple(inspect.Buffer(dtype, shape) for dtype, shape in results)
 
 
 def test_what_is_no_collective_is_not_listed():
@@ -395,8 +421,8 @@ def test_unknown_times(branches):
         ("jit(f)/psum", "replica_groups=mesh['a'=8] {'a'}", "by groups"),
     ],
 )
-def test_who_wrote_it(op_name, attributes, inserted, marks, monkeypatch):
-    monkeypatch.setattr(inspect, "_XLA_MARKS_WHAT_IT_INSERTS", marks)
+def test_inserted(op_name, attributes, inserted, marks, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("te_jax.inspect.collectives"), "_XLA_MARKS_INSERTED", marks)
     text = program(f'  %r = f32[8,16]{{1,0}} all-reduce(%x), {attributes}, metadata={{op_name="{op_name}"}}')
     assert inspect.parse(text)[0].inserted == ((not marks) if inserted == "by groups" else inserted)
 
@@ -410,6 +436,18 @@ def test_several_programs_in_one_text():
 def test_text_that_is_no_program_is_refused(text):
     with pytest.raises(ValueError, match="must begin with HloModule"):
         inspect.parse(text)
+
+
+def test_text_that_was_torn_is_refused():
+    with pytest.raises(ValueError, match="a bracket is never closed in 'f32"):
+        inspect.parse(program('  %r = f32[8] all-reduce(%x, f32[8] %y, ")"'))
+
+
+def test_a_platform_without_text_is_refused(monkeypatch):
+    compiled = jax.jit(jnp.sin).lower(jnp.ones(2)).compile()
+    monkeypatch.setattr(type(compiled), "as_text", lambda _: None)
+    with pytest.raises(ValueError, match="for a platform that gives no text"):
+        inspect.collectives(compiled)
 
 
 @pytest.mark.parametrize("groups", ["[a]", "[8]", "[2,4]<=[8]T"])
@@ -432,10 +470,10 @@ def test_table():
         'metadata={op_name="ppermute" source_file="b.py" source_line=22}'
     )
     lines = inspect.table(inspect.parse(text, mesh=AbstractMesh((4, 2), ("a", "b")))).splitlines()
-    assert lines[0].split() == ["kind", "times", "bytes", "payload", "axis", "groups", "written", "source"]
-    assert lines[2].split() == ["all-gather", "1", "512", "f32[8,16]", "b", "4", "of", "2", "no", "a.py:1"]
-    assert lines[3].split() == ["collective-permute", "1", "512", "f32[8,16]", "b", "2", "pairs", "yes", "b.py:22"]
-    starts = [lines[0].index(heading) for heading in ("payload", "axis", "groups", "written", "source")]
+    assert lines[0].split() == ["kind", "times", "bytes", "payload", "axis", "groups", "inserted", "source"]
+    assert lines[2].split() == ["all-gather", "1", "512", "f32[8,16]", "b", "4", "of", "2", "yes", "a.py:1"]
+    assert lines[3].split() == ["collective-permute", "1", "512", "f32[8,16]", "b", "2", "pairs", "no", "b.py:22"]
+    starts = [lines[0].index(heading) for heading in ("payload", "axis", "groups", "inserted", "source")]
     assert all(line[start - 1] == " " and line[start] != " " for line in lines for start in starts)
     ends = [lines[0].index(heading) + len(heading) for heading in ("times", "bytes")]
     assert all(line[end - 1] != " " and line[end] == " " for line in lines for end in ends)
@@ -443,7 +481,7 @@ def test_table():
     uneven = inspect.table(inspect.parse(program(ALL_REDUCE.replace("{}", "{{0,1,2},{3,4},{5,6,7}}"))))
     assert " 3 of 2 or 3 " in uneven
     unknown = inspect.table(inspect.parse(program(loop("a", None, "")[1] + "\n" + ALL_REDUCE)))
-    assert unknown.splitlines()[2].split() == ["all-reduce", "1", "512", "f32[8,16]", "?", "1", "of", "8", "no", "?"]
+    assert unknown.splitlines()[2].split() == ["all-reduce", "1", "512", "f32[8,16]", "?", "1", "of", "8", "yes", "?"]
 
 
 # What JAX compiles
@@ -479,7 +517,7 @@ def test_a_product_over_a_split_dimension_is_all_reduced(mesh):
     with pytest.raises(AssertionError) as raised:
         inspect.assert_no_resharding(product, x, w)
     message = str(raised.value)
-    assert "the partitioner inserted 1 collective that nobody wrote" in message
+    assert "the partitioner inserted 1 collective:\n" in message
     assert "all-reduce of f32[32,8], 1,024 bytes over 'a', for 'jit(product)/dot_general'" in message
     assert f"at {line_of(product, 1)}" in message
     assert "pass allowed=('all-reduce',)" in message
@@ -500,7 +538,7 @@ def test_selecting_along_a_split_dimension_reshards(mesh):
     assert f"at {line_of(select, 1)}" in str(raised.value)
 
 
-def test_a_ring_that_somebody_wrote(mesh):
+def test_a_ring_is_not_inserted(mesh):
     def ring(x):
         return lax.ppermute(x, "a", [(i, (i + 1) % 4) for i in range(4)])
 
@@ -514,36 +552,38 @@ def test_a_ring_that_somebody_wrote(mesh):
     inspect.assert_no_resharding(mapped, x)
 
 
-WRITTEN = {
-    "all-reduce": (lambda x: lax.psum(x, "a"), P(None, "b")),
-    "all-gather": (lambda x: lax.all_gather(x, "a"), P("a", None, "b")),
-    "reduce-scatter": (lambda x: lax.psum_scatter(x, "a", tiled=True), P("a", "b")),
-    "all-to-all": (lambda x: lax.all_to_all(x, "a", 0, 0, tiled=True), P("a", "b")),
-    "collective-permute": (lambda x: lax.pshuffle(x, "a", [1, 2, 3, 0]), P("a", "b")),
+# What each device, which holds [8, 8], has afterwards.
+BY_HAND = {
+    "all-reduce": (lambda x: lax.psum(x, "a"), P(None, "b"), 64),
+    "all-gather": (lambda x: lax.all_gather(x, "a"), P("a", None, "b"), 256),
+    "reduce-scatter": (lambda x: lax.psum_scatter(x, "a", tiled=True), P("a", "b"), 16),
+    "all-to-all": (lambda x: lax.all_to_all(x, "a", 0, 0, tiled=True), P("a", "b"), 64),
+    "collective-permute": (lambda x: lax.pshuffle(x, "a", [1, 2, 3, 0]), P("a", "b"), 64),
 }
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint, jax.named_call, lambda f: jax.vmap(f, 2, 2)])
-@pytest.mark.parametrize("kind", WRITTEN)
-def test_collectives_in_shard_map_are_written(kind, transform, mesh):
-    fn, out = WRITTEN[kind]
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_collectives_in_shard_map_are_not_inserted(kind, transform, mesh):
+    fn, out, elements = BY_HAND[kind]
     rank = 3 if transform not in (jax.checkpoint, jax.named_call) and transform(fn) is not fn else 2
     x = like(mesh, (32, 16, 3)[:rank], "a", "b")
     mapped = jax.shard_map(transform(fn), mesh=mesh, in_specs=P("a", "b"), out_specs=out)
     (found,) = inspect.collectives(mapped, x)
     assert (found.kind, found.axis, found.inserted) == (kind, ("a",), False)
     assert found.bytes == 8 * 8 * 4 * (3 if rank == 3 else 1)
+    assert sum(array.elements for array in found.results) == elements * (3 if rank == 3 else 1)
     assert found.source == line_of(fn)
 
 
 @pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin, lax.pmean])
-def test_other_reductions_are_written(reduce, mesh):
+def test_other_reductions_are_not_inserted(reduce, mesh):
     mapped = jax.shard_map(lambda x: reduce(x, ("a", "b")), mesh=mesh, in_specs=P("a", "b"), out_specs=P())
     (found,) = inspect.collectives(mapped, like(mesh, (32, 16), "a", "b"))
     assert (found.kind, found.axis, found.inserted) == ("all-reduce", ("a", "b"), False)
 
 
-def test_gradients_of_written_collectives_are_written(mesh):
+def test_gradients_of_collectives_are_not_inserted(mesh):
     def loss(w, x):
         y = lax.all_gather(x @ w, "a", tiled=True)
         return lax.pmean((y**2).mean(), ("a", "b"))
@@ -555,7 +595,7 @@ def test_gradients_of_written_collectives_are_written(mesh):
     assert not any(c.inserted for c in found)
 
 
-def test_what_xla_merges_of_a_step_that_is_data_parallel_is_written(mesh):
+def test_what_xla_merges_of_a_step_that_is_data_parallel_is_not_inserted(mesh):
     def loss(weights, x):
         return lax.pmean(jnp.mean((jnp.tanh(x @ weights["up"]) @ weights["down"]) ** 2), "a")
 
@@ -566,13 +606,13 @@ def test_what_xla_merges_of_a_step_that_is_data_parallel_is_written(mesh):
 
 def test_what_is_resharded_at_the_edge_of_shard_map_is_inserted(mesh):
     mapped = jax.shard_map(lambda x: lax.psum(x, "a"), mesh=mesh, in_specs=P(None, "a"), out_specs=P())
-    inserted, written = inspect.collectives(mapped, like(mesh, (32, 16), "a"))
+    inserted, by_hand = inspect.collectives(mapped, like(mesh, (32, 16), "a"))
     assert (inserted.kind, inserted.inserted, inserted.bytes) == ("all-to-all", True, 8 * 16 * 4)
-    assert (written.kind, written.inserted) == ("all-reduce", False)
+    assert (by_hand.kind, by_hand.inserted) == ("all-reduce", False)
     inspect.assert_no_resharding(mapped, like(mesh, (32, 16), None, "a"))
 
 
-def test_what_is_inserted_along_automatic_axes_for_a_written_collective_is_told_apart(mesh):
+def test_what_is_inserted_along_automatic_axes_for_a_collective_is_told_apart(mesh):
     def gathered(x, w):
         return lax.all_gather(x @ w, "a", tiled=True).sum()[None]
 

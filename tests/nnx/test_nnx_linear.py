@@ -72,6 +72,15 @@ def test_parameters_of_linear_are_those_of_flax(rng, arguments):
     assert_same_state(ours, theirs)
 
 
+def test_sizes_are_those_of_flax():
+    ours, theirs = Linear(32, 48, rngs=nnx.Rngs(0)), nnx.Linear(32, 48, rngs=nnx.Rngs(0))
+    general = [layer(32, (4, 12), rngs=nnx.Rngs(0)) for layer in (LinearGeneral, nnx.LinearGeneral)]
+    for actual, expected in ((ours, theirs), general):
+        assert (actual.in_features, actual.out_features) == (expected.in_features, expected.out_features)
+    with pytest.raises(ValueError, match=r"out_features is \(4, 12\); Linear takes one number: use LinearGeneral"):
+        Linear(32, (4, 12), rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize(("name", "dtype"), [*((name, jnp.float32) for name in LAYERS), ("from heads", jnp.bfloat16)])
 def test_without_recipe_it_computes_what_flax_does(rng, name, dtype):
     sizes, arguments, shape = LAYERS[name]

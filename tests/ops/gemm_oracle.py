@@ -17,7 +17,6 @@ SCALINGS = {
 }
 """Scalings of lhs and rhs by the kind of product."""
 FLOATS = ("float32", "bfloat16", "float16")
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def random_quantized(rng, rows, cols, scaling, *, dtype=E4M3, transposed_scaling=None, stands_for="bfloat16"):
@@ -98,18 +97,3 @@ def assert_product(actual, expected, *, dtype, kind=""):
 
 def gelu(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-
-def gelu_slope(x):
-    """Its derivative, by central differences that are exact to 1e-9."""
-    step = 1e-5
-    return (gelu(x + step) - gelu(x - step)) / (2 * step)
-
-
-def as_fp8(x, amax, dtype, power_of_two=False):
-    """(FP8 values in float64, inverse of the scale) of float64 values, with the scale that follows from amax."""
-    scale = LARGEST[np.dtype(dtype)] / amax
-    if power_of_two:
-        scale = 2.0 ** math.floor(math.log2(scale))
-    largest = LARGEST[np.dtype(dtype)]
-    return np.clip(x * scale, -largest, largest).astype(np.float32).astype(dtype).astype(np.float64), 1 / scale

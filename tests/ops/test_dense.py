@@ -23,7 +23,7 @@ from dense_oracle import (
 )
 
 from te_jax import ops
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, RowwiseScaling
 from te_jax.testing import assert_close, relative_error
 
 recipes = pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "none"])
@@ -199,7 +199,7 @@ def _state_for(recipe, x):
     if not hasattr(recipe, "init"):
         return None
     amaxes = np.float32(np.abs(wide(x)).max()), np.float32(1.0), np.float32(5.0)
-    return type(recipe.init())(*(h + a for h, a in zip(jax.tree.leaves(recipe.init()), amaxes, strict=True)))
+    return DelayedScalingState(*(jnp.full((recipe.history_len,), a) for a in amaxes), jnp.ones(()))
 
 
 @few_recipes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gemm_oracle import E4M3, E5M2, assert_product, product, random_array, random_product, random_quantized, wide
 
-from te_jax import native, ops, recipe
+from te_jax import native, ops
 from te_jax.native import extension
 from te_jax.testing import assert_close
 
@@ -18,9 +18,6 @@ LHS, RHS = random_product(RNG, (8,), (32,), (48,), "tensor")
 ROWS = random_product(RNG, (8,), (32,), (48,), "row")
 BLOCKS = random_product(RNG, (8,), (32,), (48,), "block")
 X, W = jnp.ones((8, 4)), jnp.ones((4, 6))
-AMAX = jnp.float32(1)
-FNUZ = np.dtype(jnp.float8_e4m3fnuz)
-FP8_RESULT = recipe.Quantization(E4M3, "tensor", "tensor")
 
 
 def quantized(rows, cols, scaling="tensor", **options):
@@ -118,37 +115,17 @@ def quantized(rows, cols, scaling="tensor", **options):
         ),
         # alignment
         (
-            quantized((8,), (40,)),
-            quantized((40,), (32,)),
-            {},
-            "lhs sums over 40 values; FP8 products need a multiple of 16",
-        ),
-        (
             LHS,
             quantized((48,), (24,)),
             {},
             "rhs has 24 outer values; FP8 products need a multiple of 16: pad rhs and slice",
-        ),
-        (
-            quantized((6,), (48,), "block_1x128"),
-            BLOCKS[1],
-            {},
-            "lhs has 6 outer values; products of blocks need a multiple of 4: pad lhs and slice the result",
         ),
         # what follows
         (X, W, {"bias": jnp.ones(5)}, "bias has shape (5,); for a result of shape (8, 6) it must have (6,)"),
         (X, W, {"bias": jnp.ones(6, jnp.int32)}, "bias has dtype int32; it must be float32, bfloat16 or float16"),
         (X, W, {"activation": "relu"}, "activation is 'relu'; it must be None or 'gelu': apply others to the result"),
         (X, W, {"save_preactivation": True}, "save_preactivation is True without an activation"),
-        (X, W, {"gelu_preactivation": jnp.ones((8, 5))}, "gelu_preactivation has shape (8, 5)"),
-        (
-            X,
-            W,
-            {"gelu_preactivation": jnp.ones((8, 6)), "bias": jnp.ones(6)},
-            "it goes with neither activation nor bias",
-        ),
-        (X, W, {"gelu_preactivation": jnp.ones((8, 6)), "activation": "gelu"}, "gelu_preactivation is for gradients"),
-        (X, W, {"out_dtype": jnp.int8}, "out_dtype is int8; it must be float32, bfloat16 or float16; for FP8 give"),
+        (X, W, {"out_dtype": jnp.int8}, "out_dtype is int8; it must be float32, bfloat16 or float16; for FP8, q"),
         (X, W, {"out_dtype": E4M3}, "out_dtype is float8_e4m3fn"),
         (X, W, {"out_dtype": "bf"}, "out_dtype is 'bf'; it must be float32, bfloat16 or float16"),
         (
@@ -156,62 +133,6 @@ def quantized(rows, cols, scaling="tensor", **options):
             RHS,
             {},
             "lhs stands for float32 and rhs for bfloat16; give the out_dt",
-        ),
-        (LHS, RHS, {"out_quantization": FP8_RESULT}, "out_quantization needs out_amax, from which the scale follows"),
-        (LHS, RHS, {"out_amax": jnp.float32(1)}, "out_amax is given without out_quantization"),
-        (
-            LHS,
-            RHS,
-            {"out_quantization": FP8_RESULT, "out_amax": jnp.ones(1)},
-            "out_amax is float32[1]; it must be a float32 scal",
-        ),
-        (
-            LHS,
-            RHS,
-            {"out_quantization": recipe.Quantization(E4M3, "row", "row"), "out_amax": jnp.float32(1)},
-            "out_quantization has 'row' scaling; an FP8 result has one scale, 'tensor': quantize the result afterwards",
-        ),
-        (
-            X,
-            W,
-            {"out_quantization": recipe.Quantization(np.dtype(np.float16), "tensor", "tensor"), "out_amax": AMAX},
-            "out_quantization has dtype float16; it must be float8_e4m3fn or float8_e5m2",
-        ),
-        (
-            X,
-            W,
-            {"out_quantization": recipe.Quantization(np.dtype(np.float32), "tensor", "tensor"), "out_amax": AMAX},
-            "out_quantization has dtype float32",
-        ),
-        (
-            X,
-            W,
-            {"out_quantization": recipe.Quantization(np.dtype(np.int8), "tensor", "tensor"), "out_amax": AMAX},
-            "out_quantization has dtype int8",
-        ),
-        (
-            X,
-            W,
-            {"out_quantization": recipe.Quantization(FNUZ, "tensor", "tensor"), "out_amax": AMAX},
-            "out_quantization has dtype float8_e4m3fnuz",
-        ),
-        (
-            X,
-            W,
-            {"out_quantization": recipe.Quantization("E4M3", "tensor", "tensor"), "out_amax": AMAX},
-            "out_quantization has dtype 'E4M3'; it must be float8_e4m3fn or float8_e5m2",
-        ),
-        (
-            X,
-            W,
-            {"out_quantization": recipe.Quantization(E4M3, "tensor", "column"), "out_amax": AMAX},
-            "out_quantization has transposed_scaling 'column'; it must be one of",
-        ),
-        (
-            X,
-            W,
-            {"out_quantization": recipe.CurrentScaling(), "out_amax": AMAX},
-            "out_quantization is CurrentScaling(",
         ),
         # accumulation
         (X, W, {"accumulator": jnp.ones((6, 8))}, "accumulator has shape (6, 8); for a result of shape (8, 6)"),
@@ -228,6 +149,21 @@ def quantized(rows, cols, scaling="tensor", **options):
             W,
             {"accumulator": jnp.ones((8, 6)), "activation": "gelu"},
             "accumulator is given together with activation",
+        ),
+        # what multiplies
+        (LHS, RHS, {"algorithm": "cublas"}, "algorithm is 'cublas'; it must be 'auto', 'cublaslt' or 'te_jax'"),
+        (LHS, RHS, {"algorithm": None}, "algorithm is None; it must be 'auto', 'cublaslt' or 'te_jax'"),
+        (
+            X,
+            W,
+            {"algorithm": "te_jax"},
+            "algorithm is 'te_jax', whose kernel multiplies FP8, and lhs and rhs are",
+        ),
+        (
+            *BLOCKS,
+            {"algorithm": "cublaslt"},
+            "algorithm is 'cublaslt', and lhs and rhs have block scales, with which only the package's kernel "
+            "multiplies: use algorithm='auto' or 'te_jax'",
         ),
         (X, W, {"implementation": "cuda"}, "implementation is 'cuda'; it must be None, 'native' or 'reference'"),
     ],
@@ -270,7 +206,7 @@ def test_arrays_and_integers_of_numpy_are_taken(implementation):
         ((LHS, RHS), {}, (8, 0), "FP8 products need CUDA compute capability 8.9 or later, and this GPU has 8.0"),
         ((LHS, RHS), {}, (8, 9), None),
         ((LHS, RHS), {}, (9, 0), None),
-        ((LHS, RHS), {"own_kernel": True}, (8, 9), "with 'tensor' scaling need CUDA compute capability 9.0 exactly"),
+        ((LHS, RHS), {"algorithm": "te_jax"}, (8, 9), "with 'tensor' scaling need CUDA compute capability 9.0 exactly"),
         (
             ROWS,
             {},
@@ -307,10 +243,9 @@ def test_unsupported_gpu(operands, options, capability, message, monkeypatch, na
 
 F32 = jax.ShapeDtypeStruct((8, 32), jnp.float32)
 NONE = jax.ShapeDtypeStruct((0,), jnp.float32)
-ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 ABSENT = jnp.zeros(0)
-OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator", "aux_in", "amax_in")
-RESULTS = ("d", "aux_out", "amax_out", "d_scale_inv", "workspace")
+OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator")
+RESULTS = ("d", "preactivation", "workspace")
 
 
 def call(**given):
@@ -323,12 +258,10 @@ def call(**given):
         "a_summed_first": False,
         "b_summed_first": False,
         "scaling": "none",
-        "epilogue": "none",
-        "fast_accumulation": False,
+        "gelu": False,
         "accumulate": False,
-        "power_of_two_scale": False,
-        "autotune": False,
-        "own_kernel": False,
+        "fast_accumulation": False,
+        "algorithm": "cublaslt",
     }
     for name, value in given.items():
         assert name in operands or name in results or name in attributes
@@ -349,6 +282,7 @@ SCALED = {
     "b_scale_inv": jnp.ones(1),
     "scaling": "tensor",
 }
+GELU = {"gelu": True, "d": jax.ShapeDtypeStruct((8, 32), jnp.bfloat16)}
 
 
 @pytest.mark.parametrize(
@@ -356,7 +290,7 @@ SCALED = {
     [
         ({"a": jnp.ones((8, 48), jnp.int32)}, "a is S32[8,48]; it must be of a float type of 8, 16 or 32 bits"),
         ({"b": jnp.ones((32, 47))}, "b is F32[32,47]; it must sum over 48 values, as a does"),
-        ({"b": jnp.ones((32, 48), jnp.bfloat16)}, "b is BF16[32,48]; it must have the type of a"),
+        ({"b": jnp.ones((32, 48), jnp.bfloat16)}, "b is BF16[32,48]; it must have the type of the other operand"),
         ({"d": jax.ShapeDtypeStruct((8, 31), jnp.float32)}, "d is F32[8,31]; it must have 256 elements"),
         (
             {"d": jax.ShapeDtypeStruct((8,), jnp.float32)},
@@ -371,36 +305,29 @@ SCALED = {
         (SCALED | {"b_scale_inv": jnp.ones(1, jnp.bfloat16)}, "b_scale_inv is BF16[1]; it must be of type F32"),
         (
             SCALED | {"a": fp8(8, 48, dtype=E5M2), "b": fp8(32, 48, dtype=E5M2)},
-            "b is F8E5M2[32,48]; it must be E4M3 where a is E5M2",
+            "b is F8E5M2[32,48]; it must be E4M3 where the other one is E5M2",
         ),
         (
             SCALED | {"a_summed_first": True, "a": fp8(48, 8)},
             "a is F8E4M3FN[48,8]; it must have its summed dimensions last with scaling",
         ),
         (SCALED | {"bias": jnp.ones(32)}, "bias is F32[32]; it must be absent where tensors in FP8 give float32"),
-        (
-            SCALED | {"d": jax.ShapeDtypeStruct((8, 32), E4M3)},
-            "d is F8E4M3FN[8,32]; it must come with amax_in, amax_out and d_scale_inv as FP8",
-        ),
-        *(
-            (
-                SCALED | {"own_kernel": True, "d": jax.ShapeDtypeStruct((8, 32), dtype)} | epilogue,
-                f"d is {name}[8,32]; it must be neither FP8 nor have an epilogue with own_kernel",
-            )
-            for name, dtype, epilogue in (
-                ("F8E4M3FN", E4M3, dict.fromkeys(("amax_out", "d_scale_inv"), ONE) | {"amax_in": jnp.ones(1)}),
-                ("BF16", jnp.bfloat16, {"epilogue": "gelu"}),
-                ("BF16", jnp.bfloat16, {"epilogue": "dgelu", "aux_in": jnp.ones((8, 32), jnp.bfloat16)}),
-            )
-        ),
+        (SCALED | {"d": jax.ShapeDtypeStruct((8, 32), E4M3)}, "d is F8E4M3FN[8,32]; it must be float32, bfloat16 or"),
+        ({"algorithm": "mma"}, "a is F32[8,48]; it must come with algorithm auto, cublaslt or te_jax"),
+        ({"algorithm": "te_jax"}, "a is F32[8,48]; it must be FP8 with algorithm te_jax"),
+        (SCALED | {"scaling": "block"}, "a is F8E4M3FN[8,48]; it must come with algorithm te_jax with block scaling"),
         ({"bias": jnp.ones(31)}, "bias is F32[31]; it must have 32 elements"),
         ({"bias": jnp.ones(32, jnp.bfloat16)}, "bias is BF16[32]; it must be of type F32"),
-        ({"epilogue": "relu"}, "d is F32[8,32]; it must come with epilogue none, gelu or dgelu"),
-        ({"epilogue": "gelu"}, "d is F32[8,32]; it must be of 8 or 16 bits for an epilogue"),
-        ({"aux_in": jnp.ones((8, 32))}, "aux_in is F32[8,32]; it must come with the epilogue dgelu"),
+        ({"gelu": True}, "d is F32[8,32]; it must be of 16 bits for gelu"),
+        (SCALED | GELU | {"algorithm": "te_jax"}, "d is BF16[8,32]; it must come without gelu with algorithm te_jax"),
+        (
+            SCALED | GELU | {"scaling": "row", "a_scale_inv": jnp.ones(8), "b_scale_inv": jnp.ones(32)},
+            "d is BF16[8,32]; it must come without gelu with row or block scaling",
+        ),
+        ({"preactivation": F32}, "preactivation is F32[8,32]; it must come with gelu"),
         (
             {"accumulator": jnp.ones((8, 32)), "accumulate": True, "bias": jnp.ones(32)},
-            "accumulator is F32[8,32]; it must come without bias, epilogue and FP8 result",
+            "accumulator is F32[8,32]; it must come without bias and gelu",
         ),
         ({"accumulate": True}, "accumulator is F32[0]; it must be there with accumulate"),
         ({"accumulator": jnp.ones((8, 31)), "accumulate": True}, "accumulator is F32[8,31]; it must have 256 elements"),

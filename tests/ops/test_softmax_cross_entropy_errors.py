@@ -104,6 +104,30 @@ def test_axes_of_another_mesh(make_mesh):
         loss(jnp.zeros((8, 8)))
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad, jax.checkpoint], ids=["", "jit", "grad", "remat"])
+def test_logits_that_are_the_same_on_all_devices(wrap, make_mesh, implementation):
+    """Each device would take them for a shard, and the loss would be off by the logarithm of the number of devices."""
+    mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
+
+    def trace(spec, axis_name, check_vma=True):
+        loss = functools.partial(ops.softmax_cross_entropy, axis_name=axis_name, implementation=implementation)
+        out_spec = spec if wrap is jax.grad else P()
+        mapped = jax.shard_map(
+            wrap(lambda x: loss(x, LABELS)), mesh=mesh, in_specs=spec, out_specs=out_spec, check_vma=check_vma
+        )
+        jax.eval_shape(mapped, LOGITS)
+
+    for spec, axis_name in ((P(), "model"), (P(None, "data"), ("data", "model"))):
+        message = (
+            "logits is the same on all devices along ['model'], and axis_name says that it is split: pass the device's "
+            f"shard of the vocabulary, by in_specs such as P(None, {axis_name!r}), or axis_name=None"
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            trace(spec, axis_name)
+        trace(P(None, axis_name), axis_name)
+    trace(P(), "model", check_vma=False)  # JAX does not know
+
+
 @pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "logit_softcap"])
 def test_numbers_that_are_traced(name):
     with pytest.raises(ValueError, match=f"{name} is traced; it must be .*, known while tracing: make it a static"):

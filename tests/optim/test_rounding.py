@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from optim_cases import FLOAT8, NAN_OF_GPUS, assert_same, moments, normal_like
 
 from te_jax import optim
+from te_jax.inspect import buffers
 from te_jax.optim import _moments, _rounding
-from te_jax.testing import assert_close, buffers
+from te_jax.testing import assert_close
 
 NARROW = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float8": FLOAT8}
 narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)

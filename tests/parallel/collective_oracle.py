@@ -84,7 +84,7 @@ class Case:
 
     def call(self, x, weights, biases, **options):
         """The function on the local operands: a tuple of results."""
-        name = "gather_axis" if self.gathers else "scatter_axis"
+        name = "gather_dimension" if self.gathers else "scatter_dimension"
         axis = {name: options.pop("axis", self.axis), "axis_name": self.split}
         if self.gathers and len(weights) > 1:
             return all_gather_matmul(x, weights, bias=biases, **axis, **options)

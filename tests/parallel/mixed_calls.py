@@ -21,8 +21,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel.transports import p2p
-from te_jax.parallel.transports.exchange import Exchange, Operand
+from te_jax.parallel.transports.exchange import GemmOperand
 
 ROUNDS, RUNS = 60, 2  # of a program
 NAMES = ("a", "b", "c")
@@ -38,47 +39,52 @@ def factorizations(count: int) -> list[tuple[int, ...]]:
     ]
 
 
-def exchange_of(axes: tuple[str, ...], mesh: Any, protocol: Any = None, timeout: float = 20.0) -> Exchange:
-    return Exchange(
+def spec_of(axes: tuple[str, ...], mesh: Any, protocol: Any = None, timeout: float = 20.0) -> CollectiveSpec:
+    return CollectiveSpec(
+        name="test",
         axis_name=axes,
         size=math.prod(mesh.shape[axis] for axis in axes),
+        leading=1,
+        rows=1,
+        x_dtype=np.dtype(np.float32),
+        x_is_quantized=False,
+        kernel_dtypes=(np.dtype(np.float32),),
+        biased=(False,),
         out_dtype=np.dtype(np.float32),
-        fast_accumulation=False,
         native=True,
-        bidirectional=False,
+        transport="p2p",
         timeout=timeout,
-        name="test",
         protocol=protocol,
     )
 
 
-def values_of(exchange: Exchange, mesh: Mesh, all_x: jax.Array) -> list[jax.Array]:
+def values_of(spec: CollectiveSpec, mesh: Mesh, all_x: jax.Array) -> list[jax.Array]:
     """What each member of this device's group puts in, without XLA's collectives: on CPUs they may block each other."""
     strides = dict(zip(mesh.axis_names, np.cumprod([1, *mesh.devices.shape[:0:-1]])[::-1].tolist(), strict=True))
-    base = sum(lax.axis_index(name) * stride for name, stride in strides.items() if name not in exchange.axis_name)
+    base = sum(lax.axis_index(name) * stride for name, stride in strides.items() if name not in spec.axis_name)
     values = []
-    for rank, place in enumerate(np.ndindex(*(mesh.shape[axis] for axis in exchange.axis_name))):
-        offset = sum(index * strides[axis] for index, axis in zip(place, exchange.axis_name, strict=True))
+    for rank, place in enumerate(np.ndindex(*(mesh.shape[axis] for axis in spec.axis_name))):
+        offset = sum(index * strides[axis] for index, axis in zip(place, spec.axis_name, strict=True))
         values.append((lax.dynamic_index_in_dim(all_x, base + offset, keepdims=False) + rank).astype(jnp.bfloat16))
     return values
 
 
-def wrong_values(exchange: Exchange, mesh: Mesh, all_x: jax.Array, work: jax.Array) -> jax.Array:
+def wrong_values(spec: CollectiveSpec, mesh: Mesh, all_x: jax.Array, work: jax.Array) -> jax.Array:
     """How many results of a gather, and of a scatter of what it gathered, are not what they should be."""
     _, pieces, rows, summed = all_x.shape
     spent = lax.fori_loop(0, work, lambda _, a: jnp.sin(a) * 1.0001, jnp.ones((256,)))
-    poison = jnp.full((pieces, rows * exchange.size, summed), jnp.where(work < 0, 0.0, jnp.nan))
+    poison = jnp.full((pieces, rows * spec.size, summed), jnp.where(work < 0, 0.0, jnp.nan))
     all_x = all_x + jnp.where(jnp.sum(spent) > 1e30, 1.0, 0.0)
-    members = values_of(exchange, mesh, all_x)
-    x = lax.dynamic_index_in_dim(jnp.stack(members), lax.axis_index(exchange.axis_name), keepdims=False)
+    members = values_of(spec, mesh, all_x)
+    x = lax.dynamic_index_in_dim(jnp.stack(members), lax.axis_index(spec.axis_name), keepdims=False)
     x, poison = lax.optimization_barrier((x, poison))
-    eye = Operand(jnp.eye(summed, dtype=jnp.bfloat16), summed_first=True)
-    (y,), gathered, (extras,) = p2p.all_gather_gemm(exchange, Operand(x), (eye,), (None,), (x[0, :1] * 2,), True)
+    eye = GemmOperand(jnp.eye(summed, dtype=jnp.bfloat16), summed_first=True)
+    (y,), gathered, (extras,) = p2p.all_gather_gemm(spec, GemmOperand(x), (eye,), (None,), (x[0, :1] * 2,), True)
     wrong = jnp.sum(gathered != jnp.concatenate(members, axis=1)) + jnp.sum(y != gathered.astype(jnp.float32))
     wrong += jnp.sum(extras != jnp.stack([member[0, :1] * 2 for member in members]))
-    blocks = Operand(gathered.reshape(pieces, exchange.size, rows, summed))
-    z = p2p.gemm_reduce_scatter(exchange, (blocks,), (eye,), None)
-    return wrong + jnp.sum(z != x.astype(jnp.float32) * exchange.size) + jnp.sum(~jnp.isnan(poison))
+    blocks = GemmOperand(gathered.reshape(pieces, spec.size, rows, summed))
+    z = p2p.gemm_reduce_scatter(spec, (blocks,), (eye,), None)
+    return wrong + jnp.sum(z != x.astype(jnp.float32) * spec.size) + jnp.sum(~jnp.isnan(poison))
 
 
 def run_program(rng: np.random.Generator, rounds: int = ROUNDS, most_rows: int = 512) -> int:
@@ -98,7 +104,7 @@ def run_program(rng: np.random.Generator, rounds: int = ROUNDS, most_rows: int =
 
     def local(x: jax.Array, works: jax.Array) -> jax.Array:
         def step(x: jax.Array, work: jax.Array) -> tuple[jax.Array, jax.Array]:
-            wrong = [wrong_values(exchange_of(axes, mesh, protocol), mesh, x, work[0]) for axes, protocol in plan]
+            wrong = [wrong_values(spec_of(axes, mesh, protocol), mesh, x, work[0]) for axes, protocol in plan]
             return jnp.mod(x * 3 + 1, 11.0) - 5.0, jnp.stack(wrong)
 
         return lax.scan(step, x, works)[1][None]

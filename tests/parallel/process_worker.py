@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from te_jax import native, ops  # noqa: E402
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter  # noqa: E402
-from te_jax.parallel.transports import processes  # noqa: E402
+from te_jax.parallel.transports import processes as transport_processes  # noqa: E402
 from te_jax.recipe import BlockScaling, CurrentScaling  # noqa: E402
 from te_jax.testing import assert_close  # noqa: E402
 
@@ -146,13 +146,13 @@ if task == "weights":
 if task == "groups":
     grid = np.array(jax.devices()).reshape(processes, 2)  # a row for each process
     run_in_groups(grid, ("d", "t"), ("t",), 16)
-    assert not processes._sizes  # within a process nothing is shared
+    assert not transport_processes._sizes  # within a process nothing is shared
     run_in_groups(grid.T, ("d", "t"), ("t",), 16)
     run_in_groups(grid[:, :1].T, ("d", "t"), ("t",), 64)  # more, for the first devices alone
     run_in_groups(grid.T, ("d", "t"), ("t",), 32)  # enough for these, too little for the second ones
     run_in_groups(np.stack([grid[0], grid[1][::-1]], axis=1), ("d", "t"), ("t",), 16)  # in other pairs
     run_in_groups(grid, ("d", "t"), ("d", "t"), 16)
-    assert all(len({place >> 16 for place in group}) > 1 for group in processes._sizes)
+    assert all(len({place >> 16 for place in group}) > 1 for group in transport_processes._sizes)
     print("fine", flush=True)
     jax.distributed.shutdown()
     raise SystemExit
@@ -173,18 +173,18 @@ if task in ("alone", "fails"):
         distributed.global_state.client.wait_at_barrier(name, 60_000)
 
     if task == "alone":
-        ensure = processes.ensure
-        processes.ensure = lambda groups, count, platform, *_: ensure(groups, count, platform, 1.0)
+        ensure = transport_processes.ensure
+        transport_processes.ensure = lambda groups, count, platform, *_: ensure(groups, count, platform, 1.0)
         for turn in (0, last):
             if rank == turn:
                 text = error_of_lowering()
                 others = ", ".join(f"device 0 of process {other}" for other in range(processes) if other != rank)
                 assert text.startswith(f"transport='p2p' waited 1 s for {others} to share memory"), text
             wait_for_all(f"after {turn}")
-        processes.ensure = ensure
+        transport_processes.ensure = ensure
     else:
         module = native.extension_module(jax.default_backend())
-        for name in ("open_space", "join_space"):
+        for name in ("create_segment", "join_segments"):
             if rank == last:
                 spoilt = types.SimpleNamespace(**{each: getattr(module, each) for each in dir(module)})
                 setattr(spoilt, name, lambda *_, name=name: (_ for _ in ()).throw(RuntimeError(f"no {name} here")))
@@ -236,12 +236,12 @@ for rows in (8, 8, 40, 16):  # the third call needs more shared memory, and the 
     local_part(dx, g @ v.T @ w.T)
     local_part(dw, x.T.astype(np.float64) @ g @ v.T)
     local_part(dv, (x.astype(np.float64) @ w).T @ g)
-    (sizes,) = processes._sizes.values()
+    (sizes,) = transport_processes._sizes.values()
     shared.append(len(sizes))
 assert shared[0] == shared[1] < shared[2] == shared[3], shared
 if processes == 4:  # groups that this process is in, and others
     run_in_groups(np.array(jax.devices()).reshape(2, 2), ("d", "t"), ("t",), 16)
-    assert all(rank << 16 in group for group in processes._sizes)
+    assert all(rank << 16 in group for group in transport_processes._sizes)
 
 many = jax.jit(lambda x, w: jax.lax.scan(lambda c, _: (step(c, w), None), x, None, length=300)[0])
 

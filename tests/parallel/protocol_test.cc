@@ -1,10 +1,10 @@
-// The protocol of collective products on simulated devices whose queues are threads.
+// The protocol of collective products on simulated devices whose streams are threads.
 //
-// Copies and products take random times, and nothing but marks orders them: ThreadSanitizer reports every read and
+// Copies and products take random times, and nothing but events orders them: ThreadSanitizer reports every read and
 // write that the protocol leaves unordered, and results are compared besides. Between calls each device writes over
-// what its peers have read, and poisons what they have written. Some steps fail: then no queue may touch an array any
-// more once its call has returned. Some hosts take longer than the timeout once all have met: nobody gives up then.
-// Exits with 0 if all went well.
+// what its peers have read, and poisons what they have written. Some steps fail: then no stream may touch an array any
+// more once its call has returned. Some hosts take longer than the timeout after the first rendezvous: then none gives
+// up. Exits with 0 if all went well.
 
 #include "collective_gemm/protocol.h"
 
@@ -20,14 +20,16 @@
 namespace te::collective_gemm {
 
 // Nothing is shared between processes here.
-Status MakeReach(int, int64_t, std::unique_ptr<Reach>&) { return Status::Failed("not simulated"); }
-Status OpenReach(int, int64_t, const std::string&, std::unique_ptr<Reach>&) { return Status::Failed("not simulated"); }
+Status CreateSegment(int, int64_t, std::unique_ptr<Segment>&) { return Status::Failed("not simulated"); }
+Status OpenSegment(int, int64_t, const std::string&, std::unique_ptr<Segment>&) {
+  return Status::Failed("not simulated");
+}
 
 namespace {
 
 using gemm::Type;
 
-// Has a point in a queue been passed?
+// Has a point in a stream been passed?
 class Point {
  public:
   void Pass() {
@@ -46,7 +48,7 @@ class Point {
   bool passed_ = false;
 };
 
-// As CUDA has it: who waits for an event waits for the point at which it was last recorded when they said so.
+// As in CUDA, a stream that waits for an event waits for the point at which it was last recorded by then.
 class Event {
  public:
   std::shared_ptr<Point> Record() {
@@ -66,10 +68,10 @@ class Event {
 constexpr std::chrono::milliseconds kTimeoutOfSlow{400};
 
 // Work that is done in order, some time.
-class Stream {
+class SimulatedStream {
  public:
-  Stream() : thread_([this] { Run(); }) {}
-  ~Stream() {
+  SimulatedStream() : thread_([this] { Run(); }) {}
+  ~SimulatedStream() {
     Do(nullptr);
     thread_.join();
   }
@@ -78,7 +80,7 @@ class Stream {
     work_.push_back(std::move(work));
     changed_.notify_one();
   }
-  void Synchronize() {
+  void Drain() {
     const auto point = std::make_shared<Point>();
     Do([point] { point->Pass(); });
     point->Await();
@@ -105,13 +107,13 @@ class Stream {
 
 // As the CUDA calls keep them: of one call at a time, and not of another before all peers have said what they wait for.
 struct Resources {
-  Stream copy, side;
+  SimulatedStream copy, side;
   std::deque<Event> events;
   std::atomic<int> readers{0};
 };
 
 struct Device {
-  Stream main;
+  SimulatedStream main;
   std::vector<std::unique_ptr<Resources>> free;
   std::mt19937 random;
 };
@@ -137,30 +139,30 @@ class SimulatedCall {
     return Status::Ok();
   }
 
-  Status Mark(Queue queue, void*& mark) {
+  Status Record(Stream stream, void*& event) {
     if (Fails()) return Status::Failed("simulated");
     if (used_ == resources_->events.size()) resources_->events.emplace_back();
-    Event& event = resources_->events[used_++];
-    StreamOf(queue).Do([point = event.Record()] { point->Pass(); });
-    mark = &event;
+    Event& next = resources_->events[used_++];
+    StreamOf(stream).Do([point = next.Record()] { point->Pass(); });
+    event = &next;
     return Status::Ok();
   }
-  Status Wait(Queue queue, void* mark) {
-    if (mark == nullptr) std::abort();
-    StreamOf(queue).Do([point = static_cast<Event*>(mark)->Last()] { point->Await(); });
+  Status Wait(Stream stream, void* event) {
+    if (event == nullptr) std::abort();
+    StreamOf(stream).Do([point = static_cast<Event*>(event)->Last()] { point->Await(); });
     return Status::Ok();
   }
-  Status Copy(Queue queue, void* to, const void* from, int64_t bytes) {
+  Status Copy(Stream stream, void* to, const void* from, int64_t bytes) {
     if (Fails()) return Status::Failed("simulated");
-    StreamOf(queue).Do([=, this, pause = Pause()] {
+    StreamOf(stream).Do([=, this, pause = Pause()] {
       std::this_thread::sleep_for(pause);
       std::memcpy(to, from, bytes);
     });
     return Status::Ok();
   }
-  Status Multiply(Queue queue, const gemm::Problem& problem) {
+  Status Multiply(Stream stream, const gemm::Problem& problem) {
     if (Fails()) return Status::Failed("simulated");
-    StreamOf(queue).Do([=, pause = Pause()] {
+    StreamOf(stream).Do([=, pause = Pause()] {
       std::this_thread::sleep_for(pause);
       for (int64_t i = 0; i < problem.batch.count; ++i) MultiplyOnce(gemm::MemberOf(problem, i));
     });
@@ -177,9 +179,9 @@ class SimulatedCall {
       }
     }
   }
-  Status Sum(Queue queue, const ReduceScatterProblem& p, const Summands& s) {
+  Status Sum(Stream stream, const ReduceScatterProblem& p, const Summands& s) {
     if (Fails()) return Status::Failed("simulated");
-    StreamOf(queue).Do([=, count = p.CountOfPart(), pause = Pause()] {
+    StreamOf(stream).Do([=, count = p.CountOfPart(), pause = Pause()] {
       std::this_thread::sleep_for(pause);
       for (int64_t i = 0; i < count; ++i) {
         float sum = s.own == nullptr ? 0.0f : s.own[i];
@@ -190,16 +192,16 @@ class SimulatedCall {
     return Status::Ok();
   }
   std::atomic<int>* Readers() { return &resources_->readers; }
-  void Settle() {
-    device_.main.Synchronize();
+  void Synchronize() {
+    device_.main.Drain();
     if (resources_ == nullptr) return;
-    for (Stream* const stream : {&resources_->copy, &resources_->side}) stream->Synchronize();
+    for (SimulatedStream* const stream : {&resources_->copy, &resources_->side}) stream->Drain();
   }
-  void WaitOnHost(void* mark) { static_cast<Event*>(mark)->Last()->Await(); }
+  void SynchronizeEvent(void* event) { static_cast<Event*>(event)->Last()->Await(); }
 
  private:
-  Stream& StreamOf(Queue queue) {
-    return queue == Queue::kMain ? device_.main : queue == Queue::kSide ? resources_->side : resources_->copy;
+  SimulatedStream& StreamOf(Stream stream) {
+    return stream == Stream::kMain ? device_.main : stream == Stream::kSide ? resources_->side : resources_->copy;
   }
   bool Fails() {
     if (steps_to_slow_ >= 0 && steps_to_slow_-- == 0) std::this_thread::sleep_for(2 * kTimeoutOfSlow);
@@ -225,14 +227,14 @@ struct Plan {
   int failing_rank, failing_step;  // or -1
   bool one_stays_away;
   bool biased;    // by nothing: of two devices the last product then leaves the sum to another step
-  int slow_rank;  // whose host takes longer than the timeout between the two meetings, or -1
+  int slow_rank;  // whose host takes longer than the timeout between the two rendezvous, or -1
 
   bool AddsUp() const { return weights > 1; }
   bool SendsCopies() const { return !direct || AddsUp(); }
 
-  // What can fail on one device: to begin, marks, copies, products and sums.
+  // What can fail on one device: to begin, events, copies, products and sums.
   int Steps() const { return StepsInCommon() + StepsAlone(); }
-  // Before the second meeting: where one fails, all do.
+  // Before the second rendezvous: where one fails, all do.
   int StepsInCommon() const {
     const int peers = size - 1;
     if (!gathers) {
@@ -269,7 +271,7 @@ class Member {
     Fill(plan, number);
     const bool fails = plan.Fails(rank_);
     if (plan.one_stays_away && rank_ == 0) {
-      device_.main.Synchronize();
+      device_.main.Drain();
       return "";
     }
     std::vector<int> devices;
@@ -285,8 +287,8 @@ class Member {
     }
     if (fails && status.ok()) return "no error";
     if (!fails && !status.ok()) return status.reason();
-    if (fails) {  // once its own queue is done, XLA may use the arrays for something else
-      device_.main.Synchronize();
+    if (fails) {  // once its own stream is done, XLA may use the arrays for something else
+      device_.main.Drain();
       Poison();
       return "";
     }
@@ -294,15 +296,15 @@ class Member {
       if (problem_.empty()) problem_ = plan.gathers ? CheckGathered(plan, number) : CheckScattered(plan, number);
       Poison();
     });
-    if (number % 5 != 0) return "";  // the host runs ahead of the queue
-    device_.main.Synchronize();
+    if (number % 5 != 0) return "";  // the host runs ahead of the stream
+    device_.main.Drain();
     return problem_;
   }
 
   std::string ProblemAtTheEnd() {
-    device_.main.Synchronize();
+    device_.main.Drain();
     for (const auto& resources : device_.free) {
-      if (resources->readers.load() != 0) return "marks are kept for readers that have left";
+      if (resources->readers.load() != 0) return "events are kept for readers that have left";
     }
     return problem_;
   }

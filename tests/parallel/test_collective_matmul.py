@@ -12,9 +12,10 @@ from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, o
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from te_jax.inspect import collectives
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
 from te_jax.recipe import CurrentScaling
-from te_jax.testing import assert_close, collectives
+from te_jax.testing import assert_close
 
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
 last = pytest.mark.parametrize("transport", TRANSPORTS[-1:])  # where the transport matters little
@@ -190,7 +191,7 @@ def test_products_of_several_weights_are_rounded_together(size, recipe, transpor
 
     def gradient(x, weights):
         dys = 16.0, 15.0, -0.5  # the first of each weight's parts of the gradient: 16 · 16 · 512 = 131072
-        ys = functools.partial(gather, w=weights, recipe=recipe)
+        ys = functools.partial(gather, kernel=weights, recipe=recipe)
         return jax.grad(lambda x: sum(jnp.sum(dy * y) for dy, y in zip(dys, ys(x), strict=True)))(x)
 
     run = jax.shard_map(gradient, mesh=mesh_of({"tp": size}), in_specs=(P("tp"), P(None, "tp")), out_specs=P("tp"))
@@ -211,7 +212,7 @@ def test_the_gathered_operand_as_a_result(residual, transport, rng, require_devi
 
     def local(x, w):
         y, whole = all_gather_matmul(
-            x, w, axis_name="tp", gather_axis=1, gather_result=True, residual=residual, transport=transport
+            x, w, axis_name="tp", gather_dimension=1, gather_result=True, residual=residual, transport=transport
         )
         return y, whole[None]
 
@@ -276,12 +277,13 @@ def test_several_axes(split, name, transport, rng, require_devices):
 
 @transports
 @functions
-def test_operands_that_are_the_same_on_all_devices(name, transport, rng, require_devices):
-    """Gradients inside of shard_map, where JAX knows that they do not vary, as outside."""
+def test_operands_of_which_jax_knows_that_they_vary(name, transport, rng, require_devices):
+    """Gradients inside of shard_map as outside, of operands that are whole outside and made to vary inside."""
     require_devices(4)
     x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 6), (6, 5), (5,)))
 
     def loss(x, w, b):
+        x, w = (jax.lax.pcast(operand, "tp", to="varying") for operand in (x, w))
         y = FUNCTIONS[name](x, w, bias=b, axis_name="tp", transport=transport)
         return jax.lax.psum(jnp.sum(jnp.sin(y)), "tp")
 
@@ -298,6 +300,22 @@ def test_operands_that_are_the_same_on_all_devices(name, transport, rng, require
         run = way(lambda local: jax.shard_map(local, mesh=mesh_of({"tp": 4}), in_specs=P(), out_specs=P()))
         for found, wanted in zip(jax.jit(run)(x, w, b), expected, strict=True):
             assert_close(found, wanted, tolerance=1e-5)
+
+
+@last
+def test_a_kernel_that_all_devices_share(transport, rng, require_devices):
+    """A gather may multiply with the same columns everywhere: its gradient is the sum of all devices' parts."""
+    require_devices(2)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 6), (6, 5)))
+
+    def local(x, w):
+        return all_gather_matmul(x, w, axis_name="tp", transport=transport)
+
+    run = jax.shard_map(local, mesh=mesh_of({"tp": 2}), in_specs=(P("tp"), P()), out_specs=P(None, "tp"))
+    y, (dx, dw) = jax.jit(lambda *a: (run(*a), jax.grad(lambda *a: jnp.sum(run(*a)), argnums=(0, 1))(*a)))(x, w)
+    assert_close(y, np.concatenate([x @ w, x @ w], axis=1), tolerance=1e-5)
+    assert_close(dx, 2 * np.broadcast_to(w.sum(axis=1), x.shape), tolerance=1e-5)
+    assert_close(dw, 2 * np.broadcast_to(x.sum(axis=0)[:, None], w.shape), tolerance=1e-5)
 
 
 @last

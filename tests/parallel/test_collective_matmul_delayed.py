@@ -1,5 +1,6 @@
 """Delayed scaling in collective products: values, gradients and the next state are those of one device."""
 
+import dataclasses
 import functools
 import operator
 
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax.ops import dense, quantize
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
-from te_jax.recipe import CurrentScaling, DelayedScaling, DelayedScalingState, accumulating
+from te_jax.recipe import CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close, relative_error
 
 RECIPE = DelayedScaling(history_len=4)
@@ -35,16 +36,17 @@ def normal(rng, *shape):
 
 def seen(rng):
     """A state that has seen less than what comes, so that large values saturate."""
-    return jax.tree.map(lambda history: jnp.asarray(rng.uniform(1, 3, history.shape), jnp.float32), RECIPE.init())
+    state = jax.tree.map(lambda history: jnp.asarray(rng.uniform(1, 3, history.shape), jnp.float32), RECIPE.init())
+    return dataclasses.replace(state, uses=jnp.float32(1))
 
 
 def collective(name, *, mesh=None, data=None, split="tp", **options):
     """The function on whole x, w and state, and other whole arrays."""
     if name == GATHER:
-        product, axis = all_gather_matmul, {"gather_axis": 1}
+        product, axis = all_gather_matmul, {"gather_dimension": 1}
         specs, result = (P(data, split), P(None, split)), P(data, None, split)
     else:
-        product, axis = matmul_reduce_scatter, {"scatter_axis": 1}
+        product, axis = matmul_reduce_scatter, {"scatter_dimension": 1}
         specs, result = (P(data, None, split), P(split)), P(data, split)
 
     def local(x, w, state):
@@ -98,11 +100,11 @@ def test_several_weights_have_a_state_each(transport, rng):
         out_specs=(P(None, None, "tp"),) * 2,
     )  # fmt: skip
     def both(x, w, v, states):
-        options = {"axis_name": "tp", "gather_axis": 1, "recipe": RECIPE, "transport": transport}
+        options = {"axis_name": "tp", "gather_dimension": 1, "recipe": RECIPE, "transport": transport}
         return all_gather_matmul(x, (w, v), scaling_state=states, **options)
 
     def one_by_one(x, w, v, states):
-        of_v = DelayedScalingState(states[0].activation, states[1].kernel, states[1].gradient)
+        of_v = dataclasses.replace(states[1], activation=states[0].activation)
         return on_one_device(x, w, states[0]), on_one_device(x, v, of_v)
 
     def loss(product, *operands):
@@ -150,13 +152,11 @@ def test_a_batch_that_is_split_too(name, transport, rng, require_devices):
 @last
 @functions
 def test_layers_of_a_loop_share_a_state(name, transport, rng):
-    """The next state of `accumulating` has what was largest in any of them, recomputed or not."""
+    """Their next states are added up, as JAX does with cotangents, recomputed or not."""
     # Kernels so small that tanh does not saturate: otherwise the gradient of three layers magnifies every difference.
     x, kernels, state = normal(rng, 2, 32, 32), normal(rng, 3, 32, 32) / 6, seen(rng)
 
     def loss(product, kernels, state):
-        state = accumulating(state)
-
         def layer(x, kernel):
             return jnp.tanh(product(x, kernel, state)), None
 
@@ -171,7 +171,8 @@ def test_layers_of_a_loop_share_a_state(name, transport, rng):
     tolerance = 2e-2 if jax.default_backend() == "cpu" else 8e-2
     assert_close(found, expected, tolerance=tolerance)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance), after, expected_after)
-    assert after.kernel[0] == jnp.abs(kernels).max()
+    assert after.uses == 3
+    np.testing.assert_allclose(after.kernel[0], jnp.abs(kernels).max(axis=(1, 2)).sum(), rtol=1e-6)
 
 
 @functions
@@ -196,7 +197,7 @@ def test_quantized_weights_are_not_observed(rng):
     def local(x, w, state):
         amax = RECIPE.reference_amax(state.kernel)
         w8 = quantize(w, RECIPE.quantization("kernel"), row_ndim=1, amax=amax)
-        return all_gather_matmul(x, w8, axis_name="tp", gather_axis=1, recipe=RECIPE, scaling_state=state)
+        return all_gather_matmul(x, w8, axis_name="tp", gather_dimension=1, recipe=RECIPE, scaling_state=state)
 
     product = jax.shard_map(
         local, mesh=mesh_of({"tp": 2}), in_specs=(P(None, "tp"), P(None, "tp"), P()), out_specs=P(None, None, "tp")
@@ -217,7 +218,8 @@ def test_where_jax_does_not_track_what_varies(mapped, name, transport, rng):
     """Every device gets the next state of the group."""
     x, w, dy, state = normal(rng, 2, 32, 32), normal(rng, 32, 32), normal(rng, 2, 32, 32), seen(rng)
     expected = results_of(on_one_device, x, w, state, dy=dy)[1][2]
-    product, axis = (all_gather_matmul, "gather_axis") if name == GATHER else (matmul_reduce_scatter, "scatter_axis")
+    product = all_gather_matmul if name == GATHER else matmul_reduce_scatter
+    axis = "gather_dimension" if name == GATHER else "scatter_dimension"
 
     def next_state(x, w, dy, state):
         def loss(state):
@@ -256,24 +258,25 @@ def test_states_that_do_not_fit(name, rng):
     )
     product = all_gather_matmul if name == GATHER else matmul_reduce_scatter
 
-    def run(recipe=RECIPE, state=None, weights=w, state_spec=P()):
+    def run(recipe=RECIPE, state=None, weights=w, varying=False):
         def local(x, w, state):
+            if varying:
+                state = jax.tree.map(lambda history: jax.lax.pcast(history, "tp", to="varying"), state)
+            x, w = (jax.lax.pcast(operand, "tp", to="varying") for operand in (x, w))
             return jax.tree.leaves(product(x, w, axis_name="tp", recipe=recipe, scaling_state=state))[0][None]
 
-        specs = P(), P(), state_spec
-        jax.eval_shape(
-            jax.shard_map(local, mesh=mesh_of({"tp": 2}), in_specs=specs, out_specs=P("tp")), x, weights, state
-        )
+        mapped = jax.shard_map(local, mesh=mesh_of({"tp": 2}), in_specs=P(), out_specs=P("tp"))
+        jax.eval_shape(mapped, x, weights, state)
 
     for message, options in {
         "scaling_state is None; DelayedScaling needs a DelayedScalingState, first recipe.init": {},
-        r"scaling_state has activation of shape \(8,\); for history_len=4": {"state": longer},
+        r"scaling_state has activation of shape \(8,\) and dtype float32; for history_len=4": {"state": longer},
         "scaling_state is given, but recipe is CurrentScaling": {"recipe": CurrentScaling(), "state": state},
         "scaling_state is given, but recipe is None": {"recipe": None, "state": state},
-        "scaling_state is a tuple, but w is not": {"state": (state,)},
+        "scaling_state is a tuple, but kernel is not": {"state": (state,)},
         r"scaling_state differs from device to device along \['tp'\].*pass it into shard_map whole": {
-            "state": jax.tree.map(lambda history: jnp.concatenate([history, history]), state),
-            "state_spec": P("tp"),
+            "state": state,
+            "varying": True,
         },
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -282,5 +285,36 @@ def test_states_that_do_not_fit(name, rng):
         for states in (None, (state, None)):
             with pytest.raises(ValueError, match=r"scaling_state\[[01]\] is None; DelayedScaling needs"):
                 run(state=states, weights=(w, w))
-        with pytest.raises(ValueError, match="w is a tuple of 2, so scaling_state must be one too"):
+        with pytest.raises(ValueError, match="kernel is a tuple of 2, so scaling_state must be one too"):
             run(state=(state,), weights=(w, w))
+
+
+@functions
+@pytest.mark.parametrize("several", [False, True])
+def test_training_without_the_next_state_is_an_error(several, name, rng):
+    if several and name == SCATTER:
+        pytest.skip("it takes one kernel")
+    x, w, state = normal(rng, 2, 32, 32), normal(rng, 32, 32), RECIPE.init()
+
+    def local(x, w, state):
+        x, w = (jax.lax.pcast(operand, "tp", to="varying") for operand in (x, w))
+        kernels, states = ((w, w), (state, state)) if several else (w, state)
+        product = all_gather_matmul if name == GATHER else matmul_reduce_scatter
+        return jax.lax.psum(
+            sum(map(jnp.sum, jax.tree.leaves(
+                product(x, kernels, axis_name="tp", recipe=RECIPE, scaling_state=states)
+            ))), "tp",
+        )  # fmt: skip
+
+    mapped = jax.shard_map(local, mesh=mesh_of({"tp": 2}), in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match="the kernel is differentiated and scaling_state is not"):
+        jax.eval_shape(jax.grad(mapped, argnums=1), x, w, state)
+    for argnums in (0, (1, 2)):
+        jax.eval_shape(jax.grad(mapped, argnums=argnums), x, w, state)
+
+
+@functions
+def test_a_negative_history_gives_nan(name, rng):
+    x, w, state = normal(rng, 2, 32, 32), normal(rng, 32, 32), seen(rng)
+    state = dataclasses.replace(state, kernel=-state.kernel)
+    assert np.isnan(jax.jit(collective(name))(x, w, state)).all()

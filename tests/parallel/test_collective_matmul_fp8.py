@@ -12,9 +12,10 @@ from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, o
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
+from te_jax.inspect import collectives
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
 from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
-from te_jax.testing import assert_close, collectives
+from te_jax.testing import assert_close
 
 RECIPES = {"current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
 BOUNDS = (0.055, 0.085)  # relative L2 errors on normal data: forward, gradients
@@ -155,7 +156,7 @@ def test_fast_accumulation_is_that_of_each_product(fast, name, rng, require_devi
     mapped = case.mapped(mesh, transport="xla", recipe=CurrentScaling(fast_accumulation=(fast,)))
 
     def fast_and_all(program):
-        text = jax.jit(program).lower(case.x, case.weights).as_text()
+        text = jax.jit(program).lower(case.x, case.weights).compile().as_text()
         return text.count("fast_accumulation = true"), text.count("fast_accumulation = ")
 
     def forward(x, weights):
@@ -293,11 +294,13 @@ def test_gradients_of_quantized_operands_are_zero(name, require_devices):
     call = functools.partial(FUNCTIONS[name], axis_name="tp", recipe=recipe)
 
     def gradients(x, w):
+        x, w = (jax.lax.pcast(operand, "tp", to="varying") for operand in (x, w))
         x8 = ops.quantize(x, recipe.quantization("activation"), axis_name="tp")
         w8 = ops.quantize(w, recipe.quantization("kernel"), axis_name="tp")
-        return jax.grad(lambda *operands: jnp.sum(call(*operands)), argnums=(0, 1))(x8, w8)
+        found = jax.grad(lambda *operands: jnp.sum(call(*operands)), argnums=(0, 1))(x8, w8)
+        return [leaf[None] for leaf in jax.tree.leaves(found)]
 
-    run = jax.shard_map(gradients, mesh=mesh_of({"tp": 2}), in_specs=P(), out_specs=P())
+    run = jax.shard_map(gradients, mesh=mesh_of({"tp": 2}), in_specs=P(), out_specs=P("tp"))
     for leaf in jax.tree.leaves(jax.jit(run)(jnp.ones((32, 32)), jnp.ones((32, 32)))):
         assert not leaf.astype(jnp.float32).any()
 
@@ -329,11 +332,11 @@ def test_copies_that_are_missing(rng, require_devices):
         return jax.jit(mapped)(case.x, case.weights[0])
 
     assert_close(run("nothing"), oracle(case).ys[0], tolerance=BOUNDS[0], dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match="w has no data copy, which the gradient with respect to x reads"):
+    with pytest.raises(ValueError, match="kernel has no data copy, which the gradient with respect to x reads"):
         run("x")
-    with pytest.raises(ValueError, match=r"w\[1\] has no data copy, which the gradient with respect to x reads"):
+    with pytest.raises(ValueError, match=r"kernel\[1\] has no data copy, which the gradient with respect to x reads"):
         run("x, of several")
-    with pytest.raises(ValueError, match="x has no transposed copy, which the gradient with respect to w reads"):
+    with pytest.raises(ValueError, match="x has no transposed copy, which the gradient with respect to kernel reads"):
         run("w")
 
 
@@ -426,3 +429,28 @@ def test_second_derivatives_say_so(name, recipe, rng, require_devices):
 
     with pytest.raises(NotImplementedError, match=rf"{name} in FP8 is differentiated once.*recipe=None"):
         jax.jit(jax.grad(slope))(case.weights[0])
+
+
+@pytest.mark.skipif("p2p" not in TRANSPORTS, reason="needs te_jax's extension")
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@functions
+def test_gradients_that_are_not_used_are_removed(name, recipe, rng, require_devices):
+    """The backward pass computes all of them, and XLA removes the calls of those that nothing reads."""
+    require_devices(2)
+    case, mesh = fp8_case(rng, name, 2, with_bias=False), mesh_of({"tp": 2})
+    mapped = case.mapped(mesh, transport="p2p", recipe=RECIPES.get(recipe))
+
+    def loss(x, weights):
+        return jnp.sum(jnp.sin(mapped(x, weights, case.biases)[0]))
+
+    def calls(function):
+        text = jax.jit(function).lower(case.x, case.weights).compile().as_text()
+        targets = "te_all_gather_gemm", "te_gemm_reduce_scatter", "te_gemm"
+        return [text.count(f'custom_call_target="{target}"') for target in targets]
+
+    wgrad = int(recipe is not None)  # otherwise XLA's own product
+    scatters = int(not case.gathers)
+    assert calls(loss) == [1 - scatters, scatters, 0]
+    assert calls(jax.grad(loss)) == [1, 1, 0]
+    assert calls(jax.grad(loss, argnums=1)) == [1, scatters, wgrad]
+    assert calls(jax.grad(loss, argnums=(0, 1))) == [1, 1, wgrad]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import types
 
 import jax
@@ -11,12 +12,12 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mixed_calls import exchange_of, run_program
+from mixed_calls import run_program, spec_of
 
 from te_jax import native
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
 from te_jax.parallel.transports import p2p
-from te_jax.parallel.transports.exchange import Operand
+from te_jax.parallel.transports.exchange import GemmOperand
 from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -43,12 +44,12 @@ def normal(rng, *shape):
 # Everything is [groups, ...] outside, so that each group works on numbers of its own.
 def gathering(mesh, axes, protocol, *, timeout=20.0):
     groups = tuple(axis for axis in mesh.axis_names if axis not in axes) or None
-    exchange = exchange_of(axes, mesh, protocol, timeout)
+    spec = spec_of(axes, mesh, protocol, timeout)
 
     def local(x, w, v, other):
-        weights = (Operand(w[0], summed_first=True), Operand(v[0], summed_first=True))
+        weights = (GemmOperand(w[0], summed_first=True), GemmOperand(v[0], summed_first=True))
         (y, z), gathered, (others,) = p2p.all_gather_gemm(
-            exchange, Operand(x[0]), weights, (None, None), (other[0],), True
+            spec, GemmOperand(x[0]), weights, (None, None), (other[0],), True
         )
         return y[None], z[None], gathered[None], others[None]
 
@@ -59,14 +60,14 @@ def gathering(mesh, axes, protocol, *, timeout=20.0):
 
 def scattering(mesh, axes, *, timeout=20.0):
     groups = tuple(axis for axis in mesh.axis_names if axis not in axes) or None
-    exchange = exchange_of(axes, mesh, timeout=timeout)
+    spec = spec_of(axes, mesh, timeout=timeout)
 
     def local(h, w, g, v):
         def left(x):
-            return Operand(x[0].reshape(x.shape[1], exchange.size, -1, x.shape[-1]))
+            return GemmOperand(x[0].reshape(x.shape[1], spec.size, -1, x.shape[-1]))
 
-        weights = (Operand(w[0]), Operand(v[0]))
-        return p2p.gemm_reduce_scatter(exchange, (left(h), left(g)), weights, None)[None]
+        weights = (GemmOperand(w[0]), GemmOperand(v[0]))
+        return p2p.gemm_reduce_scatter(spec, (left(h), left(g)), weights, None)[None]
 
     specs = (P(groups, None, None, axes), P(groups, None, axes)) * 2
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(groups, None, axes), check_vma=False))
@@ -151,9 +152,9 @@ def test_several_sequences(dtype, scaling, tolerance, shape, size, rng, require_
     require_devices(size)
     (rows, summed, columns), dtype = shape, np.dtype(dtype)
     mesh, sequences = mesh_of((size,), ("t",), rng), 5
-    exchange = exchange_of(("t",), mesh)
+    spec = spec_of(("t",), mesh)
     if scaling == "none":
-        exchange = dataclasses.replace(exchange, out_dtype=dtype)
+        spec = dataclasses.replace(spec, out_dtype=dtype)
     tensor = scaling == "tensor"  # of which x has one scale, not one of each device
     x, x_scale, wide_x = scaled(rng, dtype, scaling, (size, sequences), rows, summed)
     if tensor:
@@ -161,24 +162,24 @@ def test_several_sequences(dtype, scaling, tolerance, shape, size, rng, require_
     h, h_scale, wide_h = scaled(rng, dtype, scaling, (size, sequences, size), rows, summed)
     w, w_scale, wide_w = scaled(rng, dtype, scaling, (size,), columns, summed)
     v, v_scale, wide_v = scaled(rng, dtype, scaling, (size,), columns, summed)
-    bias = normal(rng, size, columns).astype(exchange.out_dtype)
+    bias = normal(rng, size, columns).astype(spec.out_dtype)
 
     def local(*arrays):
         x, x_scale, h, h_scale, w, w_scale, v, v_scale, bias = (array[0] for array in arrays)
 
         def operand(data, scale):
-            return Operand(data, None if scaling == "none" else scale, scaling)
+            return GemmOperand(data, None if scaling == "none" else scale, scaling)
 
         right = operand(w, w_scale), operand(v, v_scale)
-        ys, *_ = p2p.all_gather_gemm(exchange, operand(x, x_scale), right, (bias, None), (), False)
-        several = p2p.gemm_reduce_scatter(exchange, (operand(h, h_scale),) * 2, right, None)
-        one = p2p.gemm_reduce_scatter(exchange, (operand(h, h_scale),), right[:1], None)
+        ys, *_ = p2p.all_gather_gemm(spec, operand(x, x_scale), right, (bias, None), (), False)
+        several = p2p.gemm_reduce_scatter(spec, (operand(h, h_scale),) * 2, right, None)
+        one = p2p.gemm_reduce_scatter(spec, (operand(h, h_scale),), right[:1], None)
         return [result[None] for result in (*ys, several, one)]
 
     mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("t"), out_specs=P("t"), check_vma=False))
     y, z, several, one = mapped(x, x_scale, h, h_scale, w, w_scale, v, v_scale, bias)
     gathered = np.moveaxis(wide_x, 0, 1).reshape(sequences, size * rows, summed)
-    close = functools.partial(assert_close, tolerance=tolerance, dtype=exchange.out_dtype)
+    close = functools.partial(assert_close, tolerance=tolerance, dtype=spec.out_dtype)
     close(y, np.einsum("ark,dnk->darn", gathered, wide_w) + bias.astype(np.float64)[:, None, None])
     close(z, np.einsum("ark,dnk->darn", gathered, wide_v))
     close(one, np.einsum("pasrk,pnk->sarn", wide_h, wide_w))
@@ -309,7 +310,7 @@ def test_programs_to_export(monkeypatch, rng, require_devices):
     """They run on devices that are not known yet."""
     require_devices(4)
     monkeypatch.setattr(p2p, "is_worthwhile", lambda *_, **__: True)
-    monkeypatch.setattr(p2p, "_is_usable", lambda devices: devices is not None)
+    monkeypatch.setattr(p2p, "_is_usable", lambda devices, _: devices is not None)
     mesh = mesh_of((4,), ("t",))
     x, w = normal(rng, 8, 3), normal(rng, 3, 8)
 
@@ -373,15 +374,19 @@ def mapped_axis(size):
     return jax.sharding.use_abstract_mesh(AbstractMesh((size,), ("t",), axis_types=(AxisType.Manual,)))
 
 
-@pytest.mark.parametrize(("local_devices", "worthwhile"), [(1, False), (2, True)])
-def test_auto_leaves_groups_of_several_processes_to_xla(local_devices, worthwhile, monkeypatch):
-    """Known while tracing where a process has fewer devices than a group."""
+@pytest.mark.parametrize(
+    ("local_devices", "limit", "worthwhile"), [(1, None, False), (1, 1e-4, True), (1, 1e-2, False), (2, None, True)]
+)
+def test_auto_has_a_limit_of_its_own_for_groups_of_several_processes(local_devices, limit, worthwhile, monkeypatch):
+    """Known while tracing where a process has fewer devices than a group. Until it is set it leaves all to XLA."""
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(jax, "local_device_count", lambda: local_devices)
-    x, w = (Operand(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in ((1, 8192, 8192), (8192, 8192)))
-    exchange = exchange_of(("t",), AbstractMesh((2,), ("t",)))
+    if limit is not None:
+        monkeypatch.setattr(p2p, "_SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES", limit)
+    x, w = (GemmOperand(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in ((1, 8192, 8192), (8192, 8192)))
+    spec = spec_of(("t",), AbstractMesh((2,), ("t",)))
     with mapped_axis(2):
-        assert p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
+        assert p2p.is_worthwhile(spec, (x,), (w,), gathers=True) is worthwhile
 
 
 @pytest.mark.parametrize(("tokens", "worthwhile"), [(512, False), (1024, False), (2048, True), (4096, True)])
@@ -389,17 +394,17 @@ def test_auto_leaves_short_products_to_xla(tokens, worthwhile, monkeypatch):
     """Those of four devices where the custom call has been measured not to be faster."""
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)
-    exchange = exchange_of(("t",), AbstractMesh((4,), ("t",)))
+    spec = spec_of(("t",), AbstractMesh((4,), ("t",)))
 
     def operand(*shape):
-        return Operand(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+        return GemmOperand(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
 
     x, up, hidden, down = ((1, tokens // 4, 8192), (7168, 8192), (1, 4, tokens // 4, 7168), (8192, 7168))
     with mapped_axis(4):
-        assert p2p.is_worthwhile(exchange, (operand(*x),), (operand(*up),), gathers=True) is worthwhile
-        assert p2p.is_worthwhile(exchange, (operand(*hidden),), (operand(*down),), gathers=False) is worthwhile
+        assert p2p.is_worthwhile(spec, (operand(*x),), (operand(*up),), gathers=True) is worthwhile
+        assert p2p.is_worthwhile(spec, (operand(*hidden),), (operand(*down),), gathers=False) is worthwhile
         parts = (operand(7168 // 4, 8192),) * 4
-        assert p2p.is_worthwhile(exchange, (operand(*x),), parts, gathers=True) is worthwhile
+        assert p2p.is_worthwhile(spec, (operand(*x),), parts, gathers=True) is worthwhile
 
 
 @pytest.mark.parametrize(
@@ -414,9 +419,9 @@ def test_auto_leaves_short_pieces_to_xla(scaling, pieces, gathers, scatters, mon
     """Each takes copies of its own where it is gathered; their products are one."""
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)
-    exchange = exchange_of(("t",), AbstractMesh((4,), ("t",)))
+    spec = spec_of(("t",), AbstractMesh((4,), ("t",)))
     x, up, hidden, down = (
-        (Operand(jax.ShapeDtypeStruct(shape, jnp.bfloat16), scaling=scaling),)
+        (GemmOperand(jax.ShapeDtypeStruct(shape, jnp.bfloat16), scaling=scaling),)
         for shape in (
             (pieces, 2048 // pieces, 8192),
             (7168, 8192),
@@ -425,8 +430,8 @@ def test_auto_leaves_short_pieces_to_xla(scaling, pieces, gathers, scatters, mon
         )
     )
     with mapped_axis(4):
-        assert p2p.is_worthwhile(exchange, x, up, gathers=True) is gathers
-        assert p2p.is_worthwhile(exchange, hidden, down, gathers=False) is scatters
+        assert p2p.is_worthwhile(spec, x, up, gathers=True) is gathers
+        assert p2p.is_worthwhile(spec, hidden, down, gathers=False) is scatters
 
 
 @pytest.mark.parametrize(
@@ -442,37 +447,53 @@ def test_auto_leaves_fast_products_and_the_reference_to_xla(change, worthwhile, 
     """FP8 takes half of the time, and the custom call is a native kernel."""
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(jax, "local_device_count", lambda: 2)
-    exchange = exchange_of(("t",), AbstractMesh((2,), ("t",)))
-    exchange = dataclasses.replace(exchange, native=change.get("native", True))
+    spec = spec_of(("t",), AbstractMesh((2,), ("t",)))
+    spec = dataclasses.replace(spec, native=change.get("native", True))
     dtype = change.get("dtype", jnp.bfloat16)
     scaling = change.get("scaling", "none")
-    x, w = (Operand(jax.ShapeDtypeStruct(shape, dtype), scaling=scaling) for shape in ((1, 512, 8192), (5120, 8192)))
+    x, w = (
+        GemmOperand(jax.ShapeDtypeStruct(shape, dtype), scaling=scaling) for shape in ((1, 512, 8192), (5120, 8192))
+    )
     with mapped_axis(2):
-        assert p2p.is_worthwhile(exchange, (x,), (w,), gathers=True) is worthwhile
+        assert p2p.is_worthwhile(spec, (x,), (w,), gathers=True) is worthwhile
 
 
-@pytest.mark.parametrize(("platform", "processes", "usable"), [("gpu", 1, True), ("gpu", 2, False), ("cpu", 1, False)])
-def test_auto_keeps_to_gpus_of_one_process(platform, processes, usable, monkeypatch):
+@pytest.mark.parametrize(
+    ("platform", "count", "limit", "hosts", "usable"),
+    [
+        ("gpu", 1, math.inf, 1, True),
+        ("gpu", 2, math.inf, 1, False),
+        ("gpu", 2, 1e-4, 1, True),
+        ("gpu", 2, 1e-2, 1, False),
+        ("gpu", 2, 1e-4, 2, False),
+        ("cpu", 1, 1e-4, 1, False),
+    ],
+)
+def test_auto_keeps_to_gpus_of_one_process_or_host(platform, count, limit, hosts, usable, monkeypatch):
     """Known while lowering."""
-    monkeypatch.setattr(p2p._processes, "place_of", lambda device: device.place)
-    places = [number % processes << 16 | number for number in range(4)]
-    devices = np.array([[types.SimpleNamespace(platform=platform, place=place) for place in places]])
-    assert p2p._is_usable(devices) is usable
+    monkeypatch.setattr(p2p, "_SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES", limit)
+    monkeypatch.setattr(p2p.processes, "place_of", lambda device: device.process_index << 16 | device.number)
+    store = {f"te_jax/host/{process}": "this one" if hosts == 1 else str(process) for process in range(count)}
+    monkeypatch.setattr(p2p.processes, "_store", lambda: types.SimpleNamespace(
+        key_value_set=lambda key, value, allow_overwrite: None, blocking_key_value_get=lambda key, _: store[key]
+    ))  # fmt: skip
+    devices = [types.SimpleNamespace(platform=platform, process_index=i % count, number=i) for i in range(4)]
+    assert p2p._is_usable(np.array([devices]), 1e-3) is usable
 
 
 def test_processes_wait_for_each_other_to_compile(monkeypatch, require_devices):
     """For as long as a call does, if that is longer."""
     require_devices(2)
     waits = []
-    monkeypatch.setattr(p2p._processes, "span_processes", lambda groups: True)
-    monkeypatch.setattr(p2p._processes, "ensure", lambda *arguments: waits.append(arguments[-1]))
+    monkeypatch.setattr(p2p.processes, "span_processes", lambda groups: True)
+    monkeypatch.setattr(p2p.processes, "ensure", lambda *arguments: waits.append(arguments[-1]))
     for timeout in (1.0, 1000.0):
         layer = functools.partial(all_gather_matmul, axis_name="t", transport="p2p", timeout=timeout)
         mapped = jax.shard_map(
             layer, mesh=mesh_of((2,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")
         )  # fmt: skip
         jax.jit(mapped).lower(jnp.ones((4, 3)), jnp.ones((3, 4)))
-    assert waits == [p2p._processes.SECONDS_TO_COMPILE, 1000.0]
+    assert waits == [p2p.processes.SECONDS_TO_COMPILE, 1000.0]
 
 
 def test_a_very_long_timeout(rng, require_devices):
@@ -583,7 +604,7 @@ def test_handler_refuses_groups_of_another_size(size):
         "scaling": "none",
         "summed_first": True,
         "fast_accumulation": False,
-        "autotune": False,
+        "algorithm": "cublaslt",
         "products": 1,
         "keep_gathered": True,
         "put": False,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "tests/parallel/protocol_test.cc", ROOT / "cuda_ext/collective_gemm/space.cc"
+SOURCES = ROOT / "tests/parallel/protocol_test.cc", ROOT / "cuda_ext/collective_gemm/shared_segments.cc"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import te_jax
 from te_jax import sharding
-from te_jax.testing import assert_close, collectives
+from te_jax.inspect import collectives
+from te_jax.testing import assert_close
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 axis_types = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])

@@ -4,439 +4,278 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import sharding
-from te_jax._core.types import FP8_ALIGNMENT
+from te_jax._core.reverse_mode import reverse_mode_only
+from te_jax._core.types import BLOCK
 from te_jax.ops import _fp8
-from te_jax.ops.gemm import gemm
-from te_jax.parallel._collective.call import Call, scaling_of, validate_rows_of_blocks
-from te_jax.parallel._collective.sides import (
-    in_order,
-    left_side,
-    quantize_matrix,
-    transposed_codes,
-    transposed_side,
-    travelling_parts,
-)
+from te_jax.parallel._collective.call import CollectiveSpec
+from te_jax.parallel._collective.sides import gather, in_order, sides_of, travelling, wgrad, with_parts
 from te_jax.parallel.transports import p2p, ring, xla
-from te_jax.parallel.transports.exchange import Exchange, Operand, Transport, all_gather, dot, quantized
+from te_jax.parallel.transports.exchange import GemmOperand, Transport
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Product
-
-_NAMES = {"activation": "te_collective_activation", "kernel": "te_collective_kernel"}
+from te_jax.recipe import DelayedScalingState, Product, Role
 
 
-# Under jit even when called eagerly, or while it is disabled: shard_map does not run rules of derivatives that tell
-# apart what is asked for.
-def all_gather_products(call: Call, x, weights, biases, states) -> Any:
+def all_gather_products(spec: CollectiveSpec, x, kernels, biases, states) -> Any:
+    """(products [A, D·R, N] in a tuple, gathered x [A, D·R, K] where it is a result) of x [A, R, K]."""
     with jax.disable_jit(False):
-        return _all_gather_products(call, x, weights, biases, states)
+        operands = reverse_mode_only((x, kernels, biases, states), _reverse_mode(spec))
+        return _collective_product(_all_gather, spec, *operands)
 
 
-def reduce_scatter_product(call: Call, x, weight, bias, state) -> Any:
+def reduce_scatter_product(spec: CollectiveSpec, x, kernel, bias, state) -> Array:
+    """The product [A, R, N] of x [A, D, R, K]."""
     with jax.disable_jit(False):
-        return _reduce_scatter_product(call, x, weight, bias, state)
+        operands = reverse_mode_only((x, kernel, bias, state), _reverse_mode(spec))
+        return _collective_product(_reduce_scatter, spec, *operands)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
-def _all_gather_products(call: Call, x, weights, biases, states) -> Any:
-    return _gathered_products(call, x, weights, biases, states)
+def _reverse_mode(spec: CollectiveSpec) -> str:
+    return (
+        f"te_jax.parallel.{spec.name} has derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode "
+        "(jax.jvp, jax.jacfwd) write jax.lax collectives around jnp.matmul"
+    )
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
-def _reduce_scatter_product(call: Call, x, weight, bias, state) -> Any:
-    return _scattered_product(call, x, weight, bias, state)
+# Under jit even when called eagerly, or while it is disabled: XLA removes gradients that are not used, and shard_map
+# does not run rules of derivatives with symbolic zeros.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=sharding.INLINE)
+def _collective_product(function: Callable[..., Any], spec: CollectiveSpec, *operands) -> Any:
+    return function(spec, *operands)
 
 
-class _Residuals(NamedTuple):
-    """What is kept for the backward pass. What is not needed is there without elements: JAX may run the backward pass
-    of one choice of derivatives with the tree of another's residuals, so only shapes may depend on the choice."""
+class Residuals(NamedTuple):
+    """What the backward pass reads: all that the operands allow, whichever gradients are asked for.
 
-    wanted: tuple[Array, ...]  # of x, of each of the weights, biases and states: (1, 0) for yes, (0, 0) for no
-    dtypes: _Dtypes
-    activation: Array  # what dw reads of x
-    activation_scale_inv: Array | None
-    weights: tuple[Operand, ...]  # right sides that sum over N
-    states: tuple[DelayedScalingState | None, ...]  # of each of the weights
-    amaxes: tuple[Array, ...]  # of x and of each of the weights
+    Attributes:
+      activation: x as the gradients of kernels read it; None where x came quantized without that copy, or where blocks
+        of rows would reach over shards.
+      kernels: the kernels as the gradient of x reads them; None for one that came quantized without that copy.
+      states: of delayed scaling, for each of the kernels.
+      amaxes: of x and of each of the kernels; None where they were not observed.
+    """
 
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Dtypes:
-    """Of the weights."""
-
-    weights: tuple[np.dtype, ...]
+    activation: GemmOperand | None
+    kernels: tuple[GemmOperand | None, ...]
+    states: tuple[DelayedScalingState | None, ...]
+    amaxes: tuple[Array | None, ...]
 
 
-def as_residual(flag: bool) -> Array:
-    return jnp.zeros((int(flag), 0), jnp.int8)
+def _all_gather_gemm(spec: CollectiveSpec, product: Product, x: GemmOperand, kernels, biases, extras, keep_gathered):
+    spec = spec.of(product)
+    transport = _transport(spec, (x,), kernels, gathers=True)
+    return transport.all_gather_gemm(spec, x, kernels, biases, extras, keep_gathered)
 
 
-def from_residual(flag: Array) -> bool:
-    return len(flag) == 1
+def _gemm_reduce_scatter(spec: CollectiveSpec, product: Product, xs, kernels, bias: Array | None) -> Array:
+    spec = spec.of(product)
+    return _transport(spec, xs, kernels, gathers=False).gemm_reduce_scatter(spec, xs, kernels, bias)
 
 
-class _Wanted(NamedTuple):
-    """Which gradients are asked for."""
-
-    x: bool
-    weights: tuple[bool, ...]
-    biases: tuple[bool, ...]
-    states: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, x, weights, biases, states) -> _Wanted:
-        """From the operands of a forward rule. What was quantized before has no gradient."""
-
-        def perturbed(operand) -> bool:
-            leaves = jax.tree.leaves(operand)
-            return not isinstance(operand, QuantizedArray) and any(leaf.perturbed for leaf in leaves)
-
-        return cls(perturbed(x), *(tuple(map(perturbed, operands)) for operands in (weights, biases, states)))
-
-    def as_flags(self) -> tuple[Array, ...]:
-        return tuple(map(as_residual, (self.x, *self.weights, *self.biases, *self.states)))
-
-    @classmethod
-    def from_flags(cls, flags: tuple[Array, ...]) -> _Wanted:
-        first, *rest = map(from_residual, flags)
-        count = len(rest) // 3
-        return cls(first, tuple(rest[:count]), tuple(rest[count : 2 * count]), tuple(rest[2 * count :]))
-
-
-_NOTHING = _Wanted(False, (), (), ())
-
-
-def _all_gather_gemm(call: Call, product: Product, x: Operand, weights, biases, extras=(), *, keep_gathered=False):
-    exchange = call.exchange(product)
-    transport = _transport(call, exchange, "all_gather", (x,), weights)
-    return transport.all_gather_gemm(exchange, x, weights, biases, extras, keep_gathered)
-
-
-def _gemm_reduce_scatter(call: Call, product: Product, xs, weights, bias: Array | None) -> Array:
-    exchange = call.exchange(product)
-    transport = _transport(call, exchange, "reduce_scatter", xs, weights)
-    return transport.gemm_reduce_scatter(exchange, xs, weights, bias)
-
-
-def _transport(call: Call, exchange: Exchange, kind: Literal["all_gather", "reduce_scatter"], xs, weights) -> Transport:
-    name = call.transport
-    if call.size == 1:
+def _transport(spec: CollectiveSpec, xs, kernels, *, gathers: bool) -> Transport:
+    name = spec.transport
+    if spec.size == 1:
         name = "ring"  # without any step it is the product alone
     elif name == "auto":
-        name = "p2p" if p2p.is_worthwhile(exchange, xs, weights, gathers=kind == "all_gather") else "xla"
+        name = "p2p" if p2p.is_worthwhile(spec, xs, kernels, gathers=gathers) else "xla"
     return cast(Transport, {"xla": xla, "ring": ring, "p2p": p2p}[name])
 
 
+# ------------------------------------------------------------------------------------------------- all-gather · matmul
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered_products(call: Call, x, weights: tuple[Any, ...], biases: tuple[Any, ...], states: tuple[Any, ...]):
-    """(products [A, D·R, N], gathered x [A, D·R, K] where it is a result)"""
-    return _gathered_products_and_residuals(call, x, weights, biases, states, _NOTHING)[0]
+def _all_gather(spec: CollectiveSpec, *operands):
+    return _all_gather_and_residuals(spec, *operands, differentiated=False)[0]
 
 
-def _gathered_products_forward(call: Call, *operands):
-    x, weights, biases, states = custom_vjp_primal_tree_values(operands)
-    return _gathered_products_and_residuals(call, x, weights, biases, states, _Wanted.of(*operands))
+def _all_gather_forward(spec: CollectiveSpec, *operands):
+    x, kernels, _, states = operands
+    _validate_differentiated(spec, x, kernels, states)
+    return _all_gather_and_residuals(spec, *custom_vjp_primal_tree_values(operands), differentiated=True)
 
 
-def _gathered_products_and_residuals(call: Call, x, weights, biases, states, wanted: _Wanted):
-    dtypes = _Dtypes(tuple(np.dtype(weight.dtype) for weight in weights))
-    for_w = any(wanted.weights)
-    keep = for_w and call.residual == "gathered"
-    if call.recipe is None:
-        rights = tuple(Operand(weight.astype(x.dtype), summed_first=True) for weight in weights)
-        products, gathered, _ = _all_gather_gemm(
-            call, "forward", Operand(x), rights, biases, keep_gathered=keep or call.gather_result
-        )
-        activation, scale_inv = gathered if keep else x if for_w else _absent(x.dtype), None
-        kept = tuple(Operand(weight if wanted.x else _absent(weight.dtype)) for weight in weights)
-        results = products, gathered if call.gather_result else None
-        return results, _residuals(wanted, dtypes, activation, scale_inv, kept, states)
-
-    rows, cols = {"rows": call.axis_name}, {"cols": call.axis_name}
-    # One scale for all of the tensor: the gathered codes are transposed where that is read.
-    travelling = for_w and call.scaling != "tensor"
-    observed = any(wanted.states)
-    x8, x_amax, _ = quantize_matrix(
-        call, "activation", x, rows, data=True, transposed=travelling, gathered=True, state=states[0], observed=observed
+def _all_gather_and_residuals(spec: CollectiveSpec, x, kernels, biases, states, *, differentiated: bool):
+    for_kernels = differentiated and spec.has_kernel_gradients
+    x_sides = sides_of(
+        spec, "activation", x, (spec.leading, spec.rows), "rows", states[0], by_cols=for_kernels, gathered=True
     )
-    if for_w:
-        validate_rows_of_blocks(call)
-    quantized_weights, amaxes = [], [x_amax]
-    for weight, state in zip(weights, states, strict=True):
-        weight8, amax, _ = quantize_matrix(
-            call, "kernel", weight, cols, data=wanted.x, transposed=True, state=state, observed=observed
-        )
-        quantized_weights.append(weight8)
-        amaxes.append(amax)
-    products, gathered, extras = _all_gather_gemm(
-        call,
-        "forward",
-        left_side(x8, call.leading, call.rows),
-        tuple(transposed_side(weight) for weight in quantized_weights),
-        biases,
-        travelling_parts(call, x8) if travelling and keep else (),
-        keep_gathered=keep and not travelling,
+    rights, kept, amaxes = _kernels(spec, kernels, "cols", states, differentiated)
+    by_cols = x_sides.by_cols if for_kernels else None
+    keep = by_cols is not None and spec.residual == "gathered"
+    parts = travelling(by_cols) if keep else ()
+    products, gathered, parts = _all_gather_gemm(
+        spec, "forward", x_sides.by_rows, rights, biases, parts, (keep and not parts) or spec.gather_result
     )
-    assert x8.data is not None
-    if not for_w:
-        activation, scale_inv = _absent(x8.data.dtype), _absent(jnp.float32)
-    elif travelling:
-        activation, scale_inv = (*(extras if keep else travelling_parts(call, x8)), x8.transposed_scale_inv)[:2]
-    else:
-        activation, scale_inv = gathered if keep else left_side(x8, call.leading, call.rows).data, x8.scale_inv
-    names = [f"w[{i}]" for i in range(len(weights))] if weights[1:] else ["w"]
-    kept = tuple(
-        _kept_weight(name, weight, weight8, wanted.x)
-        for name, weight, weight8 in zip(names, weights, quantized_weights, strict=True)
-    )
-    return (products, None), _residuals(wanted, dtypes, activation, scale_inv, kept, states, amaxes)
+    if keep:
+        assert by_cols is not None
+        by_cols = with_parts(by_cols, gathered, parts)
+    residuals = Residuals(_named(by_cols, "activation"), kept, states, _named((x_sides.amax, *amaxes), "activation"))
+    return (products, gathered if spec.gather_result else None), residuals
 
 
-def _gathered_products_backward(call: Call, residuals: _Residuals, cotangents):
+def _all_gather_backward(spec: CollectiveSpec, residuals: Residuals, cotangents):
     dys, dgathered = cotangents
-    wanted = _Wanted.from_flags(residuals.wanted)
-    seen = [i for i, dy in enumerate(dys) if not isinstance(dy, SymbolicZero)]
-    A, D, R = call.leading, call.size, call.rows
+    used = [i for i, dy in enumerate(dys) if not isinstance(dy, SymbolicZero)]
     dx: Any = None
-    dweights: list[Any] = [None] * len(dys)
-    dbiases: list[Any] = [None] * len(dys)
-    dstates: list[Any] = [None] * len(dys)
-    amaxes: list[Any] = [None] * len(dys)
-    lefts, rights = [], []
-    whole = _whole_activation(call, residuals, dys[seen[0]]) if any(wanted.weights[i] for i in seen) else None
-    for i in seen:
-        dy, for_w, for_bias = dys[i], wanted.weights[i], wanted.biases[i]
-        dtype = residuals.dtypes.weights[i]
-        if call.recipe is None:
-            if for_bias:
-                dbiases[i] = jnp.sum(dy.astype(jnp.float32), axis=(0, 1))
-            dy = dy.astype(call.x_dtype)
-            lefts.append(Operand(dy.reshape(A, D, R, dy.shape[-1])))
-            if for_w:
-                assert whole is not None
-                dweights[i] = dot(whole.data, dy, (0, 1), (0, 1), dtype)
-        elif wanted.x or for_w or wanted.states[i]:
-            dy8, amaxes[i], dbiases[i] = quantize_matrix(
-                call,
-                "gradient",
-                dy,
-                {"cols": call.axis_name},
-                data=wanted.x or not for_w,
-                transposed=for_w,
-                with_dbias=for_bias,
-                state=residuals.states[i],
-                observed=wanted.states[i],
-            )
-            if wanted.x:
-                lefts.append(left_side(dy8, A, D, R))
-            if for_w:
-                assert whole is not None
-                dweights[i] = _wgrad(call, whole, transposed_side(dy8), dtype)
-        elif for_bias:
-            dbiases[i] = jnp.sum(dy.astype(jnp.float32), axis=(0, 1))
-        rights.append(_like_left(residuals.weights[i], call))
-    if wanted.x:
-        if seen:
-            dx = _gemm_reduce_scatter(call, "dgrad", tuple(lefts), tuple(rights), None)
-        if dgathered is not None and not isinstance(dgathered, SymbolicZero):
-            more = lax.psum_scatter(dgathered.astype(jnp.float32), call.axis_name, scatter_dimension=1, tiled=True)
-            dx = (more if dx is None else dx.astype(jnp.float32) + more).astype(call.x_dtype)
-    for i, state in enumerate(residuals.states):
-        if wanted.states[i]:
-            dstates[i] = _next_state(call, state, (residuals.amaxes[0], residuals.amaxes[i + 1], amaxes[i]))
-    return dx, tuple(dweights), tuple(dbiases), tuple(dstates)
+    dkernels, dbiases, amaxes = ([cast(Any, None)] * len(dys) for _ in range(3))
+    x = _regathered(spec, residuals.activation, dys[used[0]]) if used else None
+    lefts = []
+    for i in used:
+        dtype = spec.kernel_dtypes[i]
+        dy = sides_of(
+            spec, "gradient", dys[i], (spec.leading, spec.size, spec.rows), "cols", residuals.states[i],
+            by_cols=x is not None and dtype is not None, with_dbias=spec.biased[i],
+        )  # fmt: skip
+        lefts.append(dy.by_rows)
+        dkernels[i], dbiases[i], amaxes[i] = wgrad(spec, x, dy.by_cols, dtype), dy.dbias, dy.amax
+    if kernels := _for_dgrad(spec, tuple(residuals.kernels[i] for i in used)):
+        dx = _gemm_reduce_scatter(spec, "dgrad", tuple(lefts), kernels, None)
+    if dgathered is not None and not isinstance(dgathered, SymbolicZero):
+        more = lax.psum_scatter(dgathered.astype(jnp.float32), spec.axis_name, scatter_dimension=1, tiled=True)
+        dx = (more if dx is None else dx.astype(jnp.float32) + more).astype(spec.x_dtype)
+    dstates = (
+        _next_state(spec, state, (residuals.amaxes[0], residuals.amaxes[i + 1], amaxes[i]))
+        for i, state in enumerate(residuals.states)
+    )
+    return dx, tuple(dkernels), tuple(dbiases), tuple(dstates)
 
 
-_gathered_products.defvjp(_gathered_products_forward, _gathered_products_backward, symbolic_zeros=True)
+_all_gather.defvjp(_all_gather_forward, _all_gather_backward, symbolic_zeros=True)
+
+
+# --------------------------------------------------------------------------------------------- matmul · reduce-scatter
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scattered_product(call: Call, x, weight, bias: Array | None, state: DelayedScalingState | None) -> Array:
-    """[A, R, N]"""
-    return _scattered_product_and_residuals(call, x, weight, bias, state, _NOTHING)[0]
+def _reduce_scatter(spec: CollectiveSpec, *operands) -> Array:
+    return _reduce_scatter_and_residuals(spec, *operands, differentiated=False)[0]
 
 
-def _scattered_product_forward(call: Call, x, weight, bias, state):
-    wanted = _Wanted.of(x, (weight,), (bias,), (state,))
-    x, weight, bias, state = custom_vjp_primal_tree_values((x, weight, bias, state))
-    return _scattered_product_and_residuals(call, x, weight, bias, state, wanted)
+def _reduce_scatter_forward(spec: CollectiveSpec, x, kernel, bias, state):
+    _validate_differentiated(spec, x, (kernel,), (state,))
+    operands = custom_vjp_primal_tree_values((x, kernel, bias, state))
+    return _reduce_scatter_and_residuals(spec, *operands, differentiated=True)
 
 
-def _scattered_product_and_residuals(call: Call, x, weight, bias: Array | None, state, wanted: _Wanted):
-    dtypes = _Dtypes((np.dtype(weight.dtype),))
-    for_w = any(wanted.weights)
-    if call.recipe is None:
-        right = Operand(weight.astype(x.dtype), summed_first=True)
-        z = _gemm_reduce_scatter(call, "forward", (Operand(x),), (right,), bias)
-        kept = Operand(weight if wanted.x else _absent(weight.dtype))
-        return z, _residuals(wanted, dtypes, x if for_w else _absent(x.dtype), None, (kept,), (state,))
-
-    if for_w:
-        validate_rows_of_blocks(call)
-    rows, cols = {"rows": call.axis_name}, {"cols": call.axis_name}
-    observed = any(wanted.states)
-    x8, x_amax, _ = quantize_matrix(
-        call, "activation", x, cols, data=True, transposed=for_w, state=state, observed=observed
-    )
-    weight8, amax, _ = quantize_matrix(
-        call, "kernel", weight, rows, data=wanted.x, transposed=True, state=state, observed=observed
-    )
-    left = left_side(x8, call.leading, call.size, call.rows)
-    z = _gemm_reduce_scatter(call, "forward", (left,), (transposed_side(weight8),), bias)
-    activation, scale_inv = x8.transposed, x8.transposed_scale_inv
-    if not for_w or activation is None:
-        activation, scale_inv = _absent(left.data.dtype), _absent(jnp.float32)
-    kept = _kept_weight("w", weight, weight8, wanted.x)
-    return z, _residuals(wanted, dtypes, activation, scale_inv, (kept,), (state,), (x_amax, amax))
+def _reduce_scatter_and_residuals(spec: CollectiveSpec, x, kernel, bias, state, *, differentiated: bool):
+    for_kernel = differentiated and spec.has_kernel_gradients
+    x_sides = sides_of(spec, "activation", x, (spec.leading, spec.size, spec.rows), "cols", state, by_cols=for_kernel)
+    rights, kept, amaxes = _kernels(spec, (kernel,), "rows", (state,), differentiated)
+    z = _gemm_reduce_scatter(spec, "forward", (x_sides.by_rows,), rights, bias)
+    by_cols = x_sides.by_cols if for_kernel else None
+    return z, Residuals(_named(by_cols, "activation"), kept, (state,), _named((x_sides.amax, *amaxes), "activation"))
 
 
-def _scattered_product_backward(call: Call, residuals: _Residuals, dz):
-    if isinstance(dz, SymbolicZero):
-        return None, None, None, None
-    wanted = _Wanted.from_flags(residuals.wanted)
-    (for_w,), (for_bias,), (dtype,) = wanted.weights, wanted.biases, residuals.dtypes.weights
-    (for_state,), (state,) = wanted.states, residuals.states
-    dbias = jnp.sum(dz.astype(jnp.float32), axis=(0, 1)) if for_bias else None
-    dx = dweight = dstate = None
-    gathered: Any = None
-    extras: tuple[Array, ...] = ()
-    if not (wanted.x or for_w or for_state):
-        return None, None, dbias, None
-    dz8 = None
-    if call.recipe is None:
-        left = Operand(dz.astype(call.x_dtype))
-    else:
-        travelling = for_w and call.scaling != "tensor"
-        dz8, amax, _ = quantize_matrix(
-            call,
-            "gradient",
-            dz,
-            {"rows": call.axis_name},
-            data=wanted.x or not travelling,
-            transposed=travelling,
-            gathered=True,
-            state=state,
-            observed=for_state,
-        )
-        if for_state:
-            dstate = _next_state(call, state, (*residuals.amaxes, amax))
-        left = left_side(dz8, call.leading, call.rows) if dz8.data is not None else None
-        extras = travelling_parts(call, dz8) if travelling else ()
-    keep = for_w and not extras
-    if wanted.x:
-        assert left is not None
-        right = _like_left(residuals.weights[0], call)
-        (dx,), gathered, extras = _all_gather_gemm(call, "dgrad", left, (right,), (None,), extras, keep_gathered=keep)
-    elif keep:
-        assert left is not None
-        gathered = all_gather(left.data, call.axis_name, axis=1, tiled=True)
-    else:
-        extras = tuple(all_gather(extra, call.axis_name) for extra in extras)
-    if for_w and call.recipe is None:
-        x = residuals.activation
-        x = x.reshape(call.leading, call.size * call.rows, x.shape[-1])
-        dweight = dot(x, gathered, (0, 1), (0, 1), dtype)
-    elif for_w:
-        assert dz8 is not None
-        if extras:
-            right = in_order(call, (*extras, dz8.transposed_scale_inv)[:2], square=True)
-        else:
-            right = transposed_codes(gathered, dz8.scale_inv)
-        x8 = Operand(residuals.activation, residuals.activation_scale_inv, call.scaling)
-        dweight = _wgrad(call, x8, right, dtype)
-    if dx is not None:
-        dx = dx.reshape(call.leading, call.size, call.rows, dx.shape[-1])
-    return dx, dweight, dbias, dstate
+def _reduce_scatter_backward(spec: CollectiveSpec, residuals: Residuals, dz):
+    (dtype,), (state,) = spec.kernel_dtypes, residuals.states
+    dx = gathered = None
+    for_kernel = residuals.activation is not None and dtype is not None
+    sides = sides_of(
+        spec, "gradient", dz, (spec.leading, spec.rows), "rows", state,
+        by_cols=for_kernel, gathered=True,
+    )  # fmt: skip
+    dbias = jnp.sum(dz.astype(jnp.float32), axis=(0, 1)) if spec.biased[0] else None
+    if kernels := _for_dgrad(spec, residuals.kernels):
+        parts = travelling(sides.by_cols) if for_kernel else ()
+        keep = for_kernel and not parts
+        (dx,), data, parts = _all_gather_gemm(spec, "dgrad", sides.by_rows, kernels, (None,), parts, keep)
+        dx = dx.reshape(spec.leading, spec.size, spec.rows, dx.shape[-1])
+        gathered = with_parts(sides.by_cols, data, parts) if for_kernel else None
+    elif for_kernel:
+        gathered = gather(spec, sides.by_cols)
+    dy = None if gathered is None else in_order(spec, gathered, square=True)
+    dkernel = wgrad(spec, residuals.activation, dy, dtype)
+    return dx, dkernel, dbias, _next_state(spec, state, (*residuals.amaxes, sides.amax))
 
 
-_scattered_product.defvjp(_scattered_product_forward, _scattered_product_backward, symbolic_zeros=True)
+_reduce_scatter.defvjp(_reduce_scatter_forward, _reduce_scatter_backward, symbolic_zeros=True)
 
 
-def _absent(dtype) -> Array:
-    return jnp.zeros((0,), dtype)
+# ------------------------------------------------------------------------------------------------------ what both share
 
 
-def _residuals(
-    wanted: _Wanted, dtypes, activation: Any, scale_inv, weights: tuple[Operand, ...], states, amaxes=()
-) -> _Residuals:
-    name = _NAMES["activation"]
-    return _Residuals(
-        wanted.as_flags(),
-        dtypes,
-        checkpoint_name(activation, name),
-        None if scale_inv is None else checkpoint_name(scale_inv, name),
-        weights,
-        states,
-        tuple(_absent(jnp.float32) if amax is None else checkpoint_name(amax, name) for amax in amaxes),
-    )
+def _validate_differentiated(spec: CollectiveSpec, x, kernels, states) -> None:
+    """Checks that operands have what the gradients that are asked for read, and that states are advanced."""
 
+    def perturbed(operand) -> bool:
+        return not isinstance(operand, QuantizedArray) and operand.perturbed
 
-def _next_state(call: Call, state: Any, amaxes: tuple[Any, ...]) -> DelayedScalingState:
-    """What follows from the largest magnitudes of x, w and dy; those without elements or None were not observed."""
-    seen: Any = {
-        role: amax if amax is not None and amax.ndim == 0 else None
-        for role, amax in zip(_fp8.ROLES, amaxes, strict=True)
-    }
-    return _fp8.next_state(state, seen, call.axis_name)
-
-
-def _kept_weight(name: str, weight, weight8: QuantizedArray, wanted: bool) -> Operand:
-    """The copy that products over N read, with a name unless it is an argument."""
-    given = isinstance(weight, QuantizedArray)
-    scaling = scaling_of(weight8.scaling)
-    if not wanted:
-        assert weight8.transposed is not None
-        return Operand(_absent(weight8.transposed.dtype), _absent(jnp.float32), scaling)
-    if weight8.data is None:
+    if perturbed(x):
+        for i, kernel in enumerate(kernels):
+            if isinstance(kernel, QuantizedArray) and kernel.data is None:
+                name = f"kernel[{i}]" if kernels[1:] else "kernel"
+                raise ValueError(
+                    f"{name} has no data copy, which the gradient with respect to x reads; quantize it with "
+                    "copies='both'"
+                )
+    for kernel, state in zip(kernels, states, strict=True):
+        _fp8.validate_advanced(state, trained=perturbed(kernel))
+    if not any(map(perturbed, kernels)):
+        return
+    tensor_is_gathered = spec.name == "all_gather_matmul" and spec.scaling == "tensor"
+    if isinstance(x, QuantizedArray) and x.transposed is None and not tensor_is_gathered:
         raise ValueError(
-            f"{name} has no data copy, which the gradient with respect to x reads; quantize it with copies='both'"
+            "x has no transposed copy, which the gradient with respect to kernel reads; quantize it with copies='both'"
         )
-    kept = Operand(weight8.data, weight8.scale_inv, scaling)
-    return kept if given else jax.tree.map(lambda leaf: checkpoint_name(leaf, _NAMES["kernel"]), kept)
+    if spec.blocks_span_shards:
+        raise ValueError(
+            f"x has {spec.rows} rows for each device; the gradient of kernel with block scaling needs a multiple of "
+            f"{BLOCK}: pad them, or use CurrentScaling or RowwiseScaling"
+        )
 
 
-def _like_left(weight: Operand, call: Call) -> Operand:
-    """A kept right side in the dtype of plain left sides."""
-    return dataclasses.replace(weight, data=weight.data.astype(call.x_dtype)) if weight.scaling == "none" else weight
+def _kernels(spec: CollectiveSpec, kernels, split: Literal["rows", "cols"], states, differentiated: bool):
+    """(rhs of the product for each kernel, what the gradient of x reads of it, its amax)."""
+    rights, kept, amaxes = [], [], []
+    for kernel, state in zip(kernels, states, strict=True):
+        amax = None
+        if spec.recipe is None:
+            right, left = GemmOperand(kernel.astype(spec.x_dtype), summed_first=True), GemmOperand(kernel)
+        else:
+            left, right, amax, _ = sides_of(
+                spec, "kernel", kernel, kernel.shape[:1], split, state, by_rows=differentiated
+            )
+            if not isinstance(kernel, QuantizedArray):  # as an argument it is there anyway
+                left = _named(left, "kernel")
+        rights.append(right)
+        kept.append(left)
+        amaxes.append(amax)
+    return tuple(rights), tuple(kept), tuple(amaxes)
 
 
-def _whole_activation(call: Call, residuals: _Residuals, dy: Array) -> Operand:
-    """What dw reads of x: plain [A, D·R, K], or FP8 [K, A·D·R]."""
-    activation, scale_inv = residuals.activation, residuals.activation_scale_inv
-    shard = call.residual == "shard"
-    if shard:
+def _for_dgrad(spec: CollectiveSpec, kernels: tuple[GemmOperand | None, ...]) -> tuple[GemmOperand, ...]:
+    """Kept kernels as products with gradients read them; none where x has no gradient."""
+    found = tuple(kernel for kernel in kernels if kernel is not None)
+    if spec.x_is_quantized or len(found) < len(kernels):
+        return ()
+    if spec.recipe is not None:
+        return found
+    return tuple(dataclasses.replace(kernel, data=kernel.data.astype(spec.x_dtype)) for kernel in found)
+
+
+def _regathered(spec: CollectiveSpec, activation: GemmOperand | None, dy: Array) -> GemmOperand | None:
+    """All rows of x for the gradients of kernels."""
+    if activation is not None and spec.residual == "shard":
         # Not before dy is there, and not as one with the gather of the forward pass: what it gathers would be kept.
-        activation, _ = lax.optimization_barrier((activation, dy))
-    if call.scaling in ("none", "tensor"):
-        if shard:
-            activation = all_gather(activation, call.axis_name, axis=1, tiled=True)
-        return Operand(activation) if scale_inv is None else transposed_codes(activation, scale_inv)
-    assert scale_inv is not None
-    if shard:
-        activation = all_gather(activation, call.axis_name)
-        scale_inv = all_gather(scale_inv, call.axis_name) if call.scaling == "block" else scale_inv
-    return in_order(call, (activation, scale_inv), square=False)
+        data, _ = lax.optimization_barrier((activation.data, dy))
+        activation = gather(spec, dataclasses.replace(activation, data=data))
+    return None if activation is None else in_order(spec, activation, square=False)
 
 
-def _wgrad(call: Call, x: Operand, dy: Operand, dtype: np.dtype) -> Array:
-    """x · dyᵀ of FP8 [K, T] and [N, T]: [K, N]."""
-    padding = -x.data.shape[1] % FP8_ALIGNMENT  # zeros change neither the sum nor the scales
-    x, dy = (dataclasses.replace(a, data=jnp.pad(a.data, ((0, 0), (0, padding)))) for a in (x, dy))
-    return gemm(
-        quantized(x, left=True),
-        quantized(dy, left=False),
-        rhs_contracting="cols",
-        out_dtype=dtype,
-        fast_accumulation=call.is_fast("wgrad"),
-        implementation=call.implementation,
-    )
+def _named(tree: Any, role: Role) -> Any:
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, f"te_collective_{role}"), tree)
+
+
+def _next_state(spec: CollectiveSpec, state: Any, amaxes: tuple[Array | None, ...]) -> DelayedScalingState | None:
+    """The state after this use of it, with the amaxes of x, kernel and dy; those that are None were not observed."""
+    return None if state is None else _fp8.next_state(state, dict(zip(_fp8.ROLES, amaxes, strict=True)), spec.axis_name)

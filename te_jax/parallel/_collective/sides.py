@@ -1,111 +1,165 @@
-"""Sides of FP8 products: quantized with scales that devices agree on, and in the order of gathered rows."""
+"""Operands of collective products: as each product reads them, and in the order of gathered rows."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from te_jax.ops._fp8 import Fp8
-from te_jax.ops.quantize import QuantizedParts
-from te_jax.parallel._collective.call import Call, scaling_of
-from te_jax.parallel.transports.exchange import Operand
+from te_jax._core.types import FP8_ALIGNMENT
+from te_jax.ops.gemm import gemm
+from te_jax.parallel._collective.call import CollectiveSpec, scaling_of
+from te_jax.parallel.transports.exchange import GemmOperand, all_gather, dot, quantized
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Role
 
 
-def quantize_matrix(
-    call: Call,
+class Sides(NamedTuple):
+    """A matrix of rows as its products read it.
+
+    Attributes:
+      by_rows: a GemmOperand for products that sum over its last dimension, [*lead, K]; None without such a copy.
+      by_cols: a GemmOperand for products that sum over its rows: plain [*lead, K], quantized [K, rows]. Where the data
+        of tensor scaling is gathered it is `by_rows`, which is transposed afterwards. None where there is no such copy.
+      amax: where scaling is delayed, and the array did not come quantized.
+      dbias: the sum over rows, where it was asked for.
+    """
+
+    by_rows: Any
+    by_cols: Any
+    amax: Array | None = None
+    dbias: Array | None = None
+
+
+def sides_of(
+    spec: CollectiveSpec,
     role: Role,
-    x,
-    split: dict[Any, tuple[str, ...]],
+    x: Any,
+    lead: tuple[int, ...],
+    split: Literal["rows", "cols"],
+    state: DelayedScalingState | None,
     *,
-    data: bool,
-    transposed: bool,
+    by_rows: bool = True,
+    by_cols: bool = True,
     gathered: bool = False,
     with_dbias: bool = False,
-    state: DelayedScalingState | None = None,
-    observed: bool = False,
-) -> QuantizedParts:
-    """FP8 of x as a matrix of rows [-1, last dimension].
+) -> Sides:
+    """Quantizes an array where there is a recipe.
 
     Args:
-      call: what is static.
+      spec: static arguments.
       role: of x.
-      x: the array; a QuantizedArray is returned as it is.
-      split: the mesh axes over which rows or cols of the whole tensor are split.
-      data, transposed: which copies are needed.
-      gathered: the rows of other devices are gathered: the scales of columns then have to agree.
-      with_dbias: whether the sum is asked for.
+      x: plain, or quantized as a matrix.
+      lead: the dimensions before the last as products read them.
+      split: "rows" or "cols": which of the whole matrix are split over the devices.
       state: of delayed scaling, the same on all devices; None for other recipes.
-      observed: whether the largest magnitude is asked for.
+      by_rows, by_cols: which sides are needed.
+      gathered: the rows of other devices are gathered: scales of columns then have to agree.
+      with_dbias: whether the sum over rows is asked for.
     """
-    if isinstance(x, QuantizedArray):
-        if transposed and x.transposed is None:
-            raise ValueError(
-                "x has no transposed copy, which the gradient with respect to w reads; quantize it with copies='both'"
-            )
-        return QuantizedParts(x, None, None)
-    agreed = call.scaling == "tensor" or (gathered and call.scaling == "row")
-    parts = Fp8(call.name, call.fp8, call.implementation).quantize(
+    if spec.recipe is None:
+        dbias = jnp.sum(x.astype(jnp.float32), axis=tuple(range(x.ndim - 1))) if with_dbias else None
+        plain = GemmOperand(x.astype(spec.x_dtype).reshape(*lead, x.shape[-1]))
+        return Sides(plain, plain, None, dbias)
+    transposed_later = gathered and spec.scaling == "tensor"
+    agreed = spec.scaling == "tensor" or (gathered and spec.scaling == "row")
+    transposed = by_cols and not transposed_later
+    x8, amax, dbias = spec.fp8.quantize(
         role,
-        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
+        x if isinstance(x, QuantizedArray) else x.reshape(-1, x.shape[-1]),  # pyright: ignore[reportArgumentType]
         state,
         row_ndim=1,
-        copies="both" if data and transposed else "data" if data else "transposed",
-        axis_name=split if agreed else None,
+        copies="both" if by_rows and transposed else "data" if by_rows else "transposed",
+        axis_name={split: spec.axis_name} if agreed else None,
         with_dbias=with_dbias,
     )
-    return parts if observed else parts._replace(amax=None)
+    rows = None if x8.data is None else _data_of(x8, lead)
+    cols = None
+    if x8.transposed is not None:
+        cols = GemmOperand(x8.transposed, x8.transposed_scale_inv, scaling_of(x8.transposed_scaling))
+    return Sides(rows, rows if transposed_later else cols, amax, dbias)
 
 
-def travelling_parts(call: Call, x8: QuantizedArray) -> tuple[Array, ...]:
-    """What is gathered of a transposed copy: its codes, and its scales where they are those of blocks."""
-    assert x8.transposed is not None
-    assert x8.transposed_scale_inv is not None
-    return (x8.transposed, x8.transposed_scale_inv) if call.scaling == "block" else (x8.transposed,)
+def _data_of(x: QuantizedArray, lead: tuple[int, ...]) -> GemmOperand:
+    data, scale_inv, scaling = x.data, x.scale_inv, scaling_of(x.scaling)
+    assert data is not None
+    assert scale_inv is not None
+    if scaling == "row":
+        scale_inv = scale_inv.reshape(lead)
+    if scaling == "block" and x.scaling == "block_1x128":
+        scale_inv = jnp.moveaxis(scale_inv.reshape(scale_inv.shape[0], *lead), 0, -2)
+    return GemmOperand(data.reshape(*lead, data.shape[-1]), scale_inv, scaling)
 
 
-def transposed_codes(codes: Any, scale_inv: Any) -> Operand:
-    """[A, D·R, K] with one scale as [K, A·D·R]."""
-    return Operand(codes.reshape(math.prod(codes.shape[:-1]), codes.shape[-1]).T, scale_inv, "tensor")
+# ------------------------------------------------------------------------------ operands of the kernel's gradient
 
 
-def in_order(call: Call, parts: tuple[Any, ...], *, square: bool) -> Operand:
-    """Gathered transposed copies [D, K, A·R] as one [K, A·D·R], whose rows have the order of those of x.
+def travelling(by_cols: GemmOperand | None) -> tuple[Array, ...]:
+    """The arrays that are gathered beside the data by rows: values of the transposed copy, and scales of blocks."""
+    if by_cols is None or by_cols.scaling in ("none", "tensor"):
+        return ()
+    assert by_cols.scale_inv is not None
+    return (by_cols.data, by_cols.scale_inv) if by_cols.scaling == "block" else (by_cols.data,)
+
+
+def with_parts(by_cols: GemmOperand, gathered: Array | None, parts: tuple[Array, ...]) -> GemmOperand:
+    """The operand of all devices: data by rows [A, D·R, K] as it was gathered, or the gathered `travelling`."""
+    data, scale_inv = (*(parts or (gathered,)), by_cols.scale_inv)[:2]
+    assert data is not None
+    return dataclasses.replace(by_cols, data=data, scale_inv=scale_inv)
+
+
+def gather(spec: CollectiveSpec, by_cols: GemmOperand) -> GemmOperand:
+    """The operand of all devices, by a plain collective."""
+    if parts := travelling(by_cols):
+        return with_parts(by_cols, None, tuple(all_gather(part, spec.axis_name) for part in parts))
+    return with_parts(by_cols, all_gather(by_cols.data, spec.axis_name, axis=1, tiled=True), ())
+
+
+def in_order(spec: CollectiveSpec, whole: GemmOperand, *, square: bool) -> GemmOperand:
+    """An operand of all devices with its rows in the order of x: plain [A, D·R, K], quantized [K, A·D·R].
 
     Args:
-      call: what is static.
-      parts: codes, and scales: of rows [K], of blocks [D, A·R/128, K], or [D, K/128, A·R/128] where they are square.
-      square: whether blocks are.
+      spec: static arguments.
+      whole: data by rows [A, D·R, K] with one scale or none; or transposed copies [D, K, A·R] with scales of rows [K]
+        or of blocks, [D, A·R/128, K] or [D, K/128, A·R/128].
+      square: whether blocks are 128x128.
     """
-    codes, scale_inv = parts
-    A, D = call.leading, call.size
+    data, scale_inv = whole.data, whole.scale_inv
+    if whole.scaling == "none":
+        return whole
+    if whole.scaling == "tensor":
+        return dataclasses.replace(whole, data=data.reshape(math.prod(data.shape[:-1]), data.shape[-1]).T)
+    A, D = spec.leading, spec.size
 
     def merged(x: Array) -> Array:
         _, outer, rows = x.shape
         return x.reshape(D, outer, A, rows // A).transpose(1, 2, 0, 3).reshape(outer, D * rows)
 
-    if call.scaling == "block":
+    if whole.scaling == "block":
+        assert scale_inv is not None
         scale_inv = merged(scale_inv) if square else merged(scale_inv.transpose(0, 2, 1)).T
-    return Operand(merged(codes), scale_inv, call.scaling)
+    return dataclasses.replace(whole, data=merged(data), scale_inv=scale_inv)
 
 
-def left_side(x: QuantizedArray, *sizes: int) -> Operand:
-    """The data [prod(sizes), K] of a quantized matrix as a left side [*sizes, K]."""
-    data, scale_inv, scaling = x.data, x.scale_inv, scaling_of(x.scaling)
-    assert data is not None
-    assert scale_inv is not None
-    if scaling == "row":
-        scale_inv = scale_inv.reshape(sizes)
-    if scaling == "block":
-        scale_inv = jnp.moveaxis(scale_inv.reshape(scale_inv.shape[0], *sizes), 0, -2)
-    return Operand(data.reshape(*sizes, data.shape[-1]), scale_inv, scaling)
-
-
-def transposed_side(x: QuantizedArray) -> Operand:
-    """The transposed copy of a quantized matrix, which products over its rows read, as either side."""
-    assert x.transposed is not None
-    return Operand(x.transposed, x.transposed_scale_inv, scaling_of(x.transposed_scaling))
+def wgrad(spec: CollectiveSpec, x: GemmOperand | None, dy: GemmOperand | None, dtype: np.dtype | None) -> Array | None:
+    """xᵀ · dy over all rows, [K, N]; None where an operand is missing, or the kernel has no gradient."""
+    if x is None or dy is None or dtype is None:
+        return None
+    if x.scaling == "none":
+        lhs, rhs = (a.data.reshape(-1, a.data.shape[-1]) for a in (x, dy))
+        return dot(lhs, rhs, (0,), (0,), dtype)
+    padding = -x.data.shape[1] % FP8_ALIGNMENT  # zeros change neither the sum nor the scales
+    x, dy = (dataclasses.replace(a, data=jnp.pad(a.data, ((0, 0), (0, padding)))) for a in (x, dy))
+    return gemm(
+        quantized(x, left=True),
+        quantized(dy, left=False),
+        rhs_contracting="cols",
+        out_dtype=dtype,
+        fast_accumulation=spec.of("wgrad").fast_accumulation,
+        implementation=spec.implementation,
+    )

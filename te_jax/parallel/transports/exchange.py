@@ -1,7 +1,7 @@
-"""What transports of collective matmul take and give, and the product of one piece that those made of XLA share.
+"""What transports of collective matmul take and return, and the GEMM of one piece that those made of XLA share.
 
 A transport is a module with two functions, the `Transport` below. Both run inside `shard_map` or `pmap`, on the shards
-of D devices, in canonical shapes: A for what comes before the dimension that is gathered or scattered, R rows of one
+of D devices, in canonical shapes: A for the dimensions before the one that is gathered or scattered, R rows of one
 device, K summed over, N columns.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,53 +19,24 @@ from jax import Array, lax
 
 from te_jax.ops._gemm_product import Scaling, allowed_dtype
 from te_jax.ops.gemm import gemm
+from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling as CopyScaling
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """The static arguments of a transport, together.
-
-    Attributes:
-      axis_name: the mesh axes, the first varying slowest.
-      size: D, the number of devices along them.
-      out_dtype: of the products, and of partial sums on their way.
-      fast_accumulation: see `te_jax.ops.gemm`; of quantized operands.
-      native: quantized operands are multiplied by te_gemm, else by the reference.
-      bidirectional: rings send halves both ways.
-      timeout: seconds to wait for a device that does not arrive, where a transport waits on the host.
-      name: of the public function, for messages.
-      protocol: of a gather by "p2p": None for the faster one; it can "get" from its peers or "put" to them.
-      automatic: "auto" has chosen the transport: plain collectives stand in for it where it turns out, while a program
-        is lowered, that it cannot be used.
-    """
-
-    axis_name: tuple[str, ...]
-    size: int
-    out_dtype: np.dtype
-    fast_accumulation: bool
-    native: bool
-    bidirectional: bool
-    timeout: float
-    name: str
-    protocol: Literal["get", "put"] | None = None
-    automatic: bool = False
 
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=("data", "scale_inv"), meta_fields=("scaling", "summed_first")
 )
 @dataclasses.dataclass(frozen=True)
-class Operand:
-    """One side of a product: the left side is [*rows, K], the right side, the weights, a matrix.
+class GemmOperand:
+    """One side of a GEMM: the LHS is [*rows, K], the RHS, a kernel, a matrix.
 
     Attributes:
-      data: left: [A, R, K], or [A, D, R, K] where it is to be scattered. Right: [K, N] or [N, K].
-      scale_inv: float32; None for plain data. Left: "tensor" [], "row" [A, (D,) R], "block" [A, (D,) ceil(K/128), R].
-        Right: "tensor" [], "row" [N], "block" [ceil(N/128), ceil(K/128)].
+      data: LHS: [A, R, K], or [A, D, R, K] where it is to be scattered. RHS: [K, N] or [N, K].
+      scale_inv: float32; None for plain data. LHS: "tensor" [], "row" [A, (D,) R], "block" [A, (D,) ceil(K/128), R].
+        RHS: "tensor" [], "row" [N], "block" [ceil(N/128), ceil(K/128)].
       scaling: "none" for plain data. The same on both sides.
-      summed_first: right: whether it is [K, N]. Quantized data is [N, K].
+      summed_first: of a RHS: whether it is [K, N]. Quantized data is [N, K].
     """
 
     data: Array
@@ -72,25 +44,43 @@ class Operand:
     scaling: Scaling = "none"
     summed_first: bool = False
 
-    def rows(self, first: int, size: int) -> Operand:
-        """A left side [A, R, K] with the rows from `first` on."""
-        data, scale_inv = lax.slice_in_dim(self.data, first, first + size, axis=1), self.scale_inv
-        if self.scaling in ("row", "block"):
-            assert scale_inv is not None
-            scale_inv = lax.slice_in_dim(scale_inv, first, first + size, axis=scale_inv.ndim - 1)
-        return dataclasses.replace(self, data=data, scale_inv=scale_inv)
+    @property
+    def columns(self) -> int:
+        """N of a RHS."""
+        return self.data.shape[1 if self.summed_first else 0]
 
-    def block(self, rank: Array) -> Operand:
-        """Of a left side [A, D, R, K], the rows [A, R, K] that belong to a device."""
+    def map(self, of_data: Callable[[Array], Array], of_scales: Callable[[Array], Array]) -> GemmOperand:
+        """A LHS with a function of its data, and a function of its scales where each row has its own."""
+        scale_inv = self.scale_inv
+        if scale_inv is not None and self.scaling != "tensor":
+            scale_inv = of_scales(scale_inv)
+        return dataclasses.replace(self, data=of_data(self.data), scale_inv=scale_inv)
+
+    def rows(self, first: int, size: int) -> GemmOperand:
+        """A LHS [A, R, K] with the rows from `first` on."""
+
+        def taken(x: Array, axis: int) -> Array:
+            return lax.slice_in_dim(x, first, first + size, axis=axis)
+
+        return self.map(lambda data: taken(data, 1), lambda scales: taken(scales, scales.ndim - 1))
+
+    def shard(self, rank: Array) -> GemmOperand:
+        """The rows [A, R, K] of a LHS [A, D, R, K] that belong to one device."""
 
         def taken(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, rank, axis=1, keepdims=False)
 
-        scale_inv = self.scale_inv
-        if self.scaling in ("row", "block"):
-            assert scale_inv is not None
-            scale_inv = taken(scale_inv)
-        return dataclasses.replace(self, data=taken(self.data), scale_inv=scale_inv)
+        return self.map(taken, taken)
+
+    def merged(self, axis: int) -> GemmOperand:
+        """A LHS whose dimension `axis` of rows becomes one with the rows that follow it."""
+
+        def scales(x: Array) -> Array:
+            x = jnp.moveaxis(x, axis, -2)
+            return x.reshape(*x.shape[:-2], -1)
+
+        shape = self.data.shape
+        return self.map(lambda data: data.reshape(*shape[:axis], -1, *shape[axis + 2 :]), scales)
 
 
 class Transport(Protocol):
@@ -98,38 +88,38 @@ class Transport(Protocol):
 
     def all_gather_gemm(
         self,
-        exchange: Exchange,
-        x: Operand,
-        weights: tuple[Operand, ...],
+        spec: CollectiveSpec,
+        x: GemmOperand,
+        kernels: tuple[GemmOperand, ...],
         biases: tuple[Array | None, ...],
         extras: tuple[Array, ...],
         keep_gathered: bool,
     ) -> tuple[tuple[Array, ...], Array | None, tuple[Array, ...]]:
-        """Products of rows that are gathered with weights that are not.
+        """Gathers x and multiplies it with each kernel.
 
         Args:
-          exchange: what is static.
-          x: left side [A, R, K] of this device.
-          weights: right sides, all for the same gathered x.
-          biases: float32 [N] for each of them, or None.
+          spec: static arguments.
+          x: LHS [A, R, K] of this device.
+          kernels: a RHS each, all for the same gathered x.
+          biases: float32 [N] for each kernel, or None.
           extras: arrays [*s] that are gathered as well.
           keep_gathered: also return the gathered data of x.
 
         Returns:
-          (products, gathered, gathered extras): for each of the weights [A, D·R, N] in out_dtype, the rows of device q
-          from q·R on; [A, D·R, K] or None; [D, *s] for each extra.
+          (products, gathered, gathered extras): for each kernel [A, D·R, N] in out_dtype, the rows of device q from
+          q·R on; [A, D·R, K] or None; [D, *s] for each extra.
         """
         ...
 
     def gemm_reduce_scatter(
-        self, exchange: Exchange, xs: tuple[Operand, ...], weights: tuple[Operand, ...], bias: Array | None
+        self, spec: CollectiveSpec, xs: tuple[GemmOperand, ...], kernels: tuple[GemmOperand, ...], bias: Array | None
     ) -> Array:
-        """Σᵢ xᵢ · weightsᵢ, summed over devices, of which each keeps its own rows.
+        """Σᵢ xᵢ · kernelsᵢ, summed over devices; each device keeps its own rows.
 
         Args:
-          exchange: what is static.
-          xs: left sides [A, D, R, Kᵢ].
-          weights: a right side for each.
+          spec: static arguments.
+          xs: a LHS [A, D, R, Kᵢ] each.
+          kernels: a RHS for each.
           bias: float32 [N], added once, after the sum; or None.
 
         Returns:
@@ -139,61 +129,55 @@ class Transport(Protocol):
 
 
 def multiply(
-    exchange: Exchange,
-    x: Operand,
-    weight: Operand,
+    spec: CollectiveSpec,
+    x: GemmOperand,
+    kernel: GemmOperand,
     *,
     bias: Array | None = None,
     dtype: np.dtype | None = None,
     accumulator: Array | None = None,
 ) -> Array:
-    """The product of a left side [A, R, K] with a right side.
+    """The product [A, R, N] of x [A, R, K] and a kernel, plus a bias [N] in float32.
 
     Args:
-      exchange: what is static.
-      x, weight: the operands.
-      bias: float32 [N], added to the product.
+      spec, x, kernel, bias: as for `Transport`.
       dtype: of the result; None is out_dtype.
       accumulator: float32 [A, R, N], added to the product in its place; dtype is then float32.
-
-    Returns:
-      [A, R, N].
     """
-    dtype = dtype or exchange.out_dtype
+    dtype = dtype or spec.out_dtype
     if x.scaling == "none":
-        y = dot(x.data, weight.data, (2,), (0 if weight.summed_first else 1,), dtype)
+        y = dot(x.data, kernel.data, (2,), (0 if kernel.summed_first else 1,), dtype)
         return with_bias(y if accumulator is None else accumulator + y, bias, dtype)
-    A, R, _ = x.data.shape
-    N = weight.data.shape[0]
+    shape = (*x.data.shape[:2], kernel.data.shape[0])
     y = gemm(
-        quantized(_flat_rows(x), left=True),
-        quantized(weight, left=False),
+        quantized(x.merged(0), left=True),
+        quantized(kernel, left=False),
         rhs_contracting="cols",
         bias=bias,
         out_dtype=dtype,
-        accumulator=None if accumulator is None else accumulator.reshape(A * R, N),
-        fast_accumulation=exchange.fast_accumulation,
-        implementation="native" if exchange.native else "reference",
+        accumulator=None if accumulator is None else accumulator.reshape(-1, shape[2]),
+        fast_accumulation=spec.fast_accumulation,
+        implementation=spec.implementation,
     )
-    return y.reshape(A, R, N)
+    return y.reshape(shape)
 
 
 def sum_of_products(
-    exchange: Exchange, xs: tuple[Operand, ...], weights: tuple[Operand, ...], bias: Array | None = None
+    spec: CollectiveSpec, xs: tuple[GemmOperand, ...], kernels: tuple[GemmOperand, ...], bias: Array | None = None
 ) -> Array:
-    """Σᵢ xᵢ · weightsᵢ + bias of left sides [A, R, Kᵢ]: [A, R, N] in out_dtype; several are added up in float32."""
+    """Σᵢ xᵢ · kernelsᵢ + bias, of xᵢ [A, R, Kᵢ]: [A, R, N] in out_dtype; several are added up in float32."""
     if len(xs) == 1:
-        return multiply(exchange, xs[0], weights[0], bias=bias)
+        return multiply(spec, xs[0], kernels[0], bias=bias)
     total = None
-    for x, weight in zip(xs, weights, strict=True):
-        total = multiply(exchange, x, weight, dtype=np.dtype(np.float32), accumulator=total)
+    for x, kernel in zip(xs, kernels, strict=True):
+        total = multiply(spec, x, kernel, dtype=np.dtype(np.float32), accumulator=total)
     assert total is not None
-    return with_bias(total, bias, exchange.out_dtype)
+    return with_bias(total, bias, spec.out_dtype)
 
 
 def with_bias(y: Array, bias: Array | None, dtype: jax.typing.DTypeLike) -> Array:
-    """y [A, R, N] plus a bias [N] in float32, in dtype."""
-    return y.astype(dtype) if bias is None else (y.astype(jnp.float32) + bias[None, None]).astype(dtype)
+    """y [A, R, N] plus a bias [N], added in float32, in dtype."""
+    return (y if bias is None else y.astype(jnp.float32) + bias.astype(jnp.float32)[None, None]).astype(dtype)
 
 
 def dot(
@@ -205,32 +189,20 @@ def dot(
     return y.astype(dtype)
 
 
-def quantized(x: Operand, *, left: bool) -> QuantizedArray:
+def quantized(x: GemmOperand, *, left: bool) -> QuantizedArray:
     """A matrix [outer, summed] with its scales as `te_jax.ops.gemm` takes it: summed over its cols."""
     block: CopyScaling = "block_1x128" if left else "block_128x128"
     scaling: CopyScaling = block if x.scaling == "block" else "row" if x.scaling == "row" else "tensor"
     return QuantizedArray(x.data, x.scale_inv, None, None, 1, 1, scaling, scaling, np.dtype(np.float32))
 
 
-def _flat_rows(x: Operand) -> Operand:
-    """A quantized left side [A, R, K] as a matrix [A·R, K]."""
-    A, R, K = x.data.shape
-    scale_inv = x.scale_inv
-    assert scale_inv is not None
-    if x.scaling == "row":
-        scale_inv = scale_inv.reshape(A * R)
-    if x.scaling == "block":
-        scale_inv = jnp.moveaxis(scale_inv, 0, 1).reshape(scale_inv.shape[1], A * R)
-    return dataclasses.replace(x, data=x.data.reshape(A * R, K), scale_inv=scale_inv)
-
-
 def as_bytes(x: Array) -> Array:
-    """FP8 as bytes: what is only moved must not be widened on the way, as XLA's CPU backend does."""
+    """FP8 as bytes: XLA's CPU backend would widen FP8 values that are only moved."""
     return lax.bitcast_convert_type(x, jnp.uint8) if _is_fp8(x) else x
 
 
 def like_bytes(moved: Array, x: Array) -> Array:
-    """Bytes in the dtype of what they were made of."""
+    """Bytes in the dtype of the array that they were made of."""
     return lax.bitcast_convert_type(moved, x.dtype) if _is_fp8(x) else moved
 
 

@@ -1,16 +1,15 @@
 """Collective products by direct copies between devices: one custom call, in which copies hide behind products.
 
-Devices of a group must be able to reach each other's memory. Where one process drives them all, they copy between XLA's
-own buffers; where several do, between memory that these processes share.
+Devices of a group must be able to access each other's memory. Where one process drives them all, they copy between
+XLA's own buffers; where several processes do, through shared memory segments.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +17,25 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from te_jax import native, sharding
-from te_jax.ops._gemm_product import allowed_dtype, autotunes
+from te_jax.ops._gemm_product import algorithm_for, allowed_dtype
+from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel.transports import processes, xla
-from te_jax.parallel.transports.exchange import Exchange, Operand, Scaling, with_bias
+from te_jax.parallel.transports.exchange import GemmOperand, with_bias
 
 _FLOAT32 = np.dtype(np.float32)
 _WORKSPACE_BYTES = 8 * 2**20 + 512
-"""Of each product: 8 MiB for cuBLASLt, and before them 512 bytes for scalars and alignment."""
-_GATHER_QUEUES = 2
-"""Products of a gather that run at the same time: kProductQueues of cuda_ext/collective_gemm."""
+"""For each stream of GEMMs: 8 MiB for cuBLASLt, after 512 bytes for scalars and alignment."""
+_GATHER_STREAMS = 2
+"""GEMMs of a gather that run at the same time: kGemmStreams of cuda_ext/collective_gemm."""
 
 _SHORTEST_PRODUCT = 48e-6
 """Seconds of multiplying for each device of a group, below which plain collectives are as fast: a call costs the host
 more than theirs do. Measured on two and four H200s (docs/measurements.md), a guess for more."""
+_SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES = math.inf
+"""The same for a group whose devices several processes drive. Infinite: "auto" leaves them to plain collectives."""
 _HOST_SECONDS = 5e-6
 """Of a call of the driver: each index of the leading dimensions that is gathered takes one for each other device."""
 _RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}
@@ -42,148 +44,223 @@ _LONGEST_TIMEOUT = 1e8
 """Seconds, three years: the extension counts in nanoseconds."""
 
 
-def is_worthwhile(exchange: Exchange, xs: Sequence[Operand], weights: Sequence[Operand], *, gathers: bool) -> bool:
-    """Whether this transport can be used here and is expected to be faster than plain collectives.
+def is_worthwhile(
+    spec: CollectiveSpec, xs: Sequence[GemmOperand], kernels: Sequence[GemmOperand], *, gathers: bool
+) -> bool:
+    """Whether this transport can be used here and is expected to be faster than plain collectives, as far as a trace
+    knows: whether one process drives a group is certain only when devices are known, see `_is_usable`.
 
     Args:
-      exchange: what is static.
-      xs, weights: as of the transport's functions; one x where rows are gathered.
-      gathers: whether they are, or products scattered.
+      spec: static arguments.
+      xs, kernels: as of the transport's functions; one x where rows are gathered.
+      gathers: whether rows are gathered; otherwise products are scattered.
     """
-    if not exchange.native or native.compute_capability() is None:
+    if not spec.native or native.compute_capability() is None:
         return False
-    if sharding.unmapped_axes() or sharding.axes_without_devices(exchange.axis_name):
+    if sharding.unmapped_axes() or sharding.axes_without_devices(spec.axis_name):
         return False
-    if jax.local_device_count() < exchange.size:  # a group of several processes: see _is_usable
-        return False
-    seconds = 0.0
-    for i, weight in enumerate(weights):
+    seconds = _seconds_to_hide(spec, xs, kernels, gathers=gathers)
+    return _hides(seconds, several_processes=jax.local_device_count() < spec.size)
+
+
+def _hides(seconds: float, *, several_processes: bool) -> bool:
+    """Whether that much multiplying for each device hides what a call costs: the rule of "auto"."""
+    return seconds >= (_SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES if several_processes else _SHORTEST_PRODUCT)
+
+
+def _seconds_to_hide(
+    spec: CollectiveSpec, xs: Sequence[GemmOperand], kernels: Sequence[GemmOperand], *, gathers: bool
+) -> float:
+    """For each device of a group, seconds of multiplying less those of the host's copies."""
+    size, seconds = spec.size, 0.0
+    for i, kernel in enumerate(kernels):
         x = xs[0 if gathers else i].data
-        rows = math.prod(x.shape[:-1]) * (exchange.size if gathers else 1)
-        seconds += 2 * rows * math.prod(weight.data.shape) / _RATES[x.dtype.itemsize]
-    pieces, size = xs[0].data.shape[0], exchange.size
-    copies = (pieces - 1) * (size - 1) if gathers else 0
-    return seconds >= _SHORTEST_PRODUCT * size + _HOST_SECONDS * copies
+        rows = math.prod(x.shape[:-1]) * (size if gathers else 1)
+        seconds += 2 * rows * math.prod(kernel.data.shape) / _RATES[x.dtype.itemsize]
+    copies = (xs[0].data.shape[0] - 1) * (size - 1) if gathers else 0
+    return (seconds - _HOST_SECONDS * copies) / size
 
 
 def all_gather_gemm(
-    exchange: Exchange,
-    x: Operand,
-    weights: tuple[Operand, ...],
+    spec: CollectiveSpec,
+    x: GemmOperand,
+    kernels: tuple[GemmOperand, ...],
     biases: tuple[Array | None, ...],
     extras: tuple[Array, ...],
     keep_gathered: bool,
 ) -> tuple[tuple[Array, ...], Array | None, tuple[Array, ...]]:
     """See `te_jax.parallel.transports.exchange.Transport`."""
     pieces, rows, summed = x.data.shape
-    dtype = _product_dtype(exchange, x)
-    fused = [bias is not None and _fuses_bias(exchange, x, dtype) for bias in biases]
-    operands: list[Array | None] = [x.data, x.scale_inv]
-    results = []
-    for weight, bias, is_fused in zip(weights, biases, fused, strict=True):
-        operands += [weight.data, weight.scale_inv, bias.astype(dtype) if bias is not None and is_fused else None]
-        columns = weight.data.shape[1 if weight.summed_first else 0]
-        results.append(jax.ShapeDtypeStruct((pieces, exchange.size * rows, columns), dtype))
-    results.append(jax.ShapeDtypeStruct((pieces, exchange.size * rows, summed), x.data.dtype))
-    travels = x.scale_inv if x.scaling in ("row", "block") else None
-    scale_shape = (0,) if travels is None else (exchange.size, *travels.shape)
-    results.append(jax.ShapeDtypeStruct(scale_shape, _FLOAT32))
-    operands += extras
-    results += [jax.ShapeDtypeStruct((exchange.size, *extra.shape), extra.dtype) for extra in extras]
-    results.append(_workspace(x, _GATHER_QUEUES))
-    attributes: dict[str, object] = {"keep_gathered": keep_gathered, "put": exchange.protocol != "get"}
-    attributes |= _attributes(exchange, x, weights)
-    outcome = _call(exchange, "te_all_gather_gemm", results, operands, (x.data, travels, *extras), **attributes)
-    ys, (gathered, _, *others) = outcome[: len(weights)], outcome[len(weights) :]
-    products = tuple(
-        with_bias(y, None if is_fused else bias, exchange.out_dtype)
-        for y, bias, is_fused in zip(ys, biases, fused, strict=True)
+    gathered_rows = pieces, spec.size * rows
+    travels = (x.data, x.scale_inv if x.scaling in ("row", "block") else None, *extras)
+    return _call(
+        spec,
+        "all_gather_gemm",
+        (x, kernels, biases, extras),
+        (
+            tuple(jax.ShapeDtypeStruct((*gathered_rows, kernel.columns), spec.out_dtype) for kernel in kernels),
+            jax.ShapeDtypeStruct((*gathered_rows, summed), x.data.dtype) if keep_gathered else None,
+            tuple(jax.ShapeDtypeStruct((spec.size, *extra.shape), extra.dtype) for extra in extras),
+        ),
+        seconds=_seconds_to_hide(spec, (x,), kernels, gathers=True),
+        shared_bytes=_bytes_shared(travels),
+        keep_gathered=keep_gathered,
     )
-    return products, gathered if keep_gathered else None, tuple(others[: len(extras)])
 
 
 def gemm_reduce_scatter(
-    exchange: Exchange, xs: tuple[Operand, ...], weights: tuple[Operand, ...], bias: Array | None
+    spec: CollectiveSpec, xs: tuple[GemmOperand, ...], kernels: tuple[GemmOperand, ...], bias: Array | None
 ) -> Array:
     """See `te_jax.parallel.transports.exchange.Transport`."""
     pieces, _, rows, _ = xs[0].data.shape
-    dtype = _product_dtype(exchange, xs[0])
-    columns = weights[0].data.shape[1 if weights[0].summed_first else 0]
-    operands: list[Array | None] = []
-    for x, weight in zip(xs, weights, strict=True):
-        operands += [x.data, x.scale_inv, weight.data, weight.scale_inv]
-    operands.append(bias)
-    block = (pieces, rows, columns)
-    adds_up = bool(xs[1:]) and dtype != _FLOAT32  # several products, which are rounded together
-    others = exchange.size - 1
-    received = others if adds_up else 1 if others <= 1 and bias is None else exchange.size
-    # Of two devices a product can write to the other one while it runs. Several would write to the same one whenever
-    # they get out of step, and their products would wait for each other: copies do not keep them.
+    received, *_ = _scatter_buffers(spec, xs, kernels, bias)
+    return _call(
+        spec,
+        "gemm_reduce_scatter",
+        (xs, kernels, bias),
+        jax.ShapeDtypeStruct((pieces, rows, kernels[0].columns), spec.out_dtype),
+        seconds=_seconds_to_hide(spec, xs, kernels, gathers=False),
+        shared_bytes=_bytes_shared((received,)),
+    )
+
+
+# --------------------------------------------------------------------------------------------------- the custom calls
+
+
+def _native_all_gather_gemm(
+    spec: CollectiveSpec,
+    group: dict[str, Any],
+    x: GemmOperand,
+    kernels: tuple[GemmOperand, ...],
+    biases: tuple[Array | None, ...],
+    extras: tuple[Array, ...],
+    keep_gathered: bool,
+):
+    pieces, rows, summed = x.data.shape
+    dtype = _product_dtype(spec, x)
+    # GEMMs of tensors in FP8 add no bias to float32, and a product that is cast afterwards is not rounded before.
+    fuses = dtype == spec.out_dtype and not (x.scaling == "tensor" and dtype == _FLOAT32)
+    operands: list[Array | None] = [x.data, x.scale_inv]
+    results = []
+    for kernel, bias in zip(kernels, biases, strict=True):
+        operands += [kernel.data, kernel.scale_inv, bias.astype(dtype) if bias is not None and fuses else None]
+        results.append(jax.ShapeDtypeStruct((pieces, spec.size * rows, kernel.columns), dtype))
+    results.append(jax.ShapeDtypeStruct((pieces, spec.size * rows, summed), x.data.dtype))
+    scales = x.scale_inv if x.scaling in ("row", "block") else None
+    results.append(jax.ShapeDtypeStruct((0,) if scales is None else (spec.size, *scales.shape), _FLOAT32))
+    operands += extras
+    results += [jax.ShapeDtypeStruct((spec.size, *extra.shape), extra.dtype) for extra in extras]
+    results.append(_workspace(x, _GATHER_STREAMS))
+    # Other processes cannot write to arrays that XLA has allocated.
+    put = spec.protocol != "get" and not group["shared_bytes"]
+    attributes = _attributes(spec, x, kernels) | {"keep_gathered": keep_gathered, "put": put}
+    found = native.call("te_all_gather_gemm", results, *map(_present, operands), **attributes, **group)
+    ys, (gathered, _, *others) = found[: len(kernels)], found[len(kernels) :]
+    products = tuple(with_bias(y, None if fuses else bias, spec.out_dtype) for y, bias in zip(ys, biases, strict=True))
+    return products, gathered if keep_gathered else None, tuple(others[: len(extras)])
+
+
+def _native_gemm_reduce_scatter(
+    spec: CollectiveSpec,
+    group: dict[str, Any],
+    xs: tuple[GemmOperand, ...],
+    kernels: tuple[GemmOperand, ...],
+    bias: Array | None,
+):
+    pieces, _, rows, _ = xs[0].data.shape
     results = [
-        jax.ShapeDtypeStruct(block, dtype),
+        jax.ShapeDtypeStruct((pieces, rows, kernels[0].columns), _product_dtype(spec, xs[0])),
+        *_scatter_buffers(spec, xs, kernels, bias),
+        _workspace(xs[0], 1),
+    ]
+    operands: list[Array | None] = []
+    for x, kernel in zip(xs, kernels, strict=True):
+        operands += [x.data, x.scale_inv, kernel.data, kernel.scale_inv]
+    operands.append(bias)
+    attributes = _attributes(spec, xs[0], kernels) | {"keep_gathered": False, "put": False}
+    z, *_ = native.call("te_gemm_reduce_scatter", results, *map(_present, operands), **attributes, **group)
+    return z.astype(spec.out_dtype)
+
+
+_NATIVE = {"all_gather_gemm": _native_all_gather_gemm, "gemm_reduce_scatter": _native_gemm_reduce_scatter}
+
+
+def _scatter_buffers(spec: CollectiveSpec, xs, kernels, bias: Array | None) -> list[jax.ShapeDtypeStruct]:
+    """What is received, what is sent, and sums in float32.
+
+    Of two devices a GEMM can write to the other device while it runs. GEMMs of several devices would write to the same
+    one whenever they get out of step, and would wait for each other; copies do not hold them up.
+    """
+    pieces, _, rows, _ = xs[0].data.shape
+    dtype, block = _product_dtype(spec, xs[0]), (pieces, rows, kernels[0].columns)
+    adds_up = bool(xs[1:]) and dtype != _FLOAT32  # several products, which are rounded together
+    others = spec.size - 1
+    received = others if adds_up else 1 if others <= 1 and bias is None else spec.size
+    return [
         jax.ShapeDtypeStruct((received, *block), dtype),
         jax.ShapeDtypeStruct((others, *block) if others > 1 or adds_up else (0,), dtype),
         jax.ShapeDtypeStruct((2, *block) if adds_up else (0,), _FLOAT32),
-        _workspace(xs[0], 1),
     ]
-    attributes = _attributes(exchange, xs[0], weights)
-    z, *_ = _call(exchange, "te_gemm_reduce_scatter", results, operands, results[1:2], **attributes)
-    return z.astype(exchange.out_dtype)
 
 
-def _product_dtype(exchange: Exchange, x: Operand) -> np.dtype:
-    """Of a result that a product can write: of plain operands their own or float32, of quantized ones any."""
-    return exchange.out_dtype if x.scaling != "none" else allowed_dtype(x.data.dtype, exchange.out_dtype)
+def _product_dtype(spec: CollectiveSpec, x: GemmOperand) -> np.dtype:
+    """The dtype that a GEMM writes: of plain operands their own or float32, of quantized ones any."""
+    return spec.out_dtype if x.scaling != "none" else allowed_dtype(x.data.dtype, spec.out_dtype)
 
 
-def _fuses_bias(exchange: Exchange, x: Operand, dtype: np.dtype) -> bool:
-    """Products of tensors in FP8 add no bias to float32, and what is cast afterwards is not yet to be rounded."""
-    return dtype == exchange.out_dtype and not (x.scaling == "tensor" and dtype == _FLOAT32)
-
-
-def _workspace(x: Operand, queues: int) -> jax.ShapeDtypeStruct:
+def _workspace(x: GemmOperand, streams: int) -> jax.ShapeDtypeStruct:
     needed = native.has_gpu() and x.scaling != "block"
-    return jax.ShapeDtypeStruct((queues * _WORKSPACE_BYTES if needed else 0,), jnp.uint8)
+    return jax.ShapeDtypeStruct((streams * _WORKSPACE_BYTES if needed else 0,), jnp.uint8)
 
 
-def _attributes(exchange: Exchange, x: Operand, weights: Sequence[Operand]) -> dict[str, object]:
+def _attributes(spec: CollectiveSpec, x: GemmOperand, kernels: Sequence[GemmOperand]) -> dict[str, Any]:
     return {
-        "name": exchange.name,
-        "timeout": min(float(exchange.timeout), _LONGEST_TIMEOUT),
+        "name": spec.name,
+        "timeout": min(float(spec.timeout), _LONGEST_TIMEOUT),
         "scaling": x.scaling,
-        "summed_first": bool(weights and weights[0].summed_first),
-        "fast_accumulation": exchange.fast_accumulation,
-        "autotune": autotunes(),
-        "products": len(weights),
+        "summed_first": bool(kernels and kernels[0].summed_first),
+        "fast_accumulation": spec.fast_accumulation,
+        "algorithm": algorithm_for("auto", x.scaling),
+        "products": len(kernels),
     }
 
 
-# ------------------------------------------------------------------------------------------------------------ the call
+def _present(x: Array | None) -> Array:
+    """An operand of a custom call, without elements where there is none."""
+    return jnp.zeros((0,), jnp.float32) if x is None else x
 
-# Which devices form a group is known only while the program is lowered: until then a mesh has no devices.
+
+def _bytes_shared(parts: Iterable[jax.ShapeDtypeStruct | Array | None]) -> int:
+    """Bytes of a shared memory segment that a call takes: of the arrays that peers access, each padded to 256."""
+    return sum(-(-math.prod(part.shape) * part.dtype.itemsize // 256) * 256 for part in parts if part is not None)
+
+
+# ------------------------------------------------------------------------------------------------------- the primitive
+
+# Which devices form a group is known only while the program is lowered: until then a mesh has no devices. Operands are
+# the leaves of a transport's arguments. Arrays without elements are made while the program is lowered: as operands they
+# would be constants, which differentiation takes out of a shard_map inside a loop, and XLA's Shardy of jax 0.11.2
+# crashes on what is then passed in.
 _collective_p = Primitive("te_collective")
 _collective_p.multiple_results = True
 
 
-def _call(
-    exchange: Exchange,
-    target: str,
-    results: Sequence[jax.ShapeDtypeStruct],
-    operands: Sequence[Array | None],
-    shared: Sequence[jax.ShapeDtypeStruct | Array | None],
-    **attributes,
-) -> tuple[Array, ...]:
-    """Runs a target, for which None is an array without elements. Other processes must be able to reach `shared`.
+def _call(spec: CollectiveSpec, function: str, arguments: tuple[Any, ...], results: Any, **params: Any) -> Any:
+    """Binds one of the two functions.
 
-    Such arrays are made while the program is lowered: as operands they would be constants, which differentiation takes
-    out of a shard_map inside a loop, and XLA's Shardy of jax 0.11.2 crashes on what is then passed in.
+    Args:
+      spec: static arguments.
+      function: its name, of this transport and of xla.
+      arguments: after spec; None where there is no array.
+      results: what it returns, as shapes and dtypes.
+      params: seconds, of multiplying on each device, for `_hides`; shared_bytes; static arguments of the function.
     """
-    if not exchange.native:
+    if not spec.native:
         raise native.NativeUnavailableError(
             "transport='p2p' is a kernel of te_jax's extension, which is not loaded or was not asked for: leave "
             "implementation=None where `te-jax doctor` finds the extension, or use transport='ring' or 'xla'"
         )
-    if axes := sharding.axes_without_devices(exchange.axis_name):
+    if axes := sharding.axes_without_devices(spec.axis_name):
         raise ValueError(
             f"transport='p2p' over {axes}, which shard_map or pmap did not map, and which therefore stand for no "
             "devices: map axes of a mesh, or use transport='ring' or 'xla'"
@@ -193,21 +270,12 @@ def _call(
             f"transport='p2p' inside a shard_map that leaves {axes} to XLA, which could only gather all operands along "
             "them: map these axes too, or use transport='ring' or 'xla'"
         )
-    present = [operand for operand in operands if operand is not None]
-    present = sharding.varying_together(present)
-    avals = tuple(sharding.result_type(result.shape, result.dtype, *present) for result in results)
-    return tuple(
-        _collective_p.bind(
-            *present,
-            target=target,
-            present=tuple(operand is not None for operand in operands),
-            results=avals,
-            exchange=exchange,
-            shared_bytes=_bytes_shared(shared),
-            attributes=tuple(sorted(attributes.items())),
-            mesh=jax.sharding.get_abstract_mesh(),
-        )
-    )
+    leaves, tree = jax.tree.flatten(sharding.varying_together(arguments))
+    expected, result_tree = jax.tree.flatten(results)
+    avals = tuple(sharding.result_type(result.shape, result.dtype, *leaves) for result in expected)
+    mesh = sharding.current_mesh()
+    found = _collective_p.bind(*leaves, function=function, tree=tree, results=avals, spec=spec, mesh=mesh, **params)
+    return jax.tree.unflatten(result_tree, found)
 
 
 @_collective_p.def_abstract_eval
@@ -226,13 +294,29 @@ def _jvp(*_, **__):
     raise NotImplementedError("collective products are differentiated once, by their own rules: use transport='xla'")
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *values, target, present, results, exchange, shared_bytes, attributes, mesh):
-    devices = _devices(getattr(ctx.module_context.axis_context, "mesh", None), exchange.axis_name)
-    attributes = dict(attributes)
-    exported = ctx.module_context.lowering_parameters.for_export  # to run on devices that nobody knows yet
-    if exchange.automatic and (exported or not _is_usable(devices)):
-        stand_in = functools.partial(_with_plain_collectives, target, results, exchange, attributes, mesh)
-        return mlir.lower_fun(_given_all(stand_in, present), multiple_results=True)(ctx, *values)
+def _lower(
+    ctx: mlir.LoweringRuleContext, *values, function, tree, results, spec, mesh, seconds, shared_bytes, **options
+):
+    del results
+    devices = _devices(getattr(ctx.module_context.axis_context, "mesh", None), spec.axis_name)
+    exported = ctx.module_context.lowering_parameters.for_export  # to run on devices that are not known yet
+    if spec.transport == "auto" and (exported or not _is_usable(devices, seconds)):
+        run = functools.partial(getattr(xla, function), spec)
+    else:
+        group = _group(devices, spec, shared_bytes, int(ctx.module_context.new_channel()), exported=exported)
+        run = functools.partial(_NATIVE[function], spec, group)
+
+    def of_leaves(*leaves: Array) -> list[Array]:
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.tree.leaves(run(*jax.tree.unflatten(tree, leaves), **options))
+
+    return mlir.lower_fun(of_leaves, multiple_results=True)(ctx, *values)
+
+
+def _group(
+    devices: np.ndarray | None, spec: CollectiveSpec, shared_bytes: int, call: int, *, exported: bool
+) -> dict[str, Any]:
+    """The attributes of a custom call that name its devices, after processes share the memory that it needs."""
     if exported:
         raise ValueError(
             "transport='p2p' must know the devices, and an exported program does not: use transport='auto', 'ring' or "
@@ -245,94 +329,36 @@ def _lower(ctx: mlir.LoweringRuleContext, *values, target, present, results, exc
         )
     processes.introduce(devices.flat)
     groups = processes.places_of(devices)
-    if shares := processes.span_processes(groups):
-        patience = max(attributes["timeout"], processes.SECONDS_TO_COMPILE)
+    if processes.span_processes(groups):
+        patience = max(spec.timeout, processes.SECONDS_TO_COMPILE)
         processes.ensure(groups, shared_bytes, devices.flat[0].platform, patience)
-        if "put" in attributes:  # what XLA has allocated here other processes cannot write to
-            attributes["put"] = False
-    call = functools.partial(
-        native.call,
-        target,
-        results,
-        groups=groups.reshape(-1),
-        group_size=groups.shape[1],
-        shared_bytes=shared_bytes if shares else 0,
-        call=int(ctx.module_context.new_channel()),
-        **attributes,
-    )
-    return mlir.lower_fun(_given_all(call, present), multiple_results=True)(ctx, *values)
+    else:
+        shared_bytes = 0
+    size = groups.shape[1]
+    return {"groups": groups.reshape(-1), "group_size": size, "shared_bytes": shared_bytes, "call": call}
 
 
-def _given_all(function: Callable[..., Any], present: tuple[bool, ...]) -> Callable[..., Any]:
-    """The function of all operands as one of those that are present."""
+def _is_usable(devices: np.ndarray | None, seconds: float) -> bool:
+    """Whether "auto" keeps to this transport now that devices are known, [groups, size]; None of an abstract mesh.
 
-    def of_present(*operands: Array) -> Any:
-        given = iter(operands)
-        return function(*(next(given) if is_present else jnp.zeros((0,), jnp.float32) for is_present in present))
-
-    return of_present
-
-
-def _is_usable(devices: np.ndarray | None) -> bool:
-    """Whether "auto" may keep to this transport: between processes it needs what only some jobs allow."""
+    All processes of a program must come to the same answer.
+    """
     if devices is None or devices.flat[0].platform == "cpu":
         return False
-    return not processes.span_processes(processes.places_of(devices))
+    several_processes = processes.span_processes(processes.places_of(devices))
+    return _hides(seconds, several_processes=several_processes) and (
+        not several_processes or processes.share_hosts(devices)
+    )
 
 
 def _devices(mesh: object, axis_name: tuple[str, ...]) -> np.ndarray | None:
-    """Those that exchange with each other, [groups, size], in the order of their ranks; None of an abstract mesh."""
+    """The devices of all groups, [groups, size], in the order of their ranks; None of an abstract mesh."""
     if not isinstance(mesh, Mesh):
         return None
     order = [mesh.axis_names.index(name) for name in axis_name]
     others = [axis for axis in range(mesh.devices.ndim) if axis not in order]
     size = math.prod(mesh.devices.shape[axis] for axis in order)
     return mesh.devices.transpose(*others, *order).reshape(-1, size)
-
-
-def _with_plain_collectives(
-    target: str,
-    results: Sequence[jax.ShapeDtypeStruct],
-    exchange: Exchange,
-    attributes: dict[str, object],
-    mesh: AbstractMesh,
-    *operands: Array,
-) -> list[Array]:
-    """The results of a target, and zeros where it keeps what it has gathered for itself, and its workspace."""
-    scaling = cast(Scaling, attributes["scaling"])
-    exchange = dataclasses.replace(exchange, out_dtype=np.dtype(results[0].dtype))
-
-    def operand(data: Array, scale_inv: Array, *, summed_first: bool = False) -> Operand:
-        return Operand(data, None if scaling == "none" else scale_inv, scaling, summed_first)
-
-    def weight(data: Array, scale_inv: Array) -> Operand:
-        return operand(data, scale_inv, summed_first=bool(attributes["summed_first"]))
-
-    found: list[Array | None] = [None] * len(results)
-    with jax.sharding.use_abstract_mesh(mesh):
-        if target == "te_gemm_reduce_scatter":
-            *parts, bias = operands
-            xs = tuple(operand(*pair) for pair in zip(parts[::4], parts[1::4], strict=True))
-            weights = tuple(weight(*pair) for pair in zip(parts[2::4], parts[3::4], strict=True))
-            found[0] = xla.gemm_reduce_scatter(exchange, xs, weights, bias if bias.size else None)
-        else:
-            count = cast(int, attributes["products"])
-            (x, scale_inv), parts, extras = operands[:2], operands[2 : 2 + 3 * count], operands[2 + 3 * count :]
-            weights = tuple(weight(*pair) for pair in zip(parts[::3], parts[1::3], strict=True))
-            biases = tuple(bias if bias.size else None for bias in parts[2::3])
-            keep = bool(attributes["keep_gathered"])
-            ys, gathered, others = xla.all_gather_gemm(exchange, operand(x, scale_inv), weights, biases, extras, keep)
-            found[:count], found[count] = ys, gathered
-            found[count + 2 : count + 2 + len(extras)] = others
-        return [
-            jnp.zeros(result.shape, result.dtype) if one is None else one
-            for one, result in zip(found, results, strict=True)
-        ]
-
-
-def _bytes_shared(parts: Iterable[jax.ShapeDtypeStruct | Array | None]) -> int:
-    """What a call takes of memory that processes share: each part on a multiple of 256 bytes."""
-    return sum(-(-math.prod(part.shape) * part.dtype.itemsize // 256) * 256 for part in parts if part is not None)
 
 
 batching.primitive_batchers[_collective_p] = _batch

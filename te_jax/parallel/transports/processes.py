@@ -1,11 +1,12 @@
-"""Memory that the processes of one host share, for groups of devices that several of them drive.
+"""Shared memory segments of groups of devices that several processes of one host drive.
 
-Each process opens a space for each of its devices in a group, and tells the others of it through the key-value store of
-`jax.distributed`, while a program is lowered: all processes lower the same programs in the same order. A space serves
-all calls of its group that it is large enough for; where nothing is larger than before, nothing is exchanged.
+While a program is lowered, each process creates a segment for each of its devices in a group, and describes it to its
+peers through the key-value store of `jax.distributed`: all processes lower the same programs in the same order. The
+segments serve all calls of their group that they are large enough for; a program that needs no larger ones exchanges
+nothing.
 
-Programs state how much they need, and calls take the first space of their group that has it: spaces only grow, so all
-members find the same one, and the same program in all processes has the same text.
+Programs state how many bytes they need, and calls take the first segments of their group that have them. Segments only
+grow, so all ranks find the same ones, and the same program in all processes has the same text.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,15 +24,18 @@ from te_jax import native
 from te_jax._core.devices import PLACE_BITS, place_of
 
 SECONDS_TO_COMPILE = 300.0
-"""By how much one process may compile longer than another before it gets to the same program."""
+"""How much later than another a process may reach the same program."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""A file whose text differs between hosts, and is the same in all containers of one."""
 
 _sizes: dict[tuple[int, ...], list[int]] = {}
-"""By group of which this process drives a member, the bytes of its spaces; the last is the largest."""
+"""Bytes of the segments of each group in which this process drives a device; the last is the largest."""
 _attempts: dict[tuple[tuple[int, ...], int], int] = {}
-"""By group and bytes, the last attempt to open a space that this process took part in."""
+"""By group and bytes, the number of this process's last attempt to share segments."""
 _job: Any = None
-"""The key-value store of the job that this is known of: another `jax.distributed.initialize` makes another one."""
-_opening = threading.Lock()
+"""The key-value store of the job that these belong to: another `jax.distributed.initialize` makes another one."""
+_lock = threading.Lock()
 
 
 def places_of(devices: np.ndarray) -> np.ndarray:
@@ -39,16 +44,15 @@ def places_of(devices: np.ndarray) -> np.ndarray:
 
 
 def introduce(devices: Iterable[Any]) -> None:
-    """Tells the extension what XLA calls those of the devices that this process drives."""
+    """Tells the extension XLA's ordinals of the devices that this process drives."""
     devices = list(devices)
     index = jax.process_index()
-    ordinals = {place_of(device): _ordinal_of(device) for device in devices if device.process_index == index}
-    native.extension_module(devices[0].platform).introduce(ordinals)
-
-
-def _ordinal_of(device: Any) -> int:
-    """What kernels are told to be run on."""
-    return device.id if device.platform == "cpu" else device.local_hardware_id
+    cpu = devices[0].platform == "cpu"
+    native.extension_module(devices[0].platform).introduce({
+        place_of(device): device.id if cpu else device.local_hardware_id
+        for device in devices
+        if device.process_index == index
+    })  # fmt: skip
 
 
 def span_processes(groups: np.ndarray) -> bool:
@@ -56,8 +60,20 @@ def span_processes(groups: np.ndarray) -> bool:
     return bool((groups >> PLACE_BITS != groups[:, :1] >> PLACE_BITS).any())
 
 
+def share_hosts(devices: np.ndarray) -> bool:
+    """Whether the devices of each group, [groups, size], are of one host. Each process tells all others its own."""
+    store = _store()
+    store.key_value_set(f"te_jax/host/{jax.process_index()}", _BOOT.read_text(), allow_overwrite=True)
+    patience = int(SECONDS_TO_COMPILE * 1000)
+    hosts = {
+        process: store.blocking_key_value_get(f"te_jax/host/{process}", patience)
+        for process in sorted({device.process_index for device in devices.flat})
+    }
+    return all(len({hosts[device.process_index] for device in group}) == 1 for group in devices)
+
+
 def ensure(groups: np.ndarray, bytes_needed: int, platform: str, seconds: float) -> None:
-    """Makes sure that those of the groups that several processes drive, this one among them, share enough memory.
+    """Shares segments that are large enough, in each group that this process and others drive together.
 
     Args:
       groups: places, int64 [groups, size].
@@ -67,24 +83,24 @@ def ensure(groups: np.ndarray, bytes_needed: int, platform: str, seconds: float)
 
     Raises:
       ValueError: there is no key-value store, because `jax.distributed` is not initialised.
-      RuntimeError: the devices are not of one host, memory cannot be had or opened, here or in another process, or a
-        process did not take part in time.
+      RuntimeError: the devices are not of one host, a segment cannot be created or opened, here or in another process,
+        or a process did not take part in time.
     """
     index = jax.process_index()
-    with _opening:
+    with _lock:
         for places in groups:
             group = tuple(int(place) for place in places)
             if span_processes(places[None]) and index in (place >> PLACE_BITS for place in group):
-                _open(group, bytes_needed, platform, seconds)
+                _share(group, bytes_needed, platform, seconds)
 
 
-def _open(group: tuple[int, ...], bytes_needed: int, platform: str, seconds: float) -> None:
+def _share(group: tuple[int, ...], bytes_needed: int, platform: str, seconds: float) -> None:
     global _job
     store, module = _store(), native.extension_module(platform)
     if store is not _job:
         _sizes.clear()
         _attempts.clear()
-        module.forget_spaces()
+        module.forget_segments()
         _job = store
     sizes = _sizes.setdefault(group, [])
     if sizes and sizes[-1] >= bytes_needed:
@@ -93,33 +109,33 @@ def _open(group: tuple[int, ...], bytes_needed: int, platform: str, seconds: flo
     mine = [rank for rank, place in enumerate(group) if place >> PLACE_BITS == jax.process_index()]
     try:
         for rank in mine:
-            attempt.say(rank, module.open_space(group, attempt.number, rank, bytes_needed))
-        _join(module, attempt, mine, attempt.hear_all(seconds), seconds)
+            attempt.post(rank, module.create_segment(group, attempt.number, rank, bytes_needed))
+        _join(module, attempt, mine, attempt.wait_for_all(seconds), seconds)
     except PeerFailedError:
-        raise  # who has said so itself
+        raise  # the peer has posted it
     except BaseException as problem:
         failed = isinstance(problem, Exception) and not isinstance(problem, LateError)
         for rank in mine:
-            attempt.say(rank, f"{_FAILED if failed else _GAVE_UP}{problem or type(problem).__name__}")
+            attempt.post(rank, f"{_FAILED if failed else _GAVE_UP}{problem or type(problem).__name__}")
         if not failed:
             raise
         raise RuntimeError(
             f"transport='p2p' cannot share memory between {_names_of(group)} ('ring' and 'xla' need none): {problem}"
         ) from problem
     finally:
-        module.forget_opening(group, attempt.number)  # last: peers that lose what is not joined look for the reason
+        module.forget_attempt(group, attempt.number)  # last: peers that this breaks look for the reason that was posted
     for rank in mine:
-        attempt.take_back(rank)
+        attempt.remove(rank)
     sizes.append(bytes_needed)
 
 
 def _join(module: Any, attempt: _Attempt, ranks: Sequence[int], texts: list[str], seconds: float) -> None:
-    """All of this process's devices at once, for each waits for the others."""
+    """Joins the segments of all of this process's devices at once, because each waits for the others."""
     problems: list[BaseException] = []
 
     def join(rank: int) -> None:
         try:
-            module.join_space(attempt.group, attempt.number, rank, texts, seconds)
+            module.join_segments(attempt.group, attempt.number, rank, texts, seconds)
         except BaseException as problem:
             problems.append(problem)
 
@@ -128,7 +144,7 @@ def _join(module: Any, attempt: _Attempt, ranks: Sequence[int], texts: list[str]
         thread.start()
     for _ in _pauses():
         over = problems or not any(thread.is_alive() for thread in threads)
-        attempt.hear()
+        attempt.read()
         if over:
             break
     if problems:
@@ -136,42 +152,42 @@ def _join(module: Any, attempt: _Attempt, ranks: Sequence[int], texts: list[str]
 
 
 class PeerFailedError(RuntimeError):
-    """A member of another process has said that it failed."""
+    """A peer has posted that it failed."""
 
 
 class LateError(RuntimeError):
-    """Members of other processes did not come in time."""
+    """Peers did not take part in time."""
 
 
 _FAILED, _GAVE_UP = "failed: ", "gave up: "
 
 
 class _Attempt:
-    """What the members of a group say while they open a space together: of what they share, or why they cannot.
+    """The texts that the ranks of a group post to share segments: each describes its own, or says why it failed.
 
-    All are to talk of the same attempt. A failure stays in the store for those that come later, which it concerns too;
-    but where a member gave up because others did not come, it may have called alone, and they begin the next attempt.
+    All ranks must take part in the same attempt. A failure stays in the store for ranks that come later, which it
+    concerns too. After a rank gave up because its peers did not come, all start the next attempt.
     """
 
     def __init__(self, store: Any, group: tuple[int, ...], bytes_needed: int):
         self.group, self.number = group, _attempts.get((group, bytes_needed), 0) + 1
         self._store = store
-        self._folder = f"te_jax/space/{'-'.join(map(str, group))}/{bytes_needed}"
+        self._folder = f"te_jax/segments/{'-'.join(map(str, group))}/{bytes_needed}"
         while self._is_over():
             self.number += 1
         _attempts[group, bytes_needed] = self.number
 
-    def say(self, rank: int, text: str) -> None:
+    def post(self, rank: int, text: str) -> None:
         self._store.key_value_set(f"{self._folder}/{self.number}/{rank}", text, allow_overwrite=True)
 
-    def take_back(self, rank: int) -> None:
+    def remove(self, rank: int) -> None:
         self._store.key_value_delete(f"{self._folder}/{self.number}/{rank}")
 
-    def hear(self) -> dict[int, str]:
-        """By rank, what the members say so far.
+    def read(self) -> dict[int, str]:
+        """The texts posted so far, by rank.
 
         Raises:
-          PeerFailedError: one of them failed.
+          PeerFailedError: a rank failed.
         """
         texts = self._texts(self.number)
         for rank, text in sorted(texts.items()):
@@ -182,16 +198,16 @@ class _Attempt:
                 )
         return texts
 
-    def hear_all(self, seconds: float) -> list[str]:
-        """What the members say, in order of rank, once all of them have.
+    def wait_for_all(self, seconds: float) -> list[str]:
+        """The texts of all ranks, in their order.
 
         Raises:
-          PeerFailedError: one of them failed.
+          PeerFailedError: a rank failed.
           LateError: it took longer.
         """
         begin, texts = time.monotonic(), {}
         for _ in _pauses():
-            texts = self.hear()
+            texts = self.read()
             if len(texts) == len(self.group) or time.monotonic() - begin > seconds:
                 break
         if missing := [place for rank, place in enumerate(self.group) if rank not in texts]:
@@ -220,7 +236,7 @@ def _names_of(places: Iterable[int]) -> str:
 
 
 def _pauses() -> Iterator[None]:
-    """Longer and longer ones, from a millisecond to a tenth of a second."""
+    """Sleeps before each next step, from a millisecond to a tenth of a second."""
     pause = 1e-3
     while True:
         yield
@@ -229,7 +245,7 @@ def _pauses() -> Iterator[None]:
 
 
 def _store() -> Any:
-    from jax._src import distributed  # the only way to the store that every process has
+    from jax._src import distributed  # the only way to the job's key-value store
 
     if distributed.global_state.client is None:
         raise ValueError(

@@ -5,16 +5,14 @@ All steps are unrolled, so that XLA's scheduler sees each of them. It runs on ev
 
 from __future__ import annotations
 
-import math
-
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS
+from te_jax import sharding
+from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec
 from te_jax.parallel.transports.exchange import (
-    Exchange,
-    Operand,
+    GemmOperand,
     as_bytes,
     like_bytes,
     multiply,
@@ -24,9 +22,9 @@ from te_jax.parallel.transports.exchange import (
 
 
 def all_gather_gemm(
-    exchange: Exchange,
-    x: Operand,
-    weights: tuple[Operand, ...],
+    spec: CollectiveSpec,
+    x: GemmOperand,
+    kernels: tuple[GemmOperand, ...],
     biases: tuple[Array | None, ...],
     extras: tuple[Array, ...],
     keep_gathered: bool,
@@ -37,10 +35,10 @@ def all_gather_gemm(
     comes first, before anything has arrived. Both ways, half of the rows of each shard come from device r-i instead.
     """
     A, R, _ = x.data.shape
-    D, rank = exchange.size, lax.axis_index(exchange.axis_name)
+    D, rank = spec.size, lax.axis_index(spec.axis_name)
 
-    def written(buffers: list[Array], piece: Operand, first: Array) -> list[Array]:
-        values = [multiply(exchange, piece, weight, bias=b) for weight, b in zip(weights, biases, strict=True)]
+    def written(buffers: list[Array], piece: GemmOperand, first: Array) -> list[Array]:
+        values = [multiply(spec, piece, kernel, bias=b) for kernel, b in zip(kernels, biases, strict=True)]
         values += [as_bytes(piece.data)] if keep_gathered else []
         buffers = buffers or [lax.empty((A, D * R, value.shape[2]), value.dtype) for value in values]
         return [_updated(buffer, value, first, axis=1) for buffer, value in zip(buffers, values, strict=True)]
@@ -49,13 +47,13 @@ def all_gather_gemm(
         buffers = buffers or [lax.empty((D, *value.shape), value.dtype) for value in values]
         return [_updated(buffer, value[None], q, axis=0) for buffer, value in zip(buffers, values, strict=True)]
 
-    pieces = [(direction, first, x.rows(first, size)) for direction, first, size in _pieces(exchange, x)]
+    pieces = [(direction, first, x.rows(first, size)) for direction, first, size in _pieces(spec, x)]
     carried_extras = [as_bytes(extra) for extra in extras]
     buffers = written([], x, rank * R)
     extra_buffers = collected([], carried_extras, rank)
     for step in range(1, D):
-        pieces = [(direction, first, _sent(exchange, piece, -direction)) for direction, first, piece in pieces]
-        carried_extras = [_permuted(exchange, extra, -1) for extra in carried_extras]
+        pieces = [(direction, first, _sent(spec, piece, -direction)) for direction, first, piece in pieces]
+        carried_extras = [_permuted(spec, extra, -1) for extra in carried_extras]
         for direction, first, piece in pieces:
             buffers = written(buffers, piece, (rank + direction * step) % D * R + first)
         extra_buffers = collected(extra_buffers, carried_extras, (rank + step) % D)
@@ -69,74 +67,56 @@ def all_gather_gemm(
 
 
 def gemm_reduce_scatter(
-    exchange: Exchange, xs: tuple[Operand, ...], weights: tuple[Operand, ...], bias: Array | None
+    spec: CollectiveSpec, xs: tuple[GemmOperand, ...], kernels: tuple[GemmOperand, ...], bias: Array | None
 ) -> Array:
     """See `te_jax.parallel.transports.exchange.Transport`.
 
     Every block is sent to its owner once, in the output dtype, and summed there in float32: no partial sum is rounded
     again on its way, as it would be if it were accumulated and passed on. A device's own block comes last.
     """
-    D, rank = exchange.size, lax.axis_index(exchange.axis_name)
+    D, rank = spec.size, lax.axis_index(spec.axis_name)
     if D == 1:
-        return sum_of_products(exchange, tuple(x.block(rank) for x in xs), weights, bias)
-    pieces = _pieces(exchange, xs[0])
+        return sum_of_products(spec, tuple(x.shard(rank) for x in xs), kernels, bias)
+    pieces = _pieces(spec, xs[0])
     arrived: list[list[Array]] = [[] for _ in pieces]
     for step in range(1, D + 1):
         for parts, (direction, first, size) in zip(arrived, pieces, strict=True):
             owner = (rank + direction * step) % D
-            block = tuple(x.block(owner).rows(first, size) for x in xs)
-            parts.append(_permuted(exchange, sum_of_products(exchange, block, weights), direction * step))
+            block = tuple(x.shard(owner).rows(first, size) for x in xs)
+            parts.append(_permuted(spec, sum_of_products(spec, block, kernels), direction * step))
     sums = [sum(part.astype(jnp.float32) for part in parts[1:]) + parts[0].astype(jnp.float32) for parts in arrived]
     z = jnp.concatenate(sums, axis=1) if len(sums) > 1 else sums[0]
-    return with_bias(z, bias, exchange.out_dtype)
+    return with_bias(z, bias, spec.out_dtype)
 
 
-def _pieces(exchange: Exchange, x: Operand) -> list[tuple[int, int, int]]:
+def _pieces(spec: CollectiveSpec, x: GemmOperand) -> list[tuple[int, int, int]]:
     """(direction, first row, number of rows) of what travels: a shard as it is, or its halves in both directions."""
     rows = x.data.shape[-2]
     half = rows // 2
     if x.scaling == "block":
         half -= half % BLOCK_PRODUCT_ROWS
-    if not exchange.bidirectional or half == 0:
+    if not spec.bidirectional or half == 0:
         return [(1, 0, rows)]
     return [(1, 0, half), (-1, half, rows - half)]
 
 
-def _sent(exchange: Exchange, x: Operand, shift: int) -> Operand:
-    """What arrives of a left side where each device sends its own to the one `shift` further on."""
-    data = like_bytes(_permuted(exchange, as_bytes(x.data), shift), x.data)
-    scale_inv = x.scale_inv
-    if x.scaling in ("row", "block"):
-        assert scale_inv is not None
-        scale_inv = _permuted(exchange, scale_inv, shift)
-    return Operand(data, scale_inv, x.scaling)
+def _sent(spec: CollectiveSpec, x: GemmOperand, shift: int) -> GemmOperand:
+    """The LHS that arrives where each device sends its own to the one `shift` further on."""
+    return x.map(
+        lambda data: like_bytes(_permuted(spec, as_bytes(data), shift), data),
+        lambda scales: _permuted(spec, scales, shift),
+    )
 
 
-def _permuted(exchange: Exchange, x: Array, shift: int) -> Array:
-    """What arrives where each device sends x to the one `shift` further on."""
-    D = exchange.size
+def _permuted(spec: CollectiveSpec, x: Array, shift: int) -> Array:
+    """The array that arrives where each device sends x to the one `shift` further on."""
+    D = spec.size
     if shift % D == 0:
         return x
-    # ppermute counts devices in the order in which the mesh names its axes, whatever the order asked for.
-    mesh_axes = jax.sharding.get_abstract_mesh().axis_names
-    names = tuple(sorted(exchange.axis_name, key=lambda name: mesh_axes.index(name) if name in mesh_axes else 0))
-    places = _places(exchange.axis_name, names)
-    return lax.ppermute(x, names, [(places[source], places[(source + shift) % D]) for source in range(D)])
-
-
-def _places(names: tuple[str, ...], order: tuple[str, ...]) -> list[int]:
-    """For each device, counted along mesh axes `names`, where it stands when they are counted in another order."""
-    sizes = [lax.axis_size(name) for name in names]
-    places = []
-    for device in range(math.prod(sizes)):
-        index = {}
-        for name, size in zip(reversed(names), reversed(sizes), strict=True):
-            device, index[name] = divmod(device, size)
-        place = 0
-        for name in order:
-            place = place * lax.axis_size(name) + index[name]
-        places.append(place)
-    return places
+    names = sharding.in_order_of_mesh(spec.axis_name)  # in which ppermute counts devices, whatever the order asked for
+    counted = np.arange(D).reshape([lax.axis_size(name) for name in names])
+    numbers = counted.transpose([names.index(name) for name in spec.axis_name]).reshape(-1).tolist()  # by rank
+    return lax.ppermute(x, names, [(numbers[source], numbers[(source + shift) % D]) for source in range(D)])
 
 
 def _updated(buffer: Array, value: Array, first: Array, *, axis: int) -> Array:

@@ -1,0 +1,120 @@
+"""State whose gradient is its next value, such as that of delayed scaling, among the parameters of an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from te_jax.recipe import DelayedScalingState
+
+_COLLECTION = "_overwrite_with_gradient"
+_USES = "uses"
+_LAYERS = (
+    frozenset(("activation_amax_history", "kernel_amax_history", "gradient_amax_history", _USES)),
+    frozenset(f"{name}_{kind}" for name in ("input", "kernel", "output_grad") for kind in ("amax_history", "scale")),
+)
+"""Names of the state of a layer of te_jax and of one of Flax: NNX hands arrays to optimizers without their types."""
+
+_Path = tuple[str, ...]
+
+
+def overwrite_with_gradient(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of parameters that have the state of delayed scaling among them.
+
+    The gradient of such state is its next value, which `optax.apply_updates` then puts in its place; state whose
+    layer the loss did not use stays as it is. The inner optimizer sees the parameters alone. State is: everything in
+    Linen's collection "_overwrite_with_gradient", the variables of that type which NNX layers of te_jax and Flax hold,
+    by their names, and every `te_jax.recipe.DelayedScalingState`.
+
+    Apply it last: what changes gradients outside of it, such as `optax.clip_by_global_norm` in a chain, would change
+    the next states too. Where float32 cannot express the update exactly, the next value is rounded up, by less than
+    2^-22 of the larger of both.
+
+    Args:
+      inner: the optimizer of the parameters.
+
+    Returns:
+      A transformation whose `update` needs `params`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, te_jax
+      >>> model = te_jax.flax.Dense(16, recipe=te_jax.recipe.DelayedScaling(history_len=2))
+      >>> variables = model.init(jax.random.key(0), jnp.ones((4, 16)))
+      >>> optimizer = te_jax.optim.overwrite_with_gradient(optax.adamw(1e-3))
+      >>> state = optimizer.init(variables)
+      >>> gradients = jax.grad(lambda v: jnp.sum(model.apply(v, 3 * jnp.ones((4, 16)))))(variables)
+      >>> updates, state = optimizer.update(gradients, state, variables)
+      >>> optax.apply_updates(variables, updates)["_overwrite_with_gradient"]["activation_amax_history"].tolist()
+      [3.0, 0.0]
+
+      With NNX: nnx.Optimizer(model, optimizer, wrt=nnx.Any(nnx.Param, te_jax.nnx.OverwriteWithGradient)).
+    """
+    masked = optax.masked(inner, lambda tree: jax.tree.map(lambda state: not state, _is_state(tree)))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError(
+                "params is None; overwrite_with_gradient takes the difference to the present state: call "
+                "update(gradients, opt_state, params)"
+            )
+        updates, state = masked.update(updates, state, params, **extra)
+        counts = {path: leaf for path, leaf in _leaves(updates) if path[-1:] == (_USES,)}
+
+        def difference(path: Any, is_state: bool, found: Any, former: Any) -> Any:
+            if not is_state:
+                return found
+            if isinstance(found, DelayedScalingState):
+                return jax.tree.map(
+                    lambda next_, now: _difference(next_, now, getattr(found, _USES, None)), found, former
+                )
+            return _difference(found, former, counts.get((*_names(path)[:-1], _USES)))
+
+        return jax.tree.map_with_path(difference, _is_state(updates), updates, params), state
+
+    return optax.GradientTransformationExtraArgs(masked.init, update)
+
+
+def _is_state(tree: Any) -> Any:
+    """A tree of bools, with one for each DelayedScalingState."""
+    leaves = _leaves(tree)
+    paths = {path for path, _ in leaves}
+
+    def is_state(path: _Path, leaf: Any) -> bool:
+        layers = (layer for layer in _LAYERS if path[-1:] and path[-1] in layer)
+        return (
+            isinstance(leaf, DelayedScalingState)
+            or _COLLECTION in path
+            or any(paths.issuperset((*path[:-1], name) for name in layer) for layer in layers)
+        )
+
+    structure = jax.tree.structure(tree, is_leaf=_is_scaling_state)
+    return structure.unflatten([is_state(path, leaf) for path, leaf in leaves])
+
+
+def _leaves(tree: Any) -> list[tuple[_Path, Any]]:
+    return [(_names(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_scaling_state)]
+
+
+def _names(path: tuple[Any, ...]) -> _Path:
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):  # of an nnx.Variable
+        path = path[:-1]
+    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
+
+
+def _is_scaling_state(x: Any) -> bool:
+    return isinstance(x, DelayedScalingState)
+
+
+def _difference(found: Array, former: Array, uses: Array | None) -> Array:
+    """What `former` and this add up to is `found`, or one rounding more where no float32 leads there: an amax that
+    became smaller would saturate, and one that became 0 would be unknown."""
+    update = found - former
+    update = jnp.where(former + update < found, jnp.nextafter(update, jnp.inf), update)
+    if uses is None:
+        return update
+    uses = jnp.reshape(uses, uses.shape + (1,) * (update.ndim - uses.ndim))  # of stacked layers, one for each
+    return jnp.where(uses > 0, update, 0.0)
