@@ -335,7 +335,8 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
 
 def _sequence_padding(batch: tuple[int, ...], recipe: Recipe, x: Array) -> int:
     """Tokens to append to every sequence, so that devices which split a batch of sequences cut no block of 128."""
-    if len(batch) < 2 or not _has_blocks(recipe) or batch[-1] < BLOCK or not sharding.may_be_split(x):
+    symbolic = any(not isinstance(size, int) for size in batch)  # of jax.export
+    if symbolic or len(batch) < 2 or not _has_blocks(recipe) or batch[-1] < BLOCK or not sharding.may_be_split(x):
         return 0
     return -batch[-1] % BLOCK
 
