@@ -57,8 +57,8 @@ def _(*operands, again, **_):
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         results = _compiled(again)(*operands)
     for wanted, found, kind in (
-        (jax.config.jax_debug_nans, jnp.isnan, "nan"),
-        (jax.config.jax_debug_infs, jnp.isinf, "inf"),
+        (getattr(jax.config, "jax_debug_nans", False), jnp.isnan, "nan"),
+        (getattr(jax.config, "jax_debug_infs", False), jnp.isinf, "inf"),
     ):
         if wanted and any(found(x).any() for x in results if jnp.issubdtype(x.dtype, jnp.floating)):
             raise FloatingPointError(f"invalid value ({kind}) encountered in a native kernel")

@@ -39,7 +39,6 @@ class Layout:
         whole result: {} where it needs none; None where there are no such arguments.
       own: mesh axes over which `shard_map` may also split without any, for calls of each device's own operands.
       reference: whether the reference is run in this layout on Explicit meshes too, where types must fit.
-      in_place: whether what an operation writes over a donated operand is written there in this layout.
     """
 
     operands: Mapping[str, Any]
@@ -49,7 +48,6 @@ class Layout:
     options: Mapping[str, Any] | None = None
     own: tuple[str, ...] = ()
     reference: bool = False
-    in_place: bool = True
 
     def axes(self) -> frozenset[str]:
         """The mesh axes that split something."""

@@ -163,12 +163,9 @@ def gemm(kind, *, dtype="float32", followup="bias", **fields):
         else:
             lhs, rhs = random_product(rng, (M,), (N,), (K,), kind)
             operands = {"lhs": lhs.without_transposed(), "rhs": rhs.without_data()}
-        other = (
-            {"accumulator": normal(rng, M, N, scale=9.0)}
-            if followup == "accumulator"
-            else {"bias": normal(rng, N, dtype=dtype)}
-        )
-        return operands | other
+        if followup == "accumulator":
+            return operands | {"accumulator": normal(rng, M, N, scale=9.0)}
+        return operands | {"bias": normal(rng, N, dtype=dtype)}
 
     def call(implementation=None, **operands):
         if followup == "gelu":
@@ -189,20 +186,12 @@ def gemm(kind, *, dtype="float32", followup="bias", **fields):
         return (P(outer, summed), {"tensor": P(), "row": P(outer)}.get(kind, blocks[scaling]))
 
     def layout(m, n, k, **options):
-        axes = {"model": 2, "data": 2}
-        part = (
-            M
-            * N
-            // math.prod(
-                axes[axis] for group in (m, n) for axis in ([group] if isinstance(group, str) else group or ())
-            )
-        )
+        part = M * N // math.prod(2 for axes in (m, n) for _ in np.atleast_1d(axes or ()))
         operands = {"lhs": copies(m, k, "lhs"), "rhs": copies(n, k, "rhs"), "bias": P(n), "accumulator": P(m, n)}
         if kind == "plain":
             operands["rhs"] = P(k, n)
-        results = P(m, n)
         collectives = (("all-reduce", part),) if k else ()
-        return Layout(operands, results, collectives, options=None if k else {}, **options)
+        return Layout(operands, P(m, n), collectives, options=None if k else {}, **options)
 
     return Operation(
         name=f"gemm, {kind}, {followup}",
@@ -210,7 +199,6 @@ def gemm(kind, *, dtype="float32", followup="bias", **fields):
         call=call,
         oracle=oracle,
         dtypes=(dtype,) * (2 if followup == "gelu" else 1),
-        agreement=None,
         refuses={"native": r"no derivatives.*te_gemm.*use implementation='reference'"},
         donates=("accumulator",) if followup == "accumulator" else (),
         layouts={
@@ -253,8 +241,6 @@ DENSE_LAYOUTS = {
         [("all-gather", IN * OUT // 2)] * 2 + [("all-reduce", TOKENS // 2 * OUT), ("all-reduce", IN * OUT // 2)],
     ),
 }  # fmt: skip
-
-
 OWN = {"column parallel": ("data", "model"), "row parallel": ("data",)}
 
 
@@ -271,7 +257,7 @@ def dense(name, recipe, layouts, *, dtype="float32", bias=False, accumulator=Fal
         if accumulator:
             operands["wgrad_accumulator"] = normal(rng, IN, OUT, scale=20.0)
         if isinstance(recipe, DelayedScaling):
-            operands["scaling_state"] = warm(recipe, 5.0, 0.3, 5.0)
+            operands["scaling_state"] = warm(recipe, 9.0, 0.6, 9.0)
         return operands
 
     def oracle(x, kernel, bias=None, **_):
@@ -289,8 +275,6 @@ def dense(name, recipe, layouts, *, dtype="float32", bias=False, accumulator=Fal
     small = {"all-reduce": 8 + OUT * bias}  # largest magnitudes, and the gradient of the bias
     if isinstance(recipe, RowwiseScaling | BlockScaling):
         small = dict.fromkeys(("all-reduce", "all-gather"), 2 * (TOKENS + IN + OUT))
-    if accumulator:
-        small["all-gather"] = IN * OUT  # an accumulator whose mesh axis is that of the tokens
     # The gradient of the kernel goes to an accumulator.
     named = [name for name in draw(np.random.default_rng(0)) if name != "x" and not (accumulator and name == "kernel")]
     once = r"is differentiated once|FP8 layers: recipe=None"
@@ -310,18 +294,19 @@ def dense(name, recipe, layouts, *, dtype="float32", bias=False, accumulator=Fal
         donates=("wgrad_accumulator",) if accumulator else (),
         unshared=("wgrad_accumulator", "scaling_state"),
         merged={"scaling_state": largest} if delayed else {},
-        layouts={layout: dense_layout(layout, accumulator) for layout in layouts},
-        small=small,
+        layouts={layout: dense_layout(layout, small, accumulator) for layout in layouts},
         left_to_xla=recipe is None,
         **fields,
     )
 
 
-def dense_layout(name, accumulator):
+def dense_layout(name, small, accumulator):
     x, kernel, y, collectives = DENSE_LAYOUTS[name]
     (out,) = (*y, None, None)[2:3]
+    if accumulator and name == "fsdp":  # the mesh axis of the accumulator is that of the tokens
+        small = small | {"all-gather": IN * OUT}
     return Layout(
-        {"x": x, "kernel": kernel, "bias": P(out), "wgrad_accumulator": kernel}, y, tuple(collectives),
+        {"x": x, "kernel": kernel, "bias": P(out), "wgrad_accumulator": kernel}, y, tuple(collectives), small,
         own=() if accumulator else OWN.get(name, ()),  # devices cannot share one
         reference=name == "row parallel",
     )  # fmt: skip

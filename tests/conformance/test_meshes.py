@@ -72,7 +72,7 @@ def _check(operation, layout, mesh, step, rng, *, set_mesh=False, laid_out=True,
     operands, cotangents = case = operation.case(rng)
     expected = operation.alone()(*case)
     specs = specs_of(layout, operands)
-    donated = operation.donates if exchanged and layout.in_place else ()
+    donated = operation.donates if exchanged else ()
 
     def run(donated, operands, cotangents):
         return step({**operands, **donated}, cotangents)
