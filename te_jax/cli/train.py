@@ -34,7 +34,7 @@ from te_jax.recipe import Recipe
 if TYPE_CHECKING:
     import numpy as np
 
-    from te_jax.cli._step import Learner, LossFunction, Placement, TrainState
+    from te_jax.cli._step import Learner, LossFunction, Placement
     from te_jax.cli._text import Corpus
     from te_jax.models import DecoderConfig
 

@@ -122,7 +122,7 @@ def test_only_kernels_of_layers_with_a_recipe_are_quantized(rng, recipe):
     jax.tree.map(np.testing.assert_array_equal, averaged, variables["params"])
     again = quantize_kernels(model, quantized, x)
     assert jax.tree.structure(again) == jax.tree.structure(quantized)
-    assert list(map(jax.typeof, jax.tree.leaves(again))) == list(map(jax.typeof, jax.tree.leaves(quantized)))
+    assert [*map(jax.typeof, jax.tree.leaves(again))] == [*map(jax.typeof, jax.tree.leaves(quantized))]
 
 
 @pytest.mark.parametrize("times", [1, 2])
