@@ -235,7 +235,7 @@ def use_native(implementation: Implementation | None, problem: str | None = None
 
 
 def _lend_blas(module: types.ModuleType) -> None:
-    """Gives the CPU kernels the BLAS of scipy, which JAX depends on. Kernels that need it fail without it."""
+    """Gives the CPU kernels the BLAS of scipy, which JAX depends on. Kernels that need it say so if it is missing."""
     cython_blas = importlib.import_module("scipy.linalg.cython_blas")
     if sgemm := getattr(cython_blas, "__pyx_capi__", {}).get("sgemm"):
         module.use_sgemm(sgemm)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from te_jax import native, sharding
 from te_jax._core.arguments import kind_of
@@ -183,7 +183,7 @@ def next_state(
     def next_history(role: Role) -> Array:
         history, amax = _restored(getattr(state, role), state.uses), amaxes.get(role)
         if amax is None:
-            return history.at[0].divide(_count(state.uses))
+            return jnp.concatenate([history[:1] / _count(state.uses), history[1:]])
         more = sharding.varying_axes(amax) - sharding.varying_axes(history)
         axes = tuple(sorted(more or frozenset(axis_name) - sharding.tracked_axes(axis_name)))
         return _observe(history, amax_of_shards(amax, axes), state.uses)
@@ -203,7 +203,8 @@ def _count(uses: Array) -> Array:
 
 
 def _restored(history: Array, uses: Array) -> Array:
-    return history.at[1:].divide(_count(uses))
+    is_newest = np.arange(history.shape[0]) == 0
+    return history / lax.select(is_newest, jnp.ones_like(history), jnp.broadcast_to(_count(uses), history.shape))
 
 
 def _observed(history: Array, amax: Array, uses: Array) -> Array:
@@ -235,7 +236,7 @@ def _(size: int, batched: list[bool], history: Array, amax: Array, uses: Array):
 def _is_valid(state: DelayedScalingState, role: Role) -> Array:
     """Whether a state can come from steps: an optimizer that updates it makes it negative, or `uses` a fraction."""
     history, uses = getattr(state, role), state.uses
-    return (jnp.min(history) >= 0) & (jnp.max(history) < jnp.inf) & (uses >= 0) & (uses == jnp.floor(uses))
+    return jnp.all((history >= 0) & (history < jnp.inf)) & (uses >= 0) & (uses == lax.floor(uses))
 
 
 def _nan_unless(valid: Array, x: QuantizedArray) -> QuantizedArray:

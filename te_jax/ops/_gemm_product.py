@@ -289,7 +289,7 @@ def _aligned(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[GemmSpec, dic
     m, n, k = (math.prod(sizes) for sizes in (a_outer, b_outer, summed))
     # Not -k % 16: of that, symbolic sizes of jax.export do not know that the sum is a multiple.
     row_multiple = _BLOCK_ROW_MULTIPLE if spec.scaling == "block" else 1
-    more_m, more_k = (-(-size // n) * n - size for size, n in ((m, row_multiple), (k, FP8_ALIGNMENT)))
+    more_m, more_k = (-(-size // step) * step - size for size, step in ((m, row_multiple), (k, FP8_ALIGNMENT)))
     if not (more_m or more_k):
         return None
     # Sizes, and how many zeros follow.
@@ -306,7 +306,7 @@ def _aligned(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[GemmSpec, dic
         return jnp.pad(matrix, [(0, 0)] * len(batch) + [(0, more) for _, more in sizes])
 
     matrices = dataclasses.replace(spec, a_outer_ndim=1, b_outer_ndim=1, summed_ndim=1)
-    return matrices, {**arrays} | {
+    return matrices, dict(arrays) | {
         name: padded(arrays[name], dimensions[name]) for name in spec.operands if name in dimensions
     }
 

@@ -87,7 +87,7 @@ def _accumulating_forward(contracting_ndim, kernel_contracting, accumulate, *ope
 
 def _accumulating_backward(contracting_ndim, kernel_contracting, accumulate, residuals, dy: Array):
     # Here, for a scan keeps what passes through a function beside what it is passed, once more for every layer.
-    x, kernel, accumulator = (not_differentiated(x, _ONCE) for x in residuals)
+    x, kernel, accumulator, dy = (not_differentiated(x, _ONCE) for x in (*residuals, dy))
     (dx,) = jax.vjp(lambda x: _forward(x, kernel, contracting_ndim, kernel_contracting), x)[1](dy)
     tokens = tuple(range(x.ndim - contracting_ndim))
     operands = (x, dy) if kernel_contracting == "first" else (dy, x)

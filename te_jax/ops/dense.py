@@ -17,6 +17,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
+from te_jax._core.derivatives import differentiated_once
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8, _plain_dense
@@ -334,7 +335,8 @@ def _dense(x: Array, kernel, bias: Array | None, accumulator: Array | None, stat
 
 def _sequence_padding(batch: tuple[int, ...], recipe: Recipe, x: Array) -> int:
     """Tokens to append to every sequence, so that devices which split a batch of sequences cut no block of 128."""
-    if len(batch) < 2 or not _has_blocks(recipe) or batch[-1] < BLOCK or not sharding.may_be_split(x):
+    symbolic = any(not isinstance(size, int) for size in batch)  # of jax.export
+    if symbolic or len(batch) < 2 or not _has_blocks(recipe) or batch[-1] < BLOCK or not sharding.may_be_split(x):
         return 0
     return -batch[-1] % BLOCK
 
@@ -486,6 +488,7 @@ def _accumulated(layer: _Layer, lhs: QuantizedArray, rhs: QuantizedArray, accumu
     """The next value of an accumulator, which may have more dimensions than the kernel that products read. It gets
     those here: a scan keeps what is reshaped before beside its own inputs, once more for every layer."""
     if layer.accumulate:
+        accumulator = differentiated_once(accumulator, layer.fp8.name)
         accumulator = added_once(accumulator, *jax.tree.leaves((lhs, rhs)))
     groups = lhs.shape[lhs.row_ndim :], rhs.shape[rhs.row_ndim :]
     own = split_in_two(accumulator.shape, math.prod(groups[0]))

@@ -114,7 +114,8 @@ def quantize(
         with_dbias=with_dbias,
         implementation=implementation,
     )
-    parts: Any = without_gradient(parts, reverse_mode_only(x, _NO_DERIVATIVE), _NO_DERIVATIVE)
+    x, amax = jax.tree.map(lambda operand: reverse_mode_only(operand, _NO_DERIVATIVE), (x, amax))
+    parts: Any = without_gradient(parts, (x, amax), _NO_DERIVATIVE)
     wanted = tuple(part for part in parts if part is not None)
     return wanted if len(wanted) > 1 else parts.array
 

@@ -53,8 +53,16 @@ def bind_local_call(
 
 @_local_call_p.def_impl
 def _(*operands, again, **_):
-    with jax.disable_jit(False):  # else it would call this function again
-        return _compiled(again)(*operands)
+    # Without jit, and to find a NaN in what is compiled, JAX would call this function again.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        results = _compiled(again)(*operands)
+    for wanted, found, kind in (
+        (getattr(jax.config, "jax_debug_nans", False), jnp.isnan, "nan"),
+        (getattr(jax.config, "jax_debug_infs", False), jnp.isinf, "inf"),
+    ):
+        if wanted and any(found(x).any() for x in results if jnp.issubdtype(x.dtype, jnp.floating)):
+            raise FloatingPointError(f"invalid value ({kind}) encountered in a native kernel")
+    return results
 
 
 @functools.cache

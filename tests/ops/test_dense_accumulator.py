@@ -178,15 +178,6 @@ def test_sharded_examples_of_a_vmap_share_it(axis_type, make_mesh, rng):
     assert_close(after - before, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
 
 
-def test_an_accumulator_of_every_example(rng):
-    case = random_case(rng, (3, 16), (32,), (48,), with_bias=False)
-    before = jnp.stack([draw(rng, case.kernel) for _ in range(3)])
-    after = jax.vmap(jax.grad(loss, argnums=2), in_axes=(0, None, 0, 0))(case.x, case.kernel, before, case.dy)
-    for i in range(3):
-        alone = jax.grad(loss, argnums=2)(case.x[i], case.kernel, before[i], case.dy[i])
-        assert_close(after[i], alone, tolerance=1e-6)
-
-
 @pytest.mark.parametrize("recipe", [CURRENT, None], ids=["current", "none"])
 def test_an_accumulator_that_no_examples_share_is_refused(recipe):
     def total(accumulator, x, dy):
@@ -248,14 +239,6 @@ def test_donated_accumulator_is_written_in_place(accumulate, recipe, native_kern
     assert_close(after - before * np.float32(accumulate), oracle(case).dkernel, dtype="float32", tolerance=tolerance)
 
 
-def test_accumulator_that_is_kept_keeps_its_value(native_kernels, big_case, rng):
-    case, accumulator = big_case, draw(rng, big_case.kernel)
-    before = np.array(accumulator)
-    after = jax.jit(jax.grad(loss, argnums=2))(case.x, case.kernel, accumulator, case.dy)
-    np.testing.assert_array_equal(accumulator, before)
-    assert_close(after - before, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
-
-
 @few_recipes
 def test_accumulator_carried_over_microbatches(recipe, native_kernels, rng):
     """A loop over microbatches, with a kernel that is quantized once: the accumulator stays in its place."""
@@ -297,28 +280,6 @@ def test_overwrite_then_accumulate(native_kernels, rng):
     assert_close(accumulator, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
 
 
-def test_stacked_layers(rng):
-    """Accumulators of layers in a scan are its inputs, and what follows its outputs."""
-    x = jnp.asarray(rng.standard_normal((32, 64)), jnp.bfloat16)
-    kernels = jnp.asarray(rng.standard_normal((3, 64, 64)) / 8, jnp.bfloat16)
-    before = draw(rng, kernels)
-
-    def run(accumulators):
-        def layer(x, inputs):
-            return ops.dense(x, inputs[0], recipe=CURRENT, wgrad_accumulator=inputs[1]), None
-
-        return jnp.sum(jnp.square(lax.scan(layer, x, (kernels, accumulators))[0].astype(jnp.float32)))
-
-    def plain(kernels):
-        def layer(x, kernel):
-            return ops.dense(x, kernel, recipe=CURRENT), None
-
-        return jnp.sum(jnp.square(lax.scan(layer, x, kernels)[0].astype(jnp.float32)))
-
-    after = jax.jit(jax.grad(run))(before)
-    assert_close(after - before, wide(jax.jit(jax.grad(plain))(kernels)), dtype="float32", tolerance=1e-2)
-
-
 @few_recipes
 @pytest.mark.parametrize("quantized", [True, False], ids=["quantized", "plain"])
 def test_stacked_layers_keep_no_copy_of_kernels_and_accumulators(quantized, recipe):
@@ -342,22 +303,6 @@ def test_stacked_layers_keep_no_copy_of_kernels_and_accumulators(quantized, reci
     assert made == [before.shape]  # the accumulators' next values
 
 
-@pytest.mark.parametrize("wrap", ["checkpoint", "vmap"])
-def test_transformations(wrap, rng):
-    case = random_case(rng, (3, 32), (64,), (48,), with_bias=False)
-    if wrap == "checkpoint":
-        before = draw(rng, case.kernel)
-        x, dy = case.x.reshape(96, 64), case.dy.reshape(96, 48)
-        after = jax.jit(jax.grad(jax.checkpoint(loss), argnums=2))(x, case.kernel, before, dy)
-        assert_close(after - before, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
-        return
-    before = draw(rng, jnp.zeros((3, *case.kernel.shape)))
-    after = jax.vmap(jax.grad(loss, argnums=2), in_axes=(0, None, 0, 0))(case.x, case.kernel, before, case.dy)
-    for i in range(3):
-        expected = wide(case.x[i]).T @ wide(case.dy[i])
-        assert_close(after[i] - before[i], expected, dtype="float32", tolerance=GRADIENT)
-
-
 # ------------------------------------------------------------------------------------------------------------ sharding
 
 
@@ -365,12 +310,8 @@ def test_transformations(wrap, rng):
 @pytest.mark.parametrize(
     ("spec", "recipe"),
     [
-        pytest.param(P(None, "model"), CURRENT, id="columns-current"),
         pytest.param(P(None, "model"), RECIPES["block"], id="columns-block"),
         pytest.param(P("model"), RECIPES["block"], id="rows-block"),
-        pytest.param(P("model"), None, id="rows-none"),
-        pytest.param(P("data"), None, id="fsdp-none"),
-        pytest.param(P("data"), CURRENT, id="fsdp-current"),
     ],
 )
 def test_sharded_accumulator(recipe, spec, axis_type, native_kernels, make_mesh, rng):
