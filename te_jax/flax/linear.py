@@ -110,17 +110,17 @@ class Einsum(nn.Module):
 
         layer = Einsum((64, 4, 32), "btd,dhk->bthk", recipe=CurrentScaling())
 
-    Input and kernel keep their roles wherever their dimensions stand in the result, where `jnp.einsum` may exchange
-    them. Parameters have the names, shapes and initial values of `flax.linen.Einsum`. Dimensions that input, kernel
-    and result share, such as that of experts, are those of separate products, each with scales of its own.
+    Parameters have the names, shapes and initial values of `flax.linen.Einsum`. The input is always quantized as the
+    activation. If input, kernel and result share a dimension, such as that of experts, each of its indices is a
+    product of its own, with its own scales.
 
     Attributes:
       shape: of the kernel.
-      einsum_str: the dimensions of input, kernel and result; None to pass it to the call. At least one dimension is
-        contracted, and at least one is the kernel's alone. Input and result may have an ellipsis.
+      einsum_str: names the dimensions of input, kernel and result; None to pass it to the call. The kernel must share
+        one with the input alone and one with the result alone. Input and result may have an ellipsis.
       use_bias, dtype, param_dtype, kernel_init, bias_init, kernel_axes, bias_axes, recipe, axis_name, implementation:
-        as in `DenseGeneral`, but initializers see the shapes as they are. The bias has the kernel's dimensions of the
-        result, in their order there.
+        as in `DenseGeneral`, but initializers get the parameter's own shape. The bias has the dimensions that kernel
+        and result share, in the order of the result.
     """
 
     shape: Sequence[int]
@@ -169,7 +169,10 @@ class Einsum(nn.Module):
 class DotGeneral(nn.Module):
     """`jax.lax.dot_general` of an activation and a kernel in FP8, for layers that take a `dot_general_cls`.
 
-    With `DelayedScaling` it holds its state, as `DenseGeneral` does.
+    With `DelayedScaling` it holds the state, as `DenseGeneral` does.
+
+    The left operand must be the activation. `jnp.einsum` exchanges its operands where the result has the dimensions of
+    the kernel first, and the kernel would then be quantized as the activation: use `Einsum` there.
 
     Attributes:
       recipe: how to quantize, or None.
@@ -194,14 +197,12 @@ class DotGeneral(nn.Module):
         """The product [*other dimensions of lhs, *other dimensions of rhs].
 
         Args:
-          lhs: the activation.
-          rhs: the kernel. It is read as it is where the contracted dimensions are its first or its last ones, and is
-            transposed first otherwise, as is an activation whose contracted dimensions are not the last ones.
+          lhs: the activation. It is transposed unless its contracted dimensions are the last ones.
+          rhs: the kernel. It is transposed unless its contracted dimensions are the first or the last ones.
           dimension_numbers: ((dimensions of lhs, dimensions of rhs), ((), ())).
-          precision: has no effect: the recipe says how precise the product is.
           preferred_element_type: dtype of the result; None for that of lhs.
           out_sharding: of the result, on Explicit meshes.
-          kwargs: what callers hand to `jax.lax.dot_general` beside, without effect.
+          precision, kwargs: ignored; the recipe says how precise the product is.
 
         Raises:
           ValueError: for batch dimensions, and where the operands do not fit.
@@ -231,12 +232,12 @@ def make_dot_general_cls(
       axis_name, implementation: as in `DenseGeneral`.
 
     Returns:
-      What makes a `DotGeneral` when called; the same object for the same arguments.
+      A callable that makes a `DotGeneral`; the same object for the same arguments.
     """
     return _dot_general_cls(recipe, axis_name, implementation)
 
 
-@functools.cache  # which tells arguments by name from those by place, and hides them from type checkers
+@functools.cache  # distinguishes keywords from positions, and hides the signature from type checkers
 def _dot_general_cls(
     recipe: Recipe | None, axis_name: str | tuple[str, ...] | None, implementation: native.Implementation | None
 ) -> Callable[[], DotGeneral]:
@@ -244,12 +245,12 @@ def _dot_general_cls(
 
 
 def layer_options(module: DenseGeneral | Einsum | DotGeneral) -> linear.Options:
-    """What a module hands on to the operation."""
+    """The options of a module for `te_jax.ops.dense`."""
     return linear.Options(module.recipe, module.axis_name, module.implementation)
 
 
 def _kernel(module: DenseGeneral | Einsum, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """The kernel, which may be quantized, or be made from numbers drawn in another shape."""
+    """The kernel: quantized, or a parameter whose initializer draws `drawn_shape`."""
     if module.has_variable("params", "kernel"):
         kernel = module.get_variable("params", "kernel")
         if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
@@ -259,7 +260,7 @@ def _kernel(module: DenseGeneral | Einsum, drawn_shape: tuple[int, ...], shape: 
 
 
 def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingState | None:
-    """The state of delayed scaling, which is made at initialisation."""
+    """The state of delayed scaling; `init` creates its variables."""
     if not isinstance(recipe, DelayedScaling):
         return None
     kept = module.has_variable(OVERWRITE_WITH_GRADIENT, delayed_scaling.USES)
@@ -275,7 +276,7 @@ def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingSt
 
 
 def unboxed(x: Any) -> Any:
-    """What a box with names of axes holds, as it is: constraints are for Flax to apply."""
+    """The value of a box with names of axes, without the sharding constraint that Flax applies elsewhere."""
     if isinstance(x, meta.Partitioned):
         return x.unbox(apply_constraint=False)
     return x.unbox() if isinstance(x, meta.AxisMetadata) else x
@@ -288,7 +289,7 @@ def _initializer(
     shape: tuple[int, ...],
     axes: Sequence[str | None] | None,
 ) -> Initializer:
-    """An initializer that draws `flat` and returns it in `shape`, with names where there are some."""
+    """An initializer that draws an array of shape `flat`, reshapes it, and boxes it with the names of its axes."""
     if axes is not None and len(axes) != len(shape):
         raise ValueError(f"{name} is {tuple(axes)}; for shape {shape} it must have {len(shape)} names, or be None")
 

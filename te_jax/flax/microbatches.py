@@ -21,32 +21,32 @@ from te_jax.quantized import QuantizedArray
 Variables = Any
 """A nest of dicts with arrays, as `flax.linen.Module.init` returns it."""
 
-# What nn.jit has traced before would not be traced again, and its layers not noted.
+# nn.jit must trace again: a cached trace would not report its layers.
 _traced_anew = jax.make_user_context()
 
 _ZEROS = "jax.tree.map(jnp.zeros_like, flax.linen.unbox(variables)), of the variables before quantize_kernels"
 
 
 def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
-    """The variables with the kernels of te_jax's layers in FP8, to be quantized once for several microbatches.
+    """Quantizes the kernels of te_jax's layers, once for several microbatches.
 
-    Each kernel is quantized as its layer's recipe says, and is then a `te_jax.quantized.QuantizedArray`. Kernels of
-    layers with recipe=None, and all other variables, stay what they are, but without names of logical axes. The model
-    runs with them as with `variables`; gradients come from `accumulate_gradients`. The optimizer keeps `variables`.
-    To find the layers the model is traced, each time: call it inside `jit`.
+    Each becomes a `te_jax.quantized.QuantizedArray`, as its layer's recipe says. Kernels of layers with recipe=None and
+    all other variables keep their values, but lose names of logical axes. Apply the model to the result as to
+    `variables`, and take gradients with `accumulate_gradients`; the optimizer keeps `variables`. Each call traces the
+    model to find its layers: call it inside `jit`.
 
     Args:
       model: a Linen module.
-      variables: what `model.apply` takes. Kernels that `flax.linen.scan` or `vmap` stack have the layers in front
+      variables: those of `model.apply`. `flax.linen.scan` and `vmap` must stack kernels along the first dimension
         (`variable_axes={"params": 0}`).
-      args, kwargs: what `model.apply` takes beside. Of the arrays in args only shapes and dtypes matter; nothing is
-        computed with them. Flags and whatever else is no array reach the model as they are.
+      args, kwargs: the other arguments of `model.apply`. Only shapes and dtypes of arrays in args are used.
 
     Returns:
       Variables of the same structure.
 
     Raises:
-      ValueError: model is no Linen module, or a kernel is stacked along another dimension than the first.
+      ValueError: model is no Linen module, a kernel is stacked along another dimension than the first, or the kernel of
+        an `Einsum` has its dimensions in an order that cannot be quantized once.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is of type {type(model).__name__}; it must be a flax.linen.Module")
@@ -97,10 +97,10 @@ def _kernel_ndims(module: DenseGeneral | Einsum, shape: tuple[int, ...]) -> tupl
 
 
 def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Variables]]:
-    """`jax.value_and_grad` with respect to the first argument, added to the gradients of the microbatches before.
+    """`jax.value_and_grad` with respect to the first argument, adding to the gradients of earlier microbatches.
 
-    Gradients of quantized kernels are written over the former sum where that is donated or the carry of a loop. What is
-    in the collection "_overwrite_with_gradient" is not added: its next value is the maximum (`te_jax.recipe.merge`).
+    The sum for a quantized kernel is updated in place if it is donated or the carry of a loop. The collection
+    "_overwrite_with_gradient" is not summed: its next value is the maximum (`te_jax.recipe.merge`).
 
     Args:
       loss_fn: loss_fn(variables, *args, **kwargs) returns a scalar, or (scalar, aux) with has_aux.
@@ -181,5 +181,5 @@ def _from_state_dict(kernel: QuantizedArray, state: dict[str, Any]) -> Quantized
     return dataclasses.replace(kernel, **state)
 
 
-# flax.serialization knows dataclasses of its own alone.
+# flax.serialization knows only its own dataclasses.
 serialization.register_serialization_state(QuantizedArray, _to_state_dict, _from_state_dict)

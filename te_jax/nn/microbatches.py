@@ -1,4 +1,4 @@
-"""Kernels that are quantized once for several microbatches, and gradients that are added to former ones."""
+"""Kernels that are quantized once for several microbatches, and gradients that are summed over these."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from te_jax.quantized import QuantizedArray
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("kernel", "gradient", "uses"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class AccumulatedKernel:
-    """A quantized kernel and what its gradient is added to.
+    """A quantized kernel and the sum to which its gradient is added.
 
     Attributes:
       kernel: both copies.
-      gradient: of the kernel's shape. The gradient with respect to it is the sum.
-      uses: float32, shaped as the dimensions along which kernels are stacked, () for one kernel. The gradient with
-        respect to it counts the layer's calls: JAX would add up the sums of several.
+      gradient: the sum so far, in the kernel's shape. The gradient with respect to it is the next sum.
+      uses: float32 zeros, one for each stacked kernel. The gradient with respect to it counts the layer's calls: JAX
+        would add up the next sums of several calls.
     """
 
     kernel: QuantizedArray

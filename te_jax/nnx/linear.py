@@ -140,17 +140,17 @@ class Einsum(nnx.Module):
 
         layer = Einsum("btd,dhk->bthk", (64, 4, 32), (4, 32), recipe=CurrentScaling(), rngs=nnx.Rngs(0))
 
-    Input and kernel keep their roles wherever their dimensions stand in the result, where `jnp.einsum` may exchange
-    them. Parameters have the names, shapes and initial values of `flax.nnx.Einsum`. Dimensions that input, kernel
-    and result share, such as that of experts, are those of separate products, each with scales of its own.
+    Parameters have the names, shapes and initial values of `flax.nnx.Einsum`. The input is always quantized as the
+    activation. If input, kernel and result share a dimension, such as that of experts, each of its indices is a
+    product of its own, with its own scales.
 
     Args:
-      einsum_str: the dimensions of input, kernel and result; None to pass it to the call. At least one dimension is
-        contracted, and at least one is the kernel's alone. Input and result may have an ellipsis.
+      einsum_str: names the dimensions of input, kernel and result; None to pass it to the call. The kernel must share
+        one with the input alone and one with the result alone. Input and result may have an ellipsis.
       kernel_shape: of the kernel.
-      bias_shape: of the bias: the kernel's dimensions of the result, in their order there. None for no bias.
+      bias_shape: sizes of the dimensions that kernel and result share, in the order of the result; None for no bias.
       dtype, param_dtype, kernel_init, bias_init, kernel_metadata, bias_metadata, recipe, axis_name, implementation,
-        rngs: as in `LinearGeneral`, but initializers see the shapes as they are.
+        rngs: as in `LinearGeneral`, but initializers get the parameter's own shape.
     """
 
     def __init__(
@@ -216,7 +216,10 @@ class Einsum(nnx.Module):
 class DotGeneral(nnx.Module):
     """`jax.lax.dot_general` of an activation and a kernel in FP8, for layers that take a `dot_general`.
 
-    With `DelayedScaling` it holds its state: each layer needs one of its own.
+    With `DelayedScaling` it holds the state: each layer needs one of its own, as an attribute of a module.
+
+    The left operand must be the activation. `jnp.einsum` exchanges its operands where the result has the dimensions of
+    the kernel first, and the kernel would then be quantized as the activation: use `Einsum` there.
 
     Args:
       recipe: how to quantize, or None.
@@ -246,14 +249,12 @@ class DotGeneral(nnx.Module):
         """The product [*other dimensions of lhs, *other dimensions of rhs].
 
         Args:
-          lhs: the activation.
-          rhs: the kernel. It is read as it is where the contracted dimensions are its first or its last ones, and is
-            transposed first otherwise, as is an activation whose contracted dimensions are not the last ones.
+          lhs: the activation. It is transposed unless its contracted dimensions are the last ones.
+          rhs: the kernel. It is transposed unless its contracted dimensions are the first or the last ones.
           dimension_numbers: ((dimensions of lhs, dimensions of rhs), ((), ())).
-          precision: has no effect: the recipe says how precise the product is.
           preferred_element_type: dtype of the result; None for that of lhs.
           out_sharding: of the result, on Explicit meshes.
-          kwargs: what callers hand to `jax.lax.dot_general` beside, without effect.
+          precision, kwargs: ignored; the recipe says how precise the product is.
 
         Raises:
           ValueError: for batch dimensions, and where the operands do not fit.

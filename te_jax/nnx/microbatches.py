@@ -24,21 +24,20 @@ _ZEROS = (
 
 
 def quantize_kernels(model: Model) -> Model:
-    """A model whose te_jax layers hold kernels in FP8, to be quantized once for several microbatches.
+    """Quantizes the kernels of te_jax's layers, once for several microbatches.
 
-    Each kernel is quantized as its layer's recipe says, and its variable is then a `QuantizedKernel`. Kernels of layers
-    with recipe=None, and all other variables, are shared with the given model, which the optimizer keeps and updates.
-    Gradients come from `accumulate_gradients`.
+    Each becomes a `QuantizedKernel`, as its layer's recipe says. Kernels of layers with recipe=None and all other
+    variables are shared with the given model, which the optimizer updates. Take gradients with `accumulate_gradients`.
 
     Args:
-      model: an NNX module, or a container of some. Kernels that `nnx.vmap` stacked have the layers in front.
+      model: an NNX module or a container of modules. `nnx.vmap` must stack kernels along the first dimension.
 
     Returns:
       A model of the same structure. Layers that share a kernel share the quantized one.
 
     Raises:
-      ValueError: model is no NNX module, or a kernel is shared by layers that quantize it differently, or with
-        something that does not.
+      ValueError: model is no NNX module; layers share a kernel that they quantize differently or that something else
+        needs as it is; or the kernel of an `Einsum` has its dimensions in an order that cannot be quantized once.
     """
     if not nnx.graph.is_node(model):
         raise ValueError(f"model is of type {type(model).__name__}; it must be a flax.nnx.Module, or hold some")
@@ -81,10 +80,10 @@ def _kernel_ndims(module: LinearGeneral | Einsum) -> tuple[int, int]:
 def accumulate_gradients(
     loss_fn: Callable[..., Any], *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, nnx.State[Any, Any]]]:
-    """`nnx.value_and_grad` with respect to the model, added to the gradients of the microbatches before.
+    """`nnx.value_and_grad` with respect to the model, adding to the gradients of earlier microbatches.
 
-    Gradients of quantized kernels are written over the former sum where that is donated or the carry of a loop.
-    `OverwriteWithGradient` state is not added: its next value is the maximum (`te_jax.recipe.merge`).
+    The sum for a quantized kernel is updated in place if it is donated or the carry of a loop. `OverwriteWithGradient`
+    variables are not summed: their next value is the maximum (`te_jax.recipe.merge`).
 
     Args:
       loss_fn: loss_fn(model, *args, **kwargs) returns a scalar, or (scalar, aux) with has_aux. What it changes in

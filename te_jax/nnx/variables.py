@@ -1,4 +1,4 @@
-"""What NNX layers hold beside parameters."""
+"""The types of variables in NNX layers, besides parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ parameters, and keep it from the optimizer:
 
 
 class QuantizedKernel(nnx.Variable):
-    """A kernel that `quantize_kernels` put in the place of a parameter; its value is a `QuantizedArray`."""
+    """A `QuantizedArray` that `quantize_kernels` put in the place of a parameter."""
 
 
 def overwrite_with_gradient(model: Any, gradients: nnx.State[Any, Any]) -> None:
@@ -52,8 +52,8 @@ def overwrite_with_gradient(model: Any, gradients: nnx.State[Any, Any]) -> None:
         uses = found.get((*path[:-1], delayed_scaling.USES))
         if uses is None:
             return value
-        count = uses.get_value()  # of stacked layers, one for each
-        count = jnp.reshape(count, count.shape + (1,) * (value.ndim - count.ndim))
+        count = uses.get_value()  # stacked layers have one each
+        count = jnp.expand_dims(count, tuple(range(count.ndim, value.ndim)))
         return jnp.where(count > 0, value, former[path].get_value())
 
     kept = [(path, found[path].replace(next_value(path))) for path in former]

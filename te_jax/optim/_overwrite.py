@@ -17,22 +17,22 @@ _LAYERS = (
     frozenset(("activation_amax_history", "kernel_amax_history", "gradient_amax_history", _USES)),
     frozenset(f"{name}_{kind}" for name in ("input", "kernel", "output_grad") for kind in ("amax_history", "scale")),
 )
-"""Names of the state of a layer of te_jax and of one of Flax: NNX hands arrays to optimizers without their types."""
+"""Names of the state in a layer of te_jax and in one of Flax: `nnx.Optimizer` drops the types of variables."""
 
 _Path = tuple[str, ...]
 
 
 def overwrite_with_gradient(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of parameters that have the state of delayed scaling among them.
+    """An optimizer for a tree that holds the state of delayed scaling among its parameters.
 
-    The gradient of such state is its next value, which `optax.apply_updates` then puts in its place; state whose
-    layer the loss did not use stays as it is. The inner optimizer sees the parameters alone. State is: everything in
-    Linen's collection "_overwrite_with_gradient", the variables of that type which NNX layers of te_jax and Flax hold,
-    by their names, and every `te_jax.recipe.DelayedScalingState`.
+    The gradient of this state is its next value. `optax.apply_updates` replaces the state by it, or keeps the state of
+    a layer that the loss did not use. The inner optimizer sees only the parameters. State is every
+    `te_jax.recipe.DelayedScalingState`, Linen's collection "_overwrite_with_gradient", and the variables of te_jax's
+    and Flax's layers in NNX, which are known by their names.
 
-    Apply it last: what changes gradients outside of it, such as `optax.clip_by_global_norm` in a chain, would change
-    the next states too. Where float32 cannot express the update exactly, the next value is rounded up, by less than
-    2^-22 of the larger of both.
+    Make it the outermost transformation: one outside of it, such as `optax.clip_by_global_norm` in a chain, would
+    change the next states. If no float32 update leads exactly to the next value, the result is larger, by less than
+    2^-22 of the larger of the two values.
 
     Args:
       inner: the optimizer of the parameters.
@@ -67,11 +67,9 @@ def overwrite_with_gradient(inner: optax.GradientTransformation) -> optax.Gradie
         def difference(path: Any, is_state: bool, found: Any, former: Any) -> Any:
             if not is_state:
                 return found
-            if isinstance(found, DelayedScalingState):
-                return jax.tree.map(
-                    lambda next_, now: _difference(next_, now, getattr(found, _USES, None)), found, former
-                )
-            return _difference(found, former, counts.get((*_names(path)[:-1], _USES)))
+            own = isinstance(found, DelayedScalingState)
+            uses = found.uses if own else counts.get((*_names(path)[:-1], _USES))
+            return jax.tree.map(lambda found, former: _difference(found, former, uses), found, former)
 
         return jax.tree.map_with_path(difference, _is_state(updates), updates, params), state
 
@@ -110,11 +108,11 @@ def _is_scaling_state(x: Any) -> bool:
 
 
 def _difference(found: Array, former: Array, uses: Array | None) -> Array:
-    """What `former` and this add up to is `found`, or one rounding more where no float32 leads there: an amax that
-    became smaller would saturate, and one that became 0 would be unknown."""
+    """An update that leads from `former` to `found`, or to the next larger reachable value: a smaller amax would let
+    values saturate, and 0 means that no amax is known."""
     update = found - former
     update = jnp.where(former + update < found, jnp.nextafter(update, jnp.inf), update)
     if uses is None:
         return update
-    uses = jnp.reshape(uses, uses.shape + (1,) * (update.ndim - uses.ndim))  # of stacked layers, one for each
+    uses = jnp.expand_dims(uses, tuple(range(uses.ndim, update.ndim)))  # stacked layers have one each
     return jnp.where(uses > 0, update, 0.0)

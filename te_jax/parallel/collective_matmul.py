@@ -125,7 +125,9 @@ def all_gather_matmul(
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     Example:
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
+      >>> import functools, jax, jax.numpy as jnp, te_jax
+      >>> from jax.sharding import AxisType, PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",), axis_types=(AxisType.Auto,))
       >>> layer = functools.partial(te_jax.parallel.all_gather_matmul, axis_name="tensor")
       >>> specs, out = (P("tensor"), P(None, "tensor")), P(None, "tensor")
       >>> y = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=out)(jnp.ones((64, 32)), jnp.ones((32, 64)))
@@ -192,7 +194,9 @@ def matmul_reduce_scatter(
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     Example:
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
+      >>> import functools, jax, jax.numpy as jnp, te_jax
+      >>> from jax.sharding import AxisType, PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",), axis_types=(AxisType.Auto,))
       >>> layer = functools.partial(te_jax.parallel.matmul_reduce_scatter, axis_name="tensor")
       >>> specs, out = (P(None, "tensor"), P("tensor")), P("tensor")
       >>> y = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=out)(jnp.ones((64, 32)), jnp.ones((32, 64)))

@@ -88,6 +88,7 @@ def histories(state):
         f"{name}/{role}": np.asarray(history)
         for name, of_projection in state.scaling.items()
         for role, history in vars(of_projection).items()
+        if role != "uses"
     }
 
 
@@ -101,6 +102,7 @@ def test_a_step_advances_the_state_and_an_evaluation_does_not(rng):
         former, (state, _) = state, learner.step(state, jax.device_put(batch, placement.windows))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(former.params))  # their memory is the next ones'
         seen.append(histories(state))
+    assert all((np.asarray(of_projection.uses) == 1).all() for of_projection in state.scaling.values())
     kernels = state.params["layers"]
     for name, last in seen[-1].items():
         assert last.shape == (2, 3)

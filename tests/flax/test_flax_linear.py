@@ -252,7 +252,7 @@ def test_sharded_by_logical_axes(request, rng, make_mesh, axis_type, recipe):
         request.getfixturevalue("native_kernels")  # the reference of FP8 products is written for other meshes
     mesh = make_mesh({"data": axis_type, "model": axis_type})
     module = Dense(512, kernel_axes=("embed", "mlp"), bias_axes=("mlp",), recipe=recipe)
-    x = normal(rng, (64, 256))
+    x = normal(rng, (512 if isinstance(recipe, BlockScaling) else 64, 256))  # whole blocks of tokens on each device
     boxed = module.init(jax.random.key(int(rng.integers(2**31))), x)
     variables = nn.unbox(boxed)
 

@@ -270,6 +270,7 @@ def test_gradients_that_do_not_fit_are_refused(jit, rng):
         refuses(nnx.from_flat_state(wrong), rf"shape \(16,\) for {name}, which has shape")
 
 
+@pytest.mark.filterwarnings("ignore:a dimension of .* whose shards would cut blocks:RuntimeWarning")
 @pytest.mark.parametrize(
     ("sizes", "kernel_spec", "bias_spec", "x_spec"),
     [

@@ -110,7 +110,7 @@ def test_replicated_factor_is_gathered_and_no_other(axis_type, make_mesh, rng):
     compiled = jax.jit(lambda x: running_sum(x, reverse=True)).lower(placed).compile()
     gathers = [entry for entry in collectives(compiled) if entry.kind == "all-gather"]
     assert len(gathers) == 1
-    assert gathers[0].elements == 8 * 16 // mesh.shape["x"]
+    assert [array.elements for array in gathers[0].results] == [8 * 16 // mesh.shape["x"]]
     prefix, total = compiled(placed)
     assert_close(prefix, np.cumsum(np.asarray(x, np.float64)[:, ::-1], axis=-1)[:, ::-1], dtype="float32")
     assert_close(total, np.asarray(x, np.float64).sum(axis=-1), dtype="float32")
