@@ -389,7 +389,8 @@ def _forward(layer: _Layer, *operands):
     try:
         _validate_differentiated(layer, *operands)
     except Exception:
-        _dense.clear_cache()  # JAX would take the trace whose rule failed for the next gradient, and not find its parts
+        jitted: Any = _dense  # JAX would take the trace whose rule failed for the next gradient, and not find its parts
+        jitted.clear_cache()
         raise
     x, kernel, bias, accumulator, state = custom_vjp_primal_tree_values(operands)
     given = isinstance(kernel, QuantizedArray)
