@@ -386,7 +386,12 @@ def _other(copy: Copy) -> Copy:
 
 
 def _forward(layer: _Layer, *operands):
-    _validate_differentiated(layer, *operands)
+    try:
+        _validate_differentiated(layer, *operands)
+    except Exception:
+        jitted: Any = _dense  # JAX would take the trace whose rule failed for the next gradient, and not find its parts
+        jitted.clear_cache()
+        raise
     x, kernel, bias, accumulator, state = custom_vjp_primal_tree_values(operands)
     given = isinstance(kernel, QuantizedArray)
     with_wgrad = not given or accumulator is not None

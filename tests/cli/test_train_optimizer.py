@@ -1,6 +1,7 @@
 """`te-jax train --optimizer-state`: Adam's moments in fewer bytes, kept by the run, its twin and its checkpoints."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -108,16 +109,19 @@ def _check_resuming(whole, out, states, devices):
 def checkpoint(out, states, devices):
     """The last one, by the names of losses."""
 
-    def like(state):
-        optimizer = _step.build_optimizer(1e-2, STEPS, state_dtype=jnp.dtype(DTYPES[state]).name)
-        return _step.build_learner(PRESETS["nano"], lambda *_: 0, optimizer, placement).abstract_state()
-
-    placement = _step.build_placement(jax.devices()[:devices])
     folder = RunFolder.resume(out)
     try:
-        return folder.restore({name: like(state) for name, state in states.items()})
+        return folder.restore({name: like(state, devices) for name, state in states.items()})
     finally:
         folder.close()
+
+
+@functools.cache
+def like(state, devices):
+    """Shapes and shardings of a state."""
+    optimizer = _step.build_optimizer(1e-2, STEPS, state_dtype=jnp.dtype(DTYPES[state]).name)
+    placement = _step.build_placement(jax.devices()[:devices])
+    return _step.build_learner(PRESETS["nano"], lambda *_: 0, optimizer, placement).abstract_state()
 
 
 def adam_of(state):

@@ -101,7 +101,7 @@ def test_two_devices_learn_what_one_does(on_one_device, on_two_devices):
 @pytest.mark.parametrize(
     ("begun", "options", "before", "after"),
     [
-        ("on_one_device", ["--tp", "2", "--transport", "xla"], ("1", "auto"), ("2", "xla")),
+        ("on_one_device", ["--tp", "2", "--transport", "ring"], ("1", "auto"), ("2", "ring")),
         ("on_two_devices", ["--tp", "1"], ("2", "ring"), ("1", "auto")),
     ],
 )
@@ -178,31 +178,25 @@ def steps_of(learner, placement, batches):
     return state, found
 
 
-def test_moments_in_few_bytes_are_split_as_parameters_are(rng):
-    batches = rng.integers(0, 256, (4, 4, 33)).astype(np.uint8)
-    (_, expected), (state, found) = (steps_of(*learner_of(tp, "float8_e4m3fn"), batches) for tp in (1, 2))
-    # Rounding at random has the bits of its place in the whole array.
-    np.testing.assert_allclose(found, expected, rtol=1e-3)
-    adam = next(part for part in jax.tree.leaves(state.optimizer, is_leaf=lambda part: hasattr(part, "mu_bounds")))
-    for tree in (state.params, adam.mu, adam.nu):
-        assert tree["layers"]["down"].addressable_shards[0].data.shape == (2, 48, 32)
-        assert tree["layers"]["key"].sharding.is_fully_replicated  # one key head, of which two devices use the same
-    # A block of 128 values is not cut in two.
-    assert adam.mu_bounds["head"].shape == (32, 2)
-    assert adam.mu_bounds["head"].addressable_shards[0].data.shape == (32, 1)
-    assert adam.mu_bounds["layers"]["gate"].sharding.is_fully_replicated
-
-
-def test_the_state_of_delayed_scaling_is_that_of_one_device(rng):
+def test_the_states_of_adam_and_of_delayed_scaling_are_those_of_one_device(rng):
     batches = rng.integers(0, 256, (3, 4, 33)).astype(np.uint8)
-    recipe = DelayedScaling(history_len=4)
-    (before, expected), (after, found) = (steps_of(*learner_of(tp, recipe=recipe), batches) for tp in (1, 2))
+    learners = (learner_of(tp, "float8_e4m3fn", DelayedScaling(history_len=4)) for tp in (1, 2))
+    (before, expected), (after, found) = (steps_of(*learner, batches) for learner in learners)
     np.testing.assert_allclose(found, expected, rtol=1e-2)
     for name, state in after.scaling.items():
         assert all(history.sharding.is_fully_replicated for history in jax.tree.leaves(state))
         np.testing.assert_array_equal(state.kernel[:, 2], before.scaling[name].kernel[:, 2])  # of the first step
         np.testing.assert_allclose(state.activation[:, 2], before.scaling[name].activation[:, 2], rtol=0.1)
         assert (np.asarray(state.gradient[:, :3]) > 0).all()
+
+    # Moments in few bytes are split as parameters are, and a block of 128 values is not cut in two.
+    adam = next(part for part in jax.tree.leaves(after.optimizer, is_leaf=lambda part: hasattr(part, "mu_bounds")))
+    for tree in (after.params, adam.mu, adam.nu):
+        assert tree["layers"]["down"].addressable_shards[0].data.shape == (2, 48, 32)
+        assert tree["layers"]["key"].sharding.is_fully_replicated  # one key head, of which two devices use the same
+    assert adam.mu_bounds["head"].shape == (32, 2)
+    assert adam.mu_bounds["head"].addressable_shards[0].data.shape == (32, 1)
+    assert adam.mu_bounds["layers"]["gate"].sharding.is_fully_replicated
 
 
 def test_a_step_moves_no_parameters(rng):

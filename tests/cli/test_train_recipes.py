@@ -20,7 +20,7 @@ from te_jax.recipe import DelayedScaling
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone", "programs_of_equal_runs")
 
 RECIPES = ("block", "current", "rowwise", "delayed")
-DELAYED = DelayedScaling(history_len=3)
+DELAYED = DelayedScaling()
 STEPS = 40
 ARGV = ["train", "--preset", "nano", "--seq-len", "32", "--batch", "4", "--devices", "1", "--steps", str(STEPS)]
 
@@ -79,7 +79,8 @@ def learner_with(recipe=DELAYED):
     config = dataclasses.replace(PRESETS["nano"], recipe=recipe)
     placement = _step.build_placement(jax.devices()[:1])
     loss = _step.te_jax_loss(config, "native" if native.available() else "reference")
-    return _step.build_learner(config, loss, _step.build_optimizer(1e-2, 10), placement), placement
+    optimizer = _step.build_optimizer(0.384 / config.hidden_size, STEPS)  # of the runs above, whose step is compiled
+    return _step.build_learner(config, loss, optimizer, placement), placement
 
 
 def histories(state):
@@ -105,8 +106,9 @@ def test_a_step_advances_the_state_and_an_evaluation_does_not(rng):
     assert all((np.asarray(of_projection.uses) == 1).all() for of_projection in state.scaling.values())
     kernels = state.params["layers"]
     for name, last in seen[-1].items():
-        assert last.shape == (2, 3)
-        assert (last > 0).all(), name
+        assert last.shape == (2, DELAYED.history_len)
+        assert (last[:, :3] > 0).all(), name
+        assert not last[:, 3:].any()
         for before, after in itertools.pairwise(seen):
             np.testing.assert_array_equal(after[name][:, 1:], before[name][:, :-1])
         if name.endswith("kernel"):  # of the step before the optimizer changed it

@@ -537,3 +537,14 @@ def test_state_can_be_donated(case):
     for _ in range(3):
         state = step(case.x, case.kernel, state, case.dy)
     assert histories(state)[0] == [amax(case.x)] * 3 + [0]
+
+
+def test_a_gradient_after_one_that_was_refused(case):
+    """The trace of a rule that raised must not be used again."""
+    step = jax.grad(loss, argnums=(1, 2))
+    state = state_of([4] * 4, [5] * 4, [6] * 4)
+    expected, _ = step(case.x, case.kernel, state, case.dy)
+    with pytest.raises(ValueError, match="scaling_state is not"):
+        jax.grad(loss, argnums=1)(case.x, case.kernel, state, case.dy)
+    found, _ = step(case.x, case.kernel, state, case.dy)
+    np.testing.assert_array_equal(wide(found), wide(expected))
