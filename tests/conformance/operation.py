@@ -258,10 +258,13 @@ def spread(specs: Any, tree: Any) -> Any:
     )  # fmt: skip
 
 
-def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
-    """The tree, laid out on the mesh."""
+def placed(mesh: Mesh, specs: Any, tree: Any, *, donated: bool = False) -> Any:
+    """The tree, laid out on the mesh. From NumPy, since JAX compiles a program to cut its own arrays; but what NumPy
+    holds is not donated."""
     if tree is None:
         return None
+    if not donated:
+        tree = jax.tree.map(np.asarray, tree)
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, spread(specs, tree))
 
 

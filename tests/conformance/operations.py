@@ -404,7 +404,8 @@ def _collective_product(name, call, layout, recipe, **fields):
     )
 
 
-CURRENT, MOST = CurrentScaling(), ("column parallel", "row parallel", "fsdp")
+CURRENT = CurrentScaling()
+TENSOR, FSDP = ("column parallel", "row parallel"), ("fsdp",)
 
 OPERATIONS = [
     CROSS_ENTROPY,
@@ -417,20 +418,14 @@ OPERATIONS = [
     gemm("row", dtype="bfloat16", variant=True),
     gemm("tensor", dtype="bfloat16", followup="gelu", variant=True),
     gemm("plain", followup="accumulator", variant=True),
-    dense("current", CURRENT, DENSE_LAYOUTS),
-    dense("rowwise", RowwiseScaling(), MOST[:2], variant=True),
-    dense(
-        "block",
-        BlockScaling(),
-        ("data parallel", "column parallel", "row parallel", "fsdp"),
-        dtype="bfloat16",
-        variant=True,
-    ),
-    dense("delayed", DelayedScaling(history_len=3), ("data parallel", *MOST), variant=True),
-    dense("bias and gelu", CURRENT, MOST[:2], bias=True, variant=True),
-    dense("accumulator", CURRENT, MOST, accumulator=True, variant=True),
-    dense("none", None, ("column parallel", "row parallel", "fsdp"), bias=True, variant=True),
-    dense("none, accumulator", None, MOST[1:], dtype="bfloat16", accumulator=True, variant=True),
+    dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),
+    dense("rowwise", RowwiseScaling(), TENSOR, variant=True),
+    dense("block", BlockScaling(), (*TENSOR, *FSDP, "fsdp, column parallel"), dtype="bfloat16", variant=True),
+    dense("delayed", DelayedScaling(history_len=3), (*TENSOR, "fsdp of columns", "fsdp, row parallel"), variant=True),
+    dense("bias and gelu", CURRENT, TENSOR, bias=True, variant=True),
+    dense("accumulator", CURRENT, (*TENSOR, *FSDP), accumulator=True, variant=True),
+    dense("none", None, (*TENSOR, *FSDP), bias=True, variant=True),
+    dense("none, accumulator", None, ("row parallel", *FSDP), dtype="bfloat16", accumulator=True, variant=True),
     all_gather_matmul("plain", None),
     all_gather_matmul("current", CURRENT, variant=True),
     matmul_reduce_scatter("plain", None, variant=True),

@@ -74,16 +74,16 @@ def _check(operation, layout, mesh, step, rng, *, set_mesh=False, laid_out=True,
     specs = specs_of(layout, operands)
     donated = operation.donates if exchanged else ()
 
-    def run(donated, operands, cotangents):
-        return step({**operands, **donated}, cotangents)
+    def run(own, operands, cotangents):
+        return step({**operands, **own}, cotangents)
 
     with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
-        operands, cotangents = placed(mesh, specs, operands), placed(mesh, operation.result_specs(layout), cotangents)
-        own = {name: operands.pop(name) for name in donated}
+        own = placed(mesh, _only(donated, specs), _only(donated, operands), donated=True)
+        kept = [name for name in operands if name not in donated]
+        operands = placed(mesh, _only(kept, specs), _only(kept, operands))
+        cotangents = placed(mesh, operation.result_specs(layout), cotangents)
         compiled = jax.jit(run, donate_argnums=0, keep_unused=True).lower(own, operands, cotangents).compile()
-        shards = {
-            shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(own) for shard in leaf.addressable_shards
-        }
+        buffers = _pointers(own)
         size = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(own))
         found = results, gradients = compiled(own, operands, cotangents)
     operation.assert_agree(found, expected)
@@ -95,12 +95,17 @@ def _check(operation, layout, mesh, step, rng, *, set_mesh=False, laid_out=True,
             _assert_laid_out(mesh, specs[name], gradients[name])
     if donated:
         assert compiled.memory_analysis().alias_size_in_bytes == size
-        pointers = {
-            shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(found) for shard in leaf.addressable_shards
-        }
-        assert shards <= pointers
+        assert buffers <= _pointers(found)
     if exchanged and not (operation.left_to_xla and mesh.auto_axes):
         _assert_exchanges(operation, layout, compiled)
+
+
+def _only(names, operands):
+    return {name: operands[name] for name in names}
+
+
+def _pointers(tree):
+    return {shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards}
 
 
 def _assert_laid_out(mesh, specs, tree):
