@@ -375,10 +375,10 @@ def mapped_axis(size):
 
 
 @pytest.mark.parametrize(
-    ("local_devices", "limit", "worthwhile"), [(1, None, False), (1, 1e-4, True), (1, 1e-2, False), (2, None, True)]
+    ("local_devices", "limit", "worthwhile"), [(1, None, True), (1, 1e-4, True), (1, 1e-2, False), (2, None, True)]
 )
 def test_auto_has_a_limit_of_its_own_for_groups_of_several_processes(local_devices, limit, worthwhile, monkeypatch):
-    """Known while tracing where a process has fewer devices than a group. Until it is set it leaves all to XLA."""
+    """Known while tracing where a process has fewer devices than a group."""
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(jax, "local_device_count", lambda: local_devices)
     if limit is not None:
