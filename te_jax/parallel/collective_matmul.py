@@ -103,8 +103,8 @@ def all_gather_matmul(
       scaling_state: for DelayedScaling, the same on all devices; a tuple of them where kernel is one, of which the
         first says how x is quantized. Its cotangent is the next state, see docs/collective_matmul.md.
       transport: "xla" gathers first; "ring" overlaps by `ppermute`; "p2p" copies between GPUs beside the products, and
-        needs the extension and a shard_map over all axes. "auto" is "p2p" on GPUs of one process where products last
-        long enough to hide its cost, else "xla".
+        needs the extension and a shard_map over all axes. "auto" is "p2p" on GPUs of one host where products last long
+        enough to hide its cost, else "xla".
       bidirectional: whether a ring sends halves of the rows both ways. Ignored unless transport="ring".
       gather_result: also return the gathered x. Only without a recipe.
       residual: what is kept of x for dkernel: the "gathered" operand, or this device's "shard" of it, which is D times

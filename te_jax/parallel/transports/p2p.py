@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,8 +35,9 @@ _GATHER_STREAMS = 2
 _SHORTEST_PRODUCT = 48e-6
 """Seconds of multiplying for each device of a group, below which plain collectives are as fast: a call costs the host
 more than theirs do. Measured on two and four H200s (docs/measurements.md), a guess for more."""
-_SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES = math.inf
-"""The same for a group whose devices several processes drive. Infinite: "auto" leaves them to plain collectives."""
+_SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES = 180e-6
+"""The same for a group whose devices several processes drive: the shortest that was measured on two H100s, and faster
+than plain collectives (docs/measurements.md)."""
 _HOST_SECONDS = 5e-6
 """Of a call of the driver: each index of the leading dimensions that is gathered takes one for each other device."""
 _RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}
@@ -300,11 +302,15 @@ def _lower(
     del results
     devices = _devices(getattr(ctx.module_context.axis_context, "mesh", None), spec.axis_name)
     exported = ctx.module_context.lowering_parameters.for_export  # to run on devices that are not known yet
-    if spec.transport == "auto" and (exported or not _is_usable(devices, seconds)):
-        run = functools.partial(getattr(xla, function), spec)
-    else:
-        group = _group(devices, spec, shared_bytes, int(ctx.module_context.new_channel()), exported=exported)
-        run = functools.partial(_NATIVE[function], spec, group)
+    run = functools.partial(getattr(xla, function), spec)
+    if spec.transport != "auto" or (not exported and _is_usable(devices, seconds)):
+        try:
+            group = _group(devices, spec, shared_bytes, int(ctx.module_context.new_channel()), exported=exported)
+            run = functools.partial(_NATIVE[function], spec, group)
+        except RuntimeError as problem:  # which all processes of the group hear of
+            if spec.transport != "auto":
+                raise
+            warnings.warn(f"transport='auto' uses plain collectives: {problem}", RuntimeWarning, stacklevel=2)
 
     def of_leaves(*leaves: Array) -> list[Array]:
         with jax.sharding.use_abstract_mesh(mesh):
