@@ -55,7 +55,7 @@ test: $(PACKAGE) $(TOOLS)
 
 test-gpu: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
-	  $(PYTEST) tests/ops tests/native tests/optim tests/flax tests/nnx tests/models tests/parallel tests/gpu $(ARGS)
+	  $(PYTEST) tests/ops tests/conformance tests/native tests/sharding tests/inspect tests/optim tests/flax tests/nnx tests/models tests/parallel tests/gpu $(ARGS)
 
 bench: $(PACKAGE) $(TOOLS)
 	for family in softmax_cross_entropy quantize gemm dense adam interconnect collective_matmul transformer; do $(PY) -m te_jax.cli bench $$family || exit; done
