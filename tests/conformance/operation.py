@@ -159,7 +159,7 @@ class Operation:
 
     def result_specs(self, layout: Layout) -> Any:
         """`layout.results` as the tree of the result."""
-        # Of a collective operation the result's types follow from these, so its tree must not be asked for here.
+        # The result types of a collective operation follow from these, so this must not ask for its tree.
         return layout.results if _is_spec(layout.results) else _as_tree(layout.results, self.result_types)
 
     @functools.cache  # noqa: B019

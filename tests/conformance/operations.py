@@ -179,7 +179,7 @@ def gemm(kind, *, dtype="float32", followup="bias", **fields):
         return (np.asarray(jax.nn.gelu(value)), value) if followup == "gelu" else value
 
     def copies(outer, summed, scaling):
-        """Of the values, and of their scales."""
+        """PartitionSpecs of the values and of their scales."""
         if kind == "plain":
             return P(outer, summed)
         blocks = {"lhs": P(summed, outer), "rhs": P(outer, summed)}

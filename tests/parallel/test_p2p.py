@@ -326,6 +326,30 @@ def test_programs_to_export(monkeypatch, rng, require_devices):
     assert_close(jax.jit(exported("auto").call)(*placed), x.astype(np.float64) @ w, dtype=F32)
 
 
+@pytest.mark.parametrize("transport", ["auto", "p2p"])
+def test_auto_does_without_memory_that_processes_cannot_share(transport, monkeypatch, rng, require_devices):
+    require_devices(4)
+
+    def refuse(*_, **__):
+        raise RuntimeError("transport='p2p' cannot share memory")
+
+    monkeypatch.setattr(p2p, "is_worthwhile", lambda *_, **__: True)
+    monkeypatch.setattr(p2p, "_is_usable", lambda *_: True)
+    monkeypatch.setattr(p2p, "_group", refuse)
+    x, w = normal(rng, 8, 3), normal(rng, 3, 8)
+    gather = functools.partial(all_gather_matmul, axis_name="t", transport=transport)
+    mapped = jax.jit(
+        jax.shard_map(gather, mesh=mesh_of((4,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t"))
+    )
+    if transport == "p2p":
+        with pytest.raises(RuntimeError, match="cannot share memory"):
+            mapped(x, w)
+        return
+    with pytest.warns(RuntimeWarning, match="transport='auto' uses plain collectives: .* cannot share memory"):
+        y = mapped(x, w)
+    assert_close(y, x.astype(np.float64) @ w, dtype=F32)
+
+
 @pytest.mark.parametrize("transport", ["xla", "ring", "p2p"])
 def test_while_jit_is_disabled(transport, rng, require_devices):
     require_devices(4)

@@ -79,7 +79,7 @@ class CollectiveSpec:
 
     @property
     def scaling(self) -> Scaling:
-        """Of all operands of all products."""
+        """The scaling that all operands of all products share."""
         return "none" if self.recipe is None else scaling_of(self.recipe.scalings["activation"][0])
 
     @property

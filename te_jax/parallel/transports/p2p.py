@@ -39,7 +39,7 @@ _SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES = 180e-6
 """The same for a group whose devices several processes drive: the shortest that was measured on two H100s, and faster
 than plain collectives (docs/measurements.md)."""
 _HOST_SECONDS = 5e-6
-"""Of a call of the driver: each index of the leading dimensions that is gathered takes one for each other device."""
+"""One call of the driver. A gather makes one for each leading index and each other device."""
 _RATES = {1: 1.2e15, 2: 6.5e14, 4: 3.5e14}
 """Operations a second, by bytes of an operand's value: of FP8 and bfloat16 as measured, of float32 a guess at TF32."""
 _LONGEST_TIMEOUT = 1e8
@@ -190,8 +190,8 @@ _NATIVE = {"all_gather_gemm": _native_all_gather_gemm, "gemm_reduce_scatter": _n
 def _scatter_buffers(spec: CollectiveSpec, xs, kernels, bias: Array | None) -> list[jax.ShapeDtypeStruct]:
     """What is received, what is sent, and sums in float32.
 
-    Of two devices a GEMM can write to the other device while it runs. GEMMs of several devices would write to the same
-    one whenever they get out of step, and would wait for each other; copies do not hold them up.
+    With two devices, a GEMM can write to the other device while it runs. GEMMs of several devices would write to the
+    same one whenever they get out of step, and would wait for each other; copies do not hold them up.
     """
     pieces, _, rows, _ = xs[0].data.shape
     dtype, block = _product_dtype(spec, xs[0]), (pieces, rows, kernels[0].columns)
