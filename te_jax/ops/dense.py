@@ -120,6 +120,8 @@ def dense(
         kernel = as_array("kernel", kernel)
     accumulate = as_flag("accumulate", accumulate)
     axis_names = as_axis_names("axis_name", axis_name)
+    if axis_names and sharding.inside_shard_map():
+        sharding.mapped_axes(axis_names)  # elsewhere modules are initialised and evaluated
     shape = _Shape.of(x, kernel, contracting_ndim, kernel_contracting)
     _validate(x, kernel, bias, shape, activation, wgrad_accumulator)
     if recipe is None:
@@ -429,7 +431,7 @@ def _validate_differentiated(layer: _Layer, *operands) -> None:
             "copies='both'"
         )
     _fp8.validate_advanced(state, trained=for_kernel or for_accumulator)
-    if layer.fp8.axis_name:  # here, for modules are initialised and evaluated outside of pmap too
+    if layer.fp8.axis_name:
         sharding.mapped_axes(layer.fp8.axis_name)
 
 

@@ -95,6 +95,11 @@ def axes_without_devices(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in jax.sharding.get_abstract_mesh().manual_axes]
 
 
+def inside_shard_map() -> bool:
+    """Whether this is traced inside shard_map or pmap."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def in_order_of_mesh(names: Sequence[str]) -> Axes:
     """Mapped axes in the order in which the mesh names them."""
     order = jax.sharding.get_abstract_mesh().axis_names

@@ -1,12 +1,15 @@
 """Every refused argument is named, with its value and the rule."""
 
 import dataclasses
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from te_jax import native, ops, recipe
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, Recipe
@@ -229,6 +232,19 @@ def test_an_axis_that_is_not_mapped_is_named():
         ValueError, match=r"axis_name is \('data',\), but no axis 'data' is mapped here; call it inside"
     ):
         jax.grad(loss)(DELAYED.init())
+
+
+@pytest.mark.parametrize("mapped", ["shard_map", "pmap"])
+@pytest.mark.parametrize("recipe", [None, CURRENT])
+def test_a_misspelt_axis_is_named_where_others_are_mapped(recipe, mapped, make_mesh):
+    run = functools.partial(ops.dense, recipe=recipe, axis_name="dat")
+    if mapped == "pmap":
+        run, x = jax.pmap(run, axis_name="data", in_axes=(0, None)), X[None]
+    else:
+        mesh = make_mesh({"data": AxisType.Auto})
+        run, x = jax.shard_map(run, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False), X
+    with pytest.raises(ValueError, match=r"axis_name is \('dat',\), but no axis 'dat' is mapped here"):
+        jax.eval_shape(run, x, KERNEL)
 
 
 def test_errors_come_while_tracing():

@@ -58,6 +58,11 @@ def assert_all_close(actual, expected):
     jax.tree.map(lambda a, e: assert_close(a, e, tolerance=1e-4), actual, expected)
 
 
+def assert_not_rounded_down(amax, expected):
+    """An optimizer adds differences of float32 values: what it writes may lie above `expected` by a rounding."""
+    assert expected <= amax <= expected * (1 + 2.0**-22)
+
+
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 def test_a_linen_loop_is_that_of_train_state(rng, inner):
     model, xs = Linen(), growing_batches(rng)
@@ -85,7 +90,7 @@ def test_a_linen_loop_is_that_of_train_state(rng, inner):
         expected_loss, expected = expected_step(expected, x)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-4)
     assert_all_close(variables, expected.params)
-    assert variables[OVERWRITE]["up"]["activation_amax_history"][0] == jnp.abs(xs[-1]).max()
+    assert_not_rounded_down(variables[OVERWRITE]["up"]["activation_amax_history"][0], jnp.abs(xs[-1]).max())
 
 
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
@@ -112,7 +117,7 @@ def test_an_nnx_loop_is_that_of_the_function_of_te_jax(rng, inner):
     )
     expected = trained(lambda model: nnx.Optimizer(model, inner(), wrt=nnx.Param), te_jax.nnx.overwrite_with_gradient)
     assert_all_close(actual, expected)
-    assert actual["up"]["activation_amax_history"][0] == jnp.abs(xs[-1]).max()
+    assert_not_rounded_down(actual["up"]["activation_amax_history"][0], jnp.abs(xs[-1]).max())
 
 
 def test_states_anywhere_in_a_tree(rng):
