@@ -203,10 +203,9 @@ def _update(
 
 def _clipped(gradient: Array, mu_dtype: np.dtype, nu_dtype: np.dtype) -> Array:
     """The gradient, its finite values clipped so that no moment overflows; NaN and infinities stay."""
-    if nu_dtype != np.float64:
-        limit = 2.0**63  # its square is a quarter of the largest float32: room for what rounding adds
-    else:
-        limit = 2.0**511 if mu_dtype == np.float64 else 2.0**126
+    # At most a quarter of the largest number, or of its square root: room for what rounding adds.
+    of_float64 = 2.0**511 if mu_dtype == np.float64 else 2.0**126
+    limit = of_float64 if nu_dtype == np.float64 else 2.0**63
     return jnp.where(jnp.abs(gradient) < np.inf, jnp.clip(gradient, -limit, limit), gradient)
 
 
