@@ -38,7 +38,10 @@ def softmax_cross_entropy(
     # The maximum only steadies the exponentials: no gradient flows through it.
     peak = over_shards(lax.pmax, lax.stop_gradient(jnp.max(z, axis=-1)))
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)
-    lse = peak + jnp.log(over_shards(lax.psum, jnp.sum(jnp.exp(z - peak[..., None]), axis=-1)))
+    # The choice changes no value, but keeps XLA from fusing the product of cap and tanh with the subtraction, which
+    # would leave half a digit of z as the exponent: for large caps a large number.
+    below = z if logit_softcap is None else jnp.where(z > peak[..., None], peak[..., None], z)
+    lse = peak + jnp.log(over_shards(lax.psum, jnp.sum(jnp.exp(below - peak[..., None]), axis=-1)))
 
     valid = in_vocabulary(labels, vocab)
     column = jnp.where(valid, labels, 0).astype(jnp.int32) - offset
@@ -49,7 +52,7 @@ def softmax_cross_entropy(
     if label_smoothing:
         loss = loss - label_smoothing / vocab * over_shards(lax.psum, jnp.sum(z, axis=-1))
     if z_loss:
-        loss = loss + z_loss * jnp.square(lse)
+        loss = loss + z_loss * lse * lse  # in this order it overflows only where the result does
     # A product rather than a choice: it makes the row's gradient NaN as well.
     loss = jnp.where(ignored, 0.0, loss * nan_unless(valid | ignored).astype(loss.dtype))
     return reduce_tokens(loss, ignored, reduction)
