@@ -92,11 +92,18 @@ TE_JAX_INLINE void GradientOfRows(const Logits& logits, int64_t begin, int64_t e
     const bool here = 0 <= label && label < logits.vocab;
     const float x = here ? ToFloat(in[label]) : 0.0f;  // read before it is overwritten in place
     if (logits.softcap > 0.0f) {
+      // Three loops: GCC does not vectorise a single one, for which it makes branches of the choices in Tanh and Exp.
+      float tanh[kBlock], probability[kBlock];
+      for (int64_t begin = 0; begin < logits.vocab; begin += kBlock) {
+        const int64_t count = std::min(kBlock, logits.vocab - begin);
 #pragma omp simd
-      for (int64_t i = 0; i < logits.vocab; ++i) {
-        const float tanh = Tanh(ToFloat(in[i]) / logits.softcap);
-        const float slope = softmax * Exp(AtMost(lse, logits.softcap * tanh) - lse) - uniform;
-        FromFloat(slope * (1.0f - tanh * tanh), out + i);
+        for (int64_t i = 0; i < count; ++i) tanh[i] = Tanh(ToFloat(in[begin + i]) / logits.softcap);
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) probability[i] = Exp(AtMost(lse, logits.softcap * tanh[i]) - lse);
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) {
+          FromFloat((softmax * probability[i] - uniform) * (1.0f - tanh[i] * tanh[i]), out + begin + i);
+        }
       }
     } else {
 #pragma omp simd
