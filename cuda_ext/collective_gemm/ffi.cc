@@ -57,6 +57,11 @@ ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t d
         std::string(attributes.name) + ": groups names " + std::to_string(places) +
         " devices; it must name some multiple of group_size, " + std::to_string(attributes.group_size)));
   }
+  if (!IsTimeout(attributes.timeout)) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(attributes.name) + ": timeout is " +
+                                                       std::to_string(attributes.timeout) +
+                                                       "; it must be a number of seconds from 0 to 1e9"));
+  }
   const auto found = std::find(attributes.groups.begin(), attributes.groups.end(), PlaceOf(device));
   if (found == attributes.groups.end()) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(attributes.name) + ": device " +
@@ -71,7 +76,7 @@ ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t d
               attributes.call,
               static_cast<int>(place % attributes.group_size),
               std::vector<int>(begin, begin + attributes.group_size),
-              std::chrono::nanoseconds(static_cast<int64_t>(attributes.timeout * 1e9)),
+              Timeout(attributes.timeout),
               nullptr};
   const auto other_process = [&](int place) { return ProcessOf(place) != ProcessOf(group.devices.front()); };
   if (std::any_of(group.devices.begin(), group.devices.end(), other_process)) {

@@ -39,8 +39,8 @@ def softmax_cross_entropy(
     # The maximum only steadies the exponentials: no gradient flows through it.
     peak = over_shards(lax.pmax, lax.stop_gradient(jnp.max(z, axis=-1)))
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)
-    # Differences are multiplied by the cap. If z were, XLA could fuse the product with the subtraction, and half a digit
-    # of z would be left as the exponent: for large caps a large number.
+    # Differences are multiplied by the cap. If z were, XLA could fuse the product with the subtraction, and half a
+    # digit of z would be left as the exponent: for large caps a large number.
     mass = over_shards(lax.psum, jnp.sum(jnp.exp(unit * (z - peak[..., None])), axis=-1))
     lse = unit * peak + jnp.log(mass)
 

@@ -614,26 +614,100 @@ def test_vmap(rng, require_devices):
     assert_close(jax.jit(mapped)(x, w), x.astype(np.float64) @ w, dtype=F32)
 
 
-@pytest.mark.parametrize("size", [2, 0, -1])
-def test_handler_refuses_groups_of_another_size(size):
+ATTRIBUTES = {
+    "name": "a product",
+    "groups": np.zeros(1, np.int64),
+    "group_size": 1,
+    "shared_bytes": 0,
+    "call": 7,
+    "timeout": 20.0,
+    "scaling": "none",
+    "summed_first": True,
+    "fast_accumulation": False,
+    "algorithm": "cublaslt",
+    "products": 1,
+    "keep_gathered": False,
+    "put": False,
+}
+OF_TWO = ATTRIBUTES | {"groups": np.arange(2), "group_size": 2}
+ABSENT, NO_WORKSPACE = jax.ShapeDtypeStruct((0,), F32), jax.ShapeDtypeStruct((0,), jnp.uint8)
+
+
+def gather_alone(**attributes):
+    """A call of the handler on one device."""
     native.extension_module(jax.default_backend()).introduce({0: 0})
     absent, whole = jnp.zeros(0), jax.ShapeDtypeStruct((1, 2, 4), F32)
-    attributes = {
-        "name": "a product",
-        "groups": np.zeros(1, np.int64),
-        "group_size": size,
-        "shared_bytes": 0,
-        "call": 1,
-        "timeout": 1.0,
-        "scaling": "none",
-        "summed_first": True,
-        "fast_accumulation": False,
-        "algorithm": "cublaslt",
-        "products": 1,
-        "keep_gathered": True,
-        "put": False,
-    }
     operands = jnp.ones((1, 2, 4)), absent, jnp.ones((4, 4)), absent, absent
-    results = whole, whole, jax.ShapeDtypeStruct((0,), F32), jax.ShapeDtypeStruct((0,), jnp.uint8)
+    return native.call("te_all_gather_gemm", (whole, whole, ABSENT, NO_WORKSPACE), *operands, **ATTRIBUTES | attributes)
+
+
+@pytest.mark.parametrize("size", [2, 0, -1])
+def test_handler_refuses_groups_of_another_size(size):
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"a product: groups names 1 devices; .* group_size, {size}"):
-        jax.block_until_ready(native.call("te_all_gather_gemm", results, *operands, **attributes))
+        jax.block_until_ready(gather_alone(group_size=size))
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -float("inf"), -1.0, 1e30])
+def test_handler_refuses_impossible_timeouts(timeout):
+    told = "a product: timeout is .*; it must be a number of seconds from 0 to 1e9"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+        jax.block_until_ready(gather_alone(timeout=timeout))
+
+
+def gather(rows=1, pieces=1, others=(), put=False):
+    """A call of the handler that gathers on two devices and multiplies nothing."""
+
+    def run(x):
+        x = jnp.broadcast_to(x[0, 0], (pieces, rows, 8))
+        operands = x, jnp.zeros(0), *(jnp.zeros(size) for size in others)
+        gathered = (pieces, 2 * rows, 8), (0,), *((2, size) for size in others)
+        results = *(jax.ShapeDtypeStruct(shape, F32) for shape in gathered), NO_WORKSPACE
+        found = native.call("te_all_gather_gemm", results, *operands, **OF_TWO | {"products": 0, "put": put})
+        return sum(jnp.sum(result) for result in found[:-1])[None]
+
+    return run
+
+
+def scatter(rows):
+    """A call of the handler that scatters on two devices."""
+
+    def run(x):
+        operands = (
+            jnp.broadcast_to(x[0, 0], (1, 2, rows, 8)),
+            jnp.zeros(0),
+            jnp.ones((8, 8)),
+            jnp.zeros(0),
+            jnp.zeros(0),
+        )
+        z, received = (jax.ShapeDtypeStruct(shape, F32) for shape in ((1, rows, 8), (1, 1, rows, 8)))
+        results = z, received, ABSENT, ABSENT, NO_WORKSPACE
+        return jnp.sum(native.call("te_gemm_reduce_scatter", results, *operands, **OF_TWO)[0])[None]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "of_first", "of_second"),
+    [
+        (gather(), gather(1 << 15), "brings pieces of 32 bytes", "brings pieces of 1048576 bytes"),
+        (gather(2), gather(1, pieces=2), "brings 1 pieces", "brings 2 pieces"),
+        (gather(), gather(others=(4,)), "brings 0 further arrays", "brings 1 further arrays"),
+        (gather(others=(4, 8)), gather(others=(8, 4)), "brings further arrays of ", "brings further arrays of "),
+        (gather(), gather(put=True), "gathers by reading", "gathers by writing"),
+        (gather(), scatter(1), "gathers by reading", "scatters"),
+        (scatter(1), scatter(4), "brings pieces of 32 bytes", "brings pieces of 128 bytes"),
+    ],
+)
+def test_calls_that_differ_are_refused_by_all(first, second, of_first, of_second, require_devices):
+    """Instead of reading and writing beyond the arrays of a peer."""
+    require_devices(2)
+    native.extension_module(jax.default_backend()).introduce({0: 0, 1: 1})
+
+    def local(x):
+        return lax.cond(lax.axis_index("t") == 0, first, second, x)
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("t",))
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("t"), out_specs=P("t"), check_vma=False))
+    told = f"a product, call 7 of the group 0, 1: device 0 {of_first}.*, and device 1 {of_second}.*; all must make"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+        jax.block_until_ready(mapped(jnp.ones((2, 1))))

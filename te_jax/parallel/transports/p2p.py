@@ -218,7 +218,7 @@ def _workspace(x: GemmOperand, streams: int) -> jax.ShapeDtypeStruct:
 def _attributes(spec: CollectiveSpec, x: GemmOperand, kernels: Sequence[GemmOperand]) -> dict[str, Any]:
     return {
         "name": spec.name,
-        "timeout": min(float(spec.timeout), _LONGEST_TIMEOUT),
+        "timeout": float(min(spec.timeout, _LONGEST_TIMEOUT)),
         "scaling": x.scaling,
         "summed_first": bool(kernels and kernels[0].summed_first),
         "fast_accumulation": spec.fast_accumulation,
@@ -336,7 +336,7 @@ def _group(
     processes.introduce(devices.flat)
     groups = processes.places_of(devices)
     if processes.span_processes(groups):
-        patience = max(spec.timeout, processes.SECONDS_TO_COMPILE)
+        patience = max(min(spec.timeout, _LONGEST_TIMEOUT), processes.SECONDS_TO_COMPILE)
         processes.ensure(groups, shared_bytes, devices.flat[0].platform, patience)
     else:
         shared_bytes = 0
