@@ -46,6 +46,7 @@ from benchmarks.harness import (
     timing_row,
 )
 from te_jax import ops
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization, Scaling
 
 IMPLEMENTATIONS = ("te_jax", "te_jax_reference", "jnp", "torch.compile", "copy")
@@ -227,8 +228,7 @@ def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_byt
         expected = jax.jit(reference)(buffers[0], _amax(buffers[0]))
         if operation.dbias:
             output, expected = output[0], expected[0]
-        differ = jax.jit(lambda a, b: jax.tree.map(_differing_bits, a, b))(output, expected)
-        wrong = sum(int(count) for count in jax.tree.leaves(differ))
+        wrong = int(_differing_bits(output, expected))
         return f"{wrong} codes or scales differ from the definition" if wrong else None
 
     return _build_jax(name, quantize("native"), buffers, problem)
@@ -383,21 +383,25 @@ def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> _Checked:
 def _errors(output: Any, x: jax.Array) -> tuple[float, float]:
     """Relative L2 errors of both copies, whose scales are spread over rows and columns of blocks."""
     data, scale_inv, transposed, transposed_scale_inv, *_ = output
-
-    @jax.jit
-    def error(codes: jax.Array, scale_inv: jax.Array, x: jax.Array) -> jax.Array:
-        for axis in (-2, -1):
-            scale_inv = jnp.repeat(scale_inv, codes.shape[axis] // scale_inv.shape[axis], axis=axis)
-        return _relative(codes.astype(jnp.float32) * scale_inv, x)
-
-    return float(error(data, scale_inv, x)), float(error(transposed, transposed_scale_inv, x.mT))
+    return float(_error_of_codes(data, scale_inv, x)), float(_error_of_codes(transposed, transposed_scale_inv, x.mT))
 
 
 def _errors_of_copies(output: Any, x: jax.Array) -> tuple[float, float]:
     """Relative L2 errors of both copies of a QuantizedArray."""
     quantized = output[0] if isinstance(output, tuple) else output
-    error = jax.jit(lambda copy, x: _relative(copy.dequantize(), x))
-    return float(error(quantized.without_transposed(), x)), float(error(quantized.without_data(), x))
+    return float(_error_of_copy(quantized.without_transposed(), x)), float(_error_of_copy(quantized.without_data(), x))
+
+
+@jax.jit
+def _error_of_codes(codes: jax.Array, scale_inv: jax.Array, x: jax.Array) -> jax.Array:
+    for axis in (-2, -1):
+        scale_inv = jnp.repeat(scale_inv, codes.shape[axis] // scale_inv.shape[axis], axis=axis)
+    return _relative(codes.astype(jnp.float32) * scale_inv, x)
+
+
+@jax.jit
+def _error_of_copy(copy: QuantizedArray, x: jax.Array) -> jax.Array:
+    return _relative(copy.dequantize(), x)
 
 
 def _relative(actual: jax.Array, expected: jax.Array) -> jax.Array:
@@ -413,10 +417,16 @@ def _too_far_off(errors: tuple[float, float]) -> str | None:
     return None
 
 
-def _differing_bits(a: jax.Array, b: jax.Array) -> jax.Array:
-    unsigned = {1: jnp.uint8, 4: jnp.uint32}[a.dtype.itemsize]
-    a, b = (jax.lax.bitcast_convert_type(x, unsigned) for x in (a, b))
-    return jnp.sum(a != b, dtype=jnp.int32)
+@jax.jit
+def _differing_bits(a: Any, b: Any) -> jax.Array:
+    """How many values differ between two trees of arrays."""
+
+    def count(a: jax.Array, b: jax.Array) -> jax.Array:
+        unsigned = {1: jnp.uint8, 4: jnp.uint32}[a.dtype.itemsize]
+        a, b = (jax.lax.bitcast_convert_type(x, unsigned) for x in (a, b))
+        return jnp.sum(a != b, dtype=jnp.int32)
+
+    return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(count, a, b))))
 
 
 FAMILY = Family(

@@ -162,7 +162,9 @@ class BlockScaling(Recipe):
 class DelayedScaling(Recipe):
     """One scale for each tensor, from the largest magnitudes of earlier steps: the tensor is read once.
 
-    The history is state: `init()` makes it, the operation takes it, and its gradient is the next state.
+    The history is state: `init()` makes it, the operation takes it, and its gradient is the next state. A step records
+    at most 16 times the largest entry before it, so that a single outlier saturates in its own step and costs the later
+    ones no precision, while values that grow by 1000 in one step are followed in three.
 
     Args:
       forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`.
@@ -209,7 +211,7 @@ class DelayedScaling(Recipe):
         """
         # A step of zeros tells nothing about the next.
         amax = history[jnp.argmax(history > 0)] if self.algorithm == "most_recent" else jnp.max(history)
-        return amax * np.float32(2.0**self.margin)
+        return jnp.minimum(amax * np.float32(2.0**self.margin), np.finfo(np.float32).max)
 
 
 @functools.partial(
@@ -220,8 +222,8 @@ class DelayedScalingState:
     """The amaxes of earlier steps. It is no parameter: the gradient of a layer with respect to it is its next value.
 
     Attributes:
-      activation, kernel, gradient: float32 [history_len], the amax of the most recent step first. A step in which it
-        was not finite repeats the entry before it.
+      activation, kernel, gradient: float32 [history_len], the amax of the most recent step first, at most 16 times the
+        largest before it. A step in which it was not finite repeats the entry before it.
       uses: float32 scalar, how often the most recent step used this state: JAX adds up the next states of all uses, and
         the next step divides the older entries by their number. 0 before the first step.
     """

@@ -36,11 +36,6 @@ struct Group {
   int device() const { return OrdinalOf(devices[rank]); }
 };
 
-inline std::string NameOf(int place) {
-  const std::string device = std::to_string(NumberOf(place));
-  return ProcessOf(place) == 0 ? device : device + " of process " + std::to_string(ProcessOf(place));
-}
-
 // An array of which every device has one part, and will have all parts.
 struct Gathered {
   const void* mine;

@@ -69,7 +69,7 @@ class CpuSegment : public Segment {
   std::string Describe() const override { return memory_->name(); }
   void* data() const override { return memory_->data(); }
   void* event(int) const override { return nullptr; }
-  void AllOpened() override { memory_->Unlink(); }
+  void AllOpened() override { memory_->Release(); }
 
  private:
   std::unique_ptr<SharedMemory> memory_;
@@ -85,6 +85,7 @@ Status CreateSegment(int, int64_t bytes, std::unique_ptr<Segment>& made) {
 Status OpenSegment(int, int64_t bytes, const std::string& description, std::unique_ptr<Segment>& opened) {
   std::unique_ptr<SharedMemory> memory;
   TE_JAX_TRY(SharedMemory::Open(description, bytes, memory));
+  memory->Release();
   opened = std::make_unique<CpuSegment>(std::move(memory));
   return Status::Ok();
 }

@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <charconv>
 #include <memory>
 #include <mutex>
+#include <string_view>
 
 #include "collective_gemm/protocol.h"
 #include "common/cuda_status.h"
@@ -223,11 +225,19 @@ std::string AsHex(const T& value) {
   return text;
 }
 
+// Takes a value off the front of a text. False where the text does not begin with two digits for each of its bytes.
 template <typename T>
-T FromHex(const std::string& text) {
+bool TakeHex(std::string_view& text, T& value) {
   std::array<unsigned char, sizeof(T)> bytes{};
-  for (size_t i = 0; i < sizeof(T); ++i) bytes[i] = std::stoul(text.substr(2 * i, 2), nullptr, 16);
-  return std::bit_cast<T>(bytes);
+  if (text.size() < 2 * sizeof(T)) return false;
+  for (size_t i = 0; i < sizeof(T); ++i) {
+    const char* const end = text.data() + 2 * i + 2;
+    const auto [last, error] = std::from_chars(end - 2, end, bytes[i], 16);
+    if (error != std::errc() || last != end) return false;
+  }
+  value = std::bit_cast<T>(bytes);
+  text.remove_prefix(2 * sizeof(T));
+  return true;
 }
 
 // Memory and two events of this device, or of one that another process drives. Never freed: peers may be using them
@@ -281,18 +291,17 @@ Status CreateSegment(int device, int64_t bytes, std::unique_ptr<Segment>& made) 
 
 Status OpenSegment(int device, int64_t, const std::string& description, std::unique_ptr<Segment>& opened) {
   const ScopedDevice scoped(device);
-  if (description.size() != 2 * (sizeof(cudaIpcMemHandle_t) + 2 * sizeof(cudaIpcEventHandle_t))) {
-    return Status::Failed("a process describes its memory in another way: run the same version in all");
+  cudaIpcMemHandle_t memory{};
+  cudaIpcEventHandle_t handles[2] = {};
+  std::string_view text = description;
+  if (!TakeHex(text, memory) || !TakeHex(text, handles[0]) || !TakeHex(text, handles[1]) || !text.empty()) {
+    return Status::Failed("its text is malformed: run the same version of te_jax in all processes");
   }
   void* data = nullptr;
   cudaEvent_t events[2] = {};
-  TE_JAX_TRY(
-      Check(cudaIpcOpenMemHandle(&data, FromHex<cudaIpcMemHandle_t>(description), cudaIpcMemLazyEnablePeerAccess),
-            "cudaIpcOpenMemHandle"));
+  TE_JAX_TRY(Check(cudaIpcOpenMemHandle(&data, memory, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle"));
   for (int i = 0; i < 2; ++i) {
-    const size_t at = 2 * (sizeof(cudaIpcMemHandle_t) + i * sizeof(cudaIpcEventHandle_t));
-    TE_JAX_TRY(Check(cudaIpcOpenEventHandle(&events[i], FromHex<cudaIpcEventHandle_t>(description.substr(at))),
-                     "cudaIpcOpenEventHandle"));
+    TE_JAX_TRY(Check(cudaIpcOpenEventHandle(&events[i], handles[i]), "cudaIpcOpenEventHandle"));
   }
   opened = std::make_unique<CudaSegment>(data, events[0], events[1], description);
   return Status::Ok();

@@ -12,8 +12,6 @@ using Places = ffi::Span<const int64_t>;
 using gemm::Present;
 using gemm::Scaling;
 
-constexpr float kLongestTimeout = 1e8f;  // seconds, three years: they are counted in nanoseconds
-
 // Operands and results one after another, where their number depends on attributes.
 class Operands {
  public:
@@ -65,9 +63,9 @@ ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t d
   for (const int64_t place : attributes.groups) {
     if (place < 0 || place > INT32_MAX) return refused("groups names " + std::to_string(place) + ", which is no place");
   }
-  if (!(attributes.timeout > 0 && attributes.timeout <= kLongestTimeout)) {  // NaN is neither
+  if (!IsTimeout(attributes.timeout)) {
     return refused("timeout is " + std::to_string(attributes.timeout) +
-                   "; it must be positive and at most 1e8 seconds");
+                   "; it must be a number of seconds from 0 to 1e9");
   }
   if (attributes.products < 0 || attributes.shared_bytes < 0) {
     return refused("products is " + std::to_string(attributes.products) + " and shared_bytes " +
@@ -89,11 +87,10 @@ ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t d
               attributes.call,
               static_cast<int>(place % attributes.group_size),
               std::vector<int>(begin, begin + attributes.group_size),
-              std::chrono::nanoseconds(static_cast<int64_t>(attributes.timeout * 1e9)),
+              Timeout(attributes.timeout),
               nullptr};
   const auto other_process = [&](int place) { return ProcessOf(place) != ProcessOf(group.devices.front()); };
   if (std::any_of(group.devices.begin(), group.devices.end(), other_process)) {
-    if (attributes.put) return refused("put is true, and other processes cannot write to arrays of this one");
     group.segments = FindSegments(group.devices, group.rank, attributes.shared_bytes);
     if (group.segments == nullptr) {
       return refused(

@@ -22,8 +22,13 @@ inline void Require(const Status& status) {
 
 // create_segment(participants, number, rank, bytes): this participant's segment, described for its peers.
 inline std::string CreateAttempt(const std::vector<int>& participants, int number, int rank, int64_t bytes) {
+  const bool known = rank >= 0 && rank < static_cast<int>(participants.size());
+  const int device = known ? OrdinalOf(participants[rank]) : -1;
+  if (known && device < 0) {
+    throw std::runtime_error("this process does not drive device " + NameOf(participants[rank]));
+  }
   std::shared_ptr<SharedSegments> segments;
-  Require(SharedSegments::Create(participants, rank, OrdinalOf(participants[rank]), bytes, segments));
+  Require(SharedSegments::Create(participants, rank, device, bytes, segments));
   KeepAttempt(participants, number, rank, segments);
   return segments->Describe();
 }
@@ -31,13 +36,16 @@ inline std::string CreateAttempt(const std::vector<int>& participants, int numbe
 // join_segments(participants, number, rank, descriptions of all, seconds)
 inline void JoinAttempt(const std::vector<int>& participants, int number, int rank,
                         const std::vector<std::string>& descriptions, double seconds) {
+  if (!IsTimeout(seconds)) throw std::runtime_error("seconds is none from 0 to 1e9: " + std::to_string(seconds));
   // Joining reads those of this process's other devices, which must outlast it if the attempt is forgotten meanwhile.
   std::vector<std::shared_ptr<SharedSegments>> all;
   for (size_t i = 0; i < participants.size(); ++i)
     all.push_back(FindAttempt(participants, number, static_cast<int>(i)));
-  if (all[rank] == nullptr) throw std::runtime_error("the segment was not created");
+  if (rank < 0 || rank >= static_cast<int>(all.size()) || all[rank] == nullptr) {
+    throw std::runtime_error("the segment was not created");
+  }
   const nanobind::gil_scoped_release release;
-  Require(all[rank]->Join(descriptions, std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9))));
+  Require(all[rank]->Join(descriptions, all, Timeout(seconds)));
   KeepSegments(participants, rank, all[rank]);
 }
 

@@ -2,9 +2,10 @@
 // runs it on the streams of its device.
 //
 // Host threads have two rendezvous. At the first one they exchange addresses, and events after which their arrays are
-// ready. Every event is recorded before a peer waits for it, so no device ever waits for work that a host thread has
-// not enqueued. At the second one they exchange events after which their peers' arrays are no longer in use; a device's
-// main stream goes on after the events of all its peers.
+// ready; they also compare what they are about to do, and all refuse where it differs. Every event is recorded before a
+// peer waits for it, so no device ever waits for work that a host thread has not enqueued. At the second one they
+// exchange events after which their peers' arrays are no longer in use; a device's main stream goes on after the events
+// of all its peers.
 //
 // GEMMs of a gather take turns on the main stream and a side stream: where one leaves multiprocessors idle at its end,
 // the next one fills them. GEMMs of a scatter stay in order, on one stream: two that become ready together could run in
@@ -27,6 +28,7 @@
 // every device synchronizes its own streams, and with the events of its peers.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <string>
@@ -43,6 +45,7 @@ inline constexpr Stream GemmStream(int turn) { return turn % kGemmStreams == 0 ?
 
 // What a device contributes to a rendezvous.
 struct Contribution {
+  Terms terms = {};
   std::vector<void*> arrays = {};
   void* event = nullptr;
   std::vector<void*> events_by_rank = {};
@@ -52,10 +55,37 @@ struct Contribution {
   void* EventFor(int rank) const { return events_by_rank.empty() ? nullptr : events_by_rank[rank]; }
 };
 
-inline std::string Names(const std::vector<int>& devices) {
-  std::string text;
-  for (const int device : devices) text += (text.empty() ? "" : ", ") + NameOf(device);
-  return text;
+// Terms of a call, and what they are called in errors. Devices copy by the sizes that they have themselves: where those
+// of a peer are others, they would read and write beyond its arrays.
+enum Term { kCall, kKind, kPieces, kBytes, kScales, kOthers, kOtherBytes };
+enum Kind : int64_t { kGets, kPuts, kScatters };
+
+inline Terms TermsOf(const Group& group, const AllGatherProblem& p) {
+  Terms terms{group.call, p.put ? kPuts : kGets, p.x.pieces, p.x.bytes, p.scales.bytes};
+  terms[kOthers] = static_cast<int64_t>(p.others.size());
+  for (const Gathered& other : p.others) {  // where there are several, one number stands for all
+    const uint64_t mixed = uint64_t{1000003} * terms[kOtherBytes] + static_cast<uint64_t>(other.bytes);
+    terms[kOtherBytes] = static_cast<int64_t>(mixed);
+  }
+  return terms;
+}
+
+inline Terms TermsOf(const Group& group, const ReduceScatterProblem& p) {
+  return {group.call, kScatters, p.pieces, p.BytesOfPart() / std::max<int64_t>(p.pieces, 1)};
+}
+
+inline std::string Describe(int term, int64_t value) {
+  static constexpr const char* kTexts[][2] = {{"makes call ", ""},
+                                              {},
+                                              {"brings ", " pieces"},
+                                              {"brings pieces of ", " bytes"},
+                                              {"brings ", " bytes of scales"},
+                                              {"brings ", " further arrays"},
+                                              {"brings further arrays of ", " bytes (of several, a checksum)"}};
+  if (term == kKind) {
+    return value == kScatters ? "scatters" : value == kPuts ? "gathers by writing" : "gathers by reading";
+  }
+  return kTexts[term][0] + std::to_string(value) + kTexts[term][1];
 }
 
 // The two rendezvous of one call. A device that has failed must take part in the next one, or its peers would wait in
@@ -63,7 +93,7 @@ inline std::string Names(const std::vector<int>& devices) {
 template <typename Call>
 class CallRendezvous {
  public:
-  CallRendezvous(Call& call, const Group& group) : call_(call), group_(group) {}
+  CallRendezvous(Call& call, const Group& group, const Terms& terms) : call_(call), group_(group), terms_(terms) {}
   CallRendezvous(const CallRendezvous&) = delete;
   CallRendezvous& operator=(const CallRendezvous&) = delete;
   ~CallRendezvous() {
@@ -76,9 +106,11 @@ class CallRendezvous {
   }
 
   // The first rendezvous.
-  Status Start(std::vector<void*> arrays, void* ready) { return Join({std::move(arrays), ready}); }
+  Status Start(std::vector<void*> arrays, void* ready) { return Join({terms_, std::move(arrays), ready}); }
   // The second one, after this device's streams wait for all events of the first one that they need.
-  Status End(void* event, std::vector<void*> events_by_rank) { return Join({{}, event, std::move(events_by_rank)}); }
+  Status End(void* event, std::vector<void*> events_by_rank) {
+    return Join({terms_, {}, event, std::move(events_by_rank)});
+  }
   // After all waits of this device are in its streams.
   Status Finish() {
     finished_ = true;
@@ -97,16 +129,33 @@ class CallRendezvous {
     // Processes share events of their own, which no other call uses.
     mine.readers = group_.segments == nullptr ? call_.Readers() : nullptr;
     if (mine.readers != nullptr) mine.readers->fetch_add(group_.size() - 1);
-    if (group_.segments != nullptr ? !JoinAcrossProcesses(mine, stage) : !JoinInProcess(mine, stage)) {
+    const bool met = group_.segments != nullptr ? JoinAcrossProcesses(mine, stage) : JoinInProcess(mine, stage);
+    if (!met) {
       stage_ = kStages;
       if (mine.readers != nullptr) mine.readers->fetch_sub(group_.size() - 1);  // no peer has its events
-      return Status::Failed(absent_.empty() ? Broken() : TimedOut());
+      return Status::Failed(!absent_.empty() ? TimedOut() : group_.segments != nullptr ? Broken() : Twice());
     }
     Hold(stage);
     for (int rank = 0; rank < group_.size(); ++rank) {
       if (!contributions_[stage][rank].failed) continue;
       stage_ = kStages;
       return Status::Failed(Where() + " gave up because device " + NameOf(group_.devices[rank]) + " failed");
+    }
+    return Compare(stage);
+  }
+
+  // All devices find the same difference, and fail.
+  Status Compare(int stage) {
+    const Terms& first = contributions_[stage][0].terms;
+    for (int rank = 1; rank < group_.size(); ++rank) {
+      const Terms& other = contributions_[stage][rank].terms;
+      const int term = static_cast<int>(std::mismatch(first.begin(), first.end(), other.begin()).first - first.begin());
+      if (term == static_cast<int>(first.size())) continue;
+      stage_ = kStages;
+      return Status::Failed(group_.name + ", call " + std::to_string(group_.call) + " of the group " +
+                            Names(group_.devices) + ": device " + NameOf(group_.devices[0]) + " " +
+                            Describe(term, first[term]) + ", and device " + NameOf(group_.devices[rank]) + " " +
+                            Describe(term, other[term]) + "; all must make the same calls, of the same shapes");
     }
     return Status::Ok();
   }
@@ -147,10 +196,12 @@ class CallRendezvous {
   // one event for each stage.
   bool JoinAcrossProcesses(const Contribution& mine, int stage) {
     SharedSegments& segments = *group_.segments;
-    if (!segments.Barrier(group_.timeout, absent_)) return false;
+    std::vector<Terms> terms;
+    if (!segments.Barrier(mine.terms, group_.timeout, terms, absent_)) return false;
     contributions_[stage].assign(group_.size(), {});
     for (int rank = 0; rank < group_.size(); ++rank) {
       Contribution& peer = contributions_[stage][rank];
+      peer.terms = terms[rank];
       for (void* const array : mine.arrays) {
         peer.arrays.push_back(segments.data(rank) + (static_cast<char*>(array) - segments.data(group_.rank)));
       }
@@ -176,8 +227,13 @@ class CallRendezvous {
            "they share: look for the first error, and start them anew";
   }
 
+  std::string Twice() const {
+    return Where() + " cannot run: a device makes two calls of this number at once, and each needs one of its own";
+  }
+
   Call& call_;
   const Group& group_;
+  const Terms terms_;
   int stage_ = 0;
   bool finished_ = false;
   std::vector<Contribution> contributions_[kStages];  // by rank
@@ -262,8 +318,9 @@ Status CopyParts(Call& call, const Group& group, const std::vector<Gathered>& ar
 
 // Other processes cannot access arrays that XLA has allocated, only this device's segment.
 template <typename Call>
-Status CopyIntoSegment(Call& call, const Group& group, const std::vector<Gathered>& arrays,
+Status CopyIntoSegment(Call& call, const Group& group, const AllGatherProblem& p, const std::vector<Gathered>& arrays,
                        std::vector<void*>& addresses) {
+  if (p.put) return Status::Failed(group.name + " cannot write to arrays of other processes: use protocol='get'");
   char* const begin = group.segments->data(group.rank);
   char* next = begin;
   for (size_t i = 0; i < arrays.size(); ++i) {
@@ -284,11 +341,11 @@ Status RunAllGather(Call& call, const Group& group, const AllGatherProblem& p) {
   const int size = group.size(), rank = group.rank;
   const std::vector<Gathered> arrays = AllOf(p);
   const size_t urgent = p.scales.bytes != 0 ? 2 : 1;
-  CallRendezvous rendezvous(call, group);
+  CallRendezvous rendezvous(call, group, TermsOf(group, p));
   TE_JAX_TRY(call.Begin());
   std::vector<void*> addresses;
   for (const Gathered& array : arrays) addresses.push_back(p.put ? array.all : const_cast<void*>(array.mine));
-  if (group.segments != nullptr) TE_JAX_TRY(CopyIntoSegment(call, group, arrays, addresses));
+  if (group.segments != nullptr) TE_JAX_TRY(CopyIntoSegment(call, group, p, arrays, addresses));
   void* ready = nullptr;
   TE_JAX_TRY(RecordForPeers(call, group, Stream::kMain, 0, ready));
   TE_JAX_TRY(MultiplyPart(call, group, p, rank, 0));
@@ -380,7 +437,7 @@ template <typename Call>
 Status RunReduceScatter(Call& call, const Group& group, ReduceScatterProblem p) {
   const int size = group.size(), rank = group.rank, previous = (rank + size - 1) % size;
   const int64_t bytes = p.BytesOfPart();
-  CallRendezvous rendezvous(call, group);
+  CallRendezvous rendezvous(call, group, TermsOf(group, p));
   TE_JAX_TRY(call.Begin());
   if (group.segments != nullptr) {
     if (p.Parts(size) * bytes > group.segments->bytes()) return SegmentTooSmall(group);

@@ -1,13 +1,24 @@
-// Memory that the processes of one host share, for a group of devices that several of them drive: a barrier, and a
-// segment on every device that its peers can access. Made once for a group, and larger ones as calls need them.
+// Memory that the processes of one host share, for a group of devices that several of them drive: a segment on every
+// device that its peers can access, and a record of every device by which they wait for each other. Made once for a
+// group, and larger ones as calls need them.
+//
+// Peers find each other by texts. Nothing in a text is trusted: files must have a name that this package makes, be
+// regular, of this user and of the size that is expected, and segments of this process are looked up, not described.
+// Processes of the same user are trusted not to change such files afterwards.
+//
+// Whoever creates a file keeps it locked (flock) while others can open it. The kernel unlocks it when the process ends,
+// however it ends and in whichever container: a file without a lock is one of a dead process, whose peers do not wait
+// for it any longer, and which the next process that shares memory removes.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "common/status.h"
@@ -21,6 +32,23 @@ constexpr int kMaxParticipants = 64;
 inline int ProcessOf(int place) { return place >> 16; }
 inline int NumberOf(int place) { return place & 0xffff; }
 
+inline std::string NameOf(int place) {
+  const std::string device = std::to_string(NumberOf(place));
+  return ProcessOf(place) == 0 ? device : device + " of process " + std::to_string(ProcessOf(place));
+}
+inline std::string Names(const std::vector<int>& devices) {
+  std::string text;
+  for (const int device : devices) text += (text.empty() ? "" : ", ") + NameOf(device);
+  return text;
+}
+
+// Seconds that a wait may take, thirty years: clocks count nanoseconds in 64 bits. False for NaN.
+constexpr double kLongestTimeout = 1e9;
+constexpr bool IsTimeout(double seconds) { return seconds >= 0 && seconds <= kLongestTimeout; }
+inline std::chrono::nanoseconds Timeout(double seconds) {
+  return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+}
+
 // Sets XLA's ordinals of this process's devices, by place.
 void SetOrdinals(const std::map<int, int>& ordinals);
 // The ordinal of a place of this process, or -1.
@@ -28,37 +56,52 @@ int OrdinalOf(int place);
 // The place of an ordinal, or -1.
 int PlaceOf(int ordinal);
 
-// Lies in memory that all processes map.
-struct SharedBarrier {
-  std::atomic<uint32_t> broken;
-  struct alignas(64) Participant {
-    std::atomic<uint64_t> arrived;
+// What must be the same on all devices of a call. See protocol.h.
+using Terms = std::array<int64_t, 7>;
+
+// By what a participant lets its peers know that it has arrived at a barrier. Lies in memory that all processes map.
+struct Record {
+  // Of every other barrier: a participant may arrive at the next one while a peer still reads what it has brought to
+  // this one. One cache line, so that terms cost no transfer of their own.
+  struct alignas(64) Arrival {
+    std::atomic<uint64_t> barrier;
+    Terms terms;
   };
-  Participant participants[kMaxParticipants];
-  static_assert(std::atomic<uint64_t>::is_always_lock_free);
+  Arrival arrivals[2];
+  alignas(64) std::atomic<uint32_t> broken;
+  static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Arrival) == 64);
 };
 
-// A file in shared memory, mapped. It is unlinked once all processes have mapped it.
+// A file in shared memory, mapped. Its creator keeps it locked until Release.
 class SharedMemory {
  public:
   static Status Create(int64_t bytes, std::unique_ptr<SharedMemory>& made);
-  static Status Open(const std::string& name, int64_t bytes, std::unique_ptr<SharedMemory>& opened);
+  static Status Open(std::string_view name, int64_t bytes, std::unique_ptr<SharedMemory>& opened);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
   void* data() const { return data_; }
   const std::string& name() const { return name_; }
-  void Unlink();
+  // Whether the process that created it has ended, or does not offer it any longer.
+  bool IsAbandoned() const;
+  // Closes the file, and removes it where this process has created it. The memory stays.
+  void Release();
 
  private:
-  SharedMemory(std::string name, void* data, int64_t bytes) : name_(std::move(name)), data_(data), bytes_(bytes) {}
+  SharedMemory(std::string name, int file);
+  Status Map(int file, int64_t bytes);
 
   std::string name_;
-  void* data_;
-  int64_t bytes_;
-  bool linked_ = false;
+  int file_;  // -1 once it is closed
+  bool created_ = false;
+  int process_;  // that opened the file: a fork must leave it alone
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
 };
+
+// Removes the files in shared memory of processes that have ended.
+void RemoveAbandonedFiles();
 
 // The segment of one device, and the two events that it records for its peers. Each platform implements it.
 class Segment {
@@ -84,15 +127,15 @@ class SharedSegments {
   // The text that the peers need to open this participant's segment.
   std::string Describe() const;
   // Opens the segments that the texts of all participants, by rank, describe, and waits for all to have done so.
-  Status Join(const std::vector<std::string>& descriptions, std::chrono::nanoseconds timeout);
+  // `locals` are those of this process, by rank, otherwise null.
+  Status Join(const std::vector<std::string>& texts, const std::vector<std::shared_ptr<SharedSegments>>& locals,
+              std::chrono::nanoseconds timeout);
 
-  // Waits as Rendezvous::Join does. After a timeout participants may have counted their barriers differently: every
-  // later one fails at once, with nobody absent.
-  bool Barrier(std::chrono::nanoseconds timeout, std::vector<int>& absent);
+  // Waits as Rendezvous::Join does; each participant brings terms. After a timeout, or where terms differ, participants
+  // may have counted their barriers differently: every later one fails at once, with nobody absent.
+  bool Barrier(const Terms& mine, std::chrono::nanoseconds timeout, std::vector<Terms>& all, std::vector<int>& absent);
   // Makes the barriers of all participants fail at once.
-  void Break() {
-    if (SharedBarrier* const barrier = barrier_) barrier->broken.store(1);
-  }
+  void Break() { records_[rank_]->broken.store(1); }
   bool joined() const { return joined_; }
 
   int64_t bytes() const { return bytes_; }
@@ -102,14 +145,22 @@ class SharedSegments {
  private:
   SharedSegments() = default;
 
+  Status OpenAll(const std::vector<std::string>& texts, const std::vector<std::shared_ptr<SharedSegments>>& locals);
+  Status OpenPeer(size_t rank, const std::string& text);
+  bool HasArrived(size_t rank, uint64_t barrier) const;
+  bool IsBroken() const;
+  std::vector<int> Dead(uint64_t barrier) const;
+
   std::vector<int> participants_;
   int rank_ = 0;
   int device_ = 0;
   int64_t bytes_ = 0;
   uint64_t barriers_ = 0;
-  std::unique_ptr<SharedMemory> barrier_memory_;
-  std::atomic<SharedBarrier*> barrier_{nullptr};  // null until it is mapped; another thread may break it before
-  std::atomic<bool> joined_{false};
+  std::vector<std::shared_ptr<SharedMemory>> memories_;  // of records, by rank
+  std::vector<Record*> records_;                         // in them, null until they are open
+  std::map<int, size_t> watched_;                        // while joining: of each other process the rank of a device
+  std::vector<int> dead_;                                // devices whose processes have ended
+  std::atomic<bool> joining_{false}, joined_{false};
   std::vector<std::shared_ptr<Segment>> segments_;  // by rank
 };
 

@@ -50,6 +50,7 @@ TE_JAX_HOST_DEVICE float FloatFromBits(uint32_t bits) {
 
 inline constexpr uint32_t kFloatInfinityBits = 0x7f800000u;
 inline constexpr uint32_t kFloatSmallestNormalBits = 0x00800000u;
+inline constexpr uint32_t kQuietNaN = 0x7fc00000u;
 
 // Division as IEEE says, whatever the compiler's flags.
 TE_JAX_HOST_DEVICE float Quotient(float numerator, float denominator) {
@@ -69,6 +70,13 @@ TE_JAX_HOST_DEVICE float ScaleOf(float amax, bool power_of_two) {
   const float scale = Quotient(F::kMax, amax > kSmallest ? amax : kSmallest);
   const uint32_t rounded = power_of_two ? FloatBits(scale) & kFloatInfinityBits : FloatBits(scale);
   return bits < kFloatSmallestNormalBits || bits >= kFloatInfinityBits ? 1.0f : FloatFromBits(rounded);
+}
+
+// What codes are multiplied by, for the scale of `amax`: NaN where amax is not finite, so that all values that share
+// the scale read as NaN, those too that saturated under a scale of 1.
+TE_JAX_HOST_DEVICE float ScaleInvOf(float amax, float scale) {
+  const bool finite = (FloatBits(amax) & 0x7fffffffu) < kFloatInfinityBits;
+  return finite ? Quotient(1.0f, scale) : FloatFromBits(kQuietNaN);
 }
 
 // The FP8 code of clip(x · scale, ±F::kMax), rounded to nearest even. Subnormal x counts as zero. NaN and infinities
@@ -108,7 +116,7 @@ TE_JAX_HOST_DEVICE float DecodeFp8(uint8_t code) {
   const float subnormal =
       FloatFromBits(magnitude + (uint32_t{128 - F::kBias} << 23)) - FloatFromBits(uint32_t{128 - F::kBias} << 23);
   const float finite = magnitude < kFloatSmallestNormalBits ? subnormal : normal;
-  const uint32_t special = (code & 0x7fu) > F::kInfinity || F::kInfinity == kFp8NaN ? 0x7fc00000u : kFloatInfinityBits;
+  const uint32_t special = (code & 0x7fu) > F::kInfinity || F::kInfinity == kFp8NaN ? kQuietNaN : kFloatInfinityBits;
   const uint32_t value = (code & 0x7fu) >= F::kInfinity ? special : FloatBits(finite);
   return FloatFromBits(value | sign);
 }

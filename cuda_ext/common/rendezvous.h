@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -34,18 +35,19 @@ class Rendezvous {
   // first, so a call that a loop repeats needs no number of its own.
   //
   // Fails for all participants when one of them does not arrive within the timeout, if there is one; `absent` then
-  // holds those that did not.
+  // holds those that did not. Fails, with nobody absent, when one arrives twice: two calls then have one key.
   bool Join(const RendezvousKey& key, int rank, T value, std::optional<std::chrono::nanoseconds> timeout,
             std::vector<T>& all, std::vector<int>& absent) {
     const auto start = std::chrono::steady_clock::now();
     std::shared_ptr<State> state = Find(key);
     std::unique_lock lock(state->mutex);
-    state->values[rank] = std::move(value);
-    if (++state->arrived == key.participants.size()) {
+    const bool twice = state->values[rank].has_value();
+    if (!twice) state->values[rank] = std::move(value);
+    if (!twice && ++state->arrived == key.participants.size()) {
       Erase(key, state);
       state->complete.store(!state->failed, std::memory_order_release);
       state->changed.notify_all();
-    } else if (!state->failed) {
+    } else if (!twice && !state->failed) {
       lock.unlock();
       const bool soon = SpinFor(kSpin, [&] { return state->complete.load(std::memory_order_acquire); });
       lock.lock();
@@ -56,12 +58,13 @@ class Rendezvous {
         state->changed.wait(lock, settled);
       }
     }
-    if (!state->complete) {
-      if (!state->failed) {
-        state->failed = true;  // participants that arrive later fail at once
-        for (size_t i = 0; i < key.participants.size(); ++i) {
+    if (twice || !state->complete) {
+      if (!state->complete && !state->failed) {
+        for (size_t i = 0; !twice && i < key.participants.size(); ++i) {
           if (!state->values[i]) state->absent.push_back(key.participants[i]);
         }
+        state->failed = true;  // participants that arrive later fail at once
+        KeepAsFailed(key, state);
         state->changed.notify_all();
       }
       absent = state->absent;
@@ -75,6 +78,7 @@ class Rendezvous {
  private:
   // Waking a thread takes longer than most waits, where there are cores to spare.
   static constexpr std::chrono::microseconds kSpin{50};
+  static constexpr size_t kFailedKept = 128;
 
   struct State {
     explicit State(size_t participants) : values(participants) {}
@@ -96,8 +100,22 @@ class Rendezvous {
 
   void Erase(const RendezvousKey& key, const std::shared_ptr<State>& state) {
     const std::lock_guard lock(mutex_);
+    EraseLocked(key, state);
+  }
+
+  void EraseLocked(const RendezvousKey& key, const std::shared_ptr<State>& state) {
     const auto found = states_.find(key);
     if (found != states_.end() && found->second == state) states_.erase(found);
+  }
+
+  // A participant that arrives late must find that the others have failed, and one that never arrives would leave the
+  // record for good: only the last ones are kept.
+  void KeepAsFailed(const RendezvousKey& key, const std::shared_ptr<State>& state) {
+    const std::lock_guard lock(mutex_);
+    failed_.emplace_back(key, state);
+    if (failed_.size() <= kFailedKept) return;
+    EraseLocked(failed_.front().first, failed_.front().second);
+    failed_.pop_front();
   }
 
   template <typename Condition>
@@ -113,6 +131,7 @@ class Rendezvous {
 
   std::mutex mutex_;
   std::map<RendezvousKey, std::shared_ptr<State>> states_;
+  std::deque<std::pair<RendezvousKey, std::shared_ptr<State>>> failed_;
 };
 
 }  // namespace te

@@ -148,7 +148,7 @@ void StoreTransposedCodes(const Scratch& scratch, const Tile& tile, const Matric
 // ------------------------------------------------------------------------------------------------------------- scales
 
 // Compared as integers, the bits of magnitudes put NaN above infinity. Every NaN becomes the same one.
-float AmaxFromBits(uint32_t bits) { return FloatFromBits(bits > kFloatInfinityBits ? 0x7fc00000u : bits); }
+float AmaxFromBits(uint32_t bits) { return FloatFromBits(bits > kFloatInfinityBits ? kQuietNaN : bits); }
 
 uint32_t MaxOf(const uint32_t* bits, int64_t count) { return *std::max_element(bits, bits + count); }
 
@@ -169,10 +169,11 @@ float Scale(const Copies& copies, float amax) {
 
 bool SetScales(const Matrices&, const Copies& copies, const TensorScaling& scaling, const Tile& tile,
                Scratch& scratch) {
-  const float scale = Scale(copies, scaling.amax[tile.example]);
+  const float amax = scaling.amax[tile.example];
+  const float scale = Scale(copies, amax);
   std::fill_n(scratch.row_scale, tile.rows, scale);
   for (float* scale_inv : {scaling.scale_inv, scaling.transposed_scale_inv}) {
-    if (scale_inv && tile.row == 0 && tile.col == 0) scale_inv[tile.example] = Quotient(1.0f, scale);
+    if (scale_inv && tile.row == 0 && tile.col == 0) scale_inv[tile.example] = ScaleInvOf(amax, scale);
   }
   if (scaling.own_amax) AtomicMax(scaling.own_amax[tile.example], AmaxFromBits(MaxOf(scratch.row_amax, tile.rows)));
   return true;
@@ -181,7 +182,7 @@ bool SetScales(const Matrices&, const Copies& copies, const TensorScaling& scali
 bool SetScales(const Matrices& x, const Copies& copies, const RowScaling& scaling, const Tile& tile, Scratch& scratch) {
   auto set = [&](const float* amax, int64_t first, int64_t count, float* scale, float* scale_inv) {
     for (int64_t i = 0; amax && i < count; ++i) scale[i] = Scale(copies, amax[first + i]);
-    for (int64_t i = 0; scale_inv && i < count; ++i) scale_inv[first + i] = Quotient(1.0f, scale[i]);
+    for (int64_t i = 0; scale_inv && i < count; ++i) scale_inv[first + i] = ScaleInvOf(amax[first + i], scale[i]);
   };
   set(scaling.row_amax, tile.example * x.rows + tile.row, tile.rows, scratch.row_scale,
       tile.col == 0 ? scaling.row_scale_inv : nullptr);
@@ -197,15 +198,17 @@ bool SetScales(const Matrices& x, const Copies& copies, const BlockScaling& scal
                  int64_t summed, int64_t summed_size, float* scale, float* scale_inv) {
     if (!scale_inv) return;
     if (block_128x128) {
-      std::fill_n(scale, count, Scale(copies, AmaxFromBits(MaxOf(amax, count))));
+      const float of_block = AmaxFromBits(MaxOf(amax, count));
+      std::fill_n(scale, count, Scale(copies, of_block));
       const int64_t block = tile.example * Blocks(outer_size) + outer / kBlock;
-      scale_inv[block * Blocks(summed_size) + summed / kBlock] = Quotient(1.0f, scale[0]);
+      scale_inv[block * Blocks(summed_size) + summed / kBlock] = ScaleInvOf(of_block, scale[0]);
       return;
     }
     const int64_t block = tile.example * Blocks(summed_size) + summed / kBlock;
     for (int64_t i = 0; i < count; ++i) {
-      scale[i] = Scale(copies, AmaxFromBits(amax[i]));
-      scale_inv[block * outer_size + outer + i] = Quotient(1.0f, scale[i]);
+      const float of_block = AmaxFromBits(amax[i]);
+      scale[i] = Scale(copies, of_block);
+      scale_inv[block * outer_size + outer + i] = ScaleInvOf(of_block, scale[i]);
     }
   };
   set(scaling.data_128x128, scratch.row_amax, tile.row, x.rows, tile.rows, tile.col, x.cols, scratch.row_scale,

@@ -138,7 +138,7 @@ __device__ __forceinline__ void ScaleRowsOfBlock(const Arguments& arguments, con
   shared.row_scale[place.down * kPatch + row] = scale;
   if (arguments.data && place.row + row < arguments.shape.rows) {
     const int64_t block = RowOffset(tile.ColOfAll(arguments.shape), arguments.shape.rows);
-    arguments.blocks.scale_inv[block + place.row + row] = Quotient(1.0f, scale);
+    arguments.blocks.scale_inv[block + place.row + row] = ScaleInvOf(amax, scale);
   }
 }
 
@@ -159,12 +159,13 @@ __device__ __forceinline__ void ScaleColumnsOfBlock(const Arguments& arguments, 
       magnitude = max(magnitude, words[j]);
     }
   }
-  const float scale = ScaleOf<F>(__uint_as_float(W::FloatBitsOf(magnitude)), arguments.power_of_two_scales);
+  const float amax = __uint_as_float(W::FloatBitsOf(magnitude));
+  const float scale = ScaleOf<F>(amax, arguments.power_of_two_scales);
   shared.col_scale[column] = scale;
   const int col = tile.col * kTile + column;
   if (arguments.transposed && col < arguments.shape.cols) {
     const int64_t block = RowOffset(tile.RowOfAll(arguments.shape), arguments.shape.cols);
-    arguments.blocks.transposed_scale_inv[block + col] = Quotient(1.0f, scale);
+    arguments.blocks.transposed_scale_inv[block + col] = ScaleInvOf(amax, scale);
   }
 }
 
@@ -177,7 +178,7 @@ __device__ __forceinline__ void ScaleRowsAndColumns(const Arguments& arguments, 
     if (!amax || index >= count) return;
     const int64_t place = RowOffset(tile.example, count) + index;
     *scale = ScaleOf<F>(amax[place], arguments.power_of_two_scales);
-    if (scale_inv) scale_inv[place] = Quotient(1.0f, *scale);
+    if (scale_inv) scale_inv[place] = ScaleInvOf(amax[place], *scale);
   };
   const int i = threadIdx.x % kTile;
   if (threadIdx.x < kTile) {
@@ -206,9 +207,10 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   float tile_scale = 1.0f;
   uint32_t seen = kQuietNaN;  // the amax so far: only a larger one needs an atomic operation
   if constexpr (M::scales == Scales::kTensor) {
-    tile_scale = ScaleOf<F>(arguments.tensor.amax[tile.example], arguments.power_of_two_scales);
+    const float amax = arguments.tensor.amax[tile.example];
+    tile_scale = ScaleOf<F>(amax, arguments.power_of_two_scales);
     if (tile.row == 0 && tile.col == 0 && threadIdx.x == 0) {
-      const float scale_inv = Quotient(1.0f, tile_scale);
+      const float scale_inv = ScaleInvOf(amax, tile_scale);
       if (arguments.tensor.scale_inv) arguments.tensor.scale_inv[tile.example] = scale_inv;
       if (arguments.tensor.transposed_scale_inv) arguments.tensor.transposed_scale_inv[tile.example] = scale_inv;
     }
@@ -270,9 +272,10 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
       uint32_t of_tile = shared.magnitudes[0];
 #pragma unroll
       for (int warp = 1; warp < kWarps; ++warp) of_tile = max(of_tile, shared.magnitudes[warp]);
-      tile_scale = ScaleOf<F>(__uint_as_float(W::FloatBitsOf(of_tile)), arguments.power_of_two_scales);
+      const float amax = __uint_as_float(W::FloatBitsOf(of_tile));
+      tile_scale = ScaleOf<F>(amax, arguments.power_of_two_scales);
       if (threadIdx.x == 0) {
-        const float scale_inv = Quotient(1.0f, tile_scale);
+        const float scale_inv = ScaleInvOf(amax, tile_scale);
         if (!M::row_scales && arguments.data) {
           arguments.blocks.scale_inv[RowOffset(tile.RowOfAll(shape), shape.TilesAcross()) + tile.col] = scale_inv;
         }

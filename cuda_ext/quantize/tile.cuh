@@ -23,7 +23,6 @@ inline constexpr int kAcross = kTile / kPatch;  // threads across a tile, and do
 inline constexpr int kThreads = kAcross * kAcross;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr uint32_t kWholeWarp = 0xffffffffu;
-inline constexpr uint32_t kQuietNaN = 0x7fc00000u;
 
 // -------------------------------------------------------------------------------------------------- values and words
 

@@ -43,9 +43,11 @@ __device__ float Exp(float x) {
   return y;
 }
 
+// Rounded before anything is subtracted: a fused softcap · tanh - max may exceed 0 by half a digit of max, which for
+// large caps is a large exponent.
 template <bool kSoftcap>
 __device__ float Cap(float x, float softcap, float inverse_softcap) {
-  return kSoftcap ? softcap * tanhf(x * inverse_softcap) : x;
+  return kSoftcap ? __fmul_rn(softcap, tanhf(x * inverse_softcap)) : x;
 }
 
 // A row as 16-byte vectors in the middle and fewer than two vectors' worth of loose elements around them, where it does
@@ -260,7 +262,7 @@ struct RowTerms {
   template <bool kSoftcap>
   __device__ float At(float x, bool is_target, float softcap, float inverse_softcap) const {
     const float tanh = kSoftcap ? tanhf(x * inverse_softcap) : 0.0f;
-    const float z = kSoftcap ? softcap * tanh : x;
+    const float z = kSoftcap ? fminf(__fmul_rn(softcap, tanh), lse) : x;
     float slope = fmaf(softmax, Exp(z - lse), -uniform);
     if (is_target) slope -= target;
     return kSoftcap ? slope * (1.0f - tanh * tanh) : slope;

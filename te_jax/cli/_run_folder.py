@@ -1,33 +1,33 @@
 """The folder of a training run: a log that says what happened and checkpoints from which it can go on.
 
     log.jsonl      a header, then one record for every step and every validation, in order
-    checkpoints/   the two latest states, each written aside and renamed when complete
+    checkpoints/   the two latest states, each with checksums
     loss.png       the curves of the log
 
 Every record up to a step is on disk before the checkpoint of that step is. When a run is resumed, the log is cut off
 after the checkpoint that it goes on from, and what followed is written again, the same. A run that goes on with other
 options gets another header there; the last header counts.
+
+A record ends with the CRC-32 of the record without it, as "crc32"; older versions of te_jax did not write it. A line
+that does not match is damaged and does not count.
 """
 
 import contextlib
 import fcntl
-import gc
 import json
 import os
-import re
-import shutil
-import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from te_jax._core.terminal import reason_of
-from te_jax.cli.errors import UserError, is_out_of_memory, note
+from te_jax.cli.errors import DamagedError, UserError, note
 
 __all__ = ["RunFolder"]
 
 _LOG = "log.jsonl"
 _CHECKPOINTS = "checkpoints"
+_CRC = b', "crc32": '
 _RUNS = Path("runs")
 
 
@@ -41,19 +41,12 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, log: BinaryIO, header: dict[str, Any]):
-        import orbax.checkpoint as ocp
+        from te_jax.cli._checkpoints import Checkpoints
 
         self.path = path
         self.header = header
         self._log = log
-        # Synchronous: when save() has returned, that step is what a resumed run starts from.
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
-        )
-        # With its handler, a manager does not look at the newest checkpoint, which may be damaged, for what it holds.
-        self._checkpoints = ocp.CheckpointManager(
-            (path / _CHECKPOINTS).absolute(), options=options, item_handlers=ocp.StandardCheckpointHandler()
-        )
+        self._checkpoints = Checkpoints(path / _CHECKPOINTS)
 
     @classmethod
     def create(cls, path: Path, header: dict[str, Any]) -> "RunFolder":
@@ -62,7 +55,7 @@ class RunFolder:
         Raises:
           UserError: the folder cannot be written, or holds a run that has taken a step.
         """
-        if any(record["kind"] == "train" for _, record in _read(path)):
+        if any(record is None or record["kind"] == "train" for _, record in _read(path)) or _has_checkpoints(path):
             raise UserError(f"--out {path} already holds a run: continue it with --resume or choose another folder")
         with writing(path) as undo:
             path.mkdir(parents=True, exist_ok=True)
@@ -78,7 +71,7 @@ class RunFolder:
         """Opens a run, cuts its log off after the latest checkpoint, and adds the header if it has other options.
 
         Raises:
-          UserError: the folder holds no run, cannot be written, or is in use.
+          UserError: the folder holds no run, its header is lost, it cannot be written, or it is in use.
         """
         stored = read_header(path)
         if stored is None:
@@ -87,14 +80,16 @@ class RunFolder:
             log = undo.enter_context(_open_locked(path))
             folder = cls(path, log, header or stored)
             undo.callback(folder._checkpoints.close)
-            folder._cut_after(folder.latest_step)
+            problems = folder._cut_after(folder.latest_step)
             undo.pop_all()
+        if problems and folder.latest_step:
+            note(f"--out {path} has a damaged log ({'; '.join(problems)}): the other records are kept")
         return folder
 
     @property
     def latest_step(self) -> int:
         """Step of the latest complete checkpoint, 0 if there is none."""
-        return self._checkpoints.latest_step() or 0
+        return max(self._checkpoints.steps, default=0)
 
     def append(self, record: dict[str, Any]) -> None:
         """Adds a record to the log.
@@ -103,12 +98,13 @@ class RunFolder:
           UserError: the folder cannot be written any more.
         """
         with writing(self.path):
-            self._log.write(json.dumps(record).encode() + b"\n")
+            text = json.dumps(record).encode()
+            self._log.write(b"%s%s%d}\n" % (text[:-1], _CRC, zlib.crc32(text)))
             self._log.flush()
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         """The records of one kind ("train" or "validation"), in order."""
-        return [record for _, record in _read(self.path) if record["kind"] == kind]
+        return [record for _, record in _read(self.path) if record is not None and record["kind"] == kind]
 
     def save(self, step: int, state: Any) -> None:
         """Writes a checkpoint: complete when this returns, and not there at all if the process is killed before.
@@ -120,18 +116,9 @@ class RunFolder:
         Raises:
           UserError: the folder cannot be written any more.
         """
-        import orbax.checkpoint as ocp
-
         with writing(self.path):
             os.fsync(self._log.fileno())
-            try:
-                self._checkpoints.save(step, args=ocp.args.StandardSave(state))
-                self._checkpoints.wait_until_finished()
-            except ValueError as error:
-                # What tensorstore makes of an error of the file system.
-                if (code := re.search(r"os_error_code='(\d+)'", str(error))) is None:
-                    raise
-                raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+            self._checkpoints.save(step, state)
 
     def restore(self, like: Any) -> Any:
         """The state of the newest intact checkpoint, whose step `latest_step` then is.
@@ -145,64 +132,51 @@ class RunFolder:
           The same pytree of jax arrays, placed by those shardings.
 
         Raises:
-          UserError: no checkpoint is intact.
+          UserError: no checkpoint is intact, or the newest intact one cannot be restored.
         """
         damaged: dict[int, str] = {}
-        for step in sorted(self._checkpoints.all_steps(), reverse=True):
+        for step in reversed(self._checkpoints.steps):
             try:
-                state = self._read_checkpoint(step, like)
-            except _DamagedError as error:
+                state, verified = self._checkpoints.restore(step, like)
+            except DamagedError as error:
                 damaged[step] = str(error)
                 continue
             if damaged:
-                self._set_aside(damaged, step)
+                with writing(self.path):
+                    for former in damaged:
+                        self._checkpoints.set_aside(former)
+                    self._cut_after(step)
+                note(f"--out {self.path} has a damaged checkpoint ({_list(damaged)}): the run goes on from step {step}")
+            if not verified:
+                note(f"--out {self.path}: the checkpoint of step {step} has no checksums, so damage would go unnoticed")
             return state
-        raise UserError(f"--out {self.path} holds no checkpoint that can be read ({_list(damaged)}): start another run")
+        raise UserError(
+            f"--out {self.path} holds no intact checkpoint ({_list(damaged)}): start another run, or delete "
+            f"{self.path / _CHECKPOINTS} to begin this one again at step 0"
+        )
 
     def close(self) -> None:
         """Lets go of the folder."""
         self._checkpoints.close()
         self._log.close()
 
-    def _read_checkpoint(self, step: int, like: Any) -> Any:
-        import orbax.checkpoint as ocp
-
-        try:
-            return self._checkpoints.restore(step, args=ocp.args.StandardRestore(like))
-        except Exception as error:  # a damaged file raises errors of many types, some of them plain `Exception`
-            if is_out_of_memory(error) or isinstance(error, PermissionError):
-                raise
-            reason = reason_of(error)
-        # Reads that failed beside the first one tell this hook when they are freed, each with a traceback.
-        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        gc.collect()
-        sys.unraisablehook = hook
-        raise _DamagedError(reason)
-
-    def _set_aside(self, damaged: dict[int, str], intact: int) -> None:
-        with writing(self.path):
-            for step in damaged:
-                path = self.path / _CHECKPOINTS / str(step)
-                shutil.rmtree(f"{path}.damaged", ignore_errors=True)
-                path.rename(f"{path}.damaged")
-            self._checkpoints.reload()
-            self._cut_after(intact)
-        note(f"--out {self.path} has a damaged checkpoint ({_list(damaged)}): the run goes on from step {intact}")
-
-    def _cut_after(self, step: int) -> None:
-        end, header = 0, None
-        for offset, record in _read(self.path):
+    def _cut_after(self, step: int) -> list[str]:
+        """Cuts the log off after the records up to a step, and says what is wrong with them."""
+        end, header, unreadable, recorded = 0, None, [], set[int]()
+        for number, (offset, record) in enumerate(_read(self.path), start=1):
+            if record is None:
+                unreadable.append(number)
+                continue
             if record.get("step", 0) > step or (step == 0 and record["kind"] != "header"):
                 break
             end, header = offset, record if record["kind"] == "header" else header
+            recorded |= {record["step"]} if record["kind"] == "train" else set()
         self._log.truncate(end)
         self._log.seek(end)
         if header is None or header["options"] != self.header["options"]:
             self.append(self.header)
-
-
-class _DamagedError(Exception):
-    """A checkpoint cannot be read."""
+        problems = [f"line {number} is unreadable" for number in unreadable]
+        return problems + [f"{step - len(recorded)} of {step} steps have no record"] * (len(recorded) < step)
 
 
 def _list(damaged: dict[int, str]) -> str:
@@ -243,14 +217,21 @@ def read_header(path: Path) -> dict[str, Any] | None:
     """The last header of the run in a folder, None where there is no run.
 
     Raises:
-      UserError: the folder cannot be read, or its log is damaged.
+      UserError: the folder cannot be read, or its log has lost the header.
     """
-    headers = [record for _, record in _read(path) if record["kind"] == "header"]
+    records = [record for _, record in _read(path)]
+    headers = [record for record in records if record is not None and record["kind"] == "header"]
+    if not headers and (records or _has_checkpoints(path)):
+        raise UserError(f"{path / _LOG} has lost its header, without which no run goes on: start another run")
     return headers[-1] if headers else None
 
 
-def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each record of a folder's log, if there is one, and the offset behind it.
+def _has_checkpoints(path: Path) -> bool:
+    return any((path / _CHECKPOINTS).glob("[0-9]*"))
+
+
+def _read(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Each record of a folder's log, if there is one, and the offset behind it. None stands for a damaged line.
 
     A last line that a killed process left without its end does not count.
     """
@@ -262,14 +243,25 @@ def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except OSError as error:
         raise UserError(f"--out {path} cannot be read: {error.strerror or error}") from error
     with lines:
-        for number, line in enumerate(lines, start=1):
+        for line in lines:
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            try:
-                yield offset, json.loads(line)
-            except ValueError as error:  # no JSON, or no text
-                raise UserError(f"{path / _LOG} is damaged at line {number}: the run cannot be continued") from error
+            yield offset, _parse(line)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    text, found, checksum = line.rpartition(_CRC)
+    if found and checksum != b"%d}\n" % zlib.crc32(text + b"}"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:  # no JSON, or no text
+        return None
+    if not isinstance(record, dict) or "kind" not in record:
+        return None
+    record.pop("crc32", None)
+    return record
 
 
 @contextlib.contextmanager

@@ -7,6 +7,10 @@ class UserError(Exception):
     """One sentence about something that the user can put right. `te-jax` prints it and exits with status 2."""
 
 
+class DamagedError(Exception):
+    """A checkpoint is not what was saved, and in what."""
+
+
 def note(text: str) -> None:
     """Prints a sentence about something that is no error."""
     print(f"te-jax: note: {text}", file=sys.stderr)

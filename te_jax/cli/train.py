@@ -360,8 +360,11 @@ def _conclude(folder: RunFolder, options: Options, config: DecoderConfig) -> Non
     label = chosen[0]  # what a twin lacks
     chosen += [] if options.tp == 1 else [f"tp {options.tp} ({options.transport})"]
     title = f"te-jax train · {options.preset}, {config.num_parameters:,} parameters · {', '.join(chosen)}"
-    with _run_folder.writing(folder.path):
-        _report.draw_losses(figure, title, label, training, validation)
-    print(_report.summary(label, training, validation))
+    files = ["log.jsonl", "checkpoints"]
+    if training and validation:  # a damaged log may have neither
+        with _run_folder.writing(folder.path):
+            _report.draw_losses(figure, title, label, training, validation)
+        print(_report.summary(label, training, validation))
+        files.append(figure.name)
     how = "" if options.tp == 1 else f" with tp {options.tp}, transport {options.transport},"
-    print(f"{options.steps} steps{how} in {folder.path}: log.jsonl, checkpoints, {figure.name}")
+    print(f"{options.steps} steps{how} in {folder.path}: {', '.join(files)}")

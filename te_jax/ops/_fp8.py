@@ -24,6 +24,7 @@ from te_jax.reference.quantize import Copies, GroupAxes, amax_of_shards
 
 Copy = Literal["data", "transposed"]
 ROLES: tuple[Role, ...] = ("activation", "kernel", "gradient")
+_LARGEST_GROWTH = 16.0  # E4M3 holds values at a sixteenth of its range with full precision, down to 2^-10 of the amax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,11 +213,13 @@ def _observed(history: Array, amax: Array, uses: Array) -> Array:
 
     One that is not finite would make scales 1 for as long as it is in the history, and gradients zero for many steps:
     the newest entry comes again instead. A zero is remembered unless nothing else would be left: then the oldest entry
-    comes again. What comes again is divided by the number of uses, which all add it.
+    comes again. What comes again is divided by the number of uses, which all add it. One that is finite and stands out
+    would make all other values zero for as long: no entry is more than 16 times the largest before it, if there is one.
     """
-    count = _count(uses)
+    count, before = _count(uses), jnp.max(history)
     amax = jnp.where(jnp.isfinite(amax), amax, history[0] / count)
     amax = jnp.where((amax > 0) | jnp.any(history[:-1] > 0), amax, history[-1] / count)
+    amax = jnp.where(before > 0, jnp.minimum(amax, _LARGEST_GROWTH * before), amax)
     return jnp.concatenate([jnp.reshape(amax, (1,)), history[:-1]])
 
 

@@ -61,10 +61,11 @@ def quantize(
 
         scale     = min(m / amax, 2^126), or 1 where amax is not finite or below 2^-126
         data      = FP8(clip(x · scale, ±m)), rounded to nearest even
-        scale_inv = 1 / scale
+        scale_inv = 1 / scale, or NaN where amax is not finite
 
-    NaN stays NaN; an infinity becomes NaN in float8_e4m3fn and an infinity in float8_e5m2. Float32 subnormals count as
-    zero. All implementations give the same bits.
+    So one NaN or infinity makes NaN of all values that share its scale. Where amax is given, it stays alone: NaN stays
+    NaN, an infinity becomes NaN in float8_e4m3fn and an infinity in float8_e5m2. Float32 subnormals count as zero. All
+    implementations give the same bits.
 
     Args:
       x: [*rows, *cols], float32, bfloat16 or float16. It may be sharded in any way: scales are those of the whole

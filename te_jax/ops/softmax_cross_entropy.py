@@ -79,7 +79,8 @@ def softmax_cross_entropy(
         devices exchange nothing, over the vocabulary four floats a row.
       labels: [*batch], any integer dtype, in [0, vocab) or `ignore_index`. Any other label makes its row's loss and
         gradient NaN.
-      label_smoothing: ε in [0, 1]: probability that is spread evenly over the whole vocabulary.
+      label_smoothing: ε in [0, 1]: probability that is spread evenly over the whole vocabulary. Σ_v z_v is summed in
+        float32: where it exceeds 3.4e38, the loss is not finite.
       ignore_index: rows with this label have loss 0 and gradient 0, and are not read.
       z_loss: weight of lse², at least 0; keeps the logits from drifting.
       logit_softcap: c, from 1e-30 to 1e30, or None for none.
@@ -176,7 +177,7 @@ def _forward(logits: Array, labels: Array, loss: _Loss):
     if loss.label_smoothing:
         value -= loss.label_smoothing / vocab * total
     if loss.z_loss:
-        value += loss.z_loss * jnp.square(lse)
+        value += loss.z_loss * lse * lse  # in this order it overflows only where the result does
     return _where_counted(codes, value), (logits, codes, lse)
 
 

@@ -59,8 +59,8 @@ def scale_by_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales gradients as `optax.scale_by_adam` does, with both moments in dtypes of their own.
 
-    All arithmetic is in float32, of float64 gradients in float64, and the update follows from the moments before they
-    are rounded:
+    All arithmetic is in float32, of float64 gradients in float64. Finite gradients are clipped to ±2^63 (float64
+    moments: ±2^511), so that no moment overflows. The update follows from the moments before they are rounded:
 
         m ← b1·m + (1-b1)·g,  v ← b2·v + (1-b2)·g²,  u = m/(1-b1^t) / (√(v/(1-b2^t) + eps_root) + eps)
 
@@ -168,14 +168,17 @@ def _update(
     """One parameter: its update, both moments, and the bounds of their blocks."""
     dtype = np.promote_types(gradient.dtype, np.float32)
     step = jax.tree.map(lambda value: value.astype(dtype), step)
-    g = gradient.astype(dtype)
+    wide = gradient.astype(dtype)
+    g = _clipped(wide, mu.dtype, nu.dtype)
+    # FP8 and float16 saturate below their bounds, so that v may overflow before it is rounded: the update is then 0.
+    to_square = g if nu_bounds is None else wide
 
     def corrected(moment: Array, correction: Array) -> Array:
         # optax divides, and float32 states repeat its bits. Loops that move fewer bytes have no time to.
         return moment / correction if mu.dtype == nu.dtype == dtype else moment * (1 / correction)
 
     m = step.one_minus_b1 * g + _moments.decode(mu, mu_bounds, dtype, times=step.b1)
-    v = step.one_minus_b2 * (g * g) + _moments.decode(nu, nu_bounds, dtype, times=step.b2)
+    v = step.one_minus_b2 * (to_square * to_square) + _moments.decode(nu, nu_bounds, dtype, times=step.b2)
     momentum = corrected(m, step.correction1)
     if nesterov:
         momentum = step.b1 * corrected(m, step.correction1_next) + step.one_minus_b1 * corrected(g, step.correction1)
@@ -185,7 +188,8 @@ def _update(
     update = momentum / (jnp.sqrt(variance) + step.eps)
 
     if mu_bounds is not None or nu_bounds is not None:
-        largest = _moments.maxima(gradient).astype(dtype)
+        largest = _moments.maxima(g if dtype == np.float64 else gradient).astype(dtype)
+        largest = _clipped(largest, mu.dtype, nu.dtype)
         if mu_bounds is not None:
             mu_bounds = (step.one_minus_b1 * largest + step.b1 * mu_bounds.astype(dtype)).astype(jnp.float32)
         if nu_bounds is not None:
@@ -195,6 +199,14 @@ def _update(
     mu = _moments.encode(m, mu_bounds, mu.dtype, bits)
     nu = _moments.encode(v, nu_bounds, nu.dtype, bits, positive=True)
     return update.astype(gradient.dtype), mu, nu, mu_bounds, nu_bounds
+
+
+def _clipped(gradient: Array, mu_dtype: np.dtype, nu_dtype: np.dtype) -> Array:
+    """The gradient, its finite values clipped so that no moment overflows; NaN and infinities stay."""
+    # At most a quarter of the largest number, or of its square root: room for what rounding adds.
+    of_float64 = 2.0**511 if mu_dtype == np.float64 else 2.0**126
+    limit = of_float64 if nu_dtype == np.float64 else 2.0**63
+    return jnp.where(jnp.abs(gradient) < np.inf, jnp.clip(gradient, -limit, limit), gradient)
 
 
 def adam(

@@ -142,8 +142,15 @@ def scale_of(amax: Array, dtype: np.dtype, power_of_two: bool) -> Array:
 
 
 def scale_inv_of(amax: Array, quantization: Quantization) -> Array:
-    """The reciprocal of the scale of an amax (float32); elementwise."""
-    return _quotient(1.0, scale_of(_bits(amax), quantization.dtype, quantization.power_of_two_scales))
+    """The scale_inv of an amax (float32); elementwise."""
+    amax = _bits(amax)
+    return _scale_inv(amax, scale_of(amax, quantization.dtype, quantization.power_of_two_scales))
+
+
+def _scale_inv(amax: Array, scale: Array) -> Array:
+    """The reciprocal of the scale; NaN where amax (its bits) is not finite: all that share the scale then read as NaN,
+    those too that saturated under a scale of 1."""
+    return _float(jnp.where((amax & 0x7FFFFFFF) < _INFINITY, _bits(_quotient(1.0, scale)), _QUIET_NAN))
 
 
 def _copy(
@@ -160,7 +167,7 @@ def _copy(
     def scaled(x: Array, amax: Array) -> tuple[Array, Array]:
         scale = scale_of(amax, quantization.dtype, quantization.power_of_two_scales)
         # Keeps XLA from fusing the division into the loop over x, where it would run for each value.
-        scale, scale_inv = lax.optimization_barrier((scale, _quotient(1.0, scale)))
+        scale, scale_inv = lax.optimization_barrier((scale, _scale_inv(amax, scale)))
         return _encode(x, scale, quantization.dtype), scale_inv
 
     if scaling == "tensor":

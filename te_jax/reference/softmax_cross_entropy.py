@@ -25,8 +25,9 @@ def softmax_cross_entropy(
     # Before any arithmetic, so that a NaN in an ignored row does not reach its gradient as 0 · NaN.
     ignored = equals(labels, ignore_index)
     z = jnp.where(ignored[..., None], 0.0, z)
+    unit = 1.0 if logit_softcap is None else logit_softcap  # of z
     if logit_softcap is not None:
-        z = logit_softcap * jnp.tanh(z / logit_softcap)
+        z = jnp.tanh(z / logit_softcap)
 
     local_vocab = z.shape[-1]
     vocab = local_vocab * lax.axis_size(axis_name) if axis_name else local_vocab
@@ -38,18 +39,21 @@ def softmax_cross_entropy(
     # The maximum only steadies the exponentials: no gradient flows through it.
     peak = over_shards(lax.pmax, lax.stop_gradient(jnp.max(z, axis=-1)))
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)
-    lse = peak + jnp.log(over_shards(lax.psum, jnp.sum(jnp.exp(z - peak[..., None]), axis=-1)))
+    # Differences are multiplied by the cap. If z were, XLA could fuse the product with the subtraction, and half a
+    # digit of z would be left as the exponent: for large caps a large number.
+    mass = over_shards(lax.psum, jnp.sum(jnp.exp(unit * (z - peak[..., None])), axis=-1))
+    lse = unit * peak + jnp.log(mass)
 
     valid = in_vocabulary(labels, vocab)
     column = jnp.where(valid, labels, 0).astype(jnp.int32) - offset
     hit = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) == column[..., None]
-    target = over_shards(lax.psum, jnp.sum(jnp.where(hit, z, 0.0), axis=-1))
+    target = unit * over_shards(lax.psum, jnp.sum(jnp.where(hit, z, 0.0), axis=-1))
 
     loss = lse - (1.0 - label_smoothing) * target
     if label_smoothing:
-        loss = loss - label_smoothing / vocab * over_shards(lax.psum, jnp.sum(z, axis=-1))
+        loss = loss - label_smoothing / vocab * unit * over_shards(lax.psum, jnp.sum(z, axis=-1))
     if z_loss:
-        loss = loss + z_loss * jnp.square(lse)
+        loss = loss + z_loss * lse * lse  # in this order it overflows only where the result does
     # A product rather than a choice: it makes the row's gradient NaN as well.
     loss = jnp.where(ignored, 0.0, loss * nan_unless(valid | ignored).astype(loss.dtype))
     return reduce_tokens(loss, ignored, reduction)

@@ -15,12 +15,26 @@ CASE = MatrixShape(rows=256, cols=384, dtype="bfloat16", model="test")
 ALL = ("te_jax", "te_jax_reference", "jnp", "copy")
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """Two operations: what a test says of all, it says of each alike."""
+    monkeypatch.setattr(family, "OPERATIONS", {name: family.OPERATIONS[name] for name in ("delayed", "block_gradient")})
+
+
 def by_name(result, operation):
     return {row["implementation"]: row for row in result.rows if row["operation"] == operation}
 
 
-@pytest.mark.parametrize("examples", [None, 3])
-def test_all_operations_are_measured_and_right(examples):
+def test_all_operations_are_measured_and_right():
+    _check_all(examples=None)
+
+
+@pytest.mark.usefixtures("few")
+def test_examples_of_a_vmap():
+    _check_all(examples=3)
+
+
+def _check_all(examples):
     result = family.run_case(dataclasses.replace(CASE, examples=examples), ALL, QUICK)
     assert not result.wrong
     expected = set(ALL) - (set() if native.available() else {"te_jax"})
@@ -32,6 +46,7 @@ def test_all_operations_are_measured_and_right(examples):
             assert row["share_of_floor"] == pytest.approx(1 / row["ratio_to_copy"], rel=1e-3)
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("copy", ["data", "transposed"])
 def test_wrong_codes_are_not_timed(copy, monkeypatch):
     right = ops.quantize
@@ -53,6 +68,7 @@ def test_wrong_codes_are_not_timed(copy, monkeypatch):
     assert all(problem["reason"].startswith("1 codes or scales differ") for problem in result.wrong)
 
 
+@pytest.mark.usefixtures("few")
 def test_peers_that_are_off_are_not_timed(monkeypatch):
     monkeypatch.setattr(family, "_LARGEST", 0.02)  # all values in a few codes
     result = family.run_case(CASE, ("jnp", "copy"), QUICK)
@@ -60,6 +76,7 @@ def test_peers_that_are_off_are_not_timed(monkeypatch):
     assert all("relative L2 error" in problem["reason"] for problem in result.wrong)
 
 
+@pytest.mark.usefixtures("few")
 def test_the_reference_is_not_published_as_the_native_kernel(monkeypatch):
     right = ops.quantize
 

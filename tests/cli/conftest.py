@@ -1,13 +1,16 @@
 """What the tests of the command share: JAX as the command finds it, and programs that XLA compiles once."""
 
+import contextlib
 import dataclasses
 import functools
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from runs import EVERY, SMALL, STEPS
 
 from te_jax.cli import _report, _step, train
+from te_jax.cli.main import main
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +47,8 @@ def _compile_once(_compiled):
     compilation_cache.reset_cache()
 
 
-@pytest.fixture(scope="module")
-def as_in_a_process_of_its_own():
-    """Lets a module's tests, and the runs they share, call the command in this process."""
+@contextlib.contextmanager
+def _jax_as_in_a_process_of_its_own():
     # The backend starts here, with the devices of all tests: --devices would choose them for the whole process.
     jax.devices()
     # optax mixes dtypes in its schedules; the command itself runs with JAX's defaults.
@@ -55,22 +57,44 @@ def as_in_a_process_of_its_own():
 
 
 @pytest.fixture(scope="module")
-def programs_of_equal_runs():
-    """Runs of a module that differ in what they read and write, but not in what they compute, trace it once."""
-
-    @functools.cache
-    def learners(build_optimizer, options, *arguments):
-        del build_optimizer  # which tests replace
-        return original(options, *arguments)
-
-    def cached(options, *arguments):
-        options = dataclasses.replace(options, text=None, checkpoint_every=1, eval_every=1)
-        return learners(_step.build_optimizer, options, *arguments)
-
-    original = train._learners
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "_learners", cached)
+def as_in_a_process_of_its_own():
+    """Lets a module's tests, and the runs they share, call the command in this process."""
+    with _jax_as_in_a_process_of_its_own():
         yield
+
+
+@functools.cache
+def _learners_of(build_optimizer, options, *arguments, learners=train._learners):
+    del build_optimizer  # which tests replace
+    return learners(options, *arguments)
+
+
+@pytest.fixture(scope="module")
+def programs_of_equal_runs():
+    """Runs that differ in what they read and write, but not in what they compute, trace it once."""
+
+    def learners(options, *arguments):
+        options = dataclasses.replace(options, text=None, checkpoint_every=1, eval_every=1)
+        alone = dataclasses.replace(options, compare=False)
+        both = [_learners_of(_step.build_optimizer, each, *arguments) for each in (options, alone)]
+        return both[0] | both[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "_learners", learners)
+        yield
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """A run that has ended, and beside it what it printed. Tests that change it take a copy."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    with (
+        (out.parent / "shown").open("w") as shown,
+        contextlib.redirect_stdout(shown),
+        _jax_as_in_a_process_of_its_own(),
+    ):
+        assert main(["train", *SMALL, *EVERY, "--steps", str(STEPS), "--out", str(out)]) == 0
+    return out
 
 
 @pytest.fixture(scope="module")

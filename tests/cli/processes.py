@@ -15,11 +15,11 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["te_jax.cli.train", "te_jax.cli._step", "orbax.checkpoint", "matplotlib.figure"])
 
 
-def start(argv, shown, **config):
-    """A process that runs `te-jax` with these arguments and JAX's configuration, and writes what it shows to a file."""
+def start(argv, shown, before=None):
+    """A process that calls `before`, runs `te-jax` with these arguments, and writes what it shows to a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", environment_without_devices()["XLA_FLAGS"])  # the first fork takes the environment
-        process = _CONTEXT.Process(target=_run, args=(argv, str(shown), config), daemon=True)
+        process = _CONTEXT.Process(target=_run, args=(argv, str(shown), before), daemon=True)
         process.start()
     return process
 
@@ -31,15 +31,13 @@ def finish(process, shown):
     return shown.read_text()
 
 
-def _run(argv, shown, config):
+def _run(argv, shown, before):
     with open(shown, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    import jax
-
     from te_jax.cli.main import main
 
-    for name, value in config.items():
-        jax.config.update(name, value)
+    if before is not None:
+        before()
     warnings.simplefilter("error")
     sys.exit(main(argv))

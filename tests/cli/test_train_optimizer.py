@@ -86,8 +86,10 @@ def test_few_bytes_learn_beside_a_float32_twin_and_resume_with_the_same_bits(by_
     assert error.startswith(f"te-jax: error: --optimizer-state is f32, but the run in {whole} was started with fp8")
 
 
-def test_bfloat16_on_two_devices_resumes_with_the_same_bits(tmp_path):
+def test_bfloat16_on_two_devices_learns_the_same_and_resumes_with_the_same_bits(by_optax, tmp_path):
     whole = run(tmp_path / "whole", "--optimizer-state", "bf16", devices=2)
+    assert read_header(whole)["device"]["count"] == 2
+    np.testing.assert_allclose(losses(whole), losses(by_optax), rtol=0, atol=1e-3)  # and the same steps
     _check_resuming(whole, tmp_path / "cut", {"loss": "bf16"}, devices=2)
 
 

@@ -1,7 +1,6 @@
 """`te-jax train --tp`: devices that share a model learn what one does, and runs go on with more of them or fewer."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import re
@@ -20,7 +19,7 @@ from te_jax.cli.main import main
 from te_jax.models import PRESETS, init
 from te_jax.recipe import DelayedScaling
 
-pytestmark = pytest.mark.usefixtures("figures_of_twins_alone", "programs_of_equal_runs")
+pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone", "programs_of_equal_runs")
 
 STEPS = 12
 ARGV = [
@@ -38,24 +37,9 @@ ARGV = [
 ]
 
 
-@contextlib.contextmanager
-def jax_as_in_a_process_of_its_own():
-    """Except that it compiles fast, which is what these tests spend their time on."""
-    jax.devices()
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture(autouse=True)
-def _as_in_a_process_of_its_own(require_devices):
+def _eight_devices(require_devices):
     require_devices(8)
-    with jax_as_in_a_process_of_its_own():
-        yield
 
 
 def losses(out, name="loss"):
@@ -71,10 +55,9 @@ def without_last_checkpoint(whole, out):
 
 
 @pytest.fixture(scope="module")
-def on_one_device(tmp_path_factory):
+def on_one_device(tmp_path_factory, as_in_a_process_of_its_own):
     out = tmp_path_factory.mktemp("one") / "run"
-    with jax_as_in_a_process_of_its_own():
-        assert main([*ARGV, "--devices", "1", "--out", str(out)]) == 0
+    assert main([*ARGV, "--devices", "1", "--out", str(out)]) == 0
     return out
 
 
@@ -84,7 +67,7 @@ def on_two_devices(tmp_path_factory):
     out = tmp_path_factory.mktemp("two") / "run"
     argv = [*ARGV, "--tp", "2", "--transport", "ring", "--out", str(out)]
     shown = out.parent / "shown"
-    processes.finish(processes.start(argv, shown, jax_disable_most_optimizations=True), shown)
+    processes.finish(processes.start(argv, shown), shown)
     return out
 
 

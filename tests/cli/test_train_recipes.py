@@ -1,28 +1,24 @@
 """`te-jax train` in FP8: every recipe learns as the run without one, and delayed scaling's state is kept apart."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from runs import EVERY, SMALL, STEPS
 
-from te_jax import native
-from te_jax.cli import _step
+from te_jax.cli import _options, _step, train
 from te_jax.cli._run_folder import RunFolder, read_header
 from te_jax.cli.main import main
-from te_jax.models import PRESETS
 from te_jax.recipe import DelayedScaling
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone", "programs_of_equal_runs")
 
 RECIPES = ("block", "current", "rowwise", "delayed")
-DELAYED = DelayedScaling()
-STEPS = 40
-ARGV = ["train", "--preset", "nano", "--seq-len", "32", "--batch", "4", "--devices", "1", "--steps", str(STEPS)]
 
 
 def losses(out, kind, name="loss"):
@@ -31,35 +27,38 @@ def losses(out, kind, name="loss"):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory, as_in_a_process_of_its_own):
-    """The run without a recipe."""
-    out = tmp_path_factory.mktemp("plain") / "run"
-    assert main([*ARGV, "--out", str(out)]) == 0
+def delayed(tmp_path_factory, as_in_a_process_of_its_own, programs_of_equal_runs):
+    return run(tmp_path_factory.mktemp("delayed") / "run", "--recipe", "delayed")
+
+
+def run(out, *options):
+    """A run like the one without a recipe, `whole`."""
+    assert main(["train", *SMALL, *EVERY, "--steps", str(STEPS), *options, "--out", str(out)]) == 0
     return out
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_ends_where_the_run_without_one_does(recipe, plain, tmp_path, capsys):
-    out = tmp_path / "run"
+def test_every_recipe_ends_where_the_run_without_one_does(recipe, whole, tmp_path, capsys, request):
     compare = ["--compare"] if recipe == "current" else []
-    assert main([*ARGV, "--recipe", recipe, *compare, "--out", str(out)]) == 0
+    if recipe == "delayed":
+        out = request.getfixturevalue("delayed")
+    else:
+        out = run(tmp_path / "run", "--recipe", recipe, *compare)
     assert read_header(out)["options"]["recipe"] == recipe
     assert read_header(out)["model"]["recipe"]["forward_dtype"] == "float8_e4m3fn"
-    before, after = losses(out, "validation")
-    expected_before, expected_after = losses(plain, "validation")
-    assert before == pytest.approx(expected_before, rel=2e-2)
-    assert after == pytest.approx(expected_after, rel=2e-2)
-    assert after < before - 2
-    train, expected = losses(out, "train"), losses(plain, "train")
-    assert (train != expected).all()
-    np.testing.assert_allclose(train, expected, rtol=5e-2)
+    validation, expected = losses(out, "validation"), losses(whole, "validation")
+    np.testing.assert_allclose(validation, expected, rtol=2e-2)
+    assert validation[-1] < validation[0] - 2
+    training, expected = losses(out, "train"), losses(whole, "train")
+    assert (training != expected).all()
+    np.testing.assert_allclose(training, expected, rtol=5e-2)
     if compare:
-        _check_twin(out, plain, capsys.readouterr().out)
+        _check_twin(out, whole, capsys.readouterr().out)
 
 
-def _check_twin(out, plain, shown):
+def _check_twin(out, whole, shown):
     for kind in ("train", "validation"):
-        np.testing.assert_allclose(losses(out, kind, "float32_loss"), losses(plain, kind), rtol=1e-4)
+        np.testing.assert_allclose(losses(out, kind, "float32_loss"), losses(whole, kind), rtol=1e-4)
     for name, label in {"loss": "current scaling", "float32_loss": "float32 twin"}.items():
         assert re.search(
             rf"^{label} .* → {losses(out, 'validation', name)[-1]:.6f} nats per byte$", shown, re.MULTILINE
@@ -73,14 +72,12 @@ def _check_twin(out, plain, shown):
 # ----------------------------------------------------------------------------------------- the state of delayed scaling
 
 
-@functools.cache
-def learner_with(recipe=DELAYED):
-    """A learner and its placement, compiled once."""
-    config = dataclasses.replace(PRESETS["nano"], recipe=recipe)
+def learner_of(out):
+    """What a run trained, and where: its programs are compiled."""
+    options = train.Options(**read_header(out)["options"])
+    config = dataclasses.replace(_options.build_config(options), dtype=options.dtype)
     placement = _step.build_placement(jax.devices()[:1])
-    loss = _step.te_jax_loss(config, "native" if native.available() else "reference")
-    optimizer = _step.build_optimizer(0.384 / config.hidden_size, STEPS)  # of the runs above, whose step is compiled
-    return _step.build_learner(config, loss, optimizer, placement), placement
+    return train._learners(options, config, placement, train._implementation(options))["loss"], placement
 
 
 def histories(state):
@@ -93,9 +90,9 @@ def histories(state):
     }
 
 
-def test_a_step_advances_the_state_and_an_evaluation_does_not(rng):
-    learner, placement = learner_with()
-    windows = rng.integers(0, 256, (3, 4, 33)).astype(np.uint8)
+def test_a_step_advances_the_state_and_an_evaluation_does_not(delayed, rng):
+    learner, placement = learner_of(delayed)
+    windows = rng.integers(0, 256, (3, 4, 17)).astype(np.uint8)
     state = learner.init(jax.random.key(0))
     seen = [histories(state)]
     for batch in windows:
@@ -106,7 +103,7 @@ def test_a_step_advances_the_state_and_an_evaluation_does_not(rng):
     assert all((np.asarray(of_projection.uses) == 1).all() for of_projection in state.scaling.values())
     kernels = state.params["layers"]
     for name, last in seen[-1].items():
-        assert last.shape == (2, DELAYED.history_len)
+        assert last.shape == (2, DelayedScaling().history_len)
         assert (last[:, :3] > 0).all(), name
         assert not last[:, 3:].any()
         for before, after in itertools.pairwise(seen):
@@ -117,9 +114,9 @@ def test_a_step_advances_the_state_and_an_evaluation_does_not(rng):
             assert (last[:, 0] != last[:, 1]).all()
 
 
-def test_an_evaluation_is_the_mean_over_its_batches(rng):
-    learner, placement = learner_with()
-    state, windows = learner.init(jax.random.key(0)), rng.integers(0, 256, (3, 4, 33)).astype(np.uint8)
+def test_an_evaluation_is_the_mean_over_its_batches(delayed, rng):
+    learner, placement = learner_of(delayed)
+    state, windows = learner.init(jax.random.key(0)), rng.integers(0, 256, (3, 4, 17)).astype(np.uint8)
 
     def loss_of(windows):
         return float(learner.evaluate(state, jax.device_put(windows, placement.evaluation)))
@@ -127,16 +124,16 @@ def test_an_evaluation_is_the_mean_over_its_batches(rng):
     assert loss_of(windows) == pytest.approx(np.mean([loss_of(windows[i : i + 1]) for i in range(3)]))
 
 
-def test_the_optimizer_knows_nothing_of_the_state():
-    delayed, plain = (learner_with(recipe)[0].abstract_state() for recipe in (DELAYED, None))
+def test_the_optimizer_knows_nothing_of_the_state(delayed, whole):
+    delayed, plain = (learner_of(out)[0].abstract_state() for out in (delayed, whole))
     assert delayed.optimizer == plain.optimizer
     assert delayed.params == plain.params
     assert plain.scaling is None
 
 
-def test_a_checkpoint_holds_the_state(tmp_path, rng):
-    learner, placement = learner_with()
-    batch = jax.device_put(rng.integers(0, 256, (4, 33)).astype(np.uint8), placement.windows)
+def test_a_checkpoint_holds_the_state(delayed, tmp_path, rng):
+    learner, placement = learner_of(delayed)
+    batch = jax.device_put(rng.integers(0, 256, (4, 17)).astype(np.uint8), placement.windows)
     state, _ = learner.step(learner.init(jax.random.key(0)), batch)
     folder = RunFolder.create(tmp_path / "run", {"kind": "header"})
     try:
@@ -148,3 +145,10 @@ def test_a_checkpoint_holds_the_state(tmp_path, rng):
     for found, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(found, expected)
     assert all(history.any() for history in histories(restored).values())
+
+
+def test_a_resumed_run_repeats_the_bits(delayed, tmp_path):
+    out = shutil.copytree(delayed, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints" / str(STEPS))
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    assert (out / "log.jsonl").read_bytes() == (delayed / "log.jsonl").read_bytes()

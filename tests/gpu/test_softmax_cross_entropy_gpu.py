@@ -63,6 +63,27 @@ def test_few_rows_of_a_large_vocabulary(vocab, rows, dtype, rng):
         assert_close(gradient[row], float(weights[row]) * slope, dtype=dtype, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("vocab", [262144, 50257, 257])
+@pytest.mark.parametrize("softcap", [1e8, 1e20])
+def test_large_softcaps(softcap, vocab, rng):
+    """The last digit of a logit is more than 1: no thread may subtract the maximum from a product not yet rounded."""
+    logits, labels = draw(rng, 7, vocab, "float32")
+    logits = logits * (softcap / 8)
+
+    def losses(x):
+        return ops.softmax_cross_entropy(
+            x, labels, logit_softcap=softcap, reduction="none", implementation="native"
+        )  # fmt: skip
+
+    found, vjp = jax.vjp(losses, logits)
+    (gradient,) = vjp(jnp.ones(7))
+    for row in range(7):
+        tanh = np.tanh(np.asarray(logits[row]).astype(np.float64) / softcap)
+        loss, slope = expected_row(softcap * tanh, int(labels[row]))
+        assert_close(found[row], loss, dtype="float32")
+        assert_close(gradient[row], slope * (1 - tanh**2), dtype="float32", tolerance=1e-4)
+
+
 @pytest.mark.parametrize("rows_and_vocab", [(70000, 32768), (16400, 131072 + 8), (8200, 262144 + 1)], ids=str)
 def test_more_logits_than_32_bits_count(rows_and_vocab, rng):
     rows, vocab = rows_and_vocab

@@ -94,8 +94,9 @@ def _copy(matrix: np.ndarray, quantization: Quantization, scaling: str, amax) ->
         for j in range(scale_inv.shape[1]):
             block = (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
             given = scaling == "tensor" and amax is not None
-            scale = _scale(np.float32(amax) if given else _amax(matrix[block]), quantization)
-            scale_inv[i, j] = np.float32(1) / scale
+            of_block = np.float32(amax) if given else _amax(matrix[block])
+            scale = _scale(of_block, quantization)
+            scale_inv[i, j] = np.float32(1) / scale if np.isfinite(of_block) else np.float32(np.nan)
             data[block] = _encode(matrix[block], scale, np.dtype(quantization.dtype))
     return data, scale_inv.T if scaling == "block_1x128" else scale_inv
 

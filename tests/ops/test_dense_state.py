@@ -181,6 +181,54 @@ def test_the_step_after_one_that_overflowed_scales_as_before(case):
     assert_close(dkernel, oracle(case).dkernel * 2.0**-30, dtype="bfloat16", tolerance=0.085)
 
 
+# ------------------------------------------------------------------------------------------------------------- outliers
+
+
+def test_an_outlier_costs_its_own_step_alone(implementation, case):
+    """1e30 in every operand: with it in the history, all other values would be zero for as long as it is there."""
+    recipe = DelayedScaling()
+    small, large = ([a.at[3, 5].set(value) for a in (case.x, case.kernel, case.dy)] for value in (1.0, 1e30))
+
+    def step(operands, state):
+        x, kernel, dy = operands
+        return gradients_of(x, kernel, None, dy, state, recipe=recipe, implementation=implementation)
+
+    state = recipe.init()
+    for operands in (small, large, small):
+        y, (dx, dkernel, _, state) = step(operands, state)
+    x, kernel, dy = map(wide, small)
+    assert relative_error(y, x @ kernel) < 0.055
+    assert relative_error(dx, dy @ kernel.T) < 0.085
+    assert relative_error(dkernel, x.T @ dy) < 0.085
+    expected = [[amax(a), 16 * amax(a), amax(a), 0] for a in small]
+    assert [history[:4] for history in histories(state)] == expected
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_growth_is_followed(algorithm, case):
+    """With room for growth by 4, values that grow by 4 in every step never saturate."""
+    recipe = DelayedScaling(history_len=4, algorithm=algorithm, margin=2)
+    state = recipe.init()
+    for i in range(8):
+        x = case.x * 4**i
+        y, (_, _, _, state) = gradients_of(x, case.kernel, None, case.dy, state, recipe=recipe)
+        assert relative_error(y, wide(x) @ wide(case.kernel)) < 0.055
+        assert float(state.activation[0]) == amax(x)
+
+
+def test_growth_by_a_thousand_is_followed_in_three_steps(case):
+    x, state = case.x * 1000, next_state_of(case.x, case.kernel, RECIPE.init(), case.dy)
+    for expected in (16 * amax(case.x), 256 * amax(case.x), amax(x)):
+        state = next_state_of(x, case.kernel, state, case.dy)
+        assert float(state.activation[0]) == expected
+
+
+def test_a_margin_that_overflows():
+    """The scale is then as small as it can be, and not 1."""
+    recipe = DelayedScaling(history_len=2, margin=64)
+    assert float(recipe.reference_amax(jnp.asarray([1e30, 1.0]))) == np.finfo(np.float32).max
+
+
 # -------------------------------------------------------------------------------------------------------------- sharing
 
 
@@ -227,6 +275,18 @@ def test_two_uses_that_are_not_finite_repeat_the_newest_amax(poison, square):
     for _ in range(6):
         found = step(case.x.at[0, 0].set(poison), case.kernel, found, case.dy)
         assert found.activation[0] == pytest.approx(float(before.activation[0]))
+
+
+def test_an_outlier_in_one_of_two_uses(square):
+    """The limit is that of a use, in terms of the history before the step."""
+    case, state, seen = square
+    step = jax.jit(jax.grad(two_uses, argnums=2))
+    found = step(case.x.at[0, 0].set(1e30), case.kernel, state, case.dy)
+    before = float(state.activation[0])
+    assert found.activation[0] == pytest.approx(16 * before, rel=0.1)
+    assert found.kernel[0] == pytest.approx(sum(seen[1]))
+    after = step(case.x, case.kernel, found, case.dy)
+    assert after.activation[0] == pytest.approx(sum(seen[0]), rel=0.05)
 
 
 def test_two_uses_of_zeros_keep_the_scale(square):

@@ -112,6 +112,20 @@ def test_scales_of_rows_by_which_sums_overflow(rng, native_kernels):
     assert_product(result, product(lhs, rhs), dtype="float32")
 
 
+@kinds
+def test_scales_that_are_nan(kind, implementation, rng):
+    """As of values that were not finite: what a scale belongs to is NaN, whatever its codes; all else is as before."""
+    lhs, rhs = random_product(rng, (128,), (144,), (272,), kind)
+    multiply = functools.partial(ops.gemm, out_dtype="float32", implementation=implementation)
+    poisoned = dataclasses.replace(
+        lhs, scale_inv=lhs.scale_inv.at[{"block": (1, 3), "row": 3}.get(kind, ())].set(np.nan)
+    )
+    expected = np.array(multiply(lhs, rhs))
+    expected[... if kind == "tensor" else 3] = np.nan
+    np.testing.assert_array_equal(multiply(poisoned, rhs), expected)
+    assert np.isnan(multiply(poisoned, rhs, bias=jnp.ones(144), activation="gelu")[3]).all()
+
+
 @settings(max_examples=10)
 @given(m=st.integers(1, 300), n=st.integers(1, 40), k=st.integers(1, 640), kind=st.sampled_from([*SCALINGS, "plain"]))
 def test_any_size(m, n, k, kind):

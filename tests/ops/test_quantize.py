@@ -136,7 +136,10 @@ def test_empty(pair, shape, implementation):
 @pytest.mark.parametrize(("dtype", "dtype_fp8"), [("float32", E4M3), ("float16", E5M2)], ids=str)
 @pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
 def test_values_that_are_not_finite(pair, dtype_fp8, dtype, implementation, rng):
-    """In one tile each: NaN, infinities, both. The fourth is untouched, and with blocks its scale is its own."""
+    """In one tile each: NaN, infinities, both. The fourth is untouched, and with blocks its scale is its own.
+
+    What shares a scale with one of them reads as NaN, rather than as what it saturated to.
+    """
     x = np.array(random_case(rng, (256, 256), dtype, edges=0.0))
     x[3, 5], x[77, 5] = np.nan, -np.nan
     x[40, 200], x[41, 201] = np.inf, -np.inf
@@ -148,6 +151,20 @@ def test_values_that_are_not_finite(pair, dtype_fp8, dtype, implementation, rng)
     assert codes[3, 5] == codes[77, 5] == 0x7F
     assert (codes[40, 200], codes[41, 201]) == ((0x7F, 0x7F) if dtype_fp8 == E4M3 else (0x7C, 0xFC))
     assert np.isnan(np.asarray(expected.amax))
+    special = ~np.isfinite(x)
+    shared = {
+        "tensor": special.any(keepdims=True),
+        "row": special.any(axis=1, keepdims=True),
+        "1x128": special.reshape(256, 2, 128).any(axis=2).repeat(128, axis=1),
+        "128x128": special.reshape(2, 128, 2, 128).any(axis=(1, 3)).repeat(128, axis=0).repeat(128, axis=1),
+    }[pair]
+    values = np.asarray(quantized.dequantize()).astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(values), np.broadcast_to(shared, x.shape))
+    transposed = np.asarray(quantized.without_data().dequantize()).astype(np.float32)
+    shared = {"row": special.any(axis=0), "1x128": special.reshape(2, 128, 256).any(axis=1).repeat(128, axis=0)}.get(
+        pair, shared
+    )
+    np.testing.assert_array_equal(np.isnan(transposed), np.broadcast_to(shared, x.shape))
 
 
 @pytest.mark.parametrize("pair", ["tensor", "1x128"])

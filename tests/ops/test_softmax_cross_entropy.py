@@ -220,6 +220,21 @@ def test_softcap_of_small_and_large_logits(dtype, softcap, implementation, rng):
     check(logits, labels, rng, implementation=implementation, reduction="none", logit_softcap=softcap)
 
 
+@pytest.mark.parametrize("scale", [0.25, 3.0])
+@pytest.mark.parametrize("softcap", [1e8, 1e12, 1e20, 1e30])
+def test_large_softcaps(softcap, scale, implementation, rng):
+    """Logits of the cap's size, whose last digit is more than 1: an exponent off by it would be seen at once."""
+    logits, labels = random_case(rng, (16, 1000), "float32", scale=scale * softcap)
+    check(logits, labels, rng, implementation=implementation, reduction="sum", tolerance=1e-4, logit_softcap=softcap)
+
+
+def test_z_loss_of_large_logits(implementation, rng):
+    """lse² overflows float32, z_loss · lse² does not."""
+    logits, labels = random_case(rng, (16, 300), "float32", scale=1e20)
+    loss, _ = check(logits, labels, rng, implementation=implementation, reduction="none", z_loss=1e-6)
+    assert np.isfinite(loss).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_vocabulary(dtype, implementation, rng):
     """-inf in some columns: they have no probability and no gradient."""

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from optim_cases import FLOAT8, MOMENT_DTYPES, adam_oracle, moments, normal_like, random_params
+from optim_cases import FLOAT8, MOMENT_DTYPES, adam_oracle, adam_state, moments, normal_like, random_params
 
 from te_jax import optim
 from te_jax.testing import assert_close, relative_error
@@ -318,6 +318,62 @@ def test_gradients_that_are_not_finite_stay_visible(dtype, value, rng):
     for actual, expected in zip(dirty, clean, strict=True):
         assert not np.isfinite(actual[2, 150])
         np.testing.assert_array_equal(np.asarray(actual)[others], np.asarray(expected)[others])
+
+
+ADAMS_BOUND = 0.1 / 0.001**0.5
+"""What no update exceeds with b1 = 0.9 and b2 = 0.999: Kingma and Ba, section 2.1."""
+
+
+@pytest.mark.parametrize(
+    ("mu_dtype", "nu_dtype", "jitted"),
+    [
+        *((mu, nu, True) for mu in MOMENT_DTYPES.values() for nu in MOMENT_DTYPES.values()),
+        *((dtype, dtype, False) for dtype in MOMENT_DTYPES.values()),
+    ],
+)
+def test_finite_gradients_never_destroy_weights(mu_dtype, nu_dtype, jitted, rng):
+    """Of any magnitude, in one step: g² overflows above 1.8e19. With jit the step could be skipped, and is not."""
+    huge = jnp.ones(128).at[:100].set(np.array([2e19, -1e30, 1e38, -np.finfo(np.float32).max] * 25, np.float32))
+    params = {"w": jnp.ones((3, 128))}
+    optimizer = optim.adam(
+        1.0, mu_dtype=mu_dtype, nu_dtype=nu_dtype, nesterov=not jitted, skip_nonfinite=jitted, seed=rng.integers(2**31)
+    )
+    state, update = optimizer.init(params), jax.jit(optimizer.update) if jitted else optimizer.update
+    for step in range(5):
+        gradients = {"w": jnp.full((3, 128), 0.1)}
+        if step == 2:
+            gradients = {"w": gradients["w"].at[1].set(huge)}
+        updates, state = update(gradients, state, params)
+        assert (np.abs(updates["w"]) <= ADAMS_BOUND).all()
+        assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(state))
+        assert all(np.isfinite(moment["w"]).all() for moment in moments(adam_state(state), params))
+    assert (np.abs(updates["w"][::2] + 1) < 0.3).all()  # the other rows go on as if nothing had been
+    assert getattr(state, "skipped", 0) == 0
+
+
+def test_gradients_are_clipped_beyond_optax_range(standard_promotion, rng):
+    """Up to 2^63 float32 states are optax's own; what exceeds it counts as 2^63."""
+    signs = np.sign(rng.standard_normal((3, 40)))
+    signs[0] = rng.uniform(-1, 1, 40)
+    x = jnp.zeros(40)
+    below, above = (jnp.asarray(signs * magnitude, jnp.float32) for magnitude in (2.0**63, 1e30))
+    expected, expected_state = after(optax.scale_by_adam(), below, x)
+    for gradients in (below, above.at[0].set(below[0])):
+        updates, state = after(optim.scale_by_adam(), gradients, x)
+        assert_ulps((updates, state.mu, state.nu), (expected, expected_state.mu, expected_state.nu), count=8)
+
+
+@pytest.mark.parametrize("nu_dtype", ["float64", "bfloat16", FLOAT8], ids=["float64", "bfloat16", "float8"])
+@pytest.mark.parametrize("mu_dtype", ["float64", "float32", FLOAT8], ids=["float64", "float32", "float8"])
+def test_finite_float64_gradients_never_destroy_weights(mu_dtype, nu_dtype):
+    with jax.enable_x64(True):
+        gradients = jnp.full((4, 40), 0.1, "float64").at[1, :30].set(jnp.asarray([2e19, -1e60, 1e300] * 10))
+        optimizer = optim.scale_by_adam(mu_dtype=mu_dtype, nu_dtype=nu_dtype)
+        updates, state = after(optimizer, gradients, gradients[0])
+        assert (np.abs(updates) <= ADAMS_BOUND).all()
+        wide = optim.convert_state(optim.scale_by_adam(), state, gradients[0])
+        assert np.isfinite(wide.mu).all()
+        assert np.isfinite(wide.nu).all()
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

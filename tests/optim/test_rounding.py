@@ -114,12 +114,21 @@ def test_values_that_are_not_finite_do_not_become_finite(dtype, value, rng):
 
 @narrow
 def test_finite_values_do_not_become_infinite(dtype, rng):
+    """Beyond what gradients lead to: states of optax that are converted may have them."""
     x = float(jnp.finfo(jnp.bfloat16).max) * rng.uniform(0.5, 0.99, (64, 256)) * rng.choice([-1, 1], (64, 256))
     x[5, 7] = jnp.finfo(jnp.bfloat16).max
+
+    def kept(x):
+        x = jnp.asarray(x, jnp.float32)
+        bounds = _moments.maxima(x) if _moments.is_scaled(np.dtype(dtype)) else None
+        bits = _rounding.random_bits(jnp.uint32(seed_of(rng)), x.shape)
+        codes = _moments.encode(x, bounds, np.dtype(dtype), bits)
+        return np.asarray(_moments.decode(codes, bounds, jnp.float32), np.float64)
+
     if dtype != jnp.bfloat16:
-        assert np.isfinite(rounded(x, dtype, seed=seed_of(rng))).all()
+        assert np.isfinite(kept(x)).all()
         x /= 2
-    np.testing.assert_allclose(rounded(x, dtype, seed=seed_of(rng)), x, rtol=float(jnp.finfo(dtype).eps))
+    np.testing.assert_allclose(kept(x), x, rtol=float(jnp.finfo(dtype).eps))
 
 
 @pytest.mark.parametrize("bits", [None, 0, 2**32 - 1], ids=["nearest", "down", "up"])
@@ -145,7 +154,7 @@ def test_values_above_their_bound_have_room(dtype, bound):
 def test_scales_change_no_digit(dtype, rng):
     """They are powers of two: a block and its multiple are rounded alike."""
     x, seed = rng.standard_normal((16, 384)).astype(np.float32), seed_of(rng)
-    for scale in (2.0**-90, 2.0**100):
+    for scale in (2.0**-90, 2.0**60):
         np.testing.assert_array_equal(
             rounded(x * np.float32(scale), dtype, seed=seed), rounded(x, dtype, seed=seed) * scale
         )

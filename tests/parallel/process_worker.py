@@ -1,6 +1,7 @@
 """One of several processes: worker.py RANK PROCESSES PORT [TASK]. Prints "fine" at its end.
 
-With "leave" the last process ends without taking part in the last call; with "late" it comes too late for one, and all
+At the end all gather other numbers of rows than the first. With "leave" the last process is killed while it shares
+memory, without taking part in the last call; with "late" it comes too late for one, and all
 go on as if nothing had happened; with "groups" each process has two devices, in groups of its own and with others; with
 "alone" the first and the last process at first lower without the others; with "fails" the last one at first cannot
 share memory; with "again" they form another job after the first one, in another order; with "weights" several of them
@@ -26,6 +27,7 @@ jax.distributed.initialize(
 
 import dataclasses  # noqa: E402
 import functools  # noqa: E402
+import signal  # noqa: E402
 import socket  # noqa: E402
 import time  # noqa: E402
 import types  # noqa: E402
@@ -260,17 +262,26 @@ local_part(found, expected, 1e-3)
 if task == "leave":
     options["timeout"] = 2.0
     last = jax.jit(gathers(lambda x, w: layer(2 * x, w))).lower(gx, gw).compile()  # processes compile together on GPUs
+    larger = jax.jit(gathers(layer)).trace(
+        *(jax.ShapeDtypeStruct(shape, np.float32) for shape in ((4096, 12), (12, 8 * processes)))
+    )
     if rank == processes - 1:
         print("left", flush=True)
-        os._exit(0)
+        transport_processes._join = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        larger.lower()
+    text = ""
     try:
         jax.block_until_ready(last(gx, gw))
     except Exception as error:
         text = str(error)
-        assert f"for device 0 of process {processes - 1}, which did not come" in text, text
-        print("fine", flush=True)
-        os._exit(0)
-    raise SystemExit("nobody missed the process that left")
+    assert f"for device 0 of process {processes - 1}, which did not come" in text, text
+    try:
+        larger.lower()
+    except RuntimeError as error:
+        text = str(error)
+    assert f"the process of device 0 of process {processes - 1} has ended" in text, text
+    print("fine", flush=True)
+    os._exit(0)
 
 if task == "late":
     options["timeout"] = 1.0
@@ -286,5 +297,20 @@ if task == "late":
     assert len(found) == 3, found
     assert "which did not come" in found[0] or "cannot run: another call of this group failed" in found[0], found
     assert all("cannot run: another call of this group failed" in text for text in found[1:]), found
+
+if not task and not gpu:  # which compile together on GPUs
+    x = np.ones(((3 if rank == 0 else 4) * processes, 12), np.float32)
+    step, gx, gw = (
+        jax.jit(gathers(layer)),
+        placed(mesh, P("t"), x),
+        placed(mesh, P(None, "t"), np.ones((12, processes), np.float32)),
+    )
+    text = ""
+    for told in ("device 0 brings pieces of 144 bytes, and device 0 of process 1 brings pieces of 192", "cannot run"):
+        try:
+            jax.block_until_ready(step(gx, gw))
+        except jax.errors.JaxRuntimeError as problem:
+            text = str(problem)
+        assert told in text, text
 print("fine", flush=True)
 jax.distributed.shutdown()

@@ -3,8 +3,8 @@
 // Copies and products take random times, and nothing but events orders them: ThreadSanitizer reports every read and
 // write that the protocol leaves unordered, and results are compared besides. Between calls each device writes over
 // what its peers have read, and poisons what they have written. Some steps fail: then no stream may touch an array any
-// more once its call has returned. Some hosts take longer than the timeout after the first rendezvous: then none gives
-// up. Exits with 0 if all went well.
+// more once its call has returned. To some calls one device brings another number of pieces: then all refuse. Some
+// hosts take longer than the timeout after the first rendezvous: then none gives up. Exits with 0 if all went well.
 
 #include "collective_gemm/protocol.h"
 
@@ -228,6 +228,7 @@ struct Plan {
   bool one_stays_away;
   bool biased;    // by nothing: of two devices the last product then leaves the sum to another step
   int slow_rank;  // whose host takes longer than the timeout between the two rendezvous, or -1
+  bool one_differs = false;
 
   bool AddsUp() const { return weights > 1; }
   bool SendsCopies() const { return !direct || AddsUp(); }
@@ -249,7 +250,8 @@ struct Plan {
     return weights + (AddsUp() || biased || size > 2 ? 1 : 0);
   }
   bool Fails(int rank) const {
-    return one_stays_away || (failing_rank >= 0 && (failing_step < StepsInCommon() || rank == failing_rank));
+    return one_stays_away || one_differs ||
+           (failing_rank >= 0 && (failing_step < StepsInCommon() || rank == failing_rank));
   }
 };
 
@@ -267,8 +269,9 @@ class Member {
   }
 
   // Empty, or what went wrong.
-  std::string Run(const Plan& plan, int number) {
+  std::string Run(Plan plan, int number) {
     Fill(plan, number);
+    if (plan.one_differs && rank_ == 0) plan.pieces = 3 - plan.pieces;
     const bool fails = plan.Fails(rank_);
     if (plan.one_stays_away && rank_ == 0) {
       device_.main.Drain();
@@ -424,6 +427,8 @@ int Main(int calls, unsigned seed) {
         plan.one_stays_away = true;
       } else if (random() % 40 == 0) {
         plan.slow_rank = static_cast<int>(random() % size);
+      } else if (random() % 20 == 0) {
+        plan.one_differs = true;
       }
       plans.push_back(plan);
     }

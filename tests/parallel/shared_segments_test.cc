@@ -1,15 +1,20 @@
 // Segments that several processes share, here those of one process. A participant that waits for the others fails at
 // once when one of them gives up, and names those that did not arrive in time; a participant of another host is
-// refused, and so is more memory than the system has. Exits with 0 if all went well.
+// refused, and so is more memory than the system has. The rendezvous of one process, too, forgets calls that failed.
+// Exits with 0 if all went well.
 
 #include "collective_gemm/shared_segments.h"
 
 #include <sys/statvfs.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <thread>
+
+#include "common/rendezvous.h"
 
 namespace te::collective_gemm {
 namespace {
@@ -26,8 +31,9 @@ Status CreateSegment(int, int64_t, std::unique_ptr<Segment>& made) {
   made = std::make_unique<NoMemory>();
   return Status::Ok();
 }
-Status OpenSegment(int, int64_t, const std::string&, std::unique_ptr<Segment>&) {
-  return Status::Failed("of one process");
+Status OpenSegment(int, int64_t, const std::string&, std::unique_ptr<Segment>& opened) {
+  opened = std::make_unique<NoMemory>();
+  return Status::Ok();
 }
 
 namespace {
@@ -41,21 +47,23 @@ void Check(bool holds, const char* what) {
 }
 
 struct Attempt {
-  Attempt(int number, int size) : participants(size), number(number) {
-    for (int rank = 0; rank < size; ++rank) participants[rank] = rank;
+  // Devices of one process, or of one each.
+  Attempt(int number, int size, bool one_process = true) : participants(size), number(number), locals(size) {
+    for (int rank = 0; rank < size; ++rank) participants[rank] = one_process ? rank : rank << 16;
     for (int rank = 0; rank < size; ++rank) {
       segments.emplace_back();
       Check(SharedSegments::Create(participants, rank, rank, 64, segments.back()).ok(), "segments cannot be created");
       KeepAttempt(participants, number, rank, segments.back());
       texts.push_back(segments.back()->Describe());
     }
+    if (one_process) locals = segments;
   }
   // How many of the first `count` participants have joined.
   int Join(int count, const std::function<void()>& meanwhile) {
     std::atomic<int> joined{0};
     std::vector<std::thread> threads;
     for (int rank = 0; rank < count; ++rank) {
-      threads.emplace_back([&, rank] { joined += segments[rank]->Join(texts, seconds(600)).ok(); });
+      threads.emplace_back([&, rank] { joined += segments[rank]->Join(texts, locals, seconds(600)).ok(); });
     }
     meanwhile();
     for (std::thread& thread : threads) thread.join();
@@ -65,7 +73,7 @@ struct Attempt {
 
   std::vector<int> participants;
   int number;
-  std::vector<std::shared_ptr<SharedSegments>> segments;
+  std::vector<std::shared_ptr<SharedSegments>> segments, locals;
   std::vector<std::string> texts;
 };
 
@@ -83,10 +91,12 @@ void TestJoinedSegmentsAreKept() {
   Check(attempt.Join(2, [] {}) == 2, "participants that have all arrived have not joined");
   std::vector<int> absent;
   std::thread other([&] {
+    std::vector<Terms> terms;
     std::vector<int> missing;
-    attempt.segments[1]->Barrier(seconds(600), missing);
+    attempt.segments[1]->Barrier({}, seconds(600), terms, missing);
   });
-  Check(attempt.segments[0]->Barrier(seconds(600), absent), "segments that were joined are broken");
+  std::vector<Terms> terms;
+  Check(attempt.segments[0]->Barrier({}, seconds(600), terms, absent), "segments that were joined are broken");
   other.join();
 }
 
@@ -94,23 +104,110 @@ void TestATimeoutNamesTheAbsent() {
   for (int i = 0; i < 300; ++i) {
     Attempt attempt(3, 2);
     Check(attempt.Join(2, [] {}) == 2, "participants that have all arrived have not joined");
+    std::vector<Terms> terms, other_terms;
     std::vector<int> absent, missing;
     const auto begin = std::chrono::steady_clock::now();
     std::thread late([&] {  // about when the other gives up
       while (std::chrono::steady_clock::now() - begin < std::chrono::microseconds(150 + i)) {
       }
-      attempt.segments[1]->Barrier(seconds(600), missing);
+      attempt.segments[1]->Barrier({}, seconds(600), other_terms, missing);
     });
-    const bool met = attempt.segments[0]->Barrier(std::chrono::microseconds(200), absent);
+    const bool met = attempt.segments[0]->Barrier({}, std::chrono::microseconds(200), terms, absent);
     late.join();
     Check(met || absent == std::vector<int>{1}, "the barrier failed, and nobody is absent");
   }
 }
 
 void TestParticipantsOfAnotherHostAreRefused() {
-  Attempt attempt(4, 2);
+  Attempt attempt(4, 2, false);
   attempt.texts[1].insert(0, "another-");
   Check(attempt.Join(2, [] {}) == 0, "a participant of another host has joined");
+}
+
+// Each sees what the others have brought to this barrier, however soon they bring something else to the next one. Where
+// it is not the same, all see so, and none can go on.
+void TestTermsAreThoseOfThisBarrier() {
+  Attempt attempt(5, 3, false);
+  Check(attempt.Join(3, [] {}) == 3, "participants that have all arrived have not joined");
+  constexpr int64_t kBarriers = 3000;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::vector<Terms> all;
+      std::vector<int> absent;
+      for (int64_t i = 0; i < kBarriers; ++i) {
+        const Terms mine{i, -i};
+        Check(attempt.segments[rank]->Barrier(mine, seconds(600), all, absent), "a barrier is broken");
+        Check(all == std::vector<Terms>(3, mine), "terms are those of another barrier");
+      }
+      Check(attempt.segments[rank]->Barrier({rank}, seconds(600), all, absent), "terms that differ are not brought");
+      Check(all == std::vector<Terms>{{0}, {1}, {2}}, "terms that differ are lost");
+      Check(!attempt.segments[rank]->Barrier({}, seconds(600), all, absent), "participants that differ have gone on");
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// By files alone: a child that inherits what is open must not keep its parent alive.
+void TestAProcessThatHasEndedIsNotWaitedFor() {
+  int ends[2];
+  Check(pipe(ends) == 0, "no pipe");
+  const pid_t child = fork();
+  if (child == 0) {
+    std::shared_ptr<SharedSegments> peer;
+    Check(SharedSegments::Create({0, 1 << 16}, 1, 0, 64, peer).ok(), "segments cannot be created");
+    if (fork() == 0) {
+      sleep(2);
+      _exit(0);
+    }
+    const std::string text = peer->Describe();
+    Check(write(ends[1], text.data(), text.size()) == static_cast<ssize_t>(text.size()), "no text");
+    _exit(0);  // as killed: nothing is cleaned up
+  }
+  char text[4096];
+  const ssize_t length = read(ends[0], text, sizeof(text));
+  Check(length > 0 && waitpid(child, nullptr, 0) == child, "no text");
+  std::shared_ptr<SharedSegments> segments;
+  Check(SharedSegments::Create({0, 1 << 16}, 0, 0, 64, segments).ok(), "segments cannot be created");
+  const auto begin = std::chrono::steady_clock::now();
+  const Status status =
+      segments->Join({segments->Describe(), std::string(text, length)}, {segments, nullptr}, seconds(60));
+  Check(status.reason().find("device 0 of process 1") != std::string::npos, "the process that ended is not named");
+  Check(status.reason().find("has ended") != std::string::npos, "nothing says that a process has ended");
+  Check(std::chrono::steady_clock::now() - begin < seconds(2), "a process that has ended is waited for");
+  close(ends[0]);
+  close(ends[1]);
+}
+
+void TestRendezvousThatFailedAreForgotten() {
+  Rendezvous<std::shared_ptr<int>> rendezvous;
+  const auto value = std::make_shared<int>(0);
+  std::vector<std::shared_ptr<int>> all;
+  std::vector<int> absent;
+  const auto join = [&](int64_t run, int rank, std::chrono::nanoseconds timeout) {
+    return rendezvous.Join(RendezvousKey{run, 1, 0, {4, 5}}, rank, value, timeout, all, absent);
+  };
+  for (int run = 0; run < 1000; ++run) {
+    Check(!join(run, 0, std::chrono::nanoseconds(0)) && absent == std::vector<int>{5}, "a call did not time out");
+  }
+  Check(value.use_count() < 200, "calls that failed are kept for good");
+  Check(!join(999, 1, seconds(600)) && absent == std::vector<int>{5},
+        "a participant that is late waits for the others");
+}
+
+void TestAParticipantThatArrivesTwice() {
+  Rendezvous<int> rendezvous;
+  const RendezvousKey key{1, 1, 0, {4, 5}};
+  std::atomic<int> failed{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&] {
+      std::vector<int> all, absent;
+      failed += !rendezvous.Join(key, 0, 0, seconds(600), all, absent) && absent.empty();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  Check(failed == 2, "a participant has met itself");
 }
 
 void TestMoreMemoryThanThereIsCannotBeShared() {
@@ -131,5 +228,9 @@ int main() {
   te::collective_gemm::TestATimeoutNamesTheAbsent();
   te::collective_gemm::TestParticipantsOfAnotherHostAreRefused();
   te::collective_gemm::TestMoreMemoryThanThereIsCannotBeShared();
+  te::collective_gemm::TestTermsAreThoseOfThisBarrier();
+  te::collective_gemm::TestAProcessThatHasEndedIsNotWaitedFor();
+  te::collective_gemm::TestRendezvousThatFailedAreForgotten();
+  te::collective_gemm::TestAParticipantThatArrivesTwice();
   return 0;
 }

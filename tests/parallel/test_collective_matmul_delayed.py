@@ -128,6 +128,19 @@ def test_several_weights_have_a_state_each(transport, rng):
 
 @last
 @functions
+def test_an_outlier_on_one_device(name, transport, rng):
+    """It saturates; what is remembered of it is 16 times the largest amax before, on all devices."""
+    x, w, dy, state = normal(rng, 2, 32, 32), normal(rng, 32, 64), normal(rng, 2, 32, 64), seen(rng)
+    x = x.at[1, 31, 31].set(1e30)
+    (_, y), after = results_of(collective(name, transport=transport), x, w, state, dy=dy, argnums=2)
+    (_, expected), expected_after = results_of(on_one_device, x, w, state, dy=dy, argnums=2)
+    assert_same(y, expected)
+    assert_same_state(after, expected_after)
+    assert after.activation[0] == 16 * state.activation.max()
+
+
+@last
+@functions
 def test_the_state_alone_is_differentiated(name, transport, rng):
     x, w, dy, state = normal(rng, 2, 32, 32), normal(rng, 32, 32), normal(rng, 2, 32, 32), seen(rng)
     product = collective(name, transport=transport)

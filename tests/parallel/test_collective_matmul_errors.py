@@ -50,7 +50,11 @@ def _two_devices(require_devices):
     ("message", "options"),
     [
         ("transport is 'nccl'; it must be one of", {"transport": "nccl"}),
-        ("timeout is 0; it must be a positive number of seconds", {"timeout": 0}),
+        ("timeout is 0; it must be a positive number of seconds; 1e8 are three years", {"timeout": 0}),
+        *(
+            (f"timeout is {value!r}; it must be a positive number of seconds", {"timeout": value})
+            for value in (-1.0, float("nan"), float("inf"), "60", True)
+        ),
         ("timeout is True; it must be", {"timeout": True}),
         ("timeout is nan; it must be", {"timeout": float("nan")}),
         ("timeout is inf; it must be", {"timeout": float("inf")}),

@@ -1,0 +1,138 @@
+"""Checkpoints of a run, each complete or absent, and verified before it is restored.
+
+    STEP/default/        the state, as orbax writes it
+    STEP/checksums.json  CRC-32 of each file in default/; older versions of te_jax did not write it
+
+A checkpoint is written to STEP.tmp, which is renamed when all of this is in it.
+"""
+
+import gc
+import json
+import os
+import re
+import shutil
+import sys
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from te_jax._core.terminal import reason_of
+from te_jax.cli.errors import DamagedError, UserError, is_out_of_memory
+
+__all__ = ["Checkpoints"]
+
+_STATE = "default"
+_CHECKSUMS = "checksums.json"
+_KEPT = 2
+
+
+class Checkpoints:
+    """The two latest states of a run.
+
+    Args:
+      path: their folder. Unfinished checkpoints in it are removed.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path.absolute()
+        self._path.mkdir(exist_ok=True)
+        self._orbax = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+        for unfinished in self._path.glob("*.tmp"):
+            shutil.rmtree(unfinished)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints, in order."""
+        return sorted(int(path.name) for path in self._path.iterdir() if path.name.isdecimal())
+
+    def save(self, step: int, state: Any) -> None:
+        """Writes a checkpoint, and removes those before the latest two."""
+        unfinished = self._path / f"{step}.tmp"
+        try:
+            self._orbax.save(unfinished / _STATE, args=ocp.args.StandardSave(state))
+        except ValueError as error:
+            # What tensorstore makes of an error of the file system.
+            if (code := re.search(r"os_error_code='(\d+)'", str(error))) is None:
+                raise
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+        (unfinished / _CHECKSUMS).write_text(json.dumps(_checksums(unfinished / _STATE), indent=1))
+        unfinished.rename(self._path / str(step))
+        for former in self.steps[:-_KEPT]:
+            shutil.rmtree((self._path / str(former)).rename(self._path / f"{former}.tmp"))
+
+    def restore(self, step: int, like: Any) -> tuple[Any, bool]:
+        """The state of a step, and whether it was verified: a checkpoint of an older te_jax has no checksums.
+
+        Raises:
+          DamagedError: the files are not those that were saved.
+          UserError: the files are, but they cannot be restored.
+        """
+        path = self._path / str(step)
+        verified = False
+        try:
+            verified = _verify(path)
+            if not verified and any(
+                (self._path / str(former) / _CHECKSUMS).exists() for former in self.steps if former < step
+            ):
+                raise DamagedError(f"{_CHECKSUMS} is missing")
+            return self._orbax.restore(path / _STATE, args=ocp.args.StandardRestore(like)), verified
+        except PermissionError as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+        except Exception as error:  # a damaged file raises errors of many types, some of them plain `Exception`
+            if isinstance(error, DamagedError) or is_out_of_memory(error):
+                raise
+            reason = reason_of(error)
+        # Reads that failed beside the first one tell this hook when they are freed, each with a traceback.
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        gc.collect()
+        sys.unraisablehook = hook
+        if verified:
+            way_out = "go on with the version of te_jax that wrote it, or start another run"
+            raise UserError(f"{path} is intact, but cannot be restored ({reason}): {way_out}")
+        raise DamagedError(reason)
+
+    def set_aside(self, step: int) -> None:
+        """Renames a checkpoint to STEP.damaged."""
+        path = self._path / str(step)
+        shutil.rmtree(f"{path}.damaged", ignore_errors=True)
+        path.rename(f"{path}.damaged")
+
+    def close(self) -> None:
+        self._orbax.close()
+
+
+def _verify(path: Path) -> bool:
+    """Whether a checkpoint has checksums, which its files then match."""
+    if not (path / _STATE).is_dir():
+        raise DamagedError(f"{_STATE}/ is missing")
+    try:
+        expected = dict(json.loads((path / _CHECKSUMS).read_text()))
+    except FileNotFoundError:
+        return False
+    except (ValueError, TypeError):  # no text, no JSON, or no object
+        raise DamagedError(f"{_CHECKSUMS} is unreadable") from None
+    found = _checksums(path / _STATE)
+    for name, checksum in expected.items():
+        if name not in found:
+            raise DamagedError(f"{_STATE}/{name} is missing")
+        if checksum != found[name]:
+            raise DamagedError(f"{_STATE}/{name} does not match its checksum")
+    return True
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor() as threads:  # a large state is several files, and CRC-32 runs without Python's lock
+        checksums = threads.map(_crc32, files)
+    return {path.relative_to(folder).as_posix(): crc for path, crc in zip(files, checksums, strict=True)}
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum

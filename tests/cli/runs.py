@@ -1,0 +1,39 @@
+"""Runs of `te-jax train` in tests: their arguments, and a toy that trains an array in place of a model."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+from te_jax.cli import _step, train
+
+SMALL = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "1"]
+STEPS = 40  # the same for most runs: it is part of the program
+EVERY = ["--eval-every", "15", "--checkpoint-every", "15"]
+
+
+class Toy:
+    """What runs train: a step multiplies it by `factor`. `step` and `evaluate` are called before each of these."""
+
+    def __init__(self, step=lambda: None):
+        self.step = step
+        self.evaluate = lambda: None
+        self.factor = 0.9
+
+    def learners(self, options, config, placement, implementation):
+        def compiled(function):
+            return jax.jit(function, out_shardings=placement.state)
+
+        def called_after(name, function):
+            return lambda *args: (getattr(self, name)(), function(*args))[1]
+
+        factor = self.factor
+        step = compiled(lambda state, windows: (state * factor + windows.mean() / 255, jnp.abs(state).mean()))
+        evaluate = compiled(lambda state, windows: jnp.abs(state).mean() + windows.mean())
+        init = compiled(lambda key: jax.random.normal(key, (1000,)))
+        return {"loss": _step.Learner(init, called_after("step", step), called_after("evaluate", evaluate))}
+
+
+def train_slowly():
+    """For a process that is to be killed at a step."""
+    train._learners = Toy(lambda: time.sleep(0.02)).learners
