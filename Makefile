@@ -16,7 +16,7 @@ PYTEST   = $(PY) -m pytest
 RUN_OUT ?= runs/demo
 DIST    ?= dist
 
-.PHONY: help demo test test-gpu bench lint format sanitize sanitize-cpu tables wheel clean
+.PHONY: help demo test test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables wheel clean
 
 help:
 	@echo "make demo          train a small language model on text that ships with Python"
@@ -27,6 +27,7 @@ help:
 	@echo "make format        what lint can mend by itself"
 	@echo "make sanitize      the operations' tests under compute-sanitizer memcheck and racecheck"
 	@echo "make sanitize-cpu  the operations' tests with the CPU extension under ASan and UBSan"
+	@echo "make fuzz          CALLS random calls of the CPU extension's handlers under ASan and UBSan, from SEED"
 	@echo "make tables        tables and figures of README and docs, from benchmarks/results"
 	@echo "make wheel         a wheel, in dist/"
 	@echo "make clean         removes .venv, build/ and dist/"
@@ -82,7 +83,10 @@ sanitize: $(PACKAGE) $(TOOLS)
 # In an environment that sees the tools' packages but not the package's own editable install. The sanitizers' runtimes
 # must be in the process before Python's own libraries; leaks there are not ours to report.
 SANITIZE := $(abspath build/sanitize)
-sanitize-cpu: $(PACKAGE) $(TOOLS)
+SANITIZED = TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu PYTHONPATH=$(SANITIZE)/installed \
+  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(SANITIZE)/venv/bin/python -P
+sanitized: $(PACKAGE) $(TOOLS)
 	$(PY) -m cmake -S . -B $(SANITIZE) -G Ninja -DCMAKE_MAKE_PROGRAM="$$($(PY) -c 'import ninja; print(ninja.BIN_DIR)')/ninja" \
 	  -DPython_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" -DTE_JAX_CUDA=OFF -DTE_JAX_SANITIZE=ON -DCMAKE_CXX_FLAGS_RELEASE=-O1
 	$(PY) -m cmake --build $(SANITIZE)
@@ -90,10 +94,13 @@ sanitize-cpu: $(PACKAGE) $(TOOLS)
 	$(PY) -m venv --without-pip $(SANITIZE)/venv
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($(SANITIZE)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tools.pth"
-	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu PYTHONPATH=$(SANITIZE)/installed \
-	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(SANITIZE)/venv/bin/python -P -m pytest -o pythonpath= tests/ops tests/parallel/test_p2p.py -k "not subprocess" --timeout 1200 $(ARGS)
+
+sanitize-cpu: sanitized
+	$(SANITIZED) -m pytest -o pythonpath= tests/ops tests/parallel/test_p2p.py -k "not subprocess" --timeout 1200 $(ARGS)
+
+CALLS ?= 1000
+fuzz: sanitized
+	$(SANITIZED) tests/native/fuzz.py --calls $(CALLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 wheel: | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .

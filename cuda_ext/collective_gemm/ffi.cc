@@ -8,7 +8,7 @@ namespace te::collective_gemm {
 namespace {
 
 using ffi::AnyBuffer;
-using Sizes = ffi::Span<const int64_t>;
+using Places = ffi::Span<const int64_t>;
 using gemm::Present;
 using gemm::Scaling;
 
@@ -25,7 +25,8 @@ class Operands {
     auto buffer = results_.get<AnyBuffer>(result_++);
     return buffer.has_value() ? std::optional<AnyBuffer>(**buffer) : std::nullopt;
   }
-  size_t arguments_left() const { return arguments_.size() - argument_; }
+  bool HaveArguments() const { return argument_ < arguments_.size(); }
+  bool Left() const { return HaveArguments() || result_ < results_.size(); }
 
  private:
   ffi::RemainingArgs& arguments_;
@@ -39,7 +40,7 @@ struct Attributes {
   int64_t call;
   bool fast_accumulation;
   int64_t group_size;
-  Sizes groups;        // places of devices, group after group
+  Places groups;       // of devices, group after group
   bool keep_gathered;  // of an all-gather: all of x is a result
   std::string_view name;
   int64_t products;
@@ -51,23 +52,33 @@ struct Attributes {
 };
 
 ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t device) {
+  const auto refused = [&](const std::string& why) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(attributes.name) + ": " + why));
+  };
   const auto places = static_cast<int64_t>(attributes.groups.size());
   if (attributes.group_size < 1 || places % attributes.group_size != 0) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(
-        std::string(attributes.name) + ": groups names " + std::to_string(places) +
-        " devices; it must name some multiple of group_size, " + std::to_string(attributes.group_size)));
+    return refused("groups names " + std::to_string(places) + " devices; it must name some multiple of group_size, " +
+                   std::to_string(attributes.group_size));
+  }
+  for (const int64_t place : attributes.groups) {
+    if (place < 0 || place > INT32_MAX) return refused("groups names " + std::to_string(place) + ", which is no place");
   }
   if (!IsTimeout(attributes.timeout)) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(attributes.name) + ": timeout is " +
-                                                       std::to_string(attributes.timeout) +
-                                                       "; it must be a number of seconds from 0 to 1e9"));
+    return refused("timeout is " + std::to_string(attributes.timeout) +
+                   "; it must be a number of seconds from 0 to 1e9");
+  }
+  if (attributes.products < 0 || attributes.shared_bytes < 0) {
+    return refused("products is " + std::to_string(attributes.products) + " and shared_bytes " +
+                   std::to_string(attributes.shared_bytes) + "; neither can be negative");
   }
   const auto found = std::find(attributes.groups.begin(), attributes.groups.end(), PlaceOf(device));
   if (found == attributes.groups.end()) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(attributes.name) + ": device " +
-                                                       std::to_string(device) +
-                                                       " belongs to no group of this call, or the program was lowered "
-                                                       "in another process: compile it in this one"));
+    return refused("device " + std::to_string(device) +
+                   " belongs to no group of this call, or the program was lowered in another process: compile it in "
+                   "this one");
+  }
+  if (std::find(found + 1, attributes.groups.end(), *found) != attributes.groups.end()) {
+    return refused("groups names device " + NameOf(static_cast<int>(*found)) + " more than once");
   }
   const int64_t place = found - attributes.groups.begin();
   const auto begin = attributes.groups.begin() + place / attributes.group_size * attributes.group_size;
@@ -82,26 +93,28 @@ ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t d
   if (std::any_of(group.devices.begin(), group.devices.end(), other_process)) {
     group.segments = FindSegments(group.devices, group.rank, attributes.shared_bytes);
     if (group.segments == nullptr) {
-      return ffi::Unexpected(ffi::Error::InvalidArgument(
-          group.name +
-          ": this program was compiled in another run, whose processes shared memory that is gone: compile "
-          "it again, without a cache"));
+      return refused(
+          "this program was compiled in another run, whose processes shared memory that is gone: compile it again, "
+          "without a cache");
     }
   }
   return group;
 }
 
-// The product of a piece of x with a weight; its rows and its pointers into x are the caller's.
-gemm::Problem ProductOf(Rules& rules, const Attributes& attributes, const AnyBuffer& x, int64_t k, const AnyBuffer& w,
-                        const AnyBuffer& w_scales, const AnyBuffer& y) {
+// The product of a piece of x, [rows, k], with a weight; its pointers into x are the caller's.
+gemm::Problem ProductOf(Rules& rules, const Attributes& attributes, const AnyBuffer& x, int64_t rows, int64_t k,
+                        const AnyBuffer& w, const AnyBuffer& w_scales, const AnyBuffer& y) {
   gemm::Problem problem{};
   gemm::DecodeKind(rules, {"x", x}, {"w", w}, {"y", y}, attributes.scaling, attributes.algorithm, problem);
   rules.That(w.dimensions().size() == 2, "w", w, "have two dimensions");
   if (rules.broken()) return problem;
   rules.That(problem.scaling == Scaling::kNone || !attributes.summed_first, "w", w,
              "have its summed dimension last with scaling");
+  problem.m = rows;
   problem.k = k;
   problem.n = w.dimensions()[attributes.summed_first ? 1 : 0];
+  rules.That(rows <= INT32_MAX && k <= INT32_MAX, "x", x, "have rows and columns below 2^31");
+  rules.That(problem.n <= INT32_MAX, "w", w, "have dimensions below 2^31");
   if (w.dimensions()[attributes.summed_first ? 0 : 1] != k) {
     rules.That(false, "w", w, "sum over " + std::to_string(k) + " values, as x does");
   }
@@ -118,9 +131,19 @@ bool IsMissing(Rules& rules, const std::optional<AnyBuffer>& buffer, const AnyBu
   return !buffer.has_value();
 }
 
-Gathered GatheredOf(const AnyBuffer& mine, const AnyBuffer& all, int64_t pieces, bool with_mine) {
-  return {mine.untyped_data(), all.untyped_data(), pieces,
-          static_cast<int64_t>(mine.size_bytes()) / std::max<int64_t>(pieces, 1), with_mine};
+void RequireNoneLeft(Rules& rules, const Operands& operands, const AnyBuffer& x) {
+  rules.That(!operands.Left(), "x", x, "come without operands and results that its attributes do not announce");
+}
+
+// Whatever has values of whole bytes: XLA packs smaller ones.
+Gathered GatheredOf(Rules& rules, std::string_view name, const AnyBuffer& mine, const AnyBuffer& all, int64_t size,
+                    int64_t pieces, bool with_mine) {
+  const std::optional<gemm::Type> type = gemm::TypeOf(mine);
+  rules.That(type.has_value(), name, mine, "be of a float type of 8, 16 or 32 bits");
+  rules.Type(mine.element_type(), name, all).Elements(CountOf({size, CountOf(mine)}), name, all);
+  if (rules.broken()) return {};
+  const int64_t bytes = CountOf(mine) * gemm::SizeOf(*type);
+  return {mine.untyped_data(), all.untyped_data(), pieces, bytes / std::max<int64_t>(pieces, 1), with_mine};
 }
 
 // x [pieces, rows, k], its scales; weights, their scales and biases; others, in their order. Results: a product
@@ -134,6 +157,7 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
   rules.That(x->dimensions().size() == 3, "x", *x, "have three dimensions");
   const std::optional<Scaling> scaling = gemm::ScalingOf(attributes.scaling);
   rules.That(scaling.has_value(), "x", *x, "come with scaling none, tensor, row or block");
+  rules.Type(ffi::F32, "x_scale_inv", *x_scales);
   if (rules.broken()) return std::nullopt;
   const int64_t pieces = x->dimensions()[0], rows = x->dimensions()[1], k = x->dimensions()[2];
   const int64_t size = attributes.group_size;
@@ -144,41 +168,38 @@ std::optional<AllGatherProblem> DecodeAllGather(Rules& rules, ffi::RemainingArgs
     const auto w = operands.Argument(), w_scales = operands.Argument(), bias = operands.Argument();
     const auto y = operands.Result();
     if (IsMissing(rules, bias, *x) || IsMissing(rules, y, *x)) return std::nullopt;
-    Product product{ProductOf(rules, attributes, *x, k, *w, *w_scales, *y), y->untyped_data()};
-    product.problem.m = rows;
-    rules.Elements(pieces * size * rows * product.problem.n, "y", *y);
-    if (bias->element_count() != 0) {
+    Product product{ProductOf(rules, attributes, *x, rows, k, *w, *w_scales, *y), y->untyped_data()};
+    rules.Elements(CountOf({pieces, size, rows, product.problem.n}), "y", *y);
+    if (CountOf(*bias) != 0) {
       rules.Type(y->element_type(), "bias", *bias).Elements(product.problem.n, "bias", *bias);
       product.problem.bias = bias->untyped_data();
     }
     if (rules.broken()) return std::nullopt;
     const int64_t scales = gemm::ScaleCount(product.problem, rows, false);
-    rules.Type(ffi::F32, "x_scale_inv", *x_scales)
-        .Elements(*scaling == Scaling::kTensor ? 1 : pieces * scales, "x_scale_inv", *x_scales);
+    rules.Elements(*scaling == Scaling::kTensor ? 1 : CountOf({pieces, scales}), "x_scale_inv", *x_scales);
     if (*scaling == Scaling::kTensor) product.problem.a.scales = Present<const float>(*x_scales);
-    problem.products.push_back(product);
+    if (CountOf(*y) != 0) problem.products.push_back(product);
   }
   const auto all = operands.Result(), all_scales = operands.Result();
   if (IsMissing(rules, all, *x) || IsMissing(rules, all_scales, *x)) return std::nullopt;
-  rules.Type(x->element_type(), "gathered", *all).Elements(size * x->element_count(), "gathered", *all);
-  problem.x = GatheredOf(*x, *all, pieces, attributes.keep_gathered);
+  // However many pieces there are, nothing is to be done for them.
+  const bool empty = CountOf(*x) == 0 && problem.products.empty();
+  problem.x = GatheredOf(rules, "gathered", *x, *all, size, empty ? 0 : pieces, attributes.keep_gathered);
   if (*scaling == Scaling::kRow || *scaling == Scaling::kBlock) {
-    rules.Type(ffi::F32, "gathered scales", *all_scales)
-        .Elements(size * x_scales->element_count(), "gathered scales", *all_scales);
-    problem.scales = GatheredOf(*x_scales, *all_scales, 1, false);
+    problem.scales = GatheredOf(rules, "gathered scales", *x_scales, *all_scales, size, 1, false);
   }
-  while (operands.arguments_left() > 0) {
+  while (operands.HaveArguments()) {
     const auto other = operands.Argument();
     const auto all_others = operands.Result();
     if (IsMissing(rules, other, *x) || IsMissing(rules, all_others, *x)) return std::nullopt;
-    rules.Type(other->element_type(), "gathered", *all_others)
-        .Elements(size * other->element_count(), "gathered", *all_others);
-    problem.others.push_back(GatheredOf(*other, *all_others, 1, true));
+    problem.others.push_back(GatheredOf(rules, "gathered", *other, *all_others, size, 1, true));
   }
   const auto workspace = operands.Result();
   if (IsMissing(rules, workspace, *x)) return std::nullopt;
+  RequireNoneLeft(rules, operands, *x);
   problem.workspace = Present<void>(*workspace);
-  for (Product& product : problem.products) product.problem.workspace_bytes = workspace->size_bytes() / kGemmStreams;
+  const int64_t workspace_bytes = gemm::WorkspaceBytes(rules, *workspace) / kGemmStreams;
+  for (Product& product : problem.products) product.problem.workspace_bytes = workspace_bytes;
   if (rules.broken()) return std::nullopt;
   return problem;
 }
@@ -198,6 +219,7 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
   rules.That(attributes.products > 0, "z", *z, "be the sum of at least one product");
   if (rules.broken()) return std::nullopt;
   const int64_t size = attributes.group_size, pieces = z->dimensions()[0], rows = z->dimensions()[1];
+  const int64_t z_count = CountOf(*z);
 
   ReduceScatterProblem problem{};
   for (int64_t i = 0; i < attributes.products; ++i) {
@@ -206,43 +228,44 @@ std::optional<ReduceScatterProblem> DecodeReduceScatter(Rules& rules, ffi::Remai
     if (IsMissing(rules, w_scales, *z)) return std::nullopt;
     rules.That(x->dimensions().size() == 4, "x", *x, "have four dimensions");
     if (rules.broken()) return std::nullopt;
-    gemm::Problem product = ProductOf(rules, attributes, *x, x->dimensions()[3], *w, *w_scales, *z);
-    product.m = rows;
-    rules.Elements(pieces * size * rows * product.k, "x", *x);
+    gemm::Problem product = ProductOf(rules, attributes, *x, rows, x->dimensions()[3], *w, *w_scales, *z);
+    rules.Elements(CountOf({pieces, size, rows, product.k}), "x", *x);
     rules.That(product.n == z->dimensions()[2], "w", *w, "have as many columns as z");
     if (rules.broken()) return std::nullopt;
     const int64_t scales = *scaling == Scaling::kTensor ? 0 : gemm::ScaleCount(product, rows, false);
     rules.Type(ffi::F32, "x_scale_inv", *x_scales)
-        .Elements(*scaling == Scaling::kTensor ? 1 : pieces * size * scales, "x_scale_inv", *x_scales);
+        .Elements(*scaling == Scaling::kTensor ? 1 : CountOf({pieces, size, scales}), "x_scale_inv", *x_scales);
+    if (z_count == 0) product.m = 0;
     product.a.scales = Present<const float>(*x_scales);
     problem.type = product.d_type;
-    if (sums->element_count() != 0) product.d_type = gemm::Type::kFloat32;
+    if (CountOf(*sums) != 0) product.d_type = gemm::Type::kFloat32;
     problem.products.push_back(product);
     problem.scales_of_piece.push_back(scales);
   }
-  if (sums->element_count() != 0) {
-    rules.Type(ffi::F32, "sums", *sums).Elements(2 * z->element_count(), "sums", *sums);
-    rules.That(size == 1 || outgoing->element_count() != 0, "outgoing", *outgoing, "be there with sums");
+  if (CountOf(*sums) != 0) {
+    rules.Type(ffi::F32, "sums", *sums).Elements(CountOf({2, z_count}), "sums", *sums);
+    rules.That(size == 1 || CountOf(*outgoing) != 0, "outgoing", *outgoing, "be there with sums");
     problem.sums = static_cast<float*>(sums->untyped_data());
   }
   const auto bias = operands.Argument();
   if (IsMissing(rules, bias, *z)) return std::nullopt;
-  if (bias->element_count() != 0) {
+  RequireNoneLeft(rules, operands, *z);
+  if (CountOf(*bias) != 0) {
     rules.Type(ffi::F32, "bias", *bias).Elements(z->dimensions()[2], "bias", *bias);
     problem.bias = static_cast<const float*>(bias->untyped_data());
   }
   rules.Type(z->element_type(), "received", *received)
-      .Elements(problem.Parts(static_cast<int>(size)) * z->element_count(), "received", *received);
-  if (outgoing->element_count() != 0) {
-    rules.Type(z->element_type(), "outgoing", *outgoing)
-        .Elements((size - 1) * z->element_count(), "outgoing", *outgoing);
+      .Elements(CountOf({problem.Parts(static_cast<int>(size)), z_count}), "received", *received);
+  if (CountOf(*outgoing) != 0) {
+    rules.Type(z->element_type(), "outgoing", *outgoing).Elements(CountOf({size - 1, z_count}), "outgoing", *outgoing);
     problem.outgoing = outgoing->untyped_data();
   }
-  problem.pieces = pieces;
+  problem.pieces = z_count == 0 ? 0 : pieces;  // however many they are, there is nothing to do
   problem.received = received->untyped_data();
   problem.z = z->untyped_data();
   problem.workspace = Present<void>(*workspace);
-  for (gemm::Problem& product : problem.products) product.workspace_bytes = workspace->size_bytes();
+  const int64_t workspace_bytes = gemm::WorkspaceBytes(rules, *workspace);
+  for (gemm::Problem& product : problem.products) product.workspace_bytes = workspace_bytes;
   if (rules.broken()) return std::nullopt;
   return problem;
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <span>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -32,6 +33,33 @@ inline Executor MakeExecutor(ffi::ThreadPool pool) {
 #endif
 
 using PlatformValue = ffi::CtxDecoding<Platform>::Type;
+
+// The product of counts, none negative, or INT64_MAX, which no array has, where 64 bits do not hold it. Beside an
+// extent of zero the others can be of any size: products of some of them, and of several arrays', must not wrap.
+template <typename Counts = std::initializer_list<int64_t>>
+int64_t CountOf(const Counts& counts) {
+  int64_t product = 1;
+  for (const int64_t count : counts) {
+    if (__builtin_mul_overflow(product, count, &product)) product = INT64_MAX;
+  }
+  return product;
+}
+
+using Sizes = std::span<const int64_t>;
+
+inline Sizes SizesOf(const ffi::AnyBuffer& buffer) { return {buffer.dimensions().begin(), buffer.dimensions().size()}; }
+inline int64_t CountOf(const ffi::AnyBuffer& buffer) { return CountOf(SizesOf(buffer)); }
+
+// The number of dimensions that a buffer has beside groups of so many each; nothing where a group has a negative number
+// or the buffer too few.
+inline std::optional<int64_t> DimensionsBeside(std::initializer_list<int64_t> groups, const ffi::AnyBuffer& buffer) {
+  auto left = static_cast<int64_t>(buffer.dimensions().size());
+  for (const int64_t count : groups) {
+    if (count < 0 || count > left) return std::nullopt;
+    left -= count;
+  }
+  return left;
+}
 
 inline std::string Describe(const ffi::AnyBuffer& buffer) {
   std::ostringstream text;
@@ -62,9 +90,11 @@ class Rules {
     return That(false, name, buffer, rule.str());
   }
 
-  Rules& Elements(size_t count, std::string_view name, const ffi::AnyBuffer& buffer) {
-    if (buffer.element_count() == count) return *this;
-    return That(false, name, buffer, "have " + std::to_string(count) + " elements");
+  Rules& Elements(int64_t count, std::string_view name, const ffi::AnyBuffer& buffer) {
+    if (CountOf(buffer) == count) return *this;
+    return That(
+        false, name, buffer,
+        count == INT64_MAX ? "have more elements than arrays can have" : "have " + std::to_string(count) + " elements");
   }
 
   bool broken() const { return broken_.has_value(); }

@@ -1,8 +1,3 @@
-#include <functional>
-#include <numeric>
-#include <span>
-#include <type_traits>
-
 #include "gemm/ffi_types.h"
 
 namespace te::gemm {
@@ -12,12 +7,6 @@ using ffi::AnyBuffer;
 using Result = ffi::Result<AnyBuffer>;
 
 constexpr std::string_view kName = "te_gemm";
-
-using Sizes = std::span<const int64_t>;
-
-Sizes SizesOf(const AnyBuffer& buffer) { return {buffer.dimensions().begin(), buffer.dimensions().size()}; }
-
-int64_t Product(Sizes sizes) { return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>()); }
 
 // The groups of dimensions of an operand [*batch, *outer, *summed], or [*batch, *summed, *outer].
 struct Groups {
@@ -30,16 +19,16 @@ struct Groups {
 std::optional<Groups> DecodeGroups(Rules& rules, std::string_view name, const AnyBuffer& buffer, int64_t batch_ndim,
                                    int64_t batch, int64_t outer_ndim, bool summed_first) {
   const Sizes dims = SizesOf(buffer);
-  const int64_t summed_ndim = static_cast<int64_t>(dims.size()) - batch_ndim - outer_ndim;
-  rules.That(summed_ndim >= 0, name, buffer, "have all of its batch and outer dimensions");
+  const std::optional<int64_t> summed_ndim = DimensionsBeside({batch_ndim, outer_ndim}, buffer);
+  rules.That(summed_ndim.has_value(), name, buffer, "have all of its batch and outer dimensions");
   if (rules.broken()) return std::nullopt;
-  const auto outer = dims.subspan(batch_ndim + (summed_first ? summed_ndim : 0), outer_ndim);
-  const auto summed = dims.subspan(batch_ndim + (summed_first ? 0 : outer_ndim), summed_ndim);
+  const auto outer = dims.subspan(batch_ndim + (summed_first ? *summed_ndim : 0), outer_ndim);
+  const auto summed = dims.subspan(batch_ndim + (summed_first ? 0 : outer_ndim), *summed_ndim);
   auto in_blocks = [](Sizes group) {
     return group.size() == 1 || (group.size() > 1 && group.back() % kBlockSize == 0);
   };
-  const Groups groups{Product(outer), Product(summed), in_blocks(outer), in_blocks(summed)};
-  rules.That(Product(dims.first(batch_ndim)) == batch, name, buffer, "have the batch of d");
+  const Groups groups{CountOf(outer), CountOf(summed), in_blocks(outer), in_blocks(summed)};
+  rules.That(CountOf(dims.first(batch_ndim)) == batch, name, buffer, "have the batch of d");
   rules.That(groups.outer <= INT32_MAX && groups.summed <= INT32_MAX, name, buffer,
              "have groups of dimensions below 2^31");
   return groups;
@@ -52,13 +41,12 @@ std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer 
                               std::string_view algorithm) {
   Problem problem{};
   DecodeKind(rules, {"a", a}, {"b", b}, {"d", *d}, scaling, algorithm, problem);
-  const int64_t batch_ndim = static_cast<int64_t>(d->dimensions().size()) - a_outer_ndim - b_outer_ndim;
-  rules.That(a_outer_ndim >= 0 && b_outer_ndim >= 0 && batch_ndim >= 0, "d", *d,
-             "have the outer dimensions of a and of b");
+  const std::optional<int64_t> batch_ndim = DimensionsBeside({a_outer_ndim, b_outer_ndim}, *d);
+  rules.That(batch_ndim.has_value(), "d", *d, "have the outer dimensions of a and of b");
   if (rules.broken()) return std::nullopt;
-  const int64_t batch = Product(SizesOf(*d).first(batch_ndim));
-  const auto left = DecodeGroups(rules, "a", a, batch_ndim, batch, a_outer_ndim, a_summed_first);
-  const auto right = DecodeGroups(rules, "b", b, batch_ndim, batch, b_outer_ndim, b_summed_first);
+  const int64_t batch = CountOf(SizesOf(*d).first(*batch_ndim));
+  const auto left = DecodeGroups(rules, "a", a, *batch_ndim, batch, a_outer_ndim, a_summed_first);
+  const auto right = DecodeGroups(rules, "b", b, *batch_ndim, batch, b_outer_ndim, b_summed_first);
   if (rules.broken()) return std::nullopt;
   problem.m = left->outer;
   problem.n = right->outer;
@@ -66,7 +54,7 @@ std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer 
   if (right->summed != problem.k) {
     rules.That(false, "b", b, "sum over " + std::to_string(problem.k) + " values, as a does");
   }
-  const int64_t d_count = batch * problem.m * problem.n;
+  const int64_t d_count = CountOf({batch, problem.m, problem.n});
   rules.Elements(d_count, "d", *d);
 
   const bool plain = problem.scaling == Scaling::kNone;
@@ -76,26 +64,27 @@ std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer 
     rules.That(right->outer_in_blocks, "b", b, "have a last outer dimension of a multiple of 128");
   }
   const int64_t a_count = ScaleCount(problem, problem.m, false), b_count = ScaleCount(problem, problem.n, true);
-  rules.Type(ffi::F32, "a_scale_inv", a_scales).Elements(batch * a_count, "a_scale_inv", a_scales);
-  rules.Type(ffi::F32, "b_scale_inv", b_scales).Elements(batch * b_count, "b_scale_inv", b_scales);
+  rules.Type(ffi::F32, "a_scale_inv", a_scales).Elements(CountOf({batch, a_count}), "a_scale_inv", a_scales);
+  rules.Type(ffi::F32, "b_scale_inv", b_scales).Elements(CountOf({batch, b_count}), "b_scale_inv", b_scales);
 
   auto optional = [&](std::string_view name, const AnyBuffer& buffer, int64_t count) {
-    if (buffer.element_count() != 0) rules.Type(d->element_type(), name, buffer).Elements(count, name, buffer);
+    if (CountOf(buffer) != 0) rules.Type(d->element_type(), name, buffer).Elements(count, name, buffer);
   };
-  optional("bias", bias, batch * problem.n);
+  optional("bias", bias, CountOf({batch, problem.n}));
   optional("accumulator", accumulator, d_count);
   optional("preactivation", *preactivation, d_count);
-  const bool has_bias = bias.element_count() != 0;
+  const bool has_bias = CountOf(bias) != 0;
   rules.That(!gelu || plain || problem.scaling == Scaling::kTensor, "d", *d,
              "come without gelu with row or block scaling");
   rules.That(!gelu || problem.algorithm != Algorithm::kTeJax, "d", *d, "come without gelu with algorithm te_jax");
   rules.That(!gelu || problem.d_type != Type::kFloat32, "d", *d, "be of 16 bits for gelu");
-  rules.That(gelu || preactivation->element_count() == 0, "preactivation", *preactivation, "come with gelu");
+  rules.That(gelu || CountOf(*preactivation) == 0, "preactivation", *preactivation, "come with gelu");
   rules.That(problem.scaling != Scaling::kTensor || problem.d_type != Type::kFloat32 || !has_bias, "bias", bias,
              "be absent where tensors in FP8 give float32");
-  rules.That(!accumulate || d_count == 0 || accumulator.element_count() != 0, "accumulator", accumulator,
+  rules.That(!accumulate || d_count == 0 || CountOf(accumulator) != 0, "accumulator", accumulator,
              "be there with accumulate");
   rules.That(!accumulate || !(has_bias || gelu), "accumulator", accumulator, "come without bias and gelu");
+  const int64_t workspace_bytes = WorkspaceBytes(rules, *workspace);
   if (rules.broken()) return std::nullopt;
 
   problem.a = {a.untyped_data(), Present<const float>(a_scales), problem.a.type, a_summed_first};
@@ -107,7 +96,7 @@ std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer 
   problem.preactivation = Present<void>(*preactivation);
   problem.d = d->untyped_data();
   problem.workspace = Present<void>(*workspace);
-  problem.workspace_bytes = static_cast<int64_t>(workspace->size_bytes());
+  problem.workspace_bytes = workspace_bytes;
   problem.batch = {batch,   problem.m * problem.k,    problem.n * problem.k, a_count,
                    b_count, has_bias ? problem.n : 0, problem.m * problem.n};
   return problem;

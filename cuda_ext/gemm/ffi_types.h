@@ -74,7 +74,12 @@ inline void DecodeKind(Rules& rules, NamedBuffer a, NamedBuffer b, NamedBuffer d
 // Null for an array that is not there.
 template <typename T>
 T* Present(const ffi::AnyBuffer& buffer) {
-  return buffer.element_count() == 0 ? nullptr : static_cast<T*>(buffer.untyped_data());
+  return CountOf(buffer) == 0 ? nullptr : static_cast<T*>(buffer.untyped_data());
+}
+
+inline int64_t WorkspaceBytes(Rules& rules, const ffi::AnyBuffer& workspace) {
+  if (CountOf(workspace) != 0) rules.Type(ffi::U8, "workspace", workspace);
+  return CountOf(workspace);
 }
 
 }  // namespace te::gemm

@@ -16,7 +16,7 @@ Logits Decode(Rules& rules, const AnyBuffer& logits, const AnyBuffer& labels, fl
              "have a vocabulary of at least 1 as its last dimension");
   if (rules.broken()) return {};
   const int64_t vocab = logits.dimensions().back();
-  const int64_t rows = static_cast<int64_t>(logits.element_count()) / vocab;
+  const int64_t rows = CountOf(logits) / vocab;
   rules.That(vocab <= INT32_MAX, "logits", logits, "have a vocabulary below 2^31");
   rules.Type(ffi::S32, "labels", labels).Elements(rows, "labels", labels);
   return {*dtype, logits.untyped_data(), static_cast<const int32_t*>(labels.untyped_data()), rows, vocab, softcap};
@@ -50,7 +50,7 @@ ffi::Error HandleGradient(PlatformValue platform, AnyBuffer logits, AnyBuffer la
                           uniform,
                           z_loss,
                           out->untyped_data()};
-  rules.Type(logits.element_type(), "gradient", *out).Elements(logits.element_count(), "gradient", *out);
+  rules.Type(logits.element_type(), "gradient", *out).Elements(CountOf(logits), "gradient", *out);
   if (rules.broken()) return rules.error();
   return ToError(kName, ComputeGradient(MakeExecutor(platform), decoded, gradient));
 }

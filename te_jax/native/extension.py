@@ -7,7 +7,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
+import struct
 import threading
 import types
 import warnings
@@ -72,7 +74,7 @@ def _load(platform: str) -> tuple[types.ModuleType | None, ExtensionStatus]:
     def failed(problem: str, *, built: bool = True, ffi_api=None, build=None):
         return None, ExtensionStatus(platform, name, built, False, problem, ffi_api, build or {})
 
-    if importlib.util.find_spec(name) is None:
+    if (found := importlib.util.find_spec(name)) is None:
         needs = "a C++ compiler" if platform == "cpu" else "nvcc on PATH and TE_JAX_CUDA=ON"
         checkout = Path(__file__).parents[2]
         if (checkout / "CMakeLists.txt").exists():  # the working directory may hide a te_jax that is installed
@@ -82,6 +84,8 @@ def _load(platform: str) -> tuple[types.ModuleType | None, ExtensionStatus]:
                 built=False,
             )
         return failed(f"te_jax was installed without {name}; install it again with {needs}", built=False)
+    if truncation := _truncation(found.origin):
+        return failed(f"{name} cannot be loaded: {found.origin} {truncation}; {_REINSTALL}")
     if platform == "cuda" and (missing := cuda_libraries.load()):
         return failed(f"{name} needs {missing}")
     try:
@@ -104,6 +108,20 @@ def _load(platform: str) -> tuple[types.ModuleType | None, ExtensionStatus]:
         )
         return failed(problem, ffi_api=ffi_api, build=build)
     return module, ExtensionStatus(platform, name, True, True, None, ffi_api, build)
+
+
+def _truncation(path: str | None) -> str | None:
+    """What an ELF file lacks of the sections that its header counts, which come last. Loading it would be a SIGBUS."""
+    try:
+        with open(path or "", "rb") as file:
+            header, size = file.read(64), os.fstat(file.fileno()).st_size
+    except OSError:
+        return None
+    if len(header) < 64 or not header.startswith(b"\x7fELF"):
+        return None  # the loader says so
+    (sections,), (entry, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    whole = sections + entry * count
+    return f"is truncated to {size} of {whole} bytes" if size < whole else None
 
 
 def _jaxlib_version() -> str:

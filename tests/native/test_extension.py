@@ -306,6 +306,28 @@ def test_broken_extension(execute, words):
     assert "reinstall te_jax (`pip install --force-reinstall --no-deps .` in its checkout)" in message
 
 
+@pytest.mark.parametrize("kept", [0.999, 0.5, 0.01])
+def test_truncated_extension(kept, tmp_path, native_kernels):
+    """To load it would end the process with SIGBUS."""
+    whole = Path(importlib.util.find_spec("te_jax._te_cpu").origin).read_bytes()
+    truncated = tmp_path / "_te_cpu.so"
+    truncated.write_bytes(whole[: int(kept * len(whole))])
+    problem = run_python(f"""
+        import importlib.abc, importlib.util, json, sys
+
+        class Finder(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name == "te_jax._te_cpu":
+                    return importlib.util.spec_from_file_location(name, {str(truncated)!r})
+
+        sys.meta_path.insert(0, Finder())
+        from te_jax import native
+        print(json.dumps(native.status()[0].problem))
+    """)
+    sizes = f"is truncated to {truncated.stat().st_size} of {len(whole)} bytes"
+    assert f"te_jax._te_cpu cannot be loaded: {truncated} {sizes}; reinstall te_jax" in problem
+
+
 def test_missing_extension():
     hidden = """
     import importlib.util

@@ -266,7 +266,7 @@ def call(**given):
     for name, value in given.items():
         assert name in operands or name in results or name in attributes
         (operands if name in operands else results if name in results else attributes)[name] = value
-    if jax.default_backend() == "gpu":
+    if jax.default_backend() == "gpu" and "workspace" not in given:
         results["workspace"] = jax.ShapeDtypeStruct((2**25 + 512,), jnp.uint8)
     return native.call("te_gemm", tuple(results.values()), *operands.values(), **attributes)[0]
 
@@ -282,6 +282,13 @@ SCALED = {
     "b_scale_inv": jnp.ones(1),
     "scaling": "tensor",
 }
+# XLA leaves out calls of which no result has elements.
+SUMMED_FIRST = {
+    "a_summed_first": True,
+    "b_summed_first": True,
+    "workspace": jax.ShapeDtypeStruct((1,), jnp.uint8),
+}
+EMPTY, NONE_BY_ONE = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 0, 1), (0, 1)))
 GELU = {"gelu": True, "d": jax.ShapeDtypeStruct((8, 32), jnp.bfloat16)}
 
 
@@ -298,6 +305,24 @@ GELU = {"gelu": True, "d": jax.ShapeDtypeStruct((8, 32), jnp.bfloat16)}
         ),
         ({"a_outer_ndim": -1}, "d is F32[8,32]; it must have the outer dimensions of a and of b"),
         ({"b_outer_ndim": -3}, "d is F32[8,32]; it must have the outer dimensions of a and of b"),
+        # sums and products that would wrap
+        (
+            {"a_outer_ndim": 2**63 - 1, "b_outer_ndim": 2**63 - 1},
+            "d is F32[8,32]; it must have the outer dimensions of a and of b",
+        ),
+        (
+            {"a_outer_ndim": 2**62, "b_outer_ndim": 2**63 - 1},
+            "d is F32[8,32]; it must have the outer dimensions of a and of b",
+        ),
+        (
+            {"a": jnp.zeros((16, 0, 2**30)), "b": jnp.zeros((16, 0, 2**30)), "d": EMPTY} | SUMMED_FIRST,
+            "d is F32[16,0,1]; it must have more elements than arrays can have",
+        ),
+        (
+            {"a": jnp.zeros((0, 2**31)), "b": jnp.zeros((0, 1)), "d": NONE_BY_ONE} | SUMMED_FIRST,
+            "a is F32[0,2147483648]; it must have groups of dimensions below 2^31",
+        ),
+        ({"workspace": jax.ShapeDtypeStruct((4,), jnp.int4)}, "workspace is S4[4]; it must be of type U8"),
         ({"scaling": "channel"}, "a is F32[8,48]; it must come with scaling none, tensor, row or block"),
         ({"scaling": "tensor"}, "a is F32[8,48]; it must be FP8 with scaling"),
         ({"a": fp8(8, 48)}, "a is F8E4M3FN[8,48]; it must be plain without scaling"),

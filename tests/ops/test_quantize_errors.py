@@ -75,6 +75,27 @@ NONE = jax.ShapeDtypeStruct((0,), F32)
         ("te_amax_tensor", [X], [((2,), F32)], {}, "te_amax_tensor: amax is F32[2]; it must have 1 elements"),
         ("te_amax_tensor", [X.astype(np.int32)], [((), F32)], {}, "x is S32[4,8]; it must be float32"),
         ("te_amax_tensor", [X], [((), F32)], {"batch_ndim": 2}, "x is F32[4,8]; it must have batch_ndim (2)"),
+        (
+            "te_amax_tensor",
+            [X],
+            [((), F32)],
+            {"row_ndim": 2**63 - 1, "batch_ndim": 1},
+            "x is F32[4,8]; it must have batch",
+        ),
+        (
+            "te_amax_tensor",
+            [X],
+            [((), F32)],
+            {"row_ndim": 2**62, "batch_ndim": 2**62},
+            "x is F32[4,8]; it must have batch",
+        ),
+        (
+            "te_amax_tensor",
+            [X],
+            [((), F32)],
+            {"row_ndim": -1, "batch_ndim": 2},
+            "x is F32[4,8]; it must have batch_ndim",
+        ),
         ("te_amax_rows", [X], [((8,), F32), ((8,), F32)], {}, "row_amax is F32[8]; it must have 4 elements"),
     ],
 )
@@ -111,3 +132,51 @@ def test_quantizing_handler_refuses(changed, message, native_kernels):
     run = jax.jit(lambda x: native.call("te_quantize_tensor", results, x, jnp.float32(1), **attributes))
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)):
         jax.block_until_ready(run(X))
+
+
+def call_on_nothing(target, shape, results, batch_ndim=0, **attributes):
+    """The results for an x without values, in memory that was not zero before."""
+    results = [jax.ShapeDtypeStruct(*result) for result in results]
+    operands = [jnp.zeros(shape)] + [jnp.ones(4096)] * (target == "te_quantize_tensor")
+    attributes |= {"row_ndim": 1, "batch_ndim": batch_ndim}
+    compiled = jax.jit(lambda *a: native.call(target, results, *a, **attributes)).lower(*operands).compile()
+    jax.block_until_ready([jnp.full(4096, jnp.nan) for _ in range(64)])
+    return compiled(*operands)
+
+
+@pytest.mark.parametrize(
+    ("target", "shape", "lengths", "batch_ndim"),
+    [
+        ("te_amax_tensor", (4096, 0), (4096,), 1),
+        ("te_amax_rows", (4096, 0), (4096, 0), 0),
+        ("te_amax_rows", (0, 4096), (0, 4096), 0),
+    ],
+)
+def test_amax_of_no_values_is_zero(target, shape, lengths, batch_ndim, native_kernels):
+    for amax in call_on_nothing(target, shape, [((length,), F32) for length in lengths], batch_ndim):
+        np.testing.assert_array_equal(amax, np.zeros(amax.shape))
+
+
+NOTHING = {
+    "data": ((4096, 0), FP8),
+    "transposed": ((0,), F32),
+    "scale_inv": ((0,), F32),
+    "transposed_scale_inv": ((0,), F32),
+    "amax_out": ((4096,), F32),
+    "dbias_partial": ((0,), F32),
+}
+
+
+def test_amax_of_no_values_beside_a_quantization(native_kernels):
+    found = call_on_nothing("te_quantize_tensor", (4096, 0), NOTHING.values(), 1, power_of_two_scales=False)
+    np.testing.assert_array_equal(found[4], np.zeros(4096))
+
+
+def test_scales_of_absent_copies_are_refused(native_kernels):
+    """No kernel writes them."""
+    results = NOTHING | {"scale_inv": ((4096,), F32)}
+    message = "scale_inv is F32[4096]; it must have no elements where its copy of x has none"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)):
+        jax.block_until_ready(
+            call_on_nothing("te_quantize_tensor", (4096, 0), results.values(), 1, power_of_two_scales=False)
+        )

@@ -56,6 +56,8 @@ def _two_devices(require_devices):
             for value in (-1.0, float("nan"), float("inf"), "60", True)
         ),
         ("timeout is True; it must be", {"timeout": True}),
+        ("timeout is nan; it must be", {"timeout": float("nan")}),
+        ("timeout is inf; it must be", {"timeout": float("inf")}),
         (r"timeout is np.float32\(inf\); it must be", {"timeout": np.float32(np.inf)}),
         ("bidirectional is 'no'; it must be True or False", {"bidirectional": "no"}),
         ("out_dtype is int32; it must be float32, bfloat16 or float16", {"out_dtype": jnp.int32}),

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import re
+import time
 import types
 
 import jax
@@ -511,21 +513,23 @@ def test_processes_wait_for_each_other_to_compile(monkeypatch, require_devices):
     waits = []
     monkeypatch.setattr(p2p.processes, "span_processes", lambda groups: True)
     monkeypatch.setattr(p2p.processes, "ensure", lambda *arguments: waits.append(arguments[-1]))
-    for timeout in (1.0, 1000.0):
+    for timeout in (1.0, 1000.0, 1e300):
         layer = functools.partial(all_gather_matmul, axis_name="t", transport="p2p", timeout=timeout)
         mapped = jax.shard_map(
             layer, mesh=mesh_of((2,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")
         )  # fmt: skip
         jax.jit(mapped).lower(jnp.ones((4, 3)), jnp.ones((3, 4)))
-    assert waits == [p2p.processes.SECONDS_TO_COMPILE, 1000.0]
+    assert waits == [p2p.processes.SECONDS_TO_COMPILE, 1000.0, 1e8]
 
 
-def test_a_very_long_timeout(rng, require_devices):
-    require_devices(2)
+@pytest.mark.parametrize(("timeout", "devices"), [(1e10, 2), (10**400, 2), (1e-60, 1)])
+def test_extreme_timeouts(timeout, devices, rng, require_devices):
+    """They become the longest and the shortest that the handler takes."""
+    require_devices(devices)
     x, w = normal(rng, 4, 5), normal(rng, 5, 6)
-    layer = functools.partial(all_gather_matmul, axis_name="t", transport="p2p", timeout=1e10)
+    layer = functools.partial(all_gather_matmul, axis_name="t", transport="p2p", timeout=timeout)
     mapped = jax.shard_map(
-        layer, mesh=mesh_of((2,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")
+        layer, mesh=mesh_of((devices,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")
     )  # fmt: skip
     assert_close(jax.jit(mapped)(x, w), x.astype(np.float64) @ w, dtype=F32)
 
@@ -614,6 +618,9 @@ def test_vmap(rng, require_devices):
     assert_close(jax.jit(mapped)(x, w), x.astype(np.float64) @ w, dtype=F32)
 
 
+# ------------------------------------------------------------------------------------------- what handlers refuse
+
+
 ATTRIBUTES = {
     "name": "a product",
     "groups": np.zeros(1, np.int64),
@@ -633,25 +640,142 @@ OF_TWO = ATTRIBUTES | {"groups": np.arange(2), "group_size": 2}
 ABSENT, NO_WORKSPACE = jax.ShapeDtypeStruct((0,), F32), jax.ShapeDtypeStruct((0,), jnp.uint8)
 
 
-def gather_alone(**attributes):
-    """A call of the handler on one device."""
+def shapes(**given):
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in given.items()}
+
+
+def gather_alone(left_out=(), **given):
+    """te_all_gather_gemm of x [1, 2, 4] and w [4, 4] in a group of one device, but for what is given."""
     native.extension_module(jax.default_backend()).introduce({0: 0})
-    absent, whole = jnp.zeros(0), jax.ShapeDtypeStruct((1, 2, 4), F32)
-    operands = jnp.ones((1, 2, 4)), absent, jnp.ones((4, 4)), absent, absent
-    return native.call("te_all_gather_gemm", (whole, whole, ABSENT, NO_WORKSPACE), *operands, **ATTRIBUTES | attributes)
+    operands = {"x": jnp.ones((1, 2, 4)), "x_scale_inv": jnp.zeros(0)}
+    operands |= {"w": jnp.ones((4, 4)), "w_scale_inv": jnp.zeros(0), "bias": jnp.zeros(0)}
+    results = shapes(
+        y=((1, 2, 4), F32), gathered=((1, 2, 4), F32), scales=((0,), F32), workspace=((2**25,), jnp.uint8)
+    )  # fmt: skip
+    return call_alone("te_all_gather_gemm", operands, results, given, left_out)
 
 
-@pytest.mark.parametrize("size", [2, 0, -1])
-def test_handler_refuses_groups_of_another_size(size):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"a product: groups names 1 devices; .* group_size, {size}"):
-        jax.block_until_ready(gather_alone(group_size=size))
+def scatter_alone(left_out=(), **given):
+    """te_gemm_reduce_scatter of x [1, 1, 2, 4] and w [4, 4] in a group of one device, but for what is given."""
+    native.extension_module(jax.default_backend()).introduce({0: 0})
+    operands = {"x": jnp.ones((1, 1, 2, 4)), "x_scale_inv": jnp.zeros(0)}
+    operands |= {"w": jnp.ones((4, 4)), "w_scale_inv": jnp.zeros(0), "bias": jnp.zeros(0)}
+    results = shapes(
+        z=((1, 2, 4), F32), received=((1, 1, 2, 4), F32), outgoing=((0,), F32), sums=((0,), F32),
+        workspace=((2**25,), jnp.uint8),
+    )  # fmt: skip
+    return call_alone("te_gemm_reduce_scatter", operands, results, given, left_out)
 
 
-@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -float("inf"), -1.0, 1e30])
-def test_handler_refuses_impossible_timeouts(timeout):
-    told = "a product: timeout is .*; it must be a number of seconds from 0 to 1e9"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=told):
-        jax.block_until_ready(gather_alone(timeout=timeout))
+def call_alone(target, operands, results, given, left_out):
+    attributes = dict(ATTRIBUTES)
+    for name, value in given.items():
+        if isinstance(value, jax.ShapeDtypeStruct):
+            results[name] = value
+        elif isinstance(value, jax.Array):
+            operands[name] = value
+        else:
+            attributes[name] = value
+    for name in left_out:
+        operands.pop(name, None)
+        results.pop(name, None)
+    return native.call(target, tuple(results.values()), *operands.values(), **attributes)
+
+
+@pytest.mark.parametrize("call", [gather_alone, scatter_alone])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"group_size": 2}, "groups names 1 devices; it must name some multiple of group_size, 2"),
+        ({"group_size": 0}, "groups names 1 devices; it must name some multiple of group_size, 0"),
+        ({"group_size": -1}, "groups names 1 devices; it must name some multiple of group_size, -1"),
+        ({"group_size": 2**63 - 1}, "groups names 1 devices; it must name some multiple of group_size, 92233720368547"),
+        ({"groups": np.array([-1]), "group_size": 1}, "groups names -1, which is no place"),
+        ({"groups": np.array([2**32])}, "groups names 4294967296, which is no place"),
+        ({"groups": np.array([0, 0])}, "groups names device 0 more than once"),
+        ({"groups": np.array([5])}, "device 0 belongs to no group of this call"),
+        ({"timeout": math.nan}, "timeout is nan; it must be a number of seconds from 0 to 1e9"),
+        ({"timeout": math.inf}, "timeout is inf; it must be"),
+        ({"timeout": -math.inf}, "timeout is -inf; it must be"),
+        ({"timeout": -1.0}, "timeout is -1.000000; it must be"),
+        ({"timeout": 1e30}, "timeout is 10000000150"),
+        ({"products": -1}, "products is -1 and shared_bytes 0; neither can be negative"),
+        ({"products": -(2**63)}, "products is -9223372036854775808 and"),
+        ({"shared_bytes": -1}, "products is 1 and shared_bytes -1; neither can be negative"),
+        ({"products": 2**62}, "come with all the operands and results that its attributes announce"),
+        ({"workspace": jax.ShapeDtypeStruct((64,), jnp.int4)}, "workspace is S4[64]; it must be of type U8"),
+    ],
+    ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",
+)
+def test_handlers_refuse_attributes(call, given, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: .*{re.escape(message)}"):
+        jax.block_until_ready(call(**given))
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "message"),
+    [
+        # 2^20 · 2^44 rows and columns wrap to the size of an array without elements
+        (
+            gather_alone,
+            {"x": jnp.zeros((1, 2**20, 0)), "w": jnp.zeros((0, 2**44)), **shapes(y=((0,), F32), gathered=((0,), F32))},
+            "w is F32[0,17592186044416]; it must have dimensions below 2^31",
+        ),
+        (
+            gather_alone,
+            {"x": jnp.zeros((0, 2**31, 4)), **shapes(y=((0,), F32), gathered=((0,), F32))},
+            "x is F32[0,2147483648,4]; it must have rows and columns below 2^31",
+        ),
+        (
+            scatter_alone,
+            {"x": jnp.zeros((0, 1, 2**31, 4)), **shapes(z=((0, 2**31, 4), F32), received=((0,), F32))},
+            "x is F32[0,1,2147483648,4]; it must have rows and columns below 2^31",
+        ),
+        # XLA packs two of these in a byte
+        (
+            gather_alone,
+            {"x": jnp.ones((1, 2, 4), jnp.int4), "gathered": jax.ShapeDtypeStruct((1, 2, 4), jnp.int4), "products": 0}
+            | {"left_out": ("w", "w_scale_inv", "bias", "y")},
+            "gathered is S4[1,2,4]; it must be of a float type of 8, 16 or 32 bits",
+        ),
+        (
+            gather_alone,
+            {"x_scale_inv": jnp.ones(2, jnp.complex64), "scaling": "row", "products": 0},
+            "x_scale_inv is C64[2]; it must be of type F32",
+        ),
+        # results that nothing would write
+        (
+            gather_alone,
+            shapes(more_results=((4,), F32)),
+            "come without operands and results that its attributes do not",
+        ),
+        (
+            scatter_alone,
+            shapes(more_results=((4,), F32)),
+            "come without operands and results that its attributes do not",
+        ),
+        (scatter_alone, {"more": jnp.ones(4)}, "come without operands and results that its attributes do not announce"),
+    ],
+    ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",
+)
+def test_handlers_refuse_arrays(call, given, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)):
+        jax.block_until_ready(call(**given))
+
+
+def test_handlers_work_otherwise():
+    y, gathered, *_ = gather_alone(keep_gathered=True)
+    np.testing.assert_array_equal(y, np.full((1, 2, 4), 4.0))
+    np.testing.assert_array_equal(gathered, np.ones((1, 2, 4)))
+    np.testing.assert_array_equal(scatter_alone()[0], np.full((1, 2, 4), 4.0))
+
+
+def test_any_number_of_empty_pieces_takes_no_time():
+    begin = time.monotonic()
+    empty = shapes(y=((0,), F32), gathered=((0,), F32))
+    run = jax.jit(lambda: gather_alone(x=jnp.zeros((2**40, 0, 4)), **empty))
+    jax.block_until_ready(run.lower().compile({"xla_backend_optimization_level": 3})())
+    assert time.monotonic() - begin < 30
 
 
 def gather(rows=1, pieces=1, others=(), put=False):
