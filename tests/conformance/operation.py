@@ -131,7 +131,9 @@ class Operation:
     @functools.cache  # noqa: B019, operations live as long as the process
     def run(self, implementation: str | None = None) -> Callable[[Operands], Any]:
         """The call as a function of whole operands; inside a shard_map over the first layout where it must be."""
-        return self.on(self.mesh, next(iter(self.layouts.values()), None), implementation)
+        if self.collective:
+            return self.inside(next(iter(self.layouts.values())), self.mesh, implementation)
+        return lambda operands: self.call(**operands, implementation=implementation)
 
     @functools.cached_property
     def mesh(self) -> Mesh:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from operation import Layout, Operation
-from ops.gemm_oracle import product, random_product
+from ops.gemm_oracle import product, random_product, tolerance_of
 from ops.quantize_oracle import oracle as quantized_by_numpy
 from ops.quantize_oracle import quantization_of
 from ops.quantize_oracle import random_case as random_magnitudes
@@ -199,6 +199,7 @@ def gemm(kind, *, dtype="float32", followup="bias", **fields):
         call=call,
         oracle=oracle,
         dtypes=(dtype,) * (2 if followup == "gelu" else 1),
+        tolerance=(tolerance_of(dtype, kind), None),
         refuses={"native": r"no derivatives.*te_gemm.*use implementation='reference'"},
         donates=("accumulator",) if followup == "accumulator" else (),
         layouts={

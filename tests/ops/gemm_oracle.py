@@ -88,11 +88,14 @@ def product(lhs, rhs, lhs_contracting="cols", rhs_contracting="rows", contractin
     return (a @ b.T).reshape(*a_outer, *b_outer)
 
 
-def assert_product(actual, expected, *, dtype, kind=""):
-    """`assert_close` with room for what tensor cores drop of sums of FP8 products between promotions to float32."""
+def tolerance_of(dtype, kind=""):
+    """For `assert_close`: room for what tensor cores drop of sums of FP8 products between promotions to float32."""
     on_tensor_cores = jax.default_backend() == "gpu" and kind != "plain"
-    tolerance = {"float32": 1e-3, "float16": 4e-3}.get(np.dtype(dtype).name) if on_tensor_cores else None
-    assert_close(actual, expected, dtype=dtype, tolerance=tolerance)
+    return {"float32": 1e-3, "float16": 4e-3}.get(np.dtype(dtype).name) if on_tensor_cores else None
+
+
+def assert_product(actual, expected, *, dtype, kind=""):
+    assert_close(actual, expected, dtype=dtype, tolerance=tolerance_of(dtype, kind))
 
 
 def gelu(x):
