@@ -115,6 +115,7 @@ gemm::Problem ProductOf(Rules& rules, const Attributes& attributes, const AnyBuf
   problem.n = w.dimensions()[attributes.summed_first ? 1 : 0];
   rules.That(rows <= INT32_MAX && k <= INT32_MAX, "x", x, "have rows and columns below 2^31");
   rules.That(problem.n <= INT32_MAX, "w", w, "have dimensions below 2^31");
+  if (rules.broken()) return problem;
   if (w.dimensions()[attributes.summed_first ? 0 : 1] != k) {
     rules.That(false, "w", w, "sum over " + std::to_string(k) + " values, as x does");
   }

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -247,6 +248,7 @@ def collective(draw: Draw) -> Call:
     }
     types, dtype = scaled_types(draw, scaling), draw.one(PLAIN)
     pieces, rows, absent = draw.extent(), draw.extent(), ((0,), F32)
+    workspace = ((512,), U8)  # XLA leaves out a call on several devices of which no result has elements
 
     def weight(n: int, k: int) -> list[Array]:
         shape = (k, n) if summed_first else (n, k)
@@ -269,7 +271,7 @@ def collective(draw: Draw) -> Call:
             shape, other = draw.shape(2), draw.one([*PLAIN, E4M3, E5M2])
             operands.append((shape, other))
             results.append(((size, *shape), other))
-        return Call("te_all_gather_gemm", operands, [*results, ((0,), U8)], attributes, devices)
+        return Call("te_all_gather_gemm", operands, [*results, workspace], attributes, devices)
     n, operands = draw.extent(), []
     for _ in range(attributes["products"]):
         k = draw.extent()
@@ -282,7 +284,7 @@ def collective(draw: Draw) -> Call:
         ((parts, *z), dtype),
         ((size - 1, *z), dtype) if size > 1 and (adds_up or draw.chance(0.5)) else absent,
         ((2, *z), F32) if adds_up else absent,
-        ((0,), U8),
+        workspace,
     ]
     return Call(
         "te_gemm_reduce_scatter", [*operands, ((n,), F32) if biased else absent], results, attributes, devices
@@ -449,7 +451,7 @@ def run(call: Call, draw: Draw) -> list[jax.Array]:
         results = jax.ffi.ffi_call(
             call.target,
             [jax.ShapeDtypeStruct(*result) for result in call.results],
-            has_side_effect=True,  # or XLA leaves out a call without elements
+            has_side_effect=True,  # or XLA leaves out a call of which no result has elements
             input_output_aliases=call.aliases,
         )(*operands, **call.attributes)
         return [result[None] if many else result for result in results]
@@ -475,7 +477,7 @@ def outcome_of(call: Call, draw: Draw) -> str:
     except Exception as error:
         return f"fault: {type(error).__name__}: {error}".replace("\n", " ")
     unwritten = [
-        i for i, result in enumerate(results) if i not in call.working_memory() and result.size and has_fill(result)
+        i for i, result in enumerate(results) if result.size and i not in call.working_memory() and has_fill(result)
     ]
     return f"fault: results {unwritten} are not written" if unwritten else "succeeded"
 
@@ -530,8 +532,9 @@ class Worker:
           TimeoutError, EOFError: it does not come, because the process hangs or has ended; the message says so.
         """
         lines: list[str] = []
-        assert self._process.stdout is not None
-        reader = threading.Thread(target=lambda: lines.append(self._process.stdout.readline()), daemon=True)
+        output = self._process.stdout
+        assert output is not None
+        reader = threading.Thread(target=lambda: lines.append(output.readline()), daemon=True)
         reader.start()
         reader.join(seconds)
         if not lines:
@@ -541,7 +544,9 @@ class Worker:
         if not lines[0]:
             code = self._process.wait()
             self._errors.seek(0)
-            report = self._errors.read().decode(errors="replace")[-6000:]
+            report = self._errors.read().decode(errors="replace")
+            found = re.search(r"^.*(runtime error|ERROR: AddressSanitizer|Check failed|what\(\))", report, re.MULTILINE)
+            report = report[found.start() if found else -3000 :][:3000]
             raise EOFError(f"ended the process with {signal.Signals(-code).name if code < 0 else code}\n{report}")
         return lines[0].strip()
 

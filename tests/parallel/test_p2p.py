@@ -731,6 +731,14 @@ def test_handlers_refuse_attributes(call, given, message):
             {"x": jnp.zeros((0, 1, 2**31, 4)), **shapes(z=((0, 2**31, 4), F32), received=((0,), F32))},
             "x is F32[0,1,2147483648,4]; it must have rows and columns below 2^31",
         ),
+        # the number of blocks is not worked out: UBSan would find it wraps
+        (
+            scatter_alone,
+            {"x": jnp.zeros((0, 1, 1, 2**62), jnp.float8_e4m3fn), "w": jnp.zeros((0, 2**63 - 1), jnp.float8_e4m3fn)}
+            | {"scaling": "block", "algorithm": "te_jax", "summed_first": False}
+            | shapes(z=((0, 1, 2**62), F32), received=((0,), F32)),
+            "it must have rows and columns below 2^31",
+        ),
         # XLA packs two of these in a byte
         (
             gather_alone,
