@@ -2,13 +2,8 @@
 // device that its peers can access, and a record of every device by which they wait for each other. Made once for a
 // group, and larger ones as calls need them.
 //
-// Peers find each other by texts. Nothing in a text is trusted: files must have a name that this package makes, be
-// regular, of this user and of the size that is expected, and segments of this process are looked up, not described.
-// Processes of the same user are trusted not to change such files afterwards.
-//
-// Whoever creates a file keeps it locked (flock) while others can open it. The kernel unlocks it when the process ends,
-// however it ends and in whichever container: a file without a lock is one of a dead process, whose peers do not wait
-// for it any longer, and which the next process that shares memory removes.
+// Peers find each other by texts. Nothing in a text is trusted: files are checked as shared_memory.h says, and segments
+// of this process are looked up, not described.
 #pragma once
 
 #include <array>
@@ -18,9 +13,9 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
+#include "collective_gemm/shared_memory.h"
 #include "common/status.h"
 
 namespace te::collective_gemm {
@@ -61,8 +56,8 @@ using Terms = std::array<int64_t, 7>;
 
 // By what a participant lets its peers know that it has arrived at a barrier. Lies in memory that all processes map.
 struct Record {
-  // Of every other barrier: a participant may arrive at the next one while a peer still reads what it has brought to
-  // this one. One cache line, so that terms cost no transfer of their own.
+  // Two barriers in a row use different entries, because a participant may arrive at the next barrier while a peer
+  // still reads the terms of this one. An entry is one cache line, so that terms cost no transfer of their own.
   struct alignas(64) Arrival {
     std::atomic<uint64_t> barrier;
     Terms terms;
@@ -71,37 +66,6 @@ struct Record {
   alignas(64) std::atomic<uint32_t> broken;
   static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Arrival) == 64);
 };
-
-// A file in shared memory, mapped. Its creator keeps it locked until Release.
-class SharedMemory {
- public:
-  static Status Create(int64_t bytes, std::unique_ptr<SharedMemory>& made);
-  static Status Open(std::string_view name, int64_t bytes, std::unique_ptr<SharedMemory>& opened);
-  ~SharedMemory();
-  SharedMemory(const SharedMemory&) = delete;
-  SharedMemory& operator=(const SharedMemory&) = delete;
-
-  void* data() const { return data_; }
-  const std::string& name() const { return name_; }
-  // Whether the process that created it has ended, or does not offer it any longer.
-  bool IsAbandoned() const;
-  // Closes the file, and removes it where this process has created it. The memory stays.
-  void Release();
-
- private:
-  SharedMemory(std::string name, int file);
-  Status Map(int file, int64_t bytes);
-
-  std::string name_;
-  int file_;  // -1 once it is closed
-  bool created_ = false;
-  int process_;  // that opened the file: a fork must leave it alone
-  void* data_ = nullptr;
-  int64_t bytes_ = 0;
-};
-
-// Removes the files in shared memory of processes that have ended.
-void RemoveAbandonedFiles();
 
 // The segment of one device, and the two events that it records for its peers. Each platform implements it.
 class Segment {

@@ -168,17 +168,14 @@ def _update(
     """One parameter: its update, both moments, and the bounds of their blocks."""
     dtype = np.promote_types(gradient.dtype, np.float32)
     step = jax.tree.map(lambda value: value.astype(dtype), step)
-    wide = gradient.astype(dtype)
-    g = _clipped(wide, mu.dtype, nu.dtype)
-    # FP8 and float16 saturate below their bounds, so that v may overflow before it is rounded: the update is then 0.
-    to_square = g if nu_bounds is None else wide
+    g = _clipped(gradient.astype(dtype), mu.dtype, nu.dtype)
 
     def corrected(moment: Array, correction: Array) -> Array:
         # optax divides, and float32 states repeat its bits. Loops that move fewer bytes have no time to.
         return moment / correction if mu.dtype == nu.dtype == dtype else moment * (1 / correction)
 
     m = step.one_minus_b1 * g + _moments.decode(mu, mu_bounds, dtype, times=step.b1)
-    v = step.one_minus_b2 * (to_square * to_square) + _moments.decode(nu, nu_bounds, dtype, times=step.b2)
+    v = step.one_minus_b2 * (g * g) + _moments.decode(nu, nu_bounds, dtype, times=step.b2)
     momentum = corrected(m, step.correction1)
     if nesterov:
         momentum = step.b1 * corrected(m, step.correction1_next) + step.one_minus_b1 * corrected(g, step.correction1)

@@ -499,7 +499,8 @@ def kill_at(step, process, log):
 
 
 def test_a_run_killed_at_random_steps_ends_with_the_same_bits(tmp_path):
-    """Of a toy: test_train_parallel.py resumes a model in another process, test_train_recipes.py delayed scaling."""
+    """The run trains a toy. test_train_parallel.py resumes a real model in another process, and test_train_recipes.py
+    one with delayed scaling."""
 
     def start(out, *argv):
         return processes.start(["train", "--out", str(out), *argv], tmp_path / "shown", train_slowly)

@@ -356,7 +356,7 @@ def test_presets_trace(name, size, promotion, mesh_of):
         ({"size": 2, "transport": "nccl"}, "transport is 'nccl'; it must be one of"),
         ({"size": 2, "bidirectional": "no"}, "bidirectional is 'no'; it must be True or False"),
         ({"size": 2, "residual": "x"}, "residual is 'x'; it must be 'gathered' or 'shard'"),
-        ({"size": 2, "timeout": -1}, "timeout is -1; it must be a positive number of seconds"),
+        ({"size": 2, "timeout": -1}, "timeout is -1; it must be a positive, finite number of seconds, such as 60.0"),
         ({"size": 2, "batch_axes": ("tensor",)}, "axis_name is 'tensor' and batch_axes .* once"),
     ],
 )

@@ -50,9 +50,9 @@ def _two_devices(require_devices):
     ("message", "options"),
     [
         ("transport is 'nccl'; it must be one of", {"transport": "nccl"}),
-        ("timeout is 0; it must be a positive number of seconds; 1e8 are three years", {"timeout": 0}),
+        ("timeout is 0; it must be a positive, finite number of seconds, such as 60.0", {"timeout": 0}),
         *(
-            (f"timeout is {value!r}; it must be a positive number of seconds", {"timeout": value})
+            (f"timeout is {value!r}; it must be a positive, finite number of seconds, such as 60.0", {"timeout": value})
             for value in (-1.0, float("nan"), float("inf"), "60", True)
         ),
         ("timeout is True; it must be", {"timeout": True}),

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import re
-import time
 import types
 
 import jax
@@ -778,12 +777,11 @@ def test_handlers_work_otherwise():
     np.testing.assert_array_equal(scatter_alone()[0], np.full((1, 2, 4), 4.0))
 
 
+@pytest.mark.timeout(60)  # a loop over all pieces would take hours
 def test_any_number_of_empty_pieces_takes_no_time():
-    begin = time.monotonic()
     empty = shapes(y=((0,), F32), gathered=((0,), F32))
     run = jax.jit(lambda: gather_alone(x=jnp.zeros((2**40, 0, 4)), **empty))
     jax.block_until_ready(run.lower().compile({"xla_backend_optimization_level": 3})())
-    assert time.monotonic() - begin < 30
 
 
 def gather(rows=1, pieces=1, others=(), put=False):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "tests/parallel/protocol_test.cc", ROOT / "cuda_ext/collective_gemm/shared_segments.cc"
+SOURCES = ROOT / "tests/parallel/protocol_test.cc", *(ROOT / "cuda_ext/collective_gemm").glob("shared_*.cc")
 
 
 @pytest.fixture(scope="module")

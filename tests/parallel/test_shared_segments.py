@@ -12,7 +12,7 @@ import pytest
 from te_jax import native
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "tests/parallel/shared_segments_test.cc", ROOT / "cuda_ext/collective_gemm/shared_segments.cc"
+SOURCES = ROOT / "tests/parallel/shared_segments_test.cc", *(ROOT / "cuda_ext/collective_gemm").glob("shared_*.cc")
 
 
 def test_participants_that_wait_learn_of_those_that_do_not_arrive(tmp_path):

@@ -122,7 +122,7 @@ def validate_options(transport: Any, bidirectional: Any, residual: Any, timeout:
         raise ValueError(f"residual is {residual!r}; it must be 'gathered' or 'shard'")
     is_number = isinstance(timeout, int | float | np.integer | np.floating) and not isinstance(timeout, bool)
     if not is_number or not 0 < timeout < math.inf:
-        raise ValueError(f"timeout is {timeout!r}; it must be a positive number of seconds; 1e8 are three years")
+        raise ValueError(f"timeout is {timeout!r}; it must be a positive, finite number of seconds, such as 60.0")
 
 
 def scaling_of(scaling: str) -> Scaling:
