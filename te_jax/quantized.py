@@ -22,7 +22,7 @@ from te_jax.sharding import blocks
 
 __all__ = ["QuantizedArray", "scale_shape"]
 
-_DATA = ("data", "scale_inv", "transposed", "transposed_scale_inv")
+_DATA = ("data", "scale_inv", "transposed", "transposed_scale_inv", "straight_through")
 _META = ("row_ndim", "col_ndim", "scaling", "transposed_scaling", "dtype")
 
 
@@ -31,7 +31,7 @@ _META = ("row_ndim", "col_ndim", "scaling", "transposed_scaling", "dtype")
 class QuantizedArray:
     """An array [*rows, *cols] in FP8: as it is, transposed, or both. Value = FP8 value × scale_inv.
 
-    It is a pytree of up to four arrays and passes through jit, scan, remat, donation, device_put, jax.export and
+    It is a pytree of up to five arrays and passes through jit, scan, remat, donation, device_put, jax.export and
     checkpoints as any other. `np.asarray(q)` is `q.dequantize()`; `==` and `hash` are those of the object, not of its
     values.
 
@@ -44,6 +44,8 @@ class QuantizedArray:
         batch.
       scaling, transposed_scaling: see `te_jax.recipe.Quantization`.
       dtype: of the array that it stands for.
+      straight_through: zeros like the array that it stands for, or None: `te_jax.ops.dense` returns the gradient of the
+        array as that of these. No product reads them, so that they take no memory under `jit`.
     """
 
     data: Array | None
@@ -55,6 +57,7 @@ class QuantizedArray:
     scaling: Scaling
     transposed_scaling: Scaling
     dtype: np.dtype
+    straight_through: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,9 +93,11 @@ class QuantizedArray:
         held = [(name, x, scaling) for name, x, scaling in copies if x is not None]
         if not held or not all(hasattr(x, "shape") and hasattr(x, "dtype") for _, x, _ in held):
             # jax.tree.map may have put anything in the place of the arrays.
-            return f"QuantizedArray({', '.join(f'{name}={getattr(self, name)!r}' for name in _DATA)})"
+            names = _DATA if self.straight_through is not None else _DATA[:-1]
+            return f"QuantizedArray({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
         scalings = ", ".join(f"{name}: {scaling}" for name, _, scaling in held)
-        return f"QuantizedArray(shape={self.shape}, dtype={self.dtype}, format={held[0][1].dtype}, {scalings})"
+        through = "" if self.straight_through is None else ", straight_through"
+        return f"QuantizedArray(shape={self.shape}, dtype={self.dtype}, format={held[0][1].dtype}, {scalings}{through})"
 
     def dequantize(self) -> Array:
         """The array [*rows, *cols] that it stands for, in `dtype`."""
@@ -134,7 +139,8 @@ def _deserialize_meta(serialized: bytes | bytearray) -> tuple[Any, ...]:
 
 
 def _of_children(aux_data: Any, children: Sequence[Any]) -> QuantizedArray:
-    return QuantizedArray(*children, *aux_data)
+    # Programs that were exported before straight_through have no such child.
+    return QuantizedArray(**dict(zip(_DATA, children, strict=False)), **dict(zip(_META, aux_data, strict=True)))
 
 
 export.register_pytree_node_serialization(

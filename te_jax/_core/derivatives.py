@@ -9,7 +9,11 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -26,16 +30,38 @@ def _(reason, *_):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def without_gradient(result: Any, x: Any, reason: str) -> Any:
-    """A result, which follows from x and has a derivative of zero: a gradient that comes through it is an error."""
+    """A result, which follows from x and has a derivative of zero: a gradient that comes through it is an error. Inside
+    `shard_map` only under jit."""
     del x, reason
     return result
 
 
-def _refuse_gradient(reason, *_):
-    raise NotImplementedError(reason)
+def _without_gradient_forward(result, x, reason):
+    del x, reason
+    return custom_vjp_primal_tree_values(result), None
 
 
-without_gradient.defvjp(lambda result, x, reason: (result, None), _refuse_gradient)
+def _refuse_gradient(reason, _, cotangents):
+    if any(not isinstance(cotangent, SymbolicZero) for cotangent in jax.tree.leaves(cotangents)):
+        raise NotImplementedError(reason)
+    return None, None
+
+
+without_gradient.defvjp(_without_gradient_forward, _refuse_gradient, symbolic_zeros=True)
+
+
+def straight_through(x: Array) -> Array:
+    """Zeros like x, with the derivative of x."""
+    return _straight_through_p.bind(x)
+
+
+# A primitive, for under vmap the zeros must count as batched: each example has its own gradient.
+_straight_through_p = Primitive("te_straight_through")
+_straight_through_p.def_impl(jnp.zeros_like)
+_straight_through_p.def_abstract_eval(lambda x: x)
+batching.primitive_batchers[_straight_through_p] = lambda operands, dims: (straight_through(*operands), dims[0])
+mlir.register_lowering(_straight_through_p, mlir.lower_fun(jnp.zeros_like, multiple_results=False))
+ad.primitive_jvps[_straight_through_p] = lambda primals, tangents: (straight_through(*primals), tangents[0])
 
 
 def differentiated_once(x: Array, name: str) -> Array:

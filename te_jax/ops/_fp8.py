@@ -101,25 +101,33 @@ def validate_recipe(recipe: Any) -> None:
         raise ValueError(f"recipe is {recipe!r}; it must be a Recipe, such as te_jax.recipe.CurrentScaling(), or None")
 
 
-def validate_quantized(name: str, x: QuantizedArray, recipe: Recipe, role: Role, read: Copy) -> None:
+def validate_quantized(
+    name: str, x: QuantizedArray, recipe: Recipe, role: Role, read: Copy, quantization: Quantization | None = None
+) -> None:
     """Checks that an operand was quantized as the recipe says, and has the copy that the forward pass reads.
+
+    Args:
+      quantization: where it is not the role's own, but has another transposed_scaling.
 
     Raises:
       ValueError: it was not.
     """
     if getattr(x, read) is None:
         raise ValueError(f"{name} has no {read} copy, which the forward pass reads; quantize it with copies='both'")
-    expected = recipe.quantization(role)
+    expected, way_out = recipe.quantization(role), f'recipe.quantization("{role}")'
+    if quantization not in (None, expected):
+        expected = quantization
+        way_out = f"dataclasses.replace({way_out}, transposed_scaling={expected.transposed_scaling!r})"
     if (x.scaling, x.transposed_scaling) != (expected.scaling, expected.transposed_scaling):
         raise ValueError(
             f"{name} has {x.scaling!r} and {x.transposed_scaling!r} scaling, but recipe is {recipe!r}; "
-            f'quantize it with recipe.quantization("{role}")'
+            f"quantize it with {way_out}"
         )
     for found in (x.data, x.transposed):
         if found is not None and found.dtype != expected.dtype:
             raise ValueError(
                 f"{name} was quantized to {found.dtype}, and {role}s of {recipe!r} are {expected.dtype}; quantize it "
-                f'with recipe.quantization("{role}")'
+                f"with {way_out}"
             )
 
 

@@ -30,6 +30,19 @@ def as_array(name: str, x: Any) -> Array:
     return array
 
 
+def one_for_each(name: str, values: Any, count: int, several: bool) -> list[tuple[str, Any]]:
+    """An argument of which there is one for each kernel, by name."""
+    if not several:
+        if isinstance(values, tuple | list):
+            raise ValueError(f"{name} is a tuple, but kernel is not; pass one value")
+        return [(name, values)]
+    if values is None:
+        values = (None,) * count
+    if not isinstance(values, tuple | list) or len(values) != count:
+        raise ValueError(f"kernel is a tuple of {count}, so {name} must be one too, with None where there is none")
+    return [(f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
 def validate_quantization(name: str, quantization: Any) -> None:
     """Checks that an argument says how to quantize to FP8.
 
@@ -63,6 +76,12 @@ def validate_quantized_array(name: str, x: QuantizedArray) -> None:
         raise ValueError(
             f"{name} has data of shape {x.data.shape} and transposed of shape {x.transposed.shape}, which are not of "
             "one array; quantize it with copies='both'"
+        )
+    through = x.straight_through
+    if through is not None and (through.shape, through.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"{name} has straight_through of shape {through.shape} and dtype {through.dtype}; it must be {x.dtype} "
+            f"{x.shape}: quantize it with straight_through=True"
         )
 
 

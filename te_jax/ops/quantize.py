@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, Literal, overload
@@ -12,6 +13,7 @@ from jax import Array, lax
 
 from te_jax import native, reference, sharding
 from te_jax._core.arguments import as_flag, is_whole_number
+from te_jax._core.derivatives import straight_through as zeros_with_gradient
 from te_jax._core.derivatives import without_gradient
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
@@ -33,13 +35,14 @@ _COPIES = ("both", "data", "transposed")
 def quantize(
     x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
     amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
-    with_dbias: Literal[False] = False, implementation: native.Implementation | None = None,
+    with_dbias: Literal[False] = False, straight_through: bool = False,
+    implementation: native.Implementation | None = None,
 ) -> QuantizedArray: ...
 @overload
 def quantize(
     x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
     amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: bool = False,
-    with_dbias: bool = False, implementation: native.Implementation | None = None,
+    with_dbias: bool = False, straight_through: bool = False, implementation: native.Implementation | None = None,
 ) -> Any: ...
 # fmt: on
 def quantize(
@@ -52,6 +55,7 @@ def quantize(
     axis_name: GroupAxes | None = None,
     with_amax: bool = False,
     with_dbias: bool = False,
+    straight_through: bool = False,
     implementation: native.Implementation | None = None,
 ) -> Any:
     r"""Quantizes an array [*rows, *cols] to FP8, as it is and transposed, with the scales of both copies.
@@ -81,6 +85,8 @@ def quantize(
         axes}. Block scaling needs it only for amax and dbias. Under `jit` on Auto or Explicit meshes leave it None.
       with_amax: also returns the amax of x, from the same pass except with block scaling.
       with_dbias: also returns the sum of x over its rows, from the same pass.
+      straight_through: gives the QuantizedArray a way for gradients: `te_jax.ops.dense` takes it as x, and returns the
+        gradient of x. Values and gradients are those of `dense` on the plain x.
       implementation: None uses the native kernel where there is one, else the reference; "native" or "reference" never
         fall back.
 
@@ -90,7 +96,7 @@ def quantize(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
-      NotImplementedError: for derivatives through it; `te_jax.ops.dense` defines those of products.
+      NotImplementedError: for derivatives through FP8 values or scales; `te_jax.ops.dense` defines those of products.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     References:
@@ -104,19 +110,9 @@ def quantize(
       ((3, 1), 1.0, [[1.0, -2.0, 448.0]])
     """
     x = as_array("x", x)
-    parts = quantize_parts(
-        x,
-        quantization,
-        row_ndim=row_ndim,
-        copies=copies,
-        amax=amax,
-        axis_name=axis_name,
-        with_amax=with_amax,
-        with_dbias=with_dbias,
-        implementation=implementation,
-    )
-    x, amax = jax.tree.map(lambda operand: reverse_mode_only(operand, _NO_DERIVATIVE), (x, amax))
-    parts: Any = without_gradient(parts, (x, amax), _NO_DERIVATIVE)
+    arguments = _arguments(x, quantization, row_ndim, copies, amax, axis_name, with_amax, with_dbias, implementation)
+    operands = jax.tree.map(lambda operand: reverse_mode_only(operand, _NO_DERIVATIVE), arguments[:2])
+    parts = _quantize_once(*operands, *arguments[2:], as_flag("straight_through", straight_through))
     wanted = tuple(part for part in parts if part is not None)
     return wanted if len(wanted) > 1 else parts.array
 
@@ -134,6 +130,16 @@ def quantize_parts(
     implementation: native.Implementation | None = None,
 ) -> QuantizedParts:
     """`quantize` for operations with derivatives of their own: its derivative is zero, without an error."""
+    return _quantize(
+        *_arguments(x, quantization, row_ndim, copies, amax, axis_name, with_amax, with_dbias, implementation)
+    )
+
+
+def _arguments(
+    x: Array, quantization: Any, row_ndim: Any, copies: Any, amax: Any, axis_name: Any, with_amax: Any, with_dbias: Any,
+    implementation: native.Implementation | None,
+) -> tuple[Array, Array | None, Request, bool]:  # fmt: skip
+    """Those of `_quantize`."""
     if row_ndim is not None and not is_whole_number(row_ndim):
         raise ValueError(f"row_ndim is {row_ndim!r}; it must be an integer")
     request = Request(
@@ -147,7 +153,7 @@ def quantize_parts(
     _validate(x, request)
     if amax is not None:
         amax = _validated_amax(amax, request)
-    return _quantize(x, amax, request, native.use_native(implementation) and x.size > 0)
+    return x, amax, request, native.use_native(implementation) and x.size > 0
 
 
 def _mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -211,3 +217,15 @@ def _quantize(x: Array, amax: Array | None, request: Request, use_native: bool) 
         with_amax=request.with_amax,
         with_dbias=request.with_dbias,
     )
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=sharding.INLINE)
+def _quantize_once(
+    x: Array, amax: Array | None, request: Request, use_native: bool, straight_through: bool
+) -> QuantizedParts:
+    """`_quantize`, whose derivatives are errors; with straight_through, but for that one."""
+    parts: Any = without_gradient(_quantize(x, amax, request, use_native), (x, amax), _NO_DERIVATIVE)
+    if not straight_through:
+        return parts
+    array = dataclasses.replace(parts.array, straight_through=zeros_with_gradient(x))
+    return parts._replace(array=array)

@@ -23,7 +23,7 @@ from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8
-from te_jax.ops._operands import as_array
+from te_jax.ops._operands import as_array, one_for_each
 from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec, Residual, TransportName
 from te_jax.parallel._collective.products import all_gather_products, reduce_scatter_product
 from te_jax.quantized import QuantizedArray
@@ -232,10 +232,10 @@ def _prepare(
     several = isinstance(kernel, tuple | list)
     count = len(kernel) if isinstance(kernel, tuple | list) else 1
     x = _operand("x", x)
-    kernels = {label: _operand(label, value) for label, value in _one_for_each("kernel", kernel, count, several)}
+    kernels = {label: _operand(label, value) for label, value in one_for_each("kernel", kernel, count, several)}
     biases = {
         label: None if value is None else as_array(label, value)
-        for label, value in _one_for_each("bias", bias, count, several)
+        for label, value in one_for_each("bias", bias, count, several)
     }
     axes, size = sharding.mapped_axes(axis_name)
     axis = _axis(*dimension, x)
@@ -265,7 +265,7 @@ def _prepare(
     )
     if recipe is not None:
         _validate_fp8(spec, x, kernels, dimension[0])
-    states = dict(_one_for_each("scaling_state", scaling_state, count, several))
+    states = dict(one_for_each("scaling_state", scaling_state, count, several))
     _validate_states(spec, states)
     _validate_split(spec, x, kernels)
     sizes = (spec.leading, spec.rows) if gathers else (spec.leading, size, spec.rows)
@@ -278,20 +278,14 @@ def _prepare(
 
 
 def _operand(name: str, x: Any) -> Array | QuantizedArray:
-    return x if isinstance(x, QuantizedArray) else as_array(name, x)
-
-
-def _one_for_each(name: str, values: Any, count: int, several: bool) -> list[tuple[str, Any]]:
-    """An argument of which there is one for each kernel, by name."""
-    if not several:
-        if isinstance(values, tuple | list):
-            raise ValueError(f"{name} is a tuple, but kernel is not; pass one value")
-        return [(name, values)]
-    if values is None:
-        values = (None,) * count
-    if not isinstance(values, tuple | list) or len(values) != count:
-        raise ValueError(f"kernel is a tuple of {count}, so {name} must be one too, with None where there is none")
-    return [(f"{name}[{i}]", value) for i, value in enumerate(values)]
+    if not isinstance(x, QuantizedArray):
+        return as_array(name, x)
+    if x.straight_through is not None:
+        raise ValueError(
+            f"{name} has straight_through, but collective products give a QuantizedArray no gradient: pass {name} "
+            "unquantized"
+        )
+    return x
 
 
 def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:

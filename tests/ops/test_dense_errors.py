@@ -70,13 +70,6 @@ SHORT_STATE = DelayedScalingState(HISTORY, HISTORY, HISTORY[:1], jnp.ones(()))
         ),
         (None, KERNEL, None, {}, "x is None; it must be an array"),
         (X, None, None, {}, "kernel is None; it must be an array"),
-        (
-            ops.quantize(X, CURRENT.quantization("activation")),
-            KERNEL,
-            None,
-            {"recipe": CURRENT},
-            "x is a QuantizedArray; it must be a plain array: pass what was quantized, or its dequantize()",
-        ),
         (X, KERNEL, QUANTIZED, {}, "bias is a QuantizedArray"),
         (X, KERNEL, None, {"wgrad_accumulator": QUANTIZED}, "wgrad_accumulator is a QuantizedArray"),
         (X, KERNEL, None, {"accumulate": "no"}, "accumulate is 'no'; it must be True or False"),
