@@ -17,8 +17,8 @@ from jax.interpreters import ad, batching, mlir
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def not_differentiated(x: Array, reason: str) -> Array:
-    """x, whose derivative is an error that says why."""
+def not_differentiated(x: Any, reason: str) -> Any:
+    """A tree x, whose derivative is an error that says why."""
     del reason
     return x
 
@@ -64,8 +64,8 @@ mlir.register_lowering(_straight_through_p, mlir.lower_fun(jnp.zeros_like, multi
 ad.primitive_jvps[_straight_through_p] = lambda primals, tangents: (straight_through(*primals), tangents[0])
 
 
-def differentiated_once(x: Array, name: str) -> Array:
-    """x on its way into a quantization, where the rules of the layer `name` lie around it."""
+def differentiated_once(x: Any, name: str) -> Any:
+    """x on its way into a quantization, or with what came of it, where the rules of the layer `name` lie around it."""
     return not_differentiated(
         x, f"{name} in FP8 is differentiated once, by its own rules; for second derivatives use recipe=None"
     )

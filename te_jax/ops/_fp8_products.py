@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from te_jax._core.batching import batched_together
 from te_jax._core.derivatives import differentiated_once
 from te_jax.ops._fp8 import Copy, Fp8
 from te_jax.ops._plain_dense import Activation, KernelContracting, activate, added_once
@@ -166,7 +167,7 @@ def forward_products(
         return activate(layer.activation, preactivation), preactivation
 
     ys, preactivations = zip(*map(product, kernel8s, biases, layouts), strict=True)
-    return ys, preactivations
+    return batched_together(ys), preactivations
 
 
 def backward_products(

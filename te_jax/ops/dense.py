@@ -18,6 +18,7 @@ from jax.interpreters import ad
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
+from te_jax._core.derivatives import differentiated_once
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8, _plain_dense
@@ -426,6 +427,8 @@ def _forward(layer: Layer, *operands):
     given = [isinstance(kernel, QuantizedArray) for kernel in kernels]
     layouts = tuple(layer.layout(x if x8 is None else x8, kernel) for kernel in kernels)
     with_wgrad = any(a is not None or not g for a, g in zip(accumulators, given, strict=True))
+    if x8 is not None:
+        x8, _ = differentiated_once((x8, x), layer.fp8.name)
     x8, x_amax, _ = layer.quantize(
         "activation", x if x8 is None else x8, states[0], copies="both" if with_wgrad else "data"
     )

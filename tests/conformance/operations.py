@@ -313,6 +313,59 @@ def dense_layout(name, small, accumulator):
     )  # fmt: skip
 
 
+def dense_of_several(name, recipe, layouts, **fields):
+    """A layer with two kernels of the same size, one of them with a bias."""
+    one = dense(name, recipe, layouts, **fields)
+
+    def draw(rng):
+        operands = {name: x if name == "x" else (x, _drawn_again(rng, x)) for name, x in one.draw(rng).items()}
+        return operands | {"bias": (None, normal(rng, OUT))}
+
+    def oracle(x, kernel, bias, **_):
+        return jnp.matmul(x, kernel[0]), jnp.matmul(x, kernel[1]) + bias[1][None, None]
+
+    def next_values(operands, cotangents):
+        parts = ({name: x if name == "x" else x[i] for name, x in operands.items()} for i in range(2))
+        values = [one.next_values(part, dy) for part, dy in zip(parts, cotangents, strict=True)]
+        return {name: tuple(value[name] for value in values) for name in values[0]}
+
+    def layout(name):
+        single, state = one.layouts[name], {name: 2 * size for name, size in one.small.items()}
+        small = {kind: size + OUT for kind, size in state.items()}
+        return dataclasses.replace(single, collectives=single.collectives * 2, small=small)
+
+    return dataclasses.replace(
+        one,
+        name=f"dense of several kernels, {name}",
+        draw=draw,
+        oracle=oracle,
+        dtypes=one.dtypes * 2,
+        differentiable=(*one.differentiable, "bias"),
+        linear=("bias",),
+        next_values=one.next_values and next_values,
+        layouts={name: layout(name) for name in layouts},
+    )
+
+
+def _drawn_again(rng, x):
+    return normal(rng, IN, OUT, scale=IN**-0.5) if isinstance(x, jax.Array) else x
+
+
+def dense_of_quantized(name, recipe, layouts, **fields):
+    """A layer that gets x in FP8."""
+    one = dense(name, recipe, layouts, **fields)
+
+    def call(x, implementation=None, **others):
+        quantization = recipe.quantization("activation")
+        x = ops.quantize(x, quantization, row_ndim=2, straight_through=True, implementation=implementation)
+        return one.call(x, **others, implementation=implementation)
+
+    refused = "|".join((one.refuses["native"], "quantize has no derivative"))
+    return dataclasses.replace(
+        one, name=f"dense of a quantized x, {name}", call=call, refuses=dict.fromkeys(one.refuses, refused)
+    )
+
+
 ROLES = ("activation", "kernel", "gradient")
 
 
@@ -425,6 +478,12 @@ OPERATIONS = [
     dense("delayed", DelayedScaling(history_len=3), (*TENSOR, "fsdp of columns", "fsdp, row parallel"), variant=True),
     dense("bias and gelu", CURRENT, TENSOR, bias=True, variant=True),
     dense("accumulator", CURRENT, (*TENSOR, *FSDP), accumulator=True, variant=True),
+    dense_of_several("current", CURRENT, ("data parallel", *TENSOR, *FSDP)),
+    dense_of_several("block", BlockScaling(), TENSOR, variant=True),
+    dense_of_several("delayed", DelayedScaling(history_len=3), TENSOR, variant=True),
+    dense_of_several("none", None, TENSOR, variant=True),
+    dense_of_quantized("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),
+    dense_of_quantized("block", BlockScaling(), TENSOR, variant=True),
     dense("none", None, (*TENSOR, *FSDP), bias=True, variant=True),
     dense("none, accumulator", None, ("row parallel", *FSDP), dtype="bfloat16", accumulator=True, variant=True),
     all_gather_matmul("plain", None),
