@@ -330,9 +330,11 @@ def dense_of_several(name, recipe, layouts, **fields):
         return {name: tuple(value[name] for value in values) for name in values[0]}
 
     def layout(name):
-        single, state = one.layouts[name], {name: 2 * size for name, size in one.small.items()}
-        small = {kind: size + OUT for kind, size in state.items()}
-        return dataclasses.replace(single, collectives=single.collectives * 2, small=small)
+        single = one.layouts[name]
+        small = {kind: 2 * size + OUT for kind, size in single.small.items()}  # and the gradient of the bias
+        # With parts of their own along "model", devices sum both products of dx before they exchange it.
+        own = tuple(axis for axis in single.own if axis == "data")
+        return dataclasses.replace(single, collectives=single.collectives * 2, small=small, own=own)
 
     return dataclasses.replace(
         one,
