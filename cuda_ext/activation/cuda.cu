@@ -332,10 +332,9 @@ void SetScaling(ResultTile& result, const TensorScaling& scaling) {
 }
 
 void SetScaling(ResultTile& result, const BlockScaling& scaling) {
-  // An absent copy takes the other's kind of scales, so that fewer are computed.
-  const quantize::Arguments& arguments = result.arguments;
-  const bool data = arguments.data ? scaling.data_128x128 : scaling.transposed_128x128;
-  const bool transposed = arguments.transposed ? scaling.transposed_128x128 : scaling.data_128x128;
+  // An absent copy counts as one with scales of 128×128, which cost least.
+  const bool data = !result.arguments.data || scaling.data_128x128;
+  const bool transposed = !result.arguments.transposed || scaling.transposed_128x128;
   result.scaled = data ? (transposed ? Scaled::kBoth128 : Scaled::kData128)
                        : (transposed ? Scaled::kTransposed128 : Scaled::kNone128);
   result.arguments.blocks = scaling;

@@ -134,9 +134,9 @@ Status QuantizeBlocks(const Executor& executor, const Matrices& x, const Copies&
   if (Status s = CheckSize(x); !s.ok()) return s;
   Arguments arguments = ArgumentsOf(x, copies);
   arguments.blocks = scaling;
-  // An absent copy takes the other's kind of scales, so that fewer are computed.
-  const bool data_128x128 = copies.data ? scaling.data_128x128 : scaling.transposed_128x128;
-  const bool transposed_128x128 = copies.transposed ? scaling.transposed_128x128 : scaling.data_128x128;
+  // An absent copy counts as one with scales of 128×128, which cost least.
+  const bool data_128x128 = !copies.data || scaling.data_128x128;
+  const bool transposed_128x128 = !copies.transposed || scaling.transposed_128x128;
   auto* select = data_128x128 ? (transposed_128x128 ? Select<Mode<Scales::kBlocks, true, true>>
                                                     : Select<Mode<Scales::kBlocks, true, false>>)
                               : (transposed_128x128 ? Select<Mode<Scales::kBlocks, false, true>>
