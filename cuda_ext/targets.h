@@ -11,7 +11,13 @@
   X(te_amax_rows)                        \
   X(te_quantize_tensor)                  \
   X(te_quantize_rows)                    \
-  X(te_quantize_blocks)
+  X(te_quantize_blocks)                  \
+  X(te_activation_amax)                  \
+  X(te_activation_tensor)                \
+  X(te_activation_blocks)                \
+  X(te_activation_gradient_amax)         \
+  X(te_activation_gradient_tensor)       \
+  X(te_activation_gradient_blocks)
 
 // Those among them that prepare on a GPU, before each execution of a program, by a second handler: <target>_initialize.
 #define TE_JAX_INITIALIZED_TARGETS(X) X(te_gemm) X(te_all_gather_gemm) X(te_gemm_reduce_scatter)

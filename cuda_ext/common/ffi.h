@@ -75,10 +75,16 @@ class Rules {
  public:
   explicit Rules(std::string_view operation) : operation_(operation) {}
 
+  // The names of the checks that follow start with this, for operands and results that come in groups.
+  Rules& Of(std::string_view group) {
+    group_ = group;
+    return *this;
+  }
+
   Rules& That(bool holds, std::string_view name, const ffi::AnyBuffer& buffer, std::string_view rule) {
     if (holds || broken_) return *this;
     std::ostringstream text;
-    text << operation_ << ": " << name << " is " << Describe(buffer) << "; it must " << rule;
+    text << operation_ << ": " << group_ << name << " is " << Describe(buffer) << "; it must " << rule;
     broken_ = text.str();
     return *this;
   }
@@ -102,6 +108,7 @@ class Rules {
 
  private:
   std::string_view operation_;
+  std::string_view group_;
   std::optional<std::string> broken_;
 };
 

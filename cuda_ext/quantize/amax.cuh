@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "common/cuda_status.h"
 #include "common/dependent_launch.cuh"
 #include "quantize/tile.cuh"
 
@@ -15,7 +16,7 @@ struct Span {
 };
 
 // Sets values to zero. The next kernel may start once all before this one have ended.
-__global__ void ClearValues(Span first, Span second) {
+static __global__ void ClearValues(Span first, Span second) {
   WaitForPrimary();
   ReleaseDependents();
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -24,6 +25,16 @@ __global__ void ClearValues(Span first, Span second) {
   } else if (i - first.count < second.count) {
     second.values[i - first.count] = 0.0f;
   }
+}
+
+// Launches it. Either span may have no values.
+static Status Clear(cudaStream_t stream, Span first, Span second = {}) {
+  if (!first.values) first.count = 0;
+  if (!second.values) second.count = 0;
+  constexpr int kClearThreads = 256;
+  const int64_t blocks = (first.count + second.count + kClearThreads - 1) / kClearThreads;
+  return Check(LaunchAsDependent(ClearValues, static_cast<unsigned>(blocks), kClearThreads, 0, stream, first, second),
+               "kernel launch");
 }
 
 inline constexpr int kAmaxThreads = 512;

@@ -14,53 +14,20 @@
 #include "common/cuda_status.h"
 #include "common/dependent_launch.cuh"
 #include "common/once_per_device.h"
-#include "common/tma.cuh"
 #include "common/vector.cuh"
 #include "quantize/amax.cuh"
 #include "quantize/kernel.cuh"
+#include "quantize/launch.cuh"
 #include "quantize/quantize.h"
 
 namespace te::quantize {
 namespace {
 
-// Indices of rows, columns and tiles are 32-bit integers.
-Status CheckSize(const Matrices& x) {
-  const int64_t down = (x.rows + kTile - 1) / kTile, across = (x.cols + kTile - 1) / kTile;
-  if (std::max(x.rows, x.cols) < INT32_MAX - kTile && x.count * down * across < INT32_MAX / 2) return Status::Ok();
-  const std::string count = x.count == 1 ? "a matrix" : std::to_string(x.count) + " matrices";
-  return Status::Failed("x is too large as " + count + " of " + std::to_string(x.rows) + " × " +
-                        std::to_string(x.cols) +
-                        " values; rows and columns must be below 2^31 and tiles of 128 × 128 below 2^30");
-}
-
-Shape ShapeOf(const Matrices& x, const void* data = nullptr, const void* transposed = nullptr) {
-  const bool aligned = x.rows % 16 == 0 && x.cols % 16 == 0 && OnSixteenBytes(x.data) && OnSixteenBytes(data) &&
-                       OnSixteenBytes(transposed);
-  return {static_cast<int>(x.count), static_cast<int>(x.rows), static_cast<int>(x.cols), aligned};
-}
-
-template <typename T>
-bool MakeTensorMaps(const Arguments& arguments, TensorMaps* maps) {
-  const cuuint64_t count = arguments.shape.count, rows = arguments.shape.rows, cols = arguments.shape.cols;
-  constexpr cuuint32_t kVector = Words<T>::kPerVector;
-  constexpr CUtensorMapDataType kCode = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  constexpr CUtensorMapDataType kValue =
-      sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  constexpr CUtensorMapSwizzle kPlain = CU_TENSOR_MAP_SWIZZLE_NONE;
-  return DescribeBoxes<3>(&maps->x, kValue, arguments.x, {cols, rows, count},
-                          {cols * sizeof(T), rows * cols * sizeof(T)}, {kTile, kTile, 1}, kPlain) &&
-         (!arguments.data || DescribeBoxes<3>(&maps->data, kCode, arguments.data, {cols, rows, count},
-                                              {cols, rows * cols}, {kTile, kTile, 1}, kPlain)) &&
-         (!arguments.transposed ||
-          DescribeBoxes<4>(&maps->transposed, kCode, arguments.transposed, {rows, cols / kVector, kVector, count},
-                           {rows * kVector, rows, rows * cols}, {kTile, kAcross, kVector, 1},
-                           CU_TENSOR_MAP_SWIZZLE_128B));
-}
-
 template <typename T, typename F, typename M>
 Status Launch(cudaStream_t stream, const Arguments& arguments) {
   TensorMaps maps{};
-  if (arguments.shape.aligned && !MakeTensorMaps<T>(arguments, &maps)) {
+  if (arguments.shape.aligned &&
+      !(DescribeValues<T>(arguments.x, arguments.shape, &maps.x) && DescribeCopies<T>(arguments, &maps))) {
     return Status::Failed("cuTensorMapEncodeTiled refuses x or a copy of it");
   }
   auto* kernel = QuantizeTile<T, F, M>;
@@ -89,17 +56,6 @@ Status Select(cudaStream_t stream, const Matrices& x, Fp8 format, const Argument
   return format == Fp8::kE4M3 ? with.template operator()<E4M3>() : with.template operator()<E5M2>();
 }
 
-Arguments ArgumentsOf(const Matrices& x, const Copies& copies) {
-  Arguments arguments{};
-  arguments.x = x.data;
-  arguments.shape = ShapeOf(x, copies.data, copies.transposed);
-  arguments.power_of_two_scales = copies.power_of_two_scales;
-  arguments.data = copies.data;
-  arguments.transposed = copies.transposed;
-  arguments.column_sums = copies.column_sums;
-  return arguments;
-}
-
 // The number of thread blocks for each of `count` tensors of `chunks`, where `slots` run at a time: the smallest of the
 // numbers with which all end first, if every chunk takes the same time.
 int64_t BlocksPerTensor(int64_t count, int64_t chunks, int64_t slots) {
@@ -124,22 +80,12 @@ Status LaunchAmaxOfTensor(cudaStream_t stream, const Matrices& x, int multiproce
 
 template <typename T>
 Status LaunchAmaxOfRows(cudaStream_t stream, const Matrices& x, int multiprocessors, float* row_amax, float* col_amax) {
-  const Shape shape = ShapeOf(x);
+  const Shape shape = ShapeOf(x, {x.data});
   const int64_t strips =
       int64_t{shape.count} * ((shape.TilesDown() - 1) / kTilesPerColumnStrip + 1) * shape.TilesAcross();
   const int64_t blocks = std::min<int64_t>(strips, int64_t{multiprocessors} * kRowAmaxBlocks<T>);
   return Check(LaunchAsDependent(AmaxOfRowsAndColumns<T>, static_cast<unsigned>(blocks), kThreads, 0, stream,
                                  static_cast<const T*>(x.data), shape, row_amax, col_amax),
-               "kernel launch");
-}
-
-// Either may be null.
-Status Clear(cudaStream_t stream, Span first, Span second = {}) {
-  if (!first.values) first.count = 0;
-  if (!second.values) second.count = 0;
-  constexpr int kClearThreads = 256;
-  const int64_t blocks = (first.count + second.count + kClearThreads - 1) / kClearThreads;
-  return Check(LaunchAsDependent(ClearValues, static_cast<unsigned>(blocks), kClearThreads, 0, stream, first, second),
                "kernel launch");
 }
 
@@ -188,9 +134,9 @@ Status QuantizeBlocks(const Executor& executor, const Matrices& x, const Copies&
   if (Status s = CheckSize(x); !s.ok()) return s;
   Arguments arguments = ArgumentsOf(x, copies);
   arguments.blocks = scaling;
-  // An absent copy takes the other's kind of scales, so that fewer are computed.
-  const bool data_128x128 = copies.data ? scaling.data_128x128 : scaling.transposed_128x128;
-  const bool transposed_128x128 = copies.transposed ? scaling.transposed_128x128 : scaling.data_128x128;
+  // An absent copy counts as one with scales of 128×128, which cost least.
+  const bool data_128x128 = !copies.data || scaling.data_128x128;
+  const bool transposed_128x128 = !copies.transposed || scaling.transposed_128x128;
   auto* select = data_128x128 ? (transposed_128x128 ? Select<Mode<Scales::kBlocks, true, true>>
                                                     : Select<Mode<Scales::kBlocks, true, false>>)
                               : (transposed_128x128 ? Select<Mode<Scales::kBlocks, false, true>>

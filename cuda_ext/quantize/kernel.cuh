@@ -1,6 +1,6 @@
 // The quantizing kernel: one thread block for each tile of 128 × 128 values (tile.cuh); TMA loads the values and stores
 // the codes. While some blocks of a multiprocessor wait for TMA, others compute, and tiles are read and written in
-// order; persistent blocks would lose that order.
+// order; persistent blocks would lose that order. Other kernels, which compute a tile, end with EncodeTile too.
 #pragma once
 
 #include <cstdint>
@@ -49,16 +49,26 @@ struct Arguments {
   BlockScaling blocks;
 };
 
+// The values of a tile as TMA loads them. Thread `place` owns [place.down * 8 + r][v * 16 + place.across].
 template <typename T>
-struct Shared {
-  Staged<T> staged;
-  alignas(128) uint4 tile[kTile][kTile / Words<T>::kPerVector];
+using TileVectors = uint4[kTile][kTile / Words<T>::kPerVector];
+
+// What threads tell each other while they encode a tile.
+template <typename T>
+struct Scratch {
   float row_scale[kTile];
   float col_scale[kTile];
   // By warp: the amax of its rows in each column, and of all its values.
   alignas(16) uint32_t col_magnitudes[kWarps][kAcross][Words<T>::kCount];
   uint32_t magnitudes[kWarps];
   float column_sums[kWarps][kTile];
+};
+
+template <typename T>
+struct Shared {
+  Staged<T> staged;
+  alignas(128) TileVectors<T> tile;
+  Scratch<T> scratch;
   uint64_t barrier;
 };
 
@@ -72,20 +82,19 @@ __device__ __forceinline__ void LoadTile(const CUtensorMap& map, const Tile& til
   LoadBox(SharedAddress(shared.tile), &map, tile.col * kTile, tile.row * kTile, tile.example, barrier);
 }
 
-// The values of a patch, once TMA has loaded the tile.
+// A thread's patch of a tile in shared memory.
 template <typename T>
-__device__ __forceinline__ void WaitForTile(const Place<T>& place, Shared<T>& shared, Patch<T>& patch) {
-  BarrierWait(SharedAddress(&shared.barrier), 0);
+__device__ __forceinline__ void ReadPatch(const TileVectors<T>& tile, const Place<T>& place, Patch<T>& patch) {
 #pragma unroll
   for (int v = 0; v < Words<T>::kVectors; ++v) {
 #pragma unroll
     for (int r = 0; r < kPatch; ++r) {
-      SetVector<T>(patch, r, v, shared.tile[place.down * kPatch + r][v * kAcross + place.across]);
+      SetVector<T>(patch, r, v, tile[place.down * kPatch + r][v * kAcross + place.across]);
     }
   }
 }
 
-// Starts TMA's stores of both copies. One thread calls it.
+// Starts TMA's stores of both copies. One thread calls it, and BulkWaitRead before its block ends.
 template <typename T>
 __device__ __forceinline__ void StoreTile(const TensorMaps& maps, const Arguments& arguments, const Tile& tile,
                                           const Staged<T>& staged) {
@@ -101,12 +110,11 @@ __device__ __forceinline__ void StoreTile(const TensorMaps& maps, const Argument
     }
   }
   BulkCommit();
-  BulkWaitRead();
 }
 
 template <typename T>
 __device__ __forceinline__ void SumColumns(const Shape& shape, const Tile& tile, const Place<T>& place,
-                                           const Patch<T>& patch, Shared<T>& shared, float* column_sums) {
+                                           const Patch<T>& patch, Scratch<T>& shared, float* column_sums) {
 #pragma unroll
   for (int j = 0; j < kPatch; ++j) {
     float sum = Value<T>(patch[0], j);
@@ -128,7 +136,7 @@ __device__ __forceinline__ void SumColumns(const Shape& shape, const Tile& tile,
 // Scales of a tile's rows, from their amaxes in the tile.
 template <typename T, typename F>
 __device__ __forceinline__ void ScaleRowsOfBlock(const Arguments& arguments, const Tile& tile, const Place<T>& place,
-                                                 const Patch<T>& patch, Shared<T>& shared) {
+                                                 const Patch<T>& patch, Scratch<T>& shared) {
   int row;
   bool first;
   const uint32_t magnitude = RowMagnitude<T>(patch, &row, &first);
@@ -144,7 +152,7 @@ __device__ __forceinline__ void ScaleRowsOfBlock(const Arguments& arguments, con
 
 // Scales of a tile's columns, once all warps have written their amaxes to shared memory.
 template <typename T, typename F>
-__device__ __forceinline__ void ScaleColumnsOfBlock(const Arguments& arguments, const Tile& tile, Shared<T>& shared) {
+__device__ __forceinline__ void ScaleColumnsOfBlock(const Arguments& arguments, const Tile& tile, Scratch<T>& shared) {
   using W = Words<T>;
   const int column = threadIdx.x;
   if (column >= kTile) return;
@@ -190,54 +198,41 @@ __device__ __forceinline__ void ScaleRowsAndColumns(const Arguments& arguments, 
   }
 }
 
+// The scale of a tensor and, in one thread of its first tile, what results hold of it.
+template <typename F>
+__device__ __forceinline__ float ScaleOfTensor(const Arguments& arguments, const Tile& tile) {
+  const float amax = arguments.tensor.amax[tile.example];
+  const float scale = ScaleOf<F>(amax, arguments.power_of_two_scales);
+  if (tile.row == 0 && tile.col == 0 && threadIdx.x == 0) {
+    const float scale_inv = ScaleInvOf(amax, scale);
+    if (arguments.tensor.scale_inv) arguments.tensor.scale_inv[tile.example] = scale_inv;
+    if (arguments.tensor.transposed_scale_inv) arguments.tensor.transposed_scale_inv[tile.example] = scale_inv;
+  }
+  return scale;
+}
+
+// The amax of a tensor so far: only a larger one needs an atomic operation.
+__device__ __forceinline__ uint32_t AmaxSoFar(const Arguments& arguments, const Tile& tile) {
+  return *reinterpret_cast<volatile const uint32_t*>(arguments.tensor.own_amax + tile.example);
+}
+
+// Encodes the patches of a tile and starts the stores of both copies. All threads of a block call it; `staged` may lie
+// over the tile that patches were read from, if all threads have read theirs (with blocks it waits for that itself).
+//   scale   of the tensor; other modes find theirs, those of rows are in `shared` already
+//   seen    AmaxSoFar, where the tensor's own amax is asked for
 template <typename T, typename F, typename M>
-__global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
-    QuantizeTile(const __grid_constant__ TensorMaps maps, const Arguments arguments) {
+__device__ __forceinline__ void EncodeTile(const TensorMaps& maps, const Arguments& arguments, const Tile& tile,
+                                           const Place<T>& place, const Patch<T>& patch, float scale, uint32_t seen,
+                                           Scratch<T>& shared, Staged<T>& staged) {
   using W = Words<T>;
-  extern __shared__ __align__(1024) unsigned char dynamic[];
-  Shared<T>& shared = *reinterpret_cast<Shared<T>*>(dynamic);
-  const Shape shape = arguments.shape;
-  const Tile tile = FindTile(shape, gridDim.x - 1 - blockIdx.x);
-  // A kernel that clears own_amax waits for all before it, and may still run.
-  const bool after_clear = M::scales == Scales::kTensor && arguments.tensor.own_amax != nullptr;
-  if (!after_clear) WaitForPrimary();
-  if (shape.aligned && threadIdx.x == 0) LoadTile<T>(maps.x, tile, shared);
-
-  // Other reads overlap with TMA's.
-  float tile_scale = 1.0f;
-  uint32_t seen = kQuietNaN;  // the amax so far: only a larger one needs an atomic operation
-  if constexpr (M::scales == Scales::kTensor) {
-    const float amax = arguments.tensor.amax[tile.example];
-    tile_scale = ScaleOf<F>(amax, arguments.power_of_two_scales);
-    if (tile.row == 0 && tile.col == 0 && threadIdx.x == 0) {
-      const float scale_inv = ScaleInvOf(amax, tile_scale);
-      if (arguments.tensor.scale_inv) arguments.tensor.scale_inv[tile.example] = scale_inv;
-      if (arguments.tensor.transposed_scale_inv) arguments.tensor.transposed_scale_inv[tile.example] = scale_inv;
-    }
-    if (after_clear) {
-      WaitForPrimary();
-      seen = *reinterpret_cast<volatile const uint32_t*>(arguments.tensor.own_amax + tile.example);
-    }
-  }
-  if constexpr (M::scales == Scales::kRows) {
-    ScaleRowsAndColumns<F>(arguments, tile, shared.row_scale, shared.col_scale);
-  }
-  __syncthreads();  // the barrier, and these scales, are there
-
-  const Place<T> place(tile);
-  Patch<T> patch;
-  if (shape.aligned) {
-    WaitForTile<T>(place, shared, patch);
-  } else {
-    Load<T>(static_cast<const T*>(arguments.x) + tile.Example(shape), shape, place, patch);
-  }
-
+  const Shape& shape = arguments.shape;
+  const bool with_amax = M::scales == Scales::kTensor && arguments.tensor.own_amax != nullptr;
   uint32_t columns[W::kCount];
   ColumnMagnitudes<T>(patch, columns);
   const uint32_t magnitude = MaxOf<T>(columns);
   const bool special = W::FloatBitsOf(magnitude) >= kFloatInfinityBits;
   if constexpr (M::scales == Scales::kTensor) {
-    if (after_clear) {
+    if (with_amax) {
       const uint32_t of_warp = __reduce_max_sync(kWholeWarp, magnitude);
       if (threadIdx.x % 32 == 0) shared.magnitudes[threadIdx.x / 32] = of_warp;
     }
@@ -273,9 +268,9 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
 #pragma unroll
       for (int warp = 1; warp < kWarps; ++warp) of_tile = max(of_tile, shared.magnitudes[warp]);
       const float amax = __uint_as_float(W::FloatBitsOf(of_tile));
-      tile_scale = ScaleOf<F>(amax, arguments.power_of_two_scales);
+      scale = ScaleOf<F>(amax, arguments.power_of_two_scales);
       if (threadIdx.x == 0) {
-        const float scale_inv = ScaleInvOf(amax, tile_scale);
+        const float scale_inv = ScaleInvOf(amax, scale);
         if (!M::row_scales && arguments.data) {
           arguments.blocks.scale_inv[RowOffset(tile.RowOfAll(shape), shape.TilesAcross()) + tile.col] = scale_inv;
         }
@@ -290,8 +285,8 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   uint32_t codes[kPatch][2];
   if (M::same_codes || arguments.data) {
     EncodeRows<T, F>(patch, special, codes,
-                     [&](int r) { return M::row_scales ? shared.row_scale[place.down * kPatch + r] : tile_scale; });
-    if (arguments.data) shared.staged.PutData(place, codes);
+                     [&](int r) { return M::row_scales ? shared.row_scale[place.down * kPatch + r] : scale; });
+    if (arguments.data) staged.PutData(place, codes);
   }
   if (arguments.transposed) {
     uint32_t turned[kPatch][2];
@@ -299,25 +294,63 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
       Transpose(codes, turned);
     } else {
       if constexpr (M::scales == Scales::kBlocks && M::col_scales) __syncthreads();  // scales of columns are there
-      EncodeColumns<T, F>(patch, special, turned, [&](int j) {
-        return M::col_scales ? shared.col_scale[W::Column(place.across, j)] : tile_scale;
-      });
+      EncodeColumns<T, F>(patch, special, turned,
+                          [&](int j) { return M::col_scales ? shared.col_scale[W::Column(place.across, j)] : scale; });
     }
-    shared.staged.PutTransposed(place, turned);
+    staged.PutTransposed(place, turned);
   }
   AsyncProxyFence();
   __syncthreads();
   if (!shape.aligned) {
-    StoreUnaligned(shape, tile, shared.staged, arguments.data, arguments.transposed);
+    StoreUnaligned(shape, tile, staged, arguments.data, arguments.transposed);
   } else if (threadIdx.x == 0) {
-    StoreTile(maps, arguments, tile, shared.staged);
+    StoreTile(maps, arguments, tile, staged);
   }
   // A block raises it once: all of a batch lie side by side, in one slice of the L2 cache.
-  if (M::scales == Scales::kTensor && after_clear && threadIdx.x / 32 == 1) {
+  if (with_amax && threadIdx.x / 32 == 1) {
     const uint32_t of_warp = threadIdx.x % 32 < kWarps ? shared.magnitudes[threadIdx.x % 32] : 0;
     const uint32_t of_tile = W::FloatBitsOf(__reduce_max_sync(kWholeWarp, of_warp));
     if (threadIdx.x % 32 == 0 && of_tile > seen) AtomicMax(arguments.tensor.own_amax + tile.example, of_tile);
   }
+}
+
+template <typename T, typename F, typename M>
+__global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
+    QuantizeTile(const __grid_constant__ TensorMaps maps, const Arguments arguments) {
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  Shared<T>& shared = *reinterpret_cast<Shared<T>*>(dynamic);
+  const Shape shape = arguments.shape;
+  const Tile tile = FindTile(shape, gridDim.x - 1 - blockIdx.x);
+  // A kernel that clears own_amax waits for all before it, and may still run.
+  const bool after_clear = M::scales == Scales::kTensor && arguments.tensor.own_amax != nullptr;
+  if (!after_clear) WaitForPrimary();
+  if (shape.aligned && threadIdx.x == 0) LoadTile<T>(maps.x, tile, shared);
+
+  // Other reads overlap with TMA's.
+  float scale = 1.0f;
+  uint32_t seen = kQuietNaN;
+  if constexpr (M::scales == Scales::kTensor) {
+    scale = ScaleOfTensor<F>(arguments, tile);
+    if (after_clear) {
+      WaitForPrimary();
+      seen = AmaxSoFar(arguments, tile);
+    }
+  }
+  if constexpr (M::scales == Scales::kRows) {
+    ScaleRowsAndColumns<F>(arguments, tile, shared.scratch.row_scale, shared.scratch.col_scale);
+  }
+  __syncthreads();  // the barrier, and these scales, are there
+
+  const Place<T> place(tile);
+  Patch<T> patch;
+  if (shape.aligned) {
+    BarrierWait(SharedAddress(&shared.barrier), 0);
+    ReadPatch<T>(shared.tile, place, patch);
+  } else {
+    Load<T>(static_cast<const T*>(arguments.x) + tile.Example(shape), shape, place, patch);
+  }
+  EncodeTile<T, F, M>(maps, arguments, tile, place, patch, scale, seen, shared.scratch, shared.staged);
+  if (threadIdx.x == 0) BulkWaitRead();
 }
 
 }  // namespace te::quantize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -48,16 +48,27 @@ class Request:
 
 def quantize_by_kernels(x: Array, amax: Array | None, request: Request) -> QuantizedParts:
     """Does what `te_jax.ops.quantize` does."""
-    families = {scaling.partition("_")[0] for scaling in scalings_of(request.quantization, request.copies)}
+    families = families_of(request.quantization, request.copies)
     if len(families) > 1:  # a pass for each copy
         parts = quantize_by_kernels(x, amax, dataclasses.replace(request, copies="data"))
         alone = dataclasses.replace(request, copies="transposed", with_amax=False, with_dbias=False)
         other = quantize_by_kernels(x, amax, alone).array
         copies = {name: getattr(other, name) for name in ("transposed", "transposed_scale_inv")}
         return parts._replace(array=dataclasses.replace(parts.array, **copies))
-    family = {"tensor": _by_tensor, "row": _by_rows, "block": _by_blocks}[families.pop()]
-    (data, scale_inv, transposed, transposed_scale_inv), own_amax, dbias = family(x, amax, request)
-    array = QuantizedArray(
+    family = {"tensor": _by_tensor, "row": _by_rows, "block": _by_blocks}[next(iter(families))]
+    arrays, own_amax, dbias = family(x, amax, request)
+    return QuantizedParts(quantized_array(x, arrays, request), own_amax if request.with_amax else None, dbias)
+
+
+def families_of(quantization: Quantization, copies: Copies) -> frozenset[str]:
+    """Which of "tensor", "row" and "block" the scalings of the copies are."""
+    return frozenset(scaling.partition("_")[0] for scaling in scalings_of(quantization, copies))
+
+
+def quantized_array(x: Array, arrays: Sequence[Array | None], request: Request) -> QuantizedArray:
+    """x as its data, scale_inv, transposed and transposed_scale_inv."""
+    data, scale_inv, transposed, transposed_scale_inv = arrays
+    return QuantizedArray(
         data,
         scale_inv,
         transposed,
@@ -68,22 +79,19 @@ def quantize_by_kernels(x: Array, amax: Array | None, request: Request) -> Quant
         request.quantization.transposed_scaling,
         np.dtype(x.dtype),
     )
-    return QuantizedParts(array, own_amax if request.with_amax else None, dbias)
 
 
 def _by_tensor(x: Array, amax: Array | None, request: Request):
-    kernels = _Kernels(request, x.ndim)
+    kernels = Kernels(request, x.ndim)
     own_amax = _amax_of_tensor(x, request) if amax is None else None
-    # A scale_inv for each copy: XLA would copy one that a program returns twice.
     data, transposed, scale_inv, transposed_scale_inv, seen_amax, dbias = kernels.run(
         "te_quantize_tensor",
         [(kernels.x, x), ((), own_amax if amax is None else amax)],
         [
             kernels.data,
             kernels.transposed,
-            kernels.data and _Result((), amax_operand=1),
-            kernels.transposed and _Result((), amax_operand=1),
-            _Result((), reduced_by="amax") if request.with_amax and own_amax is None else None,
+            *kernels.tensor_scales(amax_operand=1),
+            AMAX if request.with_amax and own_amax is None else None,
             kernels.dbias,
         ],
         power_of_two_scales=request.quantization.power_of_two_scales,
@@ -92,18 +100,18 @@ def _by_tensor(x: Array, amax: Array | None, request: Request):
 
 
 def _amax_of_tensor(x: Array, request: Request) -> Array:
-    kernels = _Kernels(request, x.ndim)
-    (amax,) = kernels.run("te_amax_tensor", [(kernels.x, x)], [_Result((), reduced_by="amax")])
+    kernels = Kernels(request, x.ndim)
+    (amax,) = kernels.run("te_amax_tensor", [(kernels.x, x)], [AMAX])
     return amax
 
 
 def _by_rows(x: Array, _: None, request: Request):
-    kernels = _Kernels(request, x.ndim)
+    kernels = Kernels(request, x.ndim)
     rows, cols = kernels.rows, kernels.cols
     row_amax, col_amax = kernels.run(
         "te_amax_rows",
         [(kernels.x, x)],
-        [kernels.data and _Result(rows, reduced_by="amax"), kernels.transposed and _Result(cols, reduced_by="amax")],
+        [kernels.data and Result(rows, reduced_by="amax"), kernels.transposed and Result(cols, reduced_by="amax")],
     )
     data, transposed, scale_inv, transposed_scale_inv, dbias = kernels.run(
         "te_quantize_rows",
@@ -111,8 +119,8 @@ def _by_rows(x: Array, _: None, request: Request):
         [
             kernels.data,
             kernels.transposed,
-            kernels.data and _Result(rows, amax_operand=1),
-            kernels.transposed and _Result(cols, amax_operand=2),
+            kernels.data and Result(rows, scale_of=(1, request.quantization)),
+            kernels.transposed and Result(cols, scale_of=(2, request.quantization)),
             kernels.dbias,
         ],
         power_of_two_scales=request.quantization.power_of_two_scales,
@@ -125,28 +133,26 @@ def _by_rows(x: Array, _: None, request: Request):
 
 def _by_blocks(x: Array, _: None, request: Request):
     quantization = request.quantization
-    kernels = _Kernels(request, x.ndim, in_blocks=True)
-    rows, cols = kernels.rows, kernels.cols
+    kernels = Kernels(request, x.ndim, blocked_groups(quantization, request.copies))
+    scales = kernels.block_scales()
     data, scale_inv, transposed, transposed_scale_inv, dbias = kernels.run(
         "te_quantize_blocks",
         [(kernels.x, x)],
         [
             kernels.data,
-            kernels.data and _Result(_scale_dimensions(quantization.scaling, rows, cols)),
+            scales[0],
             kernels.transposed,
-            kernels.transposed and _Result(_scale_dimensions(quantization.transposed_scaling, cols, rows)),
+            scales[1],
             kernels.dbias,
         ],
-        data_128x128=quantization.scaling == "block_128x128",
-        transposed_128x128=quantization.transposed_scaling == "block_128x128",
-        power_of_two_scales=quantization.power_of_two_scales,
+        **block_attributes(quantization),
     )
     own_amax = _amax_of_tensor(x, request) if request.with_amax else None
     return (data, scale_inv, transposed, transposed_scale_inv), own_amax, dbias
 
 
 @dataclasses.dataclass(frozen=True)
-class _Result:
+class Result:
     """A result of a kernel.
 
     Attributes:
@@ -154,20 +160,25 @@ class _Result:
       dtype: of the result.
       reduced_by: how a shard's results are combined over the dimensions of x that the result lacks. For "sum" the
         kernel returns a sum for every 128 rows, and those are added up.
-      amax_operand: index of the amax operand whose scale's reciprocal this result holds.
+      scale_of: index of the amax operand whose scale's reciprocal this result holds, and how that scale follows.
     """
 
     dimensions: Dimensions
     dtype: np.dtype = _FLOAT32
     reduced_by: Literal["amax", "sum"] | None = None
-    amax_operand: int | None = None
+    scale_of: tuple[int, Quantization] | None = None
 
 
-class _Kernels:
-    """Runs kernels for a request on an array with `ndim` dimensions; results that are not asked for are None."""
+AMAX = Result((), reduced_by="amax")
 
-    def __init__(self, request: Request, ndim: int, *, in_blocks: bool = False):
-        blocked = blocked_groups(request.quantization, request.copies) if in_blocks else ()
+
+class Kernels:
+    """Runs kernels for a request on an array with `ndim` dimensions; results that are not asked for are None.
+
+    `blocked` names the groups of dimensions, "rows" and "cols", whose last one is cut into blocks.
+    """
+
+    def __init__(self, request: Request, ndim: int, blocked: Collection[str] = ()):
         self.rows = _group("r", request.row_ndim, "rows" in blocked)
         self.cols = _group("c", ndim - request.row_ndim, "cols" in blocked)
         self.x = self.rows + self.cols
@@ -175,21 +186,33 @@ class _Kernels:
         groups = ((self.rows, request.row_axes), (self.cols, request.col_axes))
         self._axes = {group[0][0]: axes for group, axes in groups if axes}
         dtype = np.dtype(request.quantization.dtype)
-        self.data = None if request.copies == "transposed" else _Result(self.x, dtype)
-        self.transposed = None if request.copies == "data" else _Result(self.cols + self.rows, dtype)
-        self.dbias = _Result(self.cols, reduced_by="sum") if request.with_dbias else None
+        self.data = None if request.copies == "transposed" else Result(self.x, dtype)
+        self.transposed = None if request.copies == "data" else Result(self.cols + self.rows, dtype)
+        self.dbias = Result(self.cols, reduced_by="sum") if request.with_dbias else None
+
+    def tensor_scales(self, amax_operand: int) -> tuple[Result | None, Result | None]:
+        """The scales of both copies. One for each: XLA would copy one that a program returns twice."""
+        scale = Result((), scale_of=(amax_operand, self._quantization))
+        return self.data and scale, self.transposed and scale
+
+    def block_scales(self) -> tuple[Result | None, Result | None]:
+        """The scales of both copies."""
+        scaling, transposed_scaling = self._quantization.scaling, self._quantization.transposed_scaling
+        return (
+            self.data and Result(scale_dimensions(scaling, self.rows, self.cols)),
+            self.transposed and Result(scale_dimensions(transposed_scaling, self.cols, self.rows)),
+        )
 
     def run(
         self,
         target: str,
         operands: Sequence[tuple[Dimensions, Array | None]],
-        results: Sequence[_Result | None],
+        results: Sequence[Result | None],
         **attributes: Any,
     ) -> list[Any]:
         """Runs a target on x and other operands; the target sees an array without elements in the place of a None."""
         kernel = _kernel(
             target,
-            self._quantization,
             self.rows,
             self.cols,
             tuple(None if operand is None else dimensions for dimensions, operand in operands),
@@ -203,11 +226,10 @@ class _Kernels:
 @functools.cache
 def _kernel(
     target: str,
-    quantization: Quantization,
     rows: Dimensions,
     cols: Dimensions,
     operand_dimensions: tuple[Dimensions | None, ...],
-    results: tuple[_Result | None, ...],
+    results: tuple[Result | None, ...],
     attributes: tuple[tuple[str, Any], ...],
 ) -> Callable[..., tuple[Array, ...]]:
     """A target as a function of arrays that may be sharded, without the absent operands and results."""
@@ -230,7 +252,7 @@ def _kernel(
         blocks = {dimension[:1]: -(-size // BLOCK) for dimension, size in sizes.items()}
         row_blocks = -(-math.prod(sizes[dimension] for dimension in rows) // BLOCK)
 
-        def type_of(result: _Result | None) -> jax.ShapeDtypeStruct:
+        def type_of(result: Result | None) -> jax.ShapeDtypeStruct:
             if result is None:
                 return jax.ShapeDtypeStruct((0,), _FLOAT32)
             shape = [(blocks | sizes)[dimension] for dimension in result.dimensions]
@@ -246,19 +268,19 @@ def _kernel(
             **dict(attributes),
         )
 
-        def finished(result: _Result, value: Array) -> Array:
+        def finished(result: Result, value: Array) -> Array:
             if result.reduced_by == "sum":
                 return jnp.sum(value, axis=batch_ndim)
-            if result.amax_operand is None:
+            if result.scale_of is None:
                 return value
             # The kernel's results vary over the mesh axes of x too; a scale must not, where its amax does not.
-            amax = arguments[result.amax_operand]
+            amax, quantization = arguments[result.scale_of[0]], result.scale_of[1]
             more = sharding.varying_axes(value) - sharding.varying_axes(amax)
             return scale_inv_of(amax, quantization) if more else value
 
         return tuple(finished(result, value) for result, value in zip(results, values, strict=True) if result)
 
-    def combined(axes: Mapping[str, tuple[str, ...]], result: _Result, value: Array) -> Array:
+    def combined(axes: Mapping[str, tuple[str, ...]], result: Result, value: Array) -> Array:
         """A result of the whole array, from those of its shards."""
         reduced_dimensions = [dimension for dimension in rows + cols if dimension in reduced.get(result, ())]
         over = tuple(axis for dimension in reduced_dimensions for axis in axes.get(dimension[0], ()))
@@ -269,13 +291,22 @@ def _kernel(
     return kernel
 
 
+def block_attributes(quantization: Quantization) -> dict[str, bool]:
+    """How a target quantizes in blocks."""
+    return {
+        "data_128x128": quantization.scaling == "block_128x128",
+        "transposed_128x128": quantization.transposed_scaling == "block_128x128",
+        "power_of_two_scales": quantization.power_of_two_scales,
+    }
+
+
 def _group(name: str, ndim: int, blocked: bool) -> Dimensions:
     """The dimensions of rows or cols; if blocked, the last one is made of blocks of 128 values."""
     plain = tuple((f"{name}{i}",) for i in range(ndim))
     return (*plain[:-1], (*plain[-1], f"{name}i")) if blocked else plain
 
 
-def _scale_dimensions(scaling: Scaling, outer: Dimensions, summed: Dimensions) -> Dimensions:
+def scale_dimensions(scaling: Scaling, outer: Dimensions, summed: Dimensions) -> Dimensions:
     """The dimensions of the scales of blocks, as `quantized.scale_shape` orders them."""
 
     def blocks(group: Dimensions) -> Dimensions:

@@ -110,9 +110,12 @@ def quantize(
       ((3, 1), 1.0, [[1.0, -2.0, 448.0]])
     """
     x = as_array("x", x)
-    arguments = _arguments(x, quantization, row_ndim, copies, amax, axis_name, with_amax, with_dbias, implementation)
-    operands = jax.tree.map(lambda operand: reverse_mode_only(operand, _NO_DERIVATIVE), arguments[:2])
-    parts = _quantize_once(*operands, *arguments[2:], as_flag("straight_through", straight_through))
+    request, amax = as_request(
+        "x", x, quantization, row_ndim, copies, amax, axis_name, with_amax=with_amax, with_dbias=with_dbias
+    )
+    use_native = native.use_native(implementation) and x.size > 0
+    operands = jax.tree.map(lambda operand: reverse_mode_only(operand, _NO_DERIVATIVE), (x, amax))
+    parts = _quantize_once(*operands, request, use_native, as_flag("straight_through", straight_through))
     wanted = tuple(part for part in parts if part is not None)
     return wanted if len(wanted) > 1 else parts.array
 
@@ -130,16 +133,29 @@ def quantize_parts(
     implementation: native.Implementation | None = None,
 ) -> QuantizedParts:
     """`quantize` for operations with derivatives of their own: its derivative is zero, without an error."""
-    return _quantize(
-        *_arguments(x, quantization, row_ndim, copies, amax, axis_name, with_amax, with_dbias, implementation)
+    request, amax = as_request(
+        "x", x, quantization, row_ndim, copies, amax, axis_name, with_amax=with_amax, with_dbias=with_dbias
     )
+    return quantize_requested(x, amax, request, native.use_native(implementation) and x.size > 0)
 
 
-def _arguments(
-    x: Array, quantization: Any, row_ndim: Any, copies: Any, amax: Any, axis_name: Any, with_amax: Any, with_dbias: Any,
-    implementation: native.Implementation | None,
-) -> tuple[Array, Array | None, Request, bool]:  # fmt: skip
-    """Those of `_quantize`."""
+def as_request(
+    name: str,
+    x: Array,
+    quantization: Quantization,
+    row_ndim: int | None,
+    copies: Copies,
+    amax: jax.typing.ArrayLike | None,
+    axis_name: GroupAxes | None,
+    *,
+    with_amax: bool,
+    with_dbias: bool = False,
+) -> tuple[Request, Array | None]:
+    """The arguments of `quantize`, checked, and amax as an array.
+
+    Raises:
+      ValueError: one of them breaks a rule; x is called by its name.
+    """
     if row_ndim is not None and not is_whole_number(row_ndim):
         raise ValueError(f"row_ndim is {row_ndim!r}; it must be an integer")
     request = Request(
@@ -150,10 +166,8 @@ def _arguments(
         as_flag("with_amax", with_amax),
         as_flag("with_dbias", with_dbias),
     )
-    _validate(x, request)
-    if amax is not None:
-        amax = _validated_amax(amax, request)
-    return x, amax, request, native.use_native(implementation) and x.size > 0
+    _validate(name, x, request)
+    return request, None if amax is None else _validated_amax(amax, request)
 
 
 def _mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -166,15 +180,15 @@ def _mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return mesh_axes(axis_name)
 
 
-def _validate(x: Array, request: Request) -> None:
+def _validate(name: str, x: Array, request: Request) -> None:
     validate_quantization("quantization", request.quantization)
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"x has dtype {x.dtype}; it must be float32, bfloat16 or float16: cast it")
+        raise ValueError(f"{name} has dtype {x.dtype}; it must be float32, bfloat16 or float16: cast it")
     if x.ndim < 2:
-        raise ValueError(f"x has shape {x.shape}; it needs at least two dimensions, rows and cols: reshape it")
+        raise ValueError(f"{name} has shape {x.shape}; it needs at least two dimensions, rows and cols: reshape it")
     if not 1 <= request.row_ndim < x.ndim:
         raise ValueError(
-            f"row_ndim is {request.row_ndim}; for x of shape {x.shape} it must be in [1, {x.ndim - 1}], so that rows "
+            f"row_ndim is {request.row_ndim}; for {name} of shape {x.shape} it must be in [1, {x.ndim - 1}], so that rows "
             "and cols have a dimension each"
         )
     if request.copies not in _COPIES:
@@ -183,7 +197,7 @@ def _validate(x: Array, request: Request) -> None:
     for group, shape in (("rows", x.shape[: request.row_ndim]), ("cols", x.shape[request.row_ndim :])):
         if group in blocked and len(shape) > 1 and shape[-1] % BLOCK:
             raise ValueError(
-                f"x has {group} of shape {shape}; blocks of {BLOCK} along them need a last dimension that is a "
+                f"{name} has {group} of shape {shape}; blocks of {BLOCK} along them need a last dimension that is a "
                 f"multiple of {BLOCK} where there are others: collapse them to one dimension, or pad"
             )
 
@@ -203,7 +217,8 @@ def _validated_amax(amax: jax.typing.ArrayLike, request: Request) -> Array:
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=sharding.INLINE)
-def _quantize(x: Array, amax: Array | None, request: Request, use_native: bool) -> QuantizedParts:
+def quantize_requested(x: Array, amax: Array | None, request: Request, use_native: bool) -> QuantizedParts:
+    """`quantize_parts` of arguments that are checked; with use_native, x has values."""
     x, amax = lax.stop_gradient((x, amax))
     if use_native:
         return quantize_by_kernels(x, amax, request)
@@ -223,8 +238,8 @@ def _quantize(x: Array, amax: Array | None, request: Request, use_native: bool) 
 def _quantize_once(
     x: Array, amax: Array | None, request: Request, use_native: bool, straight_through: bool
 ) -> QuantizedParts:
-    """`_quantize`, whose derivatives are errors; with straight_through, but for that one."""
-    parts: Any = without_gradient(_quantize(x, amax, request, use_native), (x, amax), _NO_DERIVATIVE)
+    """`quantize_requested`, whose derivatives are errors; with straight_through, but for that one."""
+    parts: Any = without_gradient(quantize_requested(x, amax, request, use_native), (x, amax), _NO_DERIVATIVE)
     if not straight_through:
         return parts
     array = dataclasses.replace(parts.array, straight_through=zeros_with_gradient(x))

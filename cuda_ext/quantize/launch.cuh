@@ -1,0 +1,68 @@
+// What the host does before a launch of kernels that end with EncodeTile: checks, shapes and tensor maps.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "common/cuda_status.h"
+#include "common/dependent_launch.cuh"
+#include "common/tma.cuh"
+#include "common/vector.cuh"
+#include "quantize/kernel.cuh"
+#include "quantize/quantize.h"
+
+namespace te::quantize {
+
+// Indices of rows, columns and tiles are 32-bit integers.
+inline Status CheckSize(const Matrices& x) {
+  const int64_t down = (x.rows + kTile - 1) / kTile, across = (x.cols + kTile - 1) / kTile;
+  if (std::max(x.rows, x.cols) < INT32_MAX - kTile && x.count * down * across < INT32_MAX / 2) return Status::Ok();
+  const std::string count = x.count == 1 ? "a matrix" : std::to_string(x.count) + " matrices";
+  return Status::Failed("x is too large as " + count + " of " + std::to_string(x.rows) + " × " +
+                        std::to_string(x.cols) +
+                        " values; rows and columns must be below 2^31 and tiles of 128 × 128 below 2^30");
+}
+
+// The shape of x, and of arrays beside it; pointers may be null.
+inline Shape ShapeOf(const Matrices& x, std::initializer_list<const void*> arrays) {
+  const bool aligned =
+      x.rows % 16 == 0 && x.cols % 16 == 0 && std::all_of(arrays.begin(), arrays.end(), OnSixteenBytes);
+  return {static_cast<int>(x.count), static_cast<int>(x.rows), static_cast<int>(x.cols), aligned};
+}
+
+inline Arguments ArgumentsOf(const Matrices& x, const Copies& copies) {
+  Arguments arguments{};
+  arguments.x = x.data;
+  arguments.shape = ShapeOf(x, {x.data, copies.data, copies.transposed});
+  arguments.power_of_two_scales = copies.power_of_two_scales;
+  arguments.data = copies.data;
+  arguments.transposed = copies.transposed;
+  arguments.column_sums = copies.column_sums;
+  return arguments;
+}
+
+template <typename T>
+bool DescribeValues(const void* x, const Shape& shape, CUtensorMap* map) {
+  const cuuint64_t count = shape.count, rows = shape.rows, cols = shape.cols;
+  constexpr CUtensorMapDataType kValue =
+      sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  return DescribeBoxes<3>(map, kValue, x, {cols, rows, count}, {cols * sizeof(T), rows * cols * sizeof(T)},
+                          {kTile, kTile, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+template <typename T>
+bool DescribeCopies(const Arguments& arguments, TensorMaps* maps) {
+  const cuuint64_t count = arguments.shape.count, rows = arguments.shape.rows, cols = arguments.shape.cols;
+  constexpr cuuint32_t kVector = Words<T>::kPerVector;
+  constexpr CUtensorMapDataType kCode = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  return (!arguments.data || DescribeBoxes<3>(&maps->data, kCode, arguments.data, {cols, rows, count},
+                                              {cols, rows * cols}, {kTile, kTile, 1}, CU_TENSOR_MAP_SWIZZLE_NONE)) &&
+         (!arguments.transposed ||
+          DescribeBoxes<4>(&maps->transposed, kCode, arguments.transposed, {rows, cols / kVector, kVector, count},
+                           {rows * kVector, rows, rows * cols}, {kTile, kAcross, kVector, 1},
+                           CU_TENSOR_MAP_SWIZZLE_128B));
+}
+
+}  // namespace te::quantize
