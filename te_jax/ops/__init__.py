@@ -2,6 +2,7 @@
 
 from te_jax.ops.activation import activation, gated_activation
 from te_jax.ops.dense import dense
+from te_jax.ops.gated_mlp import gated_mlp
 from te_jax.ops.gemm import GemmResult, gemm
 from te_jax.ops.quantize import quantize
 from te_jax.ops.softmax_cross_entropy import softmax_cross_entropy
@@ -11,6 +12,7 @@ __all__ = [
     "activation",
     "dense",
     "gated_activation",
+    "gated_mlp",
     "gemm",
     "quantize",
     "softmax_cross_entropy",

@@ -70,7 +70,7 @@ class Fp8:
         """
         if isinstance(x, QuantizedArray):
             return QuantizedParts(x, None, None)
-        amax = None if state is None else self._reference_amax(state, role)
+        amax = self.reference_amax(state, role)
         parts = quantize_parts(
             differentiated_once(x, self.name),
             quantization or self.recipe.quantization(role),
@@ -82,11 +82,18 @@ class Fp8:
             with_dbias=with_dbias,
             implementation=self.implementation,
         )
-        return parts if state is None else parts._replace(array=_nan_unless(_is_valid(state, role), parts.array))
+        return parts._replace(array=self.checked(parts.array, state, role))
 
-    def _reference_amax(self, state: DelayedScalingState, role: Role) -> Array:
+    def reference_amax(self, state: DelayedScalingState | None, role: Role) -> Array | None:
+        """The amax from which a scale follows where scaling is delayed."""
+        if state is None:
+            return None
         assert isinstance(self.recipe, DelayedScaling)
         return self.recipe.reference_amax(_restored(getattr(state, role), state.uses))
+
+    def checked(self, x: QuantizedArray, state: DelayedScalingState | None, role: Role) -> QuantizedArray:
+        """x, which reads as NaN where its scale came from a state that steps cannot have made."""
+        return x if state is None else _nan_unless(_is_valid(state, role), x)
 
 
 def kept(x: QuantizedArray, copy: Copy, name: str | None) -> QuantizedArray:

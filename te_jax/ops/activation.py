@@ -90,7 +90,7 @@ def activation(
       >>> te_jax.ops.activation(x, "squared_relu").tolist()
       [[0.0, 0.0, 4.0]]
     """
-    function = _as_function(kind, alpha, None, 0.0)
+    function = as_function(kind, alpha, None, 0.0)
     x = _as_float_array("x", x)
     options = {
         "row_ndim": row_ndim,
@@ -177,7 +177,7 @@ def gated_activation(
       >>> te_jax.ops.gated_activation(gate, up, "relu", limit=2.0, offset=1.0).tolist()
       [[0.0, 6.0]]
     """
-    function = _as_function(kind, alpha, limit, offset)
+    function = as_function(kind, alpha, limit, offset)
     gate, up = _as_float_array("gate", gate), _as_float_array("up", up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
@@ -243,7 +243,12 @@ def _as_float_array(name: str, x: jax.typing.ArrayLike) -> Array:
     return x
 
 
-def _as_function(kind: Kind, alpha: float, limit: float | None, offset: float) -> Function:
+def as_function(kind: Kind, alpha: float, limit: float | None, offset: float) -> Function:
+    """The function that arguments name.
+
+    Raises:
+      ValueError: they name none.
+    """
     if kind not in _KINDS:
         raise ValueError(f"kind is {kind!r}; it must be one of {_KINDS}")
     for name, value in (("alpha", alpha), ("offset", offset)):

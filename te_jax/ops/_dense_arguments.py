@@ -1,0 +1,235 @@
+"""Arguments of layers in FP8: their shapes, the rules for them, and the forms that products take."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import numbers
+import operator
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
+
+from te_jax import native, sharding
+from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
+from te_jax.ops import _fp8
+from te_jax.ops._fp8_products import Layer, quantization_of
+from te_jax.ops._operands import as_array, validate_quantized_array
+from te_jax.ops._plain_dense import ACTIVATIONS, validate_accumulated
+from te_jax.ops.gemm import unsupported
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import DelayedScaling, Recipe
+
+Operand = jax.typing.ArrayLike | QuantizedArray
+
+
+def as_operand(name: str, x: Any) -> Array | QuantizedArray:
+    if not isinstance(x, QuantizedArray):
+        return as_array(name, x)
+    validate_quantized_array(name, x)
+    return x
+
+
+def split(x: Array | QuantizedArray) -> tuple[Array | None, QuantizedArray | None]:
+    """What the gradient of x goes through, if anything, and x in FP8 if it came so."""
+    if not isinstance(x, QuantizedArray):
+        return x, None
+    x8 = dataclasses.replace(x, straight_through=None)
+    return x.straight_through, x8 if x.straight_through is None else lax.stop_gradient(x8)
+
+
+def implementation_for(implementation: native.Implementation | None, recipe: Recipe) -> native.Implementation:
+    """The one that quantization and products have in common. A GPU on which only products would be the reference's is
+    refused: the layer would be slower there than without a recipe."""
+    if not native.use_native(implementation):
+        return "reference"
+    if problem := unsupported(recipe.scalings["activation"][0]):
+        raise native.NativeUnavailableError(
+            f"recipe is {recipe!r}: {problem}; use recipe=None, or implementation='reference', which is slow"
+        )
+    return "native"
+
+
+class Shape(NamedTuple):
+    """The sizes of the groups of dimensions."""
+
+    batch: tuple[int, ...]
+    inner: tuple[int, ...]
+    outer: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Any, name: str, kernel: Any, contracting_ndim: int, kernel_contracting: str) -> Shape:
+        if kernel_contracting not in ("first", "last"):
+            raise ValueError(f"kernel_contracting is {kernel_contracting!r}; it must be 'first' or 'last'")
+        integer = isinstance(contracting_ndim, numbers.Integral) and not isinstance(contracting_ndim, bool)
+        if not integer or contracting_ndim < 1:
+            raise ValueError(f"contracting_ndim is {contracting_ndim!r}; it must be an integer of at least 1")
+        if x.ndim < contracting_ndim:
+            raise ValueError(
+                f"x has shape {x.shape}; contracting_ndim={contracting_ndim} needs at least as many dimensions"
+            )
+        if kernel.ndim <= contracting_ndim:
+            raise ValueError(
+                f"{name} has shape {kernel.shape}; beside its {contracting_ndim} contracted dimensions it needs at "
+                "least one of its own"
+            )
+        first = kernel_contracting == "first"
+        place = contracting_ndim if first else kernel.ndim - contracting_ndim
+        groups = kernel.shape[:place], kernel.shape[place:]
+        inner, outer = groups if first else groups[::-1]
+        if x.shape[-contracting_ndim:] != inner:
+            raise ValueError(
+                f"{name} has shape {kernel.shape}, whose {kernel_contracting} dimensions {inner} are contracted; the "
+                f"last ones of x (the inputs) must be the same, and x has shape {x.shape}"
+            )
+        return cls(x.shape[:-contracting_ndim], inner, outer)
+
+
+# ----------------------------------------------------------------------------------------------------------- validation
+
+
+def validate(
+    x: Any, name: str, kernel: Any, shape: Shape, activation: Any, bias: Any, accumulator: Any, varying: frozenset[str]
+) -> None:
+    """`bias` and `accumulator` with their names; `varying`: the mesh axes over which x or the kernel varies."""
+    for label, array, expected in (
+        ("x", x, x.shape),
+        (name, kernel, kernel.shape),
+        (*bias, shape.outer),
+        (*accumulator, _accumulator_shape(kernel, accumulator[1])),
+    ):
+        if array is None:
+            continue
+        if array.dtype not in FLOATS:
+            raise ValueError(f"{label} has dtype {array.dtype}; it must be {FLOAT_NAMES}: cast it")
+        if array.shape != expected:
+            raise ValueError(
+                f"{label} has shape {array.shape}; for a kernel of shape {kernel.shape} it must be {expected}"
+            )
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be None or one of {ACTIVATIONS}: apply others to y")
+    if 0 in (*shape.inner, *shape.outer):
+        raise ValueError(f"{name} has shape {kernel.shape}; only the batch may be empty")
+    label, accumulator = accumulator
+    if accumulator is not None and (missing := varying - sharding.varying_axes(accumulator)):
+        raise ValueError(
+            f"{label} is the same on all devices along {sorted(missing)}, but each has other tokens or "
+            "another kernel there and accumulates its own part: make it with lax.pcast(…, to='varying') or pass it in "
+            "split, and sum over these axes after the last microbatch"
+        )
+
+
+def _accumulator_shape(kernel: Array | QuantizedArray, accumulator: Array | None) -> tuple[int, ...]:
+    """The kernel's; of one that came quantized, where rows or cols are one dimension, also that which it had before."""
+    if accumulator is None or not isinstance(kernel, QuantizedArray) or accumulator.size != kernel.size:
+        return kernel.shape
+    rows = math.prod(kernel.shape[: kernel.row_ndim])
+    return accumulator.shape if rows in itertools.accumulate(accumulator.shape, operator.mul) else kernel.shape
+
+
+def validate_plain(x: Any, name: str, kernel: Any, label: str, state: Any) -> None:
+    for operand, value in (("x", x), (name, kernel)):
+        if isinstance(value, QuantizedArray):
+            raise ValueError(
+                f"recipe is None, but {operand} is a QuantizedArray; name its recipe or pass {operand}.dequantize()"
+            )
+    if state is not None:
+        raise ValueError(f"{label} is given, but recipe is None; only DelayedScaling has a state")
+
+
+def validate_fp8(
+    x: Any, name: str, kernel: Any, shape: Shape, recipe: Any, label: str, state: Any, kernel_contracting: Any
+) -> None:
+    _fp8.validate_recipe(recipe)
+    for side, sizes in (("in", shape.inner), ("out", shape.outer)):
+        if math.prod(sizes) % FP8_ALIGNMENT:
+            raise ValueError(
+                f"{name} has shape {kernel.shape}, {math.prod(sizes)} features {side}; FP8 products need a multiple of "
+                f"{FP8_ALIGNMENT}: pad them or use recipe=None"
+            )
+    if isinstance(x, QuantizedArray):
+        if isinstance(recipe, DelayedScaling):
+            raise ValueError(
+                f"x is a QuantizedArray, but recipe is {recipe!r}, whose state remembers the amax of x: pass x "
+                "unquantized"
+            )
+        _fp8.validate_quantized(
+            "x", x, recipe, "activation", "data", quantization_of(recipe, "activation", kernel_contracting)
+        )
+        if x.col_ndim != len(shape.inner):
+            raise ValueError(
+                f"x was quantized as {x.row_ndim} rows and {x.col_ndim} cols, shape {x.shape}; quantize it with "
+                f"row_ndim={len(shape.batch)}"
+            )
+    if isinstance(kernel, QuantizedArray):
+        if kernel.straight_through is not None:
+            raise ValueError(
+                f"{name} has straight_through, which is for x: the gradient of a kernel goes to wgrad_accumulator; "
+                "quantize it without"
+            )
+        _fp8.validate_quantized(
+            name, kernel, recipe, "kernel", "transposed" if kernel_contracting == "first" else "data"
+        )
+        groups = kernel.shape[: kernel.row_ndim], kernel.shape[kernel.row_ndim :]
+        if groups != ((shape.inner, shape.outer) if kernel_contracting == "first" else (shape.outer, shape.inner)):
+            raise ValueError(
+                f"{name} was quantized as {kernel.row_ndim} rows and {kernel.col_ndim} cols, shape {kernel.shape}; in "
+                f"and out have sizes {shape.inner} and {shape.outer}: quantize it with that row_ndim"
+            )
+    _fp8.validate_state(recipe, state, label)
+
+
+def sequence_padding(batch: tuple[int, ...], recipe: Recipe, x: Array) -> int:
+    """Tokens to append to every sequence, so that devices which split a batch of sequences cut no block of 128."""
+    symbolic = any(not isinstance(size, int) for size in batch)  # of jax.export
+    if symbolic or len(batch) < 2 or not has_blocks(recipe) or batch[-1] < BLOCK or not sharding.may_be_split(x):
+        return 0
+    return -batch[-1] % BLOCK
+
+
+def has_blocks(recipe: Recipe) -> bool:
+    return recipe.scalings["activation"][0].startswith("block")
+
+
+def whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
+    """The group as it is, or as one dimension where blocks do not divide its last one."""
+    return (math.prod(sizes),) if has_blocks(recipe) and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
+
+
+def validate_differentiated(layer: Layer, x, x8, kernels, _, accumulators, states) -> None:
+    """Refuses choices of derivatives that would be silently wrong."""
+
+    def perturbed(operand: Any) -> bool:
+        return any(leaf.perturbed for leaf in jax.tree.leaves(operand))
+
+    if perturbed(x8):
+        raise NotImplementedError(
+            "x is a QuantizedArray without straight_through, and has no gradient of its own: quantize it with "
+            "straight_through=True, or pass jax.lax.stop_gradient(x)"
+        )
+    for i, (kernel, accumulator, state) in enumerate(zip(kernels, accumulators, states, strict=True)):
+        for_kernel, for_accumulator = perturbed(kernel), perturbed(accumulator)
+        name = f"kernel[{i}]" if kernels[1:] else "kernel"
+        if accumulator is not None:
+            validate_accumulated(for_kernel, for_accumulator)
+        elif for_kernel and isinstance(kernel, QuantizedArray):
+            raise NotImplementedError(
+                f"{name} is a QuantizedArray, which has no gradient of its own: pass wgrad_accumulator and "
+                "differentiate with respect to it (accumulate_gradients in modules), or do not differentiate with "
+                f"respect to {name}"
+            )
+        if perturbed(x) and isinstance(kernel, QuantizedArray) and getattr(kernel, layer.dgrad_copy) is None:
+            raise ValueError(
+                f"{name} has no {layer.dgrad_copy} copy, which the gradient with respect to x reads; quantize it with "
+                "copies='both'"
+            )
+        if (for_kernel or for_accumulator) and x8 is not None and x8.transposed is None:
+            raise ValueError(
+                f"x has no transposed copy, which the gradient with respect to {name} reads; quantize it with "
+                "copies='both'"
+            )
+        _fp8.validate_advanced(state, trained=for_kernel or for_accumulator)
+    if layer.fp8.axis_name:
+        sharding.mapped_axes(layer.fp8.axis_name)
