@@ -211,6 +211,75 @@ def quantization(draw: Draw) -> Call:
     return Call("te_quantize_tensor", [x, floats(1)], results, attributes)
 
 
+def activation(draw: Draw) -> Call:
+    batch, row, col = draw.shape(1), draw.shape(2), draw.shape(2)
+    examples, rows, cols = (math.prod(group) for group in (batch, row, col))
+    gate, absent = ((*batch, *row, *col), draw.one(PLAIN)), ((0,), F32)
+    up = gate if draw.chance(0.7) else absent
+    gated = math.prod(up[0]) > 0
+    attributes: dict[str, Any] = {
+        "kind": draw.one(["silu", "gelu", "relu", "squared_relu"]),
+        "alpha": np.float32(draw.one([1.0, 1.702])),
+        "limit": np.float32(draw.one([7.0, math.inf])),
+        "offset": np.float32(draw.one([0.0, 1.0])),
+        "row_ndim": len(row),
+        "batch_ndim": len(batch),
+    }
+
+    def floats(count: int) -> Array:
+        return ((examples * count,), F32)
+
+    def copies() -> tuple[list[Array], list[bool]]:
+        """data and transposed, and whether each is there: scales are absent with their copy."""
+        code, wanted = draw.one([E4M3, E5M2]), draw.one([(True, True), (True, False), (False, True)])
+        shapes = (gate[0], (*batch, *col, *row))
+        found = [(shape, code) if is_wanted else absent for shape, is_wanted in zip(shapes, wanted, strict=True)]
+        return found, [math.prod(shape) > 0 for shape, _ in found]
+
+    def tensor() -> list[Array]:
+        found, here = copies()
+        scales = [floats(1) if is_here else absent for is_here in here]
+        return [*found, *scales, present(draw, floats(1))]
+
+    def in_blocks() -> list[Array]:
+        found, here = copies()
+        square = [attributes["data_128x128"], attributes["transposed_128x128"]]
+        counts = (
+            blocks(cols) * (blocks(rows) if square[0] else rows),
+            blocks(rows) * (blocks(cols) if square[1] else cols),
+        )
+        scales = [floats(count) if is_here else absent for count, is_here in zip(counts, here, strict=True)]
+        return [found[0], scales[0], found[1], scales[1]]
+
+    def gradient(make: Callable[[], list[Array]]) -> list[Array]:
+        return [*make(), present(draw, floats(blocks(rows) * cols))]
+
+    family = draw.one(["amax", "tensor", "blocks"])
+    target, backward = f"te_activation_{family}", draw.chance(0.6)
+    if backward:
+        target = f"te_activation_gradient_{family}"
+    operands = [gate, up, *([gate] if backward else [])]
+    if family == "amax":
+        return Call(target, operands, [floats(1), *([floats(1) if gated else absent] * backward)], attributes)
+    attributes["power_of_two_scales"] = draw.chance(0.5)
+    if family == "blocks":
+        attributes |= {"data_128x128": draw.chance(0.5), "transposed_128x128": draw.chance(0.5)}
+    make = tensor if family == "tensor" else in_blocks
+    if not backward:
+        return Call(target, operands + [floats(1)] * (family == "tensor"), make(), attributes)
+    results = gradient(make)
+    results += gradient(make) if gated else [absent] * len(results)
+    attributes["y_power_of_two_scales"] = draw.chance(0.5)
+    y = ((*batch, *col, *row), draw.one([E4M3, E5M2])) if draw.chance(0.5) else absent
+    y_scales = 1
+    if family == "blocks":
+        attributes["y_transposed_128x128"] = draw.chance(0.5)
+        y_scales = blocks(rows) * (blocks(cols) if attributes["y_transposed_128x128"] else cols)
+    results += [y, floats(y_scales) if math.prod(y[0]) > 0 else absent]
+    amaxes = [floats(1), floats(1) if gated else absent, floats(1) if y != absent else absent]
+    return Call(target, operands + (amaxes if family == "tensor" else []), results, attributes)
+
+
 def cross_entropy(draw: Draw) -> Call:
     lead = draw.shape(2)
     logits = ((*lead, draw.extent()), draw.one(PLAIN))
@@ -391,7 +460,7 @@ def fits(array: Array) -> bool:
 
 def draw_call(seed: int, number: int) -> tuple[Call, Draw]:
     draw = Draw(seed, number)
-    make: Callable[[Draw], Call] = draw.one([gemm, gemm, quantization, cross_entropy, collective, collective])
+    make: Callable[[Draw], Call] = draw.one([gemm, gemm, quantization, activation, cross_entropy, *(collective,) * 2])
     while True:
         call = make(draw)
         for change in (draw.one(CHANGES) for _ in range(draw.one([0, 0, 1, 1, 1, 2, 3]))):

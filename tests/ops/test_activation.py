@@ -1,0 +1,468 @@
+"""Activation functions against float64: results and gradients in their own dtype, and in FP8."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from activation_oracle import KINDS, assert_quantized_from, assert_rounded, oracle
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from quantize_oracle import E4M3, E5M2, assert_bits, quantization_of
+
+from te_jax import native, ops
+from te_jax.inspect import collectives
+from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
+from te_jax.ops._quantize_kernels import Request
+from te_jax.reference.activation import Function
+
+DTYPES = ("float32", "bfloat16", "float16")
+GPT_OSS = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
+CLIPPED = {"limit": 1.5, "offset": 1.0}  # often
+PAIRS = ("tensor", "1x128", "square and 1x128", "row", "tensor and row")
+each_kind = pytest.mark.parametrize("kind", KINDS)
+axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+def draw(rng, shape, dtype="bfloat16", count=2, scale=2.0):
+    return [jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(dtype) for _ in range(count)]
+
+
+def request(quantization, *, row_ndim=1, copies="both", with_amax=False, with_dbias=False):
+    return Request(quantization, row_ndim, copies, (), (), with_amax, with_dbias)
+
+
+# ------------------------------------------------------------------------------------------------- in their own dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_kind
+def test_results_and_gradients(kind, dtype, rng):
+    gate, up, dy = draw(rng, (7, 3, 50), dtype, count=3, scale=3.0)
+    alpha = 1.702 if kind == "silu" else 1.0
+    for options in ({}, {"limit": 2.0, "offset": 1.0}):
+        y, gradient = jax.vjp(lambda g, u, o=options: ops.gated_activation(g, u, kind, alpha=alpha, **o), gate, up)
+        expected = oracle(kind, gate, up, dy, alpha=alpha, **options)
+        for found, wanted in zip((y, *gradient(dy)), (expected.y, expected.gate, expected.up), strict=True):
+            assert_rounded(found, wanted, dtype)
+    y, gradient = jax.vjp(lambda x: ops.activation(x, kind, alpha=alpha), gate)
+    expected = oracle(kind, gate, None, dy, alpha=alpha)
+    assert_rounded(y, expected.y, dtype)
+    assert_rounded(gradient(dy)[0], expected.gate, dtype)
+
+
+def test_functions_that_jax_knows(rng):
+    (x,) = draw(rng, (100,), "float32", count=1, scale=4.0)
+    for kind, known in (("silu", jax.nn.silu), ("gelu", jax.nn.gelu), ("relu", jax.nn.relu)):
+        np.testing.assert_allclose(ops.activation(x, kind), known(x), rtol=1e-4, atol=2e-6)
+
+
+AT_THE_LIMIT = np.float32([-8, -7.03125, -7, -6.96875, 0, 6.96875, 7, 7.03125, 8])
+
+
+def test_gradients_are_whole_at_the_limit():
+    gate, up = (x.reshape(-1).astype(np.float32) for x in np.meshgrid(AT_THE_LIMIT, AT_THE_LIMIT))
+    dy = np.ones_like(gate)
+    expected = oracle("silu", gate, up, dy, **GPT_OSS)
+    _, gradient = jax.vjp(lambda g, u: ops.gated_activation(g, u, "silu", **GPT_OSS), gate, up)
+    for found, wanted in zip(gradient(dy), (expected.gate, expected.up), strict=True):
+        assert_rounded(found, wanted, "float32")
+        np.testing.assert_array_equal(np.asarray(found) == 0, wanted == 0)
+
+
+@each_kind
+def test_higher_derivatives(kind):
+    def gradient(function):
+        return jax.vmap(jax.grad(function))
+
+    x = jnp.linspace(-3.0, 3.0, 13, dtype=jnp.float32) + np.float32(0.1)
+    second = gradient(jax.grad(lambda x: ops.activation(x, kind)))(x)
+    slopes = [oracle(kind, x + np.float32(h), None, np.ones(13)).gate for h in (-1e-2, 1e-2)]
+    np.testing.assert_allclose(second, (slopes[1] - slopes[0]) / 2e-2, atol=2e-3)
+    _, tangent = jax.jvp(lambda x: ops.activation(x, kind), (x,), (jnp.ones_like(x),))
+    np.testing.assert_allclose(tangent, oracle(kind, x, None, np.ones(13)).gate, atol=2e-6)
+
+
+def test_residuals_are_the_operands(rng):
+    gate, up = draw(rng, (64, 32))
+    _, gradient = jax.vjp(functools.partial(ops.gated_activation, **GPT_OSS), gate, up)
+    assert sum(x.nbytes for x in jax.tree.leaves(gradient)) <= gate.nbytes + up.nbytes
+
+
+# ------------------------------------------------------------------------------------------------------------- in FP8
+
+
+def check_result(kind, gate, up, quantization, implementation, *, row_ndim=None, copies="both", amax=None, **options):
+    """A result in FP8 against that of the operation in its own dtype, and its amax; returns it."""
+    arguments = {
+        "quantization": quantization, "row_ndim": row_ndim, "copies": copies, "amax": amax, "with_amax": True,
+        "implementation": implementation,
+    }  # fmt: skip
+    if up is None:
+        found, own_amax = ops.activation(gate, kind, **options, **arguments)
+        plain = ops.activation(gate, kind, **options)
+    else:
+        found, own_amax = ops.gated_activation(gate, up, kind, **options, **arguments)
+        plain = ops.gated_activation(gate, up, kind, **options)
+    assert (found.data is None, found.transposed is None) == (copies == "transposed", copies == "data")
+    assert_quantized_from(found, plain, quantization, row_ndim=row_ndim, amax=amax)
+    largest = np.abs(np.asarray(plain).astype(np.float64)).max()
+    np.testing.assert_allclose(float(own_amax), largest, rtol=float(jnp.finfo(gate.dtype).eps) + 1e-5)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pair", "kind"), [("1x128 and square", kind) for kind in KINDS] + [(pair, "silu") for pair in PAIRS]
+)
+def test_quantized_results(pair, kind, implementation, rng):
+    gate, up = draw(rng, (200, 260))
+    for operands, options in (((gate, None), {}), ((gate, up), CLIPPED)):
+        check_result(kind, *operands, quantization_of(pair), implementation, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 130), (33, 17), (130, 1), (3, 5, 128)], ids=str)
+def test_shapes_and_dtypes(shape, dtype, implementation, rng):
+    gate, up = draw(rng, shape, dtype)
+    check_result("silu", gate, up, quantization_of("tensor", E5M2), implementation, **GPT_OSS)
+    if len(shape) == 2:
+        check_result("gelu", gate, up, quantization_of("1x128 and square"), implementation)
+    else:
+        check_result("gelu", gate, up, quantization_of("1x128"), implementation, row_ndim=2, copies="data")
+
+
+@pytest.mark.parametrize("copies", ["data", "transposed"])
+@pytest.mark.parametrize("pair", ["tensor", "1x128"])
+def test_one_copy(pair, copies, implementation, rng):
+    gate, up = draw(rng, (140, 72))
+    check_result("silu", gate, up, quantization_of(pair), implementation, copies=copies)
+
+
+@pytest.mark.parametrize("pair", ["tensor", "1x128"])
+def test_power_of_two_scales(pair, implementation, rng):
+    gate, up = draw(rng, (140, 72))
+    found = check_result("silu", gate, up, quantization_of(pair, power_of_two_scales=True), implementation)
+    mantissas, _ = np.frexp(np.asarray(found.scale_inv))
+    assert (mantissas == 0.5).all()
+
+
+@pytest.mark.parametrize("amax", [0.0, 0.25, 100.0])
+def test_scale_from_a_given_amax(amax, implementation, rng):
+    gate, up = draw(rng, (64, 48))
+    check_result("silu", gate, up, quantization_of("tensor"), implementation, amax=jnp.float32(amax))
+
+
+@pytest.mark.parametrize("limit", [None, 7.0])
+def test_values_that_are_not_finite(limit, implementation, rng):
+    """NaN of either operand stays NaN; infinities are clipped where there is a limit."""
+    gate, up = (np.array(x) for x in draw(rng, (128, 256), "float32"))
+    gate[0, 0], up[1, 1], gate[2, 200], up[3, 130] = np.nan, np.nan, np.inf, -np.inf
+    quantization = quantization_of("tensor", E5M2)
+    found, amax = ops.gated_activation(
+        gate, up, "silu", limit=limit, quantization=quantization, amax=jnp.float32(50), with_amax=True,
+        implementation=implementation,
+    )  # fmt: skip
+    data = np.asarray(found.data).astype(np.float32)
+    assert np.isnan(amax)
+    np.testing.assert_array_equal(np.argwhere(np.isnan(data)), [[0, 0], [1, 1]])
+    infinite = [] if limit else [[2, 200], [3, 130]]
+    np.testing.assert_array_equal(np.argwhere(np.isinf(data)).tolist(), infinite)
+    blocks = ops.gated_activation(
+        gate, up, "silu", limit=limit, quantization=quantization_of("1x128"), copies="data",
+        implementation=implementation,
+    )  # fmt: skip
+    poisoned = np.argwhere(np.isnan(np.asarray(blocks.scale_inv)))  # [block of columns, row]
+    np.testing.assert_array_equal(poisoned, [[0, 0], [0, 1]] if limit else [[0, 0], [0, 1], [1, 2], [1, 3]])
+
+
+@pytest.mark.parametrize("pair", ["tensor", "1x128", "row"])
+def test_vmap_gives_each_example_its_scales(pair, implementation, rng):
+    gate, up = draw(rng, (3, 140, 72))
+    gate = gate * jnp.asarray([1, 100, 0.01], gate.dtype)[:, None, None]
+    run = functools.partial(
+        ops.gated_activation, quantization=quantization_of(pair), with_amax=True, implementation=implementation
+    )
+    found = jax.vmap(run)(gate, up)
+    alone = [run(*example) for example in zip(gate, up, strict=True)]
+    jax.tree.map(lambda whole, *parts: assert_bits(whole, np.stack(parts)), found, *alone)
+    shared = jax.vmap(run, in_axes=(0, None))(gate, up[0])
+    jax.tree.map(lambda whole, part: assert_bits(whole[0], part), shared, alone[0])
+
+
+def test_nothing_to_compute(implementation):
+    x = jnp.zeros((0, 8), jnp.bfloat16)
+    found, amax = ops.gated_activation(
+        x, x, quantization=quantization_of("tensor"), with_amax=True, implementation=implementation
+    )
+    assert (found.data.shape, found.transposed.shape, float(amax)) == ((0, 8), (8, 0), 0.0)
+
+
+# ------------------------------------------------------------------------------------------------- gradients in FP8
+
+
+def check_gradients(
+    function, gate, up, dy, gradient, activation, use_native, *, row_ndim=1, amaxes=(None,) * 3, copies="both"
+):
+    """Gradients in FP8 against those in their own dtype, which float64 confirms; dbias and amaxes against float64."""
+    wanted = request(gradient, row_ndim=row_ndim, copies=copies, with_amax=True, with_dbias=True)
+    if up is None:
+        amaxes = (amaxes[0], None, amaxes[2])
+    found = activation_gradients_quantized(function, gate, up, dy, *amaxes, wanted, activation, use_native)
+    limit = None if np.isinf(function.limit) else function.limit
+    expected = oracle(function.kind, gate, up, dy, alpha=function.alpha, limit=limit, offset=function.offset)
+    epsilon = float(jnp.finfo(gate.dtype).eps)
+    for parts, plain, amax in zip(found[:2], (expected.gate, expected.up), amaxes[:2], strict=True):
+        if plain is None:
+            assert parts is None
+            continue
+        assert_quantized_from(
+            parts.array, jnp.asarray(plain.astype(gate.dtype)), gradient, row_ndim=row_ndim, amax=amax
+        )
+        np.testing.assert_allclose(float(parts.amax), np.abs(plain).max(), rtol=epsilon + 1e-5)
+        rows = tuple(range(row_ndim))
+        assert parts.dbias.shape == plain.shape[row_ndim:]
+        bound = (epsilon + 1e-5) * np.abs(plain).sum(axis=rows) + 4e-6 * np.abs(plain).max()
+        assert (np.abs(np.asarray(parts.dbias, np.float64) - plain.sum(axis=rows)) <= bound).all()
+    if activation is None:
+        assert found[2] is None
+    else:
+        assert found[2].data is None
+        plain = jnp.asarray(expected.y.astype(gate.dtype))
+        assert_quantized_from(found[2], plain, activation, row_ndim=row_ndim, amax=amaxes[2])
+    return found
+
+
+GRADIENTS = {
+    "current": (quantization_of("tensor", E5M2), quantization_of("tensor")),
+    "blocks": (quantization_of("1x128 and square"), quantization_of("1x128")),
+    "square blocks": (quantization_of("128x128"), quantization_of("square and 1x128", E5M2, True)),
+    "rows": (quantization_of("row"), quantization_of("row")),
+    "mixed": (quantization_of("1x128"), quantization_of("tensor")),
+    "without y": (quantization_of("1x128"), None),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), [("blocks", kind) for kind in KINDS[1:]] + [(case, "silu") for case in GRADIENTS]
+)
+def test_quantized_gradients(case, kind, implementation, rng):
+    gate, up, dy = draw(rng, (200, 260), count=3)
+    use_native = implementation == "native"
+    alpha = 1.702 if kind == "silu" else 1.0
+    check_gradients(Function(kind, alpha, 1.5, 1.0), gate, up, dy, *GRADIENTS[case], use_native)
+    check_gradients(Function(kind, alpha), gate, None, dy, *GRADIENTS[case], use_native)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 130), (33, 17), (3, 128, 40)], ids=str)
+def test_shapes_and_dtypes_of_gradients(shape, dtype, implementation, rng):
+    gate, up, dy = draw(rng, shape, dtype, count=3)
+    for case in ("current", "blocks"):
+        check_gradients(
+            Function("silu"), gate, up, dy, *GRADIENTS[case], implementation == "native", row_ndim=len(shape) - 1
+        )
+
+
+def test_gradients_with_given_amaxes(implementation, rng):
+    gate, up, dy = draw(rng, (72, 40), count=3)
+    amaxes = tuple(jnp.float32(amax) for amax in (1.0, 20.0, 3.0))
+    use_native = implementation == "native"
+    for copies in ("both", "data", "transposed"):
+        check_gradients(Function("silu"), gate, up, dy, *GRADIENTS["current"], use_native, amaxes=amaxes, copies=copies)
+
+
+def test_gradients_at_the_limit(native_kernels):
+    """In the kernels as in the definition: whole at the limit, and zero beyond it."""
+    gate, up = (jnp.asarray(x.astype(np.float32)) for x in np.meshgrid(AT_THE_LIMIT, AT_THE_LIMIT))
+    for case in ("current", "blocks"):
+        check_gradients(Function("silu", **GPT_OSS), gate, up, jnp.ones_like(gate), *GRADIENTS[case], True)
+
+
+# ------------------------------------------------------------------------------------------------------------ sharded
+
+
+def place(x, mesh, spec):
+    return jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("pair", ["tensor", "1x128 and square"])
+@axis_types
+def test_sharded(axis_type, pair, make_mesh, native_kernels, rng):
+    """Scales are those of the whole array; devices exchange amaxes and dbias only."""
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    gate, up, dy = draw(rng, (1024, 512), count=3)
+    function, quantization = Function("silu", **GPT_OSS), quantization_of(pair)
+
+    def run(gate, up, dy):
+        return (
+            activate_quantized(function, gate, up, None, request(quantization, with_amax=True), True),
+            activation_gradients_quantized(
+                function, gate, up, dy, None, None, None,
+                request(quantization, with_amax=True, with_dbias=True), quantization, True,
+            ),
+        )  # fmt: skip
+
+    whole = jax.jit(run)(gate, up, dy)
+    placed = [place(x, mesh, P("data", "model")) for x in (gate, up, dy)]
+    compiled = jax.jit(run).lower(*placed).compile()
+    found = collectives(compiled)
+    assert {entry.kind for entry in found} <= {"all-reduce"}
+    assert sum(array.elements for entry in found for array in entry.results) <= 2 * 512 + 16, found
+    results = compiled(*placed)
+    for ours, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(whole), strict=True):
+        if ours.ndim == 1:  # dbias, in another order
+            np.testing.assert_allclose(np.asarray(ours), np.asarray(wanted), atol=1e-3)
+        else:
+            assert_bits(ours, wanted)
+    assert results[0].array.data.sharding.spec == P("data", "model")
+    assert results[1][2].transposed.sharding.spec == P("model", "data")
+
+
+@axis_types
+def test_operands_that_lie_differently(axis_type, make_mesh, native_kernels, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    gate, up = draw(rng, (1024, 512))
+    run = functools.partial(ops.gated_activation, quantization=quantization_of("1x128"), implementation="native")
+    found = jax.jit(run)(place(gate, mesh, P("data")), place(up, mesh, P("data", "model")))
+    jax.tree.map(assert_bits, found, run(gate, up))
+
+
+def test_inside_shard_map(make_mesh, implementation, rng):
+    mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
+    gate, up = draw(rng, (1024, 512))
+
+    def local(gate, up):
+        _, amax = ops.gated_activation(
+            gate, up, quantization=quantization_of("tensor"), axis_name={"rows": "data", "cols": "model"},
+            with_amax=True, implementation=implementation,
+        )  # fmt: skip
+        return amax
+
+    specs = P("data", "model")
+    amax = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, specs), out_specs=P()))(gate, up)
+    plain = np.asarray(ops.gated_activation(gate, up)).astype(np.float32)
+    np.testing.assert_allclose(float(amax), np.abs(plain).max(), rtol=0.01)
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+X = jnp.zeros((4, 8), jnp.float32)
+TENSOR, BLOCK = quantization_of("tensor"), quantization_of("1x128")
+
+
+@pytest.mark.parametrize(
+    ("operands", "options", "message"),
+    [
+        ((X, X.astype(jnp.bfloat16)), {}, "up has shape (4, 8) and dtype bfloat16, but gate has shape (4, 8) and"),
+        ((X, X[0]), {}, "up has shape (8,) and dtype float32, but gate has"),
+        ((X.astype(jnp.int32), X), {}, "gate has dtype int32; it must be float32, bfloat16 or float16: cast it"),
+        ((X, X), {"kind": "swish"}, "kind is 'swish'; it must be one of ('silu', 'gelu', 'relu', 'squared_relu')"),
+        ((X, X), {"alpha": np.inf}, "alpha is inf; it must be a finite number"),
+        ((X, X), {"alpha": 2.0, "kind": "gelu"}, "alpha is 2.0, but kind is 'gelu'; only 'silu' has an alpha"),
+        ((X, X), {"offset": jnp.nan}, "offset is nan; it must be a finite number"),
+        ((X, X), {"limit": 0}, "limit is 0; it must be a number above 0, known while tracing, or None"),
+        ((X, X), {"limit": np.nan}, "limit is nan; it must be a number above 0"),
+        ((X, X), {"with_amax": True}, "with_amax is given without quantization"),
+        ((X, X), {"amax": jnp.float32(1)}, "amax is given without quantization"),
+        ((X, X), {"implementation": "native"}, "implementation is given without quantization"),
+        ((X, X), {"quantization": "tensor"}, "quantization is 'tensor'; it must be a Quantization"),
+        ((X[0], X[0]), {"quantization": TENSOR}, "gate has shape (8,); it needs at least two dimensions"),
+        ((X, X), {"quantization": TENSOR, "copies": "rows"}, "copies is 'rows'; it must be one of"),
+        ((X, X), {"quantization": TENSOR, "amax": X}, "amax has shape (4, 8) and dtype float32; it must be a"),
+        ((X, X), {"quantization": BLOCK, "amax": jnp.float32(1)}, "amax is given, but quantization has scaling"),
+    ],
+)
+def test_message_names_argument_value_and_rule(operands, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.gated_activation(*operands, **options)
+
+
+def test_messages_about_one_operand_call_it_x():
+    with pytest.raises(ValueError, match=r"x has dtype int32; it must be float32"):
+        ops.activation(X.astype(jnp.int32))
+    with pytest.raises(ValueError, match=r"row_ndim is 2; for x of shape \(4, 8\) it must be in"):
+        ops.activation(X, quantization=TENSOR, row_ndim=2)
+
+
+def test_quantized_results_have_no_derivative(implementation):
+    def loss(x, run=ops.activation):
+        return run(x, quantization=TENSOR, implementation=implementation).dequantize().sum()
+
+    for derivative in (jax.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
+        with pytest.raises(NotImplementedError, match=r"te_jax.ops.activation has no derivative with quantization"):
+            derivative(X)
+    with pytest.raises(NotImplementedError, match=r"te_jax.ops.gated_activation has no derivative"):
+        jax.grad(lambda x: loss(x, lambda x, **o: ops.gated_activation(x, x, **o)))(X)
+    assert np.isfinite(jax.jit(loss)(jax.lax.stop_gradient(X)))
+
+
+FUNCTION = {"kind": "silu", "alpha": 1.0, "limit": np.inf, "offset": 0.0}
+NONE = jnp.zeros(0)
+
+
+@pytest.mark.parametrize(
+    ("operands", "changed", "message"),
+    [
+        ((X, X), {"kind": "swish"}, "gate is F32[4,8]; it must come with kind silu, gelu, relu or squared_relu"),
+        ((X, X), {"alpha": np.nan}, "gate is F32[4,8]; it must come with a finite alpha and offset"),
+        ((X, X), {"offset": -np.inf}, "gate is F32[4,8]; it must come with a finite alpha and offset"),
+        ((X, X), {"limit": np.nan}, "gate is F32[4,8]; it must come with a limit above 0"),
+        ((X, X), {"limit": -1.0}, "gate is F32[4,8]; it must come with a limit above 0"),
+        ((X, X[:3]), {}, "up is F32[3,8]; it must have 32 elements"),
+        ((X, X.astype(jnp.bfloat16)), {}, "up is BF16[4,8]; it must be of type F32"),
+        ((X, X), {"row_ndim": 3}, "gate is F32[4,8]; it must have batch_ndim (0) and row_ndim (3) dimensions"),
+    ],
+)
+def test_handlers_refuse(operands, changed, message, native_kernels):
+    attributes = FUNCTION | {"row_ndim": 1, "batch_ndim": 0} | changed
+    result = [jax.ShapeDtypeStruct((), np.float32)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"te_activation_amax: {message}")):
+        jax.block_until_ready(
+            jax.jit(lambda *a: native.call("te_activation_amax", result, *a, **attributes))(*operands)
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"gate_data": ((4, 7), E4M3)}, "gate_data is F8E4M3FN[4,7]; it must have 32 elements"),
+        ({"up_data": ((0,), E4M3), "up_transposed": ((0,), E4M3)}, "up_data is F8E4M3FN[0]; it must be there where"),
+        ({"up_scale_inv": ((2,), np.float32)}, "up_scale_inv is F32[2]; it must have 1 elements"),
+        ({"y_transposed": ((8, 4), np.float32)}, "y_transposed is F32[8,4]; it must be float8_e4m3fn or"),
+        ({"up": NONE}, "up_data is F8E4M3FN[4,8]; it must have no elements without up"),
+        ({"dy": X[:2]}, "dy is F32[2,8]; it must have 32 elements"),
+        ({"y_amax": NONE}, "y_amax is F32[0]; it must have 1 elements"),
+    ],
+)
+def test_gradient_handler_refuses(changed, message, native_kernels):
+    operands = {"gate": X, "up": X, "dy": X} | dict.fromkeys(("gate_amax", "up_amax", "y_amax"), jnp.float32(1))
+    scalar, absent = ((), np.float32), ((0,), np.float32)
+    results = {}
+    for name in ("gate", "up"):
+        results |= {f"{name}_data": ((4, 8), E4M3), f"{name}_transposed": ((8, 4), E4M3)}
+        results |= {f"{name}_scale_inv": scalar, f"{name}_transposed_scale_inv": scalar}
+        results |= {f"{name}_amax_out": absent, f"{name}_dbias_partial": absent}
+    results |= {"y_transposed": ((8, 4), E5M2), "y_transposed_scale_inv": scalar}
+    operands |= {name: value for name, value in changed.items() if name in operands}
+    results |= {name: value for name, value in changed.items() if name in results}
+    attributes = FUNCTION | {"row_ndim": 1, "batch_ndim": 0}
+    attributes |= {"power_of_two_scales": False, "y_power_of_two_scales": True}
+
+    def run(*operands):
+        types = [jax.ShapeDtypeStruct(*result) for result in results.values()]
+        return native.call("te_activation_gradient_tensor", types, *operands, **attributes)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"te_activation_gradient_tensor: {message}")):
+        jax.block_until_ready(jax.jit(run)(*operands.values()))
+
+
+def test_handlers_write_amaxes_of_nothing(native_kernels):
+    """Zeros, in memory that was not zero before."""
+    attributes = FUNCTION | {"row_ndim": 1, "batch_ndim": 1}
+    result = [jax.ShapeDtypeStruct((4096,), np.float32)]
+    x = jnp.zeros((4096, 0, 8))
+    compiled = jax.jit(lambda x: native.call("te_activation_amax", result, x, x, **attributes)).lower(x).compile()
+    jax.block_until_ready([jnp.full(4096, jnp.nan) for _ in range(64)])
+    assert (np.asarray(compiled(x)[0]) == 0).all()
