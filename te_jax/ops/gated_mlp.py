@@ -248,6 +248,10 @@ def _forward(layer: Layer, function: Function, *operands):
     y, x8, kernel8s, gate, up, h_amax, amaxes = _run(
         layer, function, x, x8, kernels, biases, states, "both" if with_wgrad else "data", "both"
     )
+
+    def named(amax: Array | None) -> Array | None:
+        return None if amax is None else checkpoint_name(amax, "te_dense_activation")
+
     return y, _Residuals(
         Layouts.of(x, kernels, biases, accumulators),
         _fp8.kept(x8 if with_wgrad else x8.without_transposed(), "transposed", "te_dense_activation"),
@@ -259,8 +263,8 @@ def _forward(layer: Layer, function: Function, *operands):
         up,
         accumulators,
         states,
-        h_amax,
-        tuple(None if amax is None else checkpoint_name(amax, "te_dense_activation") for amax in amaxes),
+        named(h_amax),
+        tuple(map(named, amaxes)),
     )
 
 

@@ -368,6 +368,52 @@ def dense_of_quantized(name, recipe, layouts, **fields):
     )
 
 
+HIDDEN = 256
+MLP_LAYOUTS = {
+    "data parallel": (P("data"), (P(), P(), P()), [("all-reduce", IN * HIDDEN)] * 2 + [("all-reduce", HIDDEN * OUT)]),
+    # Column parallel up to the activation, row parallel after it.
+    "tensor parallel": (
+        P("data"),
+        (P(None, "model"), P(None, "model"), P("model")),
+        [("all-reduce", IN * HIDDEN // 2)] * 2
+        + [("all-reduce", HIDDEN // 2 * OUT), ("all-reduce", TOKENS // 2 * OUT)]
+        + [("all-reduce", TOKENS // 2 * IN)] * 2,
+    ),
+}
+
+
+def gated_mlp(name, recipe, **fields):
+    def draw(rng):
+        shapes = (IN, HIDDEN), (IN, HIDDEN), (HIDDEN, OUT)
+        return {
+            "x": normal(rng, *BATCH, IN),
+            "kernel": tuple(normal(rng, *shape, scale=shape[0] ** -0.5) for shape in shapes),
+        }
+
+    def oracle(x, kernel):
+        gate, up, down = kernel
+        return jnp.matmul(jax.nn.silu(jnp.matmul(x, gate)) * jnp.matmul(x, up), down)
+
+    def layout(x, kernels, collectives):
+        small = dict.fromkeys(("all-reduce", "all-gather"), 4 * (TOKENS + IN + HIDDEN + OUT))
+        return Layout({"x": x, "kernel": kernels}, x, tuple(collectives), small)
+
+    return Operation(
+        name=f"gated_mlp, {name}",
+        draw=draw,
+        call=functools.partial(ops.gated_mlp, recipe=recipe),
+        oracle=oracle,
+        dtypes=("float32",),
+        tolerance=(0.09, 0.15),
+        agreement=2e-2,  # where a sum over devices precedes the activation, its last bits decide how values are rounded
+        differentiable=("x", "kernel"),
+        refuses=dict.fromkeys(("native", "reference"), r"is differentiated once|use recipe=None"),
+        policy=checkpoint_policies.save_fp8_operands_and_preactivations,
+        layouts={name: layout(*of) for name, of in MLP_LAYOUTS.items()},
+        **fields,
+    )
+
+
 ROLES = ("activation", "kernel", "gradient")
 
 
@@ -486,6 +532,8 @@ OPERATIONS = [
     dense_of_several("none", None, TENSOR, variant=True),
     dense_of_quantized("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),
     dense_of_quantized("block", BlockScaling(), TENSOR, variant=True),
+    gated_mlp("block", BlockScaling()),
+    gated_mlp("current", CURRENT, variant=True),
     dense("none", None, (*TENSOR, *FSDP), bias=True, variant=True),
     dense("none, accumulator", None, ("row parallel", *FSDP), dtype="bfloat16", accumulator=True, variant=True),
     all_gather_matmul("plain", None),

@@ -1,0 +1,184 @@
+"""The gated MLP: what it computes is what its layers compute one by one, and in float64."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_oracle import RECIPES
+
+from te_jax import checkpoint_policies, ops
+from te_jax.recipe import DelayedScaling
+from te_jax.testing import assert_close
+
+IN, HIDDEN, OUT = 256, 384, 128
+GPT_OSS = {"kind": "silu", "alpha": 1.702, "limit": 7.0, "offset": 1.0}
+FORWARD, GRADIENT = 0.08, 0.13  # three products one after another, each with the errors of FP8
+
+recipes = pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "none"])
+
+
+def normal(rng, *shape, scale=1.0, dtype="float32"):
+    return jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(dtype)
+
+
+def random_case(rng, batch=(2, 128), dtype="bfloat16", with_bias=True):
+    """(x, kernels, biases, dy)"""
+    kernels = (
+        normal(rng, IN, HIDDEN, scale=IN**-0.5),
+        normal(rng, IN, HIDDEN, scale=IN**-0.5),
+        normal(rng, HIDDEN, OUT, scale=HIDDEN**-0.5),
+    )
+    biases = tuple(normal(rng, k.shape[-1]) if with_bias else None for k in kernels)
+    return normal(rng, *batch, IN, dtype=dtype), kernels, biases, normal(rng, *batch, OUT, dtype=dtype)
+
+
+def states_of(recipe):
+    """Not warm: scales are 1 at first, which is enough for normal data."""
+    return (recipe.init(),) * 3 if isinstance(recipe, DelayedScaling) else None
+
+
+def layer_by_layer(x, kernels, biases, states, *, recipe, implementation=None, **activation):
+    options = {"recipe": recipe, "implementation": implementation}
+    biases, states = biases or (None,) * 3, states or (None,) * 3
+    gate, up = ops.dense(x, kernels[:2], biases[:2], scaling_state=states[:2], **options)
+    h = ops.gated_activation(gate, up, **activation)
+    return ops.dense(h, kernels[2], biases[2], scaling_state=states[2], **options)
+
+
+def fused(x, kernels, biases, states, **options):
+    return ops.gated_mlp(x, kernels, biases, scaling_state=states, **options)
+
+
+def step(function, case, states, **options):
+    """y and all gradients, next states among them."""
+    *operands, dy = case
+    y, vjp = jax.vjp(jax.jit(lambda *operands: function(*operands, **options)), *operands, states)
+    return y, vjp(dy)
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, b, tolerance=tolerance)
+
+
+@recipes
+@pytest.mark.parametrize("activation", [{}, GPT_OSS, {"kind": "gelu"}], ids=["silu", "gpt-oss", "gelu"])
+def test_as_layer_by_layer(activation, recipe, implementation, rng):
+    case, states = random_case(rng), states_of(recipe)
+    options = {"recipe": recipe, "implementation": implementation, **activation}
+    expected = step(layer_by_layer, case, states, **options)
+    # Kernels round exponentials in another way than XLA: h then differs by a unit of bfloat16 here and there.
+    assert_same(step(fused, case, states, **options), expected, tolerance=5e-3)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["block"], RECIPES["current"]], ids=["block", "current"])
+def test_against_float64(recipe, rng):
+    x, kernels, biases, dy = random_case(rng, dtype="float32")
+
+    def oracle(x, kernels, biases):
+        gate, up = (x @ kernels[i] + biases[i][None, None] for i in range(2))
+        return (jax.nn.silu(gate) * up) @ kernels[2] + biases[2][None, None]
+
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (x, kernels, biases, dy))
+        y, vjp = jax.vjp(oracle, *wide[:3])
+        expected = jax.tree.map(np.asarray, (y, vjp(wide[3])))
+    found_y, (*gradients, _) = step(fused, (x, kernels, biases, dy), None, recipe=recipe)
+    assert_close(found_y, expected[0], dtype="float32", tolerance=FORWARD)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected[1]), strict=True):
+        assert_close(a, b, dtype="float32", tolerance=GRADIENT)
+
+
+@pytest.mark.parametrize("batch", [(), (0, 5), (1,), (3, 7), (130,)])
+@pytest.mark.parametrize("recipe", [RECIPES["block"], RECIPES["current"]], ids=["block", "current"])
+def test_any_batch(recipe, batch, rng):
+    case = random_case(rng, batch)
+    assert_same(step(fused, case, None, recipe=recipe), step(layer_by_layer, case, None, recipe=recipe), tolerance=5e-3)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["block"], RECIPES["current"]], ids=["block", "current"])
+def test_quantized_kernels_and_accumulators(recipe, rng):
+    x, kernels, _, dy = random_case(rng)
+    kernel8s = tuple(ops.quantize(k, recipe.quantization("kernel")) for k in kernels)
+    accumulators = tuple(normal(rng, *k.shape) for k in kernels)
+
+    def run(x, kernels, accumulators):
+        return ops.gated_mlp(x, kernels, recipe=recipe, wgrad_accumulator=accumulators)
+
+    y, vjp = jax.vjp(lambda x, a: run(x, kernel8s, a), x, accumulators)
+    dx, sums = vjp(dy)
+    expected_y, (expected_dx, dkernels, *_) = step(fused, (x, kernels, None, dy), None, recipe=recipe)
+    assert_same((y, dx), (expected_y, expected_dx))
+    assert_same(sums, jax.tree.map(jnp.add, accumulators, dkernels))
+
+
+def test_x_in_fp8(rng):
+    recipe = RECIPES["block"]
+    x, kernels, _, dy = random_case(rng)
+
+    def run(x, kernels):
+        x8 = ops.quantize(x, recipe.quantization("activation"), row_ndim=2, straight_through=True)
+        return ops.gated_mlp(x8, kernels, recipe=recipe)
+
+    y, vjp = jax.vjp(jax.jit(run), x, kernels)
+    expected_y, (*expected, _, _) = step(fused, (x, kernels, None, dy), None, recipe=recipe)
+    assert_same((y, vjp(dy)), (expected_y, tuple(expected)), tolerance=0.0)
+
+
+def test_policies_keep_what_the_backward_pass_reads(rng):
+    """No product runs twice, and h is not kept: gate and up are, and x and the kernels in FP8."""
+    case = random_case(rng, with_bias=False)[:2]
+    policy = checkpoint_policies.save_fp8_operands_and_preactivations
+    mlp = jax.checkpoint(lambda x, kernels: ops.gated_mlp(x, kernels, recipe=RECIPES["block"]).sum(), policy=policy)
+    plain = jax.jit(jax.grad(lambda x, k: ops.gated_mlp(x, k, recipe=RECIPES["block"]).sum(), (0, 1)))
+    text = jax.jit(jax.grad(mlp, (0, 1))).lower(*case).as_text()
+    assert text.count("te_gemm") == plain.lower(*case).as_text().count("te_gemm")
+
+
+def test_one_pass_for_the_activation(rng):
+    """In a program with block scaling h and the gradients of gate and up are never quantized apart."""
+    x, kernels, _, _ = random_case(rng)
+    step = jax.jit(jax.value_and_grad(lambda x, k: ops.gated_mlp(x, k, recipe=RECIPES["block"]).sum(), (0, 1)))
+    names = re.findall(r"te_activation\w+|te_quantize\w+", step.lower(x, kernels).as_text())
+    assert names.count("te_activation_blocks") == names.count("te_activation_gradient_blocks") == 1
+    assert names.count("te_quantize_blocks") == 5  # x, three kernels, dy
+
+
+X, KERNEL = (
+    jnp.zeros((32, IN), jnp.bfloat16),
+    (jnp.zeros((IN, HIDDEN)), jnp.zeros((IN, HIDDEN)), jnp.zeros((HIDDEN, OUT))),
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("kernel must be a tuple of three", {"kernel": KERNEL[:2]}),
+        (
+            "kernel[1] has shape (256, 128), but kernel[0] has (256, 384)",
+            {"kernel": (KERNEL[0], KERNEL[2][:256], KERNEL[2])},
+        ),
+        ("kernel[2] has shape (256, 384), whose first dimensions (256,)", {"kernel": (*KERNEL[:2], KERNEL[0])}),
+        ("bias[1] has shape (3,)", {"bias": (None, jnp.zeros(3), None)}),
+        ("kind is 'tanh'; it must be one of", {"kind": "tanh"}),
+        ("limit is -1.0; it must be a number above 0", {"limit": -1.0}),
+        ("scaling_state[0] is None; DelayedScaling needs", {"recipe": DelayedScaling()}),
+        ("kernel is a tuple of 3, so wgrad_accumulator must be one too", {"wgrad_accumulator": KERNEL[0]}),
+    ],
+)
+def test_errors(message, changes):
+    arguments = {"x": X, "kernel": KERNEL, "recipe": RECIPES["block"]} | changes
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.gated_mlp(**arguments)
+
+
+def test_second_derivatives_are_errors(rng):
+    x, kernels, *_ = random_case(rng, dtype="float32")
+    gradient = jax.grad(lambda x: ops.gated_mlp(x, kernels, recipe=RECIPES["block"]).sum())
+    with pytest.raises(NotImplementedError, match="is differentiated once"):
+        jax.grad(lambda x: gradient(x).sum())(x)
+    with pytest.raises(NotImplementedError, match="reverse mode"):
+        jax.jvp(lambda x: ops.gated_mlp(x, kernels, recipe=RECIPES["block"]), (x,), (x,))
