@@ -1,11 +1,14 @@
 """A QuantizedArray as a user meets it: in NumPy, in comparisons, printed, and its size."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from te_jax import ops, recipe
+from te_jax.quantized import _of_children
 from te_jax.testing import assert_close
 
 
@@ -70,3 +73,52 @@ def test_nbytes_are_those_of_all_arrays(quantized):
     assert quantized.without_transposed().nbytes == data
     assert quantized.without_data().nbytes == transposed
     assert jax.eval_shape(lambda q: q, quantized).nbytes == quantized.nbytes
+
+
+# ---------------------------------------------------------------------------------------------------- straight_through
+
+
+@pytest.fixture
+def with_gradient(rng):
+    x = jnp.asarray(rng.standard_normal((256, 384)), jnp.bfloat16)
+    return ops.quantize(x, recipe.CurrentScaling().quantization("activation"), straight_through=True)
+
+
+def test_straight_through_is_a_leaf_where_it_is_there(with_gradient):
+    without = dataclasses.replace(with_gradient, straight_through=None)
+    assert len(jax.tree.leaves(with_gradient)) == 5
+    assert len(jax.tree.leaves(without)) == 4
+    assert repr(with_gradient) == repr(without)[:-1] + ", straight_through)"
+    assert with_gradient.nbytes == without.nbytes + 2 * with_gradient.size
+    assert with_gradient.shape == with_gradient.straight_through.shape
+    np.testing.assert_array_equal(np.asarray(with_gradient), np.asarray(without))
+    shapes = jax.tree.map(jnp.shape, with_gradient.without_transposed())
+    assert repr(shapes).endswith("transposed=None, transposed_scale_inv=None, straight_through=(256, 384))")
+
+
+def test_copies_keep_straight_through(with_gradient):
+    for kept in (with_gradient.without_data(), with_gradient.without_transposed(), with_gradient.named("name")):
+        assert kept.straight_through is not None
+        np.testing.assert_array_equal(kept.straight_through, 0.0)
+
+
+@pytest.mark.parametrize("part", ["all", "without straight_through", "transposed"])
+def test_export(part, with_gradient):
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+    q = with_gradient if part == "all" else dataclasses.replace(with_gradient, straight_through=None)
+    q = q.without_data() if part == "transposed" else q
+    exported = jax.export.export(jax.jit(lambda q: q))(q)
+    after = jax.export.deserialize(exported.serialize()).call(q)
+    assert jax.tree.structure(after) == jax.tree.structure(q)
+    jax.tree.map(np.testing.assert_array_equal, after, q)
+
+
+def test_programs_exported_before_it_are_read(quantized):
+    """They have a child fewer."""
+    children, meta = [quantized.data, quantized.scale_inv, None, None], _meta(quantized)
+    assert repr(_of_children(meta, children)) == repr(quantized.without_transposed())
+    assert repr(_of_children(meta, [*children, None])) == repr(quantized.without_transposed())
+
+
+def _meta(q):
+    return tuple(getattr(q, name) for name in ("row_ndim", "col_ndim", "scaling", "transposed_scaling", "dtype"))

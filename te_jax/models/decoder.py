@@ -237,16 +237,17 @@ class _WholeProjections:
     implementation: Implementation | None
 
     def from_stream(self, x: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, ...]:
-        return tuple(self.to_stream(x, name) for name in names)
-
-    def to_stream(self, x: jax.Array, name: str) -> jax.Array:
+        state = self.scaling_state
         return ops.dense(
             x,
-            self.layer[name],
+            tuple(self.layer[name] for name in names),
             recipe=self.config.recipe,
-            scaling_state=None if self.scaling_state is None else self.scaling_state[name],
+            scaling_state=None if state is None else tuple(state[name] for name in names),
             implementation=self.implementation,
         )
+
+    def to_stream(self, x: jax.Array, name: str) -> jax.Array:
+        return self.from_stream(x, (name,))[0]
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array:

@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"recipe is 'block': it needs to be a Recipe"):
         dataclasses.replace(PLAIN, recipe="block")
     odd = dataclasses.replace(PLAIN, mlp_size=40, recipe=CurrentScaling())
-    with pytest.raises(ValueError, match=r"kernel has shape \(32, 40\), 40 features out; .* multiple of 16"):
+    with pytest.raises(ValueError, match=r"kernel\[0\] has shape \(32, 40\), 40 features out; .* multiple of 16"):
         jax.eval_shape(lambda key: apply(init(odd, key), tokens, odd), jax.random.key(0))
     params = jax.eval_shape(functools.partial(init, PLAIN), jax.random.key(0))
     delayed = dataclasses.replace(PLAIN, recipe=DelayedScaling())

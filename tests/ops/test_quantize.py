@@ -1,5 +1,6 @@
 """FP8 copies, scales, largest magnitudes and dbias, bit for bit against NumPy, over shapes, dtypes and scalings."""
 
+import dataclasses
 import functools
 import re
 
@@ -369,6 +370,48 @@ def test_it_has_no_gradient(implementation, rng):
             np.testing.assert_allclose(differentiate(straight_through)(x), 2 * dequantized(x), rtol=1e-5, atol=1e-6)
             gradient, _ = jax.grad(lambda x: (jnp.sum(x), dequantized(x)), has_aux=True)(x)
             assert_bits(gradient, np.ones((16, 32), np.float32))
+
+
+def test_straight_through_alone_has_the_gradient(implementation, rng):
+    """The values are those without. Any part of a gradient that comes through FP8 values or scales is an error."""
+    x = jnp.asarray(random_case(rng, (16, 32), "bfloat16", edges=0.2))
+    factor = jnp.asarray(rng.standard_normal((16, 32)), jnp.bfloat16)
+
+    def quantized(x, straight_through=True):
+        options = {"implementation": implementation, "straight_through": straight_through, "with_amax": True}
+        return ops.quantize(x, quantization_of("tensor"), **options)
+
+    q, amax = quantized(x)
+    assert_bits(q.straight_through, np.zeros((16, 32), x.dtype))
+    without = jax.tree.leaves(quantized(x, straight_through=False))
+    for one, other in zip(jax.tree.leaves((dataclasses.replace(q, straight_through=None), amax)), without, strict=True):
+        assert_bits(one, other)
+
+    def through(x):
+        return jnp.sum(quantized(x)[0].straight_through * factor)
+
+    def leaking(part):
+        def loss(x):
+            q, amax = quantized(x)
+            leak = amax if part == "amax" else jnp.sum(getattr(q, part).astype(jnp.float32))
+            return through(x).astype(jnp.float32) + leak
+
+        return loss
+
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        assert_bits(jax.grad(wrap(through))(x), factor)
+        for part in ("data", "scale_inv", "transposed", "transposed_scale_inv", "amax"):
+            with pytest.raises(NotImplementedError, match=r"quantize has no derivative.*te_jax.ops.dense"):
+                jax.eval_shape(jax.grad(wrap(leaking(part))), x)
+    each = jax.vmap(jax.grad(through))(jnp.stack([x, 2 * x]))
+    assert_bits(each, jnp.stack([factor, factor]))
+    twice = jnp.asarray([1, 3], jnp.bfloat16)
+    shared = jax.grad(lambda x: jnp.sum(jax.vmap(lambda scale: scale * through(x))(twice)))
+    examples = jax.grad(lambda x: jnp.sum(jax.vmap(lambda s, x: s * through(x), in_axes=(0, None))(twice, x)))
+    for run in (shared, examples):
+        assert_bits(run(x), 4 * factor)
+    with pytest.raises(NotImplementedError, match=r"quantize has no derivative"):
+        jax.jvp(through, (x,), (x,))
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ TENSOR, ROW, BLOCK = (quantization_of(name) for name in ("tensor", "row", "1x128
         (X, TENSOR, {"axis_name": {"row": "data"}}, "axis_name has keys ['row']; they must be out of"),
         (jnp.zeros((3, 5, 8)), BLOCK, {}, "x has rows of shape (3, 5); blocks of 128 along them need"),
         (jnp.zeros((3, 5, 8)), BLOCK, {"row_ndim": 1}, "x has cols of shape (5, 8); blocks of 128 along them need"),
+        (X, TENSOR, {"straight_through": "yes"}, "straight_through is 'yes'; it must be True or False"),
         (X, TENSOR, {"implementation": "cuda"}, "implementation is 'cuda'; it must be None,"),
     ],
 )
