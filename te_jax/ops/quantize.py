@@ -188,8 +188,8 @@ def _validate(name: str, x: Array, request: Request) -> None:
         raise ValueError(f"{name} has shape {x.shape}; it needs at least two dimensions, rows and cols: reshape it")
     if not 1 <= request.row_ndim < x.ndim:
         raise ValueError(
-            f"row_ndim is {request.row_ndim}; for {name} of shape {x.shape} it must be in [1, {x.ndim - 1}], so that rows "
-            "and cols have a dimension each"
+            f"row_ndim is {request.row_ndim}; for {name} of shape {x.shape} it must be in [1, {x.ndim - 1}], so that "
+            "rows and cols have a dimension each"
         )
     if request.copies not in _COPIES:
         raise ValueError(f"copies is {request.copies!r}; it must be one of {_COPIES}")

@@ -176,7 +176,7 @@ def test_amax_of_no_values_beside_a_quantization(native_kernels):
 def test_scales_of_absent_copies_are_refused(native_kernels):
     """No kernel writes them."""
     results = NOTHING | {"scale_inv": ((4096,), F32)}
-    message = "scale_inv is F32[4096]; it must have no elements where its copy of x has none"
+    message = "scale_inv is F32[4096]; it must have no elements where its copy has none"
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)):
         jax.block_until_ready(
             call_on_nothing("te_quantize_tensor", (4096, 0), results.values(), 1, power_of_two_scales=False)
