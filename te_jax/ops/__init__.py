@@ -1,8 +1,9 @@
 """The operations, as functions on arrays: everything else in te_jax stands on these."""
 
+from te_jax.ops.attention import attention
 from te_jax.ops.dense import dense
 from te_jax.ops.gemm import GemmResult, gemm
 from te_jax.ops.quantize import quantize
 from te_jax.ops.softmax_cross_entropy import softmax_cross_entropy
 
-__all__ = ["GemmResult", "dense", "gemm", "quantize", "softmax_cross_entropy"]
+__all__ = ["GemmResult", "attention", "dense", "gemm", "quantize", "softmax_cross_entropy"]
