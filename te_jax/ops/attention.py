@@ -14,11 +14,12 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from te_jax import reference, sharding
 from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
+from te_jax._core.derivatives import not_differentiated
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops import _cudnn_attention
 from te_jax.ops._cudnn_attention import Masks
@@ -250,6 +251,7 @@ def _backward(settings: _Settings, residuals, cotangents):
     inputs = {**operands, "out": out, "lse": lse, "dout": dout}
     if not isinstance(dlse, SymbolicZero):
         inputs["dlse"] = dlse
+    inputs = {name: not_differentiated(x, _REVERSE_MODE) for name, x in inputs.items()}
     gradients = _Split.of(inputs, tuple(wanted)).backward(*inputs.values(), settings=settings)
     return ({**dict.fromkeys(operands), **dict(zip(wanted, gradients, strict=True))},)
 
@@ -332,7 +334,7 @@ def _backward_on_shards(split: _Split):
 
 def _local_forward(*arrays: Array, axes, split: _Split, settings: _Settings) -> tuple[Array, ...]:
     del axes
-    operands = dict(zip(split.names, arrays, strict=True))
+    operands = dict(zip(split.names, sharding.varying_together(arrays), strict=True))
     by_cudnn = functools.partial(_cudnn_attention.forward, masks=settings.masks)
     return _by_platform(operands, operands, by_cudnn, settings.by_xla, settings)
 
@@ -343,7 +345,8 @@ def _local_backward(*arrays: Array, axes, split: _Split, settings: _Settings) ->
         factors = (set(split.terms()[name].translate({ord("("): " "}).split()) for name in split.wanted)
         missing = [tuple(axis for name in axes if name not in own for axis in axes[name]) for own in factors]
         return tuple(lax.psum(x, over) if over else x for x, over in zip(gradients, missing, strict=True))
-    inputs = dict(zip(split.names, arrays, strict=True))
+    # All vary alike, or JAX would itself sum gradients of what does not, and only XLA's.
+    inputs = dict(zip(split.names, sharding.varying_together(arrays), strict=True))
     operands = {name: x for name, x in inputs.items() if name not in ("out", "lse", "dout", "dlse")}
 
     def by_cudnn(inputs: Operands):
@@ -375,39 +378,47 @@ def _by_platform(
     problem = _cudnn_attention.problem(
         operands, backward=backward, lse_cotangent="dlse" in inputs, max_mask_bytes=settings.max_score_bytes
     )
-    types = jax.make_jaxpr(by_xla)(inputs).out_avals
-
-    def refused(message: str):
-        return lambda inputs: tuple(_refused_p.bind(*inputs.values(), types=tuple(types), message=message))
-
-    named = settings.implementation == "cudnn"
-    elsewhere = refused("implementation is 'cudnn', and the program is not for CUDA: use None") if named else by_xla
+    names = tuple(inputs)
+    by_xla, by_cudnn = (
+        functools.partial(lambda function, *arrays: function(dict(zip(names, arrays, strict=True))), function)
+        for function in (by_xla, by_cudnn)
+    )
+    elsewhere = on_cuda = xla = jax.make_jaxpr(by_xla)(*inputs.values())
     if problem is None:
-        on_cuda = by_cudnn
-    elif named:
-        on_cuda = refused(f"{problem}; or use implementation=None")
+        on_cuda = jax.make_jaxpr(by_cudnn)(*inputs.values())
+    elif settings.implementation == "cudnn":
+        on_cuda = f"{problem}; or use implementation=None"
     else:
-        on_cuda = by_xla
-        batch_and_time, heads = operands["query"].shape[:-2], operands["query"].shape[-2]
+        *batch_and_time, heads, _ = operands["query"].shape
         sizes = (*batch_and_time, heads, operands["key"].shape[-3])
         known = all(isinstance(size, int) for size in sizes)
         if not known or 4 * math.prod(sizes) > settings.max_score_bytes:
             size = f"{4 * math.prod(sizes)} bytes" if known else "an unknown size"
-            on_cuda = refused(
-                f"{problem}; or let XLA hold scores of {size} in {'the backward pass' if backward else 'float32'}, which "
-                f"is more than max_score_bytes={settings.max_score_bytes}: raise it, or use implementation='xla'"
+            on_cuda = (
+                f"{problem}; or let XLA hold scores of {size}, more than max_score_bytes={settings.max_score_bytes}: "
+                "raise it, or use implementation='xla'"
             )
-    return tuple(lax.platform_dependent(inputs, cuda=on_cuda, default=elsewhere))
+    if settings.implementation == "cudnn":
+        elsewhere = "implementation is 'cudnn', and the program is not lowered for CUDA: use None"
+    return tuple(_platform_p.bind(*inputs.values(), types=tuple(xla.out_avals), cuda=on_cuda, default=elsewhere))
 
 
-# An operation that cannot be lowered, in a branch for a platform that a program may not be for.
-_refused_p = Primitive("te_refused")
-_refused_p.multiple_results = True
-_refused_p.def_abstract_eval(lambda *_, types, message: types)
+# Runs the jaxpr of the platform that a program is lowered for, or raises its message. lax.platform_dependent would
+# leave a conditional in the program.
+_platform_p = Primitive("te_by_platform")
+_platform_p.multiple_results = True
+_platform_p.def_abstract_eval(lambda *_, types, **__: types)
 
 
-def _refuse(*_, types, message: str):
-    raise ValueError(message)
+def _lower(platform: str):
+    def rule(ctx: mlir.LoweringRuleContext, *values: Any, types: Any, **choices: Any):
+        del types
+        if isinstance(message := choices[platform], str):
+            raise ValueError(message)
+        return mlir.lower_fun(jaxpr_as_fun(choices[platform]), multiple_results=True)(ctx, *values)
+
+    return rule
 
 
-mlir.register_lowering(_refused_p, _refuse)
+mlir.register_lowering(_platform_p, _lower("default"))
+mlir.register_lowering(_platform_p, _lower("cuda"), platform="cuda")
