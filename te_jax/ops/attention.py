@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -228,13 +228,17 @@ def _run(operands: dict[str, Array], settings: _Settings, return_lse: bool) -> t
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(settings: _Settings, operands: dict[str, Array]) -> tuple[Array, Array]:
+    return _named_results(settings, operands)
+
+
+def _named_results(settings: _Settings, operands: dict[str, Array]) -> tuple[Array, Array]:
     out, lse = _Split.of(operands).forward(*operands.values(), settings=settings)
     return checkpoint_name(out, "te_attention_output"), checkpoint_name(lse, "te_attention_lse")
 
 
 def _forward(settings: _Settings, primals: dict[str, Any]):
     operands = {name: primal.value for name, primal in primals.items()}
-    out, lse = _attention(settings, operands)
+    out, lse = _named_results(settings, operands)
     # The gradient of a bias costs as much as the bias: None, which unlike a bool has no array, where no one wants it.
     constant_bias = None if "bias" in primals and not primals["bias"].perturbed else ()
     return (out, lse), (operands, out, lse, constant_bias)
@@ -251,9 +255,11 @@ def _backward(settings: _Settings, residuals, cotangents):
     inputs = {**operands, "out": out, "lse": lse, "dout": dout}
     if not isinstance(dlse, SymbolicZero):
         inputs["dlse"] = dlse
-    inputs = {name: not_differentiated(x, _REVERSE_MODE) for name, x in inputs.items()}
+    inputs = cast(dict[str, Array], not_differentiated(cast(Any, inputs), _REVERSE_MODE))
     gradients = _Split.of(inputs, tuple(wanted)).backward(*inputs.values(), settings=settings)
-    return ({**dict.fromkeys(operands), **dict(zip(wanted, gradients, strict=True))},)
+    # Where types say that a sequence is split, which is gathered here, so is its gradient.
+    given = {name: sharding.Layout.of(operands[name]).apply(x) for name, x in zip(wanted, gradients, strict=True)}
+    return ({**dict.fromkeys(operands), **given},)
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)
