@@ -1,4 +1,6 @@
-"""What `jax.checkpoint` keeps of layers: FP8 operands in one byte a value, results of attention; the rest is recomputed.
+"""What `jax.checkpoint` keeps of layers: FP8 operands in one byte a value, and results of attention.
+
+The rest is recomputed.
 
     layer = jax.checkpoint(layer, policy=te_jax.checkpoint_policies.save_fp8_operands)
 
@@ -25,7 +27,13 @@ from typing import Any
 
 import jax
 
-__all__ = ["Policy", "offload_fp8_operands", "save_attention", "save_fp8_operands", "save_fp8_operands_and_preactivations"]
+__all__ = [
+    "Policy",
+    "offload_fp8_operands",
+    "save_attention",
+    "save_fp8_operands",
+    "save_fp8_operands_and_preactivations",
+]
 
 Policy = Callable[..., Any]
 

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention on local arrays, as JAX's XLA calls it; the one place that touches JAX's private names for it.
+"""cuDNN's fused attention on local arrays, as XLA calls it: the one place that touches JAX's private names for it.
 
 JAX's public function asks for cuDNN on the machine that traces, keeps residuals without names, and returns the
 log-sum-exp in the dtype of the query. Here the same custom calls are emitted directly. JAX writes their configuration,
@@ -86,7 +86,9 @@ def problem(operands: Operands, *, backward: bool, lse_cotangent: bool, max_mask
         return f"query and key have lengths {t} and {s}, which with bias or segment_ids must be even: pad them"
     if lse_cotangent and head_dim + _LSE_COLUMNS > largest:
         most = largest - _LSE_COLUMNS
-        return f"query has a head_dim of {head_dim}, and with a gradient through the log-sum-exp cuDNN takes up to {most}"
+        return (
+            f"query has a head_dim of {head_dim}, and with a gradient through the log-sum-exp cuDNN takes up to {most}"
+        )
     for wrong, reason in (
         # Known errors of cuDNN, silent ones. The version is known where a program is traced beside a GPU only.
         (version in ((9, 10, 0), (9, 10, 1)), "cuDNN 9.10.0 and 9.10.1 compute attention wrongly: upgrade cuDNN"),
@@ -139,67 +141,63 @@ def backward(
 ) -> tuple[Array, ...]:
     """Gradients of the wanted operands.
 
-    cuDNN computes P = exp(scores - lse), δ = Σ dout · out and dscores = P (dP - δ): with the output and log-sum-exp that
-    include the sinks these are right with sinks as well.
-
-    It takes no cotangent of the log-sum-exp, which adds P · dlse to dscores. That is smuggled in as columns of dout in
-    which value is 1 and out is 0: they add dlse to dP, and nothing to δ. Three columns hold a float32 as a sum.
+    cuDNN computes P = exp(scores - lse), δ = Σ dout · out and dscores = P (dP - δ). With an output and a log-sum-exp
+    that include the sinks all of these are right, and dsinks = Σ exp(sinks - lse) (dlse - δ).
     """
+    gradients: dict[str, Array] = {}
     rows = _rows_with_keys(operands, masks)
-    steady_lse = lse
     if rows is not None:
         dout = jnp.where(rows[..., None, None], dout, 0.0)
-        steady_lse = jnp.where(rows[..., None, :], lse, 0.0)  # exp(-inf - 0) is 0, where exp(-inf + inf) is NaN
-        dlse_of_scores = None if dlse is None else jnp.where(rows[..., None, :], dlse, 0.0)
-    else:
-        dlse_of_scores = dlse
-    widened, wide_out, wide_dout = operands, out, dout
-    if dlse_of_scores is not None:
-        head_dim = out.shape[-1]
-        parts = _summands(dlse_of_scores, dout.dtype)
-        column = jnp.stack([jnp.swapaxes(part, -1, -2) for part in parts], axis=-1)
-        wide_dout = _with_columns(dout, column)
-        wide_out = _with_columns(out)
-        widened = {
-            **operands,
-            "query": _with_columns(operands["query"]),
-            "key": _with_columns(operands["key"]),
-            "value": _with_columns(operands["value"], jnp.ones((*operands["value"].shape[:-1], 3), out.dtype)),
-        }
-    call = _Call.of(widened, masks)
+    if "sinks" in wanted:
+        delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+        share = jnp.exp(_sinks(operands) - lse) * ((0.0 if dlse is None else dlse) - jnp.swapaxes(delta, -1, -2))
+        gradients["sinks"] = jnp.sum(share, axis=(-1, -3)).astype(operands["sinks"].dtype)
+    if rows is not None:
+        lse = jnp.where(rows[..., None, :], lse, 0.0)  # exp(-inf - 0) is 0, where exp(-inf + inf) is NaN
+        dlse = None if dlse is None else jnp.where(rows[..., None, :], dlse, 0.0)
+
+    wide_out, wide_dout = out, dout
+    if dlse is not None:
+        wide_out, wide_dout = _with_columns(out), _with_columns(dout, _summands(jnp.swapaxes(dlse, -1, -2), dout.dtype))
+    call = _Call.of(operands if dlse is None else _with_lse_columns(operands), masks)
     dquery, dkey, dvalue, *dbias = call.run(
         call.inputs,
         call.bias if "bias" in wanted else [],
         *call.inputs,
-        steady_lse.reshape(call.batch, call.heads, call.t),
+        lse.reshape(call.batch, call.heads, call.t),
         call.folded(wide_dout),
         *call.bias,
         call.folded(wide_out),
         *call.lengths,
         backward=True,
     )
-    if dlse_of_scores is not None:
-        dquery, dkey, dvalue = (x[..., :head_dim] for x in (dquery, dkey, dvalue))
-    gradients = {
-        "query": dquery.reshape(operands["query"].shape),
-        "key": dkey.reshape(operands["key"].shape),
-        "value": dvalue.reshape(operands["value"].shape),
-    }
+    for name, gradient in (("query", dquery), ("key", dkey), ("value", dvalue)):
+        gradients[name] = gradient[..., : out.shape[-1]].reshape(operands[name].shape)
     if rows is not None:
         gradients["query"] = jnp.where(rows[..., None, None], gradients["query"], 0.0)
     if "key_lengths" in operands:
         lengths = operands["key_lengths"][..., None]
-        filled = lax.broadcasted_iota(jnp.int32, (*lengths.shape[:-1], operands["key"].shape[-3]), lengths.ndim - 1)
-        filled = (filled < lengths)[..., None, None]
+        positions = lax.broadcasted_iota(jnp.int32, (*lengths.shape[:-1], call.s), lengths.ndim - 1)
         for name in ("key", "value"):
-            gradients[name] = jnp.where(filled, gradients[name], 0.0)
+            gradients[name] = jnp.where((positions < lengths)[..., None, None], gradients[name], 0.0)
     if dbias:
         gradients["bias"] = _unbroadcast(dbias[0], operands["bias"], operands["query"].shape[:-3])
-    if "sinks" in wanted:
-        delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-        share = jnp.exp(_sinks(operands) - lse) * ((0.0 if dlse is None else dlse) - jnp.swapaxes(delta, -1, -2))
-        gradients["sinks"] = jnp.sum(share, axis=(-1, -3)).astype(operands["sinks"].dtype)
     return tuple(gradients[name] for name in wanted)
+
+
+def _with_lse_columns(operands: Operands) -> Operands:
+    """The operands with columns through which the backward pass takes a cotangent of the log-sum-exp.
+
+    cuDNN has no argument for it. It adds P · dlse to dscores: with columns of dout that hold dlse, where value is 1 and
+    out is 0, dP grows by dlse and δ does not. Three columns of half precision hold a float32 as a sum.
+    """
+    ones = jnp.ones((*operands["value"].shape[:-1], 3), operands["value"].dtype)
+    return {
+        **operands,
+        "query": _with_columns(operands["query"]),
+        "key": _with_columns(operands["key"]),
+        "value": _with_columns(operands["value"], ones),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +208,7 @@ class _Call:
     t: int
     s: int
     heads: int
-    inputs: tuple[Array, Array, Array]
+    inputs: tuple[Array, ...]
     bias: tuple[Array, ...]
     lengths: tuple[Array, ...]
     masks: Masks
@@ -257,8 +255,8 @@ class _Call:
 
         cuDNN gives the dimensions of the former as [B, N, T, H], with T outside of N in memory.
         """
-        types = [((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), x.dtype) for x in like] + [(x.shape, x.dtype) for x in others]
-        types.append(((0,), jnp.uint8))  # a workspace, which XLA gives its size
+        shapes = [tuple(x.shape[i] for i in (0, 2, 1, 3)) for x in like] + [x.shape for x in others]
+        types = [*zip(shapes, (x.dtype for x in (*like, *others)), strict=True), ((0,), jnp.uint8)]  # XLA's workspace
         target = f"__cudnn$fmha{'ScaleBias' if self.bias else ''}Softmax{'Backward' if backward else ''}"
         *found, _ = jax.ffi.ffi_call(
             target,
@@ -313,20 +311,20 @@ def _sinks(operands: Operands) -> Array:
     return operands["sinks"].astype(jnp.float32)[..., None, :, None]
 
 
-def _summands(x: Array, dtype) -> list[Array]:
-    """Three numbers of the dtype that add up to x."""
+def _summands(x: Array, dtype) -> Array:
+    """Three numbers of the dtype that add up to x, along a new last dimension."""
     parts = []
     for _ in range(3):
         parts.append(x.astype(dtype))
         x = x - parts[-1].astype(x.dtype)
-    return parts
+    return jnp.stack(parts, axis=-1)
 
 
 def _with_columns(x: Array, columns: Array | None = None) -> Array:
     """x with more values in each head: first the columns, then zeros."""
-    missing = _LSE_COLUMNS - (0 if columns is None else columns.shape[-1])
-    zeros = jnp.zeros((*x.shape[:-1], missing), x.dtype)
-    return jnp.concatenate([x, zeros] if columns is None else [x, columns, zeros], axis=-1)
+    columns = x[..., :0] if columns is None else columns
+    zeros = jnp.zeros((*x.shape[:-1], _LSE_COLUMNS - columns.shape[-1]), x.dtype)
+    return jnp.concatenate([x, columns, zeros], axis=-1)
 
 
 def _unbroadcast(dbias: Array, bias: Array, lead: tuple[int, ...]) -> Array:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from te_jax import reference, sharding
@@ -35,6 +35,26 @@ _REVERSE_MODE = (
 )
 
 
+# fmt: off
+@overload
+def attention(
+    query: jax.typing.ArrayLike, key: jax.typing.ArrayLike, value: jax.typing.ArrayLike, *,
+    causal: bool = False, window: int | None = None,
+    query_lengths: jax.typing.ArrayLike | None = None, key_lengths: jax.typing.ArrayLike | None = None,
+    segment_ids: jax.typing.ArrayLike | None = None, key_segment_ids: jax.typing.ArrayLike | None = None,
+    scale: float | None = None, bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
+    return_lse: Literal[False] = False, max_score_bytes: int = 2**30, implementation: Implementation | None = None,
+) -> Array: ...
+@overload
+def attention(
+    query: jax.typing.ArrayLike, key: jax.typing.ArrayLike, value: jax.typing.ArrayLike, *,
+    causal: bool = False, window: int | None = None,
+    query_lengths: jax.typing.ArrayLike | None = None, key_lengths: jax.typing.ArrayLike | None = None,
+    segment_ids: jax.typing.ArrayLike | None = None, key_segment_ids: jax.typing.ArrayLike | None = None,
+    scale: float | None = None, bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
+    return_lse: Literal[True], max_score_bytes: int = 2**30, implementation: Implementation | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
 def attention(
     query: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike,
@@ -69,8 +89,8 @@ def attention(
       causal: query t sees keys 0 … t; both count from 0, whatever their lengths.
       window: query t sees itself and the window - 1 keys before it. Needs causal=True.
       query_lengths, key_lengths: integers [B]: what comes after is padding, which sees nothing and is not seen.
-      segment_ids, key_segment_ids: integers [B, T] and [B, S]: a query sees keys with its own number. The default of the
-        latter is segment_ids. cuDNN needs a mask of [B, T, S] for them, which counts against `max_score_bytes`.
+      segment_ids, key_segment_ids: integers [B, T] and [B, S], by default the same: a query sees keys with its own
+        number. cuDNN needs a mask [B, T, S] for them, which counts against `max_score_bytes`.
       scale: a number; None is H^-½.
       bias: added to the scores: floats of 2 to 4 dimensions that can be broadcast to [B, N, T, S]. A query is not
         hidden from all keys by it.
@@ -151,8 +171,8 @@ def _validate(arrays: Operands) -> None:
     _, s, kv_heads, _ = key.shape
     if arrays["value"].shape != key.shape or (key.shape[0], key.shape[3]) != (batch, head_dim):
         raise ValueError(
-            f"key has shape {key.shape} and value {arrays['value'].shape}; for a query of shape {query.shape} both must "
-            f"be ({batch}, S, K, {head_dim})"
+            f"key has shape {key.shape} and value {arrays['value'].shape}; for a query of shape {query.shape} both "
+            f"must be ({batch}, S, K, {head_dim})"
         )
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"query has {heads} heads and key {kv_heads}; the heads of key must divide those of query")
@@ -172,8 +192,8 @@ def _validate(arrays: Operands) -> None:
                 raise ValueError(f"{name} has dtype {x.dtype}; it must be integers, such as int32")
         if name in expected and x.shape != expected[name]:
             raise ValueError(
-                f"{name} has shape {x.shape}; for a query of shape {query.shape} and a key of shape {key.shape} it must "
-                f"be {expected[name]}"
+                f"{name} has shape {x.shape}; for a query of shape {query.shape} and a key of shape {key.shape} it "
+                f"must be {expected[name]}"
             )
     if "bias" in arrays:
         shape, scores = arrays["bias"].shape, (batch, heads, t, s)
@@ -186,8 +206,8 @@ def _validate(arrays: Operands) -> None:
         raise ValueError("key_segment_ids are given without segment_ids, those of query: give both")
     if "segment_ids" in arrays and "key_segment_ids" not in arrays and t != s:
         raise ValueError(
-            f"segment_ids are given without key_segment_ids for {t} queries and {s} keys; only for as many they are the "
-            "same: give both"
+            f"segment_ids are given without key_segment_ids for {t} queries and {s} keys; only for as many they are "
+            "the same: give both"
         )
 
 
@@ -238,7 +258,7 @@ def _named_results(settings: _Settings, operands: dict[str, Array]) -> tuple[Arr
 
 def _forward(settings: _Settings, primals: dict[str, Any]):
     operands = {name: primal.value for name, primal in primals.items()}
-    out, lse = _named_results(settings, operands)
+    out, lse = _named_results(settings, cast(Any, not_differentiated)(operands, _REVERSE_MODE))
     # The gradient of a bias costs as much as the bias: None, which unlike a bool has no array, where no one wants it.
     constant_bias = None if "bias" in primals and not primals["bias"].perturbed else ()
     return (out, lse), (operands, out, lse, constant_bias)
@@ -378,20 +398,25 @@ def _local_backward(*arrays: Array, axes, split: _Split, settings: _Settings) ->
 
 
 def _by_platform(
-    inputs: Operands, operands: Operands, by_cudnn: Any, by_xla: Any, settings: _Settings, *, backward: bool = False
+    inputs: Operands,
+    operands: Operands,
+    by_cudnn: Callable[[Operands], tuple[Array, ...]],
+    by_xla: Callable[[Operands], tuple[Array, ...]],
+    settings: _Settings,
+    *,
+    backward: bool = False,
 ) -> tuple[Array, ...]:
     """What a program runs on the platform that it is lowered for."""
     problem = _cudnn_attention.problem(
         operands, backward=backward, lse_cotangent="dlse" in inputs, max_mask_bytes=settings.max_score_bytes
     )
-    names = tuple(inputs)
-    by_xla, by_cudnn = (
-        functools.partial(lambda function, *arrays: function(dict(zip(names, arrays, strict=True))), function)
-        for function in (by_xla, by_cudnn)
-    )
-    elsewhere = on_cuda = xla = jax.make_jaxpr(by_xla)(*inputs.values())
+
+    def traced(function: Callable[[Operands], tuple[Array, ...]]) -> ClosedJaxpr:
+        return jax.make_jaxpr(lambda *arrays: function(dict(zip(inputs, arrays, strict=True))))(*inputs.values())
+
+    elsewhere = on_cuda = xla = traced(by_xla)
     if problem is None:
-        on_cuda = jax.make_jaxpr(by_cudnn)(*inputs.values())
+        on_cuda = traced(by_cudnn)
     elif settings.implementation == "cudnn":
         on_cuda = f"{problem}; or use implementation=None"
     else:

@@ -489,7 +489,9 @@ OPERATIONS = [
         extra=("bias", "sinks", "key_lengths"),
         variant=True,
     ),
-    attention("one head of key, segments, sinks", 1, options={"causal": True}, extra=("segment_ids", "sinks"), variant=True),
+    attention(
+        "one head of key, segments, sinks", 1, options={"causal": True}, extra=("segment_ids", "sinks"), variant=True
+    ),
     quantize("tensor"),
     quantize("row", variant=True),
     quantize("1x128 and square", variant=True),

@@ -161,11 +161,16 @@ def test_a_large_negative_sink_is_none(rng):
 def test_a_split_sequence_is_gathered(axis_type, make_mesh, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
     arguments = draw(rng, t=16, s=16, batch=4)
-    run = jax.value_and_grad(lambda arguments: jnp.sum(jnp.sin(ops.attention(**arguments, causal=True))))
+    dout = normal(rng, 4, 16, 4, H)
+
+    def step(arguments, dout):
+        out, vjp = jax.vjp(lambda arguments: ops.attention(**arguments, causal=True), arguments)
+        return out, vjp(dout)
+
     split = jax.device_put(arguments, NamedSharding(mesh, P(None, "model")))
     with jax.set_mesh(mesh):
-        found = jax.jit(run)(split)
-    for leaf, wanted in zip(*map(jax.tree.leaves, (found, run(arguments))), strict=True):
+        found = jax.jit(step)(split, jax.device_put(dout, NamedSharding(mesh, P())))
+    for leaf, wanted in zip(*map(jax.tree.leaves, (found, step(arguments, dout))), strict=True):
         assert_close(np.asarray(leaf), np.asarray(wanted))
 
 
@@ -232,7 +237,10 @@ def test_calls_are_those_of_jax(name, kv_heads, monkeypatch, rng):
         "window": ({"causal": True, "window": 5}, {"is_causal": True, "local_window_size": (4, 0)}),
         "lengths": (
             {"causal": True, **lengths},
-            {"is_causal": True, **dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths.values(), strict=True))},
+            {
+                "is_causal": True,
+                **dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths.values(), strict=True)),
+            },
         ),
         "bias": ({}, {}),
     }[name]
@@ -287,16 +295,13 @@ def test_batch_dimensions_of_vmap_become_one(rng):
     arguments = draw(rng, dtype="bfloat16")
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), arguments)
     program = for_cuda(jax.vmap(jax.grad(loss_of(causal=True))), stacked)
-    dimensions = [d["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"] for _, d, _ in described(program)]
+    dimensions = [
+        d["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"] for _, d, _ in described(program)
+    ]
     assert dimensions == [[str(2 * B), "4", str(T), str(S)]] * 2
 
 
-# -------------------------------------------------------------------------------------------------------- what is refused
-
-
-def scores_of(t, s=None, **options):
-    query = jax.ShapeDtypeStruct((1, t, 32, options.pop("head_dim", 128)), options.pop("dtype", "bfloat16"))
-    return {"query": query, "key": query, "value": query}, options
+# ------------------------------------------------------------------------------------------------------ what is refused
 
 
 @pytest.mark.parametrize(
@@ -312,7 +317,9 @@ def test_scores_on_a_gpu_are_limited(change, message):
     """XLA would hold 8.6 GB of them."""
     query = jax.ShapeDtypeStruct((1, 8192, 32, change.get("head_dim", 128)), change.get("dtype", "bfloat16"))
     run = functools.partial(ops.attention, causal=True)
-    with pytest.raises(ValueError, match=message + ".*8589934592 bytes, more than max_score_bytes=1073741824: raise it"):
+    with pytest.raises(
+        ValueError, match=message + ".*8589934592 bytes, more than max_score_bytes=1073741824: raise it"
+    ):
         for_cuda(run, query, query, query)
     with pytest.raises(ValueError, match=message + ".*or use implementation=None"):
         for_cuda(functools.partial(run, implementation="cudnn"), query, query, query)
@@ -325,7 +332,9 @@ def test_scores_on_a_gpu_are_limited(change, message):
 
 
 def test_named_cudnn_is_not_for_cpus(rng):
-    with pytest.raises(ValueError, match=r"^implementation is 'cudnn', and the program is not lowered for CUDA: use None"):
+    with pytest.raises(
+        ValueError, match=r"^implementation is 'cudnn', and the program is not lowered for CUDA: use None"
+    ):
         ops.attention(**draw(rng, dtype="bfloat16"), implementation="cudnn")
 
 
@@ -375,7 +384,10 @@ def test_problems_of_cudnn(shapes, options, message, monkeypatch):
         ({"causal": 1}, r"^causal is 1; it must be True or False"),
         ({"scale": float("nan")}, r"^scale is nan"),
         ({"max_score_bytes": -1}, r"^max_score_bytes is -1"),
-        ({"segment_ids": jnp.zeros((B, T), jnp.int32)}, r"^segment_ids are given without key_segment_ids for 12 queries"),
+        (
+            {"segment_ids": jnp.zeros((B, T), jnp.int32)},
+            r"^segment_ids are given without key_segment_ids for 12 queries",
+        ),
         ({"key_segment_ids": jnp.zeros((B, S), jnp.int32)}, r"^key_segment_ids are given without segment_ids"),
         ({"bias": jnp.zeros((3, T, S))}, r"^bias has shape \(3, 12, 20\); .*broadcast to the scores \(3, 4, 12, 20\)"),
         ({"sinks": jnp.zeros(3)}, r"^sinks has shape \(3,\).*must be \(4,\)"),
@@ -498,7 +510,9 @@ def test_what_surrounds_cudnn(name, lse_cotangent, lead, extra, monkeypatch, rng
         assert_close(finite(jnp.swapaxes(own(lse), 1, 2)), expected_lse, dtype="float32")
         for key, gradient in zip(wanted, gradients, strict=True):
             assert gradient.dtype == jnp.float32
-            np.testing.assert_allclose(own(gradient), expected_gradients[key], rtol=1e-4, atol=1e-4)  # some are all zero
+            np.testing.assert_allclose(
+                own(gradient), expected_gradients[key], rtol=1e-4, atol=1e-4
+            )  # some are all zero
 
 
 _of_jax = _cudnn_attention._Call._configuration
