@@ -1,4 +1,6 @@
-"""What `jax.checkpoint` keeps of layers in FP8: their operands in one byte a value, while the rest is recomputed.
+"""What `jax.checkpoint` keeps of layers: FP8 operands in one byte a value, and results of attention.
+
+The rest is recomputed.
 
     layer = jax.checkpoint(layer, policy=te_jax.checkpoint_policies.save_fp8_operands)
 
@@ -9,6 +11,13 @@ that takes names, choose among them:
     te_dense_kernel          kernel in FP8, with its scales: 1 byte a value; a kernel that is passed in quantized has no
                              name, for it is there anyway
     te_dense_preactivation   y before the activation, in the dtype of x; layers without activation have none
+
+and `te_jax.ops.attention` to its results, without which it would run twice:
+
+    te_attention_output      [B, T, N, H] in the dtype of query
+    te_attention_lse         float32 [B, N, T]
+
+`jax.checkpoint_policies.save_from_both_policies(save_fp8_operands, save_attention)` keeps both.
 """
 
 from __future__ import annotations
@@ -18,7 +27,13 @@ from typing import Any
 
 import jax
 
-__all__ = ["Policy", "offload_fp8_operands", "save_fp8_operands", "save_fp8_operands_and_preactivations"]
+__all__ = [
+    "Policy",
+    "offload_fp8_operands",
+    "save_attention",
+    "save_fp8_operands",
+    "save_fp8_operands_and_preactivations",
+]
 
 Policy = Callable[..., Any]
 
@@ -30,6 +45,9 @@ save_fp8_operands: Policy = jax.checkpoint_policies.save_only_these_names(*_OPER
 
 save_fp8_operands_and_preactivations: Policy = jax.checkpoint_policies.save_only_these_names(*_OPERANDS, _PREACTIVATION)
 """Keeps the FP8 operands and what activations are applied to: no product is run again, only what is cheap."""
+
+save_attention: Policy = jax.checkpoint_policies.save_only_these_names("te_attention_output", "te_attention_lse")
+"""Keeps the results of attention: the backward pass does not compute attention again, only its operands."""
 
 
 def offload_fp8_operands(

@@ -277,7 +277,7 @@ def _attention(
         for projected in projections.from_stream(x, ("query", "key", "value"))
     )
     query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    mixed = ops.attention(query, key, value, causal=True)
     return projections.to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")
 
 

@@ -26,6 +26,10 @@ Implementation = Literal["native", "reference"]
 
 _MODULES = {"cpu": "te_jax._te_cpu", "cuda": "te_jax._te_cuda"}
 _XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+# XLA's own, of te_jax.ops.attention.
+_CUDNN_TARGETS = tuple(
+    f"__cudnn$fmha{name}{direction}" for name in ("Softmax", "ScaleBiasSoftmax") for direction in ("", "Backward")
+)
 _REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps .` in its checkout)"
 
 
@@ -288,10 +292,10 @@ def register() -> tuple[str, ...]:
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """What `jax.export.export` needs as `disabled_checks` to export a function that calls native kernels.
+    """What `jax.export.export` needs as `disabled_checks` to export a function that calls native kernels or cuDNN.
 
         exported = jax.export.export(jax.jit(fn), disabled_checks=te_jax.native.export_checks())(*args)
 
     JAX asks for it because custom calls promise no compatibility: run the program with the te_jax that exported it.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in register()]
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (*register(), *_CUDNN_TARGETS)]

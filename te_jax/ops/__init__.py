@@ -1,6 +1,7 @@
 """The operations, as functions on arrays: everything else in te_jax stands on these."""
 
 from te_jax.ops.activation import activation, gated_activation
+from te_jax.ops.attention import attention
 from te_jax.ops.dense import dense
 from te_jax.ops.gated_mlp import gated_mlp
 from te_jax.ops.gemm import GemmResult, gemm
@@ -10,6 +11,7 @@ from te_jax.ops.softmax_cross_entropy import softmax_cross_entropy
 __all__ = [
     "GemmResult",
     "activation",
+    "attention",
     "dense",
     "gated_activation",
     "gated_mlp",

@@ -4,8 +4,17 @@ Nothing here calls a kernel or defines a derivative: gradients are JAX's own.
 """
 
 from te_jax.reference.activation import activation, gated_activation
+from te_jax.reference.attention import attention
 from te_jax.reference.gemm import GemmResult, gemm
 from te_jax.reference.quantize import quantize
 from te_jax.reference.softmax_cross_entropy import softmax_cross_entropy
 
-__all__ = ["GemmResult", "activation", "gated_activation", "gemm", "quantize", "softmax_cross_entropy"]
+__all__ = [
+    "GemmResult",
+    "activation",
+    "attention",
+    "gated_activation",
+    "gemm",
+    "quantize",
+    "softmax_cross_entropy",
+]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from operation import Layout, Operation
+from ops import attention_oracle
 from ops.gemm_oracle import product, random_product, tolerance_of
 from ops.quantize_oracle import oracle as quantized_by_numpy
 from ops.quantize_oracle import quantization_of
@@ -102,6 +103,75 @@ MEAN_CROSS_ENTROPY = Operation(
     small={"all-reduce": 4 * math.prod(ROWS) + 8},
     variant=True,
 )
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+SEQUENCES, TIME, HEADS, HEAD_DIM = 4, 16, 4, 8
+
+
+def attention(name, kv_heads, *, options=None, extra=(), layouts=("batch", "heads", "batch and heads"), **fields):
+    """Attention with the operands in `extra` beside query, key and value."""
+    options = options or {}
+    dtypes = ("float32",) * (2 if options.get("return_lse") else 1)
+
+    def draw(rng):
+        operands = {
+            "query": normal(rng, SEQUENCES, TIME, HEADS, HEAD_DIM),
+            "key": normal(rng, SEQUENCES, TIME, kv_heads, HEAD_DIM),
+            "value": normal(rng, SEQUENCES, TIME, kv_heads, HEAD_DIM),
+            "bias": normal(rng, 1, HEADS, TIME, TIME),
+            "sinks": normal(rng, HEADS),
+            "key_lengths": jnp.asarray(rng.integers(1, TIME, SEQUENCES), jnp.int32),
+            "segment_ids": jnp.asarray(np.sort(rng.integers(0, 3, (SEQUENCES, TIME))), jnp.int32),
+        }
+        return {name: x for name, x in operands.items() if name in ("query", "key", "value", *extra)}
+
+    def call(implementation=None, **operands):
+        names = {"native": None, "reference": "xla"}
+        return ops.attention(**operands, **options, implementation=names.get(implementation, implementation))
+
+    def oracle(query, key, value, bias=None, sinks=None, key_lengths=None, segment_ids=None):
+        positions = np.arange(TIME, dtype=np.int32)
+        t, s = positions[None, :, None], positions[None, None, :]
+        mask = jnp.broadcast_to((s <= t) & (t - s < options.get("window", TIME)), (len(query), TIME, TIME))
+        if key_lengths is not None:
+            mask = mask & (s < key_lengths[:, None, None])
+        if segment_ids is not None:
+            mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        out, lse = attention_oracle.attention(query, key, value, mask, bias=bias, sinks=sinks)
+        return (out, lse) if options.get("return_lse") else out
+
+    def layout(batch, heads, **others):
+        kv = P(batch, None, heads if kv_heads > 1 else None)
+        operands = {"query": P(batch, None, heads), "key": kv, "value": kv, "bias": P(None, heads), "sinks": P(heads)}
+        operands |= {"key_lengths": P(batch), "segment_ids": P(batch)}
+        results = (P(batch, None, heads),) * len(dtypes) if len(dtypes) > 1 else P(batch, None, heads)
+        sums = 0  # gradients of what all sequences share, and of one head of key that devices share
+        if batch:
+            sums += HEADS * ("sinks" in extra) + HEADS * TIME * TIME * ("bias" in extra)
+        if heads and kv_heads == 1:
+            sums += 2 * SEQUENCES * TIME * HEAD_DIM
+        return Layout(operands, results, options={}, small={"all-reduce": sums} if sums else {}, **others)
+
+    every = {
+        "batch": layout("data", None, own=("data",)),
+        "heads": layout(None, "model", own=("model",)),
+        "batch and heads": layout("data", "model", own=("data",), reference=True),
+        "batch over both": layout(("data", "model"), None),
+    }
+    gradients = [name for name in draw(np.random.default_rng(0)) if name not in ("key_lengths", "segment_ids")]
+    return Operation(
+        name=f"attention, {name}",
+        draw=draw,
+        call=call,
+        oracle=oracle,
+        dtypes=dtypes,
+        differentiable=tuple(gradients),
+        refuses={"native": "use implementation='xla'"},
+        layouts={name: every[name] for name in layouts},
+        **fields,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- quantize
@@ -512,6 +582,17 @@ TENSOR, FSDP = ("column parallel", "row parallel"), ("fsdp",)
 OPERATIONS = [
     CROSS_ENTROPY,
     MEAN_CROSS_ENTROPY,
+    attention("grouped, causal", 2, options={"causal": True}),
+    attention(
+        "window, bias, sinks, lengths, lse",
+        4,
+        options={"causal": True, "window": 5, "return_lse": True},
+        extra=("bias", "sinks", "key_lengths"),
+        variant=True,
+    ),
+    attention(
+        "one head of key, segments, sinks", 1, options={"causal": True}, extra=("segment_ids", "sinks"), variant=True
+    ),
     quantize("tensor"),
     quantize("row", variant=True),
     quantize("1x128 and square", variant=True),

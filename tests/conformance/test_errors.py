@@ -82,4 +82,5 @@ def test_what_is_no_array(operation, rng):
 @every
 def test_implementations(operation, rng):
     operands = operation.draw(rng)
-    _refused(operation, operands, r"^implementation is 'fast'; it must be None, 'native' or", implementation="fast")
+    message = r"^implementation is 'fast'; it must be None, '(native|cudnn)' or"
+    _refused(operation, operands, message, implementation="fast")

@@ -23,4 +23,9 @@ def test_examples(name, capsys):
 
 
 def test_operations_have_examples():
-    assert {"te_jax.ops.dense", "te_jax.ops.quantize", "te_jax.ops.softmax_cross_entropy"} <= set(EXAMPLES)
+    assert {
+        "te_jax.ops.attention",
+        "te_jax.ops.dense",
+        "te_jax.ops.quantize",
+        "te_jax.ops.softmax_cross_entropy",
+    } <= set(EXAMPLES)

@@ -1,0 +1,455 @@
+"""Attention by cuDNN, or by XLA where cuDNN cannot: chosen for the platform that a program is lowered for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+from te_jax import reference, sharding
+from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
+from te_jax._core.derivatives import not_differentiated
+from te_jax._core.reverse_mode import reverse_mode_only
+from te_jax.ops import _cudnn_attention
+from te_jax.ops._cudnn_attention import Masks
+from te_jax.ops._operands import as_array
+
+Implementation = Literal["cudnn", "xla"]
+Operands = Mapping[str, Array]
+
+_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+_REVERSE_MODE = (
+    "te_jax.ops.attention has first derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, "
+    "jax.jacfwd) or second derivatives use implementation='xla'"
+)
+
+
+# fmt: off
+@overload
+def attention(
+    query: jax.typing.ArrayLike, key: jax.typing.ArrayLike, value: jax.typing.ArrayLike, *,
+    causal: bool = False, window: int | None = None,
+    query_lengths: jax.typing.ArrayLike | None = None, key_lengths: jax.typing.ArrayLike | None = None,
+    segment_ids: jax.typing.ArrayLike | None = None, key_segment_ids: jax.typing.ArrayLike | None = None,
+    scale: float | None = None, bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
+    return_lse: Literal[False] = False, max_score_bytes: int = 2**30, implementation: Implementation | None = None,
+) -> Array: ...
+@overload
+def attention(
+    query: jax.typing.ArrayLike, key: jax.typing.ArrayLike, value: jax.typing.ArrayLike, *,
+    causal: bool = False, window: int | None = None,
+    query_lengths: jax.typing.ArrayLike | None = None, key_lengths: jax.typing.ArrayLike | None = None,
+    segment_ids: jax.typing.ArrayLike | None = None, key_segment_ids: jax.typing.ArrayLike | None = None,
+    scale: float | None = None, bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
+    return_lse: Literal[True], max_score_bytes: int = 2**30, implementation: Implementation | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
+def attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    query_lengths: jax.typing.ArrayLike | None = None,
+    key_lengths: jax.typing.ArrayLike | None = None,
+    segment_ids: jax.typing.ArrayLike | None = None,
+    key_segment_ids: jax.typing.ArrayLike | None = None,
+    scale: float | None = None,
+    bias: jax.typing.ArrayLike | None = None,
+    sinks: jax.typing.ArrayLike | None = None,
+    return_lse: bool = False,
+    max_score_bytes: int = 2**30,
+    implementation: Implementation | None = None,
+) -> Array | tuple[Array, Array]:
+    r"""softmax(scale · query keyᵀ + bias) value, of each head; a query that sees no key gives 0.
+
+    On CUDA cuDNN computes it without ever holding the scores [B, N, T, S], on other platforms XLA does with them. The
+    platform is that for which the program is lowered, wherever it is traced. Where cuDNN cannot (float32, a head_dim
+    above 256, …: docs/attention.md) XLA takes its place while the scores of a device fit `max_score_bytes`; beyond that
+    it is an error. cuDNN's gradients may differ in their last bits from run to run.
+
+    Batch and heads may be split over devices, whole groups of heads with their key; a split sequence is gathered.
+    Checkpoint names of what the backward pass keeps: "te_attention_output", "te_attention_lse".
+
+    Args:
+      query: [B, T, N, H], bfloat16, float16 or float32.
+      key, value: [B, S, K, H] in the same dtype. K divides N: N / K neighbouring heads of query share one of key.
+      causal: query t sees keys 0 … t; both count from 0, whatever their lengths.
+      window: query t sees itself and the window - 1 keys before it. Needs causal=True.
+      query_lengths, key_lengths: integers [B]: what comes after is padding, which sees nothing and is not seen.
+      segment_ids, key_segment_ids: integers [B, T] and [B, S], by default the same: a query sees keys with its own
+        number. cuDNN needs a mask [B, T, S] for them, which counts against `max_score_bytes`.
+      scale: a number; None is H^-½.
+      bias: added to the scores: floats of 2 to 4 dimensions that can be broadcast to [B, N, T, S]. A query is not
+        hidden from all keys by it.
+      sinks: floats [N]: a further score of every query, without a value.
+      return_lse: also return the log-sum-exp of the scores, with the sinks. Its gradient is right, at a cost.
+      max_score_bytes: the most that XLA's float32 scores of one device may take on CUDA, unless it is named.
+      implementation: None chooses; "cudnn" and "xla" never fall back. "xla" has all derivatives, not only first ones
+        in reverse mode.
+
+    Returns:
+      [B, T, N, H] in the dtype of query; with return_lse also float32 [B, T, N].
+
+    Raises:
+      ValueError: an argument breaks a rule above. While lowering: neither cuDNN nor XLA within `max_score_bytes` can
+        compute it, or implementation="cudnn" cannot.
+      NotImplementedError: forward mode and second derivatives, unless implementation="xla".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from te_jax import ops
+      >>> query, key = jnp.ones((1, 5, 4, 8)), jnp.ones((1, 5, 2, 8))
+      >>> value = jnp.arange(80.0).reshape(key.shape)
+      >>> out = ops.attention(query, key, value, causal=True, window=2)
+      >>> out[0, :, 0, 0].tolist()
+      [0.0, 8.0, 24.0, 40.0, 56.0]
+    """
+    if implementation not in (None, "cudnn", "xla"):
+        raise ValueError(f"implementation is {implementation!r}; it must be None, 'cudnn' or 'xla'")
+    given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": bias,
+        "sinks": sinks,
+        "query_lengths": query_lengths,
+        "key_lengths": key_lengths,
+        "segment_ids": segment_ids,
+        "key_segment_ids": key_segment_ids,
+    }
+    arrays = {name: as_array(name, x) for name, x in given.items() if x is not None}
+    _validate(arrays)
+    causal, return_lse = as_flag("causal", causal), as_flag("return_lse", return_lse)
+    if window is not None and (not is_whole_number(window) or window < 1 or not causal):
+        raise ValueError(
+            f"window is {window!r} with causal={causal}; it must be an integer of at least 1, with causal=True"
+        )
+    if scale is not None and (isinstance(scale, Tracer) or not is_finite_number(scale)):
+        raise ValueError(f"scale is {scale!r}; it must be a finite number that is known while tracing, or None")
+    if not is_whole_number(max_score_bytes) or max_score_bytes < 0:
+        raise ValueError(f"max_score_bytes is {max_score_bytes!r}; it must be an integer of at least 0")
+    (t, _, head_dim), s = arrays["query"].shape[1:], arrays["key"].shape[1]
+    if window is not None and window >= t:
+        window = None  # it hides nothing
+    masks = Masks(causal, None if window is None else int(window), head_dim**-0.5 if scale is None else float(scale))
+    settings = _Settings(masks, implementation, int(max_score_bytes))
+    operands = _prepared(arrays, t, s)
+    if implementation != "xla":
+        operands = reverse_mode_only(operands, _REVERSE_MODE)
+    out, lse = _run(operands, settings, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _validate(arrays: Operands) -> None:
+    query, key = arrays["query"], arrays["key"]
+    for name in ("query", "key", "value"):
+        x = arrays[name]
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} has shape {x.shape}; it must be [batch, time, heads, head_dim]: add a dimension of 1 for what "
+                "it lacks"
+            )
+        if x.dtype not in _FLOATS or x.dtype != query.dtype:
+            raise ValueError(
+                f"{name} has dtype {x.dtype}; query, key and value must be bfloat16, float16 or float32, all three the "
+                "same: cast them"
+            )
+    batch, t, heads, head_dim = query.shape
+    _, s, kv_heads, _ = key.shape
+    if arrays["value"].shape != key.shape or (key.shape[0], key.shape[3]) != (batch, head_dim):
+        raise ValueError(
+            f"key has shape {key.shape} and value {arrays['value'].shape}; for a query of shape {query.shape} both "
+            f"must be ({batch}, S, K, {head_dim})"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"query has {heads} heads and key {kv_heads}; the heads of key must divide those of query")
+    expected = {
+        "sinks": (heads,),
+        "query_lengths": (batch,),
+        "key_lengths": (batch,),
+        "segment_ids": (batch, t),
+        "key_segment_ids": (batch, s),
+    }
+    for name, x in arrays.items():
+        floats = name in ("bias", "sinks")
+        if name in expected or name == "bias":
+            if floats and x.dtype not in _FLOATS:
+                raise ValueError(f"{name} has dtype {x.dtype}; it must be bfloat16, float16 or float32: cast it")
+            if not floats and not jnp.issubdtype(x.dtype, jnp.integer):
+                raise ValueError(f"{name} has dtype {x.dtype}; it must be integers, such as int32")
+        if name in expected and x.shape != expected[name]:
+            raise ValueError(
+                f"{name} has shape {x.shape}; for a query of shape {query.shape} and a key of shape {key.shape} it "
+                f"must be {expected[name]}"
+            )
+    if "bias" in arrays:
+        shape, scores = arrays["bias"].shape, (batch, heads, t, s)
+        aligned = zip(reversed(shape), reversed(scores), strict=False)
+        if not 2 <= len(shape) <= 4 or any(size not in (1, whole) for size, whole in aligned):
+            raise ValueError(
+                f"bias has shape {shape}; it must have 2 to 4 dimensions that can be broadcast to the scores {scores}"
+            )
+    if "key_segment_ids" in arrays and "segment_ids" not in arrays:
+        raise ValueError("key_segment_ids are given without segment_ids, those of query: give both")
+    if "segment_ids" in arrays and "key_segment_ids" not in arrays and t != s:
+        raise ValueError(
+            f"segment_ids are given without key_segment_ids for {t} queries and {s} keys; only for as many they are "
+            "the same: give both"
+        )
+
+
+def _prepared(arrays: Operands, t: int, s: int) -> dict[str, Array]:
+    """The operands in the dtypes and shapes that the functions below take."""
+    operands = {name: x for name, x in arrays.items() if name in ("query", "key", "value", "bias", "sinks")}
+    for name in ("query_lengths", "key_lengths"):
+        if name in arrays:
+            operands[name] = arrays[name].astype(jnp.int32)
+    if "segment_ids" in arrays:
+        operands["query_segment_ids"] = arrays["segment_ids"].astype(jnp.int32)
+        operands["key_segment_ids"] = arrays.get("key_segment_ids", arrays["segment_ids"]).astype(jnp.int32)
+    if "bias" in arrays:
+        bias = jnp.expand_dims(arrays["bias"], tuple(range(4 - arrays["bias"].ndim)))
+        operands["bias"] = jnp.broadcast_to(bias, (*bias.shape[:2], t, s))
+    return sharding.varying_together(operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """The static arguments, together."""
+
+    masks: Masks
+    implementation: Implementation | None
+    max_score_bytes: int
+
+    def by_xla(self, operands: Operands) -> tuple[Array, Array]:
+        return reference.attention(**operands, **dataclasses.asdict(self.masks))
+
+
+# Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=sharding.INLINE)
+def _run(operands: dict[str, Array], settings: _Settings, return_lse: bool) -> tuple[Array, Array | None]:
+    attend = settings.by_xla if settings.implementation == "xla" else functools.partial(_attention, settings)
+    out, lse = attend(operands)
+    return out, jnp.swapaxes(lse, 1, 2) if return_lse else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(settings: _Settings, operands: dict[str, Array]) -> tuple[Array, Array]:
+    return _named_results(settings, operands)
+
+
+def _named_results(settings: _Settings, operands: dict[str, Array]) -> tuple[Array, Array]:
+    out, lse = _Split.of(operands).forward(*operands.values(), settings=settings)
+    return checkpoint_name(out, "te_attention_output"), checkpoint_name(lse, "te_attention_lse")
+
+
+def _forward(settings: _Settings, primals: dict[str, Any]):
+    operands = {name: primal.value for name, primal in primals.items()}
+    out, lse = _named_results(settings, cast(Any, not_differentiated)(operands, _REVERSE_MODE))
+    # The gradient of a bias costs as much as the bias: None, which unlike a bool has no array, where no one wants it.
+    constant_bias = None if "bias" in primals and not primals["bias"].perturbed else ()
+    return (out, lse), (operands, out, lse, constant_bias)
+
+
+def _backward(settings: _Settings, residuals, cotangents):
+    operands, out, lse, constant_bias = residuals
+    dout, dlse = cotangents
+    if isinstance(dout, SymbolicZero):
+        dout = jnp.zeros_like(out)
+    wanted = ["query", "key", "value", *(name for name in ("bias", "sinks") if name in operands)]
+    if constant_bias is None:
+        wanted.remove("bias")
+    inputs = {**operands, "out": out, "lse": lse, "dout": dout}
+    if not isinstance(dlse, SymbolicZero):
+        inputs["dlse"] = dlse
+    inputs = cast(dict[str, Array], not_differentiated(cast(Any, inputs), _REVERSE_MODE))
+    gradients = _Split.of(inputs, tuple(wanted)).backward(*inputs.values(), settings=settings)
+    # Where types say that a sequence is split, which is gathered here, so is its gradient.
+    given = {name: sharding.Layout.of(operands[name]).apply(x) for name, x in zip(wanted, gradients, strict=True)}
+    return ({**dict.fromkeys(operands), **given},)
+
+
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+# ----------------------------------------------------------------------------------------------- on each device's shard
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How operands of these names and groups of heads may be split over devices.
+
+    Attributes:
+      names: of the operands, in order.
+      wanted: names of the operands whose gradients are the results; empty for the forward pass.
+      group: how many heads of query share one of key.
+      shared: dimensions of the bias, of batch and heads, that have size 1 and stand for all.
+      one_kv_head: whether there is but one head of key: its gradient is a sum over the devices that split query's.
+    """
+
+    names: tuple[str, ...]
+    wanted: tuple[str, ...]
+    group: int
+    shared: tuple[bool, bool]
+    one_kv_head: bool
+
+    @classmethod
+    def of(cls, operands: Operands, wanted: tuple[str, ...] = ()) -> _Split:
+        (batch, _, heads, _), kv_heads = operands["query"].shape, operands["key"].shape[2]
+        shared = (False, False)
+        if "bias" in operands:
+            shared = operands["bias"].shape[0] < batch, operands["bias"].shape[1] < heads
+        return cls(tuple(operands), wanted, heads // kv_heads, shared, kv_heads == 1 < heads)
+
+    def rule(self, results: tuple[str, ...]) -> str:
+        """What `sharding.per_shard` takes."""
+        terms = self.terms()
+        left, right = (", ".join(terms[name] for name in names) for names in (self.names, results))
+        return f"{left} -> {right}"
+
+    def terms(self) -> dict[str, str]:
+        """The dimensions of every array."""
+        heads = "n" if self.group == 1 or self.one_kv_head else "(n g)"
+        kv_heads = "one" if self.one_kv_head else "n"
+        batch_of_bias, heads_of_bias = "alone" if self.shared[0] else "b", "one" if self.shared[1] else heads
+        return {
+            **dict.fromkeys(("query", "out", "dout"), f"... b t {heads} h"),
+            **dict.fromkeys(("key", "value"), f"... b s {kv_heads} h"),
+            **dict.fromkeys(("lse", "dlse"), f"... b {heads} t"),
+            **dict.fromkeys(("query_lengths", "key_lengths"), "... b"),
+            "bias": f"... {batch_of_bias} {heads_of_bias} t s",
+            "sinks": f"... {heads}",
+            "query_segment_ids": "... b t",
+            "key_segment_ids": "... b s",
+        }
+
+    def per_shard(self, results: tuple[str, ...], **options: Any):
+        sizes = {} if self.group == 1 or self.one_kv_head else {"g": self.group}
+        whole = ("t", "s", "h", "alone", "one")
+        return sharding.per_shard(self.rule(results), replicated=whole, sizes=sizes, **options)
+
+    def forward(self, *arrays: Array, settings: _Settings) -> tuple[Array, ...]:
+        return _forward_on_shards(self)(*arrays, split=self, settings=settings)
+
+    def backward(self, *arrays: Array, settings: _Settings) -> tuple[Array, ...]:
+        return _backward_on_shards(self)(*arrays, split=self, settings=settings)
+
+
+@functools.cache
+def _forward_on_shards(split: _Split):
+    return split.per_shard(("out", "lse"))(_local_forward)
+
+
+@functools.cache
+def _backward_on_shards(split: _Split):
+    return split.per_shard(split.wanted, axes_of=("b", "n"))(_local_backward)
+
+
+def _local_forward(*arrays: Array, axes, split: _Split, settings: _Settings) -> tuple[Array, ...]:
+    del axes
+    operands = dict(zip(split.names, sharding.varying_together(arrays), strict=True))
+    by_cudnn = functools.partial(_cudnn_attention.forward, masks=settings.masks)
+    return _by_platform(operands, operands, by_cudnn, settings.by_xla, settings)
+
+
+def _local_backward(*arrays: Array, axes, split: _Split, settings: _Settings) -> tuple[Array, ...]:
+    if axes:  # gradients of what several devices hold are sums over them
+        gradients = split.backward(*arrays, settings=settings)
+        factors = (set(split.terms()[name].translate({ord("("): " "}).split()) for name in split.wanted)
+        missing = [tuple(axis for name in axes if name not in own for axis in axes[name]) for own in factors]
+        return tuple(lax.psum(x, over) if over else x for x, over in zip(gradients, missing, strict=True))
+    # All vary alike, or JAX would itself sum gradients of what does not, and only XLA's.
+    inputs = dict(zip(split.names, sharding.varying_together(arrays), strict=True))
+    operands = {name: x for name, x in inputs.items() if name not in ("out", "lse", "dout", "dlse")}
+
+    def by_cudnn(inputs: Operands):
+        residuals = inputs["out"], inputs["lse"], inputs["dout"], inputs.get("dlse")
+        return _cudnn_attention.backward(operands_of(inputs), settings.masks, *residuals, split.wanted)
+
+    def by_xla(inputs: Operands):
+        # Scores once more instead of probabilities that were kept: what is kept must not depend on the platform.
+        given = operands_of(inputs)
+        wanted = {name: given[name] for name in split.wanted}
+        _, vjp = jax.vjp(lambda wanted: settings.by_xla({**given, **wanted}), wanted)
+        dlse = inputs["dlse"] if "dlse" in inputs else jnp.zeros_like(inputs["lse"])
+        (gradients,) = vjp((inputs["dout"], dlse))
+        return tuple(gradients[name] for name in split.wanted)
+
+    def operands_of(inputs: Operands) -> Operands:
+        return {name: inputs[name] for name in operands}
+
+    return _by_platform(inputs, operands, by_cudnn, by_xla, settings, backward=True)
+
+
+# ------------------------------------------------------------------------------------------------- cuDNN, XLA, or error
+
+
+def _by_platform(
+    inputs: Operands,
+    operands: Operands,
+    by_cudnn: Callable[[Operands], tuple[Array, ...]],
+    by_xla: Callable[[Operands], tuple[Array, ...]],
+    settings: _Settings,
+    *,
+    backward: bool = False,
+) -> tuple[Array, ...]:
+    """What a program runs on the platform that it is lowered for."""
+    problem = _cudnn_attention.problem(
+        operands, backward=backward, lse_cotangent="dlse" in inputs, max_mask_bytes=settings.max_score_bytes
+    )
+
+    def traced(function: Callable[[Operands], tuple[Array, ...]]) -> ClosedJaxpr:
+        return jax.make_jaxpr(lambda *arrays: function(dict(zip(inputs, arrays, strict=True))))(*inputs.values())
+
+    elsewhere = on_cuda = xla = traced(by_xla)
+    if problem is None:
+        on_cuda = traced(by_cudnn)
+    elif settings.implementation == "cudnn":
+        on_cuda = f"{problem}; or use implementation=None"
+    else:
+        *batch_and_time, heads, _ = operands["query"].shape
+        sizes = (*batch_and_time, heads, operands["key"].shape[-3])
+        known = all(isinstance(size, int) for size in sizes)
+        if not known or 4 * math.prod(sizes) > settings.max_score_bytes:
+            size = f"{4 * math.prod(sizes)} bytes" if known else "an unknown size"
+            on_cuda = (
+                f"{problem}; or let XLA hold scores of {size}, more than max_score_bytes={settings.max_score_bytes}: "
+                "raise it, or use implementation='xla'"
+            )
+    if settings.implementation == "cudnn":
+        elsewhere = "implementation is 'cudnn', and the program is not lowered for CUDA: use None"
+    return tuple(_platform_p.bind(*inputs.values(), types=tuple(xla.out_avals), cuda=on_cuda, default=elsewhere))
+
+
+# Runs the jaxpr of the platform that a program is lowered for, or raises its message. lax.platform_dependent would
+# leave a conditional in the program.
+_platform_p = Primitive("te_by_platform")
+_platform_p.multiple_results = True
+_platform_p.def_abstract_eval(lambda *_, types, **__: types)
+
+
+def _lower(platform: str):
+    def rule(ctx: mlir.LoweringRuleContext, *values: Any, types: Any, **choices: Any):
+        del types
+        if isinstance(message := choices[platform], str):
+            raise ValueError(message)
+        return mlir.lower_fun(jaxpr_as_fun(choices[platform]), multiple_results=True)(ctx, *values)
+
+    return rule
+
+
+mlir.register_lowering(_platform_p, _lower("default"))
+mlir.register_lowering(_platform_p, _lower("cuda"), platform="cuda")

@@ -1,0 +1,524 @@
+"""Attention by XLA against float64, and what a program for CUDA calls: seen in its text, and emulated."""
+
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ops import attention_oracle as oracle
+
+from te_jax import checkpoint_policies, native, ops
+from te_jax.ops import _cudnn_attention
+from te_jax.ops._cudnn_attention import Masks
+from te_jax.testing import assert_close
+
+B, T, S, H = 3, 12, 20, 8
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, "xla"])
+
+
+def normal(rng, *shape, dtype="float32"):
+    return jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+def draw(rng, *, heads=4, kv_heads=4, t=T, s=S, dtype="float32", head_dim=H, batch=B):
+    return {
+        "query": normal(rng, batch, t, heads, head_dim, dtype=dtype),
+        "key": normal(rng, batch, s, kv_heads, head_dim, dtype=dtype),
+        "value": normal(rng, batch, s, kv_heads, head_dim, dtype=dtype),
+    }
+
+
+def integers(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+# Each as (keyword arguments of the operation, the same of the mask of the oracle), for 3 sequences.
+LENGTHS = {"query_lengths": integers(12, 5, 7), "key_lengths": integers(20, 9, 1)}
+SEGMENTS = {
+    "segment_ids": jnp.asarray(np.repeat([[0, 1], [3, 2], [5, 5]], 6, axis=1), jnp.int32),
+    "key_segment_ids": jnp.asarray(np.repeat([[0, 1], [2, 3], [5, 6]], 10, axis=1), jnp.int32),
+}
+MASKS = {
+    "all": ({}, {}),
+    "causal": ({"causal": True}, {"causal": True}),
+    "window": ({"causal": True, "window": 3}, {"causal": True, "window": 3}),
+    "window of 1": ({"causal": True, "window": 1}, {"causal": True, "window": 1}),
+    "lengths": (LENGTHS, {"q_lengths": LENGTHS["query_lengths"], "k_lengths": LENGTHS["key_lengths"]}),
+    "key lengths and window": (
+        {"key_lengths": LENGTHS["key_lengths"], "causal": True, "window": 4},
+        {"k_lengths": LENGTHS["key_lengths"], "causal": True, "window": 4},
+    ),
+    "no keys": ({"key_lengths": integers(20, 0, 3)}, {"k_lengths": [20, 0, 3]}),
+    "segments": (SEGMENTS | {"causal": True}, {"segments": (*SEGMENTS.values(),), "causal": True}),
+}
+
+
+def with_oracle(function, arguments, cotangents):
+    """Results and gradients of the oracle in float64, as NumPy arrays."""
+    with jax.enable_x64(True):
+        wide, dy = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (arguments, cotangents))
+        results, vjp = jax.vjp(function, wide)
+        return jax.tree.map(np.asarray, (results, vjp(dy)[0]))
+
+
+def finite(x):
+    return jnp.where(jnp.isfinite(x), x, 0.0)
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(("kv_heads", "extra"), [(4, "bias"), (2, "sinks"), (1, "")])
+@pytest.mark.parametrize("name", MASKS)
+def test_values_and_gradients(name, kv_heads, extra, implementation, rng):
+    """With a log-sum-exp that has a gradient, too."""
+    options, of_mask = MASKS[name]
+    arguments = draw(rng, kv_heads=kv_heads)
+    if extra:
+        shapes = {"bias": [(4, T, S), (B, 1, 1, S), (1, T, 1), (T, S)], "sinks": [(4,)]}[extra]
+        arguments[extra] = normal(rng, *shapes[rng.integers(len(shapes))])
+    mask = oracle.visible(B, T, S, **of_mask)
+
+    def run(arguments):
+        out, lse = ops.attention(**arguments, **options, return_lse=True, implementation=implementation)
+        return out, finite(lse)
+
+    def expected(arguments):
+        out, lse = oracle.attention(**arguments, mask=mask)
+        return out, finite(lse)
+
+    cotangents = normal(rng, B, T, 4, H), normal(rng, B, T, 4)
+    results, vjp = jax.vjp(jax.jit(run), arguments)
+    found = results, vjp(cotangents)[0]
+    for leaf, wanted in zip(*map(jax.tree.leaves, (found, with_oracle(expected, arguments, cotangents))), strict=True):
+        assert_close(leaf, wanted, dtype="float32")
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype, implementation, rng):
+    arguments = draw(rng, kv_heads=2, dtype=dtype)
+    dout = normal(rng, B, T, 4, H, dtype=dtype)
+    run = functools.partial(ops.attention, causal=True, scale=0.7, implementation=implementation)
+    found, vjp = jax.vjp(lambda arguments: run(**arguments), arguments)
+    mask = oracle.visible(B, T, S, causal=True)
+    expected, gradients = with_oracle(
+        lambda arguments: oracle.attention(**arguments, mask=mask, scale=0.7)[0], arguments, dout
+    )
+    assert_close(found, expected, dtype=dtype)
+    for leaf, wanted in zip(*map(jax.tree.leaves, (vjp(dout)[0], gradients)), strict=True):
+        assert_close(leaf, wanted, dtype=dtype, tolerance=2e-2)
+
+
+@IMPLEMENTATIONS
+def test_queries_without_keys_give_zero(implementation, rng):
+    """Not NaN, and neither do their gradients."""
+    arguments = draw(rng, t=S)
+
+    def run(arguments, **options):
+        return ops.attention(**arguments, return_lse=True, implementation=implementation, **options)
+
+    for options in (
+        {"key_lengths": integers(0, 3, 20), "causal": True, "window": 2},
+        {"segment_ids": jnp.zeros((B, S), jnp.int32), "key_segment_ids": integers(*[[1] * S, [0] * S, [0] * S])},
+    ):
+        (out, lse), vjp = jax.vjp(functools.partial(run, **options), arguments)
+        assert (np.asarray(out[0]) == 0).all()
+        assert (np.asarray(lse[0]) == -np.inf).all()
+        assert np.isfinite(out).all()
+        (gradients,) = vjp((jnp.ones_like(out), jnp.ones_like(lse)))
+        for gradient in gradients.values():
+            assert (np.asarray(gradient[0]) == 0).all()
+            assert np.isfinite(gradient).all()
+
+
+@IMPLEMENTATIONS
+def test_sinks_against_finite_differences(implementation, rng):
+    arguments, sinks = draw(rng, kv_heads=2), normal(rng, 4)
+    weights, direction = normal(rng, B, T, 4, H), normal(rng, 4)
+
+    def loss(sinks):
+        return jnp.sum(weights * ops.attention(**arguments, sinks=sinks, causal=True, implementation=implementation))
+
+    step = 1e-2
+    slope = (loss(sinks + step * direction) - loss(sinks - step * direction)) / (2 * step)
+    np.testing.assert_allclose(jnp.vdot(jax.grad(loss)(sinks), direction), slope, rtol=1e-2, atol=1e-2)
+
+
+def test_a_large_negative_sink_is_none(rng):
+    arguments = draw(rng)
+    assert_close(ops.attention(**arguments, sinks=jnp.full(4, -1e9)), ops.attention(**arguments))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_split_sequence_is_gathered(axis_type, make_mesh, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    arguments = draw(rng, t=16, s=16, batch=4)
+    dout = normal(rng, 4, 16, 4, H)
+
+    def step(arguments, dout):
+        out, vjp = jax.vjp(lambda arguments: ops.attention(**arguments, causal=True), arguments)
+        return out, vjp(dout)
+
+    split = jax.device_put(arguments, NamedSharding(mesh, P(None, "model")))
+    with jax.set_mesh(mesh):
+        found = jax.jit(step)(split, jax.device_put(dout, NamedSharding(mesh, P())))
+    for leaf, wanted in zip(*map(jax.tree.leaves, (found, step(arguments, dout))), strict=True):
+        assert_close(np.asarray(leaf), np.asarray(wanted))
+
+
+# --------------------------------------------------------------------------------------------------- programs for CUDA
+
+
+def for_cuda(function, *arguments):
+    """The program of a function for a GPU, which this machine need not have."""
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(program):
+    """Names of the calls of cuDNN, in order."""
+    return re.findall(r"@__cudnn\$fmha(\w+)", program)
+
+
+def loss_of(**options):
+    return lambda arguments: jnp.sum(ops.attention(**arguments, **options).astype(jnp.float32) ** 2)
+
+
+def test_programs_for_cuda_call_cudnn(rng):
+    """Wherever they are traced, and for no other platform."""
+    arguments = draw(rng, kv_heads=2, dtype="bfloat16")
+    step = jax.grad(loss_of(causal=True))
+    program = for_cuda(step, arguments)
+    assert calls(program) == ["Softmax", "SoftmaxBackward"]
+    assert "dot_general" not in program
+    for_cpu = jax.jit(step).trace(arguments).lower(lowering_platforms=("cpu",)).as_text()
+    assert calls(for_cpu) == []
+    assert "dot_general" in for_cpu
+    both = jax.jit(step).trace(arguments).lower(lowering_platforms=("cpu", "cuda")).as_text()
+    assert calls(both) == calls(program)
+
+
+def test_exported_programs(rng):
+    arguments = draw(rng, dtype="bfloat16", s=T)
+    biased = {**arguments, "bias": normal(rng, 4, T, T, dtype="bfloat16")}
+    for some in (arguments, biased):
+        program = export.export(
+            jax.jit(jax.grad(loss_of())), platforms=("cuda",), disabled_checks=native.export_checks()
+        )(some)
+        assert len(calls(program.mlir_module())) == 2
+
+
+CUSTOM_CALL = re.compile(
+    r'custom_call (@__cudnn\$fmha\w+)\([^)]*\) \{api_version = 2 : i32, backend_config = "(.*?)".* (operand_layouts.*)$'
+)
+
+
+def described(program):
+    """Target, configuration, layouts and types of the calls of cuDNN."""
+    found = [CUSTOM_CALL.search(line) for line in program.splitlines() if "custom_call @__cudnn" in line]
+    return [(match[1], json.loads(match[2].replace("\\22", '"')), match[3]) for match in found]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "lengths", "bias"])
+def test_calls_are_those_of_jax(name, kv_heads, monkeypatch, rng):
+    arguments = draw(rng, kv_heads=kv_heads, dtype="float16", s=T)
+    lengths = {"query_lengths": LENGTHS["query_lengths"], "key_lengths": LENGTHS["query_lengths"]}
+    ours, theirs = {
+        "plain": ({}, {}),
+        "causal": ({"causal": True}, {"is_causal": True}),
+        "window": ({"causal": True, "window": 5}, {"is_causal": True, "local_window_size": (4, 0)}),
+        "lengths": (
+            {"causal": True, **lengths},
+            {
+                "is_causal": True,
+                **dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths.values(), strict=True)),
+            },
+        ),
+        "bias": ({}, {}),
+    }[name]
+    if name == "bias":
+        arguments["bias"] = normal(rng, 1, 4, T, T, dtype="float16")
+    # JAX looks for cuDNN while it traces.
+    monkeypatch.setattr(_cudnn_attention.jax_cudnn, "check_cudnn_version", lambda: 91300)
+
+    def loss_by_jax(arguments):
+        out = jax.nn.dot_product_attention(**arguments, **theirs, scale=0.5, implementation="cudnn")
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    found, wanted = (
+        described(for_cuda(jax.value_and_grad(loss), arguments)) for loss in (loss_of(**ours, scale=0.5), loss_by_jax)
+    )
+    assert found == wanted
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_a_constant_bias_has_no_gradient(differentiated, rng):
+    """It would be as large as the bias."""
+    arguments = draw(rng, dtype="bfloat16", s=T)
+    bias = normal(rng, 1, 4, T, T, dtype="bfloat16")
+
+    def loss(arguments, bias):
+        return loss_of(bias=bias)(arguments)
+
+    program = for_cuda(jax.grad(loss, argnums=(0, 1) if differentiated else 0), arguments, bias)
+    (results,) = re.findall(r"BiasSoftmaxBackward.*-> \((.*)\)", program)
+    assert results.count("tensor") == 4 + differentiated
+
+
+@pytest.mark.parametrize(
+    ("policy", "forward_calls"),
+    [(checkpoint_policies.save_attention, 1), (jax.checkpoint_policies.nothing_saveable, 2)],
+    ids=["attention kept", "nothing kept"],
+)
+def test_remat(policy, forward_calls, rng):
+    arguments = draw(rng, dtype="bfloat16")
+
+    def layer(arguments):
+        arguments = jax.lax.optimization_barrier(arguments)
+        return loss_of(causal=True)(arguments)
+
+    program = for_cuda(jax.value_and_grad(jax.checkpoint(layer, policy=policy)), arguments)
+    assert calls(program).count("Softmax") == forward_calls
+    assert calls(program).count("SoftmaxBackward") == 1
+
+
+def test_batch_dimensions_of_vmap_become_one(rng):
+    arguments = draw(rng, dtype="bfloat16")
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), arguments)
+    program = for_cuda(jax.vmap(jax.grad(loss_of(causal=True))), stacked)
+    dimensions = [
+        d["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"] for _, d, _ in described(program)
+    ]
+    assert dimensions == [[str(2 * B), "4", str(T), str(S)]] * 2
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float32"}, r"^query has dtype float32, and cuDNN takes bfloat16 and float16: cast"),
+        ({"head_dim": 320}, r"^query has a head_dim of 320.*up to 256"),
+        ({"head_dim": 100}, r"^query has a head_dim of 100.*multiples of 8"),
+    ],
+    ids=["dtype", "large heads", "odd heads"],
+)
+def test_scores_on_a_gpu_are_limited(change, message):
+    """XLA would hold 8.6 GB of them."""
+    query = jax.ShapeDtypeStruct((1, 8192, 32, change.get("head_dim", 128)), change.get("dtype", "bfloat16"))
+    run = functools.partial(ops.attention, causal=True)
+    with pytest.raises(
+        ValueError, match=message + ".*8589934592 bytes, more than max_score_bytes=1073741824: raise it"
+    ):
+        for_cuda(run, query, query, query)
+    with pytest.raises(ValueError, match=message + ".*or use implementation=None"):
+        for_cuda(functools.partial(run, implementation="cudnn"), query, query, query)
+    jax.jit(run).trace(query, query, query).lower(lowering_platforms=("cpu",))
+    for options in ({"max_score_bytes": 2**33}, {"implementation": "xla"}):
+        program = for_cuda(functools.partial(run, **options), query, query, query)
+        assert calls(program) == []
+    small = jax.ShapeDtypeStruct((1, 1024, *query.shape[2:]), query.dtype)
+    assert "dot_general" in for_cuda(run, small, small, small)
+
+
+def test_named_cudnn_is_not_for_cpus(rng):
+    with pytest.raises(
+        ValueError, match=r"^implementation is 'cudnn', and the program is not lowered for CUDA: use None"
+    ):
+        ops.attention(**draw(rng, dtype="bfloat16"), implementation="cudnn")
+
+
+BF16 = {"query": (1, 256, 4, 64), "key": (1, 256, 2, 64)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ({}, {}, None),
+        ({"bias": (1, 4, 256, 256)}, {}, None),
+        ({"bias": (1, 4, 256, 192), "key": (1, 192, 2, 64)}, {}, "key has a length of 192.* are NaN: pad it"),
+        ({"bias": (1, 4, 256, 192), "key": (1, 192, 2, 64)}, {"backward": False}, None),
+        ({"bias": (1, 4, 256, 255), "key": (1, 255, 2, 64)}, {}, "lengths 256 and 255.*must be even"),
+        ({"query": (1, 1, 4, 64)}, {}, "query has a length of 1, .*NaN"),
+        ({"query": (1, 1, 4, 64)}, {"backward": False}, None),
+        ({"query": (1, 256, 4, 256), "key": (1, 256, 4, 256)}, {"lse_cotangent": True}, "log-sum-exp .* up to 248"),
+        ({"query": (0, 256, 4, 64), "key": (0, 256, 4, 64)}, {}, "no empty arrays"),
+        ({"query_segment_ids": (1, 256), "bias": (1, 1, 256, 256)}, {}, "takes one mask"),
+        ({"query_segment_ids": (1, 256), "key_lengths": (1,)}, {}, "padding a segment of its own"),
+        ({"query_segment_ids": (1, 256)}, {"max_mask_bytes": 2 * 256**2 - 1}, "a mask of 131072 bytes"),
+        ({"query_segment_ids": (1, 256)}, {"max_mask_bytes": 2 * 256**2}, None),
+        ({}, {"version": (9, 10, 1)}, "9.10.0 and 9.10.1 compute attention wrongly: upgrade"),
+        ({}, {"version": (9, 11, 0)}, None),
+        ({"query": (1, 8, 4, 192), "key": (1, 8, 4, 192)}, {"capability": (8, 9)}, "up to 128"),
+    ],
+)
+def test_problems_of_cudnn(shapes, options, message, monkeypatch):
+    options = {"backward": True, "lse_cotangent": False, "max_mask_bytes": 2**30, **options}
+    device = options.pop("capability", None), options.pop("version", None)
+    monkeypatch.setattr(_cudnn_attention, "_device", lambda: device)
+    shapes = BF16 | shapes
+    operands = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    problem = _cudnn_attention.problem(operands, **options)
+    if message is None:
+        assert problem is None
+    else:
+        assert re.search(message, problem)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 3}, r"^window is 3 with causal=False; it must be an integer of at least 1, with causal=True"),
+        ({"window": 0, "causal": True}, r"^window is 0"),
+        ({"window": True, "causal": True}, r"^window is True"),
+        ({"causal": 1}, r"^causal is 1; it must be True or False"),
+        ({"scale": float("nan")}, r"^scale is nan"),
+        ({"max_score_bytes": -1}, r"^max_score_bytes is -1"),
+        (
+            {"segment_ids": jnp.zeros((B, T), jnp.int32)},
+            r"^segment_ids are given without key_segment_ids for 12 queries",
+        ),
+        ({"key_segment_ids": jnp.zeros((B, S), jnp.int32)}, r"^key_segment_ids are given without segment_ids"),
+        ({"bias": jnp.zeros((3, T, S))}, r"^bias has shape \(3, 12, 20\); .*broadcast to the scores \(3, 4, 12, 20\)"),
+        ({"sinks": jnp.zeros(3)}, r"^sinks has shape \(3,\).*must be \(4,\)"),
+    ],
+)
+def test_arguments(options, message, rng):
+    with pytest.raises(ValueError, match=message):
+        ops.attention(**draw(rng), **options)
+
+
+def test_heads(rng):
+    with pytest.raises(ValueError, match=r"^query has 4 heads and key 3; the heads of key must divide"):
+        ops.attention(**draw(rng, kv_heads=3))
+
+
+# ------------------------------------------------------------------------------------------------------ cuDNN, emulated
+
+
+def emulated(target, types, *, legacy_backend_config, **_):
+    """`jax.ffi.ffi_call` of cuDNN's attention: its formulas in float32, and NaN where it promises nothing."""
+    config = json.loads(legacy_backend_config)["cudnn_fmha_backend_config"]
+    backward, biased = "Backward" in target, "Bias" in target
+    padded, causal = "PADDING" in config["mask_type"], "CAUSAL" in config["mask_type"]
+    window = config["sliding_window_length"]
+
+    def call(*buffers):
+        buffers = list(buffers)
+        q, k, v = (x.astype(jnp.float32) for x in buffers[:3])
+        del buffers[:3]
+        stats, dout = (buffers.pop(0) for _ in range(2)) if backward else (None, None)
+        bias = buffers.pop(0) if biased else None
+        out = buffers.pop(0) if backward else None
+        lengths = buffers if padded else None
+        batch, t, heads, _ = q.shape
+        s, group = k.shape[1], heads // k.shape[2]
+        mask = oracle.visible(
+            batch,
+            t,
+            s,
+            causal=causal,
+            window=window or None,
+            q_lengths=lengths and np.asarray(lengths[0]),
+            k_lengths=lengths and np.asarray(lengths[1]),
+        )
+        assert lengths is None or (np.asarray(lengths) > 0).all()  # cuDNN gives NaN
+        keys, values = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        scores = config["fmha_scale"] * jnp.einsum("btnh,bsnh->bnts", q, keys)
+        if biased:
+            scores = scores + jnp.broadcast_to(bias.astype(jnp.float32), scores.shape)
+        scores = jnp.where(jnp.asarray(mask)[:, None], scores, -jnp.inf)
+        empty = ~mask.any(-1)
+        workspace = jnp.zeros(0, jnp.uint8)
+        if not backward:
+            out = jnp.einsum("bnts,bsnh->bnth", jax.nn.softmax(scores, axis=-1), values)
+            lse = jnp.where(empty[:, None], jnp.nan, jax.nn.logsumexp(scores, axis=-1))
+            return jnp.where(empty[:, None, :, None], jnp.nan, out).astype(types[0].dtype), lse, workspace
+        p = jnp.exp(scores - stats[..., None])
+        dp = jnp.einsum("btnh,bsnh->bnts", dout.astype(jnp.float32), values)
+        delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+        ds = p * (dp - jnp.swapaxes(delta, 1, 2)[..., None])
+        dq = config["fmha_scale"] * jnp.einsum("bnts,bsnh->bnth", ds, keys)
+        dk = config["fmha_scale"] * jnp.einsum("bnts,btnh->bnsh", ds, q)
+        dv = jnp.einsum("bnts,btnh->bnsh", p, dout.astype(jnp.float32))
+        dk, dv = (x.reshape(batch, heads // group, group, s, -1).sum(2) for x in (dk, dv))
+        dq = jnp.where(empty[:, None, :, None], jnp.nan, dq)
+        if padded:
+            behind = (np.arange(s) >= np.asarray(lengths[1])[:, None])[:, None, :, None]
+            dk, dv = (jnp.where(behind, jnp.nan, x) for x in (dk, dv))
+        gradients = [x.astype(type_.dtype) for x, type_ in zip((dq, dk, dv), types[:3], strict=True)]
+        if len(types) == 5:
+            over = tuple(i for i in range(2) if types[3].shape[i] == 1)
+            gradients.append(jnp.sum(ds, axis=over, keepdims=True).astype(types[3].dtype) if over else ds)
+        return *gradients, workspace
+
+    return call
+
+
+def names_of(arguments):
+    """Arguments of the operation by the names that the functions below it use."""
+    renamed = {"segment_ids": "query_segment_ids"}
+    return {renamed.get(name, name): x for name, x in arguments.items()}
+
+
+@pytest.mark.parametrize(
+    ("extra", "lead", "lse_cotangent"),
+    [("", (B,), False), ("bias", (B,), True), ("bias", (2, B), False), ("sinks", (2, B), True)],
+)
+@pytest.mark.parametrize("name", MASKS)
+def test_what_surrounds_cudnn(name, lse_cotangent, lead, extra, monkeypatch, rng):
+    """Sinks, a gradient through the log-sum-exp, sequences without keys, and more than one batch dimension."""
+    options, of_mask = MASKS[name]
+    if name == "segments" and extra == "bias":
+        pytest.skip("XLA's")
+    masks = Masks(options.get("causal", False), options.get("window"), H**-0.5)
+    arrays = names_of({key: x for key, x in options.items() if key not in ("causal", "window")})
+    cases = [names_of(draw(rng, kv_heads=2, dtype="float32")) | arrays for _ in range(2 if len(lead) > 1 else 1)]
+    for case in cases:
+        case |= {"bias": {"bias": normal(rng, 1, 4, T, S)}, "sinks": {"sinks": normal(rng, 4)}, "": {}}[extra]
+    operands = cases[0] if len(lead) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *cases)
+    wanted = ("query", "key", "value", *([extra] if extra else []))
+    monkeypatch.setattr(jax.ffi, "ffi_call", emulated)
+    monkeypatch.setattr(_cudnn_attention._Call, "_configuration", _configuration)
+    out, lse = _cudnn_attention.forward(operands, masks)
+    dout = normal(rng, *out.shape)
+    dlse = normal(rng, *lse.shape) if lse_cotangent else None
+    gradients = _cudnn_attention.backward(operands, masks, out, lse, dout, dlse, wanted)
+    mask = oracle.visible(B, T, S, **of_mask)
+
+    for i, case in enumerate(cases):
+        own = (lambda x, i=i: x) if len(lead) == 1 else (lambda x, i=i: x[i])
+
+        def expected(arguments):
+            found, of_lse = oracle.attention(**arguments, mask=mask)
+            return found, finite(of_lse)
+
+        given = {key: case[key] for key in wanted}
+        cotangents = own(dout), jnp.zeros((B, T, 4)) if dlse is None else jnp.swapaxes(own(dlse), 1, 2)
+        (results, expected_lse), expected_gradients = with_oracle(expected, given, cotangents)
+        assert_close(own(out), results, dtype="float32")
+        assert_close(finite(jnp.swapaxes(own(lse), 1, 2)), expected_lse, dtype="float32")
+        for key, gradient in zip(wanted, gradients, strict=True):
+            assert gradient.dtype == jnp.float32
+            np.testing.assert_allclose(
+                own(gradient), expected_gradients[key], rtol=1e-4, atol=1e-4
+            )  # some are all zero
+
+
+_of_jax = _cudnn_attention._Call._configuration
+
+
+def _configuration(call, backward):
+    """That of half precision: JAX knows no other, and the emulation computes in float32."""
+    halves = tuple(jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in call.inputs)
+    return _of_jax(_cudnn_attention.dataclasses.replace(call, inputs=halves), backward)
