@@ -155,7 +155,9 @@ def dense(
         kernels.items(), biases.items(), accumulators.items(), states.items(), strict=True
     ):
         shape = Shape.of(x, *named_kernel, contracting_ndim, kernel_contracting)
-        validate(x, *named_kernel, shape, activation, *others[:2], sharding.varying_axes(x, named_kernel[1]))
+        bias_and_accumulator = others[0], others[1]
+        varying = sharding.varying_axes(x, named_kernel[1])
+        validate(x, *named_kernel, shape, activation, *bias_and_accumulator, varying)
         if recipe is None:
             validate_plain(x, *named_kernel, *others[2])
         else:

@@ -312,7 +312,7 @@ def _backward(layer: Layer, function: Function, residuals: _Residuals, dy: Any):
         h8 = layer.fp8.checked(h8, states[2], "activation")
         _, ddown, next_of_down = backward_products(layer, h8, kernel8s[2:], (dy8,), alone, accumulators[2:])
     dbiases = tuple(
-        None if layout is None else layout.apply(dbias)
+        None if layout is None or dbias is None else layout.apply(dbias)
         for layout, dbias in zip(of_biases, (gate_parts.dbias, up_parts.dbias, down_dbias), strict=True)
     )
     activations, own = (x_amax, x_amax, seen_h_amax), (gate_parts.amax, up_parts.amax, dy_amax)
