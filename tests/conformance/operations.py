@@ -219,6 +219,50 @@ def quantize(kind, *, delayed=False, **fields):
     )
 
 
+# ----------------------------------------------------------------------------------------------------- gated_activation
+
+
+def draw_gate_and_up(rng):
+    return {name: normal(rng, *QUANTIZED, dtype="bfloat16", scale=2.0) for name in ("gate", "up")}
+
+
+def reglu(kind, **fields):
+    """In FP8; of relu the kernels and NumPy have the same bits."""
+    quantization = quantization_of(kind)
+
+    def oracle(gate, up):
+        gate, up = (np.asarray(x).astype(np.float32) for x in (gate, up))
+        y = np.where(gate > 0, np.minimum(gate, np.float32(3)), 0) * (np.clip(up, -3, 3) + np.float32(1))
+        found = quantized_by_numpy(y.astype(jnp.bfloat16), quantization)
+        return found.data, found.scale_inv, found.transposed, found.transposed_scale_inv, found.amax
+
+    def layout(rows, cols, **options):
+        scales = P() if kind == "tensor" else P(cols, rows)
+        operands = dict.fromkeys(("gate", "up"), P(rows, cols))
+        results = (P(rows, cols), scales, P(cols, rows), scales, P())
+        return Layout(operands, results, options={"axis_name": {"rows": rows, "cols": cols}}, **options)
+
+    return Operation(
+        name=f"gated_activation, {kind}",
+        draw=draw_gate_and_up,
+        call=functools.partial(
+            ops.gated_activation, kind="relu", limit=3.0, offset=1.0, quantization=quantization, with_amax=True
+        ),
+        oracle=oracle,
+        dtypes=("float8_e4m3fn", "float32", "float8_e4m3fn", "float32", "float32"),
+        refuses=dict.fromkeys(("native", "reference"), r"gated_activation has no derivative.*stop_gradient"),
+        layouts={
+            "rows": layout("data", None, own=("data",)),
+            "cols": layout(None, "model"),
+            "both": layout("data", "model", own=("data",), reference=True),
+            "rows over both": layout(("data", "model"), None),
+            "nothing": Layout({}),
+        },
+        small={"all-reduce": 8},
+        **fields,
+    )
+
+
 # ----------------------------------------------------------------------------------------------------------------- gemm
 
 M, N, K = 64, 512, 512
@@ -597,6 +641,8 @@ OPERATIONS = [
     quantize("row", variant=True),
     quantize("1x128 and square", variant=True),
     quantize("tensor", delayed=True, variant=True),
+    reglu("tensor"),
+    reglu("1x128 and square", variant=True),
     gemm("block"),
     gemm("row", dtype="bfloat16", variant=True),
     gemm("tensor", dtype="bfloat16", followup="gelu", variant=True),
