@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from activation_oracle import KINDS, assert_quantized_from, assert_rounded, oracle
+from activation_oracle import (
+    GPT_OSS,
+    GRADIENTS,
+    KINDS,
+    assert_rounded,
+    check_gradients,
+    check_result,
+    draw,
+    oracle,
+    request,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from quantize_oracle import E4M3, E5M2, assert_bits, quantization_of
@@ -15,23 +25,13 @@ from quantize_oracle import E4M3, E5M2, assert_bits, quantization_of
 from te_jax import native, ops
 from te_jax.inspect import collectives
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
-from te_jax.ops._quantize_kernels import Request
 from te_jax.reference.activation import Function
 
 DTYPES = ("float32", "bfloat16", "float16")
-GPT_OSS = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
 CLIPPED = {"limit": 1.5, "offset": 1.0}  # often
 PAIRS = ("tensor", "1x128", "square and 1x128", "row", "tensor and row")
 each_kind = pytest.mark.parametrize("kind", KINDS)
 axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-
-
-def draw(rng, shape, dtype="bfloat16", count=2, scale=2.0):
-    return [jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(dtype) for _ in range(count)]
-
-
-def request(quantization, *, row_ndim=1, copies="both", with_amax=False, with_dbias=False):
-    return Request(quantization, row_ndim, copies, (), (), with_amax, with_dbias)
 
 
 # ------------------------------------------------------------------------------------------------- in their own dtype
@@ -92,25 +92,6 @@ def test_residuals_are_the_operands(rng):
 
 
 # ------------------------------------------------------------------------------------------------------------- in FP8
-
-
-def check_result(kind, gate, up, quantization, implementation, *, row_ndim=None, copies="both", amax=None, **options):
-    """A result in FP8 against that of the operation in its own dtype, and its amax; returns it."""
-    arguments = {
-        "quantization": quantization, "row_ndim": row_ndim, "copies": copies, "amax": amax, "with_amax": True,
-        "implementation": implementation,
-    }  # fmt: skip
-    if up is None:
-        found, own_amax = ops.activation(gate, kind, **options, **arguments)
-        plain = ops.activation(gate, kind, **options)
-    else:
-        found, own_amax = ops.gated_activation(gate, up, kind, **options, **arguments)
-        plain = ops.gated_activation(gate, up, kind, **options)
-    assert (found.data is None, found.transposed is None) == (copies == "transposed", copies == "data")
-    assert_quantized_from(found, plain, quantization, row_ndim=row_ndim, amax=amax)
-    largest = np.abs(np.asarray(plain).astype(np.float64)).max()
-    np.testing.assert_allclose(float(own_amax), largest, rtol=float(jnp.finfo(gate.dtype).eps) + 1e-5)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -200,48 +181,6 @@ def test_nothing_to_compute(implementation):
 
 
 # ------------------------------------------------------------------------------------------------- gradients in FP8
-
-
-def check_gradients(
-    function, gate, up, dy, gradient, activation, use_native, *, row_ndim=1, amaxes=(None,) * 3, copies="both"
-):
-    """Gradients in FP8 against those in their own dtype, which float64 confirms; dbias and amaxes against float64."""
-    wanted = request(gradient, row_ndim=row_ndim, copies=copies, with_amax=True, with_dbias=True)
-    if up is None:
-        amaxes = (amaxes[0], None, amaxes[2])
-    found = activation_gradients_quantized(function, gate, up, dy, *amaxes, wanted, activation, use_native)
-    limit = None if np.isinf(function.limit) else function.limit
-    expected = oracle(function.kind, gate, up, dy, alpha=function.alpha, limit=limit, offset=function.offset)
-    epsilon = float(jnp.finfo(gate.dtype).eps)
-    for parts, plain, amax in zip(found[:2], (expected.gate, expected.up), amaxes[:2], strict=True):
-        if plain is None:
-            assert parts is None
-            continue
-        assert_quantized_from(
-            parts.array, jnp.asarray(plain.astype(gate.dtype)), gradient, row_ndim=row_ndim, amax=amax
-        )
-        np.testing.assert_allclose(float(parts.amax), np.abs(plain).max(), rtol=epsilon + 1e-5)
-        rows = tuple(range(row_ndim))
-        assert parts.dbias.shape == plain.shape[row_ndim:]
-        bound = (epsilon + 1e-5) * np.abs(plain).sum(axis=rows) + 4e-6 * np.abs(plain).max()
-        assert (np.abs(np.asarray(parts.dbias, np.float64) - plain.sum(axis=rows)) <= bound).all()
-    if activation is None:
-        assert found[2] is None
-    else:
-        assert found[2].data is None
-        plain = jnp.asarray(expected.y.astype(gate.dtype))
-        assert_quantized_from(found[2], plain, activation, row_ndim=row_ndim, amax=amaxes[2])
-    return found
-
-
-GRADIENTS = {
-    "current": (quantization_of("tensor", E5M2), quantization_of("tensor")),
-    "blocks": (quantization_of("1x128 and square"), quantization_of("1x128")),
-    "square blocks": (quantization_of("128x128"), quantization_of("square and 1x128", E5M2, True)),
-    "rows": (quantization_of("row"), quantization_of("row")),
-    "mixed": (quantization_of("1x128"), quantization_of("tensor")),
-    "without y": (quantization_of("1x128"), None),
-}
 
 
 @pytest.mark.parametrize(
