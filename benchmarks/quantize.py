@@ -23,6 +23,7 @@ No time is reported for a result that is wrong: of te_jax both copies and all sc
 its definition, of the others both copies by their relative error.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ _E4M3 = np.dtype(jnp.float8_e4m3fn)
 _AMAX = 6.0  # where the scale is known beforehand
 _BYTES_BEYOND_CACHES = 256 * 2**20
 _MOST_BUFFERS = 64
-_TENSORS = 4
+TENSORS = 4
 """Tensors in one program. XLA leaves 2 to 5 µs between two programs, and more where the host is late with the next."""
 
 
@@ -97,8 +98,8 @@ OPERATIONS = {
 
 
 @dataclass(frozen=True)
-class _Checked:
-    """A candidate, whose calls return `_TENSORS` results, and what is wrong with one of them, or None."""
+class Checked:
+    """A candidate, whose calls return `TENSORS` results, and what is wrong with one of them, or None."""
 
     candidate: Candidate
     problem: Callable[[Any], str | None]
@@ -107,32 +108,36 @@ class _Checked:
 def run_case(case: shapes.MatrixShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
     """Measure all operations of one case with the named implementations; see `harness.Family.run_case`."""
     x = _inputs(case)
-    buffers = [x, *(_fresh(x) for _ in range(_buffers_for(x.nbytes) - 1))]  # equal, which XLA does not know
+    buffers = [x, *(fresh(x) for _ in range(buffers_for(x.nbytes) - 1))]  # equal, which XLA does not know
     result = CaseResult()
     for name, operation in OPERATIONS.items():
-        _run_operation(case, name, operation, implementations, timing, buffers, result)
+        floor_bytes = case.elements * (operation.reads * x.itemsize + 2)
+        build = functools.partial(_build, operation=operation, buffers=buffers, floor_bytes=floor_bytes)
+        run_operation(case, name, floor_bytes, build, implementations, PEERS, timing, result)
     return result
 
 
-def _run_operation(
+def run_operation(
     case: shapes.MatrixShape,
     operation_name: str,
-    operation: _Operation,
+    floor_bytes: int,
+    build: Callable[[str], Checked],
     implementations: Sequence[str],
+    peers: Sequence[str],
     timing: Timing,
-    buffers: list[jax.Array],
     result: CaseResult,
 ) -> None:
+    """Measure one operation of a case, which moves floor_bytes at least, with what `build` makes of each name."""
+
     def entry(name: str, reason: str) -> dict[str, str]:
         return {"case": case.name, "operation": operation_name, "implementation": name, "reason": reason}
 
-    floor_bytes = case.elements * (operation.reads * buffers[0].itemsize + 2)
     candidates: list[Candidate] = []
     for name in implementations:
         if name == "torch.compile" and jax.default_backend() != "gpu":
             continue
         try:
-            checked = _build(name, operation, buffers, floor_bytes)
+            checked = build(name)
             output = checked.candidate.call(*checked.candidate.arguments(1)[0])
             checked.candidate.wait(output)
             problem = next(filter(None, map(checked.problem, output)), None)
@@ -149,7 +154,7 @@ def _run_operation(
     result.skipped += [entry(name, reason) for name, reason in failed.items()]
     if "copy" not in seconds:
         raise RuntimeError(f"the copy, the yardstick of {case.name}, was not measured: {failed}")
-    seconds = {name: [sample / _TENSORS for sample in samples] for name, samples in seconds.items()}
+    seconds = {name: [sample / TENSORS for sample in samples] for name, samples in seconds.items()}
     for candidate in candidates:
         if candidate.name not in seconds:
             continue
@@ -158,7 +163,7 @@ def _run_operation(
             candidate.name,
             floor_bytes=floor_bytes,
             copy_bytes=floor_bytes,
-            peers=() if candidate.name == "copy" else PEERS,
+            peers=() if candidate.name == "copy" else peers,
         )
         head = {"case": case.name, "model": case.model, "operation": operation_name, "implementation": candidate.name}
         result.rows.append(head | row)
@@ -172,19 +177,19 @@ def _inputs(case: shapes.MatrixShape) -> jax.Array:
     return jax.block_until_ready(draw(jax.random.key(0)))
 
 
-_fresh = jax.jit(jnp.copy)
+fresh = jax.jit(jnp.copy)
 """A new array with the same values, copied on the device."""
 
 
-def _buffers_for(size: int) -> int:
+def buffers_for(size: int) -> int:
     """How many copies of the values to rotate through so that no cache serves the next call."""
-    return max(_TENSORS, min(_MOST_BUFFERS, -(-_BYTES_BEYOND_CACHES // size)))
+    return max(TENSORS, min(_MOST_BUFFERS, -(-_BYTES_BEYOND_CACHES // size)))
 
 
-def _in_turns(arrays: Sequence[Any]) -> Callable[[int], list[tuple[Any, ...]]]:
+def in_turns(arrays: Sequence[Any]) -> Callable[[int], list[tuple[Any, ...]]]:
     """The tensors of so many calls."""
     return lambda calls: [
-        tuple(arrays[(call * _TENSORS + index) % len(arrays)] for index in range(_TENSORS)) for call in range(calls)
+        tuple(arrays[(call * TENSORS + index) % len(arrays)] for index in range(TENSORS)) for call in range(calls)
     ]
 
 
@@ -196,10 +201,10 @@ def _amax(x: jax.Array) -> jax.Array:
 # Implementations
 
 
-def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_bytes: int) -> _Checked:
+def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_bytes: int) -> Checked:
     mapped = jax.vmap if buffers[0].ndim == 3 else lambda function: function
     if name == "copy":
-        return _build_copy(buffers, floor_bytes)
+        return build_copy(floor_bytes)
     if name == "torch.compile":
         return _build_torch(operation, buffers)
     if name == "jnp":
@@ -234,16 +239,17 @@ def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_byt
     return _build_jax(name, quantize("native"), buffers, problem)
 
 
-def _build_copy(buffers: list[jax.Array], floor_bytes: int) -> _Checked:
+def build_copy(floor_bytes: int) -> Checked:
+    """A device copy that reads and writes as many bytes."""
     size = floor_bytes // 2
     draw = jax.jit(lambda seed: jax.random.bits(jax.random.key(seed), (size,), jnp.uint8))
-    copied = [draw(seed) for seed in range(_buffers_for(size))]
-    compiled = jax.jit(lambda *arrays: [jnp.copy(array) for array in arrays]).lower(*copied[:_TENSORS]).compile()
+    copied = [draw(seed) for seed in range(buffers_for(size))]
+    compiled = jax.jit(lambda *arrays: [jnp.copy(array) for array in arrays]).lower(*copied[:TENSORS]).compile()
     candidate = Candidate(
         name="copy",
         call=compiled,
-        arguments=_in_turns(copied),
-        most_calls=calls_that_fit(_TENSORS * size),
+        arguments=in_turns(copied),
+        most_calls=calls_that_fit(TENSORS * size),
         temporary_bytes=temporary_bytes(compiled),
     )
     pointers = {array.unsafe_buffer_pointer() for array in copied}
@@ -252,7 +258,7 @@ def _build_copy(buffers: list[jax.Array], floor_bytes: int) -> _Checked:
         itself = output.unsafe_buffer_pointer() in pointers
         return "XLA returned an array itself instead of a copy" if itself else None
 
-    return _Checked(candidate, problem)
+    return Checked(candidate, problem)
 
 
 def _build_jax(
@@ -260,23 +266,23 @@ def _build_jax(
     function: Callable[[jax.Array, jax.Array], Any],
     buffers: list[jax.Array],
     problem: Callable[[Any], str | None],
-) -> _Checked:
+) -> Checked:
     amax = _amax(buffers[0])
 
     @jax.jit
     def run(amax: jax.Array, *tensors: jax.Array) -> list[Any]:
         return [function(x, amax) for x in tensors]
 
-    compiled = run.lower(amax, *buffers[:_TENSORS]).compile()
-    in_turns = _in_turns(buffers)
+    compiled = run.lower(amax, *buffers[:TENSORS]).compile()
+    turns = in_turns(buffers)
     candidate = Candidate(
         name=name,
         call=compiled,
-        arguments=lambda calls: [(amax, *tensors) for tensors in in_turns(calls)],
-        most_calls=calls_that_fit(_TENSORS * 2 * buffers[0].size),
+        arguments=lambda calls: [(amax, *tensors) for tensors in turns(calls)],
+        most_calls=calls_that_fit(TENSORS * 2 * buffers[0].size),
         temporary_bytes=temporary_bytes(compiled),
     )
-    return _Checked(candidate, problem)
+    return Checked(candidate, problem)
 
 
 def _jnp(operation: _Operation) -> Callable[[jax.Array, jax.Array], Any]:
@@ -315,7 +321,7 @@ def _jnp(operation: _Operation) -> Callable[[jax.Array, jax.Array], Any]:
     return quantize
 
 
-def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> _Checked:
+def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> Checked:
     if importlib.util.find_spec("torch") is None:
         raise RuntimeError("torch is not installed")
     import torch  # pyright: ignore[reportMissingImports]
@@ -367,14 +373,14 @@ def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> _Checked:
             return jax.lax.bitcast_convert_type(as_jax(tensor.view(torch.uint8)), _E4M3)
         return jnp.from_dlpack(tensor.contiguous())
 
-    in_turns, amax = _in_turns([as_torch(x) for x in buffers]), as_torch(_amax(buffers[0]))
+    turns, amax = in_turns([as_torch(x) for x in buffers]), as_torch(_amax(buffers[0]))
     candidate = Candidate(
         name="torch.compile",
         call=lambda *arguments: run(*arguments),
-        arguments=lambda calls: [(amax, *tensors) for tensors in in_turns(calls)],
+        arguments=lambda calls: [(amax, *tensors) for tensors in turns(calls)],
         wait=lambda output: torch.cuda.synchronize(),
     )
-    return _Checked(candidate, lambda output: _too_far_off(_errors([as_jax(part) for part in output[:4]], buffers[0])))
+    return Checked(candidate, lambda output: _too_far_off(_errors([as_jax(part) for part in output[:4]], buffers[0])))
 
 
 # Checks
@@ -396,15 +402,15 @@ def _errors_of_copies(output: Any, x: jax.Array) -> tuple[float, float]:
 def _error_of_codes(codes: jax.Array, scale_inv: jax.Array, x: jax.Array) -> jax.Array:
     for axis in (-2, -1):
         scale_inv = jnp.repeat(scale_inv, codes.shape[axis] // scale_inv.shape[axis], axis=axis)
-    return _relative(codes.astype(jnp.float32) * scale_inv, x)
+    return relative(codes.astype(jnp.float32) * scale_inv, x)
 
 
 @jax.jit
 def _error_of_copy(copy: QuantizedArray, x: jax.Array) -> jax.Array:
-    return _relative(copy.dequantize(), x)
+    return relative(copy.dequantize(), x)
 
 
-def _relative(actual: jax.Array, expected: jax.Array) -> jax.Array:
+def relative(actual: jax.Array, expected: jax.Array) -> jax.Array:
     actual, expected = actual.astype(jnp.float32), expected.astype(jnp.float32)
     return jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected)
 

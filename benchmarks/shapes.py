@@ -150,6 +150,14 @@ QUANTIZE_CPU = (
     MatrixShape(rows=256, cols=256, dtype="bfloat16", model="8 experts, 256 tokens each", examples=8),
 )
 
+ACTIVATION_GPU = (
+    MatrixShape(rows=8192, cols=4096, dtype="bfloat16", model="8192 tokens, 4096 features"),
+    MatrixShape(rows=16384, cols=8192, dtype="bfloat16", model="16384 tokens, 8192 features"),
+    MatrixShape(rows=8192, cols=14336, dtype="bfloat16", model="Llama 3 8B, 8192 tokens"),
+)
+
+ACTIVATION_CPU = (MatrixShape(rows=2048, cols=1024, dtype="bfloat16", model="te-jax train"),)
+
 
 @dataclass(frozen=True)
 class LeavesShape:

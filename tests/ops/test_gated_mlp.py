@@ -70,8 +70,10 @@ def test_as_layer_by_layer(activation, recipe, implementation, rng):
     case, states = random_case(rng), states_of(recipe)
     options = {"recipe": recipe, "implementation": implementation, **activation}
     expected = step(layer_by_layer, case, states, **options)
-    # Kernels round exponentials in another way than XLA: h then differs by a unit of bfloat16 here and there.
-    assert_same(step(fused, case, states, **options), expected, tolerance=5e-3)
+    # Kernels round exponentials in another way than XLA: h then differs by a unit of bfloat16 here and there. On a GPU
+    # XLA may keep h of the reference in float32 in one program and round it in the other, which moves more codes.
+    found = step(fused, case, states, **options)
+    assert_same(found, expected, tolerance=5e-3 if implementation == "native" else 2e-2)
 
 
 @pytest.mark.parametrize("recipe", [RECIPES["block"], RECIPES["current"]], ids=["block", "current"])
