@@ -3,6 +3,7 @@
 A family is a module here with a `FAMILY`; `te-jax bench` lists and runs them. Beside the families there are
 
 - shapes: the shapes of real models, shared by every family
+- elementwise: what families share that are as fast as memory
 - harness: timing, the record of the environment, the result files
 - tables: turns result files into the tables and figures of README.md and docs/
 """

@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import shapes
-from benchmarks.harness import Candidate, CaseResult, Family, Headline, Timing, calls_that_fit, temporary_bytes
-from benchmarks.quantize import TENSORS, Checked, buffers_for, build_copy, fresh, in_turns, relative, run_operation
+from benchmarks.elementwise import Checked, buffers_for, build_jax, fresh, run_operation
+from benchmarks.harness import CaseResult, Family, Headline, Timing
+from benchmarks.quantize import relative
 from te_jax import ops
 from te_jax.ops._activation_kernels import activated, activation_gradients_quantized
 from te_jax.ops._quantize_kernels import Request
@@ -96,34 +97,26 @@ def run_case(case: shapes.MatrixShape, implementations: Sequence[str], timing: T
     draw = jax.jit(lambda key: jax.random.normal(key, case.shape, jnp.float32).astype(dtype))
     gate, up, dy = (jax.block_until_ready(draw(key)) for key in jax.random.split(jax.random.key(0), 3))
     operands = [(gate, up, dy)]
-    operands += [(fresh(gate), fresh(up), fresh(dy)) for _ in range(buffers_for(gate.nbytes) - 1)]
+    operands += [fresh(operands[0]) for _ in range(buffers_for(gate.nbytes) - 1)]
+    names = [name for name in implementations if name != "copy"]
     result = CaseResult()
     for name, operation in OPERATIONS.items():
-        floor_bytes = case.elements * operation.bytes
-        build = functools.partial(_build, operation=operation, operands=operands, floor_bytes=floor_bytes)
-        run_operation(case, name, floor_bytes, build, implementations, PEERS, timing, result)
+        builds = {each: functools.partial(_build, each, operation, operands) for each in names}
+        run_operation(case, name, builds, timing, case.elements * operation.bytes, PEERS, result)
     return result
 
 
-def _build(name: str, operation: _Operation, operands: list[_Operands], floor_bytes: int) -> Checked:
-    if name == "copy":
-        return build_copy(floor_bytes)
+def _build(name: str, operation: _Operation, operands: list[_Operands]) -> Checked:
     function = {"te_jax": _fused, "unfused": _unfused, "xla": _plain}[name]
-
-    @jax.jit
-    def run(*sets: _Operands) -> list[Any]:
-        return [function(operation, *each) for each in sets]
-
-    compiled = run.lower(*operands[:TENSORS]).compile()
-    candidate = Candidate(
-        name=name,
-        call=compiled,
-        arguments=in_turns(operands),
-        most_calls=calls_that_fit(TENSORS * 4 * operands[0][0].size),
-        temporary_bytes=temporary_bytes(compiled),
-    )
     expected = jax.jit(functools.partial(_plain, operation))(*operands[0])
-    return Checked(candidate, lambda output: _problem(output, expected))
+    return build_jax(
+        name,
+        lambda operands, _: function(operation, *operands),
+        lambda output: _problem(output, expected),
+        shared=(),
+        tensors=operands,
+        result_bytes=4 * operands[0][0].size,
+    )
 
 
 def _plain(operation: _Operation, gate: jax.Array, up: jax.Array, dy: jax.Array) -> list[jax.Array]:

@@ -34,18 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import shapes
-from benchmarks.harness import (
-    Candidate,
-    CaseResult,
-    Family,
-    Headline,
-    Timing,
-    calls_that_fit,
-    measure,
-    reason_of,
-    temporary_bytes,
-    timing_row,
-)
+from benchmarks.elementwise import Checked, buffers_for, build_jax, fresh, in_turns, run_operation
+from benchmarks.harness import Candidate, CaseResult, Family, Headline, Timing
 from te_jax import ops
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization, Scaling
@@ -58,10 +48,6 @@ ERROR_BOUND = 0.03
 _LARGEST = 448.0
 _E4M3 = np.dtype(jnp.float8_e4m3fn)
 _AMAX = 6.0  # where the scale is known beforehand
-_BYTES_BEYOND_CACHES = 256 * 2**20
-_MOST_BUFFERS = 64
-TENSORS = 4
-"""Tensors in one program. XLA leaves 2 to 5 µs between two programs, and more where the host is late with the next."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +83,6 @@ OPERATIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A candidate, whose calls return `TENSORS` results, and what is wrong with one of them, or None."""
-
-    candidate: Candidate
-    problem: Callable[[Any], str | None]
-
-
 def run_case(case: shapes.MatrixShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
     """Measure all operations of one case with the named implementations; see `harness.Family.run_case`."""
     x = _inputs(case)
@@ -112,61 +90,13 @@ def run_case(case: shapes.MatrixShape, implementations: Sequence[str], timing: T
     result = CaseResult()
     for name, operation in OPERATIONS.items():
         floor_bytes = case.elements * (operation.reads * x.itemsize + 2)
-        build = functools.partial(_build, operation=operation, buffers=buffers, floor_bytes=floor_bytes)
-        run_operation(case, name, floor_bytes, build, implementations, PEERS, timing, result)
+        builds = {
+            implementation: functools.partial(_build, implementation, operation, buffers)
+            for implementation in implementations
+            if implementation != "copy" and (implementation != "torch.compile" or jax.default_backend() == "gpu")
+        }
+        run_operation(case, name, builds, timing, floor_bytes, PEERS, result)
     return result
-
-
-def run_operation(
-    case: shapes.MatrixShape,
-    operation_name: str,
-    floor_bytes: int,
-    build: Callable[[str], Checked],
-    implementations: Sequence[str],
-    peers: Sequence[str],
-    timing: Timing,
-    result: CaseResult,
-) -> None:
-    """Measure one operation of a case, which moves floor_bytes at least, with what `build` makes of each name."""
-
-    def entry(name: str, reason: str) -> dict[str, str]:
-        return {"case": case.name, "operation": operation_name, "implementation": name, "reason": reason}
-
-    candidates: list[Candidate] = []
-    for name in implementations:
-        if name == "torch.compile" and jax.default_backend() != "gpu":
-            continue
-        try:
-            checked = build(name)
-            output = checked.candidate.call(*checked.candidate.arguments(1)[0])
-            checked.candidate.wait(output)
-            problem = next(filter(None, map(checked.problem, output)), None)
-            del output
-        except Exception as error:  # one peer that is missing or out of memory must not cost the others theirs
-            result.skipped.append(entry(name, reason_of(error)))
-            continue
-        if problem:
-            result.wrong.append(entry(name, problem))
-        else:
-            candidates.append(checked.candidate)
-
-    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
-    result.skipped += [entry(name, reason) for name, reason in failed.items()]
-    if "copy" not in seconds:
-        raise RuntimeError(f"the copy, the yardstick of {case.name}, was not measured: {failed}")
-    seconds = {name: [sample / TENSORS for sample in samples] for name, samples in seconds.items()}
-    for candidate in candidates:
-        if candidate.name not in seconds:
-            continue
-        row = timing_row(
-            seconds,
-            candidate.name,
-            floor_bytes=floor_bytes,
-            copy_bytes=floor_bytes,
-            peers=() if candidate.name == "copy" else peers,
-        )
-        head = {"case": case.name, "model": case.model, "operation": operation_name, "implementation": candidate.name}
-        result.rows.append(head | row)
 
 
 # Inputs
@@ -177,22 +107,6 @@ def _inputs(case: shapes.MatrixShape) -> jax.Array:
     return jax.block_until_ready(draw(jax.random.key(0)))
 
 
-fresh = jax.jit(jnp.copy)
-"""A new array with the same values, copied on the device."""
-
-
-def buffers_for(size: int) -> int:
-    """How many copies of the values to rotate through so that no cache serves the next call."""
-    return max(TENSORS, min(_MOST_BUFFERS, -(-_BYTES_BEYOND_CACHES // size)))
-
-
-def in_turns(arrays: Sequence[Any]) -> Callable[[int], list[tuple[Any, ...]]]:
-    """The tensors of so many calls."""
-    return lambda calls: [
-        tuple(arrays[(call * TENSORS + index) % len(arrays)] for index in range(TENSORS)) for call in range(calls)
-    ]
-
-
 def _amax(x: jax.Array) -> jax.Array:
     """What is known beforehand, for each example."""
     return jnp.full(x.shape[:-2], _AMAX, jnp.float32)
@@ -201,15 +115,14 @@ def _amax(x: jax.Array) -> jax.Array:
 # Implementations
 
 
-def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_bytes: int) -> Checked:
+def _build(name: str, operation: _Operation, buffers: list[jax.Array]) -> Checked:
     mapped = jax.vmap if buffers[0].ndim == 3 else lambda function: function
-    if name == "copy":
-        return build_copy(floor_bytes)
+    build = functools.partial(build_jax, shared=_amax(buffers[0]), tensors=buffers, result_bytes=2 * buffers[0].size)
     if name == "torch.compile":
         return _build_torch(operation, buffers)
     if name == "jnp":
         function = mapped(_jnp(operation))
-        return _build_jax(name, function, buffers, lambda output: _too_far_off(_errors(output, buffers[0])))
+        return build(name, function, lambda output: _too_far_off(_errors(output, buffers[0])))
 
     def quantize(implementation):
         def run(x, amax):
@@ -227,7 +140,7 @@ def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_byt
     # Never None: where the kernels are not loaded that would publish the reference under their name.
     reference = quantize("reference")
     if name == "te_jax_reference":
-        return _build_jax(name, reference, buffers, lambda output: _too_far_off(_errors_of_copies(output, buffers[0])))
+        return build(name, reference, lambda output: _too_far_off(_errors_of_copies(output, buffers[0])))
 
     def problem(output: Any) -> str | None:
         expected = jax.jit(reference)(buffers[0], _amax(buffers[0]))
@@ -236,53 +149,7 @@ def _build(name: str, operation: _Operation, buffers: list[jax.Array], floor_byt
         wrong = int(_differing_bits(output, expected))
         return f"{wrong} codes or scales differ from the definition" if wrong else None
 
-    return _build_jax(name, quantize("native"), buffers, problem)
-
-
-def build_copy(floor_bytes: int) -> Checked:
-    """A device copy that reads and writes as many bytes."""
-    size = floor_bytes // 2
-    draw = jax.jit(lambda seed: jax.random.bits(jax.random.key(seed), (size,), jnp.uint8))
-    copied = [draw(seed) for seed in range(buffers_for(size))]
-    compiled = jax.jit(lambda *arrays: [jnp.copy(array) for array in arrays]).lower(*copied[:TENSORS]).compile()
-    candidate = Candidate(
-        name="copy",
-        call=compiled,
-        arguments=in_turns(copied),
-        most_calls=calls_that_fit(TENSORS * size),
-        temporary_bytes=temporary_bytes(compiled),
-    )
-    pointers = {array.unsafe_buffer_pointer() for array in copied}
-
-    def problem(output: jax.Array) -> str | None:
-        itself = output.unsafe_buffer_pointer() in pointers
-        return "XLA returned an array itself instead of a copy" if itself else None
-
-    return Checked(candidate, problem)
-
-
-def _build_jax(
-    name: str,
-    function: Callable[[jax.Array, jax.Array], Any],
-    buffers: list[jax.Array],
-    problem: Callable[[Any], str | None],
-) -> Checked:
-    amax = _amax(buffers[0])
-
-    @jax.jit
-    def run(amax: jax.Array, *tensors: jax.Array) -> list[Any]:
-        return [function(x, amax) for x in tensors]
-
-    compiled = run.lower(amax, *buffers[:TENSORS]).compile()
-    turns = in_turns(buffers)
-    candidate = Candidate(
-        name=name,
-        call=compiled,
-        arguments=lambda calls: [(amax, *tensors) for tensors in turns(calls)],
-        most_calls=calls_that_fit(TENSORS * 2 * buffers[0].size),
-        temporary_bytes=temporary_bytes(compiled),
-    )
-    return Checked(candidate, problem)
+    return build(name, quantize("native"), problem)
 
 
 def _jnp(operation: _Operation) -> Callable[[jax.Array, jax.Array], Any]:

@@ -159,6 +159,18 @@ ACTIVATION_GPU = (
 ACTIVATION_CPU = (MatrixShape(rows=2048, cols=1024, dtype="bfloat16", model="te-jax train"),)
 
 
+NORM_GPU = (
+    MatrixShape(rows=8192, cols=4096, dtype="bfloat16", model="Llama 3 8B, 8192 tokens"),
+    MatrixShape(rows=16384, cols=8192, dtype="bfloat16", model="Llama 3 70B, 16384 tokens"),
+    MatrixShape(rows=8192, cols=14336, dtype="bfloat16", model="wide rows"),
+)
+
+NORM_CPU = (
+    MatrixShape(rows=2048, cols=1024, dtype="bfloat16", model="te-jax train"),
+    MatrixShape(rows=2048, cols=1024, dtype="float32", model="te-jax train"),
+)
+
+
 @dataclass(frozen=True)
 class LeavesShape:
     """Parameters of a model: as many matrices of one shape.

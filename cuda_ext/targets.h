@@ -17,7 +17,11 @@
   X(te_activation_blocks)                \
   X(te_activation_gradient_amax)         \
   X(te_activation_gradient_tensor)       \
-  X(te_activation_gradient_blocks)
+  X(te_activation_gradient_blocks)       \
+  X(te_norm)                             \
+  X(te_norm_tensor)                      \
+  X(te_norm_blocks)                      \
+  X(te_norm_gradient)
 
 // Those among them that prepare on a GPU, before each execution of a program, by a second handler: <target>_initialize.
 #define TE_JAX_INITIALIZED_TARGETS(X) X(te_gemm) X(te_all_gather_gemm) X(te_gemm_reduce_scatter)

@@ -86,6 +86,12 @@ class Decoder {
     return copies;
   }
 
+  // The copy as it is alone, or none.
+  Copies DataTo(const ffi::AnyBuffer& data, bool power_of_two_scales) {
+    return {Fp8Type(data).value_or(Fp8::kE4M3), power_of_two_scales, Codes("data", data, data.element_type()), nullptr,
+            nullptr};
+  }
+
   // The transposed copy alone, or none.
   Copies TransposedTo(const ffi::AnyBuffer& transposed, bool power_of_two_scales) {
     return {Fp8Type(transposed).value_or(Fp8::kE4M3), power_of_two_scales, nullptr,

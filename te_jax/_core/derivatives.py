@@ -50,18 +50,28 @@ def _refuse_gradient(reason, _, cotangents):
 without_gradient.defvjp(_without_gradient_forward, _refuse_gradient, symbolic_zeros=True)
 
 
-def straight_through(x: Array) -> Array:
-    """Zeros like x, with the derivative of x."""
-    return _straight_through_p.bind(x)
+def straight_through(x: Array, *others: Array) -> Array:
+    """Zeros like x, with the derivative of x; under vmap one for each example of any operand."""
+    return _straight_through_p.bind(x, *others)
 
 
 # A primitive, for under vmap the zeros must count as batched: each example has its own gradient.
 _straight_through_p = Primitive("te_straight_through")
-_straight_through_p.def_impl(jnp.zeros_like)
-_straight_through_p.def_abstract_eval(lambda x: x)
-batching.primitive_batchers[_straight_through_p] = lambda operands, dims: (straight_through(*operands), dims[0])
-mlir.register_lowering(_straight_through_p, mlir.lower_fun(jnp.zeros_like, multiple_results=False))
+_straight_through_p.def_impl(lambda x, *_: jnp.zeros_like(x))
+_straight_through_p.def_abstract_eval(lambda x, *_: x)
+mlir.register_lowering(_straight_through_p, mlir.lower_fun(lambda x, *_: jnp.zeros_like(x), multiple_results=False))
 ad.primitive_jvps[_straight_through_p] = lambda primals, tangents: (straight_through(*primals), tangents[0])
+
+
+def _batch_straight_through(operands, dims):
+    x, dim = operands[0], dims[0]
+    if dim is None:
+        (size,) = {other.shape[d] for other, d in zip(operands, dims, strict=True) if d is not None}
+        x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
+    return straight_through(x), dim
+
+
+batching.primitive_batchers[_straight_through_p] = _batch_straight_through
 
 
 def differentiated_once(x: Any, name: str) -> Any:

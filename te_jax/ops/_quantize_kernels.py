@@ -160,13 +160,21 @@ class Result:
       dtype: of the result.
       reduced_by: how a shard's results are combined over the dimensions of x that the result lacks. For "sum" the
         kernel returns a sum for every 128 rows, and those are added up.
+      most_partials: in place of that, as many sums as there are rows, and no more than this.
       scale_of: index of the amax operand whose scale's reciprocal this result holds, and how that scale follows.
     """
 
     dimensions: Dimensions
     dtype: np.dtype = _FLOAT32
     reduced_by: Literal["amax", "sum"] | None = None
+    most_partials: int | None = None
     scale_of: tuple[int, Quantization] | None = None
+
+    def partials(self, rows: int) -> int:
+        """The number of sums that a kernel returns."""
+        if self.most_partials is None:
+            return -(-rows // BLOCK)
+        return min(rows, self.most_partials) if isinstance(rows, int) else self.most_partials  # symbolic: of jax.export
 
 
 AMAX = Result((), reduced_by="amax")
@@ -175,14 +183,18 @@ AMAX = Result((), reduced_by="amax")
 class Kernels:
     """Runs kernels for a request on an array with `ndim` dimensions; results that are not asked for are None.
 
-    `blocked` names the groups of dimensions, "rows" and "cols", whose last one is cut into blocks.
+    `blocked` names the groups of dimensions, "rows" and "cols", whose last one is cut into blocks; `replicated` the
+    factors that must not be sharded.
     """
 
-    def __init__(self, request: Request, ndim: int, blocked: Collection[str] = ()):
-        self.rows = _group("r", request.row_ndim, "rows" in blocked)
-        self.cols = _group("c", ndim - request.row_ndim, "cols" in blocked)
+    def __init__(
+        self, request: Request, ndim: int, blocked: Collection[str] = (), replicated: tuple[str, ...] = ()
+    ):  # fmt: skip
+        self.rows = group("r", request.row_ndim, "rows" in blocked)
+        self.cols = group("c", ndim - request.row_ndim, "cols" in blocked)
         self.x = self.rows + self.cols
         self._quantization = request.quantization
+        self._replicated = replicated
         groups = ((self.rows, request.row_axes), (self.cols, request.col_axes))
         self._axes = {group[0][0]: axes for group, axes in groups if axes}
         dtype = np.dtype(request.quantization.dtype)
@@ -210,17 +222,42 @@ class Kernels:
         results: Sequence[Result | None],
         **attributes: Any,
     ) -> list[Any]:
-        """Runs a target on x and other operands; the target sees an array without elements in the place of a None."""
-        kernel = _kernel(
-            target,
-            self.rows,
-            self.cols,
-            tuple(None if operand is None else dimensions for dimensions, operand in operands),
-            tuple(results),
-            tuple(sorted(attributes.items())),
-        )
-        found = iter(kernel(*[operand for _, operand in operands if operand is not None], axes=self._axes))
-        return [None if result is None else next(found) for result in results]
+        """`run_kernel` for the rows and cols of x."""
+        return run_kernel(target, self.rows, self.cols, operands, results, self._replicated, self._axes, **attributes)
+
+
+def run_kernel(
+    target: str,
+    rows: Dimensions,
+    cols: Dimensions,
+    operands: Sequence[tuple[Dimensions, Array | None]],
+    results: Sequence[Result | None],
+    replicated: tuple[str, ...] = (),
+    axes: Mapping[str, tuple[str, ...]] | None = None,
+    **attributes: Any,
+) -> list[Any]:
+    """Runs a target on x and other operands; the target sees an array without elements in the place of a None.
+
+    Args:
+      target: of the extension.
+      rows, cols: the dimensions of x.
+      operands: x, first, and others, with their dimensions.
+      results: what the target returns; None for what is not asked for.
+      replicated: factors that must not be sharded.
+      axes: mesh axes that split factors of x inside `shard_map`.
+      attributes: of the target.
+    """
+    kernel = _kernel(
+        target,
+        rows,
+        cols,
+        tuple(None if operand is None else dimensions for dimensions, operand in operands),
+        tuple(results),
+        replicated,
+        tuple(sorted(attributes.items())),
+    )
+    found = iter(kernel(*[operand for _, operand in operands if operand is not None], axes=axes))
+    return [None if result is None else next(found) for result in results]
 
 
 @functools.cache
@@ -230,6 +267,7 @@ def _kernel(
     cols: Dimensions,
     operand_dimensions: tuple[Dimensions | None, ...],
     results: tuple[Result | None, ...],
+    replicated: tuple[str, ...],
     attributes: tuple[tuple[str, Any], ...],
 ) -> Callable[..., tuple[Array, ...]]:
     """A target as a function of arrays that may be sharded, without the absent operands and results."""
@@ -239,6 +277,7 @@ def _kernel(
     @sharding.per_shard(
         f"{_terms(operand_dimensions)} -> {_terms([result.dimensions for result in wanted])}",
         axes_of=[dimension[0] for dimension in rows + cols if any(dimension in over for over in reduced.values())],
+        replicated=replicated,
         sizes={minor: BLOCK for dimension in rows + cols for minor in dimension[1:]},
     )
     def kernel(*operands: Array, axes: Mapping[str, tuple[str, ...]]) -> tuple[Array, ...]:
@@ -250,13 +289,13 @@ def _kernel(
         batch_ndim = x.ndim - len(rows + cols)
         sizes = dict(zip(rows + cols, x.shape[batch_ndim:], strict=True))
         blocks = {dimension[:1]: -(-size // BLOCK) for dimension, size in sizes.items()}
-        row_blocks = -(-math.prod(sizes[dimension] for dimension in rows) // BLOCK)
+        row_count = math.prod(sizes[dimension] for dimension in rows)
 
         def type_of(result: Result | None) -> jax.ShapeDtypeStruct:
             if result is None:
                 return jax.ShapeDtypeStruct((0,), _FLOAT32)
             shape = [(blocks | sizes)[dimension] for dimension in result.dimensions]
-            partial = [row_blocks] if result.reduced_by == "sum" else []
+            partial = [result.partials(row_count)] if result.reduced_by == "sum" else []
             return jax.ShapeDtypeStruct((*x.shape[:batch_ndim], *partial, *shape), result.dtype)
 
         values = native.call(
@@ -300,7 +339,7 @@ def block_attributes(quantization: Quantization) -> dict[str, bool]:
     }
 
 
-def _group(name: str, ndim: int, blocked: bool) -> Dimensions:
+def group(name: str, ndim: int, blocked: bool) -> Dimensions:
     """The dimensions of rows or cols; if blocked, the last one is made of blocks of 128 values."""
     plain = tuple((f"{name}{i}",) for i in range(ndim))
     return (*plain[:-1], (*plain[-1], f"{name}i")) if blocked else plain

@@ -326,6 +326,60 @@ def gemm(kind, *, dtype="float32", followup="bias", **fields):
     )
 
 
+# ------------------------------------------------------------------------------------------------ rms_norm, layer_norm
+
+
+FEATURES = 192
+ROWS_OF_NORM = {
+    "rows": (P("data"), {"options": {}, "own": ("data",), "reference": True}),
+    "rows over both": (P(("data", "model")), {"options": {}}),
+    "rows and columns of rows": (P("data", "model"), {"options": {}}),
+    "columns of rows": (P(None, "model"), {"options": {}}),
+    "nothing": (P(), {}),
+}
+
+
+def norm(call, oracle, *, dtype="float32", residual=False, bias=False, **fields):
+    """A norm of rows, with all operands it can have."""
+
+    def draw(rng):
+        operands = {"x": normal(rng, 4, 8, FEATURES, dtype=dtype), "scale": normal(rng, FEATURES, dtype=dtype)}
+        if bias:
+            operands["bias"] = normal(rng, FEATURES)
+        if residual:
+            operands["residual"] = normal(rng, 4, 8, FEATURES, dtype=dtype)
+        return operands
+
+    name = f"{call.__name__}, {'residual' if residual else 'plain'}"
+    return Operation(
+        name=name,
+        draw=draw,
+        call=call,
+        oracle=oracle,
+        dtypes=(dtype,) * (2 if residual else 1),
+        differentiable=tuple(draw(np.random.default_rng(0))),
+        refuses={"native": "use implementation='reference'"},
+        linear=("bias",),
+        layouts={
+            name: Layout({"x": rows, "residual": rows}, rows, **options)
+            for name, (rows, options) in ROWS_OF_NORM.items()
+        },
+        small={"all-reduce": 2 * FEATURES},  # gradients of scale and bias
+        **fields,
+    )
+
+
+def rms_norm_of(x, scale, residual):
+    total = x + residual
+    return total * jax.lax.rsqrt(jnp.mean(total**2, axis=-1, keepdims=True) + 1e-6) * scale[None, None], total
+
+
+def layer_norm_of(x, scale, bias):
+    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+    rstd = jax.lax.rsqrt(jnp.mean(centered**2, axis=-1, keepdims=True) + 1e-6)
+    return centered * rstd * scale[None, None] + bias[None, None]
+
+
 # ---------------------------------------------------------------------------------------------------------------- dense
 
 BATCH, IN, OUT = (2, 256), 256, 512
@@ -479,6 +533,47 @@ def dense_of_quantized(name, recipe, layouts, **fields):
     refused = "|".join((one.refuses["native"], "quantize has no derivative"))
     return dataclasses.replace(
         one, name=f"dense of a quantized x, {name}", call=call, refuses=dict.fromkeys(one.refuses, refused)
+    )
+
+
+def dense_of_norm(name, recipe, **fields):
+    """A layer whose x leaves a norm, which adds a residual, in FP8."""
+    one = dense(name, recipe, ("data parallel", "sequence parallel"))
+
+    def draw(rng):
+        more = {"residual": normal(rng, *BATCH, IN), "scale": normal(rng, IN)}
+        return one.draw(rng) | more
+
+    def call(x, residual, scale, kernel, implementation=None):
+        quantization = recipe.quantization("activation")
+        x8, total = ops.rms_norm(
+            x, scale, residual=residual, quantization=quantization, implementation=implementation
+        )  # fmt: skip
+        return one.call(x8, kernel, implementation=implementation), total
+
+    def oracle(x, residual, scale, kernel):
+        y, total = rms_norm_of(x, scale, residual)
+        return jnp.matmul(y, kernel), total
+
+    def layout(name):
+        single = one.layouts[name]
+        tokens = single.operands["x"]
+        small = single.small | {"all-reduce": single.small["all-reduce"] + IN}  # the gradient of scale
+        return dataclasses.replace(single, operands={**single.operands, "residual": tokens}, small=small)
+
+    refused = "|".join((one.refuses["native"], "use implementation='reference'", "quantize has no derivative"))
+    return dataclasses.replace(
+        one,
+        name=f"dense of rms_norm, {name}",
+        draw=draw,
+        call=call,
+        oracle=oracle,
+        dtypes=one.dtypes * 2,
+        differentiable=("x", "kernel", "residual", "scale"),
+        refuses=dict.fromkeys(one.refuses, refused),
+        policy=None,
+        layouts={name: layout(name) for name in one.layouts},
+        **fields,
     )
 
 
@@ -647,6 +742,8 @@ OPERATIONS = [
     gemm("row", dtype="bfloat16", variant=True),
     gemm("tensor", dtype="bfloat16", followup="gelu", variant=True),
     gemm("plain", followup="accumulator", variant=True),
+    norm(ops.rms_norm, rms_norm_of, residual=True),
+    norm(ops.layer_norm, layer_norm_of, dtype="bfloat16", bias=True, variant=True),
     dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),
     dense("rowwise", RowwiseScaling(), TENSOR, variant=True),
     dense("block", BlockScaling(), (*TENSOR, *FSDP, "fsdp, column parallel"), dtype="bfloat16", variant=True),
@@ -658,6 +755,8 @@ OPERATIONS = [
     dense_of_several("delayed", DelayedScaling(history_len=3), TENSOR, variant=True),
     dense_of_quantized("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),
     dense_of_quantized("block", BlockScaling(), TENSOR, variant=True),
+    dense_of_norm("block", BlockScaling()),
+    dense_of_norm("current", CURRENT, variant=True),
     gated_mlp("block", BlockScaling()),
     gated_mlp("current", CURRENT, variant=True),
     dense("none", None, (*TENSOR, *FSDP), bias=True, variant=True),

@@ -280,6 +280,53 @@ def activation(draw: Draw) -> Call:
     return Call(target, operands + (amaxes if family == "tensor" else []), results, attributes)
 
 
+def norm(draw: Draw) -> Call:
+    batch, row, cols = draw.shape(1), draw.shape(2), draw.extent()
+    examples, rows = math.prod(batch), math.prod(row)
+    x, absent = ((*batch, *row, cols), draw.one(PLAIN)), ((0,), F32)
+    centered = draw.chance(0.5)
+    attributes: dict[str, Any] = {
+        "epsilon": np.float32(draw.one([0.0, 1e-6])),
+        "centered": centered,
+        "row_ndim": len(row),
+        "batch_ndim": len(batch),
+    }
+
+    def floats(count: int) -> Array:
+        return ((examples * count,), F32)
+
+    def scales(copy: Array, count: int) -> Array:
+        return floats(count) if math.prod(copy[0]) > 0 else absent
+
+    gamma, rstd = floats(cols), floats(rows)
+    beta, mean = present(draw, gamma), rstd if centered else absent
+    family = draw.one(["te_norm", "te_norm_tensor", "te_norm_blocks", "te_norm_gradient"])
+    if family == "te_norm_gradient":
+        partials = ((*batch, draw.one([1, 2, 7, rows + 3]), cols), F32)
+        operands = [x, x, present(draw, x), gamma, mean, rstd]
+        return Call(family, operands, [x, partials, present(draw, partials)], attributes)
+    attributes["power_of_two_scales"] = draw.chance(0.5)
+    code = draw.one([E4M3, E5M2])
+    if family == "te_norm":
+        data, amax = present(draw, (x[0], code)), present(draw, floats(1))
+        operands = [x, present(draw, x), gamma, beta, amax]
+        count = 1 if math.prod(amax[0]) > 0 else blocks(cols) * rows
+        results = [present(draw, x), mean, rstd, present(draw, floats(1)), data, scales(data, count)]
+        return Call(family, operands, results, attributes)
+    wanted = draw.one([(True, True), (True, False), (False, True)])
+    shapes = x[0], (*batch, cols, *row)
+    data, transposed = ((shape, code) if here else absent for shape, here in zip(shapes, wanted, strict=True))
+    operands = [x, gamma, beta, mean, rstd]
+    if family == "te_norm_tensor":
+        results = [data, transposed, scales(data, 1), scales(transposed, 1), present(draw, floats(1))]
+        return Call(family, [*operands, floats(1)], results, attributes)
+    square = [draw.chance(0.5), draw.chance(0.5)]
+    counts = blocks(cols) * (blocks(rows) if square[0] else rows), blocks(rows) * (blocks(cols) if square[1] else cols)
+    attributes |= {"data_128x128": square[0], "transposed_128x128": square[1]}
+    results = [data, scales(data, counts[0]), transposed, scales(transposed, counts[1])]
+    return Call(family, operands, results, attributes)
+
+
 def cross_entropy(draw: Draw) -> Call:
     lead = draw.shape(2)
     logits = ((*lead, draw.extent()), draw.one(PLAIN))
@@ -460,7 +507,9 @@ def fits(array: Array) -> bool:
 
 def draw_call(seed: int, number: int) -> tuple[Call, Draw]:
     draw = Draw(seed, number)
-    make: Callable[[Draw], Call] = draw.one([gemm, gemm, quantization, activation, cross_entropy, *(collective,) * 2])
+    make: Callable[[Draw], Call] = draw.one(
+        [gemm, gemm, quantization, activation, norm, cross_entropy, *(collective,) * 2]
+    )
     while True:
         call = make(draw)
         for change in (draw.one(CHANGES) for _ in range(draw.one([0, 0, 1, 1, 1, 2, 3]))):

@@ -1,0 +1,70 @@
+// RMS and layer normalization of rows, with results in FP8, and their gradients. Results in the dtype of x without FP8
+// are XLA's: its fused loops are at the bandwidth of memory forward, and at half of it backward.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/executor.h"
+#include "common/status.h"
+#include "quantize/quantize.h"
+
+namespace te::norm {
+
+// y = (s - mean) · rstd · gamma + beta, with s = x or, with a residual, x + residual rounded to the dtype; mean 0
+// unless centered, rstd = 1 / sqrt(mean of (s - mean)² + epsilon). Computed in float32, y rounded to the dtype.
+//
+// `count` matrices one after another, row-major, no dimension of size zero.
+struct Inputs {
+  DType dtype;
+  const void* x;         // [count, rows, cols]
+  const void* residual;  // the same, or null
+  const float* gamma;    // [count, cols]
+  const float* beta;     // [count, cols], or null
+  float epsilon;
+  bool centered;
+  int64_t count;
+  int64_t rows;
+  int64_t cols;
+};
+
+// Of each row, [count, rows]; `mean` is null unless centered.
+struct Statistics {
+  float* mean;
+  float* rstd;
+};
+
+// What one pass over x writes; every pointer may be null. With tensor scaling, `scaling.amax` says from which amax the
+// scale follows; otherwise it is null and every 1×128 values of a row share a scale.
+struct Outputs {
+  void* sum;              // s, [count, rows, cols]
+  Statistics statistics;  // rstd is there
+  float* amax;            // of y: [count], as quantize::AmaxOfTensor has it
+  Fp8 format;
+  bool power_of_two_scales;
+  uint8_t* data;                // y in FP8, [count, rows, cols]
+  const float* reference_amax;  // [count]; null: blocks
+  float* scale_inv;             // tensor: [count]; blocks: [count, cols / 128 rounded up, rows]
+};
+
+Status Normalize(const Executor& executor, const Inputs& inputs, const Outputs& outputs);
+
+// y in FP8 from statistics that are known, of an x that has no residual (any more). Without column sums.
+Status NormalizedInTensor(const Executor& executor, const Inputs& inputs, const Statistics& statistics,
+                          const quantize::Copies& copies, const quantize::TensorScaling& scaling);
+Status NormalizedInBlocks(const Executor& executor, const Inputs& inputs, const Statistics& statistics,
+                          const quantize::Copies& copies, const quantize::BlockScaling& scaling);
+
+// The gradients for dy, that of y: of x, plus `dsum` where it is not null; and of gamma and beta, as `partials` sums of
+// some of the rows each, which the caller adds up.
+struct Gradients {
+  void* dx;          // [count, rows, cols], in the dtype of x
+  int64_t partials;  // at least 1
+  float* dgamma;     // [count, partials, cols]
+  float* dbeta;      // the same, or null
+};
+
+Status Backward(const Executor& executor, const Inputs& inputs, const Statistics& statistics, const void* dy,
+                const void* dsum, const Gradients& gradients);
+
+}  // namespace te::norm

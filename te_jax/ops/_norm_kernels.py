@@ -1,0 +1,200 @@
+"""Norms whose results leave as FP8, and their gradients, for operations: without a derivative of their own.
+
+Features are whole on every device; rows may be split in any way. With H hidden features of 2 bytes, a value costs
+
+    block scaling    read x, write y as it is: 3 bytes; read x, write y transposed: 3 bytes
+    tensor scaling   read x for the amax: 2 bytes; read x, write both copies: 4 bytes
+    with a residual  4 bytes more in the first pass, which reads it and writes the sum
+    gradient         read x and dy, write dx: 6 bytes; 8 with the gradient of the sum
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+from jax import Array
+
+from te_jax import sharding
+from te_jax.ops._quantize_kernels import (
+    AMAX,
+    Dimensions,
+    Kernels,
+    Request,
+    Result,
+    block_attributes,
+    families_of,
+    group,
+    quantized_array,
+    run_kernel,
+)
+from te_jax.ops.quantize import quantize_requested
+from te_jax.quantized import QuantizedArray
+from te_jax.reference.norm import normalize, residual_sum
+from te_jax.reference.quantize import blocked_groups
+
+_WHOLE = ("c0",)  # the features, in rules
+_MOST_PARTIALS = 264  # sums of dgamma and dbeta: two for each multiprocessor of an H100 or H200
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """What is computed: hashable, a static argument.
+
+    Attributes:
+      epsilon: added to the variance.
+      centered: whether the mean is subtracted.
+    """
+
+    epsilon: float
+    centered: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalized:
+    """Results of a norm, and what its gradient needs of them.
+
+    Attributes:
+      y: in the dtype of x, or in FP8.
+      x: what was normalized: x, or the sum with the residual.
+      mean: float32 [*rows], None unless centered.
+      rstd: float32 [*rows].
+    """
+
+    y: Array | QuantizedArray
+    x: Array
+    mean: Array | None
+    rstd: Array
+
+
+def normalized(
+    norm: Norm, x: Array, residual: Array | None, gamma: Array, beta: Array | None, request: Request | None
+) -> Normalized:
+    """The norm by the native kernels, or by XLA where they would not save a pass.
+
+    Args:
+      norm: what to compute.
+      x, residual: [*rows, features], float32, bfloat16 or float16, with values; residual may be None.
+      gamma, beta: float32 [features]; beta may be None.
+      request: how to quantize, without amax and dbias; None for a result in the dtype of x.
+    """
+    families = frozenset() if request is None else families_of(request.quantization, request.copies)
+    if request is not None and families == {"block"}:
+        return _in_blocks(norm, x, residual, gamma, beta, request)
+    if request is not None and families == {"tensor"}:
+        return _in_tensor(norm, x, residual, gamma, beta, request)
+    if residual is not None:
+        x = residual_sum(x, residual)
+    y, mean, rstd = normalize(x, gamma, beta, epsilon=norm.epsilon, centered=norm.centered)
+    if request is None:
+        return Normalized(y, x, mean, rstd)
+    return Normalized(quantize_requested(y, None, request, True).array, x, mean, rstd)
+
+
+def _in_blocks(
+    norm: Norm, x: Array, residual: Array | None, gamma: Array, beta: Array | None, request: Request
+) -> Normalized:
+    quantization = request.quantization
+    # The first pass can write scales of 1×128 values of a row, which the features of no other row decide.
+    at_once = request.copies != "transposed" and quantization.scaling == "block_1x128"
+    first = dataclasses.replace(request, copies="data")
+    x, mean, rstd, _, *arrays = _first_pass(norm, x, residual, gamma, beta, first, in_blocks=at_once)
+    rest = dataclasses.replace(request, copies="transposed") if at_once else request
+    if request.copies == "data" and at_once:
+        return Normalized(quantized_array(x, (*arrays, None, None), request), x, mean, rstd)
+    kernels = Kernels(rest, x.ndim, blocked_groups(quantization, rest.copies), _WHOLE)
+    scales = kernels.block_scales()
+    found = kernels.run(
+        "te_norm_blocks",
+        _known(kernels.rows, kernels.cols, x, gamma, beta, mean, rstd),
+        [kernels.data, scales[0], kernels.transposed, scales[1]],
+        **dataclasses.asdict(norm),
+        **block_attributes(quantization),
+    )
+    if not at_once:
+        arrays = found[:2]
+    return Normalized(quantized_array(x, (*arrays, *found[2:]), request), x, mean, rstd)
+
+
+def _in_tensor(
+    norm: Norm, x: Array, residual: Array | None, gamma: Array, beta: Array | None, request: Request
+) -> Normalized:
+    x, mean, rstd, amax, *_ = _first_pass(norm, x, residual, gamma, beta, request, with_amax=True)
+    kernels = Kernels(request, x.ndim, (), _WHOLE)
+    data, transposed, scale_inv, transposed_scale_inv, _ = kernels.run(
+        "te_norm_tensor",
+        [*_known(kernels.rows, kernels.cols, x, gamma, beta, mean, rstd), ((), amax)],
+        [kernels.data, kernels.transposed, *kernels.tensor_scales(amax_operand=5), None],
+        **dataclasses.asdict(norm),
+        power_of_two_scales=request.quantization.power_of_two_scales,
+    )
+    arrays = data, scale_inv, transposed, transposed_scale_inv
+    return Normalized(quantized_array(x, arrays, request), x, mean, rstd)
+
+
+def _first_pass(
+    norm: Norm,
+    x: Array,
+    residual: Array | None,
+    gamma: Array,
+    beta: Array | None,
+    request: Request,
+    *,
+    in_blocks: bool = False,
+    with_amax: bool = False,
+) -> tuple[Array, Array | None, Array, Array | None, Array | None, Array | None]:
+    """(what is normalized, mean, rstd, amax of y, data, scale_inv)."""
+    kernels = Kernels(request, x.ndim, ("cols",) if in_blocks else (), _WHOLE)
+    row = Result(kernels.rows)
+    total, mean, rstd, amax, data, scale_inv = kernels.run(
+        "te_norm",
+        [(kernels.x, x), (kernels.x, residual), (kernels.cols, gamma), (kernels.cols, beta), ((), None)],
+        [
+            None if residual is None else Result(kernels.x, np.dtype(x.dtype)),
+            row if norm.centered else None,
+            row,
+            AMAX if with_amax else None,
+            kernels.data if in_blocks else None,
+            kernels.block_scales()[0] if in_blocks else None,
+        ],
+        **dataclasses.asdict(norm),
+        power_of_two_scales=request.quantization.power_of_two_scales,
+    )
+    return x if total is None else total, mean, rstd, amax, data, scale_inv
+
+
+# Under jit, or each gradient outside of jit would trace it anew.
+@functools.partial(jax.jit, static_argnums=(0, 7), inline=sharding.INLINE)
+def norm_gradients(
+    norm: Norm,
+    x: Array,
+    gamma: Array,
+    mean: Array | None,
+    rstd: Array,
+    dy: Array,
+    dsum: Array | None,
+    with_dbeta: bool,
+) -> tuple[Array, Array, Array | None]:
+    """The gradients of x, with `dsum` added to it where that is not None, of gamma and, if asked for, of beta."""
+    rows, cols = group("r", x.ndim - 1, False), group("c", 1, False)
+    like_x = rows + cols
+    sums = Result(cols, reduced_by="sum", most_partials=_MOST_PARTIALS)
+    dx, dgamma, dbeta = run_kernel(
+        "te_norm_gradient",
+        rows,
+        cols,
+        [(like_x, x), (like_x, dy), (like_x, dsum), (cols, gamma), (rows, mean), (rows, rstd)],
+        [Result(like_x, np.dtype(x.dtype)), sums, sums if with_dbeta else None],
+        _WHOLE,
+        **dataclasses.asdict(norm),
+    )
+    return dx, dgamma, dbeta
+
+
+def _known(
+    rows: Dimensions, cols: Dimensions, x: Array, gamma: Array, beta: Array | None, mean: Array | None, rstd: Array
+) -> list[tuple[Dimensions, Array | None]]:
+    """The operands of a pass that knows the statistics."""
+    return [(rows + cols, x), (cols, gamma), (cols, beta), (rows, mean), (rows, rstd)]

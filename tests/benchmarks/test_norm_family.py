@@ -1,0 +1,38 @@
+"""The norm family: what it measures, and what it refuses to publish."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import norm as family
+from benchmarks.harness import QUICK
+from benchmarks.shapes import MatrixShape
+from te_jax import ops
+
+CASE = MatrixShape(rows=256, cols=384, dtype="bfloat16", model="test")
+BYTES = {"rows": 3, "both": 4, "residual_rows": 7, "residual_both": 8, "current_both": 6, "backward": 8}
+
+
+@pytest.mark.usefixtures("native_kernels")
+def test_all_operations_are_measured_and_right():
+    result = family.run_case(CASE, family.IMPLEMENTATIONS, QUICK)
+    assert not result.wrong
+    assert not result.skipped
+    found = {(row["operation"], row["implementation"]): row["bytes"] for row in result.rows}
+    assert found == {
+        (operation, name): size * 256 * 384 for operation, size in BYTES.items() for name in family.IMPLEMENTATIONS
+    }
+
+
+@pytest.mark.usefixtures("native_kernels")
+def test_wrong_results_are_not_timed(monkeypatch):
+    right = ops.rms_norm
+
+    def wrong(x, scale, **options):
+        return right(x, scale * jnp.float32(1.1), **options)
+
+    monkeypatch.setattr(ops, "rms_norm", wrong)
+    result = family.run_case(dataclasses.replace(CASE, rows=128), ("te_jax", "copy"), QUICK)
+    assert {row["implementation"] for row in result.rows} == {"copy"}
+    assert {problem["operation"] for problem in result.wrong} == set(BYTES)

@@ -1,0 +1,497 @@
+"""RMS and layer norms against float64: results, residual sums and gradients, in their own dtype and in FP8."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from activation_oracle import assert_quantized_from
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from norm_oracle import assert_rounded, oracle
+from quantize_oracle import E5M2, assert_bits, quantization_of
+
+from te_jax import native, ops
+from te_jax.inspect import collectives
+from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
+from te_jax.testing import assert_close
+
+DTYPES = ("float32", "bfloat16", "float16")
+SHAPES = ((256, 384), (100, 48), (33, 17), (1, 130), (130, 1), (5, 1100), (3, 7, 40), (50,))
+PAIRS = ("tensor", "1x128", "1x128 and square", "square and 1x128", "row", "tensor and row", "block and tensor")
+each_norm = pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+with_residual = pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+
+
+def draw(rng, shape, dtype="bfloat16", count=1, scale=1.0):
+    return [jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(dtype) for _ in range(count)]
+
+
+def draw_operands(rng, norm, shape, dtype="bfloat16", residual=False):
+    """x, scale, bias and residual, with a mean that is not zero."""
+    x, *more = draw(rng, shape, dtype, count=2, scale=2.0)
+    scale, bias = draw(rng, shape[-1:], "float32", count=2)
+    return x + jnp.asarray(0.5, dtype), scale, bias if norm == "layer_norm" else None, more[0] if residual else None
+
+
+def run(norm, x, scale, bias=None, residual=None, **options):
+    if norm == "layer_norm":
+        return ops.layer_norm(x, scale, bias, residual=residual, **options)
+    return ops.rms_norm(x, scale, residual=residual, **options)
+
+
+# ------------------------------------------------------------------------------------------------- in their own dtype
+
+
+def check(norm, operands, dy, dtotal, implementation, **options):
+    """Results and all gradients against float64."""
+    x, scale, bias, residual = operands
+    given = [operand for operand in operands if operand is not None]
+    places = [i for i, operand in enumerate(operands) if operand is not None]
+
+    def call(*given):
+        all_operands = [None] * 4
+        for place, operand in zip(places, given, strict=True):
+            all_operands[place] = operand
+        return run(norm, *all_operands, implementation=implementation, **options)
+
+    results, gradient = jax.vjp(call, *given)
+    cotangents = dy if residual is None else (dy, dtotal)
+    expected = oracle(x, scale, bias, residual, dy, dtotal, centered=norm == "layer_norm", **options)
+    y = results if residual is None else results[0]
+    assert_rounded(y, expected.y, x.dtype)
+    if residual is not None:
+        np.testing.assert_array_equal(np.asarray(results[1]).astype(np.float64), expected.total)
+    found = dict(zip(places, gradient(cotangents), strict=True))
+    terms = None
+    if residual is not None and implementation == "reference":  # JAX rounds both gradients before it adds them
+        other = np.asarray(dtotal).astype(np.float64)
+        terms = np.abs(expected.dx - other) + np.abs(other) + np.abs(expected.dx)
+    assert_rounded(found[0], expected.dx, x.dtype, size=expected.size, terms=terms)
+    sums = np.abs(np.asarray(dy).astype(np.float64)).reshape(-1, dy.shape[-1]).sum(axis=0).max(initial=0.0)
+    assert_rounded(found[1], expected.dscale, scale.dtype, size=4 * sums)
+    if bias is not None:
+        assert_rounded(found[2], expected.dbias, bias.dtype, size=sums)
+    if residual is not None:
+        np.testing.assert_array_equal(np.asarray(found[3]), np.asarray(found[0]))
+
+
+@with_residual
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each_norm
+def test_results_and_gradients(norm, shape, residual, implementation, rng):
+    operands = draw_operands(rng, norm, shape, "float32", residual)
+    dy, dtotal = draw(rng, shape, "float32", count=2)
+    check(norm, operands, dy, dtotal if residual else None, implementation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_norm
+def test_dtypes(norm, dtype, implementation, rng):
+    operands = draw_operands(rng, norm, (300, 72), dtype, residual=True)
+    check(norm, operands, *draw(rng, (300, 72), dtype, count=2), implementation, zero_centered=True, epsilon=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_of_any_dtype(dtype, implementation, rng):
+    x, scale, bias, _ = draw_operands(rng, "layer_norm", (20, 72), "bfloat16")
+    operands = x, scale.astype(dtype), bias.astype(dtype), None
+    check("layer_norm", operands, *draw(rng, x.shape, "bfloat16"), None, implementation, zero_centered=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@each_norm
+def test_the_norm_sees_the_sum_as_it_is_stored(norm, dtype, implementation, rng):
+    """Rows of a large number and small ones, which the sum loses: what is normalized has lost them too."""
+    x, scale, bias, _ = draw_operands(rng, norm, (64, 96), dtype)
+    x = x * jnp.asarray(1e-2, dtype)
+    residual = jnp.full_like(x, 8.0)
+    y, total = jax.jit(functools.partial(run, norm, implementation=implementation))(x, scale, bias, residual)
+    alone = jax.jit(functools.partial(run, norm, implementation=implementation))(total, scale, bias)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(alone))
+    exact = np.asarray(x).astype(np.float32) + np.float32(8.0)
+    np.testing.assert_array_equal(np.asarray(total), exact.astype(total.dtype))
+    assert (np.asarray(total).astype(np.float32) != exact).mean() > 0.5
+
+
+def test_subnormal_sums(implementation):
+    """The sum is that of the dtype, also where it is subnormal."""
+    x = jnp.asarray(np.float16([[6e-8, -3e-6, 2e-5, 1.0]]))
+    _, total = jax.jit(lambda x: ops.rms_norm(x, jnp.ones(4), residual=x, implementation=implementation))(x)
+    np.testing.assert_array_equal(np.asarray(total), np.asarray(x) * np.float16(2))
+
+
+@each_norm
+def test_values_that_are_not_finite(norm, implementation, rng):
+    """They reach their row, and no other."""
+    operands = x, scale, bias, residual = draw_operands(rng, norm, (6, 200), "float32", residual=True)
+    x = x.at[1, 3].set(jnp.nan).at[3, 150].set(jnp.inf)
+    residual = residual.at[4, 7].set(-jnp.inf)
+    poisoned = [run(norm, *o, implementation=implementation)[0] for o in ((x, scale, bias, residual), operands)]
+    finite = np.isfinite(np.asarray(poisoned[0])).all(axis=1)
+    np.testing.assert_array_equal(finite, [True, False, True, False, False, True])
+    np.testing.assert_array_equal(np.asarray(poisoned[0])[finite], np.asarray(poisoned[1])[finite])
+
+
+@each_norm
+def test_rows_of_zeros(norm, implementation):
+    x, ones = jnp.zeros((3, 40), jnp.bfloat16), jnp.ones(40)
+    y, gradient = jax.vjp(lambda x: run(norm, x, ones, ones, implementation=implementation), x)
+    assert (np.asarray(y) == (1 if norm == "layer_norm" else 0)).all()
+    assert np.isfinite(np.asarray(gradient(jnp.ones_like(x))[0]).astype(np.float32)).all()
+
+
+@with_residual
+@each_norm
+def test_no_rows(norm, residual, implementation):
+    x, scale = jnp.zeros((0, 16), jnp.bfloat16), jnp.ones(16)
+    quantized = run(
+        norm, x, scale, residual=x if residual else None, quantization=quantization_of("tensor"),
+        implementation=implementation,
+    )  # fmt: skip
+    assert (quantized[0] if residual else quantized).transposed.shape == (16, 0)
+    results, gradient = jax.vjp(
+        lambda x, scale: run(norm, x, scale, residual=x if residual else None, implementation=implementation), x, scale
+    )
+    dx, dscale = gradient(results)
+    assert dx.shape == (0, 16)
+    np.testing.assert_array_equal(dscale, np.zeros(16))
+
+
+@each_norm
+def test_more_rows_than_partial_sums(norm, native_kernels, rng):
+    """Every row is in one of them, whatever their number divides."""
+    for rows in (263, 264, 265, 1000):
+        operands = draw_operands(rng, norm, (rows, 24), "float32")
+        check(norm, operands, *draw(rng, (rows, 24), "float32"), None, "native")
+
+
+@pytest.mark.parametrize("used", ["y", "total"])
+def test_gradients_of_one_result(used, implementation, rng):
+    x, scale, _, residual = draw_operands(rng, "rms_norm", (12, 40), "float32", residual=True)
+    (weight,) = draw(rng, x.shape, "float32")
+
+    def loss(x, scale, residual):
+        y, total = ops.rms_norm(x, scale, residual=residual, implementation=implementation)
+        return jnp.sum(weight * (y if used == "y" else total))
+
+    found = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, scale, residual)
+    zeros = np.zeros(x.shape)
+    dy, dtotal = (weight, zeros) if used == "y" else (zeros, weight)
+    expected = oracle(x, scale, None, residual, dy, dtotal, centered=False)
+    assert_rounded(found[0], expected.dx, "float32", size=10)
+    assert_rounded(found[1], expected.dscale, "float32", size=10)
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+@with_residual
+def test_what_is_kept_for_the_backward_pass(residual, native_kernels, rng):
+    """One array of rows, and one float32 a row."""
+    x, scale, _, other = draw_operands(rng, "rms_norm", (64, 512), residual=residual)
+    _, gradient = jax.vjp(lambda x, scale: ops.rms_norm(x, scale, residual=other), x, scale)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(gradient)) <= x.nbytes + 4 * (64 + 512)
+
+
+def test_second_derivatives_of_the_reference(rng):
+    x, scale, bias, _ = draw_operands(rng, "layer_norm", (3, 10), "float32")
+
+    def norm(x):
+        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(ops.layer_norm(x, scale, bias, implementation="reference"))))(x)
+        return jnp.sum(gradient**2)
+
+    step = 1e-2 * x
+    slope = jax.jvp(norm, (x,), (step,))[1]
+    np.testing.assert_allclose(float(norm(x + 0.05 * step) - norm(x - 0.05 * step)) / 0.1, float(slope), rtol=0.05)
+    np.testing.assert_allclose(float(jnp.vdot(jax.grad(norm)(x), step)), float(slope), rtol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------- in FP8
+
+
+def check_quantized(norm, operands, quantization, implementation, copies="both", **options):
+    """A result in FP8 against that in the dtype of x."""
+    plain = run(norm, *operands, implementation="reference", **options)
+    found = run(norm, *operands, quantization=quantization, copies=copies, implementation=implementation, **options)
+    if operands[3] is not None:
+        (plain, total), (found, found_total) = plain, found
+        assert_bits(found_total, total)
+    assert (found.data is None, found.transposed is None) == (copies == "transposed", copies == "data")
+    assert (found.straight_through.shape, found.straight_through.dtype) == (plain.shape, plain.dtype)
+    assert not np.asarray(found.straight_through).any()
+    assert_quantized_from(dataclasses.replace(found, straight_through=None), plain, quantization)
+
+
+@with_residual
+@pytest.mark.parametrize("pair", PAIRS)
+def test_quantized_results(pair, residual, implementation, rng):
+    for norm in ("rms_norm", "layer_norm"):
+        operands = draw_operands(rng, norm, (200, 260), residual=residual)
+        check_quantized(norm, operands, quantization_of(pair), implementation, zero_centered=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 130), (33, 17), (130, 1), (3, 128, 40)], ids=str)
+def test_shapes_and_dtypes_in_fp8(shape, dtype, implementation, rng):
+    for pair, power_of_two in (("tensor", False), ("1x128", True)):
+        operands = draw_operands(rng, "layer_norm", shape, dtype, residual=True)
+        check_quantized("layer_norm", operands, quantization_of(pair, E5M2, power_of_two), implementation)
+
+
+@pytest.mark.parametrize("copies", ["data", "transposed"])
+@pytest.mark.parametrize("pair", ["tensor", "1x128", "square and 1x128", "row"])
+def test_one_copy(pair, copies, implementation, rng):
+    operands = draw_operands(rng, "rms_norm", (140, 72), residual=True)
+    check_quantized("rms_norm", operands, quantization_of(pair), implementation, copies)
+
+
+def test_passes_over_memory(native_kernels, rng):
+    """One kernel writes rows in 1×128 blocks; other copies need a second one."""
+    operands = draw_operands(rng, "rms_norm", (256, 256), residual=True)
+
+    def kernels(pair, copies):
+        call = functools.partial(run, "rms_norm", quantization=quantization_of(pair), copies=copies)
+        return re.findall(r"custom_call @(te_\w+)", jax.jit(call).lower(*operands).as_text())
+
+    assert kernels("1x128", "data") == ["te_norm"]
+    assert kernels("1x128", "both") == ["te_norm", "te_norm_blocks"]
+    assert kernels("1x128", "transposed") == ["te_norm", "te_norm_blocks"]
+    assert kernels("tensor", "both") == ["te_norm", "te_norm_tensor"]
+
+
+@pytest.mark.parametrize("pair", ["tensor", "1x128"])
+def test_values_that_are_not_finite_in_fp8(pair, implementation, rng):
+    x, scale, _, residual = draw_operands(rng, "rms_norm", (4, 256), "float32", residual=True)
+    x = x.at[2, 5].set(jnp.nan)
+    found, _ = ops.rms_norm(
+        x, scale, residual=residual, quantization=quantization_of(pair), implementation=implementation
+    )
+    finite = np.isfinite(np.asarray(found)).all(axis=1)
+    np.testing.assert_array_equal(finite, [pair == "1x128"] * 2 + [False] + [pair == "1x128"])
+
+
+RECIPES = {"current": CurrentScaling(), "block": BlockScaling(), "row": RowwiseScaling()}
+
+
+@with_residual
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@each_norm
+def test_a_layer_takes_it_with_its_gradient(norm, recipe, residual, implementation, rng):
+    """As a layer of the plain result, up to a unit in the last place of that, in values and in all gradients."""
+    operands = draw_operands(rng, norm, (2, 128, 256), "float32", residual=residual)
+    (kernel,) = draw(rng, (256, 128), "float32", scale=1 / 16)
+    dz, dtotal = draw(rng, (2, 128, 128), "float32")[0], draw(rng, operands[0].shape, "float32")[0]
+
+    def layer(quantization, operands, kernel):
+        results = run(norm, *operands, quantization=quantization, implementation=implementation)
+        y, total = results if residual else (results, None)
+        return ops.dense(y, kernel, recipe=recipe, implementation=implementation), total
+
+    def step(quantization):
+        results, gradient = jax.vjp(functools.partial(layer, quantization), operands, kernel)
+        return results, gradient((dz, dtotal if residual else None))
+
+    found, expected = (jax.jit(lambda q=q: step(q))() for q in (recipe.quantization("activation"), None))
+    jax.tree.map(lambda a, b: assert_close(a, b, tolerance=1e-2), found, expected)
+
+
+@pytest.mark.parametrize("pair", ["tensor", "1x128", "row"])
+@pytest.mark.parametrize("mapped", ["x", "scale", "all"])
+def test_vmap_gives_each_example_its_scales(mapped, pair, implementation, rng):
+    x, _, _, residual = draw_operands(rng, "rms_norm", (3, 140, 72), residual=True)
+    (scale,) = draw(rng, (3, 72), "float32")
+    operands = {"x": x, "scale": scale, "residual": residual}
+    axes = {name: 0 if mapped in ("all", name) else None for name in operands}
+    shared = {name: operand if axes[name] == 0 else operand[0] for name, operand in operands.items()}
+    call = functools.partial(ops.rms_norm, quantization=quantization_of(pair), implementation=implementation)
+    found = jax.vmap(lambda operands: call(**operands), in_axes=(axes,))(shared)
+    for i in range(3):
+        alone = call(**{name: x if axes[name] is None else x[i] for name, x in shared.items()})
+        jax.tree.map(lambda whole, part, i=i: assert_bits(whole[i], part), found, alone)
+
+
+def test_gradients_pass_scan_and_remat(implementation, rng):
+    """A stack of blocks, each a norm with a residual and a layer, as a model has them."""
+    recipe = BlockScaling()
+    x = draw(rng, (256, 128), "float32")[0]
+    scales, kernels = draw(rng, (2, 128), "float32")[0], draw(rng, (2, 128, 128), "float32", scale=0.1)[0]
+
+    def block(carry, parameters, quantization):
+        y, total = ops.rms_norm(
+            carry[0], parameters[0], residual=carry[1], quantization=quantization, implementation=implementation
+        )
+        return (ops.dense(y, parameters[1], recipe=recipe, implementation=implementation), total), None
+
+    def loss(x, scales, kernels, *, quantization, remat, loop):
+        run = functools.partial(block, quantization=quantization)
+        run = jax.checkpoint(run) if remat else run
+        carry = x, x
+        if loop:
+            carry, _ = lax.scan(run, carry, (scales, kernels))
+        else:
+            for i in range(2):
+                carry, _ = run(carry, (scales[i], kernels[i]))
+        return jnp.sum(carry[0] ** 2) + jnp.sum(jnp.sin(carry[1]))
+
+    def gradients(**options):
+        return jax.jit(jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2)))(x, scales, kernels)
+
+    quantization = recipe.quantization("activation")
+    expected = gradients(quantization=None, remat=False, loop=False)
+    for options in ({"remat": True, "loop": False}, {"remat": False, "loop": True}, {"remat": True, "loop": True}):
+        jax.tree.map(
+            lambda a, b: assert_close(a, b, tolerance=3e-2), gradients(quantization=quantization, **options), expected
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ sharded
+
+
+def place(x, mesh, spec):
+    return jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("pair", ["tensor", "1x128"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_sharded(axis_type, pair, make_mesh, native_kernels, rng):
+    """Scales are those of the whole array; devices exchange an amax."""
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    x, scale, _, residual = draw_operands(rng, "rms_norm", (1024, 256), residual=True)
+    quantization = quantization_of(pair)
+
+    def call(x, scale, residual):
+        return ops.rms_norm(x, scale, residual=residual, quantization=quantization, implementation="native")
+
+    rows = P(("data", "model"))
+    placed = place(x, mesh, rows), place(scale, mesh, P()), place(residual, mesh, rows)
+    compiled = jax.jit(call).lower(*placed).compile()
+    found = collectives(compiled)
+    assert sum(array.elements for entry in found for array in entry.results) <= 1, found
+    results = compiled(*placed)
+    jax.tree.map(assert_bits, results, jax.jit(call)(x, scale, residual))
+    assert results[0].data.sharding.is_equivalent_to(NamedSharding(mesh, rows), 2)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_features_that_are_split_are_gathered(axis_type, make_mesh, implementation, rng):
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    x, scale, bias, residual = operands = draw_operands(rng, "layer_norm", (64, 256), "float32", residual=True)
+    specs = P("data", "model"), P("model"), P(), P("model")
+    placed = [place(operand, mesh, spec) for operand, spec in zip(operands, specs, strict=True)]
+
+    def step(*operands):
+        results, gradient = jax.vjp(functools.partial(run, "layer_norm", implementation=implementation), *operands)
+        return results, gradient(results)
+
+    found, expected = jax.jit(step)(*placed), jax.jit(step)(x, scale, bias, residual)
+    jax.tree.map(lambda a, b: assert_close(a, b, tolerance=1e-5), found, expected)
+    call = functools.partial(run, "layer_norm", quantization=quantization_of("1x128"), implementation=implementation)
+    for name in ("data", "transposed", "scale_inv", "transposed_scale_inv"):
+        ours, wanted = (getattr(jax.jit(call)(*of)[0], name) for of in (placed, operands))
+        if implementation == "native":
+            assert_bits(ours, wanted)
+        else:
+            assert ours.shape == wanted.shape
+
+
+def test_inside_shard_map(make_mesh, implementation, rng):
+    """JAX sums the gradient of a scale that devices share."""
+    mesh = make_mesh({"data": AxisType.Auto})
+    x, scale, _, _ = draw_operands(rng, "rms_norm", (64, 96), "float32")
+
+    def loss(x, scale):
+        def local(x, scale):
+            return ops.rms_norm(x, scale, implementation=implementation)
+
+        y = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(x, scale)
+        return jnp.sum(jnp.sin(y))
+
+    def whole(x, scale):
+        return jnp.sum(jnp.sin(ops.rms_norm(x, scale, implementation="reference")))
+
+    found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(x, scale) for f in (loss, whole))
+    jax.tree.map(lambda a, b: assert_close(a, b, tolerance=1e-5), found, expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+X, ONES = jnp.zeros((4, 8), jnp.float32), jnp.ones(8)
+TENSOR = quantization_of("tensor")
+
+
+@pytest.mark.parametrize(
+    ("operands", "options", "message"),
+    [
+        ((X.astype(jnp.int32), ONES), {}, "x has dtype int32; it must be float32, bfloat16 or float16: cast it"),
+        ((X, ONES.astype(jnp.int8)), {}, "scale has dtype int8; it must be float32, bfloat16 or float16"),
+        ((X, ONES, ONES[:3]), {}, "bias has shape (3,); for x of shape (4, 8) it must be (8,)"),
+        ((X, X), {}, "scale has shape (4, 8); for x of shape (4, 8) it must be (8,)"),
+        ((jnp.float32(1), ONES), {}, "x has shape (); it needs a last dimension, the features"),
+        ((X[:, :0], ONES[:0]), {}, "x has shape (4, 0); it needs a last dimension, the features, of 1 or more"),
+        ((X, ONES), {"residual": X[:2]}, "residual has shape (2, 8) and dtype float32, but x has shape (4, 8)"),
+        ((X, ONES), {"residual": X.astype(jnp.bfloat16)}, "residual has shape (4, 8) and dtype bfloat16, but x has"),
+        ((X, ONES), {"epsilon": -1.0}, "epsilon is -1.0; it must be a finite number of at least 0"),
+        ((X, ONES), {"epsilon": np.nan}, "epsilon is nan; it must be a finite number of at least 0"),
+        ((X, ONES), {"zero_centered": 1}, "zero_centered is 1; it must be True or False"),
+        ((X, ONES), {"copies": "data"}, "copies is 'data', but there is no quantization"),
+        ((X, ONES), {"quantization": "tensor"}, "quantization is 'tensor'; it must be a Quantization"),
+        ((X, ONES), {"quantization": TENSOR, "copies": "rows"}, "copies is 'rows'; it must be one of"),
+        ((X[0], ONES), {"quantization": TENSOR}, "x has shape (8,); it needs at least two dimensions"),
+        ((X, ONES), {"implementation": "fast"}, "implementation is 'fast'"),
+    ],
+)
+def test_message_names_argument_value_and_rule(operands, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.layer_norm(*operands, **options)
+
+
+def test_derivatives_that_are_not_defined(native_kernels):
+    def loss(x, **options):
+        return jnp.sum(jnp.sin(ops.rms_norm(x, ONES, implementation="native", **options)))
+
+    for derivative in (jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)), lambda x: jax.jvp(loss, (x,), (x,))):
+        with pytest.raises(NotImplementedError, match="use implementation='reference'"):
+            derivative(X)
+    with pytest.raises(NotImplementedError, match=r"te_jax.ops.rms_norm with quantization has no derivative through"):
+        jax.grad(
+            lambda x: ops.rms_norm(x, ONES, quantization=TENSOR, implementation="native").dequantize().sum()
+        )(X)  # fmt: skip
+
+
+NORM = {"epsilon": 1e-6, "centered": True, "row_ndim": 1, "batch_ndim": 0}
+NONE, ROW = jnp.zeros(0), jnp.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "results", "message"),
+    [
+        ({"epsilon": np.nan}, {}, "x is F32[4,8]; it must come with a finite epsilon of at least 0"),
+        ({"epsilon": -1.0}, {}, "x is F32[4,8]; it must come with a finite epsilon of at least 0"),
+        ({"row_ndim": 3}, {}, "x is F32[4,8]; it must have batch_ndim (0) and row_ndim (3) dimensions"),
+        ({"centered": False}, {}, "mean is F32[4]; it must have no elements unless centered"),
+        ({}, {0: (4, 7)}, "dx is F32[4,7]; it must have 32 elements"),
+        ({}, {1: (0, 8)}, "dgamma_partial is F32[0,8]; it must have one partial sum at least"),
+        ({}, {1: (8,)}, "dgamma_partial is F32[8]; it must have one partial sum at least"),
+        ({}, {2: (3, 8)}, "dbeta_partial is F32[3,8]; it must have 16 elements"),
+    ],
+)
+def test_handlers_refuse(changed, results, message, native_kernels):
+    shapes = [results.get(i, shape) for i, shape in enumerate([(4, 8), (2, 8), (2, 8)])]
+    types = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    operands = X, X, NONE, ONES, ROW, ROW
+    with pytest.raises(Exception, match=re.escape(f"te_norm_gradient: {message}")):
+        jax.block_until_ready(native.call("te_norm_gradient", types, *operands, **(NORM | changed)))
+
+
+def test_unwanted_partial_sums_are_zero(native_kernels):
+    """Where there are fewer rows than sums; no result is left as it was in memory."""
+    types = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((4, 8), (9, 8), (9, 8))]
+    for rows in (0, 4):
+        x, row = jnp.ones((rows, 8)), jnp.ones(rows)
+        types[0] = jax.ShapeDtypeStruct((rows, 8), np.float32)
+        _, dgamma, dbeta = native.call("te_norm_gradient", types, x, x, NONE, ONES, row * 0, row, **NORM)
+        np.testing.assert_array_equal(np.sum(dgamma, axis=0), np.full(8, rows))
+        np.testing.assert_array_equal(np.sum(dbeta, axis=0), np.full(8, rows))
