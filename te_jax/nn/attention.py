@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
 
-from te_jax import ops
+from te_jax import ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax.nn import linear
 from te_jax.ops.attention import Implementation
@@ -34,10 +34,11 @@ class Heads:
     @classmethod
     def of(cls, in_features: int, num_heads: Any, num_kv_heads: Any, head_dim: Any) -> Heads:
         """Checks the arguments of a layer, and fills in those that are None."""
-        for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
-            if (value is not None or name == "num_heads") and (not is_whole_number(value) or value < 1):
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        given = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 1 if head_dim is None else head_dim}
+        for name, value in given.items():
+            if not is_whole_number(value) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_kv_heads is {num_kv_heads} and num_heads {num_heads}; the first must divide the second: each "
@@ -81,12 +82,12 @@ class Cache(NamedTuple):
 
     Attributes:
       key, value: [batch, length, kv_heads, head_dim], with rotary positions.
-      index: int32, the number of tokens that are there.
+      filled: int32, the number of tokens that are there.
     """
 
     key: Array
     value: Array
-    index: Array
+    filled: Array
 
     @classmethod
     def empty(cls, batch: int, length: int, heads: Heads, dtype: jax.typing.DTypeLike) -> Cache:
@@ -144,7 +145,7 @@ def attend(
       key, value: [batch, time, kv_heads, head_dim].
       settings: of the layer.
       segment_ids, key_lengths: as in `te_jax.ops.attention`; not with a cache.
-      positions: integers [time] or [batch, time]; None counts from 0, or from the index of the cache.
+      positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache.
       cache: of decoding.
 
     Returns:
@@ -158,7 +159,7 @@ def attend(
         _validate_cached(key, settings, segment_ids, key_lengths, cache)
     if settings.rope_theta is not None:
         if positions is None:
-            positions = jnp.arange(time) if cache is None else cache.index + jnp.arange(time)
+            positions = jnp.arange(time) if cache is None else cache.filled + jnp.arange(time)
         cos, sin = rotary_tables(_as_positions(positions, query), query.shape[-1], settings.rope_theta)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     elif positions is not None:
@@ -170,25 +171,27 @@ def attend(
         return ops.attention(query, key, value, **masks, **options), None
 
     keys, values = (
-        lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), cache.index, axis=1)
+        lax.dynamic_update_slice_in_dim(cached, sharding.Layout.of(cached).apply(new), cache.filled, axis=1)
         for cached, new in ((cache.key, key), (cache.value, value))
     )
     # Causal masks of ops.attention count queries from 0, and these come after those of the cache.
-    place = cache.index + lax.broadcasted_iota(jnp.int32, (time, keys.shape[1]), 0)
+    place = cache.filled + lax.broadcasted_iota(jnp.int32, (time, keys.shape[1]), 0)
     seen = lax.broadcasted_iota(jnp.int32, place.shape, 1)
     visible = seen <= place
     if settings.window is not None:
         visible &= seen > place - settings.window
     bias = jnp.where(visible, 0.0, -jnp.inf).astype(query.dtype)
     mixed = ops.attention(query, keys.astype(query.dtype), values.astype(query.dtype), bias=bias, **options)
-    index = cache.index + time
-    return jnp.where(index <= keys.shape[1], mixed, jnp.nan), Cache(keys, values, index)
+    filled = cache.filled + time
+    return jnp.where(filled <= keys.shape[1], mixed, jnp.nan), Cache(keys, values, filled)
 
 
 def _validate_cached(key: Array, settings: Settings, segment_ids: Any, key_lengths: Any, cache: Cache) -> None:
     for name, value in (("segment_ids", segment_ids), ("key_lengths", key_lengths)):
         if value is not None:
-            raise ValueError(f"{name} are given with decode=True, where all sequences have as many tokens: leave it out")
+            raise ValueError(
+                f"{name} are given with decode=True, where all sequences have as many tokens: leave it out"
+            )
     if not settings.causal:
         raise ValueError("causal is False, and decode=True adds tokens one after the other: use causal=True")
     batch, length, *others = cache.key.shape
@@ -196,7 +199,7 @@ def _validate_cached(key: Array, settings: Settings, segment_ids: Any, key_lengt
         raise ValueError(
             f"x gives keys of shape {key.shape}, and the cache holds {cache.key.shape}: make one for this batch"
         )
-    taken = 0 if isinstance(cache.index, Tracer) else int(cache.index)
+    taken = 0 if isinstance(cache.filled, Tracer) else int(cache.filled)
     if taken + key.shape[1] > length:
         raise ValueError(
             f"x has {key.shape[1]} tokens, and the cache of length {length} holds {taken} already: make a longer one"

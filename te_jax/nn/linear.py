@@ -100,9 +100,7 @@ def linears(
         for layer, sizes, cols in zip(layers, features, columns, strict=True)
     )
     states = tuple(layer.scaling_state for layer in layers if layer.scaling_state is not None)
-    ys = ops.dense(
-        x, kernels, biases, wgrad_accumulator=accumulators, scaling_state=states or None, **vars(options)
-    )
+    ys = ops.dense(x, kernels, biases, wgrad_accumulator=accumulators, scaling_state=states or None, **vars(options))
     batch = x.shape[:-1]
     return tuple(
         regrouped(y, (batch, cols), (batch, sizes)).astype(dtype)
