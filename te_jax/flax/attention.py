@@ -87,8 +87,8 @@ class Attention(nn.Module):
         """Applies the layer.
 
         Args:
-          x: [batch, time, in_features], or a QuantizedArray of it from a norm that writes FP8. With decode=True these are
-            the next tokens of each sequence, one or more.
+          x: [batch, time, in_features], or a QuantizedArray of it from a norm that writes FP8. With decode=True these
+            are the next tokens of each sequence, one or more.
           segment_ids: integers [batch, time]: tokens see those with their own number, as packed sequences need it.
           key_lengths: integers [batch]: tokens from there on are padding, which is not seen.
           positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache. Rotary
