@@ -62,7 +62,6 @@ class DenseGeneral(nn.Module):
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
-    @nn.compact
     def __call__(self, inputs: jax.typing.ArrayLike) -> Array:
         """Applies the layer.
 
@@ -78,24 +77,30 @@ class DenseGeneral(nn.Module):
         inputs = jnp.asarray(inputs)
         features = linear.sizes("features", self.features)
         axis = tuple(sorted(linear.normalize_axes("axis", linear.as_tuple(self.axis), inputs.ndim)))
-        contracted = tuple(inputs.shape[i] for i in axis)
-        matrix = (math.prod(contracted), math.prod(features))
-        kernel = _kernel(self, matrix, (*contracted, *features))
-        bias = None
-        if self.use_bias:
-            init = _initializer("bias_axes", self.bias_init, (math.prod(features),), features, self.bias_axes)
-            bias = self.param("bias", init, features, self.param_dtype)
         return linear.linear(
             inputs,
-            kernel,
-            bias,
-            _scaling_state(self, self.recipe),
+            *self.held(tuple(inputs.shape[i] for i in axis)),
             axis=axis,
             features=features,
             dtype=self.dtype,
             activation=self.activation,
             options=layer_options(self),
         )
+
+    @nn.compact
+    def held(self, contracted: tuple[int, ...]) -> linear.Layer:
+        """The values of its variables, for modules that run several layers as one operation; `init` creates them.
+
+        Args:
+          contracted: the sizes of the dimensions that it contracts.
+        """
+        features = linear.sizes("features", self.features)
+        kernel = _kernel(self, (math.prod(contracted), math.prod(features)), (*contracted, *features))
+        bias = None
+        if self.use_bias:
+            init = _initializer("bias_axes", self.bias_init, (math.prod(features),), features, self.bias_axes)
+            bias = self.param("bias", init, features, self.param_dtype)
+        return linear.Layer(kernel, bias, _scaling_state(self, self.recipe))
 
 
 class Dense(DenseGeneral):

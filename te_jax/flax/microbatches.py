@@ -56,7 +56,7 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
         y, module = call(*call_args, **call_kwargs), context.module
         if (
             isinstance(module, DenseGeneral | Einsum)
-            and context.method_name == "__call__"
+            and context.method_name == ("held" if isinstance(module, DenseGeneral) else "__call__")
             and module.recipe is not None
             and not _is_quantized(kernel := _unboxed(module.get_variable("params", "kernel")))
         ):

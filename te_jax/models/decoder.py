@@ -25,6 +25,7 @@ from te_jax import ops, sharding
 from te_jax.models import tensor_parallel
 from te_jax.models.config import DecoderConfig
 from te_jax.models.tensor_parallel import TensorParallel
+from te_jax.nn.attention import rotary_tables, rotate
 from te_jax.nn.norm import handover
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
@@ -158,7 +159,7 @@ def apply(
         )
     if parallel is not None:
         params = tensor_parallel.enter(params, tokens, config, parallel)
-    cos, sin = _rotary_tables(tokens.shape[1], config)
+    cos, sin = rotary_tables(jnp.arange(tokens.shape[1]), config.head_dim, config.rope_theta)
 
     def block(x, layer_and_state):
         layer, state = layer_and_state
@@ -277,24 +278,11 @@ class _WholeProjections:
         }
 
 
-def _rotary_tables(length: int, config: DecoderConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of the position angles, float32 [1, time, 1, head_dim / 2]."""
-    frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
-    angles = jnp.outer(jnp.arange(length, dtype=jnp.float32), frequencies)[None, :, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (i, i + head_dim / 2) of x [batch, time, heads, head_dim] by their position's angle."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
 def _attention(x: Any, projections: Projections, cos: jax.Array, sin: jax.Array, config: DecoderConfig) -> jax.Array:
     query, key, value = (
         projected.reshape(*projected.shape[:2], -1, config.head_dim)
         for projected in projections.from_stream(x, ("query", "key", "value"))
     )
-    query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+    query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     mixed = ops.attention(query, key, value, causal=True)
     return projections.to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")
