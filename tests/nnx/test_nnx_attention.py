@@ -212,9 +212,12 @@ def test_kernels_are_quantized_once(rng, recipe):
     def loss_fn(layer, x):
         return jnp.mean(layer(x) ** 2)
 
+    @nnx.jit
+    def single(layer, x):
+        return nnx.grad(lambda layer: loss_fn(layer, x), argnums=nnx.DiffState(0, TRAINED))(layer)
+
     if recipe is RECIPES["delayed"]:  # scales of kernels quantized once are always up to date
-        gradients = nnx.grad(lambda m: loss_fn(m, microbatches[0]), argnums=nnx.DiffState(0, TRAINED))(layer)
-        overwrite_with_gradient(layer, gradients)
+        overwrite_with_gradient(layer, single(layer, microbatches[0]))
 
     @nnx.jit
     def accumulated(layer, microbatches):
@@ -224,10 +227,6 @@ def test_kernels_are_quantized_once(rng, recipe):
         for x in microbatches:
             _, gradients = accumulate_gradients(loss_fn)(quantized, gradients, x)
         return gradients
-
-    @nnx.jit
-    def single(layer, x):
-        return nnx.grad(lambda layer: loss_fn(layer, x), argnums=nnx.DiffState(0, TRAINED))(layer)
 
     actual, (first, second) = accumulated(layer, microbatches), (single(layer, x) for x in microbatches)
     for name in ("query", "key", "value", "out"):
@@ -302,8 +301,12 @@ def test_errors_name_argument_rule_and_way_out(name):
     call = {"x": jnp.ones((2, 6, 32)), **call}
     if call["x"] is None:
         call["x"] = ops.quantize(jnp.ones((2, 6, 32)), CurrentScaling().quantization("activation"), row_ndim=2)
-    with pytest.raises(ValueError, match=message):
+
+    def fail():
         layer = Attention(32, **{"num_heads": 4, **arguments}, rngs=nnx.Rngs(0))
         if "cache" in call:
             layer.init_cache(*call.pop("cache"))
         layer(**call)
+
+    with pytest.raises(ValueError, match=message):
+        fail()
