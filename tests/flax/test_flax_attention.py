@@ -113,7 +113,7 @@ def test_decoding_gives_what_the_whole_sequence_does(rng, window):
     for part in (x[:, :5], *(x[:, t : t + 1] for t in range(5, 9))):
         cache, y = step(cache, part)
         ys.append(y)
-    assert_close(jnp.concatenate(ys, axis=1), expected)
+    assert_close(jnp.concatenate(ys, axis=1), expected, tolerance=5e-3)  # values in FP8 may be rounded either way
     assert cache["cache_index"] == 9
     assert jnp.isnan(step(cache, x[:, :2])[1]).all()
     with pytest.raises(ValueError, match="x has 2 tokens, and the cache of length 10 holds 9 already"):

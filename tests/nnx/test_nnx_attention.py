@@ -100,7 +100,7 @@ def test_groups_and_rotary_positions(rng, name):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["plain", "block"])
+@pytest.mark.parametrize("recipe", [None, BlockScaling(), RowwiseScaling()], ids=["plain", "block", "rowwise"])
 def test_decoding_gives_what_the_whole_sequence_does(rng, window, recipe):
     layer = Attention(64, 4, **GROUPED, window=window, recipe=recipe, rngs=rngs_of(rng))
     x = normal(rng, (2, 9, 64))
@@ -109,7 +109,8 @@ def test_decoding_gives_what_the_whole_sequence_does(rng, window, recipe):
     layer.init_cache(2, 10)
     for _ in range(2):
         actual = [step(layer, x[:, :5])] + [step(layer, x[:, t : t + 1]) for t in range(5, 9)]
-        assert_close(jnp.concatenate(actual, axis=1), expected)
+        # In FP8 a value next to the middle of two may be rounded either way.
+        assert_close(jnp.concatenate(actual, axis=1), expected, tolerance=5e-3 if recipe else 1e-5)
         layer.cache_index.set_value(jnp.zeros((), jnp.int32))  # what is in the cache behind it is not seen
     np.testing.assert_array_equal(layer(x), expected)  # without decode the cache is not read
 
