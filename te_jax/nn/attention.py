@@ -189,9 +189,7 @@ def attend(
 def _validate_cached(key: Array, settings: Settings, segment_ids: Any, key_lengths: Any, cache: Cache) -> None:
     for name, value in (("segment_ids", segment_ids), ("key_lengths", key_lengths)):
         if value is not None:
-            raise ValueError(
-                f"{name} are given with decode=True, where all sequences have as many tokens: leave it out"
-            )
+            raise ValueError(f"{name} are given with decode=True, where no token is padding: leave them out")
     if not settings.causal:
         raise ValueError("causal is False, and decode=True adds tokens one after the other: use causal=True")
     batch, length, *others = cache.key.shape
