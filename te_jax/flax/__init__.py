@@ -10,8 +10,11 @@ except ModuleNotFoundError as error:
     ) from error
 
 from te_jax.flax.attention import Attention
+from te_jax.flax.embed import Embed
+from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.linear import Dense, DenseGeneral, DotGeneral, Einsum, make_dot_general_cls
 from te_jax.flax.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
+from te_jax.flax.norm import LayerNorm, NormLinear, RMSNorm
 
 __all__ = [
     "Attention",
@@ -19,6 +22,11 @@ __all__ = [
     "DenseGeneral",
     "DotGeneral",
     "Einsum",
+    "Embed",
+    "GatedMLP",
+    "LayerNorm",
+    "NormLinear",
+    "RMSNorm",
     "accumulate_gradients",
     "make_dot_general_cls",
     "merge_gradients",

@@ -62,11 +62,12 @@ class DenseGeneral(nn.Module):
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
-    def __call__(self, inputs: jax.typing.ArrayLike) -> Array:
+    def __call__(self, inputs: jax.typing.ArrayLike | QuantizedArray) -> Array:
         """Applies the layer.
 
         Args:
-          inputs: floating point, with the dimensions `axis` to contract.
+          inputs: floating point, with the dimensions `axis` to contract; or with axis=-1 a QuantizedArray that a norm
+            handed over.
 
         Returns:
           [*other dimensions of the inputs, *features].
@@ -74,7 +75,7 @@ class DenseGeneral(nn.Module):
         Raises:
           ValueError: for axes, names, shapes or dtypes that do not fit, naming the argument.
         """
-        inputs = jnp.asarray(inputs)
+        inputs = linear.as_input(inputs)
         features = linear.sizes("features", self.features)
         axis = tuple(sorted(linear.normalize_axes("axis", linear.as_tuple(self.axis), inputs.ndim)))
         return linear.linear(
@@ -98,7 +99,7 @@ class DenseGeneral(nn.Module):
         kernel = _kernel(self, (math.prod(contracted), math.prod(features)), (*contracted, *features))
         bias = None
         if self.use_bias:
-            init = _initializer("bias_axes", self.bias_init, (math.prod(features),), features, self.bias_axes)
+            init = named_initializer("bias_axes", self.bias_init, (math.prod(features),), features, self.bias_axes)
             bias = self.param("bias", init, features, self.param_dtype)
         return linear.Layer(kernel, bias, _scaling_state(self, self.recipe))
 
@@ -158,7 +159,7 @@ class Einsum(nn.Module):
         kernel = _kernel(self, shape, shape)
         bias = None
         if self.use_bias:
-            init = _initializer("bias_axes", self.bias_init, names.bias_shape, names.bias_shape, self.bias_axes)
+            init = named_initializer("bias_axes", self.bias_init, names.bias_shape, names.bias_shape, self.bias_axes)
             bias = self.param("bias", init, names.bias_shape, self.param_dtype)
         return linear.einsum(
             names,
@@ -260,7 +261,7 @@ def _kernel(module: DenseGeneral | Einsum, drawn_shape: tuple[int, ...], shape: 
         kernel = module.get_variable("params", "kernel")
         if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
             return kernel
-    init = _initializer("kernel_axes", module.kernel_init, drawn_shape, shape, module.kernel_axes)
+    init = named_initializer("kernel_axes", module.kernel_init, drawn_shape, shape, module.kernel_axes)
     return module.param("kernel", init, shape, module.param_dtype)
 
 
@@ -287,7 +288,7 @@ def unboxed(x: Any) -> Any:
     return x.unbox() if isinstance(x, meta.AxisMetadata) else x
 
 
-def _initializer(
+def named_initializer(
     name: str,
     init: Initializer,
     flat: tuple[int, ...],

@@ -105,7 +105,7 @@ def as_input(x: Any, in_features: int | None = None) -> Array | QuantizedArray:
     Raises:
       ValueError: it has another shape.
     """
-    x = x if isinstance(x, QuantizedArray) else jnp.asarray(x)
+    x = linear.as_input(x)
     if x.ndim != 3 or in_features not in (None, x.shape[-1]):
         raise ValueError(
             f"x has shape {x.shape}; it must be [batch, time, {in_features or 'in_features'}]: add a dimension of 1 "
