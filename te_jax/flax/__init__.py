@@ -15,6 +15,7 @@ from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.linear import Dense, DenseGeneral, DotGeneral, Einsum, make_dot_general_cls
 from te_jax.flax.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
 from te_jax.flax.norm import LayerNorm, NormLinear, RMSNorm
+from te_jax.flax.transformer_block import TransformerBlock
 
 __all__ = [
     "Attention",
@@ -27,6 +28,7 @@ __all__ = [
     "LayerNorm",
     "NormLinear",
     "RMSNorm",
+    "TransformerBlock",
     "accumulate_gradients",
     "make_dot_general_cls",
     "merge_gradients",

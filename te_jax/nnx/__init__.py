@@ -13,6 +13,7 @@ from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.linear import DotGeneral, Einsum, Linear, LinearGeneral
 from te_jax.nnx.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
 from te_jax.nnx.norm import LayerNorm, NormLinear, RMSNorm
+from te_jax.nnx.transformer_block import TransformerBlock
 from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel, overwrite_with_gradient
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "OverwriteWithGradient",
     "QuantizedKernel",
     "RMSNorm",
+    "TransformerBlock",
     "accumulate_gradients",
     "merge_gradients",
     "overwrite_with_gradient",
