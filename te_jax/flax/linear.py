@@ -22,6 +22,9 @@ from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
 
 Initializer = Callable[..., Any]
 
+Axes = tuple[Sequence[str | None] | None, Sequence[str | None] | None]
+"""Logical names of the dimensions of kernel and bias."""
+
 
 class DenseGeneral(nn.Module):
     """A linear layer over any dimensions, in FP8 with a recipe: y = activation(x · kernel + bias).
@@ -75,25 +78,12 @@ class DenseGeneral(nn.Module):
         Raises:
           ValueError: for axes, names, shapes or dtypes that do not fit, naming the argument.
         """
-        inputs = jnp.asarray(inputs)
-        features = linear.sizes("features", self.features)
-        axis = tuple(sorted(linear.normalize_axes("axis", linear.as_tuple(self.axis), inputs.ndim)))
-        contracted = tuple(inputs.shape[i] for i in axis)
-        matrix = (math.prod(contracted), math.prod(features))
-        kernel = _kernel(self, matrix, (*contracted, *features))
-        bias = None
-        if self.use_bias:
-            init = _initializer("bias_axes", self.bias_init, (math.prod(features),), features, self.bias_axes)
-            bias = self.param("bias", init, features, self.param_dtype)
-        return linear.linear(
+        return dense_general(
+            self,
             inputs,
-            kernel,
-            bias,
-            _scaling_state(self, self.recipe),
-            axis=axis,
-            features=features,
-            dtype=self.dtype,
+            axis=self.axis,
             activation=self.activation,
+            axes=(self.kernel_axes, self.bias_axes),
             options=layer_options(self),
         )
 
@@ -148,22 +138,8 @@ class Einsum(nn.Module):
         Raises:
           ValueError: for strings, shapes or dtypes that do not fit, naming the argument.
         """
-        shape = linear.sizes("shape", self.shape)
-        names = linear.Einsum.parse(nn.merge_param("einsum_str", self.einsum_str, einsum_str), shape)
-        kernel = _kernel(self, shape, shape)
-        bias = None
-        if self.use_bias:
-            init = _initializer("bias_axes", self.bias_init, names.bias_shape, names.bias_shape, self.bias_axes)
-            bias = self.param("bias", init, names.bias_shape, self.param_dtype)
-        return linear.einsum(
-            names,
-            jnp.asarray(inputs),
-            kernel,
-            bias,
-            _scaling_state(self, self.recipe),
-            dtype=self.dtype,
-            options=layer_options(self),
-        )
+        axes = self.kernel_axes, self.bias_axes
+        return einsum(self, inputs, einsum_str, axes=axes, options=layer_options(self))
 
 
 class DotGeneral(nn.Module):
@@ -249,14 +225,77 @@ def layer_options(module: DenseGeneral | Einsum | DotGeneral) -> linear.Options:
     return linear.Options(module.recipe, module.axis_name, module.implementation)
 
 
-def _kernel(module: DenseGeneral | Einsum, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+def dense_general(
+    module: DenseGeneral | nn.DenseGeneral | nn.Dense,
+    inputs: jax.typing.ArrayLike,
+    *,
+    axis: int | Sequence[int],
+    activation: linear.Activation | None = None,
+    axes: Axes = (None, None),
+    options: linear.Options,
+) -> Array:
+    """The result of a module of te_jax or of Flax, inside its `__call__`, with its own parameters."""
+    inputs = jnp.asarray(inputs)
+    features = linear.sizes("features", module.features)
+    axis = tuple(sorted(linear.normalize_axes("axis", linear.as_tuple(axis), inputs.ndim)))
+    contracted = tuple(inputs.shape[i] for i in axis)
+    matrix = (math.prod(contracted), math.prod(features))
+    kernel = _kernel(module, matrix, (*contracted, *features), axes[0])
+    return linear.linear(
+        inputs,
+        kernel,
+        _bias(module, (math.prod(features),), features, axes[1]),
+        _scaling_state(module, options.recipe),
+        axis=axis,
+        features=features,
+        dtype=module.dtype,
+        activation=activation,
+        options=options,
+    )
+
+
+def einsum(
+    module: Einsum | nn.Einsum,
+    inputs: jax.typing.ArrayLike,
+    einsum_str: str | None,
+    *,
+    axes: Axes = (None, None),
+    options: linear.Options,
+) -> Array:
+    """As `dense_general`."""
+    shape = linear.sizes("shape", module.shape)
+    names = linear.Einsum.parse(nn.merge_param("einsum_str", module.einsum_str, einsum_str), shape)
+    kernel = _kernel(module, shape, shape, axes[0])
+    return linear.einsum(
+        names,
+        jnp.asarray(inputs),
+        kernel,
+        _bias(module, names.bias_shape, names.bias_shape, axes[1]),
+        _scaling_state(module, options.recipe),
+        dtype=module.dtype,
+        options=options,
+    )
+
+
+def _kernel(
+    module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...], axes: Sequence[str | None] | None
+) -> Any:
     """The kernel: quantized, or a parameter whose initializer draws `drawn_shape`."""
     if module.has_variable("params", "kernel"):
         kernel = module.get_variable("params", "kernel")
         if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
             return kernel
-    init = _initializer("kernel_axes", module.kernel_init, drawn_shape, shape, module.kernel_axes)
+    init = _initializer("kernel_axes", module.kernel_init, drawn_shape, shape, axes)
     return module.param("kernel", init, shape, module.param_dtype)
+
+
+def _bias(
+    module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...], axes: Sequence[str | None] | None
+) -> Array | None:
+    if not module.use_bias:
+        return None
+    init = _initializer("bias_axes", module.bias_init, drawn_shape, shape, axes)
+    return module.param("bias", init, shape, module.param_dtype)
 
 
 def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingState | None:
@@ -265,9 +304,16 @@ def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingSt
         return None
     kept = module.has_variable(OVERWRITE_WITH_GRADIENT, delayed_scaling.USES)
     if not kept and not module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
+        name = "/".join(module.path) or "the layer"
+        if module.is_initializing():
+            raise ValueError(
+                f'{name} has no place for the state of DelayedScaling: name "{OVERWRITE_WITH_GRADIENT}" beside '
+                '"params" in the variable_axes of the nn.scan or nn.vmap around it, and in the argument mutable of '
+                "init, or give this layer another recipe"
+            )
         raise ValueError(
-            f'variables have no state in "{OVERWRITE_WITH_GRADIENT}" for {"/".join(module.path) or "the layer"}, which '
-            'DelayedScaling needs: pass this collection beside "params", first as init returned it'
+            f'variables have no state in "{OVERWRITE_WITH_GRADIENT}" for {name}, which DelayedScaling needs: pass this '
+            'collection beside "params", first as init returned it'
         )
     initial = delayed_scaling.initial_state(recipe).items()
     return delayed_scaling.scaling_state(

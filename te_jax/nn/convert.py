@@ -47,10 +47,10 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """What a conversion did with each layer. Printed, it is a table, in which layers that differ in numbers are one row.
+    """What a conversion did with each layer. Printed, it is a table: layers that differ in numbers are one row.
 
-    Norms and gated MLPs are not fused with the layers beside them: which of them belong together stands in the
-    functions that call them, and no structure of modules shows it.
+    A conversion does not fuse norms with the layers after them, nor gate, up and down of an MLP: which results go where
+    stands in the functions of a model, and not in its structure. Use te_jax's modules for that.
 
     Attributes:
       layers: all layers with a kernel or an embedding.
@@ -113,7 +113,9 @@ def validate(recipe: Any, rules: Any) -> tuple[tuple[str, Recipe | None], ...]:
     )
 
 
-def decide(paths: Sequence[str], recipe: Recipe | None, rules: Rules, obstacle: str | None) -> tuple[Recipe | None, str]:
+def decide(
+    paths: Sequence[str], recipe: Recipe | None, rules: Rules, obstacle: str | None
+) -> tuple[Recipe | None, str]:
     """The recipe of a layer; if None, why it has none.
 
     Args:

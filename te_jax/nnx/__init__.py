@@ -7,6 +7,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('te_jax.nnx needs Flax, which is not installed: pip install ".[flax]" in the checkout') from error
 
+from te_jax.nnx.convert import convert, revert
 from te_jax.nnx.linear import DotGeneral, Einsum, Linear, LinearGeneral
 from te_jax.nnx.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
 from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel, overwrite_with_gradient
@@ -19,7 +20,9 @@ __all__ = [
     "OverwriteWithGradient",
     "QuantizedKernel",
     "accumulate_gradients",
+    "convert",
     "merge_gradients",
     "overwrite_with_gradient",
     "quantize_kernels",
+    "revert",
 ]

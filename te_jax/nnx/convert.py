@@ -43,10 +43,10 @@ def convert(
         print(report)
 
     `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum`, and classes of yours that inherit their `__call__`, become
-    te_jax's layers of these names. Their variables stay the same objects, so optimizers, sharding and checkpoints go on;
-    so do layers that several modules share and layers that `nnx.vmap` stacked. `DelayedScaling` adds its state as
-    `OverwriteWithGradient` variables. A layer's `precision` is ignored. A second call changes recipes: recipe and rules
-    say what the model is afterwards, whatever it was before. Layers of te_jax get new recipes too.
+    te_jax's layers of these names. Their variables stay the same objects, so optimizers, sharding and checkpoints go
+    on. Shared layers stay shared, and layers that `nnx.vmap` stacked stay stacked. `DelayedScaling` adds its state as
+    `OverwriteWithGradient` variables. A layer's `precision` is ignored. Layers of te_jax get the recipe too. A second
+    call changes recipes: recipe and rules say what the model is afterwards, whatever it was before.
 
     Left alone are, unless a rule names a recipe for them, output heads (a part of the path is "head", "lm_head",
     "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output") and routers ("router", or
@@ -68,20 +68,22 @@ def convert(
       ValueError: model is no NNX module, or recipe or rules are none; nothing is changed then.
     """
     rules = conversion.validate(recipe, rules)
-    layers, changes = [], []
+    layers: list[conversion.Layer] = []
+    changes: list[tuple[Any, linear.Options]] = []
+    module: Any
     for paths, module in _modules(model):
-        if (kind := _kind(module)) is None:
+        if (kernel := _kernel(module)) is None:
             continue
-        ours = isinstance(module, LinearGeneral | Einsum) and not _was_converted(module)
-        chosen, reason = None, _no_linear_layer(module)
+        chosen, reason = None, _no_linear_layer(module, kernel[0])
         if reason is None:
             chosen, reason = conversion.decide(paths, recipe, rules, _obstacle(module))
             if isinstance(chosen, DelayedScaling) and _stacked_shape(module) is None:
                 chosen, reason = None, _STACKED
-            if ours and chosen is None and not reason.startswith("rule "):
+            if chosen is None and _is_ours(module) and not reason.startswith("rule "):
                 chosen = module.options.recipe  # a recipe that someone gave to this very layer
             else:
                 changes.append((module, linear.Options(chosen, axis_name, implementation)))
+        kind = f"{_layer_class(module).__name__} {kernel[1]}"
         layers.append(conversion.Layer(paths[0], kind, chosen, reason, paths[1:]))
     for module, options in changes:
         _set(module, options)
@@ -110,7 +112,7 @@ class _Before:
     options: linear.Options | None
 
 
-def _before(module: nnx.Module) -> _Before | None:
+def _before(module: Any) -> _Before | None:
     return getattr(module, "_before_conversion", None)
 
 
@@ -118,6 +120,11 @@ def _was_converted(module: nnx.Module) -> bool:
     """Whether the layer was one of Flax's."""
     before = _before(module)
     return before is not None and before.options is None
+
+
+def _is_ours(module: nnx.Module) -> bool:
+    """Whether the layer was made as one of te_jax."""
+    return isinstance(module, LinearGeneral | Einsum) and not _was_converted(module)
 
 
 def _layer_class(module: nnx.Module) -> type[nnx.Module]:
@@ -140,22 +147,22 @@ def _modules(model: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
             yield tuple("/".join(map(str, path)) for path in dict.fromkeys(paths)), module
 
 
-def _kind(module: nnx.Module) -> str | None:
-    """What the report calls a module with a kernel or an embedding."""
+def _kernel(module: nnx.Module) -> tuple[str, tuple[int, ...]] | None:
+    """Name and shape of a module's kernel or embedding, if it has one."""
+    if isinstance(module, LinearGeneral | Einsum):
+        return "kernel", tuple(module.kernel.get_value().shape)
     for name, value in vars(module).items():
-        if name not in ("scale", "bias") and isinstance(value, nnx.Variable) and isinstance(value, nnx.Param):
-            shape = getattr(value.get_value(), "shape", ())
-            if len(shape) >= 2:
-                return f"{_layer_class(module).__name__} {tuple(shape)}"
-    quantized = isinstance(module, LinearGeneral | Einsum)  # a kernel that is no nnx.Param
-    return f"{type(module).__name__} {module.kernel.get_value().shape}" if quantized else None
+        shape = getattr(value.get_value(), "shape", ()) if isinstance(value, nnx.Param) else ()
+        if len(shape) >= 2 and name not in ("scale", "bias"):
+            return name, tuple(shape)
+    return None
 
 
-def _no_linear_layer(module: nnx.Module) -> str | None:
-    """Why a module with a kernel is none that could be converted, if so."""
+def _no_linear_layer(module: nnx.Module, name: str) -> str | None:
+    """Why a module with a kernel of this name is none that could be converted, if so."""
     if issubclass(_layer_class(module), (*_OURS, LinearGeneral, Einsum)):
         return None
-    if isinstance(module, nnx.Embed):
+    if isinstance(module, nnx.Embed) or "emb" in name:
         return "an embedding"
     return "neither nnx.Linear, nnx.LinearGeneral nor nnx.Einsum"
 
@@ -193,9 +200,7 @@ def _obstacle_in_kernel(module: Any) -> str | None:
         return obstacle
     if _is_einsum(module):
         return conversion.obstacle_in_einsum(module.einsum_str, module.kernel_shape)
-    return conversion.obstacle_in_sizes(
-        linear.as_tuple(module.in_features), linear.as_tuple(module.out_features)
-    )
+    return conversion.obstacle_in_sizes(linear.as_tuple(module.in_features), linear.as_tuple(module.out_features))
 
 
 def _is_einsum(module: nnx.Module) -> bool:
@@ -219,7 +224,7 @@ def _stacked_shape(module: Any) -> tuple[int, ...] | None:
 
 def _set(module: Any, options: linear.Options) -> None:
     """Gives a layer its recipe. Without one, a layer of Flax becomes what it was."""
-    if isinstance(module, LinearGeneral | Einsum) and not _was_converted(module):
+    if _is_ours(module):
         options = dataclasses.replace(module.options, recipe=options.recipe)
         if options != module.options:
             module._before_conversion = _before(module) or _Before(type(module), module.options)
