@@ -1,4 +1,5 @@
-// One pass over the inputs where scales are known or those of blocks, tile by tile (quantize/computed_tile.cuh).
+// One pass over the inputs where scales are known or those of blocks: vector by vector for y as it is, tile by tile
+// (quantize/computed_tile.cuh) where a copy is transposed.
 //
 // Bytes per bfloat16 value of y: forward 4 for gate and up, and 1 for each FP8 copy; backward 6 for gate, up and dy, 4
 // for both copies of both gradients, and 1 for y again. At 8192 × 14336 values and 3.0 TB/s (H100) that is 196 µs for
@@ -20,6 +21,7 @@
 #include "common/vector.cuh"
 #include "quantize/amax.cuh"
 #include "quantize/computed_tile.cuh"
+#include "quantize/rows.cuh"
 
 namespace te::activation {
 namespace {
@@ -196,6 +198,80 @@ Status Amaxes(const Executor& executor, const Function& function, const Inputs& 
   return dy ? with.template operator()<true>() : with.template operator()<false>();
 }
 
+// ---------------------------------------------------------------------------------------------------------------- rows
+
+inline constexpr int kRowVectors = 4;  // of each input that a thread has in flight
+inline constexpr int kRowThreads = 256;
+
+// y as it is. A thread block takes kRowVectors vectors a thread of one row.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads)
+    ActivateRows(const __grid_constant__ Function function, const __grid_constant__ Inputs inputs,
+                 const __grid_constant__ RowOutputs outputs, unsigned strips) {
+  constexpr int kCount = kPer16Bytes<T>;
+  __shared__ uint32_t amax_of_warps[32];
+  const int64_t row = blockIdx.x / strips, example = row / inputs.rows;
+  const int vectors = static_cast<int>(inputs.cols / kCount);
+  const int first = static_cast<int>(blockIdx.x % strips * kRowVectors * blockDim.x + threadIdx.x);
+  WaitForPrimary();
+  RowEncoder<T> encode(outputs, example, inputs.rows, inputs.cols, blockIdx.x % (inputs.rows * strips) == 0);
+  Dispatch(function.kind, inputs.up != nullptr, [&]<Kind kKind, bool kGated>() {
+    const void* const arrays[2] = {inputs.gate, inputs.up};
+    uint4 loaded[kRowVectors][kMostTiles] = {};
+#pragma unroll
+    for (int i = 0; i < kRowVectors; ++i) {
+      const int v = first + i * blockDim.x;
+      if (v >= vectors) continue;
+#pragma unroll
+      for (int a = 0; a <= kGated; ++a) {
+        loaded[i][a] = LoadStreaming(static_cast<const uint4*>(arrays[a]) + row * vectors + v);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowVectors; ++i) {
+      const int v = first + i * blockDim.x;
+      float y[kCount], up[kCount], dy[kCount];
+      Unpack(loaded[i][0], y, static_cast<const T*>(nullptr));
+      Unpack(loaded[i][1], up, static_cast<const T*>(nullptr));
+      Apply<kKind, kGated, false>(function, y, up, dy);
+      if (v >= vectors) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) y[j] = 0.0f;
+      }
+      encode(row % inputs.rows, v, v < vectors ? kCount : 0, y);
+    }
+  });
+  encode.RaiseAmax(amax_of_warps);
+}
+
+template <typename T>
+Status LaunchRows(cudaStream_t stream, const Function& function, const Inputs& inputs, const RowOutputs& outputs) {
+  const int64_t vectors = inputs.cols / kPer16Bytes<T>;
+  const int64_t strips = (vectors + kRowThreads * kRowVectors - 1) / (kRowThreads * kRowVectors);
+  const int64_t threads = ((vectors + strips * kRowVectors - 1) / (strips * kRowVectors) + 31) / 32 * 32;
+  return Check(LaunchAsDependent(ActivateRows<T>, static_cast<unsigned>(inputs.count * inputs.rows * strips),
+                                 static_cast<unsigned>(threads), 0, stream, function, inputs, outputs,
+                                 static_cast<unsigned>(strips)),
+               "kernel launch");
+}
+
+Status Rows(const Executor& executor, const Function& function, const Inputs& inputs, const RowOutputs& outputs) {
+  if (outputs.amax) {
+    if (Status s = Clear(executor.stream, {outputs.amax, inputs.count}); !s.ok()) return s;
+  }
+  auto* launch = inputs.dtype == DType::kFloat32    ? LaunchRows<float>
+                 : inputs.dtype == DType::kBFloat16 ? LaunchRows<__nv_bfloat16>
+                                                    : LaunchRows<__half>;
+  return launch(executor.stream, function, inputs, outputs);
+}
+
+// Whether rows are made of aligned vectors, no more than one launch takes.
+bool InRows(const Inputs& inputs, const Copies& copies) {
+  const int64_t per_vector = inputs.dtype == DType::kFloat32 ? 4 : 8;
+  return copies.data && !copies.transposed && inputs.cols % per_vector == 0 && OnSixteenBytes(inputs.gate) &&
+         OnSixteenBytes(inputs.up) && inputs.count * inputs.rows < INT32_MAX / (1 + inputs.cols / 1024);
+}
+
 // ------------------------------------------------------------------------------------------------------------ launches
 
 Matrices GateOf(const Inputs& inputs) { return {inputs.dtype, inputs.gate, inputs.count, inputs.rows, inputs.cols}; }
@@ -231,12 +307,17 @@ Status AmaxOfGradients(const Executor& executor, const Function& function, const
 
 Status ResultInTensor(const Executor& executor, const Function& function, const Inputs& inputs, const Copies& copies,
                       const TensorScaling& scaling) {
-  return Result(executor, function, inputs, copies, scaling);
+  if (!InRows(inputs, copies)) return Result(executor, function, inputs, copies, scaling);
+  return Rows(
+      executor, function, inputs,
+      {copies.format, copies.power_of_two_scales, copies.data, scaling.amax, scaling.scale_inv, scaling.own_amax});
 }
 
 Status ResultInBlocks(const Executor& executor, const Function& function, const Inputs& inputs, const Copies& copies,
                       const BlockScaling& scaling) {
-  return Result(executor, function, inputs, copies, scaling);
+  if (scaling.data_128x128 || !InRows(inputs, copies)) return Result(executor, function, inputs, copies, scaling);
+  return Rows(executor, function, inputs,
+              {copies.format, copies.power_of_two_scales, copies.data, nullptr, scaling.scale_inv, nullptr});
 }
 
 Status GradientsInTensors(const Executor& executor, const Function& function, const Inputs& inputs, const void* dy,

@@ -251,16 +251,16 @@ Status WithResult(const Executor& executor, const Inputs& inputs, const Statisti
 Status Normalize(const Executor& executor, const Inputs& inputs, const Outputs& outputs) {
   const Rows rows(inputs);
   rows.ForEach(executor, [&](int64_t row) { rows.FindStatistics(row, outputs.statistics, outputs.sum); });
-  if (!outputs.amax && !outputs.data) return Status::Ok();
+  const quantize::RowOutputs& to = outputs.rows;
+  if (!to.amax && !to.data) return Status::Ok();
   return WithResult(executor, inputs, outputs.statistics, [&](const quantize::Matrices& y) {
-    if (outputs.amax) TE_JAX_TRY(quantize::AmaxOfTensor(executor, y, outputs.amax));
-    if (!outputs.data) return Status::Ok();
-    const quantize::Copies copies{outputs.format, outputs.power_of_two_scales, outputs.data, nullptr, nullptr};
-    if (outputs.reference_amax) {
-      return quantize::QuantizeTensor(executor, y, copies,
-                                      {outputs.reference_amax, outputs.scale_inv, nullptr, nullptr});
+    if (to.amax) TE_JAX_TRY(quantize::AmaxOfTensor(executor, y, to.amax));
+    if (!to.data) return Status::Ok();
+    const quantize::Copies copies{to.format, to.power_of_two_scales, to.data, nullptr, nullptr};
+    if (to.reference_amax) {
+      return quantize::QuantizeTensor(executor, y, copies, {to.reference_amax, to.scale_inv, nullptr, nullptr});
     }
-    return quantize::QuantizeBlocks(executor, y, copies, {false, false, outputs.scale_inv, nullptr});
+    return quantize::QuantizeBlocks(executor, y, copies, {false, false, to.scale_inv, nullptr});
   });
 }
 

@@ -72,17 +72,17 @@ ffi::Error HandleNorm(PlatformValue platform, AnyBuffer x, AnyBuffer residual, A
   Outputs outputs{};
   outputs.sum = const_cast<void*>(decoder.LikeX("sum", *sum, true));
   outputs.statistics = decoder.StatisticsOf(*mean, *rstd);
-  outputs.amax = decoder.Floats("amax", *amax, 1, true);
+  quantize::RowOutputs& rows = outputs.rows;
+  rows.amax = decoder.Floats("amax", *amax, 1, true);
   const Copies copies = decoder.DataTo(*data, power_of_two_scales);
-  outputs.format = copies.format;
-  outputs.power_of_two_scales = power_of_two_scales;
-  outputs.data = copies.data;
-  outputs.reference_amax = decoder.Floats("reference_amax", reference_amax, 1, true);
-  const int64_t scales = outputs.reference_amax ? 1 : CountOf({decoder.col_blocks(), decoder.rows()});
-  outputs.scale_inv = decoder.Scales("scale_inv", *scale_inv, scales, copies.data);
+  rows.format = copies.format;
+  rows.power_of_two_scales = power_of_two_scales;
+  rows.data = copies.data;
+  rows.reference_amax = decoder.Floats("reference_amax", reference_amax, 1, true);
+  const int64_t scales = rows.reference_amax ? 1 : CountOf({decoder.col_blocks(), decoder.rows()});
+  rows.scale_inv = decoder.Scales("scale_inv", *scale_inv, scales, copies.data);
   return decoder.Run(
-      platform,
-      {{outputs.statistics.mean, decoder.rows()}, {outputs.statistics.rstd, decoder.rows()}, {outputs.amax, 1}},
+      platform, {{outputs.statistics.mean, decoder.rows()}, {outputs.statistics.rstd, decoder.rows()}, {rows.amax, 1}},
       [&](const Executor& executor, const Inputs& inputs) { return Normalize(executor, inputs, outputs); });
 }
 

@@ -34,17 +34,11 @@ struct Statistics {
   float* rstd;
 };
 
-// What one pass over x writes; every pointer may be null. With tensor scaling, `scaling.amax` says from which amax the
-// scale follows; otherwise it is null and every 1×128 values of a row share a scale.
+// What one pass over x writes; every pointer may be null. The amax of `rows` is set to zero first.
 struct Outputs {
   void* sum;              // s, [count, rows, cols]
   Statistics statistics;  // rstd is there
-  float* amax;            // of y: [count], as quantize::AmaxOfTensor has it
-  Fp8 format;
-  bool power_of_two_scales;
-  uint8_t* data;                // y in FP8, [count, rows, cols]
-  const float* reference_amax;  // [count]; null: blocks
-  float* scale_inv;             // tensor: [count]; blocks: [count, cols / 128 rounded up, rows]
+  quantize::RowOutputs rows;
 };
 
 Status Normalize(const Executor& executor, const Inputs& inputs, const Outputs& outputs);

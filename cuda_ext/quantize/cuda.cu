@@ -13,7 +13,6 @@
 
 #include "common/cuda_status.h"
 #include "common/dependent_launch.cuh"
-#include "common/once_per_device.h"
 #include "common/vector.cuh"
 #include "quantize/amax.cuh"
 #include "quantize/kernel.cuh"
@@ -22,39 +21,6 @@
 
 namespace te::quantize {
 namespace {
-
-template <typename T, typename F, typename M>
-Status Launch(cudaStream_t stream, const Arguments& arguments) {
-  TensorMaps maps{};
-  if (arguments.shape.aligned &&
-      !(DescribeValues<T>(arguments.x, arguments.shape, &maps.x) && DescribeCopies<T>(arguments, &maps))) {
-    return Status::Failed("cuTensorMapEncodeTiled refuses x or a copy of it");
-  }
-  auto* kernel = QuantizeTile<T, F, M>;
-  constexpr int kBytes = sizeof(Shared<T>);
-  static OncePerDevice attributes;
-  const cudaError_t error = attributes.Run([kernel] {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-  });
-  if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
-  const Shape& shape = arguments.shape;
-  const int64_t tiles = int64_t{shape.count} * shape.TilesDown() * shape.TilesAcross();
-  return Check(LaunchAsDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, maps, arguments),
-               "kernel launch");
-}
-
-template <typename M>
-Status Select(cudaStream_t stream, const Matrices& x, Fp8 format, const Arguments& arguments) {
-  auto with = [&]<typename F>() {
-    auto* launch = x.dtype == DType::kFloat32    ? Launch<float, F, M>
-                   : x.dtype == DType::kBFloat16 ? Launch<__nv_bfloat16, F, M>
-                                                 : Launch<__half, F, M>;
-    return launch(stream, arguments);
-  };
-  return format == Fp8::kE4M3 ? with.template operator()<E4M3>() : with.template operator()<E5M2>();
-}
 
 // The number of thread blocks for each of `count` tensors of `chunks`, where `slots` run at a time: the smallest of the
 // numbers with which all end first, if every chunk takes the same time.
@@ -114,34 +80,18 @@ Status AmaxOfRows(const Executor& executor, const Matrices& x, float* row_amax, 
 }
 
 Status QuantizeTensor(const Executor& executor, const Matrices& x, const Copies& copies, const TensorScaling& scaling) {
-  if (Status s = CheckSize(x); !s.ok()) return s;
-  Arguments arguments = ArgumentsOf(x, copies);
-  if (scaling.own_amax != nullptr) {
-    if (Status s = Clear(executor.stream, {scaling.own_amax, x.count}); !s.ok()) return s;
-  }
-  arguments.tensor = scaling;
-  return Select<Mode<Scales::kTensor>>(executor.stream, x, copies.format, arguments);
+  return LaunchQuantizeTensor(executor.stream, x, copies, scaling, AsTheyAre{});
 }
 
 Status QuantizeRows(const Executor& executor, const Matrices& x, const Copies& copies, const RowScaling& scaling) {
   if (Status s = CheckSize(x); !s.ok()) return s;
   Arguments arguments = ArgumentsOf(x, copies);
   arguments.rows = scaling;
-  return Select<Mode<Scales::kRows>>(executor.stream, x, copies.format, arguments);
+  return LaunchQuantize<Mode<Scales::kRows>>(executor.stream, x, copies.format, arguments, AsTheyAre{});
 }
 
 Status QuantizeBlocks(const Executor& executor, const Matrices& x, const Copies& copies, const BlockScaling& scaling) {
-  if (Status s = CheckSize(x); !s.ok()) return s;
-  Arguments arguments = ArgumentsOf(x, copies);
-  arguments.blocks = scaling;
-  // An absent copy counts as one with scales of 128×128, which cost least.
-  const bool data_128x128 = !copies.data || scaling.data_128x128;
-  const bool transposed_128x128 = !copies.transposed || scaling.transposed_128x128;
-  auto* select = data_128x128 ? (transposed_128x128 ? Select<Mode<Scales::kBlocks, true, true>>
-                                                    : Select<Mode<Scales::kBlocks, true, false>>)
-                              : (transposed_128x128 ? Select<Mode<Scales::kBlocks, false, true>>
-                                                    : Select<Mode<Scales::kBlocks, false, false>>);
-  return select(executor.stream, x, copies.format, arguments);
+  return LaunchQuantizeBlocks(executor.stream, x, copies, scaling, AsTheyAre{});
 }
 
 }  // namespace te::quantize

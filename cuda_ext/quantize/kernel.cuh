@@ -1,6 +1,7 @@
 // The quantizing kernel: one thread block for each tile of 128 × 128 values (tile.cuh); TMA loads the values and stores
 // the codes. While some blocks of a multiprocessor wait for TMA, others compute, and tiles are read and written in
-// order; persistent blocks would lose that order. Other kernels, which compute a tile, end with EncodeTile too.
+// order; persistent blocks would lose that order. What is quantized may be computed from the values on the way
+// (`Compute`). Other kernels, which compute a tile from several, end with EncodeTile too.
 #pragma once
 
 #include <cstdint>
@@ -314,9 +315,22 @@ __device__ __forceinline__ void EncodeTile(const TensorMaps& maps, const Argumen
   }
 }
 
-template <typename T, typename F, typename M>
+// Computes nothing. For() gives what computes on a thread's patch in place, and reads all that it needs beside it.
+struct AsTheyAre {
+  template <typename T>
+  struct Of {
+    __device__ __forceinline__ void operator()(const Place<T>&, Patch<T>&) const {}
+  };
+
+  template <typename T>
+  __device__ __forceinline__ Of<T> For(const Tile&, const Place<T>&) const {
+    return {};
+  }
+};
+
+template <typename T, typename F, typename M, typename Compute>
 __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
-    QuantizeTile(const __grid_constant__ TensorMaps maps, const Arguments arguments) {
+    QuantizeTile(const __grid_constant__ TensorMaps maps, const Arguments arguments, const Compute compute) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
   Shared<T>& shared = *reinterpret_cast<Shared<T>*>(dynamic);
   const Shape shape = arguments.shape;
@@ -339,9 +353,10 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   if constexpr (M::scales == Scales::kRows) {
     ScaleRowsAndColumns<F>(arguments, tile, shared.scratch.row_scale, shared.scratch.col_scale);
   }
+  const Place<T> place(tile);
+  const auto compute_patch = compute.template For<T>(tile, place);
   __syncthreads();  // the barrier, and these scales, are there
 
-  const Place<T> place(tile);
   Patch<T> patch;
   if (shape.aligned) {
     BarrierWait(SharedAddress(&shared.barrier), 0);
@@ -349,6 +364,7 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   } else {
     Load<T>(static_cast<const T*>(arguments.x) + tile.Example(shape), shape, place, patch);
   }
+  compute_patch(place, patch);
   EncodeTile<T, F, M>(maps, arguments, tile, place, patch, scale, seen, shared.scratch, shared.staged);
   if (threadIdx.x == 0) BulkWaitRead();
 }

@@ -1,4 +1,5 @@
-// What the host does before a launch of kernels that end with EncodeTile: checks, shapes and tensor maps.
+// What the host does before a launch of kernels that end with EncodeTile: checks, shapes and tensor maps; and launches
+// of the quantizing kernel, with what it computes on the way.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +9,10 @@
 
 #include "common/cuda_status.h"
 #include "common/dependent_launch.cuh"
+#include "common/once_per_device.h"
 #include "common/tma.cuh"
 #include "common/vector.cuh"
+#include "quantize/amax.cuh"
 #include "quantize/kernel.cuh"
 #include "quantize/quantize.h"
 
@@ -63,6 +66,71 @@ bool DescribeCopies(const Arguments& arguments, TensorMaps* maps) {
           DescribeBoxes<4>(&maps->transposed, kCode, arguments.transposed, {rows, cols / kVector, kVector, count},
                            {rows * kVector, rows, rows * cols}, {kTile, kAcross, kVector, 1},
                            CU_TENSOR_MAP_SWIZZLE_128B));
+}
+
+template <typename T, typename F, typename M, typename Compute>
+Status LaunchQuantizeTile(cudaStream_t stream, const Arguments& arguments, const Compute& compute) {
+  TensorMaps maps{};
+  if (arguments.shape.aligned &&
+      !(DescribeValues<T>(arguments.x, arguments.shape, &maps.x) && DescribeCopies<T>(arguments, &maps))) {
+    return Status::Failed("cuTensorMapEncodeTiled refuses x or a copy of it");
+  }
+  auto* kernel = QuantizeTile<T, F, M, Compute>;
+  constexpr int kBytes = sizeof(Shared<T>);
+  static OncePerDevice attributes;
+  const cudaError_t error = attributes.Run([kernel] {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  });
+  if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
+  const Shape& shape = arguments.shape;
+  const int64_t tiles = int64_t{shape.count} * shape.TilesDown() * shape.TilesAcross();
+  return Check(
+      LaunchAsDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, maps, arguments, compute),
+      "kernel launch");
+}
+
+template <typename M, typename Compute>
+Status LaunchQuantize(cudaStream_t stream, const Matrices& x, Fp8 format, const Arguments& arguments,
+                      const Compute& compute) {
+  auto with = [&]<typename F>() {
+    auto* launch = x.dtype == DType::kFloat32    ? LaunchQuantizeTile<float, F, M, Compute>
+                   : x.dtype == DType::kBFloat16 ? LaunchQuantizeTile<__nv_bfloat16, F, M, Compute>
+                                                 : LaunchQuantizeTile<__half, F, M, Compute>;
+    return launch(stream, arguments, compute);
+  };
+  return format == Fp8::kE4M3 ? with.template operator()<E4M3>() : with.template operator()<E5M2>();
+}
+
+template <typename Compute>
+Status LaunchQuantizeTensor(cudaStream_t stream, const Matrices& x, const Copies& copies, const TensorScaling& scaling,
+                            const Compute& compute) {
+  if (Status s = CheckSize(x); !s.ok()) return s;
+  Arguments arguments = ArgumentsOf(x, copies);
+  if (scaling.own_amax != nullptr) {
+    if (Status s = Clear(stream, {scaling.own_amax, x.count}); !s.ok()) return s;
+  }
+  arguments.tensor = scaling;
+  return LaunchQuantize<Mode<Scales::kTensor>>(stream, x, copies.format, arguments, compute);
+}
+
+template <typename Compute>
+Status LaunchQuantizeBlocks(cudaStream_t stream, const Matrices& x, const Copies& copies, const BlockScaling& scaling,
+                            const Compute& compute) {
+  if (Status s = CheckSize(x); !s.ok()) return s;
+  Arguments arguments = ArgumentsOf(x, copies);
+  arguments.blocks = scaling;
+  auto with = [&]<bool kData128x128, bool kTransposed128x128>() {
+    using M = Mode<Scales::kBlocks, kData128x128, kTransposed128x128>;
+    return LaunchQuantize<M>(stream, x, copies.format, arguments, compute);
+  };
+  // An absent copy counts as one with scales of 128×128, which cost least.
+  const bool transposed_128x128 = !copies.transposed || scaling.transposed_128x128;
+  if (!copies.data || scaling.data_128x128) {
+    return transposed_128x128 ? with.template operator()<true, true>() : with.template operator()<true, false>();
+  }
+  return transposed_128x128 ? with.template operator()<false, true>() : with.template operator()<false, false>();
 }
 
 }  // namespace te::quantize

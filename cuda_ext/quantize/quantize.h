@@ -62,6 +62,17 @@ struct BlockScaling {
   float* transposed_scale_inv;  // 128×128: [cols / 128, rows / 128], 1×128: [rows / 128, cols]; rounded up
 };
 
+// What kernels that compute y row by row write of it, as it is, in FP8. With tensor scaling `reference_amax` says from
+// which amax the scale follows; otherwise it is null and every 1×128 values of a row share a scale.
+struct RowOutputs {
+  Fp8 format;
+  bool power_of_two_scales;
+  uint8_t* data;                // [count, rows, cols], or null: no more than `amax`
+  const float* reference_amax;  // [count]
+  float* scale_inv;             // tensor: [count]; blocks: [count, cols / 128 rounded up, rows]
+  float* amax;                  // of y, raised from what it is: [count], or null
+};
+
 Status QuantizeTensor(const Executor& executor, const Matrices& x, const Copies& copies, const TensorScaling& scaling);
 Status QuantizeRows(const Executor& executor, const Matrices& x, const Copies& copies, const RowScaling& scaling);
 Status QuantizeBlocks(const Executor& executor, const Matrices& x, const Copies& copies, const BlockScaling& scaling);

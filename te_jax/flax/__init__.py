@@ -9,11 +9,13 @@ except ModuleNotFoundError as error:
         'te_jax.flax needs Flax, which is not installed: pip install ".[flax]" in the checkout'
     ) from error
 
+from te_jax.flax.attention import Attention
 from te_jax.flax.convert import convert, report
 from te_jax.flax.linear import Dense, DenseGeneral, DotGeneral, Einsum, make_dot_general_cls
 from te_jax.flax.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
 
 __all__ = [
+    "Attention",
     "Dense",
     "DenseGeneral",
     "DotGeneral",

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.linen import dtypes
 from flax.linen.module import InterceptorContext
 from jax import Array
@@ -108,14 +109,19 @@ def report(module: nn.Module) -> conversion.Report:
     return conversion.report(made.log.layers.values(), made.rules)
 
 
-def options_in_call(module: nn.Module, args: Any, kwargs: Any) -> linear.Options | None:
-    """How a layer multiplies in this call, by the conversion that runs or by itself; None if it is no layer in FP8."""
-    if not isinstance(module, (*_FLAX, *_OURS)):
+def options_in_call(context: InterceptorContext, args: Any, kwargs: Any) -> linear.Options | None:
+    """How a layer multiplies in a call that ended, by itself or as converted; None if it is no layer in FP8.
+
+    Args:
+      context, args, kwargs: of the call, as an interceptor of Flax gets them.
+    """
+    module: Any = context.module
+    if not _has_kernel(context):
         return None
-    if _running.conversion is not None:
-        options = _running.conversion.options(module, args, kwargs)[0]
+    if isinstance(module, _OURS):
+        options = layers.layer_options(module)
     else:
-        options = layers.layer_options(module) if isinstance(module, _OURS) else None
+        options = None if _running.conversion is None else _running.conversion.options(module, args, kwargs)[0]
     return None if options is None or options.recipe is None else options
 
 
@@ -135,31 +141,36 @@ class _Conversion:
     log: _Log = dataclasses.field(default_factory=_Log, compare=False, repr=False)
 
     def options(self, module: Any, args: Any, kwargs: Any) -> tuple[linear.Options | None, str]:
-        """How a linear layer multiplies in a call with these arguments; None if as Flax does, and why."""
-        obstacle = _obstacle(module, args, kwargs)
+        """How a layer of Flax multiplies in a call with these arguments; None if as Flax does, and why."""
+        obstacle = _own_behaviour(module) or _obstacle(module, *args, **kwargs)
         recipe, reason = conversion.decide((_path(module),), self.recipe, self.rules, obstacle)
-        if isinstance(module, _OURS):
-            if recipe is None and not reason.startswith("rule "):
-                recipe = module.recipe  # one that someone gave to this very layer
-            return dataclasses.replace(layers.layer_options(module), recipe=recipe), reason
-        if recipe is None:
-            return None, reason
-        return linear.Options(recipe, self.axis_name, self.implementation), reason
+        return None if recipe is None else linear.Options(recipe, self.axis_name, self.implementation), reason
 
     def intercept(self, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext) -> Any:
         """Runs a method: that of a linear layer on te_jax's products."""
-        module = context.module
-        if context.method_name != "__call__":
-            return call(*args, **kwargs)
-        if not isinstance(module, (*_FLAX, *_OURS)):
+        module: Any = context.module
+        if not _has_kernel(context):
             y = call(*args, **kwargs)
-            self._note_other(module)
+            if context.method_name == "__call__" and not isinstance(module, _OURS):
+                self._note_other(module)
             return y
-        options, reason = self.options(module, args, kwargs)
-        y = call(*args, **kwargs) if options is None else _compute(module, options, *args, **kwargs)
-        kernel = module.get_variable("params", "kernel")
-        self._note(module, kernel, None if options is None else options.recipe, reason)
+        if isinstance(module, _OURS):
+            recipe, reason = self._recipe_of_ours(module, args, kwargs)
+            object.__setattr__(module, "recipe", recipe)  # modules are made anew for each init and apply
+            y = call(*args, **kwargs)
+        else:
+            options, reason = self.options(module, args, kwargs)
+            recipe = None if options is None else options.recipe
+            y = call(*args, **kwargs) if options is None else _compute(module, options, *args, **kwargs)
+        self._note(module, module.get_variable("params", "kernel"), recipe, reason)
         return y
+
+    def _recipe_of_ours(self, module: Any, args: Any, kwargs: Any) -> tuple[Recipe | None, str]:
+        obstacle = _obstacle(module, *args, **kwargs)
+        recipe, reason = conversion.decide((_path(module),), self.recipe, self.rules, obstacle)
+        if recipe is None and not reason.startswith("rule "):
+            recipe = module.recipe  # one that someone gave to this very layer
+        return recipe, reason
 
     def _note_other(self, module: nn.Module) -> None:
         for name, value in module.variables.get("params", {}).items():
@@ -238,37 +249,54 @@ def _path(module: nn.Module) -> str:
     return "/".join(module.path[len(_running.root) :])
 
 
-def _inputs(inputs: jax.typing.ArrayLike, einsum_str: str | None = None) -> tuple[Any, str | None]:
-    """The arguments of a layer's `__call__`."""
-    return inputs, einsum_str
+def _has_kernel(context: InterceptorContext) -> bool:
+    """Whether a call is that of a linear layer in which it has its kernel."""
+    method = "held" if isinstance(context.module, layers.DenseGeneral) else "__call__"
+    return isinstance(context.module, (*_FLAX, *_OURS)) and context.method_name == method
 
 
-def _compute(module: Any, options: linear.Options, *args: Any, **kwargs: Any) -> Array:
-    inputs, einsum_str = _inputs(*args, **kwargs)
-    axes = getattr(module, "kernel_axes", None), getattr(module, "bias_axes", None)
-    if isinstance(module, nn.Einsum | layers.Einsum):
-        return layers.einsum(module, inputs, einsum_str, axes=axes, options=options)
-    axis, activation = getattr(module, "axis", -1), getattr(module, "activation", None)
-    return layers.dense_general(module, inputs, axis=axis, activation=activation, axes=axes, options=options)
+def _compute(
+    module: Any, options: linear.Options, inputs: jax.typing.ArrayLike, einsum_str: str | None = None
+) -> Array:
+    """What a layer of Flax returns, on te_jax's products."""
+    if isinstance(module, nn.Einsum):
+        return layers.einsum(module, inputs, einsum_str, options)
+    inputs = jnp.asarray(inputs)
+    axis = _axis(module, inputs)
+    return linear.linear(
+        inputs,
+        *layers.held(module, tuple(inputs.shape[i] for i in axis), options.recipe),
+        axis=axis,
+        features=linear.as_tuple(module.features),
+        dtype=module.dtype,
+        activation=None,
+        options=options,
+    )
 
 
-def _obstacle(module: Any, args: Any, kwargs: Any) -> str | None:
-    """Why a linear layer cannot compute as one of te_jax, if so."""
-    if isinstance(module, _FLAX):
-        flax = next(layer for layer in _FLAX if isinstance(module, layer))
-        if type(module).__call__ is not flax.__call__:
-            return f"{type(module).__name__} has a __call__ of its own"
-        usual = {"promote_dtype": dtypes.promote_dtype}
-        for name in ("dot_general", "dot_general_cls", "promote_dtype", "preferred_element_type"):
-            if getattr(module, name, usual.get(name)) is not usual.get(name):
-                return f"it has a {name} of its own"
-        if getattr(module, "batch_dims", None):
-            return "it has batch_dims"
+def _own_behaviour(module: Any) -> str | None:
+    """What a layer of Flax does otherwise than te_jax's, if so."""
+    flax = next(layer for layer in _FLAX if isinstance(module, layer))
+    if type(module).__call__ is not flax.__call__:
+        return f"{type(module).__name__} has a __call__ of its own"
+    usual = {"promote_dtype": dtypes.promote_dtype}
+    for name in ("dot_general", "dot_general_cls", "promote_dtype", "preferred_element_type"):
+        if getattr(module, name, usual.get(name)) is not usual.get(name):
+            return f"it has a {name} of its own"
+    return "it has batch_dims" if getattr(module, "batch_dims", None) else None
+
+
+def _obstacle(module: Any, inputs: Any, einsum_str: str | None = None) -> str | None:
+    """Why FP8 cannot take a layer for these inputs, if so. For `DenseGeneral.held` these are the contracted sizes."""
     if obstacle := conversion.obstacle_in_dtype(module.dtype, module.param_dtype):
         return obstacle
-    inputs, einsum_str = _inputs(*args, **kwargs)
     if isinstance(module, nn.Einsum | layers.Einsum):
         return conversion.obstacle_in_einsum(einsum_str or module.einsum_str, linear.as_tuple(module.shape))
-    shape = jax.numpy.shape(inputs)
-    axis = linear.normalize_axes("axis", linear.as_tuple(getattr(module, "axis", -1)), len(shape))
-    return conversion.obstacle_in_sizes([shape[i] for i in axis], linear.as_tuple(module.features))
+    if not isinstance(module, layers.DenseGeneral):
+        inputs = tuple(jnp.shape(inputs)[i] for i in _axis(module, inputs))
+    return conversion.obstacle_in_sizes(inputs, linear.as_tuple(module.features))
+
+
+def _axis(module: Any, inputs: Any) -> tuple[int, ...]:
+    axis = linear.as_tuple(getattr(module, "axis", -1))
+    return tuple(sorted(linear.normalize_axes("axis", axis, jnp.ndim(inputs))))

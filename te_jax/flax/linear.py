@@ -22,9 +22,6 @@ from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
 
 Initializer = Callable[..., Any]
 
-Axes = tuple[Sequence[str | None] | None, Sequence[str | None] | None]
-"""Logical names of the dimensions of kernel and bias."""
-
 
 class DenseGeneral(nn.Module):
     """A linear layer over any dimensions, in FP8 with a recipe: y = activation(x · kernel + bias).
@@ -65,7 +62,6 @@ class DenseGeneral(nn.Module):
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
-    @nn.compact
     def __call__(self, inputs: jax.typing.ArrayLike) -> Array:
         """Applies the layer.
 
@@ -78,14 +74,27 @@ class DenseGeneral(nn.Module):
         Raises:
           ValueError: for axes, names, shapes or dtypes that do not fit, naming the argument.
         """
-        return dense_general(
-            self,
+        inputs = jnp.asarray(inputs)
+        features = linear.sizes("features", self.features)
+        axis = tuple(sorted(linear.normalize_axes("axis", linear.as_tuple(self.axis), inputs.ndim)))
+        return linear.linear(
             inputs,
-            axis=self.axis,
+            *self.held(tuple(inputs.shape[i] for i in axis)),
+            axis=axis,
+            features=features,
+            dtype=self.dtype,
             activation=self.activation,
-            axes=(self.kernel_axes, self.bias_axes),
             options=layer_options(self),
         )
+
+    @nn.compact
+    def held(self, contracted: tuple[int, ...]) -> linear.Layer:
+        """The values of its variables, for modules that run several layers as one operation; `init` creates them.
+
+        Args:
+          contracted: the sizes of the dimensions that it contracts.
+        """
+        return held(self, contracted, self.recipe)
 
 
 class Dense(DenseGeneral):
@@ -138,8 +147,7 @@ class Einsum(nn.Module):
         Raises:
           ValueError: for strings, shapes or dtypes that do not fit, naming the argument.
         """
-        axes = self.kernel_axes, self.bias_axes
-        return einsum(self, inputs, einsum_str, axes=axes, options=layer_options(self))
+        return einsum(self, inputs, einsum_str, layer_options(self))
 
 
 class DotGeneral(nn.Module):
@@ -225,77 +233,48 @@ def layer_options(module: DenseGeneral | Einsum | DotGeneral) -> linear.Options:
     return linear.Options(module.recipe, module.axis_name, module.implementation)
 
 
-def dense_general(
-    module: DenseGeneral | nn.DenseGeneral | nn.Dense,
-    inputs: jax.typing.ArrayLike,
-    *,
-    axis: int | Sequence[int],
-    activation: linear.Activation | None = None,
-    axes: Axes = (None, None),
-    options: linear.Options,
-) -> Array:
-    """The result of a module of te_jax or of Flax, inside its `__call__`, with its own parameters."""
-    inputs = jnp.asarray(inputs)
+def held(module: Any, contracted: tuple[int, ...], recipe: Recipe | None) -> linear.Layer:
+    """`DenseGeneral.held`, also of a layer of Flax, inside of its compact method."""
     features = linear.sizes("features", module.features)
-    axis = tuple(sorted(linear.normalize_axes("axis", linear.as_tuple(axis), inputs.ndim)))
-    contracted = tuple(inputs.shape[i] for i in axis)
-    matrix = (math.prod(contracted), math.prod(features))
-    kernel = _kernel(module, matrix, (*contracted, *features), axes[0])
-    return linear.linear(
-        inputs,
-        kernel,
-        _bias(module, (math.prod(features),), features, axes[1]),
-        _scaling_state(module, options.recipe),
-        axis=axis,
-        features=features,
-        dtype=module.dtype,
-        activation=activation,
-        options=options,
-    )
+    kernel = _kernel(module, (math.prod(contracted), math.prod(features)), (*contracted, *features))
+    bias = _bias(module, (math.prod(features),), features)
+    return linear.Layer(kernel, bias, _scaling_state(module, recipe))
 
 
-def einsum(
-    module: Einsum | nn.Einsum,
-    inputs: jax.typing.ArrayLike,
-    einsum_str: str | None,
-    *,
-    axes: Axes = (None, None),
-    options: linear.Options,
-) -> Array:
-    """As `dense_general`."""
+def einsum(module: Any, inputs: jax.typing.ArrayLike, einsum_str: str | None, options: linear.Options) -> Array:
+    """`Einsum.__call__`, also of a layer of Flax, inside of its compact method."""
     shape = linear.sizes("shape", module.shape)
     names = linear.Einsum.parse(nn.merge_param("einsum_str", module.einsum_str, einsum_str), shape)
-    kernel = _kernel(module, shape, shape, axes[0])
     return linear.einsum(
         names,
         jnp.asarray(inputs),
-        kernel,
-        _bias(module, names.bias_shape, names.bias_shape, axes[1]),
+        _kernel(module, shape, shape),
+        _bias(module, names.bias_shape, names.bias_shape),
         _scaling_state(module, options.recipe),
         dtype=module.dtype,
         options=options,
     )
 
 
-def _kernel(
-    module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...], axes: Sequence[str | None] | None
-) -> Any:
+def _kernel(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     """The kernel: quantized, or a parameter whose initializer draws `drawn_shape`."""
     if module.has_variable("params", "kernel"):
         kernel = module.get_variable("params", "kernel")
         if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
             return kernel
-    init = _initializer("kernel_axes", module.kernel_init, drawn_shape, shape, axes)
-    return module.param("kernel", init, shape, module.param_dtype)
+    axes = getattr(module, "kernel_axes", None)
+    return module.param(
+        "kernel", _initializer("kernel_axes", module.kernel_init, drawn_shape, shape, axes), shape, module.param_dtype
+    )
 
 
-def _bias(
-    module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...], axes: Sequence[str | None] | None
-) -> Array | None:
+def _bias(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Array | None:
     if not module.use_bias:
         return None
-    init = _initializer("bias_axes", module.bias_init, drawn_shape, shape, axes)
-    return module.param("bias", init, shape, module.param_dtype)
+    axes = getattr(module, "bias_axes", None)
+    return module.param(
+        "bias", _initializer("bias_axes", module.bias_init, drawn_shape, shape, axes), shape, module.param_dtype
+    )
 
 
 def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingState | None:

@@ -1,7 +1,8 @@
 """A decoder-only transformer of the Llama family as pure functions: `init`, `apply` and `loss`.
 
 RMSNorm before each block, rotary positions, grouped-query attention, a SiLU-gated MLP, no biases. The parameters of all
-layers are stacked on a leading axis and run by one `lax.scan`, so a deeper model does not compile for longer.
+layers are stacked on a leading axis and run by one `lax.scan`, so a deeper model does not compile for longer. Norms,
+attention and MLP are `te_jax.ops.rms_norm`, `attention` and `gated_mlp`.
 
 With a recipe, the projections of attention and MLP run in FP8. The embedding and the output head stay in `dtype`: there
 the rounding of FP8 would reach every logit directly, and of a deep model's products the head is a small part.
@@ -24,6 +25,8 @@ from te_jax import ops, sharding
 from te_jax.models import tensor_parallel
 from te_jax.models.config import DecoderConfig
 from te_jax.models.tensor_parallel import TensorParallel
+from te_jax.nn.attention import rotary_tables, rotate
+from te_jax.nn.norm import handover
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
 __all__ = ["apply", "init", "init_scaling_state", "loss"]
@@ -34,17 +37,25 @@ Implementation = Literal["native", "reference"]
 
 
 class Projections(Protocol):
-    """The products of a block with its kernels, which are called by their names in `init`.
+    """What a block does with its parameters, which are called by their names in `init`.
 
     Split over devices, the residual stream is this device's part of the time, and all else its heads and MLP columns.
     """
 
-    def from_stream(self, x: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, ...]:
-        """The residual stream [batch, time, D] times kernels [D, N]: [batch, time, N] for each."""
+    def norm(self, x: jax.Array, name: str, residual: jax.Array | None = None) -> tuple[Any, jax.Array]:
+        """The RMS norm of the residual stream x, or of x + residual, for what follows; and the stream itself."""
+        ...
+
+    def from_stream(self, x: Any, names: tuple[str, ...]) -> tuple[jax.Array, ...]:
+        """A norm's result [batch, time, D] times kernels [D, N]: [batch, time, N] for each."""
         ...
 
     def to_stream(self, x: jax.Array, name: str) -> jax.Array:
         """[batch, time, N] times a kernel [N, D]: what is added to the residual stream."""
+        ...
+
+    def mlp(self, x: Any) -> jax.Array:
+        """The gated MLP of a norm's result: what is added to the residual stream."""
         ...
 
 
@@ -148,7 +159,7 @@ def apply(
         )
     if parallel is not None:
         params = tensor_parallel.enter(params, tokens, config, parallel)
-    cos, sin = _rotary_tables(tokens.shape[1], config)
+    cos, sin = rotary_tables(jnp.arange(tokens.shape[1]), config.head_dim, config.rope_theta)
 
     def block(x, layer_and_state):
         layer, state = layer_and_state
@@ -156,9 +167,10 @@ def apply(
             projections = _WholeProjections(layer, state, config, implementation)
         else:
             projections = tensor_parallel.SplitProjections(layer, state, config, parallel, implementation)
-        x = x + _attention(_rms_norm(x, layer["attention_norm"], config), projections, cos, sin, config)
-        x = x + _mlp(_rms_norm(x, layer["mlp_norm"], config), projections)
-        return x, None
+        normed, x = projections.norm(x, "attention_norm")
+        mixed = _attention(normed, projections, cos, sin, config)
+        normed, x = projections.norm(mixed, "mlp_norm", residual=x)
+        return x + projections.mlp(normed), None
 
     # Inside scan the loop itself keeps XLA from merging the recomputation with the forward pass, so the barriers that
     # prevent_cse adds would only cost time.
@@ -167,7 +179,7 @@ def apply(
     if parallel is not None:
         x = tensor_parallel.features_to_time(x, parallel)
     x, _ = lax.scan(body, x, (params["layers"], scaling_state))
-    x = _rms_norm(x, params["final_norm"], config)
+    x = ops.rms_norm(x, params["final_norm"], epsilon=config.norm_eps, implementation=implementation)
     if parallel is not None:
         return tensor_parallel.logits(x, params["head"], parallel, implementation)
     return ops.dense(x, params["head"], implementation=implementation)
@@ -236,51 +248,41 @@ class _WholeProjections:
     config: DecoderConfig
     implementation: Implementation | None
 
-    def from_stream(self, x: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, ...]:
-        state = self.scaling_state
-        return ops.dense(
+    def norm(self, x: jax.Array, name: str, residual: jax.Array | None = None) -> tuple[Any, jax.Array]:
+        found = ops.rms_norm(
             x,
-            tuple(self.layer[name] for name in names),
-            recipe=self.config.recipe,
-            scaling_state=None if state is None else tuple(state[name] for name in names),
+            self.layer[name],
+            epsilon=self.config.norm_eps,
+            residual=residual,
+            quantization=handover(self.config.recipe, x),
             implementation=self.implementation,
         )
+        return (found, x) if residual is None else found
+
+    def from_stream(self, x: Any, names: tuple[str, ...]) -> tuple[jax.Array, ...]:
+        return ops.dense(x, **self._of(names))
 
     def to_stream(self, x: jax.Array, name: str) -> jax.Array:
         return self.from_stream(x, (name,))[0]
 
+    def mlp(self, x: Any) -> jax.Array:
+        return ops.gated_mlp(x, **self._of(("gate", "up", "down")))
 
-def _rms_norm(x: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array:
-    x32 = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    return (x32 * lax.rsqrt(mean_square + config.norm_eps) * lax.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
-
-
-def _rotary_tables(length: int, config: DecoderConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of the position angles, float32 [1, time, 1, head_dim / 2]."""
-    frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
-    angles = jnp.outer(jnp.arange(length, dtype=jnp.float32), frequencies)[None, :, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (i, i + head_dim / 2) of x [batch, time, heads, head_dim] by their position's angle."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    def _of(self, names: tuple[str, ...]) -> dict[str, Any]:
+        state = self.scaling_state
+        return {
+            "kernel": tuple(self.layer[name] for name in names),
+            "recipe": self.config.recipe,
+            "scaling_state": None if state is None else tuple(state[name] for name in names),
+            "implementation": self.implementation,
+        }
 
 
-def _attention(
-    x: jax.Array, projections: Projections, cos: jax.Array, sin: jax.Array, config: DecoderConfig
-) -> jax.Array:
+def _attention(x: Any, projections: Projections, cos: jax.Array, sin: jax.Array, config: DecoderConfig) -> jax.Array:
     query, key, value = (
         projected.reshape(*projected.shape[:2], -1, config.head_dim)
         for projected in projections.from_stream(x, ("query", "key", "value"))
     )
-    query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+    query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     mixed = ops.attention(query, key, value, causal=True)
     return projections.to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")
-
-
-def _mlp(x: jax.Array, projections: Projections) -> jax.Array:
-    gate, up = projections.from_stream(x, ("gate", "up"))
-    return projections.to_stream(jax.nn.silu(gate) * up, "down")

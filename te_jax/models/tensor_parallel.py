@@ -225,6 +225,16 @@ class SplitProjections:
     parallel: TensorParallel
     implementation: native.Implementation | None
 
+    def norm(self, x: Array, name: str, residual: Array | None = None) -> tuple[Array, Array]:
+        found = ops.rms_norm(
+            x,
+            self.layer[name],
+            epsilon=self.config.norm_eps,
+            residual=residual,
+            implementation=self.implementation,
+        )
+        return (found, x) if residual is None else found
+
     def from_stream(self, x: Array, names: tuple[str, ...]) -> tuple[Array, ...]:
         return all_gather_matmul(
             x,
@@ -247,6 +257,10 @@ class SplitProjections:
             implementation=self.implementation,
             **_exchange(self.parallel),
         )
+
+    def mlp(self, x: Array) -> Array:
+        gate, up = self.from_stream(x, ("gate", "up"))
+        return self.to_stream(ops.gated_activation(gate, up), "down")
 
     def _kernel(self, name: str) -> Array:
         kernel, heads = self.layer[name], _kv_heads(self.config, self.parallel.size)

@@ -8,7 +8,7 @@ import math
 import re
 import string
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,14 @@ class Options:
     recipe: Recipe | None
     axis_name: str | tuple[str, ...] | None
     implementation: native.Implementation | None
+
+
+class Layer(NamedTuple):
+    """What a linear layer holds."""
+
+    kernel: Array | QuantizedArray | AccumulatedKernel
+    bias: Array | None
+    scaling_state: DelayedScalingState | None
 
 
 def linear(
@@ -63,6 +71,40 @@ def linear(
         features=features,
         activation=activation,
         options=options,
+    )
+
+
+def linears(
+    x: Array | QuantizedArray,
+    layers: Sequence[Layer],
+    *,
+    features: Sequence[tuple[int, ...]],
+    dtype: jax.typing.DTypeLike | None,
+    options: Options,
+) -> tuple[Array, ...]:
+    """x · kernel + bias of several layers that share one quantized x, contracting its last dimension.
+
+    Each result [*other dimensions of x, *features] has the given dtype, or what x, kernels and biases promote to. x may
+    come in FP8.
+    """
+    dtype = _result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
+    if not isinstance(x, QuantizedArray):
+        x = x.astype(dtype)
+    kernels, accumulators = zip(*(kernel_and_accumulator(layer.kernel) for layer in layers), strict=True)
+    columns = [
+        kernel.shape[kernel.row_ndim :] if isinstance(kernel, QuantizedArray) else sizes
+        for kernel, sizes in zip(kernels, features, strict=True)
+    ]
+    biases = tuple(
+        None if layer.bias is None else regrouped(layer.bias, (sizes,), (cols,))
+        for layer, sizes, cols in zip(layers, features, columns, strict=True)
+    )
+    states = tuple(layer.scaling_state for layer in layers if layer.scaling_state is not None)
+    ys = ops.dense(x, kernels, biases, wgrad_accumulator=accumulators, scaling_state=states or None, **vars(options))
+    batch = x.shape[:-1]
+    return tuple(
+        regrouped(y, (batch, cols), (batch, sizes)).astype(dtype)
+        for y, cols, sizes in zip(ys, columns, features, strict=True)
     )
 
 

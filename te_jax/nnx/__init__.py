@@ -7,12 +7,14 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('te_jax.nnx needs Flax, which is not installed: pip install ".[flax]" in the checkout') from error
 
+from te_jax.nnx.attention import Attention
 from te_jax.nnx.convert import convert, revert
 from te_jax.nnx.linear import DotGeneral, Einsum, Linear, LinearGeneral
 from te_jax.nnx.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
 from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel, overwrite_with_gradient
 
 __all__ = [
+    "Attention",
     "DotGeneral",
     "Einsum",
     "Linear",

@@ -107,9 +107,7 @@ class LinearGeneral(nnx.Module):
         inputs = jnp.asarray(inputs)
         y = linear.linear(
             inputs,
-            self.kernel.get_value(),
-            None if self.bias is None else self.bias.get_value(),
-            _scaling_state(self, self.options.recipe),
+            *self.held(),
             axis=tuple(sorted(linear.normalize_axes("axis", self.axis, inputs.ndim))),
             features=linear.as_tuple(self.out_features),
             dtype=self.dtype,
@@ -117,6 +115,11 @@ class LinearGeneral(nnx.Module):
             options=self.options,
         )
         return y if out_sharding is None else jax.reshard(y, out_sharding)
+
+    def held(self) -> linear.Layer:
+        """The values of its variables, for modules that run several layers as one operation."""
+        bias = None if self.bias is None else self.bias.get_value()
+        return linear.Layer(self.kernel.get_value(), bias, _scaling_state(self, self.options.recipe))
 
 
 class Linear(LinearGeneral):

@@ -2,7 +2,7 @@
 
 Features are whole on every device; rows may be split in any way. With H hidden features of 2 bytes, a value costs
 
-    block scaling    read x, write y as it is: 3 bytes; read x, write y transposed: 3 bytes
+    block scaling    read x, write y as it is: 3 bytes; for both copies, read x: 2 bytes; read x, write them: 4 bytes
     tensor scaling   read x for the amax: 2 bytes; read x, write both copies: 4 bytes
     with a residual  4 bytes more in the first pass, which reads it and writes the sum
     gradient         read x and dy, write dx: 6 bytes; 8 with the gradient of the sum
@@ -98,13 +98,11 @@ def _in_blocks(
 ) -> Normalized:
     quantization = request.quantization
     # The first pass can write scales of 1×128 values of a row, which the features of no other row decide.
-    at_once = request.copies != "transposed" and quantization.scaling == "block_1x128"
-    first = dataclasses.replace(request, copies="data")
-    x, mean, rstd, _, *arrays = _first_pass(norm, x, residual, gamma, beta, first, in_blocks=at_once)
-    rest = dataclasses.replace(request, copies="transposed") if at_once else request
-    if request.copies == "data" and at_once:
+    at_once = request.copies == "data" and quantization.scaling == "block_1x128"
+    x, mean, rstd, _, *arrays = _first_pass(norm, x, residual, gamma, beta, request, in_blocks=at_once)
+    if at_once:
         return Normalized(quantized_array(x, (*arrays, None, None), request), x, mean, rstd)
-    kernels = Kernels(rest, x.ndim, blocked_groups(quantization, rest.copies), _WHOLE)
+    kernels = Kernels(request, x.ndim, blocked_groups(quantization, request.copies), _WHOLE)
     scales = kernels.block_scales()
     found = kernels.run(
         "te_norm_blocks",
@@ -113,9 +111,7 @@ def _in_blocks(
         **dataclasses.asdict(norm),
         **block_attributes(quantization),
     )
-    if not at_once:
-        arrays = found[:2]
-    return Normalized(quantized_array(x, (*arrays, *found[2:]), request), x, mean, rstd)
+    return Normalized(quantized_array(x, tuple(found), request), x, mean, rstd)
 
 
 def _in_tensor(

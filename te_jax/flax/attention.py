@@ -1,0 +1,168 @@
+"""Grouped-query attention for Linen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from te_jax import native
+from te_jax.flax.linear import DenseGeneral, Initializer, layer_options
+from te_jax.nn import attention
+from te_jax.ops.attention import Implementation
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import Recipe
+
+
+class Attention(nn.Module):
+    """Self-attention with grouped queries and rotary positions, whose linear layers run in FP8 with a recipe.
+
+    The layers "query", "key", "value" and "out" have the names and shapes of `flax.linen.MultiHeadDotProductAttention`,
+    so that its checkpoints load. The first three share one quantized x. Attention itself is `te_jax.ops.attention`, in
+    `dtype`.
+
+    Attributes:
+      num_heads: of query.
+      num_kv_heads: heads of key and value, which must divide num_heads; None for as many.
+      head_dim: features of a head; None is the number of input features / num_heads.
+      out_features: None is the number of input features.
+      use_bias: whether the four layers have biases.
+      causal: a token sees itself and those before it.
+      window: of these the last `window` ones; None for all.
+      rope_theta: base of rotary positions, which turn the pairs (i, i + head_dim / 2); None for no positions.
+      dtype, param_dtype, recipe, axis_name, implementation: as in `DenseGeneral`, for all four layers.
+      kernel_init, bias_init, kernel_axes, bias_axes: of "query", "key" and "value".
+      out_kernel_init, out_bias_init: of "out"; None for the same.
+      out_kernel_axes, out_bias_axes: of "out".
+      dropout_rate: of the result. Attention weights have no dropout.
+      deterministic: as in `flax.linen.Dropout`; may be given to the call.
+      decode: whether calls go on with the tokens in the collection "cache", which must be mutable. `init` makes it, for
+        inputs of as many sequences and tokens as it shall hold.
+      attention_implementation, max_score_bytes: `implementation` and `max_score_bytes` of `te_jax.ops.attention`.
+    """
+
+    num_heads: int
+    _: dataclasses.KW_ONLY
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    out_features: int | None = None
+    use_bias: bool = False
+    causal: bool = True
+    window: int | None = None
+    rope_theta: float | None = 10_000.0
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    out_kernel_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros_init()
+    out_bias_init: Initializer | None = None
+    kernel_axes: Sequence[str | None] | None = None
+    out_kernel_axes: Sequence[str | None] | None = None
+    bias_axes: Sequence[str | None] | None = None
+    out_bias_axes: Sequence[str | None] | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    decode: bool = False
+    recipe: Recipe | None = None
+    axis_name: str | tuple[str, ...] | None = None
+    implementation: native.Implementation | None = None
+    attention_implementation: Implementation | None = None
+    max_score_bytes: int = 2**30
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.typing.ArrayLike | QuantizedArray,
+        *,
+        segment_ids: Array | None = None,
+        key_lengths: Array | None = None,
+        positions: Array | None = None,
+        deterministic: bool | None = None,
+    ) -> Array:
+        """Applies the layer.
+
+        Args:
+          x: [batch, time, in_features], or a QuantizedArray of it from a norm that writes FP8. With decode=True these
+            are the next tokens of each sequence, one or more.
+          segment_ids: integers [batch, time]: tokens see those with their own number, as packed sequences need it.
+          key_lengths: integers [batch]: tokens from there on are padding, which is not seen.
+          positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache. Rotary
+            attention depends on differences alone: packed sequences need none of their own.
+          deterministic: see the attribute.
+
+        Returns:
+          [batch, time, out_features]; NaN where the cache is too short for the tokens.
+
+        Raises:
+          ValueError: for shapes or dtypes that do not fit, naming the argument.
+        """
+        x = attention.as_input(x)
+        in_features = x.shape[-1]
+        heads = attention.Heads.of(in_features, self.num_heads, self.num_kv_heads, self.head_dim)
+        settings = attention.Settings(
+            self.causal, self.window, self.rope_theta, self.attention_implementation, self.max_score_bytes
+        )
+        shared: Any = {
+            "use_bias": self.use_bias,
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "recipe": self.recipe,
+            "axis_name": self.axis_name,
+            "implementation": self.implementation,
+        }
+        projections = [
+            DenseGeneral(
+                features,
+                kernel_init=self.kernel_init,
+                bias_init=self.bias_init,
+                kernel_axes=self.kernel_axes,
+                bias_axes=self.bias_axes,
+                name=name,
+                **shared,
+            )
+            for name, features in zip(("query", "key", "value"), heads.features, strict=True)
+        ]
+        of_query, of_key, of_value = (layer.held((in_features,)) for layer in projections)
+        query, key, value = attention.project(
+            x, (of_query, of_key, of_value), heads, dtype=self.dtype, options=layer_options(projections[0])
+        )
+        mixed = self._attend(
+            query, key, value, settings, segment_ids=segment_ids, key_lengths=key_lengths, positions=positions
+        )
+        y = DenseGeneral(
+            in_features if self.out_features is None else self.out_features,
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            kernel_axes=self.out_kernel_axes,
+            bias_axes=self.out_bias_axes,
+            name="out",
+            **shared,
+        )(mixed)
+        if not self.dropout_rate:
+            return y
+        deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
+        return nn.Dropout(self.dropout_rate, name="dropout")(y, deterministic=deterministic)
+
+    def _attend(self, query: Array, key: Array, value: Array, settings: attention.Settings, **arguments: Any) -> Array:
+        """`te_jax.nn.attention.attend`, with the cache as variables; `init` only makes them."""
+        if not self.decode:
+            return attention.attend(query, key, value, settings, **arguments)[0]
+        exists = self.has_variable("cache", "cached_key")
+        variables = (
+            self.variable("cache", "cached_key", jnp.zeros_like, key),
+            self.variable("cache", "cached_value", jnp.zeros_like, value),
+            self.variable("cache", "cache_index", jnp.zeros, (), jnp.int32),
+        )
+        if not exists:
+            return attention.attend(query, key, value, settings, **arguments)[0]
+        cache = attention.Cache(*(variable.value for variable in variables))
+        mixed, cache = attention.attend(query, key, value, settings, **arguments, cache=cache)
+        for variable, new in zip(variables, cache or (), strict=True):
+            variable.value = new
+        return mixed

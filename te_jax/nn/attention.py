@@ -1,0 +1,249 @@
+"""The arithmetic of attention layers of Linen and NNX: rotary positions, attention, and the cache of decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import Tracer
+
+from te_jax import ops, sharding
+from te_jax._core.arguments import is_finite_number, is_whole_number
+from te_jax.nn import linear
+from te_jax.ops.attention import Implementation
+from te_jax.quantized import QuantizedArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The sizes of an attention layer.
+
+    Attributes:
+      query: number of heads of query.
+      key_value: number of heads of key and of value.
+      head_dim: features of a head.
+    """
+
+    query: int
+    key_value: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, in_features: int, num_heads: Any, num_kv_heads: Any, head_dim: Any) -> Heads:
+        """Checks the arguments of a layer, and fills in those that are None."""
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        given = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 1 if head_dim is None else head_dim}
+        for name, value in given.items():
+            if not is_whole_number(value) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads is {num_kv_heads} and num_heads {num_heads}; the first must divide the second: each "
+                "head of key serves as many of query"
+            )
+        if head_dim is None and in_features % num_heads:
+            raise ValueError(
+                f"num_heads is {num_heads}, which does not divide the {in_features} input features: pass head_dim"
+            )
+        return cls(int(num_heads), int(num_kv_heads), int(head_dim or in_features // num_heads))
+
+    @property
+    def features(self) -> tuple[tuple[int, int], ...]:
+        """Of the layers query, key and value."""
+        key_value = (self.key_value, self.head_dim)
+        return (self.query, self.head_dim), key_value, key_value
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What an attention layer says to all calls: see `te_jax.nnx.Attention`."""
+
+    causal: bool
+    window: int | None
+    rope_theta: float | None
+    implementation: Implementation | None
+    max_score_bytes: int
+
+    def __post_init__(self):
+        theta, window = self.rope_theta, self.window
+        if theta is not None and (not is_finite_number(theta) or theta <= 0):
+            raise ValueError(f"rope_theta is {theta!r}; it must be a positive number, or None for no rotary positions")
+        if window is not None and (not is_whole_number(window) or window < 1 or not self.causal):
+            raise ValueError(
+                f"window is {window!r} with causal={self.causal}; it must be an integer of at least 1, with causal=True"
+            )
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens so far.
+
+    Attributes:
+      key, value: [batch, length, kv_heads, head_dim], with rotary positions.
+      filled: int32, the number of tokens that are there.
+    """
+
+    key: Array
+    value: Array
+    filled: Array
+
+    @classmethod
+    def empty(cls, batch: int, length: int, heads: Heads, dtype: jax.typing.DTypeLike) -> Cache:
+        """A cache for as many sequences of at most `length` tokens."""
+        for name, value in (("batch", batch), ("length", length)):
+            if not is_whole_number(value) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+        shape = (batch, length, heads.key_value, heads.head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+
+def as_input(x: Any, in_features: int | None = None) -> Array | QuantizedArray:
+    """The input of an attention layer, [batch, time, in_features].
+
+    Raises:
+      ValueError: it has another shape.
+    """
+    x = x if isinstance(x, QuantizedArray) else jnp.asarray(x)
+    if x.ndim != 3 or in_features not in (None, x.shape[-1]):
+        raise ValueError(
+            f"x has shape {x.shape}; it must be [batch, time, {in_features or 'in_features'}]: add a dimension of 1 "
+            "for what it lacks"
+        )
+    return x
+
+
+def project(
+    x: Array | QuantizedArray,
+    layers: tuple[linear.Layer, linear.Layer, linear.Layer],
+    heads: Heads,
+    *,
+    dtype: jax.typing.DTypeLike | None,
+    options: linear.Options,
+) -> tuple[Array, Array, Array]:
+    """Query [batch, time, heads, head_dim], key and value, from one quantized x."""
+    query, key, value = linear.linears(x, layers, features=heads.features, dtype=dtype, options=options)
+    return query, key, value
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    settings: Settings,
+    *,
+    segment_ids: Array | None = None,
+    key_lengths: Array | None = None,
+    positions: Any = None,
+    cache: Cache | None = None,
+) -> tuple[Array, Cache | None]:
+    """Attention with rotary positions; with a cache, to the tokens that it holds and to these.
+
+    Args:
+      query: [batch, time, heads, head_dim].
+      key, value: [batch, time, kv_heads, head_dim].
+      settings: of the layer.
+      segment_ids, key_lengths: as in `te_jax.ops.attention`; not with a cache.
+      positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache.
+      cache: of decoding.
+
+    Returns:
+      ([batch, time, heads, head_dim], the cache with these tokens). With more tokens than the cache takes: NaN.
+
+    Raises:
+      ValueError: for arguments that do not fit.
+    """
+    time = query.shape[1]
+    if cache is not None:
+        _validate_cached(key, settings, segment_ids, key_lengths, cache)
+    if settings.rope_theta is not None:
+        if positions is None:
+            positions = jnp.arange(time) if cache is None else cache.filled + jnp.arange(time)
+        cos, sin = rotary_tables(_as_positions(positions, query), query.shape[-1], settings.rope_theta)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    elif positions is not None:
+        raise ValueError("positions are given, but rope_theta is None, and nothing else reads them: leave them out")
+    options: Any = {"implementation": settings.implementation, "max_score_bytes": settings.max_score_bytes}
+    if cache is None:
+        masks: Any = {"segment_ids": segment_ids, "key_lengths": key_lengths}
+        masks |= {"causal": settings.causal, "window": settings.window}
+        return ops.attention(query, key, value, **masks, **options), None
+
+    keys, values = (
+        lax.dynamic_update_slice_in_dim(cached, sharding.Layout.of(cached).apply(new), cache.filled, axis=1)
+        for cached, new in ((cache.key, key), (cache.value, value))
+    )
+    # Causal masks of ops.attention count queries from 0, and these come after those of the cache.
+    place = cache.filled + lax.broadcasted_iota(jnp.int32, (time, keys.shape[1]), 0)
+    seen = lax.broadcasted_iota(jnp.int32, place.shape, 1)
+    visible = seen <= place
+    if settings.window is not None:
+        visible &= seen > place - settings.window
+    bias = jnp.where(visible, 0.0, -jnp.inf).astype(query.dtype)
+    mixed = ops.attention(query, keys.astype(query.dtype), values.astype(query.dtype), bias=bias, **options)
+    filled = cache.filled + time
+    return jnp.where(filled <= keys.shape[1], mixed, jnp.nan), Cache(keys, values, filled)
+
+
+def _validate_cached(key: Array, settings: Settings, segment_ids: Any, key_lengths: Any, cache: Cache) -> None:
+    for name, value in (("segment_ids", segment_ids), ("key_lengths", key_lengths)):
+        if value is not None:
+            raise ValueError(
+                f"{name} are given with decode=True, where all sequences have as many tokens: leave it out"
+            )
+    if not settings.causal:
+        raise ValueError("causal is False, and decode=True adds tokens one after the other: use causal=True")
+    batch, length, *others = cache.key.shape
+    if key.shape[0] != batch or key.shape[2:] != tuple(others):
+        raise ValueError(
+            f"x gives keys of shape {key.shape}, and the cache holds {cache.key.shape}: make one for this batch"
+        )
+    taken = 0 if isinstance(cache.filled, Tracer) else int(cache.filled)
+    if taken + key.shape[1] > length:
+        raise ValueError(
+            f"x has {key.shape[1]} tokens, and the cache of length {length} holds {taken} already: make a longer one"
+        )
+
+
+def _as_positions(positions: Any, query: Array) -> Array:
+    positions = jnp.asarray(positions)
+    integers = jnp.issubdtype(positions.dtype, jnp.integer)
+    if not integers or positions.shape not in (query.shape[1:2], query.shape[:2]):
+        raise ValueError(
+            f"positions have shape {positions.shape} and dtype {positions.dtype}; they must be integers, of shape "
+            f"{query.shape[1:2]} or {query.shape[:2]}"
+        )
+    return positions
+
+
+def rotary_tables(positions: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
+    """cos and sin of the angles of rotary positions, float32 [batch or 1, time, 1, head_dim / 2].
+
+    The angle of pair i at position p is p · theta^(-2i / head_dim).
+
+    Args:
+      positions: [time] or [batch, time].
+      head_dim: features of a head.
+      theta: the longest period is about 2π · theta tokens.
+
+    Raises:
+      ValueError: head_dim is odd.
+
+    References:
+      Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864.
+    """
+    if head_dim % 2:
+        raise ValueError(
+            f"head_dim is {head_dim}, and rotary positions turn pairs of features; make it even, or use rope_theta=None"
+        )
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions.astype(jnp.float32)[..., None, None] * lax.expand_dims(frequencies, range(positions.ndim + 1))
+    angles = angles if positions.ndim == 2 else angles[None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Turns the pairs (i, i + head_dim / 2) of x [batch, time, heads, head_dim] by their position's angle."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,192 @@
+"""Grouped-query attention for NNX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from te_jax import native
+from te_jax.nn import attention
+from te_jax.nnx.linear import Initializer, LinearGeneral
+from te_jax.ops.attention import Implementation
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import Recipe
+
+
+class Attention(nnx.Module):
+    """Self-attention with grouped queries and rotary positions, whose linear layers run in FP8 with a recipe.
+
+    The layers `query`, `key`, `value` and `out` have the names and shapes of `flax.nnx.MultiHeadAttention`, so that its
+    checkpoints load. The first three share one quantized x. Attention itself is `te_jax.ops.attention`, in `dtype`.
+
+    Args:
+      in_features: number of input features.
+      num_heads: of query.
+      num_kv_heads: heads of key and value, which must divide num_heads; None for as many.
+      head_dim: features of a head; None is in_features / num_heads.
+      out_features: None is in_features.
+      use_bias: whether the four layers have biases.
+      causal: a token sees itself and those before it.
+      window: of these the last `window` ones; None for all.
+      rope_theta: base of rotary positions, which turn the pairs (i, i + head_dim / 2); None for no positions.
+      dtype, param_dtype, recipe, axis_name, implementation: as in `LinearGeneral`, for all four layers.
+      kernel_init, bias_init, kernel_metadata, bias_metadata: of `query`, `key` and `value`.
+      out_kernel_init, out_bias_init: of `out`; None for the same.
+      out_kernel_metadata, out_bias_metadata: of `out`.
+      dropout_rate: of the result. Attention weights have no dropout.
+      decode: whether calls go on with the tokens in the cache, which `init_cache` makes.
+      attention_implementation, max_score_bytes: `implementation` and `max_score_bytes` of `te_jax.ops.attention`.
+      rngs: `nnx.Rngs`, of which "params" is used, and "dropout" with a dropout_rate.
+
+    Raises:
+      ValueError: for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        out_features: int | None = None,
+        use_bias: bool = False,
+        causal: bool = True,
+        window: int | None = None,
+        rope_theta: float | None = 10_000.0,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = nnx.initializers.zeros_init(),
+        out_bias_init: Initializer | None = None,
+        kernel_metadata: Mapping[str, Any] | None = None,
+        out_kernel_metadata: Mapping[str, Any] | None = None,
+        bias_metadata: Mapping[str, Any] | None = None,
+        out_bias_metadata: Mapping[str, Any] | None = None,
+        dropout_rate: float = 0.0,
+        decode: bool = False,
+        recipe: Recipe | None = None,
+        axis_name: str | tuple[str, ...] | None = None,
+        implementation: native.Implementation | None = None,
+        attention_implementation: Implementation | None = None,
+        max_score_bytes: int = 2**30,
+        rngs: nnx.Rngs,
+    ):
+        self.in_features = in_features
+        self.heads = attention.Heads.of(in_features, num_heads, num_kv_heads, head_dim)
+        self.settings = attention.Settings(causal, window, rope_theta, attention_implementation, max_score_bytes)
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.decode = decode
+        shared: Any = {
+            "use_bias": use_bias,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "recipe": recipe,
+            "axis_name": axis_name,
+            "implementation": implementation,
+            "rngs": rngs,
+        }
+        projection: Any = {
+            "kernel_init": kernel_init,
+            "bias_init": bias_init,
+            "kernel_metadata": kernel_metadata,
+            "bias_metadata": bias_metadata,
+        }
+        of_query, of_key, of_value = self.heads.features
+        self.query = LinearGeneral(in_features, of_query, **projection, **shared)
+        self.key = LinearGeneral(in_features, of_key, **projection, **shared)
+        self.value = LinearGeneral(in_features, of_value, **projection, **shared)
+        self.out = LinearGeneral(
+            of_query,
+            in_features if out_features is None else out_features,
+            axis=(-2, -1),
+            kernel_init=out_kernel_init or kernel_init,
+            bias_init=out_bias_init or bias_init,
+            kernel_metadata=out_kernel_metadata,
+            bias_metadata=out_bias_metadata,
+            **shared,
+        )
+        self.dropout: nnx.Dropout | None = nnx.Dropout(dropout_rate, rngs=rngs) if dropout_rate else nnx.data(None)
+        self.cached_key: nnx.Cache[Any] | None = nnx.data(None)
+        self.cached_value: nnx.Cache[Any] | None = nnx.data(None)
+        self.cache_index: nnx.Cache[Any] | None = nnx.data(None)
+
+    def __call__(
+        self,
+        x: jax.typing.ArrayLike | QuantizedArray,
+        *,
+        segment_ids: Array | None = None,
+        key_lengths: Array | None = None,
+        positions: Array | None = None,
+        decode: bool | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        out_sharding: Any = None,
+    ) -> Array:
+        """Applies the layer.
+
+        Args:
+          x: [batch, time, in_features], or a QuantizedArray of it from a norm that writes FP8.
+          segment_ids: integers [batch, time]: tokens see those with their own number, as packed sequences need it.
+          key_lengths: integers [batch]: tokens from there on are padding, which is not seen.
+          positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache. Rotary
+            attention depends on differences alone: packed sequences need none of their own.
+          decode: None is the attribute. Then x are the next tokens of each sequence, one or more.
+          deterministic, rngs: as in `flax.nnx.Dropout`.
+          out_sharding: of the result, on Explicit meshes.
+
+        Returns:
+          [batch, time, out_features]; NaN where the cache is too short for the tokens.
+
+        Raises:
+          ValueError: for shapes or dtypes that do not fit, naming the argument, and for a cache that is missing.
+        """
+        x = attention.as_input(x, self.in_features)
+        query, key, value = attention.project(
+            x,
+            (self.query.held(), self.key.held(), self.value.held()),
+            self.heads,
+            dtype=self.dtype,
+            options=self.query.options,
+        )
+        cache = self._cache() if (self.decode if decode is None else decode) else None
+        mixed, cache = attention.attend(
+            query,
+            key,
+            value,
+            self.settings,
+            segment_ids=segment_ids,
+            key_lengths=key_lengths,
+            positions=positions,
+            cache=None if cache is None else attention.Cache(*(variable.get_value() for variable in cache)),
+        )
+        if cache is not None:
+            for variable, new in zip(self._cache(), cache, strict=True):
+                variable.set_value(new)
+        y = self.out(mixed, out_sharding)
+        return y if self.dropout is None else self.dropout(y, deterministic=deterministic, rngs=rngs)
+
+    def init_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike | None = None) -> None:
+        """Makes an empty cache for decoding, in variables of type `nnx.Cache`.
+
+        Args:
+          batch: number of sequences.
+          length: the most tokens of each.
+          dtype: None is the dtype of the computation, or that of the parameters.
+        """
+        dtype = dtype or self.dtype or self.param_dtype
+        self.cached_key, self.cached_value, self.cache_index = map(
+            nnx.Cache, attention.Cache.empty(batch, length, self.heads, dtype)
+        )
+
+    def _cache(self) -> tuple[nnx.Cache[Any], nnx.Cache[Any], nnx.Cache[Any]]:
+        if self.cached_key is None or self.cached_value is None or self.cache_index is None:
+            raise ValueError("decode is True, and there is no cache: call init_cache(batch, length) first")
+        return self.cached_key, self.cached_value, self.cache_index
