@@ -75,7 +75,9 @@ def convert(
         if (kernel := _kernel(module)) is None:
             continue
         chosen, reason = None, _no_linear_layer(module, kernel[0])
-        if reason is None:
+        if reason is None and isinstance(module.kernel.get_value(), QuantizedArray):
+            chosen, reason = module.options.recipe, "its kernel is quantized already"
+        elif reason is None:
             chosen, reason = conversion.decide(paths, recipe, rules, _obstacle(module))
             if isinstance(chosen, DelayedScaling) and _stacked_shape(module) is None:
                 chosen, reason = None, _STACKED
@@ -96,8 +98,12 @@ def revert(model: Any) -> None:
     Variables stay the same objects. Layers that `convert` did not change stay as they are.
 
     Raises:
-      ValueError: model is no NNX module.
+      ValueError: model is no NNX module, or has kernels that `quantize_kernels` quantized.
     """
+    module: Any
+    for paths, module in _modules(model):
+        if _before(module) is not None and isinstance(module.kernel.get_value(), QuantizedArray):
+            raise ValueError(f"the kernel of {paths[0]} is quantized; revert the model that quantize_kernels was given")
     for _, module in _modules(model):
         if (before := _before(module)) is not None:
             _restore(module, before)
@@ -193,10 +199,7 @@ def _own_behaviour(module: Any) -> str | None:
 
 
 def _obstacle_in_kernel(module: Any) -> str | None:
-    kernel = module.kernel.get_value()
-    if isinstance(kernel, QuantizedArray):
-        return "its kernel is quantized already"
-    if obstacle := conversion.obstacle_in_dtype(module.dtype, kernel.dtype):
+    if obstacle := conversion.obstacle_in_dtype(module.dtype, module.kernel.get_value().dtype):
         return obstacle
     if _is_einsum(module):
         return conversion.obstacle_in_einsum(module.einsum_str, module.kernel_shape)
