@@ -173,6 +173,8 @@ class _Conversion:
         return recipe, reason
 
     def _note_other(self, module: nn.Module) -> None:
+        if _path(module) in self.log.layers:  # of a layer that shares its scope
+            return
         for name, value in module.variables.get("params", {}).items():
             value = layers.unboxed(value)
             if name not in ("scale", "bias") and getattr(value, "ndim", 0) >= 2:
@@ -283,7 +285,7 @@ def _own_behaviour(module: Any) -> str | None:
     for name in ("dot_general", "dot_general_cls", "promote_dtype", "preferred_element_type"):
         if getattr(module, name, usual.get(name)) is not usual.get(name):
             return f"it has a {name} of its own"
-    return "it has batch_dims" if getattr(module, "batch_dims", None) else None
+    return "it has batch_dims" if linear.as_tuple(getattr(module, "batch_dims", ())) else None
 
 
 def _obstacle(module: Any, inputs: Any, einsum_str: str | None = None) -> str | None:
