@@ -334,3 +334,52 @@ BLOCK_GPU = (
 )
 
 BLOCK_CPU = (BlockShape(sequence=128, hidden=128, mlp=256, heads=16, kv_heads=8, head_dim=16, model="te-jax train"),)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Layers of a decoder of the Llama family on one device.
+
+    Attributes:
+      batch, sequence: sequences, and tokens of each.
+      hidden, mlp: widths of the residual stream and between the gated projections.
+      heads, kv_heads, head_dim: of attention.
+      operations: which layers, of `benchmarks.layer`.
+      model: a model that has such layers.
+    """
+
+    batch: int
+    sequence: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    operations: tuple[str, ...]
+    model: str
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line, such as "1x8192x4096x14336"."""
+        return f"{self.batch}x{self.sequence}x{self.hidden}x{self.mlp}"
+
+
+_LLAMA_8B = {"hidden": 4096, "mlp": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128, "model": "Llama 3 8B"}
+LAYER_GPU = (
+    LayerShape(batch=1, sequence=8192, operations=("mlp", "block"), **_LLAMA_8B),
+    LayerShape(batch=4, sequence=2048, operations=("block",), **_LLAMA_8B),
+)
+
+LAYER_CPU = (
+    LayerShape(
+        batch=2,
+        sequence=128,
+        hidden=128,
+        mlp=256,
+        heads=8,
+        kv_heads=4,
+        head_dim=16,
+        operations=("mlp", "block"),
+        model="te-jax train",
+    ),
+)

@@ -11,8 +11,11 @@ except ModuleNotFoundError as error:
 
 from te_jax.flax.attention import Attention
 from te_jax.flax.convert import convert, report
+from te_jax.flax.embed import Embed
+from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.linear import Dense, DenseGeneral, DotGeneral, Einsum, make_dot_general_cls
 from te_jax.flax.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
+from te_jax.flax.norm import LayerNorm, NormLinear, RMSNorm
 
 __all__ = [
     "Attention",
@@ -20,6 +23,11 @@ __all__ = [
     "DenseGeneral",
     "DotGeneral",
     "Einsum",
+    "Embed",
+    "GatedMLP",
+    "LayerNorm",
+    "NormLinear",
+    "RMSNorm",
     "accumulate_gradients",
     "convert",
     "make_dot_general_cls",

@@ -51,8 +51,9 @@ def convert(
     Left alone are, unless a rule names a recipe for them, output heads (a part of the path is "head", "lm_head",
     "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output") and routers ("router", or
     "gate" in a part with "moe"). Always left alone are embeddings; sizes that are no multiples of 16; dtypes that FP8
-    layers do not have; and layers that do something else than Flax's: a `__call__`, `dot_general`, `dot_general_cls`,
-    `promote_dtype`, `preferred_element_type` or `batch_dims` of their own.
+    layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules with a recipe argument; and layers
+    with a `__call__`, `dot_general`, `dot_general_cls`, `promote_dtype`, `preferred_element_type` or `batch_dims` of
+    their own.
 
     Args:
       module: a Linen module that is not bound. It is not changed. If it was converted before, this recipe and these
@@ -149,6 +150,18 @@ class _Conversion:
     def intercept(self, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext) -> Any:
         """Runs a method: that of a linear layer on te_jax's products."""
         module: Any = context.module
+        if _running.composite is not None:
+            y = call(*args, **kwargs)
+            if _has_kernel(context):
+                reason = conversion.part_of(_running.composite)
+                self._note(module, module.get_variable("params", "kernel"), module.recipe, reason)
+            return y
+        if context.method_name == "__call__" and conversion.is_composite(module, _OURS):
+            _running.composite = type(module)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                _running.composite = None
         if not _has_kernel(context):
             y = call(*args, **kwargs)
             if context.method_name == "__call__" and not isinstance(module, _OURS):
@@ -190,10 +203,11 @@ class _Conversion:
 
 
 class _Running(threading.local):
-    """The conversion that runs in this thread, and the path of its module."""
+    """The conversion that runs in this thread, the path of its module, and the module of te_jax whose layers run."""
 
     conversion: _Conversion | None = None
     root: tuple[str, ...] = ()
+    composite: type[nn.Module] | None = None
 
 
 _running = _Running()

@@ -62,11 +62,12 @@ class DenseGeneral(nn.Module):
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
-    def __call__(self, inputs: jax.typing.ArrayLike) -> Array:
+    def __call__(self, inputs: jax.typing.ArrayLike | QuantizedArray) -> Array:
         """Applies the layer.
 
         Args:
-          inputs: floating point, with the dimensions `axis` to contract.
+          inputs: floating point, with the dimensions `axis` to contract; or with axis=-1 a QuantizedArray that a norm
+            handed over.
 
         Returns:
           [*other dimensions of the inputs, *features].
@@ -74,7 +75,7 @@ class DenseGeneral(nn.Module):
         Raises:
           ValueError: for axes, names, shapes or dtypes that do not fit, naming the argument.
         """
-        inputs = jnp.asarray(inputs)
+        inputs = linear.as_input(inputs)
         features = linear.sizes("features", self.features)
         axis = tuple(sorted(linear.normalize_axes("axis", linear.as_tuple(self.axis), inputs.ndim)))
         return linear.linear(
@@ -263,18 +264,16 @@ def _kernel(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -
         if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
             return kernel
     axes = getattr(module, "kernel_axes", None)
-    return module.param(
-        "kernel", _initializer("kernel_axes", module.kernel_init, drawn_shape, shape, axes), shape, module.param_dtype
-    )
+    init = named_initializer("kernel_axes", module.kernel_init, drawn_shape, shape, axes)
+    return module.param("kernel", init, shape, module.param_dtype)
 
 
 def _bias(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Array | None:
     if not module.use_bias:
         return None
     axes = getattr(module, "bias_axes", None)
-    return module.param(
-        "bias", _initializer("bias_axes", module.bias_init, drawn_shape, shape, axes), shape, module.param_dtype
-    )
+    init = named_initializer("bias_axes", module.bias_init, drawn_shape, shape, axes)
+    return module.param("bias", init, shape, module.param_dtype)
 
 
 def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingState | None:
@@ -307,7 +306,7 @@ def unboxed(x: Any) -> Any:
     return x.unbox() if isinstance(x, meta.AxisMetadata) else x
 
 
-def _initializer(
+def named_initializer(
     name: str,
     init: Initializer,
     flat: tuple[int, ...],

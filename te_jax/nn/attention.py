@@ -105,7 +105,7 @@ def as_input(x: Any, in_features: int | None = None) -> Array | QuantizedArray:
     Raises:
       ValueError: it has another shape.
     """
-    x = x if isinstance(x, QuantizedArray) else jnp.asarray(x)
+    x = linear.as_input(x)
     if x.ndim != 3 or in_features not in (None, x.shape[-1]):
         raise ValueError(
             f"x has shape {x.shape}; it must be [batch, time, {in_features or 'in_features'}]: add a dimension of 1 "
@@ -189,9 +189,7 @@ def attend(
 def _validate_cached(key: Array, settings: Settings, segment_ids: Any, key_lengths: Any, cache: Cache) -> None:
     for name, value in (("segment_ids", segment_ids), ("key_lengths", key_lengths)):
         if value is not None:
-            raise ValueError(
-                f"{name} are given with decode=True, where all sequences have as many tokens: leave it out"
-            )
+            raise ValueError(f"{name} are given with decode=True, where no token is padding: leave them out")
     if not settings.causal:
         raise ValueError("causal is False, and decode=True adds tokens one after the other: use causal=True")
     batch, length, *others = cache.key.shape

@@ -164,6 +164,17 @@ def obstacle_in_dtype(*dtypes: jax.typing.DTypeLike | None) -> str | None:
     return None
 
 
+def is_composite(module: Any, linear_layers: tuple[type, ...]) -> bool:
+    """Whether a module is one of te_jax that calls linear layers as one operation, all with its own recipe."""
+    ours = any(base.__module__.partition(".")[0] == "te_jax" for base in type(module).__mro__)
+    return ours and not isinstance(module, linear_layers)
+
+
+def part_of(composite: type) -> str:
+    """The reason for which layers in such a module are left alone."""
+    return f"part of te_jax's {composite.__name__}, which has a recipe argument"
+
+
 def _is_rule(rule: Any) -> bool:
     return (
         isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str) and isinstance(rule[1], Recipe | None)

@@ -44,8 +44,13 @@ class Layer(NamedTuple):
     scaling_state: DelayedScalingState | None
 
 
+def as_input(x: Any) -> Array | QuantizedArray:
+    """The input of a layer, which a norm may have handed over in FP8."""
+    return x if isinstance(x, QuantizedArray) else jnp.asarray(x)
+
+
 def linear(
-    x: Array,
+    x: Array | QuantizedArray,
     kernel: Array | QuantizedArray | AccumulatedKernel,
     bias: Array | None,
     scaling_state: DelayedScalingState | None,
@@ -59,9 +64,17 @@ def linear(
     """activation(x · kernel + bias), contracting the dimensions `axis` of x with the first ones of the kernel.
 
     y [*other dimensions of x, *features] has the given dtype, or what x, kernel and bias promote to. The kernel is
-    quantized from its own dtype.
+    quantized from its own dtype. An x in FP8 is contracted over its last dimension.
     """
-    x = _contracted_last(x.astype(_result_dtype(dtype, x, kernel, bias)), axis)
+    if isinstance(x, QuantizedArray):
+        if axis != (x.ndim - 1,) or activation is not None:
+            raise ValueError(
+                f"inputs are a QuantizedArray, and the layer has axis {axis} and activation {activation!r}; it takes "
+                "them with axis=-1 and activation=None"
+            )
+        layer = Layer(kernel, bias, scaling_state)
+        return linears(x, (layer,), features=(features,), dtype=dtype, options=options)[0]
+    x = _contracted_last(x.astype(result_dtype(dtype, x, kernel, bias)), axis)
     return _dense(
         x,
         kernel,
@@ -87,7 +100,7 @@ def linears(
     Each result [*other dimensions of x, *features] has the given dtype, or what x, kernels and biases promote to. x may
     come in FP8.
     """
-    dtype = _result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
+    dtype = result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
     if not isinstance(x, QuantizedArray):
         x = x.astype(dtype)
     kernels, accumulators = zip(*(kernel_and_accumulator(layer.kernel) for layer in layers), strict=True)
@@ -131,7 +144,7 @@ def einsum(
             "not fit"
         )
     tokens = "".join(name for name in inputs if name not in names.kernel)
-    x = x.astype(_result_dtype(dtype, x, kernel, bias))
+    x = x.astype(result_dtype(dtype, x, kernel, bias))
     x = _renamed(x, inputs, names.shared + tokens + names.contracted)
     if bias is not None:
         if bias.size != math.prod(names.bias_shape):
@@ -379,7 +392,8 @@ def sizes(name: str, value: int | Iterable[int]) -> tuple[int, ...]:
     return tuple(map(int, features))
 
 
-def _result_dtype(dtype: jax.typing.DTypeLike | None, *arrays: Any) -> jax.typing.DTypeLike:
+def result_dtype(dtype: jax.typing.DTypeLike | None, *arrays: Any) -> jax.typing.DTypeLike:
+    """The dtype that a layer computes in: the given one, or what its arrays promote to, of which some may be None."""
     if dtype is not None:
         return as_float("dtype", dtype)
     given = [x.kernel if isinstance(x, AccumulatedKernel) else x for x in arrays if x is not None]

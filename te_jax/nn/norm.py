@@ -1,11 +1,91 @@
-"""What norms hand over to the layers behind them."""
+"""The arithmetic of norms of Linen and NNX, and what they hand over to the layers behind them."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from te_jax import native, ops
 from te_jax._core.types import BLOCK
+from te_jax.nn import linear
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, Quantization, Recipe
+
+Kind = Literal["rms", "layer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What norms hand on to `te_jax.ops.rms_norm` or `te_jax.ops.layer_norm`.
+
+    Attributes:
+      kind: which of the two.
+      epsilon, zero_centered, implementation: as there.
+    """
+
+    kind: Kind
+    epsilon: float
+    zero_centered: bool
+    implementation: native.Implementation | None
+
+    def __post_init__(self) -> None:
+        check_kind(self.kind)
+
+
+def check_kind(kind: Any) -> None:
+    """Raises a ValueError unless it is a `Kind`."""
+    if kind not in ("rms", "layer"):
+        raise ValueError(f"norm is {kind!r}; it must be 'rms' or 'layer'")
+
+
+def normalize(
+    x: jax.typing.ArrayLike,
+    residual: jax.typing.ArrayLike | None,
+    scale: Array | None,
+    bias: Array | None,
+    *,
+    dtype: jax.typing.DTypeLike | None,
+    quantization: Quantization | None,
+    options: Options,
+) -> Any:
+    """y, or (y, x + residual), in the given dtype, or in what x, residual, scale and bias promote to."""
+    x, residual = jnp.asarray(x), None if residual is None else jnp.asarray(residual)
+    dtype = linear.result_dtype(dtype, x, residual, scale, bias)
+    if x.ndim == 0 or (scale is not None and x.shape[-1] != scale.shape[0]):
+        features = "a last dimension, the features" if scale is None else f"{scale.shape[0]} features"
+        raise ValueError(f"x has shape {x.shape}; the norm needs {features}")
+    if scale is None:
+        scale = jnp.full(x.shape[-1], 0.0 if options.zero_centered else 1.0)
+    arguments: dict[str, Any] = {
+        "epsilon": options.epsilon,
+        "zero_centered": options.zero_centered,
+        "residual": None if residual is None else residual.astype(dtype),
+        "quantization": quantization,
+        "implementation": options.implementation,
+    }
+    if options.kind == "rms":
+        return ops.rms_norm(x.astype(dtype), scale, **arguments)
+    return ops.layer_norm(x.astype(dtype), scale, bias, **arguments)
+
+
+def before(
+    norm: Callable[..., Any] | None, x: Any, residual: jax.typing.ArrayLike | None, recipe: Recipe | None
+) -> tuple[Array | QuantizedArray, Array | None]:
+    """(what a norm hands over to layers with this recipe, x + residual or None); x itself without a norm."""
+    x = linear.as_input(x)
+    if norm is None:
+        if residual is not None:
+            raise ValueError("residual is given, and there is no norm that adds it: pass norm='rms' or 'layer'")
+        return x, None
+    if isinstance(x, QuantizedArray):
+        raise ValueError("x is a QuantizedArray, and there is a norm, which needs values: pass them, or norm=None")
+    found = norm(x, residual, quantization=handover(recipe, x))
+    return (found, None) if residual is None else found
 
 
 def handover(recipe: Recipe | None, x: Any) -> Quantization | None:
@@ -16,5 +96,5 @@ def handover(recipe: Recipe | None, x: Any) -> Quantization | None:
     """
     if recipe is None or isinstance(recipe, DelayedScaling):
         return None
-    blocked = any(scaling.startswith("block") for scaling in recipe.scalings["activation"])
+    blocked = recipe.scalings["activation"][0].startswith("block")
     return None if blocked and x.ndim > 2 and x.shape[-2] % BLOCK else recipe.quantization("activation")

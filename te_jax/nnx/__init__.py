@@ -9,18 +9,26 @@ except ModuleNotFoundError as error:
 
 from te_jax.nnx.attention import Attention
 from te_jax.nnx.convert import convert, revert
+from te_jax.nnx.embed import Embed
+from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.linear import DotGeneral, Einsum, Linear, LinearGeneral
 from te_jax.nnx.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
+from te_jax.nnx.norm import LayerNorm, NormLinear, RMSNorm
 from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel, overwrite_with_gradient
 
 __all__ = [
     "Attention",
     "DotGeneral",
     "Einsum",
+    "Embed",
+    "GatedMLP",
+    "LayerNorm",
     "Linear",
     "LinearGeneral",
+    "NormLinear",
     "OverwriteWithGradient",
     "QuantizedKernel",
+    "RMSNorm",
     "accumulate_gradients",
     "convert",
     "merge_gradients",

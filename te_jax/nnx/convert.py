@@ -51,8 +51,9 @@ def convert(
     Left alone are, unless a rule names a recipe for them, output heads (a part of the path is "head", "lm_head",
     "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output") and routers ("router", or
     "gate" in a part with "moe"). Always left alone are embeddings; sizes that are no multiples of 16; dtypes that FP8
-    layers do not have; and layers that do something else than Flax's: a `__call__`, `dot_general`, `promote_dtype`,
-    `einsum_op`, `preferred_element_type` or `batch_axis` of their own. The report has the reason for each.
+    layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules with a recipe argument; and layers
+    with a `__call__`, `dot_general`, `promote_dtype`, `einsum_op`, `preferred_element_type` or `batch_axis` of their
+    own. The report has the reason for each.
 
     Args:
       model: an NNX module or a container of modules.
@@ -71,12 +72,16 @@ def convert(
     layers: list[conversion.Layer] = []
     changes: list[tuple[Any, linear.Options]] = []
     module: Any
-    for paths, module in _modules(model):
+    modules = list(_modules(model))
+    composites = {paths[0]: type(m) for paths, m in modules if conversion.is_composite(m, (LinearGeneral, Einsum))}
+    for paths, module in modules:
         if (kernel := _kernel(module)) is None:
             continue
         chosen, reason = None, _no_linear_layer(module, kernel[0])
         if reason is None and isinstance(module.kernel.get_value(), QuantizedArray):
             chosen, reason = module.options.recipe, "its kernel is quantized already"
+        elif reason is None and (composite := composites.get(paths[0].rpartition("/")[0])) is not None:
+            chosen, reason = module.options.recipe, conversion.part_of(composite)
         elif reason is None:
             chosen, reason = conversion.decide(paths, recipe, rules, _obstacle(module))
             if isinstance(chosen, DelayedScaling) and _stacked_shape(module) is None:

@@ -15,6 +15,7 @@ from jax import Array
 from te_jax import native
 from te_jax.nn import delayed_scaling, linear
 from te_jax.nnx.variables import OverwriteWithGradient
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
 
 Initializer = Callable[..., Any]
@@ -91,11 +92,12 @@ class LinearGeneral(nnx.Module):
             self.bias = nnx.data(None)
         _add_scaling_state(self, recipe)
 
-    def __call__(self, inputs: jax.typing.ArrayLike, out_sharding: Any = None) -> Array:
+    def __call__(self, inputs: jax.typing.ArrayLike | QuantizedArray, out_sharding: Any = None) -> Array:
         """Applies the layer.
 
         Args:
-          inputs: floating point, with the dimensions `axis` of sizes in_features.
+          inputs: floating point, with the dimensions `axis` of sizes in_features; or with axis=-1 a QuantizedArray that
+            a norm handed over.
           out_sharding: of the result, on Explicit meshes.
 
         Returns:
@@ -104,7 +106,7 @@ class LinearGeneral(nnx.Module):
         Raises:
           ValueError: for axes, shapes or dtypes that do not fit, naming the argument.
         """
-        inputs = jnp.asarray(inputs)
+        inputs = linear.as_input(inputs)
         y = linear.linear(
             inputs,
             *self.held(),

@@ -318,13 +318,15 @@ def test_layers_of_te_jax_get_the_recipe(rng):
             x = te_jax.flax.Einsum((32, 32), "bd,df->bf", recipe=DELAYED, name="einsum")(x)
             x = te_jax.flax.Dense(32, recipe=RowwiseScaling(), name="head")(x)
             x = te_jax.flax.Dense(32, recipe=RowwiseScaling(), name="off")(x)
-            return te_jax.flax.Attention(2, name="attention")(x[None])[0]
+            return te_jax.flax.GatedMLP(32, recipe=CurrentScaling(), norm="rms", name="mlp")(x)
 
     model, x = convert(Model(), BlockScaling(), rules=[("off", None)]), normal(rng, (16, 32))
     variables = model.init(jax.random.key(0), x)
-    attention = {f"attention/{name}": BlockScaling() for name in ("query", "key", "value", "out")}
+    parts = {f"mlp/{name}_proj": CurrentScaling() for name in ("gate", "up", "down")}  # one operation: they keep it
     expected = {"up": BlockScaling(), "einsum": BlockScaling(), "head": RowwiseScaling(), "off": None}
-    assert recipes(model) == {**expected, **attention}
+    assert recipes(model) == {**expected, **parts}
+    reason = "part of te_jax's GatedMLP, which has a recipe argument"
+    assert {layer.reason for layer in report(model).layers if layer.path in parts} == {reason}
     assert set(variables) == {"params"}
     quantized = jax.jit(lambda variables: quantize_kernels(model, variables, x))(variables)["params"]
     with_scales = {name for name in expected if hasattr(quantized[name]["kernel"], "scale_inv")}

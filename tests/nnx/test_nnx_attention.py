@@ -100,7 +100,7 @@ def test_groups_and_rotary_positions(rng, name):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["plain", "block"])
+@pytest.mark.parametrize("recipe", [None, BlockScaling(), RowwiseScaling()], ids=["plain", "block", "rowwise"])
 def test_decoding_gives_what_the_whole_sequence_does(rng, window, recipe):
     layer = Attention(64, 4, **GROUPED, window=window, recipe=recipe, rngs=rngs_of(rng))
     x = normal(rng, (2, 9, 64))
@@ -109,7 +109,8 @@ def test_decoding_gives_what_the_whole_sequence_does(rng, window, recipe):
     layer.init_cache(2, 10)
     for _ in range(2):
         actual = [step(layer, x[:, :5])] + [step(layer, x[:, t : t + 1]) for t in range(5, 9)]
-        assert_close(jnp.concatenate(actual, axis=1), expected)
+        # In FP8 a value next to the middle of two may be rounded either way.
+        assert_close(jnp.concatenate(actual, axis=1), expected, tolerance=5e-3 if recipe else 1e-5)
         layer.cache_index.set_value(jnp.zeros((), jnp.int32))  # what is in the cache behind it is not seen
     np.testing.assert_array_equal(layer(x), expected)  # without decode the cache is not read
 
@@ -212,9 +213,12 @@ def test_kernels_are_quantized_once(rng, recipe):
     def loss_fn(layer, x):
         return jnp.mean(layer(x) ** 2)
 
+    @nnx.jit
+    def single(layer, x):
+        return nnx.grad(lambda layer: loss_fn(layer, x), argnums=nnx.DiffState(0, TRAINED))(layer)
+
     if recipe is RECIPES["delayed"]:  # scales of kernels quantized once are always up to date
-        gradients = nnx.grad(lambda m: loss_fn(m, microbatches[0]), argnums=nnx.DiffState(0, TRAINED))(layer)
-        overwrite_with_gradient(layer, gradients)
+        overwrite_with_gradient(layer, single(layer, microbatches[0]))
 
     @nnx.jit
     def accumulated(layer, microbatches):
@@ -224,10 +228,6 @@ def test_kernels_are_quantized_once(rng, recipe):
         for x in microbatches:
             _, gradients = accumulate_gradients(loss_fn)(quantized, gradients, x)
         return gradients
-
-    @nnx.jit
-    def single(layer, x):
-        return nnx.grad(lambda layer: loss_fn(layer, x), argnums=nnx.DiffState(0, TRAINED))(layer)
 
     actual, (first, second) = accumulated(layer, microbatches), (single(layer, x) for x in microbatches)
     for name in ("query", "key", "value", "out"):
@@ -302,8 +302,12 @@ def test_errors_name_argument_rule_and_way_out(name):
     call = {"x": jnp.ones((2, 6, 32)), **call}
     if call["x"] is None:
         call["x"] = ops.quantize(jnp.ones((2, 6, 32)), CurrentScaling().quantization("activation"), row_ndim=2)
-    with pytest.raises(ValueError, match=message):
+
+    def fail():
         layer = Attention(32, **{"num_heads": 4, **arguments}, rngs=nnx.Rngs(0))
         if "cache" in call:
             layer.init_cache(*call.pop("cache"))
         layer(**call)
+
+    with pytest.raises(ValueError, match=message):
+        fail()

@@ -315,6 +315,21 @@ def test_layers_of_te_jax_get_the_recipe_and_their_own_back():
     assert model.delayed.uses[...] == 0
 
 
+def test_modules_of_te_jax_that_call_several_layers_as_one_operation_keep_their_recipe():
+    mlp = te_jax.nnx.GatedMLP(32, 48, recipe=CurrentScaling(), norm="rms", rngs=nnx.Rngs(0))
+    attention = te_jax.nnx.Attention(32, 2, rngs=nnx.Rngs(0))
+    model = nnx.Dict(mlp=mlp, block=nnx.Dict(attention=attention), plain=nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+    layers = {layer.path: layer for layer in convert(model, BlockScaling()).layers}
+    assert layers.pop("plain").recipe == BlockScaling()
+    kept = {"mlp": (CurrentScaling(), "GatedMLP"), "block": (None, "Attention")}
+    assert len(layers) == 7
+    for path, layer in layers.items():
+        recipe, name = kept[path.split("/")[0]]
+        assert layer.recipe == recipe
+        assert layer.reason == f"part of te_jax's {name}, which has a recipe argument"
+    assert mlp.up_proj.options.recipe == CurrentScaling()
+
+
 def test_shared_modules_stay_shared_and_are_reported_once(rng):
     model = made(rng)
     report = convert(model, DELAYED)

@@ -1,0 +1,53 @@
+"""An embedding for Linen whose transpose makes logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from te_jax import native
+from te_jax.flax.linear import Initializer, named_initializer
+from te_jax.nn import embed, linear
+from te_jax.recipe import Recipe
+
+
+class Embed(nn.Module):
+    """A table of vectors, and logits through its transpose, with the parameter of `flax.linen.Embed`.
+
+    Attributes:
+      num_embeddings, features: sizes of the table.
+      dtype: of the results; None is that of the table, for logits what x and the table promote to.
+      param_dtype, embedding_init: of the parameter "embedding".
+      embedding_axes: logical names of its axes, such as ("vocab", "embed").
+      recipe: how `attend` quantizes; None, which most models want for logits, computes in `dtype`. Not DelayedScaling.
+      implementation: as in `DenseGeneral`.
+    """
+
+    num_embeddings: int
+    features: int
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    embedding_init: Initializer = embed.INIT
+    _: dataclasses.KW_ONLY
+    embedding_axes: Sequence[str | None] | None = None
+    recipe: Recipe | None = None
+    implementation: native.Implementation | None = None
+
+    def setup(self) -> None:
+        embed.check_recipe(self.recipe)
+        shape = self.num_embeddings, self.features
+        init = named_initializer("embedding_axes", self.embedding_init, shape, shape, self.embedding_axes)
+        self.embedding = self.param("embedding", init, shape, self.param_dtype)
+
+    def __call__(self, inputs: jax.typing.ArrayLike) -> Array:
+        """The vectors [*inputs' shape, features] of integers in [0, num_embeddings)."""
+        return embed.rows(self.embedding, inputs, self.dtype)
+
+    def attend(self, query: jax.typing.ArrayLike) -> Array:
+        """Logits [*batch, num_embeddings] of query [*batch, features]."""
+        return embed.attend(self.embedding, query, self.dtype, linear.Options(self.recipe, None, self.implementation))

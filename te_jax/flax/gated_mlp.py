@@ -1,0 +1,127 @@
+"""A gated MLP for Linen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from te_jax import native
+from te_jax.flax.linear import Dense, Initializer, layer_options
+from te_jax.flax.norm import make_norm
+from te_jax.nn import gated_mlp, norm
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import Recipe
+from te_jax.reference.activation import Kind
+
+
+class GatedMLP(nn.Module):
+    """down(f(gate(x)) · up(x)), the MLP of Llama and its kin, with a norm before it if asked: `te_jax.ops.gated_mlp`.
+
+    It consists of "gate_proj", "up_proj", "down_proj", and "norm". With a recipe x, the activation and its gradients
+    pass between them in FP8.
+
+    Attributes:
+      hidden_features: between the layers.
+      out_features: None is the number of input features.
+      kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
+      norm: "rms", "layer", or None.
+      epsilon, zero_centered, scale_axes: of the norm.
+      use_bias: whether the three layers have biases.
+      dtype, param_dtype, recipe, axis_name, implementation: as in `DenseGeneral`, for all layers.
+      kernel_init, bias_init, kernel_axes, bias_axes: of "gate_proj" and "up_proj".
+      down_kernel_init, down_kernel_axes, down_bias_axes: of "down_proj"; None for the same initializer.
+      dropout_rate: of the result; `flax.linen.Dropout`.
+      deterministic: as in `flax.linen.Dropout`; may be given to the call.
+    """
+
+    hidden_features: int
+    out_features: int | None = None
+    _: dataclasses.KW_ONLY
+    kind: Kind = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+    norm: norm.Kind | None = None
+    epsilon: float = 1e-6
+    zero_centered: bool = False
+    scale_axes: Sequence[str | None] | None = None
+    use_bias: bool = False
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    down_kernel_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros_init()
+    kernel_axes: Sequence[str | None] | None = None
+    down_kernel_axes: Sequence[str | None] | None = None
+    bias_axes: Sequence[str | None] | None = None
+    down_bias_axes: Sequence[str | None] | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    recipe: Recipe | None = None
+    axis_name: str | tuple[str, ...] | None = None
+    implementation: native.Implementation | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.typing.ArrayLike | QuantizedArray,
+        residual: jax.typing.ArrayLike | None = None,
+        *,
+        deterministic: bool | None = None,
+    ) -> Any:
+        """Applies the MLP.
+
+        Args:
+          x: [*batch, in], or without a norm a QuantizedArray that another one handed over.
+          residual: like x, which the norm adds before.
+          deterministic: see the attribute.
+
+        Returns:
+          y [*batch, out_features]; with residual (y, x + residual).
+
+        Raises:
+          ValueError: for shapes or dtypes that do not fit, naming the argument.
+        """
+        shared: Any = {name: getattr(self, name) for name in ("dtype", "param_dtype", "implementation")}
+        layer: Any = {name: getattr(self, name) for name in ("use_bias", "bias_init", "recipe", "axis_name")} | shared
+        wide: Any = {name: getattr(self, name) for name in ("kernel_init", "kernel_axes", "bias_axes")}
+        before = None
+        if self.norm is not None:
+            before = make_norm(
+                self.norm,
+                epsilon=self.epsilon,
+                zero_centered=self.zero_centered,
+                scale_axes=self.scale_axes,
+                name="norm",
+                **shared,
+            )
+        normed, total = norm.before(before, x, residual, self.recipe)
+        features = normed.shape[-1]
+        gate = Dense(self.hidden_features, name="gate_proj", **wide, **layer)
+        up = Dense(self.hidden_features, name="up_proj", **wide, **layer)
+        down = Dense(
+            features if self.out_features is None else self.out_features,
+            kernel_init=self.down_kernel_init or self.kernel_init,
+            kernel_axes=self.down_kernel_axes,
+            bias_axes=self.down_bias_axes,
+            name="down_proj",
+            **layer,
+        )
+        y = gated_mlp.gated_mlp(
+            normed,
+            gate.held((features,)),
+            up.held((features,)),
+            down.held((self.hidden_features,)),
+            gated_mlp.Activation(self.kind, self.alpha, self.limit, self.offset),
+            dtype=self.dtype,
+            options=layer_options(gate),
+        )
+        if self.dropout_rate:
+            deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
+            y = nn.Dropout(self.dropout_rate, name="dropout")(y, deterministic=deterministic)
+        return y if residual is None else (y, total)

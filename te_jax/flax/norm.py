@@ -1,0 +1,199 @@
+"""Norms for Linen, alone and with the linear layer behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from te_jax import native
+from te_jax.flax.linear import DenseGeneral, Initializer, named_initializer
+from te_jax.nn import norm
+from te_jax.recipe import Quantization, Recipe
+
+
+class RMSNorm(nn.Module):
+    """RMS normalization of the last dimension: `te_jax.ops.rms_norm`, with the parameter of `flax.linen.RMSNorm`.
+
+    Attributes:
+      epsilon: added to the mean square.
+      dtype: of the result: float32, bfloat16 or float16. None is what x and scale promote to.
+      param_dtype: of the parameter.
+      use_scale: whether to multiply by "scale".
+      scale_init: initializer; None is ones, or zeros with zero_centered.
+      scale_axes: logical name of its axis, such as ("embed",).
+      zero_centered: multiplies by 1 + scale, as Gemma does.
+      implementation: as in `te_jax.ops.rms_norm`.
+    """
+
+    epsilon: float = 1e-6
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    use_scale: bool = True
+    scale_init: Initializer | None = None
+    _: dataclasses.KW_ONLY
+    scale_axes: Sequence[str | None] | None = None
+    zero_centered: bool = False
+    implementation: native.Implementation | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.typing.ArrayLike,
+        residual: jax.typing.ArrayLike | None = None,
+        *,
+        quantization: Quantization | None = None,
+    ) -> Any:
+        """Applies the norm to x, or to x + residual.
+
+        Args:
+          x: [*rows, features].
+          residual: like x; None for none.
+          quantization: None, or how y leaves in FP8, for linear layers that take it as it is:
+            `recipe.quantization("activation")`.
+
+        Returns:
+          y like x, or a `te_jax.QuantizedArray`; with residual (y, x + residual).
+
+        Raises:
+          ValueError: for shapes or dtypes that do not fit, naming the argument.
+        """
+        x = jnp.asarray(x)
+        return norm.normalize(
+            x,
+            residual,
+            _scale(self, x),
+            None,
+            dtype=self.dtype,
+            quantization=quantization,
+            options=norm.Options("rms", self.epsilon, self.zero_centered, self.implementation),
+        )
+
+
+class LayerNorm(nn.Module):
+    """Layer normalization of the last dimension, `te_jax.ops.layer_norm`, with `flax.linen.LayerNorm`'s parameters.
+
+    Attributes:
+      use_bias: whether to add "bias".
+      bias_init, bias_axes: initializer and logical name of "bias".
+      epsilon, dtype, param_dtype, use_scale, scale_init, scale_axes, zero_centered, implementation: as in `RMSNorm`.
+    """
+
+    epsilon: float = 1e-6
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    use_bias: bool = True
+    use_scale: bool = True
+    bias_init: Initializer = nn.initializers.zeros_init()
+    scale_init: Initializer | None = None
+    _: dataclasses.KW_ONLY
+    bias_axes: Sequence[str | None] | None = None
+    scale_axes: Sequence[str | None] | None = None
+    zero_centered: bool = False
+    implementation: native.Implementation | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.typing.ArrayLike,
+        residual: jax.typing.ArrayLike | None = None,
+        *,
+        quantization: Quantization | None = None,
+    ) -> Any:
+        """Applies the norm; see `RMSNorm`."""
+        x = jnp.asarray(x)
+        scale, bias = _scale(self, x), None
+        if self.use_bias:
+            shape = x.shape[-1:]
+            init = named_initializer("bias_axes", self.bias_init, shape, shape, self.bias_axes)
+            bias = self.param("bias", init, shape, self.param_dtype)
+        return norm.normalize(
+            x,
+            residual,
+            scale,
+            bias,
+            dtype=self.dtype,
+            quantization=quantization,
+            options=norm.Options("layer", self.epsilon, self.zero_centered, self.implementation),
+        )
+
+
+def _scale(module: RMSNorm | LayerNorm, x: jax.Array) -> Any:
+    if not module.use_scale:
+        return None
+    of_zeros = nn.initializers.zeros_init() if module.zero_centered else nn.initializers.ones_init()
+    shape = x.shape[-1:]
+    init = named_initializer("scale_axes", module.scale_init or of_zeros, shape, shape, module.scale_axes)
+    return module.param("scale", init, shape, module.param_dtype)
+
+
+def make_norm(kind: norm.Kind, **arguments: Any) -> RMSNorm | LayerNorm:
+    """The norm of a kind, "rms" or "layer"."""
+    norm.check_kind(kind)
+    return (RMSNorm if kind == "rms" else LayerNorm)(**arguments)
+
+
+class NormLinear(nn.Module):
+    """A norm and the linear layer behind it, "norm" and "linear", between which x passes in FP8 with a recipe.
+
+    With current, block and row scaling the norm quantizes its result; with delayed scaling the layer does.
+
+    Attributes:
+      features: number of output features, or several numbers.
+      norm: "rms" or "layer".
+      epsilon, zero_centered, scale_axes: of the norm.
+      dtype, param_dtype, implementation: of both.
+      use_bias, kernel_init, bias_init, kernel_axes, bias_axes, recipe, activation, axis_name: of the layer, as in
+        `DenseGeneral`.
+    """
+
+    features: int | Sequence[int]
+    _: dataclasses.KW_ONLY
+    norm: norm.Kind = "rms"
+    epsilon: float = 1e-6
+    zero_centered: bool = False
+    scale_axes: Sequence[str | None] | None = None
+    use_bias: bool = True
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+    kernel_axes: Sequence[str | None] | None = None
+    bias_axes: Sequence[str | None] | None = None
+    recipe: Recipe | None = None
+    activation: Any = None
+    axis_name: str | tuple[str, ...] | None = None
+    implementation: native.Implementation | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.typing.ArrayLike, residual: jax.typing.ArrayLike | None = None) -> Any:
+        """y [*rows, *features] of x [*rows, in]; with a residual like x: (y of x + residual, this sum)."""
+        shared: Any = {name: getattr(self, name) for name in ("dtype", "param_dtype", "implementation")}
+        before = make_norm(
+            self.norm,
+            epsilon=self.epsilon,
+            zero_centered=self.zero_centered,
+            scale_axes=self.scale_axes,
+            name="norm",
+            **shared,
+        )
+        normed, total = norm.before(before, x, residual, None if self.activation else self.recipe)
+        layer = {name: getattr(self, name) for name in _OF_LAYER}
+        y = DenseGeneral(self.features, name="linear", **layer, **shared)(normed)
+        return y if residual is None else (y, total)
+
+
+_OF_LAYER = (
+    "use_bias",
+    "kernel_init",
+    "bias_init",
+    "kernel_axes",
+    "bias_axes",
+    "recipe",
+    "activation",
+    "axis_name",
+)

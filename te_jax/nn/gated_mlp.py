@@ -1,0 +1,54 @@
+"""The arithmetic of gated MLPs of Linen and NNX: one call of `te_jax.ops.gated_mlp`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+
+from te_jax import ops
+from te_jax.nn import linear
+from te_jax.nn.microbatches import kernel_and_accumulator
+from te_jax.quantized import QuantizedArray
+from te_jax.reference.activation import Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """Arguments of `te_jax.ops.gated_activation`."""
+
+    kind: Kind
+    alpha: float
+    limit: float | None
+    offset: float
+
+
+def gated_mlp(
+    x: Array | QuantizedArray,
+    gate: linear.Layer,
+    up: linear.Layer,
+    down: linear.Layer,
+    activation: Activation,
+    *,
+    dtype: jax.typing.DTypeLike | None,
+    options: linear.Options,
+) -> Array:
+    """The MLP of three layers, in the given dtype, or in what x, kernels and biases promote to. x may come in FP8."""
+    layers = gate, up, down
+    dtype = linear.result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
+    if not isinstance(x, QuantizedArray):
+        x = x.astype(dtype)
+    kernels, accumulators = zip(*(kernel_and_accumulator(layer.kernel) for layer in layers), strict=True)
+    states = tuple(layer.scaling_state for layer in layers if layer.scaling_state is not None)
+    y: Any = ops.gated_mlp(
+        x,
+        kernels,
+        tuple(layer.bias for layer in layers),
+        **vars(activation),
+        wgrad_accumulator=accumulators,
+        scaling_state=states or None,
+        **vars(options),
+    )
+    return y.astype(dtype)

@@ -1,0 +1,120 @@
+"""A gated MLP for NNX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from te_jax import native
+from te_jax.nn import gated_mlp, norm
+from te_jax.nnx.linear import Initializer, Linear
+from te_jax.nnx.norm import LayerNorm, RMSNorm, make_norm
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import Recipe
+from te_jax.reference.activation import Kind
+
+
+class GatedMLP(nnx.Module):
+    """down(f(gate(x)) · up(x)), the MLP of Llama and its kin, with a norm before it if asked: `te_jax.ops.gated_mlp`.
+
+    It consists of `gate_proj`, `up_proj`, `down_proj`, and `norm`. With a recipe x, the activation and its gradients
+    pass between them in FP8.
+
+    Args:
+      in_features, hidden_features: of x, and between the layers.
+      out_features: None is in_features.
+      kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
+      norm: "rms", "layer", or None.
+      epsilon, zero_centered: of the norm.
+      use_bias: whether the three layers have biases.
+      dtype, param_dtype, recipe, axis_name, implementation: as in `LinearGeneral`, for all layers.
+      kernel_init, bias_init, kernel_metadata, bias_metadata: of `gate_proj` and `up_proj`.
+      down_kernel_init, down_kernel_metadata, down_bias_metadata: of `down_proj`; None for the same initializer.
+      dropout_rate: of the result; `flax.nnx.Dropout`.
+      rngs: `nnx.Rngs`, of which "params" is used, and "dropout" with a dropout_rate.
+
+    Raises:
+      ValueError: for another norm, and sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        kind: Kind = "silu",
+        alpha: float = 1.0,
+        limit: float | None = None,
+        offset: float = 0.0,
+        norm: norm.Kind | None = None,
+        epsilon: float = 1e-6,
+        zero_centered: bool = False,
+        use_bias: bool = False,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        down_kernel_init: Initializer | None = None,
+        bias_init: Initializer = nnx.initializers.zeros_init(),
+        kernel_metadata: Mapping[str, Any] | None = None,
+        down_kernel_metadata: Mapping[str, Any] | None = None,
+        bias_metadata: Mapping[str, Any] | None = None,
+        down_bias_metadata: Mapping[str, Any] | None = None,
+        dropout_rate: float = 0.0,
+        recipe: Recipe | None = None,
+        axis_name: str | tuple[str, ...] | None = None,
+        implementation: native.Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.activation = gated_mlp.Activation(kind, alpha, limit, offset)
+        self.dtype = dtype
+        shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "rngs": rngs}
+        layer: Any = {"use_bias": use_bias, "bias_init": bias_init, "recipe": recipe, "axis_name": axis_name, **shared}
+        wide: Any = {"kernel_init": kernel_init, "kernel_metadata": kernel_metadata, "bias_metadata": bias_metadata}
+        self.norm: RMSNorm | LayerNorm | None = nnx.data(None)
+        if norm is not None:
+            self.norm = make_norm(norm, in_features, epsilon=epsilon, zero_centered=zero_centered, **shared)
+        self.gate_proj = Linear(in_features, hidden_features, **wide, **layer)
+        self.up_proj = Linear(in_features, hidden_features, **wide, **layer)
+        self.down_proj = Linear(
+            hidden_features,
+            in_features if out_features is None else out_features,
+            kernel_init=down_kernel_init or kernel_init,
+            kernel_metadata=down_kernel_metadata,
+            bias_metadata=down_bias_metadata,
+            **layer,
+        )
+        self.dropout: nnx.Dropout | None = nnx.Dropout(dropout_rate, rngs=rngs) if dropout_rate else nnx.data(None)
+
+    def __call__(
+        self,
+        x: jax.typing.ArrayLike | QuantizedArray,
+        residual: jax.typing.ArrayLike | None = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> Any:
+        """Applies the MLP.
+
+        Args:
+          x: [*batch, in_features], or without a norm a QuantizedArray that another one handed over.
+          residual: like x, which the norm adds before.
+          deterministic, rngs: as in `flax.nnx.Dropout`.
+
+        Returns:
+          y [*batch, out_features]; with residual (y, x + residual).
+
+        Raises:
+          ValueError: for shapes or dtypes that do not fit, naming the argument.
+        """
+        options = self.gate_proj.options
+        normed, total = norm.before(self.norm, x, residual, options.recipe)
+        layers = self.gate_proj.held(), self.up_proj.held(), self.down_proj.held()
+        y = gated_mlp.gated_mlp(normed, *layers, self.activation, dtype=self.dtype, options=options)
+        if self.dropout is not None:
+            y = self.dropout(y, deterministic=deterministic, rngs=rngs)
+        return y if residual is None else (y, total)
