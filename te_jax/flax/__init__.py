@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from te_jax.flax.attention import Attention
+from te_jax.flax.convert import convert, report
 from te_jax.flax.embed import Embed
 from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.linear import Dense, DenseGeneral, DotGeneral, Einsum, make_dot_general_cls
@@ -30,7 +31,9 @@ __all__ = [
     "RMSNorm",
     "TransformerBlock",
     "accumulate_gradients",
+    "convert",
     "make_dot_general_cls",
     "merge_gradients",
     "quantize_kernels",
+    "report",
 ]

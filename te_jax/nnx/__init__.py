@@ -8,6 +8,7 @@ except ModuleNotFoundError as error:
     raise ImportError('te_jax.nnx needs Flax, which is not installed: pip install ".[flax]" in the checkout') from error
 
 from te_jax.nnx.attention import Attention
+from te_jax.nnx.convert import convert, revert
 from te_jax.nnx.embed import Embed
 from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.linear import DotGeneral, Einsum, Linear, LinearGeneral
@@ -31,7 +32,9 @@ __all__ = [
     "RMSNorm",
     "TransformerBlock",
     "accumulate_gradients",
+    "convert",
     "merge_gradients",
     "overwrite_with_gradient",
     "quantize_kernels",
+    "revert",
 ]
