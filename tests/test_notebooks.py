@@ -26,6 +26,7 @@ class ThisInterpreter(AsyncKernelManager):
 def test_there_are_notebooks():
     assert {path.name for path in NOTEBOOKS} == {
         "collective_matmul.ipynb",
+        "convert.ipynb",
         "fp8_linear.ipynb",
         "low_precision_adam.ipynb",
         "quickstart.ipynb",
