@@ -122,7 +122,8 @@ def test_value_and_gradients_in_fp8(rng, name):
     assert 1e-3 < relative_error(block(x), plain(x)) < 0.05
     actual, expected = (nnx.to_pure_dict(nnx.state(gradients_of(b, x), nnx.Param)) for b in (block, plain))
     errors = jax.tree.map(relative_error, actual, expected)
-    assert all(error < 0.15 for error in jax.tree.leaves(errors)), errors
+    # Those of query and key come last, after the gradients of all other products were rounded to E5M2.
+    assert all(error < 0.25 for error in jax.tree.leaves(errors)), errors
 
 
 def test_x_keeps_its_dtype(rng):
