@@ -7,8 +7,8 @@ its input and all parameters. Activations and parameters are bfloat16.
 
 Implementations: `te_jax` (transport "auto", which is p2p for all of these products on two and four GPUs), `te_jax_ring`
 and `xla` (plain collectives: nothing overlaps); `te_jax_current` and `te_jax_current_xla` have their projections in FP8
-(CurrentScaling, fast accumulation), all quantization inside the clock. Attention is `jax.nn.dot_product_attention`, by
-cuDNN where that compiles, else by XLA; rows say which.
+(CurrentScaling, fast accumulation), all quantization inside the clock. Attention is `ops.attention`, by cuDNN on a
+GPU and by XLA on a CPU; rows say which.
 
 TFLOP/s are those of one device, for three times the forward pass's operations, where causal attention counts the pairs
 that it needs. No time is reported for results that differ from those of `xla` by more than the error bounds.
@@ -61,11 +61,11 @@ every transport."""
 
 AXIS = "tensor"
 TransportName = Literal["auto", "p2p", "ring", "xla"]
-Attention = Literal["cudnn", "xla"]
 Parameters = dict[str, jax.Array]
 
 _FP8 = CurrentScaling(fast_accumulation=("forward", "dgrad", "wgrad"))
 _NORM_EPS, _ROPE_THETA = 1e-5, 500_000.0
+_ATTENTION: dict[str, Literal["cudnn", "xla"]] = {"gpu": "cudnn", "cpu": "xla"}
 _CALLS = {"gpu": 4, "cpu": 1}
 """Calls that are enqueued together, so that the dispatch of a few milliseconds hides behind one call at most."""
 
@@ -133,15 +133,12 @@ def _measure(
     def entry(name: str, reason: str) -> dict[str, str]:
         return {"case": case.name, "operation": OPERATION, "implementation": name, "reason": reason}
 
-    attention, reason = _attention_that_compiles(case, mesh)
-    if reason is not None:
-        result.skipped.append(entry("cudnn", f"attention is XLA's in all rows, because cuDNN's fails: {reason}"))
     expected = None
     errors: dict[str, dict[str, float]] = {}
     candidates: dict[str, Candidate] = {}
     for name in sorted(setups, key=lambda name: name != "xla"):
         try:
-            call, arguments = compiled(case, setups[name], mesh, attention)
+            call, arguments = compiled(case, setups[name], mesh)
             output = jax.block_until_ready(call(*arguments))
             expected = output if name == "xla" else expected
             if expected is None:
@@ -174,7 +171,7 @@ def _measure(
                 "implementation": name,
                 **row,
                 **relative,
-                "attention": attention,
+                "attention": _ATTENTION[jax.default_backend()],
                 **errors[name],
             }
         )
@@ -229,7 +226,7 @@ def _out_of_bounds(errors: dict[str, float], *, fp8: bool) -> str | None:
 
 
 def compiled(
-    case: shapes.BlockShape, setup: Setup, mesh: Mesh, attention: Attention, seed: int = 0
+    case: shapes.BlockShape, setup: Setup, mesh: Mesh, seed: int = 0
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The compiled block, and arguments for it.
 
@@ -237,7 +234,6 @@ def compiled(
       case: its shape.
       setup: how the devices share it.
       mesh: of the devices, with one axis, `AXIS`.
-      attention: implementation of `jax.nn.dot_product_attention`.
       seed: of parameters, x and dy, normal values that are scaled as in a network that begins to train.
 
     Returns:
@@ -247,7 +243,7 @@ def compiled(
     specs, stream = _parameter_specs(), P(None, AXIS) if setup.sequence_parallel else P()
 
     def forward_backward(parameters: Parameters, x: jax.Array, dy: jax.Array) -> Any:
-        y, vjp = jax.vjp(functools.partial(_block, case=case, setup=setup, attention=attention), parameters, x)
+        y, vjp = jax.vjp(functools.partial(_block, case=case, setup=setup), parameters, x)
         return y, *vjp(dy)
 
     mapped = jax.shard_map(
@@ -309,15 +305,13 @@ def _drawn(case: shapes.BlockShape, key: jax.Array) -> tuple[Parameters, jax.Arr
     return parameters, x, dy
 
 
-def _block(
-    parameters: Parameters, x: jax.Array, *, case: shapes.BlockShape, setup: Setup, attention: Attention
-) -> jax.Array:
+def _block(parameters: Parameters, x: jax.Array, *, case: shapes.BlockShape, setup: Setup) -> jax.Array:
     """One device's part: x is [1, its part of the sequence, hidden], or all of it without sequence parallelism."""
     h = _rms_norm(x, parameters["attention_norm"])
     projected = _from_stream(setup, h, tuple(parameters[name] for name in ("query", "key", "value")))
     query, key, value = (each.reshape(1, case.sequence, -1, case.head_dim) for each in projected)
     query, key = _rotated(query), _rotated(key)
-    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=attention)
+    mixed = ops.attention(query, key, value, causal=True, implementation=_ATTENTION[jax.default_backend()])
     x = x + _to_stream(setup, mixed.reshape(1, case.sequence, -1), parameters["out"])
     h = _rms_norm(x, parameters["mlp_norm"])
     gate, up = _from_stream(setup, h, (parameters["gate"], parameters["up"]))
@@ -366,30 +360,6 @@ def _rotated(x: jax.Array) -> jax.Array:
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def _attention_that_compiles(case: shapes.BlockShape, mesh: Mesh) -> tuple[Attention, str | None]:
-    """(implementation, why cuDNN's is not the one), tried with the gradient of the block's own heads."""
-    if jax.default_backend() != "gpu":
-        return "xla", None
-
-    def gradients(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-        y, vjp = jax.vjp(attend, query, key, value)
-        return vjp(y)
-
-    heads = NamedSharding(mesh, P(None, None, AXIS))
-    operands = [
-        jax.ShapeDtypeStruct((1, case.sequence, count, case.head_dim), jnp.bfloat16, sharding=heads)
-        for count in (case.heads, case.kv_heads, case.kv_heads)
-    ]
-    try:
-        jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=heads.spec, out_specs=heads.spec)).lower(
-            *operands
-        ).compile()
-    except Exception as error:  # missing, too old, or not for this GPU or these shapes
-        return "xla", reason_of(error)
-    return "cudnn", None
 
 
 FAMILY = Family(
