@@ -163,7 +163,7 @@ class Einsum(nn.Module):
             bias = self.param("bias", init, names.bias_shape, self.param_dtype)
         return linear.einsum(
             names,
-            jnp.asarray(inputs),
+            linear.as_array("inputs", inputs),
             kernel,
             bias,
             _scaling_state(self, self.recipe),
