@@ -4,6 +4,7 @@ A family is a module here with a `FAMILY`; `te-jax bench` lists and runs them. B
 
 - shapes: the shapes of real models, shared by every family
 - elementwise: what families share that are as fast as memory
+- flax_fp8: the FP8 products that Flax has
 - harness: timing, the record of the environment, the result files
 - tables: turns result files into the tables and figures of README.md and docs/
 """

@@ -10,7 +10,8 @@ Implementations, for each recipe: `te_jax_current` (all sums stay inside the ten
 gradients float32 takes over sums every 128 values, the recipe's default), `te_jax_current_once` (the kernel comes
 quantized, as for all but the first of several microbatches, and its gradient is written into a buffer that is
 donated); likewise `te_jax_delayed…`, whose state advances, and `te_jax_rowwise…`; `te_jax_block` and
-`te_jax_block_once` always split. `jnp` is a bfloat16 dot with JAX's own derivative.
+`te_jax_block_once` always split. `jnp` is a bfloat16 dot with JAX's own derivative, and `flax_fp8` Flax's own
+`Fp8DirectDotGeneralOp`: delayed scaling, whose state advances.
 
 No time is reported for a result outside the error bounds: 64 rows of y and of either gradient are compared with float64
 arithmetic on the values before quantization.
@@ -28,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import shapes
+from benchmarks import flax_fp8, shapes
 from benchmarks.harness import (
     Candidate,
     CaseResult,
@@ -85,7 +86,7 @@ VARIANTS = {
     "te_jax_block": _Variant(BlockScaling()),
     "te_jax_block_once": _Variant(BlockScaling(), once=True),
 }
-PEERS = ("jnp",)
+PEERS = ("jnp", "flax_fp8")
 IMPLEMENTATIONS = (*VARIANTS, *PEERS)
 
 
@@ -145,7 +146,7 @@ def _run_operation(
         except Exception as error:  # one peer that is missing or out of memory must not cost the others theirs
             result.skipped.append(entry(name, reason_of(error)))
             continue
-        wrong = _out_of_bounds(errors[name], fp8=name in VARIANTS)
+        wrong = _out_of_bounds(errors[name], fp8=name != "jnp")
         if wrong:
             result.wrong.append(entry(name, wrong))
         else:
@@ -229,6 +230,8 @@ def _out_of_bounds(errors: dict[str, float], *, fp8: bool) -> str | None:
 
 
 def _build(name: str, operation: str, inputs: _Inputs) -> Candidate:
+    if name == "flax_fp8":
+        return _build_flax(name, operation, inputs)
     if name != "jnp":
         return _build_te_jax(name, operation, inputs)
 
@@ -242,6 +245,23 @@ def _build(name: str, operation: str, inputs: _Inputs) -> Candidate:
         return {"y": y, "dx": dx, "dkernel": dkernel}
 
     return _candidate(name, forward if operation == "forward" else forward_backward, inputs)
+
+
+def _build_flax(name: str, operation: str, inputs: _Inputs) -> Candidate:
+    x, kernel, dy = (float(jnp.max(jnp.abs(a))) for a in (inputs.x, inputs.kernel, inputs.dy))
+
+    def forward(x: jax.Array, kernel: jax.Array, dy: jax.Array, state: Any) -> dict[str, Any]:
+        del dy
+        return {"y": flax_fp8.product(x, kernel, state)}
+
+    def forward_backward(x: jax.Array, kernel: jax.Array, dy: jax.Array, state: Any) -> dict[str, Any]:
+        y, vjp = jax.vjp(flax_fp8.product, x, kernel, state)
+        dx, dkernel, next_state = vjp(dy)
+        return {"y": y, "dx": dx, "dkernel": dkernel, "state": next_state}
+
+    return _candidate(
+        name, forward if operation == "forward" else forward_backward, inputs, flax_fp8.state(x, kernel, dy)
+    )
 
 
 def _build_te_jax(name: str, operation: str, inputs: _Inputs) -> Candidate:

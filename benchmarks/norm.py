@@ -16,6 +16,7 @@ A program has four norms, and a time is that of one. No time is reported for a r
 error against the norm in float32.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -94,7 +95,8 @@ def _build_forward(
             operands[0], scale, epsilon=_EPSILON, residual=residual, quantization=quantization,
             copies=operation.copies, implementation="native",
         )  # fmt: skip
-        return results if operation.residual else (results, None)
+        y8, total = results if operation.residual else (results, None)
+        return dataclasses.replace(y8, straight_through=None), total  # which no layer reads
 
     def apart(operands: tuple[jax.Array, ...], scale: jax.Array) -> Any:
         total = sum(operands[1:], operands[0])

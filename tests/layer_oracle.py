@@ -38,3 +38,31 @@ def attention_layer(params, x, mask, *, theta=None, positions=None, norm=lambda 
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(jnp.asarray(mask)[:, None], scores, -1e30), axis=-1)
     return jnp.einsum("bnts,bsnh,nho->bto", weights, value, params["out"]["kernel"])
+
+
+def normalized(x, params, epsilon, zero_centered):
+    """RMS norm, or layer norm where there is a bias."""
+    if "bias" in params:
+        x = x - x.mean(axis=-1, keepdims=True)
+    y = x / jnp.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon)
+    y = jnp.einsum("...i,i->...i", y, params["scale"] + (1.0 if zero_centered else 0.0))
+    return y + params["bias"].reshape((1,) * (y.ndim - 1) + (-1,)) if "bias" in params else y
+
+
+def transformer_block(
+    params, x, *, theta, kind="silu", window=None, epsilon=1e-6, zero_centered=False, norm="rms", qk_norm=False
+):
+    """The block of `te_jax.nnx.TransformerBlock` with these parameters."""
+    assert ("bias" in params["attention_norm"]) == (norm == "layer")
+
+    def norm_of(name, x, params=params):
+        return normalized(x, params[name], epsilon, zero_centered)
+
+    heads = params["attention"]
+    of_heads = (lambda name, x: norm_of(name, x, heads)) if qk_norm else (lambda name, x: x)
+    mask = visible(*x.shape[:2], window=window)
+    x = x + attention_layer(heads, norm_of("attention_norm", x), mask, theta=theta, norm=of_heads)
+    h = norm_of("mlp_norm", x)
+    gate, up, down = (params["mlp"][name]["kernel"] for name in ("gate_proj", "up_proj", "down_proj"))
+    activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[kind]
+    return x + (activation(h @ gate) * (h @ up)) @ down

@@ -10,11 +10,13 @@ except ModuleNotFoundError as error:
     ) from error
 
 from te_jax.flax.attention import Attention
+from te_jax.flax.convert import convert, report
 from te_jax.flax.embed import Embed
 from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.linear import Dense, DenseGeneral, DotGeneral, Einsum, make_dot_general_cls
 from te_jax.flax.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
 from te_jax.flax.norm import LayerNorm, NormLinear, RMSNorm
+from te_jax.flax.transformer_block import TransformerBlock
 
 __all__ = [
     "Attention",
@@ -27,8 +29,11 @@ __all__ = [
     "LayerNorm",
     "NormLinear",
     "RMSNorm",
+    "TransformerBlock",
     "accumulate_gradients",
+    "convert",
     "make_dot_general_cls",
     "merge_gradients",
     "quantize_kernels",
+    "report",
 ]

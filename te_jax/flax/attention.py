@@ -13,6 +13,7 @@ from jax import Array
 
 from te_jax import native
 from te_jax.flax.linear import DenseGeneral, Initializer, layer_options
+from te_jax.flax.norm import RMSNorm
 from te_jax.nn import attention
 from te_jax.ops.attention import Implementation
 from te_jax.quantized import QuantizedArray
@@ -23,8 +24,8 @@ class Attention(nn.Module):
     """Self-attention with grouped queries and rotary positions, whose linear layers run in FP8 with a recipe.
 
     The layers "query", "key", "value" and "out" have the names and shapes of `flax.linen.MultiHeadDotProductAttention`,
-    so that its checkpoints load. The first three share one quantized x. Attention itself is `te_jax.ops.attention`, in
-    `dtype`.
+    so that its checkpoints load; with qk_norm there are "query_ln" and "key_ln". The first three share one quantized x.
+    Attention itself is `te_jax.ops.attention`, in `dtype`.
 
     Attributes:
       num_heads: of query.
@@ -35,7 +36,9 @@ class Attention(nn.Module):
       causal: a token sees itself and those before it.
       window: of these the last `window` ones; None for all.
       rope_theta: base of rotary positions, which turn the pairs (i, i + head_dim / 2); None for no positions.
-      dtype, param_dtype, recipe, axis_name, implementation: as in `DenseGeneral`, for all four layers.
+      qk_norm: whether RMS norms over head_dim come before the rotary positions; Flax has layer norms there.
+      epsilon, zero_centered, scale_axes: of these norms, as in `RMSNorm`.
+      dtype, param_dtype, recipe, axis_name, implementation: as in `DenseGeneral`, for all layers.
       kernel_init, bias_init, kernel_axes, bias_axes: of "query", "key" and "value".
       out_kernel_init, out_bias_init: of "out"; None for the same.
       out_kernel_axes, out_bias_axes: of "out".
@@ -55,6 +58,9 @@ class Attention(nn.Module):
     causal: bool = True
     window: int | None = None
     rope_theta: float | None = 10_000.0
+    qk_norm: bool = False
+    epsilon: float = 1e-6
+    zero_centered: bool = False
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
@@ -65,6 +71,7 @@ class Attention(nn.Module):
     out_kernel_axes: Sequence[str | None] | None = None
     bias_axes: Sequence[str | None] | None = None
     out_bias_axes: Sequence[str | None] | None = None
+    scale_axes: Sequence[str | None] | None = None
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     decode: bool = False
@@ -107,14 +114,8 @@ class Attention(nn.Module):
         settings = attention.Settings(
             self.causal, self.window, self.rope_theta, self.attention_implementation, self.max_score_bytes
         )
-        shared: Any = {
-            "use_bias": self.use_bias,
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "recipe": self.recipe,
-            "axis_name": self.axis_name,
-            "implementation": self.implementation,
-        }
+        names = ("use_bias", "dtype", "param_dtype", "recipe", "axis_name", "implementation")
+        shared: Any = {name: getattr(self, name) for name in names}
         projections = [
             DenseGeneral(
                 features,
@@ -131,6 +132,10 @@ class Attention(nn.Module):
         query, key, value = attention.project(
             x, (of_query, of_key, of_value), heads, dtype=self.dtype, options=layer_options(projections[0])
         )
+        if self.qk_norm:
+            names = ("epsilon", "zero_centered", "scale_axes", "dtype", "param_dtype", "implementation")
+            of_norms: Any = {name: getattr(self, name) for name in names}
+            query, key = RMSNorm(name="query_ln", **of_norms)(query), RMSNorm(name="key_ln", **of_norms)(key)
         mixed = self._attend(
             query, key, value, settings, segment_ids=segment_ids, key_lengths=key_lengths, positions=positions
         )

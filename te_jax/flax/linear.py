@@ -95,13 +95,7 @@ class DenseGeneral(nn.Module):
         Args:
           contracted: the sizes of the dimensions that it contracts.
         """
-        features = linear.sizes("features", self.features)
-        kernel = _kernel(self, (math.prod(contracted), math.prod(features)), (*contracted, *features))
-        bias = None
-        if self.use_bias:
-            init = named_initializer("bias_axes", self.bias_init, (math.prod(features),), features, self.bias_axes)
-            bias = self.param("bias", init, features, self.param_dtype)
-        return linear.Layer(kernel, bias, _scaling_state(self, self.recipe))
+        return held(self, contracted, self.recipe)
 
 
 class Dense(DenseGeneral):
@@ -154,22 +148,7 @@ class Einsum(nn.Module):
         Raises:
           ValueError: for strings, shapes or dtypes that do not fit, naming the argument.
         """
-        shape = linear.sizes("shape", self.shape)
-        names = linear.Einsum.parse(nn.merge_param("einsum_str", self.einsum_str, einsum_str), shape)
-        kernel = _kernel(self, shape, shape)
-        bias = None
-        if self.use_bias:
-            init = named_initializer("bias_axes", self.bias_init, names.bias_shape, names.bias_shape, self.bias_axes)
-            bias = self.param("bias", init, names.bias_shape, self.param_dtype)
-        return linear.einsum(
-            names,
-            linear.as_array("inputs", inputs),
-            kernel,
-            bias,
-            _scaling_state(self, self.recipe),
-            dtype=self.dtype,
-            options=layer_options(self),
-        )
+        return einsum(self, inputs, einsum_str, layer_options(self))
 
 
 class DotGeneral(nn.Module):
@@ -255,14 +234,46 @@ def layer_options(module: DenseGeneral | Einsum | DotGeneral) -> linear.Options:
     return linear.Options(module.recipe, module.axis_name, module.implementation)
 
 
-def _kernel(module: DenseGeneral | Einsum, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+def held(module: Any, contracted: tuple[int, ...], recipe: Recipe | None) -> linear.Layer:
+    """`DenseGeneral.held`, also of a layer of Flax, inside of its compact method."""
+    features = linear.sizes("features", module.features)
+    kernel = _kernel(module, (math.prod(contracted), math.prod(features)), (*contracted, *features))
+    bias = _bias(module, (math.prod(features),), features)
+    return linear.Layer(kernel, bias, _scaling_state(module, recipe))
+
+
+def einsum(module: Any, inputs: jax.typing.ArrayLike, einsum_str: str | None, options: linear.Options) -> Array:
+    """`Einsum.__call__`, also of a layer of Flax, inside of its compact method."""
+    shape = linear.sizes("shape", module.shape)
+    names = linear.Einsum.parse(nn.merge_param("einsum_str", module.einsum_str, einsum_str), shape)
+    return linear.einsum(
+        names,
+        linear.as_array("inputs", inputs),
+        _kernel(module, shape, shape),
+        _bias(module, names.bias_shape, names.bias_shape),
+        _scaling_state(module, options.recipe),
+        dtype=module.dtype,
+        options=options,
+    )
+
+
+def _kernel(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     """The kernel: quantized, or a parameter whose initializer draws `drawn_shape`."""
     if module.has_variable("params", "kernel"):
         kernel = module.get_variable("params", "kernel")
         if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
             return kernel
-    init = named_initializer("kernel_axes", module.kernel_init, drawn_shape, shape, module.kernel_axes)
+    axes = getattr(module, "kernel_axes", None)
+    init = named_initializer("kernel_axes", module.kernel_init, drawn_shape, shape, axes)
     return module.param("kernel", init, shape, module.param_dtype)
+
+
+def _bias(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Array | None:
+    if not module.use_bias:
+        return None
+    axes = getattr(module, "bias_axes", None)
+    init = named_initializer("bias_axes", module.bias_init, drawn_shape, shape, axes)
+    return module.param("bias", init, shape, module.param_dtype)
 
 
 def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingState | None:
@@ -271,9 +282,16 @@ def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingSt
         return None
     kept = module.has_variable(OVERWRITE_WITH_GRADIENT, delayed_scaling.USES)
     if not kept and not module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
+        name = "/".join(module.path) or "the layer"
+        if module.is_initializing():
+            raise ValueError(
+                f'{name} has no place for the state of DelayedScaling: name "{OVERWRITE_WITH_GRADIENT}" beside '
+                '"params" in the variable_axes of the nn.scan or nn.vmap around it, and in the argument mutable of '
+                "init, or give this layer another recipe"
+            )
         raise ValueError(
-            f'variables have no state in "{OVERWRITE_WITH_GRADIENT}" for {"/".join(module.path) or "the layer"}, which '
-            'DelayedScaling needs: pass this collection beside "params", first as init returned it'
+            f'variables have no state in "{OVERWRITE_WITH_GRADIENT}" for {name}, which DelayedScaling needs: pass this '
+            'collection beside "params", first as init returned it'
         )
     initial = delayed_scaling.initial_state(recipe).items()
     return delayed_scaling.scaling_state(

@@ -14,7 +14,8 @@ from flax import serialization
 from flax.core import meta
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from te_jax.flax.linear import DenseGeneral, Einsum, layer_options, unboxed
+from te_jax.flax.convert import options_in_call
+from te_jax.flax.linear import Einsum, unboxed
 from te_jax.nn import linear, microbatches
 from te_jax.quantized import QuantizedArray
 
@@ -28,7 +29,7 @@ _ZEROS = "jax.tree.map(jnp.zeros_like, flax.linen.unbox(variables)), of the vari
 
 
 def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
-    """Quantizes the kernels of te_jax's layers, once for several microbatches.
+    """Quantizes the kernels of te_jax's layers, and of converted ones, once for several microbatches.
 
     Each becomes a `te_jax.quantized.QuantizedArray`, as its layer's recipe says. Kernels of layers with recipe=None and
     all other variables keep their values, but lose names of logical axes. Apply the model to the result as to
@@ -54,13 +55,9 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
 
     def note(call, call_args, call_kwargs, context):
         y, module = call(*call_args, **call_kwargs), context.module
-        if (
-            isinstance(module, DenseGeneral | Einsum)
-            and context.method_name == ("held" if isinstance(module, DenseGeneral) else "__call__")
-            and module.recipe is not None
-            and not _is_quantized(kernel := _unboxed(module.get_variable("params", "kernel")))
-        ):
-            layers[module.path] = (layer_options(module), kernel.shape, _kernel_ndims(module, kernel.shape))
+        options = options_in_call(context, call_args, call_kwargs)
+        if options is not None and not _is_quantized(kernel := _unboxed(module.get_variable("params", "kernel"))):
+            layers[module.path] = (options, kernel.shape, _kernel_ndims(module, kernel.shape))
         return y
 
     leaves, structure = jax.tree.flatten(args)
@@ -88,11 +85,11 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
     return jax.tree.map_with_path(quantized, _unboxed(variables), is_leaf=_is_quantized)
 
 
-def _kernel_ndims(module: DenseGeneral | Einsum, shape: tuple[int, ...]) -> tuple[int, int]:
+def _kernel_ndims(module: Any, shape: tuple[int, ...]) -> tuple[int, int]:
     """How many dimensions the rows and the columns of a layer's quantized kernel have."""
-    if isinstance(module, Einsum):
+    if isinstance(module, Einsum | nn.Einsum):
         return linear.Einsum.parse(module.einsum_str, shape).kernel_ndims
-    rows = len(linear.as_tuple(module.axis))
+    rows = len(linear.as_tuple(getattr(module, "axis", -1)))
     return rows, len(shape) - rows
 
 

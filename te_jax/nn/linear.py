@@ -297,7 +297,7 @@ def dot_general(
             "((), ())), as jax.lax.dot_general has it"
         ) from None
     if preferred_element_type is not None and options.recipe is not None:
-        preferred_element_type = _as_float("preferred_element_type", preferred_element_type)
+        preferred_element_type = as_float("preferred_element_type", preferred_element_type)
     if lhs_batch or rhs_batch:
         raise ValueError(
             f"dimension_numbers is {dimension_numbers}; batch dimensions are not supported: "
@@ -408,13 +408,18 @@ def sizes(name: str, value: int | Iterable[int]) -> tuple[int, ...]:
 def result_dtype(dtype: jax.typing.DTypeLike | None, *arrays: Any) -> jax.typing.DTypeLike:
     """The dtype that a layer computes in: the given one, or what its arrays promote to, of which some may be None."""
     if dtype is not None:
-        return _as_float("dtype", dtype)
+        return as_float("dtype", dtype)
     given = [x.kernel if isinstance(x, AccumulatedKernel) else x for x in arrays if x is not None]
     dtype = jnp.result_type(*(x.dtype if isinstance(x, QuantizedArray) else x for x in given))
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
 
 
-def _as_float(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+def as_float(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """The dtype of a layer.
+
+    Raises:
+      ValueError: it is none of those that layers compute in, naming the argument.
+    """
     if dtype in (float, jnp.float64):  # names of float32 where there are no 64 bits
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return as_dtype(f"{name} is", dtype, FLOATS, FLOAT_NAMES)

@@ -8,11 +8,13 @@ except ModuleNotFoundError as error:
     raise ImportError('te_jax.nnx needs Flax, which is not installed: pip install ".[flax]" in the checkout') from error
 
 from te_jax.nnx.attention import Attention
+from te_jax.nnx.convert import convert, revert
 from te_jax.nnx.embed import Embed
 from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.linear import DotGeneral, Einsum, Linear, LinearGeneral
 from te_jax.nnx.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
 from te_jax.nnx.norm import LayerNorm, NormLinear, RMSNorm
+from te_jax.nnx.transformer_block import TransformerBlock
 from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel, overwrite_with_gradient
 
 __all__ = [
@@ -28,8 +30,11 @@ __all__ = [
     "OverwriteWithGradient",
     "QuantizedKernel",
     "RMSNorm",
+    "TransformerBlock",
     "accumulate_gradients",
+    "convert",
     "merge_gradients",
     "overwrite_with_gradient",
     "quantize_kernels",
+    "revert",
 ]

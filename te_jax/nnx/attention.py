@@ -13,6 +13,7 @@ from jax import Array
 from te_jax import native
 from te_jax.nn import attention
 from te_jax.nnx.linear import Initializer, LinearGeneral
+from te_jax.nnx.norm import RMSNorm
 from te_jax.ops.attention import Implementation
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
@@ -22,7 +23,8 @@ class Attention(nnx.Module):
     """Self-attention with grouped queries and rotary positions, whose linear layers run in FP8 with a recipe.
 
     The layers `query`, `key`, `value` and `out` have the names and shapes of `flax.nnx.MultiHeadAttention`, so that its
-    checkpoints load. The first three share one quantized x. Attention itself is `te_jax.ops.attention`, in `dtype`.
+    checkpoints load; with qk_norm there are `query_ln` and `key_ln`. The first three share one quantized x. Attention
+    itself is `te_jax.ops.attention`, in `dtype`.
 
     Args:
       in_features: number of input features.
@@ -34,7 +36,9 @@ class Attention(nnx.Module):
       causal: a token sees itself and those before it.
       window: of these the last `window` ones; None for all.
       rope_theta: base of rotary positions, which turn the pairs (i, i + head_dim / 2); None for no positions.
-      dtype, param_dtype, recipe, axis_name, implementation: as in `LinearGeneral`, for all four layers.
+      qk_norm: whether RMS norms over head_dim come before the rotary positions; Flax has layer norms there.
+      epsilon, zero_centered, scale_metadata: of these norms, as in `RMSNorm`.
+      dtype, param_dtype, recipe, axis_name, implementation: as in `LinearGeneral`, for all layers.
       kernel_init, bias_init, kernel_metadata, bias_metadata: of `query`, `key` and `value`.
       out_kernel_init, out_bias_init: of `out`; None for the same.
       out_kernel_metadata, out_bias_metadata: of `out`.
@@ -59,6 +63,9 @@ class Attention(nnx.Module):
         causal: bool = True,
         window: int | None = None,
         rope_theta: float | None = 10_000.0,
+        qk_norm: bool = False,
+        epsilon: float = 1e-6,
+        zero_centered: bool = False,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         kernel_init: Initializer = nnx.initializers.lecun_normal(),
@@ -68,6 +75,7 @@ class Attention(nnx.Module):
         kernel_metadata: Mapping[str, Any] | None = None,
         out_kernel_metadata: Mapping[str, Any] | None = None,
         bias_metadata: Mapping[str, Any] | None = None,
+        scale_metadata: Mapping[str, Any] | None = None,
         out_bias_metadata: Mapping[str, Any] | None = None,
         dropout_rate: float = 0.0,
         decode: bool = False,
@@ -103,6 +111,19 @@ class Attention(nnx.Module):
         self.query = LinearGeneral(in_features, of_query, **projection, **shared)
         self.key = LinearGeneral(in_features, of_key, **projection, **shared)
         self.value = LinearGeneral(in_features, of_value, **projection, **shared)
+        self.query_ln: RMSNorm | None = nnx.data(None)
+        self.key_ln: RMSNorm | None = nnx.data(None)
+        if qk_norm:
+            of_norms: Any = {
+                "epsilon": epsilon,
+                "zero_centered": zero_centered,
+                "scale_metadata": scale_metadata,
+                "dtype": dtype,
+                "param_dtype": param_dtype,
+                "implementation": implementation,
+                "rngs": rngs,
+            }
+            self.query_ln, self.key_ln = (RMSNorm(self.heads.head_dim, **of_norms) for _ in range(2))
         self.out = LinearGeneral(
             of_query,
             in_features if out_features is None else out_features,
@@ -156,6 +177,8 @@ class Attention(nnx.Module):
             dtype=self.dtype,
             options=self.query.options,
         )
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
         cache = self._cache() if (self.decode if decode is None else decode) else None
         mixed, cache = attention.attend(
             query,

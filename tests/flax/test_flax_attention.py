@@ -205,11 +205,14 @@ def test_names_of_axes(rng):
         bias_axes=axes[1:],
         out_kernel_axes=axes[1:] + axes[:1],
         out_bias_axes=axes[:1],
+        qk_norm=True,
+        scale_axes=axes[-1:],
     )
     variables = model.init(key_of(rng), normal(rng, (1, 3, 32)))
     specs = nn.get_partition_spec(variables)["params"]
     assert [tuple(specs[name]["kernel"]) for name in ("query", "key", "value")] == [axes] * 3
     assert tuple(specs["value"]["bias"]) == axes[1:]
+    assert tuple(specs["query_ln"]["scale"]) == tuple(specs["key_ln"]["scale"]) == axes[-1:]
     assert (tuple(specs["out"]["kernel"]), tuple(specs["out"]["bias"])) == (axes[1:] + axes[:1], axes[:1])
 
 

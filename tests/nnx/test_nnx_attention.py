@@ -67,12 +67,16 @@ def test_without_rotary_positions_it_is_flaxs(rng, use_bias, causal):
 
 
 def test_sizes(rng):
-    layer = Attention(48, 4, num_kv_heads=2, head_dim=8, out_features=16, use_bias=True, rngs=rngs_of(rng))
+    layer = Attention(
+        48, 4, num_kv_heads=2, head_dim=8, out_features=16, use_bias=True, qk_norm=True, rngs=rngs_of(rng)
+    )
     shapes = nnx.to_pure_dict(jax.tree.map(jnp.shape, nnx.state(layer)))
     assert shapes == {
         "query": {"kernel": (48, 4, 8), "bias": (4, 8)},
         "key": {"kernel": (48, 2, 8), "bias": (2, 8)},
         "value": {"kernel": (48, 2, 8), "bias": (2, 8)},
+        "query_ln": {"scale": (8,)},
+        "key_ln": {"scale": (8,)},
         "out": {"kernel": (4, 8, 16), "bias": (16,)},
     }
     assert layer(normal(rng, (3, 5, 48))).shape == (3, 5, 16)

@@ -1,0 +1,318 @@
+"""A Linen module of Flax's layers into FP8, by intercepting the calls of its layers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import dtypes
+from flax.linen.module import InterceptorContext
+from jax import Array
+
+from te_jax import native
+from te_jax.flax import linear as layers
+from te_jax.nn import convert as conversion
+from te_jax.nn import linear
+from te_jax.recipe import Recipe
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_FLAX = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+_OURS = (layers.DenseGeneral, layers.Einsum)
+
+
+def convert(
+    module: Model,
+    recipe: Recipe | None,
+    *,
+    rules: conversion.Rules = (),
+    axis_name: str | tuple[str, ...] | None = None,
+    implementation: native.Implementation | None = None,
+) -> Model:
+    """A module that computes the linear layers of the given one in FP8.
+
+        model = te_jax.flax.convert(model, BlockScaling(), rules=[("decoder/layer_0/*", None)])
+        variables = model.init(jax.random.key(0), x)
+        print(te_jax.flax.report(model))
+
+    `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum`, wherever the module makes or calls them, and classes of yours that
+    inherit their `__call__`, compute as te_jax's layers of these names. Layers of te_jax get the recipe. Parameters
+    keep their names, shapes and initial values. `DelayedScaling` adds its state in the collection
+    "_overwrite_with_gradient": `nn.scan` and `nn.vmap` must name it in their `variable_axes`. A layer's `precision` is
+    ignored. Convert a model once, outside of functions that run often: each conversion is traced on its own.
+
+    Left alone are, unless a rule names a recipe for them, output heads (a part of the path is "head", "lm_head",
+    "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output") and routers ("router", or
+    "gate" in a part with "moe"). Always left alone are embeddings; sizes that are no multiples of 16; dtypes that FP8
+    layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules with a recipe argument; and layers
+    with a `__call__`, `dot_general`, `dot_general_cls`, `promote_dtype`, `preferred_element_type` or `batch_dims` of
+    their own.
+
+    Args:
+      module: a Linen module that is not bound. It is not changed. If it was converted before, this recipe and these
+        rules take the place of the former.
+      recipe: for all layers that no rule names; None to convert only those that a rule names.
+      rules: pairs of a pattern and a recipe or None; the first that matches the path of a layer holds. Paths are those
+        of the parameters, joined by "/". `*` matches any characters, also "/".
+      axis_name, implementation: as in `DenseGeneral`.
+
+    Returns:
+      A module of a subclass of its class, with the same attributes and methods. Call these, not those of submodules
+      that `bind` returns: only they are intercepted. Which layers were converted is known once it has run: `report`.
+
+    Raises:
+      ValueError: module is no Linen module or bound, or recipe or rules are none.
+    """
+    rules = conversion.validate(recipe, rules)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module is of type {type(module).__name__}; it must be a flax.linen.Module")
+    if module.parent is not None or module.scope is not None:
+        raise ValueError(
+            f"module {type(module).__name__} is bound or was made inside of another module; convert the outer one, "
+            "with a rule for its path"
+        )
+    made = {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.init}
+    made["te_jax_conversion"] = _Conversion(recipe, rules, axis_name, implementation)
+    base = type(module)
+    return _converted_class(base.__bases__[0] if _conversion_of(module) else base)(**made)
+
+
+def report(module: nn.Module) -> conversion.Report:
+    """What the conversion of a module did with each layer that has run until now.
+
+    Linen makes layers when they run, so `init` or `apply` comes first; tracing is enough:
+    `jax.eval_shape(model.init, jax.random.key(0), x)`.
+
+    Args:
+      module: what `convert` returned.
+
+    Returns:
+      The layers in the order of their first calls.
+
+    Raises:
+      ValueError: module was not converted, or has not run.
+    """
+    made = _conversion_of(module)
+    if made is None:
+        raise ValueError(f"module is of type {type(module).__name__}; it must be what te_jax.flax.convert returned")
+    if not made.log.layers:
+        raise ValueError(
+            "module has not run, and Linen makes layers when they run: call its init or apply before, or "
+            "jax.eval_shape(module.init, jax.random.key(0), x)"
+        )
+    return conversion.report(made.log.layers.values(), made.rules)
+
+
+def options_in_call(context: InterceptorContext, args: Any, kwargs: Any) -> linear.Options | None:
+    """How a layer multiplies in a call that ended, by itself or as converted; None if it is no layer in FP8.
+
+    Args:
+      context, args, kwargs: of the call, as an interceptor of Flax gets them.
+    """
+    module: Any = context.module
+    if not _has_kernel(context):
+        return None
+    if isinstance(module, _OURS):
+        options = layers.layer_options(module)
+    else:
+        options = None if _running.conversion is None else _running.conversion.options(module, args, kwargs)[0]
+    return None if options is None or options.recipe is None else options
+
+
+class _Log:
+    """The layers that a conversion has met, by path."""
+
+    def __init__(self):
+        self.layers: dict[str, conversion.Layer] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conversion:
+    recipe: Recipe | None
+    rules: tuple[tuple[str, Recipe | None], ...]
+    axis_name: str | tuple[str, ...] | None
+    implementation: native.Implementation | None
+    log: _Log = dataclasses.field(default_factory=_Log, compare=False, repr=False)
+
+    def options(self, module: Any, args: Any, kwargs: Any) -> tuple[linear.Options | None, str]:
+        """How a layer of Flax multiplies in a call with these arguments; None if as Flax does, and why."""
+        obstacle = _own_behaviour(module) or _obstacle(module, *args, **kwargs)
+        recipe, reason = conversion.decide((_path(module),), self.recipe, self.rules, obstacle)
+        return None if recipe is None else linear.Options(recipe, self.axis_name, self.implementation), reason
+
+    def intercept(self, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext) -> Any:
+        """Runs a method: that of a linear layer on te_jax's products."""
+        module: Any = context.module
+        if _running.composite is not None:
+            y = call(*args, **kwargs)
+            if _has_kernel(context):
+                reason = conversion.part_of(_running.composite)
+                self._note(module, module.get_variable("params", "kernel"), module.recipe, reason)
+            return y
+        if context.method_name == "__call__" and conversion.is_composite(module, _OURS):
+            _running.composite = type(module)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                _running.composite = None
+        if not _has_kernel(context):
+            y = call(*args, **kwargs)
+            if context.method_name == "__call__" and not isinstance(module, _OURS):
+                self._note_other(module)
+            return y
+        if isinstance(module, _OURS):
+            recipe, reason = self._recipe_of_ours(module, args, kwargs)
+            object.__setattr__(module, "recipe", recipe)  # modules are made anew for each init and apply
+            y = call(*args, **kwargs)
+        else:
+            options, reason = self.options(module, args, kwargs)
+            recipe = None if options is None else options.recipe
+            y = call(*args, **kwargs) if options is None else _compute(module, options, *args, **kwargs)
+        self._note(module, module.get_variable("params", "kernel"), recipe, reason)
+        return y
+
+    def _recipe_of_ours(self, module: Any, args: Any, kwargs: Any) -> tuple[Recipe | None, str]:
+        obstacle = _obstacle(module, *args, **kwargs)
+        recipe, reason = conversion.decide((_path(module),), self.recipe, self.rules, obstacle)
+        if recipe is None and not reason.startswith("rule "):
+            recipe = module.recipe  # one that someone gave to this very layer
+        return recipe, reason
+
+    def _note_other(self, module: nn.Module) -> None:
+        if _path(module) in self.log.layers:  # of a layer that shares its scope
+            return
+        for name, value in module.variables.get("params", {}).items():
+            value = layers.unboxed(value)
+            if name not in ("scale", "bias") and getattr(value, "ndim", 0) >= 2:
+                embedding = isinstance(module, nn.Embed) or "emb" in name
+                reason = "an embedding" if embedding else "neither nn.Dense, nn.DenseGeneral nor nn.Einsum"
+                self._note(module, value, None, reason)
+
+    def _note(self, module: nn.Module, kernel: Any, recipe: Recipe | None, reason: str) -> None:
+        shape = getattr(layers.unboxed(kernel), "shape", None)  # of a quantized kernel, none in some calls
+        kind = type(module).__name__ if shape is None else f"{type(module).__name__} {shape}"
+        if shape is not None or _path(module) not in self.log.layers:
+            self.log.layers[_path(module)] = conversion.Layer(_path(module), kind, recipe, reason)
+
+
+class _Running(threading.local):
+    """The conversion that runs in this thread, the path of its module, and the module of te_jax whose layers run."""
+
+    conversion: _Conversion | None = None
+    root: tuple[str, ...] = ()
+    composite: type[nn.Module] | None = None
+
+
+_running = _Running()
+
+# nn.jit must trace again: a trace of the module without this conversion computes something else.
+_traced_as = jax.make_user_context()
+
+
+@contextlib.contextmanager
+def _intercepted(made: _Conversion, root: tuple[str, ...]):
+    """Within it, layers compute as a conversion says. The outermost one holds."""
+    if _running.conversion is not None:
+        yield
+        return
+    _running.conversion, _running.root = made, root
+    try:
+        with nn.intercept_methods(made.intercept), _traced_as(made.log):
+            yield
+    finally:
+        _running.conversion = None
+
+
+def _conversion_of(module: nn.Module) -> _Conversion | None:
+    return getattr(module, "te_jax_conversion", None)
+
+
+@functools.cache
+def _converted_class(base: type[nn.Module]) -> type[Any]:
+    """A subclass whose methods run with the calls of layers intercepted, however they are reached."""
+
+    class Converted(base, kw_only=True):
+        te_jax_conversion: Any = None
+
+        @nn.nowrap
+        def apply(self, *args: Any, **kwargs: Any):
+            with _intercepted(self.te_jax_conversion, ()):
+                return super().apply(*args, **kwargs)
+
+        @nn.nowrap
+        def init_with_output(self, *args: Any, **kwargs: Any):
+            with _intercepted(self.te_jax_conversion, ()):
+                return super().init_with_output(*args, **kwargs)
+
+        @nn.nowrap
+        def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any):  # as part of another module, or bound
+            with _intercepted(self.te_jax_conversion, self.path if self.scope is not None else ()):
+                return super()._call_wrapped_method(fun, args, kwargs)
+
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Converted, name, getattr(base, name))
+    return Converted
+
+
+def _path(module: nn.Module) -> str:
+    return "/".join(module.path[len(_running.root) :])
+
+
+def _has_kernel(context: InterceptorContext) -> bool:
+    """Whether a call is that of a linear layer in which it has its kernel."""
+    method = "held" if isinstance(context.module, layers.DenseGeneral) else "__call__"
+    return isinstance(context.module, (*_FLAX, *_OURS)) and context.method_name == method
+
+
+def _compute(
+    module: Any, options: linear.Options, inputs: jax.typing.ArrayLike, einsum_str: str | None = None
+) -> Array:
+    """What a layer of Flax returns, on te_jax's products."""
+    if isinstance(module, nn.Einsum):
+        return layers.einsum(module, inputs, einsum_str, options)
+    inputs = jnp.asarray(inputs)
+    axis = _axis(module, inputs)
+    return linear.linear(
+        inputs,
+        *layers.held(module, tuple(inputs.shape[i] for i in axis), options.recipe),
+        axis=axis,
+        features=linear.as_tuple(module.features),
+        dtype=module.dtype,
+        activation=None,
+        options=options,
+    )
+
+
+def _own_behaviour(module: Any) -> str | None:
+    """What a layer of Flax does otherwise than te_jax's, if so."""
+    flax = next(layer for layer in _FLAX if isinstance(module, layer))
+    if type(module).__call__ is not flax.__call__:
+        return f"{type(module).__name__} has a __call__ of its own"
+    usual = {"promote_dtype": dtypes.promote_dtype}
+    for name in ("dot_general", "dot_general_cls", "promote_dtype", "preferred_element_type"):
+        if getattr(module, name, usual.get(name)) is not usual.get(name):
+            return f"it has a {name} of its own"
+    return "it has batch_dims" if linear.as_tuple(getattr(module, "batch_dims", ())) else None
+
+
+def _obstacle(module: Any, inputs: Any, einsum_str: str | None = None) -> str | None:
+    """Why FP8 cannot take a layer for these inputs, if so. For `DenseGeneral.held` these are the contracted sizes."""
+    if obstacle := conversion.obstacle_in_dtype(module.dtype, module.param_dtype):
+        return obstacle
+    if isinstance(module, nn.Einsum | layers.Einsum):
+        return conversion.obstacle_in_einsum(einsum_str or module.einsum_str, linear.as_tuple(module.shape))
+    if not isinstance(module, layers.DenseGeneral):
+        inputs = tuple(jnp.shape(inputs)[i] for i in _axis(module, inputs))
+    return conversion.obstacle_in_sizes(inputs, linear.as_tuple(module.features))
+
+
+def _axis(module: Any, inputs: Any) -> tuple[int, ...]:
+    axis = linear.as_tuple(getattr(module, "axis", -1))
+    return tuple(sorted(linear.normalize_axes("axis", axis, jnp.ndim(inputs))))

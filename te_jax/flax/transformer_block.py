@@ -1,0 +1,129 @@
+"""A transformer block for Linen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from te_jax import native
+from te_jax.flax.attention import Attention
+from te_jax.flax.gated_mlp import GatedMLP
+from te_jax.flax.norm import make_norm
+from te_jax.nn import norm, transformer_block
+from te_jax.recipe import Recipe
+from te_jax.reference.activation import Kind
+
+
+class TransformerBlock(nn.Module):
+    """The pre-norm block of Llama and its kin: s = x + attention(norm(x)), then s + mlp(norm(s)).
+
+    It consists of "attention_norm", "attention", "mlp_norm" and "mlp". The norms hand x over in FP8, and the
+    second one adds up s in its kernel. The layers quantize x with delayed scaling, and with block scaling where
+    128 does not divide the time.
+
+    Attributes:
+      hidden_features: of the MLP.
+      num_heads, num_kv_heads, head_dim, window, rope_theta, qk_norm, decode: of `Attention`.
+      kind: the activation of `GatedMLP`; "silu" is SwiGLU.
+      norm: "rms" or "layer".
+      epsilon, zero_centered: of all norms.
+      dropout_rate: of the results of attention and MLP, before they are added.
+      deterministic: as in `flax.linen.Dropout`; may be given to the call.
+      dtype, param_dtype, axis_name, implementation: as in `DenseGeneral`, for all layers.
+      recipe: a recipe, None, or recipes by role, {"attention": …, "mlp": …}.
+      attention_arguments, mlp_arguments, norm_arguments: further arguments of the layers, such as {"kernel_axes": …}.
+    """
+
+    hidden_features: int
+    num_heads: int
+    _: dataclasses.KW_ONLY
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+    rope_theta: float | None = 10_000.0
+    qk_norm: bool = False
+    kind: Kind = "silu"
+    norm: norm.Kind = "rms"
+    epsilon: float = 1e-6
+    zero_centered: bool = False
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    decode: bool = False
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    recipe: Recipe | Mapping[str, Recipe | None] | None = None
+    axis_name: str | tuple[str, ...] | None = None
+    implementation: native.Implementation | None = None
+    attention_arguments: Mapping[str, Any] | None = None
+    mlp_arguments: Mapping[str, Any] | None = None
+    norm_arguments: Mapping[str, Any] | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.typing.ArrayLike, *, deterministic: bool | None = None, **arguments: Any) -> Array:
+        """Applies the block.
+
+        Args:
+          x: [batch, time, in_features].
+          deterministic: see the attribute.
+          arguments: segment_ids, key_lengths and positions, as in `Attention`.
+
+        Returns:
+          An array like x.
+
+        Raises:
+          ValueError: for shapes or dtypes that do not fit, naming the argument, and other keys of recipe.
+        """
+        if self.dropout_rate:
+            deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
+        recipes = transformer_block.Recipes.of(self.recipe)
+        shared: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "implementation": self.implementation}
+        of_norms: Any = {
+            "epsilon": self.epsilon,
+            "zero_centered": self.zero_centered,
+            **shared,
+            **(self.norm_arguments or {}),
+        }
+        attention = Attention(
+            self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            window=self.window,
+            rope_theta=self.rope_theta,
+            qk_norm=self.qk_norm,
+            epsilon=self.epsilon,
+            zero_centered=self.zero_centered,
+            dropout_rate=self.dropout_rate,
+            decode=self.decode,
+            recipe=recipes.attention,
+            axis_name=self.axis_name,
+            name="attention",
+            **shared,
+            **(self.attention_arguments or {}),
+        )
+        mlp = GatedMLP(
+            self.hidden_features,
+            kind=self.kind,
+            dropout_rate=self.dropout_rate,
+            recipe=recipes.mlp,
+            axis_name=self.axis_name,
+            name="mlp",
+            **shared,
+            **(self.mlp_arguments or {}),
+        )
+
+        return transformer_block.apply(
+            x,
+            make_norm(self.norm, name="attention_norm", **of_norms),
+            functools.partial(attention, **arguments, deterministic=deterministic),
+            make_norm(self.norm, name="mlp_norm", **of_norms),
+            functools.partial(mlp, deterministic=deterministic),
+            dtype=self.dtype,
+            recipes=recipes,
+        )

@@ -1,0 +1,205 @@
+"""What `te_jax.nnx.convert` and `te_jax.flax.convert` share: which layers are converted, and the report of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from te_jax._core.types import FP8_ALIGNMENT
+from te_jax.nn import linear
+from te_jax.recipe import Recipe
+
+Rules = Sequence[tuple[str, Recipe | None]]
+
+_HEADS = {
+    *("head", "lm_head", "output_head", "logits", "logitdense", "logit_dense", "logits_dense"),
+    *("classifier", "unembed", "unembedding"),
+}
+_ROUTERS = {"router", "routers"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One row of a `Report`.
+
+    Attributes:
+      path: of the layer in the model, such as "layers/0/mlp/up".
+      kind: the class of the layer and the shape of its kernel.
+      recipe: how its products are quantized now, or None.
+      reason: why the conversion left the layer alone; empty if it did not.
+      other_paths: further places of the same layer in the model.
+    """
+
+    path: str
+    kind: str
+    recipe: Recipe | None
+    reason: str = ""
+    other_paths: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """What a conversion did with each layer. Printed, it is a table: layers that differ in numbers are one row.
+
+    A conversion does not fuse norms with the layers after them, nor gate, up and down of an MLP: which results go where
+    stands in the functions of a model, and not in its structure. Use te_jax's modules for that.
+
+    Attributes:
+      layers: all layers with a kernel or an embedding.
+      unused_rules: patterns of rules that match none of these layers.
+    """
+
+    layers: tuple[Layer, ...]
+    unused_rules: tuple[str, ...] = ()
+
+    @property
+    def converted(self) -> tuple[Layer, ...]:
+        """The layers that multiply in FP8."""
+        return tuple(layer for layer in self.layers if layer.recipe is not None)
+
+    @property
+    def skipped(self) -> tuple[Layer, ...]:
+        """The layers that do not, each with its reason."""
+        return tuple(layer for layer in self.layers if layer.recipe is None)
+
+    def __repr__(self) -> str:
+        rows: dict[tuple[str, str, str], list[Layer]] = {}
+        for layer in self.layers:
+            outcome = _brief(layer.recipe) if layer.recipe is not None else "-"
+            outcome += f" ({layer.reason})" if layer.reason else ""
+            rows.setdefault((re.sub(r"\d+", "*", layer.path), layer.kind, outcome), []).append(layer)
+        table = [("layer", "kind", "recipe")]
+        for (pattern, kind, outcome), layers in rows.items():
+            path = layers[0].path if len(layers) == 1 else f"{pattern} ×{len(layers)}"
+            others = layers[0].other_paths if len(layers) == 1 else ()
+            table.append((" = ".join((path or "(the model)", *others)), kind, outcome))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        lines.append(f"{len(self.converted)} of {len(self.layers)} layers in FP8")
+        lines += [f"no layer has a path that matches the rule {pattern!r}" for pattern in self.unused_rules]
+        return "\n".join(lines)
+
+
+def report(layers: Iterable[Layer], rules: Rules) -> Report:
+    """The report of a conversion by rules."""
+    layers = tuple(layers)
+    paths = [path for layer in layers for path in (layer.path, *layer.other_paths)]
+    return Report(layers, tuple(pattern for pattern, _ in rules if not any(_matches(p, pattern) for p in paths)))
+
+
+def validate(recipe: Any, rules: Any) -> tuple[tuple[str, Recipe | None], ...]:
+    """The rules as a tuple.
+
+    Raises:
+      ValueError: recipe is none, or rules are not pairs of a pattern and a recipe.
+    """
+    if not isinstance(recipe, Recipe | None):
+        raise ValueError(f"recipe is {recipe!r}; it must be a recipe of te_jax.recipe, or None")
+    if isinstance(rules, Iterable) and not isinstance(rules, str):
+        rules = tuple(tuple(rule) if isinstance(rule, Sequence) else rule for rule in rules)
+        if all(_is_rule(rule) for rule in rules):
+            return rules
+    raise ValueError(
+        f"rules are {rules!r}; they must be pairs of a pattern of paths and a recipe or None, such as "
+        "[('layers/*/attention/*', None), ('*/mlp/*', te_jax.recipe.BlockScaling())]"
+    )
+
+
+def decide(
+    paths: Sequence[str], recipe: Recipe | None, rules: Rules, obstacle: str | None
+) -> tuple[Recipe | None, str]:
+    """The recipe of a layer; if None, why it has none.
+
+    Args:
+      paths: all paths of the layer. The first rule that matches any of them holds.
+      recipe: where no rule matches.
+      rules: validated.
+      obstacle: why FP8 cannot take this layer, if so. No rule overrides it.
+    """
+    for pattern, chosen in rules:
+        if any(_matches(path, pattern) for path in paths):
+            if chosen is None:
+                return None, f"rule {pattern!r}"
+            return (chosen, "") if obstacle is None else (None, obstacle)
+    reason = obstacle or next(filter(None, map(_skipped_by_name, paths)), None)
+    if reason is None and recipe is None:
+        reason = "recipe is None, and no rule names it"
+    return (None, reason) if reason else (recipe, "")
+
+
+def obstacle_in_sizes(rows: Sequence[int], cols: Sequence[int]) -> str | None:
+    """Why FP8 cannot multiply by a kernel [*rows, *cols], if so."""
+    features_in, features_out = math.prod(rows), math.prod(cols)
+    if features_in % FP8_ALIGNMENT or features_out % FP8_ALIGNMENT:
+        return f"{features_in} features in, {features_out} out: FP8 products need multiples of {FP8_ALIGNMENT}"
+    return None
+
+
+def obstacle_in_einsum(einsum_str: str | None, kernel_shape: Sequence[int]) -> str | None:
+    """Why FP8 cannot compute an einsum with such a kernel, if so."""
+    try:
+        names = linear.Einsum.parse(einsum_str, tuple(kernel_shape))
+    except ValueError:
+        return f"einsum_str {einsum_str!r} is no product of inputs and a kernel as te_jax's Einsum computes them"
+    size = dict(zip(names.kernel, kernel_shape, strict=True))
+    return obstacle_in_sizes([size[name] for name in names.contracted], [size[name] for name in names.features])
+
+
+def obstacle_in_dtype(*dtypes: jax.typing.DTypeLike | None) -> str | None:
+    """Why FP8 layers cannot have these dtypes, if so."""
+    for dtype in dtypes:
+        try:
+            if dtype is not None:
+                linear.as_float("dtype", dtype)
+        except ValueError:
+            return f"its dtype {np.dtype(dtype).name} is none of FP8 layers"
+    return None
+
+
+def is_composite(module: Any, linear_layers: tuple[type, ...]) -> bool:
+    """Whether a module is one of te_jax that calls linear layers as one operation, all with its own recipe."""
+    ours = any(base.__module__.partition(".")[0] == "te_jax" for base in type(module).__mro__)
+    return ours and not isinstance(module, linear_layers)
+
+
+def part_of(composite: type) -> str:
+    """The reason for which layers in such a module are left alone."""
+    return f"part of te_jax's {composite.__name__}, which has a recipe argument"
+
+
+def _is_rule(rule: Any) -> bool:
+    return (
+        isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str) and isinstance(rule[1], Recipe | None)
+    )
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(path, pattern)
+
+
+def _skipped_by_name(path: str) -> str | None:
+    parts = [re.sub(r"_\d+$", "", part.lower()) for part in path.split("/")]
+    if _HEADS.intersection(parts) or parts[-1] == "output":
+        return "an output head by its name"
+    if _ROUTERS.intersection(parts) or any(b == "gate" and "moe" in a for a, b in itertools.pairwise(parts)):
+        return "a router by its name"
+    return None
+
+
+def _brief(recipe: Recipe) -> str:
+    """The recipe with the arguments that are not the defaults of its class."""
+    fields = [field for field in dataclasses.fields(recipe) if getattr(recipe, field.name) != field.default]
+    return f"{type(recipe).__name__}({', '.join(f'{field.name}={_value(recipe, field.name)}' for field in fields)})"
+
+
+def _value(recipe: Recipe, name: str) -> str:
+    value = getattr(recipe, name)
+    return value.name if isinstance(value, np.dtype) else repr(value)

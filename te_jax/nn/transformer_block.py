@@ -1,0 +1,58 @@
+"""The arithmetic of transformer blocks of Linen and NNX: the residual stream, and the recipes of its branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from te_jax import sharding
+from te_jax.nn import norm
+from te_jax.recipe import Recipe
+
+
+class Recipes(NamedTuple):
+    """The recipes of the two parts of a block."""
+
+    attention: Recipe | None
+    mlp: Recipe | None
+
+    @classmethod
+    def of(cls, recipe: Recipe | Mapping[str, Recipe | None] | None) -> Recipes:
+        """One recipe for both, or one for each by name."""
+        if not isinstance(recipe, Mapping):
+            return cls(recipe, recipe)
+        if set(recipe) != set(cls._fields):
+            raise ValueError(
+                f"recipe has the keys {sorted(recipe)}; it must be a recipe, None, or a mapping with the keys "
+                f"{cls._fields}"
+            )
+        return cls(**recipe)
+
+
+def apply(
+    x: jax.typing.ArrayLike,
+    attention_norm: Callable[..., Any],
+    attention: Callable[[Any], Array],
+    mlp_norm: Callable[..., Any],
+    mlp: Callable[[Any], Array],
+    *,
+    dtype: jax.typing.DTypeLike | None,
+    recipes: Recipes,
+) -> Array:
+    """s + mlp(mlp_norm(s)) with s = x + attention(attention_norm(x)), like x. Norms and layers compute in `dtype`."""
+    stream = jnp.asarray(x)
+    layout = sharding.Layout.of(stream)
+    normed, _ = norm.before(attention_norm, stream, None, recipes.attention)
+    y = layout.apply(attention(normed))
+    if dtype is None or layout.dtype == dtype:
+        normed, total = norm.before(mlp_norm, y, stream, recipes.mlp)
+        assert total is not None
+        stream = layout.apply(total)
+    else:  # the norm would round the sum to `dtype`
+        stream = stream + y
+        normed, _ = norm.before(mlp_norm, stream, None, recipes.mlp)
+    return stream + layout.apply(mlp(normed))

@@ -1,0 +1,292 @@
+"""An NNX model of Flax's layers into FP8, in place, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from jax import lax
+
+from te_jax import native
+from te_jax.nn import convert as conversion
+from te_jax.nn import delayed_scaling, linear
+from te_jax.nnx.linear import Einsum, Linear, LinearGeneral
+from te_jax.nnx.variables import OverwriteWithGradient
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import DelayedScaling, Recipe
+
+_OURS: dict[type[nnx.Module], type[nnx.Module]] = {
+    nnx.Linear: Linear,
+    nnx.LinearGeneral: LinearGeneral,
+    nnx.Einsum: Einsum,
+}
+_STACKED = "stacked along another dimension than the first, where DelayedScaling has no place for its state"
+
+
+def convert(
+    model: Any,
+    recipe: Recipe | None,
+    *,
+    rules: conversion.Rules = (),
+    axis_name: str | tuple[str, ...] | None = None,
+    implementation: native.Implementation | None = None,
+) -> conversion.Report:
+    """Puts the linear layers of a model into FP8, in place.
+
+        report = te_jax.nnx.convert(model, BlockScaling(), rules=[("layers/0/*", None)])
+        print(report)
+
+    `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum`, and classes of yours that inherit their `__call__`, become
+    te_jax's layers of these names. Their variables stay the same objects, so optimizers, sharding and checkpoints go
+    on. Shared layers stay shared, and layers that `nnx.vmap` stacked stay stacked. `DelayedScaling` adds its state as
+    `OverwriteWithGradient` variables. A layer's `precision` is ignored. Layers of te_jax get the recipe too. A second
+    call changes recipes: recipe and rules say what the model is afterwards, whatever it was before.
+
+    Left alone are, unless a rule names a recipe for them, output heads (a part of the path is "head", "lm_head",
+    "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output") and routers ("router", or
+    "gate" in a part with "moe"). Always left alone are embeddings; sizes that are no multiples of 16; dtypes that FP8
+    layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules with a recipe argument; and layers
+    with a `__call__`, `dot_general`, `promote_dtype`, `einsum_op`, `preferred_element_type` or `batch_axis` of their
+    own. The report has the reason for each.
+
+    Args:
+      model: an NNX module or a container of modules.
+      recipe: for all layers that no rule names; None to convert only those that a rule names.
+      rules: pairs of a pattern and a recipe or None; the first that matches the path of a layer holds. Paths are
+        attributes and indices, joined by "/". `*` matches any characters, also "/".
+      axis_name, implementation: as in `LinearGeneral`.
+
+    Returns:
+      What was converted and why the rest was not.
+
+    Raises:
+      ValueError: model is no NNX module, or recipe or rules are none; nothing is changed then.
+    """
+    rules = conversion.validate(recipe, rules)
+    layers: list[conversion.Layer] = []
+    changes: list[tuple[Any, linear.Options]] = []
+    module: Any
+    modules = list(_modules(model))
+    composites = {paths[0]: type(m) for paths, m in modules if conversion.is_composite(m, (LinearGeneral, Einsum))}
+    for paths, module in modules:
+        if (kernel := _kernel(module)) is None:
+            continue
+        chosen, reason = None, _no_linear_layer(module, kernel[0])
+        if reason is None and isinstance(module.kernel.get_value(), QuantizedArray):
+            chosen, reason = module.options.recipe, "its kernel is quantized already"
+        elif reason is None and (composite := composites.get(paths[0].rpartition("/")[0])) is not None:
+            chosen, reason = module.options.recipe, conversion.part_of(composite)
+        elif reason is None:
+            chosen, reason = conversion.decide(paths, recipe, rules, _obstacle(module))
+            if isinstance(chosen, DelayedScaling) and _stacked_shape(module) is None:
+                chosen, reason = None, _STACKED
+            if chosen is None and _is_ours(module) and not reason.startswith("rule "):
+                chosen = module.options.recipe  # a recipe that someone gave to this very layer
+            else:
+                changes.append((module, linear.Options(chosen, axis_name, implementation)))
+        kind = f"{_layer_class(module).__name__} {kernel[1]}"
+        layers.append(conversion.Layer(paths[0], kind, chosen, reason, paths[1:]))
+    for module, options in changes:
+        _set(module, options)
+    return conversion.report(layers, rules)
+
+
+def revert(model: Any) -> None:
+    """Makes all layers of a model what they were before `convert`, in place: classes, recipes, and no state.
+
+    Variables stay the same objects. Layers that `convert` did not change stay as they are.
+
+    Raises:
+      ValueError: model is no NNX module, or has kernels that `quantize_kernels` quantized.
+    """
+    module: Any
+    for paths, module in _modules(model):
+        if _before(module) is not None and isinstance(module.kernel.get_value(), QuantizedArray):
+            raise ValueError(f"the kernel of {paths[0]} is quantized; revert the model that quantize_kernels was given")
+    for _, module in _modules(model):
+        if (before := _before(module)) is not None:
+            _restore(module, before)
+            _remove(module, "_before_conversion")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Before:
+    """What a layer was before its conversion: its class, and its options if it was one of te_jax."""
+
+    layer: type[nnx.Module]
+    options: linear.Options | None
+
+
+def _before(module: Any) -> _Before | None:
+    return getattr(module, "_before_conversion", None)
+
+
+def _was_converted(module: nnx.Module) -> bool:
+    """Whether the layer was one of Flax's."""
+    before = _before(module)
+    return before is not None and before.options is None
+
+
+def _is_ours(module: nnx.Module) -> bool:
+    """Whether the layer was made as one of te_jax."""
+    return isinstance(module, LinearGeneral | Einsum) and not _was_converted(module)
+
+
+def _layer_class(module: nnx.Module) -> type[nnx.Module]:
+    before = _before(module)
+    return type(module) if before is None else before.layer
+
+
+def _modules(model: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
+    """Every module once, with all its paths."""
+    if not nnx.graph.is_node(model):
+        raise ValueError(f"model is of type {type(model).__name__}; it must be a flax.nnx.Module, or hold some")
+    shared = nnx.find_duplicates(model, only=nnx.Module)
+    for path, module in nnx.iter_graph(model, graph=True):
+        if isinstance(module, nnx.Module):
+            paths = [path]
+            for places in shared:
+                for place in places:
+                    if path[: len(place)] == place:
+                        paths += [(*other, *path[len(place) :]) for other in places if other != place]
+            yield tuple("/".join(map(str, path)) for path in dict.fromkeys(paths)), module
+
+
+def _kernel(module: nnx.Module) -> tuple[str, tuple[int, ...]] | None:
+    """Name and shape of a module's kernel or embedding, if it has one."""
+    if isinstance(module, LinearGeneral | Einsum):
+        return "kernel", tuple(module.kernel.get_value().shape)
+    for name, value in vars(module).items():
+        shape = getattr(value.get_value(), "shape", ()) if isinstance(value, nnx.Param) else ()
+        if len(shape) >= 2 and name not in ("scale", "bias"):
+            return name, tuple(shape)
+    return None
+
+
+def _no_linear_layer(module: nnx.Module, name: str) -> str | None:
+    """Why a module with a kernel of this name is none that could be converted, if so."""
+    if issubclass(_layer_class(module), (*_OURS, LinearGeneral, Einsum)):
+        return None
+    if isinstance(module, nnx.Embed) or "emb" in name:
+        return "an embedding"
+    return "neither nnx.Linear, nnx.LinearGeneral nor nnx.Einsum"
+
+
+def _obstacle(module: Any) -> str | None:
+    """Why a linear layer cannot become one of te_jax, if so."""
+    return _own_behaviour(module) or _obstacle_in_kernel(module)
+
+
+def _own_behaviour(module: Any) -> str | None:
+    layer = _layer_class(module)
+    flax = _flax_class(layer)
+    if flax is None:
+        return None
+    if layer.__call__ is not flax.__call__:  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+        return f"{layer.__name__} has a __call__ of its own"
+    usual = {
+        "dot_general": (None, lax.dot_general),
+        "dot_general_cls": (None,),
+        "promote_dtype": (dtypes.promote_dtype,),
+        "einsum_op": (jnp.einsum,),
+        "preferred_element_type": (None,),
+    }
+    for name, values in usual.items():
+        if not any(getattr(module, name, values[0]) is value for value in values):
+            return f"it has a {name} of its own"
+    return "it has a batch_axis" if getattr(module, "batch_axis", None) else None
+
+
+def _obstacle_in_kernel(module: Any) -> str | None:
+    if obstacle := conversion.obstacle_in_dtype(module.dtype, module.kernel.get_value().dtype):
+        return obstacle
+    if _is_einsum(module):
+        return conversion.obstacle_in_einsum(module.einsum_str, module.kernel_shape)
+    return conversion.obstacle_in_sizes(linear.as_tuple(module.in_features), linear.as_tuple(module.out_features))
+
+
+def _is_einsum(module: nnx.Module) -> bool:
+    return isinstance(module, nnx.Einsum | Einsum)
+
+
+def _flax_class(layer: type[nnx.Module]) -> type[nnx.Module] | None:
+    return next((flax for flax in _OURS if issubclass(layer, flax)), None)
+
+
+def _stacked_shape(module: Any) -> tuple[int, ...] | None:
+    """The dimensions along which `nnx.vmap` stacked the layer, if they are the first ones."""
+    shape = module.kernel.get_value().shape
+    if _is_einsum(module):
+        own = tuple(module.kernel_shape)
+    else:
+        own = (*linear.as_tuple(module.in_features), *linear.as_tuple(module.out_features))
+    stacked = len(shape) - len(own)
+    return shape[:stacked] if shape[stacked:] == own else None
+
+
+def _set(module: Any, options: linear.Options) -> None:
+    """Gives a layer its recipe. Without one, a layer of Flax becomes what it was."""
+    if _is_ours(module):
+        options = dataclasses.replace(module.options, recipe=options.recipe)
+        if options != module.options:
+            module._before_conversion = _before(module) or _Before(type(module), module.options)
+    elif options.recipe is None:
+        if (before := _before(module)) is not None:
+            _restore(module, before)
+            _remove(module, "_before_conversion")
+        return
+    elif not _was_converted(module):
+        module._before_conversion = _Before(type(module), None)
+        object.__setattr__(module, "__class__", _converted_class(type(module)))
+        if isinstance(module, Linear):
+            module.axis = (-1,)
+        if isinstance(module, LinearGeneral):
+            module.activation = None
+    module.options = options
+    _set_scaling_state(module, options.recipe)
+
+
+def _restore(module: Any, before: _Before) -> None:
+    if before.options is not None:
+        module.options = before.options
+        _set_scaling_state(module, before.options.recipe)
+        return
+    _set_scaling_state(module, None)
+    object.__setattr__(module, "__class__", before.layer)
+    _remove(module, "options", "activation", *(() if isinstance(module, nnx.LinearGeneral) else ("axis",)))
+
+
+def _set_scaling_state(module: Any, recipe: Recipe | None) -> None:
+    """Adds the state of delayed scaling, or removes it. A state of the same shape is kept."""
+    initial = delayed_scaling.initial_state(recipe) if isinstance(recipe, DelayedScaling) else {}
+    stacked = _stacked_shape(module) or ()
+    shapes = {name: (*stacked, *value.shape) for name, value in initial.items()}
+    if all(hasattr(module, name) and getattr(module, name).shape == shape for name, shape in shapes.items()) and shapes:
+        return
+    _remove(module, *delayed_scaling.STATE_NAMES)
+    for name, value in initial.items():
+        setattr(module, name, OverwriteWithGradient(jnp.broadcast_to(value, shapes[name])))
+
+
+def _remove(module: nnx.Module, *names: str) -> None:
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+
+
+@functools.cache
+def _converted_class(layer: type[nnx.Module]) -> type[nnx.Module]:
+    """te_jax's layer for one of Flax; for a subclass, a subclass of both."""
+    if layer in _OURS:
+        return _OURS[layer]
+    flax = _flax_class(layer)
+    assert flax is not None
+    return types.new_class(
+        layer.__name__, (_OURS[flax], layer), exec_body=lambda body: body.update(__module__=layer.__module__)
+    )

@@ -1,0 +1,137 @@
+"""A transformer block for NNX."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from te_jax import native
+from te_jax.nn import norm, transformer_block
+from te_jax.nnx.attention import Attention
+from te_jax.nnx.gated_mlp import GatedMLP
+from te_jax.nnx.norm import make_norm
+from te_jax.recipe import Recipe
+from te_jax.reference.activation import Kind
+
+
+class TransformerBlock(nnx.Module):
+    """The pre-norm block of Llama and its kin: s = x + attention(norm(x)), then s + mlp(norm(s)).
+
+    It consists of `attention_norm`, `attention`, `mlp_norm` and `mlp`. The norms hand x over in FP8, and the
+    second one adds up s in its kernel. The layers quantize x with delayed scaling, and with block scaling where
+    128 does not divide the time.
+
+    Args:
+      in_features: number of features of x.
+      hidden_features: of the MLP.
+      num_heads, num_kv_heads, head_dim, window, rope_theta, qk_norm: of `Attention`.
+      kind: the activation of `GatedMLP`; "silu" is SwiGLU.
+      norm: "rms" or "layer".
+      epsilon, zero_centered: of all norms.
+      dropout_rate: of the results of attention and MLP, before they are added.
+      dtype, param_dtype, axis_name, implementation: as in `LinearGeneral`, for all layers.
+      recipe: a recipe, None, or recipes by role, {"attention": …, "mlp": …}.
+      attention_arguments, mlp_arguments, norm_arguments: further arguments of the layers, such as
+        {"kernel_metadata": …}.
+      rngs: `nnx.Rngs`, of which "params" is used, and "dropout" with a dropout_rate.
+
+    Raises:
+      ValueError: for sizes that do not fit, and other keys of recipe.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        window: int | None = None,
+        rope_theta: float | None = 10_000.0,
+        qk_norm: bool = False,
+        kind: Kind = "silu",
+        norm: norm.Kind = "rms",
+        epsilon: float = 1e-6,
+        zero_centered: bool = False,
+        dropout_rate: float = 0.0,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        recipe: Recipe | Mapping[str, Recipe | None] | None = None,
+        axis_name: str | tuple[str, ...] | None = None,
+        implementation: native.Implementation | None = None,
+        attention_arguments: Mapping[str, Any] | None = None,
+        mlp_arguments: Mapping[str, Any] | None = None,
+        norm_arguments: Mapping[str, Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.dtype = dtype
+        self.recipes = transformer_block.Recipes.of(recipe)
+        shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "rngs": rngs}
+        of_norms: Any = {"epsilon": epsilon, "zero_centered": zero_centered, **shared, **(norm_arguments or {})}
+        self.attention_norm = make_norm(norm, in_features, **of_norms)
+        self.attention = Attention(
+            in_features,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            window=window,
+            rope_theta=rope_theta,
+            qk_norm=qk_norm,
+            epsilon=epsilon,
+            zero_centered=zero_centered,
+            dropout_rate=dropout_rate,
+            recipe=self.recipes.attention,
+            axis_name=axis_name,
+            **shared,
+            **(attention_arguments or {}),
+        )
+        self.mlp_norm = make_norm(norm, in_features, **of_norms)
+        self.mlp = GatedMLP(
+            in_features,
+            hidden_features,
+            kind=kind,
+            dropout_rate=dropout_rate,
+            recipe=self.recipes.mlp,
+            axis_name=axis_name,
+            **shared,
+            **(mlp_arguments or {}),
+        )
+
+    def __call__(
+        self,
+        x: jax.typing.ArrayLike,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        **arguments: Any,
+    ) -> Array:
+        """Applies the block.
+
+        Args:
+          x: [batch, time, in_features].
+          deterministic, rngs: as in `flax.nnx.Dropout`.
+          arguments: segment_ids, key_lengths, positions and decode, as in `Attention`.
+
+        Returns:
+          An array like x.
+
+        Raises:
+          ValueError: for shapes or dtypes that do not fit, naming the argument.
+        """
+        dropout: Any = {"deterministic": deterministic, "rngs": rngs}
+        return transformer_block.apply(
+            x,
+            self.attention_norm,
+            functools.partial(self.attention, **arguments, **dropout),
+            self.mlp_norm,
+            functools.partial(self.mlp, **dropout),
+            dtype=self.dtype,
+            recipes=self.recipes,
+        )

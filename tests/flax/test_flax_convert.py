@@ -1,0 +1,504 @@
+"""te_jax.flax.convert: the same parameters with products in FP8, through Flax's transforms, and its report."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITE
+from flax.training.train_state import TrainState
+
+import te_jax.flax
+from te_jax import ops
+from te_jax.flax import accumulate_gradients, convert, quantize_kernels, report
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.testing import relative_error
+
+DELAYED = DelayedScaling(history_len=4)
+
+
+class Mlp(nn.Module):
+    """In the style of nn.compact. It has the second argument of a body of nn.scan."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        x = x + nn.Dense(32, use_bias=False, name="down")(nn.relu(nn.Dense(48, name="up")(x)))
+        return x, None
+
+
+class Compact(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Mlp(name="mlp")(x)[0]
+
+
+class Setup(nn.Module):
+    def setup(self):
+        self.mlp = Mlp()
+
+    def __call__(self, x):
+        return self.mlp(x)[0]
+
+    def up(self, x):
+        return self.mlp(3 * x)[0]
+
+
+class Field(nn.Module):
+    mlp: nn.Module
+
+    def __call__(self, x):
+        return self.mlp(x)[0]
+
+
+class Remat(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat(Mlp)(name="mlp")(x)[0]
+
+
+class Jit(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(Mlp)(name="mlp")(x)[0]
+
+
+class Vmap(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": 0, OVERWRITE: 0}
+        vmap = nn.vmap(Mlp, in_axes=None, variable_axes=axes, split_rngs={"params": True}, axis_size=2)
+        return vmap(name="mlp")(x)[0].sum(0)
+
+
+class Scan(nn.Module):
+    collections: tuple[str, ...] = ("params", OVERWRITE)
+
+    @nn.compact
+    def __call__(self, x):
+        axes = dict.fromkeys(self.collections, 0)
+        scan = nn.scan(Mlp, variable_axes=axes, split_rngs={"params": True}, length=3)
+        return scan(name="mlp")(x, None)[0]
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(4, qkv_features=64, name="mlp")(x[None])[0]
+
+
+class Einsum(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        heads = nn.Einsum((32, 4, 16), "bd,dhk->bhk", name="heads")(x)
+        return nn.Einsum((4, 16, 32), use_bias=False, name="out")(heads, einsum_str="bhk,hkd->bd")
+
+
+class Lora(nn.Module):
+    """It shares the scope of its layer."""
+
+    def setup(self):
+        self.child = nn.Dense(32)
+        nn.share_scope(self, self.child)
+
+    @nn.compact
+    def __call__(self, x):
+        a = self.param("a", nn.initializers.normal(), (32, 2))
+        return self.child(x) + x @ a @ self.param("b", nn.initializers.zeros_init(), (2, 32))
+
+
+class Adapted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Lora(name="lora")(x)
+
+
+MODELS = {
+    "compact": (Compact(), {"mlp/up", "mlp/down"}),
+    "setup": (Setup(), {"mlp/up", "mlp/down"}),
+    "field": (Field(Mlp()), {"mlp/up", "mlp/down"}),
+    "remat": (Remat(), {"mlp/up", "mlp/down"}),
+    "jit": (Jit(), {"mlp/up", "mlp/down"}),
+    "vmap": (Vmap(), {"mlp/up", "mlp/down"}),
+    "scan": (Scan(), {"mlp/up", "mlp/down"}),
+    "attention": (Attention(), {f"mlp/{name}" for name in ("query", "key", "value", "out")}),
+    "einsum": (Einsum(), {"heads", "out"}),
+    "share_scope": (Adapted(), {"lora"}),
+    "a layer": (nn.Dense(32), {""}),
+}
+
+
+def normal(rng, shape, dtype=jnp.float32):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def loss_of(model):
+    return lambda variables, x: jnp.mean(jnp.square(model.apply(variables, x)))
+
+
+def raveled(tree):
+    return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+
+
+def recipes(model):
+    return {layer.path: layer.recipe for layer in report(model).layers}
+
+
+def reasons(model):
+    return {layer.path: layer.reason for layer in report(model).skipped}
+
+
+@pytest.mark.parametrize("recipe", [BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize("name", MODELS)
+def test_it_multiplies_in_fp8_with_the_same_parameters(rng, name, recipe):
+    plain, layers = MODELS[name]
+    model, x, key = convert(plain, recipe), normal(rng, (16, 32)), jax.random.key(int(rng.integers(2**31)))
+    params = plain.init(key, x)["params"]
+    variables = model.init(key, x)
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
+    assert {layer.path for layer in report(model).converted} == layers
+    exact, expected = jax.value_and_grad(loss_of(plain))({"params": params}, x)
+    gradient = jax.jit(jax.value_and_grad(loss_of(model)))
+    if recipe is DELAYED:
+        for _ in range(5):  # the last layers of a scan are the last to see what they scale
+            variables |= {OVERWRITE: gradient(variables, x)[1][OVERWRITE]}
+        assert jax.tree.structure(variables) == jax.tree.structure(gradient(variables, x)[1])
+    value, gradients = gradient(variables, x)
+    assert 1e-5 < abs(value / exact - 1) < 0.2
+    found, expected = (
+        jnp.concatenate([g.ravel() for g in jax.tree.leaves(tree["params"])]) for tree in (gradients, expected)
+    )
+    assert 1e-3 < relative_error(found, expected) < 0.3
+    y, exact = model.apply(variables, x), plain.apply({"params": params}, x)
+    assert 1e-3 < relative_error(y, exact) < 0.2
+
+
+def test_a_layer_is_that_of_te_jax_and_calls_its_operation(rng, monkeypatch):
+    x = normal(rng, (4, 3, 32))
+    given, dense = [], ops.dense
+    monkeypatch.setattr(ops, "dense", lambda *args, **options: given.append(options) or dense(*args, **options))
+    options = {"recipe": CurrentScaling(), "implementation": "reference"}
+    pairs = [
+        (nn.Dense(48, bias_init=nn.initializers.normal()), te_jax.flax.Dense(48, **options)),
+        (nn.DenseGeneral((4, 12), axis=(2, 1)), te_jax.flax.DenseGeneral((4, 12), axis=(2, 1), **options)),
+        (nn.Einsum((32, 16), "btd,df->btf"), te_jax.flax.Einsum((32, 16), "btd,df->btf", **options)),
+    ]
+    for flax, ours in pairs:
+        model = convert(flax, **options)
+        variables = ours.init(jax.random.key(0), x)
+        given.clear()
+        y = model.apply(variables, x)
+        assert [{name: call[name] for name in options} for call in given] == [options]
+        np.testing.assert_array_equal(y, ours.apply(variables, x), strict=True)
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
+def test_logical_axes_and_dtypes_of_the_plain_layer(rng, recipe):
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    plain = nn.Dense(32, dtype=jnp.bfloat16, kernel_init=init)
+    model, x = convert(plain, recipe), normal(rng, (16, 32))
+    params = model.init(jax.random.key(0), x)["params"]
+    assert nn.get_partition_spec(params) == nn.get_partition_spec(plain.init(jax.random.key(0), x)["params"])
+    assert nn.get_partition_spec(params)["kernel"] == jax.P("embed", "mlp")
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    assert jax.eval_shape(model.apply, variables, x).dtype == jnp.bfloat16
+
+
+class Decoder(nn.Module):
+    """What is skipped by default."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(64, 32, name="embed")
+        position = self.param("position_embedding", nn.initializers.normal(), (4, 32))
+        x = embed(tokens) + position[None]
+        x = Mlp(name="layer")(x)[0] * nn.sigmoid(nn.Dense(32, name="router")(nn.LayerNorm(name="norm")(x)))
+        return nn.Dense(64, name="logitdense")(x), nn.Dense(10, name="odd")(x), embed.attend(x)
+
+
+def test_what_is_left_alone_by_default_and_why():
+    model, tokens = convert(Decoder(), BlockScaling()), jnp.arange(8).reshape(2, 4)
+    jax.eval_shape(model.init, jax.random.key(0), tokens)
+    assert reasons(model) == {
+        "": "an embedding",
+        "embed": "an embedding",
+        "router": "a router by its name",
+        "logitdense": "an output head by its name",
+        "odd": "32 features in, 10 out: FP8 products need multiples of 16",
+    }
+    assert {layer.path for layer in report(model).converted} == {"layer/up", "layer/down"}
+
+
+def test_the_first_rule_that_matches_holds():
+    rules = [("layer/up", RowwiseScaling()), ("layer/*", None), ("logit*", CurrentScaling()), ("odd", BlockScaling())]
+    model = convert(Decoder(), BlockScaling(), rules=[*rules, ("nothing", None)])
+    jax.eval_shape(model.init, jax.random.key(0), jnp.arange(8).reshape(2, 4))
+    assert recipes(model) == {
+        **{"": None, "embed": None, "layer/up": RowwiseScaling(), "layer/down": None, "router": None},
+        **{"logitdense": CurrentScaling(), "odd": None},
+    }
+    assert reasons(model)["layer/down"] == "rule 'layer/*'"
+    assert reasons(model)["odd"].startswith("32 features in, 10 out")
+    assert report(model).unused_rules == ("nothing",)
+    lines = repr(report(model)).splitlines()
+    assert any(line.split() == ["logitdense", "Dense", "(32,", "64)", "CurrentScaling()"] for line in lines)
+
+
+class OwnCall(nn.Dense):
+    @nn.compact
+    def __call__(self, inputs):
+        return 2 * super().__call__(inputs)
+
+
+class OtherSignature(nn.Dense):
+    @nn.compact
+    def __call__(self, first, second):
+        return (first + second) @ self.param("w", self.kernel_init, (32, 32))
+
+
+class Inherited(nn.Dense):
+    pass
+
+
+class OwnKernel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("w", nn.initializers.normal(), (32, 32))
+
+
+def promote(*arrays, dtype):
+    return arrays
+
+
+ALONE = {
+    "own call": (OwnCall(32), "OwnCall has a __call__ of its own"),
+    "other signature": (OtherSignature(32), "OtherSignature has a __call__ of its own"),
+    "dot_general": (nn.Dense(32, dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k)), "it has a dot_general of"),
+    "dot_general_cls": (
+        nn.Dense(32, dot_general_cls=te_jax.flax.make_dot_general_cls(BlockScaling())),
+        "it has a dot_general_cls of its own",
+    ),
+    "promote_dtype": (nn.Dense(32, promote_dtype=promote), "it has a promote_dtype of its own"),
+    "preferred_element_type": (
+        nn.Einsum((32, 32), "ab,bc->ac", preferred_element_type=jnp.float32),
+        "it has a preferred_element_type of its own",
+    ),
+    "batch_dims": (nn.DenseGeneral(32, axis=-1, batch_dims=0), "it has batch_dims"),
+    "dtype": (nn.Dense(32, dtype=jnp.complex64), "its dtype complex64 is none of FP8 layers"),
+    "no contraction": (nn.Einsum((32, 32), "ab,cd->abcd"), "einsum_str 'ab,cd->abcd' is no product of inputs"),
+    "another class": (OwnKernel(), "neither nn.Dense, nn.DenseGeneral nor nn.Einsum"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_layers_that_are_something_else_are_left_alone_and_reported(name, rng):
+    plain, reason = ALONE[name]
+    model, xs = convert(plain, CurrentScaling(), rules=[("*", BlockScaling())]), [normal(rng, (16, 32))]
+    xs *= 2 if name == "other signature" else 1
+    variables = plain.init(jax.random.key(0), *xs)
+    np.testing.assert_array_equal(model.apply(variables, *xs), plain.apply(variables, *xs))
+    assert reasons(model)[""].startswith(reason)
+    assert not report(model).converted
+
+
+def test_a_subclass_that_inherits_the_call_is_converted(rng):
+    model, x = convert(Inherited(32), BlockScaling()), normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(model.apply(variables, x), convert(nn.Dense(32), BlockScaling()).apply(variables, x))
+    assert isinstance(model, Inherited)
+    assert recipes(model) == {"": BlockScaling()}
+
+
+def test_layers_of_te_jax_get_the_recipe(rng):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = te_jax.flax.Dense(32, activation="relu", name="up")(x)
+            x = te_jax.flax.Einsum((32, 32), "bd,df->bf", recipe=DELAYED, name="einsum")(x)
+            x = te_jax.flax.Dense(32, recipe=RowwiseScaling(), name="head")(x)
+            x = te_jax.flax.Dense(32, recipe=RowwiseScaling(), name="off")(x)
+            return te_jax.flax.GatedMLP(32, recipe=CurrentScaling(), norm="rms", name="mlp")(x)
+
+    model, x = convert(Model(), BlockScaling(), rules=[("off", None)]), normal(rng, (16, 32))
+    variables = model.init(jax.random.key(0), x)
+    parts = {f"mlp/{name}_proj": CurrentScaling() for name in ("gate", "up", "down")}  # one operation: they keep it
+    expected = {"up": BlockScaling(), "einsum": BlockScaling(), "head": RowwiseScaling(), "off": None}
+    assert recipes(model) == {**expected, **parts}
+    reason = "part of te_jax's GatedMLP, which has a recipe argument"
+    assert {layer.reason for layer in report(model).layers if layer.path in parts} == {reason}
+    assert set(variables) == {"params"}
+    quantized = jax.jit(lambda variables: quantize_kernels(model, variables, x))(variables)["params"]
+    with_scales = {name for name in expected if hasattr(quantized[name]["kernel"], "scale_inv")}
+    assert with_scales == {"up", "einsum", "head"}
+    np.testing.assert_array_equal(quantized["off"]["kernel"], variables["params"]["off"]["kernel"])
+
+
+def test_a_second_call_takes_the_place_of_the_first(rng):
+    first = convert(Compact(), BlockScaling())
+    again, other = convert(first, BlockScaling()), convert(first, None, rules=[("mlp/up", CurrentScaling())])
+    assert again == first
+    assert hash(again) == hash(first)
+    assert type(other) is type(first)
+    assert isinstance(other, Compact)
+    x = normal(rng, (16, 32))
+    variables = first.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(first.apply(variables, x), again.apply(variables, x))
+    other.apply(variables, x)
+    assert recipes(other) == {"mlp/up": CurrentScaling(), "mlp/down": None}
+    assert recipes(first) == {"mlp/up": BlockScaling(), "mlp/down": BlockScaling()}
+    plain = Compact().apply(variables, x)
+    assert relative_error(first.apply(variables, x), plain) > 1e-3  # also after the plain model ran
+    np.testing.assert_array_equal(Compact().apply(variables, x), plain)
+
+
+def test_nn_jit_traces_the_plain_and_each_converted_model_anew(rng):
+    x = normal(rng, (16, 32))
+    variables = Jit().init(jax.random.key(0), x)
+    models = [Jit(), convert(Jit(), BlockScaling()), convert(Jit(), None, rules=[("mlp/up", BlockScaling())])]
+    results = [[np.asarray(model.apply(variables, x)) for model in models] for _ in range(2)]
+    for first, second in zip(*results, strict=True):
+        np.testing.assert_array_equal(first, second)
+    errors = [relative_error(result, results[0][0]) for result in results[0]]
+    assert errors[0] == 0 < errors[2] < errors[1]
+
+
+@pytest.mark.parametrize("how", ["method", "function", "bind", "part", "parent's rules", "bridge"])
+def test_however_it_is_called(rng, how):
+    x, key = normal(rng, (16, 32)), jax.random.key(0)
+    model = convert(Setup(), BlockScaling())
+    variables = Setup().init(key, x)
+    exact = Setup().apply(variables, x, method="up")
+    if how == "method":
+        y = model.apply(variables, x, method="up")
+    elif how == "function":
+        y = model.apply(variables, x, method=lambda model, x: model.mlp(3 * x)[0])
+    elif how == "bind":
+        y = model.bind(variables).up(x)
+    elif how == "bridge":
+        wrapped = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(x)
+        exact = Setup().apply({"params": nnx.to_pure_dict(nnx.state(wrapped, nnx.Param))}, x, method="up")
+        y = wrapped(3 * x)
+    else:
+
+        class Outer(nn.Module):
+            inner: nn.Module
+
+            def __call__(self, x):
+                return self.inner(3 * x)
+
+        outer = Outer(model)
+        if how == "parent's rules":
+            outer = convert(outer, CurrentScaling(), rules=[("inner/mlp/up", None)])
+        y = outer.apply({"params": {"inner": variables["params"]}}, x)
+        if how == "parent's rules":
+            assert recipes(outer) == {"inner/mlp/up": None, "inner/mlp/down": CurrentScaling()}
+            return
+    assert 1e-3 < relative_error(y, exact) < 0.2
+    assert recipes(model) == {"mlp/up": BlockScaling(), "mlp/down": BlockScaling()}  # paths begin at this module
+
+
+def test_intermediates_and_tables_are_those_of_the_plain_model(rng):
+    x = normal(rng, (16, 32))
+    model = convert(Compact(), BlockScaling())
+    variables = model.init(jax.random.key(0), x)
+    kept = [m.apply(variables, x, capture_intermediates=True)[1] for m in (model, Compact())]
+    assert jax.tree.map(jnp.shape, kept[0]) == jax.tree.map(jnp.shape, kept[1])
+    assert len(jax.tree.leaves(kept[0])) == 4  # and not twice
+    tables = [m.tabulate(jax.random.key(0), x, console_kwargs={"width": 200}) for m in (model, Compact())]
+    assert tables[0] == tables[1]
+
+
+def test_delayed_scaling_trains_from_a_plain_checkpoint(rng):
+    x, target = normal(rng, (16, 32)), normal(rng, (16, 32))
+    plain, model = Scan(), convert(Scan(), DELAYED)
+    params = plain.init(jax.random.key(0), x)["params"]
+    variables = model.init(jax.random.key(1), x) | {"params": params}
+    state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.02))
+
+    @jax.jit
+    def step(state):
+        loss, gradients = jax.value_and_grad(lambda v: jnp.mean(jnp.square(state.apply_fn(v, x) - target)))(
+            state.params
+        )
+        return state.apply_gradients(grads=gradients), loss
+
+    losses = []
+    for _ in range(6):
+        state, loss = step(state)
+        losses.append(loss)
+    assert losses[-1] < losses[0]
+    history = state.params[OVERWRITE]["mlp"]["up"]["activation_amax_history"]
+    assert history.shape == (3, 4)
+    assert (history > 0).all()
+
+
+def test_delayed_scaling_without_a_place_for_its_state_says_what_to_do(rng):
+    x = normal(rng, (16, 32))
+    model = convert(Scan(("params",)), DELAYED)
+    message = (
+        rf'mlp/up has no place for the state of DelayedScaling: name "{OVERWRITE}" beside "params" in the variable_'
+    )
+    with pytest.raises(ValueError, match=message):
+        model.init(jax.random.key(0), x)
+    other = convert(Scan(("params",)), DELAYED, rules=[("mlp/*", BlockScaling())])
+    jax.eval_shape(other.init, jax.random.key(0), x)
+    model = convert(Compact(), DELAYED)
+    variables = model.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=rf'variables have no state in "{OVERWRITE}" for mlp/up'):
+        model.apply({"params": variables["params"]}, x)
+
+
+@pytest.mark.parametrize("name", ["compact", "scan", "attention"])
+def test_converted_kernels_are_quantized_once(rng, name):
+    plain, layers = MODELS[name]
+    model, xs = convert(plain, CurrentScaling()), normal(rng, (2, 16, 32))
+    variables = model.init(jax.random.key(0), xs[0])
+
+    @jax.jit
+    def accumulated(variables, xs):
+        quantized = quantize_kernels(model, variables, xs[0])
+        gradients = jax.tree.map(jnp.zeros_like, variables)
+        for x in xs:
+            _, gradients = accumulate_gradients(loss_of(model))(quantized, gradients, x)
+        return gradients, sum(hasattr(kernel, "scale_inv") for kernel in jax.tree.leaves(quantized, is_leaf=_quantized))
+
+    gradients, count = accumulated(variables, xs)
+    assert count == len(layers)
+    gradient = jax.jit(jax.grad(loss_of(model)))
+    expected = [gradient(variables, x) for x in xs]
+    for found, *each in zip(*map(jax.tree.leaves, (gradients, *expected)), strict=True):
+        assert relative_error(found, sum(each)) < 1e-3
+    assert {layer.path for layer in report(model).converted} == layers
+
+
+def _quantized(x):
+    return hasattr(x, "scale_inv")
+
+
+def test_the_report_needs_a_run():
+    model = convert(Compact(), BlockScaling())
+    with pytest.raises(ValueError, match="module has not run, and Linen makes layers when they run: call its init or"):
+        report(model)
+    with pytest.raises(ValueError, match=r"module is of type Compact; it must be what te_jax\.flax\.convert returned"):
+        report(Compact())
+    jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 32)))
+    assert len(report(model).converted) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, BlockScaling()), r"module is of type int; it must be a flax\.linen\.Module"),
+        ((nn.Dense(3), "block"), r"recipe is 'block'; it must be a recipe of te_jax\.recipe, or None"),
+        ((nn.Dense(3), None, [("*", 1)]), r"rules are \(\('\*', 1\),\); they must be pairs of a pattern"),
+        (
+            (nn.Dense(16).bind({}), None),
+            "module Dense is bound or was made inside of another module; convert",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(arguments, message):
+    module, recipe, *rules = arguments
+    with pytest.raises(ValueError, match=message):
+        convert(module, recipe, rules=rules[0] if rules else ())

@@ -1,0 +1,465 @@
+"""te_jax.nnx.convert: the same variables in layers of te_jax, what it leaves alone and why, and the way back."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import te_jax.nnx
+from te_jax import ops
+from te_jax.nnx import OverwriteWithGradient, convert, overwrite_with_gradient, quantize_kernels, revert
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.testing import relative_error
+
+DELAYED = DelayedScaling(history_len=4)
+WRT = nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient))
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(32, 48, rngs=rngs)
+        self.down = nnx.Linear(48, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+class Model(nnx.Module):
+    """Layers in a list, one of them in two places, stacked ones, attention, an embedding, a router and a head."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 32, rngs=rngs)
+        self.layers = nnx.List([Mlp(rngs) for _ in range(2)])
+        self.again = self.layers[0]
+        self.attention = nnx.MultiHeadAttention(4, 32, 64, decode=False, rngs=rngs)
+        self.stack = nnx.split_rngs(splits=3)(nnx.vmap(Mlp))(rngs)
+        self.heads = nnx.Einsum("btd,dhk->bthk", (32, 4, 16), (4, 16), rngs=rngs)
+        self.router = nnx.Linear(32, 16, rngs=rngs)
+        self.lm_head = nnx.Linear(32, 64, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in (*self.layers, self.again):
+            x = layer(x)
+        x = x + self.attention(x)
+        x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
+        x = x + self.heads(x).sum(2).repeat(2, -1) * jax.nn.sigmoid(self.router(x)).repeat(2, -1)
+        return self.lm_head(x)
+
+
+IN_FP8 = {
+    *("again/up", "again/down", "layers/1/up", "layers/1/down", "stack/up", "stack/down", "heads"),
+    *(f"attention/{name}" for name in ("query", "key", "value", "out")),
+}
+TOKENS = jnp.arange(24).reshape(2, 12)
+
+
+def made(rng, model=Model):
+    return model(nnx.Rngs(int(rng.integers(2**31))))
+
+
+def variables(model):
+    return dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+
+
+def loss_fn(model, tokens):
+    return jnp.mean(jnp.square(model(tokens)))
+
+
+def reasons(report):
+    return {layer.path: layer.reason for layer in report.skipped}
+
+
+@pytest.mark.parametrize(
+    "recipe", [CurrentScaling(), RowwiseScaling(), BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__
+)
+def test_it_multiplies_in_fp8_with_the_same_variables(rng, recipe):
+    model = made(rng)
+    before = {id(variable): path for path, variable in nnx.iter_graph(model) if isinstance(variable, nnx.Variable)}
+    exact, gradients = model(TOKENS), nnx.grad(loss_fn)(model, TOKENS)
+    report = convert(model, recipe)
+    assert {layer.path for layer in report.converted} == IN_FP8
+    assert all(layer.recipe == recipe and not layer.reason for layer in report.converted)
+    after = {id(variable): path for path, variable in nnx.iter_graph(model) if isinstance(variable, nnx.Param)}
+    assert {key: path for key, path in before.items() if key in after} == after
+    assert set(map(str, after.values())) == {str(p) for p in before.values() if "rngs" not in str(p)}
+    assert 1e-3 < relative_error(model(TOKENS), exact) < 0.3
+    if recipe is DELAYED:
+        for _ in range(4):
+            overwrite_with_gradient(model, nnx.grad(loss_fn, argnums=WRT)(model, TOKENS))
+    found = variables(nnx.grad(loss_fn, argnums=WRT)(model, TOKENS))
+    for path in ("layers", 1, "up", "kernel"), ("stack", "down", "kernel"), ("attention", "value", "kernel"):
+        assert 1e-3 < relative_error(found[path][...], variables(gradients)[path][...]) < 0.35, path
+
+
+def test_layers_are_of_te_jax_and_call_its_operation(rng, monkeypatch):
+    model = made(rng, Mlp)
+    convert(model, CurrentScaling(), axis_name=None, implementation="reference")
+    assert type(model.up) is te_jax.nnx.Linear
+    given, dense = [], ops.dense
+    monkeypatch.setattr(ops, "dense", lambda *args, **options: given.append(options) or dense(*args, **options))
+    model(jnp.ones((4, 32)))
+    assert [options["recipe"] for options in given] == [CurrentScaling()] * 2
+    assert {options["implementation"] for options in given} == {"reference"}
+
+
+def test_what_is_left_alone_by_default_and_why(rng):
+    model = made(rng)
+    assert reasons(convert(model, BlockScaling())) == {
+        "embed": "an embedding",
+        "router": "a router by its name",
+        "lm_head": "an output head by its name",
+    }
+    assert type(model.lm_head) is type(model.router) is nnx.Linear
+
+
+@pytest.mark.parametrize(
+    ("path", "skipped"),
+    [
+        *((path, True) for path in ("decoder/logitdense", "head/dense", "LM_head_0", "a/output", "a/router/b")),
+        *((path, True) for path in ("block_sparse_moe/gate", "MoeBlock_0/gate")),
+        *((path, False) for path in ("mlp/gate", "output/dense", "moe/experts/gate", "attention/heads", "out")),
+    ],
+)
+def test_names_of_heads_and_routers(path, skipped):
+    model = leaf = {}
+    *parents, name = path.split("/")
+    for parent in parents:
+        leaf[parent] = leaf = {}
+    leaf[name] = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+    report = convert(model, BlockScaling())
+    assert bool(report.skipped) is skipped
+    assert convert(model, None, rules=[(path, BlockScaling())]).converted  # a rule overrides it
+
+
+def test_the_first_rule_that_matches_holds(rng):
+    model = made(rng)
+    rules = [
+        ("layers/1/*", RowwiseScaling()),
+        ("layers/*", None),
+        ("*/up", CurrentScaling()),
+        ("lm_head", CurrentScaling()),
+        ("no/such/layer", None),
+    ]
+    report = convert(model, BlockScaling(), rules=rules)
+    recipes = {layer.path: layer.recipe for layer in report.layers}
+    assert recipes["layers/1/up"] == recipes["layers/1/down"] == RowwiseScaling()
+    assert recipes["again/up"] is recipes["again/down"] is None  # the same layer as layers/0, which a rule names
+    assert recipes["stack/up"] == recipes["lm_head"] == CurrentScaling()
+    assert recipes["stack/down"] == recipes["attention/out"] == BlockScaling()
+    assert reasons(report)["again/up"] == "rule 'layers/*'"
+    assert report.unused_rules == ("no/such/layer",)
+    assert model.stack.down.options.recipe == BlockScaling()
+
+
+def test_without_a_recipe_only_rules_convert(rng):
+    report = convert(made(rng), None, rules=[("attention/*", BlockScaling())])
+    assert {layer.path for layer in report.converted} == {path for path in IN_FP8 if path.startswith("attention/")}
+    assert reasons(report)["heads"] == "recipe is None, and no rule names it"
+
+
+class OwnCall(nnx.Linear):
+    def __call__(self, inputs, out_sharding=None):
+        return 2 * super().__call__(inputs, out_sharding)
+
+
+class OwnMethod(nnx.Linear):
+    def norm(self):
+        return jnp.linalg.norm(self.kernel[...])
+
+
+class OwnKernel(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(rngs.params.normal((32, 32)))
+        self.token_embedding = nnx.Param(jnp.ones(32))
+
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+def promote(arrays, *, dtype):
+    return arrays
+
+
+ALONE = {
+    "own call": (lambda rngs: OwnCall(32, 32, rngs=rngs), "OwnCall has a __call__ of its own"),
+    "lora": (
+        lambda rngs: nnx.LoRALinear(32, 32, lora_rank=2, rngs=rngs),
+        "LoRALinear has a __call__ of its own",
+    ),
+    "dot_general": (
+        lambda rngs: nnx.Linear(32, 32, dot_general=te_jax.nnx.DotGeneral(BlockScaling()), rngs=rngs),
+        "it has a dot_general of its own",
+    ),
+    "dot_general_cls": (
+        lambda rngs: nnx.LinearGeneral(32, 32, dot_general_cls=lambda: jax.lax.dot_general, rngs=rngs),
+        "it has a dot_general_cls of its own",
+    ),
+    "promote_dtype": (
+        lambda rngs: nnx.Linear(32, 32, promote_dtype=promote, rngs=rngs),
+        "it has a promote_dtype of its own",
+    ),
+    "einsum_op": (
+        lambda rngs: nnx.Einsum("ab,bc->ac", (32, 32), einsum_op=lambda *a, **k: jnp.einsum(*a, **k), rngs=rngs),
+        "it has a einsum_op of its own",
+    ),
+    "preferred_element_type": (
+        lambda rngs: nnx.Linear(32, 32, preferred_element_type=jnp.float32, rngs=rngs),
+        "it has a preferred_element_type of its own",
+    ),
+    "batch_axis": (
+        lambda rngs: nnx.LinearGeneral(32, 32, axis=-1, batch_axis={0: 4}, rngs=rngs),
+        "it has a batch_axis",
+    ),
+    "sizes": (
+        lambda rngs: nnx.Linear(32, 40, rngs=rngs),
+        "32 features in, 40 out: FP8 products need multiples of 16",
+    ),
+    "sizes of an einsum": (
+        lambda rngs: nnx.Einsum("btd,edf->btef", (2, 24, 32), rngs=rngs),
+        "24 features in, 64 out: FP8 products need multiples of 16",
+    ),
+    "no contraction": (
+        lambda rngs: nnx.Einsum("bd,ef->bdef", (32, 32), rngs=rngs),
+        "einsum_str 'bd,ef->bdef' is no product of inputs and a kernel as te_jax's Einsum computes them",
+    ),
+    "dtype": (
+        lambda rngs: nnx.Linear(32, 32, dtype=jnp.complex64, rngs=rngs),
+        "its dtype complex64 is none of FP8 layers",
+    ),
+    "another class": (OwnKernel, "neither nnx.Linear, nnx.LinearGeneral nor nnx.Einsum"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_layers_that_are_something_else_are_left_alone_and_reported(name):
+    make, reason = ALONE[name]
+    model = nnx.Dict(layer=make(nnx.Rngs(0)))
+    before = nnx.graphdef(model)
+    report = convert(model, CurrentScaling(), rules=[("layer", BlockScaling())])  # no rule overrides these
+    assert reasons(report)["layer"] == reason
+    assert not report.converted
+    assert nnx.graphdef(model) == before
+
+
+def test_a_subclass_that_inherits_the_call_is_converted_and_keeps_its_methods(rng):
+    model = nnx.Dict(layer=OwnMethod(32, 32, rngs=nnx.Rngs(0)))
+    x, norm = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32), model.layer.norm()
+    expected = nnx.Dict(layer=nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+    for either in (model, expected):
+        convert(either, BlockScaling())
+    np.testing.assert_array_equal(model.layer(x), expected.layer(x), strict=True)
+    assert isinstance(model.layer, OwnMethod)
+    assert isinstance(model.layer, te_jax.nnx.Linear)
+    assert model.layer.norm() == norm
+    np.testing.assert_array_equal(nnx.jit(lambda model: model.layer(x))(model), expected.layer(x))
+    revert(model)
+    assert type(model.layer) is OwnMethod
+
+
+@pytest.mark.parametrize("recipe", [BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
+def test_a_second_call_changes_nothing_or_the_recipe(rng, recipe):
+    model = made(rng)
+    first = convert(model, recipe)
+    if recipe is DELAYED:
+        overwrite_with_gradient(model, nnx.grad(loss_fn, argnums=WRT)(model, TOKENS))
+    state, graphdef = jax.tree.leaves(nnx.state(model)), nnx.graphdef(model)
+    assert repr(convert(model, recipe)) == repr(first)
+    assert nnx.graphdef(model) == graphdef
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(nnx.state(model)), state)  # history too
+    assert {layer.recipe for layer in convert(model, RowwiseScaling()).converted} == {RowwiseScaling()}
+    assert model.layers[1].up.options.recipe == RowwiseScaling()
+    assert not jax.tree.leaves(nnx.state(model, OverwriteWithGradient))
+    report = convert(model, None, rules=[("layers/1/up", DELAYED)])
+    assert [layer.path for layer in report.converted] == ["layers/1/up"]
+    assert type(model.layers[1].down) is nnx.Linear  # what is no longer converted is Flax's again
+    assert model.layers[1].up.activation_amax_history.shape == (4,)
+
+
+@pytest.mark.parametrize("recipe", [BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
+def test_revert_restores_everything(rng, recipe):
+    model = made(rng)
+    graphdef, exact = nnx.graphdef(model), model(TOKENS)
+    kept = variables(model)
+    convert(model, recipe)
+    convert(model, CurrentScaling(), rules=[("lm_head", DELAYED)])
+    assert nnx.graphdef(model) != graphdef
+    revert(nnx.clone(model))  # another model
+    assert type(model.layers[1].up) is te_jax.nnx.Linear
+    revert(model)
+    assert nnx.graphdef(model) == graphdef
+    assert all(variable is kept[path] for path, variable in variables(model).items())
+    np.testing.assert_array_equal(model(TOKENS), exact)
+    revert(model)
+    assert nnx.graphdef(model) == graphdef
+
+
+def test_layers_of_te_jax_get_the_recipe_and_their_own_back():
+    def layer(recipe, out=32):
+        return te_jax.nnx.Linear(32, out, recipe=recipe, rngs=nnx.Rngs(0))
+
+    model = nnx.Dict(none=layer(None), delayed=layer(DELAYED), head=layer(RowwiseScaling()), off=layer(DELAYED))
+    graphdef = nnx.graphdef(model)
+    report = convert(model, BlockScaling(), rules=[("off", None)])
+    recipes = {layer.path: layer.recipe for layer in report.layers}
+    assert recipes == {"none": BlockScaling(), "delayed": BlockScaling(), "head": RowwiseScaling(), "off": None}
+    assert {name: layer.options.recipe for name, layer in model.items()} == recipes
+    assert not jax.tree.leaves(nnx.state(model, OverwriteWithGradient))
+    revert(model)
+    assert nnx.graphdef(model) == graphdef
+    assert model.delayed.uses[...] == 0
+
+
+def test_modules_of_te_jax_that_call_several_layers_as_one_operation_keep_their_recipe():
+    mlp = te_jax.nnx.GatedMLP(32, 48, recipe=CurrentScaling(), norm="rms", rngs=nnx.Rngs(0))
+    attention = te_jax.nnx.Attention(32, 2, rngs=nnx.Rngs(0))
+    model = nnx.Dict(mlp=mlp, block=nnx.Dict(attention=attention), plain=nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+    layers = {layer.path: layer for layer in convert(model, BlockScaling()).layers}
+    assert layers.pop("plain").recipe == BlockScaling()
+    kept = {"mlp": (CurrentScaling(), "GatedMLP"), "block": (None, "Attention")}
+    assert len(layers) == 7
+    for path, layer in layers.items():
+        recipe, name = kept[path.split("/")[0]]
+        assert layer.recipe == recipe
+        assert layer.reason == f"part of te_jax's {name}, which has a recipe argument"
+    assert mlp.up_proj.options.recipe == CurrentScaling()
+
+
+def test_shared_modules_stay_shared_and_are_reported_once(rng):
+    model = made(rng)
+    report = convert(model, DELAYED)
+    assert model.again is model.layers[0]
+    assert model.again.up.uses is model.layers[0].up.uses
+    (shared,) = [layer for layer in report.layers if layer.path == "again/up"]
+    assert shared.other_paths == ("layers/0/up",)
+    assert not [layer for layer in report.layers if layer.path == "layers/0/up"]
+    tied = nnx.Dict(a=nnx.Linear(32, 32, rngs=nnx.Rngs(0)), b=nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+    tied.b.kernel = tied.a.kernel
+    convert(tied, BlockScaling())
+    assert tied.b.kernel is tied.a.kernel
+
+
+def test_an_optimizer_and_a_jitted_step_go_on(rng):
+    """The optimizer of the plain model, its momentum and its step count, with a step that was compiled before."""
+    model = made(rng)
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, tokens):
+        loss, gradients = nnx.value_and_grad(loss_fn, argnums=WRT)(model, tokens)
+        optimizer.update(model, gradients)
+        overwrite_with_gradient(model, gradients)
+        return loss
+
+    losses = [step(model, optimizer, TOKENS) for _ in range(3)]
+    convert(model, DELAYED)
+    losses += [step(model, optimizer, TOKENS) for _ in range(6)]
+    assert optimizer.step[...] == 9
+    assert losses[-1] < losses[2] < losses[0]
+    uses = {path: variable[...] for path, variable in nnx.to_flat_state(nnx.state(model, OverwriteWithGradient))}
+    histories = [value for path, value in uses.items() if path[-1] == "activation_amax_history"]
+    assert len(histories) == len(IN_FP8)
+    assert all((history > 0).all() for history in histories)
+
+
+def test_stacked_layers_get_stacked_state(rng):
+    model = made(rng)
+    convert(model, DELAYED)
+    assert model.stack.up.kernel.shape == (3, 32, 48)
+    assert model.stack.up.activation_amax_history.shape == (3, 4)
+    assert model.stack.up.uses.shape == (3,)
+    overwrite_with_gradient(model, nnx.grad(loss_fn, argnums=WRT)(model, TOKENS))
+    history = np.asarray(model.stack.up.activation_amax_history[:, 0])
+    assert len(set(history)) == 3  # each its own
+    twice = nnx.vmap(nnx.vmap(Mlp))(nnx.Rngs(0).split((2, 3)))
+    convert(twice, DELAYED)
+    assert twice.up.kernel.shape == (2, 3, 32, 48)
+    assert twice.up.uses.shape == (2, 3)
+
+
+def test_layers_stacked_along_another_dimension(rng):
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(out_axes=axes)
+    def make(rngs):
+        return nnx.Linear(32, 48, use_bias=False, rngs=rngs)
+
+    model = make(nnx.Rngs(0))
+    assert model.kernel.shape == (32, 3, 48)
+    message = "stacked along another dimension than the first, where DelayedScaling has no place for its state"
+    assert reasons(convert(model, DELAYED)) == {"": message}
+    assert convert(model, BlockScaling()).converted
+    x = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32)
+    y = nnx.vmap(lambda model, x: model(x), in_axes=(axes, None))(model, x)
+    expected = jnp.einsum("bd,dsf->sbf", x, model.kernel[...])
+    assert 1e-3 < relative_error(y, expected) < 0.1
+
+
+def test_sharding_metadata_and_explicit_meshes(rng, make_mesh):
+    mesh = make_mesh({"data": AxisType.Explicit, "model": AxisType.Explicit})
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(
+            32, 64, kernel_metadata={"out_sharding": (None, "model")}, bias_metadata={"out_sharding": ("model",)},
+            rngs=nnx.Rngs(0),
+        )  # fmt: skip
+        sharding = model.kernel[...].sharding
+        convert(model, DELAYED)
+        assert model.kernel.out_sharding == (None, "model")
+        assert model.kernel[...].sharding == sharding
+        count = mesh.shape["data"]
+        x = jnp.asarray(rng.standard_normal((4 * count, 32)), jnp.float32)
+        y = nnx.jit(lambda model, x: model(x, out_sharding=jax.P("data", "model")))(
+            model, jax.reshard(x, jax.P("data"))
+        )
+        assert y.sharding.spec == jax.P("data", "model")
+        expected = x @ np.asarray(model.kernel[...])
+        assert relative_error(np.asarray(y), expected) < 0.3
+
+
+def test_converted_kernels_are_quantized_once(rng):
+    model = made(rng, Mlp)
+    convert(model, CurrentScaling())
+    x = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32)
+    quantized = quantize_kernels(model)
+    np.testing.assert_array_equal(quantized(x), model(x))
+    for recipe, rules in ((BlockScaling(), ()), (None, [("*", None)])):
+        for layer in convert(quantized, recipe, rules=rules).layers:  # each keeps the recipe of its kernel
+            assert (layer.recipe, layer.reason) == (CurrentScaling(), "its kernel is quantized already")
+    np.testing.assert_array_equal(quantized(x), model(x))
+    with pytest.raises(ValueError, match="the kernel of down is quantized; revert the model that quantize_kernels was"):
+        revert(quantized)
+
+
+def test_the_report_is_a_table(rng):
+    report = convert(made(rng), DELAYED, rules=[("layers/1/up", None), ("nothing", None)])
+    lines = [re.sub(" {2,}", " | ", line) for line in repr(report).splitlines()]
+    assert lines[0] == "layer | kind | recipe"
+    assert "layers/1/up | Linear (32, 48) | - (rule 'layers/1/up')" in lines
+    assert "again/up = layers/0/up | Linear (32, 48) | DelayedScaling(history_len=4)" in lines
+    assert len({line.index("Linear (32, 48)") for line in repr(report).splitlines() if "Linear (32, 48)" in line}) == 1
+    assert f"{len(IN_FP8) - 1} of {len(IN_FP8) + 3} layers in FP8" in lines
+    assert lines[-1] == "no layer has a path that matches the rule 'nothing'"
+    many = nnx.List([Mlp(nnx.Rngs(0)) for _ in range(3)])
+    assert "*/up ×3    Linear (32, 48)  BlockScaling()" in repr(convert(many, BlockScaling())).splitlines()
+    assert repr(convert(many[0].up, BlockScaling())).splitlines()[1].startswith("(the model)  Linear (32, 48) ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, BlockScaling()), r"model is of type int; it must be a flax\.nnx\.Module"),
+        ((nnx.Dict(), "block"), r"recipe is 'block'; it must be a recipe of te_jax\.recipe, or None"),
+        ((nnx.Dict(), None, [("*", 1)]), r"rules are \(\('\*', 1\),\); they must be pairs of a pattern"),
+        ((nnx.Dict(), None, "*"), r"rules are '\*'; they must be pairs"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(arguments, message):
+    model, recipe, *rules = arguments
+    with pytest.raises(ValueError, match=message):
+        convert(model, recipe, rules=rules[0] if rules else ())
