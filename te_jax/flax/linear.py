@@ -248,7 +248,7 @@ def einsum(module: Any, inputs: jax.typing.ArrayLike, einsum_str: str | None, op
     names = linear.Einsum.parse(nn.merge_param("einsum_str", module.einsum_str, einsum_str), shape)
     return linear.einsum(
         names,
-        jnp.asarray(inputs),
+        linear.as_array("inputs", inputs),
         _kernel(module, shape, shape),
         _bias(module, names.bias_shape, names.bias_shape),
         _scaling_state(module, options.recipe),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from te_jax import native
 from te_jax.flax.linear import DenseGeneral, Initializer, named_initializer
-from te_jax.nn import norm
+from te_jax.nn import linear, norm
 from te_jax.recipe import Quantization, Recipe
 
 
@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
         Raises:
           ValueError: for shapes or dtypes that do not fit, naming the argument.
         """
-        x = jnp.asarray(x)
+        x = linear.as_array("x", x)
         return norm.normalize(
             x,
             residual,
@@ -105,7 +105,7 @@ class LayerNorm(nn.Module):
         quantization: Quantization | None = None,
     ) -> Any:
         """Applies the norm; see `RMSNorm`."""
-        x = jnp.asarray(x)
+        x = linear.as_array("x", x)
         scale, bias = _scale(self, x), None
         if self.use_bias:
             shape = x.shape[-1:]

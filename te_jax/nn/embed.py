@@ -32,6 +32,6 @@ def rows(table: Array, indices: jax.typing.ArrayLike, dtype: jax.typing.DTypeLik
 
 def attend(table: Array, query: Any, dtype: jax.typing.DTypeLike | None, options: linear.Options) -> Array:
     """query · tableᵀ."""
-    query = jnp.asarray(query)
+    query = linear.as_array("query", query)
     query = query.astype(linear.result_dtype(dtype, query, table))
     return ops.dense(query, table, kernel_contracting="last", **vars(options))

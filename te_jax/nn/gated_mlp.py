@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 from jax import Array
@@ -38,12 +37,10 @@ def gated_mlp(
     """The MLP of three layers, in the given dtype, or in what x, kernels and biases promote to. x may come in FP8."""
     layers = gate, up, down
     dtype = linear.result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
-    if not isinstance(x, QuantizedArray):
-        x = x.astype(dtype)
     kernels, accumulators = zip(*(kernel_and_accumulator(layer.kernel) for layer in layers), strict=True)
     states = tuple(layer.scaling_state for layer in layers if layer.scaling_state is not None)
-    y: Any = ops.gated_mlp(
-        x,
+    return ops.gated_mlp(
+        linear.cast(x, dtype),
         kernels,
         tuple(layer.bias for layer in layers),
         **vars(activation),
@@ -51,4 +48,3 @@ def gated_mlp(
         scaling_state=states or None,
         **vars(options),
     )
-    return y.astype(dtype)

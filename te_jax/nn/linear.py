@@ -49,6 +49,21 @@ def as_input(x: Any) -> Array | QuantizedArray:
     return x if isinstance(x, QuantizedArray) else jnp.asarray(x)
 
 
+def as_array(name: str, x: Any) -> Array:
+    """An input that cannot come in FP8, called by its name in the error."""
+    if isinstance(x, QuantizedArray):
+        raise ValueError(f"{name} is a QuantizedArray, which linear layers take, and not this one: pass its values")
+    return jnp.asarray(x)
+
+
+def cast(x: Any, dtype: jax.typing.DTypeLike) -> Any:
+    """x in another dtype; a QuantizedArray that stands for an array in it."""
+    if not isinstance(x, QuantizedArray):
+        return x.astype(dtype)
+    through = None if x.straight_through is None else x.straight_through.astype(dtype)
+    return dataclasses.replace(x, dtype=jnp.dtype(dtype), straight_through=through)
+
+
 def linear(
     x: Array | QuantizedArray,
     kernel: Array | QuantizedArray | AccumulatedKernel,
@@ -101,8 +116,7 @@ def linears(
     come in FP8.
     """
     dtype = result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
-    if not isinstance(x, QuantizedArray):
-        x = x.astype(dtype)
+    x = cast(x, dtype)
     kernels, accumulators = zip(*(kernel_and_accumulator(layer.kernel) for layer in layers), strict=True)
     columns = [
         kernel.shape[kernel.row_ndim :] if isinstance(kernel, QuantizedArray) else sizes
@@ -116,8 +130,7 @@ def linears(
     ys = ops.dense(x, kernels, biases, wgrad_accumulator=accumulators, scaling_state=states or None, **vars(options))
     batch = x.shape[:-1]
     return tuple(
-        regrouped(y, (batch, cols), (batch, sizes)).astype(dtype)
-        for y, cols, sizes in zip(ys, columns, features, strict=True)
+        regrouped(y, (batch, cols), (batch, sizes)) for y, cols, sizes in zip(ys, columns, features, strict=True)
     )
 
 

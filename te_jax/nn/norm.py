@@ -53,9 +53,14 @@ def normalize(
     quantization: Quantization | None,
     options: Options,
 ) -> Any:
-    """y, or (y, x + residual), in the given dtype, or in what x, residual, scale and bias promote to."""
-    x, residual = jnp.asarray(x), None if residual is None else jnp.asarray(residual)
+    """y, or (y, x + residual), in the given dtype, or in what x, residual, scale and bias promote to.
+
+    The norm reads x in float32 where it comes so, and a sum with float32 stays float32: residual streams keep their
+    precision where layers compute in a narrower dtype.
+    """
+    x, residual = linear.as_array("x", x), None if residual is None else linear.as_array("residual", residual)
     dtype = linear.result_dtype(dtype, x, residual, scale, bias)
+    wide = jnp.float32 if jnp.float32 in (x.dtype, getattr(residual, "dtype", None)) else dtype
     if x.ndim == 0 or (scale is not None and x.shape[-1] != scale.shape[0]):
         features = "a last dimension, the features" if scale is None else f"{scale.shape[0]} features"
         raise ValueError(f"x has shape {x.shape}; the norm needs {features}")
@@ -64,13 +69,17 @@ def normalize(
     arguments: dict[str, Any] = {
         "epsilon": options.epsilon,
         "zero_centered": options.zero_centered,
-        "residual": None if residual is None else residual.astype(dtype),
+        "residual": None if residual is None else residual.astype(wide),
         "quantization": quantization,
         "implementation": options.implementation,
     }
-    if options.kind == "rms":
-        return ops.rms_norm(x.astype(dtype), scale, **arguments)
-    return ops.layer_norm(x.astype(dtype), scale, bias, **arguments)
+    x = x.astype(wide)
+    found = (
+        ops.rms_norm(x, scale, **arguments) if options.kind == "rms" else ops.layer_norm(x, scale, bias, **arguments)
+    )
+    y, *total = (found,) if residual is None else found
+    y = linear.cast(y, dtype)
+    return (y, *total) if total else y
 
 
 def before(
@@ -91,10 +100,10 @@ def before(
 def handover(recipe: Recipe | None, x: Any) -> Quantization | None:
     """How a norm quantizes its result for layers with a recipe; None where these quantize it themselves.
 
-    They do with delayed scaling, whose state remembers the amax of a layer's input, and with blocks where these do not
-    divide the rows of an x [*rows, features] in several dimensions.
+    They do with delayed scaling, whose state remembers the amax of a layer's input, for a single row, and with blocks
+    where these do not divide the rows of an x [*rows, features] in several dimensions.
     """
-    if recipe is None or isinstance(recipe, DelayedScaling):
+    if recipe is None or isinstance(recipe, DelayedScaling) or x.ndim < 2:
         return None
     blocked = recipe.scalings["activation"][0].startswith("block")
     return None if blocked and x.ndim > 2 and x.shape[-2] % BLOCK else recipe.quantization("activation")

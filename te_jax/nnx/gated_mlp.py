@@ -29,7 +29,7 @@ class GatedMLP(nnx.Module):
       out_features: None is in_features.
       kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
       norm: "rms", "layer", or None.
-      epsilon, zero_centered: of the norm.
+      epsilon, zero_centered, scale_metadata: of the norm.
       use_bias: whether the three layers have biases.
       dtype, param_dtype, recipe, axis_name, implementation: as in `LinearGeneral`, for all layers.
       kernel_init, bias_init, kernel_metadata, bias_metadata: of `gate_proj` and `up_proj`.
@@ -54,6 +54,7 @@ class GatedMLP(nnx.Module):
         norm: norm.Kind | None = None,
         epsilon: float = 1e-6,
         zero_centered: bool = False,
+        scale_metadata: Mapping[str, Any] | None = None,
         use_bias: bool = False,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
@@ -77,7 +78,8 @@ class GatedMLP(nnx.Module):
         wide: Any = {"kernel_init": kernel_init, "kernel_metadata": kernel_metadata, "bias_metadata": bias_metadata}
         self.norm: RMSNorm | LayerNorm | None = nnx.data(None)
         if norm is not None:
-            self.norm = make_norm(norm, in_features, epsilon=epsilon, zero_centered=zero_centered, **shared)
+            of_norm: Any = {"epsilon": epsilon, "zero_centered": zero_centered, "scale_metadata": scale_metadata}
+            self.norm = make_norm(norm, in_features, **of_norm, **shared)
         self.gate_proj = Linear(in_features, hidden_features, **wide, **layer)
         self.up_proj = Linear(in_features, hidden_features, **wide, **layer)
         self.down_proj = Linear(

@@ -208,7 +208,7 @@ class Einsum(nnx.Module):
             )
         y = linear.einsum(
             linear.Einsum.parse(einsum_str or self.einsum_str, self.kernel_shape),
-            jnp.asarray(inputs),
+            linear.as_array("inputs", inputs),
             self.kernel.get_value(),
             None if self.bias is None else self.bias.get_value(),
             _scaling_state(self, self.options.recipe),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from te_jax import native
-from te_jax.nn import norm
+from te_jax.nn import linear, norm
 from te_jax.nnx.linear import Initializer, LinearGeneral
 from te_jax.recipe import Quantization, Recipe
 
@@ -147,12 +147,12 @@ class NormLinear(nnx.Module):
       in_features: number of input features.
       out_features: number of output features, or several numbers.
       norm: "rms" or "layer".
-      epsilon, zero_centered: of the norm.
+      epsilon, zero_centered, scale_metadata: of the norm.
       dtype, param_dtype, implementation, rngs: of both.
-      arguments: others of `LinearGeneral`.
+      arguments: others of `LinearGeneral`, without axis: norm and layer work on the last one.
 
     Raises:
-      ValueError: for another norm, and sizes that do not fit.
+      ValueError: for another norm, another axis, and sizes that do not fit.
     """
 
     def __init__(
@@ -163,6 +163,7 @@ class NormLinear(nnx.Module):
         norm: norm.Kind = "rms",
         epsilon: float = 1e-6,
         zero_centered: bool = False,
+        scale_metadata: Mapping[str, Any] | None = None,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         recipe: Recipe | None = None,
@@ -171,8 +172,14 @@ class NormLinear(nnx.Module):
         **arguments: Any,
     ):
         shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "rngs": rngs}
+        if linear.as_tuple(arguments.get("axis", -1)) != (-1,):
+            raise ValueError(
+                f"axis is {arguments['axis']!r}, and the norm is of the last one: leave it out, or use a norm and a "
+                "LinearGeneral"
+            )
+        of_norm: Any = {"epsilon": epsilon, "zero_centered": zero_centered, "scale_metadata": scale_metadata}
         self.recipe = recipe
-        self.norm = make_norm(norm, in_features, epsilon=epsilon, zero_centered=zero_centered, **shared)
+        self.norm = make_norm(norm, in_features, **of_norm, **shared)
         self.linear = LinearGeneral(in_features, out_features, recipe=recipe, **shared, **arguments)
 
     def __call__(self, x: jax.typing.ArrayLike, residual: jax.typing.ArrayLike | None = None) -> Any:

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
 from te_jax.nnx import (
+    Einsum,
     Embed,
     GatedMLP,
     LayerNorm,
@@ -89,7 +92,8 @@ def test_zero_centered_norms_begin_with_zeros(rng):
 
 
 def test_a_norm_hands_over_fp8_and_the_sum(rng):
-    recipe, x, residual = BlockScaling(), normal(rng, 128, 64), normal(rng, 128, 64)
+    recipe = BlockScaling()
+    x, residual = (normal(rng, 128, 64).astype(jnp.bfloat16) for _ in range(2))
     norm = RMSNorm(64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     x8, total = norm(x, residual, quantization=recipe.quantization("activation"))
     assert isinstance(x8, QuantizedArray)
@@ -98,6 +102,56 @@ def test_a_norm_hands_over_fp8_and_the_sum(rng):
     assert_close(linear(x8), linear(norm(total)), tolerance=1e-2)
     with pytest.raises(ValueError, match=r"inputs are a QuantizedArray, and the layer has axis \(0,\)"):
         LinearGeneral(128, 32, axis=0, recipe=recipe, rngs=nnx.Rngs(1))(x8)
+
+
+@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "block"])
+def test_a_float32_residual_stream_stays_float32(recipe, rng):
+    """Where layers compute in bfloat16: what is added to the stream is not lost in the next sum."""
+    mlp = GatedMLP(64, 96, norm="rms", dtype=jnp.bfloat16, recipe=recipe, rngs=nnx.Rngs(0))
+    x, residual = normal(rng, 128, 64), 1e4 * normal(rng, 128, 64)
+    y, total = mlp(x, residual)
+    assert (y.dtype, total.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(total, x + residual)
+    exact = GatedMLP(64, 96, norm="rms", recipe=recipe, rngs=nnx.Rngs(0))
+    assert_close(y.astype(jnp.float32), exact(x, residual)[0], tolerance=2e-2 if recipe is None else 6e-2)
+    _, (_, dx, dresidual) = nnx.value_and_grad(
+        lambda mlp, *xs: sum(jnp.sum(y.astype(jnp.float32)) for y in mlp(*xs)),
+        argnums=(nnx.DiffState(0, TRAINED), 1, 2),
+    )(mlp, x, residual)
+    assert dx.dtype == dresidual.dtype == jnp.float32
+    np.testing.assert_array_equal(dx, dresidual)
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 7, 64), (0, 64)], ids=str)
+@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
+def test_any_rows(recipe, shape, rng):
+    x, norm_linear = normal(rng, *shape), NormLinear(64, 32, recipe=recipe, rngs=nnx.Rngs(0))
+    expected = norm_linear.linear(norm_linear.norm(x))
+    assert_close(norm_linear(x), expected, tolerance=1e-2)
+    assert GatedMLP(64, 96, 32, norm="rms", recipe=recipe, rngs=nnx.Rngs(0))(x).shape == expected.shape
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_split_over_devices(axis_type, make_mesh, native_kernels, rng):
+    """Tokens along one axis of a mesh and hidden features along the other: values, gradients, and where they lie."""
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    x, residual = normal(rng, 512, 64), normal(rng, 512, 64)
+
+    def mlp(**metadata):
+        return GatedMLP(64, 512, norm="rms", recipe=BlockScaling(), rngs=nnx.Rngs(0), **metadata)
+
+    expected = value_and_gradients(mlp(), x, residual)
+    with jax.set_mesh(mesh):
+        split = mlp(
+            kernel_metadata={"out_sharding": (None, "model")}, down_kernel_metadata={"out_sharding": ("model", None)}
+        )
+        actual = value_and_gradients(split, *(jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, residual)))
+    (y, total), gradients, _ = actual
+    rows = NamedSharding(mesh, P("data", None))
+    assert all(a.sharding.is_equivalent_to(rows, 2) for a in (y, total))
+    for name, spec in (("gate_proj", P(None, "model")), ("down_proj", P("model", None))):
+        assert gradients[name]["kernel"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    assert_all_close(actual, expected, tolerance=5e-3)
 
 
 @each_recipe
@@ -221,3 +275,10 @@ def test_errors(rng):
     x8 = ops.quantize(x, BlockScaling().quantization("activation"), straight_through=True)
     with pytest.raises(ValueError, match="x is a QuantizedArray, and there is a norm"):
         NormLinear(32, 16, recipe=BlockScaling(), rngs=nnx.Rngs(0))(x8)
+    for name, take in (
+        ("x", RMSNorm(32, rngs=nnx.Rngs(0))),
+        ("query", Embed(48, 32, rngs=nnx.Rngs(0)).attend),
+        ("inputs", Einsum("td,df->tf", (32, 48), recipe=BlockScaling(), rngs=nnx.Rngs(0))),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is a QuantizedArray, which linear layers take, and not this one"):
+            take(x8)
