@@ -105,13 +105,14 @@ def test_quantized_results(pair, kind, implementation, rng):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 130), (33, 17), (130, 1), (3, 5, 128)], ids=str)
-def test_shapes_and_dtypes(shape, dtype, implementation, rng):
+def test_shapes_and_dtypes(shape, dtype, native_kernels, rng):
+    """Of the kernels; those of the reference are `quantize`'s."""
     gate, up = draw(rng, shape, dtype)
-    check_result("silu", gate, up, quantization_of("tensor", E5M2), implementation, **GPT_OSS)
+    check_result("silu", gate, up, quantization_of("tensor", E5M2), "native", **GPT_OSS)
     if len(shape) == 2:
-        check_result("gelu", gate, up, quantization_of("1x128 and square"), implementation)
+        check_result("gelu", gate, up, quantization_of("1x128 and square"), "native")
     else:
-        check_result("gelu", gate, up, quantization_of("1x128"), implementation, row_ndim=2, copies="data")
+        check_result("gelu", gate, up, quantization_of("1x128"), "native", row_ndim=2, copies="data")
 
 
 @pytest.mark.parametrize("copies", ["data", "transposed"])
@@ -196,12 +197,10 @@ def test_quantized_gradients(case, kind, implementation, rng):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 130), (33, 17), (3, 128, 40)], ids=str)
-def test_shapes_and_dtypes_of_gradients(shape, dtype, implementation, rng):
+def test_shapes_and_dtypes_of_gradients(shape, dtype, native_kernels, rng):
     gate, up, dy = draw(rng, shape, dtype, count=3)
     for case in ("current", "blocks"):
-        check_gradients(
-            Function("silu"), gate, up, dy, *GRADIENTS[case], implementation == "native", row_ndim=len(shape) - 1
-        )
+        check_gradients(Function("silu"), gate, up, dy, *GRADIENTS[case], True, row_ndim=len(shape) - 1)
 
 
 def test_gradients_with_given_amaxes(implementation, rng):

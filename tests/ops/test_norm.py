@@ -235,10 +235,11 @@ def test_quantized_results(pair, residual, implementation, rng):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 130), (33, 17), (130, 1), (3, 128, 40)], ids=str)
-def test_shapes_and_dtypes_in_fp8(shape, dtype, implementation, rng):
+def test_shapes_and_dtypes_in_fp8(shape, dtype, native_kernels, rng):
+    """Of the kernels; those of the reference are `quantize`'s."""
     for pair, power_of_two in (("tensor", False), ("1x128", True)):
         operands = draw_operands(rng, "layer_norm", shape, dtype, residual=True)
-        check_quantized("layer_norm", operands, quantization_of(pair, E5M2, power_of_two), implementation)
+        check_quantized("layer_norm", operands, quantization_of(pair, E5M2, power_of_two), "native")
 
 
 @pytest.mark.parametrize("copies", ["data", "transposed"])
@@ -276,9 +277,10 @@ def test_values_that_are_not_finite_in_fp8(pair, implementation, rng):
 RECIPES = {"current": CurrentScaling(), "block": BlockScaling(), "row": RowwiseScaling()}
 
 
-@with_residual
+@pytest.mark.parametrize(
+    ("norm", "residual"), [("rms_norm", True), ("rms_norm", False), ("layer_norm", True)], ids=["rms", "alone", "layer"]
+)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@each_norm
 def test_a_layer_takes_it_with_its_gradient(norm, recipe, residual, implementation, rng):
     """As a layer of the plain result, up to a unit in the last place of that, in values and in all gradients."""
     operands = draw_operands(rng, norm, (2, 128, 256), "float32", residual=residual)
