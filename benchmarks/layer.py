@@ -29,7 +29,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from benchmarks import flax_fp8, shapes
@@ -44,6 +43,7 @@ from benchmarks.harness import (
     reason_of,
     temporary_bytes,
 )
+from benchmarks.transformer import errors_of, out_of_bounds
 from te_jax import ops
 from te_jax.nn.attention import rotary_tables, rotate
 from te_jax.nn.norm import handover
@@ -104,17 +104,18 @@ def _run_operation(
             candidate = _build(name, case, operation, parameters, x, dy)
             output = candidate.call(*candidate.arguments(1)[0])
             candidate.wait(output)
-            found = {key: output[key] for key in ("y", "dx", "parameters")}
+            found = output["y"], output["dx"], output["parameters"]
             if name == "bf16":
                 expected = found
             if expected is None:
                 raise RuntimeError("bf16, with which results are compared, failed")
-            errors[name] = _errors(found, expected)
+            errors[name] = errors_of(found, expected)
             del output, found
         except Exception as error:  # one that is missing or out of memory must not cost the others theirs
             result.skipped.append(entry(name, reason_of(error)))
             continue
-        if wrong := _out_of_bounds(errors[name], fp8=name not in ("bf16", "te_jax")):
+        bounds = ERROR_BOUNDS if name in ("bf16", "te_jax") else FP8_ERROR_BOUNDS
+        if wrong := out_of_bounds(errors[name], bounds, "bf16"):
             result.wrong.append(entry(name, wrong))
         else:
             candidates.append(candidate)
@@ -148,31 +149,6 @@ def _flops(case: shapes.LayerShape, operation: str) -> int:
     wide, narrow = case.heads * case.head_dim, case.kv_heads * case.head_dim
     pairs = case.batch * (case.sequence * (case.sequence + 1) // 2)
     return 3 * (2 * tokens * (case.hidden * (2 * wide + 2 * narrow) + mlp) + 4 * pairs * wide)
-
-
-def _errors(output: Any, expected: Any) -> dict[str, float]:
-    differences = jax.device_get(_differences(output, expected))
-    y = differences.pop("y")
-    largest = np.max(jax.tree.leaves(differences))  # NaN if any is
-    return {"y_error": float(f"{y:.3g}"), "gradient_error": float(f"{largest:.3g}")}
-
-
-@jax.jit
-def _differences(output: Any, expected: Any) -> Any:
-    def difference(one: jax.Array, other: jax.Array) -> jax.Array:
-        one, other = one.astype(jnp.float32), other.astype(jnp.float32)
-        return jnp.sqrt(jnp.sum((one - other) ** 2) / jnp.sum(other**2))
-
-    return jax.tree.map(difference, output, expected)
-
-
-def _out_of_bounds(errors: dict[str, float], *, fp8: bool) -> str | None:
-    """Says which error is too large. Written so that NaN is too large."""
-    for name, bound in (FP8_ERROR_BOUNDS if fp8 else ERROR_BOUNDS).items():
-        if not errors[name] <= bound:
-            what = "the result" if name == "y_error" else "a gradient"
-            return f"{what} is wrong: relative L2 difference to bf16 {errors[name]:.3g}, bound {bound:.3g}"
-    return None
 
 
 # Inputs

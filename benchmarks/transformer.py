@@ -53,8 +53,8 @@ from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
 from te_jax.recipe import CurrentScaling, Recipe
 
 OPERATION = "forward_backward"
-ERROR_BOUND = 0.02
-"""Largest relative L2 difference of the result, and of any gradient, to those of `xla`."""
+ERROR_BOUNDS = {"y_error": 0.02, "gradient_error": 0.02}
+"""Largest relative L2 differences of the result, and of any gradient, to those of `xla`."""
 FP8_ERROR_BOUNDS = {"y_error": 0.08, "gradient_error": 0.5}
 """The same in FP8. The gradients of queries and keys are differences of nearly equal terms: 0.38 at 8192 tokens, with
 every transport."""
@@ -143,12 +143,13 @@ def _measure(
             expected = output if name == "xla" else expected
             if expected is None:
                 raise RuntimeError("there is no result of xla to compare with")
-            errors[name] = _errors(output, expected)
+            errors[name] = errors_of(output, expected)
             del output
         except Exception as error:  # one that is missing or out of memory must not cost the others theirs
             result.skipped.append(entry(name, reason_of(error)))
             continue
-        if wrong := _out_of_bounds(errors[name], fp8=setups[name].recipe is not None):
+        bounds = ERROR_BOUNDS if setups[name].recipe is None else FP8_ERROR_BOUNDS
+        if wrong := out_of_bounds(errors[name], bounds, "xla"):
             result.wrong.append(entry(name, wrong))
         else:
             candidates[name] = _candidate(name, call, arguments)
@@ -196,8 +197,8 @@ def _flops(case: shapes.BlockShape) -> int:
     return 3 * (projections + 4 * pairs * attention_width)
 
 
-def _errors(output: Any, expected: Any) -> dict[str, float]:
-    """Relative L2 differences: of the result, and the largest of all gradients."""
+def errors_of(output: Any, expected: Any) -> dict[str, float]:
+    """Relative L2 differences of (y, *gradients): of the result, and the largest of all gradients."""
     y, *gradients = jax.device_get(_differences(output, expected))
     largest = np.max(jax.tree.leaves(gradients))  # NaN if any is
     return {"y_error": float(f"{y:.3g}"), "gradient_error": float(f"{largest:.3g}")}
@@ -212,13 +213,12 @@ def _differences(output: Any, expected: Any) -> Any:
     return jax.tree.map(difference, output, expected)
 
 
-def _out_of_bounds(errors: dict[str, float], *, fp8: bool) -> str | None:
-    """Says which error is too large. Written so that NaN is too large."""
-    for name, error in errors.items():
-        bound = FP8_ERROR_BOUNDS[name] if fp8 else ERROR_BOUND
-        if not error <= bound:
+def out_of_bounds(errors: dict[str, float], bounds: dict[str, float], peer: str) -> str | None:
+    """Says which error to the peer is too large. Written so that NaN is too large."""
+    for name, bound in bounds.items():
+        if not errors[name] <= bound:
             what = "the result" if name == "y_error" else "a gradient"
-            return f"{what} is wrong: relative L2 difference to xla {error:.3g}, bound {bound:.3g}"
+            return f"{what} is wrong: relative L2 difference to {peer} {errors[name]:.3g}, bound {bound:.3g}"
     return None
 
 

@@ -28,7 +28,7 @@ struct Inputs {
   int64_t cols;
 };
 
-// Of each row, [count, rows]; `mean` is null unless centered.
+// The mean and the reciprocal standard deviation of each row, [count, rows]; `mean` is null unless centered.
 struct Statistics {
   float* mean;
   float* rstd;

@@ -72,7 +72,8 @@ class RowEncoder {
     }
   }
 
-  // Raises the amax to the largest magnitude that the thread block has seen; all of its threads call it once, at last.
+  // Raises the amax to the largest magnitude that the thread block has seen; all of its threads call it once, at the
+  // end.
   __device__ __forceinline__ void RaiseAmax(uint32_t (&of_warps)[32]) const {
     if (!to_.amax) return;
     const uint32_t of_warp = __reduce_max_sync(kWholeWarp, largest_);

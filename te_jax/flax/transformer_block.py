@@ -124,6 +124,5 @@ class TransformerBlock(nn.Module):
             functools.partial(attention, **arguments, deterministic=deterministic),
             make_norm(self.norm, name="mlp_norm", **of_norms),
             functools.partial(mlp, deterministic=deterministic),
-            dtype=self.dtype,
-            recipes=recipes,
+            recipes,
         )

@@ -52,7 +52,7 @@ class Heads:
 
     @property
     def features(self) -> tuple[tuple[int, int], ...]:
-        """Of the layers query, key and value."""
+        """The features of the layers query, key and value."""
         key_value = (self.key_value, self.head_dim)
         return (self.query, self.head_dim), key_value, key_value
 

@@ -55,12 +55,13 @@ def normalize(
 ) -> Any:
     """y, or (y, x + residual), in the given dtype, or in what x, residual, scale and bias promote to.
 
-    The norm reads x in float32 where it comes so, and a sum with float32 stays float32: residual streams keep their
-    precision where layers compute in a narrower dtype.
+    Where x or residual has another dtype than the result, they are added and normalized in float32: a residual stream
+    in float32 stays so where layers compute in a narrower dtype.
     """
     x, residual = linear.as_array("x", x), None if residual is None else linear.as_array("residual", residual)
     dtype = linear.result_dtype(dtype, x, residual, scale, bias)
-    wide = jnp.float32 if jnp.float32 in (x.dtype, getattr(residual, "dtype", None)) else dtype
+    given = {array.dtype for array in (x, residual) if array is not None}
+    wide = dtype if given == {jnp.dtype(dtype)} else jnp.float32
     if x.ndim == 0 or (scale is not None and x.shape[-1] != scale.shape[0]):
         features = "a last dimension, the features" if scale is None else f"{scale.shape[0]} features"
         raise ValueError(f"x has shape {x.shape}; the norm needs {features}")

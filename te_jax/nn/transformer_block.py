@@ -39,20 +39,13 @@ def apply(
     attention: Callable[[Any], Array],
     mlp_norm: Callable[..., Any],
     mlp: Callable[[Any], Array],
-    *,
-    dtype: jax.typing.DTypeLike | None,
     recipes: Recipes,
 ) -> Array:
-    """s + mlp(mlp_norm(s)) with s = x + attention(attention_norm(x)), like x. Norms and layers compute in `dtype`."""
+    """s + mlp(mlp_norm(s)) with s = x + attention(attention_norm(x)), like x."""
     stream = jnp.asarray(x)
     layout = sharding.Layout.of(stream)
     normed, _ = norm.before(attention_norm, stream, None, recipes.attention)
     y = layout.apply(attention(normed))
-    if dtype is None or layout.dtype == dtype:
-        normed, total = norm.before(mlp_norm, y, stream, recipes.mlp)
-        assert total is not None
-        stream = layout.apply(total)
-    else:  # the norm would round the sum to `dtype`
-        stream = stream + y
-        normed, _ = norm.before(mlp_norm, stream, None, recipes.mlp)
-    return stream + layout.apply(mlp(normed))
+    normed, total = norm.before(mlp_norm, y, stream, recipes.mlp)
+    assert total is not None
+    return layout.apply(total) + layout.apply(mlp(normed))

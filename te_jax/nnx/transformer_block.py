@@ -132,6 +132,5 @@ class TransformerBlock(nnx.Module):
             functools.partial(self.attention, **arguments, **dropout),
             self.mlp_norm,
             functools.partial(self.mlp, **dropout),
-            dtype=self.dtype,
-            recipes=self.recipes,
+            self.recipes,
         )

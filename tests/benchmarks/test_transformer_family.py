@@ -118,19 +118,23 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 
 def test_errors_see_what_is_wrong_anywhere():
     expected = (jnp.ones((2, 2)), {"a": jnp.ones(3), "b": jnp.ones(4)}, jnp.ones(5))
-    assert family._errors(expected, expected) == {"y_error": 0, "gradient_error": 0}
+    assert family.errors_of(expected, expected) == {"y_error": 0, "gradient_error": 0}
     for spoilt, name in (
         ((expected[0] * 1.5, *expected[1:]), "y_error"),
         ((expected[0], {"a": jnp.ones(3) * 1.5, "b": jnp.ones(4)}, expected[2]), "gradient_error"),
         ((*expected[:2], expected[2] * 1.5), "gradient_error"),
         ((*expected[:2], expected[2] * jnp.nan), "gradient_error"),
     ):
-        errors = family._errors(spoilt, expected)
+        errors = family.errors_of(spoilt, expected)
         assert not errors.pop(name) <= 0.4
         assert list(errors.values()) == [0]
-    assert "the result is wrong" in str(family._out_of_bounds({"y_error": math.nan, "gradient_error": 0}, fp8=True))
-    assert family._out_of_bounds({"y_error": 0.05, "gradient_error": 0.15}, fp8=True) is None
-    assert "a gradient is wrong" in str(family._out_of_bounds({"y_error": 0, "gradient_error": 0.15}, fp8=False))
+    assert "the result is wrong" in str(
+        family.out_of_bounds({"y_error": math.nan, "gradient_error": 0}, family.FP8_ERROR_BOUNDS, "xla")
+    )
+    assert family.out_of_bounds({"y_error": 0.05, "gradient_error": 0.15}, family.FP8_ERROR_BOUNDS, "xla") is None
+    assert "a gradient is wrong" in str(
+        family.out_of_bounds({"y_error": 0, "gradient_error": 0.15}, family.ERROR_BOUNDS, "xla")
+    )
 
 
 def test_operations_are_counted_as_in_a_program_that_wastes_none():

@@ -106,7 +106,7 @@ def test_quantized_results(pair, kind, implementation, rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 130), (33, 17), (130, 1), (3, 5, 128)], ids=str)
 def test_shapes_and_dtypes(shape, dtype, native_kernels, rng):
-    """Of the kernels; those of the reference are `quantize`'s."""
+    """Only in the kernels: the reference calls `ops.quantize`, whose own tests have such shapes."""
     gate, up = draw(rng, shape, dtype)
     check_result("silu", gate, up, quantization_of("tensor", E5M2), "native", **GPT_OSS)
     if len(shape) == 2:

@@ -236,7 +236,7 @@ def test_quantized_results(pair, residual, implementation, rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 130), (33, 17), (130, 1), (3, 128, 40)], ids=str)
 def test_shapes_and_dtypes_in_fp8(shape, dtype, native_kernels, rng):
-    """Of the kernels; those of the reference are `quantize`'s."""
+    """Only in the kernels: the reference calls `ops.quantize`, whose own tests have such shapes."""
     for pair, power_of_two in (("tensor", False), ("1x128", True)):
         operands = draw_operands(rng, "layer_norm", shape, dtype, residual=True)
         check_quantized("layer_norm", operands, quantization_of(pair, E5M2, power_of_two), "native")
