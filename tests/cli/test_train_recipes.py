@@ -98,8 +98,8 @@ def test_a_step_advances_the_state_and_an_evaluation_does_not(delayed, rng):
     state = learner.init(jax.random.key(0))
     seen = [histories(state)]
     for batch in windows:
-        learner.evaluate(state, jax.device_put(windows, placement.evaluation))
-        former, (state, _) = state, learner.step(state, jax.device_put(batch, placement.windows))
+        learner.evaluate(state, jax.device_put(windows, placement.windows))
+        former, (state, _) = state, learner.step(state, jax.device_put(batch[None], placement.windows))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(former.params))  # their memory is the next ones'
         seen.append(histories(state))
     assert all((np.asarray(of_projection.uses) == 1).all() for of_projection in state.scaling.values())
@@ -121,7 +121,7 @@ def test_an_evaluation_is_the_mean_over_its_batches(delayed, rng):
     state, windows = learner.init(jax.random.key(0)), rng.integers(0, 256, (3, 4, 17)).astype(np.uint8)
 
     def loss_of(windows):
-        return float(learner.evaluate(state, jax.device_put(windows, placement.evaluation)))
+        return float(learner.evaluate(state, jax.device_put(windows, placement.windows)))
 
     assert loss_of(windows) == pytest.approx(np.mean([loss_of(windows[i : i + 1]) for i in range(3)]))
 
@@ -135,7 +135,7 @@ def test_the_optimizer_knows_nothing_of_the_state(delayed, whole):
 
 def test_a_checkpoint_holds_the_state(delayed, tmp_path, rng):
     learner, placement = learner_of(delayed)
-    batch = jax.device_put(rng.integers(0, 256, (4, 17)).astype(np.uint8), placement.windows)
+    batch = jax.device_put(rng.integers(0, 256, (1, 4, 17)).astype(np.uint8), placement.windows)
     state, _ = learner.step(learner.init(jax.random.key(0)), batch)
     folder = RunFolder.create(tmp_path / "run", {"kind": "header"})
     try:
