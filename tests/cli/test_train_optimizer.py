@@ -175,6 +175,24 @@ def test_the_rate_rises_for_a_twentieth_of_the_run_and_then_falls_to_a_twentieth
     assert rates[40] == pytest.approx(1 / 20, rel=1e-4)
 
 
+def test_the_rate_rises_for_as_many_steps_as_are_asked_for():
+    optimizer, params = _step.build_optimizer(0.5, 40, warmup_steps=9), jnp.zeros(1)
+    state, rates = optimizer.init(params), []
+    for _ in range(11):
+        updates, state = jax.jit(optimizer.update)(jnp.ones(1), state, params)
+        rates.append(-float(updates[0]) / 0.5)
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)], rel=1e-4)
+    assert rates[10] < 1
+
+
+@pytest.mark.parametrize(("clip_norm", "scale"), [(0.0, 1), (1.0, 1 / 5), (2.0, 2 / 5), (100.0, 1)])
+def test_gradients_are_clipped_to_a_norm(clip_norm, scale):
+    gradient = jnp.array([3.0, 4.0])
+    optimizer = _step.build_optimizer(0.5, 40, clip_norm=clip_norm)
+    _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
+    np.testing.assert_allclose(adam_of(types.SimpleNamespace(optimizer=state)).mu, 0.1 * scale * gradient, rtol=1e-5)
+
+
 @pytest.mark.parametrize("state", ["fp4", "", "float32"])
 def test_an_unknown_state_is_refused(state, tmp_path, capsys):
     error = refused(["--optimizer-state", state, "--out", str(tmp_path / "run")], capsys)

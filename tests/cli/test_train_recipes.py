@@ -1,16 +1,19 @@
 """`te-jax train` in FP8: every recipe learns as the run without one, and delayed scaling's state is kept apart."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import EVERY, SMALL, STEPS
 
+from te_jax import ops
 from te_jax.cli import _options, _step, train
 from te_jax.cli._run_folder import RunFolder, read_header
 from te_jax.cli.main import main
@@ -124,6 +127,32 @@ def test_an_evaluation_is_the_mean_over_its_batches(delayed, rng):
         return float(learner.evaluate(state, jax.device_put(windows, placement.windows)))
 
     assert loss_of(windows) == pytest.approx(np.mean([loss_of(windows[i : i + 1]) for i in range(3)]))
+
+
+def test_microbatches_start_from_one_state_and_their_maximum_follows(rng):
+    """In a loss of one layer. The second microbatch has the largest x, and the first the largest gradient."""
+    recipe, kernel = DelayedScaling(history_len=2), rng.normal(size=(16, 16)).astype(np.float32)
+
+    def loss(params, scaling, tokens, targets):
+        y = ops.dense(tokens.astype(jnp.float32), params, recipe=recipe, scaling_state=scaling)
+        return jnp.mean(y * (100.0 - targets))
+
+    def after(windows):
+        state = _step.TrainState(kernel, None, recipe.init())
+        return jax.jit(functools.partial(_step._value_and_gradients, loss))(state, windows)
+
+    windows = rng.integers(1, 50, (2, 4, 17)).astype(np.uint8) + np.array([0, 40], np.uint8)[:, None, None]
+    value, gradient, scaling = after(windows)
+    (first_value, first_gradient, first), (second_value, second_gradient, second) = map(
+        after, (windows[:1], windows[1:])
+    )
+    assert float(value) == pytest.approx(float(first_value + second_value) / 2, rel=1e-5)
+    np.testing.assert_allclose(gradient, (first_gradient + second_gradient) / 2, rtol=1e-5)
+    for role in ("activation", "kernel", "gradient", "uses"):
+        one, other = getattr(first, role), getattr(second, role)
+        np.testing.assert_array_equal(getattr(scaling, role), np.maximum(one, other))
+    assert first.activation[0] < second.activation[0]
+    assert first.gradient[0] > second.gradient[0]
 
 
 def test_the_optimizer_knows_nothing_of_the_state(delayed, whole):
