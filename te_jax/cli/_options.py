@@ -253,6 +253,7 @@ def settle(options: Options, config: "DecoderConfig", corpus: "Corpus", devices:
     return dataclasses.replace(
         options,
         text=corpus.source,
+        tokenizer=None if options.tokenizer is None else str(Path(options.tokenizer).resolve()),
         devices=len(devices),
         checkpoint_every=options.checkpoint_every or (1000 if on_gpu else 100),
         learning_rate=peak_rate(options, config),

@@ -1,6 +1,7 @@
 """Text as tokens: where it is read from, what is held out, and which windows a step sees."""
 
 import hashlib
+import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class Tokenizer:
 
     def __init__(self, path: str):
         try:
-            import tokenizers
+            tokenizers = importlib.import_module("tokenizers")
         except ImportError as error:
             raise UserError("--tokenizer needs the package tokenizers: pip install tokenizers") from error
         try:
@@ -101,8 +102,8 @@ def split(corpus: Corpus, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     size, window = corpus.data.size, seq_len + 1
     if size < 2 * window:
         raise UserError(
-            f"--text {corpus.source} has {size} {corpus.unit}s and --seq-len {seq_len} needs at least {2 * window}, one window "
-            "to train on and one to validate on: give more text or a smaller --seq-len"
+            f"--text {corpus.source} has {size} {corpus.unit}s and --seq-len {seq_len} needs at least {2 * window}, "
+            "one window to train on and one to validate on: give more text or a smaller --seq-len"
         )
     held_out = max(size // _HELD_OUT, window)
     return corpus.data[: size - held_out], corpus.data[size - held_out :]
@@ -118,7 +119,7 @@ def training_windows(data: np.ndarray, *, seed: int, step: int, batch: int, seq_
 
 
 def evaluation_windows(data: np.ndarray, *, count: int, seq_len: int) -> np.ndarray:
-    """[count, seq_len + 1], in the dtype of the tokens: windows evenly spread from the beginning of `data` to its end."""
+    """[count, seq_len + 1], in the dtype of the tokens: windows evenly spread from the beginning of data to its end."""
     starts = np.linspace(0, data.size - seq_len - 1, count).astype(np.int64)
     return data[starts[:, None] + np.arange(seq_len + 1)]
 

@@ -283,6 +283,7 @@ def _train(
     signals: list[Any],
 ) -> int:
     """Trains until the last step or a signal, and returns the last step that was taken and saved."""
+    assert options.checkpoint_every is not None  # since `settle`
     training, held_out = data
     if folder.latest_step:
         states = folder.restore({name: learner.abstract_state() for name, learner in learners.items()})

@@ -139,9 +139,9 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(monkeypatch):
     def from_file(path):
         raise Exception("expected value at line 1 column 1")
 
+    package = types.SimpleNamespace(Tokenizer=types.SimpleNamespace(from_file=from_file))
+    monkeypatch.setitem(sys.modules, "tokenizers", package)
     with pytest.raises(UserError, match=r"--tokenizer tokenizer\.json cannot be read: expected value at line 1"):
-        package = types.SimpleNamespace(Tokenizer=types.SimpleNamespace(from_file=from_file))
-        monkeypatch.setitem(sys.modules, "tokenizers", package)
         _text.Tokenizer("tokenizer.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     with pytest.raises(UserError, match="--tokenizer needs the package tokenizers: pip install tokenizers"):
