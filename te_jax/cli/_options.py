@@ -99,9 +99,14 @@ class Options:
     eval_every: int = _option(50, "steps between validations", metavar="STEPS")
     learning_rate: float | None = _option(None, "peak of the schedule (0.384 / width of the model)", type=float)
     warmup_steps: int | None = _option(
-        None, "steps until the peak, after which the rate falls along a cosine (a twentieth of --steps)", type=int
+        None,
+        "steps until the peak, after which the rate falls along a cosine (a twentieth of --steps)",
+        type=int,
+        metavar="STEPS",
     )
-    clip_norm: float = _option(1.0, "largest norm of the gradient, to which larger ones are scaled; 0 for none")
+    clip_norm: float = _option(
+        1.0, "largest norm of the gradient, to which larger ones are scaled; 0 for none", metavar="NORM"
+    )
     implementation: Literal["auto", "native", "reference"] = _option(
         "auto", "implementation of te_jax's operations", choices=("auto", "native", "reference")
     )
