@@ -1,1 +1,5 @@
-"""What the Linen and NNX modules share: the arithmetic and the state of layers, without a module system."""
+"""What the Linen and NNX modules share, without a module system; and `apply_layers`, the loop over layers of a model."""
+
+from te_jax.nn.layers import apply_layers
+
+__all__ = ["apply_layers"]
