@@ -1,4 +1,4 @@
-"""What the Linen and NNX modules share, without a module system; and `apply_layers`, the loop over layers of a model."""
+"""What the Linen and NNX modules share, without a module system, and the loop over the layers of a model."""
 
 from te_jax.nn.layers import apply_layers
 

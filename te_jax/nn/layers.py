@@ -17,9 +17,9 @@ Policy = Callable[..., Any]
 def apply_layers(layer: Callable[[X, Any], X], params: Any, x: X, *, remat: bool | Policy | None = None) -> X:
     """Runs x through a stack of layers: x = layer(x, params[0]), then layer(x, params[1]), and so on.
 
-    The loop is unrolled, and the layer is traced once for all parameters of one shape. A `lax.scan` would fill stacks of
-    gradients and residuals with zeros, update them layer by layer, and hold them all at once: 15% of a training step.
-    Compile time grows with the number of layers instead.
+    The loop is unrolled, and the layer is traced once for all parameters of one shape. A `lax.scan` would fill stacks
+    of gradients and residuals with zeros, update them layer by layer, and hold them all at once: 15% of a training
+    step. Compile time grows with the number of layers instead.
 
     Keep parameters in a list. XLA converts and copies slices of a stack all together, for all layers, and again for
     every layer where memory runs short.
@@ -69,8 +69,8 @@ def _unstacked(params: Any) -> Sequence[Any]:
     if len(sizes) != 1 or sizes == {()}:
         shapes = ", ".join(sorted({str(jnp.shape(leaf)) for leaf in leaves})) or "none"
         raise ValueError(
-            f"params has leaves of shapes {shapes}: stacked parameters need a first dimension of one size, the number of "
-            "layers; parameters of single layers need a list"
+            f"params has leaves of shapes {shapes}: stacked parameters need a first dimension of one size, the number "
+            "of layers; parameters of single layers need a list"
         )
     ((count,),) = sizes
     if count == 0:

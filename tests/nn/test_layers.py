@@ -1,5 +1,6 @@
 """`te_jax.nn.apply_layers` against a loop in Python, and the program that XLA makes of it."""
 
+import itertools
 import re
 
 import jax
@@ -97,7 +98,7 @@ def test_forward_mode_and_second_derivatives(stacked, params, stream):
 
 def test_layers_may_differ(rng):
     sizes = [8, 16, 16, 4]
-    params = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in zip(sizes, sizes[1:], strict=False)]
+    params = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in itertools.pairwise(sizes)]
     x = jnp.asarray(rng.standard_normal((2, 8)), jnp.float32)
     found = apply_layers(lambda x, kernel: jnp.tanh(x @ kernel), tuple(params), x)
     assert_close(found, jnp.tanh(jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]) @ params[2]), tolerance=1e-6)
