@@ -166,20 +166,21 @@ def test_the_states_of_adam_and_of_delayed_scaling_are_those_of_one_device(rng):
     learners = (learner_of(tp, "float8_e4m3fn", DelayedScaling(history_len=4)) for tp in (1, 2))
     (before, expected), (after, found) = (steps_of(*learner, batches) for learner in learners)
     np.testing.assert_allclose(found, expected, rtol=1e-2)
-    for name, state in after.scaling.items():
-        assert all(history.sharding.is_fully_replicated for history in jax.tree.leaves(state))
-        np.testing.assert_array_equal(state.kernel[:, 2], before.scaling[name].kernel[:, 2])  # of the first step
-        np.testing.assert_allclose(state.activation[:, 2], before.scaling[name].activation[:, 2], rtol=0.1)
-        assert (np.asarray(state.gradient[:, :3]) > 0).all()
+    for of_layer, wanted in zip(after.scaling, before.scaling, strict=True):
+        for name, state in of_layer.items():
+            assert all(history.sharding.is_fully_replicated for history in jax.tree.leaves(state))
+            np.testing.assert_array_equal(state.kernel[2], wanted[name].kernel[2])  # of the first step
+            np.testing.assert_allclose(state.activation[2], wanted[name].activation[2], rtol=0.1)
+            assert (np.asarray(state.gradient[:3]) > 0).all()
 
     # Moments in few bytes are split as parameters are, and a block of 128 values is not cut in two.
     adam = next(part for part in jax.tree.leaves(after.optimizer, is_leaf=lambda part: hasattr(part, "mu_bounds")))
     for tree in (after.params, adam.mu, adam.nu):
-        assert tree["layers"]["down"].addressable_shards[0].data.shape == (2, 48, 32)
-        assert tree["layers"]["key"].sharding.is_fully_replicated  # one key head, of which two devices use the same
+        assert tree["layers"][0]["down"].addressable_shards[0].data.shape == (48, 32)
+        assert tree["layers"][0]["key"].sharding.is_fully_replicated  # one key head, of which two devices use the same
     assert adam.mu_bounds["head"].shape == (32, 2)
     assert adam.mu_bounds["head"].addressable_shards[0].data.shape == (32, 1)
-    assert adam.mu_bounds["layers"]["gate"].sharding.is_fully_replicated
+    assert adam.mu_bounds["layers"][0]["gate"].sharding.is_fully_replicated
 
 
 def test_a_step_moves_no_parameters(rng):
