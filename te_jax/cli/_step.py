@@ -12,11 +12,11 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from te_jax import optim
+from te_jax import nn, optim
 from te_jax.cli.errors import UserError
-from te_jax.models import DecoderConfig, TensorParallel, decoder, parallel_apply, parallel_loss, param_specs
+from te_jax.models import DecoderConfig, TensorParallel, decoder, parallel_apply, parallel_loss, param_specs, requantize
 from te_jax.parallel.collective_matmul import TransportName
-from te_jax.recipe import merge
+from te_jax.recipe import DelayedScaling
 
 LossFunction = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]
 """(params, scaling state, tokens [batch, time], targets [batch, time]) → float32 scalar."""
@@ -31,6 +31,12 @@ class TrainState(NamedTuple):
     params: Any  # of the decoder, float32
     optimizer: Any  # of the optax transform
     scaling: Any  # amax histories of delayed scaling; None with every other recipe
+    kernels: Any  # like params: a QuantizedArray for each kernel that the optimizer quantized, None elsewhere
+
+    @property
+    def operands(self) -> Any:
+        """What the decoder reads: quantized kernels, and all other parameters."""
+        return jax.tree.map(lambda param, kernel: param if kernel is None else kernel, self.params, self.kernels)
 
 
 class Placement(NamedTuple):
@@ -200,29 +206,39 @@ def build_learner(
     placement: Placement,
     *,
     deterministic: bool = False,
+    implementation: Literal["native", "reference"] | None = None,
 ) -> Learner:
     """The functions of a run that minimises a loss.
+
+    With a recipe that has no state, each step quantizes all kernels once, for all microbatches of the next one. Devices
+    that share a decoder quantize their parts themselves, in every microbatch.
 
     Args:
       deterministic: on GPUs, without XLA's autotuning and atomic additions, which would keep a resumed run from
         repeating the bits of an uninterrupted one.
+      implementation: that quantizes kernels.
     """
     platform = next(iter(placement.state.device_set)).platform
     options = {"xla_gpu_deterministic_ops": True} if deterministic and platform == "gpu" else None
 
+    in_optimizer = placement.parallel is None and not isinstance(config.recipe, DelayedScaling | None)
+    how = requantize(config, implementation=implementation) if in_optimizer else None
+
     def init(key: jax.Array) -> TrainState:
         params = decoder.init(config, key)
-        return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config))
+        _, kernels = _updated(params, jax.tree.map(jnp.zeros_like, params), how)
+        return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config), kernels)
 
     shardings = placement.of_state(jax.eval_shape(init, jax.random.key(0)), config)
 
     def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
         value, gradients, scaling = _value_and_gradients(loss, state, windows)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), optimizer_state, scaling), value
+        params, kernels = _updated(state.params, updates, how)
+        return TrainState(params, optimizer_state, scaling, kernels), value
 
     def evaluate(state: TrainState, windows: jax.Array) -> jax.Array:
-        losses = lax.map(lambda batch: loss(state.params, state.scaling, *_tokens_and_targets(batch)), windows)
+        losses = lax.map(lambda batch: loss(state.operands, state.scaling, *_tokens_and_targets(batch)), windows)
         return jnp.mean(losses)
 
     return Learner(
@@ -232,25 +248,32 @@ def build_learner(
     )
 
 
+def _updated(params: Any, updates: Any, how: Any) -> tuple[Any, Any]:
+    """New parameters, and beside them their `TrainState.kernels`."""
+    if how is None:
+        return optax.apply_updates(params, updates), jax.tree.map(lambda _: None, params)
+    params, operands = optim.apply_updates(params, updates, requantize=how)
+    return params, jax.tree.map(
+        lambda each, operand: None if each is None else operand, how, operands, is_leaf=lambda each: each is None
+    )
+
+
 def _value_and_gradients(loss: LossFunction, state: TrainState, windows: jax.Array) -> tuple[jax.Array, Any, Any]:
     """(mean loss, its gradients, next scaling state) of microbatches of windows [microbatches, batch, seq_len + 1]."""
     count = windows.shape[0]
-
-    def of_microbatch(windows: jax.Array) -> tuple[jax.Array, Any, Any]:
-        batch = _tokens_and_targets(windows)
-        # The cotangent of the scaling state is its next value, which the optimizer never sees.
-        value, (gradients, scaling) = jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.scaling, *batch)
-        return value, gradients, scaling
+    # The gradient of the scaling state is its next value, which the optimizer never sees.
+    gradient = nn.accumulate_gradients(lambda variables, *batch: loss(*variables, *batch))
 
     def add(sums: Any, windows: jax.Array) -> tuple[Any, None]:
-        value, gradients, scaling = of_microbatch(windows)
-        # Each microbatch starts from the state of this step, and the next state is their maximum.
-        return (sums[0] + value, jax.tree.map(jnp.add, sums[1], gradients), merge(sums[2], scaling)), None
+        value, gradients = gradient((state.operands, state.scaling), sums[1], *_tokens_and_targets(windows))
+        return (sums[0] + value, gradients), None
 
+    zero = jnp.zeros((), jnp.float32)
     if count == 1:
-        return of_microbatch(windows[0])
-    zeros = jnp.zeros((), jnp.float32), *jax.tree.map(jnp.zeros_like, (state.params, state.scaling))
-    (value, gradients, scaling), _ = lax.scan(add, zeros, windows)
+        (value, (gradients, scaling)), _ = add((zero, None), windows[0])
+        return value, gradients, scaling
+    zeros = zero, jax.tree.map(jnp.zeros_like, (state.params, state.scaling))
+    (value, (gradients, scaling)), _ = lax.scan(add, zeros, windows)
     return value / count, jax.tree.map(lambda total: total / count, gradients), scaling
 
 

@@ -147,7 +147,14 @@ def _learners(
             state_dtype=_options.STATE_DTYPES[states],
             seed=options.seed,
         )
-        return _step.build_learner(config, loss, optimizer, placement, deterministic=options.deterministic)
+        return _step.build_learner(
+            config,
+            loss,
+            optimizer,
+            placement,
+            deterministic=options.deterministic,
+            implementation=implementation,
+        )
 
     loss = _step.te_jax_loss(config, implementation, placement)
     learners = {"loss": learner(config, loss)}
