@@ -177,10 +177,11 @@ def _check_memory(options: Options, learners: dict[str, Learner], devices: list[
     needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     present = _step.memory_of(devices)
     if needed > present:
+        held = "parameters and Adam's moments" if options.recipe == "none" else "parameters, moments and the recipe"
         raise UserError(
-            f"--preset {options.preset} needs {needed / 2**30:,.2f} GiB on each device for parameters and Adam's "
-            f"moments, and a device has {present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, "
-            "or a larger --tp, which divides the model among devices"
+            f"--preset {options.preset} needs {needed / 2**30:,.2f} GiB on each device for {held}, and a device has "
+            f"{present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, or a larger --tp, which "
+            "divides the model among devices"
         )
 
 

@@ -180,7 +180,9 @@ def test_xla_is_told_to_be_deterministic(deterministic, platform, expected, monk
     told = []
     monkeypatch.setattr(jax, "jit", lambda function, compiler_options, **_: told.append(compiler_options))
     devices = [types.SimpleNamespace(platform=platform)]
-    placement = types.SimpleNamespace(state=types.SimpleNamespace(device_set=devices), of_state=lambda *_: None)
+    placement = types.SimpleNamespace(
+        state=types.SimpleNamespace(device_set=devices), of_state=lambda *_: None, parallel=None
+    )
     config = dataclasses.replace(PRESETS["nano"], num_layers=1)
     _step.build_learner(config, None, optax.identity(), placement, deterministic=deterministic)
     assert told == [expected] * 3
