@@ -256,9 +256,10 @@ def loss(
             f"targets has shape {targets.shape} and tokens has shape {tokens.shape}: give one target for each token"
         )
     logits = apply(params, tokens, config, scaling_state, parallel=parallel, implementation=implementation)
-    if parallel is not None:
-        return tensor_parallel.mean_cross_entropy(logits, targets, parallel, implementation)
-    return ops.softmax_cross_entropy(logits, targets, implementation=implementation)
+    with jax.named_scope("loss"):
+        if parallel is not None:
+            return tensor_parallel.mean_cross_entropy(logits, targets, parallel, implementation)
+        return ops.softmax_cross_entropy(logits, targets, implementation=implementation)
 
 
 def _kernels(params: dict[str, Any]) -> list[Any]:

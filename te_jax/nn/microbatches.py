@@ -20,7 +20,9 @@ from te_jax.recipe import DelayedScalingState, merge
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Flax's name of the collection of variables whose gradient is their next value."""
 
-_ZEROS = "jax.tree.map(jnp.zeros_like, variables), of the variables before they were quantized"
+_ZEROS = (
+    "jax.tree.map(jnp.zeros_like, variables), of the variables (of flax.linen.unbox of them) before they were quantized"
+)
 
 
 @functools.partial(
@@ -166,8 +168,8 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
       f(variables, gradients, *args, **kwargs) -> (what loss_fn returns, gradients). `variables` is a pytree whose
       kernels may be quantized (`te_jax.optim.apply_updates`, `te_jax.flax.quantize_kernels`). `gradients` have its
       structure with arrays for kernels, zeros at first: `jax.tree.map(jnp.zeros_like, variables)` before they were
-      quantized. Or None for the first microbatch, which then writes what the others add to. f raises ValueError where
-      `gradients` do not fit.
+      quantized, and after `flax.linen.unbox` where Linen boxes them. Or None for the first microbatch, which then
+      writes what the others add to. f raises ValueError where `gradients` do not fit.
 
     Examples:
       >>> import jax.numpy as jnp, te_jax
