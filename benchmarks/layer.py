@@ -257,7 +257,7 @@ class _TeJax(Plain):
         }
 
 
-def applied(layer: Plain, x: jax.Array, case: shapes.LayerShape, operation: str) -> jax.Array:
+def applied(layer: Plain, x: jax.Array, case: shapes.LayerShape | shapes.StepShape, operation: str) -> jax.Array:
     if operation == "mlp":
         return layer.mlp(layer.norm(x, "mlp_norm")[0])
     normed, x = layer.norm(x, "attention_norm")

@@ -19,7 +19,16 @@ from typing import Any
 import jax
 
 IDLE = "idle"
-KINDS = ("GEMM", "attention", "quantization", "elementwise", "loss", "optimizer", "copies and loops", IDLE)
+KINDS: tuple[str, ...] = (
+    "GEMM",
+    "attention",
+    "quantization",
+    "elementwise",
+    "loss",
+    "optimizer",
+    "copies and loops",
+    IDLE,
+)
 
 # The first pattern that is found in a kernel's name decides.
 _KERNELS = (

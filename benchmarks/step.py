@@ -55,13 +55,12 @@ LOSS_BOUND = 0.03
 _CHECKED_STEPS = 3
 _LEARNING_STEPS = 4
 """After which delayed scaling knows the sizes of all gradients, from a state that knows nothing."""
-_TRACED_STEPS = 3
 _BF16_PEAK = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12}
 """Dense FLOP/s as NVIDIA states them, by what the device's name has in it."""
 
 _FAST = ("forward", "dgrad", "wgrad")
 _RATE = 1e-4
-_ADAMW = {"b2": 0.95, "weight_decay": 0.1}
+_ADAMW: dict[str, Any] = {"b2": 0.95, "weight_decay": 0.1}
 _NORM_EPS, _ROPE_THETA = 1e-5, 500_000.0  # those of benchmarks.layer
 
 State = dict[str, Any]
@@ -99,22 +98,27 @@ class _Program:
 
     Attributes:
       name: of the implementation.
-      first_state: makes the train state, always the same.
+      complete: makes the first train state of the parameters given.
+      config: whose parameters.
       step: compiled (state, tokens, targets) -> (state, loss); the state given is donated.
       compile_seconds: what tracing and compiling the step took.
       scaling: entries of the state that replace those of `first_state`, once they are known.
       losses: of the first steps.
+      device_peak_bytes: most that was in use up to then, where that was in this program's first steps.
     """
 
     name: str
-    first_state: Callable[[], State]
+    complete: Callable[[Any], State]
+    config: DecoderConfig
     step: Any
     compile_seconds: float
     scaling: Any = None
     losses: list[float] = dataclasses.field(default_factory=list)
+    device_peak_bytes: int | None = None
 
     def start(self) -> State:
-        state = self.first_state()
+        """The first train state, always the same."""
+        state = self.complete(_init(self.config)())
         if self.scaling is not None:
             state["scaling"] = jax.device_put(self.scaling)
         return state
@@ -182,9 +186,11 @@ def _run_depth(
 
     seconds, failed = _measured(programs, tokens, targets, timing)
     result.skipped += [entry(name, reason) for name, reason in failed.items()]
-    breakdowns = {name: _breakdown(programs[name], case, operation, tokens, targets, profile) for name in seconds}
     for name in seconds:
-        result.rows.append(_row(case, depth, programs[name], seconds, breakdowns[name]))
+        breakdown = None
+        if depth == case.depths[0]:
+            breakdown = _breakdown(programs[name], case, tokens, targets, profile)
+        result.rows.append(_row(case, depth, programs[name], seconds, breakdown))
 
 
 def _row(
@@ -213,6 +219,7 @@ def _row(
         "tokens_per_second": rounded(case.tokens / median),
         **({} if peak is None else {"mfu": rounded(row["flops"] / median / peak)}),
         "peak_bytes": _peak_bytes(program.step),
+        "device_peak_bytes": program.device_peak_bytes,
         "compile_seconds": rounded(program.compile_seconds),
         "losses": program.losses,
         **({} if breakdown is None else {"breakdown_ms": breakdown}),
@@ -240,8 +247,9 @@ def _peak_bytes(compiled: Any) -> int | None:
 
 def _learn_and_check(program: _Program, tokens: jax.Array, targets: jax.Array) -> None:
     """Runs the first steps: those after which scaling is known, and again from the first state, for their losses."""
-    state = program.first_state()
-    if jax.tree.leaves(state.get("scaling")):
+    before = _peak_in_use()
+    state = program.start()
+    if jax.tree.leaves(state["scaling"]):
         for _ in range(_LEARNING_STEPS):
             state, _ = program.step(state, tokens, targets)
         program.scaling = jax.device_get(state["scaling"])
@@ -252,6 +260,12 @@ def _learn_and_check(program: _Program, tokens: jax.Array, targets: jax.Array) -
         state, loss = program.step(state, tokens, targets)
         losses.append(loss)
     program.losses = [rounded(float(loss)) for loss in losses]
+    program.device_peak_bytes = after if (after := _peak_in_use()) > before else None
+
+
+def _peak_in_use() -> int:
+    """The most bytes that this process ever had in use on the device."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def _measured(
@@ -260,7 +274,7 @@ def _measured(
     """Seconds of a step, by implementation, and why others failed: in rounds, each in another order."""
     on_cpu = jax.default_backend() == "cpu"
     rounds = max(1, timing.samples // 3)
-    steps = 1 if on_cpu else 4
+    steps = 1 if on_cpu or tokens.shape[0] > 1 else 2  # dispatch hides behind the first one
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     failed: dict[str, str] = {}
     for turn in range(rounds):
@@ -293,7 +307,6 @@ def _steps_of(program: _Program, tokens: jax.Array, targets: jax.Array, *, sampl
 def _breakdown(
     program: _Program,
     case: shapes.StepShape,
-    operation: str,
     tokens: jax.Array,
     targets: jax.Array,
     profile: Path | None,
@@ -302,18 +315,20 @@ def _breakdown(
     if jax.default_backend() != "gpu" and profile is None:
         return None
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) if profile is None else profile / case.name / operation / program.name
+        steps = 1 if case.microbatches > 1 else 2
+        folder = Path(temporary) if profile is None else profile / case.name / program.name
         try:
             state, _ = program.step(program.start(), tokens, targets)
             held = [jax.block_until_ready(state)]
             del state
 
             def run() -> Any:
-                for _ in range(_TRACED_STEPS):
+                loss = None
+                for _ in range(steps):
                     held[0], loss = program.step(held[0], tokens, targets)
                 return loss
 
-            found = traced(run, calls=_TRACED_STEPS, folder=folder, program=program.step.as_text())
+            found = traced(run, calls=steps, folder=folder, program=program.step.as_text())
         except Exception as error:
             _say(f"{program.name}: no profile, {reason_of(error)}")
             return None
@@ -362,24 +377,31 @@ def _config(case: shapes.StepShape, depth: int, recipe: Recipe | None = None) ->
 
 def _built(name: str, case: shapes.StepShape, depth: int, tokens: jax.Array, targets: jax.Array) -> _Program:
     if name in VARIANTS:
-        first_state, step = _te_jax(VARIANTS[name], case, depth)
+        complete, step = _te_jax(VARIANTS[name], case, depth)
     else:
-        first_state, step = _plain(case, depth, fp8=name.startswith("flax"), scanned=name.endswith("_scan"))
-    first_state = jax.jit(first_state)
-    state = jax.eval_shape(first_state)
+        complete, step = _plain(case, depth, fp8=name.startswith("flax"), scanned=name.endswith("_scan"))
+    config = _config(case, depth)
+    state = jax.eval_shape(complete, jax.eval_shape(_init(config)))
     start = time.perf_counter()
     compiled = jax.jit(step, donate_argnums=0).lower(state, tokens, targets).compile()
-    return _Program(name, first_state, compiled, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    donated = () if name.endswith("_scan") else (0,)  # a stack does not fit in the place of layers
+    return _Program(name, jax.jit(complete, donate_argnums=donated), config, compiled, seconds)
 
 
-def _te_jax(variant: _Variant, case: shapes.StepShape, depth: int) -> tuple[Callable[[], State], Callable[..., Any]]:
+@functools.cache
+def _init(config: DecoderConfig) -> Callable[[], Any]:
+    """Makes the first parameters, compiled once for all implementations."""
+    return jax.jit(lambda: models.init(config, jax.random.key(0)))
+
+
+def _te_jax(variant: _Variant, case: shapes.StepShape, depth: int) -> tuple[Callable[[Any], State], Callable[..., Any]]:
     config = _config(case, depth, variant.recipe)
     # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
     how = None if variant.recipe is None else models.requantize(config, implementation="native")
     optimizer = optim.adamw(_RATE, mu_dtype=variant.moments, nu_dtype=variant.moments, **_ADAMW)
 
-    def first_state() -> State:
-        params = models.init(config, jax.random.key(0))
+    def complete(params: Any) -> State:
         state = {"params": params, "optimizer": optimizer.init(params), "scaling": models.init_scaling_state(config)}
         if how is not None:
             zeros = jax.tree.map(jnp.zeros_like, params)
@@ -408,7 +430,7 @@ def _te_jax(variant: _Variant, case: shapes.StepShape, depth: int) -> tuple[Call
             state["operands"] = _operands(found[1], how)
         return state, value
 
-    return first_state, step
+    return complete, step
 
 
 def _operands(operands: Any, how: Any) -> Any:
@@ -439,21 +461,20 @@ def _over_microbatches(
 
 def _plain(
     case: shapes.StepShape, depth: int, *, fp8: bool, scanned: bool
-) -> tuple[Callable[[], State], Callable[..., Any]]:
-    config = _config(case, depth)
+) -> tuple[Callable[[Any], State], Callable[..., Any]]:
     optimizer = optax.adamw(_RATE, **_ADAMW)
 
-    def first_state() -> State:
-        params = models.init(config, jax.random.key(0))
+    def complete(params: Any) -> State:
         scaling = None
         if fp8:
             kernels = [name for name, value in params["layers"][0].items() if value.ndim == 2]
             scaling = [{name: flax_fp8.first_state() for name in kernels} for _ in range(depth)]
         if scanned:
-            params["layers"], scaling = (
+            layers, scaling = (
                 None if layers is None else jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
                 for layers in (params["layers"], scaling)
             )
+            params = {**params, "layers": layers}
         return {"params": params, "optimizer": optimizer.init(params), "scaling": scaling}
 
     kind = layer.FlaxFp8 if fp8 else layer.Plain
@@ -492,7 +513,7 @@ def _plain(
             params = optax.apply_updates(params, updates)
         return {"params": params, "optimizer": moments, "scaling": scaling}, value
 
-    return first_state, step
+    return complete, step
 
 
 def _is_none(leaf: Any) -> bool:

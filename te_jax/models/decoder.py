@@ -280,7 +280,7 @@ def _check_tokens(name: str, tokens: jax.Array) -> None:
 class _WholeProjections:
     """`Projections` of a block that one device holds."""
 
-    layer: dict[str, jax.Array | QuantizedArray | AccumulatedKernel]
+    layer: dict[str, Any]  # arrays, QuantizedArrays, or what stands for these in `te_jax.nn.accumulate_gradients`
     scaling_state: dict[str, DelayedScalingState] | None
     config: DecoderConfig
     implementation: Implementation | None

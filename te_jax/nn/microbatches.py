@@ -125,22 +125,22 @@ def accumulate(
     def anchored_loss(sums: Mapping[str, Array], uses: Mapping[str, Array], rest: Any):
         accumulated, anchors = {}, []
         for name, kernel in kernels.items():
-            sum_, count, anchor = _kept_if_unused(sums[name], uses[name], adds)
+            kept: Any = _kept_if_unused(sums[name], uses[name], adds)
+            sum_, count, anchor = kept
             accumulated[name] = AccumulatedKernel(kernel, sum_, count, adds)
             anchors.append(anchor)
         loss, aux = loss_of(accumulated, rest)
         return sum((anchor.astype(loss.dtype) for anchor in anchors), loss), aux
 
     adds = sums is not None
-    if sums is None:
-        sums = {name: lax.empty(kernel.shape, kernel.dtype) for name, kernel in kernels.items()}
+    before = sums or {name: lax.empty(kernel.shape, kernel.dtype) for name, kernel in kernels.items()}
     uses = {
         name: jnp.zeros(kernel.shape[: kernel.ndim - kernel.row_ndim - kernel.col_ndim], jnp.float32)
         for name, kernel in kernels.items()
     }
-    differentiated = ({name: sums[name] for name in kernels}, uses, rest)
+    differentiated = ({name: before[name] for name in kernels}, uses, rest)
     (loss, aux), gradients = jax.value_and_grad(anchored_loss, argnums=(0, 1, 2), has_aux=True)(*differentiated)
-    sums, uses, rest = gradients
+    after, uses, rest = gradients
     for name, count in uses.items():
         wrong = jnp.any(count != 1.0)
         if isinstance(wrong, Tracer):
@@ -150,7 +150,7 @@ def accumulate(
                 f"kernel {name} is quantized and was used {count} times in one gradient, which is then wrong: "
                 "quantize only kernels of layers that are called once"
             )
-    return loss, aux, dict(sums), rest
+    return loss, aux, dict(after), rest
 
 
 def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
