@@ -364,6 +364,46 @@ class LayerShape:
         return f"{self.batch}x{self.sequence}x{self.hidden}x{self.mlp}"
 
 
+@dataclass(frozen=True)
+class StepShape:
+    """A train step of a decoder of the Llama family on one device.
+
+    Attributes:
+      short: names the model in the case's name.
+      depths: numbers of layers. The first is the case's; the time of one layer follows from the last.
+      batch, sequence: sequences of a microbatch, and tokens of each.
+      hidden, mlp: widths of the residual stream and between the gated projections.
+      heads, kv_heads, head_dim: of attention.
+      vocab: number of tokens that there are.
+      model: a model that has such layers.
+      microbatches: whose gradients are added up before the optimizer's step.
+    """
+
+    short: str
+    depths: tuple[int, ...]
+    batch: int
+    sequence: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    model: str
+    microbatches: int = 1
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line: "8b-8x1x8192", "8b-8x1x8192-4microbatches"."""
+        tail = "" if self.microbatches == 1 else f"-{self.microbatches}microbatches"
+        return f"{self.short}-{self.depths[0]}x{self.batch}x{self.sequence}{tail}"
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.microbatches * self.batch * self.sequence
+
+
 _LLAMA_8B = {"hidden": 4096, "mlp": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128, "model": "Llama 3 8B"}
 LAYER_GPU = (
     LayerShape(batch=1, sequence=8192, operations=("mlp", "block"), **_LLAMA_8B),
@@ -380,6 +420,41 @@ LAYER_CPU = (
         kv_heads=4,
         head_dim=16,
         operations=("mlp", "block"),
+        model="te-jax train",
+    ),
+)
+
+_STEP_8B = {"short": "8b", "vocab": 128_256, **_LLAMA_8B}
+_STEP_70B = {
+    "short": "70b", "vocab": 128_256, "hidden": 8192, "mlp": 28672, "heads": 64, "kv_heads": 8, "head_dim": 128,
+    "model": "Llama 3 70B",
+}  # fmt: skip
+_STEP_QWEN = {
+    "short": "qwen3-1.7b", "vocab": 151_936, "hidden": 2048, "mlp": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128,
+    "model": "Qwen3 1.7B, without norms of query and key and with a head of its own",
+}  # fmt: skip
+STEP_GPU = (
+    StepShape(depths=(8, 4), batch=1, sequence=8192, **_STEP_8B),
+    StepShape(depths=(8,), batch=4, sequence=2048, **_STEP_8B),
+    StepShape(depths=(8,), batch=1, sequence=8192, microbatches=4, **_STEP_8B),
+    StepShape(depths=(2, 1), batch=1, sequence=8192, **_STEP_70B),
+    StepShape(depths=(28,), batch=1, sequence=8192, **_STEP_QWEN),
+    StepShape(depths=(28,), batch=4, sequence=2048, **_STEP_QWEN),
+)
+
+STEP_CPU = (
+    StepShape(
+        short="train",
+        depths=(2, 1),
+        batch=2,
+        sequence=128,
+        hidden=128,
+        mlp=256,
+        heads=8,
+        kv_heads=4,
+        head_dim=16,
+        vocab=512,
+        microbatches=2,
         model="te-jax train",
     ),
 )

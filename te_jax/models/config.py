@@ -77,6 +77,20 @@ class DecoderConfig:
         block = attention + 3 * self.hidden_size * self.mlp_size + 2 * self.hidden_size
         return 2 * self.vocab_size * self.hidden_size + self.num_layers * block + self.hidden_size
 
+    def flops_per_token(self, seq_len: int) -> int:
+        """FLOPs of a token in training, forward and backward: those of GEMMs and of causal attention, without `remat`.
+
+        Two for each multiplication with a kernel or the head, and as many for each of the two gradients. In the mean a
+        token attends to half of its sequence.
+
+        Args:
+          seq_len: tokens in a sequence.
+        """
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        kernels = self.num_parameters - self.vocab_size * self.hidden_size - norms
+        attention = self.num_layers * self.num_heads * self.head_dim * seq_len  # scores and values, half of each
+        return 6 * (kernels + attention)
+
 
 PRESETS: dict[str, DecoderConfig] = {
     "nano": DecoderConfig(
