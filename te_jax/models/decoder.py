@@ -4,8 +4,9 @@ RMSNorm before each block, rotary positions, grouped-query attention, a SiLU-gat
 parameters of its own, in a list, and `te_jax.nn.apply_layers` runs them. Norms, attention and MLP are
 `te_jax.ops.rms_norm`, `attention` and `gated_mlp`.
 
-With a recipe, the projections of attention and MLP run in FP8. The embedding and the output head stay in `dtype`: there
-the rounding of FP8 would reach every logit directly, and of a deep model's products the head is a small part.
+With a recipe, the projections of attention and MLP run in FP8. The output head stays in `dtype`, where the rounding of
+FP8 would reach every logit directly; its gradients run in FP8 where `head_recipe` says so. `loss` never holds
+all logits.
 
 The output head is not tied to the embedding, as in the large shapes of `PRESETS`: it is then a projection of the same
 layout as the others, and split over devices in the same way.
@@ -180,6 +181,68 @@ def apply(
       ValueError: `tokens` is not an integer array of two dimensions, or is empty; `scaling_state` is missing or has no
         use; a size does not fit FP8 products, or does not divide over devices.
     """
+    x, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
+    if parallel is not None:
+        return tensor_parallel.logits(x, head, parallel, implementation)
+    return ops.dense(x, head, implementation=implementation)
+
+
+def loss(
+    params: dict[str, Any],
+    tokens: jax.Array,
+    targets: jax.Array,
+    config: DecoderConfig,
+    scaling_state: ScalingState | None = None,
+    *,
+    parallel: TensorParallel | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Mean cross-entropy of `targets` under the logits of `apply`, in nats per token.
+
+    With delayed scaling the gradient with respect to `scaling_state` is the state of the next step:
+
+        gradients, scaling_state = jax.grad(loss, argnums=(0, 4))(params, tokens, targets, config, scaling_state)
+
+    Args:
+      params: what `init` returned for this `config`. Kernels of blocks may be quantized (`requantize`); gradients with
+        respect to these need `te_jax.nn.accumulate_gradients`.
+      tokens: integer [batch, time].
+      targets: integer [batch, time]: the token that follows each position, or -100 where none is to be predicted.
+      config: the shape.
+      scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
+      parallel: inside `shard_map`, how the decoder is split over devices: see `apply`. `targets` are like `tokens`.
+      implementation: passed to `te_jax.ops.dense`, `te_jax.parallel` and the loss: None, "native" or "reference".
+
+    Returns:
+      float32 scalar; with `parallel` the same on all devices.
+
+    Raises:
+      ValueError: `tokens` or `targets` is not an integer array of two dimensions, or is empty, or their shapes differ;
+        or for what `apply` refuses.
+    """
+    _check_tokens("targets", targets)
+    if targets.shape != tokens.shape:
+        raise ValueError(
+            f"targets has shape {targets.shape} and tokens has shape {tokens.shape}: give one target for each token"
+        )
+    x, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
+    with jax.named_scope("loss"):
+        if parallel is not None:
+            logits = tensor_parallel.logits(x, head, parallel, implementation)
+            return tensor_parallel.mean_cross_entropy(logits, targets, parallel, implementation)
+        recipe = config.head_recipe
+        return ops.linear_cross_entropy(x, head, targets, recipe=recipe, implementation=implementation)
+
+
+def _hidden(
+    params: dict[str, Any],
+    tokens: jax.Array,
+    config: DecoderConfig,
+    scaling_state: ScalingState | None,
+    parallel: TensorParallel | None,
+    implementation: Implementation | None,
+) -> tuple[jax.Array, jax.Array]:
+    """What the head reads, and the head."""
     _check_tokens("tokens", tokens)
     if (scaling_state is not None) != isinstance(config.recipe, DelayedScaling):
         raise ValueError(
@@ -210,56 +273,7 @@ def apply(
         x = tensor_parallel.features_to_time(x, parallel)
     states = [None] * config.num_layers if scaling_state is None else scaling_state
     x = apply_layers(block, list(zip(params["layers"], states, strict=True)), x, remat=config.remat)
-    x = ops.rms_norm(x, params["final_norm"], epsilon=config.norm_eps, implementation=implementation)
-    if parallel is not None:
-        return tensor_parallel.logits(x, params["head"], parallel, implementation)
-    return ops.dense(x, params["head"], implementation=implementation)
-
-
-def loss(
-    params: dict[str, Any],
-    tokens: jax.Array,
-    targets: jax.Array,
-    config: DecoderConfig,
-    scaling_state: ScalingState | None = None,
-    *,
-    parallel: TensorParallel | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array:
-    """Mean cross-entropy of `targets` under the logits of `apply`, in nats per token.
-
-    With delayed scaling the gradient with respect to `scaling_state` is the state of the next step:
-
-        gradients, scaling_state = jax.grad(loss, argnums=(0, 4))(params, tokens, targets, config, scaling_state)
-
-    Args:
-      params: what `init` returned for this `config`. Kernels of blocks may be quantized (`requantize`); gradients with
-        respect to these need `te_jax.nn.accumulate_gradients`.
-      tokens: integer [batch, time].
-      targets: integer [batch, time]: the token that follows each position, or -100 where none is to be predicted.
-      config: the shape.
-      scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
-      parallel: inside `shard_map`, how the decoder is split over devices: see `apply`. `targets` are like `tokens`.
-      implementation: passed to `te_jax.ops.dense`, `te_jax.parallel` and `te_jax.ops.softmax_cross_entropy`: None,
-        "native" or "reference".
-
-    Returns:
-      float32 scalar; with `parallel` the same on all devices.
-
-    Raises:
-      ValueError: `tokens` or `targets` is not an integer array of two dimensions, or is empty, or their shapes differ;
-        or for what `apply` refuses.
-    """
-    _check_tokens("targets", targets)
-    if targets.shape != tokens.shape:
-        raise ValueError(
-            f"targets has shape {targets.shape} and tokens has shape {tokens.shape}: give one target for each token"
-        )
-    logits = apply(params, tokens, config, scaling_state, parallel=parallel, implementation=implementation)
-    with jax.named_scope("loss"):
-        if parallel is not None:
-            return tensor_parallel.mean_cross_entropy(logits, targets, parallel, implementation)
-        return ops.softmax_cross_entropy(logits, targets, implementation=implementation)
+    return ops.rms_norm(x, params["final_norm"], epsilon=config.norm_eps, implementation=implementation), params["head"]
 
 
 def _kernels(params: dict[str, Any]) -> list[Any]:

@@ -41,10 +41,17 @@ _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _PRODUCTS: tuple[Product, ...] = ("forward", "dgrad", "wgrad")
 
 _CHUNK_BYTES = 900_000_000
-"""Of logits. From a chunk to the next the weight gradient is read and written once more: fewer chunks are faster."""
+"""Of logits, twice as many with a recipe. From a chunk to the next the weight gradient is read and written once more,
+which takes a larger share of a faster product."""
 
-_TILE = 128
-"""Chunks are multiples of what GEMMs compute at a time."""
+_CHUNK_MULTIPLE = 1024
+"""Of tokens: tiles of the input gradient then fill a GPU's multiprocessors."""
+
+_LEAST_CHUNK = 2048
+"""With fewer tokens, reading and writing the weight gradient takes as long as its product."""
+
+_MOST_UNROLLED = 4
+"""Chunks, after the first, that are not made a loop: XLA chooses slower GEMMs inside loops."""
 
 _ALIGNMENT = 16
 """Columns of 16-bit logits: GEMMs of other widths are slow, and FP8 has none."""
@@ -115,7 +122,8 @@ def linear_cross_entropy(
       recipe: how to quantize for products in FP8; None for none. Not DelayedScaling.
       fp8_products: which of "forward", "dgrad" and "wgrad" run in FP8 with a recipe. In FP8 the forward product costs
         most of the accuracy. The gradient at the label, nearly all of its magnitude, is never rounded to FP8.
-      chunk_tokens: the number of tokens in a chunk; None for chunks with 0.9 GB of logits.
+      chunk_tokens: the number of tokens in a chunk; None for chunks with 0.9 GB of logits, 1.8 GB with a
+        recipe, or 2048 tokens, whichever is more.
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, as in
         `dense`: the gradient of a scalar loss is added in place, if the loss is what is differentiated; a loss that is
         scaled first takes a pass more (scale the accumulator afterwards, or use `weight`).
@@ -268,7 +276,8 @@ def _linear_cross_entropy(x, kernel, bias, accumulator, weight, labels, head: _H
         return loss_of_logits(logits, labels, **options)
     codes = loss.codes(labels, loss.whole_vocab(kernel.shape[head.vocab_axis]))
     factor = jnp.ones(labels.shape, jnp.float32) if weight is None else weight.astype(jnp.float32)
-    factor = sharding.split_as_last(factor, labels)
+    varying = sharding.varying_axes(x, kernel, bias, labels) - frozenset(loss.axis_name)
+    factor = sharding.varying_over(sharding.split_as_last(factor, labels), varying)
     operands = sharding.varying_together((x, kernel, bias, accumulator))
     if reduction == "none":
         losses, lse = cast(Any, _per_token(head, *operands, codes))
@@ -309,7 +318,7 @@ def _total_forward(head: _Head, *operands):
         jax.tree.map(lambda a: checkpoint_name(a, "linear_cross_entropy_gradient"), found.gradients),
         found.losses,
     )
-    return (_sum(factor, found.losses), found.lse), (*residuals, *map(_like, (x, kernel, bias)), accumulator)
+    return (_sum(factor, found.losses), found.lse), (*residuals, *map(_like, (x, kernel, bias, factor)), accumulator)
 
 
 def _like(a: Array | None) -> sharding.Layout | None:
@@ -317,7 +326,7 @@ def _like(a: Array | None) -> sharding.Layout | None:
 
 
 def _total_backward(head: _Head, residuals, cotangents):
-    gradients, losses, *layouts, accumulator = residuals
+    gradients, losses, *layouts, of_factor, accumulator = residuals
     cotangent = _over_replicas(head, cotangents[0])
     dx, dkernel, dbias = (
         None if a is None or layout is None else layout.apply(cotangent * a.astype(jnp.float32))
@@ -330,7 +339,7 @@ def _total_backward(head: _Head, residuals, cotangents):
         scaled = (others + cotangent * (following.astype(jnp.float32) - others)).astype(following.dtype)
         following = jnp.where(cotangent == 1.0, following, scaled)
         dkernel = None
-    return dx, dkernel, dbias, following, None, cotangent * losses
+    return dx, dkernel, dbias, following, None, of_factor.apply(cotangent * losses)
 
 
 def _over_replicas(head: _Head, cotangent: Any) -> Array:
@@ -475,16 +484,26 @@ def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: di
     pieces = {name: given[name].reshape(-1, *given[name].shape[len(batch) :]) for name in _PER_TOKEN & set(given)}
 
     tokens = math.prod(batch)
-    rows = head.chunk_tokens or chunk_tokens(tokens, vocab + chunks.padding, x.dtype.itemsize)
+    rows = head.chunk_tokens or chunk_tokens(tokens, vocab + chunks.padding, x.dtype.itemsize, head.fp8 is not None)
     more = max(0, -(-tokens // rows) - 1)
     first = tokens - more * rows
     totals, found = chunks.step(
         _Totals(accumulator if in_place else None, None), {name: a[:first] for name, a in pieces.items()}, first=True
     )
-    if more:
-        rest = {name: a[first:].reshape(more, rows, *a.shape[1:]) for name, a in pieces.items()}
+    rest = {name: a[first:].reshape(more, rows, *a.shape[1:]) for name, a in pieces.items()}
+    if more > _MOST_UNROLLED:
         totals, others = lax.scan(chunks.step, totals, rest)
         found = [jnp.concatenate([a, b.reshape(-1, *b.shape[2:])]) for a, b in zip(found, others, strict=True)]
+    elif more:
+        each = [found]
+        for i in range(more):
+            piece = {name: a[i] for name, a in rest.items()}
+            # Or XLA might compute the logits of all chunks first.
+            piece, totals, each[-1] = lax.optimization_barrier((piece, totals, each[-1]))
+            totals, found = chunks.step(totals, piece)
+            each.append(found)
+        found = [jnp.concatenate(parts) for parts in zip(*each, strict=True)]
+    found, totals = chunks.finished(found, totals, pieces["x"])
     found = [a.reshape(*batch, *a.shape[1:]) for a in found]
 
     dkernel, dbias = (
@@ -507,11 +526,11 @@ def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: di
 _PER_TOKEN = {"x", "codes", "factor", "lse"}
 
 
-def chunk_tokens(tokens: int, vocab: int, itemsize: int) -> int:
-    """The number of tokens in a chunk, equal to 128 or less as far as sizes allow."""
-    most = max(_TILE, _CHUNK_BYTES // (vocab * itemsize))
-    count = max(1, -(-tokens // most))
-    return max(1, -(-tokens // (count * _TILE)) * _TILE)
+def chunk_tokens(tokens: int, vocab: int, itemsize: int, in_fp8: bool) -> int:
+    """The number of tokens in a chunk; the first one has what is left."""
+    most = _CHUNK_BYTES * (1 + in_fp8) // (vocab * itemsize) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
+    count = -(-tokens // max(most, _LEAST_CHUNK))
+    return max(1, tokens) if count <= 1 else -(-tokens // (count * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE
 
 
 class _Totals(NamedTuple):
@@ -550,7 +569,8 @@ class _Chunks:
             self.kernel8 = head.layer.quantize("kernel", kernel, None, copies=copies).array
 
     def step(self, totals: _Totals, piece: dict[str, Array], *, first: bool = False):
-        """Totals with those of a chunk, and [losses, lse], with dx where it is asked for, of its tokens."""
+        """Totals with those of a chunk, and for its tokens [losses, lse], with a recipe what `_target` returns, and dx
+        where it is asked for."""
         head, loss, codes, lse = self.head, self.head.loss, piece["codes"], piece.get("lse")
         logits = self._logits(piece["x"])
         if not self.wanted.names:
@@ -558,7 +578,7 @@ class _Chunks:
         columns = _cross_entropy.local_codes(codes, self._local_vocab, self.vocab_axes) if self.vocab_axes else codes
         attributes: Any = loss.gradient_attributes(self.vocab) | {"softcap": loss.softcap, "padding": self.padding}
         weight = where_counted(codes, piece["factor"])
-        statistics, target, dlogits8 = None, None, None
+        statistics, target, dlogits8 = None, [], None
         if lse is None and head.fp8 is None and not self.vocab_axes:
             with_total = loss.label_smoothing > 0.0
             *statistics, dlogits = _cross_entropy.statistics_and_gradient(
@@ -573,8 +593,32 @@ class _Chunks:
                 target = self._target(logits, columns, weight, statistics)
             dlogits, dlogits8 = self._gradient(logits, columns, lse, weight, attributes)
             found = [lse, lse] if statistics is None else self._losses(codes, statistics)
-        dx, totals = self._products(totals, piece["x"], dlogits, dlogits8, target, first)
-        return totals, [*found, *([dx] if self.wanted.x else [])]
+        dx, totals = self._products(totals, piece["x"], dlogits, dlogits8, first)
+        return totals, [*found, *target, *([dx] if self.wanted.x else [])]
+
+    def finished(self, found: list[Array], totals: _Totals, x: Array) -> tuple[list[Array], _Totals]:
+        """(losses, lse and dx of all tokens, totals), from what all steps have found and the x of all tokens."""
+        if self.head.fp8 is None or not self.wanted.names:
+            return found, totals
+        losses, lse, columns, factor, *dx = found
+        order = jnp.argsort(columns).astype(jnp.int32)
+        absent = jnp.zeros((0,), jnp.float32)
+        gradients = [absent if a is None else a for a in (*(dx or [None]), *totals)]
+        dtypes = (self.dtype, jnp.float32, jnp.float32)
+        next_dx, dkernel, dbias = native.call(
+            "te_linear_cross_entropy_labels",
+            [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(gradients, dtypes, strict=True)],
+            *(columns[order], order, factor, x, self.kernel),
+            *gradients,
+            aliases={5 + i: i for i in (1, 2) if gradients[i] is not absent},
+            vocab_last=self.head.vocab_axis == 1,
+        )
+        totals = _Totals(*(None if a is None else b for a, b in zip(totals, (dkernel, dbias), strict=True)))
+        return [losses, lse, *([self._summed(next_dx)] if dx else [])], totals
+
+    def _summed(self, dx: Array) -> Array:
+        """Inside shard_map JAX, or the user, adds up."""
+        return lax.psum(dx, self.vocab_axes) if self.vocab_axes and not self.head.loss.axis_name else dx
 
     def _gradient(self, logits: Array, columns: Array, lse: Array, weight: Array, attributes: dict[str, Any]):
         """The gradient of the logits, as it is and in FP8, as far as products read it; in FP8 without the terms at
@@ -621,8 +665,7 @@ class _Chunks:
         return [self.head.loss.of_rows(codes, statistics, self.vocab), statistics[0]]
 
     def _target(self, logits: Array, columns: Array, weight: Array, statistics: tuple[Array, ...] | None):
-        """Of each token, the label's column, beyond all of them where it is not here, and what the gradient of its
-        logit lacks without the label."""
+        """[column of each label, beyond all where it is not here; what the gradient at it lacks without the label]."""
         loss = self.head.loss
         here = columns >= 0
         slope = weight * (1.0 - loss.label_smoothing)
@@ -633,32 +676,23 @@ class _Chunks:
                 own = jnp.take_along_axis(logits, jnp.where(here, columns, 0)[:, None], axis=1)[:, 0]
                 capped = jnp.tanh(own.astype(jnp.float32) / loss.logit_softcap)
             slope *= 1.0 - capped * capped
-        beyond = self.kernel.shape[self.head.vocab_axis] + lax.iota(jnp.int32, columns.shape[0])
-        return jnp.where(here, columns, beyond), jnp.where(here, slope, 0.0)
+        return [jnp.where(here, columns, jnp.iinfo(jnp.int32).max), jnp.where(here, slope, 0.0)]
 
-    def _products(self, totals: _Totals, x: Array, dlogits: Any, dlogits8: Any, target: Any, first: bool):
+    def _products(self, totals: _Totals, x: Array, dlogits: Any, dlogits8: Any, first: bool):
         """dx of a chunk, and the totals."""
-        head, axis, dx, dbias = self.head, self.head.vocab_axis, None, None
+        head, dx, dbias = self.head, None, None
         if self.wanted.bias:
             dbias = jnp.sum(dlogits, axis=0, dtype=jnp.float32) + (0.0 if first else totals.bias)
-            if target is not None:
-                columns, sums = _of_first(target[0], -target[1][:, None], jnp.float32)
-                dbias = dbias.at[columns].add(sums[:, 0], mode="drop", unique_indices=True)
         if self.wanted.x:
             if head.in_fp8("dgrad"):
                 dx = head.layer.gemm("dgrad", dlogits8, self.kernel8, out_dtype=jnp.float32)
+            elif head.fp8 is not None:
+                dx = _dot(dlogits, self.kernel, (1, head.vocab_axis), jnp.float32)
             else:
-                dx = _dot(dlogits, self.kernel, (1, axis), self.dtype if target is None else jnp.float32)
-            if target is not None:
-                columns, slope = target
-                rows = jnp.take(self.kernel, jnp.minimum(columns, self.kernel.shape[axis] - 1), axis=axis)
-                dx -= slope[:, None] * (rows.T if axis else rows).astype(jnp.float32)
-            if self.vocab_axes and not head.loss.axis_name:  # inside shard_map JAX adds up, or leaves it to the user
-                dx = lax.psum(dx, self.vocab_axes)
-            dx = dx.astype(self.dtype)
-        return dx, _Totals(self._wgrad(totals.kernel, x, dlogits, dlogits8, target, first), dbias)
+                dx = self._summed(_dot(dlogits, self.kernel, (1, head.vocab_axis), self.dtype))
+        return dx, _Totals(self._wgrad(totals.kernel, x, dlogits, dlogits8, first), dbias)
 
-    def _wgrad(self, total: Any, x: Array, dlogits: Array, dlogits8: Any, target: Any, first: bool):
+    def _wgrad(self, total: Any, x: Array, dlogits: Any, dlogits8: Any, first: bool) -> Any:
         head, axis = self.head, self.head.vocab_axis
         if not self.with_wgrad:
             return None
@@ -668,25 +702,8 @@ class _Chunks:
         order = 1 if axis else -1
         if head.in_fp8("wgrad"):
             x8 = head.layer.quantize("activation", x, None, copies="transposed").array
-            total = head.layer.gemm("wgrad", *(x8, dlogits8)[::order], **options)
-        else:
-            total = gemm(*(x, dlogits)[::order], lhs_contracting="rows", rhs_contracting="rows", **options)
-        if target is None:
-            return total
-        columns, sums = _of_first(target[0], -target[1][:, None] * x.astype(jnp.float32), self.dtype)
-        place = (slice(None), columns) if axis else (columns,)
-        return total.at[place].add(sums.T if axis else sums, mode="drop", unique_indices=True)
-
-
-def _of_first(columns: Array, values: Array, dtype: Any) -> tuple[Array, Array]:
-    """Distinct columns, and for each the sum of the values [tokens, …] of its tokens: a scatter of these adds nothing
-    twice, and so has the same bits each time. Tokens that are not the first of their column get one beyond all."""
-    same = columns[:, None] == columns[None, :]
-    order = lax.iota(jnp.int32, columns.shape[0])
-    is_first = ~jnp.any(same & (order[None, :] < order[:, None]), axis=1)
-    sums = _dot(same.astype(dtype), values.astype(dtype), (1, 0), jnp.float32)
-    beyond = jnp.iinfo(jnp.int32).max - order
-    return jnp.where(is_first, columns, beyond), sums
+            return head.layer.gemm("wgrad", *(x8, dlogits8)[::order], **options)
+        return gemm(*(x, dlogits)[::order], lhs_contracting="rows", rhs_contracting="rows", **options)
 
 
 def _dot(lhs: Array, rhs: Array, contracting: tuple[int, int], dtype: Any) -> Array:

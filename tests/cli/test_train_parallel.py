@@ -156,7 +156,7 @@ def learner_of(tp, state_dtype="float32", recipe=None):
 def steps_of(learner, placement, batches):
     state, found = learner.init(jax.random.key(0)), []
     for batch in batches:
-        state, value = learner.step(state, jax.device_put(batch, placement.windows))
+        state, value = learner.step(state, jax.device_put(batch[None], placement.windows))
         found.append(float(value))
     return state, found
 
@@ -185,7 +185,7 @@ def test_the_states_of_adam_and_of_delayed_scaling_are_those_of_one_device(rng):
 
 def test_a_step_moves_no_parameters(rng):
     learner, placement = learner_of(2)
-    windows = jax.ShapeDtypeStruct((4, 33), np.uint8, sharding=placement.windows)
+    windows = jax.ShapeDtypeStruct((1, 4, 33), np.uint8, sharding=placement.windows)
     inspect.assert_no_resharding(learner.step, learner.abstract_state(), windows, allowed=("all-reduce",))
 
 
@@ -193,8 +193,7 @@ def test_devices_that_do_not_share_the_model_share_the_batch(require_devices):
     require_devices(4)
     for tp, windows in ((1, 2), (2, 4)):
         placement = _step.build_placement(jax.devices()[:4], tp)
-        assert placement.windows.shard_shape((8, 33)) == (windows, 33)
-        assert placement.evaluation.shard_shape((3, 8, 33)) == (3, windows, 33)
+        assert placement.windows.shard_shape((3, 8, 33)) == (3, windows, 33)
 
 
 def test_the_twin_with_the_loss_of_optax(rng):

@@ -204,8 +204,16 @@ def test_presets_trace_and_count_their_parameters(name):
 
 def test_8b_is_llama_3_8b():
     assert PRESETS["8b"].num_parameters == 8_030_261_248
+
     assert PRESETS["8b"].rope_theta == 500_000.0
     assert PRESETS["8b"].norm_eps == 1e-5
+
+
+def test_flops_are_those_of_gemms_and_of_half_the_scores():
+    """Of Llama 3 8B: 7.5e9 parameters in GEMMs, and 32 layers of 4096 features in attention."""
+    gemms = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128_256
+    attention = 32 * 2 * 2 * 4096 * 8192 / 2
+    assert PRESETS["8b"].flops_per_token(8192) == 3 * (2 * gemms + attention)
 
 
 def test_init_keeps_the_residual_stream_of_one_size():
