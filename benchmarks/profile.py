@@ -34,7 +34,7 @@ KINDS: tuple[str, ...] = (
 _KERNELS = (
     ("attention", r"sdpa|fmha|flash|attention"),
     ("quantization", r"AmaxOf|ClearValues|QuantizeTile|ComputeTiles|quantize"),
-    ("loss", r"StatisticsOn|GradientOn|cross_entropy"),
+    ("loss", r"StatisticsOn|GradientOn|BothOfRow|\bSubtract\b|cross_entropy"),
     ("GEMM", r"gemm|cublas|cutlass|nvjet|xmma|wgmma|splitk|SpreadScales|\bMultiply\b"),
     ("elementwise", r"NormalizeRows|NormalizeLongRows|BackwardOf|SumParts|ActivateRows"),
 )

@@ -314,31 +314,35 @@ def _total_forward(head: _Head, *operands):
     if accumulator is not None:
         accumulator = added_once(accumulator, x, factor)
     found = _run(head, wanted, x, kernel, bias, accumulator, codes, factor)
-    residuals = (
-        jax.tree.map(lambda a: checkpoint_name(a, "linear_cross_entropy_gradient"), found.gradients),
-        found.losses,
-    )
-    return (_sum(factor, found.losses), found.lse), (*residuals, *map(_like, (x, kernel, bias, factor)), accumulator)
+    gradients = [
+        checkpoint_name(_absent() if a is None else a, "linear_cross_entropy_gradient") for a in found.gradients
+    ]
+    residuals = (gradients, found.losses, *map(_like, (x, kernel, bias, factor)), accumulator)
+    return (_sum(factor, found.losses), found.lse), residuals
 
 
 def _like(a: Array | None) -> sharding.Layout | None:
     return None if a is None else sharding.Layout.of(a)
 
 
+def _absent() -> Array:
+    """What stands for a gradient that is not asked for: JAX wants residuals of one structure, whatever is asked for."""
+    return jnp.zeros((0,), jnp.float32)
+
+
 def _total_backward(head: _Head, residuals, cotangents):
     gradients, losses, *layouts, of_factor, accumulator = residuals
     cotangent = _over_replicas(head, cotangents[0])
+    dx, dkernel, dbias, following = (None if a.shape == (0,) else a for a in gradients)
     dx, dkernel, dbias = (
         None if a is None or layout is None else layout.apply(cotangent * a.astype(jnp.float32))
-        for a, layout in zip((gradients.x, gradients.kernel, gradients.bias), layouts, strict=True)
+        for a, layout in zip((dx, dkernel, dbias), layouts, strict=True)
     )
-    following = gradients.accumulator
     if following is not None:
         # XLA sees a cotangent that is 1, and then needs the accumulator no more.
         others = accumulator.astype(jnp.float32) if head.accumulate else 0.0
         scaled = (others + cotangent * (following.astype(jnp.float32) - others)).astype(following.dtype)
         following = jnp.where(cotangent == 1.0, following, scaled)
-        dkernel = None
     return dx, dkernel, dbias, following, None, of_factor.apply(cotangent * losses)
 
 
@@ -364,7 +368,7 @@ def _per_token_forward(head: _Head, *operands):
     x, kernel, bias, accumulator, codes = custom_vjp_primal_tree_values(operands)
     found = _run(head, _Wanted(), x, kernel, bias, None, codes)
     lse = checkpoint_name(found.lse, "linear_cross_entropy_lse")
-    return (found.losses, lse), (wanted, x, kernel, bias, accumulator, codes, lse)
+    return (found.losses, lse), (wanted.as_shapes(), x, kernel, bias, accumulator, codes, lse)
 
 
 def _per_token_backward(head: _Head, residuals, cotangents):
@@ -374,7 +378,8 @@ def _per_token_backward(head: _Head, residuals, cotangents):
 # Under jit, or each gradient outside of jit would trace it anew.
 @functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
 def _gradients_again(head: _Head, residuals, cotangent: Array):
-    wanted, x, kernel, bias, accumulator, codes, lse = residuals
+    shapes, x, kernel, bias, accumulator, codes, lse = residuals
+    wanted = _Wanted(*(a.shape == (1,) for a in shapes))
     if accumulator is not None:
         accumulator = added_once(accumulator, x, cotangent)
     gradients = _run(head, wanted, x, kernel, bias, accumulator, codes, cotangent, lse).gradients
@@ -391,7 +396,6 @@ _per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 # ----------------------------------------------------------------------------------------------------------- all chunks
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
     """Which gradients are asked for; that of the kernel goes to the accumulator where there is one."""
@@ -408,6 +412,10 @@ class _Wanted:
             validate_accumulated(kernel.perturbed, accumulator.perturbed)
         perturbed = [a is not None and a.perturbed for a in (x, kernel, bias, accumulator)]
         return cls(perturbed[0], perturbed[1] and accumulator is None, *perturbed[2:])
+
+    def as_shapes(self) -> list[Array]:
+        """As residuals, whose structure must not depend on it."""
+        return [jnp.zeros((flag,), bool) for flag in dataclasses.astuple(self)]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -498,8 +506,9 @@ def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: di
         each = [found]
         for i in range(more):
             piece = {name: a[i] for name, a in rest.items()}
-            # Or XLA might compute the logits of all chunks first.
-            piece, totals, each[-1] = lax.optimization_barrier((piece, totals, each[-1]))
+            # Or XLA might compute the logits of all chunks first. All that passes one barrier varies over the same axes.
+            piece["x"], each[-1][-1] = lax.optimization_barrier((piece["x"], each[-1][-1]))
+            piece["x"], totals = lax.optimization_barrier((piece["x"], totals))
             totals, found = chunks.step(totals, piece)
             each.append(found)
         found = [jnp.concatenate(parts) for parts in zip(*each, strict=True)]
@@ -598,8 +607,10 @@ class _Chunks:
 
     def finished(self, found: list[Array], totals: _Totals, x: Array) -> tuple[list[Array], _Totals]:
         """(losses, lse and dx of all tokens, totals), from what all steps have found and the x of all tokens."""
-        if self.head.fp8 is None or not self.wanted.names:
+        if not self.wanted.names:
             return found, totals
+        if self.head.fp8 is None:
+            return [*found[:2], *map(self._summed, found[2:])], totals
         losses, lse, columns, factor, *dx = found
         order = jnp.argsort(columns).astype(jnp.int32)
         absent = jnp.zeros((0,), jnp.float32)
@@ -649,7 +660,7 @@ class _Chunks:
             x8 = head.layer.quantize("activation", x, None, copies="data").array
             return head.layer.gemm("forward", x8, self.kernel8, bias=self.bias, out_dtype=self.dtype)
         logits = _dot(x, self.kernel, (1, 1 - head.vocab_axis), self.dtype)
-        return logits if self.bias is None else logits + self.bias
+        return logits if self.bias is None else logits + self.bias[None, :]
 
     def _statistics(self, logits: Array, codes: Array) -> tuple[Array, ...]:
         return _cross_entropy.row_statistics(
@@ -689,7 +700,7 @@ class _Chunks:
             elif head.fp8 is not None:
                 dx = _dot(dlogits, self.kernel, (1, head.vocab_axis), jnp.float32)
             else:
-                dx = self._summed(_dot(dlogits, self.kernel, (1, head.vocab_axis), self.dtype))
+                dx = _dot(dlogits, self.kernel, (1, head.vocab_axis), self.dtype)
         return dx, _Totals(self._wgrad(totals.kernel, x, dlogits, dlogits8, first), dbias)
 
     def _wgrad(self, total: Any, x: Array, dlogits: Any, dlogits8: Any, first: bool) -> Any:

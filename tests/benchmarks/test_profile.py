@@ -29,6 +29,8 @@ KERNELS = {
     "wrapped_tuple": "quantization",
     "void te_jax::NormalizeRows<float>(Arguments)": "elementwise",
     "void te_jax::GradientOnStretches<float>(Arguments)": "loss",
+    "void te_jax::Subtract<float>(Arguments)": "loss",
+    "loop_subtract_fusion": "elementwise",
     "loop_add_fusion_3": "optimizer",
     "loop_reduce_fusion": "loss",
     "loop_multiply_fusion": "elementwise",

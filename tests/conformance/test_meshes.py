@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from operation import DEVICES, Layout, mesh_of, placed, specs_of, spread, stack, take, total
 from operations import OPERATIONS
+from parameters import in_turns
 
 from te_jax.inspect import collectives
 
@@ -24,16 +25,16 @@ def _four_devices(native_kernels, require_devices):
 
 
 def rows(wanted, *, kinds=1):
-    """A parameter for each row and layout, with `kinds` of the two kinds of axes in turn."""
+    """A parameter for each row and layout. Layouts of a row take turns with the two kinds of axes; of a row that is no
+    variant both occur where `kinds` is 2, also with its only layout."""
     parameters = []
     for i, operation in enumerate(OPERATIONS):
-        for j, (name, layout) in enumerate(operation.layouts.items()):
-            if not wanted(operation, layout):
-                continue
-            for k in range(2 if kinds == 2 and not operation.variant else 1):
-                axis_type = (AUTO, EXPLICIT)[(i + j + k) % 2]
-                label = f"{operation.name}-{name}" + (f"-{axis_type.name}" if kinds else "")
-                parameters.append(pytest.param(operation, layout, axis_type, id=label))
+        layouts = [(name, layout) for name, layout in operation.layouts.items() if wanted(operation, layout)]
+        both = kinds == 2 and len(layouts) == 1 and not operation.variant
+        for j, (name, layout) in enumerate(layouts * 2 if both else layouts):
+            axis_type = (AUTO, EXPLICIT)[(i + j) % 2]
+            label = f"{operation.name}-{name}" + (f"-{axis_type.name}" if kinds else "")
+            parameters.append(pytest.param(operation, layout, axis_type, id=label))
     return pytest.mark.parametrize(("operation", "layout", "axis_type"), parameters)
 
 
@@ -138,9 +139,9 @@ def _assert_exchanges(operation, layout, compiled):
     assert not too_much, (too_much, collectives(compiled))
 
 
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
-    "operation", [row for row in OPERATIONS if not row.variant and not row.collective], ids=lambda row: row.name
+    ("operation", "axis_type"),
+    in_turns({row.name: row for row in OPERATIONS if not row.variant and not row.collective}, (AUTO, EXPLICIT)),
 )
 def test_vmap_of_a_split_dimension(operation, axis_type, rng):
     """Examples lie on different devices, and nothing of them is exchanged but what a layout over the other axis needs.

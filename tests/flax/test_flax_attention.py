@@ -44,7 +44,7 @@ def test_without_rotary_positions_it_is_flaxs(rng, use_bias, causal):
     ours = Attention(4, rope_theta=None, use_bias=use_bias, causal=causal)
     theirs = nn.MultiHeadDotProductAttention(4, use_bias=use_bias)
     x, key = normal(rng, (2, 6, 32)), key_of(rng)
-    variables = theirs.init(key, x)
+    variables = jax.jit(theirs.init)(key, x)
     for a, e in zip(*map(jax.tree.leaves_with_path, (ours.init(key, x), variables)), strict=True):
         assert a[0] == e[0]
         np.testing.assert_array_equal(a[1], e[1])
@@ -74,31 +74,30 @@ CALLS = {
 def test_groups_and_rotary_positions(rng, name):
     arguments, call, seen = CALLS[name]
     model, x = Attention(4, **GROUPED, **arguments), normal(rng, (2, 6, 32))
-    variables = model.init(key_of(rng), x)
+    variables = jax.jit(model.init)(key_of(rng), x)
     mask = visible(2, 6, **seen)
     expected = attention_layer(variables["params"], x, mask, theta=100.0, positions=call.get("positions"))
     assert_close(model.apply(variables, x, **call), expected)
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["plain", *RECIPES])
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"], RECIPES["delayed"]], ids=["plain", "block", "delayed"])
 def test_it_is_the_nnx_layer(rng, recipe):
     arguments = {**GROUPED, "head_dim": 32, "out_features": 48, "use_bias": True, "window": 5, "recipe": recipe}
     layer = te_nnx.Attention(64, 4, **arguments, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     model, x = Attention(4, **arguments, dtype=jnp.bfloat16), normal(rng, (2, 16, 64))
     params = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
-    variables = jax.tree.map(jnp.array, model.init(key_of(rng), x)) | {"params": params}
+    variables = jax.tree.map(jnp.array, jax.jit(model.init)(key_of(rng), x)) | {"params": params}
     y = model.apply(variables, x)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, layer(x), strict=True)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_decoding_gives_what_the_whole_sequence_does(rng, window):
-    arguments, x = {**GROUPED, "window": window, "recipe": BlockScaling()}, normal(rng, (2, 9, 64))
+def test_decoding_gives_what_the_whole_sequence_does(rng):
+    arguments, x = {**GROUPED, "window": 3, "recipe": BlockScaling()}, normal(rng, (2, 9, 64))
     params = Attention(4, **arguments).init(key_of(rng), x)["params"]
     expected = Attention(4, **arguments).apply({"params": params}, x)
     model = Attention(4, **arguments, decode=True)
-    cache = model.init(key_of(rng), jnp.zeros((2, 10, 64)))["cache"]
+    cache = jax.jit(model.init)(key_of(rng), jnp.zeros((2, 10, 64)))["cache"]
     assert jax.tree.map(jnp.shape, cache) == {
         "cached_key": (2, 10, 2, 16), "cached_value": (2, 10, 2, 16), "cache_index": (),
     }  # fmt: skip
@@ -123,7 +122,7 @@ def test_decoding_gives_what_the_whole_sequence_does(rng, window):
 def test_x_may_come_from_a_norm_in_fp8(rng):
     recipe = BlockScaling()
     model, x, scale = Attention(4, recipe=recipe), normal(rng, (2, 128, 64)), 1 + normal(rng, (64,)) / 10
-    variables = model.init(key_of(rng), x)
+    variables = jax.jit(model.init)(key_of(rng), x)
 
     def gradients(quantization):
         def loss(variables, x, scale):
@@ -168,14 +167,12 @@ class Stacked(nn.Module):
         return layers(self.recipe, name="layers")(x, None)[0]
 
 
-@pytest.mark.parametrize(
-    ("model", "recipe"), [(Attention, "current"), (Attention, "block"), (Attention, "delayed"), (Stacked, "delayed")]
-)
+@pytest.mark.parametrize(("model", "recipe"), [(Attention, "block"), (Stacked, "delayed")])
 def test_kernels_are_quantized_once(rng, model, recipe):
     recipe = RECIPES[recipe]
     model = Stacked(recipe) if model is Stacked else Attention(4, **GROUPED, recipe=recipe)
     microbatches = normal(rng, (2, 2, 16, 64))
-    variables = model.init(key_of(rng), microbatches[0])
+    variables = jax.jit(model.init)(key_of(rng), microbatches[0])
     gradients_of = jax.jit(jax.grad(loss_of(model)))
     if OVERWRITE in variables:  # scales of kernels quantized once are always up to date
         variables |= {OVERWRITE: gradients_of(variables, microbatches[0])[OVERWRITE]}
@@ -208,7 +205,7 @@ def test_names_of_axes(rng):
         qk_norm=True,
         scale_axes=axes[-1:],
     )
-    variables = model.init(key_of(rng), normal(rng, (1, 3, 32)))
+    variables = jax.jit(model.init)(key_of(rng), normal(rng, (1, 3, 32)))
     specs = nn.get_partition_spec(variables)["params"]
     assert [tuple(specs[name]["kernel"]) for name in ("query", "key", "value")] == [axes] * 3
     assert tuple(specs["value"]["bias"]) == axes[1:]
@@ -247,7 +244,7 @@ def test_errors_name_argument_rule_and_way_out(name):
     model, call = Attention(4, **arguments), {"x": jnp.ones((2, 6, 32)), **call}
 
     def fail():
-        variables = model.init(jax.random.key(0), call["x"])
+        variables = jax.jit(model.init)(jax.random.key(0), call["x"])
         model.apply(variables, **call, mutable=["cache"])
 
     with pytest.raises(ValueError, match=message):

@@ -82,7 +82,7 @@ def test_every_history_advances_with_train_state(rng, model):
     model = model()
     # Growing inputs: no two steps observe the same.
     batches = [normal(rng, (16, 32)) * 2.0**step for step in range(HISTORY + 1)]
-    variables = model.init(jax.random.key(int(rng.integers(2**31))), batches[0])
+    variables = jax.jit(model.init)(jax.random.key(int(rng.integers(2**31))), batches[0])
     assert all(not leaf.any() for path, leaf in states(variables).items() if "history" in path)
     state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(1e-2))
 
@@ -104,18 +104,18 @@ def test_every_history_advances_with_train_state(rng, model):
 
 def test_the_first_layer_observes_its_input_and_its_kernel(rng):
     model, x = OwnLayers(), normal(rng, (16, 32))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     gradients = jax.jit(jax.grad(loss_of(model)))(variables, x)
     state = gradients[OVERWRITE]["up"]
     assert state["activation_amax_history"][0] == jnp.abs(x).max()
     assert state["kernel_amax_history"][0] == jnp.abs(variables["params"]["up"]["kernel"]).max()
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", [FlaxLayers, Scanned], ids=lambda model: model.__name__)
 def test_the_next_step_uses_what_this_one_observed(rng, model):
     """Inputs beyond the range of FP8 saturate under a scale of 1; once they were seen, they do not."""
     model, x = model(), normal(rng, (16, 32)) * 1e4
-    variables = model.init(jax.random.key(int(rng.integers(2**31))), x)
+    variables = jax.jit(model.init)(jax.random.key(int(rng.integers(2**31))), x)
 
     @jax.jit
     def step(variables, x):
@@ -149,7 +149,7 @@ def reference(model, variables, x):
 
 def test_gradients_of_the_next_step_follow_its_scale_too(rng):
     model, x, target = Dense(32, recipe=RECIPE), normal(rng, (16, 32)), normal(rng, (16, 32)) * 1e7
-    variables = model.init(jax.random.key(int(rng.integers(2**31))), x)
+    variables = jax.jit(model.init)(jax.random.key(int(rng.integers(2**31))), x)
 
     def loss(variables):
         return jnp.sum(target * model.apply(variables, x))
@@ -166,7 +166,7 @@ def test_accumulated_microbatches_keep_the_largest(rng):
     model = OwnLayers()
     gradient = jax.jit(jax.grad(loss_of(model)))
     microbatches = jnp.stack([normal(rng, (16, 32)) * scale for scale in (8.0, 1.0, 2.0)])
-    variables = model.init(jax.random.key(int(rng.integers(2**31))), microbatches[0])
+    variables = jax.jit(model.init)(jax.random.key(int(rng.integers(2**31))), microbatches[0])
     variables |= {OVERWRITE: gradient(variables, microbatches[1])[OVERWRITE]}
 
     @jax.jit
@@ -199,7 +199,7 @@ def test_a_layer_that_is_called_twice_in_one_gradient(rng):
     """JAX adds up the two next states. Older entries stay what they were; the newest stays an upper bound."""
     model = CalledTwice()
     x = normal(rng, (16, 32))
-    variables = model.init(jax.random.key(int(rng.integers(2**31))), x)
+    variables = jax.jit(model.init)(jax.random.key(int(rng.integers(2**31))), x)
     gradient = jax.jit(jax.grad(loss_of(model)))
     peaks = []
     for _ in range(HISTORY + 2):
@@ -219,7 +219,7 @@ def test_steps_that_overflow_do_not_add_up_in_a_layer_that_is_called_twice(rng):
     """Each call repeats the newest amaxes, which are sums already."""
     model = CalledTwice()
     x = normal(rng, (16, 32))
-    variables = model.init(jax.random.key(int(rng.integers(2**31))), x)
+    variables = jax.jit(model.init)(jax.random.key(int(rng.integers(2**31))), x)
     gradient = jax.jit(jax.grad(loss_of(model)))
     for _ in range(HISTORY):
         variables |= {OVERWRITE: gradient(variables, x)[OVERWRITE]}
@@ -258,7 +258,7 @@ def test_a_layer_that_a_step_leaves_out_begins_anew(rng):
     """The gradient that takes the place of its state is zeros, and so is its number of uses."""
     model = Dense(32, recipe=RECIPE)
     x = normal(rng, (16, 32))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     zeros = jax.grad(lambda variables: jnp.sum(x))(variables)[OVERWRITE]
     assert zeros["uses"] == 0
     gradient = jax.jit(jax.value_and_grad(loss_of(model)))
@@ -268,7 +268,7 @@ def test_a_layer_that_a_step_leaves_out_begins_anew(rng):
 
 def test_state_survives_checkpoints(rng, tmp_path):
     model, x = OwnLayers(), normal(rng, (16, 32))
-    variables = model.init(jax.random.key(int(rng.integers(2**31))), x)
+    variables = jax.jit(model.init)(jax.random.key(int(rng.integers(2**31))), x)
     gradient = jax.jit(jax.grad(loss_of(model)))
     variables |= {OVERWRITE: gradient(variables, x)[OVERWRITE]}
     expected = gradient(variables, x)
@@ -286,7 +286,7 @@ def test_state_survives_checkpoints(rng, tmp_path):
 def test_initialisation_gives_what_later_steps_have(rng):
     """Carries of loops and donated buffers need the same shapes, dtypes and structure."""
     model, x = Scanned(), normal(rng, (16, 32))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     gradients = jax.eval_shape(jax.grad(loss_of(model)), variables, x)
     assert jax.tree.map(jax.typeof, variables) == jax.tree.map(jax.typeof, gradients)
 
@@ -295,7 +295,7 @@ def test_the_collection_that_was_left_out_is_named(rng):
     """The likeliest mistake of those who know layers without state."""
     x = normal(rng, (16, 32))
     for model, name in ((Dense(32, recipe=RECIPE), "the layer"), (OwnLayers(), "up"), (Scanned(), "layers/dense")):
-        variables = model.init(jax.random.key(0), x)
+        variables = jax.jit(model.init)(jax.random.key(0), x)
         message = rf'variables have no state in "{OVERWRITE}" for {name}, .*: pass this collection beside "params"'
         with pytest.raises(ValueError, match=message):
             model.apply({"params": variables["params"]}, x)

@@ -8,6 +8,7 @@ import pytest
 from flax.core import meta
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 
 from te_jax import ops
 from te_jax.flax import Dense, DenseGeneral, make_dot_general_cls
@@ -81,11 +82,11 @@ def test_without_recipe_it_computes_what_flax_does(rng, name, dtype):
     arguments = arguments | {"dtype": dtype}
     x = normal(rng, shape, dtype)
     theirs = nn.DenseGeneral(**arguments)
-    variables = theirs.init(jax.random.key(int(rng.integers(2**31))), x)
+    variables = jax.jit(theirs.init)(jax.random.key(int(rng.integers(2**31))), x)
     cotangent = normal(rng, jax.eval_shape(theirs.apply, variables, x).shape, dtype)
 
     def value_and_gradients(module):
-        y, pullback = jax.vjp(module.apply, variables, x)
+        y, pullback = jax.vjp(jax.jit(module.apply), variables, x)
         return y, pullback(cotangent)
 
     actual, expected = value_and_gradients(DenseGeneral(**arguments)), value_and_gradients(theirs)
@@ -99,7 +100,7 @@ def test_it_is_the_operation(rng, name, recipe):
     arguments, shape = LAYERS[name]
     module = DenseGeneral(**arguments, recipe=recipe, activation="silu", dtype=jnp.bfloat16)
     x = normal(rng, shape, jnp.bfloat16)
-    variables = module.init(jax.random.key(int(rng.integers(2**31))), x)
+    variables = jax.jit(module.init)(jax.random.key(int(rng.integers(2**31))), x)
     variables["params"]["bias"] = normal(rng, variables["params"]["bias"].shape)
 
     axes = sorted(axis % x.ndim for axis in np.atleast_1d(arguments.get("axis", -1)))
@@ -133,7 +134,7 @@ def test_options_reach_the_operation(rng, module, options_of_dense):
 def test_value_and_gradients_in_fp8(rng, recipe):
     module = DenseGeneral((4, 32), axis=(1, 2), recipe=recipe)
     x, cotangent = normal(rng, (64, 4, 48)), normal(rng, (64, 4, 32))
-    variables = module.init(jax.random.key(int(rng.integers(2**31))), x)
+    variables = jax.jit(module.init)(jax.random.key(int(rng.integers(2**31))), x)
 
     @jax.jit
     def value_and_gradients(variables, x):
@@ -184,15 +185,16 @@ def test_scan_and_remat_over_layers(rng, recipe):
     assert variables["params"]["Dense_0"]["kernel"].shape == (layers, 32, 32)
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["none", *RECIPES])
-@pytest.mark.parametrize("module", [nn.Dense, nn.DenseGeneral])
+@pytest.mark.parametrize(
+    ("recipe", "module"), in_turns({"none": None, **RECIPES}, {"Dense": nn.Dense, "DenseGeneral": nn.DenseGeneral})
+)
 def test_dot_general_cls_of_flax_layers(rng, module, recipe):
     x = normal(rng, (16, 32), jnp.bfloat16)
     # Flax rounds kernels to the dtype of the computation before the product; these are rounded already.
     dtypes = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     theirs = module(48, **dtypes, dot_general_cls=make_dot_general_cls(recipe))
     ours = Dense(48, **dtypes, recipe=recipe)
-    variables = theirs.init(jax.random.key(int(rng.integers(2**31))), x)
+    variables = jax.jit(theirs.init)(jax.random.key(int(rng.integers(2**31))), x)
     expected = ours.apply(ours.init(jax.random.key(0), x) | {"params": variables["params"]}, x)
     np.testing.assert_array_equal(theirs.apply(variables, x), expected, strict=True)
     gradients = jax.grad(lambda variables: jnp.sum(theirs.apply(variables, x).astype(jnp.float32) ** 2))(variables)
@@ -238,22 +240,23 @@ RULES = (("embed", None), ("mlp", "model"), ("heads", "model"), ("kv", None))
 
 def test_logical_axes_name_the_dimensions(rng):
     module = DenseGeneral((4, 8), kernel_axes=("embed", "heads", "kv"), bias_axes=("heads", "kv"))
-    params = module.init(jax.random.key(0), normal(rng, (3, 32)))["params"]
+    params = jax.jit(module.init)(jax.random.key(0), normal(rng, (3, 32)))["params"]
     assert isinstance(params["kernel"], meta.AxisMetadata)
     assert nn.get_partition_spec(params) == {"kernel": P("embed", "heads", "kv"), "bias": P("heads", "kv")}
     plain = DenseGeneral((4, 8)).init(jax.random.key(0), normal(rng, (3, 32)))["params"]
     jax.tree.map(np.testing.assert_array_equal, nn.unbox(params), plain)
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["none", *RECIPES])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("recipe", "axis_type"), in_turns({"none": None, **RECIPES}, (AxisType.Auto, AxisType.Explicit))
+)
 def test_sharded_by_logical_axes(request, rng, make_mesh, axis_type, recipe):
     if axis_type == AxisType.Explicit and recipe is not None:
         request.getfixturevalue("native_kernels")  # the reference of FP8 products is written for other meshes
     mesh = make_mesh({"data": axis_type, "model": axis_type})
     module = Dense(512, kernel_axes=("embed", "mlp"), bias_axes=("mlp",), recipe=recipe)
     x = normal(rng, (512 if isinstance(recipe, BlockScaling) else 64, 256))  # whole blocks of tokens on each device
-    boxed = module.init(jax.random.key(int(rng.integers(2**31))), x)
+    boxed = jax.jit(module.init)(jax.random.key(int(rng.integers(2**31))), x)
     variables = nn.unbox(boxed)
 
     def loss(variables, x):

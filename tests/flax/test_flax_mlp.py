@@ -47,7 +47,7 @@ def test_a_norm_with_a_residual_is_one_of_the_sum(rng):
 
 def test_norm_linear_with_kernels_quantized_once(rng):
     model, microbatches = NormLinear(64, recipe=BlockScaling()), normal(rng, 2, 128, 32)
-    variables = model.init(jax.random.key(0), microbatches[0])
+    variables = jax.jit(model.init)(jax.random.key(0), microbatches[0])
 
     def loss_fn(variables, x):
         return jnp.mean(jnp.square(model.apply(variables, x)))

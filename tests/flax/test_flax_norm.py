@@ -40,7 +40,7 @@ def value_and_gradients(module, variables, x):
 )
 def test_norms_are_flaxs(ours, theirs, rng):
     x = normal(rng, 3, 5, 48)
-    variables = theirs.init(jax.random.key(0), x)
+    variables = jax.jit(theirs.init)(jax.random.key(0), x)
     assert jax.tree.map(jnp.shape, ours.init(jax.random.key(0), x)) == jax.tree.map(jnp.shape, variables)
     variables = perturbed(variables, rng)
     actual, expected = (value_and_gradients(module, variables, x) for module in (ours, theirs))
@@ -53,24 +53,25 @@ MLP = {"kind": "relu", "norm": "layer", "use_bias": True, "zero_centered": True}
 
 
 @pytest.mark.parametrize(
-    ("linen", "of_nnx"),
+    ("recipe", "linen", "of_nnx"),
     [
         (
+            BlockScaling(),
             lambda recipe: NormLinear((4, 16), norm="layer", recipe=recipe),
             lambda recipe: te_nnx.NormLinear(64, (4, 16), norm="layer", recipe=recipe, rngs=nnx.Rngs(0)),
         ),
         (
+            DelayedScaling(history_len=4),
             lambda recipe: GatedMLP(96, 32, recipe=recipe, **MLP),
             lambda recipe: te_nnx.GatedMLP(64, 96, 32, recipe=recipe, rngs=nnx.Rngs(0), **MLP),
         ),
     ],
     ids=["NormLinear", "GatedMLP"],
 )
-@pytest.mark.parametrize("recipe", [BlockScaling(), DelayedScaling(history_len=4)], ids=["block", "delayed"])
 def test_they_are_the_modules_of_nnx(linen, of_nnx, recipe, rng):
     module, other = linen(recipe), of_nnx(recipe)
     x = normal(rng, 128, 64)
-    variables = module.init(jax.random.key(0), x)
+    variables = jax.jit(module.init)(jax.random.key(0), x)
     variables = variables | {"params": perturbed(variables["params"], rng)}
     state = nnx.to_pure_dict(nnx.state(other, nnx.Any(nnx.Param, te_nnx.OverwriteWithGradient)))
     merged = jax.tree.map(jnp.shape, state)
@@ -102,7 +103,7 @@ def test_residual_and_dropout(rng):
 def test_kernels_quantized_once(rng):
     model = GatedMLP(64, norm="rms", recipe=BlockScaling())
     microbatches = normal(rng, 2, 128, 32)
-    variables = model.init(jax.random.key(0), microbatches[0])
+    variables = jax.jit(model.init)(jax.random.key(0), microbatches[0])
 
     def loss_fn(variables, x):
         return jnp.mean(jnp.square(model.apply(variables, x)))
@@ -119,9 +120,9 @@ def test_kernels_quantized_once(rng):
 def test_embed_is_flaxs(rng):
     ours, theirs = Embed(48, 32), nn.Embed(48, 32)
     tokens, x = jnp.asarray(rng.integers(0, 48, (2, 5))), normal(rng, 2, 5, 32)
-    variables = theirs.init(jax.random.key(0), tokens)
+    variables = jax.jit(theirs.init)(jax.random.key(0), tokens)
     np.testing.assert_array_equal(
-        ours.init(jax.random.key(0), tokens)["params"]["embedding"], variables["params"]["embedding"]
+        jax.jit(ours.init)(jax.random.key(0), tokens)["params"]["embedding"], variables["params"]["embedding"]
     )
     np.testing.assert_array_equal(ours.apply(variables, tokens), theirs.apply(variables, tokens))
     attend = (module.apply(variables, x, method="attend") for module in (ours, theirs))
@@ -132,7 +133,7 @@ def test_logical_axes(rng):
     mlp = GatedMLP(
         48, norm="rms", kernel_axes=("embed", "mlp"), down_kernel_axes=("mlp", "embed"), scale_axes=("embed",)
     )
-    boxed = mlp.init(jax.random.key(0), normal(rng, 8, 32))["params"]
+    boxed = jax.jit(mlp.init)(jax.random.key(0), normal(rng, 8, 32))["params"]
     specs = nn.get_partition_spec(boxed)
     assert specs["norm"]["scale"] == jax.sharding.PartitionSpec("embed")
     assert specs["down_proj"]["kernel"] == jax.sharding.PartitionSpec("mlp", "embed")

@@ -169,7 +169,7 @@ def test_remat_changes_the_program_and_not_gradients(rng):
     assert [each.as_text().count("optimization_barrier") for each in lowered] == [0, config.num_layers]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit])
 def test_split_batches_exchange_gradients_and_nothing_else(axis_type, rng, require_devices):
     require_devices(4)
     params, tokens = random_params(SMALL, rng), random_tokens(SMALL, rng, (8, 16))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 
 from te_jax import inspect
 from te_jax.models import (
@@ -131,8 +132,7 @@ def compare(config, parallel, mesh, rng, *, reference=None, tolerance, gradients
     return errors
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("transport", "size"), in_turns(TRANSPORTS, (4, 2)))
 def test_loss_and_gradients_are_those_of_one_device(size, transport, rng, request, mesh_of):
     if transport == "p2p":
         request.getfixturevalue("native_kernels")
@@ -188,7 +188,7 @@ def test_current_scaling_has_the_scales_of_one_device(rng, mesh_of):
     assert min(max(each.values()) for each in errors) < 1e-3
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit])
 def test_delayed_scaling_has_one_state_for_all_devices(axis_type, rng, mesh_of):
     """Also where the batch is split: its next value has the largest magnitudes of the whole."""
     config = dataclasses.replace(FOR_FP8, recipe=DelayedScaling(history_len=2))

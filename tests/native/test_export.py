@@ -6,6 +6,7 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 
 from te_jax import native, ops
 from te_jax.recipe import CurrentScaling
@@ -18,8 +19,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "split"), in_turns(list(FUNCTIONS), [True, False]))
 def test_the_error_names_the_way_out(name, split, native_kernels, make_mesh):
     fn, x = FUNCTIONS[name], X
     if split:

@@ -306,7 +306,7 @@ def test_broken_extension(execute, words):
     assert "reinstall te_jax (`pip install --force-reinstall --no-deps .` in its checkout)" in message
 
 
-@pytest.mark.parametrize("kept", [0.999, 0.5, 0.01])
+@pytest.mark.parametrize("kept", [0.999, 0.01])
 def test_truncated_extension(kept, tmp_path, native_kernels):
     """To load it would end the process with SIGBUS."""
     whole = Path(importlib.util.find_spec("te_jax._te_cpu").origin).read_bytes()

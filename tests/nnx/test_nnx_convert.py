@@ -71,28 +71,29 @@ def loss_fn(model, tokens):
     return jnp.mean(jnp.square(model(tokens)))
 
 
+apply, gradients_of = nnx.jit(lambda model, x: model(x)), nnx.jit(nnx.grad(loss_fn, argnums=WRT))
+
+
 def reasons(report):
     return {layer.path: layer.reason for layer in report.skipped}
 
 
-@pytest.mark.parametrize(
-    "recipe", [CurrentScaling(), RowwiseScaling(), BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__
-)
+@pytest.mark.parametrize("recipe", [BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
 def test_it_multiplies_in_fp8_with_the_same_variables(rng, recipe):
     model = made(rng)
     before = {id(variable): path for path, variable in nnx.iter_graph(model) if isinstance(variable, nnx.Variable)}
-    exact, gradients = model(TOKENS), nnx.grad(loss_fn)(model, TOKENS)
+    exact, gradients = apply(model, TOKENS), gradients_of(model, TOKENS)
     report = convert(model, recipe)
     assert {layer.path for layer in report.converted} == IN_FP8
     assert all(layer.recipe == recipe and not layer.reason for layer in report.converted)
     after = {id(variable): path for path, variable in nnx.iter_graph(model) if isinstance(variable, nnx.Param)}
     assert {key: path for key, path in before.items() if key in after} == after
     assert set(map(str, after.values())) == {str(p) for p in before.values() if "rngs" not in str(p)}
-    assert 1e-3 < relative_error(model(TOKENS), exact) < 0.3
+    assert 1e-3 < relative_error(apply(model, TOKENS), exact) < 0.3
     if recipe is DELAYED:
         for _ in range(4):
-            overwrite_with_gradient(model, nnx.grad(loss_fn, argnums=WRT)(model, TOKENS))
-    found = variables(nnx.grad(loss_fn, argnums=WRT)(model, TOKENS))
+            overwrite_with_gradient(model, gradients_of(model, TOKENS))
+    found = variables(gradients_of(model, TOKENS))
     for path in ("layers", 1, "up", "kernel"), ("stack", "down", "kernel"), ("attention", "value", "kernel"):
         assert 1e-3 < relative_error(found[path][...], variables(gradients)[path][...]) < 0.35, path
 
@@ -267,7 +268,7 @@ def test_a_second_call_changes_nothing_or_the_recipe(rng, recipe):
     model = made(rng)
     first = convert(model, recipe)
     if recipe is DELAYED:
-        overwrite_with_gradient(model, nnx.grad(loss_fn, argnums=WRT)(model, TOKENS))
+        overwrite_with_gradient(model, gradients_of(model, TOKENS))
     state, graphdef = jax.tree.leaves(nnx.state(model)), nnx.graphdef(model)
     assert repr(convert(model, recipe)) == repr(first)
     assert nnx.graphdef(model) == graphdef
@@ -284,7 +285,7 @@ def test_a_second_call_changes_nothing_or_the_recipe(rng, recipe):
 @pytest.mark.parametrize("recipe", [BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
 def test_revert_restores_everything(rng, recipe):
     model = made(rng)
-    graphdef, exact = nnx.graphdef(model), model(TOKENS)
+    graphdef, exact = nnx.graphdef(model), apply(model, TOKENS)
     kept = variables(model)
     convert(model, recipe)
     convert(model, CurrentScaling(), rules=[("lm_head", DELAYED)])
@@ -294,7 +295,7 @@ def test_revert_restores_everything(rng, recipe):
     revert(model)
     assert nnx.graphdef(model) == graphdef
     assert all(variable is kept[path] for path, variable in variables(model).items())
-    np.testing.assert_array_equal(model(TOKENS), exact)
+    np.testing.assert_array_equal(apply(model, TOKENS), exact)
     revert(model)
     assert nnx.graphdef(model) == graphdef
 
@@ -373,7 +374,7 @@ def test_stacked_layers_get_stacked_state(rng):
     assert model.stack.up.kernel.shape == (3, 32, 48)
     assert model.stack.up.activation_amax_history.shape == (3, 4)
     assert model.stack.up.uses.shape == (3,)
-    overwrite_with_gradient(model, nnx.grad(loss_fn, argnums=WRT)(model, TOKENS))
+    overwrite_with_gradient(model, gradients_of(model, TOKENS))
     history = np.asarray(model.stack.up.activation_amax_history[:, 0])
     assert len(set(history)) == 3  # each its own
     twice = nnx.vmap(nnx.vmap(Mlp))(nnx.Rngs(0).split((2, 3)))

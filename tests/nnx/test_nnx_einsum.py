@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from parameters import in_turns
 
 from te_jax import ops
 from te_jax.nnx import Einsum, OverwriteWithGradient, accumulate_gradients, overwrite_with_gradient, quantize_kernels
@@ -62,8 +63,7 @@ def test_without_recipe_it_is_the_layer_of_flax(rng, case):
     jax.tree.map(lambda a, e: assert_close(a, e, tolerance=1e-5), actual, expected)
 
 
-@cases
-@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
+@pytest.mark.parametrize(("case", "recipe"), in_turns(CASES, {"current": CurrentScaling(), "block": BlockScaling()}))
 def test_value_and_gradients_in_fp8(rng, case, recipe):
     layer, x = made(rng, case, recipe=recipe), normal(rng, case[1])
     exact = nnx.Einsum(*(case[0], *case[2:]), rngs=nnx.Rngs(0))
@@ -105,8 +105,13 @@ def test_input_and_kernel_keep_their_roles(rng, case):
     assert layer.uses[...] == 1
 
 
-@pytest.mark.parametrize("name", ["heads before tokens", "kernel contracted last", "experts"])
-@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    in_turns(
+        ["heads before tokens", "kernel contracted last", "experts"],
+        {"current": CurrentScaling(), "block": BlockScaling()},
+    ),
+)
 def test_kernels_that_are_quantized_once(rng, name, recipe):
     layer, xs = made(rng, CASES[name], recipe=recipe), normal(rng, (2, *CASES[name][1]))
 
@@ -123,7 +128,8 @@ def test_kernels_that_are_quantized_once(rng, name, recipe):
 
     gradients, y = accumulated(layer, xs)
     assert_close(y, layer(xs[0]), tolerance=1e-6)
-    single = [nnx.grad(loss_fn)(layer, x) for x in xs]
+    gradient = nnx.jit(nnx.grad(loss_fn))
+    single = [gradient(layer, x) for x in xs]
     expected = jax.tree.map(lambda *parts: sum(parts), *map(nnx.to_pure_dict, single))
     jax.tree.map(lambda a, e: assert_close(a, e, tolerance=1e-5), nnx.to_pure_dict(gradients), expected)
 

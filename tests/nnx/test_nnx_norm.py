@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 
 from te_jax import ops
 from te_jax.nnx import (
@@ -114,16 +115,19 @@ def test_a_float32_residual_stream_stays_float32(recipe, rng):
     np.testing.assert_array_equal(total, x + residual)
     exact = GatedMLP(64, 96, norm="rms", recipe=recipe, rngs=nnx.Rngs(0))
     assert_close(y.astype(jnp.float32), exact(x, residual)[0], tolerance=2e-2 if recipe is None else 6e-2)
-    _, (_, dx, dresidual) = nnx.value_and_grad(
+    gradients = nnx.grad(
         lambda mlp, *xs: sum(jnp.sum(y.astype(jnp.float32)) for y in mlp(*xs)),
         argnums=(nnx.DiffState(0, TRAINED), 1, 2),
-    )(mlp, x, residual)
+    )
+    _, dx, dresidual = nnx.jit(gradients)(mlp, x, residual)
     assert dx.dtype == dresidual.dtype == jnp.float32
     np.testing.assert_array_equal(dx, dresidual)
 
 
-@pytest.mark.parametrize("shape", [(64,), (3, 7, 64), (0, 64)], ids=str)
-@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
+@pytest.mark.parametrize(
+    ("shape", "recipe"),
+    in_turns([(64,), (3, 7, 64), (0, 64)], {"block": BlockScaling(), "current": CurrentScaling()}),
+)
 def test_any_rows(recipe, shape, rng):
     x, norm_linear = normal(rng, *shape), NormLinear(64, 32, recipe=recipe, rngs=nnx.Rngs(0))
     expected = norm_linear.linear(norm_linear.norm(x))
@@ -154,8 +158,7 @@ def test_split_over_devices(axis_type, make_mesh, native_kernels, rng):
     assert_all_close(actual, expected, tolerance=5e-3)
 
 
-@each_recipe
-@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize(("recipe", "norm"), in_turns(RECIPES, ["rms", "layer"]))
 def test_norm_linear_is_a_norm_and_a_layer(norm, recipe, rng):
     both = perturbed(NormLinear(64, (4, 16), norm=norm, recipe=recipe, rngs=nnx.Rngs(0)), rng)
     assert set(nnx.to_pure_dict(nnx.state(both, nnx.Param))) == {"norm", "linear"}
@@ -205,7 +208,7 @@ def value_and_gradients_state(module, x):
     def loss(module):
         return jnp.sum(jnp.sin(module(x)))
 
-    return nnx.grad(loss, argnums=nnx.DiffState(0, TRAINED))(module)
+    return nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, TRAINED)))(module)
 
 
 def test_gated_mlp_in_bfloat16_is_plain_jax(rng):

@@ -20,6 +20,7 @@ from activation_oracle import (
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 from quantize_oracle import E4M3, E5M2, assert_bits, quantization_of
 
 from te_jax import native, ops
@@ -95,16 +96,21 @@ def test_residuals_are_the_operands(rng):
 
 
 @pytest.mark.parametrize(
-    ("pair", "kind"), [("1x128 and square", kind) for kind in KINDS] + [(pair, "silu") for pair in PAIRS]
+    ("pair", "kind", "implementation"),
+    [("1x128 and square", kind, "native") for kind in KINDS]
+    + [(pair, "silu", "native") for pair in PAIRS]
+    + [(pair, kind, "reference") for pair, kind in zip(PAIRS, KINDS, strict=False)],
 )
+@pytest.mark.usefixtures("native_kernels")
 def test_quantized_results(pair, kind, implementation, rng):
     gate, up = draw(rng, (200, 260))
     for operands, options in (((gate, None), {}), ((gate, up), CLIPPED)):
         check_result(kind, *operands, quantization_of(pair), implementation, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 130), (33, 17), (130, 1), (3, 5, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), in_turns(((1, 130), (33, 17), (130, 1), (3, 5, 128), (17, 33), (3, 2, 130)), DTYPES)
+)
 def test_shapes_and_dtypes(shape, dtype, native_kernels, rng):
     """Only in the kernels: the reference calls `ops.quantize`, whose own tests have such shapes."""
     gate, up = draw(rng, shape, dtype)
@@ -185,8 +191,12 @@ def test_nothing_to_compute(implementation):
 
 
 @pytest.mark.parametrize(
-    ("case", "kind"), [("blocks", kind) for kind in KINDS[1:]] + [(case, "silu") for case in GRADIENTS]
+    ("case", "kind", "implementation"),
+    [("blocks", kind, "native") for kind in KINDS[1:]]
+    + [(case, "silu", "native") for case in GRADIENTS]
+    + [(case, kind, "reference") for case, kind in zip(GRADIENTS, KINDS, strict=False)],
 )
+@pytest.mark.usefixtures("native_kernels")
 def test_quantized_gradients(case, kind, implementation, rng):
     gate, up, dy = draw(rng, (200, 260), count=3)
     use_native = implementation == "native"
@@ -195,8 +205,7 @@ def test_quantized_gradients(case, kind, implementation, rng):
     check_gradients(Function(kind, alpha), gate, None, dy, *GRADIENTS[case], use_native)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 130), (33, 17), (3, 128, 40)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), in_turns(((1, 130), (33, 17), (3, 128, 40), (17, 33)), DTYPES))
 def test_shapes_and_dtypes_of_gradients(shape, dtype, native_kernels, rng):
     gate, up, dy = draw(rng, shape, dtype, count=3)
     for case in ("current", "blocks"):

@@ -74,9 +74,18 @@ def finite(x):
 # --------------------------------------------------------------------------------------------------------------- values
 
 
-@IMPLEMENTATIONS
-@pytest.mark.parametrize(("kv_heads", "extra"), [(4, "bias"), (2, "sinks"), (1, "")])
-@pytest.mark.parametrize("name", MASKS)
+OPERANDS = [(4, "bias"), (2, "sinks"), (1, "")]  # heads of key, and what there is beside
+AROUND = [("", (B,), False), ("bias", (B,), True), ("bias", (2, B), False), ("sinks", (2, B), True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "kv_heads", "extra"),
+    [
+        (name, implementation, *OPERANDS[(i + j) % len(OPERANDS)])
+        for i, name in enumerate(MASKS)
+        for j, implementation in enumerate((None, "xla"))
+    ],
+)
 def test_values_and_gradients(name, kv_heads, extra, implementation, rng):
     """With a log-sum-exp that has a gradient, too."""
     options, of_mask = MASKS[name]
@@ -472,10 +481,9 @@ def names_of(arguments):
 
 
 @pytest.mark.parametrize(
-    ("extra", "lead", "lse_cotangent"),
-    [("", (B,), False), ("bias", (B,), True), ("bias", (2, B), False), ("sinks", (2, B), True)],
+    ("name", "extra", "lead", "lse_cotangent"),
+    [(name, *AROUND[(i + j) % len(AROUND)]) for i, name in enumerate(MASKS) for j in range(2)],
 )
-@pytest.mark.parametrize("name", MASKS)
 def test_what_surrounds_cudnn(name, lse_cotangent, lead, extra, monkeypatch, rng):
     """Sinks, a gradient through the log-sum-exp, sequences without keys, and more than one batch dimension."""
     options, of_mask = MASKS[name]

@@ -21,6 +21,7 @@ from dense_oracle import (
     random_case,
     wide,
 )
+from parameters import in_turns
 
 from te_jax import ops
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, RowwiseScaling
@@ -35,8 +36,7 @@ SUMS = 5e-3  # what another order of the same sums changes, those of 14 bits ins
 sides = pytest.mark.parametrize("kernel_contracting", ["first", "last"])
 
 
-@recipes
-@sides
+@pytest.mark.parametrize(("recipe", "kernel_contracting"), in_turns({**RECIPES, "none": None}, ("first", "last")))
 def test_value_and_gradients(kernel_contracting, recipe, implementation, rng):
     case = random_case(rng, (4, 64), (256,), (384,), kernel_contracting=kernel_contracting)
     check(case, recipe=recipe, implementation=implementation)

@@ -10,6 +10,7 @@ from dense_oracle import GRADIENT, PLAIN, RECIPES, oracle, random_case, wide
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 
 from te_jax import ops
 from te_jax.inspect import buffers, collectives
@@ -35,8 +36,7 @@ def draw(rng, like, dtype=jnp.float32):
     return jnp.asarray(10 * rng.standard_normal(like.shape), dtype)
 
 
-@recipes
-@pytest.mark.parametrize("kernel_contracting", ["first", "last"])
+@pytest.mark.parametrize(("recipe", "kernel_contracting"), in_turns({**RECIPES, "none": None}, ("first", "last")))
 @pytest.mark.parametrize("accumulate", [True, False], ids=["accumulate", "overwrite"])
 def test_value(accumulate, kernel_contracting, recipe, rng):
     case = random_case(rng, (4, 32), (64,), (48,), with_bias=False, kernel_contracting=kernel_contracting)
@@ -159,7 +159,7 @@ def test_examples_of_a_vmap_share_it(examples, accumulate, recipe, implementatio
         run = jax.vmap(run, in_axes=(0, None, None, 0))
     total = jax.grad(lambda accumulator: jnp.sum(run(case.x, case.kernel, accumulator, case.dy)))
     tolerance = PLAIN["bfloat16"] if recipe is None else GRADIENT
-    for wrap in (jax.jit, lambda f: f) if implementation == "native" else (jax.jit,):
+    for wrap in (jax.jit, lambda f: f) if (implementation, recipe) == ("native", CURRENT) else (jax.jit,):
         after = wrap(total)(before)
         assert_close(
             after - before * np.float32(accumulate), oracle(case).dkernel, dtype="float32", tolerance=tolerance

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dense_oracle import FORWARD, GRADIENT, RECIPES, oracle, random_case, wide
 from jax import lax
+from parameters import in_turns
 
 from te_jax import checkpoint_policies, ops
 from te_jax.quantized import QuantizedArray
@@ -31,8 +32,7 @@ def loss(x, kernel, dy, recipe, **options):
     return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32))
 
 
-@recipes
-@pytest.mark.parametrize("kernel_contracting", ["first", "last"])
+@pytest.mark.parametrize(("recipe", "kernel_contracting"), in_turns(RECIPES, ("last", "first")))
 def test_value_and_input_gradient(kernel_contracting, recipe, implementation, rng):
     case = random_case(rng, (4, 32), (128,), (256,), with_bias=False, kernel_contracting=kernel_contracting)
     kernel = quantized(case.kernel, recipe, implementation=implementation)

@@ -12,6 +12,7 @@ from dense_oracle import GRADIENT, RECIPES, oracle, random_case
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 
 from te_jax import checkpoint_policies, ops, parallel
 from te_jax.inspect import buffers
@@ -64,8 +65,7 @@ def case(rng):
     return random_case(rng, (2, 128), (128,), (256,), with_bias=False)
 
 
-@recipes
-@pytest.mark.parametrize("kernel_contracting", ["first", "last"])
+@pytest.mark.parametrize(("recipe", "kernel_contracting"), in_turns(WITHOUT_STATE, ("first", "last")))
 def test_the_same_bits(kernel_contracting, recipe, implementation, rng):
     case = random_case(rng, (2, 128), (256,), (2, 128), kernel_contracting=kernel_contracting)
     options = {"recipe": recipe, "kernel_contracting": kernel_contracting, "implementation": implementation}
@@ -81,8 +81,9 @@ def test_the_same_bits(kernel_contracting, recipe, implementation, rng):
     assert_near(found[2], oracle(case).dkernel, tolerance=GRADIENT)
 
 
-@recipes
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["eager", "remat", "jit"])
+@pytest.mark.parametrize(
+    ("recipe", "wrap"), in_turns(WITHOUT_STATE, {"eager": lambda f: f, "remat": jax.checkpoint, "jit": jax.jit})
+)
 def test_eager_remat_and_jit(wrap, recipe, case):
     found, wanted = (
         step(wrap(functools.partial(f, recipe=recipe)), case.x, case.kernel, case.dy) for f in (quantized, plain)
@@ -90,8 +91,7 @@ def test_eager_remat_and_jit(wrap, recipe, case):
     assert_same_bits(found, wanted)
 
 
-@recipes
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize(("recipe", "axes"), in_turns(WITHOUT_STATE, ((0, None), (None, 0), (0, 0))))
 def test_vmap(axes, recipe, rng):
     """Examples do not share a gradient, unless they share the array."""
     case = random_case(rng, (3, 64), (128,), (64,), with_bias=False)
@@ -104,8 +104,10 @@ def test_vmap(axes, recipe, rng):
     assert_same_bits(found, wanted)
 
 
-@recipes
-def test_scan(recipe, rng):
+@pytest.mark.parametrize(
+    ("recipe", "policy"), in_turns(WITHOUT_STATE, {"plain": None, "remat": checkpoint_policies.save_fp8_operands})
+)
+def test_scan(recipe, policy, rng):
     """As the layers of a stack, with remat and without."""
     case = random_case(rng, (128,), (128,), (128,), with_bias=False)
     kernels = jnp.stack([case.kernel, -case.kernel])
@@ -116,12 +118,11 @@ def test_scan(recipe, rng):
 
         return lax.scan(jax.checkpoint(body, policy=policy) if policy else body, x, kernels)[0]
 
-    for policy in (None, checkpoint_policies.save_fp8_operands):
-        found, wanted = (
-            jax.jit(functools.partial(step, functools.partial(run, f, policy)))(case.x, kernels, case.dy)
-            for f in (quantized, plain)
-        )
-        assert_same_bits(found, wanted)
+    found, wanted = (
+        jax.jit(functools.partial(step, functools.partial(run, f, policy)))(case.x, kernels, case.dy)
+        for f in (quantized, plain)
+    )
+    assert_same_bits(found, wanted)
 
 
 def test_into_a_scan_and_out_of_remat(case):
@@ -141,8 +142,7 @@ def test_into_a_scan_and_out_of_remat(case):
     assert_same_bits(found, wanted)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@recipes
+@pytest.mark.parametrize(("recipe", "check_vma"), in_turns(WITHOUT_STATE, (True, False)))
 def test_shard_map(recipe, check_vma, case, make_mesh):
     """Each device has its own tokens and the same kernel."""
     mesh = make_mesh({"data": AxisType.Auto})
@@ -154,13 +154,12 @@ def test_shard_map(recipe, check_vma, case, make_mesh):
         specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": check_vma}
         return jax.shard_map(local, mesh=mesh, **specs)(x, kernel)
 
-    for wrap in (lambda f: f, jax.jit):
+    for wrap in (lambda f: f, jax.jit) if recipe is CURRENT else (jax.jit,):
         found, wanted = (step(wrap(functools.partial(run, f)), x, case.kernel, dy) for f in (quantized, plain))
         assert_same_bits(found, wanted)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda axis_type: axis_type.name)
-@recipes
+@pytest.mark.parametrize(("recipe", "axis_type"), in_turns(WITHOUT_STATE, (AxisType.Auto, AxisType.Explicit)))
 def test_sharded_x(recipe, axis_type, case, make_mesh):
     mesh = make_mesh({"data": axis_type})
     devices = mesh.shape["data"]

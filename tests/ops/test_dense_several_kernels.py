@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from dense_oracle import FORWARD, GRADIENT, RECIPES, oracle, random_case, warm_state, wide
 from jax import lax
+from parameters import in_turns
 
 from te_jax import ops
 from te_jax.recipe import DelayedScaling
@@ -48,13 +49,12 @@ def gradients(cases, recipe, states, **options):
     return ys, vjp(tuple(case.dy for case in cases))
 
 
-@recipes
-@pytest.mark.parametrize("kernel_contracting", ["first", "last"])
-def test_as_layers_of_their_own(kernel_contracting, recipe, implementation, rng):
+@pytest.mark.parametrize(("recipe", "kernel_contracting"), in_turns({**RECIPES, "none": None}, ("first", "last")))
+def test_as_layers_of_their_own(kernel_contracting, recipe, rng):
     """Sizes differ, and numbers of dimensions. All but dx are the same bits."""
     cases = random_cases(rng, (256,), (2, 64), (16,), kernel_contracting=kernel_contracting)
     states = states_of(cases, recipe)
-    options = {"kernel_contracting": kernel_contracting, "implementation": implementation}
+    options = {"kernel_contracting": kernel_contracting}
     ys, (dx, *others) = gradients(cases, recipe, states, **options)
     expected = np.zeros(dx.shape)
     for i, case in enumerate(cases):

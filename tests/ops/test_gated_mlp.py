@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_oracle import RECIPES
+from parameters import in_turns
 
 from te_jax import checkpoint_policies, ops
 from te_jax.recipe import DelayedScaling
@@ -15,8 +16,7 @@ from te_jax.testing import assert_close
 IN, HIDDEN, OUT = 256, 384, 128
 GPT_OSS = {"kind": "silu", "alpha": 1.702, "limit": 7.0, "offset": 1.0}
 FORWARD, GRADIENT = 0.08, 0.13  # three products one after another, each with the errors of FP8
-
-recipes = pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "none"])
+ACTIVATIONS = {"silu": {}, "gpt-oss": GPT_OSS, "gelu": {"kind": "gelu"}}
 
 
 def normal(rng, *shape, scale=1.0, dtype="float32"):
@@ -64,8 +64,14 @@ def assert_same(found, expected, tolerance=1e-5):
         assert_close(a, b, tolerance=tolerance)
 
 
-@recipes
-@pytest.mark.parametrize("activation", [{}, GPT_OSS, {"kind": "gelu"}], ids=["silu", "gpt-oss", "gelu"])
+@pytest.mark.parametrize(
+    ("recipe", "activation", "implementation"),
+    [
+        *in_turns({**RECIPES, "none": None}, ACTIVATIONS, ("native",)),
+        *in_turns({name: RECIPES[name] for name in ("delayed", "block")}, ACTIVATIONS, ("reference",)),
+    ],
+)
+@pytest.mark.usefixtures("native_kernels")
 def test_as_layer_by_layer(activation, recipe, implementation, rng):
     case, states = random_case(rng), states_of(recipe)
     options = {"recipe": recipe, "implementation": implementation, **activation}
@@ -94,8 +100,10 @@ def test_against_float64(recipe, rng):
         assert_close(a, b, dtype="float32", tolerance=GRADIENT)
 
 
-@pytest.mark.parametrize("batch", [(), (0, 5), (1,), (3, 7), (130,)])
-@pytest.mark.parametrize("recipe", [RECIPES["block"], RECIPES["current"]], ids=["block", "current"])
+@pytest.mark.parametrize(
+    ("batch", "recipe"),
+    in_turns([(), (0, 5), (1,), (3, 7), (130,)], {name: RECIPES[name] for name in ("block", "current")}),
+)
 def test_any_batch(recipe, batch, rng):
     case = random_case(rng, batch)
     assert_same(step(fused, case, None, recipe=recipe), step(layer_by_layer, case, None, recipe=recipe), tolerance=5e-3)

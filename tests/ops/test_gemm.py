@@ -169,8 +169,11 @@ def test_bias(dtype, bias_dtype, kind, implementation, rng):
     assert_product(result, product(lhs, rhs) + wide(bias)[None, None], dtype=dtype, kind=kind)
 
 
-@pytest.mark.parametrize("kind", [*SCALINGS, "plain"])
-@pytest.mark.parametrize(("dtype", "with_bias"), [("float32", True), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "with_bias"),
+    [(kind, "bfloat16", True) for kind in [*SCALINGS, "plain"]]
+    + [("tensor", "float32", True), ("plain", "bfloat16", False)],
+)
 def test_gelu(dtype, with_bias, kind, implementation, rng):
     lhs, rhs = operands(rng, kind, dtype, (24,), (2, 128), (48,))
     bias = random_array(rng, (2, 128), dtype) if with_bias else None
@@ -217,8 +220,7 @@ def test_what_follows_several_products(kind, implementation, rng):
     assert_close(result.preactivation, expected, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("inner", [2, 3, 8, 12])
-@pytest.mark.parametrize("columns", [1, 8])
+@pytest.mark.parametrize(("inner", "columns"), [(2, 8), (3, 1), (8, 1), (12, 8)])
 def test_gelu_of_what_is_left_of_a_product_and_a_bias(columns, inner, implementation):
     """257, which bfloat16 does not hold, less 256."""
     lhs = jnp.zeros((1, inner), jnp.bfloat16).at[0, :2].set(jnp.asarray([256, 1], jnp.bfloat16))
@@ -248,8 +250,16 @@ def test_gelu_of_values_as_in_training_that_diverges(implementation):
 # -------------------------------------------------------------------------------------------------------- accumulation
 
 
-@pytest.mark.parametrize("kind", [*SCALINGS, "plain"])
-@pytest.mark.parametrize(("dtype", "accumulate"), [("float32", True), ("bfloat16", True), ("float32", False)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "accumulate"),
+    [(kind, "float32", True) for kind in [*SCALINGS, "plain"]]
+    + [
+        ("row", "bfloat16", True),
+        ("plain", "bfloat16", True),
+        ("tensor", "float32", False),
+        ("plain", "float32", False),
+    ],
+)
 def test_accumulator(dtype, accumulate, kind, implementation, rng):
     lhs, rhs = operands(rng, kind, "bfloat16", (8, 4), (32,), (48,))
     accumulator = 10 * random_array(rng, (8, 4, 32), dtype)
@@ -276,8 +286,11 @@ def test_repeated_accumulation_keeps_what_is_small(implementation, rng):
 # ------------------------------------------------------------------------------------------------------- special sizes
 
 
-@pytest.mark.parametrize("kind", [*SCALINGS, "plain"])
-@pytest.mark.parametrize(("m", "n", "k"), [(0, 16, 16), (16, 0, 16), (16, 16, 0), (0, 0, 0)])
+@pytest.mark.parametrize(
+    ("kind", "m", "n", "k"),
+    [(kind, 16, 16, 0) for kind in [*SCALINGS, "plain"]]
+    + [("tensor", 0, 16, 16), ("plain", 16, 0, 16), ("row", 0, 0, 0), ("block", 0, 16, 16), ("block", 16, 0, 16)],
+)
 def test_empty(m, n, k, kind, implementation, rng):
     lhs, rhs = operands(rng, kind, "bfloat16", (m,), (n,), (k,))
     bias = random_array(rng, (n,), "bfloat16")

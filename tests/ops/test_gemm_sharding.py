@@ -267,16 +267,15 @@ def test_operands_of_epilogues_that_lie_otherwise(name, dtype, other_dtype, axis
 # -------------------------------------------------------------------------------------------------------- accumulation
 
 
-@axis_types
 @pytest.mark.parametrize(
-    ("kind", "split", "accumulate"),
+    ("kind", "split", "accumulate", "axis_type"),
     [
-        ("block", "m and n", True),
-        ("block", "m and n", False),
-        ("block", "m and k", True),
-        ("block", "k", False),
-        ("plain", "m and n", True),
-        ("tensor", "m and k", True),
+        ("block", "m and n", True, AUTO),
+        ("block", "m and n", False, EXPLICIT),
+        ("block", "m and k", True, EXPLICIT),
+        ("block", "k", False, AUTO),
+        ("plain", "m and n", True, EXPLICIT),
+        ("tensor", "m and k", True, AUTO),
     ],
 )
 def test_accumulator(kind, split, accumulate, axis_type, make_mesh, rng):

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from norm_oracle import assert_rounded, oracle
+from parameters import in_turns
 from quantize_oracle import E5M2, assert_bits, quantization_of
 
 from te_jax import native, ops
@@ -80,9 +81,14 @@ def check(norm, operands, dy, dtotal, implementation, **options):
         np.testing.assert_array_equal(np.asarray(found[3]), np.asarray(found[0]))
 
 
-@with_residual
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@each_norm
+@pytest.mark.parametrize(
+    ("norm", "residual", "implementation", "shape"),
+    [("rms_norm", bool(i % 2), "native", shape) for i, shape in enumerate(SHAPES)]
+    + [("layer_norm", not i % 2, "native", shape) for i, shape in enumerate(SHAPES)]
+    + [(("rms_norm", "layer_norm")[i % 2], i < 2, "reference", shape) for i, shape in enumerate(SHAPES[1::2])],
+    ids=str,
+)
+@pytest.mark.usefixtures("native_kernels")
 def test_results_and_gradients(norm, shape, residual, implementation, rng):
     operands = draw_operands(rng, norm, shape, "float32", residual)
     dy, dtotal = draw(rng, shape, "float32", count=2)
@@ -225,16 +231,19 @@ def check_quantized(norm, operands, quantization, implementation, copies="both",
     assert_quantized_from(dataclasses.replace(found, straight_through=None), plain, quantization)
 
 
-@with_residual
-@pytest.mark.parametrize("pair", PAIRS)
-def test_quantized_results(pair, residual, implementation, rng):
-    for norm in ("rms_norm", "layer_norm"):
-        operands = draw_operands(rng, norm, (200, 260), residual=residual)
-        check_quantized(norm, operands, quantization_of(pair), implementation, zero_centered=True)
+@pytest.mark.parametrize(
+    ("norm", "residual", "implementation", "pair"),
+    [("rms_norm", bool(i % 2), "native", pair) for i, pair in enumerate(PAIRS)]
+    + [("layer_norm", not i % 2, "native", pair) for i, pair in enumerate(PAIRS)]
+    + [(("rms_norm", "layer_norm")[i % 2], i < 2, "reference", pair) for i, pair in enumerate(PAIRS[::2])],
+)
+@pytest.mark.usefixtures("native_kernels")
+def test_quantized_results(norm, pair, residual, implementation, rng):
+    operands = draw_operands(rng, norm, (200, 260), residual=residual)
+    check_quantized(norm, operands, quantization_of(pair), implementation, zero_centered=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 130), (33, 17), (130, 1), (3, 128, 40)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), in_turns([(1, 130), (33, 17), (130, 1), (3, 128, 40), (17, 33)], DTYPES))
 def test_shapes_and_dtypes_in_fp8(shape, dtype, native_kernels, rng):
     """Only in the kernels: the reference calls `ops.quantize`, whose own tests have such shapes."""
     for pair, power_of_two in (("tensor", False), ("1x128", True)):
@@ -242,8 +251,16 @@ def test_shapes_and_dtypes_in_fp8(shape, dtype, native_kernels, rng):
         check_quantized("layer_norm", operands, quantization_of(pair, E5M2, power_of_two), "native")
 
 
-@pytest.mark.parametrize("copies", ["data", "transposed"])
-@pytest.mark.parametrize("pair", ["tensor", "1x128", "square and 1x128", "row"])
+@pytest.mark.parametrize(
+    ("pair", "copies"),
+    [
+        ("tensor", "data"),
+        ("1x128", "data"),
+        ("1x128", "transposed"),
+        ("square and 1x128", "data"),
+        ("row", "transposed"),
+    ],
+)
 def test_one_copy(pair, copies, implementation, rng):
     operands = draw_operands(rng, "rms_norm", (140, 72), residual=True)
     check_quantized("rms_norm", operands, quantization_of(pair), implementation, copies)
@@ -278,9 +295,14 @@ RECIPES = {"current": CurrentScaling(), "block": BlockScaling(), "row": RowwiseS
 
 
 @pytest.mark.parametrize(
-    ("norm", "residual"), [("rms_norm", True), ("rms_norm", False), ("layer_norm", True)], ids=["rms", "alone", "layer"]
+    ("recipe", "norm", "residual", "implementation"),
+    [
+        *in_turns(RECIPES, ("rms_norm", "rms_norm", "layer_norm"), (False, True, True), ("native",)),
+        (RECIPES["block"], "rms_norm", False, "native"),
+        (RECIPES["current"], "rms_norm", True, "reference"),
+    ],
 )
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.usefixtures("native_kernels")
 def test_a_layer_takes_it_with_its_gradient(norm, recipe, residual, implementation, rng):
     """As a layer of the plain result, up to a unit in the last place of that, in values and in all gradients."""
     operands = draw_operands(rng, norm, (2, 128, 256), "float32", residual=residual)
@@ -300,8 +322,7 @@ def test_a_layer_takes_it_with_its_gradient(norm, recipe, residual, implementati
     jax.tree.map(lambda a, b: assert_close(a, b, tolerance=1e-2), found, expected)
 
 
-@pytest.mark.parametrize("pair", ["tensor", "1x128", "row"])
-@pytest.mark.parametrize("mapped", ["x", "scale", "all"])
+@pytest.mark.parametrize(("pair", "mapped"), in_turns(["tensor", "1x128", "row"], ["x", "scale", "all"]))
 def test_vmap_gives_each_example_its_scales(mapped, pair, implementation, rng):
     x, _, _, residual = draw_operands(rng, "rms_norm", (3, 140, 72), residual=True)
     (scale,) = draw(rng, (3, 72), "float32")

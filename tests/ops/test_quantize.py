@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parameters import in_turns
 from quantize_oracle import (
     E4M3,
     E5M2,
@@ -32,8 +33,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = pytest.mark.parametrize("dtype_fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
-@pytest.mark.parametrize(("dtype", "dtype_fp8"), [("float32", E4M3), ("bfloat16", E5M2), ("float16", E4M3)], ids=str)
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("pair", "dtype", "dtype_fp8"), in_turns(list(PAIRS), DTYPES, [E4M3, E5M2]))
 def test_copies(pair, dtype_fp8, dtype, implementation, rng):
     x = random_case(rng, (2, 128, 272), dtype)  # whole tiles, and parts of tiles that are a multiple of 16 wide
     check(x, quantization_of(pair, dtype_fp8), implementation=implementation)
@@ -89,10 +89,17 @@ def test_any_matrix(shape, dtype, dtype_fp8, pair, copies, seed, native_kernels)
 
 
 @pytest.mark.parametrize(
-    ("shape", "row_ndim"),
-    [((3, 4, 5), 1), ((3, 4, 5), 2), ((2, 3, 2, 5), 2), ((1, 1), 1), ((1, 130), 1), ((130, 1), 1), ((1, 7, 1, 3), 3)],
+    ("shape", "row_ndim", "pair"),
+    [
+        ((3, 4, 5), 1, "row"),
+        ((3, 4, 5), 2, "tensor"),
+        ((2, 3, 2, 5), 2, "row"),
+        ((1, 1), 1, "tensor"),
+        ((1, 130), 1, "row"),
+        ((130, 1), 1, "row"),
+        ((1, 7, 1, 3), 3, "tensor"),
+    ],
 )
-@pytest.mark.parametrize("pair", ["tensor", "row"])
 def test_groups_of_dimensions(pair, shape, row_ndim, implementation, rng):
     check(random_case(rng, shape, "float32"), quantization_of(pair), row_ndim=row_ndim, implementation=implementation)
 
@@ -117,8 +124,13 @@ def test_blocks_need_whole_groups_only_where_they_lie(implementation, rng):
     check(x, quantization_of("1x128"), copies="data", implementation=implementation)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (2, 0, 128), (0, 0)])
-@pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
+@pytest.mark.parametrize(
+    ("shape", "pair"),
+    [
+        *in_turns([(0, 5), (5, 0), (2, 0, 128), (0, 0)], ["tensor", "row", "1x128", "128x128"]),
+        *in_turns([(0, 5), (5, 0), (2, 0, 128), (0, 0)], ["1x128", "128x128", "row", "tensor"]),
+    ],
+)
 def test_empty(pair, shape, implementation):
     quantized, amax, dbias = quantize(
         jnp.zeros(shape, jnp.bfloat16), quantization_of(pair), with_amax=True, with_dbias=True,
@@ -134,8 +146,10 @@ def test_empty(pair, shape, implementation):
 # ------------------------------------------------------------------------------------------------------- special values
 
 
-@pytest.mark.parametrize(("dtype", "dtype_fp8"), [("float32", E4M3), ("float16", E5M2)], ids=str)
-@pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
+@pytest.mark.parametrize(
+    ("pair", "dtype", "dtype_fp8"),
+    in_turns(["tensor", "row", "1x128", "128x128"], ["float32", "float16"], [E4M3, E5M2]),
+)
 def test_values_that_are_not_finite(pair, dtype_fp8, dtype, implementation, rng):
     """In one tile each: NaN, infinities, both. The fourth is untouched, and with blocks its scale is its own.
 
@@ -214,8 +228,7 @@ def test_every_code_comes_back(implementation):
         assert_bits(quantized.dequantize(), values)
 
 
-@pytest.mark.parametrize("row_ndim", [1, 2])
-@pytest.mark.parametrize("copies", ["data", "transposed"])
+@pytest.mark.parametrize(("row_ndim", "copies"), [(1, "transposed"), (2, "data")])
 def test_either_copy_gives_the_groups_of_dimensions_back(copies, row_ndim, implementation, rng):
     x = jnp.asarray(rng.standard_normal((5, 3, 4, 16)[row_ndim - 1 :]), jnp.float32)
     call = functools.partial(quantize, row_ndim=row_ndim, copies=copies, implementation=implementation)
@@ -295,11 +308,16 @@ def test_a_program_that_returns_the_results_copies_none(pair, native_kernels, rn
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((128, 160), "bfloat16"), ((144, 272), "float32"), ((131, 135), "float16"), ((3, 5), "float32")],
+    ("pair", "shape", "dtype"),
+    [
+        ("tensor", (131, 135), "float16"),
+        ("row", (144, 272), "float32"),
+        ("1x128", (3, 5), "float32"),
+        ("1x128 and square", (128, 160), "bfloat16"),
+        ("1x128", (131, 135), "bfloat16"),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "1x128 and square"])
 def test_vmap(pair, shape, dtype, implementation, rng):
     """Every example is a tensor of its own."""
     x = random_case(rng, (3, 2, *shape), dtype)

@@ -14,6 +14,7 @@ from cross_entropy_oracle import OPTIONS, check, loss_of, oracle, random_case
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from parameters import in_turns
 
 import te_jax
 from te_jax import ops, reference
@@ -26,13 +27,14 @@ REDUCTIONS = ("mean", "sum", "none")
 # Every pair of options, reduction and dtype: each choice is a program of its own. For the kernel test_any_shape draws
 # from them all.
 @pytest.mark.parametrize(
-    ("reduction", "options", "dtype"),
+    ("options", "reduction", "dtype", "implementation"),
     [
-        pytest.param(reduction, options, DTYPES[(i + j) % 3], id=f"{reduction}-{name}-{DTYPES[(i + j) % 3]}")
-        for i, (name, options) in enumerate(OPTIONS.items())
-        for j, reduction in enumerate(REDUCTIONS)
+        *in_turns(OPTIONS, REDUCTIONS, DTYPES, ("native",)),
+        *in_turns(OPTIONS, REDUCTIONS[1:] + REDUCTIONS[:1], DTYPES, ("native",)),
+        *in_turns(OPTIONS, REDUCTIONS[2:] + REDUCTIONS[:2], DTYPES, ("reference",)),
     ],
 )
+@pytest.mark.usefixtures("native_kernels")
 def test_value_and_gradient(dtype, options, reduction, implementation, rng):
     logits, labels = random_case(rng, (3, 5, 517), dtype, ignored=0.3)
     check(logits, labels, rng, implementation=implementation, reduction=reduction, **options)
@@ -101,8 +103,7 @@ def test_edge_shapes(shape, implementation, rng):
         assert gradient.shape == shape
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [61, 64])
+@pytest.mark.parametrize(("dtype", "vocab"), in_turns(DTYPES, (61, 64)))
 def test_many_short_rows(dtype, vocab, implementation, rng):
     logits, labels = random_case(rng, (3001, vocab), dtype, ignored=0.1)
     check(logits, labels, rng, implementation=implementation, reduction="none", **OPTIONS["all"])
@@ -118,8 +119,10 @@ def test_vocabulary_of_one_has_no_loss(implementation, rng):
 # --------------------------------------------------------------------------------------------------------------- labels
 
 
-@pytest.mark.parametrize("labels_dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
-@pytest.mark.parametrize("vocab", [100, 70000])
+@pytest.mark.parametrize(
+    ("labels_dtype", "vocab"),
+    [(np.int8, 70000), (np.uint8, 100), (np.int16, 70000), (np.uint16, 70000), (np.int32, 100), (np.uint32, 70000)],
+)
 def test_label_dtypes(labels_dtype, vocab, implementation, rng):
     """Also where the dtype cannot hold the vocabulary's size or ignore_index."""
     logits, labels = random_case(rng, (9, vocab), "bfloat16", labels_dtype=labels_dtype)
@@ -144,9 +147,9 @@ def test_labels_beyond_int32_do_not_wrap_around(implementation, rng):
 @pytest.mark.parametrize(
     ("labels_dtype", "ignore_index"),
     [
-        *((np.int8, index) for index in (-100, 0, -1, 255, -(2**31) - 1)),
-        *((np.uint8, index) for index in (5, 255, -1, 2**40)),
-        *((np.uint32, index) for index in (0, 2**31, -100, -1, 2**40)),
+        *((np.int8, index) for index in (-100, 0, 255)),
+        *((np.uint8, index) for index in (255, -1)),
+        *((np.uint32, index) for index in (2**31, -100, 2**40)),
     ],
 )
 def test_ignore_index(labels_dtype, ignore_index, implementation, rng):
@@ -211,8 +214,7 @@ def test_equal_large_logits_do_not_overflow(implementation):
     assert np.isfinite(loss).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("softcap", [0.5, 30.0, 500.0])
+@pytest.mark.parametrize(("softcap", "dtype"), in_turns([0.5, 30.0, 500.0], DTYPES))
 def test_softcap_of_small_and_large_logits(dtype, softcap, implementation, rng):
     """tanh where it is almost linear, where it bends, and where it is almost 1."""
     logits, labels = random_case(rng, (12, 200), "float32")
@@ -220,8 +222,7 @@ def test_softcap_of_small_and_large_logits(dtype, softcap, implementation, rng):
     check(logits, labels, rng, implementation=implementation, reduction="none", logit_softcap=softcap)
 
 
-@pytest.mark.parametrize("scale", [0.25, 3.0])
-@pytest.mark.parametrize("softcap", [1e8, 1e12, 1e20, 1e30])
+@pytest.mark.parametrize(("softcap", "scale"), in_turns([1e8, 1e12, 1e20, 1e30], [0.25, 3.0]))
 def test_large_softcaps(softcap, scale, implementation, rng):
     """Logits of the cap's size, whose last digit is more than 1: an exponent off by it would be seen at once."""
     logits, labels = random_case(rng, (16, 1000), "float32", scale=scale * softcap)
@@ -254,9 +255,10 @@ def test_masked_label_has_infinite_loss(implementation, rng):
     assert not np.isnan(loss).any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("column", [0, 130])
+@pytest.mark.parametrize(
+    ("dtype", "bad", "column"),
+    [*in_turns(DTYPES, [np.nan, np.inf], [0, 130]), *in_turns(DTYPES, [np.inf, np.nan], [0, 130])],
+)
 def test_nan_and_infinity_stay_in_their_row(dtype, bad, column, implementation, rng):
     """In whatever order a vector unit meets them, and also where the last element of a row is the bad one."""
     logits, labels = random_case(rng, (5, 131), dtype)
@@ -280,8 +282,7 @@ def test_row_without_any_probability_is_nan(implementation, rng):
     np.testing.assert_array_equal(np.isnan(gradient).any(axis=1), np.arange(4) == 1)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("options", "bad"), in_turns(OPTIONS, [np.nan, np.inf, -np.inf]))
 def test_ignored_rows_leak_nothing(bad, options, implementation, rng):
     logits, labels = random_case(rng, (4, 40), "float32")
     logits, labels = logits.at[1].set(bad).at[2, 7].set(bad), labels.at[1:3].set(-100)

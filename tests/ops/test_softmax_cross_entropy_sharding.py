@@ -9,6 +9,7 @@ import pytest
 from cross_entropy_oracle import OPTIONS, oracle, random_case
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 
 from te_jax import ops
 from te_jax.inspect import buffers, collectives
@@ -21,6 +22,7 @@ SHAPE = (16, 2, 64)
 
 # logits' sharding, labels' sharding: where labels lie over another axis than their rows, XLA moves labels or losses, a
 # number a row. Others are in tests/conformance.
+AXIS_TYPES = {"auto": AUTO, "explicit": EXPLICIT}
 SPECS = {"labels alone": (P(), P("data")), "labels over the vocabulary's axis": (P(None, None, "data"), P("data"))}
 
 
@@ -97,8 +99,7 @@ def test_three_axes(axis_types, make_mesh, rng):
     check(mesh, (P("data", "sequence", "model"), P("data", "sequence")), rng, **OPTIONS["all"])
 
 
-@pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")], ids=str)
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize(("spec", "axis_type"), in_turns([P("data"), P(None, "model"), P("data", "model")], AXIS_TYPES))
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 def test_memory_of_shards(donate, axis_type, spec, make_mesh, rng):
     """The gradient is written over donated shards; shards that are kept are not copied."""

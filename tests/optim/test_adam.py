@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax import lax
 from optim_cases import FLOAT8, MOMENT_DTYPES, adam_oracle, adam_state, moments, normal_like, random_params
+from parameters import in_turns
 
 from te_jax import optim
 from te_jax.testing import assert_close, relative_error
@@ -90,8 +91,7 @@ def test_float64_parameters(standard_promotion, rng):
             jax.tree.map(functools.partial(assert_close, tolerance=1e-5), actual, exact)
 
 
-@narrow
-@pytest.mark.parametrize("stochastic_rounding", [True, False], ids=["random", "nearest"])
+@pytest.mark.parametrize(("dtype", "stochastic_rounding"), in_turns(NARROW, {"random": True, "nearest": False}))
 def test_float64_parameters_with_moments_in_few_bits(dtype, stochastic_rounding, standard_promotion, rng):
     with jax.enable_x64(True):
         params = random_params(rng, "float64")
@@ -105,8 +105,10 @@ def test_float64_parameters_with_moments_in_few_bits(dtype, stochastic_rounding,
         jax.tree.map(functools.partial(assert_close, tolerance=0.15), updates, expected)
 
 
-@pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    ("dtype", "x64"),
+    [("float32", False), ("bfloat16", False), ("float64", False), ("bfloat16", True), ("float64", True)],
+)
 def test_decays_that_are_arrays(dtype, x64, rng):
     b1, b2 = np.asarray([0.875, 0.9375], dtype)
     gradient = jnp.asarray(rng.standard_normal((3, 40)), jnp.float32)
@@ -126,8 +128,9 @@ def rounding_error(dtype, decay, steps):
     return float(jnp.finfo(dtype).eps) / 2 * np.sqrt(sum(decay ** (2 * k) for k in range(steps)))
 
 
-@pytest.mark.parametrize("nu_dtype", CHOICES.values(), ids=CHOICES)
-@pytest.mark.parametrize("mu_dtype", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize(
+    ("mu_dtype", "nu_dtype"), [*in_turns(CHOICES, CHOICES), *in_turns(CHOICES, [*CHOICES.values()][1:])]
+)
 def test_moments_are_close_to_float32(mu_dtype, nu_dtype, rng):
     x, steps = jnp.zeros((6, 300)), 20
     gradients = normal_like(rng, x, steps)
@@ -236,8 +239,7 @@ def test_rounded_to_nearest_they_do_not(dtype):
 # ---------------------------------------------------------------------------------------------------- extreme gradients
 
 
-@pytest.mark.parametrize("magnitude", [1e-16, 1e4, 1e12], ids=lambda m: f"{m:g}")
-@scaled
+@pytest.mark.parametrize(("magnitude", "dtype"), in_turns([1e-16, 1e4, 1e12, 1e-12], [jnp.float16, FLOAT8]))
 def test_gradients_of_any_magnitude(dtype, magnitude, rng):
     """What float16 and FP8 could not hold by themselves."""
     x, steps = jnp.zeros((4, 200)), 10
@@ -302,8 +304,7 @@ def test_second_moments_are_at_least_a_small_part_of_the_largest(rng):
     assert ((small > 0) & (small < 1)).all()
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf], ids=str)
-@pytest.mark.parametrize("dtype", MOMENT_DTYPES.values(), ids=MOMENT_DTYPES)
+@pytest.mark.parametrize(("dtype", "value"), in_turns(MOMENT_DTYPES, [np.nan, -np.inf]))
 def test_gradients_that_are_not_finite_stay_visible(dtype, value, rng):
     """For the step and all after it, and only in their own block."""
     x = jnp.zeros((3, 300))
@@ -327,7 +328,9 @@ ADAMS_BOUND = 0.1 / 0.001**0.5
 @pytest.mark.parametrize(
     ("mu_dtype", "nu_dtype", "jitted"),
     [
-        *((mu, nu, True) for mu in MOMENT_DTYPES.values() for nu in MOMENT_DTYPES.values()),
+        *((dtype, dtype, True) for dtype in MOMENT_DTYPES.values()),
+        *((jnp.float32, dtype, True) for dtype in NARROW.values()),
+        *((dtype, jnp.float32, True) for dtype in NARROW.values()),
         *((dtype, dtype, False) for dtype in MOMENT_DTYPES.values()),
     ],
 )
@@ -364,8 +367,10 @@ def test_gradients_are_clipped_beyond_optax_range(standard_promotion, rng):
         assert_ulps((updates, state.mu, state.nu), (expected, expected_state.mu, expected_state.nu), count=8)
 
 
-@pytest.mark.parametrize("nu_dtype", ["float64", "bfloat16", FLOAT8], ids=["float64", "bfloat16", "float8"])
-@pytest.mark.parametrize("mu_dtype", ["float64", "float32", FLOAT8], ids=["float64", "float32", "float8"])
+@pytest.mark.parametrize(
+    ("mu_dtype", "nu_dtype"),
+    [("float64", "float64"), ("float32", "bfloat16"), ("float64", FLOAT8), (FLOAT8, "float64"), (FLOAT8, FLOAT8)],
+)
 def test_finite_float64_gradients_never_destroy_weights(mu_dtype, nu_dtype):
     with jax.enable_x64(True):
         gradients = jnp.full((4, 40), 0.1, "float64").at[1, :30].set(jnp.asarray([2e19, -1e60, 1e300] * 10))

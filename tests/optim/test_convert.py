@@ -68,8 +68,11 @@ def test_optax_to_ours_and_back(dtype, params, gradients):
     assert_same(again, wide)
 
 
-@pytest.mark.parametrize("to", [jnp.bfloat16, jnp.float16, FLOAT8], ids=["bfloat16", "float16", "float8"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, FLOAT8], ids=["bfloat16", "float16", "float8"])
+@pytest.mark.parametrize(
+    ("dtype", "to"),
+    [(jnp.bfloat16, jnp.float16), (jnp.float16, FLOAT8), (FLOAT8, jnp.bfloat16), (FLOAT8, FLOAT8)],
+    ids=["bfloat16-float16", "float16-float8", "float8-bfloat16", "float8-float8"],
+)
 def test_our_dtypes_among_each_other(dtype, to, params, gradients):
     params, state = run(narrow(dtype), params, gradients[:2])
     converted = optim.convert_state(narrow(to), state, params)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from optim_cases import assert_same, normal_like
+from parameters import in_turns
 
 from te_jax import ops, optim
 from te_jax.flax import DenseGeneral, quantize_kernels
@@ -41,8 +42,7 @@ def apply(params, updates, how):
     return optim.apply_updates(params, updates, requantize=how)
 
 
-@recipes
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("recipe", "dtype"), in_turns(RECIPES, ["float32", "bfloat16"]))
 def test_operands_are_the_new_kernel_quantized(dtype, recipe, implementation, rng):
     kernel, updates = step(rng, (144, 256), dtype)
     new, operand = apply(kernel, updates, Requantize(recipe, implementation=implementation))
@@ -79,8 +79,9 @@ def test_several_dimensions_in_rows(recipe, implementation, rng):
     assert_same(operand, quantized(new, recipe, 2, implementation))
 
 
-@blocks_and_tensors
-@pytest.mark.parametrize(("axis", "features"), [((-2, -1), 64), (-1, (4, 32))], ids=["rows", "cols"])
+@pytest.mark.parametrize(
+    ("recipe", "axis", "features"), [(RECIPES["block"], (-2, -1), 64), (RECIPES["current"], -1, (4, 32))]
+)
 def test_operands_of_layers_over_several_dimensions_are_those_of_quantize_kernels(recipe, axis, features, rng):
     """Also where blocks do not divide the last dimension of rows or cols."""
     layer, x = DenseGeneral(features, axis=axis, recipe=recipe), normal_like(rng, jnp.zeros((8, 4, 32)))

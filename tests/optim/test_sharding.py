@@ -8,12 +8,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optim_cases import FLOAT8, adam_state, assert_same, normal_like
+from parameters import in_turns
 
 from te_jax import optim
 from te_jax.inspect import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-axis_types = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+AXIS_TYPES = {"explicit": EXPLICIT, "auto": AUTO}
+axis_types = pytest.mark.parametrize("axis_type", AXIS_TYPES.values(), ids=AXIS_TYPES)
 # Of parameters on 4 × 2 devices; with whole blocks on each, and with blocks that shards cut.
 WHOLE = {
     "rows": ((32, 256), P("data")),
@@ -54,9 +56,9 @@ def assert_sharded_as(state, param):
             assert bounds.sharding.is_equivalent_to(NamedSharding(param.sharding.mesh, expected), param.ndim)
 
 
-@axis_types
-@pytest.mark.parametrize(("shape", "spec"), [*WHOLE.values(), *CUT.values()], ids=str)
-def test_states_lie_where_parameters_do(shape, spec, mesh):
+@pytest.mark.parametrize(("case", "axis_type"), in_turns(WHOLE | CUT, AXIS_TYPES))
+def test_states_lie_where_parameters_do(case, mesh):
+    shape, spec = case
     x = place(jnp.zeros(shape), mesh, spec)
     assert_sharded_as(NARROW.init(x), x)
 
@@ -112,15 +114,15 @@ def assert_same_values(actual, expected):
     assert_same((updates, state), (expected_updates, expected))
 
 
-@axis_types
-@pytest.mark.parametrize(("shape", "spec"), WHOLE.values(), ids=WHOLE)
-def test_shards_of_whole_blocks_exchange_nothing(shape, spec, mesh, rng):
+@pytest.mark.parametrize(("case", "axis_type"), in_turns(WHOLE, AXIS_TYPES))
+def test_shards_of_whole_blocks_exchange_nothing(case, mesh, rng):
+    shape, spec = case
     assert collectives(update_both(NARROW, shape, spec, mesh, rng)) == []
 
 
-@axis_types
-@pytest.mark.parametrize(("shape", "spec"), CUT.values(), ids=CUT)
-def test_blocks_that_shards_cut(shape, spec, mesh, rng):
+@pytest.mark.parametrize(("case", "axis_type"), in_turns(CUT, AXIS_TYPES))
+def test_blocks_that_shards_cut(case, mesh, rng):
+    shape, spec = case
     """Gathered or exchanged; the bits are those of whole ones."""
     assert collectives(update_both(NARROW, shape, spec, mesh, rng)) != []
 

@@ -11,6 +11,7 @@ import pytest
 from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, oracle, place, random_case, wide
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 
 from te_jax.inspect import collectives
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
@@ -19,24 +20,23 @@ from te_jax.testing import assert_close
 
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
 last = pytest.mark.parametrize("transport", TRANSPORTS[-1:])  # where the transport matters little
-functions = pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
+NAMES = ["all_gather_matmul", "matmul_reduce_scatter"]
+functions = pytest.mark.parametrize("name", NAMES)
 
 
 def kinds(compiled):
     return sorted(entry.kind for entry in collectives(compiled))
 
 
-@transports
+@pytest.mark.parametrize(("transport", "size"), in_turns(TRANSPORTS, (2, 8)))
 @functions
-@pytest.mark.parametrize("size", [2, 8])
 def test_values_and_gradients(size, name, transport, rng, require_devices):
     require_devices(size)
     check(random_case(rng, name, size), mesh_of({"tp": size}), transport=transport)
 
 
 @last
-@functions
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("name", "dtype"), in_turns(NAMES, ["bfloat16", "float16"]))
 def test_16_bits(dtype, name, transport, rng, require_devices):
     require_devices(2)
     size = min(jax.device_count(), 4)
@@ -66,10 +66,15 @@ def test_several_weights(residual, transport, rng, require_devices):
 
 
 @last
-@functions
 @pytest.mark.parametrize(
-    ("lead", "mid", "axis"),
-    [((), (3, 2), 0), ((2,), (), 1), ((2,), (3,), -3), ((1, 2), (), -2)],
+    ("name", "lead", "mid", "axis"),
+    [
+        (NAMES[0], (), (3, 2), 0),
+        (NAMES[1], (2,), (), 1),
+        (NAMES[0], (1, 2), (), -2),
+        (NAMES[1], (2,), (3,), -3),
+        (NAMES[1], (), (3, 2), 0),
+    ],
 )
 def test_any_axis(lead, mid, axis, name, transport, rng, require_devices):
     require_devices(2)
@@ -77,8 +82,9 @@ def test_any_axis(lead, mid, axis, name, transport, rng, require_devices):
     check(case, mesh_of({"tp": 2}), transport=transport, axis=axis)
 
 
-@functions
-@pytest.mark.parametrize(("size", "rows"), [(2, 5), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("name", "size", "rows"), [(NAMES[0], 2, 5), (NAMES[1], 4, 1), (NAMES[0], 4, 1), (NAMES[1], 4, 2)]
+)
 def test_a_ring_both_ways(size, rows, name, rng, require_devices):
     require_devices(size)
     case = random_case(rng, name, size, lead=(2,), rows=rows)
@@ -112,7 +118,7 @@ def test_one_device(transport, name, rng):
     ("name", "outers", "plain"),
     [("all_gather_matmul", ((3,), (2,)), "all-gather"), ("matmul_reduce_scatter", ((3,),), "reduce-scatter")],
 )
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [4])
 def test_collectives(size, name, outers, plain, rng, require_devices):
     require_devices(size)
     case, mesh = random_case(rng, name, size, outers=outers), mesh_of({"tp": size})
@@ -180,9 +186,8 @@ def test_gradients_of_a_bias_are_added_in_float32(name, transport, require_devic
     assert_close(dbias, np.full(dbias.shape, 257), tolerance=0.0, dtype=jnp.float32)
 
 
-@transports
+@pytest.mark.parametrize(("transport", "size"), [*in_turns(TRANSPORTS, (4, 2)), ("xla", 1)])
 @pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["plain", "fp8"])
-@pytest.mark.parametrize("size", [1, 2, 4])
 def test_products_of_several_weights_are_rounded_together(size, recipe, transport, require_devices):
     """Each is beyond the range of float16, and their sum is not."""
     require_devices(size)
@@ -255,8 +260,10 @@ def test_gradients_of_both_results_are_added_in_float32(transport, require_devic
 
 
 @last
-@functions
-@pytest.mark.parametrize(("check_vma", "axes"), [(True, {"dp": 2, "tp": 4}), (False, {"tp": 4, "dp": 2})])
+@pytest.mark.parametrize(
+    ("name", "check_vma", "axes"),
+    [(NAMES[0], True, {"dp": 2, "tp": 4}), (NAMES[1], True, {"tp": 4, "dp": 2}), (NAMES[0], False, {"tp": 4, "dp": 2})],
+)
 def test_groups_within_a_mesh(check_vma, axes, name, transport, rng, require_devices):
     """Weights are replicated over dp: their gradients are summed over it."""
     require_devices(8)
@@ -265,8 +272,7 @@ def test_groups_within_a_mesh(check_vma, axes, name, transport, rng, require_dev
 
 
 @last
-@functions
-@pytest.mark.parametrize("split", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize(("name", "split"), in_turns(NAMES, [("a", "b"), ("b", "a")]))
 def test_several_axes(split, name, transport, rng, require_devices):
     """The first varies slowest, whatever the order of the mesh."""
     require_devices(8)
@@ -369,8 +375,7 @@ def test_pmap(name, transport, rng, require_devices):
 
 
 @last
-@functions
-@pytest.mark.parametrize("wanted", ["x", "w", "bias"])
+@pytest.mark.parametrize(("wanted", "name"), in_turns(["x", "w", "bias"], NAMES))
 def test_a_choice_of_gradients(wanted, name, transport, rng, require_devices):
     require_devices(2)
     case, mesh = random_case(rng, name, 2), mesh_of({"tp": 2})

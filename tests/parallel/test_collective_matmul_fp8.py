@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, oracle, random_case, wide
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 
 from te_jax import ops
 from te_jax.inspect import collectives
@@ -23,18 +24,19 @@ SUMS = 1e-5 if jax.default_backend() == "cpu" else 1e-3  # FP8 tensor cores add 
 
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
 last = pytest.mark.parametrize("transport", TRANSPORTS[-1:])  # where the transport matters little
-functions = pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
+NAMES = ["all_gather_matmul", "matmul_reduce_scatter"]
+functions = pytest.mark.parametrize("name", NAMES)
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def every_second(first):
-    """Half of all recipes, functions and transports, with every pair of two of them; the other half from 1 on."""
+def every_second():
+    """Half of all recipes, functions and transports, with every pair of two of them."""
     choices = [
         (recipe, name, transport)
         for i, recipe in enumerate(RECIPES)
         for j, name in enumerate(("all_gather_matmul", "matmul_reduce_scatter"))
         for k, transport in enumerate(TRANSPORTS)
-        if (i + j + k) % 2 == first
+        if (i + j + k) % 2 == 0
     ]
     return pytest.mark.parametrize(("recipe", "name", "transport"), choices)
 
@@ -51,7 +53,7 @@ def fp8_case(rng, name, size, *, rows=128, inner=128, outers=((128,),), dtype="b
     return dataclasses.replace(case, x=x, dys=dys)
 
 
-@every_second(0)
+@every_second()
 def test_values_and_gradients(recipe, name, transport, rng, require_devices):
     require_devices(2)
     case = fp8_case(rng, name, 2)
@@ -64,7 +66,10 @@ def dequantized(x, recipe, role, copy="data"):
     return wide((quantized.without_transposed() if copy == "data" else quantized.without_data()).dequantize())
 
 
-@every_second(1)
+@pytest.mark.parametrize(
+    ("recipe", "name", "transport"),
+    [*in_turns(list(RECIPES), NAMES, TRANSPORTS), *in_turns(list(RECIPES), NAMES[::-1], TRANSPORTS[::-1])],
+)
 def test_scales_are_those_of_the_whole(recipe, name, transport, rng, require_devices):
     """Results and weight gradients are products of what one device would multiply, up to sums in float32."""
     require_devices(2)
@@ -106,8 +111,7 @@ def test_batches_of_a_scatter(recipe, transport, rng, require_devices):
     check(case, mesh_of({"tp": 2}), tolerance=BOUNDS, transport=transport, recipe=RECIPES[recipe])
 
 
-@functions
-@pytest.mark.parametrize("recipe", ["rowwise", "block"])
+@pytest.mark.parametrize(("recipe", "name"), in_turns(["rowwise", "block"], NAMES))
 def test_a_ring_both_ways(recipe, name, rng, require_devices):
     """Halves of rows, and the scales that belong to them."""
     require_devices(2)
@@ -126,8 +130,10 @@ def test_a_ring_both_ways_cuts_blocks_into_rows_that_products_take(name, rng, re
 
 
 @last
-@functions
-@pytest.mark.parametrize(("recipe", "rows"), [("current", 3), ("rowwise", 1), ("block", 128)])
+@pytest.mark.parametrize(
+    ("recipe", "rows", "name"),
+    [("current", 3, NAMES[1]), ("rowwise", 1, NAMES[0]), ("block", 128, NAMES[0]), ("block", 128, NAMES[1])],
+)
 def test_any_number_of_rows(recipe, rows, name, transport, rng, require_devices):
     """Tokens need no multiple of 16, in groups within a mesh whose other axis has other tokens."""
     require_devices(4)
@@ -136,8 +142,7 @@ def test_any_number_of_rows(recipe, rows, name, transport, rng, require_devices)
     check(case, mesh, tolerance=(0.06, 0.09), transport=transport, recipe=RECIPES[recipe])
 
 
-@functions
-@recipes
+@pytest.mark.parametrize(("recipe", "name"), in_turns(list(RECIPES), NAMES))
 def test_one_device(recipe, name, rng):
     """Just the layer that there is, without collectives."""
     case, mesh = fp8_case(rng, name, 1, rows=64), mesh_of({"tp": 1})
@@ -148,8 +153,7 @@ def test_one_device(recipe, name, rng):
         assert_close(one, other, tolerance=1e-3)
 
 
-@functions
-@pytest.mark.parametrize("fast", ["forward", "dgrad", "wgrad"])
+@pytest.mark.parametrize(("fast", "name"), in_turns(["forward", "dgrad", "wgrad"], NAMES))
 def test_fast_accumulation_is_that_of_each_product(fast, name, rng, require_devices, native_kernels):
     require_devices(2)
     case, mesh = fp8_case(rng, name, 2, with_bias=False), mesh_of({"tp": 2})
@@ -251,8 +255,7 @@ def test_remat_keeps_fp8(rng, require_devices):
 
 
 @last
-@functions
-@recipes
+@pytest.mark.parametrize(("recipe", "name"), [*in_turns(list(RECIPES), NAMES), ("block", NAMES[1])])
 def test_quantized_operands(recipe, name, transport, rng, require_devices):
     """x and w quantized by the caller give the same, and the gradients that their copies allow. Blocks may be short."""
     require_devices(2)
@@ -432,8 +435,7 @@ def test_second_derivatives_say_so(name, recipe, rng, require_devices):
 
 
 @pytest.mark.skipif("p2p" not in TRANSPORTS, reason="needs te_jax's extension")
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
-@functions
+@pytest.mark.parametrize(("recipe", "name"), in_turns([None, *RECIPES], NAMES))
 def test_gradients_that_are_not_used_are_removed(name, recipe, rng, require_devices):
     """The backward pass computes all of them, and XLA removes the calls of those that nothing reads."""
     require_devices(2)

@@ -33,7 +33,7 @@ def test_nothing_is_read_or_written_out_of_order(simulation, rng):
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
     environment.pop("LD_PRELOAD", None)
     done = subprocess.run(
-        [str(simulation), "150", seed], capture_output=True, text=True, env=environment, timeout=240, check=False
+        [str(simulation), "60", seed], capture_output=True, text=True, env=environment, timeout=240, check=False
     )
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("ThreadSanitizer does not start under this kernel's address randomisation")
