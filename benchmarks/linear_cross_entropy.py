@@ -409,5 +409,4 @@ FAMILY = Family(
         label="Output head, loss and both gradients, time as a multiple of that with full logits",
         implementations=("te_jax", "te_jax_fp8_backward", "te_jax_fp8", "optax", "maxtext_tiling", "liger"),
     ),
-    memory_fraction=0.9,
 )
