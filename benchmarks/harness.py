@@ -343,10 +343,12 @@ COLUMNS = (
     Column("over_gemm", "× GEMM alone", "× GEMM", "{:.2f}".format),
     Column("gigabytes_per_second", "GB/s a direction", "GB/s", "{:.4g}".format),
     Column("share_of_link", "of the link", "of link", "{:.0%}".format),
+    Column("loss_error", "error of the loss", "loss error", "{:.2g}".format),
     Column("y_error", "error of y", "y error", "{:.3g}".format),
     Column("dx_error", "of dx", "dx error", "{:.3g}".format),
     Column("dkernel_error", "of dkernel", "dkernel error", "{:.3g}".format),
     Column("temporaries_over_logits", "temporaries ÷ logits", "temporaries", "{:.2f}".format),
+    Column("temporaries_gb", "temporaries, GB", "temp. GB", "{:.2f}".format),
 )
 """All of them, in the order of tables."""
 

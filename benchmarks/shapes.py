@@ -49,6 +49,46 @@ LOGITS_CPU = (
 
 
 @dataclass(frozen=True)
+class HeadShape:
+    """The output head of a language model, of float32 or bfloat16 kernels [hidden, vocab], and its loss.
+
+    Attributes:
+      tokens: in the step, all sequences of the batch together.
+      hidden, vocab: width of the hidden states, and size of the vocabulary.
+      operations: of `benchmarks.linear_cross_entropy`.
+      model: a model whose output layer has this vocabulary.
+      full_logits: whether implementations that hold all logits are measured, too.
+    """
+
+    tokens: int
+    hidden: int
+    vocab: int
+    operations: tuple[str, ...]
+    model: str
+    full_logits: bool = True
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line, such as "8192x4096x128256"."""
+        return f"{self.tokens}x{self.hidden}x{self.vocab}"
+
+
+_LLAMA_HEAD = {"hidden": 4096, "vocab": 128_256, "model": "Llama 3 8B"}
+_GEMMA_HEAD = {"hidden": 4096, "vocab": 262_144, "model": "the vocabulary of Gemma 3"}
+HEAD_GPU = (
+    HeadShape(tokens=8192, operations=("master", "bf16", "trained"), **_LLAMA_HEAD),
+    HeadShape(tokens=4096, operations=("master", "bf16"), **_LLAMA_HEAD),
+    HeadShape(tokens=16384, operations=("master", "bf16"), **_LLAMA_HEAD),
+    HeadShape(tokens=8192, operations=("master", "bf16"), **_GEMMA_HEAD),
+    HeadShape(tokens=65536, operations=("master", "bf16"), full_logits=False, **_GEMMA_HEAD),
+)
+
+HEAD_CPU = (
+    HeadShape(tokens=512, hidden=128, vocab=4096, operations=("master", "bf16", "trained"), model="te-jax train"),
+)
+
+
+@dataclass(frozen=True)
 class GemmShape:
     """A product of [m, k] and [k, n].
 
