@@ -10,11 +10,14 @@ template <typename T>
 void Subtract(const Executor& executor, const Labels& labels) {
   const T* const x = static_cast<const T*>(labels.x);
   const T* const kernel = static_cast<const T*>(labels.kernel);
-  auto here = [&](int64_t place) { return 0 <= labels.columns[place] && labels.columns[place] < labels.vocab; };
+  auto here = [&](int64_t place) {
+    return 0 <= labels.columns[place] && labels.columns[place] < labels.vocab && labels.TokenAt(place) >= 0;
+  };
   if (labels.dx) {
     executor.ParallelFor(labels.tokens, 16, [&](int64_t begin, int64_t end) {
       for (int64_t place = begin; place < end; ++place) {
-        const int64_t token = labels.order[place], column = labels.columns[place];
+        const int64_t token = labels.TokenAt(place), column = labels.columns[place];
+        if (token < 0) continue;
         T* const dx = static_cast<T*>(labels.dx) + token * labels.width;
         for (int64_t i = 0; i < labels.width; ++i) {
           float value = labels.dx_without[token * labels.width + i];

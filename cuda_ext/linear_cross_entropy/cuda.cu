@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) Subtract(const Labels labels) {
   const T* const x = static_cast<const T*>(labels.x);
   const int64_t place = blockIdx.x;
   const int64_t i = int64_t{blockIdx.y} * kThreads + threadIdx.x;
-  if (i >= labels.width) return;
+  if (i >= labels.width || labels.TokenAt(place) < 0) return;
   const int32_t column = labels.columns[place];
   const bool here = 0 <= column && column < labels.vocab;
   if (labels.dx) {
@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(kThreads) Subtract(const Labels labels) {
   if (!here || !first || !(labels.dkernel || labels.dbias)) return;
   float sum = 0.0f, factors = 0.0f;
   for (int64_t other = place; other < labels.tokens && labels.columns[other] == column; ++other) {
-    const int64_t token = labels.order[other];
+    const int64_t token = labels.TokenAt(other);
+    if (token < 0) continue;
     const float factor = labels.factor[token];
     factors += factor;
     if (labels.dkernel) sum += factor * ToFloat(x[token * labels.width + i]);

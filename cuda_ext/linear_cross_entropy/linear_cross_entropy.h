@@ -30,6 +30,11 @@ struct Labels {
   int64_t vocab;
   bool vocab_last;
 
+  // What order says of a place; outside of [0, tokens) it names no token, and nothing is done there.
+  constexpr int64_t TokenAt(int64_t place) const {
+    const int64_t token = order[place];
+    return 0 <= token && token < tokens ? token : -1;
+  }
   // Index of a value in kernel and dkernel.
   constexpr int64_t At(int64_t i, int64_t column) const { return vocab_last ? i * vocab + column : column * width + i; }
 };

@@ -499,15 +499,16 @@ def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: di
         _Totals(accumulator if in_place else None, None), {name: a[:first] for name, a in pieces.items()}, first=True
     )
     rest = {name: a[first:].reshape(more, rows, *a.shape[1:]) for name, a in pieces.items()}
-    if more > _MOST_UNROLLED:
+    if more > _MOST_UNROLLED or (more and not wanted.names):
         totals, others = lax.scan(chunks.step, totals, rest)
         found = [jnp.concatenate([a, b.reshape(-1, *b.shape[2:])]) for a, b in zip(found, others, strict=True)]
     elif more:
         each = [found]
         for i in range(more):
             piece = {name: a[i] for name, a in rest.items()}
-            # Or XLA might compute the logits of all chunks first. All that passes one barrier varies over the same axes.
-            piece["x"], each[-1][-1] = lax.optimization_barrier((piece["x"], each[-1][-1]))
+            # Or XLA might compute the logits of all chunks first. What passes one barrier varies over the same axes.
+            if wanted.x:
+                piece["x"], each[-1][-1] = lax.optimization_barrier((piece["x"], each[-1][-1]))
             piece["x"], totals = lax.optimization_barrier((piece["x"], totals))
             totals, found = chunks.step(totals, piece)
             each.append(found)
