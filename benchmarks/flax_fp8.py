@@ -24,11 +24,16 @@ class _Layer(linen.Module):
         return op(x, kernel, (((1,), (0,)), ((), ())))
 
 
-def state(x: float, kernel: float, gradient: float) -> dict[str, jax.Array]:
-    """What the op knows after many steps on values up to these magnitudes."""
+def first_state() -> dict[str, jax.Array]:
+    """What the op knows before the first step: nothing."""
     tiny = jnp.zeros((16, 16), jnp.bfloat16)
     made: Any = _Layer().init(jax.random.key(0), tiny, tiny)[_COLLECTION]
-    found = dict(made["op"])
+    return dict(made["op"])
+
+
+def state(x: float, kernel: float, gradient: float) -> dict[str, jax.Array]:
+    """What the op knows after many steps on values up to these magnitudes."""
+    found = first_state()
     limits = {"input": (x, 448.0), "kernel": (kernel, 448.0), "output_grad": (gradient, 57344.0)}
     for name, (largest, limit) in limits.items():
         found[f"{name}_amax_history"] = jnp.full_like(found[f"{name}_amax_history"], largest)

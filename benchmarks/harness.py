@@ -124,14 +124,18 @@ class Family:
       peers: those of `implementations` that `--peers` chooses from. The others always run.
       run_case: measures one case with the chosen implementations.
       headline: what README shows.
+      profiles: whether `run_case` also takes `profile`, a folder for traces or None.
+      memory_fraction: of a GPU's memory that JAX may take, where its default is too little.
     """
 
     description: str
     cases: dict[str, tuple[Case, ...]]
     implementations: tuple[str, ...]
     peers: tuple[str, ...]
-    run_case: Callable[[Any, Sequence[str], Timing], CaseResult]
+    run_case: Callable[..., CaseResult]
     headline: Headline
+    profiles: bool = False
+    memory_fraction: float | None = None
 
 
 # Timing
@@ -317,18 +321,34 @@ class Column:
     text: Callable[[Any], str]  # of a value that is not None
 
 
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f}"
+
+
+def _breakdown(milliseconds: dict[str, float]) -> str:
+    return ", ".join(f"{kind} {value:.1f}" for kind, value in milliseconds.items() if value >= 0.05)
+
+
 COLUMNS = (
     Column("ratio_to_copy", "× copy", "× copy", "{:.2f}".format),
     Column("share_of_floor", "of the floor", "of floor", "{:.0%}".format),
     Column("tflops", "TFLOP/s", "TFLOP/s", "{:.4g}".format),
+    Column("mfu", "MFU", "MFU", "{:.1%}".format),
+    Column("tokens_per_second", "tokens/s", "tokens/s", "{:,.0f}".format),
+    Column("layer_ms", "a layer, ms", "layer ms", "{:.2f}".format),
+    Column("peak_bytes", "peak memory, GB", "GB", _gigabytes),
+    Column("compile_seconds", "compile, s", "compile s", "{:.1f}".format),
+    Column("breakdown_ms", "GPU time by kind, ms", "by kind, ms", _breakdown),
     Column("tflops_rested", "TFLOP/s after a rest", "after a rest", "{:.4g}".format),
     Column("over_gemm", "× GEMM alone", "× GEMM", "{:.2f}".format),
     Column("gigabytes_per_second", "GB/s a direction", "GB/s", "{:.4g}".format),
     Column("share_of_link", "of the link", "of link", "{:.0%}".format),
+    Column("loss_error", "error of the loss", "loss error", "{:.2g}".format),
     Column("y_error", "error of y", "y error", "{:.3g}".format),
     Column("dx_error", "of dx", "dx error", "{:.3g}".format),
     Column("dkernel_error", "of dkernel", "dkernel error", "{:.3g}".format),
     Column("temporaries_over_logits", "temporaries ÷ logits", "temporaries", "{:.2f}".format),
+    Column("temporaries_gb", "temporaries, GB", "temp. GB", "{:.2f}".format),
 )
 """All of them, in the order of tables."""
 
@@ -409,6 +429,7 @@ def run_family(
     output: Path | None = None,
     commit: str | None = None,
     add: bool = False,
+    profile: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
     """Measure a family on JAX's default backend, print its table, and write its result file.
@@ -423,6 +444,7 @@ def run_family(
         run never replaces published figures.
       commit: recorded when the checkout carries no git history.
       add: keep the other cases of the result file, which must be of the same commit, device and versions.
+      profile: folder for a trace of every implementation; only for families that make some.
       say: receives each line of the report.
 
     Returns:
@@ -432,6 +454,8 @@ def run_family(
       SelectionError: a case or peer is unknown, the platform has no cases, or the result file is of another commit,
         device or version than what would be added.
     """
+    if profile is not None and not family.profiles:
+        raise SelectionError(f"--profile is given, and {name} makes no traces: leave it out")
     device = jax.devices()[0]
     chosen = _chosen_cases(family, device.platform, cases, quick)
     implementations = _chosen_implementations(family, peers)
@@ -446,7 +470,8 @@ def run_family(
 
     wrong, written = False, None
     for case in chosen:
-        result = family.run_case(case, implementations, timing)
+        options = {"profile": profile} if family.profiles else {}
+        result = family.run_case(case, implementations, timing, **options)
         wrong = wrong or bool(result.wrong)
         problems = [*result.skipped, *result.wrong]
         measured = {case.name, *(each["case"] for each in (*result.rows, *problems))}  # rows may name parts of it

@@ -189,7 +189,7 @@ def _drawn(case: shapes.LayerShape, operation: str) -> tuple[Parameters, jax.Arr
 # Layers
 
 
-class _Plain:
+class Plain:
     """Plain JAX. What is kept between steps, `state`, is empty."""
 
     def __init__(self, parameters: Parameters, state: Any, recipe: Recipe | None = None):
@@ -216,14 +216,14 @@ class _Plain:
         return x @ self.parameters[name].astype(x.dtype)
 
 
-class _FlaxFp8(_Plain):
+class FlaxFp8(Plain):
     """With Flax's FP8 products; `state` has the variables of each."""
 
     def _product(self, x: jax.Array, name: str) -> jax.Array:
         return flax_fp8.product(x, self.parameters[name].astype(x.dtype), self.state[name])
 
 
-class _TeJax(_Plain):
+class _TeJax(Plain):
     """te_jax's operations; `state` may have accumulators and the states of delayed scaling, by kernel."""
 
     def norm(self, x: jax.Array, name: str, residual: jax.Array | None = None) -> tuple[Any, jax.Array]:
@@ -257,7 +257,7 @@ class _TeJax(_Plain):
         }
 
 
-def _layer(layer: _Plain, x: jax.Array, case: shapes.LayerShape, operation: str) -> jax.Array:
+def applied(layer: Plain, x: jax.Array, case: shapes.LayerShape | shapes.StepShape, operation: str) -> jax.Array:
     if operation == "mlp":
         return layer.mlp(layer.norm(x, "mlp_norm")[0])
     normed, x = layer.norm(x, "attention_norm")
@@ -279,7 +279,7 @@ def _build(
 ) -> Candidate:
     variant = VARIANTS.get(name)
     kernels = [key for key, value in parameters.items() if value.ndim == 2]
-    kind: Callable[..., _Plain] = {"bf16": _Plain, "flax_fp8": _FlaxFp8}.get(name, _TeJax)
+    kind: Callable[..., Plain] = {"bf16": Plain, "flax_fp8": FlaxFp8}.get(name, _TeJax)
     state: dict[str, Any] = {}
     buffers: dict[str, jax.Array] = {}
     if name == "flax_fp8":
@@ -300,7 +300,7 @@ def _build(
 
         def layer(trained, x, state, buffers):
             held = state | ({"accumulators": buffers} if buffers else {})
-            return _layer(kind(trained | quantized, held), x, case, operation)
+            return applied(kind(trained | quantized, held), x, case, operation)
 
         y, vjp = jax.vjp(layer, trained, x, state, buffers)
         gradients, dx, next_state, next_buffers = vjp(dy)

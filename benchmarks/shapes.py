@@ -49,6 +49,46 @@ LOGITS_CPU = (
 
 
 @dataclass(frozen=True)
+class HeadShape:
+    """The output head of a language model, of float32 or bfloat16 kernels [hidden, vocab], and its loss.
+
+    Attributes:
+      tokens: in the step, all sequences of the batch together.
+      hidden, vocab: width of the hidden states, and size of the vocabulary.
+      operations: of `benchmarks.linear_cross_entropy`.
+      model: a model whose output layer has this vocabulary.
+      full_logits: whether implementations that hold all logits are measured, too.
+    """
+
+    tokens: int
+    hidden: int
+    vocab: int
+    operations: tuple[str, ...]
+    model: str
+    full_logits: bool = True
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line, such as "8192x4096x128256"."""
+        return f"{self.tokens}x{self.hidden}x{self.vocab}"
+
+
+_LLAMA_HEAD = {"hidden": 4096, "vocab": 128_256, "model": "Llama 3 8B"}
+_GEMMA_HEAD = {"hidden": 4096, "vocab": 262_144, "model": "the vocabulary of Gemma 3"}
+HEAD_GPU = (
+    HeadShape(tokens=8192, operations=("master", "bf16", "trained"), **_LLAMA_HEAD),
+    HeadShape(tokens=4096, operations=("master", "bf16"), **_LLAMA_HEAD),
+    HeadShape(tokens=16384, operations=("master", "bf16"), **_LLAMA_HEAD),
+    HeadShape(tokens=8192, operations=("master", "bf16"), **_GEMMA_HEAD),
+    HeadShape(tokens=65536, operations=("master", "bf16"), full_logits=False, **_GEMMA_HEAD),
+)
+
+HEAD_CPU = (
+    HeadShape(tokens=512, hidden=128, vocab=4096, operations=("master", "bf16", "trained"), model="te-jax train"),
+)
+
+
+@dataclass(frozen=True)
 class GemmShape:
     """A product of [m, k] and [k, n].
 
@@ -364,6 +404,46 @@ class LayerShape:
         return f"{self.batch}x{self.sequence}x{self.hidden}x{self.mlp}"
 
 
+@dataclass(frozen=True)
+class StepShape:
+    """A train step of a decoder of the Llama family on one device.
+
+    Attributes:
+      short: names the model in the case's name.
+      depths: numbers of layers. The first is the case's; the time of one layer follows from the last.
+      batch, sequence: sequences of a microbatch, and tokens of each.
+      hidden, mlp: widths of the residual stream and between the gated projections.
+      heads, kv_heads, head_dim: of attention.
+      vocab: number of tokens that there are.
+      model: a model that has such layers.
+      microbatches: whose gradients are added up before the optimizer's step.
+    """
+
+    short: str
+    depths: tuple[int, ...]
+    batch: int
+    sequence: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    model: str
+    microbatches: int = 1
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line: "8b-8x1x8192", "8b-8x1x8192-4microbatches"."""
+        tail = "" if self.microbatches == 1 else f"-{self.microbatches}microbatches"
+        return f"{self.short}-{self.depths[0]}x{self.batch}x{self.sequence}{tail}"
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.microbatches * self.batch * self.sequence
+
+
 _LLAMA_8B = {"hidden": 4096, "mlp": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128, "model": "Llama 3 8B"}
 LAYER_GPU = (
     LayerShape(batch=1, sequence=8192, operations=("mlp", "block"), **_LLAMA_8B),
@@ -380,6 +460,41 @@ LAYER_CPU = (
         kv_heads=4,
         head_dim=16,
         operations=("mlp", "block"),
+        model="te-jax train",
+    ),
+)
+
+_STEP_8B = {"short": "8b", "vocab": 128_256, **_LLAMA_8B}
+_STEP_70B = {
+    "short": "70b", "vocab": 128_256, "hidden": 8192, "mlp": 28672, "heads": 64, "kv_heads": 8, "head_dim": 128,
+    "model": "Llama 3 70B",
+}  # fmt: skip
+_STEP_QWEN = {
+    "short": "qwen3-1.7b", "vocab": 151_936, "hidden": 2048, "mlp": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128,
+    "model": "Qwen3 1.7B, without norms of query and key and with a head of its own",
+}  # fmt: skip
+STEP_GPU = (
+    StepShape(depths=(8, 4), batch=1, sequence=8192, **_STEP_8B),
+    StepShape(depths=(8,), batch=4, sequence=2048, **_STEP_8B),
+    StepShape(depths=(8,), batch=1, sequence=8192, microbatches=4, **_STEP_8B),
+    StepShape(depths=(2, 1), batch=1, sequence=8192, **_STEP_70B),
+    StepShape(depths=(28,), batch=1, sequence=8192, **_STEP_QWEN),
+    StepShape(depths=(28,), batch=4, sequence=2048, **_STEP_QWEN),
+)
+
+STEP_CPU = (
+    StepShape(
+        short="train",
+        depths=(2, 1),
+        batch=2,
+        sequence=128,
+        hidden=128,
+        mlp=256,
+        heads=8,
+        kv_heads=4,
+        head_dim=16,
+        vocab=512,
+        microbatches=2,
         model="te-jax train",
     ),
 )

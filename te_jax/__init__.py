@@ -13,6 +13,7 @@ from te_jax._version import __version__
 if TYPE_CHECKING:
     from te_jax import flax as flax
     from te_jax import models as models
+    from te_jax import nn as nn
     from te_jax import nnx as nnx
     from te_jax import optim as optim
     from te_jax import reference as reference
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "checkpoint_policies", "inspect", "ops", "parallel", "recipe"]
 
-_AT_FIRST_USE = ("flax", "models", "nnx", "optim", "reference", "testing")
+_AT_FIRST_USE = ("flax", "models", "nn", "nnx", "optim", "reference", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,13 @@ and `te_jax.ops.attention` to its results, without which it would run twice:
     te_attention_output      [B, T, N, H] in the dtype of query
     te_attention_lse         float32 [B, N, T]
 
+Losses have names for `jax.checkpoint_policies.save_only_these_names`:
+
+    softmax_cross_entropy_lse      float32 [*batch]
+    linear_cross_entropy_lse       float32 [*batch], with reduction="none"
+    linear_cross_entropy_gradient  the gradients of a scalar loss, without which it would run twice: of x in its dtype,
+                                   of kernel and bias in float32
+
 `jax.checkpoint_policies.save_from_both_policies(save_fp8_operands, save_attention)` keeps both.
 """
 

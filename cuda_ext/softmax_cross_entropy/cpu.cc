@@ -5,9 +5,12 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <new>
 
 #include "common/cpu_float.h"
 #include "common/cpu_math.h"
@@ -66,7 +69,7 @@ TE_JAX_INLINE void StatisticsOfRows(const Logits& logits, int64_t begin, int64_t
   for (int64_t row = begin; row < end; ++row) {
     out.lse[row] = out.target[row] = out.total[row] = 0.0f;
     if (logits.labels[row] == kIgnored) continue;
-    StatisticsOfRow(static_cast<const T*>(logits.data) + row * logits.vocab, logits.vocab, logits.labels[row],
+    StatisticsOfRow(static_cast<const T*>(logits.data) + row * logits.stride, logits.vocab, logits.labels[row],
                     logits.softcap, with_total, out.lse + row, out.target + row, out.total + row);
   }
 }
@@ -78,9 +81,10 @@ TE_JAX_INLINE float AtMost(float lse, float z) { return z < lse ? z : lse; }
 template <typename T>
 TE_JAX_INLINE void GradientOfRows(const Logits& logits, int64_t begin, int64_t end, const Gradient& gradient) {
   for (int64_t row = begin; row < end; ++row) {
-    const T* in = static_cast<const T*>(logits.data) + row * logits.vocab;
-    T* out = static_cast<T*>(gradient.out) + row * logits.vocab;
+    const T* in = static_cast<const T*>(logits.data) + row * logits.stride;
+    T* out = static_cast<T*>(gradient.out) + row * logits.stride;
     const float weight = gradient.weight[row];
+    std::memset(out + logits.vocab, 0, (logits.stride - logits.vocab) * sizeof(T));
     if (weight == 0.0f) {
       std::memset(out, 0, logits.vocab * sizeof(T));
       continue;
@@ -152,6 +156,29 @@ Status ComputeGradient(const Executor& executor, const Logits& logits, const Gra
                                                      : GradientOfFloat16;
   OverRows(executor, logits, [&](int64_t begin, int64_t end) { compute(logits, begin, end, gradient); });
   return Status::Ok();
+}
+
+Status ComputeBoth(const Executor& executor, const Logits& logits, bool with_total, Statistics statistics,
+                   const Gradient& gradient) {
+  if (Status s = ComputeStatistics(executor, logits, with_total, statistics); !s.ok()) return s;
+  return ComputeGradient(executor, logits, gradient);
+}
+
+Status QuantizeGradient(const Executor& executor, const Logits& logits, const Gradient& gradient,
+                        const quantize::Copies& copies, const quantize::BlockScaling& scaling) {
+  const int64_t bytes = logits.rows * logits.stride * (logits.dtype == DType::kFloat32 ? 4 : 2);
+  const std::unique_ptr<std::byte[]> values(new (std::nothrow) std::byte[bytes]);
+  if (!values) return Status::Failed("not enough memory for the gradient in the dtype of the logits");
+  Gradient in_memory = gradient;
+  in_memory.out = values.get();
+  Logits unlabelled = logits;
+  const std::unique_ptr<int32_t[]> labels(new (std::nothrow) int32_t[logits.rows]);
+  if (!labels) return Status::Failed("not enough memory for labels");
+  std::fill_n(labels.get(), logits.rows, kIgnored);  // no column
+  unlabelled.labels = labels.get();
+  if (Status s = ComputeGradient(executor, unlabelled, in_memory); !s.ok()) return s;
+  const quantize::Matrices x{logits.dtype, values.get(), 1, logits.rows, logits.stride};
+  return quantize::QuantizeBlocks(executor, x, copies, scaling);
 }
 
 }  // namespace te::softmax_cross_entropy

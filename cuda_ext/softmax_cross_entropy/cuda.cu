@@ -9,6 +9,9 @@
 // In the statistics a row belongs to a few lanes (short rows), to one thread block, or to a cluster of thread blocks
 // that merge through distributed shared memory (long rows, too few of them to fill the GPU). In the gradient every
 // thread block takes a stretch of one row, whatever its length.
+//
+// Both at once: one read and one write, 2 × the size of a logit, with the row in the shared memory of a cluster in
+// between. In FP8: the quantizing kernel computes the gradient on the way; one read, and a byte for each copy.
 
 #include <cooperative_groups.h>
 
@@ -16,7 +19,9 @@
 #include <climits>
 
 #include "common/cuda_status.h"
+#include "common/once_per_device.h"
 #include "common/vector.cuh"
+#include "quantize/launch.cuh"
 #include "softmax_cross_entropy/softmax_cross_entropy.h"
 
 namespace te::softmax_cross_entropy {
@@ -30,6 +35,9 @@ constexpr int kLaneThreads = 256;            // threads of a block then
 constexpr int kBlockUnroll = 8;              // statistics, rows on blocks
 constexpr int kBlockThreads = 128;           // threads of a block then
 constexpr int kBlocksPerMultiprocessor = 8;  // bounds the registers: a row's end idles one block in eight
+constexpr int kBothThreads = 256;            // statistics and gradient
+constexpr int kBothBytes = 72 << 10;         // of a row in a block's shared memory: three blocks a multiprocessor
+constexpr int kMostBothBytes = 220 << 10;    // where clusters of kMaxCluster blocks need more
 constexpr int kGradientUnroll = 4;
 constexpr int kGradientThreads = 1024;
 constexpr int kMaxCluster = 8;  // the largest size that every Hopper GPU can schedule
@@ -175,8 +183,9 @@ __device__ void WriteIgnored(int64_t index, const Statistics& out) {
 }
 
 template <typename T, bool kSoftcap, bool kTotal, int kLanes>
-__global__ void __launch_bounds__(kLaneThreads) StatisticsOnLanes(const T* logits, const int32_t* labels, int64_t rows,
-                                                                  int64_t vocab, float softcap, Statistics out) {
+__global__ void __launch_bounds__(kLaneThreads)
+    StatisticsOnLanes(const T* logits, const int32_t* labels, int64_t rows, int64_t vocab, int64_t stride,
+                      float softcap, Statistics out) {
   constexpr int kRows = kLaneThreads / kLanes;
   const int lane = threadIdx.x % kLanes;
   // Rows of one warp may end or be ignored at different times: each group shuffles alone.
@@ -189,7 +198,7 @@ __global__ void __launch_bounds__(kLaneThreads) StatisticsOnLanes(const T* logit
       if (lane == 0) WriteIgnored(index, out);
       continue;
     }
-    const T* row = logits + index * vocab;
+    const T* row = logits + index * stride;
     const Partial partial =
         MergeLanes<kLanes>(AccumulateRow<T, kSoftcap, kTotal, kLaneUnroll>(row, vocab, lane, kLanes, softcap), lanes);
     if (lane == 0) WriteRow<T, kSoftcap>(partial, row, index, label, vocab, softcap, out);
@@ -198,8 +207,8 @@ __global__ void __launch_bounds__(kLaneThreads) StatisticsOnLanes(const T* logit
 
 template <typename T, bool kSoftcap, bool kTotal>
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
-    StatisticsOnBlocks(const T* logits, const int32_t* labels, int64_t rows, int64_t vocab, float softcap,
-                       Statistics out) {
+    StatisticsOnBlocks(const T* logits, const int32_t* labels, int64_t rows, int64_t vocab, int64_t stride,
+                       float softcap, Statistics out) {
   constexpr int kWarps = kBlockThreads / kWarp;
   __shared__ Partial of_warp[kWarps];
   __shared__ Partial of_block[kMaxCluster];  // filled in the cluster's first block only
@@ -216,7 +225,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
       if (block == 0 && threadIdx.x == 0) WriteIgnored(index, out);
       continue;
     }
-    const T* row = logits + index * vocab;
+    const T* row = logits + index * stride;
     // Neighbouring threads read neighbouring vectors, and neighbouring blocks neighbouring stretches.
     const int64_t worker = int64_t{block} * kBlockThreads + threadIdx.x;
     const int64_t workers = int64_t{blocks} * kBlockThreads;
@@ -253,12 +262,6 @@ struct RowTerms {
   float uniform;  // subtracted everywhere
   float target;   // subtracted at the label
 
-  __device__ RowTerms(const Gradient& gradient, float lse, float weight)
-      : lse(lse),
-        softmax(weight * fmaf(2.0f * gradient.z_loss, lse, 1.0f)),
-        uniform(weight * gradient.uniform),
-        target(weight * (1.0f - gradient.label_smoothing)) {}
-
   template <bool kSoftcap>
   __device__ float At(float x, bool is_target, float softcap, float inverse_softcap) const {
     const float tanh = kSoftcap ? tanhf(x * inverse_softcap) : 0.0f;
@@ -269,10 +272,15 @@ struct RowTerms {
   }
 };
 
+__device__ RowTerms TermsOf(const Gradient& gradient, float lse, float weight) {
+  return {lse, weight * fmaf(2.0f * gradient.z_loss, lse, 1.0f), weight * gradient.uniform,
+          weight * (1.0f - gradient.label_smoothing)};
+}
+
 template <typename T, bool kSoftcap>
 __global__ void __launch_bounds__(kGradientThreads)
-    GradientOnStretches(const T* logits, const int32_t* labels, int64_t rows, int64_t vocab, int64_t stretches,
-                        float softcap, Gradient gradient) {
+    GradientOnStretches(const T* logits, const int32_t* labels, int64_t rows, int64_t vocab, int64_t stride,
+                        int64_t stretches, float softcap, Gradient gradient) {
   constexpr int kN = kPer16Bytes<T>;
   const float inverse_softcap = kSoftcap ? 1.0f / softcap : 0.0f;
   // blockDim.y rows, a stretch of blockDim.x · kGradientUnroll vectors of each.
@@ -283,10 +291,10 @@ __global__ void __launch_bounds__(kGradientThreads)
     const int64_t stretch = item % stretches;
     if (index >= rows) continue;
     const float weight = gradient.weight[index];
-    const RowTerms terms(gradient, gradient.lse[index], weight);
+    const RowTerms terms = TermsOf(gradient, gradient.lse[index], weight);
     const int64_t label = labels[index];
-    const T* row = logits + index * vocab;
-    T* out = static_cast<T*>(gradient.out) + index * vocab;
+    const T* row = logits + index * stride;
+    T* out = static_cast<T*>(gradient.out) + index * stride;
     const Split<T> split(row, vocab);
     const uint4* from = reinterpret_cast<const uint4*>(row + split.head);
     uint4* to = reinterpret_cast<uint4*>(out + split.head);
@@ -321,9 +329,161 @@ __global__ void __launch_bounds__(kGradientThreads)
             weight == 0.0f ? 0.0f : terms.At<kSoftcap>(ToFloat(row[c]), c == label, softcap, inverse_softcap);
         out[c] = FromFloat<T>(x);
       }
+      for (int64_t c = vocab + threadIdx.x; c < stride; c += blockDim.x) out[c] = FromFloat<T>(0.0f);
     }
   }
 }
+
+// ---------------------------------------------------------------------------------------- statistics and gradient
+
+__device__ void CopyAsync(uint4* to_shared, const uint4* from) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+}
+
+__device__ void CopyAsyncWait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// A row of 16-byte vectors stays in the shared memory of a cluster, where every thread reads only what it has copied
+// there itself. `share` is the number of vectors of a thread block.
+template <typename T, bool kSoftcap, bool kTotal>
+__global__ void __launch_bounds__(kBothThreads)
+    BothOfRow(const T* logits, const int32_t* labels, int64_t vocab, int64_t stride, int share, float softcap,
+              Statistics out, Gradient gradient) {
+  constexpr int kN = kPer16Bytes<T>;
+  constexpr int kWarps = kBothThreads / kWarp;
+  extern __shared__ uint4 vectors[];
+  __shared__ Partial of_warp[kWarps];
+  __shared__ Partial of_block[kMaxCluster];
+  cg::cluster_group cluster = cg::this_cluster();
+  const int blocks = cluster.num_blocks();
+  const int block = cluster.block_rank();
+  const int64_t index = blockIdx.x / blocks;
+  const int32_t label = labels[index];
+  const float weight = gradient.weight[index];
+  const T* row = logits + index * stride;
+  T* to = static_cast<T*>(gradient.out) + index * stride;
+  const int first = block * share;
+  const int end = min(first + share, static_cast<int>(stride / kN));
+  if (label == kIgnored) {  // the same for the whole cluster
+    if (block == 0 && threadIdx.x == 0) WriteIgnored(index, out);
+    for (int v = first + threadIdx.x; v < end; v += kBothThreads) {
+      StoreStreaming(reinterpret_cast<uint4*>(to) + v, make_uint4(0, 0, 0, 0));
+    }
+    return;
+  }
+  for (int v = first + threadIdx.x; v < end; v += kBothThreads) {
+    CopyAsync(vectors + (v - first), reinterpret_cast<const uint4*>(row) + v);
+  }
+  // Before any block writes the gradient over it.
+  float target = 0.0f;
+  if (block == 0 && threadIdx.x == 0 && 0 <= label && label < vocab) {
+    target = Cap<kSoftcap>(ToFloat(row[label]), softcap, 1.0f / softcap);
+  }
+  CopyAsyncWait();
+
+  const float inverse_softcap = kSoftcap ? 1.0f / softcap : 0.0f;
+  Partial partial = EmptyPartial();
+  for (int v = first + threadIdx.x; v < end; v += kBothThreads) {
+    float z[kN];
+    Unpack(vectors[v - first], z, row);
+    const int64_t column = int64_t{v} * kN;
+    if (column + kN <= vocab) {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) z[i] = Cap<kSoftcap>(z[i], softcap, inverse_softcap);
+      Accumulate<kTotal>(partial, z);
+    } else {
+      for (int i = 0; i < kN && column + i < vocab; ++i) {
+        const float last[1] = {Cap<kSoftcap>(z[i], softcap, inverse_softcap)};
+        Accumulate<kTotal>(partial, last);
+      }
+    }
+  }
+  partial = MergeLanes<kWarp>(partial);
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = partial;
+  if (blocks > 1) cluster.sync();  // shared memory may be written only in blocks that have started
+  __syncthreads();
+  partial = MergeLanes<kWarp>(threadIdx.x % kWarp < kWarps ? of_warp[threadIdx.x % kWarp] : EmptyPartial());
+  if (blocks > 1) {
+    if (threadIdx.x < blocks) cluster.map_shared_rank(of_block, threadIdx.x)[block] = partial;
+    cluster.sync();
+    partial = MergeLanes<kWarp>(threadIdx.x % kWarp < blocks ? of_block[threadIdx.x % kWarp] : EmptyPartial());
+  }
+  const float lse = partial.max + logf(partial.sum);
+  if (block == 0 && threadIdx.x == 0) {
+    out.lse[index] = lse;
+    out.target[index] = target;
+    out.total[index] = partial.total;
+  }
+
+  const RowTerms terms = TermsOf(gradient, lse, weight);
+  for (int v = first + threadIdx.x; v < end; v += kBothThreads) {
+    float x[kN];
+    Unpack(vectors[v - first], x, row);
+    const int64_t column = int64_t{v} * kN;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const bool counts = weight != 0.0f && column + i < vocab;
+      x[i] = counts ? terms.At<kSoftcap>(x[i], column + i == label, softcap, inverse_softcap) : 0.0f;
+    }
+    StoreStreaming(reinterpret_cast<uint4*>(to) + v, Pack(x, row));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- gradient in FP8
+
+// What the quantizing kernel makes of a patch of logits. It reads what rows have in common while logits are on their
+// way.
+template <bool kSoftcap>
+struct GradientOfPatch {
+  Gradient gradient;
+  float softcap;
+  int rows, vocab;
+
+  template <typename T>
+  struct Of {
+    float softcap, uniform;
+    int vocab;
+    float lse[quantize::kPatch], softmax[quantize::kPatch], weight[quantize::kPatch];
+
+    __device__ __forceinline__ void operator()(const quantize::Place<T>& place, quantize::Patch<T>& patch) const {
+      using W = quantize::Words<T>;
+      constexpr int kN = W::kPerVector;
+      const float inverse_softcap = kSoftcap ? 1.0f / softcap : 0.0f;
+#pragma unroll
+      for (int r = 0; r < quantize::kPatch; ++r) {
+        const RowTerms terms{lse[r], softmax[r], weight[r] * uniform, 0.0f};
+#pragma unroll
+        for (int v = 0; v < W::kVectors; ++v) {
+          float x[kN];
+#pragma unroll
+          for (int j = 0; j < kN; ++j) {
+            // A row of weight 0 may hold anything.
+            const bool counts = place.Column(v * kN + j) < vocab && weight[r] != 0.0f;
+            const float z = quantize::Value<T>(patch[r], v * kN + j);
+            x[j] = counts ? terms.template At<kSoftcap>(z, false, softcap, inverse_softcap) : 0.0f;
+          }
+          quantize::SetVector<T>(patch, r, v, Pack(x, static_cast<const T*>(nullptr)));
+        }
+      }
+    }
+  };
+
+  template <typename T>
+  __device__ __forceinline__ Of<T> For(const quantize::Tile&, const quantize::Place<T>& place) const {
+    Of<T> of;
+    of.softcap = softcap;
+    of.uniform = gradient.uniform;
+    of.vocab = vocab;
+#pragma unroll
+    for (int r = 0; r < quantize::kPatch; ++r) {
+      const int row = place.row + r;
+      of.weight[r] = row < rows ? gradient.weight[row] : 0.0f;
+      of.lse[r] = row < rows ? gradient.lse[row] : 0.0f;
+      of.softmax[r] = TermsOf(gradient, of.lse[r], of.weight[r]).softmax;
+    }
+    return of;
+  }
+};
 
 // -------------------------------------------------------------------------------------------------------- launch
 
@@ -340,7 +500,7 @@ int ClusterSize(int64_t rows, int64_t vectors_per_row, int multiprocessors) {
 
 template <typename... Parameters, typename... Arguments>
 Status Launch(cudaStream_t stream, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int cluster,
-              Arguments... arguments) {
+              int dynamic_bytes, Arguments... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = cluster;
@@ -350,6 +510,7 @@ Status Launch(cudaStream_t stream, void (*kernel)(Parameters...), int64_t blocks
   // Kernels loop over what does not fit into one grid.
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(blocks, INT_MAX / cluster * cluster)));
   config.blockDim = threads;
+  config.dynamicSmemBytes = dynamic_bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
@@ -362,8 +523,8 @@ Status LaunchStatistics(cudaStream_t stream, const Logits& logits, Statistics ou
   const int64_t vectors = logits.vocab / kPer16Bytes<T>;
   auto on_lanes = [&](auto* kernel, int lanes) {
     const int64_t rows_per_block = kLaneThreads / lanes;
-    return Launch(stream, kernel, (logits.rows + rows_per_block - 1) / rows_per_block, dim3(kLaneThreads), 1, data,
-                  logits.labels, logits.rows, logits.vocab, logits.softcap, out);
+    return Launch(stream, kernel, (logits.rows + rows_per_block - 1) / rows_per_block, dim3(kLaneThreads), 1, 0, data,
+                  logits.labels, logits.rows, logits.vocab, logits.stride, logits.softcap, out);
   };
   if (vectors <= 8 * kLaneUnroll) return on_lanes(StatisticsOnLanes<T, kSoftcap, kTotal, 8>, 8);
   if (vectors <= 4 * kWarp * kLaneUnroll) return on_lanes(StatisticsOnLanes<T, kSoftcap, kTotal, kWarp>, kWarp);
@@ -371,8 +532,8 @@ Status LaunchStatistics(cudaStream_t stream, const Logits& logits, Statistics ou
   int multiprocessors = 0;
   if (Status s = CountMultiprocessors(&multiprocessors); !s.ok()) return s;
   const int cluster = ClusterSize(logits.rows, vectors, multiprocessors);
-  return Launch(stream, StatisticsOnBlocks<T, kSoftcap, kTotal>, logits.rows * cluster, dim3(kBlockThreads), cluster,
-                data, logits.labels, logits.rows, logits.vocab, logits.softcap, out);
+  return Launch(stream, StatisticsOnBlocks<T, kSoftcap, kTotal>, logits.rows * cluster, dim3(kBlockThreads), cluster, 0,
+                data, logits.labels, logits.rows, logits.vocab, logits.stride, logits.softcap, out);
 }
 
 template <typename T>
@@ -393,8 +554,41 @@ Status LaunchGradient(cudaStream_t stream, const Logits& logits, const Gradient&
   const int64_t stretches = (vectors + width * kGradientUnroll - 1) / (width * kGradientUnroll);
   const int64_t blocks = (logits.rows + threads.y - 1) / threads.y * stretches;
   auto* kernel = logits.softcap > 0.0f ? GradientOnStretches<T, true> : GradientOnStretches<T, false>;
-  return Launch(stream, kernel, blocks, threads, 1, static_cast<const T*>(logits.data), logits.labels, logits.rows,
-                logits.vocab, stretches, logits.softcap, gradient);
+  return Launch(stream, kernel, blocks, threads, 1, 0, static_cast<const T*>(logits.data), logits.labels, logits.rows,
+                logits.vocab, logits.stride, stretches, logits.softcap, gradient);
+}
+
+// Whether a row fits into a cluster's shared memory, and how many blocks it takes.
+bool FitsCluster(const Logits& logits, const Gradient& gradient, int* cluster, int* share) {
+  const int64_t bytes = logits.stride * (logits.dtype == DType::kFloat32 ? 4 : 2);
+  if (bytes % 16 != 0 || !OnSixteenBytes(logits.data) || !OnSixteenBytes(gradient.out)) return false;
+  *cluster = 1;
+  while (*cluster < kMaxCluster && bytes > int64_t{*cluster} * kBothBytes) *cluster *= 2;
+  const int64_t vectors = (bytes / 16 + *cluster - 1) / *cluster;
+  *share = static_cast<int>(vectors);
+  return vectors * 16 <= kMostBothBytes && logits.rows <= INT_MAX / kMaxCluster;
+}
+
+template <typename T, bool kSoftcap, bool kTotal>
+Status LaunchBoth(cudaStream_t stream, const Logits& logits, int cluster, int share, Statistics out,
+                  const Gradient& gradient) {
+  auto* kernel = BothOfRow<T, kSoftcap, kTotal>;
+  static OncePerDevice attributes;
+  const cudaError_t error = attributes.Run(
+      [kernel] { return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBothBytes); });
+  if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
+  return Launch(stream, kernel, logits.rows * cluster, dim3(kBothThreads), cluster, share * 16,
+                static_cast<const T*>(logits.data), logits.labels, logits.vocab, logits.stride, share, logits.softcap,
+                out, gradient);
+}
+
+template <typename T>
+Status SelectBoth(cudaStream_t stream, const Logits& logits, bool with_total, int cluster, int share, Statistics out,
+                  const Gradient& gradient) {
+  const bool capped = logits.softcap > 0.0f;
+  auto* launch = capped ? (with_total ? LaunchBoth<T, true, true> : LaunchBoth<T, true, false>)
+                        : (with_total ? LaunchBoth<T, false, true> : LaunchBoth<T, false, false>);
+  return launch(stream, logits, cluster, share, out, gradient);
 }
 
 }  // namespace
@@ -416,6 +610,32 @@ Status ComputeGradient(const Executor& executor, const Logits& logits, const Gra
                  : logits.dtype == DType::kBFloat16 ? LaunchGradient<__nv_bfloat16>
                                                     : LaunchGradient<__half>;
   return launch(executor.stream, logits, gradient);
+}
+
+Status ComputeBoth(const Executor& executor, const Logits& logits, bool with_total, Statistics statistics,
+                   const Gradient& gradient) {
+  int cluster = 0, share = 0;
+  if (logits.rows == 0) return Status::Ok();
+  if (!FitsCluster(logits, gradient, &cluster, &share)) {
+    if (Status s = ComputeStatistics(executor, logits, with_total, statistics); !s.ok()) return s;
+    return ComputeGradient(executor, logits, gradient);
+  }
+  auto* select = logits.dtype == DType::kFloat32    ? SelectBoth<float>
+                 : logits.dtype == DType::kBFloat16 ? SelectBoth<__nv_bfloat16>
+                                                    : SelectBoth<__half>;
+  return select(executor.stream, logits, with_total, cluster, share, statistics, gradient);
+}
+
+Status QuantizeGradient(const Executor& executor, const Logits& logits, const Gradient& gradient,
+                        const quantize::Copies& copies, const quantize::BlockScaling& scaling) {
+  const quantize::Matrices x{logits.dtype, logits.data, 1, logits.rows, logits.stride};
+  const int rows = static_cast<int>(logits.rows), vocab = static_cast<int>(logits.vocab);
+  if (logits.softcap > 0.0f) {
+    const GradientOfPatch<true> compute{gradient, logits.softcap, rows, vocab};
+    return quantize::LaunchQuantizeBlocks(executor.stream, x, copies, scaling, compute);
+  }
+  const GradientOfPatch<false> compute{gradient, logits.softcap, rows, vocab};
+  return quantize::LaunchQuantizeBlocks(executor.stream, x, copies, scaling, compute);
 }
 
 }  // namespace te::softmax_cross_entropy

@@ -1,5 +1,6 @@
 #include "common/ffi.h"
 
+#include "quantize/decoder.h"
 #include "softmax_cross_entropy/softmax_cross_entropy.h"
 
 namespace te::softmax_cross_entropy {
@@ -8,18 +9,20 @@ namespace {
 using ffi::AnyBuffer;
 using Result = ffi::Result<AnyBuffer>;
 
-// Checks and decodes the arguments that both handlers share.
-Logits Decode(Rules& rules, const AnyBuffer& logits, const AnyBuffer& labels, float softcap) {
+// Checks and decodes the arguments that the handlers share; labels may be absent.
+Logits Decode(Rules& rules, const AnyBuffer& logits, const AnyBuffer* labels, float softcap, int64_t padding) {
   const std::optional<DType> dtype = FloatingType(logits);
   rules.That(dtype.has_value(), "logits", logits, "be float32, bfloat16 or float16");
   rules.That(logits.dimensions().size() > 0 && logits.dimensions().back() > 0, "logits", logits,
              "have a vocabulary of at least 1 as its last dimension");
   if (rules.broken()) return {};
-  const int64_t vocab = logits.dimensions().back();
-  const int64_t rows = CountOf(logits) / vocab;
-  rules.That(vocab <= INT32_MAX, "logits", logits, "have a vocabulary below 2^31");
-  rules.Type(ffi::S32, "labels", labels).Elements(rows, "labels", labels);
-  return {*dtype, logits.untyped_data(), static_cast<const int32_t*>(labels.untyped_data()), rows, vocab, softcap};
+  const int64_t stride = logits.dimensions().back();
+  const int64_t rows = CountOf(logits) / stride;
+  rules.That(stride <= INT32_MAX, "logits", logits, "have a vocabulary below 2^31");
+  rules.That(0 <= padding && padding < stride, "logits", logits, "have more columns than their padding");
+  if (labels) rules.Type(ffi::S32, "labels", *labels).Elements(rows, "labels", *labels);
+  const auto* codes = labels ? static_cast<const int32_t*>(labels->untyped_data()) : nullptr;
+  return {*dtype, logits.untyped_data(), codes, rows, stride - padding, stride, softcap};
 }
 
 // A float32 value for each row.
@@ -29,10 +32,10 @@ float* PerRow(Rules& rules, std::string_view name, const AnyBuffer& buffer, cons
 }
 
 ffi::Error HandleStatistics(PlatformValue platform, AnyBuffer logits, AnyBuffer labels, Result lse, Result target,
-                            Result total, float softcap, bool with_total) {
+                            Result total, float softcap, int64_t padding, bool with_total) {
   constexpr std::string_view kName = "te_softmax_cross_entropy_statistics";
   Rules rules(kName);
-  const Logits decoded = Decode(rules, logits, labels, softcap);
+  const Logits decoded = Decode(rules, logits, &labels, softcap, padding);
   const Statistics out{PerRow(rules, "lse", *lse, decoded), PerRow(rules, "target", *target, decoded),
                        PerRow(rules, "total", *total, decoded)};
   if (rules.broken()) return rules.error();
@@ -40,10 +43,11 @@ ffi::Error HandleStatistics(PlatformValue platform, AnyBuffer logits, AnyBuffer 
 }
 
 ffi::Error HandleGradient(PlatformValue platform, AnyBuffer logits, AnyBuffer labels, AnyBuffer lse, AnyBuffer weight,
-                          Result out, float softcap, float label_smoothing, float uniform, float z_loss) {
+                          Result out, float softcap, int64_t padding, float label_smoothing, float uniform,
+                          float z_loss) {
   constexpr std::string_view kName = "te_softmax_cross_entropy_gradient";
   Rules rules(kName);
-  const Logits decoded = Decode(rules, logits, labels, softcap);
+  const Logits decoded = Decode(rules, logits, &labels, softcap, padding);
   const Gradient gradient{PerRow(rules, "lse", lse, decoded),
                           PerRow(rules, "weight", weight, decoded),
                           label_smoothing,
@@ -53,6 +57,40 @@ ffi::Error HandleGradient(PlatformValue platform, AnyBuffer logits, AnyBuffer la
   rules.Type(logits.element_type(), "gradient", *out).Elements(CountOf(logits), "gradient", *out);
   if (rules.broken()) return rules.error();
   return ToError(kName, ComputeGradient(MakeExecutor(platform), decoded, gradient));
+}
+
+ffi::Error HandleBoth(PlatformValue platform, AnyBuffer logits, AnyBuffer labels, AnyBuffer weight, Result lse,
+                      Result target, Result total, Result out, float softcap, int64_t padding, bool with_total,
+                      float label_smoothing, float uniform, float z_loss) {
+  constexpr std::string_view kName = "te_softmax_cross_entropy_both";
+  Rules rules(kName);
+  const Logits decoded = Decode(rules, logits, &labels, softcap, padding);
+  const Statistics statistics{PerRow(rules, "lse", *lse, decoded), PerRow(rules, "target", *target, decoded),
+                              PerRow(rules, "total", *total, decoded)};
+  const Gradient gradient{
+      statistics.lse, PerRow(rules, "weight", weight, decoded), label_smoothing, uniform, z_loss, out->untyped_data()};
+  rules.Type(logits.element_type(), "gradient", *out).Elements(CountOf(logits), "gradient", *out);
+  if (rules.broken()) return rules.error();
+  return ToError(kName, ComputeBoth(MakeExecutor(platform), decoded, with_total, statistics, gradient));
+}
+
+ffi::Error HandleQuantized(PlatformValue platform, AnyBuffer logits, AnyBuffer lse, AnyBuffer weight, Result data,
+                           Result scale_inv, Result transposed, Result transposed_scale_inv, int64_t row_ndim,
+                           int64_t batch_ndim, float softcap, int64_t padding, float uniform, float z_loss,
+                           bool data_128x128, bool transposed_128x128, bool power_of_two_scales) {
+  constexpr std::string_view kName = "te_softmax_cross_entropy_gradient_blocks";
+  quantize::Decoder decoder(kName, logits, row_ndim, batch_ndim, "logits");
+  const quantize::Copies copies = decoder.CopiesTo(*data, *transposed, nullptr, power_of_two_scales);
+  const quantize::BlockScaling scaling =
+      decoder.BlockScalingOf(copies, *scale_inv, *transposed_scale_inv, data_128x128, transposed_128x128);
+  Rules& rules = decoder.rules();
+  const Logits decoded = Decode(rules, logits, nullptr, softcap, padding);
+  const Gradient gradient{
+      PerRow(rules, "lse", lse, decoded), PerRow(rules, "weight", weight, decoded), 0.0f, uniform, z_loss, nullptr};
+  return decoder.Run(platform, {}, [&](const Executor& executor, const quantize::Matrices& x) {
+    if (x.count != 1) return Status::Failed("a batch of matrices is not supported");
+    return QuantizeGradient(executor, decoded, gradient, copies, scaling);
+  });
 }
 
 }  // namespace
@@ -67,6 +105,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_statistics, te::softmax_c
                                   .Ret<xla::ffi::AnyBuffer>()  // target
                                   .Ret<xla::ffi::AnyBuffer>()  // total
                                   .Attr<float>("softcap")
+                                  .Attr<int64_t>("padding")
                                   .Attr<bool>("with_total"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
@@ -79,7 +118,47 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_gradient, te::softmax_cro
                                   .Arg<xla::ffi::AnyBuffer>()  // weight
                                   .Ret<xla::ffi::AnyBuffer>()  // gradient
                                   .Attr<float>("softcap")
+                                  .Attr<int64_t>("padding")
                                   .Attr<float>("label_smoothing")
                                   .Attr<float>("uniform")
                                   .Attr<float>("z_loss"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_both, te::softmax_cross_entropy::HandleBoth,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<te::Platform>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // logits
+                                  .Arg<xla::ffi::AnyBuffer>()  // labels
+                                  .Arg<xla::ffi::AnyBuffer>()  // weight
+                                  .Ret<xla::ffi::AnyBuffer>()  // lse
+                                  .Ret<xla::ffi::AnyBuffer>()  // target
+                                  .Ret<xla::ffi::AnyBuffer>()  // total
+                                  .Ret<xla::ffi::AnyBuffer>()  // gradient
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("padding")
+                                  .Attr<bool>("with_total")
+                                  .Attr<float>("label_smoothing")
+                                  .Attr<float>("uniform")
+                                  .Attr<float>("z_loss"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_gradient_blocks, te::softmax_cross_entropy::HandleQuantized,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<te::Platform>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // logits
+                                  .Arg<xla::ffi::AnyBuffer>()  // lse
+                                  .Arg<xla::ffi::AnyBuffer>()  // weight
+                                  .Ret<xla::ffi::AnyBuffer>()  // data
+                                  .Ret<xla::ffi::AnyBuffer>()  // scale_inv
+                                  .Ret<xla::ffi::AnyBuffer>()  // transposed
+                                  .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
+                                  .Attr<int64_t>("row_ndim")
+                                  .Attr<int64_t>("batch_ndim")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("padding")
+                                  .Attr<float>("uniform")
+                                  .Attr<float>("z_loss")
+                                  .Attr<bool>("data_128x128")
+                                  .Attr<bool>("transposed_128x128")
+                                  .Attr<bool>("power_of_two_scales"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

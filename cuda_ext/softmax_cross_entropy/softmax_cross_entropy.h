@@ -1,4 +1,5 @@
-// Softmax cross-entropy in two passes: row statistics, which give the loss, and the gradient from them.
+// Softmax cross-entropy: row statistics, which give the loss, and the gradient from them; in two passes, in one, or
+// with the gradient in FP8.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,7 @@
 #include "common/dtype.h"
 #include "common/executor.h"
 #include "common/status.h"
+#include "quantize/quantize.h"
 
 namespace te::softmax_cross_entropy {
 
@@ -24,11 +26,12 @@ struct Statistics {
 
 struct Logits {
   DType dtype;
-  const void* data;       // [rows, vocab] row-major, aligned as its type needs
+  const void* data;       // [rows, stride] row-major, aligned as its type needs
   const int32_t* labels;  // [rows]
   int64_t rows;
-  int64_t vocab;
-  float softcap;  // 0 for none
+  int64_t vocab;   // the first columns of a row
+  int64_t stride;  // of rows; what lies between is not read, and has no gradient
+  float softcap;   // 0 for none
 };
 
 Status ComputeStatistics(const Executor& executor, const Logits& logits, bool with_total, Statistics out);
@@ -41,9 +44,18 @@ struct Gradient {
   float label_smoothing;
   float uniform;  // label_smoothing / size of the whole vocabulary
   float z_loss;
-  void* out;  // [rows, vocab] of the logits' type; may be the logits' own buffer
+  void* out;  // [rows, stride] of the logits' type; may be the logits' own buffer
 };
 
 Status ComputeGradient(const Executor& executor, const Logits& logits, const Gradient& gradient);
+
+// Both: logits are read once where a row fits into the shared memory of a cluster. gradient.lse is statistics.lse.
+Status ComputeBoth(const Executor& executor, const Logits& logits, bool with_total, Statistics statistics,
+                   const Gradient& gradient);
+
+// The gradient [rows, stride] in FP8 with scales of blocks, without the term at the label, which would leave
+// the rest of its block few bits. logits.labels and gradient.out are not used.
+Status QuantizeGradient(const Executor& executor, const Logits& logits, const Gradient& gradient,
+                        const quantize::Copies& copies, const quantize::BlockScaling& scaling);
 
 }  // namespace te::softmax_cross_entropy

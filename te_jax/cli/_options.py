@@ -10,7 +10,7 @@ from te_jax.cli.errors import UserError
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 
 if TYPE_CHECKING:
-    from te_jax.cli._text import Corpus
+    from te_jax.cli._text import Corpus, Tokenizer
     from te_jax.models import DecoderConfig
 
 RECIPES: dict[str, Recipe | None] = {
@@ -23,8 +23,11 @@ RECIPES: dict[str, Recipe | None] = {
 
 STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
-# The text is compared by its content, and the others change no more than the rounding of numbers.
-_CHANGEABLE = ("text", "checkpoint_every", "tp", "transport", "remat")
+# A resumed run compares the tokens of its text; the other options change no more than the rounding of numbers.
+_CHANGEABLE = ("text", "tokenizer", "checkpoint_every", "tp", "transport", "remat", "microbatches", "deterministic")
+
+
+_VOCAB_MULTIPLE = 128
 
 
 def _path(word: str) -> str:
@@ -38,8 +41,8 @@ def _option(default: Any, text: str, **argument: Any) -> Any:
     """A field of `Options`, with what argparse is told about it."""
     if default not in (None, False):
         text += f" ({default})"
-    if type(default) is int:
-        argument["type"] = int
+    if type(default) in (int, float):
+        argument["type"] = type(default)
     return dataclasses.field(default=default, metadata={"help": text, **argument})
 
 
@@ -53,10 +56,20 @@ class Options:
     text: str | None = _option(
         None, "what to train on (the language reference that ships with Python)", type=_path, metavar="FILE_OR_DIR"
     )
+    tokenizer: str | None = _option(
+        None,
+        "tokenizer.json of Hugging Face, read with the package tokenizers; the model's vocabulary becomes its own, "
+        "rounded up to a multiple of 128 (tokens are bytes)",
+        type=_path,
+        metavar="FILE",
+    )
     preset: str = _option("tiny", "shape of the model: nano, tiny, small or 8b")
     steps: int = _option(200, "optimizer steps; with --resume, a larger number extends the run")
     batch: int = _option(16, "windows per step, over all devices")
-    seq_len: int = _option(128, "bytes predicted per window")
+    microbatches: int = _option(
+        1, "equal parts of the batch that are computed one after the other: less memory for the same step", metavar="N"
+    )
+    seq_len: int = _option(128, "tokens predicted per window")
     seed: int = _option(0, "seed of parameters, order of the data and stochastic rounding")
     devices: int | None = _option(
         None, "GPUs to use, or CPU devices to divide this host into (all that JAX shows, or --tp)", type=int
@@ -80,9 +93,20 @@ class Options:
         "float32 too, with optax's loss",
         action="store_true",
     )
-    checkpoint_every: int = _option(100, "steps between checkpoints", metavar="STEPS")
+    checkpoint_every: int | None = _option(
+        None, "steps between checkpoints (1000 on GPUs, 100 on CPUs)", type=int, metavar="STEPS"
+    )
     eval_every: int = _option(50, "steps between validations", metavar="STEPS")
     learning_rate: float | None = _option(None, "peak of the schedule (0.384 / width of the model)", type=float)
+    warmup_steps: int | None = _option(
+        None,
+        "steps until the peak, after which the rate falls along a cosine (a twentieth of --steps)",
+        type=int,
+        metavar="STEPS",
+    )
+    clip_norm: float = _option(
+        1.0, "largest norm of the gradient, to which larger ones are scaled; 0 for none", metavar="NORM"
+    )
     implementation: Literal["auto", "native", "reference"] = _option(
         "auto", "implementation of te_jax's operations", choices=("auto", "native", "reference")
     )
@@ -90,6 +114,12 @@ class Options:
         "auto",
         "dtype of activations; auto is bfloat16 on GPUs and float32 on CPUs",
         choices=("auto", "float32", "bfloat16"),
+    )
+    deterministic: bool = _option(
+        False,
+        "repeat the same bits on a GPU, with --resume too: no autotuning and no atomic additions, which is slower; "
+        "runs on CPUs always do",
+        action="store_true",
     )
 
 
@@ -123,7 +153,7 @@ def resolve(args: argparse.Namespace, out: Path | None, stored: dict[str, Any] |
     given = {name: value for name, value in given.items() if value is not None}
     if stored is None:
         return Options(**given)
-    kept = dict(stored["options"])
+    kept = {**dataclasses.asdict(Options()), **stored["options"]}  # options that are newer than the run
     if "tp" in given:
         # Parts of the batch stay what they are, and more or fewer devices share the model for each.
         kept["devices"] = kept["devices"] // kept["tp"] * given["tp"]
@@ -143,7 +173,7 @@ def resolve(args: argparse.Namespace, out: Path | None, stored: dict[str, Any] |
 
 def check(options: Options) -> None:
     """Numbers by themselves; raises UserError."""
-    for name in ("steps", "batch", "seq_len", "tp", "devices", "eval_every", "checkpoint_every"):
+    for name in ("steps", "batch", "microbatches", "seq_len", "tp", "devices", "eval_every", "checkpoint_every"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
@@ -154,9 +184,14 @@ def check(options: Options) -> None:
     rate = options.learning_rate
     if rate is not None and not (math.isfinite(rate) and rate > 0):
         raise UserError(f"--learning-rate is {rate}: it must be a finite number above 0")
+    warmup = options.warmup_steps
+    if warmup is not None and not 0 <= warmup < options.steps:
+        raise UserError(f"--warmup-steps is {warmup}: it must be at least 0 and below --steps, {options.steps}")
+    if not (math.isfinite(options.clip_norm) and options.clip_norm >= 0):
+        raise UserError(f"--clip-norm is {options.clip_norm}: it must be a finite number of at least 0, 0 for none")
 
 
-def build_config(options: Options) -> "DecoderConfig":
+def build_config(options: Options, tokenizer: "Tokenizer | None" = None) -> "DecoderConfig":
     """The model's shape and recipe; raises UserError for names that are none."""
     from te_jax.models import PRESETS
 
@@ -169,7 +204,17 @@ def build_config(options: Options) -> "DecoderConfig":
             f"--optimizer-state {options.optimizer_state} is unknown: choose one of {', '.join(STATE_DTYPES)}"
         )
     preset = PRESETS[options.preset]
-    return dataclasses.replace(preset, recipe=RECIPES[options.recipe], remat=preset.remat or options.remat)
+    return dataclasses.replace(
+        preset,
+        recipe=RECIPES[options.recipe],
+        remat=preset.remat or options.remat,
+        vocab_size=preset.vocab_size if tokenizer is None else _rounded_up(tokenizer.vocab_size),
+    )
+
+
+def _rounded_up(vocab_size: int) -> int:
+    """A vocabulary that suits GEMMs and devices that share the model."""
+    return -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
 
 
 def check_parallel(options: Options, config: "DecoderConfig") -> None:
@@ -182,10 +227,13 @@ def check_parallel(options: Options, config: "DecoderConfig") -> None:
             raise UserError(f"--transport {options.transport} is for devices that share a model: add --tp N")
         return
     parallel = TensorParallel(options.tp)
+    same: dict[str, Any] = {"recipe": config.recipe}
+    if options.tokenizer is not None:
+        same["vocab_size"] = config.vocab_size
 
     def problem(preset: str) -> str | None:
         try:
-            parallel.check(dataclasses.replace(PRESETS[preset], recipe=config.recipe))
+            parallel.check(dataclasses.replace(PRESETS[preset], **same))
         except ValueError as error:
             return str(error).removeprefix(f"parallel.size is {options.tp}: ")  # --tp, on the command line
 
@@ -210,7 +258,9 @@ def settle(options: Options, config: "DecoderConfig", corpus: "Corpus", devices:
     return dataclasses.replace(
         options,
         text=corpus.source,
+        tokenizer=None if options.tokenizer is None else str(Path(options.tokenizer).resolve()),
         devices=len(devices),
+        checkpoint_every=options.checkpoint_every or (1000 if on_gpu else 100),
         learning_rate=peak_rate(options, config),
         dtype=("bfloat16" if on_gpu else "float32") if options.dtype == "auto" else options.dtype,
     )

@@ -1,12 +1,34 @@
 """What a training run shows: the progress bar, the lines beneath it, and the figure of the losses."""
 
+from __future__ import annotations
+
 import math
 import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from te_jax.cli._options import Options
+    from te_jax.models import DecoderConfig
+
+_BF16_PEAKS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA B200": 2250e12,
+}
+"""FLOP/s of dense bfloat16 GEMMs in NVIDIA's data sheets, by how a device's name begins; the first that fits counts."""
+
+FP8_PAYS_FROM: int | None = None
+"""The hidden size from which runs with a recipe are faster than in bfloat16 on a GPU; None where it is not measured."""
 
 _INK, _MUTED, _BLUE, _ORANGE = "#1f2430", "#7a8294", "#2563c9", "#d9641e"
 
@@ -18,15 +40,17 @@ class Progress:
       total: steps of the run.
       done: steps taken before this process.
       tokens_per_step: tokens trained on in one step, over all devices.
-      devices: jax devices whose memory is shown.
+      flops_per_token: of all models that are trained.
+      devices: jax devices whose memory is shown, and whose peak MFU is a part of.
     """
 
-    def __init__(self, total: int, done: int, tokens_per_step: int, devices: Sequence[Any]):
+    def __init__(self, total: int, done: int, tokens_per_step: int, flops_per_token: int, devices: Sequence[Any]):
         import tqdm
 
         # disable=None: no bar where stderr is a file, which would fill up with copies of it.
         self._bar = tqdm.tqdm(total=total, initial=done, unit="step", disable=None, dynamic_ncols=True)
         self._tokens_per_step = tokens_per_step
+        self._flops_per_token = flops_per_token
         self._devices = devices
         self._timed_since: float | None = None
         self._timed_seconds = 0.0
@@ -53,30 +77,49 @@ class Progress:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Leaves the bar as it stands."""
+        """Leaves the bar as it stands, and a line with the speed of all steps that were timed."""
         self._bar.close()
+        if self._timed_steps:
+            print(" · ".join(self._speed_and_memory()))
 
     def _speed_and_memory(self) -> list[str]:
         memory = f"{_memory_in_use(self._devices) / 2**20:,.0f} MiB"
         if not self._timed_steps:
             return [memory]
-        return [f"{self._timed_steps * self._tokens_per_step / self._timed_seconds:,.0f} tokens/s", memory]
+        speed = self._timed_steps * self._tokens_per_step / self._timed_seconds
+        words = [f"{speed:,.0f} tokens/s"]
+        if peak := _bf16_peak(self._devices):
+            words.append(f"MFU {speed * self._flops_per_token / peak:.1%} of bfloat16")
+        return [*words, memory]
 
 
-def summary(label: str, training: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]]) -> str:
+def fp8_hint(options: Options, config: DecoderConfig) -> str | None:
+    """A sentence for runs with a recipe whose model is too small to become faster by it."""
+    if FP8_PAYS_FROM is None or config.recipe is None or config.hidden_size >= FP8_PAYS_FROM:
+        return None
+    return (
+        f"--recipe {options.recipe} makes GPUs faster from a hidden size of about {FP8_PAYS_FROM:,} on, and --preset "
+        f"{options.preset} has {config.hidden_size:,}"
+    )
+
+
+def summary(
+    label: str, training: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]], unit: str = "byte"
+) -> str:
     """Where the losses of a log ended: a line for the run, one for its twin and one for the difference.
 
     Args:
       label: name of the run.
       training: records with "step", "loss" and, of a twin, "<its name>_loss".
       validation: the same.
+      unit: what a token is called.
     """
     twin = _twin(training[-1])
     labels = {"loss": label} if twin is None else {"loss": label, f"{twin}_loss": f"{_words(twin)} twin"}
     width = max(12, *(len(label) + 2 for label in labels.values()))
     lines = [
         f"{label:<{width}}training {training[-1][name]:.6f}   validation {validation[0][name]:.6f} → "
-        f"{validation[-1][name]:.6f} nats per byte"
+        f"{validation[-1][name]:.6f} nats per {unit}"
         for name, label in labels.items()
     ]
     if twin is not None:
@@ -86,7 +129,12 @@ def summary(label: str, training: Sequence[Mapping[str, Any]], validation: Seque
 
 
 def draw_losses(
-    path: Path, title: str, label: str, training: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]]
+    path: Path,
+    title: str,
+    label: str,
+    training: Sequence[Mapping[str, Any]],
+    validation: Sequence[Mapping[str, Any]],
+    unit: str = "byte",
 ) -> None:
     """Draws the losses of a log as a PNG. With a twin, a second panel shows their difference.
 
@@ -96,6 +144,7 @@ def draw_losses(
       label: name of the run.
       training: records with "step", "loss" and, of a twin, "<its name>_loss".
       validation: the same.
+      unit: what a token is called.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -114,7 +163,7 @@ def draw_losses(
     middles, mean = steps[width // 2 : len(steps) - (width - 1) // 2], _running_mean(losses, width)
     top.plot(middles, mean, color=_BLUE, linewidth=1.8, label=f"training, mean of {width} steps")
     top.plot(held_out_steps, held_out, color=_ORANGE, linewidth=1.8, marker="o", markersize=4.5, label="validation")
-    top.set_ylabel("cross-entropy (nats per byte)")
+    top.set_ylabel(f"cross-entropy (nats per {unit})")
     last, place = f"{held_out[-1]:.3f}", (held_out_steps[-1], held_out[-1])
     style: dict[str, Any] = {"ha": "right", "color": _ORANGE, "fontweight": "bold"}
     top.annotate(last, place, xytext=(0, 9), textcoords="offset points", **style)
@@ -125,7 +174,7 @@ def draw_losses(
         differences = [ours - theirs for ours, theirs in zip(losses, _column(training, name), strict=True)]
         panels[1].axhline(0.0, color=_MUTED, linewidth=0.8)
         panels[1].plot(steps, differences, color=_BLUE, linewidth=0.8)
-        panels[1].set_ylabel(f"{label} − {words}\n(nats per byte)")
+        panels[1].set_ylabel(f"{label} − {words}\n(nats per {unit})")
         panels[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
     top.legend(frameon=False, labelcolor=_INK)
     top.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
@@ -167,6 +216,13 @@ def _column(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 def _running_mean(values: Sequence[float], width: int) -> list[float]:
     return [sum(values[start : start + width]) / width for start in range(len(values) - width + 1)]
+
+
+def _bf16_peak(devices: Sequence[Any]) -> float | None:
+    """FLOP/s of all devices together, None where it is not known."""
+    kind = devices[0].device_kind
+    peak = next((peak for name, peak in _BF16_PEAKS.items() if kind.startswith(name)), None)
+    return peak and peak * len(devices)
 
 
 def _memory_in_use(devices: Sequence[Any]) -> int:

@@ -18,8 +18,11 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import jax
 
 from te_jax.cli.errors import DamagedError, UserError, note
 
@@ -47,6 +50,8 @@ class RunFolder:
         self.header = header
         self._log = log
         self._checkpoints = Checkpoints(path / _CHECKPOINTS)
+        self._writer = ThreadPoolExecutor(max_workers=1)
+        self._saving: Future[None] | None = None
 
     @classmethod
     def create(cls, path: Path, header: dict[str, Any]) -> "RunFolder":
@@ -120,6 +125,24 @@ class RunFolder:
             os.fsync(self._log.fileno())
             self._checkpoints.save(step, state)
 
+    def save_behind(self, step: int, state: Any) -> None:
+        """Copies a state to host memory and writes it while training goes on; waits for the checkpoint before it.
+
+        Args:
+          step, state: see `save`. The arrays may be donated when this returns.
+
+        Raises:
+          UserError: the checkpoint before could not be written.
+        """
+        self.finish_saving()
+        self._saving = self._writer.submit(self.save, step, jax.device_get(state))
+
+    def finish_saving(self) -> None:
+        """Waits until the last checkpoint is written; raises UserError if it cannot be."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
     def restore(self, like: Any) -> Any:
         """The state of the newest intact checkpoint, whose step `latest_step` then is.
 
@@ -157,6 +180,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Lets go of the folder."""
+        self._writer.shutdown()
         self._checkpoints.close()
         self._log.close()
 

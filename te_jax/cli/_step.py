@@ -12,10 +12,11 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from te_jax import optim
+from te_jax import nn, optim
 from te_jax.cli.errors import UserError
-from te_jax.models import DecoderConfig, TensorParallel, decoder, parallel_apply, parallel_loss, param_specs
+from te_jax.models import DecoderConfig, TensorParallel, decoder, parallel_apply, parallel_loss, param_specs, requantize
 from te_jax.parallel.collective_matmul import TransportName
+from te_jax.recipe import DelayedScaling
 
 LossFunction = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]
 """(params, scaling state, tokens [batch, time], targets [batch, time]) → float32 scalar."""
@@ -30,14 +31,19 @@ class TrainState(NamedTuple):
     params: Any  # of the decoder, float32
     optimizer: Any  # of the optax transform
     scaling: Any  # amax histories of delayed scaling; None with every other recipe
+    kernels: Any  # like params: a QuantizedArray for each kernel that the optimizer quantized, None elsewhere
+
+    @property
+    def operands(self) -> Any:
+        """What the decoder reads: quantized kernels, and all other parameters."""
+        return jax.tree.map(lambda param, kernel: param if kernel is None else kernel, self.params, self.kernels)
 
 
 class Placement(NamedTuple):
     """Shardings of the arrays of a run."""
 
     state: NamedSharding  # replicated: losses, and every leaf of `TrainState` unless devices share a decoder
-    windows: NamedSharding  # uint8 [batch, seq_len + 1]
-    evaluation: NamedSharding  # uint8 [batches, batch, seq_len + 1]
+    windows: NamedSharding  # integer [batches, batch, seq_len + 1]: microbatches of a step, or batches of a validation
     parallel: TensorParallel | None  # how devices share a decoder; None where each has all of it
 
     @property
@@ -75,7 +81,7 @@ class Learner(NamedTuple):
 
     Args:
       init: key → TrainState.
-      step: (state, windows [batch, seq_len + 1]) → (state, loss); the state given is donated.
+      step: (state, windows [microbatches, batch, seq_len + 1]) → (state, mean loss); the state given is donated.
       evaluate: (state, windows [batches, batch, seq_len + 1]) → mean loss.
     """
 
@@ -128,20 +134,26 @@ def build_placement(devices: Sequence[Any], tp: int = 1, transport: TransportNam
     parallel = TensorParallel(tp, axis_name=_TENSOR_AXIS, batch_axes=(_BATCH_AXIS,), transport=transport)
     return Placement(
         state=NamedSharding(mesh, PartitionSpec()),
-        windows=NamedSharding(mesh, PartitionSpec(_BATCH_AXIS)),
-        evaluation=NamedSharding(mesh, PartitionSpec(None, _BATCH_AXIS)),
+        windows=NamedSharding(mesh, PartitionSpec(None, _BATCH_AXIS)),
         parallel=parallel if tp > 1 else None,
     )
 
 
 def build_optimizer(
-    learning_rate: float, steps: int, *, state_dtype: str = "float32", seed: int = 0
+    learning_rate: float,
+    steps: int,
+    *,
+    warmup_steps: int | None = None,
+    clip_norm: float = 1.0,
+    state_dtype: str = "float32",
+    seed: int = 0,
 ) -> optax.GradientTransformation:
-    """AdamW after clipping the gradient's norm to 1, with both moments in `state_dtype`, rounded at random by `seed`.
+    """AdamW after clipping the gradient's norm, with both moments in `state_dtype`, rounded at random by `seed`.
 
-    The rate rises to `learning_rate` for a twentieth of the steps and then falls along a cosine to a twentieth of it.
+    The rate rises to `learning_rate` for `warmup_steps`, None for a twentieth of the steps, and then falls along a
+    cosine to a twentieth of it. A `clip_norm` of 0 clips nothing.
     """
-    warmup = steps // 20
+    warmup = steps // 20 if warmup_steps is None else warmup_steps
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=learning_rate / (warmup + 1),
         peak_value=learning_rate,
@@ -157,7 +169,7 @@ def build_optimizer(
         nu_dtype=state_dtype,
         seed=jnp.uint32(seed),
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    return optax.chain(optax.clip_by_global_norm(clip_norm), adamw) if clip_norm else optax.chain(adamw)
 
 
 def te_jax_loss(
@@ -188,28 +200,45 @@ def optax_loss(config: DecoderConfig, placement: Placement | None = None) -> Los
 
 
 def build_learner(
-    config: DecoderConfig, loss: LossFunction, optimizer: optax.GradientTransformation, placement: Placement
+    config: DecoderConfig,
+    loss: LossFunction,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    deterministic: bool = False,
+    implementation: Literal["native", "reference"] | None = None,
 ) -> Learner:
-    """The functions of a run that minimises a loss."""
+    """The functions of a run that minimises a loss.
+
+    With a recipe that has no state, each step quantizes all kernels once, for all microbatches of the next one. Devices
+    that share a decoder quantize their parts themselves, in every microbatch.
+
+    Args:
+      deterministic: on GPUs, without XLA's autotuning and atomic additions, which would keep a resumed run from
+        repeating the bits of an uninterrupted one.
+      implementation: that quantizes kernels.
+    """
     platform = next(iter(placement.state.device_set)).platform
-    # XLA's autotuning and atomic additions would keep a resumed run from repeating the bits of an uninterrupted one.
-    options = {"xla_gpu_deterministic_ops": True} if platform == "gpu" else None
+    options = {"xla_gpu_deterministic_ops": True} if deterministic and platform == "gpu" else None
+
+    in_optimizer = placement.parallel is None and not isinstance(config.recipe, DelayedScaling | None)
+    how = requantize(config, implementation=implementation) if in_optimizer else None
 
     def init(key: jax.Array) -> TrainState:
         params = decoder.init(config, key)
-        return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config))
+        _, kernels = _updated(params, jax.tree.map(jnp.zeros_like, params), how)
+        return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config), kernels)
 
     shardings = placement.of_state(jax.eval_shape(init, jax.random.key(0)), config)
 
     def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
-        batch = _tokens_and_targets(windows)
-        # The cotangent of the scaling state is its next value, which the optimizer never sees.
-        value, (gradients, scaling) = jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.scaling, *batch)
+        value, gradients, scaling = _value_and_gradients(loss, state, windows)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), optimizer_state, scaling), value
+        params, kernels = _updated(state.params, updates, how)
+        return TrainState(params, optimizer_state, scaling, kernels), value
 
     def evaluate(state: TrainState, windows: jax.Array) -> jax.Array:
-        losses = lax.map(lambda batch: loss(state.params, state.scaling, *_tokens_and_targets(batch)), windows)
+        losses = lax.map(lambda batch: loss(state.operands, state.scaling, *_tokens_and_targets(batch)), windows)
         return jnp.mean(losses)
 
     return Learner(
@@ -217,6 +246,35 @@ def build_learner(
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, placement.state), compiler_options=options),
         evaluate=jax.jit(evaluate, out_shardings=placement.state, compiler_options=options),
     )
+
+
+def _updated(params: Any, updates: Any, how: Any) -> tuple[Any, Any]:
+    """New parameters, and beside them their `TrainState.kernels`."""
+    if how is None:
+        return optax.apply_updates(params, updates), jax.tree.map(lambda _: None, params)
+    params, operands = optim.apply_updates(params, updates, requantize=how)
+    return params, jax.tree.map(
+        lambda each, operand: None if each is None else operand, how, operands, is_leaf=lambda each: each is None
+    )
+
+
+def _value_and_gradients(loss: LossFunction, state: TrainState, windows: jax.Array) -> tuple[jax.Array, Any, Any]:
+    """(mean loss, its gradients, next scaling state) of microbatches of windows [microbatches, batch, seq_len + 1]."""
+    count = windows.shape[0]
+    # The gradient of the scaling state is its next value, which the optimizer never sees.
+    gradient = nn.accumulate_gradients(lambda variables, *batch: loss(*variables, *batch))
+
+    def add(sums: Any, windows: jax.Array) -> tuple[Any, None]:
+        value, gradients = gradient((state.operands, state.scaling), sums[1], *_tokens_and_targets(windows))
+        return (sums[0] + value, gradients), None
+
+    zero = jnp.zeros((), jnp.float32)
+    if count == 1:
+        (value, (gradients, scaling)), _ = add((zero, None), windows[0])
+        return value, gradients, scaling
+    zeros = zero, jax.tree.map(jnp.zeros_like, (state.params, state.scaling))
+    (value, (gradients, scaling)), _ = lax.scan(add, zeros, windows)
+    return value / count, jax.tree.map(lambda total: total / count, gradients), scaling
 
 
 def _tokens_and_targets(windows: jax.Array) -> tuple[jax.Array, jax.Array]:

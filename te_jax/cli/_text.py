@@ -1,33 +1,80 @@
-"""Text as bytes: where it is read from, what is held out, and which windows a step sees."""
+"""Text as tokens: where it is read from, what is held out, and which windows a step sees."""
 
 import hashlib
+import importlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from te_jax.cli.errors import UserError
 
-__all__ = ["DEFAULT_TEXT", "Corpus", "evaluation_windows", "load", "split", "training_windows"]
+__all__ = ["DEFAULT_TEXT", "Corpus", "Tokenizer", "evaluation_windows", "load", "split", "training_windows"]
 
 DEFAULT_TEXT = "pydoc_data.topics"
 """Name under which a run records that it read the language reference that ships with CPython."""
 
 _HELD_OUT = 10  # one part in ten
+_PIECE = 2**18  # characters of a piece of text that is tokenized by itself
+_PIECES = 64  # tokenized in parallel, and held in the tokenizer's own, large format
 
 
 class Corpus(NamedTuple):
     """Text and where it came from."""
 
-    data: np.ndarray  # uint8 [bytes]
+    data: np.ndarray  # tokens: uint8 [bytes], or uint16 or uint32 of a tokenizer
     source: str  # the path, or DEFAULT_TEXT
     sha256: str  # of the data
+    unit: str = "byte"  # what a token is called, in the singular
 
 
-def load(source: str | None) -> Corpus:
+class Tokenizer:
+    """A tokenizer in a file, as Hugging Face's package tokenizers writes it.
+
+    Args:
+      path: the file, usually called tokenizer.json.
+
+    Raises:
+      UserError: the package is not installed, or cannot read the file.
+    """
+
+    def __init__(self, path: str):
+        try:
+            tokenizers = importlib.import_module("tokenizers")
+        except ImportError as error:
+            raise UserError("--tokenizer needs the package tokenizers: pip install tokenizers") from error
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(path)
+        except Exception as error:  # the package raises plain `Exception`
+            raise UserError(f"--tokenizer {path} cannot be read: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> np.ndarray:
+        """Tokens of a text, without special ones: uint16, or uint32 where the vocabulary is larger."""
+        pieces, start = [], 0
+        while start < len(text):
+            # Between lines, where few tokenizers have a token.
+            newline = text.find("\n", start + _PIECE)
+            end = len(text) if newline < 0 else newline + 1
+            pieces.append(text[start:end])
+            start = end
+        dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
+        tokens = [np.empty(0, dtype)]
+        for first in range(0, len(pieces), _PIECES):
+            encoded = self._tokenizer.encode_batch(pieces[first : first + _PIECES], add_special_tokens=False)
+            tokens += [np.asarray(piece.ids, dtype) for piece in encoded]
+        return np.concatenate(tokens)
+
+
+def load(source: str | None, tokenizer: Tokenizer | None = None) -> Corpus:
     """Reads a text file, or all text files below a folder in order of their paths, without hidden ones.
 
-    None and `DEFAULT_TEXT` stand for the language reference that ships with CPython.
+    None and `DEFAULT_TEXT` stand for the language reference that ships with CPython. Without a tokenizer each byte is a
+    token.
 
     Raises:
       UserError: there is nothing there, or nothing that is UTF-8 text.
@@ -40,11 +87,14 @@ def load(source: str | None) -> Corpus:
             source, data = str(path.resolve()), _read_folder(path) if path.is_dir() else _read_file(path)
         except OSError as error:
             raise UserError(f"--text {path} cannot be read: {error.strerror or error}") from error
-    return Corpus(np.frombuffer(data, np.uint8), source, hashlib.sha256(data).hexdigest())
+    if tokenizer is None:
+        return Corpus(np.frombuffer(data, np.uint8), source, hashlib.sha256(data).hexdigest())
+    tokens = tokenizer.encode(data.decode())
+    return Corpus(tokens, source, hashlib.sha256(tokens.tobytes()).hexdigest(), "token")
 
 
 def split(corpus: Corpus, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes to train on and those to validate on: the last tenth, and at least one window of seq_len + 1.
+    """The tokens to train on and those to validate on: the last tenth, and at least one window of seq_len + 1.
 
     Raises:
       UserError: the text has no room for a window of each.
@@ -52,15 +102,15 @@ def split(corpus: Corpus, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     size, window = corpus.data.size, seq_len + 1
     if size < 2 * window:
         raise UserError(
-            f"--text {corpus.source} has {size} bytes and --seq-len {seq_len} needs at least {2 * window}, one window "
-            "to train on and one to validate on: give more text or a smaller --seq-len"
+            f"--text {corpus.source} has {size} {corpus.unit}s and --seq-len {seq_len} needs at least {2 * window}, "
+            "one window to train on and one to validate on: give more text or a smaller --seq-len"
         )
     held_out = max(size // _HELD_OUT, window)
     return corpus.data[: size - held_out], corpus.data[size - held_out :]
 
 
 def training_windows(data: np.ndarray, *, seed: int, step: int, batch: int, seq_len: int) -> np.ndarray:
-    """uint8 [batch, seq_len + 1]: the windows of a step, each from a uniformly random place.
+    """[batch, seq_len + 1], in the dtype of the tokens: the windows of a step, each from a uniformly random place.
 
     They follow from the arguments alone, so that a resumed run sees what it would have seen.
     """
@@ -69,7 +119,7 @@ def training_windows(data: np.ndarray, *, seed: int, step: int, batch: int, seq_
 
 
 def evaluation_windows(data: np.ndarray, *, count: int, seq_len: int) -> np.ndarray:
-    """uint8 [count, seq_len + 1]: windows evenly spread from the beginning of `data` to its end."""
+    """[count, seq_len + 1], in the dtype of the tokens: windows evenly spread from the beginning of data to its end."""
     starts = np.linspace(0, data.size - seq_len - 1, count).astype(np.int64)
     return data[starts[:, None] + np.arange(seq_len + 1)]
 

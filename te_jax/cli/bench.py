@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the other cases of the result file, of the same commit, device and versions: a run in several parts",
     )
     parser.add_argument(
+        "--profile", type=Path, metavar="DIR", help="also write a Perfetto trace of every implementation under DIR"
+    )
+    parser.add_argument(
         "--commit", metavar="SHA", help="commit to record where the checkout carries no git history of its own"
     )
 
@@ -61,8 +64,11 @@ def run(args: argparse.Namespace) -> int:
     family = _family(args.family) if args.family in names else None
     if family is None:
         raise UserError(f"no benchmark family is called {args.family!r}; `te-jax bench` lists them")
-    if args.output is not None:
-        _check_writable(args.output)
+    for option, folder in (("--output", args.output), ("--profile", args.profile)):
+        if folder is not None:
+            _check_writable(option, folder)
+    if family.memory_fraction is not None:  # before JAX takes its share
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(family.memory_fraction))
 
     import jax
 
@@ -82,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
             output=args.output,
             commit=args.commit,
             add=args.add,
+            profile=args.profile,
         )
     except harness.SelectionError as error:
         raise UserError(str(error)) from error
@@ -117,11 +124,11 @@ def _line(name: str) -> str | None:
     return None if family is None else family.description
 
 
-def _check_writable(folder: Path) -> None:
-    """Refuse a results folder before measuring for minutes, not after."""
+def _check_writable(option: str, folder: Path) -> None:
+    """Refuse a folder before measuring for minutes, not after."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {folder} cannot be made: {error.strerror or error}") from error
+        raise UserError(f"{option} {folder} cannot be made: {error.strerror or error}") from error
     if not os.access(folder, os.W_OK):
-        raise UserError(f"--output {folder} cannot be written to")
+        raise UserError(f"{option} {folder} cannot be written to")

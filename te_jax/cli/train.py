@@ -1,6 +1,6 @@
-"""Trains a small byte-level language model on text, on whatever devices JAX finds, and writes a log, checkpoints and
-the loss curves to a folder. Ctrl-C and SIGTERM save a checkpoint first. A run that was stopped or killed goes on with
---resume and ends with the same bits."""
+"""Trains a small language model on text, on whatever devices JAX finds, and writes a log, checkpoints and the loss
+curves to a folder. Ctrl-C and SIGTERM save a checkpoint first. A run that was stopped or killed goes on with --resume,
+and ends with the same bits on CPUs and, with --deterministic, on GPUs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
     missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise UserError(f'te-jax train needs {", ".join(missing)}: pip install ".[train]" in the checkout')
-    os.environ.setdefault("TE_JAX_AUTOTUNE", "0")  # a resumed run repeats the bits of an uninterrupted one
     from te_jax.cli import _step
 
     out = None if args.out is None else Path(args.out)
@@ -77,18 +76,24 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--out {out} holds no run to resume: leave --resume out to start one")
     options = _options.resolve(args, out, stored)
     _options.check(options)
-    config = _options.build_config(options)
+    if options.deterministic:
+        os.environ.setdefault("TE_JAX_AUTOTUNE", "0")  # another process could choose other GEMMs, with other bits
+    tokenizer = None if options.tokenizer is None else _text.Tokenizer(options.tokenizer)
+    config = _options.build_config(options, tokenizer)
     _options.check_parallel(options, config)
-    corpus = _text.load(options.text)
+    corpus = _text.load(options.text, tokenizer)
     if stored is not None and corpus.sha256 != stored["text"]["sha256"]:
-        raise UserError(f"--text {corpus.source} is not, or no longer, what the run in {out} was trained on")
+        by = "" if tokenizer is None else f" with --tokenizer {options.tokenizer}"
+        raise UserError(f"--text {corpus.source}{by} is not, or no longer, what the run in {out} was trained on")
     data = _text.split(corpus, options.seq_len)
 
     devices = _step.take_devices(options.devices, options.tp)
     parts = len(devices) // options.tp
-    if options.batch % parts:
+    if options.batch % (parts * options.microbatches):
         over = f"{parts} devices" if options.tp == 1 else f"{parts} groups of --tp {options.tp}"
-        raise UserError(f"--batch {options.batch} does not divide over {over}: choose a multiple of {parts}")
+        over = over if options.microbatches == 1 else f"--microbatches {options.microbatches} on {over}"
+        multiple = parts * options.microbatches
+        raise UserError(f"--batch {options.batch} does not divide over {over}: choose a multiple of {multiple}")
     options = _options.settle(options, config, corpus, devices)
     config = dataclasses.replace(config, dtype=options.dtype)
     placement = _step.build_placement(devices, options.tp, options.transport)
@@ -110,8 +115,10 @@ def run(args: argparse.Namespace) -> int:
                 f"{len(devices)} {devices[0].platform} devices, {options.tp} share the model: "
                 f"transport {options.transport}"
             )
+        if devices[0].platform == "gpu" and (hint := _report.fp8_hint(options, config)):
+            note(hint)
         with _interruption.watching() as signals, _memory(options, config):
-            step = _train(folder, options, learners, placement, data, devices, signals)
+            step = _train(folder, options, config, learners, placement, data, devices, signals)
         if step < options.steps:
             print(
                 f"te-jax: {signals[0].name}: step {step} of {options.steps} is saved; continue with "
@@ -119,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return 128 + signals[0]
-        _conclude(folder, options, config)
+        _conclude(folder, options, config, corpus.unit)
     finally:
         folder.close()
     return 0
@@ -135,10 +142,19 @@ def _learners(
         optimizer = _step.build_optimizer(
             _options.peak_rate(options, config),
             options.steps,
+            warmup_steps=options.warmup_steps,
+            clip_norm=options.clip_norm,
             state_dtype=_options.STATE_DTYPES[states],
             seed=options.seed,
         )
-        return _step.build_learner(config, loss, optimizer, placement)
+        return _step.build_learner(
+            config,
+            loss,
+            optimizer,
+            placement,
+            deterministic=options.deterministic,
+            implementation=implementation,
+        )
 
     loss = _step.te_jax_loss(config, implementation, placement)
     learners = {"loss": learner(config, loss)}
@@ -161,10 +177,11 @@ def _check_memory(options: Options, learners: dict[str, Learner], devices: list[
     needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     present = _step.memory_of(devices)
     if needed > present:
+        held = "parameters and Adam's moments" if options.recipe == "none" else "parameters, moments and the recipe"
         raise UserError(
-            f"--preset {options.preset} needs {needed / 2**30:,.2f} GiB on each device for parameters and Adam's "
-            f"moments, and a device has {present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, "
-            "or a larger --tp, which divides the model among devices"
+            f"--preset {options.preset} needs {needed / 2**30:,.2f} GiB on each device for {held}, and a device has "
+            f"{present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, or a larger --tp, which "
+            "divides the model among devices"
         )
 
 
@@ -181,7 +198,7 @@ def _memory(options: Options, config: DecoderConfig) -> Iterator[None]:
         raise UserError(
             f"--preset {options.preset} with --batch {options.batch} and --seq-len {options.seq_len} is out of memory "
             f"({reason_of(error)}): choose a smaller --preset, --batch or --seq-len, or "
-            f"{', '.join([*others, 'a larger --tp'])}"
+            f"{', '.join([*others, 'a larger --microbatches or --tp'])}"
         ) from error
 
 
@@ -232,7 +249,7 @@ def _header(
             "recipe": _describe(config.recipe),
             "num_parameters": config.num_parameters,
         },
-        "text": {"source": corpus.source, "bytes": corpus.data.size, "sha256": corpus.sha256},
+        "text": {"source": corpus.source, f"{corpus.unit}s": corpus.data.size, "sha256": corpus.sha256},
         "implementation": implementation,
         "parallel": {"tp": options.tp, "transport": options.transport},
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
@@ -266,6 +283,7 @@ def _note_changes(stored: dict[str, Any], header: dict[str, Any]) -> None:
 def _train(
     folder: RunFolder,
     options: Options,
+    config: DecoderConfig,
     learners: dict[str, Learner],
     placement: Placement,
     data: tuple[np.ndarray, np.ndarray],
@@ -273,17 +291,20 @@ def _train(
     signals: list[Any],
 ) -> int:
     """Trains until the last step or a signal, and returns the last step that was taken and saved."""
+    assert options.checkpoint_every is not None  # since `settle`
     training, held_out = data
     if folder.latest_step:
         states = folder.restore({name: learner.abstract_state() for name, learner in learners.items()})
     else:
         states = {name: learner.init(jax.random.key(options.seed)) for name, learner in learners.items()}
     done = step = folder.latest_step
-    batches = math.ceil(_EVALUATION_WINDOWS / options.batch)
-    windows = _text.evaluation_windows(held_out, count=batches * options.batch, seq_len=options.seq_len)
-    windows = jax.device_put(windows.reshape(batches, options.batch, -1), placement.evaluation)
+    microbatch = options.batch // options.microbatches
+    batches = math.ceil(_EVALUATION_WINDOWS / microbatch)
+    windows = _text.evaluation_windows(held_out, count=batches * microbatch, seq_len=options.seq_len)
+    windows = jax.device_put(windows.reshape(batches, microbatch, -1), placement.windows)
 
-    progress = _report.Progress(options.steps, done, options.batch * options.seq_len, devices)
+    flops = len(learners) * config.flops_per_token(options.seq_len)
+    progress = _report.Progress(options.steps, done, options.batch * options.seq_len, flops, devices)
     records = _Records(folder, progress)
 
     def evaluate(step: int) -> None:
@@ -294,10 +315,11 @@ def _train(
         if not done:
             evaluate(0)
         for step in range(done + 1, options.steps + 1):
+            # On the host this takes less than a millisecond, while devices compute the steps before.
             batch = _text.training_windows(
                 training, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
             )
-            batch = jax.device_put(batch, placement.windows)
+            batch = jax.device_put(batch.reshape(options.microbatches, microbatch, -1), placement.windows)
             losses = {}
             for name, learner in learners.items():
                 states[name], losses[name] = learner.step(states[name], batch)
@@ -305,16 +327,17 @@ def _train(
             stops = step == options.steps or bool(signals)
             evaluates = step % options.eval_every == 0 or step == options.steps
             saves = step % options.checkpoint_every == 0 or stops
-            # Not timed: the first step, which waits for the compiler, validations and checkpoints.
+            # Not timed: the first step, which waits for the compiler, validations, and copies for checkpoints.
             if step == done + 1 or evaluates or saves:
                 records.flush()
                 if evaluates:
                     evaluate(step)
                 if saves:
-                    folder.save(step, states)
+                    folder.save_behind(step, states)
                 if stops:
                     break
                 progress.time_steps()
+        folder.finish_saving()
     finally:
         progress.close()
     return step
@@ -351,7 +374,7 @@ class _Records:
             self._progress.validation(step, losses)
 
 
-def _conclude(folder: RunFolder, options: Options, config: DecoderConfig) -> None:
+def _conclude(folder: RunFolder, options: Options, config: DecoderConfig, unit: str) -> None:
     training, validation = folder.records("train"), folder.records("validation")
     figure = folder.path / "loss.png"
     chosen = [] if config.recipe is None else [f"{options.recipe} scaling"]
@@ -363,8 +386,8 @@ def _conclude(folder: RunFolder, options: Options, config: DecoderConfig) -> Non
     files = ["log.jsonl", "checkpoints"]
     if training and validation:  # a damaged log may have neither
         with _run_folder.writing(folder.path):
-            _report.draw_losses(figure, title, label, training, validation)
-        print(_report.summary(label, training, validation))
+            _report.draw_losses(figure, title, label, training, validation, unit)
+        print(_report.summary(label, training, validation, unit))
         files.append(figure.name)
     how = "" if options.tp == 1 else f" with tp {options.tp}, transport {options.transport},"
     print(f"{options.steps} steps{how} in {folder.path}: {', '.join(files)}")

@@ -14,9 +14,10 @@ from te_jax.flax.convert import convert, report
 from te_jax.flax.embed import Embed
 from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.linear import Dense, DenseGeneral, DotGeneral, Einsum, make_dot_general_cls
-from te_jax.flax.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
+from te_jax.flax.microbatches import merge_gradients, quantize_kernels
 from te_jax.flax.norm import LayerNorm, NormLinear, RMSNorm
 from te_jax.flax.transformer_block import TransformerBlock
+from te_jax.nn.microbatches import accumulate_gradients
 
 __all__ = [
     "Attention",

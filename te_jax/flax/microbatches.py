@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax import serialization
 from flax.core import meta
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from te_jax.flax.convert import options_in_call
 from te_jax.flax.linear import Einsum, unboxed
@@ -24,8 +20,6 @@ Variables = Any
 
 # nn.jit must trace again: a cached trace would not report its layers.
 _traced_anew = jax.make_user_context()
-
-_ZEROS = "jax.tree.map(jnp.zeros_like, flax.linen.unbox(variables)), of the variables before quantize_kernels"
 
 
 def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
@@ -93,46 +87,6 @@ def _kernel_ndims(module: Any, shape: tuple[int, ...]) -> tuple[int, int]:
     return rows, len(shape) - rows
 
 
-def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Variables]]:
-    """`jax.value_and_grad` with respect to the first argument, adding to the gradients of earlier microbatches.
-
-    The sum for a quantized kernel is updated in place if it is donated or the carry of a loop. The collection
-    "_overwrite_with_gradient" is not summed: its next value is the maximum (`te_jax.recipe.merge`).
-
-    Args:
-      loss_fn: loss_fn(variables, *args, **kwargs) returns a scalar, or (scalar, aux) with has_aux.
-      has_aux: as in `jax.value_and_grad`.
-
-    Returns:
-      f(variables, gradients, *args, **kwargs) -> (what loss_fn returns, gradients). `variables` may have quantized
-      kernels; `gradients` have their structure with arrays for kernels, zeros at first:
-      `jax.tree.map(jnp.zeros_like, flax.linen.unbox(variables))` before `quantize_kernels`. f raises ValueError where
-      `gradients` do not fit.
-    """
-
-    @functools.wraps(loss_fn)
-    def wrapped(variables: Variables, gradients: Variables, *args: Any, **kwargs: Any):
-        leaves, structure = jax.tree.flatten_with_path(variables, is_leaf=_is_quantized)
-        named, before = _named(variables), _named(gradients)
-        microbatches.validate_gradients(named, before, _ZEROS)
-        kernels = {name: leaf for name, leaf in named.items() if _is_quantized(leaf)}
-        rest = {name: leaf for name, leaf in named.items() if name not in kernels}
-
-        def loss_of(kernels: dict[str, Any], rest: dict[str, Any]):
-            inputs = kernels | rest
-            result = loss_fn(structure.unflatten([inputs[name] for name in named]), *args, **kwargs)
-            return result if has_aux else (result, None)
-
-        loss, aux, sums, found = microbatches.accumulate(loss_of, kernels, before, rest)
-        after = [
-            sums[name] if name in kernels else _merged(path, before[name], found[name])
-            for (path, _), name in zip(leaves, named, strict=True)
-        ]
-        return (loss, aux) if has_aux else loss, structure.unflatten(after)
-
-    return wrapped
-
-
 def merge_gradients(first: Variables, second: Variables) -> Variables:
     """The gradients of two microbatches as one: their sum, and the maximum in "_overwrite_with_gradient".
 
@@ -142,18 +96,8 @@ def merge_gradients(first: Variables, second: Variables) -> Variables:
     Raises:
       ValueError: they are of different variables.
     """
-    microbatches.validate_mergeable(_named(first), _named(second))
-    return jax.tree.map_with_path(_merged, first, second)
-
-
-def _merged(path: tuple[Any, ...], first: Any, second: Any) -> Any:
-    overwrites = jax.tree_util.DictKey(OVERWRITE_WITH_GRADIENT) in path
-    return jnp.maximum(first, second) if overwrites else first + second.astype(first.dtype)
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_quantized)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    microbatches.validate_mergeable(microbatches.named_leaves(first), microbatches.named_leaves(second))
+    return jax.tree.map_with_path(microbatches.merged, first, second)
 
 
 def _is_quantized(x: Any) -> bool:

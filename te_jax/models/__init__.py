@@ -1,7 +1,7 @@
 """Reference models: what `te-jax train`, the notebooks and the benchmarks share."""
 
 from te_jax.models.config import PRESETS, DecoderConfig
-from te_jax.models.decoder import apply, init, init_scaling_state, loss
+from te_jax.models.decoder import apply, init, init_scaling_state, loss, requantize
 from te_jax.models.sharded import parallel_apply, parallel_loss
 from te_jax.models.tensor_parallel import TensorParallel, param_specs
 
@@ -16,4 +16,5 @@ __all__ = [
     "parallel_apply",
     "parallel_loss",
     "param_specs",
+    "requantize",
 ]

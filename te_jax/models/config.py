@@ -27,6 +27,8 @@ class DecoderConfig:
       remat: recompute each block in the backward pass and keep only its input: memory for about a third more FLOPs.
       recipe: how the projections of attention and MLP are quantized to FP8 (`te_jax.recipe`), whose sizes must then be
         multiples of 16; None computes them in `dtype`. Kernels are quantized from float32.
+      head_recipe: how the gradients of the output head are quantized, in `loss` on one device: see
+        `te_jax.ops.linear_cross_entropy`. None computes them in `dtype`.
 
     Raises:
       ValueError: a size is below 1, heads do not divide, a name is unknown, or `recipe` is no recipe.
@@ -44,6 +46,7 @@ class DecoderConfig:
     dtype: str = "float32"
     remat: bool = False
     recipe: Recipe | None = None
+    head_recipe: Recipe | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
@@ -65,10 +68,12 @@ class DecoderConfig:
             object.__setattr__(self, name, float(value))  # arrays are not hashable
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(_DTYPES)}")
-        if self.recipe is not None and not isinstance(self.recipe, Recipe):
-            raise ValueError(
-                f"recipe is {self.recipe!r}: it needs to be a Recipe, such as te_jax.recipe.CurrentScaling(), or None"
-            )
+        for name in ("recipe", "head_recipe"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Recipe):
+                raise ValueError(
+                    f"{name} is {value!r}: it needs to be a Recipe, such as te_jax.recipe.CurrentScaling(), or None"
+                )
 
     @property
     def num_parameters(self) -> int:
@@ -76,6 +81,20 @@ class DecoderConfig:
         attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
         block = attention + 3 * self.hidden_size * self.mlp_size + 2 * self.hidden_size
         return 2 * self.vocab_size * self.hidden_size + self.num_layers * block + self.hidden_size
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """FLOPs of a token in training, forward and backward: those of GEMMs and of causal attention, without `remat`.
+
+        Two for each multiplication with a kernel or the head, and as many for each of the two gradients. In the mean a
+        token attends to half of its sequence.
+
+        Args:
+          seq_len: tokens in a sequence.
+        """
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        kernels = self.num_parameters - self.vocab_size * self.hidden_size - norms
+        attention = self.num_layers * self.num_heads * self.head_dim * seq_len  # scores and values, half of each
+        return 6 * (kernels + attention)
 
 
 PRESETS: dict[str, DecoderConfig] = {

@@ -1,11 +1,12 @@
 """A decoder-only transformer of the Llama family as pure functions: `init`, `apply` and `loss`.
 
-RMSNorm before each block, rotary positions, grouped-query attention, a SiLU-gated MLP, no biases. The parameters of all
-layers are stacked on a leading axis and run by one `lax.scan`, so a deeper model does not compile for longer. Norms,
-attention and MLP are `te_jax.ops.rms_norm`, `attention` and `gated_mlp`.
+RMSNorm before each block, rotary positions, grouped-query attention, a SiLU-gated MLP, no biases. Each layer has
+parameters of its own, in a list, and `te_jax.nn.apply_layers` runs them. Norms, attention and MLP are
+`te_jax.ops.rms_norm`, `attention` and `gated_mlp`.
 
-With a recipe, the projections of attention and MLP run in FP8. The embedding and the output head stay in `dtype`: there
-the rounding of FP8 would reach every logit directly, and of a deep model's products the head is a small part.
+With a recipe, the projections of attention and MLP run in FP8. The output head stays in `dtype`, where the rounding of
+FP8 would reach every logit directly; its gradients run in FP8 where `head_recipe` says so. `loss` never holds
+all logits.
 
 The output head is not tied to the embedding, as in the large shapes of `PRESETS`: it is then a projection of the same
 layout as the others, and split over devices in the same way.
@@ -15,25 +16,29 @@ Inside `shard_map`, `apply` and `loss` take `parallel`, and run on a part of eve
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from te_jax import ops, sharding
 from te_jax.models import tensor_parallel
 from te_jax.models.config import DecoderConfig
 from te_jax.models.tensor_parallel import TensorParallel
 from te_jax.nn.attention import rotary_tables, rotate
+from te_jax.nn.layers import apply_layers
+from te_jax.nn.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.nn.norm import handover
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
-__all__ = ["apply", "init", "init_scaling_state", "loss"]
+__all__ = ["apply", "init", "init_scaling_state", "loss", "requantize"]
 
 _PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 
 Implementation = Literal["native", "reference"]
+ScalingState = list[dict[str, DelayedScalingState]]
 
 
 class Projections(Protocol):
@@ -72,11 +77,23 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
 
     Returns:
       A dict of float32 arrays, V = vocab_size, L = num_layers, D = hidden_size, H, K = heads, F = mlp_size:
-      `embedding` [V, D], `final_norm` [D], `head` [D, V] and `layers`, a dict of `attention_norm` and `mlp_norm`
-      [L, D], `query` [L, D, H·head_dim], `key` and `value` [L, D, K·head_dim], `out` [L, H·head_dim, D], `gate` and
-      `up` [L, D, F], `down` [L, F, D].
+      `embedding` [V, D], `final_norm` [D], `head` [D, V] and `layers`, a list of L dicts of `attention_norm` and
+      `mlp_norm` [D], `query` [D, H·head_dim], `key` and `value` [D, K·head_dim], `out` [H·head_dim, D], `gate` and
+      `up` [D, F], `down` [F, D].
     """
-    d, layers = config.hidden_size, config.num_layers
+    d = config.hidden_size
+    embedding_key, head_key, *layer_keys = jax.random.split(key, 2 + config.num_layers)
+    return {
+        "embedding": jax.random.normal(embedding_key, (config.vocab_size, d), jnp.float32),
+        "layers": [_init_layer(config, layer_key) for layer_key in layer_keys],
+        "final_norm": jnp.ones((d,), jnp.float32),
+        "head": jax.random.normal(head_key, (d, config.vocab_size), jnp.float32) * d**-0.5,
+    }
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init_layer(config: DecoderConfig, key: jax.Array) -> dict[str, jax.Array]:
+    d = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = {
         "query": (d, q_size),
@@ -87,48 +104,61 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
         "up": (d, config.mlp_size),
         "down": (config.mlp_size, d),
     }
-    embedding_key, head_key, *layer_keys = jax.random.split(key, 2 + len(shapes))
-    stacked = {}
-    for layer_key, (name, shape) in zip(layer_keys, shapes.items(), strict=True):
-        fan_in = shape[0] * (2 * layers if name in ("out", "down") else 1)
-        stacked[name] = jax.random.normal(layer_key, (layers, *shape), jnp.float32) * fan_in**-0.5
-    return {
-        "embedding": jax.random.normal(embedding_key, (config.vocab_size, d), jnp.float32),
-        "layers": {
-            "attention_norm": jnp.ones((layers, d), jnp.float32),
-            "mlp_norm": jnp.ones((layers, d), jnp.float32),
-            **stacked,
-        },
-        "final_norm": jnp.ones((d,), jnp.float32),
-        "head": jax.random.normal(head_key, (d, config.vocab_size), jnp.float32) * d**-0.5,
-    }
+    layer = {"attention_norm": jnp.ones((d,), jnp.float32), "mlp_norm": jnp.ones((d,), jnp.float32)}
+    for name, each in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
+        fan_in = shapes[name][0] * (2 * config.num_layers if name in ("out", "down") else 1)
+        layer[name] = jax.random.normal(each, shapes[name], jnp.float32) * fan_in**-0.5
+    return layer
 
 
-def init_scaling_state(config: DecoderConfig) -> dict[str, DelayedScalingState] | None:
+def init_scaling_state(config: DecoderConfig) -> ScalingState | None:
     """The state of delayed scaling before the first step; `loss` takes it, and its gradient is the next state.
 
     Args:
       config: the shape.
 
     Returns:
-      A dict with a `te_jax.recipe.DelayedScalingState` for each projection ("query", "key", "value", "out", "gate",
-      "up", "down"), its arrays stacked along a first dimension of num_layers; None where the recipe has no state.
+      For each layer a dict with a `te_jax.recipe.DelayedScalingState` for each projection ("query", "key", "value",
+      "out", "gate", "up", "down"); None where the recipe has no state.
     """
-    if not isinstance(config.recipe, DelayedScaling):
+    recipe = config.recipe
+    if not isinstance(recipe, DelayedScaling):
         return None
-    layers = config.num_layers
+    return [{name: recipe.init() for name in _PROJECTIONS} for _ in range(config.num_layers)]
 
-    def stacked(leaf: jax.Array) -> jax.Array:
-        return jnp.zeros((layers, *leaf.shape), leaf.dtype)
 
-    return {name: jax.tree.map(stacked, config.recipe.init()) for name in _PROJECTIONS}
+def requantize(config: DecoderConfig, *, implementation: Implementation | None = None) -> Any:
+    """Which kernels `te_jax.optim.apply_updates` quantizes for the next step, and how.
+
+    A step then quantizes each kernel once, however many microbatches it has:
+
+        params, operands = te_jax.optim.apply_updates(params, updates, requantize=models.requantize(config))
+        gradient = te_jax.nn.accumulate_gradients(loss)  # of the next step: gradient(operands, gradients, …)
+
+    Args:
+      config: the shape, with a recipe.
+      implementation: see `te_jax.ops.quantize`.
+
+    Returns:
+      A tree like the parameters, with a `te_jax.optim.Requantize` for every projection of a block and None elsewhere.
+
+    Raises:
+      ValueError: `config` has no recipe.
+    """
+    from te_jax.optim import Requantize  # which needs optax
+
+    if config.recipe is None:
+        raise ValueError("config.recipe is None: only a recipe says how kernels are quantized")
+    how = Requantize(config.recipe, implementation=implementation)
+    layer = {"attention_norm": None, "mlp_norm": None, **dict.fromkeys(_PROJECTIONS, how)}
+    return {"embedding": None, "layers": [layer] * config.num_layers, "final_norm": None, "head": None}
 
 
 def apply(
     params: dict[str, Any],
     tokens: jax.Array,
     config: DecoderConfig,
-    scaling_state: dict[str, DelayedScalingState] | None = None,
+    scaling_state: ScalingState | None = None,
     *,
     parallel: TensorParallel | None = None,
     implementation: Implementation | None = None,
@@ -136,7 +166,7 @@ def apply(
     """Logits of the next token at every position; position t sees tokens 0 … t.
 
     Args:
-      params: what `init` returned for this `config`.
+      params: what `init` returned for this `config`. Kernels of blocks may be quantized (`requantize`).
       tokens: integer [batch, time], each in [0, vocab_size).
       config: the shape.
       scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
@@ -151,38 +181,10 @@ def apply(
       ValueError: `tokens` is not an integer array of two dimensions, or is empty; `scaling_state` is missing or has no
         use; a size does not fit FP8 products, or does not divide over devices.
     """
-    _check_tokens("tokens", tokens)
-    if (scaling_state is not None) != isinstance(config.recipe, DelayedScaling):
-        raise ValueError(
-            f"scaling_state is {'missing' if scaling_state is None else 'given'}, and config.recipe is "
-            f"{config.recipe!r}: delayed scaling, and nothing else, takes what `init_scaling_state` returns"
-        )
+    x, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
     if parallel is not None:
-        params = tensor_parallel.enter(params, tokens, config, parallel)
-    cos, sin = rotary_tables(jnp.arange(tokens.shape[1]), config.head_dim, config.rope_theta)
-
-    def block(x, layer_and_state):
-        layer, state = layer_and_state
-        if parallel is None:
-            projections = _WholeProjections(layer, state, config, implementation)
-        else:
-            projections = tensor_parallel.SplitProjections(layer, state, config, parallel, implementation)
-        normed, x = projections.norm(x, "attention_norm")
-        mixed = _attention(normed, projections, cos, sin, config)
-        normed, x = projections.norm(mixed, "mlp_norm", residual=x)
-        return x + projections.mlp(normed), None
-
-    # Inside scan the loop itself keeps XLA from merging the recomputation with the forward pass, so the barriers that
-    # prevent_cse adds would only cost time.
-    body = jax.checkpoint(block, prevent_cse=False) if config.remat else block
-    x = sharding.take_rows(params["embedding"], tokens).astype(config.dtype)
-    if parallel is not None:
-        x = tensor_parallel.features_to_time(x, parallel)
-    x, _ = lax.scan(body, x, (params["layers"], scaling_state))
-    x = ops.rms_norm(x, params["final_norm"], epsilon=config.norm_eps, implementation=implementation)
-    if parallel is not None:
-        return tensor_parallel.logits(x, params["head"], parallel, implementation)
-    return ops.dense(x, params["head"], implementation=implementation)
+        return tensor_parallel.logits(x, head, parallel, implementation)
+    return ops.dense(x, head, implementation=implementation)
 
 
 def loss(
@@ -190,7 +192,7 @@ def loss(
     tokens: jax.Array,
     targets: jax.Array,
     config: DecoderConfig,
-    scaling_state: dict[str, DelayedScalingState] | None = None,
+    scaling_state: ScalingState | None = None,
     *,
     parallel: TensorParallel | None = None,
     implementation: Implementation | None = None,
@@ -202,14 +204,14 @@ def loss(
         gradients, scaling_state = jax.grad(loss, argnums=(0, 4))(params, tokens, targets, config, scaling_state)
 
     Args:
-      params: what `init` returned for this `config`.
+      params: what `init` returned for this `config`. Kernels of blocks may be quantized (`requantize`); gradients with
+        respect to these need `te_jax.nn.accumulate_gradients`.
       tokens: integer [batch, time].
       targets: integer [batch, time]: the token that follows each position, or -100 where none is to be predicted.
       config: the shape.
       scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
       parallel: inside `shard_map`, how the decoder is split over devices: see `apply`. `targets` are like `tokens`.
-      implementation: passed to `te_jax.ops.dense`, `te_jax.parallel` and `te_jax.ops.softmax_cross_entropy`: None,
-        "native" or "reference".
+      implementation: passed to `te_jax.ops.dense`, `te_jax.parallel` and the loss: None, "native" or "reference".
 
     Returns:
       float32 scalar; with `parallel` the same on all devices.
@@ -223,10 +225,59 @@ def loss(
         raise ValueError(
             f"targets has shape {targets.shape} and tokens has shape {tokens.shape}: give one target for each token"
         )
-    logits = apply(params, tokens, config, scaling_state, parallel=parallel, implementation=implementation)
+    x, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
+    with jax.named_scope("loss"):
+        if parallel is not None:
+            logits = tensor_parallel.logits(x, head, parallel, implementation)
+            return tensor_parallel.mean_cross_entropy(logits, targets, parallel, implementation)
+        recipe = config.head_recipe
+        return ops.linear_cross_entropy(x, head, targets, recipe=recipe, implementation=implementation)
+
+
+def _hidden(
+    params: dict[str, Any],
+    tokens: jax.Array,
+    config: DecoderConfig,
+    scaling_state: ScalingState | None,
+    parallel: TensorParallel | None,
+    implementation: Implementation | None,
+) -> tuple[jax.Array, jax.Array]:
+    """What the head reads, and the head."""
+    _check_tokens("tokens", tokens)
+    if (scaling_state is not None) != isinstance(config.recipe, DelayedScaling):
+        raise ValueError(
+            f"scaling_state is {'missing' if scaling_state is None else 'given'}, and config.recipe is "
+            f"{config.recipe!r}: delayed scaling, and nothing else, takes what `init_scaling_state` returns"
+        )
     if parallel is not None:
-        return tensor_parallel.mean_cross_entropy(logits, targets, parallel, implementation)
-    return ops.softmax_cross_entropy(logits, targets, implementation=implementation)
+        if any(isinstance(leaf, QuantizedArray | AccumulatedKernel) for leaf in _kernels(params)):
+            raise ValueError(
+                "params has quantized kernels, and parallel is given, which takes arrays: pass the parameters"
+            )
+        params = tensor_parallel.enter(params, tokens, config, parallel)
+    cos, sin = rotary_tables(jnp.arange(tokens.shape[1]), config.head_dim, config.rope_theta)
+
+    def block(x: jax.Array, layer_and_state: Any) -> jax.Array:
+        layer, state = layer_and_state
+        if parallel is None:
+            projections = _WholeProjections(layer, state, config, implementation)
+        else:
+            projections = tensor_parallel.SplitProjections(layer, state, config, parallel, implementation)
+        normed, x = projections.norm(x, "attention_norm")
+        mixed = _attention(normed, projections, cos, sin, config)
+        normed, x = projections.norm(mixed, "mlp_norm", residual=x)
+        return x + projections.mlp(normed)
+
+    x = sharding.take_rows(params["embedding"], tokens).astype(config.dtype)
+    if parallel is not None:
+        x = tensor_parallel.features_to_time(x, parallel)
+    states = [None] * config.num_layers if scaling_state is None else scaling_state
+    x = apply_layers(block, list(zip(params["layers"], states, strict=True)), x, remat=config.remat)
+    return ops.rms_norm(x, params["final_norm"], epsilon=config.norm_eps, implementation=implementation), params["head"]
+
+
+def _kernels(params: dict[str, Any]) -> list[Any]:
+    return [layer[name] for layer in params["layers"] for name in _PROJECTIONS]
 
 
 def _check_tokens(name: str, tokens: jax.Array) -> None:
@@ -243,7 +294,7 @@ def _check_tokens(name: str, tokens: jax.Array) -> None:
 class _WholeProjections:
     """`Projections` of a block that one device holds."""
 
-    layer: dict[str, jax.Array]
+    layer: dict[str, Any]  # arrays, QuantizedArrays, or what stands for these in `te_jax.nn.accumulate_gradients`
     scaling_state: dict[str, DelayedScalingState] | None
     config: DecoderConfig
     implementation: Implementation | None
@@ -271,7 +322,7 @@ class _WholeProjections:
     def _of(self, names: tuple[str, ...]) -> dict[str, Any]:
         state = self.scaling_state
         return {
-            "kernel": tuple(self.layer[name] for name in names),
+            **dense_kernels([self.layer[name] for name in names]),
             "recipe": self.config.recipe,
             "scaling_state": None if state is None else tuple(state[name] for name in names),
             "implementation": self.implementation,

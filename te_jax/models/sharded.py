@@ -8,11 +8,8 @@ from jax.sharding import Mesh, PartitionSpec
 from te_jax import sharding
 from te_jax.models import decoder
 from te_jax.models.config import DecoderConfig
-from te_jax.models.decoder import Implementation
+from te_jax.models.decoder import Implementation, ScalingState
 from te_jax.models.tensor_parallel import TensorParallel, param_specs
-from te_jax.recipe import DelayedScalingState
-
-ScalingState = dict[str, DelayedScalingState] | None
 
 _EVERYWHERE = PartitionSpec()
 
@@ -39,14 +36,14 @@ def parallel_apply(
     """
     specs, batch = _specs(mesh, config, parallel)
 
-    def local(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState) -> jax.Array:
+    def local(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState | None) -> jax.Array:
         return decoder.apply(params, tokens, config, scaling_state, parallel=parallel, implementation=implementation)
 
     mapped = sharding.shard_map(
         local, mesh, (specs, batch, _EVERYWHERE), PartitionSpec(*batch, None, parallel.axis_name)
     )
 
-    def whole(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState = None) -> jax.Array:
+    def whole(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState | None = None) -> jax.Array:
         return mapped(params, tokens, scaling_state)
 
     return jax.jit(whole)
@@ -77,7 +74,9 @@ def parallel_loss(
     """
     specs, batch = _specs(mesh, config, parallel)
 
-    def local(params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState) -> jax.Array:
+    def local(
+        params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState | None
+    ) -> jax.Array:
         return decoder.loss(
             params, tokens, targets, config, scaling_state, parallel=parallel, implementation=implementation
         )
@@ -85,7 +84,7 @@ def parallel_loss(
     mapped = sharding.shard_map(local, mesh, (specs, batch, batch, _EVERYWHERE), _EVERYWHERE)
 
     def whole(
-        params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState = None
+        params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState | None = None
     ) -> jax.Array:
         return mapped(params, tokens, targets, scaling_state)
 

@@ -9,7 +9,7 @@
 A block gathers its time twice, for query, key and value together and for gate and up together, and scatters sums twice:
 `te_jax.parallel.all_gather_matmul` and `matmul_reduce_scatter`, whose transports hide that behind the products. Key and
 value kernels are split where every device gets whole heads of its own. Else all devices have all of them, and each uses
-the heads that its query heads share; their gradients are summed over devices, like those of norms, once for all layers.
+the heads that its query heads share; their gradients are summed over devices, like those of norms, once a step.
 """
 
 from __future__ import annotations
@@ -113,23 +113,24 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, An
     """
     parallel.check(config)
     axis = parallel.axis_name
-    rows, columns, everywhere = PartitionSpec(None, axis), PartitionSpec(None, None, axis), PartitionSpec()
+    rows, columns, everywhere = PartitionSpec(axis), PartitionSpec(None, axis), PartitionSpec()
     kv = columns if _kv_heads(config, parallel.size).is_split else everywhere
+    layer = {
+        "attention_norm": everywhere,
+        "mlp_norm": everywhere,
+        "query": columns,
+        "key": kv,
+        "value": kv,
+        "out": rows,
+        "gate": columns,
+        "up": columns,
+        "down": rows,
+    }
     return {
-        "embedding": PartitionSpec(None, axis),
-        "layers": {
-            "attention_norm": everywhere,
-            "mlp_norm": everywhere,
-            "query": columns,
-            "key": kv,
-            "value": kv,
-            "out": rows,
-            "gate": columns,
-            "up": columns,
-            "down": rows,
-        },
+        "embedding": columns,
+        "layers": [layer] * config.num_layers,
         "final_norm": everywhere,
-        "head": PartitionSpec(None, axis),
+        "head": columns,
     }
 
 
@@ -180,7 +181,7 @@ def _misfit(config: DecoderConfig, size: int) -> str | None:
 
 
 def enter(params: dict[str, Any], tokens: Array, config: DecoderConfig, parallel: TensorParallel) -> dict[str, Any]:
-    """This device's parameters, such that gradients of what all devices have are summed once for all layers.
+    """This device's parameters, such that gradients of what all devices have are summed once.
 
     Raises:
       ValueError: this is no place for `parallel`, or it does not fit the decoder or the tokens.
@@ -206,7 +207,7 @@ def enter(params: dict[str, Any], tokens: Array, config: DecoderConfig, parallel
             f"tokens has shape {tokens.shape}, a time of {tokens.shape[_TIME_AXIS]}, which the {size} devices of "
             "`parallel` do not divide: pad it, with -100 for targets"
         )
-    # Here rather than where they are used: the loop over layers would sum gradients in every one of its steps.
+    # Here rather than where they are used, which may be in several places, and twice where blocks are recomputed.
     return jax.tree.map(lambda leaf: sharding.varying_over(leaf, frozenset((axis,))), params)
 
 

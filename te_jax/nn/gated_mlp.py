@@ -9,7 +9,7 @@ from jax import Array
 
 from te_jax import ops
 from te_jax.nn import linear
-from te_jax.nn.microbatches import kernel_and_accumulator
+from te_jax.nn.microbatches import dense_kernels
 from te_jax.quantized import QuantizedArray
 from te_jax.reference.activation import Kind
 
@@ -37,14 +37,12 @@ def gated_mlp(
     """The MLP of three layers, in the given dtype, or in what x, kernels and biases promote to. x may come in FP8."""
     layers = gate, up, down
     dtype = linear.result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
-    kernels, accumulators = zip(*(kernel_and_accumulator(layer.kernel) for layer in layers), strict=True)
     states = tuple(layer.scaling_state for layer in layers if layer.scaling_state is not None)
     return ops.gated_mlp(
         linear.cast(x, dtype),
-        kernels,
-        tuple(layer.bias for layer in layers),
+        **dense_kernels([layer.kernel for layer in layers]),
+        bias=tuple(layer.bias for layer in layers),
         **vars(activation),
-        wgrad_accumulator=accumulators,
         scaling_state=states or None,
         **vars(options),
     )

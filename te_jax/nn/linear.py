@@ -17,7 +17,7 @@ from jax import Array
 from te_jax import native, ops
 from te_jax._core.arguments import as_dtype, is_whole_number
 from te_jax._core.types import FLOAT_NAMES, FLOATS
-from te_jax.nn.microbatches import AccumulatedKernel, kernel_and_accumulator
+from te_jax.nn.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.ops.dense import KernelContracting
 from te_jax.ops.dense import quantize_kernel as _quantize_kernel
 from te_jax.quantized import QuantizedArray
@@ -117,17 +117,17 @@ def linears(
     """
     dtype = result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
     x = cast(x, dtype)
-    kernels, accumulators = zip(*(kernel_and_accumulator(layer.kernel) for layer in layers), strict=True)
+    kernels = dense_kernels([layer.kernel for layer in layers])
     columns = [
         kernel.shape[kernel.row_ndim :] if isinstance(kernel, QuantizedArray) else sizes
-        for kernel, sizes in zip(kernels, features, strict=True)
+        for kernel, sizes in zip(kernels["kernel"], features, strict=True)
     ]
     biases = tuple(
         None if layer.bias is None else regrouped(layer.bias, (sizes,), (cols,))
         for layer, sizes, cols in zip(layers, features, columns, strict=True)
     )
     states = tuple(layer.scaling_state for layer in layers if layer.scaling_state is not None)
-    ys = ops.dense(x, kernels, biases, wgrad_accumulator=accumulators, scaling_state=states or None, **vars(options))
+    ys = ops.dense(x, bias=biases, **kernels, scaling_state=states or None, **vars(options))
     batch = x.shape[:-1]
     return tuple(
         regrouped(y, (batch, cols), (batch, sizes)) for y, cols, sizes in zip(ys, columns, features, strict=True)
@@ -340,7 +340,8 @@ def _dense(
     options: Options,
 ) -> Array:
     """`te_jax.ops.dense`, also with a quantized kernel, which may have fewer dimensions (`quantize_kernel`)."""
-    operand, accumulator = kernel_and_accumulator(kernel)
+    arguments = dense_kernels([kernel])
+    (operand,), (accumulator,) = arguments["kernel"], arguments["wgrad_accumulator"]
     batch, inner = x.shape[: x.ndim - contracting_ndim], x.shape[x.ndim - contracting_ndim :]
     if isinstance(operand, QuantizedArray):
         rows, cols = operand.shape[: operand.row_ndim], operand.shape[operand.row_ndim :]
@@ -361,6 +362,7 @@ def _dense(
         kernel_contracting=kernel_contracting,
         activation=activation,
         wgrad_accumulator=accumulator,
+        accumulate=arguments["accumulate"],
         scaling_state=scaling_state,
         **vars(options),
     )

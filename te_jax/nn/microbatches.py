@@ -5,19 +5,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from te_jax.quantized import QuantizedArray
+from te_jax.recipe import DelayedScalingState, merge
+
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+"""Flax's name of the collection of variables whose gradient is their next value."""
+
+_ZEROS = (
+    "jax.tree.map(jnp.zeros_like, variables), of the variables (of flax.linen.unbox of them) before they were quantized"
+)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("kernel", "gradient", "uses"), meta_fields=())
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("kernel", "gradient", "uses"), meta_fields=("accumulate",)
+)
 @dataclasses.dataclass(frozen=True)
 class AccumulatedKernel:
     """A quantized kernel and the sum to which its gradient is added.
@@ -27,11 +37,13 @@ class AccumulatedKernel:
       gradient: the sum so far, in the kernel's shape. The gradient with respect to it is the next sum.
       uses: float32 zeros, one for each stacked kernel. The gradient with respect to it counts the layer's calls: JAX
         would add up the next sums of several calls.
+      accumulate: False where `gradient` is only a place for the sum, and what it holds is not added to.
     """
 
     kernel: QuantizedArray
     gradient: Array
     uses: Array
+    accumulate: bool = True
 
 
 def validate_gradients(variables: Mapping[str, Any], gradients: Mapping[str, Any], zeros: str) -> None:
@@ -54,10 +66,10 @@ def validate_gradients(variables: Mapping[str, Any], gradients: Mapping[str, Any
         gradient = gradients[name]
         if isinstance(gradient, QuantizedArray):
             raise ValueError(f"gradients have a QuantizedArray for {name}, and sums need an array: start from {zeros}")
-        if not _has_shape_of(variable, jnp.shape(gradient)):
+        if not _has_shape_of(variable, gradient):
+            shapes = (jax.tree.map(jnp.shape, gradient), getattr(variable, "shape", "another structure"))
             raise ValueError(
-                f"gradients have shape {jnp.shape(gradient)} for {name}, which has shape {variable.shape}: start from "
-                f"{zeros}"
+                f"gradients have shape {shapes[0]} for {name}, which has shape {shapes[1]}: start from {zeros}"
             )
 
 
@@ -77,7 +89,10 @@ def validate_mergeable(first: Mapping[str, Any], second: Mapping[str, Any]) -> N
             )
 
 
-def _has_shape_of(variable: Any, shape: tuple[int, ...]) -> bool:
+def _has_shape_of(variable: Any, gradient: Any) -> bool:
+    if isinstance(variable, DelayedScalingState):
+        return jax.tree.map(jnp.shape, variable) == jax.tree.map(jnp.shape, gradient)
+    shape = jnp.shape(gradient)
     if not isinstance(variable, QuantizedArray):
         return shape == jnp.shape(variable)
     stacked = variable.shape[: variable.ndim - variable.row_ndim - variable.col_ndim]  # the others may be merged
@@ -87,7 +102,7 @@ def _has_shape_of(variable: Any, shape: tuple[int, ...]) -> bool:
 def accumulate(
     loss_of: Callable[[dict[str, AccumulatedKernel], Any], tuple[Array, Any]],
     kernels: Mapping[str, QuantizedArray],
-    sums: Mapping[str, Array],
+    sums: Mapping[str, Array] | None,
     rest: Any,
 ) -> tuple[Array, Any, dict[str, Array], Any]:
     """A loss and its gradients, with those of quantized kernels added to former ones.
@@ -95,7 +110,8 @@ def accumulate(
     Args:
       loss_of: (kernels, rest) -> (loss, aux).
       kernels: by name.
-      sums: what their gradients are added to, by name; floating point, of the shapes of the kernels.
+      sums: what their gradients are added to, by name; floating point, of the shapes of the kernels. None for nothing:
+        the gradients then have the kernels' shapes and dtypes.
       rest: what else is differentiated.
 
     Returns:
@@ -109,19 +125,22 @@ def accumulate(
     def anchored_loss(sums: Mapping[str, Array], uses: Mapping[str, Array], rest: Any):
         accumulated, anchors = {}, []
         for name, kernel in kernels.items():
-            sum_, count, anchor = _kept_if_unused(sums[name], uses[name])
-            accumulated[name] = AccumulatedKernel(kernel, sum_, count)
+            kept: Any = _kept_if_unused(sums[name], uses[name], adds)
+            sum_, count, anchor = kept
+            accumulated[name] = AccumulatedKernel(kernel, sum_, count, adds)
             anchors.append(anchor)
         loss, aux = loss_of(accumulated, rest)
         return sum((anchor.astype(loss.dtype) for anchor in anchors), loss), aux
 
+    adds = sums is not None
+    before = sums or {name: lax.empty(kernel.shape, kernel.dtype) for name, kernel in kernels.items()}
     uses = {
         name: jnp.zeros(kernel.shape[: kernel.ndim - kernel.row_ndim - kernel.col_ndim], jnp.float32)
         for name, kernel in kernels.items()
     }
-    differentiated = ({name: sums[name] for name in kernels}, uses, rest)
+    differentiated = ({name: before[name] for name in kernels}, uses, rest)
     (loss, aux), gradients = jax.value_and_grad(anchored_loss, argnums=(0, 1, 2), has_aux=True)(*differentiated)
-    sums, uses, rest = gradients
+    after, uses, rest = gradients
     for name, count in uses.items():
         wrong = jnp.any(count != 1.0)
         if isinstance(wrong, Tracer):
@@ -131,15 +150,102 @@ def accumulate(
                 f"kernel {name} is quantized and was used {count} times in one gradient, which is then wrong: "
                 "quantize only kernels of layers that are called once"
             )
-    return loss, aux, dict(sums), rest
+    return loss, aux, dict(after), rest
 
 
-def kernel_and_accumulator(
-    kernel: Array | QuantizedArray | AccumulatedKernel,
-) -> tuple[Array | QuantizedArray, Array | None]:
-    if isinstance(kernel, AccumulatedKernel):
-        return kernel.kernel, _count_use(kernel.gradient, kernel.uses)
-    return kernel, None
+def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` with respect to the first argument, adding to the gradients of earlier microbatches.
+
+    The sum for a quantized kernel is updated in place if it is donated or the carry of a loop. States of delayed
+    scaling are not summed: the next one is the maximum (`te_jax.recipe.merge`), as for all in a dict's entry
+    "_overwrite_with_gradient", Flax's collection of such states.
+
+    Args:
+      loss_fn: loss_fn(variables, *args, **kwargs) returns a scalar, or (scalar, aux) with has_aux.
+      has_aux: as in `jax.value_and_grad`.
+
+    Returns:
+      f(variables, gradients, *args, **kwargs) -> (what loss_fn returns, gradients). `variables` is a pytree whose
+      kernels may be quantized (`te_jax.optim.apply_updates`, `te_jax.flax.quantize_kernels`). `gradients` have its
+      structure with arrays for kernels, zeros at first: `jax.tree.map(jnp.zeros_like, variables)` before they were
+      quantized, and after `flax.linen.unbox` where Linen boxes them. Or None for the first microbatch, which then
+      writes what the others add to. f raises ValueError where `gradients` do not fit.
+
+    Examples:
+      >>> import jax.numpy as jnp, te_jax
+      >>> recipe = te_jax.recipe.CurrentScaling()
+      >>> kernel = te_jax.ops.quantize(jnp.ones((32, 16)), recipe.quantization("kernel"))
+      >>> def loss(variables, x):
+      ...     return te_jax.ops.dense(x, **te_jax.nn.dense_kernels((variables["kernel"],)), recipe=recipe)[0].sum()
+      >>> gradient = te_jax.nn.accumulate_gradients(loss)
+      >>> _, gradients = gradient({"kernel": kernel}, None, jnp.ones((4, 32)))
+      >>> _, gradients = gradient({"kernel": kernel}, gradients, jnp.ones((4, 32)))
+      >>> float(gradients["kernel"][0, 0])
+      8.0
+    """
+
+    @functools.wraps(loss_fn)
+    def wrapped(variables: Any, gradients: Any, *args: Any, **kwargs: Any):
+        leaves, structure = jax.tree.flatten_with_path(variables, is_leaf=_is_whole)
+        named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        before = None if gradients is None else named_leaves(gradients)
+        if before is not None:
+            validate_gradients(named, before, _ZEROS)
+        kernels = {name: leaf for name, leaf in named.items() if isinstance(leaf, QuantizedArray)}
+        rest = {name: leaf for name, leaf in named.items() if name not in kernels}
+
+        def loss_of(kernels: dict[str, Any], rest: dict[str, Any]):
+            inputs = kernels | rest
+            result = loss_fn(structure.unflatten([inputs[name] for name in named]), *args, **kwargs)
+            return result if has_aux else (result, None)
+
+        loss, aux, sums, found = accumulate(loss_of, kernels, before, rest)
+        after = [
+            sums[name] if name in kernels
+            else found[name] if before is None
+            else merged(path, before[name], found[name])
+            for (path, _), name in zip(leaves, named, strict=True)
+        ]  # fmt: skip
+        return (loss, aux) if has_aux else loss, structure.unflatten(after)
+
+    return wrapped
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Arrays, QuantizedArrays and states of delayed scaling by their place in a pytree."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_whole)}
+
+
+def merged(path: tuple[Any, ...], first: Any, second: Any) -> Any:
+    """The gradients of two microbatches with respect to one leaf, as one."""
+    if isinstance(first, DelayedScalingState):
+        return merge(first, second)
+    overwrites = jax.tree_util.DictKey(OVERWRITE_WITH_GRADIENT) in path
+    return jnp.maximum(first, second) if overwrites else first + second.astype(first.dtype)
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, QuantizedArray | DelayedScalingState)
+
+
+def dense_kernels(kernels: Sequence[Array | QuantizedArray | AccumulatedKernel]) -> dict[str, Any]:
+    """The kernels of layers as arguments of `te_jax.ops.dense` and `gated_mlp`.
+
+    Args:
+      kernels: arrays; or, in the loss of `accumulate_gradients`, what stands there for quantized kernels.
+
+    Returns:
+      `kernel`, `wgrad_accumulator` and `accumulate`.
+    """
+    accumulated = [kernel for kernel in kernels if isinstance(kernel, AccumulatedKernel)]
+    return {
+        "kernel": tuple(kernel.kernel if isinstance(kernel, AccumulatedKernel) else kernel for kernel in kernels),
+        "wgrad_accumulator": tuple(
+            _count_use(kernel.gradient, kernel.uses) if isinstance(kernel, AccumulatedKernel) else None
+            for kernel in kernels
+        ),
+        "accumulate": all(kernel.accumulate for kernel in accumulated),
+    }
 
 
 @jax.custom_vjp
@@ -154,23 +260,24 @@ _count_use.defvjp(
 )
 
 
-@jax.custom_vjp
-def _kept_if_unused(gradient: Array, uses: Array) -> tuple[Array, Array, Array]:
-    """(gradient, uses, 0). Where nothing uses the first, so that nothing is added to it, it is its own cotangent.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _kept_if_unused(gradient: Array, uses: Array, adds: bool) -> tuple[Array, Array, Array]:
+    """(gradient, uses, 0). Where nothing uses the first, its cotangent is itself, or 0 if it is only a place.
 
     The 0 must be added to the loss: JAX skips the backward pass of what nothing depends on.
     """
+    del adds
     return gradient, uses, jnp.zeros((), jnp.float32)
 
 
-def _kept_forward(gradient, uses):
-    return _kept_if_unused(gradient.value, uses.value), (gradient.value, uses.value)
+def _kept_forward(gradient, uses, adds):
+    return _kept_if_unused(gradient.value, uses.value, adds), (gradient.value, uses.value)
 
 
-def _kept_backward(residuals, cotangents):
+def _kept_backward(adds, residuals, cotangents):
     gradient, uses, _ = cotangents
     if isinstance(gradient, SymbolicZero):
-        return residuals[0], jnp.ones_like(residuals[1])
+        return residuals[0] if adds else jnp.zeros_like(residuals[0]), jnp.ones_like(residuals[1])
     return gradient, uses
 
 

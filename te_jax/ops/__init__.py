@@ -5,6 +5,7 @@ from te_jax.ops.attention import attention
 from te_jax.ops.dense import dense
 from te_jax.ops.gated_mlp import gated_mlp
 from te_jax.ops.gemm import GemmResult, gemm
+from te_jax.ops.linear_cross_entropy import linear_cross_entropy
 from te_jax.ops.norm import layer_norm, rms_norm
 from te_jax.ops.quantize import quantize
 from te_jax.ops.softmax_cross_entropy import softmax_cross_entropy
@@ -18,6 +19,7 @@ __all__ = [
     "gated_mlp",
     "gemm",
     "layer_norm",
+    "linear_cross_entropy",
     "quantize",
     "rms_norm",
     "softmax_cross_entropy",

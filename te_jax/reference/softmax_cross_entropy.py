@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -16,8 +18,9 @@ def softmax_cross_entropy(
     logit_softcap: float | None = None,
     reduction: str = "mean",
     axis_name: tuple[str, ...] = (),
-) -> Array:
-    """Definition of `te_jax.ops.softmax_cross_entropy`; see there for the arguments.
+    return_lse: bool = False,
+) -> Any:
+    """Definition of `te_jax.ops.softmax_cross_entropy`; see there for the arguments. With return_lse also lse.
 
     Computes in float32, or in float64 for float64 logits, so that the tests have an oracle.
     """
@@ -56,7 +59,8 @@ def softmax_cross_entropy(
         loss = loss + z_loss * lse * lse  # in this order it overflows only where the result does
     # A product rather than a choice: it makes the row's gradient NaN as well.
     loss = jnp.where(ignored, 0.0, loss * nan_unless(valid | ignored).astype(loss.dtype))
-    return reduce_tokens(loss, ignored, reduction)
+    loss = reduce_tokens(loss, ignored, reduction)
+    return (loss, jnp.where(ignored, 0.0, lse)) if return_lse else loss
 
 
 def equals(labels: Array, value: int) -> Array:

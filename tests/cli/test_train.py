@@ -1,5 +1,6 @@
 """`te-jax train` as a user meets it: what it writes, what it refuses, and what a kill does to it (nothing)."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -24,11 +25,12 @@ import pytest
 from runs import SMALL, STEPS, Toy, train_slowly
 
 from te_jax import native, optim
-from te_jax.cli import _report, _step, _text, train
+from te_jax.cli import _options, _report, _step, _text, train
 from te_jax.cli._report import draw_losses
 from te_jax.cli._run_folder import RunFolder, new_path, newest_path, read_header
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
+from te_jax.models import PRESETS
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "programs_of_equal_runs")
 
@@ -146,14 +148,44 @@ def test_the_dtype_is_heeded(whole, out, monkeypatch):
     assert 0 < abs(found - expected) < 5e-2
 
 
-@pytest.mark.parametrize("chosen", [None, "1"])
-def test_products_are_not_tuned_unless_the_user_says_so(chosen, out, monkeypatch):
-    """A resumed run could otherwise choose others, with other bits."""
-    monkeypatch.setenv("TE_JAX_AUTOTUNE", "1")
-    if chosen is None:
-        monkeypatch.delenv("TE_JAX_AUTOTUNE")
-    assert main(["train", *SMALL, "--steps", "0", "--out", str(out)]) == 2
-    assert os.environ["TE_JAX_AUTOTUNE"] == (chosen or "0")
+@pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])
+def test_gemms_are_tuned_unless_the_run_is_deterministic(before, after, out, paths, monkeypatch):
+    """A resumed run could otherwise choose others, with other bits. What the user has set stays."""
+
+    def forget():
+        monkeypatch.setenv("TE_JAX_AUTOTUNE", before or "")
+        if before is None:
+            monkeypatch.delenv("TE_JAX_AUTOTUNE")
+
+    forget()
+    assert main(["train", *SMALL, "--out", str(out)]) == 0
+    assert os.environ.get("TE_JAX_AUTOTUNE") == before
+    assert read_header(out)["options"]["deterministic"] is False
+    for argv in (["--deterministic"], []):
+        forget()
+        assert main(["train", "--resume", *argv, "--out", str(out)]) == 0
+        assert os.environ["TE_JAX_AUTOTUNE"] == after
+        assert read_header(out)["options"]["deterministic"] is True
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "platform", "expected"),
+    [
+        (False, "gpu", None),
+        (True, "gpu", {"xla_gpu_deterministic_ops": True}),
+        (True, "cpu", None),
+    ],
+)
+def test_xla_is_told_to_be_deterministic(deterministic, platform, expected, monkeypatch):
+    told = []
+    monkeypatch.setattr(jax, "jit", lambda function, compiler_options, **_: told.append(compiler_options))
+    devices = [types.SimpleNamespace(platform=platform)]
+    placement = types.SimpleNamespace(
+        state=types.SimpleNamespace(device_set=devices), of_state=lambda *_: None, parallel=None
+    )
+    config = dataclasses.replace(PRESETS["nano"], num_layers=1)
+    _step.build_learner(config, None, optax.identity(), placement, deterministic=deterministic)
+    assert told == [expected] * 3
 
 
 @pytest.mark.parametrize(("every", "steps"), [("1", range(8)), ("3", (0, 3, 6, 7))])
@@ -170,7 +202,7 @@ def test_only_steps_are_timed(every, steps, out, capsys, toy, monkeypatch):
     clock = [0.0]
     toy.step, toy.evaluate = takes(5, 1), takes(100)
     monkeypatch.setattr(_report, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(RunFolder, "save", takes(100))
+    monkeypatch.setattr(RunFolder, "save_behind", takes(100))
     argv = ["train", *SMALL, "--steps", "7", "--eval-every", every, "--checkpoint-every", "4", "--out", str(out)]
     assert main(argv) == 0
     shown = [line.split(" · ") for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
@@ -178,6 +210,85 @@ def test_only_steps_are_timed(every, steps, out, capsys, toy, monkeypatch):
     for (_, _, *speed, _), step in zip(shown, steps, strict=True):
         # 4 windows of 16 bytes in a second, which the second step is the first to show.
         assert speed == ([] if step < 2 else ["64 tokens/s"])
+
+
+def test_the_speed_is_shown_as_part_of_the_peak_of_the_devices(capsys, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(_report, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    device = types.SimpleNamespace(
+        device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: {"peak_bytes_in_use": 2**30}
+    )
+    progress = _report.Progress(2, 0, 1000, 989_000_000, [device] * 2)
+    progress.time_steps()
+    progress.step({"loss": 1.0})
+    assert capsys.readouterr().out == ""
+    progress.close()
+    assert capsys.readouterr().out == "1,000 tokens/s · MFU 0.1% of bfloat16 · 1,024 MiB\n"
+    device.device_kind = "NVIDIA H100 PCIe"
+    progress.validation(1, {"loss": 1.0})
+    device.device_kind = "cpu"
+    progress.validation(1, {"loss": 1.0})
+    shown = capsys.readouterr().out
+    assert "MFU 0.1% of" in shown.splitlines()[0]
+    assert "MFU" not in shown.splitlines()[1]
+
+
+def test_a_recipe_that_does_not_pay_on_a_gpu_is_noted(monkeypatch):
+    def hint(recipe, from_):
+        monkeypatch.setattr(_report, "FP8_PAYS_FROM", from_)
+        options = train.Options(preset="small", recipe=recipe)
+        return _report.fp8_hint(options, _options.build_config(options))
+
+    words = "--recipe block makes GPUs faster from a hidden size of about 2,048 on, and --preset small has 768"
+    assert hint("block", 2048) == words
+    assert hint("none", 2048) is hint("block", 768) is hint("block", None) is None
+
+
+def test_microbatches_have_the_gradient_of_the_batch(rng):
+    """A step of 1 against the gradient shows it."""
+    config, placement = PRESETS["nano"], _step.build_placement(jax.devices()[:1])
+    loss = _step.te_jax_loss(config, "reference")
+    learner = _step.build_learner(config, loss, optax.sgd(1.0), placement)
+    windows = rng.integers(0, 256, (4, 17)).astype(np.uint16)
+    before = jax.device_get(learner.init(jax.random.key(0)).params)
+    steps = [learner.step(learner.init(jax.random.key(0)), windows.reshape(n, 4 // n, 17)) for n in (1, 4)]
+    (expected, expected_loss), (found, found_loss) = steps
+    assert float(found_loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    for start, one, other in zip(*map(jax.tree.leaves, (before, expected.params, found.params)), strict=True):
+        assert np.abs(one - start).max() > 1e-4
+        np.testing.assert_allclose(other - start, one - start, rtol=1e-4, atol=1e-6)
+
+
+def test_microbatches_are_parts_of_the_same_batch(toy_run, toy, out, monkeypatch):
+    """The toy learns from the mean of its windows. A resumed run may divide the batch otherwise."""
+
+    def device_put(array, sharding):
+        shapes.add(array.shape)
+        return put(array, sharding)
+
+    shapes, put = set(), jax.device_put
+    monkeypatch.setattr(jax, "device_put", device_put)
+    whole, argv = toy_run
+    assert main([*argv, "--microbatches", "2", "--out", str(out)]) == 0
+    assert shapes == {(2, 2, 17), (32, 2, 17)}  # of the training, and of validations
+    losses = [[record["loss"] for record in records(run, "train")] for run in (whole, out)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert main(["train", "--resume", "--microbatches", "4", "--steps", "13", "--out", str(out)]) == 0
+    assert read_header(out)["options"]["microbatches"] == 4
+    assert (4, 1, 17) in shapes
+
+
+def test_the_optimizer_is_the_one_that_was_asked_for(out, paths, monkeypatch):
+    def build_optimizer(rate, steps, **options):
+        asked.append((rate, steps, options["warmup_steps"], options["clip_norm"]))
+        return optax.identity()
+
+    asked = []
+    monkeypatch.setattr(_step, "build_optimizer", build_optimizer)
+    argv = ["train", "--preset", "nano", "--seq-len", "16", "--batch", "8", "--devices", "1"]
+    assert main([*argv, "--out", str(out)]) == 0
+    assert main([*argv, "--warmup-steps", "0", "--clip-norm", "0", "--steps", "9", "--out", str(out.parent / "b")]) == 0
+    assert asked == [(0.012, 200, None, 1.0), (0.012, 9, 0, 0.0)]
 
 
 @pytest.mark.parametrize("batch", ["1", "65"])
@@ -289,14 +400,14 @@ def test_a_device_that_is_out_of_memory_is_one_sentence_with_the_way_out(out, to
     toy.evaluate = lambda: jax.jit(lambda: jnp.ones((2**60,), "uint8"))()
     error = refused([*SMALL, "--out", str(out)], capsys)
     assert error.startswith("te-jax: error: --preset nano with --batch 4 and --seq-len 16 is out of memory (JaxRuntime")
-    way_out = "choose a smaller --preset, --batch or --seq-len, or --remat, --optimizer-state fp8, a larger --tp\n"
-    assert error.endswith(way_out)
+    way_out = "or --remat, --optimizer-state fp8, a larger --microbatches or --tp\n"
+    assert error.endswith(f"choose a smaller --preset, --batch or --seq-len, {way_out}")
 
 
 def test_a_host_that_is_out_of_memory_is_one_sentence(out, capsys):
     error = refused([*SMALL, "--batch", str(2**50), "--remat", "--optimizer-state", "fp8", "--out", str(out)], capsys)
     assert "is out of memory (MemoryError: Unable to allocate " in error
-    assert error.endswith("choose a smaller --preset, --batch or --seq-len, or a larger --tp\n")
+    assert error.endswith("choose a smaller --preset, --batch or --seq-len, or a larger --microbatches or --tp\n")
 
 
 def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(out, capsys, monkeypatch):
@@ -328,6 +439,16 @@ def refused(argv, capsys):
         (["--devices", "0"], "--devices is 0"),
         (["--devices", "1000", "--batch", "1000"], "--devices 1000 is more than"),
         (["--devices", "3", "--batch", "4"], "--batch 4 does not divide over 3 devices: choose a multiple of 3"),
+        (["--microbatches", "0"], "--microbatches is 0"),
+        (
+            ["--devices", "2", "--batch", "6", "--microbatches", "2"],
+            "--batch 6 does not divide over --microbatches 2 on 2 devices: choose a multiple of 4",
+        ),
+        (["--warmup-steps", "-1"], "--warmup-steps is -1: it must be at least 0 and below --steps, 200"),
+        (["--warmup-steps", "9", "--steps", "9"], "--warmup-steps is 9: it must be at least 0 and below --steps, 9"),
+        (["--clip-norm", "-1"], "--clip-norm is -1.0: it must be a finite number of at least 0"),
+        (["--clip-norm", "inf"], "--clip-norm is inf"),
+        (["--tokenizer", ""], "--tokenizer: is empty"),
         (["--eval-every", "0"], "--eval-every is 0"),
         (["--checkpoint-every", "0"], "--checkpoint-every is 0"),
         (["--seed", "-1"], "--seed is -1"),
@@ -464,6 +585,8 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
         "--recipe": "block",
         "--implementation": "reference",
         "--dtype": "bfloat16",
+        "--warmup-steps": "3",
+        "--clip-norm": "0.5",
     }.items():
         error = refused(["--resume", "--out", str(out), option, value], capsys)
         assert error.startswith(f"te-jax: error: {option} is "), error
@@ -473,6 +596,34 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
     assert main(["train", "--resume", "--out", str(out), *same]) == 0
     (tmp_path / "text").write_text("Every unhappy family is unhappy in its own way. " * 20)
     assert "is not, or no longer, what the run" in refused(["--resume", "--out", str(out)], capsys)
+
+
+def test_a_tokenizer_decides_the_vocabulary_and_its_tokens_are_compared(tmp_path, out, toy, capsys, monkeypatch):
+    class Letters:
+        def __init__(self, path):
+            self.shift = int(Path(path).read_text())
+
+        def get_vocab(self, with_added_tokens):
+            return {"z": 1000}
+
+        def encode_batch(self, texts, add_special_tokens):
+            return [types.SimpleNamespace(ids=[ord(letter) % 97 + self.shift for letter in text]) for text in texts]
+
+    package = types.SimpleNamespace(Tokenizer=types.SimpleNamespace(from_file=Letters))
+    monkeypatch.setitem(sys.modules, "tokenizers", package)
+    (tmp_path / "tokenizer.json").write_text("3")
+    argv = ["train", *SMALL, "--steps", "2", "--tokenizer", str(tmp_path / "tokenizer.json"), "--out", str(out)]
+    assert main(argv) == 0
+    assert " nats per token\n" in capsys.readouterr().out
+    header = read_header(out)
+    assert header["model"]["vocab_size"] == 1024
+    assert header["text"].keys() == {"source", "tokens", "sha256"}
+    resume = ["train", "--resume", "--steps", "3", "--out", str(out)]
+    assert main(resume) == 0
+    capsys.readouterr()
+    (tmp_path / "tokenizer.json").write_text("4")
+    error = refused(resume[1:], capsys)
+    assert f"with --tokenizer {tmp_path}/tokenizer.json is not, or no longer, what the run" in error
 
 
 def test_other_software_is_noted_on_resuming(whole, out, capsys):

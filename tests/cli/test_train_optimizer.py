@@ -159,7 +159,7 @@ def test_a_run_is_called_by_what_its_twin_lacks(tmp_path, capsys):
     record = {"step": 1, "loss": 2.0, "float32_loss": 2.0}
     folder = types.SimpleNamespace(path=tmp_path, records=lambda kind: [record])
     options = train.Options(recipe="current", optimizer_state="fp8")
-    train._conclude(folder, options, dataclasses.replace(PRESETS["nano"], recipe=CurrentScaling()))
+    train._conclude(folder, options, dataclasses.replace(PRESETS["nano"], recipe=CurrentScaling()), "byte")
     assert capsys.readouterr().out.startswith("current scaling ")
 
 
@@ -173,6 +173,24 @@ def test_the_rate_rises_for_a_twentieth_of_the_run_and_then_falls_to_a_twentieth
     assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1], rel=1e-4)
     assert rates[2 + 38 // 2] == pytest.approx((1 + 1 / 20) / 2, rel=1e-4)
     assert rates[40] == pytest.approx(1 / 20, rel=1e-4)
+
+
+def test_the_rate_rises_for_as_many_steps_as_are_asked_for():
+    optimizer, params = _step.build_optimizer(0.5, 40, warmup_steps=9), jnp.zeros(1)
+    state, rates = optimizer.init(params), []
+    for _ in range(11):
+        updates, state = jax.jit(optimizer.update)(jnp.ones(1), state, params)
+        rates.append(-float(updates[0]) / 0.5)
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)], rel=1e-4)
+    assert rates[10] < 1
+
+
+@pytest.mark.parametrize(("clip_norm", "scale"), [(0.0, 1), (1.0, 1 / 5), (2.0, 2 / 5), (100.0, 1)])
+def test_gradients_are_clipped_to_a_norm(clip_norm, scale):
+    gradient = jnp.array([3.0, 4.0])
+    optimizer = _step.build_optimizer(0.5, 40, clip_norm=clip_norm)
+    _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
+    np.testing.assert_allclose(adam_of(types.SimpleNamespace(optimizer=state)).mu, 0.1 * scale * gradient, rtol=1e-5)
 
 
 @pytest.mark.parametrize("state", ["fp4", "", "float32"])

@@ -156,7 +156,7 @@ def learner_of(tp, state_dtype="float32", recipe=None):
 def steps_of(learner, placement, batches):
     state, found = learner.init(jax.random.key(0)), []
     for batch in batches:
-        state, value = learner.step(state, jax.device_put(batch, placement.windows))
+        state, value = learner.step(state, jax.device_put(batch[None], placement.windows))
         found.append(float(value))
     return state, found
 
@@ -166,25 +166,26 @@ def test_the_states_of_adam_and_of_delayed_scaling_are_those_of_one_device(rng):
     learners = (learner_of(tp, "float8_e4m3fn", DelayedScaling(history_len=4)) for tp in (1, 2))
     (before, expected), (after, found) = (steps_of(*learner, batches) for learner in learners)
     np.testing.assert_allclose(found, expected, rtol=1e-2)
-    for name, state in after.scaling.items():
-        assert all(history.sharding.is_fully_replicated for history in jax.tree.leaves(state))
-        np.testing.assert_array_equal(state.kernel[:, 2], before.scaling[name].kernel[:, 2])  # of the first step
-        np.testing.assert_allclose(state.activation[:, 2], before.scaling[name].activation[:, 2], rtol=0.1)
-        assert (np.asarray(state.gradient[:, :3]) > 0).all()
+    for of_layer, wanted in zip(after.scaling, before.scaling, strict=True):
+        for name, state in of_layer.items():
+            assert all(history.sharding.is_fully_replicated for history in jax.tree.leaves(state))
+            np.testing.assert_array_equal(state.kernel[2], wanted[name].kernel[2])  # of the first step
+            np.testing.assert_allclose(state.activation[2], wanted[name].activation[2], rtol=0.1)
+            assert (np.asarray(state.gradient[:3]) > 0).all()
 
     # Moments in few bytes are split as parameters are, and a block of 128 values is not cut in two.
     adam = next(part for part in jax.tree.leaves(after.optimizer, is_leaf=lambda part: hasattr(part, "mu_bounds")))
     for tree in (after.params, adam.mu, adam.nu):
-        assert tree["layers"]["down"].addressable_shards[0].data.shape == (2, 48, 32)
-        assert tree["layers"]["key"].sharding.is_fully_replicated  # one key head, of which two devices use the same
+        assert tree["layers"][0]["down"].addressable_shards[0].data.shape == (48, 32)
+        assert tree["layers"][0]["key"].sharding.is_fully_replicated  # one key head, of which two devices use the same
     assert adam.mu_bounds["head"].shape == (32, 2)
     assert adam.mu_bounds["head"].addressable_shards[0].data.shape == (32, 1)
-    assert adam.mu_bounds["layers"]["gate"].sharding.is_fully_replicated
+    assert adam.mu_bounds["layers"][0]["gate"].sharding.is_fully_replicated
 
 
 def test_a_step_moves_no_parameters(rng):
     learner, placement = learner_of(2)
-    windows = jax.ShapeDtypeStruct((4, 33), np.uint8, sharding=placement.windows)
+    windows = jax.ShapeDtypeStruct((1, 4, 33), np.uint8, sharding=placement.windows)
     inspect.assert_no_resharding(learner.step, learner.abstract_state(), windows, allowed=("all-reduce",))
 
 
@@ -192,8 +193,7 @@ def test_devices_that_do_not_share_the_model_share_the_batch(require_devices):
     require_devices(4)
     for tp, windows in ((1, 2), (2, 4)):
         placement = _step.build_placement(jax.devices()[:4], tp)
-        assert placement.windows.shard_shape((8, 33)) == (windows, 33)
-        assert placement.evaluation.shard_shape((3, 8, 33)) == (3, windows, 33)
+        assert placement.windows.shard_shape((3, 8, 33)) == (3, windows, 33)
 
 
 def test_the_twin_with_the_loss_of_optax(rng):

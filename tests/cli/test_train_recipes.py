@@ -1,20 +1,25 @@
 """`te-jax train` in FP8: every recipe learns as the run without one, and delayed scaling's state is kept apart."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import EVERY, SMALL, STEPS
 
+from te_jax import ops
 from te_jax.cli import _options, _step, train
 from te_jax.cli._run_folder import RunFolder, read_header
 from te_jax.cli.main import main
-from te_jax.recipe import DelayedScaling
+from te_jax.models import PRESETS
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import BlockScaling, DelayedScaling
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone", "programs_of_equal_runs")
 
@@ -31,6 +36,11 @@ def delayed(tmp_path_factory, as_in_a_process_of_its_own, programs_of_equal_runs
     return run(tmp_path_factory.mktemp("delayed") / "run", "--recipe", "delayed")
 
 
+@pytest.fixture(scope="module")
+def block(tmp_path_factory, as_in_a_process_of_its_own, programs_of_equal_runs):
+    return run(tmp_path_factory.mktemp("block") / "run", "--recipe", "block", "--microbatches", "2")
+
+
 def run(out, *options):
     """A run like the one without a recipe, `whole`."""
     assert main(["train", *SMALL, *EVERY, "--steps", str(STEPS), *options, "--out", str(out)]) == 0
@@ -42,8 +52,8 @@ def run(out, *options):
 )
 def test_every_recipe_ends_where_the_run_without_one_does(recipe, whole, tmp_path, capsys, request):
     compare = ["--compare"] if recipe == "current" else []
-    if recipe == "delayed":
-        out = request.getfixturevalue("delayed")
+    if recipe in ("block", "delayed"):
+        out = request.getfixturevalue(recipe)
     else:
         out = run(tmp_path / "run", "--recipe", recipe, *compare)
     assert read_header(out)["options"]["recipe"] == recipe
@@ -87,8 +97,8 @@ def learner_of(out):
 def histories(state):
     """By projection and role, float32 [layers, history_len]."""
     return {
-        f"{name}/{role}": np.asarray(history)
-        for name, of_projection in state.scaling.items()
+        f"{name}/{role}": history
+        for name, of_projection in jax.tree.map(lambda *layers: np.stack(layers), *state.scaling).items()
         for role, history in vars(of_projection).items()
         if role != "uses"
     }
@@ -100,11 +110,13 @@ def test_a_step_advances_the_state_and_an_evaluation_does_not(delayed, rng):
     state = learner.init(jax.random.key(0))
     seen = [histories(state)]
     for batch in windows:
-        learner.evaluate(state, jax.device_put(windows, placement.evaluation))
-        former, (state, _) = state, learner.step(state, jax.device_put(batch, placement.windows))
+        learner.evaluate(state, jax.device_put(windows, placement.windows))
+        former, (state, _) = state, learner.step(state, jax.device_put(batch[None], placement.windows))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(former.params))  # their memory is the next ones'
         seen.append(histories(state))
-    assert all((np.asarray(of_projection.uses) == 1).all() for of_projection in state.scaling.values())
+    assert all(
+        (np.asarray(of_projection.uses) == 1).all() for layer in state.scaling for of_projection in layer.values()
+    )
     kernels = state.params["layers"]
     for name, last in seen[-1].items():
         assert last.shape == (2, DelayedScaling().history_len)
@@ -113,7 +125,7 @@ def test_a_step_advances_the_state_and_an_evaluation_does_not(delayed, rng):
         for before, after in itertools.pairwise(seen):
             np.testing.assert_array_equal(after[name][:, 1:], before[name][:, :-1])
         if name.endswith("kernel"):  # of the step before the optimizer changed it
-            largest = np.abs(np.asarray(kernels[name.partition("/")[0]])).max(axis=(1, 2))
+            largest = [np.abs(np.asarray(layer[name.partition("/")[0]])).max() for layer in kernels]
             np.testing.assert_allclose(last[:, 0], largest, rtol=0.2)
             assert (last[:, 0] != last[:, 1]).all()
 
@@ -123,9 +135,35 @@ def test_an_evaluation_is_the_mean_over_its_batches(delayed, rng):
     state, windows = learner.init(jax.random.key(0)), rng.integers(0, 256, (3, 4, 17)).astype(np.uint8)
 
     def loss_of(windows):
-        return float(learner.evaluate(state, jax.device_put(windows, placement.evaluation)))
+        return float(learner.evaluate(state, jax.device_put(windows, placement.windows)))
 
     assert loss_of(windows) == pytest.approx(np.mean([loss_of(windows[i : i + 1]) for i in range(3)]))
+
+
+def test_microbatches_start_from_one_state_and_their_maximum_follows(rng):
+    """In a loss of one layer. The second microbatch has the largest x, and the first the largest gradient."""
+    recipe, kernel = DelayedScaling(history_len=2), rng.normal(size=(16, 16)).astype(np.float32)
+
+    def loss(params, scaling, tokens, targets):
+        y = ops.dense(tokens.astype(jnp.float32), params, recipe=recipe, scaling_state=scaling)
+        return jnp.mean(y * (100.0 - targets))
+
+    def after(windows):
+        state = _step.TrainState(kernel, None, recipe.init(), None)
+        return jax.jit(functools.partial(_step._value_and_gradients, loss))(state, windows)
+
+    windows = rng.integers(1, 50, (2, 4, 17)).astype(np.uint8) + np.array([0, 40], np.uint8)[:, None, None]
+    value, gradient, scaling = after(windows)
+    (first_value, first_gradient, first), (second_value, second_gradient, second) = map(
+        after, (windows[:1], windows[1:])
+    )
+    assert float(value) == pytest.approx(float(first_value + second_value) / 2, rel=1e-5)
+    np.testing.assert_allclose(gradient, (first_gradient + second_gradient) / 2, rtol=1e-5)
+    for role in ("activation", "kernel", "gradient", "uses"):
+        one, other = getattr(first, role), getattr(second, role)
+        np.testing.assert_array_equal(getattr(scaling, role), np.maximum(one, other))
+    assert first.activation[0] < second.activation[0]
+    assert first.gradient[0] > second.gradient[0]
 
 
 def test_the_optimizer_knows_nothing_of_the_state(delayed, whole):
@@ -137,7 +175,7 @@ def test_the_optimizer_knows_nothing_of_the_state(delayed, whole):
 
 def test_a_checkpoint_holds_the_state(delayed, tmp_path, rng):
     learner, placement = learner_of(delayed)
-    batch = jax.device_put(rng.integers(0, 256, (4, 17)).astype(np.uint8), placement.windows)
+    batch = jax.device_put(rng.integers(0, 256, (1, 4, 17)).astype(np.uint8), placement.windows)
     state, _ = learner.step(learner.init(jax.random.key(0)), batch)
     folder = RunFolder.create(tmp_path / "run", {"kind": "header"})
     try:
@@ -151,8 +189,42 @@ def test_a_checkpoint_holds_the_state(delayed, tmp_path, rng):
     assert all(history.any() for history in histories(restored).values())
 
 
-def test_a_resumed_run_repeats_the_bits(delayed, tmp_path):
-    out = shutil.copytree(delayed, tmp_path / "run")
+@pytest.mark.parametrize("recipe", ["block", "delayed"])
+def test_a_resumed_run_repeats_the_bits(recipe, tmp_path, request):
+    whole = request.getfixturevalue(recipe)
+    out = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(out / "checkpoints" / str(STEPS))
     assert main(["train", "--resume", "--out", str(out)]) == 0
-    assert (out / "log.jsonl").read_bytes() == (delayed / "log.jsonl").read_bytes()
+    assert (out / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------- quantized kernels
+
+
+def test_a_step_leaves_the_kernels_of_the_next_one_in_fp8(block, whole, rng):
+    learner, placement = learner_of(block)
+    windows = jax.device_put(rng.integers(0, 256, (2, 2, 17)).astype(np.uint8), placement.windows)
+    first = learner.init(jax.random.key(0))
+    for state in (jax.device_get(first), learner.step(first, windows)[0]):
+        assert len(jax.tree.leaves(state.kernels, is_leaf=is_quantized)) == 2 * 7  # none for embedding, head and norms
+        for params, kernels in zip(state.params["layers"], state.kernels["layers"], strict=True):
+            for name in ("query", "key", "value", "out", "gate", "up", "down"):
+                expected = ops.quantize(params[name], BlockScaling().quantization("kernel"))
+                for found, wanted in zip(*map(jax.tree.leaves, (kernels[name], expected)), strict=True):
+                    np.testing.assert_array_equal(found.reshape(wanted.shape), wanted)
+    assert jax.tree.leaves(learner_of(whole)[0].abstract_state().kernels) == []
+
+
+def test_microbatches_read_kernels_that_are_quantized_already(block):
+    """A step quantizes them after all microbatches, and the loop over these has none of them as an array."""
+    learner, _ = learner_of(block)
+    jaxpr = jax.make_jaxpr(learner.step)(learner.abstract_state(), jax.ShapeDtypeStruct((2, 2, 17), np.uint8)).jaxpr
+    (step,) = jaxpr.eqns
+    (loop,) = [eqn for eqn in step.params["jaxpr"].eqns if eqn.primitive.name == "scan"]
+    constants = [value.aval for value in loop.invars[: loop.params["num_consts"]]]
+    kernel = PRESETS["nano"].hidden_size, PRESETS["nano"].mlp_size
+    assert {aval.dtype for aval in constants if aval.shape in (kernel, kernel[::-1])} == {jnp.dtype(jnp.float8_e4m3fn)}
+
+
+def is_quantized(leaf):
+    return isinstance(leaf, QuantizedArray)

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -382,6 +383,40 @@ def test_the_two_latest_checkpoints_are_kept(start):
     for step in range(1, 5):
         folder.save(step, state_of(step))
     assert sorted(path.name for path in (folder.path / "checkpoints").iterdir()) == ["3", "4"]
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(start, monkeypatch):
+    def save(folder, step, state):
+        written.wait(timeout=20)
+        save_at_once(folder, step, state)
+
+    written, save_at_once = threading.Event(), RunFolder.save
+    monkeypatch.setattr(RunFolder, "save", save)
+    folder, next_step = start(), jax.jit(lambda x: x + 1, donate_argnums=0)
+    state = {"loss": (next_step(jnp.zeros((1000,))), jnp.asarray(1, jnp.int32))}
+    folder.save_behind(1, state)
+    after = next_step(state["loss"][0])
+    log(folder, [1, 2])
+    assert folder.latest_step == 0
+    written.set()
+    folder.save_behind(2, {"loss": (after, jnp.asarray(2, jnp.int32))})  # waits for the first
+    assert folder.latest_step >= 1
+    folder.finish_saving()
+    shutil.rmtree(folder.path / "checkpoints" / "2")
+    (restored, _) = folder.restore(like_state(state))["loss"]
+    np.testing.assert_array_equal(restored, np.ones(1000))
+
+
+def test_a_checkpoint_that_could_not_be_written_is_told_when_the_next_one_is_due(start, monkeypatch):
+    def save(folder, step, state):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(RunFolder, "save", save)
+    folder = start()
+    for told in (lambda: folder.save_behind(2, state_of(2)), folder.finish_saving):
+        folder.save_behind(1, state_of(1))
+        with pytest.raises(UserError, match="the disk is full"):
+            told()
 
 
 def test_without_a_checkpoint_only_the_header_is_kept(start):

@@ -1,6 +1,9 @@
 """Text: what is read, what is held out, which windows a step sees."""
 
 import os
+import re
+import sys
+import types
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -79,6 +82,70 @@ def test_what_may_not_be_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(type(path), "read_bytes", forbidden)
     with pytest.raises(UserError, match="cannot be read: Permission denied"):
         _text.load(str(path))
+
+
+class Words:
+    """In place of a tokenizer of the package: words and what lies between them, one token each."""
+
+    def __init__(self, vocab):
+        self.vocab = vocab
+        self.batches = []
+
+    def get_vocab(self, with_added_tokens):
+        return self.vocab
+
+    def encode_batch(self, texts, add_special_tokens):
+        assert not add_special_tokens
+        self.batches.append(len(texts))
+        return [
+            types.SimpleNamespace(ids=[self.vocab[word] for word in re.findall(r"\w+|\W+", text)]) for text in texts
+        ]
+
+
+def installed(monkeypatch, tokenizer):
+    """Puts it in place of the package, and returns what te-jax makes of it."""
+    package = types.SimpleNamespace(Tokenizer=types.SimpleNamespace(from_file=lambda path: tokenizer))
+    monkeypatch.setitem(sys.modules, "tokenizers", package)
+    return _text.Tokenizer("tokenizer.json")
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(2**16 - 1, np.uint16), (2**16, np.uint32)])
+def test_a_tokenizer_makes_tokens_of_text(largest, dtype, tmp_path, monkeypatch):
+    tokenizer = installed(monkeypatch, Words({"one": 7, "two": largest, " ": 0, "\n": 3}))
+    assert tokenizer.vocab_size == largest + 1
+    path = tmp_path / "text"
+    path.write_text("one two\none")
+    corpus = _text.load(str(path), tokenizer)
+    assert corpus.data.dtype == dtype
+    assert corpus.data.tolist() == [7, 0, largest, 3, 7]
+    path.write_text("two two\none")
+    assert _text.load(str(path), tokenizer).sha256 != corpus.sha256
+    path.write_text("two")
+    with pytest.raises(UserError, match="has 1 tokens and --seq-len 9 needs"):
+        _text.split(_text.load(str(path), tokenizer), 9)
+
+
+def test_long_text_is_tokenized_line_by_line_in_parallel(monkeypatch):
+    monkeypatch.setattr(_text, "_PIECE", 5)
+    monkeypatch.setattr(_text, "_PIECES", 2)
+    words = Words({"ab": 1, "cde": 2, "\n": 3})
+    text = "\n".join(["ab", "cde", "ab", "ab", "cde", "cde", "ab"])
+    assert installed(monkeypatch, words).encode(text).tolist() == [1, 3, 2, 3, 1, 3, 1, 3, 2, 3, 2, 3, 1]
+    assert words.batches == [2, 2]
+    assert installed(monkeypatch, words).encode("").tolist() == []
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(monkeypatch):
+    def from_file(path):
+        raise Exception("expected value at line 1 column 1")
+
+    package = types.SimpleNamespace(Tokenizer=types.SimpleNamespace(from_file=from_file))
+    monkeypatch.setitem(sys.modules, "tokenizers", package)
+    with pytest.raises(UserError, match=r"--tokenizer tokenizer\.json cannot be read: expected value at line 1"):
+        _text.Tokenizer("tokenizer.json")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
+    with pytest.raises(UserError, match="--tokenizer needs the package tokenizers: pip install tokenizers"):
+        _text.Tokenizer("tokenizer.json")
 
 
 def corpus_of(size):

@@ -105,6 +105,74 @@ MEAN_CROSS_ENTROPY = Operation(
 )
 
 
+# ------------------------------------------------------------------------------------------------ linear_cross_entropy
+
+WIDTH = 16
+
+
+def draw_head(rng, dtype="float32"):
+    labels = draw_logits(rng)["labels"]
+    x, kernel = normal(rng, *ROWS, WIDTH, dtype=dtype), normal(rng, WIDTH, VOCABULARY, dtype=dtype, scale=0.5)
+    return {"x": x, "kernel": kernel, "labels": labels}
+
+
+def tokens_and_vocabulary(tokens, vocabulary, collectives, **options):
+    """The gradient of x is a sum over shards of the vocabulary, that of the kernel one over shards of the tokens."""
+    specs = {"x": P(tokens), "kernel": P(None, vocabulary), "labels": P(tokens)}
+    small = {"all-reduce": 4 * math.prod(ROWS) + 8} if vocabulary else {}
+    return Layout(specs, P(tokens), collectives, small=small, **options)
+
+
+_DX, _DKERNEL = math.prod(ROWS) * WIDTH, WIDTH * VOCABULARY
+
+LINEAR_CROSS_ENTROPY = Operation(
+    name="linear_cross_entropy",
+    draw=draw_head,
+    call=functools.partial(ops.linear_cross_entropy, reduction="none", chunk_tokens=5, **LOSS),
+    oracle=lambda x, kernel, labels: losses(x @ kernel, labels),
+    dtypes=("float32",),
+    differentiable=("x", "kernel"),
+    refuses={"native": "use implementation='reference'"},
+    policy=jax.checkpoint_policies.save_only_these_names("linear_cross_entropy_lse"),
+    layouts={
+        "tokens": tokens_and_vocabulary("data", None, (("all-reduce", _DKERNEL),), options={}, own=("data",)),
+        "vocabulary": tokens_and_vocabulary(None, "model", (("all-reduce", _DX),), options={"axis_name": "model"}),
+        "tokens and vocabulary": tokens_and_vocabulary(
+            "data",
+            "model",
+            (("all-reduce", _DX // 2), ("all-reduce", _DKERNEL // 2)),
+            options={"axis_name": "model"},
+            own=("data",),
+        ),
+        "nothing": tokens_and_vocabulary(None, None, ()),
+    },
+)
+
+MEAN_LINEAR_CROSS_ENTROPY = Operation(
+    name="linear_cross_entropy, mean",
+    draw=draw_head,
+    call=functools.partial(ops.linear_cross_entropy, chunk_tokens=5, **LOSS),
+    oracle=lambda x, kernel, labels: mean_loss(x @ kernel, labels),
+    dtypes=("float32",),
+    differentiable=("x", "kernel"),
+    refuses={"native": "use implementation='reference'"},
+    policy=jax.checkpoint_policies.save_only_these_names("linear_cross_entropy_gradient"),
+    layouts={
+        "tokens": Layout(
+            {"x": P("data"), "labels": P("data")}, collectives=(("all-reduce", _DKERNEL),), small={"all-reduce": 8}
+        ),
+        "vocabulary": Layout(
+            {"kernel": P(None, "model")},
+            collectives=(("all-reduce", _DX),),
+            small={"all-reduce": 4 * math.prod(ROWS) + 8},
+            options={"axis_name": "model"},
+        ),
+    },
+    variant=True,
+    without={"derivatives_that_are_not_defined": "gradients are ready before the cotangent, and linear in it"},
+)
+
+
 # ------------------------------------------------------------------------------------------------------------ attention
 
 SEQUENCES, TIME, HEADS, HEAD_DIM = 4, 16, 4, 8
@@ -721,6 +789,8 @@ TENSOR, FSDP = ("column parallel", "row parallel"), ("fsdp",)
 OPERATIONS = [
     CROSS_ENTROPY,
     MEAN_CROSS_ENTROPY,
+    LINEAR_CROSS_ENTROPY,
+    MEAN_LINEAR_CROSS_ENTROPY,
     attention("grouped, causal", 2, options={"causal": True}),
     attention(
         "window, bias, sinks, lengths, lse",

@@ -39,7 +39,12 @@ def test_notebooks_are_linked(page):
 
 @pytest.mark.parametrize(
     ("page", "notebook"),
-    [("fp8", "fp8_linear"), ("adam", "low_precision_adam"), ("softmax_cross_entropy", "quickstart")],
+    [
+        ("fp8", "fp8_linear"),
+        ("adam", "low_precision_adam"),
+        ("softmax_cross_entropy", "quickstart"),
+        ("linear_cross_entropy", "quickstart"),
+    ],
 )
 def test_a_page_links_the_notebook_of_its_subject(page, notebook):
     assert ROOT / "notebooks" / f"{notebook}.ipynb" in linked(ROOT / "docs" / f"{page}.md")

@@ -274,7 +274,7 @@ def test_gradients_that_do_not_fit_are_refused(jit, rng):
     function = accumulate_gradients(loss_of(model))
     function = jax.jit(function) if jit else function
     zeros = jax.tree.map(jnp.zeros_like, variables)
-    remedy = r"start from jax.tree.map\(jnp.zeros_like, flax.linen.unbox\(variables\)\)"
+    remedy = r"start from jax.tree.map\(jnp.zeros_like, variables\), of the variables \(of flax.linen.unbox"
     with pytest.raises(ValueError, match=rf"a QuantizedArray for \['params'\]\['kernel'\].*{remedy}"):
         function(quantized, jax.tree.map(jnp.zeros_like, quantized), x)
     with pytest.raises(ValueError, match=rf"have nothing for .*{OVERWRITE}.*{remedy}"):

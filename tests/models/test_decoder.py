@@ -66,8 +66,7 @@ def numpy_logits(params, tokens, config):
     sequences = []
     for sequence in np.asarray(tokens):
         x = params["embedding"][sequence]
-        for i in range(config.num_layers):
-            layer = {name: leaf[i] for name, leaf in params["layers"].items()}
+        for layer in params["layers"]:
             h, heads = norm(x, layer["attention_norm"]), []
             for head in range(config.num_heads):
                 query = head_of(h, layer["query"], head)
@@ -141,37 +140,33 @@ def test_gradient_is_the_slope_of_the_loss(rng):
     targets = random_tokens(SMALL, rng, (2, 8))
     value = jax.jit(functools.partial(loss, config=SMALL))
     gradients = jax.jit(jax.grad(value))(params, tokens, targets)
-    for name, gradient in [*gradients["layers"].items(), *gradients.items()]:
-        if name == "layers":
-            continue
+    for path, gradient in jax.tree.leaves_with_path(gradients):
         # Along the gradient itself the slope is its norm; the step is small against the curvature and large against the
         # rounding of the loss.
         norm = np.linalg.norm(gradient)
         width = 1e-2 / norm**2 * min(1.0, norm)
 
-        def moved(sign, name=name, move=width * gradient):
-            place = params["layers"] if name in params["layers"] else params
-            new = {**place, name: place[name] + sign * move}
-            return value({**params, "layers": new} if place is params["layers"] else new, tokens, targets)
+        def moved(sign, path=path, move=width * gradient):
+            changed = jax.tree.map_with_path(lambda at, leaf: leaf + sign * move if at == path else leaf, params)
+            return value(changed, tokens, targets)
 
         slope = (float(moved(1.0)) - float(moved(-1.0))) / (2 * width)
-        np.testing.assert_allclose(slope, norm**2, rtol=3e-2, err_msg=name)
+        np.testing.assert_allclose(slope, norm**2, rtol=3e-2, err_msg=str(path))
 
 
-def test_remat_changes_memory_and_not_gradients(rng):
+def test_remat_changes_the_program_and_not_gradients(rng):
     config = dataclasses.replace(SMALL, num_layers=6)
     recomputing = dataclasses.replace(config, remat=True)
     params, tokens = random_params(config, rng), random_tokens(config, rng, (2, 64))
-    compiled = [
-        jax.jit(jax.grad(functools.partial(loss, config=each))).lower(params, tokens, tokens).compile()
+    lowered = [
+        jax.jit(jax.grad(functools.partial(loss, config=each))).lower(params, tokens, tokens)
         for each in (config, recomputing)
     ]
-    kept, recomputed = (each(params, tokens, tokens) for each in compiled)
-    for name, gradient in jax.tree.leaves_with_path(kept):
-        other = functools.reduce(lambda tree, key: tree[key.key], name, recomputed)
-        assert relative_error(other, gradient) < 1e-5, name
-    memory = [each.memory_analysis().temp_size_in_bytes for each in compiled]
-    assert memory[1] < 0.7 * memory[0]
+    kept, recomputed = (each.compile()(params, tokens, tokens) for each in lowered)
+    for (path, gradient), other in zip(jax.tree.leaves_with_path(kept), jax.tree.leaves(recomputed), strict=True):
+        assert relative_error(other, gradient) < 1e-5, path
+    # Recomputation stands behind barriers, which XLA heeds on a GPU and, from jax 0.11, on a CPU.
+    assert [each.as_text().count("optimization_barrier") for each in lowered] == [0, config.num_layers]
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit])
@@ -209,8 +204,16 @@ def test_presets_trace_and_count_their_parameters(name):
 
 def test_8b_is_llama_3_8b():
     assert PRESETS["8b"].num_parameters == 8_030_261_248
+
     assert PRESETS["8b"].rope_theta == 500_000.0
     assert PRESETS["8b"].norm_eps == 1e-5
+
+
+def test_flops_are_those_of_gemms_and_of_half_the_scores():
+    """Of Llama 3 8B: 7.5e9 parameters in GEMMs, and 32 layers of 4096 features in attention."""
+    gemms = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128_256
+    attention = 32 * 2 * 2 * 4096 * 8192 / 2
+    assert PRESETS["8b"].flops_per_token(8192) == 3 * (2 * gemms + attention)
 
 
 def test_init_keeps_the_residual_stream_of_one_size():
@@ -224,13 +227,14 @@ def test_init_keeps_the_residual_stream_of_one_size():
         return float(jnp.sum(embedding**2) / jnp.sum(embedding * stream)), params
 
     shallow, params = last_residual_rms(2)
-    deep, _ = last_residual_rms(16)
+    deep, _ = last_residual_rms(8)
     assert 0.9 < deep / shallow < 1.1
-    kernels = {"head": params["head"], **params["layers"]}
+    kernels = {"head": params["head"], **jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])}
     for name, fan_in in (("head", 64), ("gate", 64), ("out", 2 * 2 * 32), ("down", 2 * 2 * 96)):
         assert abs(float(jnp.std(kernels[name])) * fan_in**0.5 - 1) < 0.05
     other = jit_init(PRESETS["nano"], jax.random.key(2))
-    assert not np.array_equal(other["layers"]["key"], other["layers"]["value"])
+    assert not np.array_equal(other["layers"][0]["key"], other["layers"][0]["value"])
+    assert not np.array_equal(other["layers"][0]["key"], other["layers"][1]["key"])
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,11 @@ value_and_grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 4)), static_argnum
 def random_params(rng):
     """Unlike those of `init`, of another size in each layer."""
     params = jax.jit(init, static_argnums=0)(PLAIN, jax.random.key(int(rng.integers(2**31))))
-    return jax.tree.map(
-        lambda leaf: leaf * jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape[:1] + (1,) * (leaf.ndim - 1)), leaf.dtype),
-        params,
-    )
+    return jax.tree.map(lambda leaf: leaf * jnp.asarray(rng.uniform(0.5, 1.5), leaf.dtype), params)
+
+
+def stacked(layers):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
 
 
 def random_tokens(rng):
@@ -55,8 +56,12 @@ def test_loss_and_gradients_are_near_those_without_a_recipe(recipe, rng):
         (value, (gradients, state)) = value_and_grad(params, tokens, targets, config, state)
     expected, (expected_gradients, _) = value_and_grad(params, tokens, targets, PLAIN, None)
     assert 0 < abs(value - expected) < 2e-2 * expected
-    for path, gradient in jax.tree.leaves_with_path(expected_gradients):
-        found = functools.reduce(lambda tree, key: tree[key.key], path, gradients)
+    gradients, expected_gradients = (
+        {**each, "layers": stacked(each["layers"])} for each in (gradients, expected_gradients)
+    )
+    for (path, gradient), found in zip(
+        jax.tree.leaves_with_path(expected_gradients), jax.tree.leaves(gradients), strict=True
+    ):
         assert found.dtype == jnp.float32
         assert 1e-4 < relative_error(found, gradient) < 0.4, path
 
@@ -71,7 +76,7 @@ def test_projections_of_blocks_are_in_fp8_and_nothing_else_is(rng):
 
     assert not fp8_shapes(PLAIN)
     shapes = {tuple(sorted(shape)) for shape in fp8_shapes(config)}
-    assert shapes >= {tuple(sorted(params["layers"][name].shape[1:])) for name in PROJECTIONS}
+    assert shapes >= {tuple(sorted(params["layers"][0][name].shape)) for name in PROJECTIONS}
     assert not any(PLAIN.vocab_size in shape for shape in shapes)
 
 
@@ -91,11 +96,11 @@ def test_each_layer_and_projection_has_a_history_of_its_own(rng):
     config = dataclasses.replace(PLAIN, recipe=DelayedScaling(history_len=3))
     params, tokens = random_params(rng), random_tokens(rng)
     state = init_scaling_state(config)
-    assert set(state) == set(PROJECTIONS)
-    histories = [jax.tree.map(np.asarray, state)]
+    assert [set(of_layer) for of_layer in state] == [set(PROJECTIONS)] * 3
+    histories = [stacked(state)]
     for _ in range(2):
         _, (_, state) = value_and_grad(params, tokens, tokens, config, state)
-        histories.append(jax.tree.map(np.asarray, state))
+        histories.append(stacked(state))
     before, first, second = histories
     for name in PROJECTIONS:
         for role in ("activation", "kernel", "gradient"):
@@ -105,12 +110,12 @@ def test_each_layer_and_projection_has_a_history_of_its_own(rng):
             assert (two[:, 0] > 0).all()
             assert not one[:, 1:].any()
             np.testing.assert_array_equal(two[:, 1:], one[:, :-1])
-        largest = np.abs(np.asarray(params["layers"][name])).max(axis=(1, 2))
+        largest = [np.abs(np.asarray(layer[name])).max() for layer in params["layers"]]
         np.testing.assert_array_equal(first[name].kernel[:, 0], largest)
     # What enters the first layer is not touched by FP8.
     embedded = np.asarray(params["embedding"], np.float64)[np.asarray(tokens)]
     normed = embedded / np.sqrt(np.mean(embedded**2, axis=-1, keepdims=True) + PLAIN.norm_eps)
-    largest = np.abs(normed * np.asarray(params["layers"]["attention_norm"][0])).max()
+    largest = np.abs(normed * np.asarray(params["layers"][0]["attention_norm"])).max()
     for name in ("query", "key", "value"):
         np.testing.assert_allclose(first[name].activation[0, 0], largest, rtol=1e-5)
 
@@ -124,7 +129,10 @@ def test_the_state_decides_the_scales(rng):
     assert relative_error(logits(params, tokens, config, state), exact) < 0.15
     # Scales for values a million times larger flush all of these to zero, as if the kernels were.
     flushing = jax.tree.map(lambda history: history * 2**20, state)
-    silent = {**params, "layers": params["layers"] | {name: 0 * params["layers"][name] for name in PROJECTIONS}}
+    silent = {
+        **params,
+        "layers": [layer | {name: 0 * layer[name] for name in PROJECTIONS} for layer in params["layers"]],
+    }
     np.testing.assert_array_equal(logits(params, tokens, config, flushing), logits(silent, tokens, config, state))
 
 

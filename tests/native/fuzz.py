@@ -328,17 +328,54 @@ def norm(draw: Draw) -> Call:
 
 
 def cross_entropy(draw: Draw) -> Call:
-    lead = draw.shape(2)
-    logits = ((*lead, draw.extent()), draw.one(PLAIN))
+    lead, columns = draw.shape(2), draw.extent()
+    logits = ((*lead, columns), draw.one(PLAIN))
     labels, row = (lead, S32), (lead, F32)
-    softcap = np.float32(draw.one([0.0, 30.0]))
-    if draw.chance(0.5):
-        attributes = {"softcap": softcap, "with_total": draw.chance(0.5)}
+    attributes = {"softcap": np.float32(draw.one([0.0, 30.0])), "padding": draw.one([0, 0, 1, columns - 1, *INTEGERS])}
+    aliases = {0: 0} if draw.chance(0.5) else {}
+    terms = {name: np.float32(0.1) for name in ("uniform", "z_loss")}
+    family = draw.one(["statistics", "gradient", "both", "gradient_blocks"])
+    if family == "statistics":
+        attributes["with_total"] = draw.chance(0.5)
         return Call("te_softmax_cross_entropy_statistics", [logits, labels], [row] * 3, attributes)
-    attributes = {"softcap": softcap} | {name: np.float32(0.1) for name in ("label_smoothing", "uniform", "z_loss")}
+    if family == "gradient_blocks":
+        wanted, square = draw.one([(True, True), (True, False), (False, True)]), [draw.chance(0.5), draw.chance(0.5)]
+        rows, code, absent = math.prod(lead), draw.one([E4M3, E5M2]), ((0,), F32)
+        shapes = (rows, columns), (columns, rows)
+        data, transposed = ((shape, code) if here else absent for shape, here in zip(shapes, wanted, strict=True))
+        counts = (
+            blocks(columns) * (blocks(rows) if square[0] else rows),
+            blocks(rows) * (blocks(columns) if square[1] else columns),
+        )
+        scales = [((count,), F32) if here else absent for count, here in zip(counts, wanted, strict=True)]
+        attributes |= terms | {
+            "row_ndim": 1, "batch_ndim": 0, "data_128x128": square[0], "transposed_128x128": square[1],
+            "power_of_two_scales": draw.chance(0.5),
+        }  # fmt: skip
+        operands = [((rows, columns), logits[1]), ((rows,), F32), ((rows,), F32)]
+        results = [data, scales[0], transposed, scales[1]]
+        return Call("te_softmax_cross_entropy_gradient_blocks", operands, results, attributes)
+    attributes |= terms | {"label_smoothing": np.float32(0.1)}
+    if family == "both":
+        attributes["with_total"] = draw.chance(0.5)
+        aliases = {0: 3} if aliases else {}
+        results = [row, row, row, logits]
+        return Call("te_softmax_cross_entropy_both", [logits, labels, row], results, attributes, aliases=aliases)
+    operands = [logits, labels, row, row]
+    return Call("te_softmax_cross_entropy_gradient", operands, [logits], attributes, aliases=aliases)
+
+
+def labels_of_head(draw: Draw) -> Call:
+    tokens, width, vocab, dtype, absent = draw.extent(), draw.extent(), draw.extent(), draw.one(PLAIN), ((0,), F32)
+    vocab_last = draw.chance(0.5)
+    kernel = (width, vocab) if vocab_last else (vocab, width)
+    dx, dkernel, dbias = (present(draw, (shape, F32)) for shape in ((tokens, width), kernel, (vocab,)))
+    operands = [((tokens,), S32), ((tokens,), S32), ((tokens,), F32), ((tokens, width), dtype), (kernel, dtype)]
+    results = [absent if dx[0] == (0,) else ((tokens, width), dtype), dkernel, dbias]
+    aliases = {6: 1, 7: 2} if draw.chance(0.9) else {}
     return Call(
-        "te_softmax_cross_entropy_gradient", [logits, labels, row, row], [logits], attributes,
-        aliases={0: 0} if draw.chance(0.5) else {},
+        "te_linear_cross_entropy_labels", [*operands, dx, dkernel, dbias], results, {"vocab_last": vocab_last},
+        aliases=aliases,
     )  # fmt: skip
 
 
@@ -508,7 +545,7 @@ def fits(array: Array) -> bool:
 def draw_call(seed: int, number: int) -> tuple[Call, Draw]:
     draw = Draw(seed, number)
     make: Callable[[Draw], Call] = draw.one(
-        [gemm, gemm, quantization, activation, norm, cross_entropy, *(collective,) * 2]
+        [gemm, gemm, quantization, activation, norm, cross_entropy, labels_of_head, *(collective,) * 2]
     )
     while True:
         call = make(draw)

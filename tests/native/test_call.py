@@ -28,13 +28,13 @@ def bf16(*shape):
 
 
 def statistics(logits, labels, results=None, **attributes):
-    attributes = {"softcap": 0.0, "with_total": True, **attributes}
+    attributes = {"softcap": 0.0, "padding": 0, "with_total": True, **attributes}
     rows = f32(*labels.shape)
     return native.call(STATISTICS, results or (rows, rows, rows), logits, labels, **attributes)
 
 
 def gradient(logits, labels, lse, weight, results=None, **options):
-    attributes = {"softcap": 0.0, "label_smoothing": 0.0, "uniform": 0.0, "z_loss": 0.0, **options}
+    attributes = {"softcap": 0.0, "padding": 0, "label_smoothing": 0.0, "uniform": 0.0, "z_loss": 0.0, **options}
     return native.call(GRADIENT, results or (logits,), logits, labels, lse, weight, **attributes)[0]
 
 

@@ -1,0 +1,413 @@
+"""The output head and its mean loss, with the gradients of x and of the kernel: te_jax against full logits and others.
+
+x is bfloat16, labels follow Zipf's law, and a call computes the loss and both gradients. Operations:
+
+- master: the kernel is float32, as an optimizer keeps it, and so is its gradient.
+- bf16: the kernel is bfloat16. te_jax writes its gradient in float32 into a buffer that is donated; the others return
+  it in bfloat16.
+- trained: as master, with hidden states that point at their labels' columns, so that the loss is about 2, where those
+  of the others are random and the loss is about log(vocab). Errors of FP8 depend on that.
+
+Implementations:
+
+- te_jax: `linear_cross_entropy` in bfloat16.
+- te_jax_fp8_backward: the two products of the backward pass in FP8, with block scaling.
+- te_jax_fp8: all three products in FP8, with block scaling.
+- te_jax_fp8_backward_current: as te_jax_fp8_backward, with current scaling.
+- full_logits: `x @ kernel`, then `te_jax.ops.softmax_cross_entropy`.
+- optax: `x @ kernel`, then optax's integer-label loss of the logits in float32.
+- maxtext_tiling: a checkpointed scan over tiles of tokens, as MaxText tiles its vocabulary loss; the kernel's gradient
+  is added up in the kernel's dtype.
+- liger: Liger Kernel's fused loss for torch, added up in float32.
+
+TFLOP/s are for 6 · tokens · hidden · vocab operations. Errors are relative: of the loss, and in L2 of 64 rows of dx and
+64 columns of dkernel, against float64 arithmetic on the host. No time is reported for a result beyond the bounds.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks import shapes
+from benchmarks.harness import (
+    Candidate,
+    CaseResult,
+    Family,
+    Headline,
+    Timing,
+    compute_row,
+    measure,
+    reason_of,
+    rounded,
+    temporary_bytes,
+)
+from te_jax import ops
+from te_jax.recipe import BlockScaling, CurrentScaling
+
+_BACKWARD = ("dgrad", "wgrad")
+OURS: dict[str, dict[str, Any]] = {
+    "te_jax": {},
+    "te_jax_fp8_backward": {"recipe": BlockScaling(), "fp8_products": _BACKWARD},
+    "te_jax_fp8": {"recipe": BlockScaling(), "fp8_products": ("forward", *_BACKWARD)},
+    "te_jax_fp8_backward_current": {
+        "recipe": CurrentScaling(fast_accumulation=("forward", *_BACKWARD)),
+        "fp8_products": _BACKWARD,
+    },
+}
+"""The options of `linear_cross_entropy`."""
+WITH_FULL_LOGITS = ("full_logits", "optax")
+PEERS = (*WITH_FULL_LOGITS, "maxtext_tiling", "liger")
+IMPLEMENTATIONS = (*OURS, *PEERS)
+
+ERROR_BOUNDS = {"loss_error": 1e-3, "dx_error": 0.02, "dkernel_error": 0.02}
+"""Largest relative errors of what is computed in bfloat16."""
+FP8_ERROR_BOUNDS = {"loss_error": 5e-3, "dx_error": 0.2, "dkernel_error": 0.2}
+"""The same in FP8."""
+
+_CHECKED = 64
+_TILE = 2048
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """x bfloat16 [tokens, hidden], a float32 kernel [hidden, vocab] and int32 labels [tokens]."""
+
+    x: jax.Array
+    kernel: jax.Array
+    labels: jax.Array
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """The mean loss, and its gradients at `rows` of x and at `columns` of the kernel, for the kernel in bfloat16."""
+
+    loss: float
+    rows: np.ndarray
+    dx: np.ndarray
+    columns: np.ndarray
+    dkernel: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A candidate, and how to read its result: the loss, rows of dx and columns of dkernel."""
+
+    candidate: Candidate
+    read: Callable[[Any, _Exact], tuple[Any, Any, Any]]
+
+
+def run_case(case: shapes.HeadShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
+    """Measure the operations of one case with the named implementations; see `harness.Family.run_case`."""
+    result = CaseResult()
+    for trained in (False, True):
+        operations = [operation for operation in case.operations if (operation == "trained") == trained]
+        if not operations:
+            continue
+        inputs = _drawn(case, trained=trained)
+        exact = _exact(inputs)
+        for operation in operations:
+            _run_operation(case, operation, implementations, timing, inputs, exact, result)
+    return result
+
+
+def _run_operation(
+    case: shapes.HeadShape,
+    operation: str,
+    implementations: Sequence[str],
+    timing: Timing,
+    inputs: _Inputs,
+    exact: _Exact,
+    result: CaseResult,
+) -> None:
+    def entry(name: str, reason: str) -> dict[str, str]:
+        return {"case": case.name, "operation": operation, "implementation": name, "reason": reason}
+
+    if operation == "bf16":
+        inputs = _Inputs(inputs.x, inputs.kernel.astype(jnp.bfloat16), inputs.labels)
+    errors: dict[str, dict[str, float]] = {}
+    candidates: list[Candidate] = []
+    accumulator = _Accumulator(inputs.kernel) if operation == "bf16" else None
+    for name in implementations:
+        if not _applies(name, case):
+            continue
+        try:
+            checked = _build(name, inputs, accumulator)
+            output = checked.candidate.call(*checked.candidate.arguments(1)[0])
+            checked.candidate.wait(output)
+            errors[name] = _errors(checked.read(output, exact), exact)
+            del output
+        except Exception as error:  # one that is missing or out of memory must not cost the others theirs
+            result.skipped.append(entry(name, reason_of(error)))
+            continue
+        if wrong := _out_of_bounds(errors[name], FP8_ERROR_BOUNDS if "fp8" in name else ERROR_BOUNDS):
+            result.wrong.append(entry(name, wrong))
+        else:
+            candidates.append(checked.candidate)
+
+    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
+    result.skipped += [entry(name, reason) for name, reason in failed.items()]
+    for candidate in candidates:
+        if candidate.name not in seconds:
+            continue
+        row = compute_row(seconds, candidate.name, flops=6 * case.tokens * case.hidden * case.vocab, peers=PEERS)
+        over = row["speedup_over"].get("full_logits")
+        size = candidate.temporary_bytes
+        result.rows.append(
+            {
+                "case": case.name,
+                "model": case.model,
+                "operation": operation,
+                "implementation": candidate.name,
+                **row,
+                **({} if over is None else {"time_over_full_logits": rounded(1 / over)}),
+                "temporaries_gb": None if size is None else rounded(size / 1e9),
+                **errors[candidate.name],
+            }
+        )
+    if "liger" in seconds:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        torch.cuda.empty_cache()  # which the next operation needs
+
+
+def _applies(name: str, case: shapes.HeadShape) -> bool:
+    if name in WITH_FULL_LOGITS:
+        return case.full_logits
+    if name == "liger":
+        installed = all(importlib.util.find_spec(module) for module in ("torch", "liger_kernel"))
+        return installed and jax.default_backend() == "gpu"
+    return True
+
+
+# Inputs and the exact result
+
+
+def _drawn(case: shapes.HeadShape, *, trained: bool) -> _Inputs:
+    """Random hidden states, or with `trained` those of a network whose loss is about 2."""
+
+    @jax.jit
+    def draw(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x_key, kernel_key, labels_key = jax.random.split(key, 3)
+        kernel = jax.random.normal(kernel_key, (case.hidden, case.vocab), jnp.float32) * case.hidden**-0.5
+        # A uniform logarithm: label v is drawn with a probability of about 1 / (v + 1).
+        logarithm = jax.random.uniform(labels_key, (case.tokens,)) * math.log(case.vocab + 1)
+        labels = jnp.clip(jnp.exp(logarithm).astype(jnp.int32) - 1, 0, case.vocab - 1)
+        x = jax.random.normal(x_key, (case.tokens, case.hidden), jnp.float32)
+        if trained:  # columns have length 1, so that the label's logit is about `scale`, and the others' are about 0
+            scale = math.log(case.vocab) + 0.5 - math.log(math.exp(2) - 1)
+            x += scale * jnp.take(kernel, labels, axis=1).T
+        return x.astype(jnp.bfloat16), kernel, labels
+
+    return _Inputs(*jax.block_until_ready(draw(jax.random.key(0))))
+
+
+@jax.jit
+def _lse_and_target(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both float32 [tokens], from float32 logits of products that are exact."""
+    kernel = kernel.astype(x.dtype)
+
+    def of_tile(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rows, own = tile
+        logits = jnp.matmul(rows, kernel, preferred_element_type=jnp.float32)
+        return jax.nn.logsumexp(logits, axis=1), jnp.take_along_axis(logits, own[:, None], axis=1)[:, 0]
+
+    lse, target = lax.map(of_tile, _tiles(x, labels))
+    return lse.ravel(), target.ravel()
+
+
+def _tiles(x: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    tile = math.gcd(len(x), _TILE)
+    return x.reshape(-1, tile, x.shape[1]), labels.reshape(-1, tile)
+
+
+def _exact(inputs: _Inputs) -> _Exact:
+    """In float64 on the host, but for log-sum-exps of all tokens, which are float32 on the device."""
+    lse, target = (np.asarray(a).astype(np.float64) for a in _lse_and_target(inputs.x, inputs.kernel, inputs.labels))
+    x = np.asarray(inputs.x.astype(jnp.float32)).astype(np.float64)
+    labels = np.asarray(inputs.labels)
+    (tokens, _), vocab = x.shape, inputs.kernel.shape[1]
+
+    def kernel(columns: Any) -> np.ndarray:
+        return np.asarray(inputs.kernel[:, columns].astype(jnp.bfloat16).astype(jnp.float32)).astype(np.float64)
+
+    rows = np.unique(np.linspace(0, tokens - 1, _CHECKED).astype(np.int32))
+    blocks = [slice(start, start + 16384) for start in range(0, vocab, 16384)]
+    logits = np.concatenate([x[rows] @ kernel(block) for block in blocks], axis=1)
+    logits -= logits.max(axis=1, keepdims=True)
+    gradient = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    gradient[np.arange(len(rows)), labels[rows]] -= 1
+    dx = sum(gradient[:, block] @ kernel(block).T for block in blocks) / tokens
+
+    columns = np.unique(np.geomspace(1, vocab, _CHECKED).astype(np.int32) - 1)  # of frequent labels and of rare ones
+    gradient = np.exp(x @ kernel(columns) - lse[:, None]) - (labels[:, None] == columns)
+    return _Exact(float(np.mean(lse - target)), rows, dx, columns, x.T @ gradient / tokens)
+
+
+def _errors(found: tuple[Any, Any, Any], exact: _Exact) -> dict[str, float]:
+    expected = exact.loss, exact.dx, exact.dkernel
+    errors = {}
+    for name, one, other in zip(("loss_error", "dx_error", "dkernel_error"), found, expected, strict=True):
+        difference = np.asarray(one).astype(np.float64) - other
+        errors[name] = float(f"{np.linalg.norm(difference) / np.linalg.norm(other):.3g}")
+    return errors
+
+
+def _out_of_bounds(errors: dict[str, float], bounds: dict[str, float]) -> str | None:
+    """Says which errors are too large. Written so that NaN is too large."""
+    wrong = [f"{name} {errors[name]:.3g}, bound {bound}" for name, bound in bounds.items() if not errors[name] <= bound]
+    return "against float64: " + "; ".join(wrong) if wrong else None
+
+
+# Implementations
+
+
+class _Accumulator:
+    """One float32 buffer, which all implementations that write a gradient into it hand on."""
+
+    def __init__(self, kernel: jax.Array):
+        self.buffer: jax.Array | None = None
+        self.like = jax.ShapeDtypeStruct(kernel.shape, jnp.float32)
+
+    def take(self) -> jax.Array:
+        buffer, self.buffer = self.buffer, None  # a call that fails may have consumed it
+        return jnp.zeros(self.like.shape, self.like.dtype) if buffer is None else buffer
+
+
+def _build(name: str, inputs: _Inputs, accumulator: _Accumulator | None) -> _Checked:
+    if name == "liger":
+        return _build_liger(inputs)
+    if name in OURS and accumulator is not None:
+        return _build_accumulating(name, inputs, accumulator)
+    operands = inputs.x, inputs.kernel, inputs.labels
+    compiled = jax.jit(jax.value_and_grad(_loss(name), argnums=(0, 1))).lower(*operands).compile()
+    return _checked(name, compiled, operands, compiled)
+
+
+def _build_accumulating(name: str, inputs: _Inputs, accumulator: _Accumulator) -> _Checked:
+    def loss(x: jax.Array, buffer: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+        return _ours(name, x, kernel, labels, wgrad_accumulator=buffer, accumulate=False)
+
+    operands = inputs.x, inputs.kernel, inputs.labels
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), donate_argnums=1)
+    compiled = step.lower(inputs.x, accumulator.like, *operands[1:]).compile()
+
+    def call(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> Any:
+        output = compiled(x, accumulator.take(), kernel, labels)
+        accumulator.buffer = output[1][1]
+        return output
+
+    return _checked(name, call, operands, compiled)
+
+
+def _checked(name: str, call: Callable[..., Any], operands: tuple[jax.Array, ...], compiled: Any) -> _Checked:
+    def read(output: Any, exact: _Exact) -> tuple[Any, Any, Any]:
+        loss, (dx, dkernel) = output
+        return loss, dx[exact.rows].astype(jnp.float32), dkernel[:, exact.columns].astype(jnp.float32)
+
+    candidate = Candidate(
+        name=name,
+        call=call,
+        arguments=lambda calls: [operands] * calls,
+        most_calls=8,
+        temporary_bytes=temporary_bytes(compiled),
+    )
+    return _Checked(candidate, read)
+
+
+def _ours(name: str, x: jax.Array, kernel: jax.Array, labels: jax.Array, **options: Any) -> jax.Array:
+    # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
+    return ops.linear_cross_entropy(x, kernel, labels, **OURS[name], **options, implementation="native")
+
+
+def _loss(name: str) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """The mean loss of x [tokens, hidden], kernel [hidden, vocab] and labels [tokens]."""
+    if name in OURS:
+        return lambda x, kernel, labels: _ours(name, x, kernel, labels)
+    if name == "maxtext_tiling":
+        return _tiled_loss
+    if name == "full_logits":
+        return lambda x, kernel, labels: ops.softmax_cross_entropy(
+            x @ kernel.astype(x.dtype), labels, implementation="native"
+        )
+    import optax
+
+    def loss(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = (x @ kernel.astype(x.dtype)).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return loss
+
+
+def _tiled_loss(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+    @jax.checkpoint
+    def add(total: jax.Array, tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        rows, own = tile
+        logits = (rows @ kernel.astype(rows.dtype)).astype(jnp.float32)
+        target = jnp.sum(logits * jax.nn.one_hot(own, logits.shape[1], dtype=jnp.float32), axis=1)
+        return total + jnp.sum(jax.nn.logsumexp(logits, axis=1) - target), None
+
+    return lax.scan(add, jnp.zeros(()), _tiles(x, labels))[0] / len(x)
+
+
+def _build_liger(inputs: _Inputs) -> _Checked:
+    import torch  # pyright: ignore[reportMissingImports]
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
+
+    def as_torch(array: jax.Array) -> Any:
+        return torch.utils.dlpack.from_dlpack(jax.block_until_ready(array)).detach()
+
+    fused = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
+    x, labels = as_torch(inputs.x).requires_grad_(), as_torch(inputs.labels).long()
+    weight = as_torch(inputs.kernel).T.contiguous().requires_grad_()  # [vocab, hidden], as torch keeps heads
+
+    def call() -> Any:
+        loss = fused(weight.to(x.dtype), x, labels)
+        return loss.detach(), torch.autograd.grad(loss, (x, weight))
+
+    def temporaries() -> int:
+        call()  # compiles, and keeps workspaces that outlive the call out of the figure
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss, gradients = call()
+        torch.cuda.synchronize()
+        return max(0, torch.cuda.max_memory_allocated() - before - sum(a.nbytes for a in (loss, *gradients)))
+
+    def read(output: Any, exact: _Exact) -> tuple[Any, Any, Any]:
+        loss, (dx, dweight) = output
+        at = (torch.as_tensor(index.astype(np.int64), device=dx.device) for index in (exact.rows, exact.columns))
+        rows, columns = (a[index].float().cpu().numpy() for a, index in zip((dx, dweight), at, strict=True))
+        return float(loss), rows, columns.T
+
+    candidate = Candidate(
+        name="liger",
+        call=call,
+        arguments=lambda calls: [()] * calls,
+        wait=lambda output: torch.cuda.synchronize(),
+        most_calls=8,
+        temporary_bytes=temporaries(),
+    )
+    return _Checked(candidate, read)
+
+
+FAMILY = Family(
+    description="output head and mean loss with both gradients, without an array of all logits",
+    cases={"gpu": shapes.HEAD_GPU, "cpu": shapes.HEAD_CPU},
+    implementations=IMPLEMENTATIONS,
+    peers=PEERS,
+    run_case=run_case,
+    headline=Headline(
+        operation="master",
+        figure="time_over_full_logits",
+        label="Output head, loss and both gradients, time as a multiple of that with full logits",
+        implementations=("te_jax", "te_jax_fp8_backward", "te_jax_fp8", "optax", "maxtext_tiling", "liger"),
+    ),
+    memory_fraction=0.9,
+)

@@ -1,0 +1,198 @@
+"""What losses of a softmax have in common: their parameters, codes of labels, and the kernels on logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+
+from te_jax import native, sharding
+from te_jax._core.arguments import is_finite_number, is_whole_number
+from te_jax.ops._quantize_kernels import Kernels, Request, block_attributes, quantized_array
+from te_jax.quantized import QuantizedArray
+from te_jax.reference.quantize import blocked_groups
+from te_jax.reference.softmax_cross_entropy import equals, in_vocabulary, nan_unless
+from te_jax.sharding import AxisName
+
+# Codes of labels for the kernels, beside columns of the local vocabulary.
+IGNORED = -1  # the row is not read
+ELSEWHERE = -2  # no target in this shard
+
+Reduction = Literal["mean", "sum", "none"]
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """The static arguments of a loss, together: hashable, so that a loss is traced once."""
+
+    label_smoothing: float
+    ignore_index: int
+    z_loss: float
+    logit_softcap: float | None
+    axis_name: tuple[str, ...]
+
+    @classmethod
+    def checked(
+        cls, label_smoothing: Any, ignore_index: Any, z_loss: Any, logit_softcap: Any, axis_name: AxisName | None
+    ) -> Loss:
+        """Raises ValueError where a parameter breaks a rule."""
+        if not is_whole_number(ignore_index):
+            raise ValueError(f"ignore_index is {ignore_index!r}; it must be an integer, such as -100")
+        label_smoothing = _number("label_smoothing", label_smoothing, "a number in [0, 1], 0 for none", 0, 1)
+        z_loss = _number("z_loss", z_loss, "a finite number of at least 0 that float32 holds, 0 for none", 0, _LARGEST)
+        if logit_softcap is not None:  # beyond these limits c or logits / c would be subnormal
+            logit_softcap = _number("logit_softcap", logit_softcap, "a number from 1e-30 to 1e30, or None", 1e-30, 1e30)
+        axes = () if axis_name in (None, (), []) else sharding.mapped_axes(axis_name)[0]
+        return cls(label_smoothing, int(ignore_index), z_loss, logit_softcap, axes)
+
+    @property
+    def softcap(self) -> float:
+        """As the kernels take it: 0 for none."""
+        return self.logit_softcap or 0.0
+
+    @property
+    def split(self) -> dict[str, Any]:
+        """The `axes`, `softcap` and `padding` of the calls below."""
+        return {"axes": {"v": self.axis_name} if self.axis_name else {}, "softcap": self.softcap, "padding": 0}
+
+    def whole_vocab(self, local_vocab: int) -> int:
+        """The size of the whole vocabulary, of which this device has a shard where axis_name says so."""
+        return local_vocab * (lax.axis_size(self.axis_name) if self.axis_name else 1)
+
+    def codes(self, labels: Array, vocab: int) -> Array:
+        """int32: each label's column, IGNORED, or ELSEWHERE for one outside the vocabulary."""
+        codes = jnp.where(in_vocabulary(labels, vocab), labels.astype(jnp.int32), ELSEWHERE)
+        return jnp.where(equals(labels, self.ignore_index), IGNORED, codes)
+
+    def of_rows(self, codes: Array, statistics: Sequence[Array], vocab: int) -> Array:
+        """The loss of each row, from (lse, z[label], Σz): zero where ignored, NaN where outside the vocabulary."""
+        lse, target, total = statistics
+        value = lse - (1.0 - self.label_smoothing) * target
+        if self.label_smoothing:
+            value -= self.label_smoothing / vocab * total
+        if self.z_loss:
+            value += self.z_loss * lse * lse  # in this order it overflows only where the result does
+        return where_counted(codes, value)
+
+    def gradient_attributes(self, vocab: int) -> dict[str, float]:
+        """What the gradient's kernels need beside `softcap`."""
+        return {
+            "label_smoothing": self.label_smoothing,
+            "uniform": self.label_smoothing / vocab,
+            "z_loss": self.z_loss,
+        }
+
+
+def validate_labels(name: str, shape: tuple[int, ...], labels: Array, reduction: str) -> None:
+    """Checks labels and reduction for rows of the given shape, those of the argument `name`."""
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(f"labels have dtype {labels.dtype}; they must be integers, one for each row of {name}")
+    if labels.shape != shape[:-1]:
+        raise ValueError(f"labels have shape {labels.shape}; for {name} of shape {shape} they must have {shape[:-1]}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
+
+
+def _number(name: str, value: Any, rule: str, least: float, most: float) -> float:
+    if isinstance(value, Tracer):
+        raise ValueError(f"{name} is traced; it must be {rule}, known while tracing: make it a static argument")
+    if not is_finite_number(value) or not least <= float(value) <= most:
+        raise ValueError(f"{name} is {value!r}; it must be {rule}")
+    return float(value)
+
+
+@sharding.per_shard("... v, ... -> ..., ..., ...", axes_of=("v",))
+def row_statistics(logits: Array, codes: Array, *, axes, **attributes) -> tuple[Array, ...]:
+    """(lse, z[label], Σz) of each row, float32 [*batch], from one read of the logits.
+
+    Attributes: `with_total`, for Σz; `softcap`; `padding`, the number of last columns that do not count.
+    """
+    if "v" in axes:
+        codes = local_codes(codes, logits.shape[-1] - attributes["padding"], axes["v"])
+        return _merge(row_statistics(logits, codes, **attributes), axes["v"])
+    row = jax.ShapeDtypeStruct(codes.shape, jnp.float32)
+    return native.call("te_softmax_cross_entropy_statistics", (row, row, row), logits, codes, **attributes)
+
+
+@sharding.per_shard("... v, ..., ..., ... -> ... v", axes_of=("v",), reuse={0: 0})
+def logits_gradient(logits: Array, codes: Array, lse: Array, weight: Array, *, axes, reuse, **attributes):
+    """The gradient of Σ weight · loss, over the logits themselves where their buffer is free."""
+    if "v" in axes:
+        codes = local_codes(codes, logits.shape[-1] - attributes["padding"], axes["v"])
+        return logits_gradient(logits, codes, lse, weight, reuse=reuse, **attributes)
+    return native.call(
+        "te_softmax_cross_entropy_gradient", (logits,), logits, codes, lse, weight, aliases=reuse, **attributes
+    )
+
+
+@sharding.per_shard("... v, ..., ... -> ..., ..., ..., ... v", reuse={0: 3}, replicated=("v",))
+def statistics_and_gradient(logits: Array, codes: Array, weight: Array, *, axes, reuse, **attributes):
+    """`row_statistics` and `logits_gradient`, by one read of the logits where their rows are not too long."""
+    del axes
+    row = jax.ShapeDtypeStruct(codes.shape, jnp.float32)
+    operands = logits, codes, weight
+    return native.call("te_softmax_cross_entropy_both", (row, row, row, logits), *operands, aliases=reuse, **attributes)
+
+
+def quantized_gradient(logits: Array, lse: Array, weight: Array, request: Request, **attributes) -> QuantizedArray:
+    """`logits_gradient` in FP8, with scales of blocks, without the term at the label.
+
+    Args:
+      logits: [tokens, vocab], not sharded.
+      lse, weight: float32 [tokens].
+      request: how to quantize.
+      attributes: `softcap`, `padding`, `uniform` and `z_loss`.
+    """
+    kernels = Kernels(request, logits.ndim, blocked_groups(request.quantization, request.copies))
+    scales = kernels.block_scales()
+    data, scale_inv, transposed, transposed_scale_inv = kernels.run(
+        "te_softmax_cross_entropy_gradient_blocks",
+        [
+            (kernels.x, logits),
+            (kernels.rows, lse),
+            (kernels.rows, weight),
+        ],
+        [kernels.data, scales[0], kernels.transposed, scales[1]],
+        **block_attributes(request.quantization),
+        **attributes,
+    )
+    return quantized_array(logits, (data, scale_inv, transposed, transposed_scale_inv), request)
+
+
+def local_codes(codes: Array, local_vocab: int, axis_name: AxisName) -> Array:
+    """Codes in this device's shard of the vocabulary from those in the whole vocabulary."""
+    column = codes - lax.axis_index(axis_name) * local_vocab
+    here = (codes >= 0) & (column >= 0) & (column < local_vocab)
+    return jnp.where(here, column, jnp.where(codes == IGNORED, IGNORED, ELSEWHERE))
+
+
+def _merge(statistics: tuple[Array, ...], axis_name: AxisName) -> tuple[Array, ...]:
+    """Statistics of whole rows from those of their shards: a max and a sum over the axis, four floats a row."""
+    lse, target, total = statistics
+    peak = lax.pmax(lse, axis_name)
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+    mass, target, total = lax.psum((jnp.exp(lse - peak), target, total), axis_name)
+    return peak + jnp.log(mass), target, total
+
+
+def where_counted(codes: Array, value: Array) -> Array:
+    """Zero in ignored rows, NaN in rows whose label is outside the vocabulary."""
+    return jnp.where(codes == IGNORED, 0.0, value * nan_unless(codes != ELSEWHERE))
+
+
+def over_replicas(cotangent: Array, axis_name: tuple[str, ...]) -> Array:
+    """The cotangent of a loss that every shard of the vocabulary holds.
+
+    Where shard_map tracks varying axes it is the same on every shard. Where it does not (check_vma=False, pmap), each
+    shard holds a part and psum's own gradient would sum them; so does this.
+    """
+    if not axis_name or sharding.tracked_axes(axis_name):
+        return cotangent
+    return lax.psum(cotangent, axis_name)

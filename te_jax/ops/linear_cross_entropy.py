@@ -1,0 +1,723 @@
+"""The output head and its cross-entropy together: logits exist for a few thousand tokens at a time, and never twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.interpreters import ad
+
+from te_jax import native, sharding
+from te_jax._core.arguments import as_flag, is_whole_number
+from te_jax._core.reverse_mode import reverse_mode_only
+from te_jax._core.types import FP8_ALIGNMENT
+from te_jax.ops import _cross_entropy, _fp8, _plain_dense
+from te_jax.ops._cross_entropy import Loss, Reduction, where_counted
+from te_jax.ops._dense_arguments import has_blocks, implementation_for
+from te_jax.ops._fp8 import Fp8
+from te_jax.ops._fp8_products import Layer
+from te_jax.ops._operands import as_array
+from te_jax.ops._plain_dense import KernelContracting, added_once, validate_accumulated
+from te_jax.ops._quantize_kernels import Request
+from te_jax.ops.gemm import gemm
+from te_jax.recipe import DelayedScaling, Product, Recipe
+from te_jax.reference.linear_cross_entropy import loss_of_logits
+from te_jax.reference.softmax_cross_entropy import equals
+from te_jax.sharding import AxisName
+
+_REVERSE_MODE = (
+    "te_jax.ops.linear_cross_entropy with native kernels has first derivatives in reverse mode (jax.grad, jax.vjp) "
+    "only: for forward mode (jax.jvp, jax.jacfwd) or second derivatives use implementation='reference'"
+)
+_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+_PRODUCTS: tuple[Product, ...] = ("forward", "dgrad", "wgrad")
+
+_CHUNK_BYTES = 900_000_000
+"""Of logits, twice as many with a recipe. From a chunk to the next the weight gradient is read and written once more,
+which takes a larger share of a faster product."""
+
+_CHUNK_MULTIPLE = 1024
+"""Of tokens: tiles of the input gradient then fill a GPU's multiprocessors."""
+
+_LEAST_CHUNK = 2048
+"""With fewer tokens, reading and writing the weight gradient takes as long as its product."""
+
+_MOST_UNROLLED = 4
+"""Chunks, after the first, that are not made a loop: XLA chooses slower GEMMs inside loops."""
+
+_ALIGNMENT = 16
+"""Columns of 16-bit logits: GEMMs of other widths are slow, and FP8 has none."""
+
+
+# fmt: off
+@overload
+def linear_cross_entropy(
+    x: jax.typing.ArrayLike, kernel: jax.typing.ArrayLike, labels: jax.typing.ArrayLike, *,
+    bias: jax.typing.ArrayLike | None = None, kernel_contracting: KernelContracting = "first",
+    label_smoothing: float = 0.0, ignore_index: int = -100, z_loss: float = 0.0, logit_softcap: float | None = None,
+    reduction: Reduction = "mean", weight: jax.typing.ArrayLike | None = None, recipe: Recipe | None = None,
+    fp8_products: Collection[Product] = ("dgrad", "wgrad"), chunk_tokens: int | None = None,
+    wgrad_accumulator: jax.typing.ArrayLike | None = None, accumulate: bool = True, return_lse: Literal[False] = False,
+    axis_name: AxisName | None = None, implementation: native.Implementation | None = None,
+) -> Array: ...
+@overload
+def linear_cross_entropy(
+    x: jax.typing.ArrayLike, kernel: jax.typing.ArrayLike, labels: jax.typing.ArrayLike, *,
+    bias: jax.typing.ArrayLike | None = None, kernel_contracting: KernelContracting = "first",
+    label_smoothing: float = 0.0, ignore_index: int = -100, z_loss: float = 0.0, logit_softcap: float | None = None,
+    reduction: Reduction = "mean", weight: jax.typing.ArrayLike | None = None, recipe: Recipe | None = None,
+    fp8_products: Collection[Product] = ("dgrad", "wgrad"), chunk_tokens: int | None = None,
+    wgrad_accumulator: jax.typing.ArrayLike | None = None, accumulate: bool = True, return_lse: Literal[True],
+    axis_name: AxisName | None = None, implementation: native.Implementation | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
+def linear_cross_entropy(
+    x: jax.typing.ArrayLike,
+    kernel: jax.typing.ArrayLike,
+    labels: jax.typing.ArrayLike,
+    *,
+    bias: jax.typing.ArrayLike | None = None,
+    kernel_contracting: KernelContracting = "first",
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    reduction: Reduction = "mean",
+    weight: jax.typing.ArrayLike | None = None,
+    recipe: Recipe | None = None,
+    fp8_products: Collection[Product] = ("dgrad", "wgrad"),
+    chunk_tokens: int | None = None,
+    wgrad_accumulator: jax.typing.ArrayLike | None = None,
+    accumulate: bool = True,
+    return_lse: bool = False,
+    axis_name: AxisName | None = None,
+    implementation: native.Implementation | None = None,
+) -> Array | tuple[Array, Array]:
+    r"""`softmax_cross_entropy(x · kernel + bias, labels)` without an array of all logits.
+
+    Tokens are taken in chunks. Where a scalar loss is differentiated, the forward pass computes the gradients of each
+    chunk at once, while its logits are there: three matrix products instead of four. The gradient of kernel is added
+    up in float32. With reduction="none" the backward pass computes the logits again. docs/linear_cross_entropy.md has
+    times and memory.
+
+    Args:
+      x: [*batch, in], float32, bfloat16 or float16: the hidden states. Sharded in any way.
+      kernel: [in, vocab], or [vocab, in] for kernel_contracting="last", such as an embedding; float32, bfloat16 or
+        float16. It is multiplied in the dtype of x.
+      labels: [*batch], any integer dtype, in [0, vocab) or `ignore_index`, as in `softmax_cross_entropy`.
+      bias: [vocab], or None.
+      kernel_contracting: "first" or "last": which dimension of the kernel is `in`.
+      label_smoothing, ignore_index, z_loss, logit_softcap: as in `softmax_cross_entropy`.
+      reduction: "mean" over the tokens that are not ignored (at least 1), "sum", or "none" for [*batch].
+      weight: float32 [*batch], or None for ones: factors of the tokens' losses. "mean" divides by their sum over the
+        tokens that are not ignored.
+      recipe: how to quantize for products in FP8; None for none. Not DelayedScaling.
+      fp8_products: which of "forward", "dgrad" and "wgrad" run in FP8 with a recipe. In FP8 the forward product costs
+        most of the accuracy. The gradient at the label, nearly all of its magnitude, is never rounded to FP8.
+      chunk_tokens: the number of tokens in a chunk; None for chunks with 0.9 GB of logits, 1.8 GB with a
+        recipe, or 2048 tokens, whichever is more.
+      wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, as in
+        `dense`: the gradient of a scalar loss is added in place, if the loss is what is differentiated; a loss that is
+        scaled first takes a pass more (scale the accumulator afterwards, or use `weight`).
+      accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
+      return_lse: return the log-sum-exp too; it has no gradient.
+      axis_name: inside `shard_map` or `pmap`, the mesh axes that split the vocabulary of kernel and bias, as in
+        `softmax_cross_entropy`. Elsewhere leave it None.
+      implementation: None uses the native kernels where there are any, else the reference, which has all logits;
+        "native" or "reference" never fall back.
+
+    Returns:
+      float32 scalar, or [*batch] for reduction="none"; with return_lse a tuple of that and lse, float32 [*batch].
+      Gradients have the dtypes of what they belong to.
+
+    Raises:
+      ValueError: for arguments that break a rule above, naming the argument.
+      NotImplementedError: for forward mode and second derivatives with native kernels.
+      te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
+
+    References:
+      Gradients per chunk in the forward pass: Liger Kernel, arXiv:2410.10989. Cut cross-entropy: arXiv:2411.09009.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, te_jax
+      >>> x, kernel, labels = jnp.ones((4, 8)), jnp.zeros((8, 16)), jnp.array([0, 3, 5, -100])
+      >>> loss = lambda x, kernel: te_jax.ops.linear_cross_entropy(x, kernel, labels, z_loss=1e-4)
+      >>> value, (dx, dkernel) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, kernel)
+      >>> round(float(value), 3), dkernel.shape, round(float(dkernel[0, 3]), 4)
+      (2.773, (8, 16), -0.2708)
+    """
+    x, kernel, labels = as_array("x", x), as_array("kernel", kernel), as_array("labels", labels)
+    bias, weight, accumulator = (
+        None if a is None else as_array(name, a)
+        for name, a in (("bias", bias), ("weight", weight), ("wgrad_accumulator", wgrad_accumulator))
+    )
+    if kernel_contracting not in ("first", "last"):
+        raise ValueError(f"kernel_contracting is {kernel_contracting!r}; it must be 'first' or 'last'")
+    _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, reduction)
+    if chunk_tokens is not None and (not is_whole_number(chunk_tokens) or chunk_tokens < 1):
+        raise ValueError(f"chunk_tokens is {chunk_tokens!r}; it must be a whole number of at least 1, or None")
+    loss = Loss.checked(label_smoothing, ignore_index, z_loss, logit_softcap, axis_name)
+    remedy = f"pass the device's shard of the vocabulary, by in_specs such as P(None, {axis_name!r}), or axis_name=None"
+    sharding.validate_split("kernel", kernel, loss.axis_name, remedy)
+    products = () if recipe is None else _validate_fp8(x, recipe, fp8_products, implementation)
+    use_native = recipe is not None or native.use_native(implementation)
+    head = _Head(
+        loss,
+        kernel_contracting,
+        None if recipe is None else Fp8("te_jax.ops.linear_cross_entropy", recipe, "native"),
+        products,
+        None if chunk_tokens is None else int(chunk_tokens),
+        as_flag("accumulate", accumulate),
+    )
+    operands = (x, kernel, bias, accumulator, weight)
+    if use_native:
+        operands = reverse_mode_only(operands, _REVERSE_MODE)
+    value, lse = _linear_cross_entropy(*operands, labels, head, reduction, use_native)
+    return (value, lax.stop_gradient(lse)) if as_flag("return_lse", return_lse) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """The static arguments, together: hashable, so that a head is traced once."""
+
+    loss: Loss
+    kernel_contracting: KernelContracting
+    fp8: Fp8 | None
+    fp8_products: tuple[Product, ...]
+    chunk_tokens: int | None
+    accumulate: bool
+
+    @property
+    def kernel_dimensions(self) -> str:
+        return "h v" if self.kernel_contracting == "first" else "v h"
+
+    @property
+    def vocab_axis(self) -> int:
+        return 1 if self.kernel_contracting == "first" else 0
+
+    def in_fp8(self, product: Product) -> bool:
+        return product in self.fp8_products
+
+    @property
+    def layer(self) -> Layer:
+        assert self.fp8 is not None
+        return Layer(self.fp8, 1, 1, self.kernel_contracting)
+
+
+def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, reduction) -> None:
+    if x.ndim < 1 or kernel.ndim != 2:
+        raise ValueError(
+            f"x has shape {x.shape} and kernel {kernel.shape}; they must be [*batch, in] and [in, vocab], or "
+            "[vocab, in] with kernel_contracting='last'"
+        )
+    width, vocab = kernel.shape if kernel_contracting == "first" else kernel.shape[::-1]
+    if x.shape[-1] != width:
+        raise ValueError(
+            f"kernel has shape {kernel.shape}, whose {kernel_contracting} dimension is contracted; the last one of x "
+            f"must be the same, and x has shape {x.shape}"
+        )
+    if 0 in kernel.shape:
+        raise ValueError(f"kernel has shape {kernel.shape}; only the batch may be empty")
+    for name, a, shape in (
+        ("x", x, x.shape),
+        ("kernel", kernel, kernel.shape),
+        ("bias", bias, (vocab,)),
+        ("weight", weight, x.shape[:-1]),
+        ("wgrad_accumulator", accumulator, kernel.shape),
+    ):
+        if a is None:
+            continue
+        if a.dtype not in _FLOATS:
+            raise ValueError(f"{name} has dtype {a.dtype}; it must be float32, bfloat16 or float16: cast it")
+        if a.shape != shape:
+            raise ValueError(
+                f"{name} has shape {a.shape}; for x of shape {x.shape} and kernel of shape {kernel.shape} it must be "
+                f"{shape}"
+            )
+    _cross_entropy.validate_labels("x", x.shape, labels, reduction)
+
+
+def _validate_fp8(x: Array, recipe: Any, products: Any, implementation: Any) -> tuple[Product, ...]:
+    _fp8.validate_recipe(recipe)
+    if isinstance(recipe, DelayedScaling):
+        raise ValueError(f"recipe is {recipe!r}, whose state a loss does not take; use BlockScaling or CurrentScaling")
+    known = isinstance(products, tuple | list | set | frozenset) and set(products) <= set(_PRODUCTS)
+    if not known or not products:
+        raise ValueError(f"fp8_products is {products!r}; it must be a tuple of one or more names out of {_PRODUCTS}")
+    if x.shape[-1] % FP8_ALIGNMENT:
+        raise ValueError(
+            f"x has shape {x.shape}, {x.shape[-1]} features; FP8 products need a multiple of {FP8_ALIGNMENT}: pad x "
+            "and kernel, or use recipe=None"
+        )
+    if implementation_for(implementation, recipe) == "reference":
+        raise ValueError(
+            "recipe is given, and only the native kernels compute this loss in FP8, which implementation="
+            f"{implementation!r} does not use: use recipe=None"
+        )
+    return tuple(product for product in _PRODUCTS if product in products)
+
+
+# Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
+@functools.partial(jax.jit, static_argnums=(6, 7, 8), inline=sharding.INLINE)
+def _linear_cross_entropy(x, kernel, bias, accumulator, weight, labels, head: _Head, reduction, use_native: bool):
+    """The loss and lse."""
+    loss = head.loss
+    if not use_native:
+        logits = _plain_dense.dense(x, kernel, bias, accumulator, 1, head.kernel_contracting, None, head.accumulate)
+        options: dict[str, Any] = dataclasses.asdict(loss) | {"reduction": reduction, "weight": weight}
+        return loss_of_logits(logits, labels, **options)
+    codes = loss.codes(labels, loss.whole_vocab(kernel.shape[head.vocab_axis]))
+    factor = jnp.ones(labels.shape, jnp.float32) if weight is None else weight.astype(jnp.float32)
+    varying = sharding.varying_axes(x, kernel, bias, labels) - frozenset(loss.axis_name)
+    factor = sharding.varying_over(sharding.split_as_last(factor, labels), varying)
+    operands = sharding.varying_together((x, kernel, bias, accumulator))
+    if reduction == "none":
+        losses, lse = cast(Any, _per_token(head, *operands, codes))
+        return losses * sharding.split_as_last(factor, losses), lse
+    if reduction == "mean":
+        counted = ~equals(labels, loss.ignore_index)
+        if weight is None:
+            total = jnp.maximum(jnp.sum(counted, dtype=jnp.int32), 1).astype(jnp.float32)
+        else:
+            total = jnp.sum(jnp.where(counted, factor, 0.0))
+            total = jnp.where(total == 0.0, 1.0, total)
+        factor = factor / total
+    return _total(head, *operands, codes, factor)
+
+
+# ---------------------------------------------------------------------------------------------------------- derivatives
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(head: _Head, x, kernel, bias, accumulator, codes, factor):
+    """Σ factor · loss, whose gradients are computed with it, and lse."""
+    del accumulator
+    found = _run(head, _Wanted(), x, kernel, bias, None, codes)
+    return _sum(factor, found.losses), found.lse
+
+
+def _sum(factor: Array, losses: Array) -> Array:
+    return jnp.sum(sharding.split_as_last(factor, losses) * losses)
+
+
+def _total_forward(head: _Head, *operands):
+    wanted = _Wanted.of(*operands[:4])
+    x, kernel, bias, accumulator, codes, factor = custom_vjp_primal_tree_values(operands)
+    if accumulator is not None:
+        accumulator = added_once(accumulator, x, factor)
+    found = _run(head, wanted, x, kernel, bias, accumulator, codes, factor)
+    gradients = [
+        checkpoint_name(_absent() if a is None else a, "linear_cross_entropy_gradient") for a in found.gradients
+    ]
+    residuals = (gradients, found.losses, *map(_like, (x, kernel, bias, factor)), accumulator)
+    return (_sum(factor, found.losses), found.lse), residuals
+
+
+def _like(a: Array | None) -> sharding.Layout | None:
+    return None if a is None else sharding.Layout.of(a)
+
+
+def _absent() -> Array:
+    """What stands for a gradient that is not asked for: JAX wants residuals of one structure, whatever is asked for."""
+    return jnp.zeros((0,), jnp.float32)
+
+
+def _total_backward(head: _Head, residuals, cotangents):
+    gradients, losses, *layouts, of_factor, accumulator = residuals
+    cotangent = _over_replicas(head, cotangents[0])
+    dx, dkernel, dbias, following = (None if a.shape == (0,) else a for a in gradients)
+    dx, dkernel, dbias = (
+        None if a is None or layout is None else layout.apply(cotangent * a.astype(jnp.float32))
+        for a, layout in zip((dx, dkernel, dbias), layouts, strict=True)
+    )
+    if following is not None:
+        # XLA sees a cotangent that is 1, and then needs the accumulator no more.
+        others = accumulator.astype(jnp.float32) if head.accumulate else 0.0
+        scaled = (others + cotangent * (following.astype(jnp.float32) - others)).astype(following.dtype)
+        following = jnp.where(cotangent == 1.0, following, scaled)
+    return dx, dkernel, dbias, following, None, of_factor.apply(cotangent * losses)
+
+
+def _over_replicas(head: _Head, cotangent: Any) -> Array:
+    if isinstance(cotangent, SymbolicZero):
+        cotangent = ad.zeros_like_aval(cotangent.aval)
+    return _cross_entropy.over_replicas(cotangent, head.loss.axis_name)
+
+
+_total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _per_token(head: _Head, x, kernel, bias, accumulator, codes):
+    """The loss of each token, whose gradients are computed when their weights are known, and lse."""
+    del accumulator
+    found = _run(head, _Wanted(), x, kernel, bias, None, codes)
+    return found.losses, found.lse
+
+
+def _per_token_forward(head: _Head, *operands):
+    wanted = _Wanted.of(*operands[:4])
+    x, kernel, bias, accumulator, codes = custom_vjp_primal_tree_values(operands)
+    found = _run(head, _Wanted(), x, kernel, bias, None, codes)
+    lse = checkpoint_name(found.lse, "linear_cross_entropy_lse")
+    return (found.losses, lse), (wanted.as_shapes(), x, kernel, bias, accumulator, codes, lse)
+
+
+def _per_token_backward(head: _Head, residuals, cotangents):
+    return _gradients_again(head, residuals, _over_replicas(head, cotangents[0]))
+
+
+# Under jit, or each gradient outside of jit would trace it anew.
+@functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
+def _gradients_again(head: _Head, residuals, cotangent: Array):
+    shapes, x, kernel, bias, accumulator, codes, lse = residuals
+    wanted = _Wanted(*(a.shape == (1,) for a in shapes))
+    if accumulator is not None:
+        accumulator = added_once(accumulator, x, cotangent)
+    gradients = _run(head, wanted, x, kernel, bias, accumulator, codes, cotangent, lse).gradients
+    dx, dkernel, dbias = (
+        None if a is None else sharding.Layout.of(of).apply(a)
+        for a, of in ((gradients.x, x), (gradients.kernel, kernel), (gradients.bias, bias))
+    )
+    return dx, dkernel, dbias, gradients.accumulator, None
+
+
+_per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- all chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Which gradients are asked for; that of the kernel goes to the accumulator where there is one."""
+
+    x: bool = False
+    kernel: bool = False
+    bias: bool = False
+    accumulator: bool = False
+
+    @classmethod
+    def of(cls, x: Any, kernel: Any, bias: Any, accumulator: Any) -> _Wanted:
+        """From operands as custom_vjp hands them over with symbolic_zeros."""
+        if accumulator is not None:
+            validate_accumulated(kernel.perturbed, accumulator.perturbed)
+        perturbed = [a is not None and a.perturbed for a in (x, kernel, bias, accumulator)]
+        return cls(perturbed[0], perturbed[1] and accumulator is None, *perturbed[2:])
+
+    def as_shapes(self) -> list[Array]:
+        """As residuals, whose structure must not depend on it."""
+        return [jnp.zeros((flag,), bool) for flag in dataclasses.astuple(self)]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(field.name for field in dataclasses.fields(self) if getattr(self, field.name))
+
+
+class _Gradients(NamedTuple):
+    """None for what is not asked for; that of kernel is float32."""
+
+    x: Array | None
+    kernel: Array | None
+    bias: Array | None
+    accumulator: Array | None
+
+
+class _Found(NamedTuple):
+    losses: Array
+    lse: Array
+    gradients: _Gradients
+
+
+def _run(head: _Head, wanted: _Wanted, x, kernel, bias, accumulator, codes, factor=None, lse=None) -> _Found:
+    """Losses, lse and the gradients of Σ factor · loss. Given lse, losses are not computed, and are lse."""
+    given = {
+        "x": x,
+        "kernel": kernel,
+        "codes": codes,
+        "bias": bias,
+        "factor": factor if wanted.names else None,
+        "lse": lse,
+        "accumulator": accumulator if wanted.accumulator else None,
+    }
+    names = tuple(name for name, a in given.items() if a is not None)
+    call = _per_shard(head, wanted, names, x.ndim - 1)
+    axes = {"v": head.loss.axis_name} if head.loss.axis_name else None
+    losses, lse, *gradients = call(*(given[name] for name in names), axes=axes)
+    named = dict(zip(wanted.names, gradients, strict=True))
+    return _Found(losses, lse, _Gradients(*(named.get(field) for field in _Gradients._fields)))
+
+
+@functools.cache
+def _per_shard(head: _Head, wanted: _Wanted, names: tuple[str, ...], batch_ndim: int) -> Callable[..., Any]:
+    batch = [f"b{i}" for i in range(batch_ndim)]
+    tokens = " ".join(["...", *batch])
+    terms = {
+        "x": f"{tokens} h",
+        "kernel": f"... {head.kernel_dimensions}",
+        "bias": "... v",
+        "accumulator": f"... {head.kernel_dimensions}",
+    }
+    results = [tokens, tokens, *(terms[name] for name in wanted.names)]
+
+    @sharding.per_shard(
+        f"{', '.join(terms.get(name, tokens) for name in names)} -> {', '.join(results)}",
+        axes_of=(*batch, "v"),
+        replicated=("h",),
+    )
+    def local(*operands: Array, axes: Mapping[str, Sequence[str]]) -> tuple[Array, ...]:
+        token_axes = tuple(axis for factor in batch for axis in axes.get(factor, ()))
+        run = functools.partial(_run_locally, head, wanted, token_axes, tuple(axes.get("v", ())))
+        for _ in range(operands[0].ndim - batch_ndim - 1):
+            run = jax.vmap(run)
+        return run(dict(zip(names, operands, strict=True)))
+
+    return local
+
+
+def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: dict[str, Array]) -> tuple[Array, ...]:
+    """(losses, lse, *gradients) on one device's arrays, without more batch dimensions than x has."""
+    x, kernel, accumulator = given["x"], given["kernel"], given.get("accumulator")
+    batch, axis, vocab = x.shape[:-1], head.vocab_axis, given["kernel"].shape[head.vocab_axis]
+    chunks = _Chunks(head, wanted, vocab_axes, kernel, given.get("bias"), x.dtype)
+    in_place = accumulator is not None and not (chunks.padding or token_axes or accumulator.dtype != jnp.float32)
+    pieces = {name: given[name].reshape(-1, *given[name].shape[len(batch) :]) for name in _PER_TOKEN & set(given)}
+
+    tokens = math.prod(batch)
+    rows = head.chunk_tokens or chunk_tokens(tokens, vocab + chunks.padding, x.dtype.itemsize, head.fp8 is not None)
+    more = max(0, -(-tokens // rows) - 1)
+    first = tokens - more * rows
+    totals, found = chunks.step(
+        _Totals(accumulator if in_place else None, None), {name: a[:first] for name, a in pieces.items()}, first=True
+    )
+    rest = {name: a[first:].reshape(more, rows, *a.shape[1:]) for name, a in pieces.items()}
+    if more > _MOST_UNROLLED or (more and not wanted.names):
+        totals, others = lax.scan(chunks.step, totals, rest)
+        found = [jnp.concatenate([a, b.reshape(-1, *b.shape[2:])]) for a, b in zip(found, others, strict=True)]
+    elif more:
+        each = [found]
+        for i in range(more):
+            piece = {name: a[i] for name, a in rest.items()}
+            # Or XLA might compute the logits of all chunks first. What passes one barrier varies over the same axes.
+            if wanted.x:
+                piece["x"], each[-1][-1] = lax.optimization_barrier((piece["x"], each[-1][-1]))
+            piece["x"], totals = lax.optimization_barrier((piece["x"], totals))
+            totals, found = chunks.step(totals, piece)
+            each.append(found)
+        found = [jnp.concatenate(parts) for parts in zip(*each, strict=True)]
+    found, totals = chunks.finished(found, totals, pieces["x"])
+    found = [a.reshape(*batch, *a.shape[1:]) for a in found]
+
+    dkernel, dbias = (
+        None if a is None else lax.slice_in_dim(a, 0, vocab, axis=along)
+        for a, along in ((totals.kernel, axis), (totals.bias, 0))
+    )
+    if token_axes:
+        dkernel, dbias = lax.psum((dkernel, dbias), token_axes)
+    following = dkernel
+    if accumulator is not None and not in_place:
+        assert dkernel is not None
+        if head.accumulate:
+            following = (accumulator.astype(jnp.float32) + dkernel).astype(accumulator.dtype)
+        else:  # the buffer is written over: an argument that is not mentioned at all would not be donated
+            following = lax.dynamic_update_slice(accumulator, dkernel.astype(accumulator.dtype), (0, 0))
+    gradients = {"x": found[-1], "kernel": dkernel, "bias": dbias, "accumulator": following}
+    return *found[:2], *(gradients[name] for name in wanted.names)
+
+
+_PER_TOKEN = {"x", "codes", "factor", "lse"}
+
+
+def chunk_tokens(tokens: int, vocab: int, itemsize: int, in_fp8: bool) -> int:
+    """The number of tokens in a chunk; the first one has what is left."""
+    most = _CHUNK_BYTES * (1 + in_fp8) // (vocab * itemsize) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
+    count = -(-tokens // max(most, _LEAST_CHUNK))
+    return max(1, tokens) if count <= 1 else -(-tokens // (count * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE
+
+
+class _Totals(NamedTuple):
+    """Sums over chunks: of the gradients of kernel and bias, padded as `_Chunks` says. None for none so far."""
+
+    kernel: Any
+    bias: Any
+
+
+# ------------------------------------------------------------------------------------------------------------ one chunk
+
+
+class _Chunks:
+    """What all chunks have in common: the kernel as products read it, and how a chunk is computed.
+
+    `padding` columns of zeros follow the kernel, whose logits do not count.
+    """
+
+    def __init__(self, head: _Head, wanted: _Wanted, vocab_axes, kernel: Array, bias: Array | None, dtype: Any):
+        axis, vocab = head.vocab_axis, kernel.shape[head.vocab_axis]
+        self.head, self.wanted, self.vocab_axes, self.dtype = head, wanted, vocab_axes, dtype
+        self.padding = -vocab % _ALIGNMENT if dtype.itemsize == 2 or head.fp8 else 0
+        self.with_wgrad = wanted.kernel or wanted.accumulator
+        # Of all devices: of the shards that Auto and Explicit axes make, and those that axis_name says.
+        self.vocab = vocab * (lax.axis_size(vocab_axes) if vocab_axes else 1)
+        kernel, bias = kernel.astype(dtype), None if bias is None else bias.astype(dtype)
+        if self.padding:
+            kernel = jnp.pad(kernel, [(0, self.padding if i == axis else 0) for i in range(2)])
+            bias = None if bias is None else jnp.pad(bias, (0, self.padding))
+        self.kernel, self.bias = kernel, bias
+        self.kernel8: Any = None
+        if (head.in_fp8("dgrad") and wanted.x) or head.in_fp8("forward"):
+            both = head.in_fp8("dgrad") and wanted.x and head.in_fp8("forward")
+            forward_copy = "transposed" if head.layer.dgrad_copy == "data" else "data"
+            copies: Any = "both" if both else forward_copy if head.in_fp8("forward") else head.layer.dgrad_copy
+            self.kernel8 = head.layer.quantize("kernel", kernel, None, copies=copies).array
+
+    def step(self, totals: _Totals, piece: dict[str, Array], *, first: bool = False):
+        """Totals with those of a chunk, and for its tokens [losses, lse], with a recipe what `_target` returns, and dx
+        where it is asked for."""
+        head, loss, codes, lse = self.head, self.head.loss, piece["codes"], piece.get("lse")
+        logits = self._logits(piece["x"])
+        if not self.wanted.names:
+            return totals, self._losses(codes, self._statistics(logits, codes))
+        columns = _cross_entropy.local_codes(codes, self._local_vocab, self.vocab_axes) if self.vocab_axes else codes
+        attributes: Any = loss.gradient_attributes(self.vocab) | {"softcap": loss.softcap, "padding": self.padding}
+        weight = where_counted(codes, piece["factor"])
+        statistics, target, dlogits8 = None, [], None
+        if lse is None and head.fp8 is None and not self.vocab_axes:
+            with_total = loss.label_smoothing > 0.0
+            *statistics, dlogits = _cross_entropy.statistics_and_gradient(
+                logits, codes, weight, with_total=with_total, **attributes
+            )
+            found = self._losses(codes, statistics)
+        else:
+            if lse is None:
+                statistics = self._statistics(logits, codes)
+                lse = statistics[0]
+            if head.fp8 is not None:
+                target = self._target(logits, columns, weight, statistics)
+            dlogits, dlogits8 = self._gradient(logits, columns, lse, weight, attributes)
+            found = [lse, lse] if statistics is None else self._losses(codes, statistics)
+        dx, totals = self._products(totals, piece["x"], dlogits, dlogits8, first)
+        return totals, [*found, *target, *([dx] if self.wanted.x else [])]
+
+    def finished(self, found: list[Array], totals: _Totals, x: Array) -> tuple[list[Array], _Totals]:
+        """(losses, lse and dx of all tokens, totals), from what all steps have found and the x of all tokens."""
+        if not self.wanted.names:
+            return found, totals
+        if self.head.fp8 is None:
+            return [*found[:2], *map(self._summed, found[2:])], totals
+        losses, lse, columns, factor, *dx = found
+        order = jnp.argsort(columns).astype(jnp.int32)
+        absent = jnp.zeros((0,), jnp.float32)
+        gradients = [absent if a is None else a for a in (*(dx or [None]), *totals)]
+        dtypes = (self.dtype, jnp.float32, jnp.float32)
+        next_dx, dkernel, dbias = native.call(
+            "te_linear_cross_entropy_labels",
+            [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(gradients, dtypes, strict=True)],
+            *(columns[order], order, factor, x, self.kernel),
+            *gradients,
+            aliases={5 + i: i for i in (1, 2) if gradients[i] is not absent},
+            vocab_last=self.head.vocab_axis == 1,
+        )
+        totals = _Totals(*(None if a is None else b for a, b in zip(totals, (dkernel, dbias), strict=True)))
+        return [losses, lse, *([self._summed(next_dx)] if dx else [])], totals
+
+    def _summed(self, dx: Array) -> Array:
+        """Inside shard_map JAX, or the user, adds up."""
+        return lax.psum(dx, self.vocab_axes) if self.vocab_axes and not self.head.loss.axis_name else dx
+
+    def _gradient(self, logits: Array, columns: Array, lse: Array, weight: Array, attributes: dict[str, Any]):
+        """The gradient of the logits, as it is and in FP8, as far as products read it; in FP8 without the terms at
+        labels."""
+        head, wanted = self.head, self.wanted
+        if head.fp8 is None:
+            return _cross_entropy.logits_gradient(logits, columns, lse, weight, axes={}, **attributes)[0], None
+        for_dgrad, for_wgrad = head.in_fp8("dgrad") and wanted.x, head.in_fp8("wgrad") and self.with_wgrad
+        copies: Any = "both" if for_dgrad and for_wgrad else "data" if for_dgrad else "transposed"
+        layer, attributes = head.layer, attributes | {"label_smoothing": 1.0}  # no probability is left for the label
+        as_it_is = wanted.bias or for_dgrad != wanted.x or for_wgrad != self.with_wgrad
+        if not as_it_is and has_blocks(head.fp8.recipe):
+            del attributes["label_smoothing"]
+            request = Request(layer.quantization("gradient"), 1, copies, (), (), False, False)
+            return None, _cross_entropy.quantized_gradient(logits, lse, weight, request, **attributes)
+        (plain,) = _cross_entropy.logits_gradient(logits, columns, lse, weight, axes={}, **attributes)
+        if not (for_dgrad or for_wgrad):
+            return plain, None
+        return plain, layer.quantize("gradient", plain, None, copies=copies).array
+
+    @property
+    def _local_vocab(self) -> int:
+        return self.kernel.shape[self.head.vocab_axis] - self.padding
+
+    def _logits(self, x: Array) -> Array:
+        head = self.head
+        if head.in_fp8("forward"):
+            x8 = head.layer.quantize("activation", x, None, copies="data").array
+            return head.layer.gemm("forward", x8, self.kernel8, bias=self.bias, out_dtype=self.dtype)
+        logits = _dot(x, self.kernel, (1, 1 - head.vocab_axis), self.dtype)
+        return logits if self.bias is None else logits + self.bias[None, :]
+
+    def _statistics(self, logits: Array, codes: Array) -> tuple[Array, ...]:
+        return _cross_entropy.row_statistics(
+            logits,
+            codes,
+            with_total=self.head.loss.label_smoothing > 0.0,
+            softcap=self.head.loss.softcap,
+            padding=self.padding,
+            axes={"v": self.vocab_axes} if self.vocab_axes else {},
+        )
+
+    def _losses(self, codes: Array, statistics: Sequence[Array]) -> list[Array]:
+        return [self.head.loss.of_rows(codes, statistics, self.vocab), statistics[0]]
+
+    def _target(self, logits: Array, columns: Array, weight: Array, statistics: tuple[Array, ...] | None):
+        """[column of each label, beyond all where it is not here; what the gradient at it lacks without the label]."""
+        loss = self.head.loss
+        here = columns >= 0
+        slope = weight * (1.0 - loss.label_smoothing)
+        if loss.logit_softcap is not None:
+            if statistics is not None:
+                capped = statistics[1] / loss.logit_softcap
+            else:
+                own = jnp.take_along_axis(logits, jnp.where(here, columns, 0)[:, None], axis=1)[:, 0]
+                capped = jnp.tanh(own.astype(jnp.float32) / loss.logit_softcap)
+            slope *= 1.0 - capped * capped
+        return [jnp.where(here, columns, jnp.iinfo(jnp.int32).max), jnp.where(here, slope, 0.0)]
+
+    def _products(self, totals: _Totals, x: Array, dlogits: Any, dlogits8: Any, first: bool):
+        """dx of a chunk, and the totals."""
+        head, dx, dbias = self.head, None, None
+        if self.wanted.bias:
+            dbias = jnp.sum(dlogits, axis=0, dtype=jnp.float32) + (0.0 if first else totals.bias)
+        if self.wanted.x:
+            if head.in_fp8("dgrad"):
+                dx = head.layer.gemm("dgrad", dlogits8, self.kernel8, out_dtype=jnp.float32)
+            elif head.fp8 is not None:
+                dx = _dot(dlogits, self.kernel, (1, head.vocab_axis), jnp.float32)
+            else:
+                dx = _dot(dlogits, self.kernel, (1, head.vocab_axis), self.dtype)
+        return dx, _Totals(self._wgrad(totals.kernel, x, dlogits, dlogits8, first), dbias)
+
+    def _wgrad(self, total: Any, x: Array, dlogits: Any, dlogits8: Any, first: bool) -> Any:
+        head, axis = self.head, self.head.vocab_axis
+        if not self.with_wgrad:
+            return None
+        options: dict[str, Any] = {"out_dtype": jnp.float32}
+        if total is not None:
+            options = {"accumulator": total, "accumulate": head.accumulate or not first}
+        order = 1 if axis else -1
+        if head.in_fp8("wgrad"):
+            x8 = head.layer.quantize("activation", x, None, copies="transposed").array
+            return head.layer.gemm("wgrad", *(x8, dlogits8)[::order], **options)
+        return gemm(*(x, dlogits)[::order], lhs_contracting="rows", rhs_contracting="rows", **options)
+
+
+def _dot(lhs: Array, rhs: Array, contracting: tuple[int, int], dtype: Any) -> Array:
+    dims = ((contracting[0],), (contracting[1],)), ((), ())
+    return lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)

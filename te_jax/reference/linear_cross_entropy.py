@@ -1,0 +1,49 @@
+"""An output head and its cross-entropy in plain jax.numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from te_jax.reference.softmax_cross_entropy import equals, reduce_tokens, softmax_cross_entropy
+
+
+def linear_cross_entropy(
+    x: Array,
+    kernel: Array,
+    labels: Array,
+    *,
+    bias: Array | None = None,
+    weight: Array | None = None,
+    kernel_contracting: str = "first",
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    **loss: Any,
+) -> tuple[Array, Array]:
+    """Definition of `te_jax.ops.linear_cross_entropy`, which see: the loss, and lse of all tokens."""
+    logits = jnp.einsum(
+        "...h,hv->...v" if kernel_contracting == "first" else "...h,vh->...v", x, kernel.astype(x.dtype)
+    )
+    if bias is not None:
+        logits += bias.astype(x.dtype)
+    return loss_of_logits(logits, labels, weight=weight, ignore_index=ignore_index, reduction=reduction, **loss)
+
+
+def loss_of_logits(
+    logits: Array, labels: Array, *, weight: Array | None, ignore_index: int, reduction: str, **loss: Any
+) -> tuple[Array, Array]:
+    """The loss with weights of tokens, and lse."""
+    losses, lse = softmax_cross_entropy(
+        logits, labels, ignore_index=ignore_index, reduction="none", return_lse=True, **loss
+    )
+    ignored = equals(labels, ignore_index)
+    if weight is None:
+        return reduce_tokens(losses, ignored, reduction), lse
+    weight = weight.astype(losses.dtype)
+    losses = weight * losses
+    if reduction != "mean":
+        return reduce_tokens(losses, ignored, reduction), lse
+    total = jnp.sum(jnp.where(ignored, 0.0, weight))
+    return jnp.sum(losses) / jnp.where(total == 0.0, 1.0, total), lse

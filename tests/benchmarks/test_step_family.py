@@ -1,0 +1,76 @@
+"""The step family: what it measures, and what it refuses to publish."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from benchmarks import step as family
+from benchmarks.harness import QUICK
+from benchmarks.shapes import STEP_GPU, StepShape
+from te_jax import models
+
+CASE = StepShape(
+    short="test", depths=(1,), batch=1, sequence=32, hidden=32, mlp=48, heads=2, kv_heads=1, head_dim=16, vocab=32,
+    model="test",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _as_the_peers_need_it():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_all_kinds_are_measured_and_right(microbatches):
+    """And the time of a layer follows from two depths."""
+    case = dataclasses.replace(CASE, microbatches=microbatches, depths=(2, 1) if microbatches == 1 else (1,))
+    names = ("bf16", "te_jax_delayed") if microbatches == 1 else ("bf16", "flax_fp8_scan", "te_jax_block")
+    result = family.run_case(case, names, QUICK)
+    assert not result.wrong
+    assert not result.skipped
+    found = [(row["operation"], row["implementation"]) for row in result.rows]
+    operations = ("step", "step_1_layer") if microbatches == 1 else ("step",)
+    assert found == [(operation, name) for operation in operations for name in names]
+    for row in result.rows:
+        block = 32 * (2 * 32 + 2 * 16 + 3 * 48)
+        pairs = 32 * 33 // 2
+        layers = row["layers"]
+        assert row["flops"] == microbatches * 3 * (2 * 32 * (layers * block + 32 * 32) + layers * 4 * pairs * 32)
+        assert row["tokens_per_second"] == pytest.approx(microbatches * 32e3 / row["median_ms"], rel=1e-3)
+        assert row["losses"][2] < row["losses"][0]
+        assert row["peak_bytes"] > 3 * 4 * 2 * 32 * 32
+        assert ("layer_ms" in row) == (row["operation"] == "step" and microbatches == 1)
+        if row["implementation"].startswith("bf16"):
+            assert row["time_over_bf16"] == 1
+
+
+@pytest.mark.usefixtures("native_kernels")
+def test_wrong_losses_are_not_timed(monkeypatch):
+    right = models.loss
+    monkeypatch.setattr(models, "loss", lambda *args, **options: 1.1 * right(*args, **options))
+    result = family.run_case(CASE, ("te_jax",), QUICK)
+    assert [row["implementation"] for row in result.rows] == ["bf16"]
+    assert [problem["implementation"] for problem in result.wrong] == ["te_jax"]
+
+
+def test_what_does_not_run_costs_the_others_nothing(monkeypatch):
+    def fails(*args, **options):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(models, "loss", fails)
+    result = family.run_case(CASE, ("te_jax",), QUICK)
+    assert [row["implementation"] for row in result.rows] == ["bf16"]
+    assert [problem["reason"] for problem in result.skipped] == ["RuntimeError: out of memory"]
+
+
+def test_shapes_of_models_have_their_parameters():
+    sizes = {
+        case.short: family._config(case, {"8b": 32, "70b": 80, "qwen3-1.7b": 28}[case.short]).num_parameters
+        for case in STEP_GPU
+    }
+    assert sizes["8b"] == 8_030_261_248
+    assert sizes["70b"] == pytest.approx(70.6e9, rel=1e-3)
+    assert sizes["qwen3-1.7b"] == pytest.approx(1.72e9 + 151_936 * 2048, rel=1e-3)  # and the second embedding

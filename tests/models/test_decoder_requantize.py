@@ -1,0 +1,153 @@
+"""The decoder in a train step whose optimizer quantizes the kernels: several microbatches, and a resumed run."""
+
+import dataclasses
+import functools
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from te_jax import models, nn, optim
+from te_jax.models import DecoderConfig
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from te_jax.testing import assert_close
+
+CONFIG = DecoderConfig(
+    vocab_size=19, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_size=48
+)
+RECIPES = [CurrentScaling(), BlockScaling(), DelayedScaling(history_len=3)]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+MICROBATCHES = 2
+
+OPTIMIZER = optim.adamw(1e-3, mu_dtype="bfloat16", nu_dtype="bfloat16")
+
+
+def loss_of(config):
+    def loss(variables, tokens):
+        params, scaling = variables
+        return models.loss(params, tokens, tokens, config, scaling)
+
+    return loss
+
+
+def first_state(config):
+    params = models.init(config, jax.random.key(0))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    params, operands = optim.apply_updates(params, zeros, requantize=models.requantize(config))
+    return params, OPTIMIZER.init(params), operands, models.init_scaling_state(config)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step(config, state, tokens):
+    """tokens is [microbatches, batch, time]."""
+    params, optimizer, operands, scaling = state
+    gradient = nn.accumulate_gradients(loss_of(config))
+    gradients, losses = None, []
+    for microbatch in tokens:
+        loss, gradients = gradient((operands, scaling), gradients, microbatch)
+        losses.append(loss)
+    gradients, scaling = gradients
+    updates, optimizer = OPTIMIZER.update(gradients, optimizer, params)
+    params, operands = optim.apply_updates(params, updates, requantize=models.requantize(config))
+    return (params, optimizer, operands, scaling), (jnp.stack(losses), gradients)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradients_with_quantization_in_the_call(config, params, scaling, tokens):
+    found = [jax.value_and_grad(loss_of(config))((params, scaling), microbatch) for microbatch in tokens]
+    losses, gradients = zip(*found, strict=True)
+    return jnp.stack(losses), jax.tree.map(lambda a, b: a + b, gradients[0][0], gradients[1][0])
+
+
+@pytest.fixture
+def tokens(rng):
+    return jnp.asarray(rng.integers(0, CONFIG.vocab_size, (4, MICROBATCHES, 2, 16)), jnp.int32)
+
+
+@every_recipe
+def test_two_microbatches_are_those_with_quantization_in_the_call(recipe, tokens):
+    config = dataclasses.replace(CONFIG, recipe=recipe)
+    state = first_state(config)
+    if isinstance(recipe, DelayedScaling):  # which quantizes a kernel by the amax of earlier steps: once it is known
+        state, _ = step(config, state, tokens[0])
+    kernels = [leaf for leaf in jax.tree.leaves(state[2], is_leaf=is_quantized) if is_quantized(leaf)]
+    assert len(kernels) == 7 * config.num_layers
+    _, (losses, gradients) = step(config, state, tokens[1])
+    expected, expected_gradients = gradients_with_quantization_in_the_call(config, state[0], state[3], tokens[1])
+    exact = not isinstance(recipe, DelayedScaling)  # whose kernels have the scale of their own amax, not the former
+    assert_close(losses, expected, tolerance=1e-6 if exact else 1e-2)
+    assert jax.tree.structure(gradients) == jax.tree.structure(state[0])
+    for found, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
+        assert found.dtype == wanted.dtype == jnp.float32
+        assert_close(found, wanted, tolerance=1e-5 if exact else 0.3)
+
+
+def test_the_state_of_delayed_scaling_is_the_largest_of_all_microbatches(tokens):
+    config = dataclasses.replace(CONFIG, recipe=DelayedScaling(history_len=3))
+    state = first_state(config)
+    (_, _, _, together), _ = step(config, state, tokens[0])
+    alone = [step(config, state, tokens[0, i : i + 1])[0][3] for i in range(MICROBATCHES)]
+    for found, first, second in zip(*map(jax.tree.leaves, (together, *alone)), strict=True):
+        np.testing.assert_array_equal(found, np.maximum(first, second))
+
+
+@every_recipe
+def test_a_resumed_run_has_the_same_bits(recipe, tokens):
+    config = dataclasses.replace(CONFIG, recipe=recipe)
+    state = first_state(config)
+    for i in range(2):
+        state, _ = step(config, state, tokens[i])
+    checkpoint = io.BytesIO()
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    np.savez(checkpoint, *[leaf.view(np.uint8) if leaf.ndim else leaf for leaf in leaves])
+    restored = np.load(io.BytesIO(checkpoint.getvalue()))
+    restored = [
+        restored[f"arr_{i}"].view(leaf.dtype) if leaf.ndim else restored[f"arr_{i}"] for i, leaf in enumerate(leaves)
+    ]
+    resumed = jax.tree.structure(state).unflatten([jnp.asarray(leaf) for leaf in restored])
+    for i in range(2, 4):
+        state, (losses, _) = step(config, state, tokens[i])
+        resumed, (others, _) = step(config, resumed, tokens[i])
+        np.testing.assert_array_equal(losses, others)
+    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(resumed), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_quantized_kernels_follow_from_the_parameters(tokens):
+    """So a checkpoint may leave them out."""
+    config = dataclasses.replace(CONFIG, recipe=BlockScaling())
+    state, _ = step(config, first_state(config), tokens[0])
+    how = models.requantize(config)
+    zeros = jax.tree.map(jnp.zeros_like, state[0])
+    _, operands = jax.jit(lambda params: optim.apply_updates(params, zeros, requantize=how))(state[0])
+    for one, other in zip(jax.tree.leaves(state[2]), jax.tree.leaves(operands), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_remat(tokens):
+    config = dataclasses.replace(CONFIG, recipe=BlockScaling())
+    state = first_state(config)
+    _, (losses, gradients) = step(config, state, tokens[0])
+    _, (others, recomputed) = step(dataclasses.replace(config, remat=True), state, tokens[0])
+    np.testing.assert_array_equal(losses, others)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(recomputed), strict=True):
+        assert_close(one, other, tolerance=1e-3)
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"config\.recipe is None"):
+        models.requantize(CONFIG)
+    config = dataclasses.replace(CONFIG, recipe=CurrentScaling())
+    operands = first_state(config)[2]
+    tokens = jnp.zeros((2, 8), jnp.int32)
+    with pytest.raises(ValueError, match="quantized kernels, and parallel is given"):
+        models.loss(operands, tokens, tokens, config, parallel=models.TensorParallel(2))
+    with pytest.raises(NotImplementedError, match="has no gradient of its own"):
+        jax.grad(lambda operands: models.loss(operands, tokens, tokens, config), allow_int=True)(operands)
+
+
+def is_quantized(leaf):
+    return isinstance(leaf, QuantizedArray)

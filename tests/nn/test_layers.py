@@ -1,0 +1,268 @@
+"""`te_jax.nn.apply_layers` against a loop in Python, and the program that XLA makes of it."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from te_jax import checkpoint_policies, ops
+from te_jax.nn import apply_layers
+from te_jax.recipe import CurrentScaling, DelayedScaling
+from te_jax.testing import assert_close
+
+LAYERS, WIDTH = 5, 32
+REMAT = {"none": None, "all": True, "policy": jax.checkpoint_policies.save_only_these_names("hidden")}
+every_remat = pytest.mark.parametrize("remat", REMAT.values(), ids=REMAT)
+both_forms = pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+
+
+def layer(x, params):
+    hidden = checkpoint_name(jnp.tanh(x["stream"] @ params["kernel"]), "hidden")
+    return {"stream": x["stream"] + jnp.sin(hidden) * params["scale"], "count": x["count"] + 1}
+
+
+def loop(params, x):
+    for of_layer in params:
+        x = layer(x, of_layer)
+    return x
+
+
+def total(run):
+    return lambda params, stream: jnp.sum(jnp.cos(run(params, {"stream": stream, "count": 0})["stream"]))
+
+
+def random_layers(rng):
+    return [
+        {
+            "kernel": jnp.asarray(rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32),
+            "scale": jnp.asarray(rng.uniform(0.5, 1.5), jnp.float32),
+        }
+        for _ in range(LAYERS)
+    ]
+
+
+def stack(layers):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+@pytest.fixture
+def params(rng):
+    return random_layers(rng)
+
+
+@pytest.fixture
+def stream(rng):
+    return jnp.asarray(rng.standard_normal((4, WIDTH)), jnp.float32)
+
+
+def assert_equal(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        assert_close(one, other, tolerance=1e-6)
+
+
+@every_remat
+@both_forms
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_values_and_gradients_are_those_of_a_loop(jit, stacked, remat, params, stream):
+    def run(params, x):
+        return apply_layers(layer, params, x, remat=remat)
+
+    given = stack(params) if stacked else params
+    gradient = jax.value_and_grad(total(run), argnums=(0, 1))
+    value, (found, of_stream) = (jax.jit(gradient) if jit else gradient)(given, stream)
+    expected, (gradients, expected_of_stream) = jax.value_and_grad(total(loop), argnums=(0, 1))(params, stream)
+    assert_equal(value, expected)
+    assert_equal(of_stream, expected_of_stream)
+    assert_equal(found, stack(gradients) if stacked else gradients)
+    assert run(given, {"stream": stream, "count": 0})["count"] == LAYERS
+
+
+@both_forms
+def test_forward_mode_and_second_derivatives(stacked, params, stream):
+    given = stack(params) if stacked else params
+
+    def slope(run, params):
+        return jax.jvp(jax.grad(lambda s: total(run)(params, s)), (stream,), (stream,))[1]
+
+    assert_close(slope(lambda p, x: apply_layers(layer, p, x), given), slope(loop, params), tolerance=1e-5)
+
+
+def test_layers_may_differ(rng):
+    sizes = [8, 16, 16, 4]
+    params = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in itertools.pairwise(sizes)]
+    x = jnp.asarray(rng.standard_normal((2, 8)), jnp.float32)
+    found = apply_layers(lambda x, kernel: jnp.tanh(x @ kernel), tuple(params), x)
+    assert_close(found, jnp.tanh(jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]) @ params[2]), tolerance=1e-6)
+
+
+def test_no_layers(stream):
+    assert apply_layers(layer, [], stream) is stream
+    assert apply_layers(layer, {"kernel": jnp.zeros((0, 3))}, stream) is stream
+
+
+def test_gradients_of_what_the_layer_closes_over(params, stream):
+    def with_shift(run):
+        return lambda shift: total(lambda p, x: run(lambda x, p: layer({**x, "stream": x["stream"] + shift}, p), p, x))(
+            params, stream
+        )
+
+    def plain(layer, params, x):
+        for of_layer in params:
+            x = layer(x, of_layer)
+        return x
+
+    for remat in REMAT.values():
+        found = jax.grad(with_shift(lambda *a, remat=remat: apply_layers(*a, remat=remat)))(0.3)
+        assert_close(found, jax.grad(with_shift(plain))(0.3), tolerance=1e-5)
+
+
+def test_the_layer_is_traced_once(params, stream):
+    traced = []
+
+    def counted(x, params):
+        traced.append(1)
+        return layer(x, params)
+
+    jax.make_jaxpr(jax.grad(total(lambda p, x: apply_layers(counted, p, x))))(params, stream)
+    assert len(traced) == 1
+
+
+@both_forms
+def test_remat_keeps_what_it_says(stacked, params, stream, capsys):
+    given = stack(params) if stacked else params
+    kept = {}
+    for name, remat in REMAT.items():
+        run = total(lambda p, x, remat=remat: apply_layers(layer, p, x, remat=remat))
+        jax.ad_checkpoint.print_saved_residuals(lambda s, run=run: run(given, s), stream)
+        kept[name] = capsys.readouterr().out.count(f"f32[4,{WIDTH}]")
+    assert kept["all"] < kept["policy"] < kept["none"]
+    assert kept["policy"] - kept["all"] == LAYERS
+
+
+def test_the_recomputation_stands_behind_a_barrier(params, stream):
+    """Without one XLA merges it with the forward pass, and nothing is saved."""
+
+    def lowered(remat):
+        gradient = jax.grad(total(lambda p, x: apply_layers(layer, p, x, remat=remat)))
+        return jax.jit(gradient).lower(params, stream).as_text()
+
+    texts = {name: lowered(remat) for name, remat in REMAT.items()}
+    assert "optimization_barrier" not in texts["none"]
+    assert texts["all"].count("optimization_barrier") == texts["policy"].count("optimization_barrier") > 0
+
+
+def scanned(params, x):
+    return lax.scan(lambda x, p: (layer(x, p), None), x, params)[0]
+
+
+@pytest.mark.parametrize("form", ["list", "stacked", "scan"])
+def test_no_loop_and_no_stack_that_is_filled_layer_by_layer(form, params, stream):
+    """Of a train step; the last form shows that the test finds what it looks for."""
+
+    def step(params, stream):
+        run = scanned if form == "scan" else (lambda p, x: apply_layers(layer, p, x))
+        gradients = jax.grad(total(run))(params, stream)
+        return jax.tree.map(lambda p, g: p - g, params, gradients)
+
+    given = params if form == "list" else stack(params)
+    text = jax.jit(step, donate_argnums=0).lower(given, stream).compile().as_text()
+    shape = rf"f32\[{LAYERS},{WIDTH},{WIDTH}\]"
+    found = {
+        "loops": re.findall(r" while\(", text),
+        "zeros": re.findall(rf"= {shape}\S* broadcast\(", text),
+        "updates": re.findall(rf"= {shape}\S* dynamic-update-slice\(", text),
+    }
+    assert [bool(each) for each in found.values()] == [form == "scan"] * 3
+    assert not re.findall(rf"= {shape}\S* pad\(", text)
+
+
+def test_state_of_delayed_scaling_is_a_parameter(rng):
+    recipe = DelayedScaling(history_len=3)
+    kernels = [jnp.asarray(rng.standard_normal((WIDTH, WIDTH)) * (i + 1), jnp.float32) for i in range(LAYERS)]
+    params = [{"kernel": kernel, "state": recipe.init()} for kernel in kernels]
+    x = jnp.asarray(rng.standard_normal((32, WIDTH)), jnp.float32)
+
+    def product(x, params):
+        return jnp.tanh(ops.dense(x, params["kernel"], recipe=recipe, scaling_state=params["state"]))
+
+    def loss(params):
+        return jnp.sum(apply_layers(product, params, x, remat=checkpoint_policies.save_fp8_operands))
+
+    for given in (params, stack(params)):
+        gradients = jax.jit(jax.grad(loss))(given)
+        layers = gradients if isinstance(gradients, list) else [
+            jax.tree.map(lambda leaf, i=i: leaf[i], gradients) for i in range(LAYERS)
+        ]  # fmt: skip
+        for kernel, of_layer in zip(kernels, layers, strict=True):
+            assert of_layer["state"].kernel[0] == jnp.max(jnp.abs(kernel))
+            assert of_layer["state"].uses == 1
+
+
+def test_quantized_kernels(rng):
+    recipe = CurrentScaling()
+    kernels = jnp.asarray(rng.standard_normal((LAYERS, WIDTH, WIDTH)) / WIDTH**0.5, jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((32, WIDTH)), jnp.bfloat16)
+
+    def quantized(kernel):
+        return ops.quantize(kernel, recipe.quantization("kernel"))
+
+    def product(x, kernel):
+        return ops.dense(x, kernel, recipe=recipe)
+
+    expected = apply_layers(product, kernels, x)
+    for params in (jax.vmap(quantized)(kernels), [quantized(kernel) for kernel in kernels]):
+        np.testing.assert_array_equal(apply_layers(product, params, x), expected)
+
+
+@both_forms
+def test_vmap(stacked, rng, stream):
+    members = [random_layers(rng) for _ in range(3)]
+    batched = stack([stack(params) if stacked else params for params in members])
+
+    def gradient(params):
+        return jax.grad(total(lambda p, x: apply_layers(layer, p, x, remat=True)))(params, stream)
+
+    found = jax.jit(jax.vmap(gradient))(batched)
+    for i, params in enumerate(members):
+        expected = jax.grad(total(loop))(params, stream)
+        assert_equal(jax.tree.map(lambda leaf, i=i: leaf[i], found), stack(expected) if stacked else expected)
+
+
+@both_forms
+@every_remat
+def test_shard_map(remat, stacked, params, rng, require_devices):
+    require_devices(4)
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    given = stack(params) if stacked else params
+    rows = jnp.asarray(rng.standard_normal((8, WIDTH)), jnp.float32)
+
+    def local(params, rows):
+        return lax.psum(total(lambda p, x: apply_layers(layer, p, x, remat=remat))(params, rows), "data")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    found = jax.jit(jax.grad(mapped))(given, rows)
+    expected = jax.grad(total(loop))(params, rows)
+    assert_equal(found, stack(expected) if stacked else expected)
+
+
+@pytest.mark.parametrize(
+    ("params", "remat", "words"),
+    [
+        ({"a": jnp.zeros((3, 2)), "b": jnp.zeros((2, 3))}, None, r"leaves of shapes \(2, 3\), \(3, 2\): .* one size"),
+        ({"a": jnp.zeros(())}, None, r"leaves of shapes \(\)"),
+        ({}, None, "leaves of shapes none: .* a list"),
+        ([], "everything", "remat is 'everything': it must be None, True, or a policy"),
+    ],
+)
+def test_what_is_refused(params, remat, words):
+    with pytest.raises(ValueError, match=words):
+        apply_layers(layer, params, jnp.zeros(()), remat=remat)

@@ -1,0 +1,305 @@
+"""Linear cross-entropy: the loss and gradients of all logits at once, in float64, whatever chunks and products."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cross_entropy_oracle import OPTIONS, oracle
+
+from te_jax import ops
+from te_jax.ops.linear_cross_entropy import chunk_tokens
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.testing import assert_close
+
+IN = 48
+RECIPES = {"block": BlockScaling(), "current": CurrentScaling(), "rowwise": RowwiseScaling()}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+
+
+def normal(rng, *shape, dtype="float32", scale=1.0):
+    return jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(dtype)
+
+
+def draw(rng, batch=(3, 50), vocab=130, dtype="float32", last=False):
+    """(x, kernel, bias, weight, labels)"""
+    labels = rng.integers(0, vocab, batch)
+    labels = np.where(rng.random(batch) < 0.2, -100, labels)
+    kernel = normal(rng, IN, vocab, dtype=dtype, scale=IN**-0.5)
+    return (
+        normal(rng, *batch, IN, dtype=dtype),
+        kernel.T if last else kernel,
+        normal(rng, vocab, dtype=dtype),
+        jnp.asarray(rng.uniform(0.5, 2.0, batch), jnp.float32),
+        jnp.asarray(labels, jnp.int32),
+    )
+
+
+def expected(case, *, last=False, reduction="mean", cotangent=1.0, **options):
+    """(loss, dx, dkernel, dbias) in float64."""
+    x, kernel, bias, weight, labels = (np.asarray(a).astype(np.float64) for a in case)
+    kernel = kernel.T if last else kernel
+    labels = labels.astype(int)
+    total = 1.0
+    if reduction == "mean":
+        total = np.sum(np.where(labels == -100, 0.0, weight))
+    weight_in_loss = np.broadcast_to(weight * cotangent / total, labels.shape)
+    found = oracle(x @ kernel + bias, labels, reduction="none", cotangent=weight_in_loss, **options)
+    dlogits = found.gradient.reshape(-1, kernel.shape[1])
+    dkernel = x.reshape(-1, IN).T @ dlogits
+    losses = weight * found.loss
+    loss = losses if reduction == "none" else np.sum(losses) / total
+    return loss, (dlogits @ kernel.T).reshape(x.shape), dkernel.T if last else dkernel, dlogits.sum(0)
+
+
+def run(case, *, cotangent=1.0, last=False, **options):
+    *arrays, weight, labels = case
+
+    def loss(x, kernel, bias):
+        value = ops.linear_cross_entropy(
+            x, kernel, labels, bias=bias, weight=weight, kernel_contracting="last" if last else "first", **options
+        )
+        return jnp.sum(value * cotangent), value
+
+    gradients, value = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
+    return value, *gradients
+
+
+def compare(found, wanted, *tolerances):
+    for a, b, tolerance in zip(found, wanted, tolerances, strict=True):
+        assert_close(a.astype(jnp.float32), np.asarray(b, np.float32), tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "reduction", "last", "chunk"),
+    [
+        ("plain", "float32", "mean", False, 64),
+        ("all", "float32", "mean", True, 64),
+        ("all", "float32", "none", False, 64),
+        ("smoothing", "float32", "sum", False, 20),  # more chunks than are unrolled
+        ("softcap", "bfloat16", "mean", True, 7),
+        ("z_loss", "bfloat16", "sum", False, None),
+        ("plain", "float16", "none", True, 128),
+    ],
+)
+def test_against_float64(options, dtype, reduction, last, chunk, implementation, rng):
+    if dtype == "float16" and implementation == "reference":
+        pytest.skip("JAX's own gradient of float16 products, with cotangents below its range")
+    case = draw(rng, dtype=dtype, last=last)
+    cotangent = rng.uniform(0.5, 2.0, (3, 50)) if reduction == "none" else 3.0
+    options = OPTIONS[options]
+    found = run(
+        case, reduction=reduction, last=last, cotangent=jnp.asarray(cotangent, jnp.float32), chunk_tokens=chunk,
+        implementation=implementation, **options,
+    )  # fmt: skip
+    wanted = expected(case, last=last, reduction=reduction, cotangent=cotangent, **options)
+    with_logits = max(TOLERANCE[dtype], 2e-5)
+    compare(found, wanted, TOLERANCE[dtype], with_logits, with_logits, with_logits)
+    assert [a.dtype for a in found] == ["float32", dtype, dtype, dtype]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("recipe", "vocab"), [("block", 384), ("block", 130), ("current", 130), ("rowwise", 384)])
+def test_gradients_in_fp8(recipe, vocab, last, rng):
+    case = draw(rng, batch=(300,), vocab=vocab, dtype="bfloat16", last=last)
+    case = (case[0], case[1], jnp.zeros_like(case[2]), *case[3:])
+    found = run(case, last=last, recipe=RECIPES[recipe], chunk_tokens=128, z_loss=1e-3)
+    # The term at the label is not rounded to FP8, and is most of the gradient.
+    compare(found, expected(case, last=last, z_loss=1e-3), 1e-3, 0.015, 0.015, 0.01)
+
+
+def test_all_products_in_fp8(rng):
+    case = draw(rng, batch=(300,), vocab=384, dtype="bfloat16")
+    options = {"recipe": BlockScaling(), "chunk_tokens": 128, "label_smoothing": 0.1, "logit_softcap": 3.0}
+    wanted = expected(case, label_smoothing=0.1, logit_softcap=3.0)
+    compare(run(case, fp8_products=("forward", "dgrad", "wgrad"), **options), wanted, 5e-3, 0.04, 0.04, 0.04)
+    compare(run(case, fp8_products=("wgrad",), **options), wanted, 1e-3, 0.01, 0.015, 0.01)
+    x, kernel, _, _, labels = case
+
+    def per_token(x, kernel):
+        options = {"recipe": BlockScaling(), "chunk_tokens": 128, "reduction": "none", "logit_softcap": 3.0}
+        return jnp.sum(ops.linear_cross_entropy(x, kernel, labels, **options))
+
+    def as_a_sum(x, kernel):
+        options = {"recipe": BlockScaling(), "chunk_tokens": 128, "reduction": "sum", "logit_softcap": 3.0}
+        return ops.linear_cross_entropy(x, kernel, labels, **options)
+
+    for a, b in zip(*(jax.jit(jax.grad(f, (0, 1)))(x, kernel) for f in (per_token, as_a_sum)), strict=True):
+        assert_close(a, b, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "block"])
+def test_ignored_tokens_are_not_read_and_unknown_labels_are_nan(recipe, rng):
+    x, kernel, _, _, labels = draw(rng, batch=(200,), vocab=256, dtype="bfloat16")
+    poisoned = jnp.where((labels == -100)[:, None], jnp.nan, x)
+    loss = functools.partial(ops.linear_cross_entropy, labels=labels, recipe=recipe, chunk_tokens=128)
+    both = jax.jit(jax.value_and_grad(lambda x, kernel: loss(x, kernel), argnums=(0, 1)))
+    value, (dx, _) = both(poisoned, kernel)
+    assert_close(value, both(x, kernel)[0], tolerance=0.0)
+    if recipe is None:
+        assert not np.any(np.asarray(dx, np.float32)[np.asarray(labels) == -100])
+    unknown = labels.at[5].set(256)
+    losses = loss(x, kernel, labels=unknown, reduction="none")
+    dx = jax.jit(jax.grad(lambda x: loss(x, kernel, labels=unknown)))(x)
+    assert np.isnan(losses[5])
+    assert np.all(np.isfinite(np.delete(np.asarray(losses), 5)))
+    assert np.all(np.isnan(np.asarray(dx, np.float32)[5]))
+
+
+def test_weights_of_tokens(rng):
+    x, kernel, _, weight, labels = draw(rng)
+    losses = ops.linear_cross_entropy(x, kernel, labels, reduction="none")
+
+    def mean(weight):
+        return ops.linear_cross_entropy(x, kernel, labels, weight=weight)
+
+    def by_hand(weight):
+        return jnp.sum(weight * losses) / jnp.sum(jnp.where(labels == -100, 0.0, weight))
+
+    for a, b in zip(*(jax.value_and_grad(f)(weight) for f in (mean, by_hand)), strict=True):
+        assert_close(a, b, tolerance=1e-5)
+    assert float(mean(jnp.zeros_like(weight))) == 0.0
+
+
+def test_lse(rng, implementation):
+    x, kernel, bias, _, labels = draw(rng)
+    _, lse = ops.linear_cross_entropy(x, kernel, labels, bias=bias, return_lse=True, implementation=implementation)
+    wanted = jax.nn.logsumexp(np.asarray(x, np.float64) @ np.asarray(kernel) + np.asarray(bias), axis=-1)
+    assert_close(lse, np.where(np.asarray(labels) == -100, 0.0, wanted), tolerance=1e-5)
+
+    def of_lse(x):
+        return jnp.sum(ops.linear_cross_entropy(x, kernel, labels, return_lse=True, implementation=implementation)[1])
+
+    assert not np.any(jax.grad(of_lse)(x))
+
+
+# ------------------------------------------------------------------------------------------------------- accumulators
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "scale", "accumulate", "reduction"),
+    [
+        ("float32", 128, 1.0, True, "mean"),
+        ("float32", 130, 0.5, True, "mean"),
+        ("bfloat16", 128, 1.0, False, "mean"),
+        ("float32", 128, 1.0, True, "none"),
+        ("float32", 128, 2.0, False, "none"),
+    ],
+)
+def test_accumulator(dtype, vocab, scale, accumulate, reduction, implementation, rng):
+    x, kernel, _, _, labels = draw(rng, vocab=vocab)
+    sums = normal(rng, IN, vocab, dtype=dtype)
+
+    def loss(sums, kernel):
+        options = {"reduction": reduction, "wgrad_accumulator": sums, "accumulate": accumulate, "chunk_tokens": 64}
+        return scale * jnp.sum(ops.linear_cross_entropy(x, kernel, labels, implementation=implementation, **options))
+
+    def plain(kernel):
+        return scale * jnp.sum(ops.linear_cross_entropy(x, kernel, labels, reduction=reduction))
+
+    following, dkernel = jax.jit(jax.grad(loss, argnums=(0, 1)))(sums, kernel)
+    wanted = jax.grad(plain)(kernel) + (sums.astype(jnp.float32) if accumulate else 0.0)
+    assert_close(following.astype(jnp.float32), wanted, tolerance=TOLERANCE[dtype])
+    assert following.dtype == dtype
+    assert not np.any(dkernel)
+
+
+def test_microbatches_add_up_in_place(rng):
+    x, kernel, _, _, labels = draw(rng, vocab=256)
+
+    def loss(sums, labels):
+        return ops.linear_cross_entropy(x, kernel, labels, wgrad_accumulator=sums, chunk_tokens=64)
+
+    def step(sums, labels):
+        return jax.grad(loss)(sums, labels), None
+
+    several = jnp.stack([labels, jnp.flip(labels)])
+    compiled = jax.jit(lambda sums: jax.lax.scan(step, sums, several)[0], donate_argnums=0).lower(kernel).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == kernel.nbytes
+    wanted = jax.grad(lambda kernel: sum(ops.linear_cross_entropy(x, kernel, each) for each in several))(kernel)
+    assert_close(compiled(jnp.zeros_like(kernel)), wanted, tolerance=1e-5)
+
+
+def test_accumulator_needs_to_be_differentiated(rng):
+    x, kernel, _, _, labels = draw(rng)
+    with pytest.raises(ValueError, match="differentiate with respect to wgrad_accumulator"):
+        jax.grad(lambda kernel: ops.linear_cross_entropy(x, kernel, labels, wgrad_accumulator=jnp.zeros_like(kernel)))(
+            kernel
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_is_that_of_a_chunk(rng):
+    """Of 2048 × 4096 logits, 16 MB in bfloat16 and 32 in float32, there are never more than a chunk of 256 rows."""
+    x, kernel, _, _, labels = draw(rng, batch=(2048,), vocab=4096, dtype="bfloat16")
+
+    def loss(x, kernel):
+        return ops.linear_cross_entropy(x, kernel, labels, chunk_tokens=256)
+
+    for program in (jax.jit(loss), jax.jit(jax.grad(loss, argnums=0))):
+        assert program.lower(x, kernel).compile().memory_analysis().temp_size_in_bytes < 12 * 2**20
+
+
+def test_only_what_is_asked_for_is_computed(rng):
+    x, kernel, _, _, labels = draw(rng, vocab=128)
+
+    def loss(x, kernel):
+        return ops.linear_cross_entropy(x, kernel, labels)
+
+    text = jax.jit(jax.grad(loss)).lower(x, kernel).as_text()
+    assert "te_gemm" not in text  # the weight gradient's product
+    assert "te_gemm" in jax.jit(jax.grad(loss, argnums=1)).lower(x, kernel).as_text()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "in_fp8", "wanted"),
+    [
+        (100, 128, False, 100),
+        (0, 128, False, 1),
+        (8192, 128256, False, 3072),
+        (8192, 128256, True, 4096),
+        (4096, 262144, False, 2048),
+        (65536, 262144, False, 2048),
+        (8192, 32000, False, 8192),
+    ],
+)
+def test_chunks(tokens, vocab, in_fp8, wanted):
+    assert chunk_tokens(tokens, vocab, 2, in_fp8) == wanted
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kernel": jnp.zeros((IN, 130, 1))}, r"they must be \[\*batch, in\] and \[in, vocab\]"),
+        ({"kernel": jnp.zeros((IN + 1, 130))}, "whose first dimension is contracted"),
+        ({"kernel": jnp.zeros((IN, 0))}, "only the batch may be empty"),
+        ({"kernel_contracting": "middle"}, "kernel_contracting is 'middle'"),
+        ({"x": jnp.zeros((3, 50, IN), int)}, "x has dtype int32"),
+        ({"bias": jnp.zeros((131,))}, r"bias has shape \(131,\)"),
+        ({"weight": jnp.zeros((3,))}, r"weight has shape \(3,\)"),
+        ({"labels": jnp.zeros((3,), int)}, r"labels have shape \(3,\); for x of shape"),
+        ({"labels": jnp.zeros((3, 50))}, "labels have dtype float32"),
+        ({"reduction": "max"}, "reduction is 'max'"),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"label_smoothing": 2.0}, "label_smoothing is 2.0"),
+        ({"recipe": DelayedScaling()}, "whose state a loss does not take"),
+        ({"recipe": "block"}, "recipe is 'block'"),
+        ({"recipe": BlockScaling(), "fp8_products": ()}, r"fp8_products is \(\)"),
+        ({"recipe": BlockScaling(), "fp8_products": "wgrad"}, "fp8_products is 'wgrad'"),
+        ({"recipe": BlockScaling(), "implementation": "reference"}, "use recipe=None"),
+        ({"x": jnp.zeros((3, 50, 8)), "kernel": jnp.zeros((8, 130)), "recipe": BlockScaling()}, "a multiple of 16"),
+        ({"wgrad_accumulator": jnp.zeros((130, IN))}, r"wgrad_accumulator has shape \(130, 48\)"),
+        ({"axis_name": "model"}, "no axis 'model' is mapped here"),
+    ],
+)
+def test_errors_name_the_argument(change, message, rng):
+    x, kernel, _, _, labels = draw(rng)
+    with pytest.raises(ValueError, match=message):
+        ops.linear_cross_entropy(**{"x": x, "kernel": kernel, "labels": labels, **change})
