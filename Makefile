@@ -16,11 +16,12 @@ PYTEST   = $(PY) -m pytest
 RUN_OUT ?= runs/demo
 DIST    ?= dist
 
-.PHONY: help demo test test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables wheel clean
+.PHONY: help demo test test-slow test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables wheel clean
 
 help:
 	@echo "make demo          train a small language model on text that ships with Python"
-	@echo "make test          all tests on the CPU, with eight simulated devices"
+	@echo "make test          tests on the CPU, with eight simulated devices"
+	@echo "make test-slow     the tests that make test leaves out: notebooks, and long trainings"
 	@echo "make test-gpu      tests of operations, layers, optimizers and models on the GPUs of this machine"
 	@echo "make bench         every benchmark on this machine"
 	@echo "make lint          ruff, pyright, clang-format, import-linter, tables"
@@ -53,6 +54,9 @@ demo: $(PACKAGE)
 
 test: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-slow: $(PACKAGE) $(TOOLS)
+	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu $(PYTEST) -m slow -n auto $(ARGS)
 
 test-gpu: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \

@@ -51,12 +51,19 @@ def pytest_sessionstart(session):
 
 def pytest_collection_modifyitems(items):
     # With --no-loadscope-reorder workers share files in this order: one that takes minutes would end alone.
-    items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_train.py"))
+    items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_train.py", "test_meshes.py"))
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if on_gpu and not (jax.default_backend() == "gpu" and native.available()):
         skip = pytest.mark.skip(reason="needs a GPU and the CUDA extension")
         for item in on_gpu:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_not_looked_through_again():
+    """Benchmarks collect garbage before each measurement, which takes a second among what earlier files have traced."""
+    yield
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,6 +19,8 @@ import te_jax.nnx
 import te_jax.optim
 from te_jax.recipe import BlockScaling, DelayedScaling
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, WIDTH, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 64, 128, 2, 4, 2, 16
 BATCH, LENGTH, STEPS = 8, 24, 200
 

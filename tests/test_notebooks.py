@@ -1,5 +1,8 @@
-"""Every notebook runs from top to bottom on a CPU, and is stored without what it printed."""
+"""Every notebook runs from top to bottom on a CPU, is stored without what it printed, and calls what there is."""
 
+import ast
+import importlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -33,6 +36,7 @@ def test_there_are_notebooks():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_it_runs_without_an_error_or_a_warning(path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", environment_without_devices()["XLA_FLAGS"])  # it asks for them itself
@@ -53,3 +57,31 @@ def test_it_is_stored_without_outputs(path):
         if cell.cell_type == "code":
             assert cell.outputs == []
             assert cell.execution_count is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_names_of_the_package_exist(path):
+    """All that it imports of te_jax, and all that it reads of te_jax's modules, without running it."""
+    cells = nbformat.read(path, as_version=4).cells
+    tree = ast.parse("\n".join(cell.source for cell in cells if cell.cell_type == "code"))
+    modules, found = {}, 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "te_jax":
+                    module = importlib.import_module(alias.name)
+                    modules[alias.asname or "te_jax"] = module if alias.asname else importlib.import_module("te_jax")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "te_jax":
+            for alias in node.names:
+                modules[alias.asname or alias.name] = getattr(importlib.import_module(node.module), alias.name)
+                found += 1
+    for node in ast.walk(tree):
+        names = []
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        value = modules.get(node.id) if names and isinstance(node, ast.Name) else None
+        while names and inspect.ismodule(value):
+            value = getattr(value, names.pop(0))
+            found += 1
+    assert found

@@ -47,7 +47,9 @@ def run(out, *options):
     return out
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", ["current", "delayed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("block", "rowwise"))]
+)
 def test_every_recipe_ends_where_the_run_without_one_does(recipe, whole, tmp_path, capsys, request):
     compare = ["--compare"] if recipe == "current" else []
     if recipe in ("block", "delayed"):
