@@ -29,14 +29,19 @@ ffi::Error HandleLabels(PlatformValue platform, AnyBuffer columns, AnyBuffer ord
   rules.Type(ffi::S32, "columns", columns).Elements(labels.tokens, "columns", columns);
   rules.Type(ffi::S32, "order", order).Elements(labels.tokens, "order", order);
   rules.Type(ffi::F32, "factor", factor).Elements(labels.tokens, "factor", factor);
-  if (CountOf(dx_without) > 0) {
+  if (CountOf(dx_without) == 0) {
+    rules.That(CountOf(*dx) == 0, "dx", *dx, "have no elements where dx_without has none");
+  } else {
     rules.Type(ffi::F32, "dx_without", dx_without).Elements(CountOf(x), "dx_without", dx_without);
     rules.Type(x.element_type(), "dx", *dx).Elements(CountOf(x), "dx", *dx);
     labels.dx_without = static_cast<const float*>(dx_without.untyped_data());
     labels.dx = dx->untyped_data();
   }
   auto in_place = [&](std::string_view name, const AnyBuffer& buffer, const AnyBuffer& next, int64_t count) -> float* {
-    if (CountOf(buffer) == 0) return nullptr;
+    if (CountOf(buffer) == 0) {
+      rules.That(CountOf(next) == 0, name, next, "have no elements where its operand has none");
+      return nullptr;
+    }
     rules.Type(ffi::F32, name, buffer).Elements(count, name, buffer);
     rules.That(buffer.untyped_data() == next.untyped_data(), name, buffer, "share its buffer with the result");
     return static_cast<float*>(buffer.untyped_data());

@@ -20,6 +20,7 @@ Logits Decode(Rules& rules, const AnyBuffer& logits, const AnyBuffer* labels, fl
   const int64_t rows = CountOf(logits) / stride;
   rules.That(stride <= INT32_MAX, "logits", logits, "have a vocabulary below 2^31");
   rules.That(0 <= padding && padding < stride, "logits", logits, "have more columns than their padding");
+  if (rules.broken()) return {};
   if (labels) rules.Type(ffi::S32, "labels", *labels).Elements(rows, "labels", *labels);
   const auto* codes = labels ? static_cast<const int32_t*>(labels->untyped_data()) : nullptr;
   return {*dtype, logits.untyped_data(), codes, rows, stride - padding, stride, softcap};
