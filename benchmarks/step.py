@@ -17,7 +17,7 @@ difference divided by the number of layers between. Implementations:
 
 Train states of two implementations do not fit one GPU, so each makes its own from the same seed when its turn comes,
 runs a step that is not counted, and then the steps that are; compiled programs stay. Model TFLOP/s are for three times
-the forward pass's operations, where causal attention counts the pairs that it needs; MFU is their share of the GPU's
+the forward pass's operations, where causal attention counts half of all pairs; MFU is their share of the GPU's
 bf16 peak, for FP8 too. Peak memory is what XLA plans for the step: arguments, results and temporaries. Times by kind
 come from a trace of a few steps: see `benchmarks.profile`.
 
@@ -46,6 +46,7 @@ from benchmarks import flax_fp8, layer, shapes
 from benchmarks.harness import CaseResult, Family, Headline, Timing, compute_row, reason_of, rounded
 from benchmarks.profile import traced
 from te_jax import models, nn, optim
+from te_jax._core.devices import bf16_peak
 from te_jax.models import DecoderConfig
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
@@ -57,8 +58,6 @@ tokens. The third loss is a fifth of the first: there scaling by tensor is behin
 _CHECKED_STEPS = 3
 _LEARNING_STEPS = 4
 """After which delayed scaling knows the sizes of all gradients, from a state that knows nothing."""
-_BF16_PEAK = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12}
-"""Dense FLOP/s as NVIDIA states them, by what the device's name has in it."""
 
 _FAST = ("forward", "dgrad", "wgrad")
 _RATE = 1e-4
@@ -205,14 +204,15 @@ def _row(
     seconds: dict[str, list[float]],
     breakdown: dict[str, float] | None,
 ) -> dict[str, Any]:
-    row = compute_row(seconds, program.name, flops=_flops(case, depth), peers=PEERS)
+    flops = _config(case, depth).flops_per_token(case.sequence) * case.tokens
+    row = compute_row(seconds, program.name, flops=flops, peers=PEERS)
     fastest = {
         peer: min(statistics.median(seconds[form]) for form in forms if form in seconds)
         for peer, forms in FORMS.items()
         if any(form in seconds for form in forms)
     }
     median = statistics.median(seconds[program.name])
-    peak = next((peak for kind, peak in _BF16_PEAK.items() if kind in jax.devices()[0].device_kind), None)
+    peak = bf16_peak(jax.devices()[0].device_kind)
     return {
         "case": case.name,
         "model": case.model,
@@ -229,15 +229,6 @@ def _row(
         "losses": program.losses,
         **({} if breakdown is None else {"breakdown_ms": breakdown}),
     }
-
-
-def _flops(case: shapes.StepShape, depth: int) -> int:
-    """Of a step of the model."""
-    wide, narrow = case.heads * case.head_dim, case.kv_heads * case.head_dim
-    block = case.hidden * (2 * wide + 2 * narrow + 3 * case.mlp)
-    pairs = case.batch * (case.sequence * (case.sequence + 1) // 2)
-    products = 2 * case.batch * case.sequence * (depth * block + case.hidden * case.vocab)
-    return case.microbatches * 3 * (products + depth * 4 * pairs * wide)
 
 
 def _peak_bytes(compiled: Any) -> int | None:

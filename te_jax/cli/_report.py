@@ -8,27 +8,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from te_jax.cli._options import Options
-    from te_jax.models import DecoderConfig
-
-_BF16_PEAKS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA GH200": 989e12,
-    "NVIDIA H200 NVL": 835e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA B200": 2250e12,
-}
-"""FLOP/s of dense bfloat16 GEMMs in NVIDIA's data sheets, by how a device's name begins; the first that fits counts."""
-
-FP8_PAYS_FROM: int | None = None
-"""The hidden size from which runs with a recipe are faster than in bfloat16 on a GPU; None where it is not measured."""
+from te_jax._core.devices import bf16_peak
 
 _INK, _MUTED, _BLUE, _ORANGE = "#1f2430", "#7a8294", "#2563c9", "#d9641e"
 
@@ -88,19 +70,9 @@ class Progress:
             return [memory]
         speed = self._timed_steps * self._tokens_per_step / self._timed_seconds
         words = [f"{speed:,.0f} tokens/s"]
-        if peak := _bf16_peak(self._devices):
-            words.append(f"MFU {speed * self._flops_per_token / peak:.1%} of bfloat16")
+        if peak := bf16_peak(self._devices[0].device_kind):
+            words.append(f"MFU {speed * self._flops_per_token / (peak * len(self._devices)):.1%} of bfloat16")
         return [*words, memory]
-
-
-def fp8_hint(options: Options, config: DecoderConfig) -> str | None:
-    """A sentence for runs with a recipe whose model is too small to become faster by it."""
-    if FP8_PAYS_FROM is None or config.recipe is None or config.hidden_size >= FP8_PAYS_FROM:
-        return None
-    return (
-        f"--recipe {options.recipe} makes GPUs faster from a hidden size of about {FP8_PAYS_FROM:,} on, and --preset "
-        f"{options.preset} has {config.hidden_size:,}"
-    )
 
 
 def summary(
@@ -216,13 +188,6 @@ def _column(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 def _running_mean(values: Sequence[float], width: int) -> list[float]:
     return [sum(values[start : start + width]) / width for start in range(len(values) - width + 1)]
-
-
-def _bf16_peak(devices: Sequence[Any]) -> float | None:
-    """FLOP/s of all devices together, None where it is not known."""
-    kind = devices[0].device_kind
-    peak = next((peak for name, peak in _BF16_PEAKS.items() if kind.startswith(name)), None)
-    return peak and peak * len(devices)
 
 
 def _memory_in_use(devices: Sequence[Any]) -> int:

@@ -115,8 +115,6 @@ def run(args: argparse.Namespace) -> int:
                 f"{len(devices)} {devices[0].platform} devices, {options.tp} share the model: "
                 f"transport {options.transport}"
             )
-        if devices[0].platform == "gpu" and (hint := _report.fp8_hint(options, config)):
-            note(hint)
         with _interruption.watching() as signals, _memory(options, config):
             step = _train(folder, options, config, learners, placement, data, devices, signals)
         if step < options.steps:

@@ -51,7 +51,7 @@ _LEAST_CHUNK = 2048
 """With fewer tokens, reading and writing the weight gradient takes as long as its product."""
 
 _MOST_UNROLLED = 4
-"""Chunks, after the first, that are not made a loop: XLA chooses slower GEMMs inside loops."""
+"""Chunks, after the first, that are not made a loop, in which products took 1% longer."""
 
 _ALIGNMENT = 16
 """Columns of 16-bit logits: GEMMs of other widths are slow, and FP8 has none."""
@@ -572,11 +572,17 @@ class _Chunks:
             bias = None if bias is None else jnp.pad(bias, (0, self.padding))
         self.kernel, self.bias = kernel, bias
         self.kernel8: Any = None
-        if (head.in_fp8("dgrad") and wanted.x) or head.in_fp8("forward"):
-            both = head.in_fp8("dgrad") and wanted.x and head.in_fp8("forward")
-            forward_copy = "transposed" if head.layer.dgrad_copy == "data" else "data"
-            copies: Any = "both" if both else forward_copy if head.in_fp8("forward") else head.layer.dgrad_copy
-            self.kernel8 = head.layer.quantize("kernel", kernel, None, copies=copies).array
+        by_product: dict[str, Any] = {"forward": "transposed", "dgrad": "data"}
+        if head.kernel_contracting == "last":
+            by_product = {"forward": "data", "dgrad": "transposed"}
+        copies = [copy for product, copy in by_product.items() if self._in_fp8(product)]
+        if copies:
+            how: Any = copies[0] if len(copies) == 1 else "both"
+            self.kernel8 = head.layer.quantize("kernel", kernel, None, copies=how).array
+
+    def _in_fp8(self, product: Any) -> bool:
+        """Whether a product is computed, and in FP8."""
+        return self.head.in_fp8(product) and {"dgrad": self.wanted.x, "wgrad": self.with_wgrad}.get(product, True)
 
     def step(self, totals: _Totals, piece: dict[str, Array], *, first: bool = False):
         """Totals with those of a chunk, and for its tokens [losses, lse], with a recipe what `_target` returns, and dx
@@ -638,7 +644,7 @@ class _Chunks:
         head, wanted = self.head, self.wanted
         if head.fp8 is None:
             return _cross_entropy.logits_gradient(logits, columns, lse, weight, axes={}, **attributes)[0], None
-        for_dgrad, for_wgrad = head.in_fp8("dgrad") and wanted.x, head.in_fp8("wgrad") and self.with_wgrad
+        for_dgrad, for_wgrad = self._in_fp8("dgrad"), self._in_fp8("wgrad")
         copies: Any = "both" if for_dgrad and for_wgrad else "data" if for_dgrad else "transposed"
         layer, attributes = head.layer, attributes | {"label_smoothing": 1.0}  # no probability is left for the label
         as_it_is = wanted.bias or for_dgrad != wanted.x or for_wgrad != self.with_wgrad

@@ -36,7 +36,7 @@ def test_all_kinds_are_measured_and_right(microbatches):
     assert found == [(operation, name) for operation in operations for name in names]
     for row in result.rows:
         block = 32 * (2 * 32 + 2 * 16 + 3 * 48)
-        pairs = 32 * 33 // 2
+        pairs = 32 * 32 // 2  # a token attends to half of them
         layers = row["layers"]
         assert row["flops"] == microbatches * 3 * (2 * 32 * (layers * block + 32 * 32) + layers * 4 * pairs * 32)
         assert row["tokens_per_second"] == pytest.approx(microbatches * 32e3 / row["median_ms"], rel=1e-3)

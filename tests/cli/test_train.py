@@ -25,7 +25,7 @@ import pytest
 from runs import SMALL, STEPS, Toy, train_slowly
 
 from te_jax import native, optim
-from te_jax.cli import _options, _report, _step, _text, train
+from te_jax.cli import _report, _step, _text, train
 from te_jax.cli._report import draw_losses
 from te_jax.cli._run_folder import RunFolder, new_path, newest_path, read_header
 from te_jax.cli.errors import UserError
@@ -231,17 +231,6 @@ def test_the_speed_is_shown_as_part_of_the_peak_of_the_devices(capsys, monkeypat
     shown = capsys.readouterr().out
     assert "MFU 0.1% of" in shown.splitlines()[0]
     assert "MFU" not in shown.splitlines()[1]
-
-
-def test_a_recipe_that_does_not_pay_on_a_gpu_is_noted(monkeypatch):
-    def hint(recipe, from_):
-        monkeypatch.setattr(_report, "FP8_PAYS_FROM", from_)
-        options = train.Options(preset="small", recipe=recipe)
-        return _report.fp8_hint(options, _options.build_config(options))
-
-    words = "--recipe block makes GPUs faster from a hidden size of about 2,048 on, and --preset small has 768"
-    assert hint("block", 2048) == words
-    assert hint("none", 2048) is hint("block", 768) is hint("block", None) is None
 
 
 def test_microbatches_have_the_gradient_of_the_batch(rng):

@@ -84,8 +84,6 @@ def compare(found, wanted, *tolerances):
     ],
 )
 def test_against_float64(options, dtype, reduction, last, chunk, implementation, rng):
-    if dtype == "float16" and implementation == "reference":
-        pytest.skip("JAX's own gradient of float16 products, with cotangents below its range")
     case = draw(rng, dtype=dtype, last=last)
     cotangent = rng.uniform(0.5, 2.0, (3, 50)) if reduction == "none" else 3.0
     options = OPTIONS[options]
@@ -137,8 +135,7 @@ def test_ignored_tokens_are_not_read_and_unknown_labels_are_nan(recipe, rng):
     both = jax.jit(jax.value_and_grad(lambda x, kernel: loss(x, kernel), argnums=(0, 1)))
     value, (dx, _) = both(poisoned, kernel)
     assert_close(value, both(x, kernel)[0], tolerance=0.0)
-    if recipe is None:
-        assert not np.any(np.asarray(dx, np.float32)[np.asarray(labels) == -100])
+    assert not np.any(np.asarray(dx, np.float32)[np.asarray(labels) == -100])
     unknown = labels.at[5].set(256)
     losses = loss(x, kernel, labels=unknown, reduction="none")
     dx = jax.jit(jax.grad(lambda x: loss(x, kernel, labels=unknown)))(x)
