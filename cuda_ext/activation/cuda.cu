@@ -7,8 +7,8 @@
 // for the amaxes. Of a copy of as many bytes that is 86 to 90% as it is with blocks, 83 to 91% for the gradients, but
 // 66% for both copies with blocks, whose values are encoded twice (docs/benchmarks.md).
 //
-// Of kernels with tiles three blocks share a multiprocessor forward and two backward, as their tiles fit into shared
-// memory: while one waits for TMA, others compute.
+// A multiprocessor holds three blocks of a kernel with tiles in the forward pass and two in the backward pass; their
+// tiles fill its shared memory. While one block waits for TMA, others compute.
 
 #include <algorithm>
 #include <cstdint>
