@@ -81,7 +81,8 @@ def attention(
     it is an error. cuDNN's gradients may differ in their last bits from run to run.
 
     Batch and heads may be split over devices, whole groups of heads with their key; a split sequence is gathered.
-    Checkpoint names of what the backward pass keeps: "te_attention_output", "te_attention_lse".
+    Checkpoint names of what the backward pass keeps: "te_attention_operand" for query, key and value,
+    "te_attention_output", "te_attention_lse".
 
     Args:
       query: [B, T, N, H], bfloat16, float16 or float32.
@@ -213,7 +214,8 @@ def _validate(arrays: Operands) -> None:
 
 def _prepared(arrays: Operands, t: int, s: int) -> dict[str, Array]:
     """The operands in the dtypes and shapes that the functions below take."""
-    operands = {name: x for name, x in arrays.items() if name in ("query", "key", "value", "bias", "sinks")}
+    operands = {name: checkpoint_name(arrays[name], "te_attention_operand") for name in ("query", "key", "value")}
+    operands |= {name: arrays[name] for name in ("bias", "sinks") if name in arrays}
     for name in ("query_lengths", "key_lengths"):
         if name in arrays:
             operands[name] = arrays[name].astype(jnp.int32)

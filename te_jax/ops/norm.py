@@ -10,6 +10,7 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.interpreters import ad
 
@@ -57,8 +58,9 @@ def rms_norm(
 
         y = s / √(mean(s²) + epsilon) · scale,   s = x or x + residual
 
-    The norm sees the sum as it is returned, rounded to the dtype of x. The backward pass keeps s and one float32 a row,
-    and is one pass over memory, which also adds the gradient of the new residual.
+    The norm sees the sum as it is returned, rounded to the dtype of x. The backward pass keeps s (checkpoint name
+    "te_norm_input") and one float32 a row, and is one pass over memory, which also adds the gradient of the new
+    residual.
 
     Args:
       x: [*rows, features], float32, bfloat16 or float16. Rows may be sharded in any way; features are gathered.
@@ -240,7 +242,7 @@ def _normalize(
         operands = sharding.varying_together((x, residual, gamma, beta))
         found: Any = _differentiable(operation, norm, request, *operands)
         return found
-    total = x if residual is None else residual_sum(x, residual)
+    total = checkpoint_name(x if residual is None else residual_sum(x, residual), "te_norm_input")
     # The backward pass needs no more than the operands, in scans and for remat policies, too.
     run = functools.partial(normalize, epsilon=norm.epsilon, centered=norm.centered)
     y: Any = jax.checkpoint(lambda *operands: run(*operands)[0], prevent_cse=False)(total, gamma, beta)
@@ -268,7 +270,8 @@ def _forward(operation: str, norm: Norm, request: Request | None, *operands):
     x, residual, gamma, beta = primals = custom_vjp_primal_tree_values(operands)
     found = normalized(norm, x, residual, gamma, beta, request)
     layouts = [None if operand is None else sharding.Layout.of(operand) for operand in primals]
-    return _results(primals, found), (found.x, gamma, found.mean, found.rstd, layouts)
+    kept = checkpoint_name(found.x, "te_norm_input")
+    return _results(primals, found), (kept, gamma, found.mean, found.rstd, layouts)
 
 
 def _backward(operation: str, norm: Norm, request: Request | None, kept, cotangents):

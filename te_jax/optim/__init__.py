@@ -20,6 +20,7 @@ from te_jax.optim._nonfinite import (
     loss_scale,
     skip_nonfinite,
 )
+from te_jax.optim._offload import offload
 from te_jax.optim._overwrite import overwrite_with_gradient
 from te_jax.optim._requantize import Requantize, apply_updates
 
@@ -38,6 +39,7 @@ __all__ = [
     "dynamic_loss_scale",
     "loss_scale",
     "master_weights",
+    "offload",
     "overwrite_with_gradient",
     "scale_by_adam",
     "skip_nonfinite",
