@@ -64,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(root: Path) -> dict[Path, str]:
-    """What README.md, docs/**/*.md, the figures they show and the pages of results should hold, by path, for the checkout
-    `root`.
+    """What README.md, docs/**/*.md, their figures and the pages of results should hold, by path, in the checkout `root`.
 
     Raises:
       ValueError: a marker has no partner, or is misspelled.
