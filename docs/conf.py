@@ -36,6 +36,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 suppress_warnings = ["mystnb.unknown_mime_type"]
 nb_execution_mode = "off"  # notebooks are stored with their outputs, which `make notebooks` writes
+nb_merge_streams = True
 
 autodoc_default_options = {
     "members": True,
