@@ -96,7 +96,7 @@ docs: $(PACKAGE) $(SITE)
 	@echo "build/docs/index.html"
 
 notebooks: $(PACKAGE) $(TOOLS)
-	$(PY) -m notebooks.execute $(ARGS)
+	$(PY) notebooks/execute.py $(ARGS)
 
 # In an environment that sees the tools' packages but not the package's own editable install. The sanitizers' runtimes
 # must be in the process before Python's own libraries; leaks there are not ours to report.

@@ -1,4 +1,4 @@
-"""Stored notebooks show what their code prints, the cheapest one is run and compared, and names in all of them exist."""
+"""Stored notebooks show what their code prints: the cheapest one is run and compared, the others in `make test-slow`."""
 
 import ast
 import importlib
