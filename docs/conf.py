@@ -8,6 +8,8 @@ import re
 import sys
 from pathlib import Path
 
+from sphinx.util import inspect
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -48,7 +50,7 @@ autodoc_inherit_docstrings = False
 autodoc_typehints = "none"  # docstrings state shapes and dtypes, which annotations cannot
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
-napoleon_custom_sections = [("Attributes", "params_style")]
+napoleon_custom_sections = [("Args", "params_style"), ("Attributes", "params_style")]  # several names on a line stay so
 napoleon_use_rtype = False
 # `te_jax.ops.dense` in a docstring is a link where there is such a name, which -n checks; other code is code.
 default_role = "py:obj"
@@ -86,6 +88,18 @@ def without_fields_of_tuples(app, what, name, obj, skip, options):
     return True if type(obj).__name__ == "_tuplegetter" else None
 
 
+def plain_signature(app, what, name, obj, options, signature, return_annotation):
+    """Arguments of NNX classes, which their metaclass hides, and defaults without addresses and module paths."""
+    if what == "class" and signature == "(*args, **kwargs)":
+        parameters = inspect.signature(obj.__init__, bound_method=True)
+        signature = inspect.stringify_signature(parameters, show_annotation=False)
+    if signature:
+        signature = re.sub(r"<function [\w.<>]+?>(?=[,)])", "…", signature)
+        signature = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", signature)
+    return signature, return_annotation
+
+
 def setup(app):
+    app.connect("autodoc-process-signature", plain_signature)
     app.connect("autodoc-skip-member", without_fields_of_tuples)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon
