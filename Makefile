@@ -92,7 +92,7 @@ sanitize: $(PACKAGE) $(TOOLS)
 	tests/gpu/sanitize $(PY) $(ARGS)
 
 docs: $(PACKAGE) $(SITE)
-	$(PY) -m sphinx -b html -c docs -d build/doctrees -q -n -W --keep-going . build/docs
+	$(PY) -m sphinx -b html -c docs -d build/doctrees -E -q -n -W --keep-going . build/docs
 	@echo "build/docs/index.html"
 
 notebooks: $(PACKAGE) $(TOOLS)

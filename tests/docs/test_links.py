@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *NOTEBOOKS]
+PAGES = [page for folder in ("", "docs/**/", "benchmarks/results/*/") for page in sorted(ROOT.glob(f"{folder}*.md"))]
+PAGES += NOTEBOOKS
 _FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]*`")
 _LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)\s]+)\)")
