@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(root: Path) -> dict[Path, str]:
-    """What README.md, docs/**/*.md, their figures and the pages of results should hold, by path, in the checkout `root`.
+    """What README.md, docs/**/*.md, their figures and the pages of results should hold, by path, in a checkout.
 
     Raises:
       ValueError: a marker has no partner, or is misspelled.
