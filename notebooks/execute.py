@@ -20,7 +20,6 @@ from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-_IMAGE_BYTES = 40_000  # the most that an image may take while it has more than 16 colors
 
 
 class ThisInterpreter(AsyncKernelManager):
@@ -71,13 +70,11 @@ def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def _in_few_colors(png: str) -> str:
-    """An image in base64 with 64 colors or fewer, which is a third of the bytes; bars and lines need no more."""
+    """An image in base64 with 64 colors, which is a third of the bytes; bars and lines need no more."""
     image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
-    for colors in (64, 32, 16):
-        small = io.BytesIO()
-        image.quantize(colors, dither=Image.Dither.NONE).save(small, "png", optimize=True)
-        if small.tell() < _IMAGE_BYTES:
-            break
+    small = io.BytesIO()
+    # Covers all colors, however few pixels have them, where the default keeps those of most pixels.
+    image.quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "png", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
 
 
