@@ -9,6 +9,7 @@ JAX    ?=
 ifeq ($(PY),$(VENV)/bin/python)
 PACKAGE := $(VENV)/package.stamp
 TOOLS   := $(VENV)/tools.stamp
+SITE    := $(VENV)/docs.stamp
 endif
 
 SOURCES := $(shell find cuda_ext -type f) CMakeLists.txt pyproject.toml
@@ -16,7 +17,7 @@ PYTEST   = $(PY) -m pytest
 RUN_OUT ?= runs/demo
 DIST    ?= dist
 
-.PHONY: help demo test test-slow test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables wheel clean
+.PHONY: help demo test test-slow test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables docs notebooks wheel clean
 
 help:
 	@echo "make demo          train a small language model on text that ships with Python"
@@ -30,6 +31,8 @@ help:
 	@echo "make sanitize-cpu  the operations' tests with the CPU extension under ASan and UBSan"
 	@echo "make fuzz          CALLS random calls of the CPU extension's handlers under ASan and UBSan, from SEED"
 	@echo "make tables        tables and figures of README and docs, from benchmarks/results"
+	@echo "make docs          the documentation site, in build/docs/, with warnings as errors"
+	@echo "make notebooks     runs the notebooks, and stores them with their outputs"
 	@echo "make wheel         a wheel, in dist/"
 	@echo "make clean         removes .venv, build/ and dist/"
 
@@ -46,6 +49,10 @@ $(VENV)/package.stamp: $(SOURCES) | $(VENV)/bin/python
 $(VENV)/tools.stamp: pyproject.toml | $(VENV)/package.stamp
 	$(VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VENV)/bin/python -m pip install --quiet --group dev $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
+	@touch $@
+
+$(VENV)/docs.stamp: pyproject.toml | $(VENV)/tools.stamp
+	$(VENV)/bin/python -m pip install --quiet --group docs $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 	@touch $@
 
 demo: $(PACKAGE)
@@ -83,6 +90,13 @@ tables: $(PACKAGE) $(TOOLS)
 
 sanitize: $(PACKAGE) $(TOOLS)
 	tests/gpu/sanitize $(PY) $(ARGS)
+
+docs: $(PACKAGE) $(SITE)
+	$(PY) -m sphinx -b html -c docs -d build/doctrees -E -q -n -W --keep-going . build/docs
+	@echo "build/docs/index.html"
+
+notebooks: $(PACKAGE) $(TOOLS)
+	$(PY) notebooks/execute.py $(ARGS)
 
 # In an environment that sees the tools' packages but not the package's own editable install. The sanitizers' runtimes
 # must be in the process before Python's own libraries; leaks there are not ours to report.

@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
             `recipe.quantization("activation")`.
 
         Returns:
-          y like x, or a `te_jax.QuantizedArray`; with residual (y, x + residual).
+          y like x, or a `te_jax.quantized.QuantizedArray`; with residual (y, x + residual).
 
         Raises:
           ValueError: for shapes or dtypes that do not fit, naming the argument.

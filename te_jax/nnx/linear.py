@@ -154,8 +154,9 @@ class Einsum(nnx.Module):
         one with the input alone and one with the result alone. Input and result may have an ellipsis.
       kernel_shape: of the kernel.
       bias_shape: sizes of the dimensions that kernel and result share, in the order of the result; None for no bias.
-      dtype, param_dtype, kernel_init, bias_init, kernel_metadata, bias_metadata, recipe, axis_name, implementation,
-        rngs: as in `LinearGeneral`, but initializers get the parameter's own shape.
+      dtype, param_dtype, recipe, axis_name, implementation, rngs: as in `LinearGeneral`.
+      kernel_init, bias_init, kernel_metadata, bias_metadata: as in `LinearGeneral`, but initializers get the
+        parameter's own shape.
     """
 
     def __init__(

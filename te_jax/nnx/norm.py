@@ -39,7 +39,7 @@ class _Norm(nnx.Module):
             `recipe.quantization("activation")`.
 
         Returns:
-          y like x, or a `te_jax.QuantizedArray`; with residual (y, x + residual).
+          y like x, or a `te_jax.quantized.QuantizedArray`; with residual (y, x + residual).
 
         Raises:
           ValueError: for shapes or dtypes that do not fit, naming the argument.
@@ -96,8 +96,8 @@ class LayerNorm(_Norm):
     Args:
       use_bias: whether to add `bias`.
       bias_init, bias_metadata: initializer and metadata of `bias`.
-      num_features, epsilon, dtype, param_dtype, use_scale, scale_init, scale_metadata, zero_centered, implementation,
-        rngs: as in `RMSNorm`.
+      num_features, epsilon, dtype, param_dtype, use_scale, scale_init, scale_metadata: as in `RMSNorm`.
+      zero_centered, implementation, rngs: as in `RMSNorm`.
     """
 
     def __init__(
