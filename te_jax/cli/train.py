@@ -144,6 +144,7 @@ def _learners(
             clip_norm=options.clip_norm,
             state_dtype=_options.STATE_DTYPES[states],
             seed=options.seed,
+            offload="optimizer" in _options.offloaded(options),
         )
         return _step.build_learner(
             config,
@@ -172,14 +173,15 @@ def _check_memory(options: Options, learners: dict[str, Learner], devices: list[
     from te_jax.cli import _step
 
     leaves = jax.tree.leaves([learner.abstract_state() for learner in learners.values()])
-    needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    on_device = [leaf for leaf in leaves if leaf.sharding.memory_kind != "pinned_host"]
+    needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in on_device)
     present = _step.memory_of(devices)
     if needed > present:
         held = "parameters and Adam's moments" if options.recipe == "none" else "parameters, moments and the recipe"
         raise UserError(
             f"--preset {options.preset} needs {needed / 2**30:,.2f} GiB on each device for {held}, and a device has "
-            f"{present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, or a larger --tp, which "
-            "divides the model among devices"
+            f"{present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, --offload optimizer, or a "
+            "larger --tp, which divides the model among devices"
         )
 
 
@@ -193,6 +195,7 @@ def _memory(options: Options, config: DecoderConfig) -> Iterator[None]:
             raise
         others = [] if config.remat else ["--remat"]
         others += [] if options.optimizer_state == "fp8" else ["--optimizer-state fp8"]
+        others += [] if len(_options.offloaded(options)) == 2 else ["--offload activations,optimizer"]
         raise UserError(
             f"--preset {options.preset} with --batch {options.batch} and --seq-len {options.seq_len} is out of memory "
             f"({reason_of(error)}): choose a smaller --preset, --batch or --seq-len, or "
