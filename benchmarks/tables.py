@@ -9,8 +9,13 @@ In README.md and docs/ what stands between two markers is generated:
     <!-- summary: softmax_cross_entropy nvidia-h200 -->
     <!-- /summary -->
 
-`summary` shows one line for each case of the family's headline figure, and `figure` that figure as a bar chart, whose
-SVG goes to docs/images. Without a result file, the page says that it is not measured yet.
+`summary` shows one line for each case of the family's headline figure, and
+`figure` that figure as a bar chart, whose SVG goes to docs/images. In a sentence stands a number of times,
+
+    <!-- ratio: FAMILY DEVICE OPERATION CASE IMPLEMENTATION PEER [FIGURE] -->1.43×<!-- /ratio -->
+
+by which the peer's figure (median_ms, or another key of the rows) exceeds the implementation's. Without a result file,
+the page says that it is not measured yet.
 """
 
 import argparse
@@ -34,7 +39,13 @@ _PLACE = re.compile(
     r"(?P<close><!-- /(?P=kind) -->)",
     re.DOTALL,
 )
-_MARKER = re.compile(r"<!-- /?(?:table|summary|figure)\b")
+_RATIO = re.compile(
+    r"(?P<open><!-- ratio: (?P<family>\w+) (?P<device>[\w.-]+) (?P<operation>\w+) (?P<case>\S+) "
+    r"(?P<implementation>\w+) (?P<peer>\w+)(?: (?P<figure>\w+))? -->)"
+    r"(?P<content>[^\n]*?)"
+    r"(?P<close><!-- /ratio -->)"
+)
+_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio)\b")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +78,7 @@ def generate(root: Path) -> dict[Path, str]:
     """What README.md, docs/**/*.md, their figures and the pages of results should hold, by path, in a checkout.
 
     Raises:
-      ValueError: a marker has no partner, or is misspelled.
+      ValueError: a marker has no partner, is misspelled, or names figures that a result file does not have.
     """
     wanted = {
         results.with_suffix(".md"): results_page(json.loads(results.read_text(encoding="utf-8")))
@@ -77,18 +88,41 @@ def generate(root: Path) -> dict[Path, str]:
         text = _read(page)
         if not _MARKER.search(text):
             continue
-        if len(_MARKER.findall(text)) != 2 * len(_PLACE.findall(text)):
+        if len(_MARKER.findall(text)) != 2 * len(_PLACE.findall(text) + _RATIO.findall(text)):
             raise ValueError(
-                f"{page.relative_to(root)} has a summary or figure marker without its partner, or one of another kind"
+                f"{page.relative_to(root)} has a summary, figure or ratio marker without its partner, or one of another "
+                "kind"
             )
+        text = _RATIO.sub(lambda place: f"{place['open']}{_times(place, root)}{place['close']}", text)
         wanted[page] = _PLACE.sub(lambda place, page=page: _filled(place, page.parent, root, wanted), text)
     return wanted
+
+
+def _times(place: re.Match[str], root: Path) -> str:
+    """The number of a `ratio`: how many times the implementation's figure goes into the peer's."""
+    results = _results(root, place)
+    if not results.is_file():
+        return "(not measured yet)"
+    figure = place["figure"] or "median_ms"
+    of = {
+        row["implementation"]: row.get(figure)
+        for row in json.loads(results.read_text(encoding="utf-8"))["rows"]
+        if (row["operation"], row["case"]) == (place["operation"], place["case"])
+    }
+    ours, theirs = of.get(place["implementation"]), of.get(place["peer"])
+    if not ours or not theirs:
+        raise ValueError(f"{results.relative_to(root)} has no {figure} of both in {place['open']}")
+    return f"{theirs / ours:.2f}×"
+
+
+def _results(root: Path, place: re.Match[str]) -> Path:
+    return root / "benchmarks" / "results" / place["device"] / f"{place['family']}.json"
 
 
 def _filled(place: re.Match[str], page_folder: Path, root: Path, wanted: dict[Path, str]) -> str:
     """A place with its content. Adds the figure, if it shows one, to `wanted`."""
     family, device = place["family"], place["device"]
-    results = root / "benchmarks" / "results" / device / f"{family}.json"
+    results = _results(root, place)
     if not results.is_file():
         content = f"Not measured yet on {device}: run `te-jax bench {family}` there.\n"
     else:

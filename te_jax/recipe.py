@@ -115,7 +115,12 @@ class CurrentScaling(Recipe):
     """One scale for each tensor, from its own largest magnitude: the tensor is read twice.
 
     Args:
-      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
+      fast_accumulation: products whose sums stay inside the tensor cores (about 14 bits of mantissa) instead of
+        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad".
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
     """
 
     scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("tensor", "tensor"))
@@ -126,8 +131,12 @@ class RowwiseScaling(Recipe):
     """One scale for each row of both copies: tokens and features with outliers do not disturb others.
 
     Args:
-      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`; the default of
-        gradient_dtype is float8_e4m3fn.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
+      fast_accumulation: products whose sums stay inside the tensor cores (about 14 bits of mantissa) instead of
+        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad".
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
     """
 
     gradient_dtype: jax.typing.DTypeLike = E4M3
@@ -142,9 +151,11 @@ class BlockScaling(Recipe):
     weight gradient runs at the speed of the forward pass.
 
     Args:
-      forward_dtype, gradient_dtype, power_of_two_scales: see `Recipe`; the default of gradient_dtype is
-        float8_e4m3fn.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
       fast_accumulation: has no effect: sums are always added up in float32.
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
 
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3.
@@ -167,7 +178,12 @@ class DelayedScaling(Recipe):
     ones no precision, while values that grow by 1000 in one step are followed in three.
 
     Args:
-      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
+      fast_accumulation: products whose sums stay inside the tensor cores (about 14 bits of mantissa) instead of
+        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad".
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
       history_len: number of earlier steps that are remembered.
       algorithm: "max" over the history, or the "most_recent" step that was not all zeros.
       margin: scales are divided by 2^margin, room for values to grow from step to step; in [-64, 64].

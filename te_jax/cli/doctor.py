@@ -78,6 +78,11 @@ class Report:
     failures: dict[str, str]
 
     @property
+    def has_gpu(self) -> bool:
+        """Whether the machine has an NVIDIA GPU or its driver."""
+        return bool(self.host_gpus or self.driver or any(device.compute_capability for device in self.devices))
+
+    @property
     def gpu_path_usable(self) -> bool:
         """Whether JAX sees a GPU of the supported compute capability and the CUDA extension is loaded."""
         return any(device.compute_capability == COMPUTE_CAPABILITY for device in self.devices) and any(
@@ -230,15 +235,12 @@ def _device_advice(report: Report) -> list[Advice]:
     jax_gpus = [device for device in report.devices if device.compute_capability is not None]
     plugins = [name for name in _PLUGIN_PACKAGES if name.endswith("plugin") and report.versions.get(name)]
     platforms, jax_version = report.jax_platforms, report.versions.get("jax")
-    if any(device.compute_capability == COMPUTE_CAPABILITY for device in jax_gpus):
+    if any(device.compute_capability == COMPUTE_CAPABILITY for device in jax_gpus) or not report.has_gpu:
         return []
     if jax_gpus:
         kinds = ", ".join(sorted({f"{device.kind} ({device.compute_capability})" for device in jax_gpus}))
         missing = f"no GPU of compute capability {COMPUTE_CAPABILITY}: JAX sees {kinds}"
         remedy = "use an H100, H200 or GH200; on other GPUs the reference implementations run"
-    elif not (report.host_gpus or report.driver):
-        missing = "no NVIDIA GPU or driver on this machine"
-        remedy = "nothing to install: the CPU kernels and the reference implementations run here"
     elif not plugins:
         missing = "the machine has an NVIDIA GPU, but JAX has no CUDA plugin"
         remedy = 'pip install "jax[cuda13]"'
@@ -264,10 +266,9 @@ def _same_release(first: str | None, second: str | None) -> bool:
 
 
 def _extension_advice(report: Report) -> list[Advice]:
-    has_gpu = bool(report.host_gpus or report.driver or any(device.compute_capability for device in report.devices))
     advice = []
     for extension in report.extensions:
-        if extension.loaded or (extension.platform == "cuda" and not has_gpu):
+        if extension.loaded or (extension.platform == "cuda" and not report.has_gpu):
             continue
         # What is installed beside a checkout that Python imports would stay hidden.
         editable = "--editable " if "--editable" in (extension.problem or "") else ""
@@ -290,7 +291,7 @@ def _train_advice(report: Report) -> list[Advice]:
     missing = [name for name, version in report.train_packages.items() if version is None]
     if not missing:
         return []
-    return [Advice(f"te-jax train needs {', '.join(missing)}", 'pip install ".[train]"    (in the checkout)')]
+    return [Advice(f"te-jax train needs {', '.join(missing)}", f"pip install {' '.join(missing)}")]
 
 
 # Text
@@ -363,8 +364,13 @@ def _train_text(report: Report) -> str:
 
 
 def _verdict(report: Report) -> str:
+    """What works, and what to type next, in one line."""
     if report.gpu_path_usable:
-        return "The GPU path is usable."
-    if any(extension.platform == "cpu" and extension.loaded for extension in report.extensions):
-        return "The GPU path is not usable. The CPU kernels are loaded: te_jax works on this machine's CPU."
-    return "The GPU path is not usable, and no native kernel is loaded: te_jax runs its reference implementations."
+        works, trial = "te_jax works on this machine's GPU.", "te-jax train --recipe block --compare"
+    elif any(extension.platform == "cpu" and extension.loaded for extension in report.extensions):
+        gpu = "not on its GPU" if report.has_gpu else "it has no NVIDIA GPU"
+        works, trial = f"te_jax works on this machine's CPU; {gpu}.", "te-jax train"
+    else:
+        works, trial = "te_jax works, but slowly, without its kernels.", "te-jax train"
+    advice = advise(report)
+    return f"{works} Next: {advice[0].remedy if advice else trial}"

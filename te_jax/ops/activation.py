@@ -39,6 +39,13 @@ def activation(
 ) -> QuantizedArray: ...
 @overload
 def activation(
+    x: jax.typing.ArrayLike, kind: Kind = "gelu", *, alpha: float = 1.0, quantization: Quantization,
+    row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
+    axis_name: GroupAxes | None = None, with_amax: Literal[True],
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
+@overload
+def activation(
     x: jax.typing.ArrayLike, kind: Kind = "gelu", *, alpha: float = 1.0, quantization: Quantization | None = None,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
     axis_name: GroupAxes | None = None, with_amax: bool = False, implementation: native.Implementation | None = None,
@@ -112,10 +119,19 @@ def gated_activation(
 @overload
 def gated_activation(
     gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, kind: Kind = "silu", *, alpha: float = 1.0,
-    limit: float | None = None, offset: float = 0.0, quantization: Quantization, row_ndim: int | None = None,
-    copies: Copies = "both", amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
-    with_amax: Literal[False] = False, implementation: native.Implementation | None = None,
+    limit: float | None = None, offset: float = 0.0, quantization: Quantization,
+    row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
+    axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
+    implementation: native.Implementation | None = None,
 ) -> QuantizedArray: ...
+@overload
+def gated_activation(
+    gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, kind: Kind = "silu", *, alpha: float = 1.0,
+    limit: float | None = None, offset: float = 0.0, quantization: Quantization,
+    row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
+    axis_name: GroupAxes | None = None, with_amax: Literal[True],
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
 @overload
 def gated_activation(
     gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, kind: Kind = "silu", *, alpha: float = 1.0,

@@ -39,6 +39,24 @@ def rms_norm(
 @overload
 def rms_norm(
     x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, *, epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: jax.typing.ArrayLike, quantization: None = None, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def rms_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, *, epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: None = None, quantization: Quantization, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> QuantizedArray: ...
+@overload
+def rms_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, *, epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: jax.typing.ArrayLike, quantization: Quantization, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
+@overload
+def rms_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, *, epsilon: float = 1e-6, zero_centered: bool = False,
     residual: jax.typing.ArrayLike | None = None, quantization: Quantization | None = None, copies: Copies = "both",
     implementation: native.Implementation | None = None,
 ) -> Any: ...
@@ -106,9 +124,31 @@ def rms_norm(
 @overload
 def layer_norm(
     x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, bias: jax.typing.ArrayLike | None = None, *,
-    epsilon: float = 1e-6, zero_centered: bool = False, residual: None = None, quantization: None = None,
-    copies: Copies = "both", implementation: native.Implementation | None = None,
+    epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: None = None, quantization: None = None, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
 ) -> Array: ...
+@overload
+def layer_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, bias: jax.typing.ArrayLike | None = None, *,
+    epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: jax.typing.ArrayLike, quantization: None = None, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def layer_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, bias: jax.typing.ArrayLike | None = None, *,
+    epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: None = None, quantization: Quantization, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> QuantizedArray: ...
+@overload
+def layer_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, bias: jax.typing.ArrayLike | None = None, *,
+    epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: jax.typing.ArrayLike, quantization: Quantization, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
 @overload
 def layer_norm(
     x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, bias: jax.typing.ArrayLike | None = None, *,

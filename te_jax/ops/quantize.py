@@ -34,16 +34,31 @@ _COPIES = ("both", "data", "transposed")
 @overload
 def quantize(
     x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
-    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
-    with_dbias: Literal[False] = False, straight_through: bool = False,
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    with_amax: Literal[False] = False, with_dbias: Literal[False] = False, straight_through: bool = False,
     implementation: native.Implementation | None = None,
 ) -> QuantizedArray: ...
 @overload
 def quantize(
     x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
-    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: bool = False,
-    with_dbias: bool = False, straight_through: bool = False, implementation: native.Implementation | None = None,
-) -> Any: ...
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    with_amax: Literal[True], with_dbias: Literal[False] = False, straight_through: bool = False,
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
+@overload
+def quantize(
+    x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    with_amax: Literal[False] = False, with_dbias: Literal[True], straight_through: bool = False,
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
+@overload
+def quantize(
+    x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    with_amax: Literal[True], with_dbias: Literal[True], straight_through: bool = False,
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array, Array]: ...
 # fmt: on
 def quantize(
     x: jax.typing.ArrayLike,

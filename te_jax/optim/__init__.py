@@ -5,9 +5,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "optax":
         raise
-    raise ImportError(
-        'te_jax.optim needs optax, which is not installed: pip install ".[optim]" in the checkout'
-    ) from error
+    raise ImportError('te_jax.optim needs optax, which is not installed: pip install "optax>=0.2.6"') from error
 
 from te_jax.optim._adam import ScaleByAdamState, adam, adamw, scale_by_adam
 from te_jax.optim._buckets import Buckets, Packed

@@ -36,13 +36,20 @@ Operand = jax.typing.ArrayLike | QuantizedArray
 # fmt: off
 @overload
 def all_gather_matmul(
-    x: Operand, kernel: Operand, *, axis_name: AxisName,
-    bias: jax.typing.ArrayLike | None = None, gather_dimension: int = -2, recipe: Recipe | None = None,
-    scaling_state: DelayedScalingState | None = None, transport: TransportName = "auto", bidirectional: bool = False,
-    gather_result: Literal[False] = False, residual: Residual = "gathered",
-    out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    x: Operand, kernel: Operand, *, axis_name: AxisName, bias: jax.typing.ArrayLike | None = None,
+    gather_dimension: int = -2, recipe: Recipe | None = None, scaling_state: DelayedScalingState | None = None,
+    transport: TransportName = "auto", bidirectional: bool = False, gather_result: Literal[False] = False,
+    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
     implementation: native.Implementation | None = None,
 ) -> Array: ...
+@overload
+def all_gather_matmul(
+    x: Operand, kernel: Operand, *, axis_name: AxisName, bias: jax.typing.ArrayLike | None = None,
+    gather_dimension: int = -2, recipe: Recipe | None = None, scaling_state: DelayedScalingState | None = None,
+    transport: TransportName = "auto", bidirectional: bool = False, gather_result: Literal[True],
+    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    implementation: native.Implementation | None = None,
+) -> tuple[Array, Array]: ...
 @overload
 def all_gather_matmul(
     x: Operand, kernel: tuple[Operand, ...], *, axis_name: AxisName,
@@ -52,6 +59,15 @@ def all_gather_matmul(
     residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
     implementation: native.Implementation | None = None,
 ) -> tuple[Array, ...]: ...
+@overload
+def all_gather_matmul(
+    x: Operand, kernel: tuple[Operand, ...], *, axis_name: AxisName,
+    bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_dimension: int = -2,
+    recipe: Recipe | None = None, scaling_state: tuple[DelayedScalingState, ...] | None = None,
+    transport: TransportName = "auto", bidirectional: bool = False, gather_result: Literal[True],
+    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    implementation: native.Implementation | None = None,
+) -> tuple[tuple[Array, ...], Array]: ...
 @overload
 def all_gather_matmul(
     x: Operand, kernel: Operand | tuple[Operand, ...], *, axis_name: AxisName,

@@ -108,6 +108,32 @@ def test_a_summary_has_one_line_for_each_case_of_the_headline(root):
     assert "9.00" not in text
 
 
+SENTENCE = "It is <!-- ratio: demo gpu-x both {} te_jax peer{} -->stale<!-- /ratio --> as fast.\n"
+
+
+def test_a_ratio_stands_in_a_sentence(root):
+    page = root / "README.md"
+    page.write_text(SENTENCE.format("small", "") + SENTENCE.format("small", " ratio_to_copy"))
+    assert tables.main([]) == 0
+    assert page.read_text().count(">(not measured yet)<!--") == 2
+    document = copy.deepcopy(DOCUMENT)
+    document["rows"][0]["median_ms"] = 2.0
+    publish(root, document)
+    assert tables.main(["--check"]) == 1
+    assert tables.main([]) == 0
+    first, second = page.read_text().splitlines()
+    assert "-->6.38×<!-- /ratio --> as fast." in first
+    assert "-->4.25×<!-- /ratio --> as fast." in second
+
+
+@pytest.mark.parametrize("sentence", [SENTENCE.format("large", ""), SENTENCE.format("small", " no_key")])
+def test_a_ratio_of_what_was_not_measured_is_an_error(root, sentence, capsys):
+    (root / "README.md").write_text(sentence)
+    publish(root)
+    assert tables.main([]) == 1
+    assert "has no " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("device", "where"),
     [({"driver": None}, "GPU X, driver unknown; "), ({"platform": "cpu", "driver": None}, "CPU: processor; ")],
@@ -182,7 +208,7 @@ def test_check_notices_an_edited_figure(root):
 def test_a_broken_marker_is_an_error_instead_of_a_forgotten_table(root, text, capsys):
     (root / "README.md").write_text(text)
     assert tables.main([]) == 1
-    assert "README.md has a summary or figure marker" in capsys.readouterr().err
+    assert "README.md has a summary, figure or ratio marker" in capsys.readouterr().err
 
 
 def test_local_changes_are_admitted(root):

@@ -110,8 +110,9 @@ def test_the_figure_shows_means_in_the_middle_of_their_steps_and_how_far_above_t
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))
     training = [{"step": step, "loss": 3.0 * step, "optax_loss": 2.0 * step} for step in range(1, 91)]
-    draw_losses(tmp_path / "loss.png", "title", "te_jax", training, [training[0], training[-1]])
+    draw_losses(tmp_path / "loss.png", "title", "te_jax", training, [training[0], training[-1]], "byte", "5 tokens/s")
     top, bottom = figures[0].axes
+    assert top.get_title(loc="left") == "5 tokens/s"
     steps, means = top.lines[1].get_data()
     assert (steps[0], steps[-1]) == (2, 89)
     np.testing.assert_allclose(means, 3.0 * np.asarray(steps))
@@ -313,12 +314,14 @@ def test_one_step_on_the_shortest_text(batch, tmp_path, out, request, monkeypatc
 def test_a_finished_run_can_be_resumed_and_stays_as_it_is(whole, out, capsys, monkeypatch):
     monkeypatch.setattr(_report, "draw_losses", draw_losses)
     shutil.copytree(whole, out)
-    (out / "loss.png").unlink()
     assert main(["train", "--resume", "--out", str(out)]) == 0
     assert (out / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
     summary = shown_by(whole).replace(str(whole), str(out)).splitlines()[-2:]
     assert capsys.readouterr().out.splitlines() == summary
     assert (out / "loss.png").read_bytes() == (whole / "loss.png").read_bytes()
+    (out / "loss.png").unlink()
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    assert (out / "loss.png").stat().st_size > 0
 
 
 @pytest.fixture
@@ -510,7 +513,7 @@ def paths(monkeypatch):
     """Folders of runs that take no step."""
     paths = []
     monkeypatch.setattr(
-        train, "_train", lambda folder, options, *_: paths.append(folder.path.as_posix()) or options.steps
+        train, "_train", lambda folder, options, *_: paths.append(folder.path.as_posix()) or (options.steps, "")
     )
     monkeypatch.setattr(train, "_conclude", lambda *_: None)
     return paths
@@ -562,9 +565,9 @@ def test_a_recipe_that_the_gpu_cannot_multiply_is_refused(out, capsys, monkeypat
 def test_missing_packages_are_named_as_the_extra_names_them(out, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = ", ".join(requirement.partition(">")[0] for requirement in project["optional-dependencies"]["train"])
+    names = [requirement.partition(">")[0] for requirement in project["optional-dependencies"]["train"]]
     error = refused(["--out", str(out)], capsys)
-    assert error == f'te-jax: error: te-jax train needs {names}: pip install ".[train]" in the checkout\n'
+    assert error == f"te-jax: error: te-jax train needs {', '.join(names)}: pip install {' '.join(names)}\n"
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(toy_run, toy, out, capsys):

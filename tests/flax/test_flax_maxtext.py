@@ -1,5 +1,8 @@
 """MaxTextQuantization in layers that use a quantization as those of maxtext 0.2.5 do, and in MaxText where it is."""
 
+from pathlib import Path
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -105,3 +108,34 @@ def test_it_has_what_the_classes_of_maxtext_have():
     assert public <= set(dir(MaxTextQuantization(CurrentScaling())))
     assert not quantizations.in_serve_mode(MaxTextQuantization(CurrentScaling()))
     assert not quantizations.in_convert_mode(MaxTextQuantization(CurrentScaling()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # MaxText's own
+def test_a_model_of_maxtext_takes_it_as_an_argument(rng):
+    creation = pytest.importorskip("maxtext.utils.model_creation_utils")
+    from maxtext.configs import pyconfig
+    from maxtext.utils import maxtext_utils
+
+    base = Path(pyconfig.__file__).with_name("base.yml")
+    sizes = {"base_emb_dim": 256, "base_mlp_dim": 512, "base_num_query_heads": 4, "base_num_kv_heads": 4}
+    sizes |= {"head_dim": 64, "base_num_decoder_layers": 2, "vocab_size": 512, "max_target_length": 128}
+    config = pyconfig.initialize(
+        ["", str(base)], run_name="test", hardware="cpu", enable_checkpointing=False, scan_layers=False,
+        attention="dot_product", dataset_type="synthetic", skip_jax_distributed_system=True, **sizes,
+    )  # fmt: skip
+    mesh = maxtext_utils.get_mesh_from_config(config, jax.devices()[:1])
+    tokens = jnp.asarray(rng.integers(0, 512, (2, 128)), jnp.int32)
+    positions, segments = jnp.broadcast_to(jnp.arange(128), tokens.shape), jnp.ones_like(tokens)
+
+    def model(quant):
+        with mesh, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return creation.get_transformer_model(config, mesh, quant, rngs=nnx.Rngs(params=0, dropout=1, aqt=2))
+
+    def logits(model):
+        with mesh, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            run = nnx.jit(lambda it: it(tokens, positions, decoder_segment_ids=segments, enable_dropout=False))
+            return np.asarray(run(model), np.float64)
+
+    plain, quantized = model(None), model(MaxTextQuantization(BlockScaling()))
+    nnx.update(quantized, nnx.state(plain, nnx.Param))
+    assert 1e-3 < relative_error(logits(quantized), logits(plain)) < 0.15
