@@ -349,6 +349,9 @@ COLUMNS = (
     Column("dkernel_error", "of dkernel", "dkernel error", "{:.3g}".format),
     Column("temporaries_over_logits", "temporaries ÷ logits", "temporaries", "{:.2f}".format),
     Column("temporaries_gb", "temporaries, GB", "temp. GB", "{:.2f}".format),
+    Column("host_gb", "in host memory, GB", "host GB", "{:.2f}".format),
+    Column("floor_ms", "copies alone, ms", "copies ms", "{:.4g}".format),
+    Column("difference", "difference", "difference", "{:.2g}".format),
 )
 """All of them, in the order of tables."""
 

@@ -90,8 +90,8 @@ def generate(root: Path) -> dict[Path, str]:
             continue
         if len(_MARKER.findall(text)) != 2 * len(_PLACE.findall(text) + _RATIO.findall(text)):
             raise ValueError(
-                f"{page.relative_to(root)} has a summary, figure or ratio marker without its partner, or one of another "
-                "kind"
+                f"{page.relative_to(root)} has a summary, figure or ratio marker without its partner, or one of another"
+                " kind"
             )
         text = _RATIO.sub(lambda place: f"{place['open']}{_times(place, root)}{place['close']}", text)
         wanted[page] = _PLACE.sub(lambda place, page=page: _filled(place, page.parent, root, wanted), text)

@@ -25,8 +25,10 @@ def offload(optimizer: optax.GradientTransformation, *, min_size: int = 2**20) -
     the state of three parameters at a time. Values are those of the optimizer itself, bit for bit: the step runs its
     operations, in an order of parameters.
 
-    Call `update` inside of `jax.jit`, and donate the state, so that new values take the place of old ones. Give the
-    same memory kinds to `out_shardings`, or none. Checkpoints hold what they held without offload.
+    Call `update` inside of `jax.jit`. Donate parameters and state, so that new values take the place of old ones, and
+    return them in the order in which the step takes them: JAX pairs what is donated with results by shape, in this
+    order, and the memory of a state must not be given to a parameter. In `out_shardings` name the state's memory kinds,
+    as `jax.tree.map(lambda x: x.sharding, state)` does, or give none. Checkpoints hold what they held without offload.
 
     Args:
       optimizer: any whose new state and update of a parameter follow from its own old state, its gradient and few
@@ -46,8 +48,10 @@ def offload(optimizer: optax.GradientTransformation, *, min_size: int = 2**20) -
       >>> state = optimizer.init(params)
       >>> jax.tree.leaves(state)[1].sharding.memory_kind
       'pinned_host'
-      >>> step = jax.jit(optimizer.update, donate_argnums=1)
-      >>> updates, state = step({"w": jnp.full(4, 2.0)}, state, params)
+      >>> def step(params, state, gradients):
+      ...     updates, state = optimizer.update(gradients, state, params)
+      ...     return te_jax.optim.apply_updates(params, updates), state
+      >>> params, state = jax.jit(step, donate_argnums=(0, 1))(params, state, {"w": jnp.full(4, 2.0)})
     """
     if not is_whole_number(min_size) or min_size < 0:
         raise ValueError(f"min_size is {min_size!r}: it must be a number of bytes, 0 or more")
