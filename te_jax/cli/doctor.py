@@ -11,11 +11,14 @@ import json
 import os
 import platform
 import re
+import resource
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from te_jax import native
 from te_jax._core import host
@@ -23,7 +26,7 @@ from te_jax._core.terminal import aligned, key_values, reason_of
 
 DESCRIPTION = """\
 Report what te_jax finds on this machine: versions, devices, native extensions, FFI API versions, memory kinds, peer
-access between GPUs and optional packages; and, for each thing missing, the command that gets it.
+access between GPUs, host memory and optional packages; and, for each thing missing, the command that gets it.
 
 Exit status: 0 when the GPU path is usable, that is when JAX sees a GPU of compute capability 9.0 and the extension
 _te_cuda is loaded; 1 otherwise. A machine without a GPU therefore exits with 1, and te_jax works there on the CPU."""
@@ -58,6 +61,24 @@ class Device:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """What offload can use.
+
+    Attributes:
+      gib: of the machine.
+      lockable_gib: what a process may lock; None for no limit.
+      xla_limit_gb: what XLA may pin, where the environment says so.
+      to_host, to_device: GB/s of copies between the first GPU and pinned memory; None without a GPU.
+    """
+
+    gib: float
+    lockable_gib: float | None
+    xla_limit_gb: str | None
+    to_host: float | None
+    to_device: float | None
+
+
+@dataclass(frozen=True)
 class Report:
     """All that doctor found. `failures` maps a part of the report that could not be had to the reason."""
 
@@ -75,6 +96,7 @@ class Report:
     extensions: tuple[native.ExtensionStatus, ...]
     jaxlib_ffi_api: tuple[int, int] | None
     peer_access: tuple[tuple[bool, ...], ...]
+    host_memory: HostMemory | None
     failures: dict[str, str]
 
     @property
@@ -132,6 +154,7 @@ def gather() -> Report:
         extensions=attempt("extensions", native.status, ()),
         jaxlib_ffi_api=attempt("FFI API of jaxlib", native.runtime_ffi_api, None),
         peer_access=attempt("peer access", native.peer_access, ()),
+        host_memory=attempt("host memory", _host_memory, None) if backend is not None else None,
         failures=failures,
     )
 
@@ -158,6 +181,7 @@ def as_text(report: Report) -> str:
         (f"Devices (JAX's default backend: {report.backend or 'none'})", _devices_text(report)),
         ("Native extensions", _extensions_text(report)),
         ("Peer access between GPUs", _peer_text(report)),
+        ("Host memory, for offload", _host_memory_text(report)),
         ("Packages of the extra [train]", _train_text(report)),
     ]
     if report.failures:
@@ -205,6 +229,34 @@ def _ask(question: Callable[[], _Value], otherwise: _Value) -> _Value:
         return question()
     except Exception:
         return otherwise
+
+
+def _host_memory() -> HostMemory:
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    on_gpu = jax.default_backend() == "gpu"
+    to_host, to_device = _copy_rates() if on_gpu else (None, None)
+    return HostMemory(
+        gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        lockable_gib=None if locked == resource.RLIM_INFINITY else round(locked / 2**30, 1),
+        xla_limit_gb=os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
+        to_host=to_host,
+        to_device=to_device,
+    )
+
+
+def _copy_rates(size: int = 2**28) -> tuple[float, float]:
+    """GB/s of the best of a few copies of so many bytes, to pinned host memory and back."""
+    there = jnp.zeros((size,), jnp.uint8)
+    rates = []
+    for source, space in ((there, jax.memory.Space.Host), (None, jax.memory.Space.Device)):
+        source = jax.block_until_ready(jax.device_put(there, jax.memory.Space.Host)) if source is None else source
+        seconds = []
+        for _ in range(4):  # the first one also pins memory
+            start = time.perf_counter()
+            jax.block_until_ready(jax.device_put(source, space))
+            seconds.append(time.perf_counter() - start)
+        rates.append(round(size / min(seconds) / 1e9, 1))
+    return rates[0], rates[1]
 
 
 def _cuda_backend_error() -> str | None:
@@ -344,6 +396,21 @@ def _extensions_text(report: Report) -> str:
 
 def _api(version: tuple[int, int] | None) -> str:
     return "unknown" if version is None else f"{version[0]}.{version[1]}"
+
+
+def _host_memory_text(report: Report) -> str:
+    found = report.host_memory
+    if found is None:
+        return "  not known"
+    facts = [
+        ("memory", f"{found.gib} GiB"),
+        ("may be locked", "all" if found.lockable_gib is None else f"{found.lockable_gib} GiB (ulimit -l)"),
+    ]
+    if found.xla_limit_gb is not None:
+        facts.append(("XLA may pin", f"{found.xla_limit_gb} GB (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"))
+    if found.to_host is not None:
+        facts.append(("copies", f"{found.to_host} GB/s to the host, {found.to_device} GB/s to the GPU"))
+    return key_values(tuple(facts))
 
 
 def _peer_text(report: Report) -> str:

@@ -43,6 +43,7 @@ def report(**changes):
         "extensions": (extension("cpu"), extension("cuda")),
         "jaxlib_ffi_api": (0, 3),
         "peer_access": ((True,),),
+        "host_memory": doctor.HostMemory(1511.7, None, None, 52.1, 51.8),
         "failures": {},
     }
     return doctor.Report(**{**facts, **changes})
@@ -112,6 +113,11 @@ def test_the_text_has_every_fact():
         "",
         "Peer access between GPUs",
         "  fewer than two GPUs",
+        "",
+        "Host memory, for offload",
+        "  memory         1511.7 GiB",
+        "  may be locked  all",
+        "  copies         52.1 GB/s to the host, 51.8 GB/s to the GPU",
         "",
         "Packages of the extra [train]",
         "  optax  0.2.8",
@@ -268,6 +274,15 @@ def test_peer_access_is_a_matrix_with_direction():
     assert [line.split() for line in lines[start + 3 : start + 5]] == [["0", "self", "yes"], ["1", "no", "self"]]
 
 
+def test_host_memory():
+    text = doctor.as_text(report())
+    assert "memory         1511.7 GiB\n  may be locked  all\n" in text
+    assert "copies         52.1 GB/s to the host, 51.8 GB/s to the GPU" in text
+    limited = report(host_memory=doctor.HostMemory(24.0, 0.1, "64", None, None))
+    assert "0.1 GiB (ulimit -l)\n  XLA may pin    64 GB (XLA_PJRT_GPU" in doctor.as_text(limited)
+    assert doctor._copy_rates(2**16)[0] > 0
+
+
 def test_packages_of_the_extra(monkeypatch):
     requirements = ["optax>=0.2.4; extra == 'train'", 'tqdm; extra=="train"', "train-tools>1; extra == 'test'", "jax"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requirements)
@@ -316,6 +331,7 @@ def fail(*args, **kwargs):
         (native, "status"),
         (native, "runtime_ffi_api"),
         (native, "peer_access"),
+        (doctor, "_host_memory"),
         (importlib.metadata, "version"),
         (importlib.metadata, "requires"),
         (host, "gpus"),
