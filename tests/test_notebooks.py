@@ -44,6 +44,7 @@ def test_there_are_notebooks():
         "convert.ipynb",
         "fp8_linear.ipynb",
         "low_precision_adam.ipynb",
+        "offload.ipynb",
         "parallel_loops.ipynb",
         "quickstart.ipynb",
     }
