@@ -249,6 +249,7 @@ def test_init_keeps_the_residual_stream_of_one_size():
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"norm_eps": "1e-5"}, "norm_eps is '1e-5'"),
         ({"rope_theta": None}, "rope_theta is None"),
+        ({"offload": "activations"}, "offload is 'activations': it needs to be a te_jax.offload.Offload, or None"),
         ({"dtype": "float16"}, "dtype is 'float16': choose one of float32, bfloat16"),
     ],
 )
