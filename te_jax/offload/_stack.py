@@ -287,14 +287,14 @@ def _forward(stack: Sequence[_Layer], offload: Offload, constants: Any, params: 
     for plan, of_layer in zip(_plans(stack, constants, params, x, offload, wanted), params, strict=True):
         operands = jax.tree.leaves(([constants[place] for place in plan.constants], of_layer))
         x, residuals = plan.run(operands, x)
-        if kept and kept[-1].stored:
+        if kept:
             stored, x = together(kept[-1].stored, x)
             kept[-1] = dataclasses.replace(kept[-1], stored=stored)
         here = [None if source in plan.leaving else r for r, source in zip(residuals, plan.sources, strict=True)]
         leaving = {place: residuals[place] for place in plan.leaving}
         in_fp8 = {place: _quantized(residuals[place]) for place in plan.in_fp8}
         # Quantized before the next layer: XLA would hold the residual itself until then.
-        x = together(x, in_fp8)[0]
+        _, x = together(in_fp8, x)
         kept.append(_Kept(here, {place: _store(value) for place, value in (leaving | in_fp8).items()}, plan))
     return x, kept
 
@@ -306,9 +306,8 @@ def _backward(count: int, kept: list[_Kept], cotangent: Any) -> tuple[list[Any],
     fetched: dict[int, Any] = {}
     for place in reversed(range(len(kept))):
         layer, arrived = kept[place], fetched
-        if place and kept[place - 1].stored:
-            stored, cotangent = together(kept[place - 1].stored, cotangent)
-            fetched = {source: _fetch(value) for source, value in stored.items()}
+        stored, cotangent = together(kept[place - 1].stored if place else {}, cotangent)
+        fetched = {source: _fetch(value) for source, value in stored.items()}
         backward = layer.plan.backward.unflatten(_residuals(layer, arrived))
         gradients, cotangent = backward(cotangent)
         # All gradients of this layer before the next: XLA would hold residuals for products that it puts off.

@@ -91,6 +91,8 @@ def together(one: Any, other: Any) -> tuple[Any, Any]:
     An optimization barrier marks all that passes it as varying over the axes over which any of it varies. So what
     varies over fewer axes is waited for, but does not wait itself.
     """
+    if not (jax.tree.leaves(one) and jax.tree.leaves(other)):
+        return one, other
     axes = varying_axes(one, other)
     leaves, structure = jax.tree.flatten((one, other))
     arrays = [place for place, leaf in enumerate(leaves) if leaf.dtype != float0]

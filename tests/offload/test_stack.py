@@ -1,5 +1,6 @@
 """`te_jax.nn.apply_layers(offload=…)` against the same loop without it, and what leaves for the host."""
 
+import itertools
 import re
 import threading
 
@@ -185,6 +186,20 @@ def test_layers_of_other_functions_and_shapes(rng):
 
     params = [first, second, third]
     assert_equal(jax.jit(jax.grad(lambda p: loss(p, ALL)))(params), jax.grad(lambda p: loss(p, None))(params))
+
+
+def test_layers_of_which_some_have_nothing_that_leaves(rng):
+    """Each gets its own residuals, not those of the layer that was fetched before it."""
+    sizes = [32, 4, 32, 4, 4, 32, 32, 4]
+    params = [jnp.asarray(rng.standard_normal(pair), jnp.float32) for pair in itertools.pairwise([*sizes, 32])]
+    x = jnp.asarray(rng.standard_normal((ROWS, 32)), jnp.float32)
+
+    def loss(params, x, offload):
+        return jnp.sum(apply_layers(lambda x, p: jnp.sin(x @ p), params, x, remat=True, offload=offload) ** 2)
+
+    found = jax.jit(jax.grad(lambda p, x: loss(p, x, Offload(min_size=4 * ROWS * 32)), argnums=(0, 1)))
+    assert_equal(found(params, x), jax.grad(lambda p, x: loss(p, x, None), argnums=(0, 1))(params, x), tolerance=1e-5)
+    assert len(copies(found, params, x)[0]) == 4
 
 
 def test_what_layers_close_over(params, stream):
