@@ -3,6 +3,7 @@
 Everything here happens before a backend starts. The same tests run on a GPU with `JAX_PLATFORMS=cuda`.
 """
 
+import functools
 import gc
 import os
 import secrets
@@ -17,13 +18,17 @@ del os.environ["OPENBLAS_NUM_THREADS"]
 import hypothesis
 import jax
 import pytest
+from jax._src.interpreters import mlir
 from jax.sharding import AxisType
+from parameters import mark_products
 from xla_flags import asks_for_devices, compile_quickly
 
 from te_jax import native, ops
 
 gc.set_threshold(100_000, 20, 50)  # tracing makes many objects that stay: looking for cycles was a tenth of the time
 compile_quickly()
+# JAX makes a context of MLIR for each program, and loads all dialects into it: a tenth of the time of small programs.
+mlir.make_ir_context = functools.lru_cache(1)(mlir.make_ir_context)
 if not asks_for_devices():
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -49,7 +54,10 @@ def pytest_sessionstart(session):
         pytest.exit(f"TE_JAX_TEST_REQUIRE_NATIVE=1, but on {jax.default_backend()}: {problems}", returncode=3)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(items):
+    if jax.default_backend() == "cpu":
+        mark_products([item for item in items if "gpu" not in item.keywords])
     # With --no-loadscope-reorder workers share files in this order: one that takes minutes would end alone.
     items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_train.py", "test_meshes.py"))
     on_gpu = [item for item in items if "gpu" in item.keywords]
@@ -64,6 +72,7 @@ def _what_stays_is_not_looked_through_again():
     """Benchmarks collect garbage before each measurement, which takes a second among what earlier files have traced."""
     yield
     gc.freeze()
+    mlir.make_ir_context.cache_clear()  # with the constants of the programs of this file
 
 
 @pytest.hookimpl(wrapper=True)
