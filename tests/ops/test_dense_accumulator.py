@@ -33,7 +33,7 @@ def _state(recipe):
 
 
 def draw(rng, like, dtype=jnp.float32):
-    return jnp.asarray(10 * rng.standard_normal(like.shape), dtype)
+    return jax.device_put(np.asarray(10 * rng.standard_normal(like.shape), jnp.dtype(dtype)))
 
 
 @pytest.mark.parametrize(("recipe", "kernel_contracting"), in_turns({**RECIPES, "none": None}, ("first", "last")))
