@@ -179,6 +179,7 @@ def test_decoding_gives_what_the_whole_sequence_does(rng):
     assert_close(jnp.concatenate(actual, axis=1), expected, tolerance=5e-3)
 
 
+@pytest.mark.slow
 def test_blocks_are_stacked_and_rematerialized(rng):
     x = normal(rng, (2, 128, 64))
 

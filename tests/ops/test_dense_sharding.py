@@ -201,6 +201,7 @@ def test_sharded_quantized_kernel(axis_type, make_mesh, rng):
     assert_close(dx, oracle(case).dx, dtype="bfloat16", tolerance=0.085)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "name"), [("rowwise", "column parallel"), ("block", "fsdp, row parallel"), (None, "fsdp")]
 )

@@ -348,6 +348,7 @@ def test_vmap_gives_each_example_its_scales(mapped, pair, implementation, rng):
         jax.tree.map(lambda whole, part, i=i: assert_bits(np.asarray(whole)[i], part), found, alone)
 
 
+@pytest.mark.slow
 def test_gradients_pass_scan_and_remat(implementation, rng):
     """A stack of blocks, each a norm with a residual and a layer, as a model has them."""
     recipe = BlockScaling()
