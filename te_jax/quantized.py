@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from te_jax._core.types import BLOCK
 from te_jax.recipe import Scaling
-from te_jax.sharding import blocks
+from te_jax.sharding import INLINE, blocks
 
 __all__ = ["QuantizedArray", "scale_shape"]
 
@@ -164,7 +164,7 @@ def _split(shape: tuple[int, ...], outer_ndim: int, summed_ndim: int):
 
 
 # One program where it is called eagerly.
-@functools.partial(jax.jit, inline=True)
+@functools.partial(jax.jit, inline=INLINE)
 def _dequantized(x: QuantizedArray) -> Array:
     if x.data is not None:
         return _dequantize(x.data, x.scale_inv, x.scaling, x.row_ndim, x.col_ndim, x.dtype)
