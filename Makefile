@@ -23,7 +23,7 @@ DIST    ?= dist
 help:
 	@echo "make demo          train a small language model on text that ships with Python"
 	@echo "make test          tests on the CPU, with eight simulated devices"
-	@echo "make test-slow     the tests that make test leaves out: notebooks, and long trainings"
+	@echo "make test-slow     the tests that make test leaves out: notebooks, long trainings, whole products of parameters"
 	@echo "make test-gpu      tests of operations, layers, optimizers and models on the GPUs of this machine"
 	@echo "make bench         every benchmark on this machine"
 	@echo "make lint          ruff, pyright, clang-format, import-linter, tables"

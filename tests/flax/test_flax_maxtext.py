@@ -63,7 +63,7 @@ def of_maxtext(in_features_shape, out_features_shape, quant, rngs):
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_dense_layers_multiply_in_fp8(rng, make, recipe):
     layer = make((4, 8), (48,), MaxTextQuantization(recipe), nnx.Rngs(int(rng.integers(2**31))))
-    x = jnp.asarray(rng.standard_normal((3, 5, 4, 8)), jnp.bfloat16)
+    x = jax.device_put(np.asarray(rng.standard_normal((3, 5, 4, 8)), jnp.bfloat16))
 
     @nnx.jit
     def step(layer, x):
@@ -92,7 +92,9 @@ def test_dense_layers_multiply_in_fp8(rng, make, recipe):
 
 def test_einsum_takes_either_argument_and_is_that_of_jax(rng):
     quant = MaxTextQuantization(CurrentScaling())
-    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 3, 4), (2, 4, 5)))
+    x, kernel = (
+        jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32)) for shape in ((2, 3, 4), (2, 4, 5))
+    )
     for einsum in (quant.einsum(mesh_axes=("expert", "embed")), quant.einsum(dtype=jnp.bfloat16), quant.einsum()):
         np.testing.assert_array_equal(einsum("ebd,edf->ebf", x, kernel), jnp.einsum("ebd,edf->ebf", x, kernel))
 

@@ -65,7 +65,7 @@ def gradients_with_quantization_in_the_call(config, params, scaling, tokens):
 
 @pytest.fixture
 def tokens(rng):
-    return jnp.asarray(rng.integers(0, CONFIG.vocab_size, (4, MICROBATCHES, 2, 16)), jnp.int32)
+    return jax.device_put(np.asarray(rng.integers(0, CONFIG.vocab_size, (4, MICROBATCHES, 2, 16)), jnp.int32))
 
 
 @every_recipe

@@ -70,17 +70,19 @@ def random_params(config, rng):
 
     def draw(path, leaf):
         if "norm" in path[-1].key:
-            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+            return jax.device_put(np.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype))
         scale = 1.0 if path[-1].key == "embedding" else leaf.shape[-2] ** -0.5
-        return jnp.asarray(scale * rng.standard_normal(leaf.shape), leaf.dtype)
+        return jax.device_put(np.asarray(scale * rng.standard_normal(leaf.shape), leaf.dtype))
 
     return jax.tree.map_with_path(draw, jax.eval_shape(functools.partial(init, config), jax.random.key(0)))
 
 
 def random_batch(config, rng, shape=TOKENS):
     """Tokens and targets; a part of the targets is missing, and not the same number in every sequence."""
-    tokens, targets = (jnp.asarray(rng.integers(0, config.vocab_size, shape), jnp.int32) for _ in range(2))
-    return tokens, jnp.where(jnp.asarray(rng.random(shape) < 0.3), -100, targets)
+    tokens, targets = (
+        jax.device_put(np.asarray(rng.integers(0, config.vocab_size, shape), jnp.int32)) for _ in range(2)
+    )
+    return tokens, jnp.where(jax.device_put(rng.random(shape) < 0.3), -100, targets)
 
 
 def placed(params, mesh, config, parallel):
