@@ -8,19 +8,33 @@ from te_jax.ops.gemm import GemmResult, gemm
 from te_jax.ops.linear_cross_entropy import linear_cross_entropy
 from te_jax.ops.norm import layer_norm, rms_norm
 from te_jax.ops.quantize import quantize
+from te_jax.ops.router import (
+    Routing,
+    expert_counts,
+    load_balancing_loss,
+    router,
+    router_z_loss,
+    update_expert_bias,
+)
 from te_jax.ops.softmax_cross_entropy import softmax_cross_entropy
 
 __all__ = [
     "GemmResult",
+    "Routing",
     "activation",
     "attention",
     "dense",
+    "expert_counts",
     "gated_activation",
     "gated_mlp",
     "gemm",
     "layer_norm",
     "linear_cross_entropy",
+    "load_balancing_loss",
     "quantize",
     "rms_norm",
+    "router",
+    "router_z_loss",
     "softmax_cross_entropy",
+    "update_expert_bias",
 ]
