@@ -7,6 +7,7 @@ from te_jax.ops.gated_mlp import gated_mlp
 from te_jax.ops.gemm import GemmResult, gemm
 from te_jax.ops.linear_cross_entropy import linear_cross_entropy
 from te_jax.ops.norm import layer_norm, rms_norm
+from te_jax.ops.permute import Permutation, group_by_expert, permute, permute_weights, unpermute
 from te_jax.ops.quantize import quantize
 from te_jax.ops.router import (
     Routing,
@@ -20,6 +21,7 @@ from te_jax.ops.softmax_cross_entropy import softmax_cross_entropy
 
 __all__ = [
     "GemmResult",
+    "Permutation",
     "Routing",
     "activation",
     "attention",
@@ -28,13 +30,17 @@ __all__ = [
     "gated_activation",
     "gated_mlp",
     "gemm",
+    "group_by_expert",
     "layer_norm",
     "linear_cross_entropy",
     "load_balancing_loss",
+    "permute",
+    "permute_weights",
     "quantize",
     "rms_norm",
     "router",
     "router_z_loss",
     "softmax_cross_entropy",
+    "unpermute",
     "update_expert_bias",
 ]

@@ -375,7 +375,7 @@ def update_expert_bias(expert_bias: jax.typing.ArrayLike, counts: jax.typing.Arr
     return expert_bias + rate * jnp.sign(jnp.mean(load) - load)
 
 
-# ----------------------------------------------------------------------------------------------------------------- parts
+# ---------------------------------------------------------------------------------------------------------------- parts
 
 
 def _scores(logits: Array, score: Score) -> Array:
