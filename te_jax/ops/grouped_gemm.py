@@ -192,7 +192,9 @@ def grouped_gemm(
     if not sums:
         groups, whose = b.values.shape[0], "rhs has"
     elif accumulator is not None:
-        groups, whose = accumulator.shape[0] if accumulator.ndim else 0, "accumulator has"
+        if accumulator.ndim != 3:
+            raise ValueError(f"accumulator has shape {accumulator.shape}; it must be [groups, k, n]")
+        groups, whose = accumulator.shape[0], "accumulator has"
     _validate_groups(group_sizes, group_offset, groups, whose)
     expected_bias, expected_accumulator = (groups, b.outer), (groups, a.outer, b.outer)
     for name, x, expected, fits in (

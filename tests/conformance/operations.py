@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from operation import Layout, Operation
-from ops import attention_oracle
+from ops import attention_oracle, grouped_oracle
 from ops.gemm_oracle import product, random_product, tolerance_of
 from ops.quantize_oracle import oracle as quantized_by_numpy
 from ops.quantize_oracle import quantization_of
@@ -389,6 +389,107 @@ def gemm(kind, *, dtype="float32", followup="bias", **fields):
             "m and k": layout("data", None, "model", own=("data",), reference=True),
             "k over both": layout(None, None, ("model", "data")),
             "m over both": layout(("data", "model"), None, None),
+        },
+        **fields,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- grouped GEMMs
+
+GROUPED_ROWS, GROUPS = 96, 3
+
+
+def draw_sizes(rng):
+    """Of groups that leave a tail of rows; sometimes empty ones."""
+    return jnp.asarray(rng.multinomial(GROUPED_ROWS - 10, rng.dirichlet(np.ones(GROUPS))), jnp.int32)
+
+
+def group_of_rows(group_sizes):
+    """[rows, groups], 1.0 where a row is in a group."""
+    ends = jnp.cumsum(group_sizes)
+    rows = jnp.arange(GROUPED_ROWS, dtype=ends.dtype)[:, None]
+    return ((rows < ends[None]) & (rows >= (ends - group_sizes)[None])).astype(float)
+
+
+def ragged_product(lhs, rhs, group_sizes):
+    return jnp.einsum("rk,gkn,rg->rn", lhs, rhs, group_of_rows(group_sizes).astype(lhs.dtype))
+
+
+RAGGED_DOT = Operation(
+    name="ragged_dot",
+    draw=lambda rng: {
+        "lhs": normal(rng, GROUPED_ROWS, 128),
+        "rhs": normal(rng, GROUPS, 128, 64),
+        "group_sizes": draw_sizes(rng),
+    },
+    call=ops.ragged_dot,
+    oracle=ragged_product,
+    dtypes=("float32",),
+    differentiable=("lhs", "rhs"),
+    refuses={"native": "use implementation='reference'"},
+    layouts={
+        "n": Layout(
+            {"rhs": P(None, None, "model")}, P(None, "model"), (("all-reduce", GROUPED_ROWS * 128),), options={}
+        ),
+        "k": Layout({"lhs": P(None, "model"), "rhs": P(None, "model")}, P(), (("all-reduce", GROUPED_ROWS * 64),)),
+        "k and n": Layout(
+            {"lhs": P(None, "data"), "rhs": P(None, "data", "model")},
+            P(None, "model"),
+            (("all-reduce", GROUPED_ROWS * 32), ("all-reduce", GROUPED_ROWS * 64)),
+            reference=True,
+        ),
+        "nothing": Layout({}, options={}),
+    },
+)
+
+
+def grouped_gemm(kind, form, *, dtype="float32", **fields):
+    """The three products of a layer of experts on quantized operands, with a bias or an accumulator."""
+    rows, k, n = 256 if form == "wgrad" else GROUPED_ROWS, 512, 512
+
+    def draw(rng):
+        lhs, rhs = grouped_oracle.random_operands(rng, rows, k, n, GROUPS, kind, form)
+        if form == "wgrad":
+            operands = {"lhs": lhs.without_data(), "rhs": rhs.without_data(), "group_sizes": draw_sizes(rng)}
+            return operands | {"accumulator": normal(rng, GROUPS, k, n, scale=9.0)}
+        lhs, rhs = lhs.without_transposed(), rhs.without_data() if form == "forward" else rhs.without_transposed()
+        return {"lhs": lhs, "rhs": rhs, "group_sizes": draw_sizes(rng), "bias": normal(rng, GROUPS, n)}
+
+    def call(**operands):
+        return ops.grouped_gemm(**operands, **grouped_oracle.options_of(form), out_dtype=dtype)
+
+    def oracle(lhs, rhs, group_sizes, **others):
+        return grouped_oracle.product(form, lhs, rhs, group_sizes, **others)
+
+    def layout(over_n, over_k, **options):
+        scales = {"row": (P(), P(None, over_n)), "tensor": (P(), P())}
+        if form == "wgrad":
+            lhs_scales, rhs_scales = {**scales, "row": (P(over_k), P(over_n)), "block": (P(None, over_k), P(over_n))}[
+                kind
+            ]
+            lhs, rhs, result = P(over_k), P(over_n), P(None, over_k, over_n)
+        else:
+            lhs_scales, rhs_scales = {**scales, "block": (P(over_k), P(None, over_n, over_k))}[kind]
+            lhs, rhs, result = P(None, over_k), P(None, over_n, over_k), P(None, over_n)
+        operands = {"lhs": (lhs, lhs_scales), "rhs": (rhs, rhs_scales)}
+        operands |= {"bias": P(None, over_n)} if form != "wgrad" else {"accumulator": result}
+        summed = form != "wgrad" and over_k
+        collectives = (("all-reduce", rows * n // (2 if over_n else 1)),) if summed else ()
+        return Layout(operands, result, collectives, options=None if summed else {}, **options)
+
+    return Operation(
+        name=f"grouped_gemm, {kind}, {form}",
+        draw=draw,
+        call=call,
+        oracle=oracle,
+        dtypes=(dtype,),
+        tolerance=(tolerance_of(dtype, kind), None),
+        refuses={"native": r"no derivatives.*te_grouped_gemm.*use implementation='reference'"},
+        donates=("accumulator",) if form == "wgrad" else (),
+        layouts={
+            "n": layout("model", None),
+            "k": layout(None, "data"),
+            "k and n": layout("model", "data", reference=True),
         },
         **fields,
     )
@@ -812,6 +913,10 @@ OPERATIONS = [
     gemm("row", dtype="bfloat16", variant=True),
     gemm("tensor", dtype="bfloat16", followup="gelu", variant=True),
     gemm("plain", followup="accumulator", variant=True),
+    RAGGED_DOT,
+    grouped_gemm("block", "forward", variant=True),
+    grouped_gemm("row", "dgrad", dtype="bfloat16", variant=True),
+    grouped_gemm("block", "wgrad", variant=True),
     norm(ops.rms_norm, rms_norm_of, residual=True),
     norm(ops.layer_norm, layer_norm_of, dtype="bfloat16", bias=True, variant=True),
     dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),
