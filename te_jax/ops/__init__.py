@@ -5,6 +5,7 @@ from te_jax.ops.attention import attention
 from te_jax.ops.dense import dense
 from te_jax.ops.gated_mlp import gated_mlp
 from te_jax.ops.gemm import GemmResult, gemm
+from te_jax.ops.grouped_dense import grouped_dense
 from te_jax.ops.grouped_gemm import grouped_gemm, ragged_dot
 from te_jax.ops.linear_cross_entropy import linear_cross_entropy
 from te_jax.ops.norm import layer_norm, rms_norm
@@ -32,6 +33,7 @@ __all__ = [
     "gated_mlp",
     "gemm",
     "group_by_expert",
+    "grouped_dense",
     "grouped_gemm",
     "layer_norm",
     "linear_cross_entropy",
