@@ -113,7 +113,7 @@ def moe(
         raise ValueError(f"weighted is {weighted!r}; it must be 'results' or 'inputs'")
     if not isinstance(kernel, tuple | list) or len(kernel) != 3:
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
-    logits = _logits(x, jnp.asarray(router_kernel), router_bias)
+    logits = jax.checkpoint(_logits)(x, jnp.asarray(router_kernel), router_bias)  # keeps x in its own dtype
     routing = ops.router(logits, expert_bias=expert_bias, **vars(router))
     align = 1 if recipe is None else BLOCK
     permutation = ops.group_by_expert(routing.experts, logits.shape[-1], align=align, capacity=capacity)

@@ -127,9 +127,8 @@ def _router(
     top_groups: int,
     scaling_factor: float,
 ) -> Routing:
-    logits = logits.astype(jnp.float32)
     # Scores saturate where logits still differ: without a bias and groups, which are about scores, logits decide.
-    choice = lax.stop_gradient(logits)
+    choice = lax.stop_gradient(logits).astype(jnp.float32)
     if expert_bias is not None or top_groups < num_groups:
         choice = _scores(choice, score)
     if expert_bias is not None:
@@ -139,15 +138,20 @@ def _router(
         choice = _within_groups(choice, num_groups, top_groups, top_k // top_groups)
     experts = lax.top_k(choice, top_k)[1].astype(jnp.int32)
 
+    # Keeps logits and experts for the backward pass, rather than masks [*tokens, top_k, experts].
+    weigh = jax.checkpoint(functools.partial(_weights, score=score, normalize=normalize))
+    return Routing(experts, weigh(logits, experts) * scaling_factor)
+
+
+def _weights(logits: Array, experts: Array, *, score: Score, normalize: bool) -> Array:
+    logits = logits.astype(jnp.float32)
     chosen = _at(logits, experts)
     if normalize:
         # s / Σs of scores s is the softmax of log(s), which no underflow of scores divides by zero.
-        weights = jax.nn.softmax(chosen if score == "softmax" else jax.nn.log_sigmoid(chosen), axis=-1)
-    elif score == "softmax":
-        weights = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
-    else:
-        weights = jax.nn.sigmoid(chosen)
-    return Routing(experts, weights * scaling_factor)
+        return jax.nn.softmax(chosen if score == "softmax" else jax.nn.log_sigmoid(chosen), axis=-1)
+    if score == "softmax":
+        return jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    return jax.nn.sigmoid(chosen)
 
 
 def _within_groups(choice: Array, num_groups: int, top_groups: int, of_group: int) -> Array:
