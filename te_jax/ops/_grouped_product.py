@@ -72,7 +72,7 @@ def group_bounds(group_sizes: Array, group_offset: Array | None, groups: int, ro
     """int32 [1, groups + 1]: rows where groups begin, from the group `group_offset` on, and where the last one ends.
     The one place where sizes become rows."""
     sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, rows)
-    bounds = jnp.concatenate([jnp.zeros_like(sizes[:1], shape=(1,)), jnp.cumsum(sizes)])
+    bounds = jnp.pad(jnp.cumsum(sizes), (1, 0))
     if group_offset is not None:
         bounds = lax.dynamic_slice_in_dim(bounds, group_offset.astype(jnp.int32).reshape(()), groups + 1)
     return jnp.clip(bounds, 0, rows)[None]

@@ -150,16 +150,24 @@ class _Layer:
     def quantize(self, role: Role, x: Array, group_sizes: Array, *, with_wgrad: bool) -> Any:
         """x [rows, features] as products read it, zeros in rows of no expert."""
         if self.recipe is None:
-            return x
+            return not_differentiated(x, _REVERSE_MODE)
         x = jnp.where((jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None], x, jnp.zeros((), x.dtype))
         fp8 = Fp8(_NAME, self.recipe, self.implementation)
         return fp8.quantize(role, x, None, row_ndim=1, copies="both" if with_wgrad else "data").array
 
     def quantize_kernel(self, kernel: Any) -> Any:
-        if self.recipe is None or isinstance(kernel, QuantizedArray):
+        if isinstance(kernel, QuantizedArray):
             return kernel
-        kernel = differentiated_once(kernel, _NAME)
+        kernel = not_differentiated(kernel, _REVERSE_MODE)
+        if self.recipe is None:
+            return kernel
         return quantize_kernel(kernel, self.recipe, row_ndim=1, stacked_ndim=1, implementation=self.implementation)
+
+    def forward(self, x8: Any, kernel8s: Any, biases: Any, group_sizes: Array, dtype: Any) -> tuple[Array, ...]:
+        return tuple(
+            self.gemm(x8, kernel8, group_sizes, bias=not_differentiated(bias, _REVERSE_MODE), out_dtype=dtype)
+            for kernel8, bias in zip(kernel8s, biases, strict=True)
+        )
 
     def gemm(self, lhs: Any, rhs: Any, group_sizes: Array, **options: Any) -> Array:
         return grouped_gemm(lhs, rhs, group_sizes, implementation=self.implementation, **options)
@@ -185,10 +193,7 @@ class _Residuals(NamedTuple):
 def _products(layer: _Layer, x, kernels, biases, accumulators, group_sizes) -> tuple[Array, ...]:
     del accumulators
     x8 = layer.quantize("activation", x, group_sizes, with_wgrad=False)
-    return tuple(
-        layer.gemm(x8, layer.quantize_kernel(kernel), group_sizes, bias=bias, out_dtype=x.dtype)
-        for kernel, bias in zip(kernels, biases, strict=True)
-    )
+    return layer.forward(x8, map(layer.quantize_kernel, kernels), biases, group_sizes, x.dtype)
 
 
 def _forward(layer: _Layer, *operands):
@@ -198,10 +203,7 @@ def _forward(layer: _Layer, *operands):
     with_wgrad = any(a is not None or not g for a, g in zip(accumulators, given, strict=True))
     x8 = layer.quantize("activation", x, group_sizes, with_wgrad=with_wgrad)
     kernel8s = tuple(map(layer.quantize_kernel, kernels))
-    ys = tuple(
-        layer.gemm(x8, kernel8, group_sizes, bias=bias, out_dtype=x.dtype)
-        for kernel8, bias in zip(kernel8s, biases, strict=True)
-    )
+    ys = layer.forward(x8, kernel8s, biases, group_sizes, x.dtype)
     layouts = (
         Layout.of(x),
         *(tuple(Layout.of(a) if isinstance(a, Array) else None for a in arrays) for arrays in (kernels, biases)),
@@ -219,7 +221,7 @@ def _backward(layer: _Layer, residuals: _Residuals, dys):
     (x_layout, kernel_layouts, bias_layouts), x8, kernel8s, accumulators, group_sizes = residuals
     dys = [ad.zeros_like_aval(dy.aval) if isinstance(dy, SymbolicZero) else dy for dy in dys]
     if layer.recipe is None:
-        x8, kernel8s, dys = not_differentiated((x8, kernel8s, dys), _REVERSE_MODE)
+        x8, kernel8s = not_differentiated((x8, kernel8s), _REVERSE_MODE)
     dx: Any = None
     dkernels, dbiases, next_accumulators = [], [], []
     for kernel8, dy, kernel_layout, bias_layout, accumulator in zip(
@@ -252,8 +254,10 @@ def _accumulated(layer: _Layer, wgrad: Any, accumulator: Array, *operands: Any) 
 
 def _sum_of_rows(layer: _Layer, dy: Array, group_sizes: Array) -> Array:
     """Float32 [experts, out]: the sum of the rows of each expert, as a product with a column of ones."""
+    dy = not_differentiated(dy, _REVERSE_MODE)
     ones = sharding.varying_over(jnp.ones((dy.shape[0], 1), dy.dtype), sharding.varying_axes(dy))
-    return layer.gemm(ones, dy, group_sizes, lhs_contracting="rows", out_dtype=jnp.float32)[:, 0]
+    # dy first: under vmap of a split dimension the first operand says how examples lie, and ones are the same for all.
+    return layer.gemm(dy, ones, group_sizes, lhs_contracting="rows", out_dtype=jnp.float32)[..., 0]
 
 
 # ----------------------------------------------------------------------------------------------------- arguments
@@ -290,7 +294,7 @@ def _validate(x: Array, group_sizes: Array, recipe: Recipe | None, named_kernel,
             raise ValueError(f"{name} is a QuantizedArray and recipe is None; give the recipe that it was quantized by")
         _fp8.validate_quantized(name, kernel, recipe, "kernel", "transposed")
     elif kernel.dtype != x.dtype:
-        raise ValueError(f"{name} has dtype {kernel.dtype} and x {x.dtype}; cast one of them")
+        raise ValueError(f"{name} has dtype {kernel.dtype}; it must be that of x, {x.dtype}: cast one of them")
     outer = kernel.shape[2]
     if recipe is not None and outer % FP8_ALIGNMENT:
         raise ValueError(

@@ -404,10 +404,10 @@ def draw_sizes(rng):
     return jnp.asarray(rng.multinomial(GROUPED_ROWS - 10, rng.dirichlet(np.ones(GROUPS))), jnp.int32)
 
 
-def group_of_rows(group_sizes):
+def group_of_rows(group_sizes, count=GROUPED_ROWS):
     """[rows, groups], 1.0 where a row is in a group."""
     ends = jnp.cumsum(group_sizes)
-    rows = jnp.arange(GROUPED_ROWS, dtype=ends.dtype)[:, None]
+    rows = jnp.arange(count, dtype=ends.dtype)[:, None]
     return ((rows < ends[None]) & (rows >= (ends - group_sizes)[None])).astype(float)
 
 
@@ -493,6 +493,65 @@ def grouped_gemm(kind, form, *, dtype="float32", **fields):
         },
         **fields,
     )
+
+
+def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields):
+    """A linear layer of experts."""
+    rows, inner, outer = 128 * GROUPS, 256, 256
+    tolerance = (None, None) if recipe is None else (0.055, 0.085)  # what FP8 costs on normal data
+
+    def draw(rng):
+        operands = {
+            "x": normal(rng, rows, inner, dtype=dtype),
+            "kernel": normal(rng, GROUPS, inner, outer, dtype=dtype, scale=inner**-0.5),
+            "group_sizes": jnp.asarray(128 * rng.multinomial(GROUPS - 1, np.ones(GROUPS) / GROUPS), jnp.int32),
+            "bias": normal(rng, GROUPS, outer),
+        }
+        if accumulator:
+            operands["wgrad_accumulator"] = normal(rng, GROUPS, inner, outer, scale=20.0)
+        return operands
+
+    def oracle(x, kernel, group_sizes, bias, wgrad_accumulator=None):
+        if accumulator:
+            kernel = jax.lax.stop_gradient(kernel)
+        mask = group_of_rows(group_sizes, rows).astype(x.dtype)
+        return jnp.einsum("rk,gkn,rg->rn", x, kernel, mask) + mask @ bias.astype(x.dtype)
+
+    def next_values(operands, cotangents):
+        mask = np.asarray(group_of_rows(operands["group_sizes"], rows))
+        x, dy = (np.asarray(a).astype(np.float64) for a in (operands["x"], cotangents))
+        wgrad = np.einsum("rk,rn,rg->gkn", x, dy, mask, optimize=True)
+        return {"wgrad_accumulator": np.asarray(operands["wgrad_accumulator"], np.float64) + wgrad}
+
+    return Operation(
+        name=f"grouped_dense, {name}",
+        draw=draw,
+        call=functools.partial(ops.grouped_dense, recipe=recipe),
+        oracle=oracle,
+        dtypes=(dtype,),
+        tolerance=tolerance,
+        differentiable=("x", "kernel", "bias", *(("wgrad_accumulator",) if accumulator else ())),
+        next_values=next_values if accumulator else None,
+        refuses=dict.fromkeys(("native", "reference"), "grouped_dense"),
+        linear=("bias",),
+        policy=None if recipe is None else checkpoint_policies.save_fp8_operands,
+        donates=("wgrad_accumulator",) if accumulator else (),
+        unshared=("wgrad_accumulator",),
+        layouts={
+            "column parallel": Layout(
+                {"kernel": P(None, None, "model"), "bias": P(None, "model"),
+                 "wgrad_accumulator": P(None, None, "model")},
+                P(None, "model"), (("all-reduce", rows * inner),), options={},
+            ),
+            "row parallel": Layout(
+                {"x": P(None, "model"), "kernel": P(None, "model"), "wgrad_accumulator": P(None, "model")},
+                P(), (("all-reduce", rows * outer),),
+            ),
+            "nothing": Layout({}, options={}),
+        },
+        small={"all-reduce": 8},
+        **fields,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ rms_norm, layer_norm
@@ -917,6 +976,8 @@ OPERATIONS = [
     grouped_gemm("block", "forward", variant=True),
     grouped_gemm("row", "dgrad", dtype="bfloat16", variant=True),
     grouped_gemm("block", "wgrad", variant=True),
+    grouped_dense("block", BlockScaling()),
+    grouped_dense("none, accumulator", None, dtype="bfloat16", accumulator=True, variant=True),
     norm(ops.rms_norm, rms_norm_of, residual=True),
     norm(ops.layer_norm, layer_norm_of, dtype="bfloat16", bias=True, variant=True),
     dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),

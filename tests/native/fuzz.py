@@ -630,7 +630,7 @@ def run(call: Call, draw: Draw) -> list[jax.Array]:
     if call.target == "te_grouped_gemm" and 4 in given and given[4].dtype == S32:
         # Mostly in order and within the rows; the handler corrects others.
         bounds = draw.integers(*draw.one([(0, 300), (0, 300), (-(2**31), 2**31)]), given[4].shape)
-        given[4] = (np.sort(bounds) if draw.chance(0.7) else bounds).astype(S32)
+        given[4] = (np.sort(bounds) if bounds.ndim and draw.chance(0.7) else bounds).astype(S32)
 
     def local(given: dict[int, jax.Array]) -> list[jax.Array]:
         if many:
