@@ -17,6 +17,10 @@ and `te_jax.ops.attention` to its results, without which it would run twice:
     te_attention_output      [B, T, N, H] in the dtype of query
     te_attention_lse         float32 [B, N, T]
 
+`te_jax.ops.grouped_dense` has the first two names of `dense`, and `te_jax.nn.moe` one more:
+
+    te_moe_preactivation     gate and up [rows, hidden] of the experts, in the dtype of x: all that it keeps of rows
+
 Losses have names for `jax.checkpoint_policies.save_only_these_names`:
 
     softmax_cross_entropy_lse      float32 [*batch]

@@ -129,10 +129,10 @@ def grouped_dense(
         )
     for named in zip(kernels.items(), biases.items(), accumulators.items(), strict=True):
         _validate(x, group_sizes, recipe, *named)
-    use_native = grouped_native(implementation)
-    layer = _Layer(recipe, "native" if use_native else "reference", accumulate)
-    if recipe is not None and use_native:
-        implementation_for("native", recipe)
+    # Quantization has a CUDA kernel, products have none.
+    products: native.Implementation = "native" if grouped_native(implementation) else "reference"
+    quantization = products if recipe is None else implementation_for(implementation, recipe)
+    layer = _Layer(recipe, quantization, products, accumulate)
     operands = (x, *(tuple(named.values()) for named in (kernels, biases, accumulators)))
     operands = sharding.varying_together((*reverse_mode_only(operands, _REVERSE_MODE), group_sizes))
     ys = _run(*operands, layer)
@@ -141,10 +141,16 @@ def grouped_dense(
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """The static arguments. Hashable, so that a layer is traced once."""
+    """The static arguments. Hashable, so that a layer is traced once.
+
+    Attributes:
+      recipe, accumulate: see `grouped_dense`.
+      quantization, products: their implementations.
+    """
 
     recipe: Recipe | None
-    implementation: native.Implementation
+    quantization: native.Implementation
+    products: native.Implementation
     accumulate: bool
 
     def quantize(self, role: Role, x: Array, group_sizes: Array, *, with_wgrad: bool) -> Any:
@@ -152,7 +158,7 @@ class _Layer:
         if self.recipe is None:
             return not_differentiated(x, _REVERSE_MODE)
         x = jnp.where((jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None], x, jnp.zeros((), x.dtype))
-        fp8 = Fp8(_NAME, self.recipe, self.implementation)
+        fp8 = Fp8(_NAME, self.recipe, self.quantization)
         return fp8.quantize(role, x, None, row_ndim=1, copies="both" if with_wgrad else "data").array
 
     def quantize_kernel(self, kernel: Any) -> Any:
@@ -161,7 +167,7 @@ class _Layer:
         kernel = not_differentiated(kernel, _REVERSE_MODE)
         if self.recipe is None:
             return kernel
-        return quantize_kernel(kernel, self.recipe, row_ndim=1, stacked_ndim=1, implementation=self.implementation)
+        return quantize_kernel(kernel, self.recipe, row_ndim=1, stacked_ndim=1, implementation=self.quantization)
 
     def forward(self, x8: Any, kernel8s: Any, biases: Any, group_sizes: Array, dtype: Any) -> tuple[Array, ...]:
         return tuple(
@@ -170,7 +176,7 @@ class _Layer:
         )
 
     def gemm(self, lhs: Any, rhs: Any, group_sizes: Array, **options: Any) -> Array:
-        return grouped_gemm(lhs, rhs, group_sizes, implementation=self.implementation, **options)
+        return grouped_gemm(lhs, rhs, group_sizes, implementation=self.products, **options)
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
@@ -235,8 +241,10 @@ def _backward(layer: _Layer, residuals: _Residuals, dys):
         dx = part if dx is None else dx + part
         wgrad = functools.partial(layer.gemm, x8, dy8, group_sizes, lhs_contracting="rows")
         next_accumulators.append(None if accumulator is None else _accumulated(layer, wgrad, accumulator, x8, dy8))
-        has_gradient = accumulator is None and kernel_layout is not None
-        dkernels.append(kernel_layout.apply(wgrad(out_dtype=kernel_layout.dtype)) if has_gradient else None)
+        if accumulator is None and kernel_layout is not None:
+            dkernels.append(kernel_layout.apply(wgrad(out_dtype=kernel_layout.dtype)))
+        else:
+            dkernels.append(None)
         dbiases.append(None if bias_layout is None else bias_layout.apply(_sum_of_rows(layer, dy, group_sizes)))
     return x_layout.apply(dx), tuple(dkernels), tuple(dbiases), tuple(next_accumulators), None
 

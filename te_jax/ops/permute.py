@@ -78,8 +78,9 @@ def group_by_expert(
             f"experts have shape {experts.shape} and dtype {experts.dtype}; they must be integers [*tokens, top_k], "
             "as te_jax.ops.router returns them"
         )
-    for name, value in (("num_experts", num_experts), ("align", align), ("capacity", capacity)):
-        if not (is_whole_number(value) and value >= 1) and not (name == "capacity" and value is None):
+    given: dict[str, Any] = {"num_experts": num_experts, "align": align}
+    for name, value in (given if capacity is None else {**given, "capacity": capacity}).items():
+        if not (is_whole_number(value) and value >= 1):
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     return _group_by_expert(experts, int(num_experts), int(align), None if capacity is None else int(capacity))
 

@@ -63,7 +63,7 @@ def grouped_gemm(
     else:
         columns = b.shape[2 if rhs_contracting == "rows" else 1]
         # Zeros that depend on the operands: inside shard_map they must vary over the same mesh axes.
-        zeros = jnp.zeros((a.shape[0], columns), wide) + jnp.zeros((), wide) * _nothing_of(a, b, bounds).astype(wide)
+        zeros = jnp.zeros((a.shape[0], columns), wide) + _nothing_of(a, b, bounds).astype(wide)
         value = lax.scan(add_rows, zeros, (begins, ends, b, *(() if bias is None else (bias,))))[0]
     if accumulator is not None and accumulate:
         value = value + accumulator.astype(wide)
@@ -72,7 +72,8 @@ def grouped_gemm(
 
 def _nothing_of(*arrays: Array) -> Array:
     """0, which JAX takes to depend on all arrays."""
-    return sum(jnp.sum(lax.stop_gradient(x)[(slice(0, 0),) * x.ndim].astype(jnp.float32)) for x in arrays)
+    empty = (lax.stop_gradient(x)[(slice(0, 0),) * x.ndim].astype(jnp.float32).reshape(0) for x in arrays)
+    return jnp.sum(jnp.concatenate(list(empty)))
 
 
 def _dequantized(x: QuantizedArray | Array, contracting: str) -> Array:

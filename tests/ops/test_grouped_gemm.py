@@ -262,6 +262,16 @@ def test_vmap_does_not_copy_shared_matrices(rng):
         assert_close(found[i, j], lax.ragged_dot(lhs[i, j], rhs, sizes), tolerance=1e-5)
 
 
+def test_no_array_of_every_group_and_row(rng):
+    """Forward and backward: beside operands and gradients there is nothing of their size."""
+    groups, rows = 64, 256
+    lhs, rhs = random_array(rng, (rows, 32)), random_array(rng, (groups, 32, 48))
+    sizes = jnp.full(groups, 4, jnp.int32)
+    step = gradients(functools.partial(ops.ragged_dot, implementation="native"), random_array(rng, (rows, 48)))
+    memory = step.lower(lhs, rhs, sizes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * rows * 48 * 4
+
+
 def test_group_offset_has_gradients(rng):
     """The parts of the matrices, one after the other, give the whole."""
     lhs, rhs = random_operands(rng, ROWS, 24, 40, GROUPS, "plain", "forward")
