@@ -78,6 +78,11 @@ def group_by_expert(
             f"experts have shape {experts.shape} and dtype {experts.dtype}; they must be integers [*tokens, top_k], "
             "as te_jax.ops.router returns them"
         )
+    if sharding.is_explicit(experts) and (axes := sharding.axes_of_type(experts)):
+        raise ValueError(
+            f"experts are split over {sorted(axes)}, and the sort is over all tokens: call it inside shard_map, where "
+            "each device sorts its own, or jax.reshard them to a PartitionSpec without these axes"
+        )
     given: dict[str, Any] = {"num_experts": num_experts, "align": align}
     for name, value in (given if capacity is None else {**given, "capacity": capacity}).items():
         if not (is_whole_number(value) and value >= 1):

@@ -554,6 +554,21 @@ def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields)
     )  # fmt: skip
 
 
+# There is no CUDA kernel.
+GROUPED = (
+    []
+    if jax.default_backend() == "gpu"
+    else [
+        RAGGED_DOT,
+        grouped_gemm("block", "forward", variant=True),
+        grouped_gemm("row", "dgrad", dtype="bfloat16", variant=True),
+        grouped_gemm("block", "wgrad", variant=True),
+        grouped_dense("block", BlockScaling()),
+        grouped_dense("none, accumulator", None, dtype="bfloat16", accumulator=True, variant=True),
+    ]
+)
+
+
 # ------------------------------------------------------------------------------------------------ rms_norm, layer_norm
 
 
@@ -972,12 +987,7 @@ OPERATIONS = [
     gemm("row", dtype="bfloat16", variant=True),
     gemm("tensor", dtype="bfloat16", followup="gelu", variant=True),
     gemm("plain", followup="accumulator", variant=True),
-    RAGGED_DOT,
-    grouped_gemm("block", "forward", variant=True),
-    grouped_gemm("row", "dgrad", dtype="bfloat16", variant=True),
-    grouped_gemm("block", "wgrad", variant=True),
-    grouped_dense("block", BlockScaling()),
-    grouped_dense("none, accumulator", None, dtype="bfloat16", accumulator=True, variant=True),
+    *GROUPED,
     norm(ops.rms_norm, rms_norm_of, residual=True),
     norm(ops.layer_norm, layer_norm_of, dtype="bfloat16", bias=True, variant=True),
     dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),

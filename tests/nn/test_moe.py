@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
@@ -15,6 +15,8 @@ from te_jax.nn.gated_mlp import Activation
 from te_jax.nn.moe import SWIGLU, Router, moe
 from te_jax.recipe import BlockScaling, CurrentScaling
 from te_jax.testing import assert_close
+
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="grouped GEMMs have no CUDA kernel")
 
 TOKENS, IN, HIDDEN, OUT, EXPERTS = (2, 24), 32, 48, 32, 8
 GPT_OSS = Activation("silu", 1.702, 7.0, 1.0)
@@ -220,6 +222,27 @@ def test_data_parallel(rng, recipe):
     tolerance = 1e-5 if recipe is None else 0.15  # devices have blocks of their own
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert_close(one, other, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_tensor_parallel(rng, axis_type):
+    """Under jit the hidden features of all experts are split over devices, and x too."""
+    operands = draw(rng, ("shared",))
+    cotangent = jnp.asarray(rng.standard_normal((*TOKENS, OUT)), jnp.float32)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",), axis_types=(axis_type,))
+    columns, rows = P(None, None, "model"), P(None, "model")
+    specs = {
+        "x": P(None, None, "model"),
+        "router_kernel": P(),
+        "kernel": (columns, columns, rows),
+        "shared": (P(None, "model"), P(None, "model"), P("model")),
+    }
+    placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), operands, specs)
+    with jax.set_mesh(mesh):
+        found = step_of(moe, cotangent, router=Router(2))(placed)
+    wanted = step_of(moe, cotangent, router=Router(2))(operands)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert_close(one, other, tolerance=1e-5)
 
 
 def test_accumulators(rng):

@@ -15,6 +15,8 @@ from parameters import in_turns
 from te_jax import ops, recipe
 from te_jax.testing import assert_close
 
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="grouped GEMMs have no CUDA kernel")
+
 FORMS = ("forward", "dgrad", "wgrad")
 IMPLEMENTATIONS = ("native", "reference")
 ROWS, GROUPS = 300, 5

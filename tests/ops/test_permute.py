@@ -254,6 +254,22 @@ def test_sharded_tokens(rng):
         assert_close(leaf, expected, tolerance=1e-6)
 
 
+def test_explicit_axes(rng):
+    """Features may be split; tokens are refused, with the way out."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Explicit,))
+    x, weights, experts = numbers(rng, 4, 7, FEATURES), numbers(rng, 4, 7, TOP_K), draw(rng, (4, 7))
+
+    def placed(value, spec):
+        return jax.device_put(value, jax.sharding.NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(step)(placed(x, P(None, None, "data")), placed(weights, P()), placed(experts, P()))
+        with pytest.raises(ValueError, match=r"experts are split over \['data'\].*call it inside shard_map"):
+            ops.group_by_expert(placed(experts, P("data")), EXPERTS)
+    for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(x, weights, experts)), strict=True):
+        assert_close(leaf, expected, tolerance=1e-6)
+
+
 def test_no_tokens():
     permutation = ops.group_by_expert(jnp.zeros((0, 2), jnp.int32), EXPERTS, align=8)
     assert permutation.choices.shape == (0,)
