@@ -388,7 +388,7 @@ def _scores(logits: Array, score: Score) -> Array:
 
 def _chosen(experts: Array, count: int) -> Array:
     """int32 [*tokens, count]: how many of a token's choices each expert is."""
-    return jnp.sum(_equals(experts, count), axis=-2, dtype=jnp.int32)
+    return jnp.sum(_equals(experts.astype(jnp.int32), count), axis=-2, dtype=jnp.int32)
 
 
 def _psum(x: Array, axes: tuple[str, ...]) -> Array:

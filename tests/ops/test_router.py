@@ -174,6 +174,13 @@ def test_tokens_that_do_not_count(rng, per_sequence):
     assert step(poisoned, experts, nothing)[0] == 0.0
 
 
+def test_counts_of_small_integers():
+    """Experts in a dtype that does not hold their number."""
+    counts = ops.expert_counts(jnp.array([[3], [255], [3]], jnp.uint8), 300)
+    assert counts[jnp.array([3, 255])].tolist() == [2, 1]
+    assert counts.sum() == 3
+
+
 def test_z_loss(rng):
     logits = draw(rng, 12, EXPERTS)
     loss, gradient = jax.value_and_grad(ops.router_z_loss)(logits)
