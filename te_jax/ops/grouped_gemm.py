@@ -61,10 +61,10 @@ def ragged_dot(
 
     Args:
       lhs: [rows, k], float32, bfloat16 or float16.
-      rhs: [groups, k, n], the same dtype.
+      rhs: [groups, k, n], one of these too. Operands of two dtypes are multiplied in float32.
       group_sizes: integers [groups], rows of each group, in order; with group_offset [all groups].
       precision: accepted for `jax.lax.ragged_dot`'s sake; products of float32 are float32, and sums always.
-      preferred_element_type: dtype of the result, float32, bfloat16 or float16; None is that of lhs.
+      preferred_element_type: dtype of the result, float32, bfloat16 or float16; None is that of the product.
       group_offset: integer, the group that rhs[0] belongs to, where rhs has the matrices of some of the groups only;
         rows of the others are zero.
       implementation: None prefers the native kernel over the reference; "native" and "reference" never fall back.
@@ -88,6 +88,9 @@ def ragged_dot(
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     group_sizes, group_offset = _as_sizes(group_sizes), _as_offset(group_offset)
     a, b = _Copy.of("lhs", lhs, "cols", 2), _Copy.of("rhs", rhs, "rows", 3)
+    if lhs.dtype != rhs.dtype:
+        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+        a, b = a._replace(values=lhs), b._replace(values=rhs)
     _validate_operands(a, b, grouped_sums=False)
     _validate_groups(group_sizes, group_offset, rhs.shape[0], "rhs has")
     wanted = lhs.dtype if preferred_element_type is None else preferred_element_type

@@ -221,6 +221,17 @@ def test_as_lax(rng, dtype, implementation):
                     np.testing.assert_array_equal(one, other)
 
 
+def test_operands_of_two_dtypes(rng):
+    """As in lax: the product is float32, and gradients have the dtypes of their operands."""
+    lhs, rhs = random_operands(rng, ROWS, 24, 40, GROUPS, "plain", "forward")
+    weights = random_array(rng, (ROWS, 40))
+    for operands in ((lhs.astype(jnp.bfloat16), rhs), (lhs, rhs.astype(jnp.float16))):
+        found = gradients(ops.ragged_dot, weights)(*operands, sizes_of("uneven"))
+        expected = gradients(lax.ragged_dot, weights)(*operands, sizes_of("uneven"))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert_close(one, other, tolerance=None if one.dtype == jnp.float32 else 5e-3)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nan_in_the_tail_reaches_no_gradient(rng, implementation):
     lhs, rhs = random_operands(rng, ROWS, 24, 40, GROUPS, "plain", "forward")
@@ -306,7 +317,7 @@ REFUSED = {
     ),
     "offset dtype": (lambda: ops.ragged_dot(X, KERNEL, SIZES, group_offset=1.0), "group_offset has shape"),
     "summed": (lambda: ops.ragged_dot(X, KERNEL.mT, SIZES), "rhs sums over 32 values, but lhs over 16"),
-    "dtypes": (lambda: ops.ragged_dot(X, KERNEL.astype(jnp.bfloat16), SIZES), "rhs has dtype bfloat16"),
+    "dtypes": (lambda: ops.grouped_gemm(X, KERNEL.astype(jnp.bfloat16), SIZES), "rhs has dtype bfloat16"),
     "no groups": (lambda: ops.ragged_dot(X, KERNEL[0], SIZES), r"rhs has shape \(16, 32\); it must be \[groups"),
     "preferred": (
         lambda: ops.ragged_dot(X, KERNEL, SIZES, preferred_element_type=jnp.int32),
