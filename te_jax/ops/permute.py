@@ -207,26 +207,31 @@ def _group_by_expert(experts: Array, num_experts: int, align: int, capacity: int
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     position = jnp.argsort(order).astype(jnp.int32)  # the inverse, which a scatter would give as well
 
-    # One more group, without rows, for choices outside of the experts.
+    # One more group, without rows, for choices outside of the experts. By binary searches in sorted arrays: comparing
+    # all with all would take an array [choices, experts].
     numbers = jnp.arange(num_experts + 1, dtype=jnp.int32)
-    counts = jnp.sum(keys[:, None] == numbers[None], axis=0, dtype=jnp.int32)
+    starts = _searchsorted(keys[order], numbers, "left")
+    counts = jnp.append(starts[1:], jnp.int32(total)) - starts
     kept = counts if capacity is None else jnp.minimum(counts, capacity)
     kept = jnp.where(numbers < num_experts, kept, 0)
     sizes = -(-kept // align) * align
-    starts, ends = jnp.cumsum(counts) - counts, jnp.cumsum(sizes)
+    ends = jnp.cumsum(sizes)
     group_starts = ends - sizes
 
     rank = position - starts[keys]
     rows = jnp.where(rank < kept[keys], group_starts[keys] + rank, -1)
 
     row = jnp.arange(_most_rows(total, num_experts, align, capacity), dtype=jnp.int32)
-    group = jnp.sum(ends[None] <= row[:, None], axis=1, dtype=jnp.int32)
-    group = jnp.minimum(group, num_experts)
+    group = jnp.minimum(_searchsorted(ends, row, "right"), num_experts)
     rank = row - group_starts[group]
     place = jnp.clip(starts[group] + rank, 0, max(total - 1, 0))
     choices = jnp.where(rank < kept[group], order[place], -1) if total else jnp.full(row.shape, -1, jnp.int32)
     dropped = jnp.sum((counts - kept)[:num_experts], dtype=jnp.int32)
     return Permutation(rows.reshape(experts.shape), choices, sizes[:num_experts], dropped)
+
+
+def _searchsorted(table: Array, values: Array, side: str) -> Array:
+    return jnp.searchsorted(table, values, side=side, method="scan_unrolled").astype(jnp.int32)
 
 
 def _most_rows(choices: int, num_experts: int, align: int, capacity: int | None) -> int:

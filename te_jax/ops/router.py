@@ -163,10 +163,22 @@ def _within_groups(choice: Array, num_groups: int, top_groups: int, of_group: in
     return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
+@jax.custom_jvp
 def _at(values: Array, experts: Array) -> Array:
-    """values[*tokens, experts] at [*tokens, k]. A sum over all but one masked value, which XLA fuses with what is
-    around it: the transpose of a gather would be a scatter."""
-    return jnp.sum(jnp.where(_equals(experts, values.shape[-1]), values[..., None, :], 0.0), axis=-1)
+    """values [*tokens, experts] at [*tokens, k]."""
+    return jnp.take_along_axis(values, experts, axis=-1, mode="promise_in_bounds")
+
+
+@_at.defjvp
+def _(primals, tangents):
+    """The same as sums over all but one masked value: their transpose is one loop, where that of a gather would be a
+    scatter."""
+    (values, experts), (tangent, _) = primals, tangents
+    count = values.shape[-1]
+    columns = [
+        jnp.sum(jnp.where(_equals(experts[..., k], count), tangent, 0.0), axis=-1) for k in range(experts.shape[-1])
+    ]
+    return _at(values, experts), jnp.stack(columns, axis=-1)
 
 
 def _equals(indices: Array, count: int) -> Array:
@@ -388,7 +400,9 @@ def _scores(logits: Array, score: Score) -> Array:
 
 def _chosen(experts: Array, count: int) -> Array:
     """int32 [*tokens, count]: how many of a token's choices each expert is."""
-    return jnp.sum(_equals(experts.astype(jnp.int32), count), axis=-2, dtype=jnp.int32)
+    experts = experts.astype(jnp.int32)
+    masks = (_equals(experts[..., k], count).astype(jnp.int32) for k in range(experts.shape[-1]))
+    return functools.reduce(jnp.add, masks)  # one loop, without an array [*tokens, top_k, count]
 
 
 def _psum(x: Array, axes: tuple[str, ...]) -> Array:
@@ -431,7 +445,7 @@ def _validate_score(score: Any) -> None:
 
 
 def _validate_experts(experts: Array) -> None:
-    if experts.ndim == 0 or not jnp.issubdtype(experts.dtype, jnp.integer):
+    if experts.ndim == 0 or experts.shape[-1] == 0 or not jnp.issubdtype(experts.dtype, jnp.integer):
         raise ValueError(
             f"experts have shape {experts.shape} and dtype {experts.dtype}; they must be integers [*tokens, top_k], "
             "as te_jax.ops.router returns them"

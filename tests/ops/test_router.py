@@ -113,7 +113,18 @@ def test_no_scatter_in_the_gradient(rng):
 
     text = jax.jit(jax.grad(loss)).lower(draw(rng, 8, EXPERTS)).as_text()
     assert "scatter" not in text
-    assert "gather" not in text
+
+
+def test_memory(rng):
+    """Neither pass has an array of tokens, choices and experts."""
+    tokens, experts, top_k = 256, 64, 8
+
+    def loss(logits):
+        routing = ops.router(logits, top_k=top_k)
+        return jnp.sum(routing.weights[:, 0]) + ops.load_balancing_loss(logits, routing.experts)
+
+    memory = jax.jit(jax.grad(loss)).lower(draw(rng, tokens, experts)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < tokens * top_k * experts
 
 
 # --------------------------------------------------------------------------------------------------------------- losses
