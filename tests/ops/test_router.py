@@ -124,7 +124,7 @@ def test_memory(rng):
         return jnp.sum(routing.weights[:, 0]) + ops.load_balancing_loss(logits, routing.experts)
 
     memory = jax.jit(jax.grad(loss)).lower(draw(rng, tokens, experts)).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < tokens * top_k * experts
+    assert memory.temp_size_in_bytes < 2 * tokens * top_k * experts  # half of one in float32
 
 
 # --------------------------------------------------------------------------------------------------------------- losses
