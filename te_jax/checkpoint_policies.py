@@ -22,6 +22,10 @@ Norms name what they normalize, which is the sum where they are given a residual
 
     te_norm_input            in the dtype of x
 
+`te_jax.ops.grouped_dense` has the first two names of `dense`, and `te_jax.nn.moe` one more:
+
+    te_moe_preactivation     gate and up [rows, hidden] of the experts, in the dtype of x: all that it keeps of rows
+
 Losses have names for `jax.checkpoint_policies.save_only_these_names`:
 
     softmax_cross_entropy_lse      float32 [*batch]

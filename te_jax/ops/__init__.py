@@ -5,22 +5,47 @@ from te_jax.ops.attention import attention
 from te_jax.ops.dense import dense
 from te_jax.ops.gated_mlp import gated_mlp
 from te_jax.ops.gemm import GemmResult, gemm
+from te_jax.ops.grouped_dense import grouped_dense
+from te_jax.ops.grouped_gemm import grouped_gemm, ragged_dot
 from te_jax.ops.linear_cross_entropy import linear_cross_entropy
 from te_jax.ops.norm import layer_norm, rms_norm
+from te_jax.ops.permute import Permutation, group_by_expert, permute, permute_weights, unpermute
 from te_jax.ops.quantize import quantize
+from te_jax.ops.router import (
+    Routing,
+    expert_counts,
+    load_balancing_loss,
+    router,
+    router_z_loss,
+    update_expert_bias,
+)
 from te_jax.ops.softmax_cross_entropy import softmax_cross_entropy
 
 __all__ = [
     "GemmResult",
+    "Permutation",
+    "Routing",
     "activation",
     "attention",
     "dense",
+    "expert_counts",
     "gated_activation",
     "gated_mlp",
     "gemm",
+    "group_by_expert",
+    "grouped_dense",
+    "grouped_gemm",
     "layer_norm",
     "linear_cross_entropy",
+    "load_balancing_loss",
+    "permute",
+    "permute_weights",
     "quantize",
+    "ragged_dot",
     "rms_norm",
+    "router",
+    "router_z_loss",
     "softmax_cross_entropy",
+    "unpermute",
+    "update_expert_bias",
 ]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from operation import Layout, Operation
-from ops import attention_oracle
+from ops import attention_oracle, grouped_oracle
 from ops.gemm_oracle import product, random_product, tolerance_of
 from ops.quantize_oracle import oracle as quantized_by_numpy
 from ops.quantize_oracle import quantization_of
@@ -396,6 +396,181 @@ def gemm(kind, *, dtype="float32", followup="bias", **fields):
         },
         **fields,
     )
+
+
+# ------------------------------------------------------------------------------------------------------- grouped GEMMs
+
+GROUPED_ROWS, GROUPS = 96, 3
+
+
+def draw_sizes(rng):
+    """Of groups that leave a tail of rows; sometimes empty ones."""
+    return jnp.asarray(rng.multinomial(GROUPED_ROWS - 10, rng.dirichlet(np.ones(GROUPS))), jnp.int32)
+
+
+def group_of_rows(group_sizes, count=GROUPED_ROWS):
+    """[rows, groups], 1.0 where a row is in a group."""
+    ends = jnp.cumsum(group_sizes)
+    rows = jnp.arange(count, dtype=ends.dtype)[:, None]
+    return ((rows < ends[None]) & (rows >= (ends - group_sizes)[None])).astype(float)
+
+
+def ragged_product(lhs, rhs, group_sizes):
+    return jnp.einsum("rk,gkn,rg->rn", lhs, rhs, group_of_rows(group_sizes).astype(lhs.dtype))
+
+
+RAGGED_DOT = Operation(
+    name="ragged_dot",
+    draw=lambda rng: {
+        "lhs": normal(rng, GROUPED_ROWS, 128),
+        "rhs": normal(rng, GROUPS, 128, 64),
+        "group_sizes": draw_sizes(rng),
+    },
+    call=ops.ragged_dot,
+    oracle=ragged_product,
+    dtypes=("float32",),
+    differentiable=("lhs", "rhs"),
+    refuses={"native": "use implementation='reference'"},
+    layouts={
+        "n": Layout(
+            {"rhs": P(None, None, "model")}, P(None, "model"), (("all-reduce", GROUPED_ROWS * 128),), options={}
+        ),
+        "k": Layout({"lhs": P(None, "model"), "rhs": P(None, "model")}, P(), (("all-reduce", GROUPED_ROWS * 64),)),
+        "k and n": Layout(
+            {"lhs": P(None, "data"), "rhs": P(None, "data", "model")},
+            P(None, "model"),
+            (("all-reduce", GROUPED_ROWS * 32), ("all-reduce", GROUPED_ROWS * 64)),
+            reference=True,
+        ),
+        "nothing": Layout({}, options={}),
+    },
+)
+
+
+def grouped_gemm(kind, form, *, dtype="float32", **fields):
+    """The three products of a layer of experts on quantized operands, with a bias or an accumulator."""
+    rows, k, n = 256 if form == "wgrad" else GROUPED_ROWS, 512, 512
+
+    def draw(rng):
+        lhs, rhs = grouped_oracle.random_operands(rng, rows, k, n, GROUPS, kind, form)
+        if form == "wgrad":
+            operands = {"lhs": lhs.without_data(), "rhs": rhs.without_data(), "group_sizes": draw_sizes(rng)}
+            return operands | {"accumulator": normal(rng, GROUPS, k, n, scale=9.0)}
+        lhs, rhs = lhs.without_transposed(), rhs.without_data() if form == "forward" else rhs.without_transposed()
+        return {"lhs": lhs, "rhs": rhs, "group_sizes": draw_sizes(rng), "bias": normal(rng, GROUPS, n)}
+
+    def call(**operands):
+        return ops.grouped_gemm(**operands, **grouped_oracle.options_of(form), out_dtype=dtype)
+
+    def oracle(lhs, rhs, group_sizes, **others):
+        return grouped_oracle.product(form, lhs, rhs, group_sizes, **others)
+
+    def layout(over_n, over_k, **options):
+        scales = {"row": (P(), P(None, over_n)), "tensor": (P(), P())}
+        if form == "wgrad":
+            lhs_scales, rhs_scales = {**scales, "row": (P(over_k), P(over_n)), "block": (P(None, over_k), P(over_n))}[
+                kind
+            ]
+            lhs, rhs, result = P(over_k), P(over_n), P(None, over_k, over_n)
+        else:
+            lhs_scales, rhs_scales = {**scales, "block": (P(over_k), P(None, over_n, over_k))}[kind]
+            lhs, rhs, result = P(None, over_k), P(None, over_n, over_k), P(None, over_n)
+        operands = {"lhs": (lhs, lhs_scales), "rhs": (rhs, rhs_scales)}
+        operands |= {"bias": P(None, over_n)} if form != "wgrad" else {"accumulator": result}
+        summed = form != "wgrad" and over_k
+        collectives = (("all-reduce", rows * n // (2 if over_n else 1)),) if summed else ()
+        return Layout(operands, result, collectives, options=None if summed else {}, **options)
+
+    return Operation(
+        name=f"grouped_gemm, {kind}, {form}",
+        draw=draw,
+        call=call,
+        oracle=oracle,
+        dtypes=(dtype,),
+        tolerance=(tolerance_of(dtype, kind), None),
+        refuses={"native": r"no derivatives.*te_grouped_gemm.*use implementation='reference'"},
+        donates=("accumulator",) if form == "wgrad" else (),
+        layouts={
+            "n": layout("model", None),
+            "k": layout(None, "data"),
+            "k and n": layout("model", "data", reference=True),
+        },
+        **fields,
+    )
+
+
+def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields):
+    """A linear layer of experts."""
+    rows, inner, outer = 128 * GROUPS, 256, 256
+    tolerance = (None, None) if recipe is None else (0.055, 0.085)  # what FP8 costs on normal data
+
+    def draw(rng):
+        operands = {
+            "x": normal(rng, rows, inner, dtype=dtype),
+            "kernel": normal(rng, GROUPS, inner, outer, dtype=dtype, scale=inner**-0.5),
+            "group_sizes": jnp.asarray(128 * rng.multinomial(GROUPS - 1, np.ones(GROUPS) / GROUPS), jnp.int32),
+            "bias": normal(rng, GROUPS, outer),
+        }
+        if accumulator:
+            operands["wgrad_accumulator"] = normal(rng, GROUPS, inner, outer, scale=20.0)
+        return operands
+
+    def oracle(x, kernel, group_sizes, bias, wgrad_accumulator=None):
+        if accumulator:
+            kernel = jax.lax.stop_gradient(kernel)
+        mask = group_of_rows(group_sizes, rows).astype(x.dtype)
+        return jnp.einsum("rk,gkn,rg->rn", x, kernel, mask) + mask @ bias.astype(x.dtype)
+
+    def next_values(operands, cotangents):
+        mask = np.asarray(group_of_rows(operands["group_sizes"], rows))
+        x, dy = (np.asarray(a).astype(np.float64) for a in (operands["x"], cotangents))
+        wgrad = np.einsum("rk,rn,rg->gkn", x, dy, mask, optimize=True)
+        return {"wgrad_accumulator": np.asarray(operands["wgrad_accumulator"], np.float64) + wgrad}
+
+    return Operation(
+        name=f"grouped_dense, {name}",
+        draw=draw,
+        call=functools.partial(ops.grouped_dense, recipe=recipe),
+        oracle=oracle,
+        dtypes=(dtype,),
+        tolerance=tolerance,
+        differentiable=("x", "kernel", "bias", *(("wgrad_accumulator",) if accumulator else ())),
+        next_values=next_values if accumulator else None,
+        refuses=dict.fromkeys(("native", "reference"), "grouped_dense"),
+        linear=("bias",),
+        policy=None if recipe is None else checkpoint_policies.save_fp8_operands,
+        donates=("wgrad_accumulator",) if accumulator else (),
+        unshared=("wgrad_accumulator",),
+        layouts={
+            "column parallel": Layout(
+                {"kernel": P(None, None, "model"), "bias": P(None, "model"),
+                 "wgrad_accumulator": P(None, None, "model")},
+                P(None, "model"), (("all-reduce", rows * inner),), options={},
+            ),
+            "row parallel": Layout(
+                {"x": P(None, "model"), "kernel": P(None, "model"), "wgrad_accumulator": P(None, "model")},
+                P(), (("all-reduce", rows * outer),),
+            ),
+            "nothing": Layout({}, options={}),
+        },
+        small={"all-reduce": 8},
+        **fields,
+    )  # fmt: skip
+
+
+# There is no CUDA kernel.
+GROUPED = (
+    []
+    if jax.default_backend() == "gpu"
+    else [
+        RAGGED_DOT,
+        grouped_gemm("block", "forward", variant=True),
+        grouped_gemm("row", "dgrad", dtype="bfloat16", variant=True),
+        grouped_gemm("block", "wgrad", variant=True),
+        grouped_dense("block", BlockScaling()),
+        grouped_dense("none, accumulator", None, dtype="bfloat16", accumulator=True, variant=True),
+    ]
+)
 
 
 # ------------------------------------------------------------------------------------------------ rms_norm, layer_norm
@@ -816,6 +991,7 @@ OPERATIONS = [
     gemm("row", dtype="bfloat16", variant=True),
     gemm("tensor", dtype="bfloat16", followup="gelu", variant=True),
     gemm("plain", followup="accumulator", variant=True),
+    *GROUPED,
     norm(ops.rms_norm, rms_norm_of, residual=True),
     norm(ops.layer_norm, layer_norm_of, dtype="bfloat16", bias=True, variant=True),
     dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),

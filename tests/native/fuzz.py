@@ -173,6 +173,33 @@ def gemm(draw: Draw) -> Call:
     )
 
 
+def grouped_gemm(draw: Draw) -> Call:
+    scaling = draw.one(["none", "none", "tensor", "row", "block"])
+    plain, batch, sums = scaling == "none", draw.shape(1), draw.chance(0.5)
+    groups, parts = draw.one([0, 1, 2, 5]), 1 if sums else draw.one([1, 1, 2, 3])
+    rows, wide, n = draw.extent() * parts, draw.extent(), draw.extent()
+    (m, k), types, dtype = (wide, rows) if sums else (rows, wide), scaled_types(draw, scaling), draw.one(PLAIN)
+    b_summed_first = plain if sums else plain and draw.chance(0.5)
+    a = (k, m) if sums and plain else (m, k)
+    b = (k, n) if b_summed_first else (n, k)
+    b, d = (b, (groups, m, n)) if sums else ((groups, *b), (m, n))
+    operands = [((*batch, *a), types[0]), ((*batch, *b), types[1])]
+    examples, members = math.prod(batch), 1 if sums else groups
+    operands.append(((examples * scale_count(scaling, m, k),), F32))
+    operands.append(((examples * members * scale_count(scaling, n, k, square=True),), F32))
+    operands.append(((*batch, parts, groups + 1), S32))
+    biased, accumulate = not sums and draw.chance(0.4), sums and draw.chance(0.5)
+    operands.append(((*batch, groups, n), dtype) if biased else ((0,), F32))
+    operands.append(((*batch, *d), dtype) if accumulate else ((0,), F32))
+    return Call(
+        "te_grouped_gemm",
+        operands,
+        [((*batch, *d), dtype)],
+        {"grouped_sums": sums, "b_summed_first": b_summed_first, "scaling": scaling, "accumulate": accumulate},
+        aliases={6: 0} if accumulate and draw.chance(0.5) else {},
+    )
+
+
 def quantization(draw: Draw) -> Call:
     batch, row, col = draw.shape(1), draw.shape(2), draw.shape(2)
     examples, rows, cols = (math.prod(group) for group in (batch, row, col))
@@ -545,7 +572,7 @@ def fits(array: Array) -> bool:
 def draw_call(seed: int, number: int) -> tuple[Call, Draw]:
     draw = Draw(seed, number)
     make: Callable[[Draw], Call] = draw.one(
-        [gemm, gemm, quantization, activation, norm, cross_entropy, labels_of_head, *(collective,) * 2]
+        [gemm, gemm, grouped_gemm, quantization, activation, norm, cross_entropy, labels_of_head, *(collective,) * 2]
     )
     while True:
         call = make(draw)
@@ -600,6 +627,10 @@ def run(call: Call, draw: Draw) -> list[jax.Array]:
     }
     if call.target == "te_linear_cross_entropy_labels" and 1 in given and given[1].dtype == S32:
         given[1] = draw.permutation(given[1].size).astype(S32).reshape(given[1].shape)  # others name no token
+    if call.target == "te_grouped_gemm" and 4 in given and given[4].dtype == S32:
+        # Mostly in order and within the rows; the handler corrects others.
+        bounds = draw.integers(*draw.one([(0, 300), (0, 300), (-(2**31), 2**31)]), given[4].shape)
+        given[4] = (np.sort(bounds) if bounds.ndim and draw.chance(0.7) else bounds).astype(S32)
 
     def local(given: dict[int, jax.Array]) -> list[jax.Array]:
         if many:

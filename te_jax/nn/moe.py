@@ -1,0 +1,190 @@
+"""A mixture of experts: router, permutation, gated MLPs of experts by grouped GEMMs, and the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax import native, ops
+from te_jax._core.types import BLOCK
+from te_jax.nn.gated_mlp import Activation
+from te_jax.ops.router import Score
+from te_jax.recipe import Recipe
+
+__all__ = ["MoE", "Router", "moe"]
+
+Kernels = tuple[Any, Any, Any]
+
+SWIGLU = Activation("silu", 1.0, None, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """Arguments of `te_jax.ops.router`."""
+
+    top_k: int
+    score: Score = "softmax"
+    normalize: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    scaling_factor: float = 1.0
+
+
+class MoE(NamedTuple):
+    """What `moe` returns.
+
+    Attributes:
+      y: [*tokens, out], like x.
+      logits: float32 [*tokens, experts], for `te_jax.ops.load_balancing_loss` and `router_z_loss`.
+      routing: experts and weights of every token, for the same and for `te_jax.ops.expert_counts`.
+      dropped: int32 scalar, choices beyond an expert's capacity.
+    """
+
+    y: Array
+    logits: Array
+    routing: ops.Routing
+    dropped: Array
+
+
+def moe(
+    x: jax.typing.ArrayLike,
+    router_kernel: jax.typing.ArrayLike,
+    kernel: Kernels,
+    router: Router,
+    *,
+    router_bias: jax.typing.ArrayLike | None = None,
+    expert_bias: jax.typing.ArrayLike | None = None,
+    bias: tuple[Any, Any, Any] = (None, None, None),
+    shared: Kernels | None = None,
+    activation: Activation = SWIGLU,
+    weighted: Literal["results", "inputs"] = "results",
+    capacity: int | None = None,
+    wgrad_accumulator: tuple[Any, Any, Any] = (None, None, None),
+    accumulate: bool = True,
+    recipe: Recipe | None = None,
+    implementation: native.Implementation | None = None,
+) -> MoE:
+    r"""The sum over the experts e of a token, and over shared experts, of gated MLPs.
+
+        logits = x · router_kernel + router_bias          in float32
+        y      = Σ_e w_e · MLP_e(x)  +  MLP_shared(x)     with the experts and weights w of `te_jax.ops.router`
+
+    Tokens are sorted by expert, and multiplied by grouped GEMMs: no token is dropped unless a capacity is given, and no
+    expert computes more than its tokens, padded to 128 with a recipe. The weights are multiplied into the activations,
+    before the last product. Of all that grows with the tokens, the backward pass keeps x, the values before the
+    activation ("te_moe_preactivation"), the weights and the permutation. It computes the rest again, without GEMMs.
+
+    All tokens at hand are sorted together. Where they are split over devices, call this inside `shard_map`.
+
+    Args:
+      x: [*tokens, in], float32, bfloat16 or float16.
+      router_kernel: [in, experts], any float dtype.
+      kernel: (gate, up, down), [experts, in, hidden] twice and [experts, hidden, out], in the dtype of x, or quantized
+        as `te_jax.ops.grouped_dense` takes them.
+      router: how experts are chosen.
+      router_bias: [experts], added to the logits.
+      expert_bias: [experts], see `te_jax.ops.update_expert_bias`.
+      bias: ([experts, hidden], [experts, hidden], [experts, out]), each of which may be None.
+      shared: (gate, up, down) of the shared experts as one MLP, [in, hidden], [in, hidden] and [hidden, out], or None.
+      activation: that of the MLPs; SwiGLU by default.
+      weighted: "results", or "inputs" for Llama-4, whose weights multiply x.
+      capacity: most tokens of an expert; None for all.
+      wgrad_accumulator, accumulate: for the kernels of the experts, as in `te_jax.ops.grouped_dense`.
+      recipe: of the experts' and the shared experts' GEMMs. The router is never quantized.
+      implementation: see `te_jax.ops.grouped_dense`.
+
+    Returns:
+      MoE(y, logits, routing, dropped).
+
+    Raises:
+      ValueError: an argument breaks a rule above; the message names it.
+
+    References:
+      Shazeer et al., arXiv:1701.06538. DeepSeek-V3: arXiv:2412.19437.
+    """
+    x = jnp.asarray(x)
+    if weighted not in ("results", "inputs"):
+        raise ValueError(f"weighted is {weighted!r}; it must be 'results' or 'inputs'")
+    if not isinstance(kernel, tuple | list) or len(kernel) != 3:
+        raise ValueError("kernel must be a tuple of three, (gate, up, down)")
+    logits = jax.checkpoint(_logits)(x, jnp.asarray(router_kernel), router_bias)  # keeps x in its own dtype
+    routing = ops.router(logits, expert_bias=expert_bias, **vars(router))
+    align = 1 if recipe is None else BLOCK
+    permutation = ops.group_by_expert(routing.experts, logits.shape[-1], align=align, capacity=capacity)
+    layer = functools.partial(
+        _experts,
+        activation=activation,
+        weighted=weighted,
+        options={"accumulate": accumulate, "recipe": recipe, "implementation": implementation},
+    )
+    # Kernels in FP8 are kept as well: they are quantized once, and do not grow with the tokens.
+    names = jax.checkpoint_policies.save_only_these_names("te_moe_preactivation", "te_dense_kernel")
+    y = jax.checkpoint(layer, policy=names)(
+        x, routing.weights, permutation, tuple(kernel), tuple(bias), tuple(wgrad_accumulator)
+    )
+    if shared is not None:
+        y = y + ops.gated_mlp(x, shared, **vars(activation), recipe=recipe, implementation=implementation)
+    return MoE(y, logits, routing, permutation.dropped)
+
+
+def _logits(x: Array, kernel: Array, bias: Any) -> Array:
+    """Of the router, in float32; of the gradient of x, the part through here is rounded to the dtype of x."""
+    logits = jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    if bias is None:
+        return logits
+    return logits + lax.expand_dims(jnp.asarray(bias).astype(jnp.float32), range(logits.ndim - 1))
+
+
+def _experts(
+    x: Array,
+    weights: Array,
+    permutation: ops.Permutation,
+    kernels: Kernels,
+    biases: tuple[Any, Any, Any],
+    accumulators: tuple[Any, Any, Any],
+    *,
+    activation: Activation,
+    weighted: str,
+    options: dict[str, Any],
+) -> Array:
+    sizes, rows = permutation.group_sizes, ops.permute(x, permutation)
+    of_rows = ops.permute_weights(weights, permutation)[:, None]
+
+    def times_weights(values: Array) -> Array:
+        return (values.astype(jnp.float32) * of_rows.astype(jnp.float32)).astype(values.dtype)
+
+    if weighted == "inputs":
+        rows = times_weights(rows)
+    gate, up = (
+        checkpoint_name(value, "te_moe_preactivation")
+        for value in ops.grouped_dense(
+            rows, kernels[:2], sizes, biases[:2], wgrad_accumulator=accumulators[:2], **options
+        )
+    )
+    h = ops.gated_activation(gate, up, **vars(activation))
+    if weighted == "results":
+        h = times_weights(h)
+    y = ops.unpermute(
+        ops.grouped_dense(h, kernels[2], sizes, wgrad_accumulator=accumulators[2], **options), permutation
+    )
+    if (bias := biases[2]) is None:
+        return y
+    # Σ_k w_k bias[e_k], as a product with the weight of every expert: rows have been weighted before.
+    given = jnp.ones_like(weights) if weighted == "inputs" else weights
+    given = jnp.where(permutation.rows >= 0, given, 0.0)
+    total = jnp.matmul(_by_expert(given, permutation, bias.shape[0]), bias.astype(jnp.float32), precision="highest")
+    return (y.astype(jnp.float32) + total).astype(y.dtype)
+
+
+def _by_expert(weights: Array, permutation: ops.Permutation, experts: int) -> Array:
+    """[*tokens, experts]: the weight of every expert for a token, 0 of those that were not chosen."""
+    ends = jnp.cumsum(permutation.group_sizes)
+    chosen = jnp.sum(lax.expand_dims(ends, range(weights.ndim)) <= permutation.rows[..., None], axis=-1)
+    mask = chosen[..., None] == lax.expand_dims(jnp.arange(experts, dtype=chosen.dtype), range(weights.ndim))
+    return jnp.sum(jnp.where(mask, weights[..., None], 0.0), axis=-2)

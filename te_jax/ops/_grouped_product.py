@@ -1,0 +1,234 @@
+"""The grouped GEMM of sharded operands: its static description, how it is split, and te_grouped_gemm on each shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from te_jax import native, reference, sharding
+from te_jax._core.types import BLOCK, FP8_ALIGNMENT
+from te_jax.ops._gemm_product import Scaling
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import Scaling as CopyScaling
+
+# The order in which te_grouped_gemm takes them.
+_OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bounds", "bias", "accumulator")
+_ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
+
+_COPY_SCALINGS: dict[Scaling, tuple[CopyScaling, CopyScaling]] = {
+    "tensor": ("tensor", "tensor"),
+    "row": ("row", "row"),
+    "block": ("block_1x128", "block_128x128"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedSpec:
+    """A grouped GEMM without its arrays: hashable, so that it is traced once.
+
+    With grouped rows, a is [rows, k], b [groups, n, k], or [groups, k, n] where `b_summed_first`, and the result
+    [rows, n]. With grouped sums, a is [rows, m] and b [rows, n], in FP8 [m, rows] and [n, rows], and the result
+    [groups, m, n].
+
+    Attributes:
+      grouped_sums: whether groups are of the rows that are summed over.
+      b_summed_first: see above; only for grouped rows of plain arrays.
+      scaling: "none" for plain operands.
+      dtype: of the result.
+      native: te_grouped_gemm multiplies, else the reference.
+      bias: whether one [groups, n] is added, to grouped rows.
+      accumulator: "add" for one that is added, "overwrite" for one whose buffer the result may take.
+    """
+
+    grouped_sums: bool
+    b_summed_first: bool
+    scaling: Scaling
+    dtype: np.dtype
+    native: bool
+    bias: bool = False
+    accumulator: Literal["add", "overwrite"] | None = None
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the arrays, in order."""
+        absent = {
+            "a_scale_inv": self.scaling == "none",
+            "b_scale_inv": self.scaling == "none",
+            "bias": not self.bias,
+            "accumulator": self.accumulator is None,
+        }
+        return tuple(name for name in _OPERANDS if not absent.get(name, False))
+
+
+def group_bounds(group_sizes: Array, group_offset: Array | None, groups: int, rows: int) -> Array:
+    """int32 [1, groups + 1]: rows where groups begin, from the group `group_offset` on, and where the last one ends.
+    The one place where sizes become rows."""
+    sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, rows)
+    bounds = jnp.pad(jnp.cumsum(sizes), (1, 0))
+    if group_offset is not None:
+        bounds = lax.dynamic_slice_in_dim(bounds, group_offset.astype(jnp.int32).reshape(()), groups + 1)
+    return jnp.clip(bounds, 0, rows)[None]
+
+
+def grouped_product(spec: GroupedSpec, arrays: Mapping[str, Array]) -> Array:
+    """The result, of arrays by name, all of `spec.operands`, sharded in any way."""
+    operands = [arrays[name] for name in spec.operands]
+    # On Auto meshes XLA itself splits the reference; on Explicit ones it must be told how.
+    if not (spec.native or sharding.is_explicit(operands)):
+        return _reference(spec, arrays)
+    if spec.grouped_sums or spec.scaling != "none" or sharding.is_explicit(operands):
+        return _per_shard(spec)(*operands)[0]
+    return _with_shared_matrices(spec)(*operands)
+
+
+@functools.cache
+def _with_shared_matrices(spec: GroupedSpec) -> Callable[..., Array]:
+    """Grouped rows, of which a vmap does not copy the matrices that all examples share: the rows of examples become
+    parts of rows, each with its groups."""
+
+    @jax.custom_batching.custom_vmap
+    def product(*operands: Array) -> Array:
+        return _per_shard(spec)(*operands)[0]
+
+    @product.def_vmap
+    def _(examples: int, batched: Sequence[bool], *operands: Array) -> tuple[Array, bool]:
+        given = dict(zip(spec.operands, batched, strict=True))
+        if [name for name, is_batched in given.items() if is_batched] not in (["a"], ["a", "bounds"]):
+            axes = [0 if is_batched else None for is_batched in batched]
+            return jax.vmap(lambda *operands: _per_shard(spec)(*operands)[0], in_axes=axes)(*operands), True
+        arrays = dict(zip(spec.operands, operands, strict=True))
+        if not given["bounds"]:
+            arrays["bounds"] = jnp.broadcast_to(arrays["bounds"], (examples, *arrays["bounds"].shape))
+        rows = arrays["a"].shape[1]
+        for name in ("a", "bounds"):
+            _, first, *others = arrays[name].shape
+            arrays[name] = arrays[name].reshape(examples * first, *others)
+        d = product(*(arrays[name] for name in spec.operands))
+        return d.reshape(examples, rows, d.shape[-1]), True
+
+    return product
+
+
+@functools.cache
+def _per_shard(spec: GroupedSpec) -> Callable[..., tuple[Array, ...]]:
+    names = spec.operands
+    in_place = spec.native and spec.accumulator is not None
+    rule, sizes = _rule(spec)
+
+    @sharding.per_shard(
+        rule,
+        axes_of=() if spec.grouped_sums else ("k",),
+        replicated=[factor for factor in _WHOLE if factor in re.findall(r"\w+", rule)],
+        sizes=sizes,
+        reuse={names.index("accumulator"): _D} if in_place else None,
+    )
+    def local(*operands: Array, axes: Mapping[str, Sequence[str]], reuse: Mapping[int, int] | None = None):
+        arrays = dict(zip(names, operands, strict=True))
+        if over_k := tuple(axes.get("k", ())):
+            if spec.bias:  # once, not on every shard
+                first = functools.reduce(jnp.logical_and, (lax.axis_index(axis) == 0 for axis in over_k))
+                arrays["bias"] = jnp.where(first, arrays["bias"], 0)
+            d = _per_shard(spec)(*(arrays[name] for name in names))[0]
+            return (lax.psum(d, over_k),)
+        if not spec.native:
+            return (_reference(spec, arrays),)
+        return (_te_grouped_gemm(spec, arrays, in_place=bool(reuse)),)
+
+    return local
+
+
+_WHOLE = ("r", "e", "p", "i", "j")
+"""Factors that no device may have a part of: rows, groups, parts, bounds, and blocks of rows."""
+
+
+def _rule(spec: GroupedSpec) -> tuple[str, dict[str, int]]:
+    """The sharding rule, and sizes of minor factors. Shards of FP8 operands have whole blocks."""
+    n, k, sizes = "n", "k", {}
+    if spec.scaling == "block":
+        n, sizes = "(n n_)", {"n_": BLOCK}
+        if not spec.grouped_sums:
+            k, sizes = "(k k_)", {**sizes, "k_": BLOCK}
+    elif spec.scaling != "none":
+        n, sizes = "(n n_)", {"n_": FP8_ALIGNMENT}
+    if spec.grouped_sums:
+        plain = spec.scaling == "none"
+        terms = {"a": "r m" if plain else "m r", "b": f"r {n}" if plain else f"{n} r"}
+        scales = {"row": ("m", n), "block": ("j m", "n j")}.get(spec.scaling, ("", ""))
+        result = f"... e m {n}"
+    else:
+        terms = {"a": f"r {k}", "b": f"e {k} {n}" if spec.b_summed_first else f"e {n} {k}"}
+        scales = {"tensor": ("", "e"), "row": ("r", f"e {n}"), "block": ("k r", "e n k")}.get(spec.scaling, ("", ""))
+        result = f"... r {n}"
+    terms |= {"a_scale_inv": scales[0], "b_scale_inv": scales[1], "bounds": "p i", "bias": f"e {n}"}
+    terms["accumulator"] = f"e m {n}"
+    return f"{', '.join(f'... {terms[name]}' for name in spec.operands)} -> {result}", sizes
+
+
+def _te_grouped_gemm(spec: GroupedSpec, arrays: Mapping[str, Array], *, in_place: bool) -> Array:
+    """te_grouped_gemm on local arrays; `in_place` writes the result over the accumulator."""
+    a, b, bounds = arrays["a"], arrays["b"], arrays["bounds"]
+    batch = bounds.shape[:-2]
+    rows_last = spec.grouped_sums and spec.scaling != "none"
+    if spec.grouped_sums:
+        shape = *batch, bounds.shape[-1] - 1, *(x.shape[-2 if rows_last else -1] for x in (a, b))
+    else:
+        shape = *batch, a.shape[-2], b.shape[-1 if spec.b_summed_first else -2]
+    given = {name: arrays[name] for name in spec.operands}
+    if spec.bias:
+        given["bias"] = given["bias"].astype(spec.dtype)
+    if spec.accumulator == "overwrite" and not in_place:
+        del given["accumulator"]
+    (d,) = native.call(
+        "te_grouped_gemm",
+        (jax.ShapeDtypeStruct(shape, spec.dtype),),
+        *(given[name] if name in given else jnp.zeros((0,), jnp.float32) for name in _OPERANDS),
+        aliases={_ACCUMULATOR: _D} if in_place else None,
+        grouped_sums=spec.grouped_sums,
+        b_summed_first=spec.b_summed_first,
+        scaling=spec.scaling,
+        accumulate=spec.accumulator == "add",
+    )
+    return d
+
+
+def _reference(spec: GroupedSpec, arrays: Mapping[str, Array]) -> Array:
+    """The same by the reference, on local arrays."""
+
+    def multiply(arrays: Mapping[str, Array]) -> Array:
+        lhs: Any = arrays["a"]
+        rhs: Any = arrays["b"]
+        if spec.scaling != "none":
+            left, right = _COPY_SCALINGS[spec.scaling]
+            transposed = spec.grouped_sums
+            lhs = _matrix(lhs, arrays["a_scale_inv"], left, transposed)
+            rhs = _matrix(rhs, arrays["b_scale_inv"], right, transposed)
+        return reference.grouped_gemm(
+            lhs,
+            rhs,
+            arrays["bounds"][0],
+            lhs_contracting="rows" if spec.grouped_sums else "cols",
+            rhs_contracting="rows" if spec.grouped_sums or spec.b_summed_first else "cols",
+            bias=arrays.get("bias"),
+            out_dtype=spec.dtype,
+            accumulator=arrays.get("accumulator"),
+            accumulate=spec.accumulator == "add",
+        )
+
+    for _ in range(arrays["bounds"].ndim - 2):
+        multiply = jax.vmap(multiply)
+    return multiply({name: arrays[name] for name in spec.operands})
+
+
+def _matrix(values: Array, scale_inv: Array, scaling: CopyScaling, transposed: bool) -> QuantizedArray:
+    float32 = np.dtype(np.float32)
+    if transposed:
+        return QuantizedArray(None, None, values, scale_inv, 1, 1, scaling, scaling, float32)
+    return QuantizedArray(values, scale_inv, None, None, 1, 1, scaling, scaling, float32)

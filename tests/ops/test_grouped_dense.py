@@ -1,0 +1,258 @@
+"""Linear layers of experts against a loop over experts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from ops.gemm_oracle import random_array, wide
+from parameters import in_turns
+
+from te_jax import checkpoint_policies, ops
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.testing import assert_close
+
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="grouped GEMMs have no CUDA kernel")
+
+ROWS, IN, OUT, EXPERTS = 512, 192, 128, 3
+SIZES = {"aligned": [128, 0, 256], "uneven": [37, 100, 250], "all": [0, 512, 0]}
+RECIPES = {"none": None, "block": BlockScaling(), "row": RowwiseScaling(), "current": CurrentScaling()}
+FORWARD, GRADIENT = 0.055, 0.085  # what FP8 costs on normal data; see tests/ops/dense_oracle.py
+IMPLEMENTATIONS = ("native", "reference")
+
+
+def draw(rng, dtype="float32", rows=ROWS):
+    x, dy = random_array(rng, (rows, IN), dtype), random_array(rng, (rows, OUT), dtype)
+    return x, random_array(rng, (EXPERTS, IN, OUT), dtype), random_array(rng, (EXPERTS, OUT), dtype), dy
+
+
+def expected(x, kernel, bias, dy, sizes):
+    """y and gradients in float64."""
+    x, kernel, bias, dy = map(wide, (x, kernel, bias, dy))
+    y, dx = np.zeros((len(x), OUT)), np.zeros_like(x)
+    dkernel, dbias = np.zeros_like(kernel), np.zeros_like(bias)
+    begin = 0
+    for e, size in enumerate(sizes):
+        rows = slice(begin, begin := begin + size)
+        y[rows] = x[rows] @ kernel[e] + bias[e]
+        dx[rows] = dy[rows] @ kernel[e].T
+        dkernel[e], dbias[e] = x[rows].T @ dy[rows], dy[rows].sum(axis=0)
+    return y, (dx, dkernel, dbias)
+
+
+@functools.cache
+def step_of(**options):
+    @jax.jit
+    def step(x, kernel, bias, dy, sizes):
+        y, vjp = jax.vjp(lambda *a: ops.grouped_dense(*a[:2], sizes, a[2], **options), x, kernel, bias)
+        return y, vjp(dy)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("recipe", "implementation", "sizes", "dtype"),
+    in_turns([*RECIPES, *RECIPES, *RECIPES], ["native", "native", "reference"], list(SIZES), ["float32", "bfloat16"]),
+)
+def test_values_and_gradients(rng, recipe, implementation, sizes, dtype):
+    x, kernel, bias, dy = draw(rng, dtype)
+    step = step_of(recipe=RECIPES[recipe], implementation=implementation)
+    y, gradients = step(x, kernel, bias, dy, jnp.asarray(SIZES[sizes]))
+    wanted, wanted_gradients = expected(x, kernel, bias, dy, SIZES[sizes])
+    fp8 = recipe != "none"
+    assert_close(y, wanted, dtype=dtype, tolerance=FORWARD if fp8 else None)
+    for gradient, other, exact in zip(gradients, wanted_gradients, (not fp8, not fp8, True), strict=True):
+        assert_close(gradient, other, dtype=dtype, tolerance=None if exact else GRADIENT)
+    for e, size in enumerate(SIZES[sizes]):
+        assert size or not gradients[1][e].any(), "an expert without rows has a gradient"
+
+
+@pytest.mark.parametrize("recipe", ["block", "row"])
+def test_as_one_dense_for_each_expert(rng, recipe):
+    """Where experts begin at blocks, FP8 values and scales of blocks are those of layers of their own."""
+    x, kernel, bias, dy = draw(rng)
+    y, (dx, dkernel, _) = step_of(recipe=RECIPES[recipe])(x, kernel, bias, dy, jnp.asarray(SIZES["aligned"]))
+    for e, rows in ((0, slice(0, 128)), (2, slice(128, 384))):
+        dense = functools.partial(ops.dense, recipe=RECIPES[recipe])
+        alone, vjp = jax.vjp(jax.jit(dense), x[rows], kernel[e], bias[e])
+        of_x, of_kernel, _ = vjp(dy[rows])
+        assert_close(y[rows], alone, tolerance=1e-6)
+        assert_close(dx[rows], of_x, tolerance=1e-6)
+        if recipe == "block":  # scales of rows of the transposed copies are over all tokens
+            assert_close(dkernel[e], of_kernel, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_of_no_expert_are_never_read(rng, recipe):
+    x, kernel, bias, dy = draw(rng)
+    step, sizes = step_of(recipe=RECIPES[recipe]), jnp.asarray(SIZES["uneven"])
+    outside = jnp.arange(ROWS)[:, None] >= sum(SIZES["uneven"])
+    poison = functools.partial(jnp.where, outside, jnp.nan)
+    found = step(poison(x), kernel, bias, poison(dy), sizes)
+    clean = step(jnp.where(outside, 0, x), kernel, bias, jnp.where(outside, 0, dy), sizes)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(clean), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["none", "block"])
+def test_several_kernels(rng, recipe):
+    """One quantized x; gradients add up."""
+    x, gate, bias, dy = draw(rng)
+    _, up, _, dup = draw(rng)
+    sizes, options = jnp.asarray(SIZES["uneven"]), {"recipe": RECIPES[recipe]}
+
+    @jax.jit
+    def together(x, gate, up, dy, dup):
+        ys, vjp = jax.vjp(lambda x, *k: ops.grouped_dense(x, k, sizes, (bias, None), **options), x, gate, up)
+        return ys, vjp((dy, dup))
+
+    (of_gate, of_up), (dx, *dkernels) = together(x, gate, up, dy, dup)
+    y1, (dx1, dgate, _) = step_of(**options)(x, gate, bias, dy, sizes)
+    y2, (dx2, dup_kernel, _) = step_of(**options)(x, up, jnp.zeros_like(bias), dup, sizes)
+    for found, wanted in ((of_gate, y1), (of_up, y2), (dkernels[0], dgate), (dkernels[1], dup_kernel), (dx, dx1 + dx2)):
+        assert_close(found, wanted, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("recipe", ["none", "block"])
+def test_accumulator(rng, recipe, accumulate):
+    x, kernel, bias, dy = draw(rng, "bfloat16")
+    accumulator = random_array(rng, kernel.shape)
+    sizes, options = jnp.asarray(SIZES["aligned"]), {"recipe": RECIPES[recipe]}
+    _, (_, dkernel, _) = step_of(**options)(x, kernel, bias, dy, sizes)
+
+    @jax.jit
+    def step(kernel, accumulator):
+        def layer(kernel, accumulator):
+            return ops.grouped_dense(
+                x, kernel, sizes, bias, wgrad_accumulator=accumulator, accumulate=accumulate, **options
+            )
+
+        return jax.vjp(layer, kernel, accumulator)[1](dy)
+
+    of_kernel, following = step(kernel, accumulator)
+    assert not of_kernel.any()
+    assert following.dtype == jnp.float32
+    assert_close(following - (accumulator if accumulate else 0.0), wide(dkernel), dtype="float32", tolerance=5e-3)
+    assert accumulate == bool(jnp.all(following[1] == accumulator[1])), "expert 1 has no rows"
+    with pytest.raises(ValueError, match="wgrad_accumulator takes the gradient of kernel"):
+        jax.grad(
+            lambda k: ops.grouped_dense(x, k, sizes, wgrad_accumulator=accumulator, **options).astype(jnp.float32).sum()
+        )(kernel)
+
+
+def test_quantized_kernel(rng):
+    """Quantized once, it serves several microbatches; its gradient goes to the accumulator."""
+    recipe = BlockScaling()
+    x, kernel, bias, dy = draw(rng)
+    sizes = jnp.asarray(SIZES["aligned"])
+    kernel8 = jax.vmap(lambda k: ops.quantize(k, recipe.quantization("kernel")))(kernel)
+    wanted, (dx, dkernel, _) = step_of(recipe=recipe)(x, kernel, bias, dy, sizes)
+
+    def layer(x, accumulator):
+        return ops.grouped_dense(x, kernel8, sizes, bias, recipe=recipe, wgrad_accumulator=accumulator)
+
+    y, vjp = jax.vjp(jax.jit(layer), x, jnp.zeros_like(kernel))
+    of_x, of_kernel = vjp(dy)
+    np.testing.assert_array_equal(y, wanted)
+    np.testing.assert_array_equal(of_x, dx)
+    assert_close(of_kernel, dkernel, tolerance=1e-6)
+    with pytest.raises(NotImplementedError, match="kernel is a QuantizedArray, which has no gradient"):
+        jax.grad(lambda k: ops.grouped_dense(x, k, sizes, recipe=recipe).sum(), allow_int=True)(kernel8)
+
+
+def test_remat_keeps_fp8_operands(rng):
+    x, kernel, bias, dy = draw(rng)
+    sizes, recipe = jnp.asarray(SIZES["uneven"]), BlockScaling()
+
+    @functools.partial(jax.checkpoint, policy=checkpoint_policies.save_fp8_operands)
+    def layer(x, kernel):
+        return ops.grouped_dense(x, kernel, sizes, recipe=recipe)
+
+    step = jax.jit(lambda x, k: jax.vjp(layer, x, k)[1](dy))
+    found, wanted = step(x, kernel), step_of(recipe=recipe)(x, kernel, jnp.zeros_like(bias), dy, sizes)[1]
+    for one, other in zip(found, wanted, strict=False):
+        np.testing.assert_array_equal(one, other)
+    assert step.lower(x, kernel).as_text().count("@te_grouped_gemm") == 2, "the forward product is run again"
+
+
+@pytest.mark.parametrize("recipe", ["none", "block"])
+def test_vmap(rng, recipe):
+    """Over everything but the kernel."""
+    cases = [draw(rng) for _ in range(2)]
+    sizes = jnp.asarray([SIZES["aligned"], SIZES["uneven"]])
+    x, dy = (jnp.stack([case[i] for case in cases]) for i in (0, 3))
+    kernel, bias = cases[0][1:3]
+    step = step_of(recipe=RECIPES[recipe])
+    found = jax.jit(jax.vmap(step, in_axes=(0, None, None, 0, 0)))(x, kernel, bias, dy, sizes)
+    for i in range(2):
+        alone = step(x[i], kernel, bias, dy[i], sizes[i])
+        for many, one in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+            assert_close(many[i], one, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["none", "block"])
+def test_shard_map(rng, recipe):
+    """Every device has rows of its own, and the same experts: their gradients are summed."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    cases = [draw(rng) for _ in range(2)]
+    sizes = jnp.asarray([SIZES["aligned"], SIZES["uneven"]])
+    x, dy = (jnp.concatenate([case[i] for case in cases]) for i in (0, 3))
+    kernel, bias = cases[0][1:3]
+
+    def local(x, kernel, bias, sizes):
+        return ops.grouped_dense(x, kernel, sizes[0], bias, recipe=RECIPES[recipe])
+
+    specs = P("data"), P(), P(), P("data")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"))
+    y, vjp = jax.vjp(jax.jit(lambda *a: mapped(*a, sizes)), x, kernel, bias)
+    dx, dkernel, dbias = vjp(dy)
+    each = [step_of(recipe=RECIPES[recipe])(case[0], kernel, bias, case[3], sizes[i]) for i, case in enumerate(cases)]
+    assert_close(y, jnp.concatenate([one[0] for one in each]), tolerance=1e-6)
+    assert_close(dx, jnp.concatenate([one[1][0] for one in each]), tolerance=1e-6)
+    assert_close(dkernel, sum(one[1][1] for one in each), tolerance=1e-5)
+    assert_close(dbias, sum(one[1][2] for one in each), tolerance=1e-5)
+
+
+X, KERNEL, COUNTS = jnp.ones((32, 16)), jnp.ones((2, 16, 32)), jnp.array([16, 16])
+REFUSED = {
+    "x": (lambda: ops.grouped_dense(X[None], KERNEL, COUNTS), r"x has shape \(1, 32, 16\)"),
+    "kernel": (lambda: ops.grouped_dense(X, KERNEL.mT, COUNTS), r"kernel has shape .*it must be \(2, 16, out\)"),
+    "sizes": (lambda: ops.grouped_dense(X, KERNEL, COUNTS.astype(float)), "group_sizes has shape"),
+    "dtype": (lambda: ops.grouped_dense(X, KERNEL.astype(jnp.bfloat16), COUNTS), "kernel has dtype bfloat16"),
+    "bias": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, jnp.ones(32)), r"bias has shape \(32,\)"),
+    "of several": (
+        lambda: ops.grouped_dense(X, (KERNEL, KERNEL[:, :8]), COUNTS),
+        r"kernel\[1\] has shape \(2, 8, 32\)",
+    ),
+    "none": (lambda: ops.grouped_dense(X, (), COUNTS), "kernel is an empty tuple"),
+    "rows": (lambda: ops.grouped_dense(X[:31], KERNEL, COUNTS, recipe=BlockScaling()), "x has 31 rows"),
+    "out": (lambda: ops.grouped_dense(X, KERNEL[..., :8], COUNTS, recipe=BlockScaling()), "kernel has 8 values of"),
+    "delayed": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, recipe=DelayedScaling()), "recipe is DelayedScaling"),
+    "recipe": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, recipe="fp8"), "recipe is 'fp8'; it must be a Recipe"),
+    "accumulator": (
+        lambda: ops.grouped_dense(X, KERNEL, COUNTS, wgrad_accumulator=jnp.ones((2, 16))),
+        r"wgrad_accumulator has shape \(2, 16\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("recipe", ["none", "block"])
+def test_other_derivatives(recipe):
+    def layer(x):
+        return ops.grouped_dense(x, KERNEL, COUNTS, recipe=RECIPES[recipe]).sum()
+
+    with pytest.raises(NotImplementedError, match="reverse mode"):
+        jax.jvp(layer, (X,), (X,))
+    with pytest.raises(NotImplementedError):
+        jax.grad(lambda x: jnp.sum(jax.grad(lambda x: layer(x) ** 2)(x)))(X)

@@ -1,0 +1,377 @@
+"""Grouped GEMMs against NumPy, group by group, and against `jax.lax.ragged_dot`."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from ops.gemm_oracle import E5M2, random_array, tolerance_of
+from ops.grouped_oracle import options_of, product, random_operands
+from parameters import in_turns
+
+from te_jax import ops, recipe
+from te_jax.testing import assert_close
+
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="grouped GEMMs have no CUDA kernel")
+
+FORMS = ("forward", "dgrad", "wgrad")
+IMPLEMENTATIONS = ("native", "reference")
+ROWS, GROUPS = 300, 5
+LOADS = {
+    "uneven": [70, 0, 129, 1, 60],
+    "all rows": [100, 50, 50, 50, 50],
+    "first and last empty": [0, 128, 64, 32, 0],
+    "one has all": [0, 0, 300, 0, 0],
+    "none has any": [0, 0, 0, 0, 0],
+    "more than there are": [200, 90, 90, 0, 40],
+}
+
+
+def sizes_of(load):
+    return jnp.asarray(LOADS[load], jnp.int32)
+
+
+def grouped(form, **options):
+    return jax.jit(functools.partial(ops.grouped_gemm, **options_of(form), **options))
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("form", "dtype"), [*itertools.product(FORMS, ("float32", "bfloat16")), ("forward", "float16")]
+)
+def test_plain(rng, form, dtype, implementation):
+    """All loads under one compiled program."""
+    lhs, rhs = random_operands(rng, ROWS, 40, 72, GROUPS, "plain", form, dtype=dtype)
+    run = grouped(form, implementation=implementation)
+    for load in LOADS:
+        found = run(lhs, rhs, sizes_of(load))
+        assert_close(found, product(form, lhs, rhs, LOADS[load]), dtype=dtype)
+    assert run._cache_size() == 1
+
+
+FP8_CASES = {
+    "tensor": ("tensor", {}),
+    "row": ("row", {}),
+    "block": ("block", {}),
+    "E5M2": ("tensor", {"lhs_dtype": E5M2}),
+    "block, E5M2": ("block", {"lhs_dtype": E5M2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "case", "implementation", "load", "dtype"),
+    in_turns([*FORMS, *FORMS, *FORMS, *FORMS, *FORMS], list(FP8_CASES), IMPLEMENTATIONS, list(LOADS),
+             ["float32", "bfloat16"]),
+)  # fmt: skip
+def test_fp8(rng, form, case, implementation, load, dtype):
+    """Tails of K and N, and groups that begin within blocks."""
+    kind, options = FP8_CASES[case]
+    rows = 304 if form == "wgrad" else ROWS
+    lhs, rhs = random_operands(rng, rows, 176, 144, GROUPS, kind, form, **options)
+    found = grouped(form, implementation=implementation, out_dtype=dtype)(lhs, rhs, sizes_of(load))
+    assert_close(found, product(form, lhs, rhs, LOADS[load]), dtype=dtype, tolerance=tolerance_of(dtype, kind))
+
+
+@pytest.mark.parametrize("kind", ["plain", "tensor", "row", "block"])
+def test_large(rng, kind):
+    """Several tiles and panels in every direction."""
+    sizes = [130, 400, 0, 257]
+    for form in FORMS:
+        lhs, rhs = random_operands(rng, 800, 528, 272, 4, kind, form)
+        found = grouped(form, implementation="native", out_dtype="float32")(lhs, rhs, jnp.asarray(sizes))
+        assert_close(found, product(form, lhs, rhs, sizes), dtype="float32", tolerance=tolerance_of("float32", kind))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", ["plain", "block"])
+def test_bias(rng, kind, implementation):
+    lhs, rhs = random_operands(rng, ROWS, 64, 48, GROUPS, kind, "forward")
+    bias = random_array(rng, (GROUPS, 48))
+    found = grouped("forward", implementation=implementation)(lhs, rhs, sizes_of("uneven"), bias=bias)
+    assert_close(found, product("forward", lhs, rhs, LOADS["uneven"], bias=bias), dtype="float32")
+    assert not found[260:].any(), "a bias was added to rows of no group"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", ["plain", "block"])
+def test_accumulator(rng, kind, implementation):
+    lhs, rhs = random_operands(rng, 304, 48, 64, GROUPS, kind, "wgrad", dtype="bfloat16")
+    accumulator = 32.0 * random_array(rng, (GROUPS, 48, 64))
+    run = grouped("wgrad", implementation=implementation)
+    expected = product("wgrad", lhs, rhs, LOADS["uneven"], accumulator=accumulator)
+    found = run(lhs, rhs, sizes_of("uneven"), accumulator=accumulator)
+    assert_close(found, expected, dtype="float32")
+    np.testing.assert_array_equal(found[1], accumulator[1], "an empty group changed its accumulator")
+    overwrite = grouped("wgrad", implementation=implementation, accumulate=False)
+    nan = jnp.full_like(accumulator, jnp.nan)
+    assert_close(overwrite(lhs, rhs, sizes_of("uneven"), accumulator=nan), expected - np.asarray(accumulator, float),
+                 dtype="float32")  # fmt: skip
+
+
+def test_a_donated_accumulator_is_overwritten(rng):
+    lhs, rhs = random_operands(rng, ROWS, 64, 64, GROUPS, "plain", "wgrad", dtype="bfloat16")
+
+    def step(accumulator, lhs, rhs, sizes):
+        return ops.grouped_gemm(lhs, rhs, sizes, lhs_contracting="rows", accumulator=accumulator)
+
+    accumulator = jnp.zeros((GROUPS, 64, 64))
+    compiled = jax.jit(step, donate_argnums=0).lower(accumulator, lhs, rhs, sizes_of("uneven")).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < accumulator.nbytes
+    compiled(accumulator, lhs, rhs, sizes_of("uneven"))
+    assert accumulator.is_deleted()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("form", FORMS)
+def test_group_offset(rng, form, implementation):
+    """Two of five groups; rows of the others are zero."""
+    lhs, rhs = random_operands(rng, ROWS, 40, 24, 2, "plain", form)
+    given = {"accumulator": jnp.zeros((2, 40, 24))} if form == "wgrad" else {}
+    run = grouped(form, implementation=implementation)
+    for offset in (0, 2, 3):
+        found = run(lhs, rhs, sizes_of("uneven"), group_offset=jnp.int32(offset), **given)
+        assert_close(found, product(form, lhs, rhs, LOADS["uneven"], offset=offset, groups=2), dtype="float32")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_no_group_are_never_read(rng, form, implementation):
+    lhs, rhs = random_operands(rng, ROWS, 40, 24, GROUPS, "plain", form)
+    outside = jnp.arange(ROWS)[:, None] >= 260
+    run = grouped(form, implementation=implementation)
+    expected = run(lhs, rhs, sizes_of("uneven"))
+    poisoned = jnp.where(outside, jnp.nan, lhs), jnp.where(outside, jnp.nan, rhs) if form == "wgrad" else rhs
+    np.testing.assert_array_equal(run(*poisoned, sizes_of("uneven")), expected)
+    assert np.isfinite(expected).all()
+
+
+def test_scales_of_an_empty_group_are_not_used(rng):
+    """A tensor of no tokens may have scales that are not finite."""
+    lhs, rhs = random_operands(rng, 304, 48, 64, GROUPS, "tensor", "wgrad")
+    lhs.__dict__["transposed_scale_inv"] = jnp.float32(np.inf)
+    found = grouped("wgrad", implementation="native")(lhs, rhs, sizes_of("none has any"))
+    assert not found.any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nothing_at_all(implementation):
+    for rows, k, n, groups in ((0, 8, 8, 2), (8, 0, 8, 2), (8, 8, 0, 2)):
+        sizes = jnp.full(groups, rows // 2, jnp.int32)
+        lhs, rhs = jnp.ones((rows, k)), jnp.ones((groups, k, n))
+        found = ops.grouped_gemm(lhs, rhs, sizes, implementation=implementation)
+        assert found.shape == (rows, n)
+        assert not found.any()
+        wgrad = ops.grouped_gemm(lhs, jnp.ones((rows, n)), sizes, lhs_contracting="rows", implementation=implementation)
+        assert wgrad.shape == (groups, k, n)
+        np.testing.assert_array_equal(wgrad, np.full((groups, k, n), rows // 2, np.float32))
+
+
+def test_quantized_by_the_package(rng):
+    """Copies and scales as `quantize` makes them; the error is that of FP8."""
+    block = recipe.BlockScaling()
+    x, dy = random_array(rng, (384, 256)), random_array(rng, (384, 128))
+    kernel = random_array(rng, (3, 256, 128))
+    sizes = jnp.asarray([128, 0, 256])
+    x8 = ops.quantize(x, block.quantization("activation"))
+    dy8 = ops.quantize(dy, block.quantization("gradient"))
+    kernel8 = jax.vmap(lambda k: ops.quantize(k, block.quantization("kernel")))(kernel)
+    for form, operands, exact in (
+        ("forward", (x8, kernel8), (x, kernel)),
+        ("dgrad", (dy8, kernel8), (dy, kernel)),
+        ("wgrad", (x8, dy8), (x, dy)),
+    ):
+        found = grouped(form, out_dtype="float32")(*operands, sizes)
+        assert_close(found, product(form, *exact, sizes), dtype="float32", tolerance=0.1)
+
+
+# ----------------------------------------------------------------------------------------------------------- ragged_dot
+
+
+def gradients(dot, weights):
+    def loss(lhs, rhs, sizes):
+        return jnp.sum(jnp.sin(dot(lhs, rhs, sizes).astype(jnp.float32)) * weights)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_as_lax(rng, dtype, implementation):
+    """Value and gradients, in every load, also with a result of another dtype."""
+    lhs, rhs = random_operands(rng, ROWS, 24, 40, GROUPS, "plain", "forward", dtype=dtype)
+    weights = random_array(rng, (ROWS, 40))
+    for preferred in (None, jnp.float32):
+        options = {"preferred_element_type": preferred}
+        ours = gradients(functools.partial(ops.ragged_dot, implementation=implementation, **options), weights)
+        theirs = gradients(functools.partial(lax.ragged_dot, **options), weights)
+        for load in LOADS if preferred is None else ("uneven",):
+            found, expected = ours(lhs, rhs, sizes_of(load)), theirs(lhs, rhs, sizes_of(load))
+            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                assert one.dtype == other.dtype
+                tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+                if load != "none has any":
+                    assert_close(one, other, tolerance=tolerance)
+                else:
+                    np.testing.assert_array_equal(one, other)
+
+
+def test_operands_of_two_dtypes(rng):
+    """As in lax: the product is float32, and gradients have the dtypes of their operands."""
+    lhs, rhs = random_operands(rng, ROWS, 24, 40, GROUPS, "plain", "forward")
+    weights = random_array(rng, (ROWS, 40))
+    for operands in ((lhs.astype(jnp.bfloat16), rhs), (lhs, rhs.astype(jnp.float16))):
+        found = gradients(ops.ragged_dot, weights)(*operands, sizes_of("uneven"))
+        expected = gradients(lax.ragged_dot, weights)(*operands, sizes_of("uneven"))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert_close(one, other, tolerance=None if one.dtype == jnp.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nan_in_the_tail_reaches_no_gradient(rng, implementation):
+    lhs, rhs = random_operands(rng, ROWS, 24, 40, GROUPS, "plain", "forward")
+    step = gradients(functools.partial(ops.ragged_dot, implementation=implementation), random_array(rng, (ROWS, 40)))
+    poisoned = jnp.where(jnp.arange(ROWS)[:, None] >= 260, jnp.nan, lhs)
+    expected = step(lhs, rhs, sizes_of("uneven"))
+    for one, other in zip(
+        jax.tree.leaves(step(poisoned, rhs, sizes_of("uneven"))), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("axes", [a for a in itertools.product((0, None), repeat=3) if any(x == 0 for x in a)])
+def test_every_vmap(rng, axes, implementation):
+    """Values and gradients, and what no operand shares is not copied."""
+    examples, rows = 3, 40
+    lhs, rhs = random_array(rng, (examples, rows, 8)), random_array(rng, (examples, 4, 8, 16))
+    sizes = jnp.asarray([[10, 0, 20, 5], [40, 0, 0, 0], [0, 1, 2, 3]], jnp.int32)
+    operands = [x if axis == 0 else x[0] for x, axis in zip((lhs, rhs, sizes), axes, strict=True)]
+    weights = random_array(rng, (rows, 16))
+    step = gradients(functools.partial(ops.ragged_dot, implementation=implementation), weights)
+    found = jax.jit(jax.vmap(step, in_axes=axes))(*operands)
+    for i in range(examples):
+        alone = [x[i] if axis == 0 else x for x, axis in zip(operands, axes, strict=True)]
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(step(*alone)), strict=True):
+            assert_close(one[i], other, tolerance=1e-5)
+
+
+def test_vmap_does_not_copy_shared_matrices(rng):
+    """Not even under two of them."""
+    lhs, rhs = random_array(rng, (2, 3, 40, 8)), random_array(rng, (4, 8, 16))
+    sizes = jnp.asarray([10, 0, 20, 5], jnp.int32)
+    dot = functools.partial(ops.ragged_dot, implementation="native")
+    inner = jax.vmap(dot, in_axes=(0, None, None))
+    both = jax.jit(jax.vmap(inner, in_axes=(0, None, None)))
+    assert "tensor<2x4x8x16" not in both.lower(lhs, rhs, sizes).as_text()
+    assert "tensor<3x4x8x16" not in both.lower(lhs, rhs, sizes).as_text()
+    found = both(lhs, rhs, sizes)
+    for i, j in itertools.product(range(2), range(3)):
+        assert_close(found[i, j], lax.ragged_dot(lhs[i, j], rhs, sizes), tolerance=1e-5)
+
+
+def test_no_array_of_every_group_and_row(rng):
+    """Forward and backward: beside operands and gradients there is nothing of their size."""
+    groups, rows = 64, 256
+    lhs, rhs = random_array(rng, (rows, 32)), random_array(rng, (groups, 32, 48))
+    sizes = jnp.full(groups, 4, jnp.int32)
+    step = gradients(functools.partial(ops.ragged_dot, implementation="native"), random_array(rng, (rows, 48)))
+    memory = step.lower(lhs, rhs, sizes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * rows * 48 * 4
+
+
+def test_group_offset_has_gradients(rng):
+    """The parts of the matrices, one after the other, give the whole."""
+    lhs, rhs = random_operands(rng, ROWS, 24, 40, GROUPS, "plain", "forward")
+    sizes = sizes_of("uneven")
+
+    def in_parts(lhs, rhs):
+        first = ops.ragged_dot(lhs, rhs[:2], sizes, group_offset=jnp.int32(0))
+        return jnp.sum(jnp.sin(first + ops.ragged_dot(lhs, rhs[2:], sizes, group_offset=jnp.array([2]))))
+
+    def whole(lhs, rhs):
+        return jnp.sum(jnp.sin(lax.ragged_dot(lhs, rhs, sizes)))
+
+    found = jax.value_and_grad(in_parts, argnums=(0, 1))(lhs, rhs)
+    expected = jax.value_and_grad(whole, argnums=(0, 1))(lhs, rhs)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(one, other, tolerance=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+X, KERNEL, SIZES = jnp.ones((8, 16)), jnp.ones((2, 16, 32)), jnp.array([4, 4])
+X8 = ops.quantize(X, recipe.CurrentScaling().quantization("activation"))
+KERNEL8 = ops.quantize(KERNEL[0], recipe.CurrentScaling().quantization("kernel"))
+REFUSED = {
+    "sizes": (lambda: ops.ragged_dot(X, KERNEL, jnp.ones(2)), "group_sizes has shape .* it must be integers"),
+    "groups": (lambda: ops.ragged_dot(X, KERNEL, jnp.array([8])), "group_sizes has 1 groups and rhs has 2"),
+    "offset": (
+        lambda: ops.ragged_dot(X, KERNEL, jnp.array([8]), group_offset=0),
+        "group_sizes has 1 groups and rhs has 2; with group_offset",
+    ),
+    "offset dtype": (lambda: ops.ragged_dot(X, KERNEL, SIZES, group_offset=1.0), "group_offset has shape"),
+    "summed": (lambda: ops.ragged_dot(X, KERNEL.mT, SIZES), "rhs sums over 32 values, but lhs over 16"),
+    "dtypes": (lambda: ops.grouped_gemm(X, KERNEL.astype(jnp.bfloat16), SIZES), "rhs has dtype bfloat16"),
+    "no groups": (lambda: ops.ragged_dot(X, KERNEL[0], SIZES), r"rhs has shape \(16, 32\); it must be \[groups"),
+    "preferred": (
+        lambda: ops.ragged_dot(X, KERNEL, SIZES, preferred_element_type=jnp.int32),
+        "preferred_element_type is int32",
+    ),
+    "contracting": (
+        lambda: ops.grouped_gemm(X, X, SIZES, lhs_contracting="rows", rhs_contracting="cols"),
+        "where lhs sums over rows, rhs does too",
+    ),
+    "name": (lambda: ops.grouped_gemm(X, KERNEL, SIZES, rhs_contracting="in"), "rhs_contracting is 'in'"),
+    "one quantized": (lambda: ops.grouped_gemm(X8, KERNEL, SIZES), "rhs is a plain array"),
+    "rhs without groups": (lambda: ops.grouped_gemm(X8, KERNEL8, SIZES), "rhs has shape"),
+    "bias of sums": (
+        lambda: ops.grouped_gemm(X, X, SIZES, lhs_contracting="rows", bias=jnp.ones((2, 16))),
+        "bias is given with lhs_contracting='rows'",
+    ),
+    "bias": (lambda: ops.grouped_gemm(X, KERNEL, SIZES, bias=jnp.ones(32)), r"bias has shape \(32,\)"),
+    "accumulator of rows": (
+        lambda: ops.grouped_gemm(X, KERNEL, SIZES, accumulator=jnp.ones((8, 32))),
+        "accumulator is given with lhs_contracting='cols'",
+    ),
+    "accumulator": (
+        lambda: ops.grouped_gemm(X, X, SIZES, lhs_contracting="rows", accumulator=jnp.ones((2, 16, 8))),
+        r"accumulator has shape \(2, 16, 8\)",
+    ),
+    "out_dtype": (lambda: ops.grouped_gemm(X, KERNEL, SIZES, out_dtype=jnp.int8), "out_dtype is int8"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_scalings_that_do_not_fit(rng):
+    lhs, _ = random_operands(rng, 32, 128, 64, 2, "block", "forward")
+    _, rhs = random_operands(rng, 32, 128, 64, 2, "tensor", "forward")
+    with pytest.raises(ValueError, match="lhs has 'block_1x128' scales and rhs 'tensor'"):
+        ops.grouped_gemm(lhs, rhs, SIZES)
+
+
+def test_fp8_sizes(rng):
+    lhs, rhs = random_operands(rng, 32, 128, 40, 2, "tensor", "forward")
+    with pytest.raises(ValueError, match="rhs has 40 outer values; FP8 products need a multiple of 16"):
+        ops.grouped_gemm(lhs, rhs, SIZES)
+
+
+def test_no_second_derivatives(rng):
+    def norm(lhs, implementation):
+        gradient = jax.grad(lambda x: jnp.sum(ops.ragged_dot(x, KERNEL, SIZES, implementation=implementation) ** 3))
+        return jnp.sum(gradient(lhs) ** 2)
+
+    with pytest.raises(NotImplementedError, match="use implementation='reference'"):
+        jax.grad(norm)(X, "native")
+    assert jax.grad(norm)(X, "reference").any()

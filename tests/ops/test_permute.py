@@ -1,0 +1,309 @@
+"""Sorting tokens by expert and back, against loops over choices in NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from te_jax import ops
+from te_jax.testing import assert_close
+
+TOKENS, TOP_K, EXPERTS, FEATURES = (3, 7), 2, 5, 6
+
+
+def draw(rng, tokens=TOKENS, top_k=TOP_K, experts=EXPERTS):
+    """Different experts for each token, expert 1 without any."""
+    others = [e for e in range(experts) if e != 1]
+    flat = [rng.choice(others, top_k, replace=False) for _ in range(int(np.prod(tokens)))]
+    return jnp.asarray(np.array(flat, np.int32).reshape(*tokens, top_k))
+
+
+def numbers(rng, *shape, dtype=jnp.float32):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def by_loops(experts, count, align, capacity):
+    """(rows, choices without padding at the end, group sizes, dropped)."""
+    flat = np.asarray(experts).reshape(-1)
+    rows, choices, sizes, dropped = np.full(flat.size, -1), [], [], 0
+    for expert in range(count):
+        size = 0
+        for choice, chosen in enumerate(flat):
+            if chosen == expert:
+                if capacity is not None and size == capacity:
+                    dropped += 1
+                    continue
+                rows[choice] = len(choices)
+                choices.append(choice)
+                size += 1
+        while size % align:
+            choices.append(-1)
+            size += 1
+        sizes.append(size)
+    return rows.reshape(experts.shape), choices, sizes, dropped
+
+
+CASES = {
+    "plain": {},
+    "aligned": {"align": 8},
+    "capacity": {"capacity": 3},
+    "capacity, aligned": {"capacity": 5, "align": 4},
+    "wide": {"align": 128},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_group_by_expert(rng, case):
+    options = CASES[case]
+    group = jax.jit(functools.partial(ops.group_by_expert, num_experts=EXPERTS, **options))
+    one = jnp.full((*TOKENS, TOP_K), 3, jnp.int32)
+    outside = draw(rng).at[0].set(-1).at[1, 2].set(EXPERTS + 3)
+    for experts in (draw(rng), draw(rng), one, outside):
+        found = group(experts)
+        rows, choices, sizes, dropped = by_loops(experts, EXPERTS, options.get("align", 1), options.get("capacity"))
+        np.testing.assert_array_equal(found.rows, rows)
+        np.testing.assert_array_equal(found.choices[: len(choices)], choices)
+        assert (found.choices[len(choices) :] == -1).all()
+        np.testing.assert_array_equal(found.group_sizes, sizes)
+        assert found.dropped == dropped
+        assert {x.dtype for x in found} == {jnp.dtype(jnp.int32)}
+    assert group._cache_size() == 1, "sizes changed what is compiled"
+
+
+@pytest.mark.parametrize("align", [1, 4, 128])
+@pytest.mark.parametrize("capacity", [None, 3, 6])
+def test_the_number_of_rows_is_the_largest_that_there_can_be(align, capacity):
+    """Enough in every case, and reached in one."""
+    top_k, count = 1, 3
+    most = 0
+    for choices in range(3**4):
+        experts = np.array([choices // 3**i % 3 for i in range(4)], np.int32)[:, None]
+        _, rows, _, _ = by_loops(experts, count, align, capacity)
+        most = max(most, len(rows))
+    found = jax.eval_shape(
+        functools.partial(ops.group_by_expert, num_experts=count, align=align, capacity=capacity),
+        jax.ShapeDtypeStruct((4, top_k), jnp.int32),
+    )
+    bound = found.choices.shape[0]
+    assert most == bound
+
+
+def combined(x, weights, permutation, factors):
+    """A layer: each row times a factor of its own."""
+    rows = ops.permute(x, permutation)
+    y = rows * factors[:, None].astype(rows.dtype)
+    return ops.unpermute(y, permutation, weights)
+
+
+def expected_layer(x, weights, rows, factors):
+    total = jnp.zeros(x.shape, factors.dtype)
+    for k in range(rows.shape[-1]):
+        here = jnp.where(rows[..., k] >= 0, factors[jnp.maximum(rows[..., k], 0)] * weights[..., k], 0.0)
+        total = total + here[..., None] * x
+    return total
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back(rng, case, dtype):
+    """Values, and gradients of the tokens and of the weights, against float64."""
+    permutation = ops.group_by_expert(draw(rng), EXPERTS, **CASES[case])
+    x, weights = numbers(rng, *TOKENS, FEATURES, dtype=dtype), numbers(rng, *TOKENS, TOP_K)
+    factors, cotangent = numbers(rng, len(permutation.choices)), numbers(rng, *TOKENS, FEATURES, dtype=dtype)
+    found, vjp = jax.vjp(jax.jit(combined), x, weights, permutation, factors)
+    gradients = vjp(cotangent)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, weights, factors)]
+        rows = jnp.asarray(np.asarray(permutation.rows))
+        wanted, vjp = jax.vjp(lambda x, w, f: expected_layer(x, w, rows, f), *wide)
+        expected = vjp(jnp.asarray(np.asarray(cotangent), jnp.float64))
+    assert_close(found, wanted, dtype=dtype)
+    assert_close(gradients[0], expected[0], dtype=dtype)
+    assert_close(gradients[1], expected[1], dtype=jnp.float32, tolerance=1e-2 if dtype == jnp.bfloat16 else None)
+    assert_close(gradients[3], expected[2], dtype=jnp.float32, tolerance=1e-2 if dtype == jnp.bfloat16 else None)
+
+
+def test_weights_before_the_last_product(rng):
+    """A plain sum of rows that have been multiplied is the weighted sum, with the same gradients."""
+    permutation = ops.group_by_expert(draw(rng), EXPERTS, align=4, capacity=6)
+    y, weights = numbers(rng, len(permutation.choices), FEATURES), numbers(rng, *TOKENS, TOP_K)
+
+    def before(y, weights):
+        return jnp.sum(jnp.sin(ops.unpermute(y * ops.permute_weights(weights, permutation)[:, None], permutation)))
+
+    def after(y, weights):
+        return jnp.sum(jnp.sin(ops.unpermute(y, permutation, weights)))
+
+    found, gradients = jax.value_and_grad(before, argnums=(0, 1))(y, weights)
+    wanted, expected = jax.value_and_grad(after, argnums=(0, 1))(y, weights)
+    assert_close(found, wanted, tolerance=1e-5)
+    for one, other in zip(gradients, expected, strict=True):
+        assert_close(one, other, tolerance=1e-5)
+
+
+def test_second_derivatives(rng):
+    permutation = ops.group_by_expert(draw(rng), EXPERTS, align=4)
+    x, weights = numbers(rng, *TOKENS, FEATURES), numbers(rng, *TOKENS, TOP_K)
+
+    def norm(x, weights, layer):
+        gradients = jax.grad(lambda *a: jnp.sum(layer(*a) ** 3), argnums=(0, 1))(x, weights)
+        return sum(jnp.sum(g**2) for g in gradients)
+
+    ones = jnp.ones(len(permutation.choices))
+    found = jax.grad(norm, argnums=(0, 1))(x, weights, lambda x, w: combined(x, w, permutation, ones))
+    expected = jax.grad(norm, argnums=(0, 1))(x, weights, lambda x, w: expected_layer(x, w, permutation.rows, ones))
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, tolerance=1e-4)
+
+
+def test_padding_is_never_read(rng):
+    """NaN in rows of padding, and in weights of dropped choices, changes no bit of any result or gradient."""
+    permutation = ops.group_by_expert(draw(rng), EXPERTS, align=8, capacity=4)
+    padding, dropped = permutation.choices < 0, permutation.rows < 0
+    assert padding.any()
+    assert dropped.any()
+    y, weights = numbers(rng, len(permutation.choices), FEATURES), numbers(rng, *TOKENS, TOP_K)
+    x, cotangent = numbers(rng, *TOKENS, FEATURES), numbers(rng, *TOKENS, FEATURES)
+
+    @jax.jit
+    def everything(y, weights, drows):
+        out, vjp = jax.vjp(lambda y, w: ops.unpermute(y, permutation, w), y, weights)
+        rows, of_x = jax.vjp(lambda x: ops.permute(x, permutation), x)
+        plain = ops.unpermute(y, permutation)
+        return out, vjp(cotangent), rows, of_x(drows), plain, ops.permute_weights(weights, permutation)
+
+    poisoned = jnp.where(padding[:, None], jnp.nan, y)
+    bad_weights = jnp.where(dropped, jnp.nan, weights)
+    for found, expected in zip(
+        jax.tree.leaves(everything(poisoned, bad_weights, poisoned)),
+        jax.tree.leaves(everything(y, weights, y)),
+        strict=True,
+    ):
+        assert np.isfinite(found).all()
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_no_scatter(rng):
+    def loss(x, weights, experts):
+        permutation = ops.group_by_expert(experts, EXPERTS, align=8)
+        y = ops.permute(x, permutation) * ops.permute_weights(weights, permutation)[:, None]
+        return jnp.sum(ops.unpermute(jnp.tanh(y), permutation, weights))
+
+    arguments = numbers(rng, *TOKENS, FEATURES), numbers(rng, *TOKENS, TOP_K), draw(rng)
+    assert "scatter" not in jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments).as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.int32])
+def test_rows_of_other_dtypes(rng, dtype):
+    permutation = ops.group_by_expert(draw(rng), EXPERTS, align=8)
+    x = jnp.asarray(numbers(rng, *TOKENS, FEATURES) * 8, dtype)
+    rows = np.asarray(ops.permute(x, permutation).astype(jnp.float32))
+    flat = np.asarray(x.astype(jnp.float32)).reshape(-1, FEATURES)
+    for row, choice in zip(rows, np.asarray(permutation.choices), strict=True):
+        np.testing.assert_array_equal(row, flat[choice // TOP_K] if choice >= 0 else np.zeros(FEATURES))
+
+
+def layer(x, weights, experts):
+    permutation = ops.group_by_expert(experts, EXPERTS, align=4, capacity=6)
+    return ops.unpermute(jnp.sin(ops.permute(x, permutation)), permutation, weights)
+
+
+def step(x, weights, experts):
+    return jax.value_and_grad(lambda x, w: jnp.sum(layer(x, w, experts) ** 2), argnums=(0, 1))(x, weights)
+
+
+def test_vmap(rng):
+    """All of it, and the permutation alone with x the same for all."""
+    x, weights = numbers(rng, 4, *TOKENS, FEATURES), numbers(rng, 4, *TOKENS, TOP_K)
+    experts = jnp.stack([draw(rng) for _ in range(4)])
+    found = jax.jit(jax.vmap(step))(x, weights, experts)
+    shared = jax.jit(jax.vmap(step, in_axes=(None, 0, 0)))(x[0], weights, experts)
+    alone = jax.jit(step)
+    for i in range(4):
+        for many, one in ((found, alone(x[i], weights[i], experts[i])), (shared, alone(x[0], weights[i], experts[i]))):
+            for leaf, expected in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
+                assert_close(leaf[i], expected, tolerance=1e-6)
+
+
+def test_shard_map(rng):
+    """Each device sorts its own tokens; x that all devices share gets the sum of their gradients."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    x, weights = numbers(rng, *TOKENS, FEATURES), numbers(rng, 2, *TOKENS, TOP_K)
+    experts = jnp.stack([draw(rng) for _ in range(2)])
+
+    def local(x, weights, experts):
+        return layer(x, weights[0], experts[0])[None]
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data"))
+    found = jax.jit(jax.grad(lambda *a: jnp.sum(mapped(*a, experts) ** 2), argnums=(0, 1)))(x, weights)
+    each = [step(x, weights[i], experts[i])[1] for i in range(2)]
+    assert_close(found[0], sum(gradients[0] for gradients in each), tolerance=1e-5)
+    assert_close(found[1], jnp.stack([gradients[1] for gradients in each]), tolerance=1e-5)
+
+
+def test_sharded_tokens(rng):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
+    operands = numbers(rng, 4, 7, FEATURES), numbers(rng, 4, 7, TOP_K), draw(rng, (4, 7))
+    split = jax.sharding.NamedSharding(mesh, P("data"))
+    found = jax.jit(step)(*jax.device_put(operands, split))
+    for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(*operands)), strict=True):
+        assert_close(leaf, expected, tolerance=1e-6)
+
+
+def test_explicit_axes(rng):
+    """Features may be split; tokens are refused, with the way out."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Explicit,))
+    x, weights, experts = numbers(rng, 4, 7, FEATURES), numbers(rng, 4, 7, TOP_K), draw(rng, (4, 7))
+
+    def placed(value, spec):
+        return jax.device_put(value, jax.sharding.NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(step)(placed(x, P(None, None, "data")), placed(weights, P()), placed(experts, P()))
+        with pytest.raises(ValueError, match=r"experts are split over \['data'\].*call it inside shard_map"):
+            ops.group_by_expert(placed(experts, P("data")), EXPERTS)
+    for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(x, weights, experts)), strict=True):
+        assert_close(leaf, expected, tolerance=1e-6)
+
+
+def test_no_tokens():
+    permutation = ops.group_by_expert(jnp.zeros((0, 2), jnp.int32), EXPERTS, align=8)
+    assert permutation.choices.shape == (0,)
+    assert not permutation.group_sizes.any()
+    rows = ops.permute(jnp.zeros((0, FEATURES)), permutation)
+    assert rows.shape == (0, FEATURES)
+    assert ops.unpermute(rows, permutation, jnp.zeros((0, 2))).shape == (0, FEATURES)
+
+
+def one_permutation():
+    return ops.group_by_expert(jnp.array([[0], [1]]), 2)
+
+
+REFUSED = {
+    "floats": (lambda: ops.group_by_expert(jnp.zeros((4, 2)), 2), "they must be integers"),
+    "no choices": (lambda: ops.group_by_expert(jnp.zeros((4, 0), jnp.int32), 2), r"shape \(4, 0\)"),
+    "align": (lambda: ops.group_by_expert(jnp.zeros((4, 2), jnp.int32), 2, align=0), "align is 0"),
+    "capacity": (lambda: ops.group_by_expert(jnp.zeros((4, 2), jnp.int32), 2, capacity=1.5), "capacity is 1.5"),
+    "tokens": (lambda: ops.permute(jnp.zeros((3, 4)), one_permutation()), r"one of tokens \(2,\)"),
+    "rows": (lambda: ops.unpermute(jnp.zeros((3, 4)), one_permutation()), "the permutation has 2 rows"),
+    "dtype": (lambda: ops.unpermute(jnp.zeros((2, 4), jnp.int32), one_permutation()), "y has dtype int32"),
+    "weights": (lambda: ops.unpermute(jnp.zeros((2, 4)), one_permutation(), jnp.zeros(2)), r"choices \(2, 1\)"),
+    "permutation": (lambda: ops.permute(jnp.zeros((2, 4)), (1, 2)), "permutation is of type tuple"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_forward_mode_says_what_to_do():
+    permutation = one_permutation()
+    with pytest.raises(NotImplementedError, match="permute has derivatives in reverse mode"):
+        jax.jvp(lambda x: ops.permute(x, permutation), (jnp.ones((2, 4)),), (jnp.ones((2, 4)),))
