@@ -124,8 +124,8 @@ def linear_cross_entropy(
       chunk_tokens: the number of tokens in a chunk; None for chunks with 0.9 GB of logits, 1.8 GB with a
         recipe, or 2048 tokens, whichever is more.
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, as in `dense`.
-        If you differentiate a scalar loss itself, its gradient is added in place; if you scale the loss first, that takes
-        one more pass (scale the accumulator afterwards, or use `weight`).
+        If you differentiate a scalar loss itself, its gradient is added in place; if you scale the loss first, that
+        takes one more pass (scale the accumulator afterwards, or use `weight`).
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
       return_lse: return the log-sum-exp too; it has no gradient.
       axis_name: inside `shard_map` or `pmap`, the mesh axes that split the vocabulary of kernel and bias, as in
