@@ -1,9 +1,8 @@
 """How tensors become FP8: frozen, hashable recipes, which are values to pass and static arguments of `jax.jit`.
 
-A linear layer multiplies three kinds of tensors, here called roles: the activation x and the kernel w forward, the
-gradient dy backward. FP8 tensor cores read both operands of a product along the summed dimension, so each role is
-needed in two copies: as it is, and transposed. A recipe says for each role which FP8 format the copies have and how
-many values share a scale.
+A linear layer multiplies tensors of three roles: the activation x and the kernel w forward, the gradient dy backward.
+FP8 tensor cores read both operands of a GEMM along the summed dimension, so a layer needs each role in two copies,
+plain and transposed. For each role a recipe sets the FP8 format of the copies and how many values share a scale.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class CurrentScaling(Recipe):
-    """One scale for each tensor, from its own largest magnitude: the tensor is read twice.
+    """One scale for each tensor, from its own amax (largest magnitude): quantization reads the tensor twice.
 
     Args:
       forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
@@ -128,7 +127,7 @@ class CurrentScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class RowwiseScaling(Recipe):
-    """One scale for each row of both copies: tokens and features with outliers do not disturb others.
+    """One scale for each row of both copies, so that tokens and features with outliers do not disturb others.
 
     Args:
       forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
@@ -147,8 +146,8 @@ class RowwiseScaling(Recipe):
 class BlockScaling(Recipe):
     """One scale for 1 × 128 values of activations and gradients, and for 128 × 128 of kernels.
 
-    The transposed copy of a gradient has square blocks too: every product then has one operand of each kind, and the
-    weight gradient runs at the speed of the forward pass.
+    The transposed copy of a gradient has 128 × 128 scales too. So every GEMM has 1 × 128 scales on one operand and 128
+    × 128 on the other, and the weight gradient is as fast as the forward pass.
 
     Args:
       forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
@@ -171,11 +170,11 @@ class BlockScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """One scale for each tensor, from the largest magnitudes of earlier steps: the tensor is read once.
+    """One scale for each tensor, from the amaxes of earlier steps: quantization reads the tensor once.
 
-    The history is state: `init()` makes it, the operation takes it, and its gradient is the next state. A step records
-    at most 16 times the largest entry before it, so that a single outlier saturates in its own step and costs the later
-    ones no precision, while values that grow by 1000 in one step are followed in three.
+    The history is state: `init()` creates it, the operation takes it, and its gradient is the next state. A step
+    records at most 16 times the largest entry before it. So a single outlier saturates in its own step and costs later
+    steps no precision, and if values grow by 1000 in one step, the scale follows in three.
 
     Args:
       forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
@@ -211,13 +210,13 @@ class DelayedScaling(Recipe):
         object.__setattr__(self, "margin", float(self.margin))  # arrays are not hashable
 
     def init(self) -> DelayedScalingState:
-        """The state of a layer that has seen nothing: every scale is then 1."""
+        """The state of a layer that has seen no values: every scale is then 1."""
         # Three arrays, not one three times, which could not be donated.
         activation, kernel, gradient = (jnp.zeros((self.history_len,), jnp.float32) for _ in range(3))
         return DelayedScalingState(activation, kernel, gradient, jnp.zeros((), jnp.float32))
 
     def reference_amax(self, history: Array) -> Array:
-        """The magnitude that is mapped to the largest FP8 value; 0 where nothing is known, for a scale of 1.
+        """The magnitude that is mapped to the largest FP8 value; 0 if the history is empty, for a scale of 1.
 
         Args:
           history: float32 [history_len], the most recent step first.
@@ -239,7 +238,7 @@ class DelayedScalingState:
 
     Attributes:
       activation, kernel, gradient: float32 [history_len], the amax of the most recent step first, at most 16 times the
-        largest before it. A step in which it was not finite repeats the entry before it.
+        largest before it. After a step with a non-finite amax, the entry before it is repeated.
       uses: float32 scalar, how often the most recent step used this state: JAX adds up the next states of all uses, and
         the next step divides the older entries by their number. 0 before the first step.
     """
@@ -259,9 +258,9 @@ export.register_pytree_node_serialization(
 
 
 def merge(*states: DelayedScalingState) -> DelayedScalingState:
-    """The state after several uses of one state: microbatches, shared weights, replicas. Their maximum.
+    """Combines the states after several uses of one state (microbatches, shared weights, replicas) by their maximum.
 
-    Adding or averaging them, as gradients are, would be wrong.
+    Do not add or average states as you do gradients.
 
     Args:
       states: each float32 histories, all of the same history_len.
@@ -279,7 +278,7 @@ def merge(*states: DelayedScalingState) -> DelayedScalingState:
 
 
 def advance(state: DelayedScalingState, next_state: DelayedScalingState) -> DelayedScalingState:
-    """The next state, or the former one where the step did not use it.
+    """The next state, or the former one if the step did not use it.
 
     A layer in a branch that was not taken, or that the loss does not depend on, has a gradient of zeros.
 

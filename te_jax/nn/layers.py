@@ -33,23 +33,23 @@ def apply_layers(
     of gradients and residuals with zeros, update them layer by layer, and hold them all at once: 15% of a training
     step. Compile time grows with the number of layers instead.
 
-    Keep parameters in a list. XLA converts and copies slices of a stack all together, for all layers, and again for
-    every layer where memory runs short.
+    Keep parameters in a list. XLA converts and copies the slices of a stack for all layers at once, and again for every
+    layer if memory runs short.
 
     Args:
       layer: (x, parameters of one layer) -> x; or a list of such functions, one for each layer. They may close over
         arrays, whose gradients are sums over layers.
       params: a list or tuple of pytrees, one for each layer; or one pytree of arrays whose first dimension is the
-        layer. Whatever belongs to a layer may be part of it, such as the state of delayed scaling, whose gradient is
-        the next state, and quantized kernels.
+        layer. A pytree may also hold the state of delayed scaling, whose gradient is the next state, and quantized
+        kernels.
       x: a pytree.
-      remat: what the backward pass recomputes. None: nothing. True: all of a layer but its input. Or a policy of
+      remat: what the backward pass recomputes. None: nothing. True: all of a layer except its input. Or a policy of
         `jax.checkpoint`, such as those of `te_jax.checkpoint_policies`.
       offload: which residuals wait for the backward pass in host memory, among those that remat keeps; see
         `te_jax.offload.Offload`. There is no forward-mode derivative then.
 
     Returns:
-      What the last layer returns; x without layers.
+      The result of the last layer; x if there are no layers.
 
     Raises:
       ValueError: `params` is one pytree, and its leaves do not have a first dimension of one size; or `remat` is none
@@ -81,10 +81,10 @@ def residual_table(
     remat: bool | Policy | None = None,
     offload: Offload | None = None,
 ) -> str:
-    """What each layer keeps for its backward pass, where that waits, and its bytes on all devices.
+    """Lists the residuals of each layer, where they wait for the backward pass, and their bytes on all devices.
 
-    Left out are parameters, what is computed from parameters alone, and what gradients of arrays would need that the
-    layer closes over.
+    The table leaves out parameters, values computed from parameters alone, and residuals for the gradients of arrays
+    that the layer closes over.
 
     Args:
       layer, params, x, remat, offload: as `apply_layers` takes them; arrays may be `jax.ShapeDtypeStruct`.

@@ -76,22 +76,22 @@ def rms_norm(
 
         y = s / √(mean(s²) + epsilon) · scale,   s = x or x + residual
 
-    The norm sees the sum as it is returned, rounded to the dtype of x. The backward pass keeps s (checkpoint name
-    "te_norm_input") and one float32 a row, and is one pass over memory, which also adds the gradient of the new
-    residual.
+    The norm reads the sum as it is returned, rounded to the dtype of x. The residuals are s (checkpoint name
+    "te_norm_input") and one float32 a row. The backward pass is one pass over memory, which also adds the gradient of
+    the returned sum.
 
     Args:
       x: [*rows, features], float32, bfloat16 or float16. Rows may be sharded in any way; features are gathered.
       scale: [features], float32, bfloat16 or float16.
       epsilon: at least 0.
       zero_centered: multiplies by 1 + scale.
-      residual: added to x before; of its shape and dtype. None for none.
+      residual: added to x before the norm; of its shape and dtype. None for none.
       quantization: None for a result in the dtype of x. Otherwise the format and scaling of the result, for example
-        `recipe.quantization("activation")`: it leaves its kernel in FP8, and `te_jax.ops.dense` takes it as x. Values
+        `recipe.quantization("activation")`: one kernel writes it in FP8, and `te_jax.ops.dense` takes it as x. Values
         and gradients are those of `dense` on the plain y, up to the rounding of y.
       copies: with quantization, which copies: "both", "data" (as it is) or "transposed".
       implementation: None uses the native kernels where there are some, else the reference; "native" or "reference"
-        never fall back. XLA computes a result in the dtype of x in any case, and the kernels its gradient.
+        never fall back. XLA always computes a result in the dtype of x; native kernels compute its gradient.
 
     Returns:
       An array like x, or a `QuantizedArray` with straight_through; with residual a tuple of it and s, the new residual.

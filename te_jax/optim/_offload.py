@@ -21,17 +21,18 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 def offload(optimizer: optax.GradientTransformation, *, min_size: int = 2**20) -> optax.GradientTransformationExtraArgs:
     """Keeps the optimizer's state in host memory (`pinned_host`), and streams it through the device in a step.
 
-    While one parameter is updated, the state of the next comes and that of the one before leaves. The device holds
-    the state of three parameters at a time. Values are those of the optimizer itself, bit for bit: the step runs its
-    operations, in an order of parameters.
+    While the step updates one parameter, the state of the next arrives and that of the one before leaves. The device
+    holds the state of three parameters at a time. Values are those of the optimizer itself, bit for bit: the step runs
+    its operations, parameter by parameter.
 
     Call `update` inside of `jax.jit`. Donate parameters and state, so that new values take the place of old ones, and
-    return them in the order in which the step takes them: JAX pairs what is donated with results by shape, in this
-    order, and the memory of a state must not be given to a parameter. In `out_shardings` name the state's memory kinds,
-    as `jax.tree.map(lambda x: x.sharding, state)` does, or give none. Checkpoints hold what they held without offload.
+    return them in the order in which the step takes them: JAX pairs donated arrays with results by shape, in this
+    order, and must not give the memory of a state to a parameter. In `out_shardings` name the state's memory kinds, as
+    `jax.tree.map(lambda x: x.sharding, state)` does, or give none. Checkpoints have the same contents as without
+    offload.
 
     Args:
-      optimizer: any whose new state and update of a parameter follow from its own old state, its gradient and few
+      optimizer: any that computes the new state and update of a parameter from its own old state, its gradient and few
         numbers: those of `te_jax.optim`, with masters, loss scales and skipped steps, and most of optax.
       min_size: bytes; smaller arrays of the state stay on the device.
 
