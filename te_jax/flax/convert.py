@@ -87,8 +87,8 @@ def convert(
 def report(module: nn.Module) -> conversion.Report:
     """Reports what the conversion of a module did with each layer that has run so far.
 
-    Linen creates layers when they run, so first call `init` or `apply`. Tracing is enough: `jax.eval_shape(model.init,
-    jax.random.key(0), x)`.
+    Linen creates layers when they run, so first call `init` or `apply`. Tracing is enough:
+    `jax.eval_shape(model.init, jax.random.key(0), x)`.
 
     Args:
       module: a result of `convert`.
