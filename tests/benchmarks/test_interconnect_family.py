@@ -175,7 +175,7 @@ def test_a_run_becomes_tables_and_a_figure(tmp_path, monkeypatch):
     document = json.loads(path.read_text())
     assert {row["case"] for row in document["rows"]} == {"2x4KiB", "2x16KiB"}
     assert any("GB/s" in line for line in said)
-    page = tables.full_table(document)
+    page = tables.results_page(document)
     assert "| GB/s a direction | of the link |" in page
     assert page.count("`psum_scatter`") == 2
     summary = tables.summary_table(document)

@@ -159,7 +159,7 @@ def test_a_run_is_called_by_what_its_twin_lacks(tmp_path, capsys):
     record = {"step": 1, "loss": 2.0, "float32_loss": 2.0}
     folder = types.SimpleNamespace(path=tmp_path, records=lambda kind: [record])
     options = train.Options(recipe="current", optimizer_state="fp8")
-    train._conclude(folder, options, dataclasses.replace(PRESETS["nano"], recipe=CurrentScaling()), "byte")
+    train._conclude(folder, options, dataclasses.replace(PRESETS["nano"], recipe=CurrentScaling()), "byte", "")
     assert capsys.readouterr().out.startswith("current scaling ")
 
 
