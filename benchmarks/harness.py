@@ -349,6 +349,9 @@ COLUMNS = (
     Column("dkernel_error", "of dkernel", "dkernel error", "{:.3g}".format),
     Column("temporaries_over_logits", "temporaries ÷ logits", "temporaries", "{:.2f}".format),
     Column("temporaries_gb", "temporaries, GB", "temp. GB", "{:.2f}".format),
+    Column("host_gb", "in host memory, GB", "host GB", "{:.2f}".format),
+    Column("floor_ms", "copies alone, ms", "copies ms", "{:.4g}".format),
+    Column("difference", "difference", "difference", "{:.2g}".format),
 )
 """All of them, in the order of tables."""
 
@@ -501,13 +504,14 @@ def run_family(
     return int(wrong)
 
 
-def _result_path(name: str, device_kind: str, folder: Path) -> Path:
+def result_path(name: str, device_kind: str, folder: Path) -> Path:
+    """Where a family's results on a device are."""
     return folder / slug(device_kind) / f"{name}.json"
 
 
 def _kept(folder: Path, name: str, record: dict[str, Any], timing: Timing) -> dict[str, list[Any]]:
     """What a result file has, if there is one; "cases" are those with all peers."""
-    path = _result_path(name, record["device"]["kind"], folder)
+    path = result_path(name, record["device"]["kind"], folder)
     if not path.exists():
         return {}
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -523,7 +527,7 @@ def _kept(folder: Path, name: str, record: dict[str, Any], timing: Timing) -> di
 
 def write_results(document: dict[str, Any], folder: Path) -> Path:
     """Write a result document to `<folder>/<device slug>/<family>.json` and return that path."""
-    path = _result_path(document["family"], document["device"]["kind"], folder)
+    path = result_path(document["family"], document["device"]["kind"], folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

@@ -498,3 +498,40 @@ STEP_CPU = (
         model="te-jax train",
     ),
 )
+
+
+@dataclass(frozen=True)
+class OffloadShape:
+    """Layers, or an optimizer, of which a part is in host memory.
+
+    Attributes:
+      operations: "input", "hidden" and "optimizer"; see `benchmarks.offload`.
+      layers: how many there are.
+      tokens: rows of x.
+      hidden, mlp: widths of a layer, and sizes of a kernel.
+      kernels: of the optimizer.
+      model: a model that has such layers.
+    """
+
+    operations: tuple[str, ...]
+    layers: int
+    tokens: int
+    hidden: int
+    mlp: int
+    kernels: int
+    model: str
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line: "16x16384x4096x14336"."""
+        return f"{self.layers}x{self.tokens}x{self.hidden}x{self.mlp}"
+
+    @property
+    def state_bytes(self) -> int:
+        """Of both moments of the optimizer."""
+        return 8 * self.kernels * self.hidden * self.mlp
+
+
+_OFFLOAD = ("input", "hidden", "optimizer")
+OFFLOAD_GPU = (OffloadShape(_OFFLOAD, layers=16, tokens=16384, hidden=4096, mlp=14336, kernels=26, model="Llama 3 8B"),)
+OFFLOAD_CPU = (OffloadShape(_OFFLOAD, layers=4, tokens=256, hidden=256, mlp=1024, kernels=4, model="te-jax train"),)

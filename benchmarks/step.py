@@ -13,6 +13,8 @@ difference divided by the number of layers between. Implementations:
 - te_jax_block, te_jax_current, te_jax_delayed: the same with a recipe. The optimizer quantizes kernels once a step
   (`te_jax.optim.Requantize`); their FP8 copies are part of the state.
 - te_jax_block_fp8_head: te_jax_block with the gradients of the head in FP8 (`DecoderConfig.head_recipe`).
+- te_jax_block_offload: te_jax_block_fp8_head with inputs of blocks, and what attention reads and returns, in host
+  memory until the backward pass (`DecoderConfig.offload`).
 - te_jax_block_float32_moments: te_jax_block with the moments of optax: what the kernels gain without the optimizer.
 
 Train states of two implementations do not fit one GPU, so each makes its own from the same seed when its turn comes,
@@ -48,6 +50,7 @@ from benchmarks.profile import traced
 from te_jax import models, nn, optim
 from te_jax._core.devices import bf16_peak
 from te_jax.models import DecoderConfig
+from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
@@ -75,17 +78,21 @@ class _Variant:
       recipe: of the products of blocks; None for bfloat16.
       moments: dtype of Adam's moments.
       head_recipe: of the gradients of the output head.
+      offload: what blocks keep in host memory.
     """
 
     recipe: Recipe | None
     moments: str = "bfloat16"
     head_recipe: Recipe | None = None
+    offload: Offload | None = None
 
 
+_OFFLOAD = Offload(names=[LAYER_INPUT, "te_attention_operand", "te_attention_output"])
 VARIANTS = {
     "te_jax": _Variant(None),
     "te_jax_block": _Variant(BlockScaling()),
     "te_jax_block_fp8_head": _Variant(BlockScaling(), head_recipe=BlockScaling()),
+    "te_jax_block_offload": _Variant(BlockScaling(), head_recipe=BlockScaling(), offload=_OFFLOAD),
     "te_jax_block_float32_moments": _Variant(BlockScaling(), moments="float32"),
     "te_jax_current": _Variant(CurrentScaling(fast_accumulation=_FAST)),
     "te_jax_delayed": _Variant(DelayedScaling(fast_accumulation=_FAST)),
@@ -392,7 +399,9 @@ def _init(config: DecoderConfig) -> Callable[[], Any]:
 
 
 def _te_jax(variant: _Variant, case: shapes.StepShape, depth: int) -> tuple[Callable[[Any], State], Callable[..., Any]]:
-    config = dataclasses.replace(_config(case, depth, variant.recipe), head_recipe=variant.head_recipe)
+    config = dataclasses.replace(
+        _config(case, depth, variant.recipe), head_recipe=variant.head_recipe, offload=variant.offload
+    )
     # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
     how = None if variant.recipe is None else models.requantize(config, implementation="native")
     optimizer = optim.adamw(_RATE, mu_dtype=variant.moments, nu_dtype=variant.moments, **_ADAMW)

@@ -3,14 +3,19 @@
     python -m benchmarks.tables          # write them
     python -m benchmarks.tables --check  # change nothing; exit 1 with a diff where they differ
 
-What stands between two markers of a page is generated:
+Every result file benchmarks/results/DEVICE/FAMILY.json gets a page beside it, FAMILY.md, with a table of all its rows.
+In README.md and docs/ what stands between two markers is generated:
 
-    <!-- table: softmax_cross_entropy nvidia-h200 -->
-    <!-- /table -->
+    <!-- summary: softmax_cross_entropy nvidia-h200 -->
+    <!-- /summary -->
 
-`table` shows every row of a result file, `summary` one line for each case of the family's headline figure, and
-`figure` that figure as a bar chart, whose SVG goes to docs/images. Without a result file, the page says that it is not
-measured yet.
+`summary` shows one line for each case of the family's headline figure, and
+`figure` that figure as a bar chart, whose SVG goes to docs/images. In a sentence stands a number of times,
+
+    <!-- ratio: FAMILY DEVICE OPERATION CASE IMPLEMENTATION PEER [FIGURE] -->1.43×<!-- /ratio -->
+
+by which the peer's figure (median_ms, or another key of the rows) exceeds the implementation's. Without a result file,
+the page says that it is not measured yet.
 """
 
 import argparse
@@ -29,12 +34,18 @@ from benchmarks.harness import cell, columns_of
 ROOT = Path(__file__).resolve().parent.parent
 
 _PLACE = re.compile(
-    r"(?P<open><!-- (?P<kind>table|summary|figure): (?P<family>\w+) (?P<device>[\w.-]+) -->\n)"
+    r"(?P<open><!-- (?P<kind>summary|figure): (?P<family>\w+) (?P<device>[\w.-]+) -->\n)"
     r"(?P<content>.*?)"
     r"(?P<close><!-- /(?P=kind) -->)",
     re.DOTALL,
 )
-_MARKER = re.compile(r"<!-- /?(?:table|summary|figure)\b")
+_RATIO = re.compile(
+    r"(?P<open><!-- ratio: (?P<family>\w+) (?P<device>[\w.-]+) (?P<operation>\w+) (?P<case>\S+) "
+    r"(?P<implementation>\w+) (?P<peer>\w+)(?: (?P<figure>\w+))? -->)"
+    r"(?P<content>[^\n]*?)"
+    r"(?P<close><!-- /ratio -->)"
+)
+_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio)\b")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,26 +75,54 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(root: Path) -> dict[Path, str]:
-    """What README.md, docs/*.md and the figures they show should hold, by path, for the checkout `root`.
+    """What README.md, docs/**/*.md, their figures and the pages of results should hold, by path, in a checkout.
 
     Raises:
-      ValueError: a marker has no partner, or is misspelled.
+      ValueError: a marker has no partner, is misspelled, or names figures that a result file does not have.
     """
-    wanted: dict[Path, str] = {}
-    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+    wanted = {
+        results.with_suffix(".md"): results_page(json.loads(results.read_text(encoding="utf-8")))
+        for results in sorted((root / "benchmarks" / "results").glob("*/*.json"))
+    }
+    for page in (root / "README.md", *sorted((root / "docs").glob("**/*.md"))):
         text = _read(page)
         if not _MARKER.search(text):
             continue
-        if len(_MARKER.findall(text)) != 2 * len(_PLACE.findall(text)):
-            raise ValueError(f"{page.relative_to(root)} has a table, summary or figure marker without its partner")
+        if len(_MARKER.findall(text)) != 2 * len(_PLACE.findall(text) + _RATIO.findall(text)):
+            raise ValueError(
+                f"{page.relative_to(root)} has a summary, figure or ratio marker without its partner, or one of another"
+                " kind"
+            )
+        text = _RATIO.sub(lambda place: f"{place['open']}{_times(place, root)}{place['close']}", text)
         wanted[page] = _PLACE.sub(lambda place, page=page: _filled(place, page.parent, root, wanted), text)
     return wanted
+
+
+def _times(place: re.Match[str], root: Path) -> str:
+    """The number of a `ratio`: how many times the implementation's figure goes into the peer's."""
+    results = _results(root, place)
+    if not results.is_file():
+        return "(not measured yet)"
+    figure = place["figure"] or "median_ms"
+    of = {
+        row["implementation"]: row.get(figure)
+        for row in json.loads(results.read_text(encoding="utf-8"))["rows"]
+        if (row["operation"], row["case"]) == (place["operation"], place["case"])
+    }
+    ours, theirs = of.get(place["implementation"]), of.get(place["peer"])
+    if not ours or not theirs:
+        raise ValueError(f"{results.relative_to(root)} has no {figure} of both in {place['open']}")
+    return f"{theirs / ours:.2f}×"
+
+
+def _results(root: Path, place: re.Match[str]) -> Path:
+    return root / "benchmarks" / "results" / place["device"] / f"{place['family']}.json"
 
 
 def _filled(place: re.Match[str], page_folder: Path, root: Path, wanted: dict[Path, str]) -> str:
     """A place with its content. Adds the figure, if it shows one, to `wanted`."""
     family, device = place["family"], place["device"]
-    results = root / "benchmarks" / "results" / device / f"{family}.json"
+    results = _results(root, place)
     if not results.is_file():
         content = f"Not measured yet on {device}: run `te-jax bench {family}` there.\n"
     else:
@@ -94,7 +133,7 @@ def _filled(place: re.Match[str], page_folder: Path, root: Path, wanted: dict[Pa
             link = Path(os.path.relpath(figure, page_folder)).as_posix()
             content = f"![{document['headline']['label']}]({link})\n"
         else:
-            content = {"table": full_table, "summary": summary_table}[place["kind"]](document)
+            content = summary_table(document)
     return f"{place['open']}{content}{place['close']}"
 
 
@@ -105,10 +144,17 @@ def _read(path: Path) -> str:
 # Markdown
 
 
-def full_table(document: dict[str, Any]) -> str:
-    """Every row of a result file as a Markdown table, one for each operation, with a line on where it was measured."""
+def results_page(document: dict[str, Any]) -> str:
+    """Every row of a result file, in a Markdown table for each operation, with a line on where it was measured."""
     operations = list(dict.fromkeys(row["operation"] for row in document["rows"]))
-    parts = [f"{provenance(document)}\n"]
+    device = document["device"]
+    where = "CPU" if device["platform"] == "cpu" else device["kind"]
+    parts = [
+        f"# {document['family']}, {where}\n",
+        f"Generated from {document['family']}.json. Columns and implementations are explained in "
+        "[Benchmarks](../../../docs/benchmarks.md).\n",
+        f"{provenance(document)}\n",
+    ]
     for operation in operations:
         rows = [row for row in document["rows"] if row["operation"] == operation]
         peers = list(dict.fromkeys(peer for row in rows for peer in row["speedup_over"]))
@@ -126,13 +172,13 @@ def full_table(document: dict[str, Any]) -> str:
             ]
             for row in rows
         ]
-        parts.append(f"`{operation}`\n\n{_markdown_table(headings, body, left=2)}")
+        parts.append(f"## {operation}\n\n{_markdown_table(headings, body, left=2)}")
     if document["skipped"]:
         lines = dict.fromkeys(
             f"- {entry['case']}, {entry['operation']}, `{entry['implementation']}`: {entry['reason']}\n"
             for entry in document["skipped"]
         )
-        parts.append("Not measured:\n\n" + "".join(lines))
+        parts.append("## Not measured\n\n" + "".join(lines))
     return "\n".join(parts)
 
 

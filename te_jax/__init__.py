@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from te_jax import models as models
     from te_jax import nn as nn
     from te_jax import nnx as nnx
+    from te_jax import offload as offload
     from te_jax import optim as optim
     from te_jax import reference as reference
     from te_jax import testing as testing
 
 __all__ = ["__version__", "checkpoint_policies", "inspect", "ops", "parallel", "recipe"]
 
-_AT_FIRST_USE = ("flax", "models", "nn", "nnx", "optim", "reference", "testing")
+_AT_FIRST_USE = ("flax", "models", "nn", "nnx", "offload", "optim", "reference", "testing")
 
 
 def __getattr__(name: str) -> Any:

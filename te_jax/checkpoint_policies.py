@@ -12,10 +12,15 @@ that takes names, choose among them:
                              name, for it is there anyway
     te_dense_preactivation   y before the activation, in the dtype of x; layers without activation have none
 
-and `te_jax.ops.attention` to its results, without which it would run twice:
+and `te_jax.ops.attention` to its operands and to its results, without which it would run twice:
 
+    te_attention_operand     query, key and value
     te_attention_output      [B, T, N, H] in the dtype of query
     te_attention_lse         float32 [B, N, T]
+
+Norms name what they normalize, which is the sum where they are given a residual:
+
+    te_norm_input            in the dtype of x
 
 `te_jax.ops.grouped_dense` has the first two names of `dense`, and `te_jax.nn.moe` one more:
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from te_jax._core.types import BLOCK
 from te_jax.recipe import Scaling
-from te_jax.sharding import blocks
+from te_jax.sharding import INLINE, blocks
 
 __all__ = ["QuantizedArray", "scale_shape"]
 
@@ -101,19 +101,7 @@ class QuantizedArray:
 
     def dequantize(self) -> Array:
         """The array [*rows, *cols] that it stands for, in `dtype`."""
-        if self.data is not None:
-            return _dequantize(self.data, self.scale_inv, self.scaling, self.row_ndim, self.col_ndim, self.dtype)
-        value = _dequantize(
-            self.transposed,
-            self.transposed_scale_inv,
-            self.transposed_scaling,
-            self.col_ndim,
-            self.row_ndim,
-            self.dtype,
-        )
-        batch = value.ndim - self.row_ndim - self.col_ndim
-        order = [*range(batch), *range(batch + self.col_ndim, value.ndim), *range(batch, batch + self.col_ndim)]
-        return value.transpose(order)
+        return _dequantized(self)
 
     def named(self, name: str) -> QuantizedArray:
         """The same with a `checkpoint_name` on every array, for remat and offload policies."""
@@ -173,6 +161,24 @@ def scale_shape(scaling: Scaling, outer: tuple[int, ...], summed: tuple[int, ...
 def _split(shape: tuple[int, ...], outer_ndim: int, summed_ndim: int):
     batch = len(shape) - outer_ndim - summed_ndim
     return shape[:batch], shape[batch : batch + outer_ndim], shape[batch + outer_ndim :]
+
+
+# One program where it is called eagerly.
+@functools.partial(jax.jit, inline=INLINE)
+def _dequantized(x: QuantizedArray) -> Array:
+    if x.data is not None:
+        return _dequantize(x.data, x.scale_inv, x.scaling, x.row_ndim, x.col_ndim, x.dtype)
+    value = _dequantize(
+        x.transposed,
+        x.transposed_scale_inv,
+        x.transposed_scaling,
+        x.col_ndim,
+        x.row_ndim,
+        x.dtype,
+    )
+    batch = value.ndim - x.row_ndim - x.col_ndim
+    order = [*range(batch), *range(batch + x.col_ndim, value.ndim), *range(batch, batch + x.col_ndim)]
+    return value.transpose(order)
 
 
 def _dequantize(data, scale_inv, scaling: Scaling, outer_ndim: int, summed_ndim: int, dtype: np.dtype) -> Array:

@@ -1,9 +1,8 @@
 """How tensors become FP8: frozen, hashable recipes, which are values to pass and static arguments of `jax.jit`.
 
-A linear layer multiplies three kinds of tensors, here called roles: the activation x and the kernel w forward, the
-gradient dy backward. FP8 tensor cores read both operands of a product along the summed dimension, so each role is
-needed in two copies: as it is, and transposed. A recipe says for each role which FP8 format the copies have and how
-many values share a scale.
+A linear layer multiplies tensors of three roles: the activation x and the kernel w forward, the gradient dy backward.
+FP8 tensor cores read both operands of a GEMM along the summed dimension, so a layer needs each role in two copies,
+plain and transposed. For each role a recipe sets the FP8 format of the copies and how many values share a scale.
 """
 
 from __future__ import annotations
@@ -112,10 +111,15 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class CurrentScaling(Recipe):
-    """One scale for each tensor, from its own largest magnitude: the tensor is read twice.
+    """One scale for each tensor, from its own amax (largest magnitude): quantization reads the tensor twice.
 
     Args:
-      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
+      fast_accumulation: products whose sums stay inside the tensor cores (about 14 bits of mantissa) instead of
+        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad".
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
     """
 
     scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("tensor", "tensor"))
@@ -123,11 +127,15 @@ class CurrentScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class RowwiseScaling(Recipe):
-    """One scale for each row of both copies: tokens and features with outliers do not disturb others.
+    """One scale for each row of both copies, so that tokens and features with outliers do not disturb others.
 
     Args:
-      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`; the default of
-        gradient_dtype is float8_e4m3fn.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
+      fast_accumulation: products whose sums stay inside the tensor cores (about 14 bits of mantissa) instead of
+        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad".
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
     """
 
     gradient_dtype: jax.typing.DTypeLike = E4M3
@@ -138,13 +146,15 @@ class RowwiseScaling(Recipe):
 class BlockScaling(Recipe):
     """One scale for 1 × 128 values of activations and gradients, and for 128 × 128 of kernels.
 
-    The transposed copy of a gradient has square blocks too: every product then has one operand of each kind, and the
-    weight gradient runs at the speed of the forward pass.
+    The transposed copy of a gradient has 128 × 128 scales too. So every GEMM has 1 × 128 scales on one operand and 128
+    × 128 on the other, and the weight gradient is as fast as the forward pass.
 
     Args:
-      forward_dtype, gradient_dtype, power_of_two_scales: see `Recipe`; the default of gradient_dtype is
-        float8_e4m3fn.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
       fast_accumulation: has no effect: sums are always added up in float32.
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
 
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3.
@@ -160,14 +170,19 @@ class BlockScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """One scale for each tensor, from the largest magnitudes of earlier steps: the tensor is read once.
+    """One scale for each tensor, from the amaxes of earlier steps: quantization reads the tensor once.
 
-    The history is state: `init()` makes it, the operation takes it, and its gradient is the next state. A step records
-    at most 16 times the largest entry before it, so that a single outlier saturates in its own step and costs the later
-    ones no precision, while values that grow by 1000 in one step are followed in three.
+    The history is state: `init()` creates it, the operation takes it, and its gradient is the next state. A step
+    records at most 16 times the largest entry before it. So a single outlier saturates in its own step and costs later
+    steps no precision, and if values grow by 1000 in one step, the scale follows in three.
 
     Args:
-      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
+      fast_accumulation: products whose sums stay inside the tensor cores (about 14 bits of mantissa) instead of
+        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad".
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
       history_len: number of earlier steps that are remembered.
       algorithm: "max" over the history, or the "most_recent" step that was not all zeros.
       margin: scales are divided by 2^margin, room for values to grow from step to step; in [-64, 64].
@@ -195,13 +210,13 @@ class DelayedScaling(Recipe):
         object.__setattr__(self, "margin", float(self.margin))  # arrays are not hashable
 
     def init(self) -> DelayedScalingState:
-        """The state of a layer that has seen nothing: every scale is then 1."""
+        """The state of a layer that has seen no values: every scale is then 1."""
         # Three arrays, not one three times, which could not be donated.
         activation, kernel, gradient = (jnp.zeros((self.history_len,), jnp.float32) for _ in range(3))
         return DelayedScalingState(activation, kernel, gradient, jnp.zeros((), jnp.float32))
 
     def reference_amax(self, history: Array) -> Array:
-        """The magnitude that is mapped to the largest FP8 value; 0 where nothing is known, for a scale of 1.
+        """The magnitude that is mapped to the largest FP8 value; 0 if the history is empty, for a scale of 1.
 
         Args:
           history: float32 [history_len], the most recent step first.
@@ -223,7 +238,7 @@ class DelayedScalingState:
 
     Attributes:
       activation, kernel, gradient: float32 [history_len], the amax of the most recent step first, at most 16 times the
-        largest before it. A step in which it was not finite repeats the entry before it.
+        largest before it. After a step with a non-finite amax, the entry before it is repeated.
       uses: float32 scalar, how often the most recent step used this state: JAX adds up the next states of all uses, and
         the next step divides the older entries by their number. 0 before the first step.
     """
@@ -243,9 +258,9 @@ export.register_pytree_node_serialization(
 
 
 def merge(*states: DelayedScalingState) -> DelayedScalingState:
-    """The state after several uses of one state: microbatches, shared weights, replicas. Their maximum.
+    """Combines the states after several uses of one state (microbatches, shared weights, replicas) by their maximum.
 
-    Adding or averaging them, as gradients are, would be wrong.
+    Do not add or average states as you do gradients.
 
     Args:
       states: each float32 histories, all of the same history_len.
@@ -263,7 +278,7 @@ def merge(*states: DelayedScalingState) -> DelayedScalingState:
 
 
 def advance(state: DelayedScalingState, next_state: DelayedScalingState) -> DelayedScalingState:
-    """The next state, or the former one where the step did not use it.
+    """The next state, or the former one if the step did not use it.
 
     A layer in a branch that was not taken, or that the loss does not depend on, has a gradient of zeros.
 

@@ -18,6 +18,7 @@ import hypothesis
 import jax
 import pytest
 from jax.sharding import AxisType
+from parameters import mark_products
 from xla_flags import asks_for_devices, compile_quickly
 
 from te_jax import native, ops
@@ -49,7 +50,10 @@ def pytest_sessionstart(session):
         pytest.exit(f"TE_JAX_TEST_REQUIRE_NATIVE=1, but on {jax.default_backend()}: {problems}", returncode=3)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(items):
+    if jax.default_backend() == "cpu":
+        mark_products([item for item in items if "gpu" not in item.keywords])
     # With --no-loadscope-reorder workers share files in this order: one that takes minutes would end alone.
     items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_train.py", "test_meshes.py"))
     on_gpu = [item for item in items if "gpu" in item.keywords]

@@ -9,7 +9,9 @@ def rotated(x, positions, theta):
     """x [batch, time, heads, head_dim] whose pairs (i, i + head_dim / 2) are turned by positions [batch, time]."""
     half = x.shape[-1] // 2
     angles = np.asarray(positions)[:, :, None, None] * theta ** -(np.arange(half) / half)
-    turned = jax.lax.complex(x[..., :half], x[..., half:]) * jnp.asarray(np.exp(1j * angles), jnp.complex64)
+    turned = jax.lax.complex(x[..., :half], x[..., half:]) * jax.device_put(
+        np.asarray(np.exp(1j * angles), jnp.complex64)
+    )
     return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
 

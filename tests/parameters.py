@@ -1,5 +1,7 @@
 """Parameters of tests whose product would run the same lines many times over."""
 
+import collections
+
 import pytest
 
 
@@ -19,3 +21,30 @@ def in_turns(every, *others):
         label = "-".join((name, *(other for other, _ in chosen)))
         rows.append(pytest.param(value, *(other for _, other in chosen), id=label))
     return rows
+
+
+def mark_products(items):
+    """Marks most of every product of parameters `slow`.
+
+    Of independent parameters (several `parametrize`, or one and a fixture) combinations stay in which the positions of
+    the values add up to a multiple of the second largest number of values: of two parameters each value once, beside
+    the other's in turn; of three with two values each all pairs of two values.
+    """
+    functions = collections.defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            functions[item.path, item.originalname].append(item)
+    for alike in functions.values():
+        seen = collections.defaultdict(dict)  # {names of a parameter: {values: position}}
+        places = []
+        for item in alike:
+            values = dict(item.callspec.params)
+            marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
+            names = [tuple(mark.replace(",", " ").split() if isinstance(mark, str) else mark) for mark in marks]
+            names += [(name,) for name in values if not any(name in group for group in names)]
+            places.append([seen[of].setdefault(tuple(id(values[name]) for name in of), len(seen[of])) for of in names])
+        if len(seen) > 1:
+            every = sorted(len(positions) for positions in seen.values())[-2]
+            for item, positions in zip(alike, places, strict=True):
+                if sum(positions) % every:
+                    item.add_marker(pytest.mark.slow)

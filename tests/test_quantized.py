@@ -14,13 +14,13 @@ from te_jax.testing import assert_close
 
 @pytest.fixture
 def quantized(rng):
-    x = jnp.asarray(rng.standard_normal((256, 384)), jnp.bfloat16)
+    x = jax.device_put(np.asarray(rng.standard_normal((256, 384)), jnp.bfloat16))
     return ops.quantize(x, recipe.Quantization(jnp.float8_e4m3fn, "block_1x128", "block_128x128"))
 
 
 @pytest.mark.parametrize("copies", ["both", "data", "transposed"])
 def test_numpy_gets_the_values(copies, rng):
-    x = jnp.asarray(rng.standard_normal((48, 3, 32)), jnp.bfloat16)
+    x = jax.device_put(np.asarray(rng.standard_normal((48, 3, 32)), jnp.bfloat16))
     quantized = ops.quantize(x, recipe.CurrentScaling().quantization("activation"), row_ndim=2, copies=copies)
     values = np.asarray(quantized)
     assert values.dtype == x.dtype
@@ -80,7 +80,7 @@ def test_nbytes_are_those_of_all_arrays(quantized):
 
 @pytest.fixture
 def with_gradient(rng):
-    x = jnp.asarray(rng.standard_normal((256, 384)), jnp.bfloat16)
+    x = jax.device_put(np.asarray(rng.standard_normal((256, 384)), jnp.bfloat16))
     return ops.quantize(x, recipe.CurrentScaling().quantization("activation"), straight_through=True)
 
 

@@ -99,3 +99,11 @@ def test_states_that_do_not_belong_together_are_not_merged():
         merge(one, dataclasses.replace(one, activation=other.activation))
     with pytest.raises(ValueError, match=r"states have histories of shapes \[\]; pass one state at least"):
         merge()
+
+
+@pytest.mark.parametrize("kind", [CurrentScaling, RowwiseScaling, BlockScaling, DelayedScaling])
+def test_the_help_of_a_recipe_explains_each_of_its_parameters(kind):
+    (parameters,) = re.findall(r"^    Args:\n((?: {6}.*\n)+)", kind.__doc__, re.MULTILINE)
+    explained = re.findall(r"^ {6}(\w+): ", parameters, re.MULTILINE)
+    assert set(explained) == {field.name for field in dataclasses.fields(kind)}
+    assert len(explained) == len(set(explained))

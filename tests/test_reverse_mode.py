@@ -83,7 +83,7 @@ def identity(x, *others):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
 def test_reverse_mode_passes_through(wrap, rng):
-    x = jnp.asarray(rng.standard_normal(5), jnp.float32)
+    x = jax.device_put(np.asarray(rng.standard_normal(5), jnp.float32))
 
     def loss(x):
         return jnp.sum(jnp.sin(wrap(lambda x: identity(x) ** 2)(x)))
@@ -96,7 +96,7 @@ def test_reverse_mode_passes_through(wrap, rng):
 
 
 def test_scan(rng):
-    xs, w = jnp.asarray(rng.standard_normal((3, 5)), jnp.float32), jnp.ones(5)
+    xs, w = jax.device_put(np.asarray(rng.standard_normal((3, 5)), jnp.float32)), jnp.ones(5)
 
     def loss(w, through):
         return jax.lax.scan(lambda c, x: (through(c * w) + x, None), jnp.zeros(5), xs)[0].sum()

@@ -39,7 +39,7 @@ def test_relative_error_broadcasts_nothing():
 )
 def test_default_tolerance_follows_the_dtype(dtype, tolerance, rng):
     with jax.enable_x64(True):
-        expected = jnp.asarray(rng.standard_normal(1000), dtype)
+        expected = jax.device_put(np.asarray(rng.standard_normal(1000), jnp.dtype(dtype)))
         exact = np.asarray(expected, np.float64)
         assert_close(expected, exact * (1 + 0.9 * tolerance), dtype=dtype)
         with pytest.raises(AssertionError, match="relative L2 error"):

@@ -12,6 +12,7 @@ from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, 
 if TYPE_CHECKING:
     from te_jax.cli._text import Corpus, Tokenizer
     from te_jax.models import DecoderConfig
+    from te_jax.offload import Offload
 
 RECIPES: dict[str, Recipe | None] = {
     "block": BlockScaling(),
@@ -24,8 +25,13 @@ RECIPES: dict[str, Recipe | None] = {
 STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 # A resumed run compares the tokens of its text; the other options change no more than the rounding of numbers.
-_CHANGEABLE = ("text", "tokenizer", "checkpoint_every", "tp", "transport", "remat", "microbatches", "deterministic")
+_CHANGEABLE = (
+    *("text", "tokenizer", "checkpoint_every", "tp", "transport"),
+    *("remat", "offload", "microbatches", "deterministic"),
+)
 
+OFFLOAD_MIN_SIZE = 2**16
+"""Bytes: what is smaller stays on the device."""
 
 _VOCAB_MULTIPLE = 128
 
@@ -86,6 +92,12 @@ class Options:
         False,
         "recompute activations in the backward pass: less memory for a third more FLOPs (always for 8b)",
         action="store_true",
+    )
+    offload: str = _option(
+        "none",
+        "what waits in host memory while it is not needed: activations, optimizer (Adam's moments), or both with a "
+        "comma between",
+        metavar="WHAT",
     )
     compare: bool = _option(
         False,
@@ -204,12 +216,31 @@ def build_config(options: Options, tokenizer: "Tokenizer | None" = None) -> "Dec
             f"--optimizer-state {options.optimizer_state} is unknown: choose one of {', '.join(STATE_DTYPES)}"
         )
     preset = PRESETS[options.preset]
+    remat = preset.remat or options.remat
     return dataclasses.replace(
         preset,
         recipe=RECIPES[options.recipe],
-        remat=preset.remat or options.remat,
+        remat=remat,
+        offload=_activations(remat) if "activations" in offloaded(options) else None,
         vocab_size=preset.vocab_size if tokenizer is None else _rounded_up(tokenizer.vocab_size),
     )
+
+
+def offloaded(options: Options) -> frozenset[str]:
+    """What `--offload` names; raises UserError for names that are none."""
+    named = frozenset(options.offload.split(","))
+    unknown = sorted(named - {"activations", "optimizer", "none"})
+    if unknown or (len(named) > 1 and "none" in named):
+        raise UserError(f"--offload is {options.offload}: choose activations, optimizer, activations,optimizer or none")
+    return named - {"none"}
+
+
+def _activations(remat: bool) -> "Offload":
+    """What a block keeps that takes long to compute again for its bytes."""
+    from te_jax.offload import LAYER_INPUT, Offload
+
+    names = [LAYER_INPUT] if remat else [LAYER_INPUT, "te_attention_operand", "te_attention_output"]
+    return Offload(names=names, min_size=OFFLOAD_MIN_SIZE)
 
 
 def _rounded_up(vocab_size: int) -> int:

@@ -49,12 +49,12 @@ class Progress:
             self._timed_seconds += now - self._timed_since
             self._timed_since = now
             self._timed_steps += 1
-        self._bar.set_postfix_str(" · ".join([_format_losses(losses), *self._speed_and_memory()]), refresh=False)
+        self._bar.set_postfix_str(" · ".join([_format_losses(losses), *self.speed_and_memory()]), refresh=False)
         self._bar.update()
 
     def validation(self, step: int, losses: Mapping[str, float]) -> None:
         """A validation has ended."""
-        words = [f"step {step}", f"validation {_format_losses(losses)}", *self._speed_and_memory()]
+        words = [f"step {step}", f"validation {_format_losses(losses)}", *self.speed_and_memory()]
         self._bar.write(" · ".join(words))  # without tearing the bar
         sys.stdout.flush()
 
@@ -62,9 +62,10 @@ class Progress:
         """Leaves the bar as it stands, and a line with the speed of all steps that were timed."""
         self._bar.close()
         if self._timed_steps:
-            print(" · ".join(self._speed_and_memory()))
+            print(" · ".join(self.speed_and_memory()))
 
-    def _speed_and_memory(self) -> list[str]:
+    def speed_and_memory(self) -> list[str]:
+        """For people: tokens/s and MFU of the steps that were timed, and the memory in use."""
         memory = f"{_memory_in_use(self._devices) / 2**20:,.0f} MiB"
         if not self._timed_steps:
             return [memory]
@@ -107,6 +108,7 @@ def draw_losses(
     training: Sequence[Mapping[str, Any]],
     validation: Sequence[Mapping[str, Any]],
     unit: str = "byte",
+    subtitle: str = "",
 ) -> None:
     """Draws the losses of a log as a PNG. With a twin, a second panel shows their difference.
 
@@ -117,6 +119,7 @@ def draw_losses(
       training: records with "step", "loss" and, of a twin, "<its name>_loss".
       validation: the same.
       unit: what a token is called.
+      subtitle: speed and memory of the run.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -133,7 +136,13 @@ def draw_losses(
     top.plot(steps, losses, color=_BLUE, linewidth=0.8, alpha=0.3)
     width = max(1, len(steps) // 30)
     middles, mean = steps[width // 2 : len(steps) - (width - 1) // 2], _running_mean(losses, width)
-    top.plot(middles, mean, color=_BLUE, linewidth=1.8, label=f"training, mean of {width} steps")
+    top.plot(
+        middles,
+        mean,
+        color=_BLUE,
+        linewidth=1.8,
+        label="training" if width == 1 else f"training, mean of {width} steps",
+    )
     top.plot(held_out_steps, held_out, color=_ORANGE, linewidth=1.8, marker="o", markersize=4.5, label="validation")
     top.set_ylabel(f"cross-entropy (nats per {unit})")
     last, place = f"{held_out[-1]:.3f}", (held_out_steps[-1], held_out[-1])
@@ -149,7 +158,8 @@ def draw_losses(
         panels[1].set_ylabel(f"{label} − {words}\n(nats per {unit})")
         panels[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
     top.legend(frameon=False, labelcolor=_INK)
-    top.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
+    figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=11, fontweight="bold")
+    top.set_title(subtitle, loc="left", color=_MUTED, fontsize=10)
     for panel in panels:
         panel.grid(axis="y", color=_MUTED, alpha=0.25, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from te_jax import nn, optim
+from te_jax.cli import _options
 from te_jax.cli.errors import UserError
 from te_jax.models import DecoderConfig, TensorParallel, decoder, parallel_apply, parallel_loss, param_specs, requantize
 from te_jax.parallel.collective_matmul import TransportName
@@ -51,8 +52,15 @@ class Placement(NamedTuple):
         assert isinstance(self.state.mesh, Mesh)
         return self.state.mesh
 
-    def of_state(self, state: TrainState, config: DecoderConfig) -> Any:
-        """One sharding for all leaves of a state, or a tree of them like the state."""
+    def of_state(self, state: TrainState, on_host: TrainState, config: DecoderConfig) -> Any:
+        """A tree of shardings like the state; `on_host` says which leaves are in host memory."""
+        return jax.tree.map(
+            lambda sharding, host: sharding.with_memory_kind("pinned_host") if host else sharding,
+            jax.tree.broadcast(self._on_device(state, config), state),
+            on_host,
+        )
+
+    def _on_device(self, state: TrainState, config: DecoderConfig) -> Any:
         if self.parallel is None:
             return self.state
         specs, structure = param_specs(config, self.parallel), jax.tree.structure(state.params)
@@ -147,11 +155,12 @@ def build_optimizer(
     clip_norm: float = 1.0,
     state_dtype: str = "float32",
     seed: int = 0,
+    offload: bool = False,
 ) -> optax.GradientTransformation:
     """AdamW after clipping the gradient's norm, with both moments in `state_dtype`, rounded at random by `seed`.
 
     The rate rises to `learning_rate` for `warmup_steps`, None for a twentieth of the steps, and then falls along a
-    cosine to a twentieth of it. A `clip_norm` of 0 clips nothing.
+    cosine to a twentieth of it. A `clip_norm` of 0 clips nothing. With `offload` the moments are in host memory.
     """
     warmup = steps // 20 if warmup_steps is None else warmup_steps
     schedule = optax.warmup_cosine_decay_schedule(
@@ -169,6 +178,8 @@ def build_optimizer(
         nu_dtype=state_dtype,
         seed=jnp.uint32(seed),
     )
+    if offload:
+        adamw = optim.offload(adamw, min_size=_options.OFFLOAD_MIN_SIZE)
     return optax.chain(optax.clip_by_global_norm(clip_norm), adamw) if clip_norm else optax.chain(adamw)
 
 
@@ -229,7 +240,7 @@ def build_learner(
         _, kernels = _updated(params, jax.tree.map(jnp.zeros_like, params), how)
         return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config), kernels)
 
-    shardings = placement.of_state(jax.eval_shape(init, jax.random.key(0)), config)
+    shardings = placement.of_state(*_types(init, jax.random.key(0)), config)
 
     def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
         value, gradients, scaling = _value_and_gradients(loss, state, windows)
@@ -246,6 +257,13 @@ def build_learner(
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, placement.state), compiler_options=options),
         evaluate=jax.jit(evaluate, out_shardings=placement.state, compiler_options=options),
     )
+
+
+def _types(init: Callable[[jax.Array], TrainState], key: jax.Array) -> tuple[TrainState, TrainState]:
+    """Shapes and dtypes of a state, and for each leaf whether it is in host memory."""
+    closed, shapes = jax.make_jaxpr(init, return_shape=True)(key)
+    on_host = [aval.memory_space == jax.memory.Space.Host for aval in closed.out_avals]
+    return cast(TrainState, shapes), jax.tree.unflatten(jax.tree.structure(shapes), on_host)
 
 
 def _updated(params: Any, updates: Any, how: Any) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ The benchmarks themselves live in the repository's folder `benchmarks`, not in t
 
 import argparse
 import importlib
+import json
 import os
 import pkgutil
 import sys
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="results folder (default: benchmarks/results of the checkout, where only complete runs are written)",
+        help="folder for the results and a figure of them, an SVG (default: benchmarks/results of the checkout, where "
+        "only complete runs are written, and python -m benchmarks.tables draws)",
     )
     parser.add_argument(
         "--add",
@@ -72,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
 
     import jax
 
-    from benchmarks import harness
+    from benchmarks import harness, tables
 
     try:
         jax.devices()
     except Exception as error:  # RuntimeError, or AssertionError where JAX_PLATFORMS names a platform that is not here
         raise UserError(f"JAX starts no backend ({reason_of(error)}); `te-jax doctor` says more") from error
     try:
-        return harness.run_family(
+        status = harness.run_family(
             args.family,
             family,
             cases=args.cases,
@@ -92,6 +94,13 @@ def run(args: argparse.Namespace) -> int:
         )
     except harness.SelectionError as error:
         raise UserError(str(error)) from error
+    if args.output is not None:  # figures of published results are drawn for the pages that show them
+        results = harness.result_path(args.family, jax.devices()[0].device_kind, args.output)
+        if results.exists():
+            figure = results.with_suffix(".svg")
+            figure.write_text(tables.bar_chart(json.loads(results.read_text(encoding="utf-8"))), encoding="utf-8")
+            print(f"Drawn in {figure}.")
+    return status
 
 
 def _checkout() -> Path:

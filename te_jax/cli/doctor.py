@@ -11,11 +11,14 @@ import json
 import os
 import platform
 import re
+import resource
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from te_jax import native
 from te_jax._core import host
@@ -23,7 +26,7 @@ from te_jax._core.terminal import aligned, key_values, reason_of
 
 DESCRIPTION = """\
 Report what te_jax finds on this machine: versions, devices, native extensions, FFI API versions, memory kinds, peer
-access between GPUs and optional packages; and, for each thing missing, the command that gets it.
+access between GPUs, host memory and optional packages; and, for each thing missing, the command that gets it.
 
 Exit status: 0 when the GPU path is usable, that is when JAX sees a GPU of compute capability 9.0 and the extension
 _te_cuda is loaded; 1 otherwise. A machine without a GPU therefore exits with 1, and te_jax works there on the CPU."""
@@ -58,6 +61,24 @@ class Device:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """What offload can use.
+
+    Attributes:
+      gib: of the machine.
+      lockable_gib: what a process may lock; None for no limit.
+      xla_limit_gb: what XLA may pin, where the environment says so.
+      to_host, to_device: GB/s of copies between the first GPU and pinned memory; None without a GPU.
+    """
+
+    gib: float
+    lockable_gib: float | None
+    xla_limit_gb: str | None
+    to_host: float | None
+    to_device: float | None
+
+
+@dataclass(frozen=True)
 class Report:
     """All that doctor found. `failures` maps a part of the report that could not be had to the reason."""
 
@@ -75,7 +96,13 @@ class Report:
     extensions: tuple[native.ExtensionStatus, ...]
     jaxlib_ffi_api: tuple[int, int] | None
     peer_access: tuple[tuple[bool, ...], ...]
+    host_memory: HostMemory | None
     failures: dict[str, str]
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether the machine has an NVIDIA GPU or its driver."""
+        return bool(self.host_gpus or self.driver or any(device.compute_capability for device in self.devices))
 
     @property
     def gpu_path_usable(self) -> bool:
@@ -127,6 +154,7 @@ def gather() -> Report:
         extensions=attempt("extensions", native.status, ()),
         jaxlib_ffi_api=attempt("FFI API of jaxlib", native.runtime_ffi_api, None),
         peer_access=attempt("peer access", native.peer_access, ()),
+        host_memory=attempt("host memory", _host_memory, None) if backend is not None else None,
         failures=failures,
     )
 
@@ -153,6 +181,7 @@ def as_text(report: Report) -> str:
         (f"Devices (JAX's default backend: {report.backend or 'none'})", _devices_text(report)),
         ("Native extensions", _extensions_text(report)),
         ("Peer access between GPUs", _peer_text(report)),
+        ("Host memory, for offload", _host_memory_text(report)),
         ("Packages of the extra [train]", _train_text(report)),
     ]
     if report.failures:
@@ -202,6 +231,34 @@ def _ask(question: Callable[[], _Value], otherwise: _Value) -> _Value:
         return otherwise
 
 
+def _host_memory() -> HostMemory:
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    on_gpu = jax.default_backend() == "gpu"
+    to_host, to_device = _copy_rates() if on_gpu else (None, None)
+    return HostMemory(
+        gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        lockable_gib=None if locked == resource.RLIM_INFINITY else round(locked / 2**30, 1),
+        xla_limit_gb=os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
+        to_host=to_host,
+        to_device=to_device,
+    )
+
+
+def _copy_rates(size: int = 2**28) -> tuple[float, float]:
+    """GB/s of the best of a few copies of so many bytes, to pinned host memory and back."""
+    there = jnp.zeros((size,), jnp.uint8)
+    rates = []
+    for source, space in ((there, jax.memory.Space.Host), (None, jax.memory.Space.Device)):
+        source = jax.block_until_ready(jax.device_put(there, jax.memory.Space.Host)) if source is None else source
+        seconds = []
+        for _ in range(4):  # the first one also pins memory
+            start = time.perf_counter()
+            jax.block_until_ready(jax.device_put(source, space))
+            seconds.append(time.perf_counter() - start)
+        rates.append(round(size / min(seconds) / 1e9, 1))
+    return rates[0], rates[1]
+
+
 def _cuda_backend_error() -> str | None:
     try:
         jax.devices("cuda")
@@ -230,15 +287,12 @@ def _device_advice(report: Report) -> list[Advice]:
     jax_gpus = [device for device in report.devices if device.compute_capability is not None]
     plugins = [name for name in _PLUGIN_PACKAGES if name.endswith("plugin") and report.versions.get(name)]
     platforms, jax_version = report.jax_platforms, report.versions.get("jax")
-    if any(device.compute_capability == COMPUTE_CAPABILITY for device in jax_gpus):
+    if any(device.compute_capability == COMPUTE_CAPABILITY for device in jax_gpus) or not report.has_gpu:
         return []
     if jax_gpus:
         kinds = ", ".join(sorted({f"{device.kind} ({device.compute_capability})" for device in jax_gpus}))
         missing = f"no GPU of compute capability {COMPUTE_CAPABILITY}: JAX sees {kinds}"
         remedy = "use an H100, H200 or GH200; on other GPUs the reference implementations run"
-    elif not (report.host_gpus or report.driver):
-        missing = "no NVIDIA GPU or driver on this machine"
-        remedy = "nothing to install: the CPU kernels and the reference implementations run here"
     elif not plugins:
         missing = "the machine has an NVIDIA GPU, but JAX has no CUDA plugin"
         remedy = 'pip install "jax[cuda13]"'
@@ -264,10 +318,9 @@ def _same_release(first: str | None, second: str | None) -> bool:
 
 
 def _extension_advice(report: Report) -> list[Advice]:
-    has_gpu = bool(report.host_gpus or report.driver or any(device.compute_capability for device in report.devices))
     advice = []
     for extension in report.extensions:
-        if extension.loaded or (extension.platform == "cuda" and not has_gpu):
+        if extension.loaded or (extension.platform == "cuda" and not report.has_gpu):
             continue
         # What is installed beside a checkout that Python imports would stay hidden.
         editable = "--editable " if "--editable" in (extension.problem or "") else ""
@@ -290,7 +343,7 @@ def _train_advice(report: Report) -> list[Advice]:
     missing = [name for name, version in report.train_packages.items() if version is None]
     if not missing:
         return []
-    return [Advice(f"te-jax train needs {', '.join(missing)}", 'pip install ".[train]"    (in the checkout)')]
+    return [Advice(f"te-jax train needs {', '.join(missing)}", f"pip install {' '.join(missing)}")]
 
 
 # Text
@@ -345,6 +398,21 @@ def _api(version: tuple[int, int] | None) -> str:
     return "unknown" if version is None else f"{version[0]}.{version[1]}"
 
 
+def _host_memory_text(report: Report) -> str:
+    found = report.host_memory
+    if found is None:
+        return "  not known"
+    facts = [
+        ("memory", f"{found.gib} GiB"),
+        ("may be locked", "all" if found.lockable_gib is None else f"{found.lockable_gib} GiB (ulimit -l)"),
+    ]
+    if found.xla_limit_gb is not None:
+        facts.append(("XLA may pin", f"{found.xla_limit_gb} GB (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"))
+    if found.to_host is not None:
+        facts.append(("copies", f"{found.to_host} GB/s to the host, {found.to_device} GB/s to the GPU"))
+    return key_values(tuple(facts))
+
+
 def _peer_text(report: Report) -> str:
     if len(report.peer_access) < 2:
         return "  fewer than two GPUs"
@@ -363,8 +431,13 @@ def _train_text(report: Report) -> str:
 
 
 def _verdict(report: Report) -> str:
+    """What works, and what to type next, in one line."""
     if report.gpu_path_usable:
-        return "The GPU path is usable."
-    if any(extension.platform == "cpu" and extension.loaded for extension in report.extensions):
-        return "The GPU path is not usable. The CPU kernels are loaded: te_jax works on this machine's CPU."
-    return "The GPU path is not usable, and no native kernel is loaded: te_jax runs its reference implementations."
+        works, trial = "te_jax works on this machine's GPU.", "te-jax train --recipe block --compare"
+    elif any(extension.platform == "cpu" and extension.loaded for extension in report.extensions):
+        gpu = "not on its GPU" if report.has_gpu else "it has no NVIDIA GPU"
+        works, trial = f"te_jax works on this machine's CPU; {gpu}.", "te-jax train"
+    else:
+        works, trial = "te_jax works, but slowly, without its kernels.", "te-jax train"
+    advice = advise(report)
+    return f"{works} Next: {advice[0].remedy if advice else trial}"

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """
     missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise UserError(f'te-jax train needs {", ".join(missing)}: pip install ".[train]" in the checkout')
+        raise UserError(f"te-jax train needs {', '.join(missing)}: pip install {' '.join(missing)}")
     from te_jax.cli import _step
 
     out = None if args.out is None else Path(args.out)
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
                 f"transport {options.transport}"
             )
         with _interruption.watching() as signals, _memory(options, config):
-            step = _train(folder, options, config, learners, placement, data, devices, signals)
+            step, cost = _train(folder, options, config, learners, placement, data, devices, signals)
         if step < options.steps:
             print(
                 f"te-jax: {signals[0].name}: step {step} of {options.steps} is saved; continue with "
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return 128 + signals[0]
-        _conclude(folder, options, config, corpus.unit)
+        _conclude(folder, options, config, corpus.unit, cost)
     finally:
         folder.close()
     return 0
@@ -144,6 +144,7 @@ def _learners(
             clip_norm=options.clip_norm,
             state_dtype=_options.STATE_DTYPES[states],
             seed=options.seed,
+            offload="optimizer" in _options.offloaded(options),
         )
         return _step.build_learner(
             config,
@@ -172,14 +173,15 @@ def _check_memory(options: Options, learners: dict[str, Learner], devices: list[
     from te_jax.cli import _step
 
     leaves = jax.tree.leaves([learner.abstract_state() for learner in learners.values()])
-    needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    on_device = [leaf for leaf in leaves if leaf.sharding.memory_kind != "pinned_host"]
+    needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in on_device)
     present = _step.memory_of(devices)
     if needed > present:
         held = "parameters and Adam's moments" if options.recipe == "none" else "parameters, moments and the recipe"
         raise UserError(
             f"--preset {options.preset} needs {needed / 2**30:,.2f} GiB on each device for {held}, and a device has "
-            f"{present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, or a larger --tp, which "
-            "divides the model among devices"
+            f"{present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, --offload optimizer, or a "
+            "larger --tp, which divides the model among devices"
         )
 
 
@@ -193,6 +195,7 @@ def _memory(options: Options, config: DecoderConfig) -> Iterator[None]:
             raise
         others = [] if config.remat else ["--remat"]
         others += [] if options.optimizer_state == "fp8" else ["--optimizer-state fp8"]
+        others += [] if len(_options.offloaded(options)) == 2 else ["--offload activations,optimizer"]
         raise UserError(
             f"--preset {options.preset} with --batch {options.batch} and --seq-len {options.seq_len} is out of memory "
             f"({reason_of(error)}): choose a smaller --preset, --batch or --seq-len, or "
@@ -287,8 +290,9 @@ def _train(
     data: tuple[np.ndarray, np.ndarray],
     devices: list[Any],
     signals: list[Any],
-) -> int:
-    """Trains until the last step or a signal, and returns the last step that was taken and saved."""
+) -> tuple[int, str]:
+    """Trains until the last step or a signal. Returns the last step that was taken and saved, and what its
+    steps cost: "" where it took none."""
     assert options.checkpoint_every is not None  # since `settle`
     training, held_out = data
     if folder.latest_step:
@@ -338,7 +342,7 @@ def _train(
         folder.finish_saving()
     finally:
         progress.close()
-    return step
+    return step, " · ".join(progress.speed_and_memory()) if step > done else ""
 
 
 class _Records:
@@ -372,7 +376,7 @@ class _Records:
             self._progress.validation(step, losses)
 
 
-def _conclude(folder: RunFolder, options: Options, config: DecoderConfig, unit: str) -> None:
+def _conclude(folder: RunFolder, options: Options, config: DecoderConfig, unit: str, cost: str) -> None:
     training, validation = folder.records("train"), folder.records("validation")
     figure = folder.path / "loss.png"
     chosen = [] if config.recipe is None else [f"{options.recipe} scaling"]
@@ -383,8 +387,9 @@ def _conclude(folder: RunFolder, options: Options, config: DecoderConfig, unit: 
     title = f"te-jax train · {options.preset}, {config.num_parameters:,} parameters · {', '.join(chosen)}"
     files = ["log.jsonl", "checkpoints"]
     if training and validation:  # a damaged log may have neither
-        with _run_folder.writing(folder.path):
-            _report.draw_losses(figure, title, label, training, validation, unit)
+        if cost or not figure.exists():  # a finished run keeps the figure with what its steps cost
+            with _run_folder.writing(folder.path):
+                _report.draw_losses(figure, title, label, training, validation, unit, cost)
         print(_report.summary(label, training, validation, unit))
         files.append(figure.name)
     how = "" if options.tp == 1 else f" with tp {options.tp}, transport {options.transport},"

@@ -5,9 +5,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
-    raise ImportError(
-        'te_jax.flax needs Flax, which is not installed: pip install ".[flax]" in the checkout'
-    ) from error
+    raise ImportError('te_jax.flax needs Flax, which is not installed: pip install "flax>=0.12.7"') from error
 
 from te_jax.flax.attention import Attention
 from te_jax.flax.convert import convert, report

@@ -29,12 +29,12 @@ class Attention(nn.Module):
 
     Attributes:
       num_heads: of query.
-      num_kv_heads: heads of key and value, which must divide num_heads; None for as many.
+      num_kv_heads: heads of key and value, which must divide num_heads; None for num_heads.
       head_dim: features of a head; None is the number of input features / num_heads.
       out_features: None is the number of input features.
       use_bias: whether the four layers have biases.
       causal: a token sees itself and those before it.
-      window: of these the last `window` ones; None for all.
+      window: a token sees only the last `window` of these tokens; None for all.
       rope_theta: base of rotary positions, which turn the pairs (i, i + head_dim / 2); None for no positions.
       qk_norm: whether RMS norms over head_dim come before the rotary positions; Flax has layer norms there.
       epsilon, zero_centered, scale_axes: of these norms, as in `RMSNorm`.
@@ -44,8 +44,8 @@ class Attention(nn.Module):
       out_kernel_axes, out_bias_axes: of "out".
       dropout_rate: of the result. Attention weights have no dropout.
       deterministic: as in `flax.linen.Dropout`; may be given to the call.
-      decode: whether calls go on with the tokens in the collection "cache", which must be mutable. `init` makes it, for
-        inputs of as many sequences and tokens as it shall hold.
+      decode: whether calls continue the tokens in the collection "cache", which must be mutable. `init` creates it with
+        the number of sequences and tokens of its input.
       attention_implementation, max_score_bytes: `implementation` and `max_score_bytes` of `te_jax.ops.attention`.
     """
 
@@ -96,10 +96,10 @@ class Attention(nn.Module):
         Args:
           x: [batch, time, in_features], or a QuantizedArray of it from a norm that writes FP8. With decode=True these
             are the next tokens of each sequence, one or more.
-          segment_ids: integers [batch, time]: tokens see those with their own number, as packed sequences need it.
-          key_lengths: integers [batch]: tokens from there on are padding, which is not seen.
-          positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache. Rotary
-            attention depends on differences alone: packed sequences need none of their own.
+          segment_ids: integers [batch, time] of packed sequences: a token sees only tokens with its own number.
+          key_lengths: integers [batch]: tokens from there on are padding, which no token sees.
+          positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache. Packed
+            sequences need no positions of their own, since rotary attention depends only on differences.
           deterministic: see the attribute.
 
         Returns:

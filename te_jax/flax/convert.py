@@ -36,21 +36,21 @@ def convert(
     axis_name: str | tuple[str, ...] | None = None,
     implementation: native.Implementation | None = None,
 ) -> Model:
-    """A module that computes the linear layers of the given one in FP8.
+    """Returns a module that computes the linear layers of the given one in FP8.
 
         model = te_jax.flax.convert(model, BlockScaling(), rules=[("decoder/layer_0/*", None)])
         variables = model.init(jax.random.key(0), x)
         print(te_jax.flax.report(model))
 
-    `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum`, wherever the module makes or calls them, and classes of yours that
-    inherit their `__call__`, compute as te_jax's layers of these names. Layers of te_jax get the recipe. Parameters
+    `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum`, wherever the module creates or calls them, and classes of yours that
+    inherit their `__call__`, compute like te_jax's layers of these names. Layers of te_jax get the recipe. Parameters
     keep their names, shapes and initial values. `DelayedScaling` adds its state in the collection
     "_overwrite_with_gradient": `nn.scan` and `nn.vmap` must name it in their `variable_axes`. A layer's `precision` is
-    ignored. Convert a model once, outside of functions that run often: each conversion is traced on its own.
+    ignored. Convert a model once, outside of functions that run often: JAX traces each conversion separately.
 
-    Left alone are, unless a rule names a recipe for them, output heads (a part of the path is "head", "lm_head",
-    "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output") and routers ("router", or
-    "gate" in a part with "moe"). Always left alone are embeddings; sizes that are no multiples of 16; dtypes that FP8
+    Unless a rule names a recipe for them, `convert` leaves output heads alone (a part of the path is "head", "lm_head",
+    "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output"), and routers ("router", or
+    "gate" in a part with "moe"). It always leaves alone embeddings; sizes that are no multiples of 16; dtypes that FP8
     layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules with a recipe argument; and layers
     with a `__call__`, `dot_general`, `dot_general_cls`, `promote_dtype`, `preferred_element_type` or `batch_dims` of
     their own.
@@ -59,16 +59,16 @@ def convert(
       module: a Linen module that is not bound. It is not changed. If it was converted before, this recipe and these
         rules take the place of the former.
       recipe: for all layers that no rule names; None to convert only those that a rule names.
-      rules: pairs of a pattern and a recipe or None; the first that matches the path of a layer holds. Paths are those
-        of the parameters, joined by "/". `*` matches any characters, also "/".
+      rules: pairs of a pattern and a recipe or None; the first pattern that matches the path of a layer applies. Paths
+        are those of the parameters, joined by "/". `*` matches any characters, also "/".
       axis_name, implementation: as in `DenseGeneral`.
 
     Returns:
       A module of a subclass of its class, with the same attributes and methods. Call these, not those of submodules
-      that `bind` returns: only they are intercepted. Which layers were converted is known once it has run: `report`.
+      that `bind` returns, which are not intercepted. After it has run, `report` lists the converted layers.
 
     Raises:
-      ValueError: module is no Linen module or bound, or recipe or rules are none.
+      ValueError: module is no Linen module or bound, or recipe or rules are invalid.
     """
     rules = conversion.validate(recipe, rules)
     if not isinstance(module, nn.Module):
@@ -85,13 +85,13 @@ def convert(
 
 
 def report(module: nn.Module) -> conversion.Report:
-    """What the conversion of a module did with each layer that has run until now.
+    """Reports what the conversion of a module did with each layer that has run so far.
 
-    Linen makes layers when they run, so `init` or `apply` comes first; tracing is enough:
-    `jax.eval_shape(model.init, jax.random.key(0), x)`.
+    Linen creates layers when they run, so first call `init` or `apply`. Tracing is enough: `jax.eval_shape(model.init,
+    jax.random.key(0), x)`.
 
     Args:
-      module: what `convert` returned.
+      module: a result of `convert`.
 
     Returns:
       The layers in the order of their first calls.

@@ -17,7 +17,7 @@ from te_jax.recipe import Recipe
 
 
 class Embed(nn.Module):
-    """A table of vectors, and logits through its transpose, with the parameter of `flax.linen.Embed`.
+    """A table of vectors, whose transpose computes logits, with the parameter of `flax.linen.Embed`.
 
     Attributes:
       num_embeddings, features: sizes of the table.

@@ -27,8 +27,8 @@ class DenseGeneral(nn.Module):
     """A linear layer over any dimensions, in FP8 with a recipe: y = activation(x · kernel + bias).
 
     Parameters have the names, shapes and initial values of `flax.linen.DenseGeneral`, so checkpoints are exchangeable.
-    `DelayedScaling` adds state in the collection "_overwrite_with_gradient": its gradient is its next value, which
-    `flax.training.train_state.TrainState` puts in its place.
+    `DelayedScaling` adds state in the collection "_overwrite_with_gradient". Its gradient is its next value, by which
+    `flax.training.train_state.TrainState` replaces it.
 
     Attributes:
       features: number of output features, or several numbers.
@@ -43,8 +43,8 @@ class DenseGeneral(nn.Module):
       activation: "gelu", "relu", "silu", or None.
       axis_name: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
         `DelayedScaling` is the same; None elsewhere.
-      implementation: None takes native kernels where they are installed, else the reference. A GPU that cannot multiply
-        as the recipe says is an error rather than slow. "native" or "reference" never fall back.
+      implementation: None takes native kernels where they are installed, else the reference. On a GPU that cannot
+        multiply as the recipe says it raises instead of being slow. "native" or "reference" never fall back.
     """
 
     features: int | Sequence[int]
@@ -66,8 +66,7 @@ class DenseGeneral(nn.Module):
         """Applies the layer.
 
         Args:
-          inputs: floating point, with the dimensions `axis` to contract; or with axis=-1 a QuantizedArray that a norm
-            handed over.
+          inputs: floating point, with the dimensions `axis` to contract; or with axis=-1 a QuantizedArray from a norm.
 
         Returns:
           [*other dimensions of the inputs, *features].
@@ -112,7 +111,7 @@ class Einsum(nn.Module):
 
     Parameters have the names, shapes and initial values of `flax.linen.Einsum`. The input is always quantized as the
     activation. If input, kernel and result share a dimension, such as that of experts, each of its indices is a
-    product of its own, with its own scales.
+    separate product, with separate scales.
 
     Attributes:
       shape: of the kernel.
@@ -170,8 +169,8 @@ class DotGeneral(nn.Module):
 
     With `DelayedScaling` it holds the state, as `DenseGeneral` does.
 
-    The left operand must be the activation. `jnp.einsum` exchanges its operands where the result has the dimensions of
-    the kernel first, and the kernel would then be quantized as the activation: use `Einsum` there.
+    The left operand must be the activation. `jnp.einsum` exchanges its operands if the result has the dimensions of the
+    kernel first, and would then quantize the kernel as the activation: use `Einsum` there.
 
     Attributes:
       recipe: how to quantize, or None.
@@ -231,7 +230,7 @@ def make_dot_general_cls(
       axis_name, implementation: as in `DenseGeneral`.
 
     Returns:
-      A callable that makes a `DotGeneral`; the same object for the same arguments.
+      A callable that creates a `DotGeneral`; the same object for the same arguments.
     """
     return _dot_general_cls(recipe, axis_name, implementation)
 

@@ -18,7 +18,12 @@ from te_jax.recipe import Recipe
 class MaxTextQuantization:
     """A quantization of MaxText (0.2.5) whose dense layers multiply in FP8 as a recipe says.
 
-    MaxText makes its quantization from the configuration. Replace that function before the model is made:
+    In a training loop of your own, MaxText's models take it as an argument:
+
+        model = model_creation_utils.get_transformer_model(config, mesh, MaxTextQuantization(BlockScaling()), rngs=rngs)
+
+    MaxText's own trainer asks `configure_quantization(config)`, which knows MaxText's names alone. Until upstream calls
+    a function that users register there, replace it before the model is made:
 
         from maxtext.layers import quantizations
         quantizations.configure_quantization = lambda *_, **__: MaxTextQuantization(BlockScaling())

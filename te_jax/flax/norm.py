@@ -53,11 +53,11 @@ class RMSNorm(nn.Module):
         Args:
           x: [*rows, features].
           residual: like x; None for none.
-          quantization: None, or how y leaves in FP8, for linear layers that take it as it is:
+          quantization: None, or how to write y in FP8, for linear layers that take it directly:
             `recipe.quantization("activation")`.
 
         Returns:
-          y like x, or a `te_jax.QuantizedArray`; with residual (y, x + residual).
+          y like x, or a `te_jax.quantized.QuantizedArray`; with residual (y, x + residual).
 
         Raises:
           ValueError: for shapes or dtypes that do not fit, naming the argument.
@@ -138,7 +138,7 @@ def make_norm(kind: norm.Kind, **arguments: Any) -> RMSNorm | LayerNorm:
 
 
 class NormLinear(nn.Module):
-    """A norm and the linear layer behind it, "norm" and "linear", between which x passes in FP8 with a recipe.
+    """A norm and the linear layer after it, "norm" and "linear", between which x passes in FP8 with a recipe.
 
     With current, block and row scaling the norm quantizes its result; with delayed scaling the layer does.
 

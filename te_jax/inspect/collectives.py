@@ -121,7 +121,7 @@ def collectives(
     Args:
       fn: any callable, jitted or not, which is compiled for these arguments and not run; or a `jax.stages.Lowered` or
         `jax.stages.Compiled`, without further arguments.
-      args, kwargs: of `fn`: arrays, or `jax.ShapeDtypeStruct`s with shardings, and static arguments. Bind an argument
+      args, kwargs: of `fn`: arrays, or `jax.ShapeDtypeStruct` with shardings, and static arguments. Bind an argument
         of `fn` that is called `mesh` with `functools.partial`.
       mesh: names the axes, of all devices of the program. The default is the mesh on the shardings of arguments and
         results, or else that of `jax.set_mesh`; none if several differ.

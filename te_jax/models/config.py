@@ -3,6 +3,7 @@
 import dataclasses
 
 from te_jax._core.arguments import is_finite_number, is_whole_number
+from te_jax.offload import Offload
 from te_jax.recipe import Recipe
 
 _DTYPES = ("float32", "bfloat16")
@@ -25,13 +26,17 @@ class DecoderConfig:
       dtype: "float32" or "bfloat16": what activations and projections are computed in. Parameters are always float32;
         norms, rotations and the softmax of attention are computed in float32.
       remat: recompute each block in the backward pass and keep only its input: memory for about a third more FLOPs.
+      offload: which residuals of a block wait for the backward pass in host memory; see `te_jax.offload.Offload`. With
+        `remat` its input is the only one. Otherwise "layer_input", "te_attention_operand" and "te_attention_output"
+        are those that take the longest to recompute for their bytes.
       recipe: how the projections of attention and MLP are quantized to FP8 (`te_jax.recipe`), whose sizes must then be
         multiples of 16; None computes them in `dtype`. Kernels are quantized from float32.
       head_recipe: how the gradients of the output head are quantized, in `loss` on one device: see
         `te_jax.ops.linear_cross_entropy`. None computes them in `dtype`.
 
     Raises:
-      ValueError: a size is below 1, heads do not divide, a name is unknown, or `recipe` is no recipe.
+      ValueError: a size is below 1, heads do not divide, a name is unknown, `recipe` is no recipe, or `offload` no
+        Offload.
     """
 
     vocab_size: int
@@ -47,6 +52,7 @@ class DecoderConfig:
     remat: bool = False
     recipe: Recipe | None = None
     head_recipe: Recipe | None = None
+    offload: Offload | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
@@ -74,6 +80,8 @@ class DecoderConfig:
                 raise ValueError(
                     f"{name} is {value!r}: it needs to be a Recipe, such as te_jax.recipe.CurrentScaling(), or None"
                 )
+        if self.offload is not None and not isinstance(self.offload, Offload):
+            raise ValueError(f"offload is {self.offload!r}: it needs to be a te_jax.offload.Offload, or None")
 
     @property
     def num_parameters(self) -> int:

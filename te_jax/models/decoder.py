@@ -272,7 +272,8 @@ def _hidden(
     if parallel is not None:
         x = tensor_parallel.features_to_time(x, parallel)
     states = [None] * config.num_layers if scaling_state is None else scaling_state
-    x = apply_layers(block, list(zip(params["layers"], states, strict=True)), x, remat=config.remat)
+    layers = list(zip(params["layers"], states, strict=True))
+    x = apply_layers(block, layers, x, remat=config.remat, offload=config.offload)
     return ops.rms_norm(x, params["final_norm"], epsilon=config.norm_eps, implementation=implementation), params["head"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -241,6 +242,8 @@ def rotary_tables(positions: Array, head_dim: int, theta: float) -> tuple[Array,
     return jnp.cos(angles), jnp.sin(angles)
 
 
+# One program where a layer runs eagerly.
+@functools.partial(jax.jit, inline=sharding.INLINE)
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Turns the pairs (i, i + head_dim / 2) of x [batch, time, heads, head_dim] by their position's angle."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -1,44 +1,59 @@
-"""A stack of layers, one after the other: the loop where recomputation, and later offload and prefetch, belong."""
+"""A stack of layers, one after the other: the loop where recomputation and offload belong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from te_jax.offload import Offload
+from te_jax.offload._stack import describe, run_layers
+
 X = TypeVar("X")
+
+Layer = Callable[[X, Any], X]
 
 Policy = Callable[..., Any]
 
 
-def apply_layers(layer: Callable[[X, Any], X], params: Any, x: X, *, remat: bool | Policy | None = None) -> X:
+def apply_layers(
+    layer: Layer[X] | Sequence[Layer[X]],
+    params: Any,
+    x: X,
+    *,
+    remat: bool | Policy | None = None,
+    offload: Offload | None = None,
+) -> X:
     """Runs x through a stack of layers: x = layer(x, params[0]), then layer(x, params[1]), and so on.
 
     The loop is unrolled, and the layer is traced once for all parameters of one shape. A `lax.scan` would fill stacks
     of gradients and residuals with zeros, update them layer by layer, and hold them all at once: 15% of a training
     step. Compile time grows with the number of layers instead.
 
-    Keep parameters in a list. XLA converts and copies slices of a stack all together, for all layers, and again for
-    every layer where memory runs short.
+    Keep parameters in a list. XLA converts and copies the slices of a stack for all layers at once, and again for every
+    layer if memory runs short.
 
     Args:
-      layer: (x, parameters of one layer) -> x. It may close over arrays, whose gradients are sums over layers.
+      layer: (x, parameters of one layer) -> x; or a list of such functions, one for each layer. They may close over
+        arrays, whose gradients are sums over layers.
       params: a list or tuple of pytrees, one for each layer; or one pytree of arrays whose first dimension is the
-        layer. Whatever belongs to a layer may be part of it, such as the state of delayed scaling, whose gradient is
-        the next state, and quantized kernels.
+        layer. A pytree may also hold the state of delayed scaling, whose gradient is the next state, and quantized
+        kernels.
       x: a pytree.
-      remat: what the backward pass recomputes. None: nothing. True: all of a layer but its input. Or a policy of
+      remat: what the backward pass recomputes. None: nothing. True: all of a layer except its input. Or a policy of
         `jax.checkpoint`, such as those of `te_jax.checkpoint_policies`.
+      offload: which residuals wait for the backward pass in host memory, among those that remat keeps; see
+        `te_jax.offload.Offload`. There is no forward-mode derivative then.
 
     Returns:
-      What the last layer returns; x without layers.
+      The result of the last layer; x if there are no layers.
 
     Raises:
       ValueError: `params` is one pytree, and its leaves do not have a first dimension of one size; or `remat` is none
-        of the above.
+        of the above; or offload names what a layer does not keep.
 
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax
@@ -50,15 +65,67 @@ def apply_layers(layer: Callable[[X, Any], X], params: Any, x: X, *, remat: bool
       >>> [gradient["kernel"].shape for gradient in jax.grad(lambda *a: run(*a).sum())(layers, jnp.ones((1, 4)))]
       [(4, 4), (4, 4)]
     """
+    layers, params = _layers(layer, params, remat)
+    if offload is not None:
+        return run_layers(layers, params, x, offload)
+    for each, of_layer in zip(layers, params, strict=True):
+        x = each(x, of_layer)
+    return x
+
+
+def residual_table(
+    layer: Layer[X] | Sequence[Layer[X]],
+    params: Any,
+    x: X,
+    *,
+    remat: bool | Policy | None = None,
+    offload: Offload | None = None,
+) -> str:
+    """Lists the residuals of each layer, where they wait for the backward pass, and their bytes on all devices.
+
+    The table leaves out parameters, values computed from parameters alone, and residuals for the gradients of arrays
+    that the layer closes over.
+
+    Args:
+      layer, params, x, remat, offload: as `apply_layers` takes them; arrays may be `jax.ShapeDtypeStruct`.
+
+    Returns:
+      Lines of text.
+
+    Raises:
+      ValueError: what `apply_layers` refuses.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, te_jax
+      >>> kernels = [jnp.zeros((256, 256))] * 3
+      >>> offload = te_jax.offload.Offload(names=[te_jax.offload.LAYER_INPUT])
+      >>> layer = lambda x, kernel: jnp.sin(x @ kernel)
+      >>> print(te_jax.nn.residual_table(layer, kernels, jnp.zeros((2048, 256)), remat=True, offload=offload))
+      layers 0 to 1, each
+        host         2.1 MB  layer_input: float32[2048, 256]
+      layer 2
+        device       2.1 MB  layer_input: float32[2048, 256]
+      in all 4.2 MB on the host, 2.1 MB on the device
+    """
+    layers, params = _layers(layer, params, remat)
+    return describe(layers, params, x, offload)
+
+
+def _layers(layer: Any, params: Any, remat: Any) -> tuple[list[Layer[Any]], Sequence[Any]]:
+    """One function and one pytree of parameters for each layer."""
     if not (remat is None or isinstance(remat, bool) or callable(remat)):
         raise ValueError(f"remat is {remat!r}: it must be None, True, or a policy of jax.checkpoint")
-    # jit, so that JAX traces and differentiates the layer once. XLA inlines the calls.
-    run = jax.jit(layer)
-    if remat:
-        run = jax.checkpoint(run, policy=remat if callable(remat) else None)
-    for of_layer in _unstacked(params):
-        x = run(x, of_layer)
-    return x
+    params = _unstacked(params)
+    given = list(layer) if isinstance(layer, list | tuple) else [layer] * len(params)
+    if len(given) != len(params):
+        raise ValueError(f"layer has {len(given)} functions, and params has {len(params)} layers: give one for each")
+    made: dict[Any, Layer[Any]] = {}
+    for each in given:
+        if each not in made:
+            # jit, so that JAX traces and differentiates the layer once. XLA inlines the calls.
+            run = jax.jit(each)
+            made[each] = jax.checkpoint(run, policy=cast(Any, remat) if callable(remat) else None) if remat else run
+    return [made[each] for each in given], params
 
 
 def _unstacked(params: Any) -> Sequence[Any]:

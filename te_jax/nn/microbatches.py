@@ -157,8 +157,8 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
     """`jax.value_and_grad` with respect to the first argument, adding to the gradients of earlier microbatches.
 
     The sum for a quantized kernel is updated in place if it is donated or the carry of a loop. States of delayed
-    scaling are not summed: the next one is the maximum (`te_jax.recipe.merge`), as for all in a dict's entry
-    "_overwrite_with_gradient", Flax's collection of such states.
+    scaling are not summed: the next one is the maximum (`te_jax.recipe.merge`). The same holds for all entries of a
+    dict's "_overwrite_with_gradient", Flax's collection of such states.
 
     Args:
       loss_fn: loss_fn(variables, *args, **kwargs) returns a scalar, or (scalar, aux) with has_aux.
@@ -169,7 +169,7 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
       kernels may be quantized (`te_jax.optim.apply_updates`, `te_jax.flax.quantize_kernels`). `gradients` have its
       structure with arrays for kernels, zeros at first: `jax.tree.map(jnp.zeros_like, variables)` before they were
       quantized, and after `flax.linen.unbox` where Linen boxes them. Or None for the first microbatch, which then
-      writes what the others add to. f raises ValueError where `gradients` do not fit.
+      writes the sum to which the others add. f raises ValueError if `gradients` do not fit.
 
     Examples:
       >>> import jax.numpy as jnp, te_jax
@@ -232,7 +232,7 @@ def dense_kernels(kernels: Sequence[Array | QuantizedArray | AccumulatedKernel])
     """The kernels of layers as arguments of `te_jax.ops.dense` and `gated_mlp`.
 
     Args:
-      kernels: arrays; or, in the loss of `accumulate_gradients`, what stands there for quantized kernels.
+      kernels: arrays; or, in the loss of `accumulate_gradients`, its stand-ins for quantized kernels.
 
     Returns:
       `kernel`, `wgrad_accumulator` and `accumulate`.

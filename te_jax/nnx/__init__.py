@@ -5,7 +5,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
-    raise ImportError('te_jax.nnx needs Flax, which is not installed: pip install ".[flax]" in the checkout') from error
+    raise ImportError('te_jax.nnx needs Flax, which is not installed: pip install "flax>=0.12.7"') from error
 
 from te_jax.nnx.attention import Attention
 from te_jax.nnx.convert import convert, revert

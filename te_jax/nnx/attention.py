@@ -29,12 +29,12 @@ class Attention(nnx.Module):
     Args:
       in_features: number of input features.
       num_heads: of query.
-      num_kv_heads: heads of key and value, which must divide num_heads; None for as many.
+      num_kv_heads: heads of key and value, which must divide num_heads; None for num_heads.
       head_dim: features of a head; None is in_features / num_heads.
       out_features: None is in_features.
       use_bias: whether the four layers have biases.
       causal: a token sees itself and those before it.
-      window: of these the last `window` ones; None for all.
+      window: a token sees only the last `window` of these tokens; None for all.
       rope_theta: base of rotary positions, which turn the pairs (i, i + head_dim / 2); None for no positions.
       qk_norm: whether RMS norms over head_dim come before the rotary positions; Flax has layer norms there.
       epsilon, zero_centered, scale_metadata: of these norms, as in `RMSNorm`.
@@ -43,7 +43,7 @@ class Attention(nnx.Module):
       out_kernel_init, out_bias_init: of `out`; None for the same.
       out_kernel_metadata, out_bias_metadata: of `out`.
       dropout_rate: of the result. Attention weights have no dropout.
-      decode: whether calls go on with the tokens in the cache, which `init_cache` makes.
+      decode: whether calls continue the tokens in the cache, which `init_cache` creates.
       attention_implementation, max_score_bytes: `implementation` and `max_score_bytes` of `te_jax.ops.attention`.
       rngs: `nnx.Rngs`, of which "params" is used, and "dropout" with a dropout_rate.
 
@@ -155,11 +155,11 @@ class Attention(nnx.Module):
 
         Args:
           x: [batch, time, in_features], or a QuantizedArray of it from a norm that writes FP8.
-          segment_ids: integers [batch, time]: tokens see those with their own number, as packed sequences need it.
-          key_lengths: integers [batch]: tokens from there on are padding, which is not seen.
-          positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache. Rotary
-            attention depends on differences alone: packed sequences need none of their own.
-          decode: None is the attribute. Then x are the next tokens of each sequence, one or more.
+          segment_ids: integers [batch, time] of packed sequences: a token sees only tokens with its own number.
+          key_lengths: integers [batch]: tokens from there on are padding, which no token sees.
+          positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache. Packed
+            sequences need no positions of their own, since rotary attention depends only on differences.
+          decode: None takes the attribute. If true, x holds the next tokens of each sequence, one or more.
           deterministic, rngs: as in `flax.nnx.Dropout`.
           out_sharding: of the result, on Explicit meshes.
 
@@ -201,7 +201,7 @@ class Attention(nnx.Module):
 
         Args:
           batch: number of sequences.
-          length: the most tokens of each.
+          length: the largest number of tokens of each.
           dtype: None is the dtype of the computation, or that of the parameters.
         """
         dtype = dtype or self.dtype or self.param_dtype

@@ -43,14 +43,14 @@ def convert(
         print(report)
 
     `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum`, and classes of yours that inherit their `__call__`, become
-    te_jax's layers of these names. Their variables stay the same objects, so optimizers, sharding and checkpoints go
-    on. Shared layers stay shared, and layers that `nnx.vmap` stacked stay stacked. `DelayedScaling` adds its state as
-    `OverwriteWithGradient` variables. A layer's `precision` is ignored. Layers of te_jax get the recipe too. A second
-    call changes recipes: recipe and rules say what the model is afterwards, whatever it was before.
+    te_jax's layers of these names. Their variables stay the same objects, so optimizers, sharding and checkpoints keep
+    working. Shared layers stay shared, and layers that `nnx.vmap` stacked stay stacked. `DelayedScaling` adds its state
+    as `OverwriteWithGradient` variables. A layer's `precision` is ignored. Layers of te_jax get the recipe too. A
+    second call changes recipes: recipe and rules say what the model is afterwards, whatever it was before.
 
-    Left alone are, unless a rule names a recipe for them, output heads (a part of the path is "head", "lm_head",
-    "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output") and routers ("router", or
-    "gate" in a part with "moe"). Always left alone are embeddings; sizes that are no multiples of 16; dtypes that FP8
+    Unless a rule names a recipe for them, `convert` leaves output heads alone (a part of the path is "head", "lm_head",
+    "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output"), and routers ("router", or
+    "gate" in a part with "moe"). It always leaves alone embeddings; sizes that are no multiples of 16; dtypes that FP8
     layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules with a recipe argument; and layers
     with a `__call__`, `dot_general`, `promote_dtype`, `einsum_op`, `preferred_element_type` or `batch_axis` of their
     own. The report has the reason for each.
@@ -58,15 +58,15 @@ def convert(
     Args:
       model: an NNX module or a container of modules.
       recipe: for all layers that no rule names; None to convert only those that a rule names.
-      rules: pairs of a pattern and a recipe or None; the first that matches the path of a layer holds. Paths are
-        attributes and indices, joined by "/". `*` matches any characters, also "/".
+      rules: pairs of a pattern and a recipe or None; the first pattern that matches the path of a layer applies. Paths
+        are attributes and indices, joined by "/". `*` matches any characters, also "/".
       axis_name, implementation: as in `LinearGeneral`.
 
     Returns:
-      What was converted and why the rest was not.
+      The converted layers, and for each of the others the reason.
 
     Raises:
-      ValueError: model is no NNX module, or recipe or rules are none; nothing is changed then.
+      ValueError: model is no NNX module, or recipe or rules are invalid; the model is then unchanged.
     """
     rules = conversion.validate(recipe, rules)
     layers: list[conversion.Layer] = []
@@ -98,7 +98,7 @@ def convert(
 
 
 def revert(model: Any) -> None:
-    """Makes all layers of a model what they were before `convert`, in place: classes, recipes, and no state.
+    """Restores all layers of a model to their classes and recipes before `convert`, in place and without state.
 
     Variables stay the same objects. Layers that `convert` did not change stay as they are.
 

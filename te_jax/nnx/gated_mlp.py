@@ -19,7 +19,7 @@ from te_jax.reference.activation import Kind
 
 
 class GatedMLP(nnx.Module):
-    """down(f(gate(x)) · up(x)), the MLP of Llama and its kin, with a norm before it if asked: `te_jax.ops.gated_mlp`.
+    """down(f(gate(x)) · up(x)), the MLP of Llama and similar models, optionally after a norm: `te_jax.ops.gated_mlp`.
 
     It consists of `gate_proj`, `up_proj`, `down_proj`, and `norm`. With a recipe x, the activation and its gradients
     pass between them in FP8.
@@ -103,8 +103,8 @@ class GatedMLP(nnx.Module):
         """Applies the MLP.
 
         Args:
-          x: [*batch, in_features], or without a norm a QuantizedArray that another one handed over.
-          residual: like x, which the norm adds before.
+          x: [*batch, in_features], or without a norm a QuantizedArray from another one.
+          residual: like x; the norm first adds it to x.
           deterministic, rngs: as in `flax.nnx.Dropout`.
 
         Returns:

@@ -40,8 +40,8 @@ class LinearGeneral(nnx.Module):
       activation: "gelu", "relu", "silu", or None.
       axis_name: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
         `DelayedScaling` is the same; None elsewhere.
-      implementation: None takes native kernels where they are installed, else the reference. A GPU that cannot multiply
-        as the recipe says is an error rather than slow. "native" or "reference" never fall back.
+      implementation: None takes native kernels where they are installed, else the reference. On a GPU that cannot
+        multiply as the recipe says it raises instead of being slow. "native" or "reference" never fall back.
       rngs: `nnx.Rngs`, of which "params" is used.
 
     Raises:
@@ -96,8 +96,8 @@ class LinearGeneral(nnx.Module):
         """Applies the layer.
 
         Args:
-          inputs: floating point, with the dimensions `axis` of sizes in_features; or with axis=-1 a QuantizedArray that
-            a norm handed over.
+          inputs: floating point, with the dimensions `axis` of sizes in_features; or with axis=-1 a QuantizedArray from
+            a norm.
           out_sharding: of the result, on Explicit meshes.
 
         Returns:
@@ -146,15 +146,16 @@ class Einsum(nnx.Module):
 
     Parameters have the names, shapes and initial values of `flax.nnx.Einsum`. The input is always quantized as the
     activation. If input, kernel and result share a dimension, such as that of experts, each of its indices is a
-    product of its own, with its own scales.
+    separate product, with separate scales.
 
     Args:
       einsum_str: names the dimensions of input, kernel and result; None to pass it to the call. The kernel must share
         one with the input alone and one with the result alone. Input and result may have an ellipsis.
       kernel_shape: of the kernel.
       bias_shape: sizes of the dimensions that kernel and result share, in the order of the result; None for no bias.
-      dtype, param_dtype, kernel_init, bias_init, kernel_metadata, bias_metadata, recipe, axis_name, implementation,
-        rngs: as in `LinearGeneral`, but initializers get the parameter's own shape.
+      dtype, param_dtype, recipe, axis_name, implementation, rngs: as in `LinearGeneral`.
+      kernel_init, bias_init, kernel_metadata, bias_metadata: as in `LinearGeneral`, but initializers get the
+        parameter's own shape.
     """
 
     def __init__(
@@ -222,10 +223,10 @@ class Einsum(nnx.Module):
 class DotGeneral(nnx.Module):
     """`jax.lax.dot_general` of an activation and a kernel in FP8, for layers that take a `dot_general`.
 
-    With `DelayedScaling` it holds the state: each layer needs one of its own, as an attribute of a module.
+    With `DelayedScaling` it holds the state: give each layer its own, as an attribute of a module.
 
-    The left operand must be the activation. `jnp.einsum` exchanges its operands where the result has the dimensions of
-    the kernel first, and the kernel would then be quantized as the activation: use `Einsum` there.
+    The left operand must be the activation. `jnp.einsum` exchanges its operands if the result has the dimensions of the
+    kernel first, and would then quantize the kernel as the activation: use `Einsum` there.
 
     Args:
       recipe: how to quantize, or None.

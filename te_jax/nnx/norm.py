@@ -35,11 +35,11 @@ class _Norm(nnx.Module):
         Args:
           x: [*rows, num_features].
           residual: like x; None for none.
-          quantization: None, or how y leaves in FP8, for linear layers that take it as it is:
+          quantization: None, or how to write y in FP8, for linear layers that take it directly:
             `recipe.quantization("activation")`.
 
         Returns:
-          y like x, or a `te_jax.QuantizedArray`; with residual (y, x + residual).
+          y like x, or a `te_jax.quantized.QuantizedArray`; with residual (y, x + residual).
 
         Raises:
           ValueError: for shapes or dtypes that do not fit, naming the argument.
@@ -96,8 +96,8 @@ class LayerNorm(_Norm):
     Args:
       use_bias: whether to add `bias`.
       bias_init, bias_metadata: initializer and metadata of `bias`.
-      num_features, epsilon, dtype, param_dtype, use_scale, scale_init, scale_metadata, zero_centered, implementation,
-        rngs: as in `RMSNorm`.
+      num_features, epsilon, dtype, param_dtype, use_scale, scale_init, scale_metadata: as in `RMSNorm`.
+      zero_centered, implementation, rngs: as in `RMSNorm`.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ def make_norm(kind: norm.Kind, num_features: int, **arguments: Any) -> RMSNorm |
 
 
 class NormLinear(nnx.Module):
-    """A norm and the linear layer behind it, `norm` and `linear`, between which x passes in FP8 with a recipe.
+    """A norm and the linear layer after it, `norm` and `linear`, between which x passes in FP8 with a recipe.
 
     With current, block and row scaling the norm quantizes its result; with delayed scaling the layer does.
 

@@ -21,11 +21,11 @@ from te_jax.reference.activation import Kind
 
 
 class TransformerBlock(nnx.Module):
-    """The pre-norm block of Llama and its kin: s = x + attention(norm(x)), then s + mlp(norm(s)).
+    """The pre-norm block of Llama and similar models: s = x + attention(norm(x)), then s + mlp(norm(s)).
 
-    It consists of `attention_norm`, `attention`, `mlp_norm` and `mlp`. The norms hand x over in FP8, and the
-    second one adds up s in its kernel. The layers quantize x with delayed scaling, and with block scaling where
-    128 does not divide the time.
+    It consists of `attention_norm`, `attention`, `mlp_norm` and `mlp`. The norms write x in FP8, and the second one
+    computes s in its CUDA kernel. The layers quantize x with delayed scaling, and with block scaling if 128 does not
+    divide the sequence length.
 
     Args:
       in_features: number of features of x.

@@ -39,6 +39,13 @@ def activation(
 ) -> QuantizedArray: ...
 @overload
 def activation(
+    x: jax.typing.ArrayLike, kind: Kind = "gelu", *, alpha: float = 1.0, quantization: Quantization,
+    row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
+    axis_name: GroupAxes | None = None, with_amax: Literal[True],
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
+@overload
+def activation(
     x: jax.typing.ArrayLike, kind: Kind = "gelu", *, alpha: float = 1.0, quantization: Quantization | None = None,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
     axis_name: GroupAxes | None = None, with_amax: bool = False, implementation: native.Implementation | None = None,
@@ -70,8 +77,8 @@ def activation(
       alpha: of silu.
       quantization: None for a result in the dtype of x, which XLA computes and which has all derivatives. Otherwise the
         format and scaling of the result, which one kernel computes and quantizes; for example
-        `recipe.quantization("activation")`. Current scaling reads x twice. With row scaling the result passes through
-        memory.
+        `recipe.quantization("activation")`. Current scaling reads x twice. Row scaling writes the result to memory
+        before it quantizes it.
       row_ndim, copies, amax, axis_name, with_amax, implementation: with quantization only, as in
         `te_jax.ops.quantize`; amax is that of the result.
 
@@ -112,10 +119,19 @@ def gated_activation(
 @overload
 def gated_activation(
     gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, kind: Kind = "silu", *, alpha: float = 1.0,
-    limit: float | None = None, offset: float = 0.0, quantization: Quantization, row_ndim: int | None = None,
-    copies: Copies = "both", amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
-    with_amax: Literal[False] = False, implementation: native.Implementation | None = None,
+    limit: float | None = None, offset: float = 0.0, quantization: Quantization,
+    row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
+    axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
+    implementation: native.Implementation | None = None,
 ) -> QuantizedArray: ...
+@overload
+def gated_activation(
+    gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, kind: Kind = "silu", *, alpha: float = 1.0,
+    limit: float | None = None, offset: float = 0.0, quantization: Quantization,
+    row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
+    axis_name: GroupAxes | None = None, with_amax: Literal[True],
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
 @overload
 def gated_activation(
     gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, kind: Kind = "silu", *, alpha: float = 1.0,
@@ -145,14 +161,14 @@ def gated_activation(
         y = f(min(gate, limit)) · (clip(up, ±limit) + offset)
 
     with f as in `activation`. gpt-oss has alpha 1.702, limit 7 and offset 1. Gradients are zero where a value was
-    clipped, and whole at the limit.
+    clipped, and unchanged at the limit.
 
     Args:
       gate, up: [*rows, *cols], of the same shape and dtype: float32, bfloat16 or float16, sharded in any way; any shape
         without quantization.
       kind: of f: "silu", "gelu", "relu" or "squared_relu".
       alpha: of silu.
-      limit: where gate, from above, and up, from both sides, are clipped; None for nowhere.
+      limit: clips gate from above and up from both sides; None clips nothing.
       offset: added to up.
       quantization: None for a result in the dtype of gate, which XLA computes and which has all derivatives. Otherwise
         the format and scaling of the result, which one kernel computes and quantizes; see `activation`.

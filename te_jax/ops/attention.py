@@ -75,28 +75,29 @@ def attention(
 ) -> Array | tuple[Array, Array]:
     r"""softmax(scale · query keyᵀ + bias) value, of each head; a query that sees no key gives 0.
 
-    On CUDA cuDNN computes it without ever holding the scores [B, N, T, S], on other platforms XLA does with them. The
-    platform is that for which the program is lowered, wherever it is traced. Where cuDNN cannot (float32, a head_dim
-    above 256, …: docs/attention.md) XLA takes its place while the scores of a device fit `max_score_bytes`; beyond that
-    it is an error. cuDNN's gradients may differ in their last bits from run to run.
+    On CUDA cuDNN computes it without ever holding the scores [B, N, T, S]; on other platforms XLA computes it with
+    them. The platform is that for which the program is lowered, wherever it is traced. If cuDNN cannot (float32, a
+    head_dim above 256, …: docs/attention.md), XLA takes its place as long as the scores of a device fit
+    `max_score_bytes`; beyond that lowering raises. cuDNN's gradients may differ in their last bits from run to run.
 
-    Batch and heads may be split over devices, whole groups of heads with their key; a split sequence is gathered.
-    Checkpoint names of what the backward pass keeps: "te_attention_output", "te_attention_lse".
+    Devices may split batch and heads, in whole groups of heads with their key; they gather a split sequence. The
+    residuals have the checkpoint names "te_attention_operand" for query, key and value, "te_attention_output" and
+    "te_attention_lse".
 
     Args:
       query: [B, T, N, H], bfloat16, float16 or float32.
       key, value: [B, S, K, H] in the same dtype. K divides N: N / K neighbouring heads of query share one of key.
       causal: query t sees keys 0 … t; both count from 0, whatever their lengths.
       window: query t sees itself and the window - 1 keys before it. Needs causal=True.
-      query_lengths, key_lengths: integers [B]: what comes after is padding, which sees nothing and is not seen.
+      query_lengths, key_lengths: integers [B]: later tokens are padding, which sees no token and which no token sees.
       segment_ids, key_segment_ids: integers [B, T] and [B, S], by default the same: a query sees keys with its own
         number. cuDNN needs a mask [B, T, S] for them, which counts against `max_score_bytes`.
       scale: a number; None is H^-½.
-      bias: added to the scores: floats of 2 to 4 dimensions that can be broadcast to [B, N, T, S]. A query is not
-        hidden from all keys by it.
+      bias: added to the scores: floats of 2 to 4 dimensions that can be broadcast to [B, N, T, S]. It must not hide all
+        keys from a query.
       sinks: floats [N]: a further score of every query, without a value.
-      return_lse: also return the log-sum-exp of the scores, with the sinks. Its gradient is right, at a cost.
-      max_score_bytes: the most that XLA's float32 scores of one device may take on CUDA, unless it is named.
+      return_lse: also return the log-sum-exp of the scores, with the sinks. Its gradient is right, but costs time.
+      max_score_bytes: limit of XLA's float32 scores of one device on CUDA; ignored with implementation="xla".
       implementation: None chooses; "cudnn" and "xla" never fall back. "xla" has all derivatives, not only first ones
         in reverse mode.
 
@@ -213,7 +214,8 @@ def _validate(arrays: Operands) -> None:
 
 def _prepared(arrays: Operands, t: int, s: int) -> dict[str, Array]:
     """The operands in the dtypes and shapes that the functions below take."""
-    operands = {name: x for name, x in arrays.items() if name in ("query", "key", "value", "bias", "sinks")}
+    operands = {name: checkpoint_name(arrays[name], "te_attention_operand") for name in ("query", "key", "value")}
+    operands |= {name: arrays[name] for name in ("bias", "sinks") if name in arrays}
     for name in ("query_lengths", "key_lengths"):
         if name in arrays:
             operands[name] = arrays[name].astype(jnp.int32)

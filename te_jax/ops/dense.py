@@ -82,14 +82,14 @@ def dense(
     axis_name: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> Any:
-    r"""A linear layer, y = activation(x · kernel + bias), whose three matrix products run in FP8.
+    r"""A linear layer, y = activation(x · kernel + bias), whose three GEMMs run in FP8.
 
     With Q for quantization as the recipe says, and g for the gradient of y before the activation:
 
         y  = activation(Q(x) Q(kernel) + bias)
         dx = Q(g) Q(kernel)ᵀ,   dkernel = Q(x)ᵀ Q(g),   dbias = Σ g
 
-    The backward pass reads x and kernel in FP8 and, with an activation, the values before it, under the names of
+    The residuals are x and kernel in FP8 and, with an activation, the values before it, under the names of
     `te_jax.checkpoint_policies`. docs/fp8.md has the costs, FSDP, and how block scaling treats shapes.
 
     Args:
@@ -98,9 +98,9 @@ def dense(
         FP8: the cotangent of its straight_through is dx. Not for DelayedScaling.
       kernel: [*in, *out], or [*out, *in] for kernel_contracting="last"; float32, bfloat16 or float16. Or a
         QuantizedArray from `quantize(kernel, recipe.quantization("kernel"), row_ndim=…)`, which serves several
-        microbatches and has no gradient of its own: that goes to wgrad_accumulator. Or several in a tuple, each with
-        its own `out`, which share one quantized x (q, k and v; gate and up). dx is then the sum over them.
-      bias: [*out], or None; a tuple of them where kernel is one, as are wgrad_accumulator and scaling_state.
+        microbatches and whose gradient goes to wgrad_accumulator. Or several in a tuple, each with its own `out`, which
+        share one quantized x (q, k and v; gate and up). dx is then the sum over them.
+      bias: [*out], or None. If kernel is a tuple, then so are bias, wgrad_accumulator and scaling_state.
       recipe: how to quantize; None multiplies in the dtype of x, by XLA.
       contracting_ndim: number of dimensions in `in`.
       kernel_contracting: "first" or "last": where in the kernel the dimensions of `in` stand.
@@ -109,22 +109,22 @@ def dense(
         place where the buffer is donated or carried by a loop; kernel's own cotangent is then zero. Use it once in a
         gradient. Inside `shard_map` each device accumulates its part: sum over devices at the end.
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
-      scaling_state: for DelayedScaling, first `recipe.init()`. Its cotangent is the next state. Where several layers or
-        iterations share one, the newest amax is their sum. Of a tuple, the first says how x is quantized.
+      scaling_state: for DelayedScaling, first `recipe.init()`. Its cotangent is the next state. If several layers or
+        iterations share one, its newest amax is the sum of theirs. In a tuple, the first state gives the scale of x.
       axis_name: inside `pmap`, or `shard_map` with check_vma=False: the mesh axes over which scaling_state is the same.
         Take its gradient inside. Elsewhere leave it None.
       implementation: None takes the native kernels where they are installed, else the reference; "native" or
         "reference" never fall back.
 
     Returns:
-      [*batch, *out] in the dtype of x, or a tuple of them where kernel is one. Gradients have the dtypes of what they
-      belong to. The result is NaN where scaling_state has negative entries or a fraction of uses: it was updated as if
-      it were a parameter.
+      [*batch, *out] in the dtype of x, or a tuple of them if kernel is one. Gradients have the dtypes of their
+      arguments. The result is NaN if scaling_state has negative entries or a fraction of uses, which an optimizer
+      causes that updates it like a parameter.
 
     Raises:
-      ValueError: for arguments that break a rule above, or where the kernel is differentiated and scaling_state not.
-      NotImplementedError: for second derivatives with a recipe or a wgrad_accumulator, and those with respect to a
-        QuantizedArray without straight_through alone.
+      ValueError: for arguments that break a rule above, or if you differentiate the kernel but not scaling_state.
+      NotImplementedError: for second derivatives with a recipe or a wgrad_accumulator, and for derivatives with respect
+        only to a QuantizedArray without straight_through.
       te_jax.native.NativeUnavailableError: "native" cannot run here, or this GPU cannot multiply as the recipe says.
 
     Examples:

@@ -64,16 +64,17 @@ def gated_mlp(
     axis_name: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> Array:
-    r"""The MLP of Llama and its kin, y = h · down with h = f(x · gate) · (x · up), whose matrix products run in FP8.
+    r"""The MLP of Llama and similar models, y = h · down with h = f(x · gate) · (x · up), whose GEMMs run in FP8.
 
-    It computes what this does, with fewer passes over memory:
+    It computes the same as these lines, with fewer passes over memory:
 
         gate, up = dense(x, (gate, up), …)
         y = dense(gated_activation(gate, up, kind, …), down, …)
 
-    h leaves its kernel in FP8, and so do the gradients of gate and up; h is not kept, but computed again, transposed,
-    with them. The backward pass reads x and the kernels in FP8 and the values before the activation, under the names of
-    `te_jax.checkpoint_policies`. With row scaling, and without a recipe, it is those lines.
+    CUDA kernels write h and the gradients of gate and up in FP8. h is no residual: the backward pass computes it again,
+    transposed, together with these gradients. The residuals are x and the kernels in FP8 and the values before the
+    activation, under the names of `te_jax.checkpoint_policies`. With row scaling, and without a recipe, it runs those
+    lines.
 
     Args:
       x: [*batch, in], float32, bfloat16 or float16, sharded in any way. Or a QuantizedArray, as in `dense`.

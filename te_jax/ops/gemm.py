@@ -103,14 +103,13 @@ def gemm(
 
         D = A B + bias        D = gelu(A B + bias)        D = accumulator + A B
 
-    with gelu(x) = 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))). An FP8 value counts as value × scale_inv. Sums are
-    float32, and D is rounded once where one kernel computes all of it. Sharded operands are multiplied where they lie;
-    a contraction that is split over devices costs one all-reduce of D. The native kernel has no derivative: use
-    `te_jax.ops.dense`.
+    with gelu(x) = 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))). An FP8 value stands for value × scale_inv. Sums are
+    float32, and D is rounded once if one kernel computes all of it. Each device multiplies its shards; if devices split
+    the contraction, they add up D by one all-reduce. The native kernel has no derivative: use `te_jax.ops.dense`.
 
     Args:
       lhs: [*rows, *cols], a QuantizedArray, or float32, bfloat16 or float16.
-      rhs: the same kind as lhs. Block scaling needs 1×128 scales on lhs and 128×128 on rhs. E5M2 × E5M2 is refused.
+      rhs: the same kind as lhs. Block scaling needs 1×128 scales on lhs and 128×128 on rhs. E5M2 × E5M2 is an error.
       lhs_contracting: "cols" sums over the cols of lhs (reads `data`), "rows" over its rows (reads `transposed`).
       rhs_contracting: "rows" sums over the rows of rhs (reads `transposed`), "cols" over its cols (reads `data`).
       contracting_ndim: the number of dimensions to sum over, in plain arrays; None is 1.
@@ -129,7 +128,7 @@ def gemm(
       implementation: None prefers the native kernel over the reference; "native" and "reference" never fall back.
 
     Returns:
-      D [*M, *N], or GemmResult(D, preactivation). Inside `shard_map`, psum D where the contraction is split.
+      D [*M, *N], or GemmResult(D, preactivation). Inside `shard_map`, apply psum to D if the contraction is split.
 
     Raises:
       ValueError: a shape, dtype, scaling or combination breaks a rule above; the message names the argument.

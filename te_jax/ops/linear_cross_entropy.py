@@ -103,10 +103,9 @@ def linear_cross_entropy(
 ) -> Array | tuple[Array, Array]:
     r"""`softmax_cross_entropy(x · kernel + bias, labels)` without an array of all logits.
 
-    Tokens are taken in chunks. Where a scalar loss is differentiated, the forward pass computes the gradients of each
-    chunk at once, while its logits are there: three matrix products instead of four. The gradient of kernel is added
-    up in float32. With reduction="none" the backward pass computes the logits again. docs/linear_cross_entropy.md has
-    times and memory.
+    It takes tokens in chunks. If you differentiate a scalar loss, the forward pass computes the gradients of each chunk
+    at once, while its logits exist: three GEMMs instead of four. It adds up the gradient of kernel in float32. With
+    reduction="none" the backward pass computes the logits again. docs/linear_cross_entropy.md has times and memory.
 
     Args:
       x: [*batch, in], float32, bfloat16 or float16: the hidden states. Sharded in any way.
@@ -120,13 +119,13 @@ def linear_cross_entropy(
       weight: float32 [*batch], or None for ones: factors of the tokens' losses. "mean" divides by their sum over the
         tokens that are not ignored.
       recipe: how to quantize for products in FP8; None for none. Not DelayedScaling.
-      fp8_products: which of "forward", "dgrad" and "wgrad" run in FP8 with a recipe. In FP8 the forward product costs
-        most of the accuracy. The gradient at the label, nearly all of its magnitude, is never rounded to FP8.
+      fp8_products: which of "forward", "dgrad" and "wgrad" run in FP8 with a recipe. The forward GEMM in FP8 loses most
+        of the accuracy. The gradient at the label, nearly all of its magnitude, is never rounded to FP8.
       chunk_tokens: the number of tokens in a chunk; None for chunks with 0.9 GB of logits, 1.8 GB with a
         recipe, or 2048 tokens, whichever is more.
-      wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, as in
-        `dense`: the gradient of a scalar loss is added in place, if the loss is what is differentiated; a loss that is
-        scaled first takes a pass more (scale the accumulator afterwards, or use `weight`).
+      wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, as in `dense`.
+        If you differentiate a scalar loss itself, its gradient is added in place; if you scale the loss first, that
+        takes one more pass (scale the accumulator afterwards, or use `weight`).
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
       return_lse: return the log-sum-exp too; it has no gradient.
       axis_name: inside `shard_map` or `pmap`, the mesh axes that split the vocabulary of kernel and bias, as in
@@ -136,7 +135,7 @@ def linear_cross_entropy(
 
     Returns:
       float32 scalar, or [*batch] for reduction="none"; with return_lse a tuple of that and lse, float32 [*batch].
-      Gradients have the dtypes of what they belong to.
+      Gradients have the dtypes of their arguments.
 
     Raises:
       ValueError: for arguments that break a rule above, naming the argument.

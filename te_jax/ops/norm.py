@@ -10,6 +10,7 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.interpreters import ad
 
@@ -38,6 +39,24 @@ def rms_norm(
 @overload
 def rms_norm(
     x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, *, epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: jax.typing.ArrayLike, quantization: None = None, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def rms_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, *, epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: None = None, quantization: Quantization, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> QuantizedArray: ...
+@overload
+def rms_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, *, epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: jax.typing.ArrayLike, quantization: Quantization, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
+@overload
+def rms_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, *, epsilon: float = 1e-6, zero_centered: bool = False,
     residual: jax.typing.ArrayLike | None = None, quantization: Quantization | None = None, copies: Copies = "both",
     implementation: native.Implementation | None = None,
 ) -> Any: ...
@@ -57,21 +76,22 @@ def rms_norm(
 
         y = s / √(mean(s²) + epsilon) · scale,   s = x or x + residual
 
-    The norm sees the sum as it is returned, rounded to the dtype of x. The backward pass keeps s and one float32 a row,
-    and is one pass over memory, which also adds the gradient of the new residual.
+    The norm reads the sum as it is returned, rounded to the dtype of x. The residuals are s (checkpoint name
+    "te_norm_input") and one float32 a row. The backward pass is one pass over memory, which also adds the gradient of
+    the returned sum.
 
     Args:
       x: [*rows, features], float32, bfloat16 or float16. Rows may be sharded in any way; features are gathered.
       scale: [features], float32, bfloat16 or float16.
       epsilon: at least 0.
       zero_centered: multiplies by 1 + scale.
-      residual: added to x before; of its shape and dtype. None for none.
+      residual: added to x before the norm; of its shape and dtype. None for none.
       quantization: None for a result in the dtype of x. Otherwise the format and scaling of the result, for example
-        `recipe.quantization("activation")`: it leaves its kernel in FP8, and `te_jax.ops.dense` takes it as x. Values
+        `recipe.quantization("activation")`: one kernel writes it in FP8, and `te_jax.ops.dense` takes it as x. Values
         and gradients are those of `dense` on the plain y, up to the rounding of y.
       copies: with quantization, which copies: "both", "data" (as it is) or "transposed".
       implementation: None uses the native kernels where there are some, else the reference; "native" or "reference"
-        never fall back. XLA computes a result in the dtype of x in any case, and the kernels its gradient.
+        never fall back. XLA always computes a result in the dtype of x; native kernels compute its gradient.
 
     Returns:
       An array like x, or a `QuantizedArray` with straight_through; with residual a tuple of it and s, the new residual.
@@ -104,9 +124,31 @@ def rms_norm(
 @overload
 def layer_norm(
     x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, bias: jax.typing.ArrayLike | None = None, *,
-    epsilon: float = 1e-6, zero_centered: bool = False, residual: None = None, quantization: None = None,
-    copies: Copies = "both", implementation: native.Implementation | None = None,
+    epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: None = None, quantization: None = None, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
 ) -> Array: ...
+@overload
+def layer_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, bias: jax.typing.ArrayLike | None = None, *,
+    epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: jax.typing.ArrayLike, quantization: None = None, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def layer_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, bias: jax.typing.ArrayLike | None = None, *,
+    epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: None = None, quantization: Quantization, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> QuantizedArray: ...
+@overload
+def layer_norm(
+    x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, bias: jax.typing.ArrayLike | None = None, *,
+    epsilon: float = 1e-6, zero_centered: bool = False,
+    residual: jax.typing.ArrayLike, quantization: Quantization, copies: Copies = "both",
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
 @overload
 def layer_norm(
     x: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, bias: jax.typing.ArrayLike | None = None, *,
@@ -240,7 +282,7 @@ def _normalize(
         operands = sharding.varying_together((x, residual, gamma, beta))
         found: Any = _differentiable(operation, norm, request, *operands)
         return found
-    total = x if residual is None else residual_sum(x, residual)
+    total = checkpoint_name(x if residual is None else residual_sum(x, residual), "te_norm_input")
     # The backward pass needs no more than the operands, in scans and for remat policies, too.
     run = functools.partial(normalize, epsilon=norm.epsilon, centered=norm.centered)
     y: Any = jax.checkpoint(lambda *operands: run(*operands)[0], prevent_cse=False)(total, gamma, beta)
@@ -268,7 +310,8 @@ def _forward(operation: str, norm: Norm, request: Request | None, *operands):
     x, residual, gamma, beta = primals = custom_vjp_primal_tree_values(operands)
     found = normalized(norm, x, residual, gamma, beta, request)
     layouts = [None if operand is None else sharding.Layout.of(operand) for operand in primals]
-    return _results(primals, found), (found.x, gamma, found.mean, found.rstd, layouts)
+    kept = checkpoint_name(found.x, "te_norm_input")
+    return _results(primals, found), (kept, gamma, found.mean, found.rstd, layouts)
 
 
 def _backward(operation: str, norm: Norm, request: Request | None, kept, cotangents):

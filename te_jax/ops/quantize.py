@@ -34,16 +34,31 @@ _COPIES = ("both", "data", "transposed")
 @overload
 def quantize(
     x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
-    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
-    with_dbias: Literal[False] = False, straight_through: bool = False,
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    with_amax: Literal[False] = False, with_dbias: Literal[False] = False, straight_through: bool = False,
     implementation: native.Implementation | None = None,
 ) -> QuantizedArray: ...
 @overload
 def quantize(
     x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
-    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: bool = False,
-    with_dbias: bool = False, straight_through: bool = False, implementation: native.Implementation | None = None,
-) -> Any: ...
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    with_amax: Literal[True], with_dbias: Literal[False] = False, straight_through: bool = False,
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
+@overload
+def quantize(
+    x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    with_amax: Literal[False] = False, with_dbias: Literal[True], straight_through: bool = False,
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array]: ...
+@overload
+def quantize(
+    x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    with_amax: Literal[True], with_dbias: Literal[True], straight_through: bool = False,
+    implementation: native.Implementation | None = None,
+) -> tuple[QuantizedArray, Array, Array]: ...
 # fmt: on
 def quantize(
     x: jax.typing.ArrayLike,
@@ -67,14 +82,14 @@ def quantize(
         data      = FP8(clip(x · scale, ±m)), rounded to nearest even
         scale_inv = 1 / scale, or NaN where amax is not finite
 
-    So one NaN or infinity makes NaN of all values that share its scale. Where amax is given, it stays alone: NaN stays
-    NaN, an infinity becomes NaN in float8_e4m3fn and an infinity in float8_e5m2. Float32 subnormals count as zero. All
-    implementations give the same bits.
+    So one NaN or infinity turns all values that share its scale into NaN. If you give amax, such a value affects only
+    itself: NaN stays NaN, an infinity becomes NaN in float8_e4m3fn and an infinity in float8_e5m2. Float32 subnormals
+    count as zero. All implementations give the same bits.
 
     Args:
       x: [*rows, *cols], float32, bfloat16 or float16. It may be sharded in any way: scales are those of the whole
-        array, and devices exchange amaxes and dbias only. With block scaling, dimensions whose shards would cut blocks
-        of 128 are gathered.
+        array, and devices exchange amaxes and dbias only. With block scaling, devices gather dimensions whose shards
+        would cut blocks of 128.
       quantization: format and scaling, for example `recipe.quantization("activation")`.
       row_ndim: number of dimensions in rows; None for all but the last. Rows and cols have at least one each. With
         block scaling, the last dimension of a group of several must be a multiple of 128.
@@ -85,8 +100,8 @@ def quantize(
         axes}. Block scaling needs it only for amax and dbias. Under `jit` on Auto or Explicit meshes leave it None.
       with_amax: also returns the amax of x, from the same pass except with block scaling.
       with_dbias: also returns the sum of x over its rows, from the same pass.
-      straight_through: gives the QuantizedArray a way for gradients: `te_jax.ops.dense` takes it as x, and returns the
-        gradient of x. Values and gradients are those of `dense` on the plain x.
+      straight_through: lets gradients pass through the QuantizedArray: `te_jax.ops.dense` takes it as x, and returns
+        the gradient of x. Values and gradients are those of `dense` on the plain x.
       implementation: None uses the native kernel where there is one, else the reference; "native" or "reference" never
         fall back.
 
@@ -96,7 +111,7 @@ def quantize(
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule above, naming the argument.
-      NotImplementedError: for derivatives through FP8 values or scales; `te_jax.ops.dense` defines those of products.
+      NotImplementedError: for derivatives through FP8 values or scales; `te_jax.ops.dense` defines those of GEMMs.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     References:

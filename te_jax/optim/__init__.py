@@ -5,9 +5,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "optax":
         raise
-    raise ImportError(
-        'te_jax.optim needs optax, which is not installed: pip install ".[optim]" in the checkout'
-    ) from error
+    raise ImportError('te_jax.optim needs optax, which is not installed: pip install "optax>=0.2.6"') from error
 
 from te_jax.optim._adam import ScaleByAdamState, adam, adamw, scale_by_adam
 from te_jax.optim._buckets import Buckets, Packed
@@ -20,6 +18,7 @@ from te_jax.optim._nonfinite import (
     loss_scale,
     skip_nonfinite,
 )
+from te_jax.optim._offload import offload
 from te_jax.optim._overwrite import overwrite_with_gradient
 from te_jax.optim._requantize import Requantize, apply_updates
 
@@ -38,6 +37,7 @@ __all__ = [
     "dynamic_loss_scale",
     "loss_scale",
     "master_weights",
+    "offload",
     "overwrite_with_gradient",
     "scale_by_adam",
     "skip_nonfinite",

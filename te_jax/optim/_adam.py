@@ -57,20 +57,20 @@ def scale_by_adam(
     stochastic_rounding: bool = True,
     seed: int | Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Rescales gradients as `optax.scale_by_adam` does, with both moments in dtypes of their own.
+    """Rescales gradients as `optax.scale_by_adam` does, with a dtype of your choice for each moment.
 
-    All arithmetic is in float32, of float64 gradients in float64. Finite gradients are clipped to ±2^63 (float64
-    moments: ±2^511), so that no moment overflows. The update follows from the moments before they are rounded:
+    All arithmetic is in float32, and for float64 gradients in float64. Finite gradients are clipped to ±2^63 (float64
+    moments: ±2^511), so that no moment overflows. The update uses the moments before they are rounded:
 
         m ← b1·m + (1-b1)·g,  v ← b2·v + (1-b2)·g²,  u = m/(1-b1^t) / (√(v/(1-b2^t) + eps_root) + eps)
 
-    A second moment in bfloat16 that is rounded to nearest stops following its gradients: a step of b2 = 0.999 changes
-    it by less than half of its last digit. So moments are rounded at random, up or down by distance, which is right on
-    average. The random bits are a hash of seed, step, parameter and place: the same after a restart and for every
-    sharding under `jit`. In `shard_map` places count within a shard.
+    Rounding to nearest would stop a second moment in bfloat16: a step of b2 = 0.999 changes it by less than half of its
+    last digit. So moments are rounded up or down at random, with probabilities that make them right on average. The
+    random bits are a hash of seed, step, parameter and place: the same after a restart and for every sharding under
+    `jit`. In `shard_map` places count within a shard.
 
-    float16 and FP8 hold blocks of 128 values along the last dimension, with a power of two as scale for each. Second
-    moments stay above zero there, in FP8 at 2^-16 of the power of two above their block's bound or more.
+    float16 and FP8 moments form blocks of 128 values along the last dimension, each with a power of two as scale. There
+    second moments stay above zero, in FP8 at 2^-16 of the power of two above their block's bound or more.
 
     Args:
       b1, b2: decay of the first and of the second moment.
@@ -281,7 +281,7 @@ def adamw(
     Args:
       learning_rate: a number, or a schedule: step → number.
       b1, b2, eps, eps_root, mu_dtype, nu_dtype, nesterov, stochastic_rounding, seed: see `scale_by_adam`.
-      weight_decay: times the learning rate is taken off every parameter.
+      weight_decay: this fraction of every parameter, times the learning rate, is subtracted from it.
       mask: which parameters decay: a tree of bools, or a function from the parameters to one.
       master_dtype: see `master_weights`; None where parameters are their own master.
       skip_nonfinite: see `te_jax.optim.skip_nonfinite`.

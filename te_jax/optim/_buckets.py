@@ -35,9 +35,9 @@ class _Slot(NamedTuple):
 class Buckets:
     """A plan that packs the small leaves of a tree into a few arrays, and takes them out again.
 
-    A step over ten thousand leaves of a few thousand values costs as many kernels, and in JAX a multiple of that for
-    handling their buffers; over what packs them it costs what their bytes do. So keep parameters packed from step to
-    step, and unpack where the model reads them:
+    A step over ten thousand leaves of a few thousand values runs as many kernels, and JAX needs a multiple of that time
+    to handle their buffers. A step over packed leaves only takes the time of their bytes. So keep parameters packed
+    from step to step, and unpack where the model reads them:
 
         buckets = te_jax.optim.Buckets.of(params)
         packed = buckets.pack(params)
@@ -48,8 +48,8 @@ class Buckets:
             updates, state = optimizer.update(gradients, state, packed)
             return optax.apply_updates(packed, updates), state, loss
 
-    Gradients with respect to what is packed come packed, by one concatenation. Leaves begin at multiples of 128 values,
-    so no block of a moment in FP8 holds values of two. The plan is hashable, and static in `jax.jit`.
+    Gradients with respect to packed parameters are packed too, by one concatenation. Leaves begin at multiples of 128
+    values, so no block of a moment in FP8 holds values of two leaves. The plan is hashable, and static in `jax.jit`.
     """
 
     structure: Any
@@ -61,9 +61,9 @@ class Buckets:
 
         Args:
           tree: arrays, or `jax.ShapeDtypeStruct`.
-          largest: leaves of more values stay arrays of their own, as do those that are not floating-point.
-          labels: of the tree's structure, or the beginning of it, with strings at its leaves: each label has buckets of
-            its own, which masks such as that of weight decay can then name.
+          largest: leaves of more values stay separate arrays, as do those that are not floating-point.
+          labels: of the tree's structure, or the beginning of it, with strings at its leaves: each label has separate
+            buckets, which masks such as that of weight decay can then name.
 
         Raises:
           ValueError: `labels` do not fit the tree, or are no strings.
@@ -86,8 +86,8 @@ class Buckets:
     def pack(self, tree: Any) -> Packed:
         """The tree, or another of its structure and shapes, packed.
 
-        Dtypes may differ from the plan's: gradients in float32 of bfloat16 parameters stay what they are. Leaves of one
-        bucket whose dtypes differ from each other are promoted to one.
+        Dtypes may differ from the plan's: float32 gradients of bfloat16 parameters stay float32. If the leaves of one
+        bucket have different dtypes, they are promoted to one.
 
         Raises:
           ValueError: the structure or a shape is another.
@@ -105,7 +105,7 @@ class Buckets:
         return Packed(buckets, others)
 
     def unpack(self, packed: Packed) -> Any:
-        """The tree of what was packed.
+        """The tree of packed leaves.
 
         Raises:
           ValueError: it was packed by another plan.

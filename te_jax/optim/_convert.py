@@ -20,17 +20,17 @@ _WRAPPERS = (MasterWeightsState, SkipNonfiniteState, DynamicLossScaleState)
 
 
 def convert_state(optimizer: optax.GradientTransformation, state: Any, params: Any) -> Any:
-    """The state with which an optimizer carries on where another Adam stopped.
+    """Converts the state of one Adam into that of another, with which a run continues.
 
-    Moments are rounded to nearest where the new dtype is narrower, and counts and schedules are kept. Masters are taken
-    over, or begin as the parameters are; those of the former state are dropped where the new one has none: give
-    `weights(params, state)` as parameters to keep them.
+    It rounds moments to nearest if the new dtype is narrower, and keeps counts and schedules. It keeps masters, or
+    starts them from the parameters. If the new optimizer has none, it drops the old ones: to keep their values, pass
+    `weights(params, state)` as parameters.
 
     Args:
-      optimizer: the one to carry on with: of this module or of optax, of the same composition apart from
-        `master_weights`, `skip_nonfinite` and `dynamic_loss_scale`.
-      state: of the one that stopped: of this module or of optax.
-      params: the parameters that both have.
+      optimizer: the new one, of this module or of optax, of the same composition apart from `master_weights`,
+        `skip_nonfinite` and `dynamic_loss_scale`.
+      state: of the old optimizer, of this module or of optax.
+      params: the parameters of both.
 
     Returns:
       A state as `optimizer.init(params)` returns it.

@@ -24,23 +24,23 @@ class MasterWeightsState(NamedTuple):
 def master_weights(
     inner: optax.GradientTransformation, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
-    """Adds the updates of a transform to float32 weights, of which 16-bit parameters are the rounded image.
+    """Adds the updates of a transform to float32 weights; 16-bit parameters are these weights, rounded.
 
     Steps too small for a 16-bit parameter add up in its master until they show. The transform inside sees gradients in
     float32, and the masters as its parameters, so that weight decay acts on them too.
 
     With int16 the master costs two bytes: a bfloat16 parameter is the upper half of the float32 number, rounded to
-    nearest (ties away from zero), and the state holds what is left, the lower half as a signed number. Both together
-    are the master, bit for bit (but for one last digit of the weight before, where a step all but cancels it); so
-    parameters must come back as the last update made them.
+    nearest (ties away from zero), and the state holds the lower half, as a signed number. Both together are the master,
+    bit for bit. (If a step takes a weight almost to zero, it can be off by one last digit of the weight before.) So
+    pass parameters as the last update left them.
 
     Args:
       inner: the transform.
-      dtype: float32, a copy of its own for each parameter of 16 bits; or int16, for bfloat16 parameters.
+      dtype: float32, a float32 copy of each parameter of 16 bits; or int16, for bfloat16 parameters.
 
     Returns:
-      The transform. Its update needs `params`. Updates are float32, and those that `optax.apply_updates` turns the
-      parameters with into the images of the new masters.
+      The transform. Its update needs `params`. Updates are float32; with them `optax.apply_updates` turns the
+      parameters into the new masters, rounded.
 
     Raises:
       ValueError: another dtype, parameters other than float32, bfloat16 and (not with int16) float16, or no `params`.
@@ -102,7 +102,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def weights(params: Any, state: Any) -> Any:
-    """The float32 weights that parameters are the image of: for evaluation, checkpoints and other formats.
+    """The float32 weights behind rounded parameters, for evaluation, checkpoints and other formats.
 
     Args:
       params: the parameters.
@@ -110,8 +110,8 @@ def weights(params: Any, state: Any) -> Any:
         masters.
 
     Returns:
-      float32 arrays of the parameters' structure; float64 parameters without a master, and what is not
-      floating-point, stay what they are.
+      float32 arrays of the parameters' structure; float64 parameters without a master, and leaves that are not
+      floating-point, stay unchanged.
 
     Raises:
       ValueError: the state holds the masters of several optimizers.

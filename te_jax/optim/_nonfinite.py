@@ -34,13 +34,13 @@ class DynamicLossScaleState(NamedTuple):
 def skip_nonfinite(
     inner: optax.GradientTransformation, *, axis_name: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Leaves out a step whose gradients have an infinity or NaN: updates are zero, and the state stays as it was.
+    """Skips a step whose gradients have an infinity or NaN: updates are zero, and the state stays as it was.
 
-    So the count of steps, schedules and random bits stay too. The decision is made on the device by selection, without
-    waiting for it on the host, as `jax.lax.cond` would on a GPU. It costs another read of the gradients.
+    So the count of steps, schedules and random bits stay too. The device decides by selection, so that the host does
+    not wait; with `jax.lax.cond` it would on a GPU. It costs another read of the gradients.
 
     Args:
-      inner: the transform, whole: what comes after it, such as weight decay, would not be skipped.
+      inner: the whole transform: one after it, such as weight decay, would not be skipped.
       axis_name: mesh axes over which gradients are split, in `shard_map` or `pmap`: all shards decide alike.
 
     Returns:
@@ -71,8 +71,9 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Divides gradients by the scale of the loss, and finds that scale: for training in float16.
 
-    A step whose gradients overflowed is left out as in `skip_nonfinite`, and the scale falls by `factor`; after
-    `growth_interval` steps without one it rises by it. The loss is multiplied by `loss_scale(state)`:
+    If gradients overflow, it skips the step like `skip_nonfinite`, and divides the scale by `factor`; after
+    `growth_interval` steps without overflow it multiplies the scale by `factor`. The loss is multiplied by
+    `loss_scale(state)`:
 
         loss_of = lambda params: loss(params, batch) * te_jax.optim.loss_scale(state)
 
@@ -136,7 +137,7 @@ def dynamic_loss_scale(
 
 
 def loss_scale(state: Any) -> Array:
-    """What to multiply the loss by: float32 scalar.
+    """The factor by which to multiply the loss: float32 scalar.
 
     Args:
       state: of an optimizer with a `dynamic_loss_scale` somewhere in it.

@@ -30,7 +30,7 @@ def overwrite_with_gradient(inner: optax.GradientTransformation) -> optax.Gradie
     `te_jax.recipe.DelayedScalingState`, Linen's collection "_overwrite_with_gradient", and the variables of te_jax's
     and Flax's layers in NNX, which are known by their names.
 
-    Make it the outermost transformation: one outside of it, such as `optax.clip_by_global_norm` in a chain, would
+    Make it the outermost transformation: another around it, such as `optax.clip_by_global_norm` in a chain, would
     change the next states. If no float32 update leads exactly to the next value, the result is larger, by less than
     2^-22 of the larger of the two values.
 

@@ -26,7 +26,7 @@ class Requantize:
       recipe: of the layer that it belongs to.
       row_ndim: number of dimensions of the kernel in its rows.
       stacked_ndim: number of dimensions in front of them along which the kernels of several layers are stacked; each
-        has scales of its own.
+        has separate scales.
       implementation: see `te_jax.ops.quantize`.
 
     Raises:
@@ -51,27 +51,27 @@ class Requantize:
 
 
 def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
-    """`optax.apply_updates`, and with `requantize` the kernels of the next forward pass in FP8.
+    """`optax.apply_updates`, which with `requantize` also returns the kernels of the next forward pass in FP8.
 
-    The largest magnitude that a scale for a whole tensor needs is taken in the loop that makes the new kernel, so
-    quantization reads the kernel once and not twice.
+    With per-tensor scaling, the loop that computes the new kernel also takes its amax, so quantization reads the kernel
+    once and not twice.
 
     Args:
-      params: the parameters, the optimizer's own, of any dtype that it takes; kernels that are quantized float32,
-        bfloat16 or float16.
+      params: the optimizer's own parameters, of any dtype that it takes; kernels to quantize must be float32, bfloat16
+        or float16.
       updates: from the optimizer.
-      requantize: of the structure of `params`, or the beginning of it, with a `Requantize` or None at its leaves; what
-        None stands for stays as it is.
+      requantize: of the structure of `params`, or the beginning of it, with a `Requantize` or None at its leaves; None
+        leaves parameters as they are.
 
     Returns:
       The new parameters; with `requantize` (parameters, operands), where operands has a
       `te_jax.quantized.QuantizedArray` with both copies for each kernel that is quantized and the new parameter
-      elsewhere. Layers that are called several times, for microbatches, take operands and quantize nothing. Where
-      blocks do not divide the last dimension of rows or cols, these are one dimension in the QuantizedArray, as
+      elsewhere. Pass operands to layers that are called several times, for microbatches; they then quantize nothing.
+      Where blocks do not divide the last dimension of rows or cols, these are one dimension in the QuantizedArray, as
       `quantize_kernels` of te_jax.flax and te_jax.nnx has it: their layers take either.
 
     Raises:
-      ValueError: `requantize` does not fit, or a kernel cannot be quantized so.
+      ValueError: `requantize` does not fit, or a kernel cannot be quantized in this way.
 
     Examples:
       >>> import jax.numpy as jnp, te_jax.optim

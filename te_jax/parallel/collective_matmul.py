@@ -1,7 +1,7 @@
-"""Matrix products whose rows are gathered from other devices, or whose sums are scattered to them.
+"""GEMMs that gather rows from other devices, or scatter their sums to them.
 
-The two products of tensor parallelism with sequence parallelism, for use inside `shard_map` and `pmap`. The gradient of
-one is the other. Residuals of the backward pass have names for `jax.checkpoint` policies and offloading:
+These are the two GEMMs of tensor parallelism with sequence parallelism, for use inside `shard_map` and `pmap`. The
+gradient of one uses the other. Their residuals have names for `jax.checkpoint` policies and offloading:
 
     te_collective_activation   x, gathered or this device's part of it: in FP8 where there is a recipe, 1 byte a value,
                                else in its dtype
@@ -36,13 +36,20 @@ Operand = jax.typing.ArrayLike | QuantizedArray
 # fmt: off
 @overload
 def all_gather_matmul(
-    x: Operand, kernel: Operand, *, axis_name: AxisName,
-    bias: jax.typing.ArrayLike | None = None, gather_dimension: int = -2, recipe: Recipe | None = None,
-    scaling_state: DelayedScalingState | None = None, transport: TransportName = "auto", bidirectional: bool = False,
-    gather_result: Literal[False] = False, residual: Residual = "gathered",
-    out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    x: Operand, kernel: Operand, *, axis_name: AxisName, bias: jax.typing.ArrayLike | None = None,
+    gather_dimension: int = -2, recipe: Recipe | None = None, scaling_state: DelayedScalingState | None = None,
+    transport: TransportName = "auto", bidirectional: bool = False, gather_result: Literal[False] = False,
+    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
     implementation: native.Implementation | None = None,
 ) -> Array: ...
+@overload
+def all_gather_matmul(
+    x: Operand, kernel: Operand, *, axis_name: AxisName, bias: jax.typing.ArrayLike | None = None,
+    gather_dimension: int = -2, recipe: Recipe | None = None, scaling_state: DelayedScalingState | None = None,
+    transport: TransportName = "auto", bidirectional: bool = False, gather_result: Literal[True],
+    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    implementation: native.Implementation | None = None,
+) -> tuple[Array, Array]: ...
 @overload
 def all_gather_matmul(
     x: Operand, kernel: tuple[Operand, ...], *, axis_name: AxisName,
@@ -52,6 +59,15 @@ def all_gather_matmul(
     residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
     implementation: native.Implementation | None = None,
 ) -> tuple[Array, ...]: ...
+@overload
+def all_gather_matmul(
+    x: Operand, kernel: tuple[Operand, ...], *, axis_name: AxisName,
+    bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_dimension: int = -2,
+    recipe: Recipe | None = None, scaling_state: tuple[DelayedScalingState, ...] | None = None,
+    transport: TransportName = "auto", bidirectional: bool = False, gather_result: Literal[True],
+    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    implementation: native.Implementation | None = None,
+) -> tuple[tuple[Array, ...], Array]: ...
 @overload
 def all_gather_matmul(
     x: Operand, kernel: Operand | tuple[Operand, ...], *, axis_name: AxisName,
@@ -81,12 +97,12 @@ def all_gather_matmul(
 ) -> Any:
     r"""y = all_gather(x) · kernel + bias, where rows of other devices travel while those that are here are multiplied.
 
-    For a kernel split by columns and x split along the sequence: the first half of a tensor-parallel layer. With g for
-    the gradient of y,
+    This is the first half of a tensor-parallel layer, for a kernel split by columns and x split along the sequence.
+    With g for the gradient of y,
 
         dx = reduce_scatter(g kernelᵀ),   dkernel = all_gather(x)ᵀ g,   dbias = Σ g
 
-    With a recipe x is quantized first, and FP8 values travel. Scales are those of the gathered x, the same that
+    With a recipe it quantizes x first, so FP8 values travel. Scales are those of the gathered x, which
     `te_jax.ops.dense` would use on one device.
 
     Args:
@@ -97,25 +113,25 @@ def all_gather_matmul(
         (q, k and v; gate and up). Without a recipe they are cast to the dtype of x. Or a QuantizedArray, from
         `quantize(kernel, recipe.quantization("kernel"), row_ndim=1)`, whose own gradient is zero.
       axis_name: the mesh axis of the devices, or several: the first varies slowest.
-      bias: [*N], or None; a tuple of them where kernel is one.
+      bias: [*N], or None; a tuple of them if kernel is one.
       gather_dimension: the dimension of x that is split, any but the last.
       recipe: how to quantize; None multiplies x and kernel as they are.
-      scaling_state: for DelayedScaling, the same on all devices; a tuple of them where kernel is one, of which the
-        first says how x is quantized. Its cotangent is the next state, see docs/collective_matmul.md.
-      transport: "xla" gathers first; "ring" overlaps by `ppermute`; "p2p" copies between GPUs beside the products, and
-        needs the extension and a shard_map over all axes. "auto" is "p2p" on GPUs of one host where products last long
-        enough to hide its cost, else "xla".
+      scaling_state: for DelayedScaling, the same on all devices. A tuple of them if kernel is one; the first gives the
+        scale of x. Its cotangent is the next state, see docs/collective_matmul.md.
+      transport: "xla" gathers first; "ring" overlaps by `ppermute`; "p2p" copies between GPUs beside the GEMMs, and
+        needs the extension and a shard_map over all axes. "auto" is "p2p" on GPUs of one host if GEMMs last long enough
+        to hide its cost, else "xla".
       bidirectional: whether a ring sends halves of the rows both ways. Ignored unless transport="ring".
       gather_result: also return the gathered x. Only without a recipe.
-      residual: what is kept of x for dkernel: the "gathered" operand, or this device's "shard" of it, which is D times
-        smaller and gathered again in the backward pass.
+      residual: the part of x that is kept for dkernel: the "gathered" operand, or this device's "shard" of it, which is
+        D times smaller and gathered again in the backward pass.
       out_dtype: of y: float32, bfloat16 or float16; None is the dtype of x.
       timeout: seconds after which "p2p" gives up on a device that does not arrive.
-      implementation: None takes native kernels for FP8 where there are, else the reference; "native" or "reference"
-        never fall back.
+      implementation: None takes native kernels for FP8 where there are some, else the reference; "native" or
+        "reference" never fall back.
 
     Returns:
-      y [*lead, S, *mid, *N], or a tuple of them where kernel is one; with gather_result (y, x [*lead, S, *mid, K]).
+      y [*lead, S, *mid, *N], or a tuple of them if kernel is one; with gather_result (y, x [*lead, S, *mid, K]).
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule, naming the argument; and for an x that is the same
@@ -162,14 +178,14 @@ def matmul_reduce_scatter(
 ) -> Array:
     r"""y = reduce_scatter(x · kernel) + bias: rows for other devices travel while the next ones are multiplied.
 
-    For a kernel split by rows and y split along the sequence: the second half of a tensor-parallel layer. With g for
-    the gradient of y,
+    This is the second half of a tensor-parallel layer, for a kernel split by rows and y split along the sequence. With
+    g for the gradient of y,
 
         dx = all_gather(g) kernelᵀ,   dkernel = xᵀ all_gather(g),   dbias = Σ g
 
-    Partial sums are rounded to out_dtype once, to travel, and added up in float32; with transport="xla" they are added
-    up in out_dtype, as `lax.psum_scatter` does. With a recipe x and kernel are quantized first, and in the backward
-    pass FP8 values of g travel.
+    It rounds partial sums to out_dtype once, to send them, and adds them up in float32; transport="xla" adds them up in
+    out_dtype, as `lax.psum_scatter` does. With a recipe it quantizes x and kernel first, and the backward pass sends
+    FP8 values of g.
 
     Args:
       x: [*lead, S, *mid, K/D], this device's part of a tensor whose last dimension is split over D devices; float32,

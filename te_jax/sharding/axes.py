@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array, lax
+from jax.dtypes import float0
 from jax.sharding import AbstractMesh, PartitionSpec
 
 Axes = tuple[str, ...]
@@ -82,6 +83,22 @@ def varying_together(operands: Any, axes: frozenset[str] = frozenset()) -> Any:
     """
     axes = axes | varying_axes(operands)
     return jax.tree.map(lambda x: varying_over(x, axes), operands)
+
+
+def together(one: Any, other: Any) -> tuple[Any, Any]:
+    """Both trees, and nothing that uses one begins before all of both is computed.
+
+    An optimization barrier marks all that passes it as varying over the axes over which any of it varies. So what
+    varies over fewer axes is waited for, but does not wait itself.
+    """
+    if not (jax.tree.leaves(one) and jax.tree.leaves(other)):
+        return one, other
+    axes = varying_axes(one, other)
+    leaves, structure = jax.tree.flatten((one, other))
+    arrays = [place for place, leaf in enumerate(leaves) if leaf.dtype != float0]
+    for place, leaf in zip(arrays, lax.optimization_barrier([leaves[place] for place in arrays]), strict=True):
+        leaves[place] = leaf if varying_axes(leaves[place]) == axes else leaves[place]
+    return structure.unflatten(leaves)
 
 
 def unmapped_axes() -> list[str]:

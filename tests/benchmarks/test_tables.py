@@ -67,7 +67,7 @@ def publish(root, document=DOCUMENT):
     path.write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("kind", ["table", "summary", "figure"])
+@pytest.mark.parametrize("kind", ["summary", "figure"])
 def test_a_place_without_results_says_so(root, kind):
     path = page(root, kind)
     assert tables.main([]) == 0
@@ -78,15 +78,16 @@ def test_a_place_without_results_says_so(root, kind):
     assert "stale" not in text
 
 
-def test_a_table_has_every_row_and_what_was_not_measured(root):
-    path = page(root, "table")
+def test_the_page_beside_a_result_file_has_every_row_and_what_was_not_measured(root):
     document = copy.deepcopy(DOCUMENT)
     del document["rows"][2]["share_of_floor"]
     another = {"case": "small", "operation": "both", "implementation": "never", "reason": "not installed"}
     document["skipped"] += [another, another]
     publish(root, document)
+    assert tables.main(["--check"]) == 1
     assert tables.main([]) == 0
-    text = path.read_text()
+    text = (root / "benchmarks" / "results" / "gpu-x" / "demo.md").read_text()
+    assert text.startswith("# demo, GPU X\n")
     assert "| small | `te_jax` | 3.000 | 0.125 | 1.50 | 50% | 1.00 | 4.25 |" in text
     assert "| small | `peer` | 12.750 | 0.125 | 6.38 | 50% |  |  |" in text
     assert "| large | `te_jax` | 3.500 | 0.125 | 1.75 |  | 1.00 | 4.25 |" in text
@@ -105,6 +106,32 @@ def test_a_summary_has_one_line_for_each_case_of_the_headline(root):
     assert "| small | 1.50 | 6.38 |" in text
     assert "| large | 1.75 |  |" in text
     assert "9.00" not in text
+
+
+SENTENCE = "It is <!-- ratio: demo gpu-x both {} te_jax peer{} -->stale<!-- /ratio --> as fast.\n"
+
+
+def test_a_ratio_stands_in_a_sentence(root):
+    page = root / "README.md"
+    page.write_text(SENTENCE.format("small", "") + SENTENCE.format("small", " ratio_to_copy"))
+    assert tables.main([]) == 0
+    assert page.read_text().count(">(not measured yet)<!--") == 2
+    document = copy.deepcopy(DOCUMENT)
+    document["rows"][0]["median_ms"] = 2.0
+    publish(root, document)
+    assert tables.main(["--check"]) == 1
+    assert tables.main([]) == 0
+    first, second = page.read_text().splitlines()
+    assert "-->6.38×<!-- /ratio --> as fast." in first
+    assert "-->4.25×<!-- /ratio --> as fast." in second
+
+
+@pytest.mark.parametrize("sentence", [SENTENCE.format("large", ""), SENTENCE.format("small", " no_key")])
+def test_a_ratio_of_what_was_not_measured_is_an_error(root, sentence, capsys):
+    (root / "README.md").write_text(sentence)
+    publish(root)
+    assert tables.main([]) == 1
+    assert "has no " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -144,7 +171,7 @@ def test_a_figure_without_bars_is_well_formed():
     assert not list(svg.iter("{http://www.w3.org/2000/svg}rect"))
 
 
-@pytest.mark.parametrize("kind", ["table", "summary", "figure"])
+@pytest.mark.parametrize("kind", ["summary", "figure"])
 def test_check_accepts_what_was_generated_and_nothing_else(root, kind, capsys):
     path = page(root, kind)
     publish(root)
@@ -171,12 +198,17 @@ def test_check_notices_an_edited_figure(root):
 
 @pytest.mark.parametrize(
     "text",
-    ["<!-- table: demo gpu-x -->\nopen\n", "<!-- table: demo -->\nx\n<!-- /table -->\n", "<!-- /summary -->\n"],
+    [
+        "<!-- summary: demo gpu-x -->\nopen\n",
+        "<!-- summary: demo -->\nx\n<!-- /summary -->\n",
+        "<!-- /summary -->\n",
+        "<!-- table: demo gpu-x -->\nx\n<!-- /table -->\n",
+    ],
 )
 def test_a_broken_marker_is_an_error_instead_of_a_forgotten_table(root, text, capsys):
     (root / "README.md").write_text(text)
     assert tables.main([]) == 1
-    assert "README.md has a table, summary or figure marker" in capsys.readouterr().err
+    assert "README.md has a summary, figure or ratio marker" in capsys.readouterr().err
 
 
 def test_local_changes_are_admitted(root):

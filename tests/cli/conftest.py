@@ -101,9 +101,9 @@ def whole(tmp_path_factory):
 def figures_of_twins_alone():
     """For runs whose subject is no figure: test_train.py has those of a run by itself."""
 
-    def draw(path, title, label, training, validation, unit):
+    def draw(path, title, label, training, validation, unit, subtitle):
         if any(name.endswith("_loss") for name in training[0]):
-            draw_losses(path, title, label, training, validation, unit)
+            draw_losses(path, title, label, training, validation, unit, subtitle)
 
     draw_losses = _report.draw_losses
     with pytest.MonkeyPatch.context() as patch:

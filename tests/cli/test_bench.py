@@ -104,4 +104,7 @@ def test_a_quick_run_prints_a_table_and_writes_where_it_is_told(tmp_path, capsys
     assert {"jax", "jaxlib", "te_jax"} <= document["versions"].keys()
     for row in document["rows"]:
         assert row["spread"]["min_ms"] <= row["median_ms"] <= row["spread"]["max_ms"]
-    assert "4096x256-float32" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "4096x256-float32" in shown
+    assert shown.endswith(f"Drawn in {path.with_suffix('.svg')}.\n")
+    assert "4096x256-float32" in path.with_suffix(".svg").read_text()

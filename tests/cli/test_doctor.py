@@ -22,7 +22,7 @@ def report(**changes):
     facts = {
         "python": "3.12.3 (Linux)",
         "versions": {
-            "te_jax": "0.1.0",
+            "te_jax": "0.2.0",
             "jax": "0.11.2",
             "jaxlib": "0.11.2",
             "numpy": "2.4.0",
@@ -43,6 +43,7 @@ def report(**changes):
         "extensions": (extension("cpu"), extension("cuda")),
         "jaxlib_ffi_api": (0, 3),
         "peer_access": ((True,),),
+        "host_memory": doctor.HostMemory(1511.7, None, None, 52.1, 51.8),
         "failures": {},
     }
     return doctor.Report(**{**facts, **changes})
@@ -57,7 +58,7 @@ def cpu():
 
 
 def extension(platform, problem=None):
-    build = {"version": "0.1.0", "cuda runtime": "13.0"}
+    build = {"version": "0.2.0", "cuda runtime": "13.0"}
     loaded = problem is None
     return native.ExtensionStatus(platform, f"te_jax._te_{platform}", loaded, loaded, problem, (0, 3), build)
 
@@ -73,7 +74,7 @@ def remedies(report_):
 def test_a_complete_machine_is_usable_and_needs_no_advice():
     assert report().gpu_path_usable
     assert doctor.advise(report()) == ()
-    assert "The GPU path is usable." in doctor.as_text(report())
+    assert "te_jax works on this machine's GPU." in doctor.as_text(report())
     assert report(devices=(gpu(0, "8.0"), gpu(1, "9.0"))).gpu_path_usable
 
 
@@ -81,7 +82,7 @@ def test_the_text_has_every_fact():
     assert doctor.as_text(report()).splitlines() == [
         "Versions",
         "  python             3.12.3 (Linux)",
-        "  te_jax             0.1.0",
+        "  te_jax             0.2.0",
         "  jax                0.11.2",
         "  jaxlib             0.11.2",
         "  numpy              2.4.0",
@@ -103,21 +104,26 @@ def test_the_text_has_every_fact():
         "  FFI API of the installed jaxlib: 0.3",
         "  te_jax._te_cpu (cpu): loaded",
         "    built for FFI API  0.3",
-        "    version            0.1.0",
+        "    version            0.2.0",
         "    cuda runtime       13.0",
         "  te_jax._te_cuda (cuda): loaded",
         "    built for FFI API  0.3",
-        "    version            0.1.0",
+        "    version            0.2.0",
         "    cuda runtime       13.0",
         "",
         "Peer access between GPUs",
         "  fewer than two GPUs",
         "",
+        "Host memory, for offload",
+        "  memory         1511.7 GiB",
+        "  may be locked  all",
+        "  copies         52.1 GB/s to the host, 51.8 GB/s to the GPU",
+        "",
         "Packages of the extra [train]",
         "  optax  0.2.8",
         "  tqdm   4.66",
         "",
-        "The GPU path is usable.",
+        "te_jax works on this machine's GPU. Next: te-jax train --recipe block --compare",
     ]
 
 
@@ -139,7 +145,9 @@ def test_the_text_says_what_is_not_there():
         "      pip install .    (in the checkout)",
     ):
         assert line in text.splitlines()
-    assert text.endswith("no native kernel is loaded: te_jax runs its reference implementations.")
+    assert text.splitlines()[-1] == (
+        "te_jax works, but slowly, without its kernels. Next: pip install .    (in the checkout)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -242,15 +250,21 @@ def test_a_machine_without_gpu_is_not_asked_to_build_for_one():
         driver=None,
         extensions=(extension("cpu"), extension("cuda", "te_jax was installed without te_jax._te_cuda")),
     )
-    assert [advice.missing for advice in doctor.advise(laptop)] == ["no NVIDIA GPU or driver on this machine"]
-    assert "te_jax works on this machine's CPU" in doctor.as_text(laptop)
+    assert not doctor.advise(laptop)
+    last = doctor.as_text(laptop).splitlines()[-1]
+    assert last == "te_jax works on this machine's CPU; it has no NVIDIA GPU. Next: te-jax train"
 
 
-def test_missing_train_packages_are_named_with_the_extra():
+def test_the_last_line_names_the_first_step_that_mends():
+    bare = report(versions=without(report(), **{"jax-cuda13-plugin": None}), devices=(cpu(),), backend="cpu")
+    last = doctor.as_text(bare).splitlines()[-1]
+    assert last == "te_jax works on this machine's CPU; not on its GPU. Next: " + remedies(bare)[0]
+
+
+def test_missing_train_packages_are_named():
     incomplete = report(train_packages={"optax": "0.2.8", "tqdm": None, "matplotlib": None})
     (advice,) = doctor.advise(incomplete)
-    assert advice.missing == "te-jax train needs tqdm, matplotlib"
-    assert ".[train]" in advice.remedy
+    assert advice == doctor.Advice("te-jax train needs tqdm, matplotlib", "pip install tqdm matplotlib")
 
 
 def test_peer_access_is_a_matrix_with_direction():
@@ -258,6 +272,15 @@ def test_peer_access_is_a_matrix_with_direction():
     lines = doctor.as_text(two).splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("Peer access"))
     assert [line.split() for line in lines[start + 3 : start + 5]] == [["0", "self", "yes"], ["1", "no", "self"]]
+
+
+def test_host_memory():
+    text = doctor.as_text(report())
+    assert "memory         1511.7 GiB\n  may be locked  all\n" in text
+    assert "copies         52.1 GB/s to the host, 51.8 GB/s to the GPU" in text
+    limited = report(host_memory=doctor.HostMemory(24.0, 0.1, "64", None, None))
+    assert "0.1 GiB (ulimit -l)\n  XLA may pin    64 GB (XLA_PJRT_GPU" in doctor.as_text(limited)
+    assert doctor._copy_rates(2**16)[0] > 0
 
 
 def test_packages_of_the_extra(monkeypatch):
@@ -308,6 +331,7 @@ def fail(*args, **kwargs):
         (native, "status"),
         (native, "runtime_ffi_api"),
         (native, "peer_access"),
+        (doctor, "_host_memory"),
         (importlib.metadata, "version"),
         (importlib.metadata, "requires"),
         (host, "gpus"),

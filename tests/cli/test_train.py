@@ -22,10 +22,10 @@ import numpy as np
 import optax
 import processes
 import pytest
-from runs import SMALL, STEPS, Toy, train_slowly
+from runs import EVERY, SMALL, STEPS, Toy, train_slowly
 
 from te_jax import native, optim
-from te_jax.cli import _report, _step, _text, train
+from te_jax.cli import _options, _report, _step, _text, train
 from te_jax.cli._report import draw_losses
 from te_jax.cli._run_folder import RunFolder, new_path, newest_path, read_header
 from te_jax.cli.errors import UserError
@@ -110,8 +110,9 @@ def test_the_figure_shows_means_in_the_middle_of_their_steps_and_how_far_above_t
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))
     training = [{"step": step, "loss": 3.0 * step, "optax_loss": 2.0 * step} for step in range(1, 91)]
-    draw_losses(tmp_path / "loss.png", "title", "te_jax", training, [training[0], training[-1]])
+    draw_losses(tmp_path / "loss.png", "title", "te_jax", training, [training[0], training[-1]], "byte", "5 tokens/s")
     top, bottom = figures[0].axes
+    assert top.get_title(loc="left") == "5 tokens/s"
     steps, means = top.lines[1].get_data()
     assert (steps[0], steps[-1]) == (2, 89)
     np.testing.assert_allclose(means, 3.0 * np.asarray(steps))
@@ -267,6 +268,24 @@ def test_microbatches_are_parts_of_the_same_batch(toy_run, toy, out, monkeypatch
     assert (4, 1, 17) in shapes
 
 
+def test_offload_changes_where_the_state_is_and_no_number(whole, out, monkeypatch):
+    monkeypatch.setattr(_options, "OFFLOAD_MIN_SIZE", 1)
+    kinds, save = [], RunFolder.save_behind
+
+    def saved(self, step, state):
+        kinds.append({leaf.sharding.memory_kind for leaf in jax.tree.leaves(state["loss"].optimizer) if leaf.ndim})
+        return save(self, step, state)
+
+    monkeypatch.setattr(RunFolder, "save_behind", saved)
+    argv = ["train", *SMALL, *EVERY, "--steps", str(STEPS), "--out", str(out)]
+    assert main([*argv, "--offload", "activations,optimizer"]) == 0
+    for found, expected in zip(records(out, "train"), records(whole, "train"), strict=True):
+        assert abs(found["loss"] - expected["loss"]) < 1e-4
+    assert main(["train", "--resume", "--steps", str(STEPS + 1), "--out", str(out)]) == 0
+    assert len(kinds) >= 3
+    assert all(kind == {"pinned_host"} for kind in kinds)
+
+
 def test_the_optimizer_is_the_one_that_was_asked_for(out, paths, monkeypatch):
     def build_optimizer(rate, steps, **options):
         asked.append((rate, steps, options["warmup_steps"], options["clip_norm"]))
@@ -295,12 +314,14 @@ def test_one_step_on_the_shortest_text(batch, tmp_path, out, request, monkeypatc
 def test_a_finished_run_can_be_resumed_and_stays_as_it_is(whole, out, capsys, monkeypatch):
     monkeypatch.setattr(_report, "draw_losses", draw_losses)
     shutil.copytree(whole, out)
-    (out / "loss.png").unlink()
     assert main(["train", "--resume", "--out", str(out)]) == 0
     assert (out / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
     summary = shown_by(whole).replace(str(whole), str(out)).splitlines()[-2:]
     assert capsys.readouterr().out.splitlines() == summary
     assert (out / "loss.png").read_bytes() == (whole / "loss.png").read_bytes()
+    (out / "loss.png").unlink()
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    assert (out / "loss.png").stat().st_size > 0
 
 
 @pytest.fixture
@@ -389,12 +410,13 @@ def test_a_device_that_is_out_of_memory_is_one_sentence_with_the_way_out(out, to
     toy.evaluate = lambda: jax.jit(lambda: jnp.ones((2**60,), "uint8"))()
     error = refused([*SMALL, "--out", str(out)], capsys)
     assert error.startswith("te-jax: error: --preset nano with --batch 4 and --seq-len 16 is out of memory (JaxRuntime")
-    way_out = "or --remat, --optimizer-state fp8, a larger --microbatches or --tp\n"
+    way_out = "or --remat, --optimizer-state fp8, --offload activations,optimizer, a larger --microbatches or --tp\n"
     assert error.endswith(f"choose a smaller --preset, --batch or --seq-len, {way_out}")
 
 
 def test_a_host_that_is_out_of_memory_is_one_sentence(out, capsys):
-    error = refused([*SMALL, "--batch", str(2**50), "--remat", "--optimizer-state", "fp8", "--out", str(out)], capsys)
+    all_measures = ["--remat", "--optimizer-state", "fp8", "--offload", "activations,optimizer"]
+    error = refused([*SMALL, "--batch", str(2**50), *all_measures, "--out", str(out)], capsys)
     assert "is out of memory (MemoryError: Unable to allocate " in error
     assert error.endswith("choose a smaller --preset, --batch or --seq-len, or a larger --microbatches or --tp\n")
 
@@ -403,7 +425,8 @@ def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(out,
     monkeypatch.setattr(_step, "memory_of", lambda devices: 2**30)
     error = refused(["--preset", "8b", "--devices", "1", "--out", str(out)], capsys)
     assert "--preset 8b needs 89.75 GiB on each device for parameters and Adam's moments" in error
-    assert "has 1.00 GiB: choose a smaller --preset, --optimizer-state fp8, or a larger --tp" in error
+    ways_out = "a smaller --preset, --optimizer-state fp8, --offload optimizer, or a larger --tp"
+    assert f"has 1.00 GiB: choose {ways_out}" in error
     error = refused(["--preset", "8b", "--tp", "2", "--optimizer-state", "fp8", "--out", str(out)], capsys)
     assert "--preset 8b needs 22.67 GiB on each device" in error
     assert not out.exists()
@@ -447,6 +470,10 @@ def refused(argv, capsys):
         (["--learning-rate", "0"], "--learning-rate is 0"),
         (["--preset", "giant"], "--preset giant is unknown: choose one of nano, tiny, small, 8b"),
         (["--recipe", "fp8"], "--recipe fp8 is unknown: choose one of block, current, rowwise, delayed, none"),
+        (
+            ["--offload", "moments"],
+            "--offload is moments: choose activations, optimizer, activations,optimizer or none",
+        ),
         (["--recipe", ""], "--recipe  is unknown: choose one of block"),
         (["--text", "nowhere.txt"], "--text nowhere.txt does not exist"),
         (["--text", ""], "--text: is empty"),
@@ -486,7 +513,7 @@ def paths(monkeypatch):
     """Folders of runs that take no step."""
     paths = []
     monkeypatch.setattr(
-        train, "_train", lambda folder, options, *_: paths.append(folder.path.as_posix()) or options.steps
+        train, "_train", lambda folder, options, *_: paths.append(folder.path.as_posix()) or (options.steps, "")
     )
     monkeypatch.setattr(train, "_conclude", lambda *_: None)
     return paths
@@ -538,9 +565,9 @@ def test_a_recipe_that_the_gpu_cannot_multiply_is_refused(out, capsys, monkeypat
 def test_missing_packages_are_named_as_the_extra_names_them(out, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = ", ".join(requirement.partition(">")[0] for requirement in project["optional-dependencies"]["train"])
+    names = [requirement.partition(">")[0] for requirement in project["optional-dependencies"]["train"]]
     error = refused(["--out", str(out)], capsys)
-    assert error == f'te-jax: error: te-jax train needs {names}: pip install ".[train]" in the checkout\n'
+    assert error == f"te-jax: error: te-jax train needs {', '.join(names)}: pip install {' '.join(names)}\n"
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(toy_run, toy, out, capsys):

@@ -130,6 +130,7 @@ def test_auto_leaves_a_run_what_it_has():
     assert {name: getattr(options, name) for name in stored} == stored
 
 
+@pytest.mark.slow
 def test_recipe_and_twin_on_a_mesh_of_data_and_parts(on_one_device, tmp_path, capsys):
     """The twin has neither recipe nor its own devices, so with float32 moments it is the run on one device."""
     out = tmp_path / "run"
@@ -161,6 +162,7 @@ def steps_of(learner, placement, batches):
     return state, found
 
 
+@pytest.mark.slow
 def test_the_states_of_adam_and_of_delayed_scaling_are_those_of_one_device(rng):
     batches = rng.integers(0, 256, (3, 4, 33)).astype(np.uint8)
     learners = (learner_of(tp, "float8_e4m3fn", DelayedScaling(history_len=4)) for tp in (1, 2))

@@ -28,7 +28,8 @@ from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseS
 
 
 def normal(rng, *shape, dtype="float32", scale=1.0):
-    return jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype)))
+    values = (scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype))
+    return jnp.asarray(values)  # of its own: XLA does not write over what NumPy holds
 
 
 # ------------------------------------------------------------------------------------------------ softmax_cross_entropy
@@ -40,7 +41,10 @@ LOSS = {"label_smoothing": 0.2, "z_loss": 3e-3, "logit_softcap": 3.0}
 def draw_logits(rng, dtype="float32"):
     labels = rng.integers(0, VOCABULARY, ROWS)
     labels = np.where(rng.random(ROWS) < 0.2, -100, labels)
-    return {"logits": normal(rng, *ROWS, VOCABULARY, dtype=dtype, scale=2.0), "labels": jnp.asarray(labels, jnp.int32)}
+    return {
+        "logits": normal(rng, *ROWS, VOCABULARY, dtype=dtype, scale=2.0),
+        "labels": jax.device_put(np.asarray(labels, jnp.int32)),
+    }
 
 
 def losses(logits, labels):
@@ -190,8 +194,8 @@ def attention(name, kv_heads, *, options=None, extra=(), layouts=("batch", "head
             "value": normal(rng, SEQUENCES, TIME, kv_heads, HEAD_DIM),
             "bias": normal(rng, 1, HEADS, TIME, TIME),
             "sinks": normal(rng, HEADS),
-            "key_lengths": jnp.asarray(rng.integers(1, TIME, SEQUENCES), jnp.int32),
-            "segment_ids": jnp.asarray(np.sort(rng.integers(0, 3, (SEQUENCES, TIME))), jnp.int32),
+            "key_lengths": jax.device_put(np.asarray(rng.integers(1, TIME, SEQUENCES), jnp.int32)),
+            "segment_ids": jax.device_put(np.asarray(np.sort(rng.integers(0, 3, (SEQUENCES, TIME))), jnp.int32)),
         }
         return {name: x for name, x in operands.items() if name in ("query", "key", "value", *extra)}
 

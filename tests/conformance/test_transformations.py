@@ -16,6 +16,16 @@ from te_jax.inspect import buffers
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
 every = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+
+
+def variants_in_turn(turn):
+    """Every row; but of the variants a third, and the others in `make test-slow`."""
+    variants = [row for row in OPERATIONS if row.variant]
+    left_out = [row for i, row in enumerate(variants) if i % 3 != turn]
+    rows = [pytest.param(row, id=row.name, marks=pytest.mark.slow if row in left_out else ()) for row in OPERATIONS]
+    return pytest.mark.parametrize("operation", rows)
+
+
 no_variants = pytest.mark.parametrize(
     "operation", [row for row in OPERATIONS if not row.variant], ids=lambda operation: operation.name
 )
@@ -94,7 +104,7 @@ def _total(run, some, operands, cotangents):
 # ------------------------------------------------------------------------------------------------- vmap, pmap and scan
 
 
-@every
+@variants_in_turn(0)
 def test_vmap_of_gradients(operation, rng):
     """Every example is a call of its own."""
     cases = operation.cases(rng, 2)
@@ -103,7 +113,7 @@ def test_vmap_of_gradients(operation, rng):
         operation.assert_agree(take(found, i), operation.alone()(*case))
 
 
-@every
+@variants_in_turn(1)
 def test_gradients_of_vmap(operation, rng):
     """One operand mapped, along its last dimension, inside a vmap of one example; the other operands are shared. It is
     the first one, and of a variant the last."""
@@ -130,7 +140,7 @@ def test_gradients_of_vmap(operation, rng):
         operation.assert_agree(gradients[name], stack(parts, mapped[name]) if name in mapped else total(parts))
 
 
-@every
+@variants_in_turn(2)
 def test_scan(operation, rng):
     """As the layers of a stack, whose gradients go back through the loop, and as a loop over whole steps."""
     cases = operation.cases(rng, 2)
@@ -168,7 +178,7 @@ def _inexact(x):
     return jnp.issubdtype(x.dtype, jnp.floating) and "float8" not in x.dtype.name
 
 
-@every
+@variants_in_turn(0)
 def test_remat(operation, rng):
     """Under each policy the same values; and kernels run again only where what they computed was not kept."""
     if not operation.differentiable:
@@ -266,7 +276,7 @@ def test_export(operation, rng):
 
 
 @pytest.mark.parametrize("implementation", ["native", "reference"])
-@every
+@variants_in_turn(1)
 def test_derivatives_that_are_not_defined(implementation, operation, rng):
     """They are right, or refused with the error that the row names, whatever surrounds them."""
     if implementation == "reference" and operation.variant:

@@ -15,7 +15,7 @@ from te_jax.cli import _options, bench, main
 from te_jax.cli.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")])
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 _CODE = re.compile(r"```\w*\n(?P<block>.*?)```|`(?P<inline>[^`]+)`", re.DOTALL)
 _STANDS_FOR = {"FAMILY": "gemm", "N": "2", "…": "none"}

@@ -28,7 +28,7 @@ GROUPED = {"num_kv_heads": 2, "rope_theta": 100.0}
 
 
 def normal(rng, shape, dtype=jnp.float32):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
 
 
 def key_of(rng):
@@ -70,6 +70,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_groups_and_rotary_positions(rng, name):
     arguments, call, seen = CALLS[name]
@@ -134,6 +135,7 @@ def test_x_may_come_from_a_norm_in_fp8(rng):
         assert_close(actual, expected, tolerance=1e-2)
 
 
+@pytest.mark.slow
 def test_state_of_delayed_scaling_advances(rng):
     model, x = Attention(4, recipe=RECIPES["delayed"]), normal(rng, (2, 16, 64))
     state = TrainState.create(apply_fn=model.apply, params=model.init(key_of(rng), x), tx=optax.sgd(0.1))
@@ -167,6 +169,7 @@ class Stacked(nn.Module):
         return layers(self.recipe, name="layers")(x, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "recipe"), [(Attention, "block"), (Stacked, "delayed")])
 def test_kernels_are_quantized_once(rng, model, recipe):
     recipe = RECIPES[recipe]

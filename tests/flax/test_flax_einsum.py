@@ -13,7 +13,7 @@ from te_jax.testing import assert_close, relative_error
 
 
 def normal(rng, shape, dtype=jnp.float32):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
 
 
 def loss_of(model):

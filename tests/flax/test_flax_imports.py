@@ -2,8 +2,13 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+
+PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
 def run(code):
@@ -19,5 +24,6 @@ def test_te_jax_does_not_import_flax():
 def test_without_flax_the_error_says_what_to_install(name):
     done = run(f"import sys; sys.modules['flax'] = None; import {name}")
     assert done.returncode == 1
-    message = f'ImportError: {name} needs Flax, which is not installed: pip install ".[flax]" in the checkout'
+    (needed,) = EXTRAS["flax"]
+    message = f'ImportError: {name} needs Flax, which is not installed: pip install "{needed}"'
     assert message in done.stderr

@@ -39,7 +39,7 @@ LAYERS = {
 
 
 def normal(rng, shape, dtype=jnp.float32):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
 
 
 @pytest.mark.parametrize("name", LAYERS)

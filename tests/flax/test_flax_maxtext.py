@@ -1,5 +1,8 @@
 """MaxTextQuantization in layers that use a quantization as those of maxtext 0.2.5 do, and in MaxText where it is."""
 
+from pathlib import Path
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -60,7 +63,7 @@ def of_maxtext(in_features_shape, out_features_shape, quant, rngs):
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_dense_layers_multiply_in_fp8(rng, make, recipe):
     layer = make((4, 8), (48,), MaxTextQuantization(recipe), nnx.Rngs(int(rng.integers(2**31))))
-    x = jnp.asarray(rng.standard_normal((3, 5, 4, 8)), jnp.bfloat16)
+    x = jax.device_put(np.asarray(rng.standard_normal((3, 5, 4, 8)), jnp.bfloat16))
 
     @nnx.jit
     def step(layer, x):
@@ -89,7 +92,9 @@ def test_dense_layers_multiply_in_fp8(rng, make, recipe):
 
 def test_einsum_takes_either_argument_and_is_that_of_jax(rng):
     quant = MaxTextQuantization(CurrentScaling())
-    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 3, 4), (2, 4, 5)))
+    x, kernel = (
+        jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32)) for shape in ((2, 3, 4), (2, 4, 5))
+    )
     for einsum in (quant.einsum(mesh_axes=("expert", "embed")), quant.einsum(dtype=jnp.bfloat16), quant.einsum()):
         np.testing.assert_array_equal(einsum("ebd,edf->ebf", x, kernel), jnp.einsum("ebd,edf->ebf", x, kernel))
 
@@ -105,3 +110,34 @@ def test_it_has_what_the_classes_of_maxtext_have():
     assert public <= set(dir(MaxTextQuantization(CurrentScaling())))
     assert not quantizations.in_serve_mode(MaxTextQuantization(CurrentScaling()))
     assert not quantizations.in_convert_mode(MaxTextQuantization(CurrentScaling()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # MaxText's own
+def test_a_model_of_maxtext_takes_it_as_an_argument(rng):
+    creation = pytest.importorskip("maxtext.utils.model_creation_utils")
+    from maxtext.configs import pyconfig
+    from maxtext.utils import maxtext_utils
+
+    base = Path(pyconfig.__file__).with_name("base.yml")
+    sizes = {"base_emb_dim": 256, "base_mlp_dim": 512, "base_num_query_heads": 4, "base_num_kv_heads": 4}
+    sizes |= {"head_dim": 64, "base_num_decoder_layers": 2, "vocab_size": 512, "max_target_length": 128}
+    config = pyconfig.initialize(
+        ["", str(base)], run_name="test", hardware="cpu", enable_checkpointing=False, scan_layers=False,
+        attention="dot_product", dataset_type="synthetic", skip_jax_distributed_system=True, **sizes,
+    )  # fmt: skip
+    mesh = maxtext_utils.get_mesh_from_config(config, jax.devices()[:1])
+    tokens = jnp.asarray(rng.integers(0, 512, (2, 128)), jnp.int32)
+    positions, segments = jnp.broadcast_to(jnp.arange(128), tokens.shape), jnp.ones_like(tokens)
+
+    def model(quant):
+        with mesh, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return creation.get_transformer_model(config, mesh, quant, rngs=nnx.Rngs(params=0, dropout=1, aqt=2))
+
+    def logits(model):
+        with mesh, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            run = nnx.jit(lambda it: it(tokens, positions, decoder_segment_ids=segments, enable_dropout=False))
+            return np.asarray(run(model), np.float64)
+
+    plain, quantized = model(None), model(MaxTextQuantization(BlockScaling()))
+    nnx.update(quantized, nnx.state(plain, nnx.Param))
+    assert 1e-3 < relative_error(logits(quantized), logits(plain)) < 0.15

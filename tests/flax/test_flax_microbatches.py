@@ -59,7 +59,7 @@ class Scanned(nn.Module):
 
 
 def normal(rng, shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32))
 
 
 def loss_of(model):
@@ -72,7 +72,12 @@ def assert_trees_close(actual, expected, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("model", "recipe"), [(Model, "current"), (Model, "block"), (Model, "delayed"), (Scanned, "delayed")]
+    ("model", "recipe"),
+    [
+        (Model, "current"),
+        *(pytest.param(Model, name, marks=pytest.mark.slow) for name in ("block", "delayed")),
+        (Scanned, "delayed"),
+    ],
 )
 def test_gradients_are_those_of_kernels_quantized_in_each_microbatch(rng, model, recipe):
     model = model(RECIPES[recipe])
@@ -342,7 +347,7 @@ def test_boxed_and_sharded_kernels(rng, make_mesh):
 @pytest.mark.parametrize("recipe", [RECIPES["block"], RECIPES["delayed"]], ids=["block", "delayed"])
 def test_serialization(recipe, rng):
     """As those save quantized models who use neither Orbax nor pickle."""
-    model, x = Dense(32, recipe=recipe), jnp.asarray(rng.standard_normal((4, 64)), jnp.float32)
+    model, x = Dense(32, recipe=recipe), jax.device_put(np.asarray(rng.standard_normal((4, 64)), jnp.float32))
     variables = jax.jit(model.init)(jax.random.key(0), x)
     quantized = jax.jit(lambda variables: quantize_kernels(model, variables, x))(variables)
     target = jax.eval_shape(lambda variables: quantize_kernels(model, variables, x), variables)
@@ -353,7 +358,9 @@ def test_serialization(recipe, rng):
 
 
 def test_serialization_of_other_copies(rng):
-    kernel = quantize(jnp.asarray(rng.standard_normal((32, 48)), jnp.float32), CurrentScaling().quantization("kernel"))
+    kernel = quantize(
+        jax.device_put(np.asarray(rng.standard_normal((32, 48)), jnp.float32)), CurrentScaling().quantization("kernel")
+    )
     saved = serialization.to_bytes({"kernel": kernel.without_data()})
     with pytest.raises(ValueError, match=r"kernel at .*kernel was saved with \['transposed', 'transposed_scale_inv'\]"):
         serialization.from_bytes({"kernel": kernel}, saved)

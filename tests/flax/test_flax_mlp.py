@@ -13,7 +13,7 @@ from te_jax.testing import assert_close
 
 
 def normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32))
 
 
 def test_an_mlp_takes_x_in_fp8(rng):

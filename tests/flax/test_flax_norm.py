@@ -17,7 +17,7 @@ from te_jax.testing import assert_close
 
 
 def normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32))
 
 
 def perturbed(variables, rng):
@@ -29,6 +29,7 @@ def value_and_gradients(module, variables, x):
     return y, *pull(jnp.cos(y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -119,7 +120,7 @@ def test_kernels_quantized_once(rng):
 
 def test_embed_is_flaxs(rng):
     ours, theirs = Embed(48, 32), nn.Embed(48, 32)
-    tokens, x = jnp.asarray(rng.integers(0, 48, (2, 5))), normal(rng, 2, 5, 32)
+    tokens, x = jax.device_put(rng.integers(0, 48, (2, 5))), normal(rng, 2, 5, 32)
     variables = jax.jit(theirs.init)(jax.random.key(0), tokens)
     np.testing.assert_array_equal(
         jax.jit(ours.init)(jax.random.key(0), tokens)["params"]["embedding"], variables["params"]["embedding"]

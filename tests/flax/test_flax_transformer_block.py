@@ -27,7 +27,7 @@ SHAPE = {"hidden_features": 96, "num_heads": 4, "num_kv_heads": 2, "rope_theta":
 
 
 def normal(rng, shape, dtype=jnp.float32):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
 
 
 def key_of(rng):
@@ -53,6 +53,7 @@ def test_it_is_the_nnx_block(rng, name, time):
     np.testing.assert_array_equal(model.apply(variables | {"params": params}, x), block(x), strict=True)
 
 
+@pytest.mark.slow
 def test_decoding_gives_what_the_whole_sequence_does(rng):
     arguments, x = {**SHAPE, "window": 3}, normal(rng, (2, 7, 64))
     whole, model = TransformerBlock(**arguments), TransformerBlock(**arguments, decode=True)
@@ -71,6 +72,7 @@ def test_decoding_gives_what_the_whole_sequence_does(rng):
     assert_close(jnp.concatenate(ys, axis=1), expected)
 
 
+@pytest.mark.slow
 def test_state_of_delayed_scaling_advances(rng):
     model, x = TransformerBlock(**SHAPE, recipe=RECIPES["delayed"]), normal(rng, (2, 16, 64))
     state = TrainState.create(apply_fn=model.apply, params=model.init(key_of(rng), x), tx=optax.sgd(0.1))
@@ -102,6 +104,7 @@ class Stacked(nn.Module):
         return layers(self.recipe, name="layers")(x, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["by role"])
 def test_kernels_are_quantized_once(rng, name):
     model, microbatches = Stacked(RECIPES[name]), normal(rng, (2, 2, 128, 64))
@@ -124,6 +127,7 @@ def test_kernels_are_quantized_once(rng, name):
     jax.tree.map(lambda a, e, f: assert_close(a, e + f, tolerance=5e-3), actual, first, second)
 
 
+@pytest.mark.slow
 def test_dropout_is_of_both_parts(rng):
     model, x = TransformerBlock(**SHAPE, dropout_rate=0.5), normal(rng, (2, 64, 64))
     params = model.init(key_of(rng), x, deterministic=True)["params"]

@@ -39,11 +39,13 @@ def _promotion(promotion):
 def random_params(config, rng):
     """Unlike those of `init`, with norms that are not 1."""
     params = jit_init(config, jax.random.key(int(rng.integers(2**31))))
-    return jax.tree.map(lambda leaf: leaf * jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype), params)
+    return jax.tree.map(
+        lambda leaf: leaf * jax.device_put(np.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)), params
+    )
 
 
 def random_tokens(config, rng, shape):
-    return jnp.asarray(rng.integers(0, config.vocab_size, shape), jnp.int32)
+    return jax.device_put(np.asarray(rng.integers(0, config.vocab_size, shape), jnp.int32))
 
 
 def numpy_logits(params, tokens, config):
@@ -125,7 +127,7 @@ def test_a_token_changes_no_earlier_logits(rng):
 def test_loss_is_the_mean_over_tokens_that_have_a_target(rng):
     params, tokens = random_params(SMALL, rng), random_tokens(SMALL, rng, (3, 9))
     targets = random_tokens(SMALL, rng, (3, 9))
-    ignored = jnp.asarray(rng.random((3, 9)) < 0.3)
+    ignored = jax.device_put(rng.random((3, 9)) < 0.3)
     per_token = optax.softmax_cross_entropy_with_integer_labels(jit_apply(params, tokens, SMALL), targets)
     expected = np.asarray(per_token)[~np.asarray(ignored)].mean()
     for implementation in (None, "reference"):
@@ -249,6 +251,7 @@ def test_init_keeps_the_residual_stream_of_one_size():
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"norm_eps": "1e-5"}, "norm_eps is '1e-5'"),
         ({"rope_theta": None}, "rope_theta is None"),
+        ({"offload": "activations"}, "offload is 'activations': it needs to be a te_jax.offload.Offload, or None"),
         ({"dtype": "float16"}, "dtype is 'float16': choose one of float32, bfloat16"),
     ],
 )

@@ -30,7 +30,7 @@ value_and_grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 4)), static_argnum
 def random_params(rng):
     """Unlike those of `init`, of another size in each layer."""
     params = jax.jit(init, static_argnums=0)(PLAIN, jax.random.key(int(rng.integers(2**31))))
-    return jax.tree.map(lambda leaf: leaf * jnp.asarray(rng.uniform(0.5, 1.5), leaf.dtype), params)
+    return jax.tree.map(lambda leaf: leaf * jax.device_put(np.asarray(rng.uniform(0.5, 1.5), leaf.dtype)), params)
 
 
 def stacked(layers):
@@ -38,7 +38,7 @@ def stacked(layers):
 
 
 def random_tokens(rng):
-    return jnp.asarray(rng.integers(0, PLAIN.vocab_size, SHAPE), jnp.int32)
+    return jax.device_put(np.asarray(rng.integers(0, PLAIN.vocab_size, SHAPE), jnp.int32))
 
 
 def relative_error(actual, expected):

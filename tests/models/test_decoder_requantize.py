@@ -11,6 +11,7 @@ import pytest
 
 from te_jax import models, nn, optim
 from te_jax.models import DecoderConfig
+from te_jax.offload import Offload
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close
@@ -64,7 +65,7 @@ def gradients_with_quantization_in_the_call(config, params, scaling, tokens):
 
 @pytest.fixture
 def tokens(rng):
-    return jnp.asarray(rng.integers(0, CONFIG.vocab_size, (4, MICROBATCHES, 2, 16)), jnp.int32)
+    return jax.device_put(np.asarray(rng.integers(0, CONFIG.vocab_size, (4, MICROBATCHES, 2, 16)), jnp.int32))
 
 
 @every_recipe
@@ -127,11 +128,16 @@ def test_quantized_kernels_follow_from_the_parameters(tokens):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-def test_remat(tokens):
+@pytest.mark.parametrize(
+    "change",
+    [{"remat": True}, {"remat": True, "offload": Offload(min_size=0)}, {"offload": Offload(min_size=0)}],
+    ids=["remat", "remat and offload", "offload"],
+)
+def test_remat_and_offload(change, tokens):
     config = dataclasses.replace(CONFIG, recipe=BlockScaling())
     state = first_state(config)
     _, (losses, gradients) = step(config, state, tokens[0])
-    _, (others, recomputed) = step(dataclasses.replace(config, remat=True), state, tokens[0])
+    _, (others, recomputed) = step(dataclasses.replace(config, **change), state, tokens[0])
     np.testing.assert_array_equal(losses, others)
     for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(recomputed), strict=True):
         assert_close(one, other, tolerance=1e-3)

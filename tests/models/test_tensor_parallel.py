@@ -26,6 +26,7 @@ from te_jax.models import (
     parallel_loss,
     param_specs,
 )
+from te_jax.offload import Offload
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close, relative_error
 
@@ -69,17 +70,19 @@ def random_params(config, rng):
 
     def draw(path, leaf):
         if "norm" in path[-1].key:
-            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+            return jax.device_put(np.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype))
         scale = 1.0 if path[-1].key == "embedding" else leaf.shape[-2] ** -0.5
-        return jnp.asarray(scale * rng.standard_normal(leaf.shape), leaf.dtype)
+        return jax.device_put(np.asarray(scale * rng.standard_normal(leaf.shape), leaf.dtype))
 
     return jax.tree.map_with_path(draw, jax.eval_shape(functools.partial(init, config), jax.random.key(0)))
 
 
 def random_batch(config, rng, shape=TOKENS):
     """Tokens and targets; a part of the targets is missing, and not the same number in every sequence."""
-    tokens, targets = (jnp.asarray(rng.integers(0, config.vocab_size, shape), jnp.int32) for _ in range(2))
-    return tokens, jnp.where(jnp.asarray(rng.random(shape) < 0.3), -100, targets)
+    tokens, targets = (
+        jax.device_put(np.asarray(rng.integers(0, config.vocab_size, shape), jnp.int32)) for _ in range(2)
+    )
+    return tokens, jnp.where(jax.device_put(rng.random(shape) < 0.3), -100, targets)
 
 
 def placed(params, mesh, config, parallel):
@@ -139,12 +142,13 @@ def test_loss_and_gradients_are_those_of_one_device(size, transport, rng, reques
     compare(CONFIG, TensorParallel(size, transport=transport), mesh_of(tensor=size), rng, tolerance=1e-5)
 
 
-def test_a_batch_that_is_split_too_and_blocks_that_are_recomputed(rng, mesh_of):
+@pytest.mark.parametrize("offload", [None, Offload(min_size=0)], ids=["on the device", "offload"])
+def test_a_batch_that_is_split_too_and_blocks_that_are_recomputed(offload, rng, mesh_of):
     """Sequences have different numbers of targets, so a mean of means would be another loss."""
     parallel = TensorParallel(
         2, axis_name="model", batch_axes=("data", "more"), transport="ring", bidirectional=True, residual="shard"
     )
-    config, mesh = dataclasses.replace(CONFIG, remat=True), mesh_of(data=2, model=2, more=2)
+    config, mesh = dataclasses.replace(CONFIG, remat=True, offload=offload), mesh_of(data=2, model=2, more=2)
     compare(config, parallel, mesh, rng, reference=CONFIG, tolerance=1e-5)
 
 

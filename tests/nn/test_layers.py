@@ -41,8 +41,8 @@ def total(run):
 def random_layers(rng):
     return [
         {
-            "kernel": jnp.asarray(rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32),
-            "scale": jnp.asarray(rng.uniform(0.5, 1.5), jnp.float32),
+            "kernel": jax.device_put(np.asarray(rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32)),
+            "scale": jax.device_put(np.asarray(rng.uniform(0.5, 1.5), jnp.float32)),
         }
         for _ in range(LAYERS)
     ]
@@ -59,7 +59,7 @@ def params(rng):
 
 @pytest.fixture
 def stream(rng):
-    return jnp.asarray(rng.standard_normal((4, WIDTH)), jnp.float32)
+    return jax.device_put(np.asarray(rng.standard_normal((4, WIDTH)), jnp.float32))
 
 
 def assert_equal(found, expected):
@@ -98,8 +98,10 @@ def test_forward_mode_and_second_derivatives(stacked, params, stream):
 
 def test_layers_may_differ(rng):
     sizes = [8, 16, 16, 4]
-    params = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in itertools.pairwise(sizes)]
-    x = jnp.asarray(rng.standard_normal((2, 8)), jnp.float32)
+    params = [
+        jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32)) for shape in itertools.pairwise(sizes)
+    ]
+    x = jax.device_put(np.asarray(rng.standard_normal((2, 8)), jnp.float32))
     found = apply_layers(lambda x, kernel: jnp.tanh(x @ kernel), tuple(params), x)
     assert_close(found, jnp.tanh(jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]) @ params[2]), tolerance=1e-6)
 
@@ -187,9 +189,11 @@ def test_no_loop_and_no_stack_that_is_filled_layer_by_layer(form, params, stream
 
 def test_state_of_delayed_scaling_is_a_parameter(rng):
     recipe = DelayedScaling(history_len=3)
-    kernels = [jnp.asarray(rng.standard_normal((WIDTH, WIDTH)) * (i + 1), jnp.float32) for i in range(LAYERS)]
+    kernels = [
+        jax.device_put(np.asarray(rng.standard_normal((WIDTH, WIDTH)) * (i + 1), jnp.float32)) for i in range(LAYERS)
+    ]
     params = [{"kernel": kernel, "state": recipe.init()} for kernel in kernels]
-    x = jnp.asarray(rng.standard_normal((32, WIDTH)), jnp.float32)
+    x = jax.device_put(np.asarray(rng.standard_normal((32, WIDTH)), jnp.float32))
 
     def product(x, params):
         return jnp.tanh(ops.dense(x, params["kernel"], recipe=recipe, scaling_state=params["state"]))
@@ -209,8 +213,8 @@ def test_state_of_delayed_scaling_is_a_parameter(rng):
 
 def test_quantized_kernels(rng):
     recipe = CurrentScaling()
-    kernels = jnp.asarray(rng.standard_normal((LAYERS, WIDTH, WIDTH)) / WIDTH**0.5, jnp.bfloat16)
-    x = jnp.asarray(rng.standard_normal((32, WIDTH)), jnp.bfloat16)
+    kernels = jax.device_put(np.asarray(rng.standard_normal((LAYERS, WIDTH, WIDTH)) / WIDTH**0.5, jnp.bfloat16))
+    x = jax.device_put(np.asarray(rng.standard_normal((32, WIDTH)), jnp.bfloat16))
 
     def quantized(kernel):
         return ops.quantize(kernel, recipe.quantization("kernel"))
@@ -243,7 +247,7 @@ def test_shard_map(remat, stacked, params, rng, require_devices):
     require_devices(4)
     mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
     given = stack(params) if stacked else params
-    rows = jnp.asarray(rng.standard_normal((8, WIDTH)), jnp.float32)
+    rows = jax.device_put(np.asarray(rng.standard_normal((8, WIDTH)), jnp.float32))
 
     def local(params, rows):
         return lax.psum(total(lambda p, x: apply_layers(layer, p, x, remat=remat))(params, rows), "data")

@@ -29,7 +29,7 @@ TRAINED = nnx.Any(nnx.Param, OverwriteWithGradient)
 
 
 def normal(rng, shape, dtype=jnp.float32):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
 
 
 def rngs_of(rng):
@@ -213,6 +213,7 @@ def test_state_of_delayed_scaling_advances(rng):
         np.testing.assert_array_equal(module.activation_amax_history[:2], jnp.abs(x).max() * jnp.array([2.0, 1.0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [RECIPES["block"], RECIPES["delayed"]], ids=["block", "delayed"])
 def test_kernels_are_quantized_once(rng, recipe):
     layer, microbatches = Attention(64, 4, **GROUPED, recipe=recipe, rngs=rngs_of(rng)), normal(rng, (2, 2, 16, 64))

@@ -78,7 +78,11 @@ def reasons(report):
     return {layer.path: layer.reason for layer in report.skipped}
 
 
-@pytest.mark.parametrize("recipe", [BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(BlockScaling(), marks=pytest.mark.slow), DELAYED],
+    ids=lambda recipe: type(recipe).__name__,
+)
 def test_it_multiplies_in_fp8_with_the_same_variables(rng, recipe):
     model = made(rng)
     before = {id(variable): path for path, variable in nnx.iter_graph(model) if isinstance(variable, nnx.Variable)}
@@ -250,7 +254,7 @@ def test_layers_that_are_something_else_are_left_alone_and_reported(name):
 
 def test_a_subclass_that_inherits_the_call_is_converted_and_keeps_its_methods(rng):
     model = nnx.Dict(layer=OwnMethod(32, 32, rngs=nnx.Rngs(0)))
-    x, norm = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32), model.layer.norm()
+    x, norm = jax.device_put(np.asarray(rng.standard_normal((4, 32)), jnp.float32)), model.layer.norm()
     expected = nnx.Dict(layer=nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
     for either in (model, expected):
         convert(either, BlockScaling())
@@ -396,7 +400,7 @@ def test_layers_stacked_along_another_dimension(rng):
     message = "stacked along another dimension than the first, where DelayedScaling has no place for its state"
     assert reasons(convert(model, DELAYED)) == {"": message}
     assert convert(model, BlockScaling()).converted
-    x = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32)
+    x = jax.device_put(np.asarray(rng.standard_normal((4, 32)), jnp.float32))
     y = nnx.vmap(lambda model, x: model(x), in_axes=(axes, None))(model, x)
     expected = jnp.einsum("bd,dsf->sbf", x, model.kernel[...])
     assert 1e-3 < relative_error(y, expected) < 0.1
@@ -414,7 +418,7 @@ def test_sharding_metadata_and_explicit_meshes(rng, make_mesh):
         assert model.kernel.out_sharding == (None, "model")
         assert model.kernel[...].sharding == sharding
         count = mesh.shape["data"]
-        x = jnp.asarray(rng.standard_normal((4 * count, 32)), jnp.float32)
+        x = jax.device_put(np.asarray(rng.standard_normal((4 * count, 32)), jnp.float32))
         y = nnx.jit(lambda model, x: model(x, out_sharding=jax.P("data", "model")))(
             model, jax.reshard(x, jax.P("data"))
         )
@@ -426,7 +430,7 @@ def test_sharding_metadata_and_explicit_meshes(rng, make_mesh):
 def test_converted_kernels_are_quantized_once(rng):
     model = made(rng, Mlp)
     convert(model, CurrentScaling())
-    x = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32)
+    x = jax.device_put(np.asarray(rng.standard_normal((4, 32)), jnp.float32))
     quantized = quantize_kernels(model)
     np.testing.assert_array_equal(quantized(x), model(x))
     for recipe, rules in ((BlockScaling(), ()), (None, [("*", None)])):

@@ -72,7 +72,7 @@ MODELS = [OwnLayers, FlaxLayers, Rematerialised, Scanned]
 
 
 def normal(rng, shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32))
 
 
 def made(rng, model):

@@ -29,7 +29,7 @@ cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def normal(rng, shape, dtype=jnp.float32):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
 
 
 def made(rng, case, **arguments):

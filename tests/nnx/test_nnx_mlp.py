@@ -13,7 +13,7 @@ from te_jax.testing import assert_close, relative_error
 
 
 def normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32))
 
 
 @pytest.mark.parametrize("recipe", [CurrentScaling(), RowwiseScaling(), BlockScaling()], ids=lambda r: type(r).__name__)
@@ -68,7 +68,7 @@ def test_norm_linear_with_kernels_quantized_once(rng):
 @pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["none", "current"])
 def test_gradients_of_an_embedding_are_flaxs(recipe, rng):
     """Through the lookup and through the logits, in one table."""
-    tokens, x = jnp.asarray(rng.integers(0, 48, 16)), normal(rng, 16, 32)
+    tokens, x = jax.device_put(rng.integers(0, 48, 16)), normal(rng, 16, 32)
 
     def gradients(model):
         def loss(model, x):

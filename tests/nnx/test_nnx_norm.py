@@ -36,7 +36,7 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type
 
 
 def normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32))
 
 
 def perturbed(module, rng):
@@ -219,6 +219,7 @@ def test_gated_mlp_in_bfloat16_is_plain_jax(rng):
     assert mlp(x).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [BlockScaling(), DelayedScaling(history_len=4)], ids=["block", "delayed"])
 def test_kernels_quantized_once(recipe, rng):
     mlp = GatedMLP(32, 64, norm="rms", recipe=recipe, rngs=nnx.Rngs(0))
@@ -256,7 +257,7 @@ def test_dropout_is_of_the_result(rng):
 def test_embed_is_flaxs(rng):
     ours, theirs = Embed(48, 32, rngs=nnx.Rngs(0)), nnx.Embed(48, 32, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(ours.embedding.get_value(), theirs.embedding.get_value())
-    tokens, x = jnp.asarray(rng.integers(0, 48, (2, 5))), normal(rng, 2, 5, 32)
+    tokens, x = jax.device_put(rng.integers(0, 48, (2, 5))), normal(rng, 2, 5, 32)
     np.testing.assert_array_equal(ours(tokens), theirs(tokens))
     assert_close(ours.attend(x), theirs.attend(x), tolerance=1e-6)
     fp8 = Embed(48, 32, recipe=CurrentScaling(), rngs=nnx.Rngs(0))

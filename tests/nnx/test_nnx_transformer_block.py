@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import results_and_gradients
 from flax import nnx
 from layer_oracle import transformer_block
 
@@ -33,7 +34,7 @@ TRAINED = nnx.Any(nnx.Param, OverwriteWithGradient)
 
 
 def normal(rng, shape, dtype=jnp.float32):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
 
 
 def made(rng, **arguments):
@@ -79,8 +80,7 @@ def test_value_and_gradients(rng, name):
 
 
 def found(f, state, x, cotangent):
-    y, pull = jax.vjp(jax.jit(f), state, x)
-    return y, pull(cotangent)
+    return results_and_gradients(f, (state, x), cotangent)
 
 
 @pytest.mark.parametrize(("name", "time"), [*((name, 128) for name in RECIPES), ("block", 16), ("by role", 16)])
@@ -113,7 +113,9 @@ def test_it_is_the_operations(rng, name, time):
     assert [kind is QuantizedArray for kind in seen] == [quantization(r) is not None for r in (of_attention, of_mlp)]
 
 
-@pytest.mark.parametrize("name", ["current", "block", "by role"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("current", "block")), "by role"]
+)
 def test_value_and_gradients_in_fp8(rng, name):
     plain = made(rng)
     block = TransformerBlock(**SHAPE, recipe=RECIPES[name], rngs=nnx.Rngs(0))
@@ -177,6 +179,7 @@ def test_decoding_gives_what_the_whole_sequence_does(rng):
     assert_close(jnp.concatenate(actual, axis=1), expected, tolerance=5e-3)
 
 
+@pytest.mark.slow
 def test_blocks_are_stacked_and_rematerialized(rng):
     x = normal(rng, (2, 128, 64))
 

@@ -1,11 +1,12 @@
 """Activation functions and their gradients in float64, and how far what is rounded may be off."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ops.quantize_oracle import E5M2, quantization_of
+from ops.quantize_oracle import E5M2, quantization_of, quantize
 
 from te_jax import ops
 from te_jax.ops._activation_kernels import activation_gradients_quantized
@@ -73,9 +74,7 @@ def assert_quantized_from(quantized, plain, quantization, *, row_ndim=None, amax
     next to nothing beside the largest, float32 may leave anything that is next to nothing."""
     row_ndim = plain.ndim - 1 if row_ndim is None else row_ndim
     copies = "data" if quantized.transposed is None else "transposed" if quantized.data is None else "both"
-    expected = ops.quantize(
-        plain, quantization, row_ndim=row_ndim, copies=copies, amax=amax, implementation="reference"
-    )  # fmt: skip
+    expected = quantize(plain, quantization, row_ndim=row_ndim, copies=copies, amax=amax, implementation="reference")
     assert jax.tree.structure(quantized) == jax.tree.structure(expected)
     magnitudes = np.abs(np.asarray(plain).astype(np.float64))
     nothing = 1e-4 * magnitudes.max(initial=0.0)
@@ -114,7 +113,10 @@ def _places(codes):
 
 
 def draw(rng, shape, dtype="bfloat16", count=2, scale=2.0):
-    return [jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(dtype) for _ in range(count)]
+    return [
+        jax.device_put((scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype)))
+        for _ in range(count)
+    ]
 
 
 def request(quantization, *, row_ndim=1, copies="both", with_amax=False, with_dbias=False):
@@ -123,16 +125,17 @@ def request(quantization, *, row_ndim=1, copies="both", with_amax=False, with_db
 
 def check_result(kind, gate, up, quantization, implementation, *, row_ndim=None, copies="both", amax=None, **options):
     """A result in FP8 against that of the operation in its own dtype, and its amax; returns it."""
-    arguments = {
-        "quantization": quantization, "row_ndim": row_ndim, "copies": copies, "amax": amax, "with_amax": True,
-        "implementation": implementation,
-    }  # fmt: skip
-    if up is None:
-        found, own_amax = ops.activation(gate, kind, **options, **arguments)
-        plain = ops.activation(gate, kind, **options)
-    else:
-        found, own_amax = ops.gated_activation(gate, up, kind, **options, **arguments)
-        plain = ops.gated_activation(gate, up, kind, **options)
+    operands, operation = ((gate,), ops.activation) if up is None else ((gate, up), ops.gated_activation)
+    run = functools.partial(operation, kind=kind, **options)
+
+    def both(operands, amax):
+        quantized = run(
+            *operands, quantization=quantization, row_ndim=row_ndim, copies=copies, amax=amax, with_amax=True,
+            implementation=implementation,
+        )  # fmt: skip
+        return quantized, run(*operands)
+
+    (found, own_amax), plain = jax.jit(both)(operands, amax)
     assert (found.data is None, found.transposed is None) == (copies == "transposed", copies == "data")
     assert_quantized_from(found, plain, quantization, row_ndim=row_ndim, amax=amax)
     largest = np.abs(np.asarray(plain).astype(np.float64)).max()
@@ -147,7 +150,8 @@ def check_gradients(
     wanted = request(gradient, row_ndim=row_ndim, copies=copies, with_amax=True, with_dbias=True)
     if up is None:
         amaxes = (amaxes[0], None, amaxes[2])
-    found = activation_gradients_quantized(function, gate, up, dy, *amaxes, wanted, activation, use_native)
+    run = jax.jit(activation_gradients_quantized, static_argnums=(0, 7, 8, 9))
+    found = run(function, gate, up, dy, *amaxes, wanted, activation, use_native)
     limit = None if np.isinf(function.limit) else function.limit
     expected = oracle(function.kind, gate, up, dy, alpha=function.alpha, limit=limit, offset=function.offset)
     epsilon = float(jnp.finfo(gate.dtype).eps)
@@ -155,9 +159,7 @@ def check_gradients(
         if plain is None:
             assert parts is None
             continue
-        assert_quantized_from(
-            parts.array, jnp.asarray(plain.astype(gate.dtype)), gradient, row_ndim=row_ndim, amax=amax
-        )
+        assert_quantized_from(parts.array, plain.astype(gate.dtype), gradient, row_ndim=row_ndim, amax=amax)
         np.testing.assert_allclose(float(parts.amax), np.abs(plain).max(), rtol=epsilon + 1e-5)
         rows = tuple(range(row_ndim))
         assert parts.dbias.shape == plain.shape[row_ndim:]
@@ -167,7 +169,7 @@ def check_gradients(
         assert found[2] is None
     else:
         assert found[2].data is None
-        plain = jnp.asarray(expected.y.astype(gate.dtype))
+        plain = expected.y.astype(gate.dtype)
         assert_quantized_from(found[2], plain, activation, row_ndim=row_ndim, amax=amaxes[2])
     return found
 

@@ -71,7 +71,7 @@ def random_case(
     """Random normal values; the kernel is scaled so that y is normal too."""
 
     def draw(*shape, dtype, scale=1.0):
-        return jnp.asarray((scale * rng.standard_normal(shape)).astype(DTYPES[dtype]))
+        return jax.device_put((scale * rng.standard_normal(shape)).astype(DTYPES[dtype]))
 
     groups = (inner, outer) if kernel_contracting == "first" else (outer, inner)
     kernel_dtype = kernel_dtype or dtype

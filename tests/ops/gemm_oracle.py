@@ -23,9 +23,9 @@ def random_quantized(rng, rows, cols, scaling, *, dtype=E4M3, transposed_scaling
     """A QuantizedArray whose two copies are independent of each other, so that a mix-up shows."""
 
     def copy(outer, summed, scaling):
-        data = jnp.asarray(rng.standard_normal((*outer, *summed)), jnp.float32).astype(dtype)
+        data = jax.device_put(rng.standard_normal((*outer, *summed)).astype(np.float32).astype(dtype))
         scales = np.exp(rng.uniform(-1, 1, scale_shape(scaling, outer, summed)))
-        return data, jnp.asarray(scales, jnp.float32)
+        return data, jax.device_put(scales.astype(np.float32))
 
     transposed_scaling = transposed_scaling or scaling
     return QuantizedArray(
@@ -54,7 +54,7 @@ def wide(x):
 
 
 def random_array(rng, shape, dtype="float32"):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
+    return jax.device_put(rng.standard_normal(shape).astype(np.float32).astype(jnp.dtype(dtype)))
 
 
 def matrix(x, contracting, contracting_ndim=1):

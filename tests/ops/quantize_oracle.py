@@ -194,4 +194,4 @@ def random_case(rng, shape, dtype, *, edges=0.25):
     x = values.astype(np.float32).astype(dtype)
     if edges:
         x = np.where(rng.random(shape) < edges, rng.choice(_edges(dtype), shape), x)
-    return jnp.asarray(x)
+    return jax.device_put(x)

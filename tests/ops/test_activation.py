@@ -18,6 +18,7 @@ from activation_oracle import (
     oracle,
     request,
 )
+from compiled import results_and_gradients
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from parameters import in_turns
@@ -44,20 +45,22 @@ def test_results_and_gradients(kind, dtype, rng):
     gate, up, dy = draw(rng, (7, 3, 50), dtype, count=3, scale=3.0)
     alpha = 1.702 if kind == "silu" else 1.0
     for options in ({}, {"limit": 2.0, "offset": 1.0}):
-        y, gradient = jax.vjp(lambda g, u, o=options: ops.gated_activation(g, u, kind, alpha=alpha, **o), gate, up)
+        call = functools.partial(ops.gated_activation, kind=kind, alpha=alpha, **options)
+        y, gradients = results_and_gradients(call, (gate, up), dy)
         expected = oracle(kind, gate, up, dy, alpha=alpha, **options)
-        for found, wanted in zip((y, *gradient(dy)), (expected.y, expected.gate, expected.up), strict=True):
+        for found, wanted in zip((y, *gradients), (expected.y, expected.gate, expected.up), strict=True):
             assert_rounded(found, wanted, dtype)
-    y, gradient = jax.vjp(lambda x: ops.activation(x, kind, alpha=alpha), gate)
+    y, gradients = results_and_gradients(functools.partial(ops.activation, kind=kind, alpha=alpha), (gate,), dy)
     expected = oracle(kind, gate, None, dy, alpha=alpha)
     assert_rounded(y, expected.y, dtype)
-    assert_rounded(gradient(dy)[0], expected.gate, dtype)
+    assert_rounded(gradients[0], expected.gate, dtype)
 
 
 def test_functions_that_jax_knows(rng):
     (x,) = draw(rng, (100,), "float32", count=1, scale=4.0)
     for kind, known in (("silu", jax.nn.silu), ("gelu", jax.nn.gelu), ("relu", jax.nn.relu)):
-        np.testing.assert_allclose(ops.activation(x, kind), known(x), rtol=1e-4, atol=2e-6)
+        found, wanted = jax.jit(lambda x, kind=kind, known=known: (ops.activation(x, kind), known(x)))(x)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-6)
 
 
 AT_THE_LIMIT = np.float32([-8, -7.03125, -7, -6.96875, 0, 6.96875, 7, 7.03125, 8])
@@ -67,8 +70,10 @@ def test_gradients_are_whole_at_the_limit():
     gate, up = (x.reshape(-1).astype(np.float32) for x in np.meshgrid(AT_THE_LIMIT, AT_THE_LIMIT))
     dy = np.ones_like(gate)
     expected = oracle("silu", gate, up, dy, **GPT_OSS)
-    _, gradient = jax.vjp(lambda g, u: ops.gated_activation(g, u, "silu", **GPT_OSS), gate, up)
-    for found, wanted in zip(gradient(dy), (expected.gate, expected.up), strict=True):
+    _, gradients = results_and_gradients(
+        functools.partial(ops.gated_activation, kind="silu", **GPT_OSS), (gate, up), dy
+    )
+    for found, wanted in zip(gradients, (expected.gate, expected.up), strict=True):
         assert_rounded(found, wanted, "float32")
         np.testing.assert_array_equal(np.asarray(found) == 0, wanted == 0)
 
@@ -76,13 +81,13 @@ def test_gradients_are_whole_at_the_limit():
 @each_kind
 def test_higher_derivatives(kind):
     def gradient(function):
-        return jax.vmap(jax.grad(function))
+        return jax.jit(jax.vmap(jax.grad(function)))
 
-    x = jnp.linspace(-3.0, 3.0, 13, dtype=jnp.float32) + np.float32(0.1)
+    x = np.linspace(-3.0, 3.0, 13, dtype=np.float32) + np.float32(0.1)
     second = gradient(jax.grad(lambda x: ops.activation(x, kind)))(x)
     slopes = [oracle(kind, x + np.float32(h), None, np.ones(13)).gate for h in (-1e-2, 1e-2)]
     np.testing.assert_allclose(second, (slopes[1] - slopes[0]) / 2e-2, atol=2e-3)
-    _, tangent = jax.jvp(lambda x: ops.activation(x, kind), (x,), (jnp.ones_like(x),))
+    _, tangent = jax.jit(lambda x: jax.jvp(lambda x: ops.activation(x, kind), (x,), (jnp.ones_like(x),)))(x)
     np.testing.assert_allclose(tangent, oracle(kind, x, None, np.ones(13)).gate, atol=2e-6)
 
 
@@ -168,15 +173,16 @@ def test_values_that_are_not_finite(limit, implementation, rng):
 @pytest.mark.parametrize("pair", ["tensor", "1x128", "row"])
 def test_vmap_gives_each_example_its_scales(pair, implementation, rng):
     gate, up = draw(rng, (3, 140, 72))
-    gate = gate * jnp.asarray([1, 100, 0.01], gate.dtype)[:, None, None]
+    gate = np.asarray(gate) * np.asarray([1, 100, 0.01], gate.dtype)[:, None, None]
     run = functools.partial(
         ops.gated_activation, quantization=quantization_of(pair), with_amax=True, implementation=implementation
     )
-    found = jax.vmap(run)(gate, up)
+    gate, up, run = np.asarray(gate), np.asarray(up), jax.jit(run)
+    found = jax.jit(jax.vmap(run))(gate, up)
     alone = [run(*example) for example in zip(gate, up, strict=True)]
     jax.tree.map(lambda whole, *parts: assert_bits(whole, np.stack(parts)), found, *alone)
-    shared = jax.vmap(run, in_axes=(0, None))(gate, up[0])
-    jax.tree.map(lambda whole, part: assert_bits(whole[0], part), shared, alone[0])
+    shared = jax.jit(jax.vmap(run, in_axes=(0, None)))(gate, up[0])
+    jax.tree.map(lambda whole, part: assert_bits(np.asarray(whole)[0], part), shared, alone[0])
 
 
 def test_nothing_to_compute(implementation):
@@ -222,7 +228,7 @@ def test_gradients_with_given_amaxes(implementation, rng):
 
 def test_gradients_at_the_limit(native_kernels):
     """In the kernels as in the definition: whole at the limit, and zero beyond it."""
-    gate, up = (jnp.asarray(x.astype(np.float32)) for x in np.meshgrid(AT_THE_LIMIT, AT_THE_LIMIT))
+    gate, up = (jax.device_put(x.astype(np.float32)) for x in np.meshgrid(AT_THE_LIMIT, AT_THE_LIMIT))
     for case in ("current", "blocks"):
         check_gradients(Function("silu", **GPT_OSS), gate, up, jnp.ones_like(gate), *GRADIENTS[case], True)
 

@@ -248,6 +248,7 @@ def test_results_do_not_depend_on_padding(rng):
     assert not np.any(wide(found.dx[48:]))
 
 
+@pytest.mark.slow
 @recipes
 def test_native_and_reference_agree(recipe, native_kernels, rng):
     case = random_case(rng, (40,), (128,), (2, 128))

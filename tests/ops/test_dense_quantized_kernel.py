@@ -131,8 +131,8 @@ def test_dequantize(kernel, case):
 
 
 def test_scan_over_stacked_kernels(rng, recipe):
-    x = jnp.asarray(rng.standard_normal((32, 128)), jnp.bfloat16)
-    kernels = jnp.asarray(rng.standard_normal((3, 128, 128)) / 11, jnp.bfloat16)
+    x = jax.device_put(np.asarray(rng.standard_normal((32, 128)), jnp.bfloat16))
+    kernels = jax.device_put(np.asarray(rng.standard_normal((3, 128, 128)) / 11, jnp.bfloat16))
     stacked = jax.vmap(functools.partial(quantized, recipe=recipe))(kernels)
     y, _ = jax.jit(lambda x, k: lax.scan(lambda x, k: (ops.dense(x, k, recipe=recipe), None), x, k))(x, stacked)
     expected = x

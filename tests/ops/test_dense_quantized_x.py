@@ -81,6 +81,7 @@ def test_the_same_bits(kernel_contracting, recipe, implementation, rng):
     assert_near(found[2], oracle(case).dkernel, tolerance=GRADIENT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "wrap"), in_turns(WITHOUT_STATE, {"eager": lambda f: f, "remat": jax.checkpoint, "jit": jax.jit})
 )
@@ -91,6 +92,7 @@ def test_eager_remat_and_jit(wrap, recipe, case):
     assert_same_bits(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "axes"), in_turns(WITHOUT_STATE, ((0, None), (None, 0), (0, 0))))
 def test_vmap(axes, recipe, rng):
     """Examples do not share a gradient, unless they share the array."""
@@ -104,6 +106,7 @@ def test_vmap(axes, recipe, rng):
     assert_same_bits(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "policy"), in_turns(WITHOUT_STATE, {"plain": None, "remat": checkpoint_policies.save_fp8_operands})
 )
@@ -142,6 +145,7 @@ def test_into_a_scan_and_out_of_remat(case):
     assert_same_bits(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "check_vma"), in_turns(WITHOUT_STATE, (True, False)))
 def test_shard_map(recipe, check_vma, case, make_mesh):
     """Each device has its own tokens and the same kernel."""
@@ -159,6 +163,7 @@ def test_shard_map(recipe, check_vma, case, make_mesh):
         assert_same_bits(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "axis_type"), in_turns(WITHOUT_STATE, (AxisType.Auto, AxisType.Explicit)))
 def test_sharded_x(recipe, axis_type, case, make_mesh):
     mesh = make_mesh({"data": axis_type})

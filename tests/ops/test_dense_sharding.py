@@ -155,7 +155,7 @@ def test_reshapes_keep_what_splits_a_first_dimension(before, spec, after, expect
     """And other groups as they are."""
     mesh = make_mesh({"data": EXPLICIT, "model": EXPLICIT})
     tokens = (mesh.shape["data"],)
-    x = place(jnp.asarray(rng.standard_normal((*tokens, *before)), jnp.float32), mesh, P("data", *spec))
+    x = place(jax.device_put(np.asarray(rng.standard_normal((*tokens, *before)), jnp.float32)), mesh, P("data", *spec))
     y = jax.jit(lambda x: regrouped(x, (tokens, before), (tokens, after)))(x)
     np.testing.assert_array_equal(y, np.asarray(x).reshape(*tokens, *after))
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *expected)), y.ndim)
@@ -201,6 +201,7 @@ def test_sharded_quantized_kernel(axis_type, make_mesh, rng):
     assert_close(dx, oracle(case).dx, dtype="bfloat16", tolerance=0.085)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "name"), [("rowwise", "column parallel"), ("block", "fsdp, row parallel"), (None, "fsdp")]
 )

@@ -365,8 +365,8 @@ def test_export(case):
 
 def test_states_of_layers_in_a_scan(rng):
     """Stacked states, as stacked kernels: each layer advances its own."""
-    x = jnp.asarray(rng.standard_normal((32, 32)), jnp.bfloat16)
-    kernels = jnp.asarray(rng.standard_normal((3, 32, 32)) / 6, jnp.bfloat16)
+    x = jax.device_put(np.asarray(rng.standard_normal((32, 32)), jnp.bfloat16))
+    kernels = jax.device_put(np.asarray(rng.standard_normal((3, 32, 32)) / 6, jnp.bfloat16))
     states = state_like(RECIPE.init(), lambda h: jnp.broadcast_to(h + 10, (3, *h.shape)))
 
     def run(states):

@@ -51,7 +51,7 @@ def test_symbolic_sizes(implementation, recipe, rng):
         tokens = jax.ShapeDtypeStruct((*export.symbolic_shape(symbols), 64), jnp.bfloat16)
         program = export.export(layer, disabled_checks=checks)(tokens, kernel)
         for sizes in several:
-            x = jnp.asarray(rng.standard_normal((*sizes, 64)), jnp.bfloat16)
+            x = jax.device_put(np.asarray(rng.standard_normal((*sizes, 64)), jnp.bfloat16))
             found = program.call(x, kernel)
             assert_close(found, layer(x, kernel), tolerance=1e-3)
             assert_close(found, wide(x) @ wide(kernel), dtype="bfloat16", tolerance=GRADIENT)
@@ -172,8 +172,10 @@ def two_layers(x, kernels, policy=None, implementation="reference"):
 
 @pytest.fixture
 def two_layer_case(rng):
-    x = jnp.asarray(rng.standard_normal((32, 64)), jnp.bfloat16)
-    return x, [jnp.asarray(rng.standard_normal(shape) / 8, jnp.bfloat16) for shape in ((64, 128), (128, 64))]
+    x = jax.device_put(np.asarray(rng.standard_normal((32, 64)), jnp.bfloat16))
+    return x, [
+        jax.device_put(np.asarray(rng.standard_normal(shape) / 8, jnp.bfloat16)) for shape in ((64, 128), (128, 64))
+    ]
 
 
 @functools.cache

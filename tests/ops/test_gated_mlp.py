@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import results_and_gradients
 from dense_oracle import RECIPES
 from parameters import in_turns
 
@@ -20,7 +21,7 @@ ACTIVATIONS = {"silu": {}, "gpt-oss": GPT_OSS, "gelu": {"kind": "gelu"}}
 
 
 def normal(rng, *shape, scale=1.0, dtype="float32"):
-    return jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(dtype)
+    return jax.device_put((scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype)))
 
 
 def random_case(rng, batch=(2, 128), dtype="bfloat16", with_bias=True):
@@ -54,8 +55,7 @@ def fused(x, kernels, biases, states, **options):
 def step(function, case, states, **options):
     """y and all gradients, next states among them."""
     *operands, dy = case
-    y, vjp = jax.vjp(jax.jit(lambda *operands: function(*operands, **options)), *operands, states)
-    return y, vjp(dy)
+    return results_and_gradients(lambda *operands: function(*operands, **options), (*operands, states), dy)
 
 
 def assert_same(found, expected, tolerance=1e-5):
@@ -91,9 +91,8 @@ def test_against_float64(recipe, rng):
         return (jax.nn.silu(gate) * up) @ kernels[2] + biases[2][None, None]
 
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (x, kernels, biases, dy))
-        y, vjp = jax.vjp(oracle, *wide[:3])
-        expected = jax.tree.map(np.asarray, (y, vjp(wide[3])))
+        *wide, wide_dy = jax.tree.map(lambda a: np.asarray(a, np.float64), (x, kernels, biases, dy))
+        expected = jax.tree.map(np.asarray, results_and_gradients(oracle, wide, wide_dy))
     found_y, (*gradients, _) = step(fused, (x, kernels, biases, dy), None, recipe=recipe)
     assert_close(found_y, expected[0], dtype="float32", tolerance=FORWARD)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected[1]), strict=True):

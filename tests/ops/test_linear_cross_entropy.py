@@ -19,7 +19,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 
 
 def normal(rng, *shape, dtype="float32", scale=1.0):
-    return jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(dtype)
+    return jax.device_put((scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype)))
 
 
 def draw(rng, batch=(3, 50), vocab=130, dtype="float32", last=False):
@@ -31,7 +31,7 @@ def draw(rng, batch=(3, 50), vocab=130, dtype="float32", last=False):
         normal(rng, *batch, IN, dtype=dtype),
         kernel.T if last else kernel,
         normal(rng, vocab, dtype=dtype),
-        jnp.asarray(rng.uniform(0.5, 2.0, batch), jnp.float32),
+        jax.device_put(np.asarray(rng.uniform(0.5, 2.0, batch), jnp.float32)),
         jnp.asarray(labels, jnp.int32),
     )
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from activation_oracle import assert_quantized_from
+from compiled import results_and_gradients
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,14 +30,18 @@ with_residual = pytest.mark.parametrize("residual", [False, True], ids=["", "res
 
 
 def draw(rng, shape, dtype="bfloat16", count=1, scale=1.0):
-    return [jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(dtype) for _ in range(count)]
+    return [
+        jax.device_put((scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype)))
+        for _ in range(count)
+    ]
 
 
 def draw_operands(rng, norm, shape, dtype="bfloat16", residual=False):
     """x, scale, bias and residual, with a mean that is not zero."""
     x, *more = draw(rng, shape, dtype, count=2, scale=2.0)
     scale, bias = draw(rng, shape[-1:], "float32", count=2)
-    return x + jnp.asarray(0.5, dtype), scale, bias if norm == "layer_norm" else None, more[0] if residual else None
+    x = jax.device_put(np.asarray(x) + np.asarray(0.5, x.dtype))
+    return x, scale, bias if norm == "layer_norm" else None, more[0] if residual else None
 
 
 def run(norm, x, scale, bias=None, residual=None, **options):
@@ -60,14 +65,13 @@ def check(norm, operands, dy, dtotal, implementation, **options):
             all_operands[place] = operand
         return run(norm, *all_operands, implementation=implementation, **options)
 
-    results, gradient = jax.vjp(call, *given)
-    cotangents = dy if residual is None else (dy, dtotal)
+    results, gradients = results_and_gradients(call, given, dy if residual is None else (dy, dtotal))
     expected = oracle(x, scale, bias, residual, dy, dtotal, centered=norm == "layer_norm", **options)
     y = results if residual is None else results[0]
     assert_rounded(y, expected.y, x.dtype)
     if residual is not None:
         np.testing.assert_array_equal(np.asarray(results[1]).astype(np.float64), expected.total)
-    found = dict(zip(places, gradient(cotangents), strict=True))
+    found = dict(zip(places, gradients, strict=True))
     terms = None
     if residual is not None and implementation == "reference":  # JAX rounds both gradients before it adds them
         other = np.asarray(dtotal).astype(np.float64)
@@ -126,7 +130,7 @@ def test_the_norm_sees_the_sum_as_it_is_stored(norm, dtype, implementation, rng)
 
 def test_subnormal_sums(implementation):
     """The sum is that of the dtype, also where it is subnormal."""
-    x = jnp.asarray(np.float16([[6e-8, -3e-6, 2e-5, 1.0]]))
+    x = jax.device_put(np.float16([[6e-8, -3e-6, 2e-5, 1.0]]))
     _, total = jax.jit(lambda x: ops.rms_norm(x, jnp.ones(4), residual=x, implementation=implementation))(x)
     np.testing.assert_array_equal(np.asarray(total), np.asarray(x) * np.float16(2))
 
@@ -146,9 +150,10 @@ def test_values_that_are_not_finite(norm, implementation, rng):
 @each_norm
 def test_rows_of_zeros(norm, implementation):
     x, ones = jnp.zeros((3, 40), jnp.bfloat16), jnp.ones(40)
-    y, gradient = jax.vjp(lambda x: run(norm, x, ones, ones, implementation=implementation), x)
+    call = functools.partial(run, norm, implementation=implementation)
+    y, gradients = results_and_gradients(call, (x, ones, ones), jnp.ones_like(x))
     assert (np.asarray(y) == (1 if norm == "layer_norm" else 0)).all()
-    assert np.isfinite(np.asarray(gradient(jnp.ones_like(x))[0]).astype(np.float32)).all()
+    assert np.isfinite(np.asarray(gradients[0]).astype(np.float32)).all()
 
 
 @with_residual
@@ -160,10 +165,11 @@ def test_no_rows(norm, residual, implementation):
         implementation=implementation,
     )  # fmt: skip
     assert (quantized[0] if residual else quantized).transposed.shape == (16, 0)
-    results, gradient = jax.vjp(
-        lambda x, scale: run(norm, x, scale, residual=x if residual else None, implementation=implementation), x, scale
+    _, (dx, dscale) = results_and_gradients(
+        lambda x, scale: run(norm, x, scale, residual=x if residual else None, implementation=implementation),
+        (x, scale),
+        (x, x) if residual else x,
     )
-    dx, dscale = gradient(results)
     assert dx.shape == (0, 16)
     np.testing.assert_array_equal(dscale, np.zeros(16))
 
@@ -205,14 +211,15 @@ def test_what_is_kept_for_the_backward_pass(residual, native_kernels, rng):
 def test_second_derivatives_of_the_reference(rng):
     x, scale, bias, _ = draw_operands(rng, "layer_norm", (3, 10), "float32")
 
+    @jax.jit
     def norm(x):
         gradient = jax.grad(lambda x: jnp.sum(jnp.sin(ops.layer_norm(x, scale, bias, implementation="reference"))))(x)
         return jnp.sum(gradient**2)
 
     step = 1e-2 * x
-    slope = jax.jvp(norm, (x,), (step,))[1]
+    slope = jax.jit(lambda x: jax.jvp(norm, (x,), (step,))[1])(x)
     np.testing.assert_allclose(float(norm(x + 0.05 * step) - norm(x - 0.05 * step)) / 0.1, float(slope), rtol=0.05)
-    np.testing.assert_allclose(float(jnp.vdot(jax.grad(norm)(x), step)), float(slope), rtol=1e-3)
+    np.testing.assert_allclose(float(np.vdot(jax.jit(jax.grad(norm))(x), step)), float(slope), rtol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------------------- in FP8
@@ -220,8 +227,12 @@ def test_second_derivatives_of_the_reference(rng):
 
 def check_quantized(norm, operands, quantization, implementation, copies="both", **options):
     """A result in FP8 against that in the dtype of x."""
-    plain = run(norm, *operands, implementation="reference", **options)
-    found = run(norm, *operands, quantization=quantization, copies=copies, implementation=implementation, **options)
+
+    def both(*operands):
+        found = functools.partial(run, norm, quantization=quantization, copies=copies, implementation=implementation)
+        return run(norm, *operands, implementation="reference", **options), found(*operands, **options)
+
+    plain, found = jax.jit(both)(*operands)
     if operands[3] is not None:
         (plain, total), (found, found_total) = plain, found
         assert_bits(found_total, total)
@@ -330,12 +341,14 @@ def test_vmap_gives_each_example_its_scales(mapped, pair, implementation, rng):
     axes = {name: 0 if mapped in ("all", name) else None for name in operands}
     shared = {name: operand if axes[name] == 0 else operand[0] for name, operand in operands.items()}
     call = functools.partial(ops.rms_norm, quantization=quantization_of(pair), implementation=implementation)
-    found = jax.vmap(lambda operands: call(**operands), in_axes=(axes,))(shared)
+    run_alone = jax.jit(lambda operands: call(**operands))
+    found = jax.jit(jax.vmap(run_alone, in_axes=(axes,)))(shared)
     for i in range(3):
-        alone = call(**{name: x if axes[name] is None else x[i] for name, x in shared.items()})
-        jax.tree.map(lambda whole, part, i=i: assert_bits(whole[i], part), found, alone)
+        alone = run_alone({name: x if axes[name] is None else np.asarray(x)[i] for name, x in shared.items()})
+        jax.tree.map(lambda whole, part, i=i: assert_bits(np.asarray(whole)[i], part), found, alone)
 
 
+@pytest.mark.slow
 def test_gradients_pass_scan_and_remat(implementation, rng):
     """A stack of blocks, each a norm with a residual and a layer, as a model has them."""
     recipe = BlockScaling()

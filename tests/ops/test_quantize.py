@@ -199,7 +199,7 @@ def test_every_magnitude(pair, dtype, implementation, rng):
     x = np.ldexp(rng.uniform(1, 1.99, (277, 130)), np.arange(-149, 128)[:, None]).astype(np.float32)
     subnormal = np.array([1, 0x00400000, 0x007FFFFF, 0x80000001], np.uint32).view(np.float32)
     x = np.where(rng.random(x.shape) < 0.1, rng.choice(subnormal, x.shape), x * rng.choice([-1, 1], x.shape))
-    x = jnp.asarray(x.astype(np.float32).astype(dtype))
+    x = jax.device_put(x.astype(np.float32).astype(dtype))
     quantized = check(x, quantization_of(pair), implementation=implementation)
     scale_inv = np.asarray(quantized.scale_inv)
     assert np.isfinite(scale_inv).all()
@@ -209,7 +209,7 @@ def test_every_magnitude(pair, dtype, implementation, rng):
 @pytest.mark.parametrize("exponent", [-149, -126, -119, 127])
 def test_tensors_of_tiny_and_huge_numbers(exponent, implementation, rng):
     x = np.ldexp(rng.uniform(1, 1.999, (64, 130)) * rng.choice([-1, 1], (64, 130)), exponent)
-    check(jnp.asarray(x.astype(np.float32)), quantization_of("tensor"), implementation=implementation)
+    check(jax.device_put(x.astype(np.float32)), quantization_of("tensor"), implementation=implementation)
 
 
 def test_scales_are_divided_exactly(implementation, rng):
@@ -230,7 +230,7 @@ def test_every_code_comes_back(implementation):
 
 @pytest.mark.parametrize(("row_ndim", "copies"), [(1, "transposed"), (2, "data")])
 def test_either_copy_gives_the_groups_of_dimensions_back(copies, row_ndim, implementation, rng):
-    x = jnp.asarray(rng.standard_normal((5, 3, 4, 16)[row_ndim - 1 :]), jnp.float32)
+    x = jax.device_put(np.asarray(rng.standard_normal((5, 3, 4, 16)[row_ndim - 1 :]), jnp.float32))
     call = functools.partial(quantize, row_ndim=row_ndim, copies=copies, implementation=implementation)
     for found in (call(x, quantization_of("row")), jax.vmap(lambda x: call(x, quantization_of("row")))(x[None])):
         value = found.dequantize()
@@ -239,14 +239,14 @@ def test_either_copy_gives_the_groups_of_dimensions_back(copies, row_ndim, imple
 
 def test_scales_that_a_dtype_has_not(rng):
     """Values of float16 may be normal numbers, and their scales below the smallest."""
-    x = jnp.asarray(rng.uniform(1e-5, 1e-4, (16, 32)), jnp.float16)
+    x = jax.device_put(np.asarray(rng.uniform(1e-5, 1e-4, (16, 32)), jnp.float16))
     assert relative_error(quantize(x, quantization_of("tensor")).dequantize(), x) < 0.05
 
 
 @pytest.mark.parametrize(("dtype_fp8", "bound"), [(E4M3, 0.035), (E5M2, 0.07)], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("pair", ["tensor", "row", "1x128", "128x128"])
 def test_error_of_random_numbers(pair, dtype_fp8, bound, native_kernels, rng):
-    x = jnp.asarray(rng.standard_normal((256, 512)), jnp.bfloat16)
+    x = jax.device_put(np.asarray(rng.standard_normal((256, 512)), jnp.bfloat16))
     quantized = quantize(x, quantization_of(pair, dtype_fp8), implementation="native")
     for copy in (quantized.without_transposed(), quantized.without_data()):
         assert 0.01 < relative_error(copy.dequantize(), x) < bound
@@ -393,7 +393,7 @@ def test_it_has_no_gradient(implementation, rng):
 def test_straight_through_alone_has_the_gradient(implementation, rng):
     """The values are those without. Any part of a gradient that comes through FP8 values or scales is an error."""
     x = jnp.asarray(random_case(rng, (16, 32), "bfloat16", edges=0.2))
-    factor = jnp.asarray(rng.standard_normal((16, 32)), jnp.bfloat16)
+    factor = jax.device_put(np.asarray(rng.standard_normal((16, 32)), jnp.bfloat16))
 
     def quantized(x, straight_through=True):
         options = {"implementation": implementation, "straight_through": straight_through, "with_amax": True}

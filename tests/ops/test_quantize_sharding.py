@@ -82,6 +82,7 @@ def test_groups_of_sharded_dimensions(axis_type, pair, make_mesh, native_kernels
     assert_exchanges_little(compiled, (2 * 128, 128))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ["row", "1x128 and square"])
 def test_the_reference_inside_shard_map(pair, make_mesh, rng):
     mesh = make_mesh({"data": AUTO, "model": AUTO})
@@ -136,6 +137,7 @@ def test_largest_magnitudes_of_shards_keep_nan(axis_type, make_mesh, native_kern
         assert_bits(amax, np.float32(np.nan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ["row", "1x128 and square"])
 def test_reference_of_sharded_arrays(pair, make_mesh, rng):
     mesh = make_mesh({"data": EXPLICIT, "model": EXPLICIT})

@@ -320,8 +320,8 @@ def test_one_thread_and_many_give_the_same_bits(rng):
         import jax, jax.numpy as jnp, numpy as np
         from te_jax import ops
         rng = np.random.default_rng(seed)
-        logits = jnp.asarray(rng.standard_normal((300, 5003), np.float32))
-        labels = jnp.asarray(rng.integers(0, 5003, 300), jnp.int32)
+        logits = jax.device_put(rng.standard_normal((300, 5003), np.float32))
+        labels = jax.device_put(np.asarray(rng.integers(0, 5003, 300), jnp.int32))
         rows = lambda x: ops.softmax_cross_entropy(x, labels, label_smoothing=0.1, reduction="none")
         losses, vjp = jax.vjp(rows, logits)
         arrays = losses, vjp(jnp.linspace(1, 2, 300))[0]
@@ -352,9 +352,9 @@ def test_a_row_does_not_depend_on_its_neighbours(native_kernels, rng):
 
 def test_scan_with_logits_from_the_body(implementation, rng):
     """As a language model does that computes its loss in chunks of the sequence."""
-    hidden = jnp.asarray(rng.standard_normal((3, 5, 8)), jnp.float32)
-    weights = jnp.asarray(rng.standard_normal((8, 40)), jnp.float32)
-    labels = jnp.asarray(rng.integers(0, 40, (3, 5)), jnp.int32)
+    hidden = jax.device_put(np.asarray(rng.standard_normal((3, 5, 8)), jnp.float32))
+    weights = jax.device_put(np.asarray(rng.standard_normal((8, 40)), jnp.float32))
+    labels = jax.device_put(np.asarray(rng.integers(0, 40, (3, 5)), jnp.int32))
 
     def total(weights, hidden):
         def chunk(carry, x):

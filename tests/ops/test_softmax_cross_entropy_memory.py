@@ -80,9 +80,9 @@ def projected(hidden, weights, labels):
 
 
 def test_gradient_is_written_over_intermediate_logits(rng):
-    hidden = jnp.asarray(rng.standard_normal((ROWS, 16)), jnp.bfloat16)
-    weights = jnp.asarray(rng.standard_normal((16, VOCAB)), jnp.bfloat16)
-    labels = jnp.asarray(rng.integers(0, VOCAB, ROWS), jnp.int32)
+    hidden = jax.device_put(np.asarray(rng.standard_normal((ROWS, 16)), jnp.bfloat16))
+    weights = jax.device_put(np.asarray(rng.standard_normal((16, VOCAB)), jnp.bfloat16))
+    labels = jax.device_put(np.asarray(rng.integers(0, VOCAB, ROWS), jnp.int32))
     compiled = jax.jit(jax.grad(projected)).lower(hidden, weights, labels).compile()
     assert copies(compiled) == []
     # No memory figure: XLA's CPU matrix products make float32 copies of bfloat16 operands, and on a GPU the workspace
@@ -90,9 +90,9 @@ def test_gradient_is_written_over_intermediate_logits(rng):
 
 
 def test_float32_intermediate_logits_take_one_buffer(rng):
-    hidden = jnp.asarray(rng.standard_normal((ROWS, 16)), jnp.float32)
-    weights = jnp.asarray(rng.standard_normal((16, VOCAB)), jnp.float32)
-    labels = jnp.asarray(rng.integers(0, VOCAB, ROWS), jnp.int32)
+    hidden = jax.device_put(np.asarray(rng.standard_normal((ROWS, 16)), jnp.float32))
+    weights = jax.device_put(np.asarray(rng.standard_normal((16, VOCAB)), jnp.float32))
+    labels = jax.device_put(np.asarray(rng.integers(0, VOCAB, ROWS), jnp.int32))
 
     def step(hidden, weights, labels):
         return jax.value_and_grad(projected)(hidden, weights, labels)

@@ -40,7 +40,7 @@ def test_every_row_has_its_own_cotangent(implementation, rng):
 def test_expanded_cotangent(implementation, rng):
     """TE#2402: a cotangent that is one number broadcast over all rows, or a strided view."""
     logits, labels = random_case(rng, (6, 8, 37), "bfloat16")
-    per_column = jnp.asarray(rng.standard_normal(8), jnp.float32)
+    per_column = jax.device_put(np.asarray(rng.standard_normal(8), jnp.float32))
 
     @jax.jit
     def gradient_of(logits, labels, per_column):
@@ -60,7 +60,7 @@ def test_expanded_cotangent(implementation, rng):
 def test_transposed_logits(implementation, rng):
     """TE#2746: logits that are a transposed, and so not contiguous, view."""
     logits, labels = random_case(rng, (5, 7, 43), "float32")
-    backwards = jnp.asarray(np.transpose(logits, (2, 1, 0)))
+    backwards = jax.device_put(np.transpose(logits, (2, 1, 0)))
 
     @jax.jit
     def run(backwards):
@@ -95,9 +95,9 @@ def test_callers_logits_are_not_overwritten(implementation, rng):
 
 def test_logits_that_are_used_after_the_loss(implementation, rng):
     """TE#3193, inside one program: the gradient must not be written over logits that something else still reads."""
-    x = jnp.asarray(rng.standard_normal((16, 8)), jnp.float32)
-    weights = jnp.asarray(rng.standard_normal((8, 50)), jnp.float32)
-    labels = jnp.asarray(rng.integers(0, 50, 16), jnp.int32)
+    x = jax.device_put(np.asarray(rng.standard_normal((16, 8)), jnp.float32))
+    weights = jax.device_put(np.asarray(rng.standard_normal((8, 50)), jnp.float32))
+    labels = jax.device_put(np.asarray(rng.integers(0, 50, 16), jnp.int32))
 
     @jax.jit
     def step(x, weights, labels):

@@ -40,6 +40,7 @@ def assert_exchanges_rows_only(compiled, rows):
     assert sum(array.elements for entry in found for array in entry.results) <= 4 * rows + 8, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_name", [("data", "model"), ["model"]], ids=str)
 def test_gradient_outside_of_shard_map(axis_name, mesh, loss, case, implementation):
     """Of the loss that shard_map returns, replicated."""
@@ -113,6 +114,7 @@ def test_special_rows_of_a_split_vocabulary(mesh, loss):
     assert_close(gradient, expected.gradient, dtype="float32", equal_nan=True)
 
 
+@pytest.mark.slow
 def test_scan_inside_of_shard_map(mesh, loss, rng):
     logits, labels = random_case(rng, (3, 8, 64), "float32")
 

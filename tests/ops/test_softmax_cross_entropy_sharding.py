@@ -127,9 +127,9 @@ def test_memory_of_shards(donate, axis_type, spec, make_mesh, rng):
 def test_gradient_is_written_over_sharded_intermediate_logits(axis_type, make_mesh, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
     rows, vocab = 64, 2048
-    hidden = place(jnp.asarray(rng.standard_normal((rows, 16)), jnp.float32), mesh, P("data"))
-    weights = place(jnp.asarray(rng.standard_normal((16, vocab)), jnp.float32), mesh, P(None, "model"))
-    labels = place(jnp.asarray(rng.integers(0, vocab, rows), jnp.int32), mesh, P("data"))
+    hidden = place(jax.device_put(np.asarray(rng.standard_normal((rows, 16)), jnp.float32)), mesh, P("data"))
+    weights = place(jax.device_put(np.asarray(rng.standard_normal((16, vocab)), jnp.float32)), mesh, P(None, "model"))
+    labels = place(jax.device_put(np.asarray(rng.integers(0, vocab, rows), jnp.int32)), mesh, P("data"))
 
     @jax.jit
     def run(hidden, weights, labels):
@@ -159,9 +159,9 @@ def test_eager_calls_on_sharded_logits(axis_type, make_mesh, rng):
 def test_sharded_projection(make_mesh, rng):
     """The last layer of a tensor-parallel model: XLA propagates the vocabulary's sharding into and out of the loss."""
     mesh = make_mesh({"data": AUTO, "model": AUTO})
-    hidden = jnp.asarray(rng.standard_normal((32, 16)), jnp.float32)
-    weights = jnp.asarray(rng.standard_normal((16, 256)), jnp.float32)
-    labels = jnp.asarray(rng.integers(0, 256, 32), jnp.int32)
+    hidden = jax.device_put(np.asarray(rng.standard_normal((32, 16)), jnp.float32))
+    weights = jax.device_put(np.asarray(rng.standard_normal((16, 256)), jnp.float32))
+    labels = jax.device_put(np.asarray(rng.integers(0, 256, 32), jnp.int32))
     expected = oracle(np.asarray(hidden, np.float64) @ np.asarray(weights, np.float64), labels)
     placed = place(hidden, mesh, P("data")), place(weights, mesh, P(None, "model")), place(labels, mesh, P("data"))
 

@@ -35,7 +35,7 @@ def random_params(rng, dtype="float32"):
 def normal_like(rng, tree, steps=None):
     """Normal numbers of the tree's shapes and dtypes, with `steps` in front of the shapes."""
     lead = () if steps is None else (steps,)
-    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(lead + x.shape), x.dtype), tree)
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(rng.standard_normal(lead + x.shape), x.dtype)), tree)
 
 
 def assert_same(actual, expected):

@@ -111,7 +111,7 @@ def test_float64_parameters_with_moments_in_few_bits(dtype, stochastic_rounding,
 )
 def test_decays_that_are_arrays(dtype, x64, rng):
     b1, b2 = np.asarray([0.875, 0.9375], dtype)
-    gradient = jnp.asarray(rng.standard_normal((3, 40)), jnp.float32)
+    gradient = jax.device_put(np.asarray(rng.standard_normal((3, 40)), jnp.float32))
     with jax.enable_x64(x64):
         updates, state = after(optim.scale_by_adam(jnp.asarray(b1), b2), gradient, gradient[0])
         expected, expected_state = after(optim.scale_by_adam(0.875, 0.9375), gradient, gradient[0])
@@ -266,7 +266,9 @@ def test_first_moments_of_gradients_whose_squares_vanish(dtype, rng):
 def test_bounds_of_blocks_take_the_steps_of_their_moments(rng):
     """They are the moments of the largest magnitudes, so they fall as fast as the gradients do."""
     x = jnp.zeros((3, 300))
-    gradients = normal_like(rng, x, 10) * jnp.asarray(np.geomspace(1, 1e-3, 10)[:, None, None], jnp.float32)
+    gradients = normal_like(rng, x, 10) * jax.device_put(
+        np.asarray(np.geomspace(1, 1e-3, 10)[:, None, None], jnp.float32)
+    )
     _, state = after(optim.scale_by_adam(mu_dtype=FLOAT8, nu_dtype=FLOAT8), gradients, x)
     largest = np.stack([np.abs(part).max(axis=-1) for part in np.split(gradients, [128, 256], axis=-1)], axis=-1)
     expected = adam_oracle(largest)
@@ -279,7 +281,7 @@ def test_magnitudes_mixed_in_a_block(dtype, rng):
     """The small ones of a block lose digits, but neither their second moment nor, on average, their first."""
     x, steps = jnp.zeros((64, 128)), 20
     magnitudes = 10.0 ** rng.uniform(-6, 3, x.shape)
-    gradients = jnp.asarray(rng.standard_normal((steps, *x.shape)) * magnitudes, jnp.float32)
+    gradients = jax.device_put(np.asarray(rng.standard_normal((steps, *x.shape)) * magnitudes, jnp.float32))
     updates, state = after(optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype), gradients, x)
     mu, nu = (np.asarray(m, np.float64) for m in moments(state, x))
     expected = adam_oracle(gradients)

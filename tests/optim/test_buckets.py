@@ -13,7 +13,10 @@ SHAPES = {"scalar": (), "odd": (3, 7), "empty": (0, 4), "block": (128,), "long":
 
 def draw(rng, dtypes=("float32", "bfloat16")):
     tree = {
-        dtype: {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in SHAPES.items()}
+        dtype: {
+            name: jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
+            for name, shape in SHAPES.items()
+        }
         for dtype in dtypes
     }
     return {**tree, "steps": jnp.arange(3)}

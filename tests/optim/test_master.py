@@ -44,7 +44,7 @@ def to_nearest_away(x):
 
 def random_walk(rng, shape, steps):
     """Parameters of all magnitudes, and steps of all sizes that make them cross zero now and then."""
-    start = jnp.asarray(rng.standard_normal(shape) * 10.0 ** rng.uniform(-20, 30, shape), jnp.bfloat16)
+    start = jax.device_put(np.asarray(rng.standard_normal(shape) * 10.0 ** rng.uniform(-20, 30, shape), jnp.bfloat16))
     magnitudes = np.abs(np.asarray(start).astype(np.float64)) * 10.0 ** rng.uniform(-6, 0.5, (steps, *shape))
     return start, (rng.standard_normal((steps, *shape)) * magnitudes).astype(np.float32)
 
@@ -116,7 +116,7 @@ def test_parameters_that_all_but_vanish_in_a_step(rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "int16"])
 def test_values_that_are_not_finite_show(dtype, rng):
-    x = jnp.asarray(rng.standard_normal(5), jnp.bfloat16)
+    x = jax.device_put(np.asarray(rng.standard_normal(5), jnp.bfloat16))
     steps = [np.array([np.nan, np.inf, -np.inf, NAN_OF_GPUS, 1], np.float32), np.zeros(5, np.float32)]
     (first, _), (_, state) = train(added(dtype), x, steps)
     assert_same(np.isfinite(np.asarray(first).astype(np.float32)), np.array([False, False, False, False, True]))
@@ -157,7 +157,7 @@ def test_adamw_has_the_same_masters_in_both_forms(moments, rng):
 
 def test_weight_decay_acts_on_masters(rng):
     """Not on their rounded images."""
-    params = jnp.asarray(rng.uniform(1, 2, 256), jnp.bfloat16)
+    params = jax.device_put(np.asarray(rng.uniform(1, 2, 256), jnp.bfloat16))
     optimizer = optim.adamw(0.5, weight_decay=0.5, master_dtype="float32")
     master = params.astype(jnp.float32) * (1 + 2.0**-10)
     state = optimizer.init(params)._replace(master=master)

@@ -231,7 +231,7 @@ def test_float16_gradients_that_would_vanish():
 
 def test_gradients_are_unscaled_in_float32(rng):
     """A gradient in float16 is divided as float32: nothing vanishes."""
-    g = jnp.asarray(rng.uniform(1, 2, 64), jnp.float16)
+    g = jax.device_put(np.asarray(rng.uniform(1, 2, 64), jnp.float16))
     transform = optim.dynamic_loss_scale(optax.identity(), 2.0**24)
     updates, _ = transform.update(g, transform.init(g))
     assert_same(updates, np.asarray(g).astype(np.float32) / np.float32(2.0**24))

@@ -2,6 +2,11 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
 def run(code):
@@ -16,4 +21,5 @@ def test_te_jax_does_not_import_optax():
 def test_without_optax_the_error_says_what_to_install():
     done = run("import sys; sys.modules['optax'] = None; import te_jax.optim")
     assert done.returncode == 1
-    assert 'te_jax.optim needs optax, which is not installed: pip install ".[optim]" in the checkout' in done.stderr
+    (needed,) = EXTRAS["optim"]
+    assert f'te_jax.optim needs optax, which is not installed: pip install "{needed}"' in done.stderr

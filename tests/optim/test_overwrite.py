@@ -30,7 +30,7 @@ INNER = {
 
 
 def normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32))
 
 
 class Linen(nn.Module):

@@ -64,7 +64,7 @@ def test_the_implementation_is_the_one_that_is_named(native_kernels, rng):
 def test_stacked_kernels_have_scales_of_their_own(recipe, implementation, rng):
     """Two layers of three experts each, of magnitudes far apart."""
     kernel, updates = step(rng, (2, 3, 48, 128))
-    kernel = kernel * jnp.asarray(10.0 ** rng.uniform(-3, 3, (2, 3, 1, 1)), jnp.float32)
+    kernel = kernel * jax.device_put(np.asarray(10.0 ** rng.uniform(-3, 3, (2, 3, 1, 1)), jnp.float32))
     new, operand = apply(kernel, updates, Requantize(recipe, stacked_ndim=2, implementation=implementation))
     for layer in range(2):
         for expert in range(3):

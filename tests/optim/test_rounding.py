@@ -75,7 +75,7 @@ def test_derivatives_come_through_moments_in_bfloat16(rng):
             _, state = adam.update(gradients, state)
         return jnp.sum(state.mu.astype(jnp.float32))
 
-    gradients, seed = jnp.asarray(rng.standard_normal(128), jnp.float32), seed_of(rng)
+    gradients, seed = jax.device_put(np.asarray(rng.standard_normal(128), jnp.float32)), seed_of(rng)
     derivative, expected = (jax.grad(moment)(gradients, dtype) for dtype in (jnp.bfloat16, jnp.float32))
     assert_close(derivative, expected, tolerance=1e-2)
 

@@ -161,7 +161,7 @@ def random_case(
     tokens = (*lead, rows * size, *mid)
 
     def draw(*shape, dtype, scale=1.0):
-        return jnp.asarray((scale * rng.standard_normal(shape)).astype(DTYPES[dtype]))
+        return jax.device_put((scale * rng.standard_normal(shape)).astype(DTYPES[dtype]))
 
     return Case(
         name,

@@ -32,12 +32,14 @@ def _two_devices(require_devices):
 
 
 def normal(rng, *shape):
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return jax.device_put(np.asarray(rng.normal(size=shape), jnp.float32))
 
 
 def seen(rng):
     """A state that has seen less than what comes, so that large values saturate."""
-    state = jax.tree.map(lambda history: jnp.asarray(rng.uniform(1, 3, history.shape), jnp.float32), RECIPE.init())
+    state = jax.tree.map(
+        lambda history: jax.device_put(rng.uniform(1, 3, history.shape).astype(np.float32)), RECIPE.init()
+    )
     return dataclasses.replace(state, uses=jnp.float32(1))
 
 

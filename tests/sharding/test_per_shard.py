@@ -56,7 +56,7 @@ def place(x, mesh, spec):
 
 
 def random(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32))
 
 
 def product(x, weights):

@@ -1,0 +1,109 @@
+"""Which residuals of a layer leave for the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from te_jax._core.arguments import as_flag, is_whole_number
+
+LAYER_INPUT = "layer_input"
+"""The name of the arrays that a layer gets as x."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """An array that a layer keeps from its forward pass for its backward pass.
+
+    Attributes:
+      names: what `jax.ad_checkpoint.checkpoint_name` called it; `LAYER_INPUT` for the layer's input.
+      shape, dtype: of the whole array, on all devices.
+    """
+
+    names: frozenset[str]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole array, on all devices."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{' = '.join(sorted(self.names)) or 'no name'}: {self.dtype.name}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """Moves what layers keep for the backward pass to host memory, and fetches it one layer ahead of its use.
+
+    What a layer keeps, `remat` of `apply_layers` says: with remat=True its input only. Parameters, and what is computed
+    from parameters alone, always stay on the device.
+
+    Attributes:
+      names: which residuals leave. Names of `checkpoint_name`, and `LAYER_INPUT` for the layer's input; or a function
+        that is given a `Residual`; or None for all.
+      min_size: bytes; smaller residuals stay on the device, for a copy of few bytes takes as long as one of many.
+      quantize: the names of float residuals that are stored in FP8 (float8_e4m3fn, one scale for 128 values along the
+        last dimension): half the bytes of bfloat16, and gradients with FP8's error. True: all that leave.
+      keep_last: how many of the last layers keep their residuals on the device. The backward pass begins with these,
+        and the first fetch hides behind the last of them.
+      required: whether a name that no residual of a layer has is an error. False: such layers keep what they have.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, te_jax
+      >>> offload = te_jax.offload.Offload(names=[te_jax.offload.LAYER_INPUT], min_size=0)
+      >>> def loss(kernels, x):
+      ...     return te_jax.nn.apply_layers(lambda x, k: jnp.tanh(x @ k), kernels, x, remat=True, offload=offload).sum()
+      >>> jax.grad(loss)([jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2)))[0].shape
+      (2, 2)
+    """
+
+    names: Sequence[str] | Callable[[Residual], bool] | None = None
+    min_size: int = 2**20
+    quantize: Sequence[str] | bool = ()
+    keep_last: int = 1
+    required: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("names", "quantize"):
+            value = getattr(self, field)
+            if isinstance(value, str):
+                raise ValueError(f"{field} is {value!r}: it must be a sequence of names, such as [{value!r}]")
+            if isinstance(value, Sequence):
+                if not all(isinstance(name, str) for name in value):
+                    raise ValueError(f"{field} is {value!r}: names must be strings")
+                object.__setattr__(self, field, tuple(value))
+            elif not (callable(value) or value is None if field == "names" else isinstance(value, bool)):
+                kinds = "names, a function or None" if field == "names" else "names or a bool"
+                raise ValueError(f"{field} is {value!r}: it must be {kinds}")
+        if not (is_whole_number(self.min_size) and self.min_size >= 0):
+            raise ValueError(f"min_size is {self.min_size!r}: it must be a number of bytes, 0 or more")
+        if not (is_whole_number(self.keep_last) and self.keep_last >= 1):
+            raise ValueError(
+                f"keep_last is {self.keep_last!r}: it must be 1 or more, because the backward pass needs what the last "
+                "layer keeps at once"
+            )
+        as_flag("required", self.required)
+        if isinstance(self.names, tuple) and isinstance(self.quantize, tuple):
+            stays = sorted(set(self.quantize) - set(self.names))
+            if stays:
+                raise ValueError(f"quantize has {stays}, which names does not: only what leaves is stored in FP8")
+
+    def chooses(self, residual: Residual) -> bool:
+        """Whether the residual leaves."""
+        if residual.nbytes < max(self.min_size, 1):
+            return False
+        if self.names is None:
+            return True
+        if callable(self.names):
+            return bool(self.names(residual))
+        return not residual.names.isdisjoint(self.names)
+
+    def stores_in_fp8(self, residual: Residual) -> bool:
+        """Whether the residual, which leaves, is stored in FP8."""
+        if residual.dtype.name not in ("float32", "bfloat16", "float16") or not residual.shape:
+            return False
+        return self.quantize if isinstance(self.quantize, bool) else not residual.names.isdisjoint(self.quantize)

@@ -1,0 +1,101 @@
+"""Which values of a jaxpr are the same array, what `checkpoint_name` calls them, and what they depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+# What these return lies in memory as their operand does.
+_SAME_BYTES = frozenset(
+    {
+        "name",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "copy",
+        "optimization_barrier",
+        "pvary",
+        "pcast",
+        "te_reverse_mode_only",
+    }
+)
+# What these return is what their jaxpr returns.
+_CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"}
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """What is known of a variable.
+
+    Attributes:
+      array: the same object for values that are the same array but for their shape.
+      names: of `checkpoint_name`; those of the array, whatever its shape, are in one set.
+      marked: whether it depends on an input that is marked.
+    """
+
+    array: object
+    names: set[str]
+    marked: bool
+
+    @classmethod
+    def new(cls, *, marked: bool, names: Iterable[str] = ()) -> Value:
+        return cls(object(), set(names), marked)
+
+
+def values_of(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+    """What is known of the jaxpr's outputs.
+
+    Args:
+      jaxpr: the program. Calls are looked into; of loops and `shard_map` only names come out.
+      inputs: of its invars.
+    """
+    known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    known |= {var: Value.new(marked=False) for var in jaxpr.constvars}
+
+    def read(atom: Any) -> Value:
+        return Value.new(marked=False) if isinstance(atom, Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        outputs = _outputs(eqn, operands)
+        known |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _outputs(eqn: Any, operands: list[Value]) -> list[Value]:
+    name = eqn.primitive.name
+    if name in _SAME_BYTES and len(eqn.invars) == len(eqn.outvars):
+        if name == "name":
+            operands[0].names.add(eqn.params["name"])
+        return [
+            before if _same_bytes(var.aval, out.aval) else Value.new(marked=before.marked, names=before.names)
+            for before, var, out in zip(operands, eqn.invars, eqn.outvars, strict=True)
+        ]
+    marked = any(value.marked for value in operands)
+    for inner in map(_open, eqn.params.values()):
+        if inner is None or len(inner.outvars) != len(eqn.outvars):
+            continue
+        if name in _CALLS and len(inner.invars) == len(operands):
+            return values_of(inner, operands)
+        of_inner = values_of(inner, [Value.new(marked=marked) for _ in inner.invars])
+        return [Value.new(marked=marked, names=value.names) for value in of_inner]
+    return [Value.new(marked=marked) for _ in eqn.outvars]
+
+
+def _same_bytes(before: Any, after: Any) -> bool:
+    if before.dtype != after.dtype or math.prod(before.shape) != math.prod(after.shape):
+        return False
+    # On Explicit meshes another shape may be another distribution.
+    return before.shape == after.shape or not before.sharding.mesh.explicit_axes
+
+
+def _open(value: Any) -> Jaxpr | None:
+    if isinstance(value, ClosedJaxpr):
+        return value.jaxpr
+    return value if isinstance(value, Jaxpr) else None

@@ -1,0 +1,235 @@
+"""The state of an optimizer in host memory, on the device only while a parameter is updated."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+
+from te_jax._core.arguments import is_whole_number
+from te_jax.sharding import together
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def offload(optimizer: optax.GradientTransformation, *, min_size: int = 2**20) -> optax.GradientTransformationExtraArgs:
+    """Keeps the optimizer's state in host memory (`pinned_host`), and streams it through the device in a step.
+
+    While the step updates one parameter, the state of the next arrives and that of the one before leaves. The device
+    holds the state of three parameters at a time. Values are those of the optimizer itself, bit for bit: the step runs
+    its operations, parameter by parameter.
+
+    Call `update` inside of `jax.jit`. Donate parameters and state, so that new values take the place of old ones, and
+    return them in the order in which the step takes them: JAX pairs donated arrays with results by shape, in this
+    order, and must not give the memory of a state to a parameter. In `out_shardings` name the state's memory kinds, as
+    `jax.tree.map(lambda x: x.sharding, state)` does, or give none. Checkpoints have the same contents as without
+    offload.
+
+    Args:
+      optimizer: any that computes the new state and update of a parameter from its own old state, its gradient and few
+        numbers: those of `te_jax.optim`, with masters, loss scales and skipped steps, and most of optax.
+      min_size: bytes; smaller arrays of the state stay on the device.
+
+    Returns:
+      The transform, with the state of `optimizer`.
+
+    Raises:
+      ValueError: min_size is no number of bytes.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, te_jax.optim
+      >>> optimizer = te_jax.optim.offload(te_jax.optim.adamw(1e-3), min_size=0)
+      >>> params = {"w": jnp.ones(4)}
+      >>> state = optimizer.init(params)
+      >>> jax.tree.leaves(state)[1].sharding.memory_kind
+      'pinned_host'
+      >>> def step(params, state, gradients):
+      ...     updates, state = optimizer.update(gradients, state, params)
+      ...     return te_jax.optim.apply_updates(params, updates), state
+      >>> params, state = jax.jit(step, donate_argnums=(0, 1))(params, state, {"w": jnp.full(4, 2.0)})
+    """
+    if not is_whole_number(min_size) or min_size < 0:
+        raise ValueError(f"min_size is {min_size!r}: it must be a number of bytes, 0 or more")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def leaves_device(leaf: Any) -> bool:
+        return leaf.size * leaf.dtype.itemsize >= max(min_size, 1) and leaf.ndim > 0
+
+    def to_host(leaf: Any) -> Any:
+        return jax.device_put(leaf, _HOST) if leaves_device(leaf) else leaf
+
+    def init(params: Any) -> Any:
+        # In one program, which never holds the whole state on the device.
+        return jax.jit(lambda params: jax.tree.map(to_host, inner.init(params)))(params)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        arguments = (updates, params, extra_args)
+        return _streamed(inner.update, arguments, state, leaves_device)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _streamed(update: Any, arguments: Any, state: Any, leaves_device: Any) -> tuple[Any, Any]:
+    old, structure = jax.tree.flatten(state)
+    hosted = [leaves_device(leaf) for leaf in old]
+
+    def on_device(arguments: Any, old: list[Array]) -> Any:
+        updates, params, extra_args = arguments
+        return update(updates, structure.unflatten(old), params, **extra_args)
+
+    # Types of the state on the device; no copy is made for them.
+    types = jax.eval_shape(lambda old: [jax.device_put(leaf, _DEVICE) for leaf in old], old)
+    closed, shape = jax.make_jaxpr(on_device, return_shape=True)(arguments, types)
+    if jax.tree.structure(shape[1]) != structure:
+        raise ValueError("the optimizer's new state has another structure than its old one: it cannot be offloaded")
+    program = closed.jaxpr
+    values = dict(zip(program.constvars, closed.consts, strict=True))
+    values |= dict(zip(program.invars, [*jax.tree.leaves(arguments), *old], strict=True))
+    count = len(program.outvars) - len(old)
+    old_state = program.invars[len(program.invars) - len(old) :]
+    waiting = {var for var, host in zip(old_state, hosted, strict=True) if host}
+    program = _without_barriers(program)
+    leaving = {var for var, host in zip(program.outvars[count:], hosted, strict=True) if host and isinstance(var, Var)}
+    stored = {var: values[var] for var in waiting}  # host arrays
+    before: list[Array] = []  # the copies that are under way
+    pieces = _pieces(program, count, waiting)
+    for place in range(-1, len(pieces) + 1):
+        # Of the piece before this one the state leaves, and that of the next comes: an array each way at a time, so
+        # that both directions of the bus are busy.
+        leaves = [var for var in pieces[place - 1].results if var in leaving] if place > 0 else []
+        comes = pieces[place + 1].fetched if place + 1 < len(pieces) else ()
+        for out, into in itertools.zip_longest(leaves, comes):
+            begin = [*([values[out]] if out else []), *([stored[into]] if into else [])]
+            begin, _ = together(begin, before)
+            before = []
+            if out:
+                stored[out] = jax.device_put(begin[0], _HOST)
+                before.append(stored[out])
+            if into:
+                values[into] = jax.device_put(begin[-1], _DEVICE)
+                before.append(values[into])
+        if 0 <= place < len(pieces):
+            piece = pieces[place]
+            found = piece.run([values[var] for var in piece.closed.jaxpr.invars])
+            values |= dict(zip(piece.results, found, strict=True))
+
+    def result(var: Any, host: bool) -> Any:
+        if host and isinstance(var, Var) and var in stored:
+            return stored[var]
+        value = var.val if isinstance(var, Literal) else values[var]
+        return jax.device_put(value, _HOST) if host else value
+
+    results = map(result, program.outvars, [*[False] * count, *hosted])
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+
+def _without_barriers(program: Jaxpr) -> Jaxpr:
+    """The program without optimization barriers, which would put parameters in an order."""
+    same: dict[Var, Any] = {}
+
+    def read(atom: Any) -> Any:
+        return same.get(atom, atom) if isinstance(atom, Var) else atom
+
+    eqns = []
+    for eqn in program.eqns:
+        invars = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name == "optimization_barrier":
+            same |= dict(zip(eqn.outvars, invars, strict=True))
+        else:
+            eqns.append(eqn.replace(invars=invars))
+    return program.replace(eqns=eqns, outvars=[read(atom) for atom in program.outvars])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Those equations of a program that one parameter needs, and that no piece before has run.
+
+    Attributes:
+      closed: the equations.
+      results: what later pieces or the caller read.
+      fetched: what it reads that waits in host memory, and that no piece before has read.
+    """
+
+    closed: ClosedJaxpr
+    results: tuple[Var, ...]
+    fetched: tuple[Var, ...]
+
+    def run(self, operands: Sequence[Array]) -> Sequence[Array]:
+        return jaxpr_as_fun(self.closed)(*operands)
+
+
+def _pieces(program: Jaxpr, count: int, waiting: set[Var]) -> list[_Piece]:
+    """A piece for each of the first `count` outputs, and one for what no other has needed.
+
+    Every further output belongs to the first piece at whose end all is there that it needs of what waits.
+    """
+    maker = {var: place for place, eqn in enumerate(program.eqns) for var in eqn.outvars}
+    reads: list[set[Var]] = []  # of each equation, what it needs of what waits
+
+    def read_by(atoms: Iterable[Any]) -> set[Var]:
+        found: set[Var] = set()
+        for atom in atoms:
+            if isinstance(atom, Var):
+                found |= reads[maker[atom]] if atom in maker else {atom} & waiting
+        return found
+
+    for eqn in program.eqns:
+        reads.append(read_by(eqn.invars))
+    # From few bytes to many and back: as much comes as leaves at a time, and the first and the last copy are short.
+    by_size = sorted(program.outvars[:count], key=lambda output: sum(map(_nbytes, read_by([output]))))
+    further = list(program.outvars[count:])
+    groups: list[list[Any]] = []
+    here: set[Var] = set()
+    for output in [*by_size[::2], *by_size[1::2][::-1]]:
+        here |= read_by([output])
+        ready = [read_by([other]) <= here for other in further]
+        groups.append([output, *itertools.compress(further, ready)])
+        further = [other for other, is_ready in zip(further, ready, strict=True) if not is_ready]
+    groups.append(further)
+
+    run: set[int] = set()
+
+    def needed(outputs: Iterable[Any]) -> list[int]:
+        """The equations that the outputs need and that have not run, in order."""
+        found: set[int] = set()
+        todo = list(outputs)
+        while todo:
+            atom = todo.pop()
+            place = maker.get(atom) if isinstance(atom, Var) else None
+            if place is not None and place not in found and place not in run:
+                found.add(place)
+                todo += program.eqns[place].invars
+        return sorted(found)
+
+    parts: list[list[Any]] = []
+    for group in groups:
+        places = needed(group)
+        run |= set(places)
+        parts.append([program.eqns[place] for place in places])
+    last_read = {
+        var: number for number, eqns in enumerate(parts) for eqn in eqns for var in eqn.invars if isinstance(var, Var)
+    }
+    last_read |= {var: len(parts) for var in program.outvars if isinstance(var, Var)}
+    pieces: list[_Piece] = []
+    seen: set[Var] = set()
+    for number, eqns in enumerate(parts):
+        made = [var for eqn in eqns for var in eqn.outvars]
+        operands = {var: None for eqn in eqns for var in eqn.invars if isinstance(var, Var)}
+        operands = [var for var in operands if var not in set(made)]
+        results = tuple(var for var in made if last_read.get(var, -1) > number)
+        fetched = tuple(var for var in operands if var in waiting and var not in seen)
+        seen |= set(fetched)
+        names = program.debug_info.with_unknown_names()
+        jaxpr = program.replace(constvars=[], invars=operands, outvars=list(results), eqns=eqns, debug_info=names)
+        pieces.append(_Piece(ClosedJaxpr(jaxpr, ()), results, fetched))
+    return pieces
+
+
+def _nbytes(var: Any) -> int:
+    return var.aval.size * var.aval.dtype.itemsize

@@ -1,0 +1,43 @@
+"""The API reference lists every public name once, and nothing else."""
+
+import importlib
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import te_jax
+
+PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "api").glob("*.rst"))
+PUBLIC = [name for name in (*te_jax.__all__, *te_jax._AT_FIRST_USE) if not name.startswith("__")]
+MODULES = [f"te_jax.{name}" for name in (*PUBLIC, "native", "quantized")]
+_ENTRY = re.compile(r"^\.\. (?P<directive>currentmodule|auto(?!module)\w+|data):: (?P<name>[\w.]+)$", re.MULTILINE)
+
+
+def entries(text):
+    """Full names of what a page documents."""
+    module = ""
+    for entry in _ENTRY.finditer(text):
+        if entry["directive"] == "currentmodule":
+            module = entry["name"]
+        else:
+            yield f"{module}.{entry['name']}"
+
+
+LISTED = Counter(name for page in PAGES for name in entries(page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_has_one_entry(module):
+    wanted = {f"{module}.{name}": 1 for name in importlib.import_module(module).__all__}
+    assert {name: count for name, count in LISTED.items() if name.rpartition(".")[0] == module} == wanted
+
+
+def test_there_are_no_entries_of_other_modules():
+    assert {name.rpartition(".")[0] for name in LISTED} == set(MODULES)
+
+
+def test_an_entry_that_is_missing_would_be_found():
+    text = ".. currentmodule:: te_jax.ops\n\n.. autofunction:: dense\n.. data:: KINDS\n\n   Text.\n"
+    assert list(entries(text)) == ["te_jax.ops.dense", "te_jax.ops.KINDS"]

@@ -1,0 +1,131 @@
+"""`te_jax.optim.offload`: the optimizer's own bits, with its state in host memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optim_cases import FLOAT8, assert_same, normal_like, random_params
+
+from te_jax import optim, recipe
+
+OPTIMIZERS = {
+    "float32": ("float32", optim.adamw(1e-2)),
+    "bfloat16": ("float32", optim.adamw(1e-2, mu_dtype="bfloat16", nu_dtype="bfloat16")),
+    "FP8, skips": ("float32", optim.adamw(1e-2, mu_dtype=FLOAT8, nu_dtype=FLOAT8, skip_nonfinite=True)),
+    "masters": ("bfloat16", optim.adamw(1e-2, mu_dtype="bfloat16", nu_dtype="bfloat16", master_dtype=jnp.int16)),
+    "loss scale": ("float16", optim.dynamic_loss_scale(optim.adam(1e-2, master_dtype="float32"))),
+    "optax, clipped": ("float32", optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))),
+    "schedule": ("float32", optim.adamw(optax.cosine_decay_schedule(1e-2, 20), nesterov=True)),
+}
+
+
+def steps(optimizer, params, gradients):
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, g):
+        updates, state = optimizer.update(g, state, params)
+        return optim.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.copy, params)
+    state = optimizer.init(params)
+    for place in range(jax.tree.leaves(gradients)[0].shape[0]):
+        params, state = step(params, state, jax.tree.map(lambda g, i=place: g[i], gradients))
+    return params, state
+
+
+def kinds(state, size):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state) if leaf.nbytes >= size}
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_same_bits_over_20_steps(dtype, optimizer, rng):
+    params = random_params(rng, dtype)
+    gradients = normal_like(rng, params, 20)
+    gradients["kernel"] = gradients["kernel"].at[7, 0, 3].set(jnp.inf if "FP8" in str(optimizer) else 3)
+    offloaded = optim.offload(optimizer, min_size=512)
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        found, expected = steps(offloaded, params, gradients), steps(optimizer, params, gradients)
+    assert_same(found, expected)
+    assert kinds(found[1], 512) == {"pinned_host"}
+    assert kinds(found[0], 0) == kinds(expected[1], 0) == {"device"}
+    assert kinds(offloaded.init(params), 512) == {"pinned_host"}
+
+
+def test_a_skipped_step_changes_nothing(rng):
+    params = random_params(rng)
+    optimizer = optim.offload(optim.adamw(1e-2, skip_nonfinite=True), min_size=512)
+    state = optimizer.init(params)
+    gradients = normal_like(rng, params)
+    gradients["heads"] = gradients["heads"].at[0].set(jnp.nan)
+    updates, after = jax.jit(optimizer.update)(gradients, state, params)
+    assert not any(np.any(update) for update in jax.tree.leaves(updates))
+    assert_same(after.inner, state.inner)
+    assert int(after.skipped) == 1
+
+
+def test_kernels_are_requantized_as_without(rng):
+    params = {"a": jnp.asarray(rng.standard_normal((32, 64)), jnp.float32), "b": jnp.ones(300)}
+    how = {"a": optim.Requantize(recipe.BlockScaling()), "b": None}
+    found = []
+    for optimizer in (optim.adamw(1e-2), optim.offload(optim.adamw(1e-2), min_size=512)):
+        updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+        found.append(optim.apply_updates(params, updates, requantize=how))
+    assert_same(*found)
+
+
+def test_a_state_on_the_device_goes_to_the_host(rng):
+    """As checkpoints restore it that do not say where it was."""
+    params = random_params(rng)
+    optimizer = optim.adamw(1e-2)
+    _, state = jax.jit(optim.offload(optimizer, min_size=512).update)(params, optimizer.init(params), params)
+    assert kinds(state, 512) == {"pinned_host"}
+    _, expected = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+    assert_same(state, expected)
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit", "shard_map"])
+def test_several_devices(mode, rng, require_devices):
+    require_devices(4)
+    axis = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((4,), ("data",), (axis,), devices=jax.devices()[:4])
+    rows = NamedSharding(mesh, P("data"))
+    optimizer = optim.adamw(1e-2, mu_dtype="bfloat16", nu_dtype="bfloat16", stochastic_rounding=False)
+    offloaded = optim.offload(optimizer, min_size=512)
+    params = {name: jax.device_put(rng.standard_normal((8, 256)).astype(np.float32), rows) for name in "abc"}
+    with jax.set_mesh(mesh):
+        if mode == "shard_map":
+            specs = jax.tree.map(lambda x: P("data") if x.ndim else P(), jax.eval_shape(optimizer.init, params))
+            step = jax.shard_map(
+                offloaded.update, mesh=mesh, in_specs=(P("data"), specs, P("data")), out_specs=(P("data"), specs)
+            )
+            found, state = jax.jit(step)(params, jax.jit(optimizer.init)(params), params)
+        else:
+            found, state = jax.jit(offloaded.update)(params, offloaded.init(params), params)
+            assert kinds(state, 512) == {"pinned_host"}
+        expected, expected_state = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+    assert_same((found, state), (expected, expected_state))
+    for leaf, own in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
+        assert leaf.sharding.is_equivalent_to(own.sharding.with_memory_kind(leaf.sharding.memory_kind), leaf.ndim)
+
+
+def test_an_order_that_pairs_arrays_of_one_size(rng):
+    """What comes is as large as what leaves, and the largest are neither first nor last."""
+    sizes = [256, 4096, 512, 4096, 256, 512]
+    params = {str(i): jnp.asarray(rng.standard_normal(size), jnp.float32) for i, size in enumerate(sizes)}
+    optimizer = optim.offload(optim.adamw(1e-2), min_size=512)
+    state = optimizer.init(params)
+    jaxpr = jax.make_jaxpr(optimizer.update)(params, state, params)
+    moved = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "device_put"]
+    there = [eqn.outvars[0].aval.size for eqn in moved if eqn.outvars[0].aval.memory_space == jax.memory.Space.Host]
+    back = [eqn.outvars[0].aval.size for eqn in moved if eqn.outvars[0].aval.memory_space != jax.memory.Space.Host]
+    assert there == back == [256, 256, 512, 512, 4096, 4096, 4096, 4096, 512, 512, 256, 256]
+
+
+@pytest.mark.parametrize("min_size", [-1, 0.5, None])
+def test_what_is_refused(min_size):
+    with pytest.raises(ValueError, match="it must be a number of bytes"):
+        optim.offload(optim.adamw(1e-2), min_size=min_size)
