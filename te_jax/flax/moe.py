@@ -155,12 +155,9 @@ class MoE(nn.Module):
             router.held((features,)),
             (gate.held(), up.held(), down.held()),
             self.router,
-            dtype=self.dtype,
             expert_bias=expert_bias,
-            activation=activation,
-            weighted=self.weighted,
-            capacity=self.capacity,
-            **quantized,
+            dtype=self.dtype,
+            options=moe.Options(activation, self.weighted, self.capacity, **quantized),
         )
         if self.shared_features is None:
             return result

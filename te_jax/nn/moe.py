@@ -58,6 +58,17 @@ class MoE(NamedTuple):
     dropped: Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Arguments of `moe` that modules hold."""
+
+    activation: Activation
+    weighted: Literal["results", "inputs"]
+    capacity: int | None
+    recipe: Recipe | None
+    implementation: native.Implementation | None
+
+
 def moe(
     x: jax.typing.ArrayLike,
     router_kernel: jax.typing.ArrayLike,
@@ -145,8 +156,9 @@ def moe_of_layers(
     experts: Sequence[linear.Layer],
     router: Router,
     *,
+    expert_bias: Array | None,
     dtype: jax.typing.DTypeLike | None,
-    **options: Any,
+    options: Options,
 ) -> MoE:
     """`moe` of what layers hold, in the given dtype, or in what x, kernels and biases of the experts promote to."""
     if not isinstance(router, Router):
@@ -160,9 +172,10 @@ def moe_of_layers(
         tuple(linear.cast(kernel, dtype) for kernel in arguments.pop("kernel")),
         router,
         router_bias=router_layer.bias,
+        expert_bias=expert_bias,
         bias=tuple(layer.bias for layer in experts),
         **arguments,
-        **options,
+        **vars(options),
     )
 
 

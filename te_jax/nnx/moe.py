@@ -106,8 +106,8 @@ class MoE(nnx.Module):
         activation = Activation(kind, alpha, limit, offset)
         quantized: Any = {"recipe": recipe, "implementation": implementation}
         self.dtype = dtype
-        self.choice = router
-        self.options = {"activation": activation, "weighted": weighted, "capacity": capacity, **quantized}
+        self.choice = router  # `router` is the layer
+        self.options = moe.Options(activation, weighted, capacity, recipe, implementation)
 
         down_kernel_init = down_kernel_init or kernel_init
         shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs, **quantized}
@@ -176,8 +176,8 @@ class MoE(nnx.Module):
             self.router.held(),
             (self.gate_proj.held(), self.up_proj.held(), self.down_proj.held()),
             self.choice,
-            dtype=self.dtype,
             expert_bias=None if self.expert_bias is None else self.expert_bias.get_value(),
-            **self.options,
+            dtype=self.dtype,
+            options=self.options,
         )
         return result if self.shared is None else result._replace(y=result.y + self.shared(x))
