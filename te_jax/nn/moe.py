@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -153,7 +153,7 @@ def moe(
 def moe_of_layers(
     x: jax.typing.ArrayLike,
     router_layer: linear.Layer,
-    experts: Sequence[linear.Layer],
+    experts: tuple[linear.Layer, linear.Layer, linear.Layer],
     router: Router,
     *,
     expert_bias: Array | None,
@@ -166,14 +166,16 @@ def moe_of_layers(
     x = linear.as_array("x", x)
     dtype = linear.result_dtype(dtype, x, *(array for layer in experts for array in (layer.kernel, layer.bias)))
     arguments = dense_kernels([layer.kernel for layer in experts])
+    router_kernel: Any = router_layer.kernel  # never quantized
+    gate, up, down = experts
     return moe(
         x.astype(dtype),
-        router_layer.kernel,
+        router_kernel,
         tuple(linear.cast(kernel, dtype) for kernel in arguments.pop("kernel")),
         router,
         router_bias=router_layer.bias,
         expert_bias=expert_bias,
-        bias=tuple(layer.bias for layer in experts),
+        bias=(gate.bias, up.bias, down.bias),
         **arguments,
         **vars(options),
     )

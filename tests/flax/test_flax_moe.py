@@ -83,7 +83,7 @@ def test_parameters(rng):
         router_bias_axes=(None,), shared_kernel_axes=("embed", "mlp"), shared_down_kernel_axes=("mlp", "embed"),
         down_kernel_init=nn.initializers.ones,
     )  # fmt: skip
-    boxed = model.init(jax.random.key(0), normal(rng, 4, 128).astype(jnp.bfloat16))["params"]
+    boxed = jax.jit(model.init)(jax.random.key(0), normal(rng, 4, 128).astype(jnp.bfloat16))["params"]
     params = nn.unbox(boxed)
     wide, narrow = {"kernel": (8, 128, 64), "bias": (8, 64)}, {"kernel": (8, 64, 128), "bias": (8, 128)}
     shared = {layer: {"kernel": (128, 96)} for layer in ("gate_proj", "up_proj")} | {"down_proj": {"kernel": (96, 128)}}
