@@ -13,6 +13,7 @@ from te_jax.flax.embed import Embed
 from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.linear import Dense, DenseGeneral, DotGeneral, Einsum, make_dot_general_cls
 from te_jax.flax.microbatches import merge_gradients, quantize_kernels
+from te_jax.flax.moe import MoE
 from te_jax.flax.norm import LayerNorm, NormLinear, RMSNorm
 from te_jax.flax.transformer_block import TransformerBlock
 from te_jax.nn.microbatches import accumulate_gradients
@@ -26,6 +27,7 @@ __all__ = [
     "Embed",
     "GatedMLP",
     "LayerNorm",
+    "MoE",
     "NormLinear",
     "RMSNorm",
     "TransformerBlock",

@@ -267,7 +267,7 @@ def _path(module: nn.Module) -> str:
 
 def _has_kernel(context: InterceptorContext) -> bool:
     """Whether a call is that of a linear layer in which it has its kernel."""
-    method = "held" if isinstance(context.module, layers.DenseGeneral) else "__call__"
+    method = "held" if isinstance(context.module, _OURS) else "__call__"
     return isinstance(context.module, (*_FLAX, *_OURS)) and context.method_name == method
 
 
@@ -302,7 +302,7 @@ def _own_behaviour(module: Any) -> str | None:
     return "it has batch_dims" if linear.as_tuple(getattr(module, "batch_dims", ())) else None
 
 
-def _obstacle(module: Any, inputs: Any, einsum_str: str | None = None) -> str | None:
+def _obstacle(module: Any, inputs: Any = None, einsum_str: str | None = None) -> str | None:
     """Why FP8 cannot take a layer for these inputs, if so. For `DenseGeneral.held` these are the contracted sizes."""
     if obstacle := conversion.obstacle_in_dtype(module.dtype, module.param_dtype):
         return obstacle

@@ -136,7 +136,6 @@ class Einsum(nn.Module):
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
-    @nn.compact
     def __call__(self, inputs: jax.typing.ArrayLike, einsum_str: str | None = None) -> Array:
         """Applies the layer.
 
@@ -147,7 +146,22 @@ class Einsum(nn.Module):
         Raises:
           ValueError: for strings, shapes or dtypes that do not fit, naming the argument.
         """
-        return einsum(self, inputs, einsum_str, layer_options(self))
+        return linear.einsum(
+            _einsum_names(self, einsum_str),
+            linear.as_array("inputs", inputs),
+            *self.held(einsum_str=einsum_str),
+            dtype=self.dtype,
+            options=layer_options(self),
+        )
+
+    @nn.compact
+    def held(self, *, einsum_str: str | None = None) -> linear.Layer:
+        """The values of its variables, for modules that run several layers as one operation; `init` creates them.
+
+        Args:
+          einsum_str: as in the call.
+        """
+        return _held_by_einsum(self, _einsum_names(self, einsum_str), self.recipe)
 
 
 class DotGeneral(nn.Module):
@@ -242,18 +256,26 @@ def held(module: Any, contracted: tuple[int, ...], recipe: Recipe | None) -> lin
 
 
 def einsum(module: Any, inputs: jax.typing.ArrayLike, einsum_str: str | None, options: linear.Options) -> Array:
-    """`Einsum.__call__`, also of a layer of Flax, inside of its compact method."""
-    shape = linear.sizes("shape", module.shape)
-    names = linear.Einsum.parse(nn.merge_param("einsum_str", module.einsum_str, einsum_str), shape)
+    """`Einsum.__call__` of a layer of Flax, inside of its compact method."""
+    names = _einsum_names(module, einsum_str)
     return linear.einsum(
         names,
         linear.as_array("inputs", inputs),
-        _kernel(module, shape, shape),
-        _bias(module, names.bias_shape, names.bias_shape),
-        _scaling_state(module, options.recipe),
+        *_held_by_einsum(module, names, options.recipe),
         dtype=module.dtype,
         options=options,
     )
+
+
+def _einsum_names(module: Any, einsum_str: str | None) -> linear.Einsum:
+    shape = linear.sizes("shape", module.shape)
+    return linear.Einsum.parse(nn.merge_param("einsum_str", module.einsum_str, einsum_str), shape)
+
+
+def _held_by_einsum(module: Any, names: linear.Einsum, recipe: Recipe | None) -> linear.Layer:
+    kernel = _kernel(module, names.kernel_shape, names.kernel_shape)
+    bias = _bias(module, names.bias_shape, names.bias_shape)
+    return linear.Layer(kernel, bias, _scaling_state(module, recipe))
 
 
 def _kernel(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,7 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import native, ops
 from te_jax._core.types import BLOCK
+from te_jax.nn import linear
 from te_jax.nn.gated_mlp import Activation
+from te_jax.nn.microbatches import dense_kernels
 from te_jax.ops.router import Score
 from te_jax.recipe import Recipe
 
@@ -22,6 +25,9 @@ __all__ = ["MoE", "Router", "moe"]
 Kernels = tuple[Any, Any, Any]
 
 SWIGLU = Activation("silu", 1.0, None, 0.0)
+
+EINSUM = "eti,eio->eto"
+"""How layers that hold kernels [experts, in, out] describe them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +56,17 @@ class MoE(NamedTuple):
     logits: Array
     routing: ops.Routing
     dropped: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Arguments of `moe` that modules hold."""
+
+    activation: Activation
+    weighted: Literal["results", "inputs"]
+    capacity: int | None
+    recipe: Recipe | None
+    implementation: native.Implementation | None
 
 
 def moe(
@@ -131,6 +148,46 @@ def moe(
     if shared is not None:
         y = y + ops.gated_mlp(x, shared, **vars(activation), recipe=recipe, implementation=implementation)
     return MoE(y, logits, routing, permutation.dropped)
+
+
+def moe_of_layers(
+    x: jax.typing.ArrayLike,
+    router_layer: linear.Layer,
+    experts: tuple[linear.Layer, linear.Layer, linear.Layer],
+    router: Router,
+    *,
+    expert_bias: Array | None,
+    dtype: jax.typing.DTypeLike | None,
+    options: Options,
+) -> MoE:
+    """`moe` of what layers hold, in the given dtype, or in what x, kernels and biases of the experts promote to."""
+    if not isinstance(router, Router):
+        raise ValueError(f"router is of type {type(router).__name__}; it must be a te_jax.nn.moe.Router")
+    x = linear.as_array("x", x)
+    dtype = linear.result_dtype(dtype, x, *(array for layer in experts for array in (layer.kernel, layer.bias)))
+    arguments = dense_kernels([layer.kernel for layer in experts])
+    router_kernel: Any = router_layer.kernel  # never quantized
+    gate, up, down = experts
+    return moe(
+        x.astype(dtype),
+        router_kernel,
+        tuple(linear.cast(kernel, dtype) for kernel in arguments.pop("kernel")),
+        router,
+        router_bias=router_layer.bias,
+        expert_bias=expert_bias,
+        bias=(gate.bias, up.bias, down.bias),
+        **arguments,
+        **vars(options),
+    )
+
+
+def for_each_expert(init: Callable[..., Any]) -> Callable[..., Any]:
+    """An initializer of [experts, …] that draws the values of every expert with the given one."""
+
+    def drawn(rng: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
+        return jax.vmap(lambda rng: init(rng, shape[1:], dtype))(jax.random.split(rng, shape[0]))
+
+    return drawn
 
 
 def _logits(x: Array, kernel: Array, bias: Any) -> Array:

@@ -13,19 +13,22 @@ from te_jax.nnx.embed import Embed
 from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.linear import DotGeneral, Einsum, Linear, LinearGeneral
 from te_jax.nnx.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
+from te_jax.nnx.moe import MoE
 from te_jax.nnx.norm import LayerNorm, NormLinear, RMSNorm
 from te_jax.nnx.transformer_block import TransformerBlock
-from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel, overwrite_with_gradient
+from te_jax.nnx.variables import ExpertBias, OverwriteWithGradient, QuantizedKernel, overwrite_with_gradient
 
 __all__ = [
     "Attention",
     "DotGeneral",
     "Einsum",
     "Embed",
+    "ExpertBias",
     "GatedMLP",
     "LayerNorm",
     "Linear",
     "LinearGeneral",
+    "MoE",
     "NormLinear",
     "OverwriteWithGradient",
     "QuantizedKernel",

@@ -120,8 +120,7 @@ class LinearGeneral(nnx.Module):
 
     def held(self) -> linear.Layer:
         """The values of its variables, for modules that run several layers as one operation."""
-        bias = None if self.bias is None else self.bias.get_value()
-        return linear.Layer(self.kernel.get_value(), bias, _scaling_state(self, self.options.recipe))
+        return _held(self)
 
 
 class Linear(LinearGeneral):
@@ -210,13 +209,15 @@ class Einsum(nnx.Module):
         y = linear.einsum(
             linear.Einsum.parse(einsum_str or self.einsum_str, self.kernel_shape),
             linear.as_array("inputs", inputs),
-            self.kernel.get_value(),
-            None if self.bias is None else self.bias.get_value(),
-            _scaling_state(self, self.options.recipe),
+            *self.held(),
             dtype=self.dtype,
             options=self.options,
         )
         return y if out_sharding is None else jax.reshard(y, out_sharding)
+
+    def held(self) -> linear.Layer:
+        """The values of its variables, for modules that run several layers as one operation."""
+        return _held(self)
 
 
 class DotGeneral(nnx.Module):
@@ -275,6 +276,11 @@ class DotGeneral(nnx.Module):
             out_sharding=out_sharding,
             options=self.options,
         )
+
+
+def _held(module: LinearGeneral | Einsum) -> linear.Layer:
+    bias = None if module.bias is None else module.bias.get_value()
+    return linear.Layer(module.kernel.get_value(), bias, _scaling_state(module, module.options.recipe))
 
 
 def _add_scaling_state(module: nnx.Module, recipe: Recipe | None) -> None:

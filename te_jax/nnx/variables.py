@@ -24,6 +24,10 @@ parameters, and keep it from the optimizer:
 """
 
 
+class ExpertBias(nnx.Variable):
+    """The bias of a `MoE`'s choice of experts. Optimizers leave it alone: `te_jax.ops.update_expert_bias`."""
+
+
 class QuantizedKernel(nnx.Variable):
     """A `QuantizedArray` that `quantize_kernels` put in the place of a parameter."""
 

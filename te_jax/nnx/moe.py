@@ -1,0 +1,183 @@
+"""A mixture of experts for NNX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from te_jax import native
+from te_jax.nn import linear, moe
+from te_jax.nn.gated_mlp import Activation
+from te_jax.nnx.gated_mlp import GatedMLP
+from te_jax.nnx.linear import Einsum, Initializer, Linear
+from te_jax.nnx.variables import ExpertBias
+from te_jax.recipe import Recipe
+from te_jax.reference.activation import Kind
+
+
+class MoE(nnx.Module):
+    """A mixture of gated MLPs, the experts, of which a router chooses some for every token: `te_jax.nn.moe.moe`.
+
+        layer = MoE(64, num_experts=8, hidden_features=256, router=te_jax.nn.moe.Router(top_k=2), rngs=nnx.Rngs(0))
+        result = layer(x)
+        loss = loss_of(result.y) + 1e-2 * ops.load_balancing_loss(result.logits, result.routing.experts)
+
+    It consists of `router`; `gate_proj`, `up_proj` and `down_proj` with kernels [experts, in, out]; and `shared`, a
+    `GatedMLP`. Auxiliary losses are yours to add, from the logits and the routing that a call returns. Returned values
+    pass through `nnx.jit`, `nnx.remat` and `nnx.scan` like y; no variable appears that such a transformation would
+    have to know.
+
+    With expert_bias=True the bias of the choice is an `ExpertBias`, which is no `nnx.Param`. No call changes it. Update
+    it once for each optimizer step, with the counts of all its tokens:
+
+        counts = ops.expert_counts(result.routing.experts, num_experts)
+        layer.expert_bias.set_value(ops.update_expert_bias(layer.expert_bias.get_value(), counts))
+
+    Args:
+      in_features: of x.
+      num_experts: number of experts, without shared ones.
+      hidden_features: of each expert.
+      router: how experts are chosen, a `te_jax.nn.moe.Router`.
+      out_features: None is in_features.
+      kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
+      weighted, capacity: as in `te_jax.nn.moe.moe`.
+      shared_features: hidden features of all shared experts together; None for no shared experts.
+      expert_bias: whether there is a bias of the choice, `te_jax.ops.update_expert_bias`. It is zero at first.
+      use_bias: whether the router and the experts have biases. Shared experts have none.
+      dtype, param_dtype, implementation: as in `LinearGeneral`. The router computes in float32. Kernels of experts are
+        rounded to `dtype` before they are quantized.
+      recipe: of the experts and the shared ones, as in `te_jax.ops.grouped_dense`; None to compute in `dtype`.
+      kernel_init, bias_init: initializers. They see the kernel of one expert as a matrix, and its bias as a vector.
+      down_kernel_init, router_kernel_init: of `down_proj` and `router`; None for kernel_init.
+      kernel_metadata, bias_metadata: of `gate_proj` and `up_proj`, [experts, in, hidden] and [experts, hidden], as in
+        `LinearGeneral`.
+      down_kernel_metadata, down_bias_metadata: of `down_proj`, [experts, hidden, out] and [experts, out].
+      router_kernel_metadata, router_bias_metadata: of `router`, [in, experts] and [experts].
+      shared_kernel_metadata, shared_down_kernel_metadata: of `shared`, [in, hidden] and [hidden, out].
+      rngs: `nnx.Rngs`, of which "params" is used.
+
+    Raises:
+      ValueError: for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_experts: int,
+        hidden_features: int,
+        router: moe.Router,
+        out_features: int | None = None,
+        *,
+        kind: Kind = "silu",
+        alpha: float = 1.0,
+        limit: float | None = None,
+        offset: float = 0.0,
+        weighted: Literal["results", "inputs"] = "results",
+        capacity: int | None = None,
+        shared_features: int | None = None,
+        expert_bias: bool = False,
+        use_bias: bool = False,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        down_kernel_init: Initializer | None = None,
+        router_kernel_init: Initializer | None = None,
+        bias_init: Initializer = nnx.initializers.zeros_init(),
+        kernel_metadata: Mapping[str, Any] | None = None,
+        down_kernel_metadata: Mapping[str, Any] | None = None,
+        bias_metadata: Mapping[str, Any] | None = None,
+        down_bias_metadata: Mapping[str, Any] | None = None,
+        router_kernel_metadata: Mapping[str, Any] | None = None,
+        router_bias_metadata: Mapping[str, Any] | None = None,
+        shared_kernel_metadata: Mapping[str, Any] | None = None,
+        shared_down_kernel_metadata: Mapping[str, Any] | None = None,
+        recipe: Recipe | None = None,
+        implementation: native.Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        (features,) = linear.sizes("in_features", in_features)
+        (experts,) = linear.sizes("num_experts", num_experts)
+        (hidden,) = linear.sizes("hidden_features", hidden_features)
+        out_features = features if out_features is None else out_features
+        activation = Activation(kind, alpha, limit, offset)
+        quantized: Any = {"recipe": recipe, "implementation": implementation}
+        self.dtype = dtype
+        self.choice = router  # `router` is the layer
+        self.options = moe.Options(activation, weighted, capacity, recipe, implementation)
+
+        down_kernel_init = down_kernel_init or kernel_init
+        shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs, **quantized}
+        biased: Any = {"bias_init": moe.for_each_expert(bias_init), **shared}
+        wide: Any = {
+            "kernel_shape": (experts, features, hidden),
+            "bias_shape": (experts, hidden) if use_bias else None,
+            "kernel_init": moe.for_each_expert(kernel_init),
+            "kernel_metadata": kernel_metadata,
+            "bias_metadata": bias_metadata,
+        }
+        self.router = Linear(
+            features,
+            experts,
+            use_bias=use_bias,
+            param_dtype=param_dtype,
+            kernel_init=router_kernel_init or kernel_init,
+            bias_init=bias_init,
+            kernel_metadata=router_kernel_metadata,
+            bias_metadata=router_bias_metadata,
+            rngs=rngs,
+        )
+        self.gate_proj = Einsum(moe.EINSUM, **wide, **biased)
+        self.up_proj = Einsum(moe.EINSUM, **wide, **biased)
+        self.down_proj = Einsum(
+            moe.EINSUM,
+            (experts, hidden, out_features),
+            (experts, out_features) if use_bias else None,
+            kernel_init=moe.for_each_expert(down_kernel_init),
+            kernel_metadata=down_kernel_metadata,
+            bias_metadata=down_bias_metadata,
+            **biased,
+        )
+        self.expert_bias: ExpertBias | None = nnx.data(None)
+        if expert_bias:
+            self.expert_bias = ExpertBias(jnp.zeros((experts,), jnp.float32))
+        self.shared: GatedMLP | None = nnx.data(None)
+        if shared_features is not None:
+            self.shared = GatedMLP(
+                features,
+                shared_features,
+                out_features,
+                **vars(activation),
+                kernel_init=kernel_init,
+                down_kernel_init=down_kernel_init,
+                kernel_metadata=shared_kernel_metadata,
+                down_kernel_metadata=shared_down_kernel_metadata,
+                **shared,
+            )
+
+    def __call__(self, x: jax.typing.ArrayLike) -> moe.MoE:
+        """Applies the layer to all tokens of x together; inside `shard_map` to those of a device.
+
+        Args:
+          x: [*tokens, in_features], floating point.
+
+        Returns:
+          `te_jax.nn.moe.MoE`: y [*tokens, out_features], logits, routing, and the number of dropped choices.
+
+        Raises:
+          ValueError: for shapes, dtypes or options that do not fit, naming the argument.
+        """
+        x = linear.as_array("x", x)
+        result = moe.moe_of_layers(
+            x,
+            self.router.held(),
+            (self.gate_proj.held(), self.up_proj.held(), self.down_proj.held()),
+            self.choice,
+            expert_bias=None if self.expert_bias is None else self.expert_bias.get_value(),
+            dtype=self.dtype,
+            options=self.options,
+        )
+        return result if self.shared is None else result._replace(y=result.y + self.shared(x))
