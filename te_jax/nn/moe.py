@@ -20,7 +20,7 @@ from te_jax.nn.microbatches import dense_kernels
 from te_jax.ops.router import Score
 from te_jax.recipe import Recipe
 
-__all__ = ["MoE", "Router", "moe"]
+__all__ = ["MoEResult", "Router", "moe"]
 
 Kernels = tuple[Any, Any, Any]
 
@@ -42,7 +42,7 @@ class Router:
     scaling_factor: float = 1.0
 
 
-class MoE(NamedTuple):
+class MoEResult(NamedTuple):
     """What `moe` returns.
 
     Attributes:
@@ -86,7 +86,7 @@ def moe(
     accumulate: bool = True,
     recipe: Recipe | None = None,
     implementation: native.Implementation | None = None,
-) -> MoE:
+) -> MoEResult:
     r"""The sum over the experts e of a token, and over shared experts, of gated MLPs.
 
         logits = x · router_kernel + router_bias          in float32
@@ -117,7 +117,7 @@ def moe(
       implementation: see `te_jax.ops.grouped_dense`.
 
     Returns:
-      MoE(y, logits, routing, dropped).
+      MoEResult(y, logits, routing, dropped).
 
     Raises:
       ValueError: an argument breaks a rule above; the message names it.
@@ -147,7 +147,7 @@ def moe(
     )
     if shared is not None:
         y = y + ops.gated_mlp(x, shared, **vars(activation), recipe=recipe, implementation=implementation)
-    return MoE(y, logits, routing, permutation.dropped)
+    return MoEResult(y, logits, routing, permutation.dropped)
 
 
 def moe_of_layers(
@@ -159,7 +159,7 @@ def moe_of_layers(
     expert_bias: Array | None,
     dtype: jax.typing.DTypeLike | None,
     options: Options,
-) -> MoE:
+) -> MoEResult:
     """`moe` of what layers hold, in the given dtype, or in what x, kernels and biases of the experts promote to."""
     if not isinstance(router, Router):
         raise ValueError(f"router is of type {type(router).__name__}; it must be a te_jax.nn.moe.Router")

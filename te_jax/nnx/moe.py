@@ -158,14 +158,14 @@ class MoE(nnx.Module):
                 **shared,
             )
 
-    def __call__(self, x: jax.typing.ArrayLike) -> moe.MoE:
+    def __call__(self, x: jax.typing.ArrayLike) -> moe.MoEResult:
         """Applies the layer to all tokens of x together; inside `shard_map` to those of a device.
 
         Args:
           x: [*tokens, in_features], floating point.
 
         Returns:
-          `te_jax.nn.moe.MoE`: y [*tokens, out_features], logits, routing, and the number of dropped choices.
+          `te_jax.nn.moe.MoEResult`: y [*tokens, out_features], logits, routing, and the number of dropped choices.
 
         Raises:
           ValueError: for shapes, dtypes or options that do not fit, naming the argument.
