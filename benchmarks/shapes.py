@@ -528,7 +528,7 @@ class OffloadShape:
 
     @property
     def state_bytes(self) -> int:
-        """Of both moments of the optimizer."""
+        """Bytes of both moments of the optimizer."""
         return 8 * self.kernels * self.hidden * self.mlp
 
 

@@ -71,6 +71,9 @@ def offload_fp8_operands(
 ) -> Policy:
     """Keeps activations in FP8 in host memory and kernels in FP8 on the device, and recomputes the rest.
 
+    For a `lax.scan` over layers, where XLA hides no copy. For a loop of layers use `te_jax.offload.Offload`: its copies
+    run beside the layers.
+
     Args:
       preactivations: also keep, in host memory, what activations are applied to.
       offload_src: memory kind of the device.
