@@ -194,16 +194,19 @@ def test_quantized_by_the_package(rng):
 
 
 def gradients(dot, weights):
-    def loss(lhs, rhs, sizes):
-        return jnp.sum(jnp.sin(dot(lhs, rhs, sizes).astype(jnp.float32)) * weights)
+    """Gradients of a loss of the product, and the product: the loss itself may be nearly 0 by cancellation."""
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    def loss(lhs, rhs, sizes):
+        y = dot(lhs, rhs, sizes)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)) * weights), y
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_as_lax(rng, dtype, implementation):
-    """Value and gradients, in every load, also with a result of another dtype."""
+    """Product and gradients, in every load, also with a result of another dtype."""
     lhs, rhs = random_operands(rng, ROWS, 24, 40, GROUPS, "plain", "forward", dtype=dtype)
     weights = random_array(rng, (ROWS, 40))
     for preferred in (None, jnp.float32):
