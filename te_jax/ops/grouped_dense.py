@@ -78,14 +78,16 @@ def grouped_dense(
 
     Args:
       x: [rows, in], float32, bfloat16 or float16, sorted by expert (`permute`).
-      kernel: [experts, in, out], the same dtype. Or a QuantizedArray of it, from a `jax.vmap` of `quantize` with
-        `recipe.quantization("kernel")`, which serves several microbatches and has no gradient of its own: that goes to
-        wgrad_accumulator. Or several in a tuple (gate and up), which share one quantized x; dx is the sum over them.
+      kernel: [experts, in, out], float32, bfloat16 or float16. Or a QuantizedArray of it, from a `jax.vmap` of
+        `quantize` with `recipe.quantization("kernel")`, which serves several microbatches and has no gradient of its
+        own: that goes to wgrad_accumulator. Or several in a tuple (gate and up), which share one quantized x; dx is the
+        sum over them.
       group_sizes: integers [experts], rows of each, in order.
       bias: [experts, out], or None; a tuple where kernel is one, as is wgrad_accumulator.
       recipe: how to quantize: block, row or current scaling, whose tensor is all of x, and of a kernel one expert's.
-        None multiplies in the dtype of x. With a recipe rows, in and out must be multiples of 16, and block scaling
-        wants the rows of each expert to be one of 128: `group_by_expert(…, align=128)`.
+        A kernel is quantized from its own dtype. None multiplies in the dtype of x, to which kernels are rounded. With
+        a recipe rows, in and out must be multiples of 16, and block scaling wants the rows of each expert to be one of
+        128: `group_by_expert(…, align=128)`.
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, written in
         place where the buffer is donated; kernel's own cotangent is then zero.
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
@@ -93,7 +95,8 @@ def grouped_dense(
         "reference" never fall back. See `grouped_gemm` about GPUs.
 
     Returns:
-      [rows, out] in the dtype of x, or a tuple of them where kernel is one.
+      [rows, out] in the dtype of x, or a tuple of them where kernel is one. Gradients have the dtypes of their
+      arguments; dkernel and dbias are rounded once, from float32 sums.
 
     Raises:
       ValueError: an argument breaks a rule above; the message names it.
@@ -161,12 +164,13 @@ class _Layer:
         fp8 = Fp8(_NAME, self.recipe, self.quantization)
         return fp8.quantize(role, x, None, row_ndim=1, copies="both" if with_wgrad else "data").array
 
-    def quantize_kernel(self, kernel: Any) -> Any:
+    def quantize_kernel(self, kernel: Any, dtype: Any) -> Any:
+        """A kernel as products with an x of this dtype read it."""
         if isinstance(kernel, QuantizedArray):
             return kernel
         kernel = not_differentiated(kernel, _REVERSE_MODE)
         if self.recipe is None:
-            return kernel
+            return kernel.astype(dtype)
         return quantize_kernel(kernel, self.recipe, row_ndim=1, stacked_ndim=1, implementation=self.quantization)
 
     def forward(self, x8: Any, kernel8s: Any, biases: Any, group_sizes: Array, dtype: Any) -> tuple[Array, ...]:
@@ -199,7 +203,8 @@ class _Residuals(NamedTuple):
 def _products(layer: _Layer, x, kernels, biases, accumulators, group_sizes) -> tuple[Array, ...]:
     del accumulators
     x8 = layer.quantize("activation", x, group_sizes, with_wgrad=False)
-    return layer.forward(x8, map(layer.quantize_kernel, kernels), biases, group_sizes, x.dtype)
+    kernel8s = [layer.quantize_kernel(kernel, x.dtype) for kernel in kernels]
+    return layer.forward(x8, kernel8s, biases, group_sizes, x.dtype)
 
 
 def _forward(layer: _Layer, *operands):
@@ -208,7 +213,7 @@ def _forward(layer: _Layer, *operands):
     given = [isinstance(kernel, QuantizedArray) for kernel in kernels]
     with_wgrad = any(a is not None or not g for a, g in zip(accumulators, given, strict=True))
     x8 = layer.quantize("activation", x, group_sizes, with_wgrad=with_wgrad)
-    kernel8s = tuple(map(layer.quantize_kernel, kernels))
+    kernel8s = tuple(layer.quantize_kernel(kernel, x.dtype) for kernel in kernels)
     ys = layer.forward(x8, kernel8s, biases, group_sizes, x.dtype)
     layouts = (
         Layout.of(x),
@@ -301,8 +306,8 @@ def _validate(x: Array, group_sizes: Array, recipe: Recipe | None, named_kernel,
         if recipe is None:
             raise ValueError(f"{name} is a QuantizedArray and recipe is None; give the recipe that it was quantized by")
         _fp8.validate_quantized(name, kernel, recipe, "kernel", "transposed")
-    elif kernel.dtype != x.dtype:
-        raise ValueError(f"{name} has dtype {kernel.dtype}; it must be that of x, {x.dtype}: cast one of them")
+    elif kernel.dtype not in FLOATS:
+        raise ValueError(f"{name} has dtype {kernel.dtype}; it must be {FLOAT_NAMES}: cast it")
     outer = kernel.shape[2]
     if recipe is not None and outer % FP8_ALIGNMENT:
         raise ValueError(

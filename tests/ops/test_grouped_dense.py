@@ -85,6 +85,53 @@ def test_as_one_dense_for_each_expert(rng, recipe):
             assert_close(dkernel[e], of_kernel, tolerance=1e-6)
 
 
+@pytest.mark.parametrize(("recipe", "implementation"), in_turns(RECIPES, IMPLEMENTATIONS))
+def test_kernel_in_a_dtype_of_its_own(rng, recipe, implementation):
+    """A float32 kernel of a bfloat16 x is quantized as it is, each expert as if alone, and has a float32 gradient."""
+    x, _, bias, dy = draw(rng, "bfloat16")
+    kernel, sizes = random_array(rng, (EXPERTS, IN, OUT)), SIZES["uneven"]
+    rounded = kernel.astype(jnp.bfloat16)
+    options = {"recipe": recipe, "implementation": implementation}
+    step = step_of(**options)
+    y, (dx, dkernel, dbias) = step(x, kernel, bias, dy, jnp.asarray(sizes))
+    of_rounded, (_, dkernel_of_rounded, _) = step(x, rounded, bias, dy, jnp.asarray(sizes))
+    assert [a.dtype for a in (y, dx, dkernel, dbias)] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.bfloat16]
+    np.testing.assert_array_equal(dkernel.astype(jnp.bfloat16), dkernel_of_rounded, "rounded once, at the end")
+    assert not np.array_equal(dkernel, wide(dkernel_of_rounded)), "the gradient has been rounded to bfloat16"
+    if recipe is None:
+        wanted, (_, wanted_dkernel, _) = expected(x, rounded, bias, dy, sizes)
+        assert_close(y, wanted, dtype="bfloat16")
+        assert_close(dkernel, wanted_dkernel, dtype="float32")
+        return
+    assert not np.array_equal(y, of_rounded), "the kernel was rounded to bfloat16 first"
+    quantize = functools.partial(ops.quantize, implementation=implementation)
+    alone = [quantize(one, recipe.quantization("kernel")) for one in kernel]
+    kernel8 = jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone)
+    given = ops.grouped_dense(x, kernel8, jnp.asarray(sizes), bias, **options)
+    np.testing.assert_array_equal(y, given)
+    assert_close(y, expected(x, kernel, bias, dy, sizes)[0], dtype="bfloat16", tolerance=FORWARD)
+
+
+def test_kernels_of_several_dtypes(rng):
+    """Each has its own rules; the accumulator of a float32 kernel gets what its gradient would be."""
+    x, up, _, dy = draw(rng, "bfloat16")
+    gate, sizes, options = random_array(rng, up.shape), jnp.asarray(SIZES["aligned"]), {"recipe": BlockScaling()}
+
+    @jax.jit
+    def together(gate, up, accumulator):
+        def layer(gate, up, accumulator):
+            return ops.grouped_dense(x, (gate, up), sizes, wgrad_accumulator=(accumulator, None), **options)
+
+        return jax.vjp(layer, gate, up, accumulator)[1]((dy, dy))
+
+    no_bias = jnp.zeros((EXPERTS, OUT))
+    of_gate, of_up = (step_of(**options)(x, kernel, no_bias, dy, sizes)[1][1] for kernel in (gate, up))
+    zeros, found_up, found_gate = together(gate, up, jnp.zeros_like(gate))
+    assert not zeros.any()
+    np.testing.assert_array_equal(found_gate, of_gate, strict=True)
+    np.testing.assert_array_equal(found_up, of_up, strict=True)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rows_of_no_expert_are_never_read(rng, recipe):
     x, kernel, bias, dy = draw(rng)
@@ -222,7 +269,7 @@ REFUSED = {
     "x": (lambda: ops.grouped_dense(X[None], KERNEL, COUNTS), r"x has shape \(1, 32, 16\)"),
     "kernel": (lambda: ops.grouped_dense(X, KERNEL.mT, COUNTS), r"kernel has shape .*it must be \(2, 16, out\)"),
     "sizes": (lambda: ops.grouped_dense(X, KERNEL, COUNTS.astype(float)), "group_sizes has shape"),
-    "dtype": (lambda: ops.grouped_dense(X, KERNEL.astype(jnp.bfloat16), COUNTS), "kernel has dtype bfloat16"),
+    "dtype": (lambda: ops.grouped_dense(X, KERNEL.astype(jnp.int8), COUNTS), "kernel has dtype int8; it must be"),
     "bias": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, jnp.ones(32)), r"bias has shape \(32,\)"),
     "of several": (
         lambda: ops.grouped_dense(X, (KERNEL, KERNEL[:, :8]), COUNTS),
