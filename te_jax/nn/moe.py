@@ -102,8 +102,8 @@ def moe(
     Args:
       x: [*tokens, in], float32, bfloat16 or float16.
       router_kernel: [in, experts], any float dtype.
-      kernel: (gate, up, down), [experts, in, hidden] twice and [experts, hidden, out], in the dtype of x, or quantized
-        as `te_jax.ops.grouped_dense` takes them.
+      kernel: (gate, up, down), [experts, in, hidden] twice and [experts, hidden, out], as `te_jax.ops.grouped_dense`
+        takes them.
       router: how experts are chosen.
       router_bias: [experts], added to the logits.
       expert_bias: [experts], see `te_jax.ops.update_expert_bias`.
@@ -171,7 +171,7 @@ def moe_of_layers(
     return moe(
         x.astype(dtype),
         router_kernel,
-        tuple(linear.cast(kernel, dtype) for kernel in arguments.pop("kernel")),
+        tuple(arguments.pop("kernel")),
         router,
         router_bias=router_layer.bias,
         expert_bias=expert_bias,

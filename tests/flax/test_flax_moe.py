@@ -35,7 +35,7 @@ def of_function(variables, x, router, **options):
     return moe(
         x,
         params["router"]["kernel"],
-        tuple(kernel.astype(x.dtype) for kernel in of_layers("kernel")),
+        of_layers("kernel"),
         router,
         router_bias=params["router"].get("bias"),
         bias=of_layers("bias"),
