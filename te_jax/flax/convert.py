@@ -50,10 +50,10 @@ def convert(
 
     Unless a rule names a recipe for them, `convert` leaves output heads alone (a part of the path is "head", "lm_head",
     "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output"), and routers ("router", or
-    "gate" in a part with "moe"). It always leaves alone embeddings; sizes that are no multiples of 16; dtypes that FP8
-    layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules with a recipe argument; and layers
-    with a `__call__`, `dot_general`, `dot_general_cls`, `promote_dtype`, `preferred_element_type` or `batch_dims` of
-    their own.
+    "gate" in a part with "moe", but no einsum of experts). It always leaves alone embeddings; sizes that are no
+    multiples of 16; dtypes that FP8 layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules
+    with a recipe argument; and layers with a `__call__`, `dot_general`, `dot_general_cls`, `promote_dtype`,
+    `preferred_element_type` or `batch_dims` of their own.
 
     Args:
       module: a Linen module that is not bound. It is not changed. If it was converted before, this recipe and these
@@ -144,7 +144,7 @@ class _Conversion:
     def options(self, module: Any, args: Any, kwargs: Any) -> tuple[linear.Options | None, str]:
         """How a layer of Flax multiplies in a call with these arguments; None if as Flax does, and why."""
         obstacle = _own_behaviour(module) or _obstacle(module, *args, **kwargs)
-        recipe, reason = conversion.decide((_path(module),), self.recipe, self.rules, obstacle)
+        recipe, reason = self._decide(module, obstacle, args, kwargs)
         return None if recipe is None else linear.Options(recipe, self.axis_name, self.implementation), reason
 
     def intercept(self, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext) -> Any:
@@ -178,9 +178,12 @@ class _Conversion:
         self._note(module, module.get_variable("params", "kernel"), recipe, reason)
         return y
 
+    def _decide(self, module: Any, obstacle: str | None, args: Any, kwargs: Any) -> tuple[Recipe | None, str]:
+        experts = obstacle is None and _has_experts(module, *args, **kwargs)
+        return conversion.decide((_path(module),), self.recipe, self.rules, obstacle, experts=experts)
+
     def _recipe_of_ours(self, module: Any, args: Any, kwargs: Any) -> tuple[Recipe | None, str]:
-        obstacle = _obstacle(module, *args, **kwargs)
-        recipe, reason = conversion.decide((_path(module),), self.recipe, self.rules, obstacle)
+        recipe, reason = self._decide(module, _obstacle(module, *args, **kwargs), args, kwargs)
         if recipe is None and not reason.startswith("rule "):
             recipe = module.recipe  # one that someone gave to this very layer
         return recipe, reason
@@ -311,6 +314,13 @@ def _obstacle(module: Any, inputs: Any = None, einsum_str: str | None = None) ->
     if not isinstance(module, layers.DenseGeneral):
         inputs = tuple(jnp.shape(inputs)[i] for i in _axis(module, inputs))
     return conversion.obstacle_in_sizes(inputs, linear.as_tuple(module.features))
+
+
+def _has_experts(module: Any, inputs: Any = None, einsum_str: str | None = None) -> bool:
+    del inputs
+    if not isinstance(module, nn.Einsum | layers.Einsum):
+        return False
+    return conversion.has_experts(einsum_str or module.einsum_str, linear.as_tuple(module.shape))
 
 
 def _axis(module: Any, inputs: Any) -> tuple[int, ...]:

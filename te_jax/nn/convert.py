@@ -114,7 +114,7 @@ def validate(recipe: Any, rules: Any) -> tuple[tuple[str, Recipe | None], ...]:
 
 
 def decide(
-    paths: Sequence[str], recipe: Recipe | None, rules: Rules, obstacle: str | None
+    paths: Sequence[str], recipe: Recipe | None, rules: Rules, obstacle: str | None, *, experts: bool
 ) -> tuple[Recipe | None, str]:
     """The recipe of a layer; if None, why it has none.
 
@@ -123,13 +123,14 @@ def decide(
       recipe: where no rule matches.
       rules: validated.
       obstacle: why FP8 cannot take this layer, if so. No rule overrides it.
+      experts: see `has_experts`; a "gate" of experts is not their router.
     """
     for pattern, chosen in rules:
         if any(_matches(path, pattern) for path in paths):
             if chosen is None:
                 return None, f"rule {pattern!r}"
             return (chosen, "") if obstacle is None else (None, obstacle)
-    reason = obstacle or next(filter(None, map(_skipped_by_name, paths)), None)
+    reason = obstacle or next(filter(None, (_skipped_by_name(path, experts) for path in paths)), None)
     if reason is None and recipe is None:
         reason = "recipe is None, and no rule names it"
     return (None, reason) if reason else (recipe, "")
@@ -151,6 +152,14 @@ def obstacle_in_einsum(einsum_str: str | None, kernel_shape: Sequence[int]) -> s
         return f"einsum_str {einsum_str!r} is no product of inputs and a kernel as te_jax's Einsum computes them"
     size = dict(zip(names.kernel, kernel_shape, strict=True))
     return obstacle_in_sizes([size[name] for name in names.contracted], [size[name] for name in names.features])
+
+
+def has_experts(einsum_str: str | None, kernel_shape: Sequence[int]) -> bool:
+    """Whether an einsum is one product for each index of a dimension, as "ecd,edf->ecf" is for each expert."""
+    try:
+        return bool(linear.Einsum.parse(einsum_str, tuple(kernel_shape)).shared)
+    except ValueError:
+        return False
 
 
 def obstacle_in_dtype(*dtypes: jax.typing.DTypeLike | None) -> str | None:
@@ -185,11 +194,12 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(path, pattern)
 
 
-def _skipped_by_name(path: str) -> str | None:
+def _skipped_by_name(path: str, experts: bool) -> str | None:
     parts = [re.sub(r"_\d+$", "", part.lower()) for part in path.split("/")]
     if _HEADS.intersection(parts) or parts[-1] == "output":
         return "an output head by its name"
-    if _ROUTERS.intersection(parts) or any(b == "gate" and "moe" in a for a, b in itertools.pairwise(parts)):
+    gate = not experts and any(b == "gate" and "moe" in a for a, b in itertools.pairwise(parts))
+    if gate or _ROUTERS.intersection(parts):
         return "a router by its name"
     return None
 

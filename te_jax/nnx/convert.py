@@ -50,10 +50,10 @@ def convert(
 
     Unless a rule names a recipe for them, `convert` leaves output heads alone (a part of the path is "head", "lm_head",
     "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output"), and routers ("router", or
-    "gate" in a part with "moe"). It always leaves alone embeddings; sizes that are no multiples of 16; dtypes that FP8
-    layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules with a recipe argument; and layers
-    with a `__call__`, `dot_general`, `promote_dtype`, `einsum_op`, `preferred_element_type` or `batch_axis` of their
-    own. The report has the reason for each.
+    "gate" in a part with "moe", but no einsum of experts). It always leaves alone embeddings; sizes that are no
+    multiples of 16; dtypes that FP8 layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules
+    with a recipe argument; and layers with a `__call__`, `dot_general`, `promote_dtype`, `einsum_op`,
+    `preferred_element_type` or `batch_axis` of their own. The report has the reason for each.
 
     Args:
       model: an NNX module or a container of modules.
@@ -83,7 +83,8 @@ def convert(
         elif reason is None and (composite := composites.get(paths[0].rpartition("/")[0])) is not None:
             chosen, reason = module.options.recipe, conversion.part_of(composite)
         elif reason is None:
-            chosen, reason = conversion.decide(paths, recipe, rules, _obstacle(module))
+            experts = _is_einsum(module) and conversion.has_experts(module.einsum_str, module.kernel_shape)
+            chosen, reason = conversion.decide(paths, recipe, rules, _obstacle(module), experts=experts)
             if isinstance(chosen, DelayedScaling) and _stacked_shape(module) is None:
                 chosen, reason = None, _STACKED
             if chosen is None and _is_ours(module) and not reason.startswith("rule "):

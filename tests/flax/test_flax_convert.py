@@ -1,5 +1,8 @@
 """te_jax.flax.convert: the same parameters with products in FP8, through Flax's transforms, and its report."""
 
+import functools
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -177,6 +180,73 @@ def test_it_multiplies_in_fp8_with_the_same_parameters(rng, name, recipe):
     assert 1e-3 < relative_error(found, expected) < 0.3
     y, exact = jax.jit(model.apply)(variables, x), jax.jit(plain.apply)({"params": params}, x)
     assert 1e-3 < relative_error(y, exact) < 0.2
+
+
+class Experts(nn.Module):
+    """On tokens that are sorted by expert. One kernel is multiplied by a function of JAX."""
+
+    layer: Callable[..., nn.Module] = nn.Einsum
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("mix", nn.initializers.lecun_normal(batch_axis=(0,)), (4, 32, 32))
+        x = jnp.einsum("...ecd,edf->...ecf", x, kernel)
+        gate = self.layer((4, 32, 48), "becd,edf->becf", use_bias=False, name="gate")(x)
+        up = self.layer((4, 32, 48), "becd,edf->becf", bias_init=nn.initializers.normal(), name="up")(x)
+        return self.layer((4, 48, 32), "becf,efd->becd", use_bias=False, name="down")(nn.silu(gate) * up)
+
+
+class Mixture(nn.Module):
+    moe: Experts
+
+    def __call__(self, x):
+        return self.moe(x)
+
+
+def test_einsums_of_experts(rng):
+    recipe, x = BlockScaling(), normal(rng, (3, 4, 6, 32))
+    plain, ours = Mixture(Experts()), Mixture(Experts(functools.partial(te_jax.flax.Einsum, recipe=recipe)))
+    model = convert(plain, recipe)
+    variables = jax.jit(plain.init)(jax.random.key(int(rng.integers(2**31))), x)
+    assert jax.eval_shape(model.init, jax.random.key(0), x) == jax.eval_shape(lambda: variables)
+    layers = {f"moe/{name}": recipe for name in ("gate", "up", "down")}
+    assert recipes(model) == {**layers, "moe": None}
+    assert reasons(model) == {"moe": "neither nn.Dense, nn.DenseGeneral nor nn.Einsum"}
+    cotangent = normal(rng, x.shape)
+
+    def value_and_gradients(model):
+        y, vjp = jax.vjp(model.apply, variables, x)
+        return y, *vjp(cotangent)
+
+    found, expected, exact = (jax.jit(value_and_gradients, static_argnums=0)(m) for m in (model, ours, plain))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        assert 1e-3 < relative_error(one, other) < 0.15
+
+
+def test_experts_by_nn_vmap_are_those_of_an_einsum(rng):
+    class Stacked(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            experts = nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True})
+            return experts(48, bias_init=nn.initializers.normal(), name="experts")(x)
+
+    stacked, einsum = (
+        convert(Stacked(), BlockScaling()),
+        convert(nn.Einsum((4, 32, 48), "ecd,edf->ecf"), BlockScaling()),
+    )
+    x = normal(rng, (4, 6, 32))
+    params = jax.jit(Stacked().init)(jax.random.key(int(rng.integers(2**31))), x)["params"]["experts"]
+
+    def loss(model, params, x):
+        y = model.apply({"params": {"experts": params} if model is stacked else params}, x)
+        return jnp.sum(jnp.sin(y)), y
+
+    gradient = jax.jit(jax.value_and_grad(loss, argnums=(1, 2), has_aux=True), static_argnums=0)
+    jax.tree.map(np.testing.assert_array_equal, gradient(stacked, params, x), gradient(einsum, params, x))
+    assert recipes(stacked) == {"experts": BlockScaling()}
+    (_, y), _ = gradient(stacked, params, x)
+    assert 1e-3 < relative_error(y, Stacked().apply({"params": {"experts": params}}, x)) < 0.1
 
 
 def test_a_layer_is_that_of_te_jax_and_calls_its_operation(rng, monkeypatch):

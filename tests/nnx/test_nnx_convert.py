@@ -1,5 +1,6 @@
 """te_jax.nnx.convert: the same variables in layers of te_jax, what it leaves alone and why, and the way back."""
 
+import functools
 import re
 
 import jax
@@ -100,6 +101,71 @@ def test_it_multiplies_in_fp8_with_the_same_variables(rng, recipe):
     found = variables(gradients_of(model, TOKENS))
     for path in ("layers", 1, "up", "kernel"), ("stack", "down", "kernel"), ("attention", "value", "kernel"):
         assert 1e-3 < relative_error(found[path][...], variables(gradients)[path][...]) < 0.35, path
+
+
+class Experts(nnx.Module):
+    """On tokens that are sorted by expert. One kernel is multiplied by a function of JAX."""
+
+    def __init__(self, rngs, layer=nnx.Einsum):
+        self.mix = nnx.Param(nnx.initializers.lecun_normal(batch_axis=(0,))(rngs.params(), (4, 32, 32)))
+        self.gate = layer("gecm,emh->gech", (4, 32, 48), rngs=rngs)
+        self.up = layer("gecm,emh->gech", (4, 32, 48), (4, 48), bias_init=nnx.initializers.normal(), rngs=rngs)
+        self.down = layer("gech,ehm->gecm", (4, 48, 32), rngs=rngs)
+
+    def __call__(self, x):
+        x = jnp.einsum("gecm,emh->gech", x, self.mix[...])
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+def test_einsums_of_experts(rng):
+    recipe, x = RowwiseScaling(), jax.device_put(np.asarray(rng.standard_normal((2, 4, 16, 32)), jnp.float32))
+    ours = Experts(nnx.Rngs(int(rng.integers(2**31))), functools.partial(te_jax.nnx.Einsum, recipe=recipe))
+    model = nnx.Dict(moe=Experts(nnx.Rngs(0)))
+    nnx.update(model.moe, nnx.state(ours, nnx.Param))
+    graphdef = nnx.graphdef(model)
+
+    @nnx.jit
+    def value_and_gradients(model, x):
+        def loss(model, x):
+            y = model(x)
+            return jnp.sum(jnp.sin(y)), y
+
+        gradients, y = nnx.grad(loss, argnums=(0, 1), has_aux=True)(model, x)
+        return jax.tree.leaves((y, gradients))
+
+    exact = value_and_gradients(model.moe, x)
+    report = convert(model, recipe)
+    assert {layer.path for layer in report.converted} == {"moe/gate", "moe/up", "moe/down"}
+    assert reasons(report) == {"moe": "neither nnx.Linear, nnx.LinearGeneral nor nnx.Einsum"}
+    found, expected = value_and_gradients(model.moe, x), value_and_gradients(ours, x)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert relative_error(found[0], exact[0]) > 1e-3
+    for one, other in zip(found, exact, strict=True):
+        assert relative_error(one, other) < 0.15
+    revert(model)
+    assert nnx.graphdef(model) == graphdef
+    jax.tree.map(np.testing.assert_array_equal, value_and_gradients(model.moe, x), exact)
+
+
+def test_experts_are_one_product_and_those_of_a_stack_by_nnx_vmap(rng, native_kernels):
+    stacked = nnx.vmap(lambda rngs: nnx.Linear(32, 48, rngs=rngs))(nnx.Rngs(int(rng.integers(2**31))).split(4))
+    einsum = nnx.Einsum("ecd,edf->ecf", (4, 32, 48), (4, 48), rngs=nnx.Rngs(0))
+    nnx.update(einsum, nnx.state(stacked, nnx.Param))
+    assert convert(nnx.List([stacked, einsum]), BlockScaling()).skipped == ()
+    x = jax.device_put(np.asarray(rng.standard_normal((4, 6, 32)), jnp.float32))
+
+    def run(model, x):
+        call = nnx.vmap(lambda layer, x: layer(x)) if model is not einsum else lambda layer, x: layer(x)
+        graphdef, state = nnx.split(model)
+        y, vjp = jax.vjp(lambda state, x: call(nnx.merge(graphdef, state), x), state, x)
+        return y, *vjp(jnp.cos(y))
+
+    jitted = [jax.jit(functools.partial(run, model)) for model in (stacked, einsum)]
+    values = [jax.tree.leaves(run(x)) for run in jitted]
+    jax.tree.map(np.testing.assert_array_equal, *values)
+    assert relative_error(values[0][0], jnp.einsum("ecd,edf->ecf", x, einsum.kernel[...])) < 0.1
+    for each in jitted:
+        assert each.lower(x).as_text().count("custom_call @te_gemm(") == 3  # forward, dgrad and wgrad
 
 
 def test_layers_are_of_te_jax_and_call_its_operation(rng, monkeypatch):
