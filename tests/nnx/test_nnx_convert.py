@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 
 import te_jax.nnx
 from te_jax import ops
+from te_jax.inspect import collectives
 from te_jax.nnx import OverwriteWithGradient, convert, overwrite_with_gradient, quantize_kernels, revert
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import relative_error
@@ -166,6 +167,22 @@ def test_experts_are_one_product_and_those_of_a_stack_by_nnx_vmap(rng, native_ke
     assert relative_error(values[0][0], jnp.einsum("ecd,edf->ecf", x, einsum.kernel[...])) < 0.1
     for each in jitted:
         assert each.lower(x).as_text().count("custom_call @te_gemm(") == 3  # forward, dgrad and wgrad
+
+
+def test_experts_that_a_mesh_axis_splits_need_no_collectives(make_mesh):
+    mesh = make_mesh({"expert": AxisType.Auto})
+    experts, split = mesh.shape["expert"], jax.NamedSharding(mesh, jax.P("expert"))
+    layer = nnx.Einsum("ecd,edf->ecf", (experts, 128, 256), (experts, 256), rngs=nnx.Rngs(0))
+    assert convert(layer, BlockScaling()).converted
+    graphdef, state = nnx.split(layer)
+    state, x = jax.device_put((state, jnp.ones((experts, 8, 128))), split)
+
+    def loss(state, x):
+        return jnp.sin(nnx.merge(graphdef, state)(x))
+
+    step = jax.jit(lambda state, x, dy: jax.vjp(loss, state, x)[1](dy)).lower(state, x, loss(state, x)).compile()
+    assert not collectives(step)
+    assert not any(gradient.is_fully_replicated for gradient in jax.tree.leaves(step.output_shardings))
 
 
 def test_layers_are_of_te_jax_and_call_its_operation(rng, monkeypatch):
