@@ -107,9 +107,9 @@ def moe(
 
     All tokens at hand are sorted together. Where they are split over devices, call this inside `shard_map`. With
     axis_name each device then holds some of the experts only, and rows of tokens travel to them and back
-    (`te_jax.parallel.dispatch`): results and gradients are those of one device with all tokens. What a device receives is
-    kept for the backward pass as well ("te_dispatched_rows"). With a recipe that scales activations by row or in blocks,
-    rows travel in FP8 forward, except in float16.
+    (`te_jax.parallel.dispatch`): results and gradients are those of one device with all tokens. What a device receives
+    is kept for the backward pass as well ("te_dispatched_rows"). With a recipe that scales activations by row or in
+    blocks, rows travel in FP8 forward, except in float16.
 
     Args:
       x: [*tokens, in], float32, bfloat16 or float16.
@@ -281,8 +281,8 @@ def _validate_parts(kernel: Kernels, plan: parallel.DispatchPlan) -> None:
     for i, part in enumerate(kernel):
         if jnp.shape(part)[:1] != (count,):
             raise ValueError(
-                f"kernel[{i}] has shape {jnp.shape(part)}; with axis_name each device has {count} experts, so it must be "
-                f"({count}, in, out): pass it into shard_map split along its first dimension, by "
+                f"kernel[{i}] has shape {jnp.shape(part)}; with axis_name each device has {count} experts, so it must "
+                f"be ({count}, in, out): pass it into shard_map split along its first dimension, by "
                 f"PartitionSpec({plan.axis_name})"
             )
 

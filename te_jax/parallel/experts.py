@@ -195,8 +195,8 @@ def dispatch(
       weights: [*tokens, top_k], any float dtype, from `te_jax.ops.router`.
       plan: from `plan_dispatch`.
       quantization: how rows travel, scaled by row or in blocks of 1 × 128, such as
-        `BlockScaling(power_of_two_scales=True).quantization("activation")`; None for as they are. Not for float16, whose
-        range the rounded values may exceed.
+        `BlockScaling(power_of_two_scales=True).quantization("activation")`; None for as they are. Not for float16,
+        whose range the rounded values may exceed.
 
     Returns:
       (rows, weights): [plan.num_rows, features] in the dtype of x, and [plan.num_rows] in that of the weights.
@@ -337,8 +337,8 @@ def _plan(
 def _taken(totals: Array, align: int, capacity: int | None, num_rows: int | None) -> Array:
     """Of the choices [D, E/D] for each expert, those that it takes, where each device has num_rows rows.
 
-    They are min(totals, capacity, m · align) with the largest m for which the rows suffice. With u = ⌈totals / align⌉ in
-    ascending order, Σ min(u, m) is the least of all Σ u[:i] + (n - i) m.
+    They are min(totals, capacity, m · align) with the largest m for which the rows suffice. With u = ⌈totals / align⌉
+    in ascending order, Σ min(u, m) is the least of all Σ u[:i] + (n - i) m.
     """
     taken = totals if capacity is None else jnp.minimum(totals, capacity)
     if num_rows is None:
@@ -376,6 +376,10 @@ def _before(counts: Array, axis: int) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch(quantization: Quantization | None, x: Array, weights: Array, plan: DispatchPlan) -> tuple[Array, Array]:
+    return _dispatched(quantization, x, weights, plan)
+
+
+def _dispatched(quantization: Quantization | None, x: Array, weights: Array, plan: DispatchPlan) -> tuple[Array, Array]:
     values, scales = x, None
     if quantization is not None:
         values, scales = _quantized(x, quantization)
@@ -396,7 +400,7 @@ def _dispatch(quantization: Quantization | None, x: Array, weights: Array, plan:
 def _dispatch_forward(quantization: Quantization | None, x: Array, weights: Array, plan: DispatchPlan):
     if quantization is not None:
         x = differentiated_once(x, "te_jax.parallel.dispatch")
-    return _dispatch(quantization, x, weights, plan), plan
+    return _dispatched(quantization, x, weights, plan), plan  # whose names policies see, unlike those of `_dispatch`
 
 
 def _dispatch_backward(quantization: Quantization | None, plan: DispatchPlan, cotangents: tuple[Array, Array]):
@@ -433,7 +437,8 @@ def _quantized(x: Array, quantization: Quantization) -> tuple[Array, Array]:
     """Bytes [*tokens, features], and float32 scales [*tokens, number of blocks]."""
     tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     parts = quantize_parts(tokens, quantization, copies="data").array
-    assert parts.data is not None and parts.scale_inv is not None
+    assert parts.data is not None
+    assert parts.scale_inv is not None
     scales = parts.scale_inv[:, None] if quantization.scaling == "row" else parts.scale_inv.T
     return as_bytes(parts.data).reshape(x.shape), scales.reshape(*x.shape[:-1], scales.shape[1])
 
