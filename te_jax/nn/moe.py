@@ -153,6 +153,9 @@ def moe(
         "capacity": capacity,
     }
     if axis_name is None:
+        for name, value in (("buffer_factor", buffer_factor), ("exchange", exchange)):
+            if value is not None:
+                raise ValueError(f"{name} is {value!r} without axis_name, which names the devices of the experts")
         plan = ops.group_by_expert(routing.experts, **experts)
     else:
         experts |= {"axis_name": axis_name, "buffer_factor": buffer_factor, "exchange": exchange}

@@ -145,13 +145,9 @@ def plan_dispatch(
         if not (is_whole_number(value) and value >= 1):
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     permutation = ops.group_by_expert(experts, num_experts)
-    if num_experts % devices:
-        raise ValueError(
-            f"num_experts is {num_experts}; it must be a multiple of the {devices} devices along {axis_name!r}"
-        )
+    local, top_k = experts_of_device(num_experts, axis_name), experts.shape[-1]
     if not experts.size:
         raise ValueError(f"experts have shape {experts.shape}: there are no tokens; leave out the call")
-    local, top_k = num_experts // devices, experts.shape[-1]
     total = devices * experts.size
     num_rows = most_rows(total // top_k * min(top_k, local), local, align, capacity)
     if buffer_factor is not None:
@@ -276,6 +272,16 @@ def combine(y: jax.typing.ArrayLike, plan: DispatchPlan) -> Array:
         )
     y, plan = _together((y,), plan, "combine")
     return _jitted(_combine)(y, plan)
+
+
+def experts_of_device(num_experts: int, axis_name: AxisName) -> int:
+    """How many of the experts each device along the mesh axes holds."""
+    devices = sharding.mapped_axes(axis_name)[1]
+    if num_experts % devices:
+        raise ValueError(
+            f"num_experts is {num_experts}; it must be a multiple of the {devices} devices along {axis_name!r}"
+        )
+    return num_experts // devices
 
 
 # ------------------------------------------------------------------------------------------------------- the plan
