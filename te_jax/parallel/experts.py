@@ -141,13 +141,13 @@ def plan_dispatch(
         raise ValueError(f"exchange is {exchange!r}; it must be 'all_gather', 'all_to_all' or None")
     if buffer_factor is not None and not (is_finite_number(buffer_factor) and buffer_factor > 0):
         raise ValueError(f"buffer_factor is {buffer_factor!r}; it must be a positive number, or None for any load")
-    for name, value in (("align", align), ("capacity", 1 if capacity is None else capacity)):
+    if experts.ndim == 0 or not experts.size:
+        raise ValueError(f"experts have shape {experts.shape}; they must be [*tokens, top_k], none of them 0")
+    given = {"num_experts": num_experts, "align": align, "capacity": 1 if capacity is None else capacity}
+    for name, value in given.items():
         if not (is_whole_number(value) and value >= 1):
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-    permutation = ops.group_by_expert(experts, num_experts)
     local, top_k = experts_of_device(num_experts, axis_name), experts.shape[-1]
-    if not experts.size:
-        raise ValueError(f"experts have shape {experts.shape}: there are no tokens; leave out the call")
     total = devices * experts.size
     num_rows = most_rows(total // top_k * min(top_k, local), local, align, capacity)
     if buffer_factor is not None:
@@ -157,6 +157,7 @@ def plan_dispatch(
             f"experts have shape {experts.shape} on each of {devices} devices: {total} choices and {num_rows} rows are "
             "more than int32 can count; pass fewer tokens at once, or a buffer_factor"
         )
+    permutation = ops.group_by_expert(experts, num_experts)
     return _plan(
         experts.astype(jnp.int32),
         permutation,
