@@ -125,9 +125,9 @@ def plan_dispatch(
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from jax.sharding import PartitionSpec as P
+      >>> from jax.sharding import AxisType, PartitionSpec as P
       >>> from te_jax import parallel
-      >>> mesh = jax.make_mesh((1,), ("expert",))
+      >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
       >>> def sizes(experts):
       ...     return parallel.plan_dispatch(experts, 4, axis_name="expert").group_sizes
       >>> experts = jnp.array([[0, 1], [1, 3]])
@@ -204,9 +204,9 @@ def dispatch(
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from jax.sharding import PartitionSpec as P
+      >>> from jax.sharding import AxisType, PartitionSpec as P
       >>> from te_jax import parallel
-      >>> mesh = jax.make_mesh((1,), ("expert",))
+      >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
       >>> def sent_and_returned(x, experts, weights):
       ...     plan = parallel.plan_dispatch(experts, 4, axis_name="expert")
       ...     rows, weights = parallel.dispatch(x, weights, plan)
