@@ -262,9 +262,11 @@ def _experts(
     y = parallel.combine(y, plan) if isinstance(plan, parallel.DispatchPlan) else ops.unpermute(y, plan)
     if (bias := biases[2]) is None:
         return y
-    permutation = plan
     if isinstance(plan, parallel.DispatchPlan):
-        permutation, bias = plan.permutation, lax.all_gather(bias, plan.axis_name, tiled=True)
+        permutation = plan.permutation
+        bias = lax.all_gather(bias.astype(jnp.float32), plan.axis_name, tiled=True)
+    else:
+        permutation = plan
     # Σ_k w_k bias[e_k], as a product with the weight of every expert: rows have been weighted before.
     given = jnp.ones_like(weights) if weighted == "inputs" else weights
     given = jnp.where(permutation.rows >= 0, given, 0.0)

@@ -14,7 +14,13 @@ from te_jax import sharding
 from te_jax.sharding import Axes
 
 
-class Segments(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("sizes", "origins", "places"),
+    meta_fields=("axis_name", "sent_rows", "held_rows"),
+)
+@dataclasses.dataclass(frozen=True)
+class Segments:
     """The slices that D devices send to the holders of E experts, of which device e // (E / D) holds expert e.
 
     There is one for each device and expert, and every device knows them all.
@@ -23,19 +29,16 @@ class Segments(NamedTuple):
       sizes: int32 [D, E], their rows.
       origins: int32 [D, E], their first row on the device that sends them.
       places: int32 [D, E], their first row on the device that holds the expert.
+      axis_name: the mesh axes of the devices.
+      sent_rows, held_rows: rows of the arrays that each device sends from, and that it receives into.
     """
 
     sizes: Array
     origins: Array
     places: Array
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Count:
-    """Rows of an operand, kept for its transpose."""
-
-    rows: int
+    axis_name: Axes
+    sent_rows: int
+    held_rows: int
 
 
 class _Slices(NamedTuple):
@@ -46,25 +49,25 @@ class _Slices(NamedTuple):
     there: Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def send(rows: Array, segments: Segments, axes: Axes, num_rows: int) -> Array:
-    """Rows [n, …] to the devices that hold their experts: what arrives here, [num_rows, …], zeros elsewhere."""
-    return _exchange(rows, _sent(segments, axes), _held(segments, axes), axes, num_rows)
+@jax.custom_vjp
+def send(rows: Array, segments: Segments) -> Array:
+    """Rows [sent_rows, …] to the devices that hold their experts: what arrives, [held_rows, …], zeros elsewhere."""
+    return _exchange(rows, _sent(segments), _held(segments), segments.axis_name, segments.held_rows)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def send_back(rows: Array, segments: Segments, axes: Axes, num_rows: int) -> Array:
-    """The transpose of `send`: rows [n, …] of this device's experts to the devices that they came from."""
-    return _exchange(rows, _held(segments, axes), _sent(segments, axes), axes, num_rows)
+@jax.custom_vjp
+def send_back(rows: Array, segments: Segments) -> Array:
+    """Rows [held_rows, …] of this device's experts to the devices that they came from: [sent_rows, …]."""
+    return _exchange(rows, _held(segments), _sent(segments), segments.axis_name, segments.sent_rows)
 
 
 send.defvjp(
-    lambda rows, segments, axes, num_rows: (send(rows, segments, axes, num_rows), (segments, _Count(len(rows)))),
-    lambda axes, _, kept, drows: (send_back(drows, kept[0], axes, kept[1].rows), None),
+    lambda rows, segments: (send(rows, segments), segments),
+    lambda segments, drows: (send_back(drows, segments), None),
 )
 send_back.defvjp(
-    lambda rows, segments, axes, num_rows: (send_back(rows, segments, axes, num_rows), (segments, _Count(len(rows)))),
-    lambda axes, _, kept, drows: (send(drows, kept[0], axes, kept[1].rows), None),
+    lambda rows, segments: (send_back(rows, segments), segments),
+    lambda segments, drows: (send(drows, segments), None),
 )
 
 
@@ -92,10 +95,10 @@ sum_over_devices.defvjp(
 
 
 def of_experts(table: Array, axes: Axes) -> Array:
-    """The columns of this device's experts out of a table [D, E]: [D, E/D]."""
+    """The columns of this device's experts out of a table [D, E], row by row: [E]."""
     devices, experts = table.shape
     count = experts // devices
-    return lax.dynamic_slice_in_dim(table, lax.axis_index(axes) * count, count, axis=1)
+    return lax.dynamic_slice_in_dim(table, lax.axis_index(axes) * count, count, axis=1).reshape(experts)
 
 
 def covered_by(sizes: Array, starts: Array, num_rows: int) -> tuple[Array, Array]:
@@ -116,14 +119,14 @@ def covered_by(sizes: Array, starts: Array, num_rows: int) -> tuple[Array, Array
     return jnp.where(covered, found, -1), jnp.where(covered, place, -1)
 
 
-def _sent(segments: Segments, axes: Axes) -> _Slices:
-    sizes, origins, places = (table[lax.axis_index(axes)] for table in segments)
-    return _Slices(sizes, origins, places)
+def _sent(segments: Segments) -> _Slices:
+    me = lax.axis_index(segments.axis_name)
+    return _Slices(segments.sizes[me], segments.origins[me], segments.places[me])
 
 
-def _held(segments: Segments, axes: Axes) -> _Slices:
-    sizes, origins, places = (of_experts(table, axes).reshape(table.shape[1]) for table in segments)
-    return _Slices(sizes, places, origins)
+def _held(segments: Segments) -> _Slices:
+    tables = (segments.sizes, segments.places, segments.origins)
+    return _Slices(*(of_experts(table, segments.axis_name) for table in tables))
 
 
 def _exchange(rows: Array, sent: _Slices, received: _Slices, axes: Axes, num_rows: int) -> Array:

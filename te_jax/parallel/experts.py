@@ -45,7 +45,7 @@ _LARGEST = 2**31 - 1
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("permutation", "group_sizes", "dropped", "segments", "gathered"),
-    meta_fields=("axis_name", "num_rows"),
+    meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
 class DispatchPlan:
@@ -55,19 +55,25 @@ class DispatchPlan:
       permutation: this device's choices, sorted by expert, of all experts; those that were dropped have no row.
       group_sizes: int32 [experts / devices], rows of each expert of this device, padding included.
       dropped: int32 scalar, this device's choices that their experts had no room for.
-      segments: what travels between devices, with exchange="all_to_all"; else None.
+      segments: what each device sends to each expert.
       gathered: where all devices' choices lie among the rows of this one, with exchange="all_gather"; else None.
-      axis_name: the mesh axes.
-      num_rows: rows of this device's experts, the size of the buffer.
     """
 
     permutation: ops.Permutation
     group_sizes: Array
     dropped: Array
-    segments: Segments | None
+    segments: Segments
     gathered: ops.Permutation | None
-    axis_name: Axes
-    num_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this device's experts, the size of the buffer."""
+        return self.segments.held_rows
+
+    @property
+    def axis_name(self) -> Axes:
+        """The mesh axes that split tokens and experts."""
+        return self.segments.axis_name
 
     @property
     def exchange(self) -> Exchange:
@@ -317,7 +323,7 @@ def _plan(
     # Of these, what each device sends: its first choices, as long as there is room.
     earlier = jnp.minimum(_before(counts, 0), taken)
     sent = jnp.minimum(counts, taken - earlier)
-    segments = Segments(sent, _before(counts, 1), starts + earlier)
+    segments = Segments(sent, _before(counts, 1), starts + earlier, axes, experts.size, num_rows)
     dropped = jnp.sum(counts[me] - sent[me], dtype=jnp.int32)
 
     valid = own.rows >= 0
@@ -334,11 +340,9 @@ def _plan(
         holder, place = expert // (num_experts // devices), segments.places[me][expert] + rank
         tables = (jnp.where(goes, holder, -1), place, own.choices.reshape(experts.shape))
         holder, place, choice = jnp.moveaxis(lax.all_gather(jnp.stack(tables), axes), 1, 0)
-        of_mine = (of_experts(table, axes).reshape(num_experts) for table in segments)
-        rows = jnp.where(holder == me, place, -1)
-        choices = _choices_of_all(choice, Segments(*of_mine), num_rows)
+        rows, choices = jnp.where(holder == me, place, -1), _choices_of_all(choice, segments)
         gathered = ops.Permutation(rows, choices, sizes[me], dropped)
-    return DispatchPlan(own, sizes[me], dropped, segments if gathered is None else None, gathered, axes, num_rows)
+    return DispatchPlan(own, sizes[me], dropped, segments, gathered)
 
 
 def _taken(totals: Array, align: int, capacity: int | None, num_rows: int | None) -> Array:
@@ -357,18 +361,20 @@ def _taken(totals: Array, align: int, capacity: int | None, num_rows: int | None
     return jnp.minimum(taken, align * largest[:, None])
 
 
-def _choices_of_all(choices: Array, segments: Segments, num_rows: int) -> Array:
+def _choices_of_all(choices: Array, segments: Segments) -> Array:
     """The choice [num_rows] in each row of this device, counted over all devices; -1 for padding.
 
     Args:
       choices: [D, *tokens, K], in the order in which each device has sorted them.
-      segments: [E] each, those of this device's experts.
-      num_rows: number of rows.
+      segments: what each device sends to each expert.
     """
     devices, count = choices.shape[0], choices.size // choices.shape[0]
-    found, place = covered_by(segments.sizes, segments.places, num_rows)
-    device = jnp.maximum(found, 0) // (segments.sizes.shape[0] // devices)
-    origin = jnp.where(found >= 0, segments.origins[found] + place, 0)
+    sizes, places, origins = (
+        of_experts(table, segments.axis_name) for table in (segments.sizes, segments.places, segments.origins)
+    )
+    found, place = covered_by(sizes, places, segments.held_rows)
+    device = jnp.maximum(found, 0) // (sizes.shape[0] // devices)
+    origin = jnp.where(found >= 0, origins[found] + place, 0)
     choice = choices.reshape(devices, count).at[device, origin].get(mode="promise_in_bounds")
     return jnp.where(found >= 0, device * count + choice, -1)
 
@@ -387,21 +393,23 @@ def _dispatch(quantization: Quantization | None, x: Array, weights: Array, plan:
 
 
 def _dispatched(quantization: Quantization | None, x: Array, weights: Array, plan: DispatchPlan) -> tuple[Array, Array]:
-    values, scales = x, None
-    if quantization is not None:
-        values, scales = _quantized(x, quantization)
+    values, scales = (x, None) if quantization is None else _quantized(x, quantization)
     if plan.gathered is not None:
-        arrays = (values, weights) if scales is None else (values, weights, scales)
-        values, weights, *scales = (_named(all_gather(array, plan.axis_name)) for array in arrays)
-        values, *scales = (ops.permute(array, plan.gathered) for array in (values, *scales))
-        of_rows = ops.permute_weights(weights, plan.gathered)
+        values, weights = (_named(all_gather(array, plan.axis_name)) for array in (values, weights))
+        if scales is not None:
+            scales = ops.permute(_named(all_gather(scales, plan.axis_name)), plan.gathered)
+        values, of_rows = ops.permute(values, plan.gathered), ops.permute_weights(weights, plan.gathered)
     else:
+        segments = plan.segments
         sides = ops.permute_weights(weights, plan.permutation)[:, None]
-        if scales is not None:  # in one exchange
+        if scales is not None:  # in one exchange with the weights
             sides = jnp.concatenate([sides.astype(jnp.float32), ops.permute(scales, plan.permutation)], axis=1)
-        values, sides = (_named(_send(array, plan)) for array in (ops.permute(values, plan.permutation), sides))
-        of_rows, scales = sides[:, 0].astype(weights.dtype), [sides[:, 1:]]
-    return values if quantization is None else _dequantized(values, *scales, quantization, x.dtype), of_rows
+        values, sides = (_named(send(array, segments)) for array in (ops.permute(values, plan.permutation), sides))
+        of_rows, scales = sides[:, 0].astype(weights.dtype), sides[:, 1:]
+    if quantization is None:
+        return values, of_rows
+    assert scales is not None
+    return _dequantized(values, scales, quantization, x.dtype), of_rows
 
 
 def _dispatch_forward(quantization: Quantization | None, x: Array, weights: Array, plan: DispatchPlan):
@@ -417,7 +425,7 @@ def _dispatch_backward(quantization: Quantization | None, plan: DispatchPlan, co
     if plan.gathered is not None:
         dweights = sum_over_devices(values_of_choices(dweights, plan.gathered), plan.axis_name)
     else:
-        dweights = values_of_choices(_send_back(dweights[:, None], plan)[:, 0], plan.permutation)
+        dweights = values_of_choices(send_back(dweights[:, None], plan.segments)[:, 0], plan.permutation)
     return _combine(drows, plan), dweights, None
 
 
@@ -427,17 +435,7 @@ _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 def _combine(y: Array, plan: DispatchPlan) -> Array:
     if plan.gathered is not None:
         return sum_over_devices(ops.unpermute(y, plan.gathered), plan.axis_name)
-    return ops.unpermute(_send_back(y, plan), plan.permutation)
-
-
-def _send(rows: Array, plan: DispatchPlan) -> Array:
-    assert plan.segments is not None
-    return send(rows, plan.segments, plan.axis_name, plan.num_rows)
-
-
-def _send_back(rows: Array, plan: DispatchPlan) -> Array:
-    assert plan.segments is not None
-    return send_back(rows, plan.segments, plan.axis_name, plan.permutation.choices.shape[0])
+    return ops.unpermute(send_back(y, plan.segments), plan.permutation)
 
 
 def _quantized(x: Array, quantization: Quantization) -> tuple[Array, Array]:
