@@ -291,8 +291,9 @@ def _updated(params: Any, updates: Any, how: Any) -> tuple[Any, Any]:
 
 
 def _value_and_gradients(loss: LossFunction, state: TrainState, windows: jax.Array) -> tuple[Losses, Any, Any]:
-    """(mean losses, gradients of the objective, next scaling state) of microbatches of windows [microbatches, batch, seq_len + 1]."""
+    """(mean losses, gradients, next scaling state) of microbatches of windows [microbatches, batch, seq_len + 1]."""
     count = windows.shape[0]
+
     # The gradient of the scaling state is its next value, which the optimizer never sees.
     def objective(variables: Any, *batch: jax.Array) -> tuple[jax.Array, Losses]:
         losses = loss(*variables, *batch)

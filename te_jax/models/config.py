@@ -31,7 +31,7 @@ class Experts:
 
     def __post_init__(self):
         if not isinstance(self.router, Router):
-            raise ValueError(f"router is {self.router!r}: it needs to be a te_jax.nn.moe.Router, such as Router(top_k=2)")
+            raise ValueError(f"router is {self.router!r}: it needs to be a te_jax.nn.moe.Router, as Router(top_k=2) is")
         if not is_whole_number(self.num_experts) or self.num_experts < self.router.top_k:
             raise ValueError(
                 f"num_experts is {self.num_experts!r}: it needs to be a whole number of at least router.top_k, "
@@ -207,6 +207,6 @@ PRESETS: dict[str, DecoderConfig] = {
         remat=True,
     ),
 }
-"""Named shapes. `nano` is for tests, `tiny` and `moe`, a mixture of 8 experts, train in about a minute on two CPU cores,
-`small` is for one GPU (all four read bytes: 256 tokens), `8b` is Llama 3 8B, and `moe-3b` has the shape of
-Qwen3-30B-A3B, 4 of whose 48 blocks fit one GPU."""
+"""Named shapes. `nano` is for tests, `tiny` and `moe`, a mixture of 8 experts, train in about a minute on two CPU
+cores, `small` is for one GPU (all four read bytes: 256 tokens), `8b` is Llama 3 8B, and `moe-3b` has 4 blocks of
+Qwen3-30B-A3B, which fit one GPU."""

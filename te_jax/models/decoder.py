@@ -324,9 +324,7 @@ def _hidden(
         params = tensor_parallel.enter(params, tokens, config, parallel)
     cos, sin = rotary_tables(jnp.arange(tokens.shape[1]), config.head_dim, config.rope_theta)
 
-    def block(
-        carried: tuple[jax.Array, Balance | None], layer_and_state: Any
-    ) -> tuple[jax.Array, Balance | None]:
+    def block(carried: tuple[jax.Array, Balance | None], layer_and_state: Any) -> tuple[jax.Array, Balance | None]:
         x, balance = carried
         layer, state = layer_and_state
         if parallel is None:
