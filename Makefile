@@ -73,7 +73,7 @@ test-gpu: $(PACKAGE) $(TOOLS)
 	  $(PYTEST) tests/ops tests/conformance tests/native tests/sharding tests/inspect tests/optim tests/flax tests/nnx tests/models tests/parallel tests/gpu $(ARGS)
 
 bench: $(PACKAGE) $(TOOLS)
-	for family in softmax_cross_entropy quantize norm activation gemm dense layer adam interconnect collective_matmul transformer; do $(PY) -m te_jax.cli bench $$family || exit; done
+	for family in softmax_cross_entropy quantize norm activation gemm dense layer moe adam interconnect collective_matmul transformer; do $(PY) -m te_jax.cli bench $$family || exit; done
 
 lint: $(PACKAGE) $(TOOLS)
 	$(PY) -m ruff check .

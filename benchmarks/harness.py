@@ -348,6 +348,7 @@ COLUMNS = (
     Column("dx_error", "of dx", "dx error", "{:.3g}".format),
     Column("dkernel_error", "of dkernel", "dkernel error", "{:.3g}".format),
     Column("temporaries_over_logits", "temporaries ÷ logits", "temporaries", "{:.2f}".format),
+    Column("kept_over_least", "kept ÷ least", "kept", "{:.2f}".format),
     Column("temporaries_gb", "temporaries, GB", "temp. GB", "{:.2f}".format),
     Column("host_gb", "in host memory, GB", "host GB", "{:.2f}".format),
     Column("floor_ms", "copies alone, ms", "copies ms", "{:.4g}".format),

@@ -535,3 +535,58 @@ class OffloadShape:
 _OFFLOAD = ("input", "hidden", "optimizer")
 OFFLOAD_GPU = (OffloadShape(_OFFLOAD, layers=16, tokens=16384, hidden=4096, mlp=14336, kernels=26, model="Llama 3 8B"),)
 OFFLOAD_CPU = (OffloadShape(_OFFLOAD, layers=4, tokens=256, hidden=256, mlp=1024, kernels=4, model="te-jax train"),)
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """Experts of one layer, and how tokens are spread over them.
+
+    Attributes:
+      operations: of `benchmarks.moe`.
+      experts: how many there are.
+      tokens, top_k: tokens, and experts of each.
+      hidden, mlp: widths of the residual stream and of an expert.
+      load: "balanced", "zipf" (the n-th expert has 1/n of the first one's tokens), or "one_hot" (one has all).
+      model: a model that has such a layer.
+    """
+
+    operations: tuple[str, ...]
+    experts: int
+    tokens: int
+    top_k: int
+    hidden: int
+    mlp: int
+    load: str
+    model: str
+
+    @property
+    def name(self) -> str:
+        """The case's name in result files and on the command line: "8x32768x4096x14336-zipf", with rows of experts."""
+        return f"{self.experts}x{self.rows}x{self.hidden}x{self.mlp}-{self.load}"
+
+    @property
+    def rows(self) -> int:
+        """Rows that the experts multiply: tokens, as often as they have experts."""
+        return self.tokens * self.top_k
+
+
+_PRODUCTS = ("forward", "dgrad", "wgrad")
+_WHOLE_LAYER = ("layer", "permute", "permute_quantize")
+_WIDE_EXPERTS = {"experts": 8, "tokens": 32768, "top_k": 1, "hidden": 4096, "mlp": 14336, "model": "8 wide experts"}
+_FINE_EXPERTS = {"experts": 128, "tokens": 8192, "top_k": 8, "hidden": 2048, "mlp": 768, "model": "Qwen3 30B-A3B"}
+_OLMOE = {"experts": 64, "tokens": 32768, "top_k": 8, "hidden": 2048, "mlp": 1024, "model": "OLMoE 7B"}
+_LOADS = ("balanced", "zipf", "one_hot")
+MOE_GPU = (
+    *(ExpertsShape(_PRODUCTS, load=load, **each) for each in (_WIDE_EXPERTS, _FINE_EXPERTS) for load in _LOADS),
+    *(
+        ExpertsShape(_WHOLE_LAYER, load=load, **each)
+        for each in (_OLMOE, _FINE_EXPERTS | {"tokens": 16384})
+        for load in ("balanced", "zipf")
+    ),
+)
+
+_SMALL_EXPERTS = {"experts": 8, "tokens": 512, "top_k": 2, "hidden": 128, "mlp": 192, "model": "te-jax train"}
+MOE_CPU = (
+    *(ExpertsShape(_PRODUCTS, load=load, **_SMALL_EXPERTS) for load in _LOADS),
+    ExpertsShape(_WHOLE_LAYER, load="balanced", **_SMALL_EXPERTS | {"tokens": 1024}),
+)

@@ -69,7 +69,7 @@ class Options:
         type=_path,
         metavar="FILE",
     )
-    preset: str = _option("tiny", "shape of the model: nano, tiny, small or 8b")
+    preset: str = _option("tiny", "shape of the model: nano, tiny, small or 8b; with experts: moe or moe-3b")
     steps: int = _option(200, "optimizer steps; with --resume, a larger number extends the run")
     batch: int = _option(16, "windows per step, over all devices")
     microbatches: int = _option(
@@ -90,7 +90,7 @@ class Options:
     optimizer_state: str = _option("f32", f"dtype of Adam's moments: {', '.join(STATE_DTYPES)}")
     remat: bool = _option(
         False,
-        "recompute activations in the backward pass: less memory for a third more FLOPs (always for 8b)",
+        "recompute activations in the backward pass: less memory for a third more FLOPs (always for 8b and moe-3b)",
         action="store_true",
     )
     offload: str = _option(
@@ -216,6 +216,8 @@ def build_config(options: Options, tokenizer: "Tokenizer | None" = None) -> "Dec
             f"--optimizer-state {options.optimizer_state} is unknown: choose one of {', '.join(STATE_DTYPES)}"
         )
     preset = PRESETS[options.preset]
+    if preset.experts is not None:
+        _check_experts(options)
     remat = preset.remat or options.remat
     return dataclasses.replace(
         preset,
@@ -224,6 +226,20 @@ def build_config(options: Options, tokenizer: "Tokenizer | None" = None) -> "Dec
         offload=_activations(remat) if "activations" in offloaded(options) else None,
         vocab_size=preset.vocab_size if tokenizer is None else _rounded_up(tokenizer.vocab_size),
     )
+
+
+def _check_experts(options: Options) -> None:
+    """Refuses what a model with experts cannot do."""
+    if options.recipe == "delayed":
+        raise UserError(
+            f"--recipe delayed keeps no state for the experts of --preset {options.preset}: choose block, current, "
+            "rowwise or none"
+        )
+    if options.compare and options.recipe == "none" and options.optimizer_state == "f32":
+        raise UserError(
+            f"--compare has no twin for --preset {options.preset}, since optax has no loss of experts: add --recipe or "
+            "--optimizer-state, or leave it out"
+        )
 
 
 def offloaded(options: Options) -> frozenset[str]:

@@ -79,11 +79,11 @@ class Progress:
 def summary(
     label: str, training: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]], unit: str = "byte"
 ) -> str:
-    """Where the losses of a log ended: a line for the run, one for its twin and one for the difference.
+    """Where the losses of a log ended: a line for the run, for its twin, for the difference, and for experts' load.
 
     Args:
       label: name of the run.
-      training: records with "step", "loss" and, of a twin, "<its name>_loss".
+      training: records with "step", "loss", of a twin "<its name>_loss", and with experts "largest_load".
       validation: the same.
       unit: what a token is called.
     """
@@ -98,6 +98,9 @@ def summary(
     if twin is not None:
         trained, held_out = _excess(training[-1], twin), _excess(validation[-1], twin)
         lines.append(f"{'difference':<{width}}training {trained:+.3f}%   validation {held_out:+.3f}%")
+    if "largest_load" in validation[-1]:
+        before, after = (record["largest_load"] for record in (validation[0], validation[-1]))
+        lines.append(f"{'experts':<{width}}largest load in validation {before:.2f} → {after:.2f} times the mean")
     return "\n".join(lines)
 
 
@@ -173,7 +176,8 @@ def draw_losses(
 
 def _format_losses(losses: Mapping[str, float]) -> str:
     twin = _twin(losses)
-    return f"loss {losses['loss']:.4f}" + ("" if twin is None else f" ({_words(twin)} {losses[f'{twin}_loss']:.4f})")
+    words = f"loss {losses['loss']:.4f}" + ("" if twin is None else f" ({_words(twin)} {losses[f'{twin}_loss']:.4f})")
+    return words + (f" · largest expert load {losses['largest_load']:.2f}×" if "largest_load" in losses else "")
 
 
 def _twin(record: Mapping[str, Any]) -> str | None:

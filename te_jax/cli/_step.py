@@ -15,12 +15,21 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from te_jax import nn, optim
 from te_jax.cli import _options
 from te_jax.cli.errors import UserError
-from te_jax.models import DecoderConfig, TensorParallel, decoder, parallel_apply, parallel_loss, param_specs, requantize
+from te_jax.models import (
+    DecoderConfig,
+    Losses,
+    TensorParallel,
+    decoder,
+    parallel_apply,
+    parallel_loss,
+    param_specs,
+    requantize,
+)
 from te_jax.parallel.collective_matmul import TransportName
 from te_jax.recipe import DelayedScaling
 
-LossFunction = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]
-"""(params, scaling state, tokens [batch, time], targets [batch, time]) → float32 scalar."""
+LossFunction = Callable[[Any, Any, jax.Array, jax.Array], Losses]
+"""(params, scaling state, tokens [batch, time], targets [batch, time]) → losses."""
 
 _BATCH_AXIS, _TENSOR_AXIS = "data", "tensor"
 _HOST_DEVICE_FLAG = "xla_force_host_platform_device_count"
@@ -89,13 +98,13 @@ class Learner(NamedTuple):
 
     Args:
       init: key → TrainState.
-      step: (state, windows [microbatches, batch, seq_len + 1]) → (state, mean loss); the state given is donated.
-      evaluate: (state, windows [batches, batch, seq_len + 1]) → mean loss.
+      step: (state, windows [microbatches, batch, seq_len + 1]) → (state, mean losses); the state given is donated.
+      evaluate: (state, windows [batches, batch, seq_len + 1]) → mean losses.
     """
 
     init: Callable[[jax.Array], TrainState]
-    step: Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]
-    evaluate: Callable[[TrainState, jax.Array], jax.Array]
+    step: Callable[[TrainState, jax.Array], tuple[TrainState, Losses]]
+    evaluate: Callable[[TrainState, jax.Array], Losses]
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without computing it."""
@@ -184,15 +193,15 @@ def build_optimizer(
 
 
 def te_jax_loss(
-    config: DecoderConfig, implementation: Literal["native", "reference"], placement: Placement | None = None
+    config: DecoderConfig, implementation: Literal["native", "reference"] | None, placement: Placement | None = None
 ) -> LossFunction:
     """The decoder with te_jax's fused cross-entropy and, where its recipe says so, projections in FP8."""
     if placement is not None and placement.parallel is not None:
         split = parallel_loss(placement.mesh, config, placement.parallel, implementation=implementation)
-        return lambda params, scaling, tokens, targets: split(params, tokens, targets, scaling)
+        return lambda params, scaling, tokens, targets: _without_experts(split(params, tokens, targets, scaling))
 
-    def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        return decoder.loss(params, tokens, targets, config, scaling, implementation=implementation)
+    def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> Losses:
+        return decoder.losses(params, tokens, targets, config, scaling, implementation=implementation)
 
     return loss
 
@@ -203,11 +212,16 @@ def optax_loss(config: DecoderConfig, placement: Placement | None = None) -> Los
     if placement is not None and placement.parallel is not None:
         split = parallel_apply(placement.mesh, config, placement.parallel)
 
-    def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> Losses:
         logits = decoder.apply(params, tokens, config, scaling) if split is None else split(params, tokens, scaling)
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets))
+        values = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+        return _without_experts(jnp.mean(values))
 
     return loss
+
+
+def _without_experts(cross_entropy: jax.Array) -> Losses:
+    return Losses(cross_entropy, cross_entropy, None)
 
 
 def build_learner(
@@ -242,15 +256,15 @@ def build_learner(
 
     shardings = placement.of_state(*_types(init, jax.random.key(0)), config)
 
-    def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
-        value, gradients, scaling = _value_and_gradients(loss, state, windows)
+    def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, Losses]:
+        losses, gradients, scaling = _value_and_gradients(loss, state, windows)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         params, kernels = _updated(state.params, updates, how)
-        return TrainState(params, optimizer_state, scaling, kernels), value
+        return TrainState(params, optimizer_state, scaling, kernels), losses
 
-    def evaluate(state: TrainState, windows: jax.Array) -> jax.Array:
+    def evaluate(state: TrainState, windows: jax.Array) -> Losses:
         losses = lax.map(lambda batch: loss(state.operands, state.scaling, *_tokens_and_targets(batch)), windows)
-        return jnp.mean(losses)
+        return jax.tree.map(jnp.mean, losses)
 
     return Learner(
         init=jax.jit(init, out_shardings=shardings, compiler_options=options),
@@ -276,23 +290,27 @@ def _updated(params: Any, updates: Any, how: Any) -> tuple[Any, Any]:
     )
 
 
-def _value_and_gradients(loss: LossFunction, state: TrainState, windows: jax.Array) -> tuple[jax.Array, Any, Any]:
-    """(mean loss, its gradients, next scaling state) of microbatches of windows [microbatches, batch, seq_len + 1]."""
+def _value_and_gradients(loss: LossFunction, state: TrainState, windows: jax.Array) -> tuple[Losses, Any, Any]:
+    """(mean losses, gradients, next scaling state) of microbatches of windows [microbatches, batch, seq_len + 1]."""
     count = windows.shape[0]
+
     # The gradient of the scaling state is its next value, which the optimizer never sees.
-    gradient = nn.accumulate_gradients(lambda variables, *batch: loss(*variables, *batch))
+    def objective(variables: Any, *batch: jax.Array) -> tuple[jax.Array, Losses]:
+        losses = loss(*variables, *batch)
+        return losses.objective, losses
 
-    def add(sums: Any, windows: jax.Array) -> tuple[Any, None]:
-        value, gradients = gradient((state.operands, state.scaling), sums[1], *_tokens_and_targets(windows))
-        return (sums[0] + value, gradients), None
+    gradient = nn.accumulate_gradients(objective, has_aux=True)
 
-    zero = jnp.zeros((), jnp.float32)
+    def add(sums: Any, windows: jax.Array) -> tuple[Any, Losses]:
+        (value, losses), sums = gradient((state.operands, state.scaling), sums, *_tokens_and_targets(windows))
+        return sums, losses._replace(objective=value)  # NaN where a quantized kernel was used twice
+
     if count == 1:
-        (value, (gradients, scaling)), _ = add((zero, None), windows[0])
-        return value, gradients, scaling
-    zeros = zero, jax.tree.map(jnp.zeros_like, (state.params, state.scaling))
-    (value, (gradients, scaling)), _ = lax.scan(add, zeros, windows)
-    return value / count, jax.tree.map(lambda total: total / count, gradients), scaling
+        (gradients, scaling), losses = add(None, windows[0])
+        return losses, gradients, scaling
+    zeros = jax.tree.map(jnp.zeros_like, (state.params, state.scaling))
+    (gradients, scaling), losses = lax.scan(add, zeros, windows)
+    return jax.tree.map(jnp.mean, losses), jax.tree.map(lambda total: total / count, gradients), scaling
 
 
 def _tokens_and_targets(windows: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from te_jax.cli._step import Learner, LossFunction, Placement
     from te_jax.cli._text import Corpus
-    from te_jax.models import DecoderConfig
+    from te_jax.models import DecoderConfig, Losses
 
 __all__ = ["add_arguments", "run"]
 
@@ -155,12 +155,15 @@ def _learners(
             implementation=implementation,
         )
 
-    loss = _step.te_jax_loss(config, implementation, placement)
+    # Products of experts have no CUDA kernel: the default takes their reference on a GPU, and CUDA kernels elsewhere.
+    falls_back = config.experts is not None and options.implementation == "auto"
+    of_operations = None if falls_back else implementation
+    loss = _step.te_jax_loss(config, of_operations, placement)
     learners = {"loss": learner(config, loss)}
     # A twin differs in one thing, so that the distance of the two curves is what that costs.
     if options.compare and config.recipe is not None:
         plain = dataclasses.replace(config, recipe=None)
-        learners[f"{config.dtype}_loss"] = learner(plain, _step.te_jax_loss(plain, implementation, placement))
+        learners[f"{config.dtype}_loss"] = learner(plain, _step.te_jax_loss(plain, of_operations, placement))
     elif options.compare and options.optimizer_state != "f32":
         learners["f32_states_loss"] = learner(config, loss, "f32")
     elif options.compare:
@@ -249,6 +252,7 @@ def _header(
             **dataclasses.asdict(config),
             "recipe": _describe(config.recipe),
             "num_parameters": config.num_parameters,
+            "num_active_parameters": config.num_active_parameters,
         },
         "text": {"source": corpus.source, f"{corpus.unit}s": corpus.data.size, "sha256": corpus.sha256},
         "implementation": implementation,
@@ -351,9 +355,9 @@ class _Records:
     def __init__(self, folder: RunFolder, progress: _report.Progress):
         self._folder = folder
         self._progress = progress
-        self._pending: deque[tuple[str, int, dict[str, Any]]] = deque()
+        self._pending: deque[tuple[str, int, dict[str, Losses]]] = deque()
 
-    def add(self, kind: str, step: int, losses: dict[str, jax.Array]) -> None:
+    def add(self, kind: str, step: int, losses: dict[str, Losses]) -> None:
         self._pending.append((kind, step, losses))
         while len(self._pending) > _STEPS_IN_FLIGHT:
             self._fetch()
@@ -363,17 +367,19 @@ class _Records:
             self._fetch()
 
     def _fetch(self) -> None:
-        kind, step, arrays = self._pending.popleft()
-        losses = {name: float(array) for name, array in arrays.items()}
-        for name, loss in losses.items():
-            if not math.isfinite(loss):
+        kind, step, losses = self._pending.popleft()
+        for name, each in losses.items():
+            if not math.isfinite(objective := float(each.objective)):
                 words = name.replace("_", " ")
-                raise UserError(f"the {kind} {words} is {loss} at step {step}: try a smaller --learning-rate")
-        self._folder.append({"kind": kind, "step": step, **losses})
+                raise UserError(f"the {kind} {words} is {objective} at step {step}: try a smaller --learning-rate")
+        record = {name: float(each.cross_entropy) for name, each in losses.items()}
+        if (load := losses["loss"].largest_load) is not None:
+            record["largest_load"] = float(load)
+        self._folder.append({"kind": kind, "step": step, **record})
         if kind == "train":
-            self._progress.step(losses)
+            self._progress.step(record)
         else:
-            self._progress.validation(step, losses)
+            self._progress.validation(step, record)
 
 
 def _conclude(folder: RunFolder, options: Options, config: DecoderConfig, unit: str, cost: str) -> None:
@@ -384,7 +390,9 @@ def _conclude(folder: RunFolder, options: Options, config: DecoderConfig, unit: 
     chosen = chosen or ["te_jax"]
     label = chosen[0]  # what a twin lacks
     chosen += [] if options.tp == 1 else [f"tp {options.tp} ({options.transport})"]
-    title = f"te-jax train · {options.preset}, {config.num_parameters:,} parameters · {', '.join(chosen)}"
+    size = f"{config.num_parameters:,} parameters"
+    size += "" if config.experts is None else f", {config.num_active_parameters:,} active"
+    title = f"te-jax train · {options.preset}, {size} · {', '.join(chosen)}"
     files = ["log.jsonl", "checkpoints"]
     if training and validation:  # a damaged log may have neither
         if cost or not figure.exists():  # a finished run keeps the figure with what its steps cost

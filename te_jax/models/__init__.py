@@ -1,18 +1,21 @@
 """Reference models: what `te-jax train`, the notebooks and the benchmarks share."""
 
-from te_jax.models.config import PRESETS, DecoderConfig
-from te_jax.models.decoder import apply, init, init_scaling_state, loss, requantize
+from te_jax.models.config import PRESETS, DecoderConfig, Experts
+from te_jax.models.decoder import Losses, apply, init, init_scaling_state, loss, losses, requantize
 from te_jax.models.sharded import parallel_apply, parallel_loss
 from te_jax.models.tensor_parallel import TensorParallel, param_specs
 
 __all__ = [
     "PRESETS",
     "DecoderConfig",
+    "Experts",
+    "Losses",
     "TensorParallel",
     "apply",
     "init",
     "init_scaling_state",
     "loss",
+    "losses",
     "parallel_apply",
     "parallel_loss",
     "param_specs",

@@ -3,10 +3,46 @@
 import dataclasses
 
 from te_jax._core.arguments import is_finite_number, is_whole_number
+from te_jax.nn.moe import Router
 from te_jax.offload import Offload
-from te_jax.recipe import Recipe
+from te_jax.recipe import DelayedScaling, Recipe
 
 _DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The mixture of experts in the place of every MLP: see `te_jax.nn.moe.moe`. No token is dropped.
+
+    Args:
+      num_experts: MLPs of each block, of which a token meets `router.top_k`.
+      router: how they are chosen.
+      balance_weight: factor of each block's `te_jax.ops.load_balancing_loss` in `te_jax.models.loss`.
+      z_weight: factor of each block's `te_jax.ops.router_z_loss` there.
+
+    Raises:
+      ValueError: a number is out of range, or `router` no Router.
+    """
+
+    num_experts: int
+    router: Router
+    balance_weight: float = 1e-2
+    z_weight: float = 0.0
+
+    def __post_init__(self):
+        if not isinstance(self.router, Router):
+            raise ValueError(f"router is {self.router!r}: it needs to be a te_jax.nn.moe.Router, as Router(top_k=2) is")
+        if not is_whole_number(self.num_experts) or self.num_experts < self.router.top_k:
+            raise ValueError(
+                f"num_experts is {self.num_experts!r}: it needs to be a whole number of at least router.top_k, "
+                f"{self.router.top_k}"
+            )
+        object.__setattr__(self, "num_experts", int(self.num_experts))
+        for name in ("balance_weight", "z_weight"):
+            value = getattr(self, name)
+            if not is_finite_number(value) or value < 0:
+                raise ValueError(f"{name} is {value!r}: it needs to be a finite number of at least 0")
+            object.__setattr__(self, name, float(value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +56,7 @@ class DecoderConfig:
       num_heads: query heads H; a multiple of `num_kv_heads`.
       num_kv_heads: key and value heads K, each shared by H / K query heads.
       head_dim: width of one head; even, because rotary positions turn pairs.
-      mlp_size: width F between the gated projections.
+      mlp_size: width F between the gated projections; with `experts`, of one expert.
       rope_theta: base of the rotary wavelengths; position angles are t · rope_theta^(-2i / head_dim).
       norm_eps: added to the mean square in RMSNorm.
       dtype: "float32" or "bfloat16": what activations and projections are computed in. Parameters are always float32;
@@ -33,10 +69,12 @@ class DecoderConfig:
         multiples of 16; None computes them in `dtype`. Kernels are quantized from float32.
       head_recipe: how the gradients of the output head are quantized, in `loss` on one device: see
         `te_jax.ops.linear_cross_entropy`. None computes them in `dtype`.
+      experts: a mixture of experts in the place of every MLP; None for one MLP. Kernels of experts are quantized from
+        `dtype`, or from float32 by `te_jax.models.requantize`.
 
     Raises:
-      ValueError: a size is below 1, heads do not divide, a name is unknown, `recipe` is no recipe, or `offload` no
-        Offload.
+      ValueError: a size is below 1, heads do not divide, a name is unknown, `recipe` is no recipe, `offload` no
+        Offload, or `experts` no Experts or combined with delayed scaling.
     """
 
     vocab_size: int
@@ -53,6 +91,7 @@ class DecoderConfig:
     recipe: Recipe | None = None
     head_recipe: Recipe | None = None
     offload: Offload | None = None
+    experts: Experts | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
@@ -82,25 +121,41 @@ class DecoderConfig:
                 )
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise ValueError(f"offload is {self.offload!r}: it needs to be a te_jax.offload.Offload, or None")
+        if self.experts is not None and not isinstance(self.experts, Experts):
+            raise ValueError(f"experts is {self.experts!r}: it needs to be a te_jax.models.Experts, or None")
+        if self.experts is not None and isinstance(self.recipe, DelayedScaling):
+            raise ValueError(
+                "recipe is DelayedScaling, and experts have no scaling state: choose BlockScaling() or CurrentScaling()"
+            )
 
     @property
     def num_parameters(self) -> int:
         """Number of float32 parameters that `init` makes."""
+        return self._parameters(1 if self.experts is None else self.experts.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of parameters that a token meets: of the experts, those of `router.top_k`. All without experts."""
+        return self._parameters(1 if self.experts is None else self.experts.router.top_k)
+
+    def _parameters(self, mlps: int) -> int:
+        """With so many MLPs in a block."""
         attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
-        block = attention + 3 * self.hidden_size * self.mlp_size + 2 * self.hidden_size
+        router = 0 if self.experts is None else self.hidden_size * self.experts.num_experts
+        block = attention + router + mlps * 3 * self.hidden_size * self.mlp_size + 2 * self.hidden_size
         return 2 * self.vocab_size * self.hidden_size + self.num_layers * block + self.hidden_size
 
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs of a token in training, forward and backward: those of GEMMs and of causal attention, without `remat`.
 
-        Two for each multiplication with a kernel or the head, and as many for each of the two gradients. In the mean a
-        token attends to half of its sequence.
+        Two for each multiplication with a kernel or the head, and as many for each of the two gradients; of experts
+        only those that the token meets. In the mean a token attends to half of its sequence.
 
         Args:
           seq_len: tokens in a sequence.
         """
         norms = (2 * self.num_layers + 1) * self.hidden_size
-        kernels = self.num_parameters - self.vocab_size * self.hidden_size - norms
+        kernels = self.num_active_parameters - self.vocab_size * self.hidden_size - norms
         attention = self.num_layers * self.num_heads * self.head_dim * seq_len  # scores and values, half of each
         return 6 * (kernels + attention)
 
@@ -115,6 +170,30 @@ PRESETS: dict[str, DecoderConfig] = {
     "small": DecoderConfig(
         vocab_size=256, num_layers=12, hidden_size=768, num_heads=12, num_kv_heads=4, head_dim=64, mlp_size=2048
     ),
+    "moe": DecoderConfig(
+        vocab_size=256,
+        num_layers=4,
+        hidden_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        mlp_size=192,
+        experts=Experts(num_experts=8, router=Router(top_k=2)),
+    ),
+    "moe-3b": DecoderConfig(
+        vocab_size=151_936,
+        num_layers=4,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        mlp_size=768,
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        dtype="bfloat16",
+        remat=True,
+        experts=Experts(num_experts=128, router=Router(top_k=8), balance_weight=1e-3),
+    ),
     "8b": DecoderConfig(
         vocab_size=128_256,
         num_layers=32,
@@ -128,5 +207,6 @@ PRESETS: dict[str, DecoderConfig] = {
         remat=True,
     ),
 }
-"""Named shapes. `nano` is for tests, `tiny` trains in about a minute on two CPU cores, `small` is for one GPU (all
-three read bytes: 256 tokens), and `8b` is Llama 3 8B."""
+"""Named shapes. `nano` is for tests, `tiny` and `moe`, a mixture of 8 experts, train in about a minute on two CPU
+cores, `small` is for one GPU (all four read bytes: 256 tokens), `8b` is Llama 3 8B, and `moe-3b` has 4 blocks of
+Qwen3-30B-A3B, which fit one GPU."""

@@ -13,11 +13,13 @@ layout as the others, and split over devices in the same way.
 
 Inside `shard_map`, `apply` and `loss` take `parallel`, and run on a part of every parameter: see
 `te_jax.models.TensorParallel`. `te_jax.models.parallel_loss` is the same for whole arrays on a mesh.
+
+With `config.experts`, every MLP is a mixture of experts (`te_jax.nn.moe`), on tokens that are not split by `parallel`.
 """
 
 import dataclasses
 import functools
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +28,45 @@ from te_jax import ops, sharding
 from te_jax.models import tensor_parallel
 from te_jax.models.config import DecoderConfig
 from te_jax.models.tensor_parallel import TensorParallel
+from te_jax.nn import linear
 from te_jax.nn.attention import rotary_tables, rotate
 from te_jax.nn.layers import apply_layers
 from te_jax.nn.microbatches import AccumulatedKernel, dense_kernels
+from te_jax.nn.moe import moe
 from te_jax.nn.norm import handover
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
-__all__ = ["apply", "init", "init_scaling_state", "loss", "requantize"]
+__all__ = ["Losses", "apply", "init", "init_scaling_state", "loss", "losses", "requantize"]
 
-_PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
+_MLP = ("gate", "up", "down")
+_PROJECTIONS = ("query", "key", "value", "out", *_MLP)
 
 Implementation = Literal["native", "reference"]
 ScalingState = list[dict[str, DelayedScalingState]]
+
+
+class Losses(NamedTuple):
+    """What `losses` returns.
+
+    Attributes:
+      objective: float32 scalar, what training minimises: the cross-entropy, and the experts' auxiliary losses times
+        their factors.
+      cross_entropy: float32 scalar, the mean in nats per token.
+      largest_load: float32 scalar, the load of the experts that most tokens choose: their number over the mean of all
+        experts of a block, the largest of all blocks. None without experts.
+    """
+
+    objective: jax.Array
+    cross_entropy: jax.Array
+    largest_load: jax.Array | None
+
+
+class Balance(NamedTuple):
+    """What experts add to losses, of the blocks so far: float32 scalars."""
+
+    auxiliary: jax.Array
+    largest_load: jax.Array
 
 
 class Projections(Protocol):
@@ -59,8 +87,9 @@ class Projections(Protocol):
         """[batch, time, N] times a kernel [N, D]: what is added to the residual stream."""
         ...
 
-    def mlp(self, x: Any) -> jax.Array:
-        """The gated MLP of a norm's result: what is added to the residual stream."""
+    def mlp(self, x: Any) -> tuple[jax.Array, Balance | None]:
+        """The gated MLP or the experts of a norm's result: what is added to the residual stream; of experts also how
+        they share the tokens."""
         ...
 
 
@@ -79,7 +108,7 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
       A dict of float32 arrays, V = vocab_size, L = num_layers, D = hidden_size, H, K = heads, F = mlp_size:
       `embedding` [V, D], `final_norm` [D], `head` [D, V] and `layers`, a list of L dicts of `attention_norm` and
       `mlp_norm` [D], `query` [D, H·head_dim], `key` and `value` [D, K·head_dim], `out` [H·head_dim, D], `gate` and
-      `up` [D, F], `down` [F, D].
+      `up` [D, F], `down` [F, D]. With E experts these three are [E, D, F] and [E, F, D], and `router` is [D, E].
     """
     d = config.hidden_size
     embedding_key, head_key, *layer_keys = jax.random.split(key, 2 + config.num_layers)
@@ -95,18 +124,21 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
 def _init_layer(config: DecoderConfig, key: jax.Array) -> dict[str, jax.Array]:
     d = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    experts = config.experts
+    stacked = () if experts is None else (experts.num_experts,)
     shapes = {
         "query": (d, q_size),
         "key": (d, kv_size),
         "value": (d, kv_size),
         "out": (q_size, d),
-        "gate": (d, config.mlp_size),
-        "up": (d, config.mlp_size),
-        "down": (config.mlp_size, d),
+        "gate": (*stacked, d, config.mlp_size),
+        "up": (*stacked, d, config.mlp_size),
+        "down": (*stacked, config.mlp_size, d),
+        **({} if experts is None else {"router": (d, experts.num_experts)}),
     }
     layer = {"attention_norm": jnp.ones((d,), jnp.float32), "mlp_norm": jnp.ones((d,), jnp.float32)}
     for name, each in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
-        fan_in = shapes[name][0] * (2 * config.num_layers if name in ("out", "down") else 1)
+        fan_in = shapes[name][-2] * (2 * config.num_layers if name in ("out", "down") else 1)
         layer[name] = jax.random.normal(each, shapes[name], jnp.float32) * fan_in**-0.5
     return layer
 
@@ -151,6 +183,9 @@ def requantize(config: DecoderConfig, *, implementation: Implementation | None =
         raise ValueError("config.recipe is None: only a recipe says how kernels are quantized")
     how = Requantize(config.recipe, implementation=implementation)
     layer = {"attention_norm": None, "mlp_norm": None, **dict.fromkeys(_PROJECTIONS, how)}
+    if config.experts is not None:
+        of_experts = dataclasses.replace(how, stacked_ndim=1)
+        layer |= {"router": None, **dict.fromkeys(_MLP, of_experts)}
     return {"embedding": None, "layers": [layer] * config.num_layers, "final_norm": None, "head": None}
 
 
@@ -181,7 +216,7 @@ def apply(
       ValueError: `tokens` is not an integer array of two dimensions, or is empty; `scaling_state` is missing or has no
         use; a size does not fit FP8 products, or does not divide over devices.
     """
-    x, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
+    x, _, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
     if parallel is not None:
         return tensor_parallel.logits(x, head, parallel, implementation)
     return ops.dense(x, head, implementation=implementation)
@@ -197,7 +232,9 @@ def loss(
     parallel: TensorParallel | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Mean cross-entropy of `targets` under the logits of `apply`, in nats per token.
+    """Mean cross-entropy of `targets` under the logits of `apply`, in nats per token: what training minimises.
+
+    With experts it has their auxiliary losses besides; `losses` has the cross-entropy alone.
 
     With delayed scaling the gradient with respect to `scaling_state` is the state of the next step:
 
@@ -220,18 +257,48 @@ def loss(
       ValueError: `tokens` or `targets` is not an integer array of two dimensions, or is empty, or their shapes differ;
         or for what `apply` refuses.
     """
+    return losses(
+        params, tokens, targets, config, scaling_state, parallel=parallel, implementation=implementation
+    ).objective
+
+
+def losses(
+    params: dict[str, Any],
+    tokens: jax.Array,
+    targets: jax.Array,
+    config: DecoderConfig,
+    scaling_state: ScalingState | None = None,
+    *,
+    parallel: TensorParallel | None = None,
+    implementation: Implementation | None = None,
+) -> Losses:
+    """`loss`, its cross-entropy alone, and the load of experts: for logs and validations.
+
+    Args:
+      params, tokens, targets, config, scaling_state, parallel, implementation: see `loss`.
+
+    Returns:
+      Losses(objective, cross_entropy, largest_load). Without experts the first two are the same.
+
+    Raises:
+      ValueError: what `loss` refuses.
+    """
     _check_tokens("targets", targets)
     if targets.shape != tokens.shape:
         raise ValueError(
             f"targets has shape {targets.shape} and tokens has shape {tokens.shape}: give one target for each token"
         )
-    x, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
+    x, balance, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
     with jax.named_scope("loss"):
         if parallel is not None:
             logits = tensor_parallel.logits(x, head, parallel, implementation)
-            return tensor_parallel.mean_cross_entropy(logits, targets, parallel, implementation)
-        recipe = config.head_recipe
-        return ops.linear_cross_entropy(x, head, targets, recipe=recipe, implementation=implementation)
+            value = tensor_parallel.mean_cross_entropy(logits, targets, parallel, implementation)
+        else:
+            recipe = config.head_recipe
+            value = ops.linear_cross_entropy(x, head, targets, recipe=recipe, implementation=implementation)
+    if balance is None:
+        return Losses(value, value, None)
+    return Losses(value + balance.auxiliary, value, balance.largest_load)
 
 
 def _hidden(
@@ -241,8 +308,8 @@ def _hidden(
     scaling_state: ScalingState | None,
     parallel: TensorParallel | None,
     implementation: Implementation | None,
-) -> tuple[jax.Array, jax.Array]:
-    """What the head reads, and the head."""
+) -> tuple[jax.Array, Balance | None, jax.Array]:
+    """What the head reads, how experts share the tokens, and the head."""
     _check_tokens("tokens", tokens)
     if (scaling_state is not None) != isinstance(config.recipe, DelayedScaling):
         raise ValueError(
@@ -257,7 +324,8 @@ def _hidden(
         params = tensor_parallel.enter(params, tokens, config, parallel)
     cos, sin = rotary_tables(jnp.arange(tokens.shape[1]), config.head_dim, config.rope_theta)
 
-    def block(x: jax.Array, layer_and_state: Any) -> jax.Array:
+    def block(carried: tuple[jax.Array, Balance | None], layer_and_state: Any) -> tuple[jax.Array, Balance | None]:
+        x, balance = carried
         layer, state = layer_and_state
         if parallel is None:
             projections = _WholeProjections(layer, state, config, implementation)
@@ -266,15 +334,25 @@ def _hidden(
         normed, x = projections.norm(x, "attention_norm")
         mixed = _attention(normed, projections, cos, sin, config)
         normed, x = projections.norm(mixed, "mlp_norm", residual=x)
-        return x + projections.mlp(normed)
+        y, own = projections.mlp(normed)
+        return x + y, _together(balance, own)
 
     x = sharding.take_rows(params["embedding"], tokens).astype(config.dtype)
     if parallel is not None:
         x = tensor_parallel.features_to_time(x, parallel)
     states = [None] * config.num_layers if scaling_state is None else scaling_state
     layers = list(zip(params["layers"], states, strict=True))
-    x = apply_layers(block, layers, x, remat=config.remat, offload=config.offload)
-    return ops.rms_norm(x, params["final_norm"], epsilon=config.norm_eps, implementation=implementation), params["head"]
+    balance = None if config.experts is None else Balance(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+    x, balance = apply_layers(block, layers, (x, balance), remat=config.remat, offload=config.offload)
+    x = ops.rms_norm(x, params["final_norm"], epsilon=config.norm_eps, implementation=implementation)
+    return x, balance, params["head"]
+
+
+def _together(first: Balance | None, second: Balance | None) -> Balance | None:
+    """Of the blocks so far and of the next one."""
+    if first is None or second is None:
+        return None
+    return Balance(first.auxiliary + second.auxiliary, jnp.maximum(first.largest_load, second.largest_load))
 
 
 def _kernels(params: dict[str, Any]) -> list[Any]:
@@ -301,12 +379,13 @@ class _WholeProjections:
     implementation: Implementation | None
 
     def norm(self, x: jax.Array, name: str, residual: jax.Array | None = None) -> tuple[Any, jax.Array]:
+        reads_values = name == "mlp_norm" and self.config.experts is not None  # the router, which is not quantized
         found = ops.rms_norm(
             x,
             self.layer[name],
             epsilon=self.config.norm_eps,
             residual=residual,
-            quantization=handover(self.config.recipe, x),
+            quantization=None if reads_values else handover(self.config.recipe, x),
             implementation=self.implementation,
         )
         return (found, x) if residual is None else found
@@ -317,8 +396,28 @@ class _WholeProjections:
     def to_stream(self, x: jax.Array, name: str) -> jax.Array:
         return self.from_stream(x, (name,))[0]
 
-    def mlp(self, x: Any) -> jax.Array:
-        return ops.gated_mlp(x, **self._of(("gate", "up", "down")))
+    def mlp(self, x: Any) -> tuple[jax.Array, Balance | None]:
+        experts = self.config.experts
+        if experts is None:
+            return ops.gated_mlp(x, **self._of(_MLP)), None
+        kernels = dense_kernels([self.layer[name] for name in _MLP])
+        gate, up, down = (linear.cast(each, x.dtype) for each in kernels.pop("kernel"))
+        found = moe(
+            x,
+            self.layer["router"],
+            (gate, up, down),
+            experts.router,
+            **kernels,
+            recipe=self.config.recipe,
+            implementation=self.implementation,
+        )
+        auxiliary = experts.balance_weight * ops.load_balancing_loss(
+            found.logits, found.routing.experts, score=experts.router.score
+        )
+        if experts.z_weight:
+            auxiliary += experts.z_weight * ops.router_z_loss(found.logits)
+        counts = ops.expert_counts(found.routing.experts, experts.num_experts).astype(jnp.float32)
+        return found.y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
 
     def _of(self, names: tuple[str, ...]) -> dict[str, Any]:
         state = self.scaling_state

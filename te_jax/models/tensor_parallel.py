@@ -88,13 +88,14 @@ class TensorParallel:
           config: its shape.
 
         Raises:
-          ValueError: a size does not divide; the message names sizes that fit.
+          ValueError: it has experts, or a size does not divide; the message names sizes that fit.
         """
         problem = _misfit(config, self.size)
         if problem is not None:
             fitting = [str(size) for size in range(1, config.num_heads + 1) if _misfit(config, size) is None]
+            no_size = "none: leave parallel out"
             raise ValueError(
-                f"parallel.size is {self.size}: {problem}; sizes that fit this decoder: {', '.join(fitting) or 'none'}"
+                f"parallel.size is {self.size}: {problem}; sizes that fit this decoder: {', '.join(fitting) or no_size}"
             )
 
 
@@ -160,6 +161,8 @@ def _kv_heads(config: DecoderConfig, size: int) -> _KeyValueHeads:
 
 def _misfit(config: DecoderConfig, size: int) -> str | None:
     """Why the decoder cannot be split into so many parts, or None."""
+    if config.experts is not None:
+        return "config.experts is given, and only MLPs are split, not experts"
     for name in ("num_heads", "hidden_size", "mlp_size", "vocab_size"):
         if getattr(config, name) % size:
             return f"{name} is {getattr(config, name)}, which {size} does not divide"
@@ -259,9 +262,9 @@ class SplitProjections:
             **_exchange(self.parallel),
         )
 
-    def mlp(self, x: Array) -> Array:
+    def mlp(self, x: Array) -> tuple[Array, None]:
         gate, up = self.from_stream(x, ("gate", "up"))
-        return self.to_stream(ops.gated_activation(gate, up), "down")
+        return self.to_stream(ops.gated_activation(gate, up), "down"), None
 
     def _kernel(self, name: str) -> Array:
         kernel, heads = self.layer[name], _kv_heads(self.config, self.parallel.size)

@@ -358,4 +358,4 @@ def _instantiated(leaf: Any) -> Any:
         return leaf
     if leaf.dtype == _FLOAT0:
         return np.zeros(leaf.shape, _FLOAT0)
-    return varying_over(jnp.zeros(leaf.shape, leaf.dtype), leaf.aval.vma)
+    return varying_over(jnp.zeros(leaf.shape, leaf.dtype), leaf.aval.manual_axis_type.varying)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.cli import _step, train
+from te_jax.models import Losses
 
 SMALL = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "1"]
 STEPS = 40  # the same for most runs: it is part of the program
@@ -27,9 +28,12 @@ class Toy:
         def called_after(name, function):
             return lambda *args: (getattr(self, name)(), function(*args))[1]
 
+        def losses(value):
+            return Losses(value, value, None)
+
         factor = self.factor
-        step = compiled(lambda state, windows: (state * factor + windows.mean() / 255, jnp.abs(state).mean()))
-        evaluate = compiled(lambda state, windows: jnp.abs(state).mean() + windows.mean())
+        step = compiled(lambda state, windows: (state * factor + windows.mean() / 255, losses(jnp.abs(state).mean())))
+        evaluate = compiled(lambda state, windows: losses(jnp.abs(state).mean() + windows.mean()))
         init = compiled(lambda key: jax.random.normal(key, (1000,)))
         return {"loss": _step.Learner(init, called_after("step", step), called_after("evaluate", evaluate))}
 

@@ -157,8 +157,8 @@ def learner_of(tp, state_dtype="float32", recipe=None):
 def steps_of(learner, placement, batches):
     state, found = learner.init(jax.random.key(0)), []
     for batch in batches:
-        state, value = learner.step(state, jax.device_put(batch[None], placement.windows))
-        found.append(float(value))
+        state, losses = learner.step(state, jax.device_put(batch[None], placement.windows))
+        found.append(float(losses.objective))
     return state, found
 
 
@@ -206,9 +206,9 @@ def test_the_twin_with_the_loss_of_optax(rng):
         jax.jit(_step.optax_loss(config, _step.build_placement(jax.devices()[:tp], tp)))(params, None, tokens, targets)
         for tp in (2, 1)
     )
-    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    assert float(found.objective) == pytest.approx(float(expected.objective), rel=1e-6)
     in_bfloat16 = _step.optax_loss(dataclasses.replace(config, dtype="bfloat16"))
-    assert jax.eval_shape(in_bfloat16, params, None, tokens, targets).dtype == "float32"
+    assert jax.eval_shape(in_bfloat16, params, None, tokens, targets).objective.dtype == "float32"
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused

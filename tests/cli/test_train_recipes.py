@@ -17,7 +17,7 @@ from te_jax import ops
 from te_jax.cli import _options, _step, train
 from te_jax.cli._run_folder import RunFolder, read_header
 from te_jax.cli.main import main
-from te_jax.models import PRESETS
+from te_jax.models import PRESETS, Losses
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, DelayedScaling
 
@@ -135,7 +135,7 @@ def test_an_evaluation_is_the_mean_over_its_batches(delayed, rng):
     state, windows = learner.init(jax.random.key(0)), rng.integers(0, 256, (3, 4, 17)).astype(np.uint8)
 
     def loss_of(windows):
-        return float(learner.evaluate(state, jax.device_put(windows, placement.windows)))
+        return float(learner.evaluate(state, jax.device_put(windows, placement.windows)).cross_entropy)
 
     assert loss_of(windows) == pytest.approx(np.mean([loss_of(windows[i : i + 1]) for i in range(3)]))
 
@@ -146,18 +146,20 @@ def test_microbatches_start_from_one_state_and_their_maximum_follows(rng):
 
     def loss(params, scaling, tokens, targets):
         y = ops.dense(tokens.astype(jnp.float32), params, recipe=recipe, scaling_state=scaling)
-        return jnp.mean(y * (100.0 - targets))
+        value = jnp.mean(y * (100.0 - targets))
+        return Losses(value, value, None)
 
     def after(windows):
         state = _step.TrainState(kernel, None, recipe.init(), None)
         return jax.jit(functools.partial(_step._value_and_gradients, loss))(state, windows)
 
     windows = rng.integers(1, 50, (2, 4, 17)).astype(np.uint8) + np.array([0, 40], np.uint8)[:, None, None]
-    value, gradient, scaling = after(windows)
-    (first_value, first_gradient, first), (second_value, second_gradient, second) = map(
+    losses, gradient, scaling = after(windows)
+    (first_losses, first_gradient, first), (second_losses, second_gradient, second) = map(
         after, (windows[:1], windows[1:])
     )
-    assert float(value) == pytest.approx(float(first_value + second_value) / 2, rel=1e-5)
+    mean = float(first_losses.objective + second_losses.objective) / 2
+    assert float(losses.objective) == pytest.approx(mean, rel=1e-5)
     np.testing.assert_allclose(gradient, (first_gradient + second_gradient) / 2, rtol=1e-5)
     for role in ("activation", "kernel", "gradient", "uses"):
         one, other = getattr(first, role), getattr(second, role)

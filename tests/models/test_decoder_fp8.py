@@ -170,7 +170,13 @@ def test_split_batches_exchange_gradients_and_largest_magnitudes(axis_type, rng,
 
 
 @pytest.mark.parametrize("promotion", ["standard"])  # attention in bfloat16 needs it
-@pytest.mark.parametrize(("name", "recipe"), [(name, RECIPES[i % len(RECIPES)]) for i, name in enumerate(PRESETS)])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        (name, BlockScaling() if config.experts else RECIPES[i % len(RECIPES)])
+        for i, (name, config) in enumerate(PRESETS.items())
+    ],
+)
 def test_presets_fit_every_recipe(name, recipe, promotion):
     config = dataclasses.replace(PRESETS[name], recipe=recipe)
     params = jax.eval_shape(functools.partial(init, config), jax.random.key(0))

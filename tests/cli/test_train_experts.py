@@ -1,0 +1,79 @@
+"""`te-jax train --preset moe`, with a smaller preset of that name."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+
+from te_jax.cli import _report
+from te_jax.cli._run_folder import read_header
+from te_jax.cli.main import main
+from te_jax.models import PRESETS, Experts
+from te_jax.nn.moe import Router
+
+pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
+
+ARGUMENTS = ["train", "--preset", "moe", "--seq-len", "16", "--batch", "4", "--devices", "1"]
+RUN = [*ARGUMENTS, "--recipe", "block", "--microbatches", "2", "--steps", "16", "--eval-every", "8"]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    experts = Experts(num_experts=4, router=Router(top_k=2), balance_weight=0.25)
+    monkeypatch.setitem(PRESETS, "moe", dataclasses.replace(PRESETS["nano"], num_layers=1, experts=experts))
+    monkeypatch.setattr(_report, "draw_losses", lambda path, title, *_: path.write_text(title))
+
+
+def records(out):
+    """Of losses, without the times."""
+    lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return [record for record in lines if record["kind"] in ("train", "validation")]
+
+
+def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, capsys, monkeypatch):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert main([*RUN, "--out", str(whole)]) == 0
+    shown = capsys.readouterr().out
+    validation = [record for record in records(whole) if record["kind"] == "validation"]
+    for record in validation:  # which is no objective: that is above by a quarter of the balance, which is at least 1
+        assert math.log(256) - 1.5 < record["loss"] < math.log(256) + 0.5 or record["step"]
+        assert 1 <= record["largest_load"] <= 2
+        line = f"step {record['step']} · validation loss {record['loss']:.4f} · largest expert load "
+        assert f"{line}{record['largest_load']:.2f}× · " in shown
+    assert validation[-1]["loss"] < validation[0]["loss"] - 0.5
+    assert re.search(r"^experts +largest load in validation \d\.\d\d → \d\.\d\d times the mean$", shown, re.MULTILINE)
+    model = read_header(whole)["model"]
+    assert model["experts"]["num_experts"] == 4
+    assert model["num_active_parameters"] == model["num_parameters"] - 2 * 3 * 32 * 96
+    assert f"{model['num_active_parameters']:,} active" in (whole / "loss.png").read_text()
+
+    def step(self, losses):
+        steps.append(losses)
+        if len(steps) == 12:
+            raise RuntimeError("killed")
+
+    steps: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(_report.Progress, "step", step)
+        with pytest.raises(RuntimeError, match="killed"):
+            main([*RUN, "--checkpoint-every", "8", "--out", str(killed)])
+    assert main(["train", "--resume", "--out", str(killed)]) == 0
+    assert records(killed) == records(whole)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--recipe", "delayed"], "--recipe delayed keeps no state for the experts of --preset moe: choose block"),
+        (["--compare"], "--compare has no twin for --preset moe, since optax has no loss of experts: add --recipe"),
+        (["--tp", "2"], "--tp 2 does not fit --preset moe: config.experts is given, and only MLPs are split"),
+    ],
+)
+def test_what_experts_cannot_do_is_refused(argv, words, tmp_path, capsys):
+    arguments = ARGUMENTS[:-2] if "--tp" in argv else ARGUMENTS
+    assert main([*arguments, *argv, "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("te-jax: error: ")
+    assert words in error
