@@ -17,11 +17,12 @@ from te_jax.cli import _options
 from te_jax.cli.errors import UserError
 from te_jax.models import (
     DecoderConfig,
+    Experts,
     Losses,
     TensorParallel,
     decoder,
     parallel_apply,
-    parallel_loss,
+    parallel_losses,
     param_specs,
     requantize,
 )
@@ -87,7 +88,7 @@ class Placement(NamedTuple):
     def _like_parameter(self, leaf: Any, spec: PartitionSpec) -> NamedSharding:
         """Of a parameter, of a moment, or of the bounds of a moment's blocks, which may be too few to be split."""
         entries = [
-            entry if entry is not None and size % self.mesh.shape[entry] == 0 else None
+            entry if size % sharding.num_shards(self.mesh, entry) == 0 else None
             for entry, size in zip(spec, leaf.shape, strict=False)
         ]
         return NamedSharding(self.mesh, PartitionSpec(*entries))
@@ -145,14 +146,27 @@ def memory_of(devices: Sequence[Any]) -> int:
     return limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
 
 
-def build_placement(devices: Sequence[Any], tp: int = 1, transport: TransportName = "auto") -> Placement:
-    """Each group of `tp` devices that share a decoder has the whole state and an equal part of every batch."""
-    mesh = Mesh(np.asarray(devices).reshape(-1, tp), (_BATCH_AXIS, _TENSOR_AXIS), axis_types=(AxisType.Auto,) * 2)
-    parallel = TensorParallel(tp, axis_name=_TENSOR_AXIS, batch_axes=(_BATCH_AXIS,), transport=transport)
+def build_placement(
+    devices: Sequence[Any], tp: int = 1, transport: TransportName = "auto", experts: Experts | None = None
+) -> Placement:
+    """Each group of `tp` devices that share a decoder has the whole state and an equal part of every batch.
+
+    Experts are divided among all devices where their number allows it, else among those of a group.
+    """
+    axes = (_BATCH_AXIS, _TENSOR_AXIS)
+    mesh = Mesh(np.asarray(devices).reshape(-1, tp), axes, axis_types=(AxisType.Auto,) * 2)
+    divided = experts is not None and len(devices) > 1
+    parallel = TensorParallel(
+        tp,
+        axis_name=_TENSOR_AXIS,
+        batch_axes=(_BATCH_AXIS,),
+        expert_axes=axes if divided and experts.num_experts % len(devices) == 0 else None,
+        transport=transport,
+    )
     return Placement(
         state=NamedSharding(mesh, PartitionSpec()),
         windows=NamedSharding(mesh, PartitionSpec(None, _BATCH_AXIS)),
-        parallel=parallel if tp > 1 else None,
+        parallel=parallel if tp > 1 or divided else None,
     )
 
 
@@ -197,8 +211,8 @@ def te_jax_loss(
 ) -> LossFunction:
     """The decoder with te_jax's fused cross-entropy and, where its recipe says so, projections in FP8."""
     if placement is not None and placement.parallel is not None:
-        split = parallel_loss(placement.mesh, config, placement.parallel, implementation=implementation)
-        return lambda params, scaling, tokens, targets: _without_experts(split(params, tokens, targets, scaling))
+        split = parallel_losses(placement.mesh, config, placement.parallel, implementation=implementation)
+        return lambda params, scaling, tokens, targets: split(params, tokens, targets, scaling)
 
     def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> Losses:
         return decoder.losses(params, tokens, targets, config, scaling, implementation=implementation)
@@ -215,13 +229,10 @@ def optax_loss(config: DecoderConfig, placement: Placement | None = None) -> Los
     def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> Losses:
         logits = decoder.apply(params, tokens, config, scaling) if split is None else split(params, tokens, scaling)
         values = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-        return _without_experts(jnp.mean(values))
+        cross_entropy = jnp.mean(values)
+        return Losses(cross_entropy, cross_entropy, None)
 
     return loss
-
-
-def _without_experts(cross_entropy: jax.Array) -> Losses:
-    return Losses(cross_entropy, cross_entropy, None)
 
 
 def build_learner(

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--batch {options.batch} does not divide over {over}: choose a multiple of {multiple}")
     options = _options.settle(options, config, corpus, devices)
     config = dataclasses.replace(config, dtype=options.dtype)
-    placement = _step.build_placement(devices, options.tp, options.transport)
+    placement = _step.build_placement(devices, options.tp, options.transport, config.experts)
     implementation = _implementation(options)
     learners = _learners(options, config, placement, implementation)
     _check_memory(options, learners, devices)

@@ -2,7 +2,7 @@
 
 from te_jax.models.config import PRESETS, DecoderConfig, Experts
 from te_jax.models.decoder import Losses, apply, init, init_scaling_state, loss, losses, requantize
-from te_jax.models.sharded import parallel_apply, parallel_loss
+from te_jax.models.sharded import parallel_apply, parallel_loss, parallel_losses
 from te_jax.models.tensor_parallel import TensorParallel, param_specs
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "losses",
     "parallel_apply",
     "parallel_loss",
+    "parallel_losses",
     "param_specs",
     "requantize",
 ]

@@ -69,8 +69,7 @@ class DecoderConfig:
         multiples of 16; None computes them in `dtype`. Kernels are quantized from float32.
       head_recipe: how the gradients of the output head are quantized, in `loss` on one device: see
         `te_jax.ops.linear_cross_entropy`. None computes them in `dtype`.
-      experts: a mixture of experts in the place of every MLP; None for one MLP. Kernels of experts are quantized from
-        `dtype`, or from float32 by `te_jax.models.requantize`.
+      experts: a mixture of experts in the place of every MLP; None for one MLP.
 
     Raises:
       ValueError: a size is below 1, heads do not divide, a name is unknown, `recipe` is no recipe, `offload` no

@@ -14,7 +14,7 @@ layout as the others, and split over devices in the same way.
 Inside `shard_map`, `apply` and `loss` take `parallel`, and run on a part of every parameter: see
 `te_jax.models.TensorParallel`. `te_jax.models.parallel_loss` is the same for whole arrays on a mesh.
 
-With `config.experts`, every MLP is a mixture of experts (`te_jax.nn.moe`), on tokens that are not split by `parallel`.
+With `config.experts`, every MLP is a mixture of experts (`te_jax.nn.moe`).
 """
 
 import dataclasses
@@ -27,20 +27,18 @@ import jax.numpy as jnp
 from te_jax import ops, sharding
 from te_jax.models import tensor_parallel
 from te_jax.models.config import DecoderConfig
+from te_jax.models.mixture import MLP, Balance, mixture
 from te_jax.models.tensor_parallel import TensorParallel
-from te_jax.nn import linear
 from te_jax.nn.attention import rotary_tables, rotate
 from te_jax.nn.layers import apply_layers
 from te_jax.nn.microbatches import AccumulatedKernel, dense_kernels
-from te_jax.nn.moe import moe
 from te_jax.nn.norm import handover
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
 __all__ = ["Losses", "apply", "init", "init_scaling_state", "loss", "losses", "requantize"]
 
-_MLP = ("gate", "up", "down")
-_PROJECTIONS = ("query", "key", "value", "out", *_MLP)
+_PROJECTIONS = ("query", "key", "value", "out", *MLP)
 
 Implementation = Literal["native", "reference"]
 ScalingState = list[dict[str, DelayedScalingState]]
@@ -60,13 +58,6 @@ class Losses(NamedTuple):
     objective: jax.Array
     cross_entropy: jax.Array
     largest_load: jax.Array | None
-
-
-class Balance(NamedTuple):
-    """What experts add to losses, of the blocks so far: float32 scalars."""
-
-    auxiliary: jax.Array
-    largest_load: jax.Array
 
 
 class Projections(Protocol):
@@ -185,7 +176,7 @@ def requantize(config: DecoderConfig, *, implementation: Implementation | None =
     layer = {"attention_norm": None, "mlp_norm": None, **dict.fromkeys(_PROJECTIONS, how)}
     if config.experts is not None:
         of_experts = dataclasses.replace(how, stacked_ndim=1)
-        layer |= {"router": None, **dict.fromkeys(_MLP, of_experts)}
+        layer |= {"router": None, **dict.fromkeys(MLP, of_experts)}
     return {"embedding": None, "layers": [layer] * config.num_layers, "final_norm": None, "head": None}
 
 
@@ -397,27 +388,9 @@ class _WholeProjections:
         return self.from_stream(x, (name,))[0]
 
     def mlp(self, x: Any) -> tuple[jax.Array, Balance | None]:
-        experts = self.config.experts
-        if experts is None:
-            return ops.gated_mlp(x, **self._of(_MLP)), None
-        kernels = dense_kernels([self.layer[name] for name in _MLP])
-        gate, up, down = (linear.cast(each, x.dtype) for each in kernels.pop("kernel"))
-        found = moe(
-            x,
-            self.layer["router"],
-            (gate, up, down),
-            experts.router,
-            **kernels,
-            recipe=self.config.recipe,
-            implementation=self.implementation,
-        )
-        auxiliary = experts.balance_weight * ops.load_balancing_loss(
-            found.logits, found.routing.experts, score=experts.router.score
-        )
-        if experts.z_weight:
-            auxiliary += experts.z_weight * ops.router_z_loss(found.logits)
-        counts = ops.expert_counts(found.routing.experts, experts.num_experts).astype(jnp.float32)
-        return found.y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
+        if self.config.experts is None:
+            return ops.gated_mlp(x, **self._of(MLP)), None
+        return mixture(x, self.layer, self.config, self.implementation)
 
     def _of(self, names: tuple[str, ...]) -> dict[str, Any]:
         state = self.scaling_state

@@ -13,7 +13,7 @@ from te_jax.models.tensor_parallel import TensorParallel, param_specs
 
 _EVERYWHERE = PartitionSpec()
 
-__all__ = ["parallel_apply", "parallel_loss"]
+__all__ = ["parallel_apply", "parallel_loss", "parallel_losses"]
 
 
 def parallel_apply(
@@ -72,12 +72,36 @@ def parallel_loss(
     Raises:
       ValueError: `parallel` does not fit the mesh or the decoder; and, when called, for what `loss` refuses.
     """
+    losses = parallel_losses(mesh, config, parallel, implementation=implementation)
+
+    def whole(
+        params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState | None = None
+    ) -> jax.Array:
+        return losses(params, tokens, targets, scaling_state).objective
+
+    return jax.jit(whole)
+
+
+def parallel_losses(
+    mesh: Mesh, config: DecoderConfig, parallel: TensorParallel, *, implementation: Implementation | None = None
+) -> jax.stages.Wrapped:
+    """`te_jax.models.losses` over several devices, as `parallel_loss`.
+
+    Args:
+      mesh, config, parallel, implementation: as in `parallel_apply`.
+
+    Returns:
+      (params, tokens [batch, time], targets [batch, time], scaling_state=None) → `te_jax.models.Losses`.
+
+    Raises:
+      ValueError: as for `parallel_loss`.
+    """
     specs, batch = _specs(mesh, config, parallel)
 
     def local(
         params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState | None
-    ) -> jax.Array:
-        return decoder.loss(
+    ) -> decoder.Losses:
+        return decoder.losses(
             params, tokens, targets, config, scaling_state, parallel=parallel, implementation=implementation
         )
 
@@ -85,7 +109,7 @@ def parallel_loss(
 
     def whole(
         params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState | None = None
-    ) -> jax.Array:
+    ) -> decoder.Losses:
         return mapped(params, tokens, targets, scaling_state)
 
     return jax.jit(whole)

@@ -3,6 +3,7 @@
     residual stream, norms    [batch, time / N, D]: each device has a part of the time
     attention                 each device has a part of the heads, for all of the time
     gated MLP                 each device has a part of its columns, for all of the time
+    mixture of experts        each device has some of the experts, to which tokens travel from its part of the time
     embedding                 each device has a part of the features; one all-to-all makes it a part of the time
     head and loss             each device has a part of the vocabulary
 
@@ -27,6 +28,7 @@ from te_jax import native, ops, sharding
 from te_jax._core.arguments import is_whole_number
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.models.config import DecoderConfig
+from te_jax.models.mixture import MLP, Balance, mixture
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
 from te_jax.parallel._collective.call import Residual, TransportName, validate_options
 from te_jax.recipe import DelayedScalingState
@@ -42,11 +44,13 @@ class TensorParallel:
     """The devices that share one decoder, and how they exchange what they compute.
 
     Args:
-      size: number N of devices along `axis_name`. It divides the decoder's `num_heads`, `hidden_size`, `mlp_size` and
-        `vocab_size`, and the time of its tokens.
+      size: number N of devices along `axis_name`. It divides the decoder's `num_heads`, `hidden_size`, `mlp_size` or
+        number of experts, `vocab_size`, and the time of its tokens.
       axis_name: the mesh axis of these devices.
       batch_axes: mesh axes over which the batch is split besides; losses are means over them. Scales of FP8 tensors are
         those of a device's own part of the batch, except for delayed scaling, whose state is one for all.
+      expert_axes: mesh axes that split the experts of `config.experts`, out of `axis_name` and `batch_axes`; None for
+        `axis_name`. Devices along the others have the same experts.
       transport, bidirectional, residual, timeout: see `te_jax.parallel.all_gather_matmul`.
 
     Raises:
@@ -57,6 +61,7 @@ class TensorParallel:
     size: int
     axis_name: str = "tensor"
     batch_axes: tuple[str, ...] = ()
+    expert_axes: tuple[str, ...] | None = None
     transport: TransportName = "auto"
     bidirectional: bool = False
     residual: Residual = "gathered"
@@ -79,6 +84,12 @@ class TensorParallel:
             raise ValueError(
                 f"axis_name is {self.axis_name!r} and batch_axes is {self.batch_axes}: name each axis once"
             )
+        if self.expert_axes is None:
+            object.__setattr__(self, "expert_axes", (self.axis_name,))
+        elif not isinstance(self.expert_axes, tuple) or not set(self.expert_axes) <= set(names):
+            raise ValueError(
+                f"expert_axes is {self.expert_axes!r}: choose from {names}, in a tuple, or None for {self.axis_name!r}"
+            )
         validate_options(self.transport, self.bidirectional, self.residual, self.timeout)
 
     def check(self, config: DecoderConfig) -> None:
@@ -88,14 +99,15 @@ class TensorParallel:
           config: its shape.
 
         Raises:
-          ValueError: it has experts, or a size does not divide; the message names sizes that fit.
+          ValueError: a size does not divide; the message names sizes that fit.
         """
-        problem = _misfit(config, self.size)
+        splits_experts = self.axis_name in (self.expert_axes or ())
+        problem = _misfit(config, self.size, splits_experts)
         if problem is not None:
-            fitting = [str(size) for size in range(1, config.num_heads + 1) if _misfit(config, size) is None]
-            no_size = "none: leave parallel out"
+            sizes = range(1, config.num_heads + 1)
+            fitting = [str(size) for size in sizes if _misfit(config, size, splits_experts) is None]
             raise ValueError(
-                f"parallel.size is {self.size}: {problem}; sizes that fit this decoder: {', '.join(fitting) or no_size}"
+                f"parallel.size is {self.size}: {problem}; sizes that fit this decoder: {', '.join(fitting) or 'none'}"
             )
 
 
@@ -127,6 +139,8 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, An
         "up": columns,
         "down": rows,
     }
+    if config.experts is not None:
+        layer |= {"router": everywhere, **dict.fromkeys(MLP, PartitionSpec(parallel.expert_axes or None))}
     return {
         "embedding": columns,
         "layers": [layer] * config.num_layers,
@@ -159,19 +173,24 @@ def _kv_heads(config: DecoderConfig, size: int) -> _KeyValueHeads:
     return _KeyValueHeads(total // size, total // config.num_kv_heads)
 
 
-def _misfit(config: DecoderConfig, size: int) -> str | None:
+def _misfit(config: DecoderConfig, size: int, splits_experts: bool) -> str | None:
     """Why the decoder cannot be split into so many parts, or None."""
+    split = {name: getattr(config, name) for name in ("num_heads", "hidden_size", "mlp_size", "vocab_size")}
     if config.experts is not None:
-        return "config.experts is given, and only MLPs are split, not experts"
-    for name in ("num_heads", "hidden_size", "mlp_size", "vocab_size"):
-        if getattr(config, name) % size:
-            return f"{name} is {getattr(config, name)}, which {size} does not divide"
+        mlp_size = split.pop("mlp_size")
+        if splits_experts:
+            split["experts.num_experts"] = config.experts.num_experts
+    else:
+        mlp_size = split["mlp_size"] // size
+    for name, count in split.items():
+        if count % size:
+            return f"{name} is {count}, which {size} does not divide"
     if config.recipe is None:
         return None
     columns = {
         "query": config.num_heads // size * config.head_dim,
         "key": _kv_heads(config, size).per_device * config.head_dim,
-        "gate": config.mlp_size // size,
+        "gate": mlp_size,
         "out": config.hidden_size,
     }
     for name, count in columns.items():
@@ -262,7 +281,16 @@ class SplitProjections:
             **_exchange(self.parallel),
         )
 
-    def mlp(self, x: Array) -> tuple[Array, None]:
+    def mlp(self, x: Array) -> tuple[Array, Balance | None]:
+        if self.config.experts is not None:
+            return mixture(
+                x,
+                self.layer,
+                self.config,
+                self.implementation,
+                expert_axes=self.parallel.expert_axes or (),
+                token_axes=(*self.parallel.batch_axes, self.parallel.axis_name),
+            )
         gate, up = self.from_stream(x, ("gate", "up"))
         return self.to_stream(ops.gated_activation(gate, up), "down"), None
 

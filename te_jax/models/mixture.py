@@ -1,0 +1,65 @@
+"""A block's mixture of experts, and what losses and logs need to know of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from te_jax import native, ops
+from te_jax.models.config import DecoderConfig
+from te_jax.nn.microbatches import dense_kernels
+from te_jax.nn.moe import moe
+
+MLP = ("gate", "up", "down")
+"""The names of a block's kernels that a mixture of experts has one of for each expert."""
+
+
+class Balance(NamedTuple):
+    """What experts add to losses, of the blocks so far: float32 scalars."""
+
+    auxiliary: jax.Array
+    largest_load: jax.Array
+
+
+def mixture(
+    x: jax.Array,
+    layer: dict[str, Any],
+    config: DecoderConfig,
+    implementation: native.Implementation | None,
+    *,
+    expert_axes: tuple[str, ...] = (),
+    token_axes: tuple[str, ...] = (),
+) -> tuple[jax.Array, Balance]:
+    """The experts' result for tokens x [batch, time, D], and how all tokens share the experts.
+
+    Args:
+      x, layer, config: of a block.
+      implementation: see `te_jax.nn.moe.moe`.
+      expert_axes: inside `shard_map`, the mesh axes that split the kernels of experts.
+      token_axes: those that split the tokens.
+    """
+    experts = config.experts
+    assert experts is not None
+    kernels = dense_kernels([layer[name] for name in MLP])
+    gate, up, down = kernels.pop("kernel")
+    found = moe(
+        x,
+        layer["router"],
+        (gate, up, down),
+        experts.router,
+        **kernels,
+        axis_name=expert_axes or None,
+        recipe=config.recipe,
+        implementation=implementation,
+    )
+    over: Any = {"axis_name": token_axes or None}
+    chosen = found.routing.experts
+    auxiliary = experts.balance_weight * ops.load_balancing_loss(
+        found.logits, chosen, score=experts.router.score, **over
+    )
+    if experts.z_weight:
+        auxiliary += experts.z_weight * ops.router_z_loss(found.logits, **over)
+    counts = ops.expert_counts(chosen, experts.num_experts, **over).astype(jnp.float32)
+    return found.y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
