@@ -125,6 +125,8 @@ def expected(case, x, experts, weights, cotangent):
         "y": kept * x,
         "dx": kept * cotangent,
         "dweights": np.where(goes, products, 0.0),
+        "goes": goes,
+        "choices": np.sort(np.where(goes.reshape(case.devices, -1), np.arange(TOKENS * case.top_k), -1)),
     }
 
 
@@ -154,8 +156,9 @@ def program(case):
 
         y, vjp, (rows, of_rows) = jax.vjp(layer, x, weights, has_aux=True)
         dx, dweights = vjp(cotangent)
-        names = ("rows", "of_rows", "sizes", "dropped", "y", "dx", "dweights")
-        values = (rows, of_rows, plan.group_sizes, plan.dropped[None], y, dx, dweights)
+        names = ("rows", "of_rows", "sizes", "dropped", "y", "dx", "dweights", "goes", "choices")
+        goes, choices = plan.permutation.rows >= 0, jnp.sort(plan.permutation.choices)
+        values = (rows, of_rows, plan.group_sizes, plan.dropped[None], y, dx, dweights, goes, choices)
         return dict(zip(names, values, strict=True))
 
     def both(*operands):
@@ -373,6 +376,13 @@ def test_errors(require_devices):
         parallel.combine(x, ops.group_by_expert(experts, 4))
     with pytest.raises(ValueError, match=r"y has shape \(2, 32\); the plan has 8 rows"):
         run(lambda experts, y: parallel.combine(y, planned(experts)), experts, x)
+
+    def twice(x, *others):
+        once = jax.grad(lambda x: jnp.sum(dispatched(x, *others, quantization=block) ** 2))
+        return jax.grad(lambda x: jnp.sum(once(x)))(x)
+
+    with pytest.raises(NotImplementedError, match="in FP8 is differentiated once"):
+        run(twice, x, weights, experts)
     forward = jax.shard_map(
         lambda x, *others: jax.jvp(lambda x: dispatched(x, *others), (x,), (x,))[1],
         mesh=mesh, in_specs=P("expert"), out_specs=P("expert"),
