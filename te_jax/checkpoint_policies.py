@@ -26,6 +26,11 @@ Norms name what they normalize, which is the sum where they are given a residual
 
     te_moe_preactivation     gate and up [rows, hidden] of the experts, in the dtype of x: all that it keeps of rows
 
+With experts on several devices, `te_jax.parallel.dispatch` names what arrives, without which it would travel twice:
+
+    te_dispatched_rows       [rows, in], or with exchange="all_gather" the tokens of all devices, with their weights: 1
+                             byte a value and the scales where they travel in FP8, else in the dtype of x
+
 Losses have names for `jax.checkpoint_policies.save_only_these_names`:
 
     softmax_cross_entropy_lse      float32 [*batch]

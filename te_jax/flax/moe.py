@@ -15,8 +15,10 @@ from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.linear import Dense, Einsum, Initializer
 from te_jax.nn import linear, moe
 from te_jax.nn.gated_mlp import Activation
+from te_jax.parallel.experts import Exchange, experts_of_device
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Kind
+from te_jax.sharding import AxisName
 
 ROUTER_STATE = "router_state"
 
@@ -40,13 +42,18 @@ class MoE(nn.Module):
 
     where `state` is variables["router_state"]. The optimizer gets variables["params"] alone.
 
+    With axis_name each device holds some of the experts, and tokens travel to them. Call `init` outside of `shard_map`:
+    it creates all experts, whatever axis_name is. Call `apply` inside, where kernels and biases of "gate_proj",
+    "up_proj" and "down_proj" are split along their first dimension, by PartitionSpec("expert") in `in_specs`, and all
+    other variables are whole; docs/experts.md has an example.
+
     Attributes:
       num_experts: number of experts, without shared ones.
       hidden_features: of each expert.
       router: how experts are chosen, a `te_jax.nn.moe.Router`.
       out_features: None is the number of input features.
       kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
-      weighted, capacity: as in `te_jax.nn.moe.moe`.
+      weighted, capacity, axis_name, buffer_factor, exchange: as in `te_jax.nn.moe.moe`.
       shared_features: hidden features of all shared experts together; None for no shared experts.
       expert_bias: whether there is a bias of the choice, `te_jax.ops.update_expert_bias`. It is zero at first.
       use_bias: whether the router and the experts have biases. Shared experts have none.
@@ -73,6 +80,9 @@ class MoE(nn.Module):
     offset: float = 0.0
     weighted: Literal["results", "inputs"] = "results"
     capacity: int | None = None
+    axis_name: AxisName | None = None
+    buffer_factor: float | None = None
+    exchange: Exchange | None = None
     shared_features: int | None = None
     expert_bias: bool = False
     use_bias: bool = False
@@ -108,6 +118,12 @@ class MoE(nn.Module):
         """
         x = linear.as_array("x", x)
         (experts,) = linear.sizes("num_experts", self.num_experts)
+        apart = (self.axis_name, self.buffer_factor, self.exchange)
+        held = experts
+        if self.is_initializing():
+            apart = (None, None, None)
+        elif self.axis_name is not None:
+            held = experts_of_device(experts, self.axis_name)
         (hidden,) = linear.sizes("hidden_features", self.hidden_features)
         features = x.shape[-1]
         out_features = features if self.out_features is None else self.out_features
@@ -136,10 +152,10 @@ class MoE(nn.Module):
             bias_axes=self.router_bias_axes,
             name="router",
         )
-        gate = Einsum((experts, features, hidden), moe.EINSUM, name="gate_proj", **wide, **layer)
-        up = Einsum((experts, features, hidden), moe.EINSUM, name="up_proj", **wide, **layer)
+        gate = Einsum((held, features, hidden), moe.EINSUM, name="gate_proj", **wide, **layer)
+        up = Einsum((held, features, hidden), moe.EINSUM, name="up_proj", **wide, **layer)
         down = Einsum(
-            (experts, hidden, out_features),
+            (held, hidden, out_features),
             moe.EINSUM,
             kernel_init=moe.for_each_expert(down_kernel_init),
             kernel_axes=self.down_kernel_axes,
@@ -157,7 +173,7 @@ class MoE(nn.Module):
             self.router,
             expert_bias=expert_bias,
             dtype=self.dtype,
-            options=moe.Options(activation, self.weighted, self.capacity, **quantized),
+            options=moe.Options(activation, self.weighted, self.capacity, *apart, **quantized),
         )
         if self.shared_features is None:
             return result

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax import native, ops
+from te_jax import native, ops, parallel
 from te_jax._core.types import BLOCK
 from te_jax.nn import linear
 from te_jax.nn.gated_mlp import Activation
 from te_jax.nn.microbatches import dense_kernels
 from te_jax.ops.router import Score
-from te_jax.recipe import Recipe
+from te_jax.parallel.experts import Exchange
+from te_jax.recipe import Quantization, Recipe
+from te_jax.sharding import AxisName
 
 __all__ = ["MoEResult", "Router", "moe"]
 
@@ -49,7 +51,7 @@ class MoEResult(NamedTuple):
       y: [*tokens, out], like x.
       logits: float32 [*tokens, experts], for `te_jax.ops.load_balancing_loss` and `router_z_loss`.
       routing: experts and weights of every token, for the same and for `te_jax.ops.expert_counts`.
-      dropped: int32 scalar, choices beyond an expert's capacity.
+      dropped: int32 scalar, choices of these tokens beyond an expert's capacity, or the buffer of its device.
     """
 
     y: Array
@@ -65,6 +67,9 @@ class Options:
     activation: Activation
     weighted: Literal["results", "inputs"]
     capacity: int | None
+    axis_name: AxisName | None
+    buffer_factor: float | None
+    exchange: Exchange | None
     recipe: Recipe | None
     implementation: native.Implementation | None
 
@@ -82,6 +87,9 @@ def moe(
     activation: Activation = SWIGLU,
     weighted: Literal["results", "inputs"] = "results",
     capacity: int | None = None,
+    axis_name: AxisName | None = None,
+    buffer_factor: float | None = None,
+    exchange: Exchange | None = None,
     wgrad_accumulator: tuple[Any, Any, Any] = (None, None, None),
     accumulate: bool = True,
     recipe: Recipe | None = None,
@@ -97,7 +105,11 @@ def moe(
     before the last product. Of all that grows with the tokens, the backward pass keeps x, the values before the
     activation ("te_moe_preactivation"), the weights and the permutation. It computes the rest again, without GEMMs.
 
-    All tokens at hand are sorted together. Where they are split over devices, call this inside `shard_map`.
+    All tokens at hand are sorted together. Where they are split over devices, call this inside `shard_map`. With
+    axis_name each device then holds some of the experts only, and rows of tokens travel to them and back
+    (`te_jax.parallel.dispatch`): results and gradients are those of one device with all tokens. What a device receives
+    is kept for the backward pass as well ("te_dispatched_rows"). With a recipe that scales activations by row or in
+    blocks, rows travel in FP8 forward, except in float16.
 
     Args:
       x: [*tokens, in], float32, bfloat16 or float16.
@@ -111,7 +123,10 @@ def moe(
       shared: (gate, up, down) of the shared experts as one MLP, [in, hidden], [in, hidden] and [hidden, out], or None.
       activation: that of the MLPs; SwiGLU by default.
       weighted: "results", or "inputs" for Llama-4, whose weights multiply x.
-      capacity: most tokens of an expert; None for all.
+      capacity: most tokens of an expert, from all devices of axis_name; None for all.
+      axis_name: inside `shard_map`, the mesh axis that splits tokens and experts, or several. Then kernel, bias and
+        wgrad_accumulator are this device's parts, [experts / devices, …]; all else is whole on every device.
+      buffer_factor, exchange: with axis_name, as in `te_jax.parallel.plan_dispatch`.
       wgrad_accumulator, accumulate: for the kernels of the experts, as in `te_jax.ops.grouped_dense`.
       recipe: of the experts' and the shared experts' GEMMs. The router is never quantized.
       implementation: see `te_jax.ops.grouped_dense`.
@@ -132,8 +147,20 @@ def moe(
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
     logits = jax.checkpoint(_logits)(x, jnp.asarray(router_kernel), router_bias)  # keeps x in its own dtype
     routing = ops.router(logits, expert_bias=expert_bias, **vars(router))
-    align = 1 if recipe is None else BLOCK
-    permutation = ops.group_by_expert(routing.experts, logits.shape[-1], align=align, capacity=capacity)
+    experts: Any = {
+        "num_experts": logits.shape[-1],
+        "align": 1 if recipe is None else BLOCK,
+        "capacity": capacity,
+    }
+    if axis_name is None:
+        for name, value in (("buffer_factor", buffer_factor), ("exchange", exchange)):
+            if value is not None:
+                raise ValueError(f"{name} is {value!r} without axis_name, which names the devices of the experts")
+        plan = ops.group_by_expert(routing.experts, **experts)
+    else:
+        experts |= {"axis_name": axis_name, "buffer_factor": buffer_factor, "exchange": exchange}
+        plan = parallel.plan_dispatch(routing.experts, **experts)
+        _validate_parts(kernel, plan)
     layer = functools.partial(
         _experts,
         activation=activation,
@@ -141,13 +168,13 @@ def moe(
         options={"accumulate": accumulate, "recipe": recipe, "implementation": implementation},
     )
     # Kernels in FP8 are kept as well: they are quantized once, and do not grow with the tokens.
-    names = jax.checkpoint_policies.save_only_these_names("te_moe_preactivation", "te_dense_kernel")
-    y = jax.checkpoint(layer, policy=names)(
-        x, routing.weights, permutation, tuple(kernel), tuple(bias), tuple(wgrad_accumulator)
+    names = ("te_moe_preactivation", "te_dispatched_rows", "te_dense_kernel")
+    y = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))(
+        x, routing.weights, plan, tuple(kernel), tuple(bias), tuple(wgrad_accumulator)
     )
     if shared is not None:
         y = y + ops.gated_mlp(x, shared, **vars(activation), recipe=recipe, implementation=implementation)
-    return MoEResult(y, logits, routing, permutation.dropped)
+    return MoEResult(y, logits, routing, plan.dropped)
 
 
 def moe_of_layers(
@@ -201,7 +228,7 @@ def _logits(x: Array, kernel: Array, bias: Any) -> Array:
 def _experts(
     x: Array,
     weights: Array,
-    permutation: ops.Permutation,
+    plan: ops.Permutation | parallel.DispatchPlan,
     kernels: Kernels,
     biases: tuple[Any, Any, Any],
     accumulators: tuple[Any, Any, Any],
@@ -210,8 +237,18 @@ def _experts(
     weighted: str,
     options: dict[str, Any],
 ) -> Array:
-    sizes, rows = permutation.group_sizes, ops.permute(x, permutation)
-    of_rows = ops.permute_weights(weights, permutation)[:, None]
+    sizes = plan.group_sizes
+    if isinstance(plan, parallel.DispatchPlan):
+        rows, of_rows = parallel.dispatch(
+            x,
+            weights,
+            plan,
+            quantization=_travelling(x, options["recipe"]),
+            implementation=options["implementation"],
+        )
+    else:
+        rows, of_rows = ops.permute(x, plan), ops.permute_weights(weights, plan)
+    of_rows = of_rows[:, None]
 
     def times_weights(values: Array) -> Array:
         return (values.astype(jnp.float32) * of_rows.astype(jnp.float32)).astype(values.dtype)
@@ -227,16 +264,38 @@ def _experts(
     h = ops.gated_activation(gate, up, **vars(activation))
     if weighted == "results":
         h = times_weights(h)
-    y = ops.unpermute(
-        ops.grouped_dense(h, kernels[2], sizes, wgrad_accumulator=accumulators[2], **options), permutation
-    )
+    y = ops.grouped_dense(h, kernels[2], sizes, wgrad_accumulator=accumulators[2], **options)
+    y = parallel.combine(y, plan) if isinstance(plan, parallel.DispatchPlan) else ops.unpermute(y, plan)
     if (bias := biases[2]) is None:
         return y
+    if isinstance(plan, parallel.DispatchPlan):
+        permutation = plan.permutation
+        bias = lax.all_gather(bias.astype(jnp.float32), plan.axis_name, tiled=True)
+    else:
+        permutation = plan
     # Σ_k w_k bias[e_k], as a product with the weight of every expert: rows have been weighted before.
     given = jnp.ones_like(weights) if weighted == "inputs" else weights
     given = jnp.where(permutation.rows >= 0, given, 0.0)
     total = jnp.matmul(_by_expert(given, permutation, bias.shape[0]), bias.astype(jnp.float32), precision="highest")
     return (y.astype(jnp.float32) + total).astype(y.dtype)
+
+
+def _travelling(x: Array, recipe: Recipe | None) -> Quantization | None:
+    """How rows travel: quantized as the experts will, where a scale belongs to one row."""
+    if recipe is None or x.dtype == jnp.float16 or recipe.scalings["activation"][0] not in ("row", "block_1x128"):
+        return None
+    return recipe.quantization("activation")
+
+
+def _validate_parts(kernel: Kernels, plan: parallel.DispatchPlan) -> None:
+    count = plan.group_sizes.shape[0]
+    for i, part in enumerate(kernel):
+        if jnp.shape(part)[:1] != (count,):
+            raise ValueError(
+                f"kernel[{i}] has shape {jnp.shape(part)}; with axis_name each device has {count} experts, so it must "
+                f"be ({count}, in, out): pass it into shard_map split along its first dimension, by "
+                f"PartitionSpec({plan.axis_name})"
+            )
 
 
 def _by_expert(weights: Array, permutation: ops.Permutation, experts: int) -> Array:

@@ -15,8 +15,10 @@ from te_jax.nn.gated_mlp import Activation
 from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.linear import Einsum, Initializer, Linear
 from te_jax.nnx.variables import ExpertBias
+from te_jax.parallel.experts import Exchange
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Kind
+from te_jax.sharding import AxisName
 
 
 class MoE(nnx.Module):
@@ -37,6 +39,11 @@ class MoE(nnx.Module):
         counts = ops.expert_counts(result.routing.experts, num_experts)
         layer.expert_bias.set_value(ops.update_expert_bias(layer.expert_bias.get_value(), counts))
 
+    With axis_name each device holds some of the experts, and tokens travel to them. Create the layer outside of
+    `shard_map`: it then has all experts. Inside call `nnx.merge(graphdef, state)(x)`, with a state whose kernels and
+    biases of `gate_proj`, `up_proj` and `down_proj` are split along their first dimension, by PartitionSpec("expert")
+    in `in_specs`, and all other variables whole; docs/experts.md has an example.
+
     Args:
       in_features: of x.
       num_experts: number of experts, without shared ones.
@@ -44,7 +51,7 @@ class MoE(nnx.Module):
       router: how experts are chosen, a `te_jax.nn.moe.Router`.
       out_features: None is in_features.
       kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
-      weighted, capacity: as in `te_jax.nn.moe.moe`.
+      weighted, capacity, axis_name, buffer_factor, exchange: as in `te_jax.nn.moe.moe`.
       shared_features: hidden features of all shared experts together; None for no shared experts.
       expert_bias: whether there is a bias of the choice, `te_jax.ops.update_expert_bias`. It is zero at first.
       use_bias: whether the router and the experts have biases. Shared experts have none.
@@ -78,6 +85,9 @@ class MoE(nnx.Module):
         offset: float = 0.0,
         weighted: Literal["results", "inputs"] = "results",
         capacity: int | None = None,
+        axis_name: AxisName | None = None,
+        buffer_factor: float | None = None,
+        exchange: Exchange | None = None,
         shared_features: int | None = None,
         expert_bias: bool = False,
         use_bias: bool = False,
@@ -107,7 +117,9 @@ class MoE(nnx.Module):
         quantized: Any = {"recipe": recipe, "implementation": implementation}
         self.dtype = dtype
         self.choice = router  # `router` is the layer
-        self.options = moe.Options(activation, weighted, capacity, recipe, implementation)
+        self.options = moe.Options(
+            activation, weighted, capacity, axis_name, buffer_factor, exchange, recipe, implementation
+        )
 
         down_kernel_init = down_kernel_init or kernel_init
         shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs, **quantized}

@@ -221,7 +221,7 @@ def _group_by_expert(experts: Array, num_experts: int, align: int, capacity: int
     rank = position - starts[keys]
     rows = jnp.where(rank < kept[keys], group_starts[keys] + rank, -1)
 
-    row = jnp.arange(_most_rows(total, num_experts, align, capacity), dtype=jnp.int32)
+    row = jnp.arange(most_rows(total, num_experts, align, capacity), dtype=jnp.int32)
     group = jnp.minimum(_searchsorted(ends, row, "right"), num_experts)
     rank = row - group_starts[group]
     place = jnp.clip(starts[group] + rank, 0, max(total - 1, 0))
@@ -234,8 +234,8 @@ def _searchsorted(table: Array, values: Array, side: str) -> Array:
     return jnp.searchsorted(table, values, side=side, method="scan_unrolled").astype(jnp.int32)
 
 
-def _most_rows(choices: int, num_experts: int, align: int, capacity: int | None) -> int:
-    """The largest sum that padded group sizes can have."""
+def most_rows(choices: int, num_experts: int, align: int, capacity: int | None) -> int:
+    """The largest sum that group sizes can have, padded to multiples of align."""
     most = (choices + (align - 1) * min(num_experts, choices)) // align * align
     return most if capacity is None else min(most, num_experts * (-(-capacity // align) * align))
 
@@ -323,6 +323,11 @@ def _of_choices_backward(residuals, dresult: Array):
 
 
 _of_choices.defvjp(_of_choices_forward, _of_choices_backward)
+
+
+def values_of_choices(values: Array, permutation: Permutation) -> Array:
+    """The transpose of `permute_weights`: the value [num_rows] of each choice's row, zero for one without."""
+    return _of_rows(values, permutation.rows, permutation.choices)
 
 
 @jax.custom_vjp

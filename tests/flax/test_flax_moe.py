@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
 from te_jax.flax import MoE, accumulate_gradients, quantize_kernels
@@ -186,6 +188,38 @@ def test_the_bias_moves_the_choice(rng):
     variables["router_state"]["expert_bias"] = jnp.array([0.0, 10.0, 0.0, 9.0])
     experts = model.apply(variables, x).routing.experts
     assert (experts == jnp.array([[1, 3]])).all()
+
+
+def test_expert_parallel(rng, require_devices):
+    """Created with all experts, applied to parts of them: value and gradients of the module on one device."""
+    require_devices(2)
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    wide, narrow = ("expert", None, None), ("expert", None)
+    model = MoE(
+        EXPERTS, HIDDEN, ROUTER, OUT, axis_name="expert", buffer_factor=2.0, shared_features=64, expert_bias=True,
+        use_bias=True, bias_init=nn.initializers.normal(0.1),
+        kernel_axes=wide, down_kernel_axes=wide, bias_axes=narrow, down_bias_axes=narrow,
+    )  # fmt: skip
+    x = normal(rng, 4, 8, IN)
+    boxed = jax.jit(model.init)(jax.random.key(0), x)
+    specs, variables = nn.get_partition_spec(boxed), nn.unbox(boxed)
+    assert variables["params"]["gate_proj"]["kernel"].shape == (EXPERTS, IN, HIDDEN)
+    assert specs["params"]["down_proj"]["bias"] == P("expert", None)
+
+    def apart(variables, x):
+        return jax.shard_map(
+            lambda *a: model.apply(*a).y, mesh=mesh, in_specs=(specs, P("expert")), out_specs=P("expert")
+        )(variables, x)  # fmt: skip
+
+    def together(variables, x):
+        return model.clone(axis_name=None, buffer_factor=None).apply(variables, x).y
+
+    found, wanted = (
+        jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sum(f(*a) ** 2)))(variables, x) for f in (apart, together)
+    )
+    jax.tree.map(functools.partial(assert_close, tolerance=1e-5), found, wanted)
+    with pytest.raises(ValueError, match="no axis 'expert' is mapped here; call it inside shard_map"):
+        jax.eval_shape(model.apply, variables, x)
 
 
 def test_errors(rng):

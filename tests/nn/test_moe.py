@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -224,6 +225,81 @@ def test_data_parallel(rng, recipe):
         assert_close(one, other, tolerance=tolerance)
 
 
+PARTS = {"x": P("expert"), "kernel": P("expert"), "bias": P("expert")}
+EXPERT_PARALLEL = {
+    "gather, two devices": (2, Router(2), {"weighted": "inputs", "buffer_factor": 4.0}, ("shared",)),
+    "exchange, capacity, four devices": (
+        4,
+        Router(4),
+        {"capacity": 17, "exchange": "all_to_all"},
+        ("bias", "router_bias"),
+    ),
+    "fp8, an expert on each of eight": (
+        8,
+        Router(2, score="sigmoid", scaling_factor=2.5),
+        {"recipe": BlockScaling(power_of_two_scales=True), "check_vma": False, "dtype": "bfloat16"},
+        ("expert_bias",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_PARALLEL)
+def test_expert_parallel(rng, require_devices, name):
+    """Each device holds some of the experts: loss and all gradients are those of one device with all tokens."""
+    devices, router, options, extra = EXPERT_PARALLEL[name]
+    require_devices(devices)
+    apart = {name: options[name] for name in ("buffer_factor", "exchange") if name in options}
+    both = {name: options[name] for name in ("recipe", "weighted", "capacity") if name in options}
+    operands = draw(rng, extra, tokens=(8, 6), dtype=options.get("dtype", "float32"))
+    cotangent = jnp.asarray(rng.standard_normal((8, 6, OUT)), jnp.float32)
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("expert",))
+
+    def mapped(**operands):
+        local = functools.partial(moe, router=router, axis_name="expert", **apart, **both)
+        specs = {name: PARTS.get(name, P()) for name in operands}
+        return jax.shard_map(
+            lambda operands: (r := local(**operands))._replace(dropped=r.dropped[None]),
+            mesh=mesh, in_specs=(specs,), out_specs=P("expert"), check_vma=options.get("check_vma", True),
+        )(operands)  # fmt: skip
+
+    def step(function):
+        def loss(operands):
+            result = function(**operands)
+            return jnp.sum(result.y.astype(jnp.float32) * cotangent), result
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+    (_, result), gradients = step(mapped)(operands)
+    (_, wanted), wanted_gradients = step(functools.partial(moe, router=router, **both))(operands)
+    np.testing.assert_array_equal(result.routing.experts, wanted.routing.experts)
+    assert result.dropped.sum() == wanted.dropped
+    assert (wanted.dropped > 0) == ("capacity" in options)
+    tolerance = 1e-2 if "dtype" in options else 1e-5  # sums over tokens in another order, rounded
+    for one, other in zip(
+        jax.tree.leaves((result.y, gradients)), jax.tree.leaves((wanted.y, wanted_gradients)), strict=True
+    ):
+        assert_close(one, other, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "block"])
+def test_nothing_travels_twice(rng, require_devices, recipe):
+    """On GPUs rows and weights there, results back, and the gradients of all three."""
+    require_devices(2)
+    operands = draw(rng, dtype="bfloat16")
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = {name: PARTS.get(name, P()) for name in operands}
+    options = {"axis_name": "expert", "exchange": "all_to_all", "recipe": recipe, "implementation": "reference"}
+
+    def loss(operands):
+        local = functools.partial(moe, router=Router(2), **options)
+        y = jax.shard_map(lambda o: local(**o).y, mesh=mesh, in_specs=(specs,), out_specs=P("expert"))(operands)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    text = jax.jit(jax.value_and_grad(loss)).trace(operands).lower(lowering_platforms=("cuda",)).as_text()
+    exchanges = re.findall(r"@ragged_all_to_all.*\(tensor<\d+x\d+x(\w+)>", text)
+    assert sorted(exchanges) == sorted(["bf16" if recipe is None else "ui8", "f32", "bf16", "bf16", "bf16", "f32"])
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_tensor_parallel(rng, axis_type):
     """Under jit the hidden features of all experts are split over devices, and x too."""
@@ -262,5 +338,14 @@ def test_refusals(rng):
         moe(**operands, router=Router(2), weighted="outputs")
     with pytest.raises(ValueError, match=r"kernel must be a tuple of three, \(gate, up, down\)"):
         moe(operands["x"], operands["router_kernel"], operands["kernel"][:2], Router(2))
+    with pytest.raises(ValueError, match="buffer_factor is 2 without axis_name"):
+        moe(**operands, router=Router(2), buffer_factor=2)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("expert",))
+    local = functools.partial(moe, router=Router(2), axis_name="expert")
+    mapped = jax.shard_map(lambda o: local(**o).y, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.raises(
+        ValueError, match=r"kernel\[0\] has shape \(4, 32, 48\); with axis_name each device has 8 experts"
+    ):
+        jax.eval_shape(mapped, {**operands, "kernel": tuple(k[:4] for k in operands["kernel"])})
     with pytest.raises(ValueError, match="top_k is 9; there are only 8 experts"):
         moe(**operands, router=dataclasses.replace(Router(2), top_k=9))

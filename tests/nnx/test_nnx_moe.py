@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import te_jax.flax
 from te_jax import ops
@@ -52,6 +54,30 @@ def test_as_for_linen(rng):
     assert actual.dropped > 0
     jax.tree.map(functools.partial(assert_close, tolerance=1e-6), actual, expected)
     jax.tree.map(functools.partial(assert_close, tolerance=1e-6), nnx.to_pure_dict(gradients), wanted["params"])
+
+
+def test_expert_parallel(rng, require_devices):
+    """Created with all experts, merged with parts of them: the value of the layer on one device."""
+    require_devices(2)
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    wide, narrow = {"out_sharding": ("expert", None, None)}, {"out_sharding": ("expert", None)}
+    options = {
+        "use_bias": True, "expert_bias": True, "shared_features": 64, "bias_init": nnx.initializers.normal(0.1),
+        "kernel_metadata": wide, "down_kernel_metadata": wide, "bias_metadata": narrow, "down_bias_metadata": narrow,
+    }  # fmt: skip
+    with jax.set_mesh(mesh):
+        layers = [
+            MoE(IN, EXPERTS, HIDDEN, ROUTER, OUT, axis_name=axis, **options, rngs=nnx.Rngs(0))
+            for axis in ("expert", None)
+        ]
+    x = normal(rng, 4, 8, IN)
+    graph, state = nnx.split(layers[0])
+    specs = nnx.get_partition_spec(state)
+    assert state["gate_proj"]["kernel"].get_value().sharding.spec == P("expert", None, None)
+    mapped = jax.shard_map(
+        lambda state, x: nnx.merge(graph, state)(x).y, mesh=mesh, in_specs=(specs, P("expert")), out_specs=P("expert")
+    )
+    assert_close(jax.jit(mapped)(state, x), nnx.jit(lambda layer, x: layer(x).y)(layers[1], x), tolerance=1e-5)
 
 
 def test_parameters():
