@@ -239,7 +239,13 @@ def _experts(
 ) -> Array:
     sizes = plan.group_sizes
     if isinstance(plan, parallel.DispatchPlan):
-        rows, of_rows = parallel.dispatch(x, weights, plan, quantization=_travelling(x, options["recipe"]))
+        rows, of_rows = parallel.dispatch(
+            x,
+            weights,
+            plan,
+            quantization=_travelling(x, options["recipe"]),
+            implementation=options["implementation"],
+        )
     else:
         rows, of_rows = ops.permute(x, plan), ops.permute_weights(weights, plan)
     of_rows = of_rows[:, None]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax import ops, sharding
+from te_jax import native, ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax._core.derivatives import differentiated_once
 from te_jax._core.reverse_mode import reverse_mode_only
@@ -182,6 +182,7 @@ def dispatch(
     plan: DispatchPlan,
     *,
     quantization: Quantization | None = None,
+    implementation: native.Implementation | None = None,
 ) -> tuple[Array, Array]:
     r"""Sends the rows of tokens, with their weights, to the devices that hold their experts.
 
@@ -200,6 +201,7 @@ def dispatch(
       quantization: how rows travel, scaled by row or in blocks of 1 × 128, such as
         `BlockScaling(power_of_two_scales=True).quantization("activation")`; None for as they are. Not for float16,
         whose range the rounded values may exceed.
+      implementation: of the quantization, as in `te_jax.ops.quantize`.
 
     Returns:
       (rows, weights): [plan.num_rows, features] in the dtype of x, and [plan.num_rows] in that of the weights.
@@ -207,6 +209,7 @@ def dispatch(
     Raises:
       ValueError: an argument breaks a rule above; the message names it.
       NotImplementedError: in forward mode; and for second derivatives with a quantization.
+      te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -245,7 +248,8 @@ def dispatch(
                 "x has dtype float16, whose range rounded values may exceed; use quantization=None, or bfloat16"
             )
     x, weights, plan = _together((x, weights), plan, "dispatch")
-    return _jitted(_dispatch, 0)(quantization, x, weights, plan)
+    wire = None if quantization is None else _Wire(quantization, native.use_native(implementation))
+    return _jitted(_dispatch, 0)(wire, x, weights, plan)
 
 
 def combine(y: jax.typing.ArrayLike, plan: DispatchPlan) -> Array:
@@ -387,13 +391,37 @@ def _before(counts: Array, axis: int) -> Array:
 # --------------------------------------------------------------------------------------------------- what travels
 
 
+@dataclasses.dataclass(frozen=True)
+class _Wire:
+    """How rows travel that are quantized: as bytes [*tokens, features], with float32 scales [*tokens, blocks]."""
+
+    quantization: Quantization
+    native: bool
+
+    def quantize(self, x: Array) -> tuple[Array, Array]:
+        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        array = quantize_parts(
+            tokens, self.quantization, copies="data", implementation="native" if self.native else "reference"
+        ).array
+        assert array.data is not None
+        assert array.scale_inv is not None
+        scales = array.scale_inv[:, None] if self.quantization.scaling == "row" else array.scale_inv.T
+        return as_bytes(array.data).reshape(x.shape), scales.reshape(*x.shape[:-1], scales.shape[1])
+
+    def dequantize(self, values: Array, scales: Array, dtype: jax.typing.DTypeLike) -> Array:
+        features = values.shape[1]
+        wide = lax.bitcast_convert_type(values, self.quantization.dtype).astype(jnp.float32)
+        width = features if self.quantization.scaling == "row" else BLOCK
+        return (wide * jnp.repeat(scales, width, axis=1)[:, :features]).astype(dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(quantization: Quantization | None, x: Array, weights: Array, plan: DispatchPlan) -> tuple[Array, Array]:
-    return _dispatched(quantization, x, weights, plan)
+def _dispatch(wire: _Wire | None, x: Array, weights: Array, plan: DispatchPlan) -> tuple[Array, Array]:
+    return _dispatched(wire, x, weights, plan)
 
 
-def _dispatched(quantization: Quantization | None, x: Array, weights: Array, plan: DispatchPlan) -> tuple[Array, Array]:
-    values, scales = (x, None) if quantization is None else _quantized(x, quantization)
+def _dispatched(wire: _Wire | None, x: Array, weights: Array, plan: DispatchPlan) -> tuple[Array, Array]:
+    values, scales = (x, None) if wire is None else wire.quantize(x)
     if plan.gathered is not None:
         values, weights = (_named(all_gather(array, plan.axis_name)) for array in (values, weights))
         if scales is not None:
@@ -406,21 +434,21 @@ def _dispatched(quantization: Quantization | None, x: Array, weights: Array, pla
             sides = jnp.concatenate([sides.astype(jnp.float32), ops.permute(scales, plan.permutation)], axis=1)
         values, sides = (_named(send(array, segments)) for array in (ops.permute(values, plan.permutation), sides))
         of_rows, scales = sides[:, 0].astype(weights.dtype), sides[:, 1:]
-    if quantization is None:
+    if wire is None:
         return values, of_rows
     assert scales is not None
-    return _dequantized(values, scales, quantization, x.dtype), of_rows
+    return wire.dequantize(values, scales, x.dtype), of_rows
 
 
-def _dispatch_forward(quantization: Quantization | None, x: Array, weights: Array, plan: DispatchPlan):
-    if quantization is not None:
+def _dispatch_forward(wire: _Wire | None, x: Array, weights: Array, plan: DispatchPlan):
+    if wire is not None:
         x = differentiated_once(x, "te_jax.parallel.dispatch")
-    return _dispatched(quantization, x, weights, plan), plan  # whose names policies see, unlike those of `_dispatch`
+    return _dispatched(wire, x, weights, plan), plan  # whose names policies see, unlike those of `_dispatch`
 
 
-def _dispatch_backward(quantization: Quantization | None, plan: DispatchPlan, cotangents: tuple[Array, Array]):
-    """What `_dispatch` is the transpose of without a quantization."""
-    del quantization
+def _dispatch_backward(wire: _Wire | None, plan: DispatchPlan, cotangents: tuple[Array, Array]):
+    """The transpose of `_dispatch` without a quantization."""
+    del wire
     drows, dweights = cotangents
     if plan.gathered is not None:
         dweights = sum_over_devices(values_of_choices(dweights, plan.gathered), plan.axis_name)
@@ -436,24 +464,6 @@ def _combine(y: Array, plan: DispatchPlan) -> Array:
     if plan.gathered is not None:
         return sum_over_devices(ops.unpermute(y, plan.gathered), plan.axis_name)
     return ops.unpermute(send_back(y, plan.segments), plan.permutation)
-
-
-def _quantized(x: Array, quantization: Quantization) -> tuple[Array, Array]:
-    """Bytes [*tokens, features], and float32 scales [*tokens, number of blocks]."""
-    tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    parts = quantize_parts(tokens, quantization, copies="data").array
-    assert parts.data is not None
-    assert parts.scale_inv is not None
-    scales = parts.scale_inv[:, None] if quantization.scaling == "row" else parts.scale_inv.T
-    return as_bytes(parts.data).reshape(x.shape), scales.reshape(*x.shape[:-1], scales.shape[1])
-
-
-def _dequantized(values: Array, scales: Array, quantization: Quantization, dtype: jax.typing.DTypeLike) -> Array:
-    """The rows [num_rows, features] of bytes and scales as above."""
-    features = values.shape[1]
-    wide = lax.bitcast_convert_type(values, quantization.dtype).astype(jnp.float32)
-    width = features if quantization.scaling == "row" else BLOCK
-    return (wide * jnp.repeat(scales, width, axis=1)[:, :features]).astype(dtype)
 
 
 def _named(x: Array) -> Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -278,6 +279,25 @@ def test_expert_parallel(rng, require_devices, name):
         jax.tree.leaves((result.y, gradients)), jax.tree.leaves((wanted.y, wanted_gradients)), strict=True
     ):
         assert_close(one, other, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "block"])
+def test_nothing_travels_twice(rng, require_devices, recipe):
+    """On GPUs rows and weights there, results back, and the gradients of all three."""
+    require_devices(2)
+    operands = draw(rng, dtype="bfloat16")
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = {name: PARTS.get(name, P()) for name in operands}
+    options = {"axis_name": "expert", "exchange": "all_to_all", "recipe": recipe, "implementation": "reference"}
+
+    def loss(operands):
+        local = functools.partial(moe, router=Router(2), **options)
+        y = jax.shard_map(lambda o: local(**o).y, mesh=mesh, in_specs=(specs,), out_specs=P("expert"))(operands)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    text = jax.jit(jax.value_and_grad(loss)).trace(operands).lower(lowering_platforms=("cuda",)).as_text()
+    exchanges = re.findall(r"@ragged_all_to_all.*\(tensor<\d+x\d+x(\w+)>", text)
+    assert sorted(exchanges) == sorted(["bf16" if recipe is None else "ui8", "f32", "bf16", "bf16", "bf16", "f32"])
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

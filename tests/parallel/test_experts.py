@@ -29,6 +29,11 @@ class Case:
     capacity: int | None = None
     buffer_factor: float | None = None
     check_vma: bool = True
+    mesh: dict[str, int] | None = None
+
+    @property
+    def axes(self):
+        return self.mesh or {"expert": self.devices}
 
     @property
     def options(self):
@@ -56,12 +61,13 @@ class Case:
 CASES = {
     "capacity": Case(2, 8, 3, align=4, capacity=15),
     "an expert on each of eight": Case(8, 8, 2, check_vma=False),
-    "small buffer": Case(4, 16, 2, align=4, buffer_factor=0.7),
+    "small buffer": Case(4, 16, 2, align=4, buffer_factor=0.7, mesh={"node": 2, "expert": 2}),
 }
 
 
-def mesh_of(devices):
-    return jax.make_mesh((devices,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+def mesh_of(**axes):
+    sizes, devices = tuple(axes.values()), jax.devices()[: math.prod(axes.values())]
+    return jax.make_mesh(sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
 def loads(rng, case):
@@ -125,6 +131,8 @@ def expected(case, x, experts, weights, cotangent):
         "y": kept * x,
         "dx": kept * cotangent,
         "dweights": np.where(goes, products, 0.0),
+        "goes": goes,
+        "choices": np.sort(np.where(goes.reshape(case.devices, -1), np.arange(TOKENS * case.top_k), -1)),
     }
 
 
@@ -144,7 +152,9 @@ def program(case):
     """f(x, experts, weights, cotangent, poison) for both exchanges, which puts the poison where rows are padding."""
 
     def local(exchange, x, experts, weights, cotangent, poison):
-        plan = parallel.plan_dispatch(experts, case.experts, axis_name="expert", exchange=exchange, **case.options)
+        plan = parallel.plan_dispatch(
+            experts, case.experts, axis_name=tuple(case.axes), exchange=exchange, **case.options
+        )
         assert plan.exchange == exchange
 
         def layer(x, weights):
@@ -154,16 +164,21 @@ def program(case):
 
         y, vjp, (rows, of_rows) = jax.vjp(layer, x, weights, has_aux=True)
         dx, dweights = vjp(cotangent)
-        names = ("rows", "of_rows", "sizes", "dropped", "y", "dx", "dweights")
-        values = (rows, of_rows, plan.group_sizes, plan.dropped[None], y, dx, dweights)
+        names = ("rows", "of_rows", "sizes", "dropped", "y", "dx", "dweights", "goes", "choices")
+        goes, choices = plan.permutation.rows >= 0, jnp.sort(plan.permutation.choices)
+        values = (rows, of_rows, plan.group_sizes, plan.dropped[None], y, dx, dweights, goes, choices)
         return dict(zip(names, values, strict=True))
 
     def both(*operands):
         return {exchange: local(exchange, *operands) for exchange in EXCHANGES}
 
-    specs = (P("expert"),) * 4 + (P(),)
+    split = P(tuple(case.axes))
     mapped = jax.shard_map(
-        both, mesh=mesh_of(case.devices), in_specs=specs, out_specs=P("expert"), check_vma=case.check_vma
+        both,
+        mesh=mesh_of(**case.axes),
+        in_specs=(*(split,) * 4, P()),
+        out_specs=split,
+        check_vma=case.check_vma,
     )
     return jax.jit(mapped)
 
@@ -225,7 +240,7 @@ def test_fp8_on_the_wire(rng, require_devices):
             results.append(((rows, of_rows, *vjp(cotangents)), (wanted, plain[1], *plain_vjp(cotangents)), rows, again))
         return results
 
-    mapped = jax.shard_map(local, mesh=mesh_of(2), in_specs=P("expert"), out_specs=P("expert"))
+    mapped = jax.shard_map(local, mesh=mesh_of(expert=2), in_specs=P("expert"), out_specs=P("expert"))
     for found, wanted, rows, again in jax.jit(mapped)(*operands):
         for one, other in zip(found, wanted, strict=True):
             assert one.dtype == other.dtype
@@ -237,7 +252,7 @@ def test_fp8_on_the_wire(rng, require_devices):
 def test_under_scan_and_remat(rng, require_devices):
     """Two layers in a loop, of tokens [4, 3] on a mesh with another axis, over which gradients are summed."""
     require_devices(4)
-    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = mesh_of(data=2, expert=2)
     x = jnp.asarray(rng.standard_normal((16, 3, FEATURES)), jnp.float32)
     experts = jnp.asarray(rng.integers(0, 4, (2, 16, 3, 2)), jnp.int32)
     factors = jnp.asarray(rng.uniform(0.5, 1.5, (2, 4)), jnp.float32)
@@ -281,7 +296,7 @@ def test_program_for_gpus(require_devices, exchange):
         rows, of_rows = parallel.dispatch(x, weights, plan, quantization=BlockScaling().quantization("activation"))
         return parallel.combine(jnp.sin(rows) * of_rows[:, None], plan)
 
-    mapped = jax.shard_map(local, mesh=mesh_of(2), in_specs=P("expert"), out_specs=P("expert"))
+    mapped = jax.shard_map(local, mesh=mesh_of(expert=2), in_specs=P("expert"), out_specs=P("expert"))
 
     def loss(*operands):
         return jnp.sum(
@@ -310,7 +325,7 @@ def test_choice_of_exchange():
             found.append(parallel.plan_dispatch(experts, 8, axis_name="expert").exchange)
 
         found = []
-        mapped = jax.shard_map(local, mesh=mesh_of(devices), in_specs=P("expert"), out_specs=P())
+        mapped = jax.shard_map(local, mesh=mesh_of(expert=devices), in_specs=P("expert"), out_specs=P())
         jax.eval_shape(mapped, jax.ShapeDtypeStruct((8, top_k), jnp.int32))
         return found[0]
 
@@ -320,7 +335,7 @@ def test_choice_of_exchange():
 
 def test_errors(require_devices):
     require_devices(2)
-    mesh = mesh_of(2)
+    mesh = mesh_of(expert=2)
     experts, x, weights = jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 32)), jnp.ones((4, 2))
 
     def run(function, *operands, specs=P("expert")):
@@ -373,6 +388,13 @@ def test_errors(require_devices):
         parallel.combine(x, ops.group_by_expert(experts, 4))
     with pytest.raises(ValueError, match=r"y has shape \(2, 32\); the plan has 8 rows"):
         run(lambda experts, y: parallel.combine(y, planned(experts)), experts, x)
+
+    def twice(x, *others):
+        once = jax.grad(lambda x: jnp.sum(dispatched(x, *others, quantization=block) ** 2))
+        return jax.grad(lambda x: jnp.sum(once(x)))(x)
+
+    with pytest.raises(NotImplementedError, match="in FP8 is differentiated once"):
+        run(twice, x, weights, experts)
     forward = jax.shard_map(
         lambda x, *others: jax.jvp(lambda x: dispatched(x, *others), (x,), (x,))[1],
         mesh=mesh, in_specs=P("expert"), out_specs=P("expert"),
