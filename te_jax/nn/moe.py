@@ -109,7 +109,7 @@ def moe(
     axis_name each device then holds some of the experts only, and rows of tokens travel to them and back
     (`te_jax.parallel.dispatch`): results and gradients are those of one device with all tokens. What a device receives
     is kept for the backward pass as well ("te_dispatched_rows"). With a recipe that scales activations by row or in
-    blocks, rows travel in FP8 forward, except in float16.
+    blocks, by powers of two, rows travel in FP8 forward, except in float16.
 
     Args:
       x: [*tokens, in], float32, bfloat16 or float16.
@@ -281,10 +281,12 @@ def _experts(
 
 
 def _travelling(x: Array, recipe: Recipe | None) -> Quantization | None:
-    """How rows travel: quantized as the experts will, where a scale belongs to one row."""
-    if recipe is None or x.dtype == jnp.float16 or recipe.scalings["activation"][0] not in ("row", "block_1x128"):
+    """How rows travel: quantized as the experts will, where a scale belongs to one row, and rounds no value again."""
+    if recipe is None or x.dtype == jnp.float16:
         return None
-    return recipe.quantization("activation")
+    quantization = recipe.quantization("activation")
+    exact = quantization.power_of_two_scales and quantization.scaling in ("row", "block_1x128")
+    return quantization if exact else None
 
 
 def _validate_parts(kernel: Kernels, plan: parallel.DispatchPlan) -> None:
