@@ -1,6 +1,7 @@
 """The compiled parts of a training run: optimizer, placement on devices, train step and evaluation."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -28,6 +29,7 @@ from te_jax.models import (
 )
 from te_jax.parallel.collective_matmul import TransportName
 from te_jax.recipe import DelayedScaling
+from te_jax.sharding import axes_of_entry
 
 LossFunction = Callable[[Any, Any, jax.Array, jax.Array], Losses]
 """(params, scaling state, tokens [batch, time], targets [batch, time]) → losses."""
@@ -88,7 +90,7 @@ class Placement(NamedTuple):
     def _like_parameter(self, leaf: Any, spec: PartitionSpec) -> NamedSharding:
         """Of a parameter, of a moment, or of the bounds of a moment's blocks, which may be too few to be split."""
         entries = [
-            entry if size % sharding.num_shards(self.mesh, entry) == 0 else None
+            entry if size % math.prod(self.mesh.shape[axis] for axis in axes_of_entry(entry)) == 0 else None
             for entry, size in zip(spec, leaf.shape, strict=False)
         ]
         return NamedSharding(self.mesh, PartitionSpec(*entries))

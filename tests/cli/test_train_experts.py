@@ -5,9 +5,10 @@ import json
 import math
 import re
 
+import jax
 import pytest
 
-from te_jax.cli import _report
+from te_jax.cli import _report, _step
 from te_jax.cli._run_folder import read_header
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, Experts
@@ -68,12 +69,30 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, capsys, monkeyp
     [
         (["--recipe", "delayed"], "--recipe delayed keeps no state for the experts of --preset moe: choose block"),
         (["--compare"], "--compare has no twin for --preset moe, since optax has no loss of experts: add --recipe"),
-        (["--tp", "2"], "--tp 2 does not fit --preset moe: config.experts is given, and only MLPs are split"),
     ],
 )
 def test_what_experts_cannot_do_is_refused(argv, words, tmp_path, capsys):
-    arguments = ARGUMENTS[:-2] if "--tp" in argv else ARGUMENTS
-    assert main([*arguments, *argv, "--out", str(tmp_path / "run")]) == 2
+    assert main([*ARGUMENTS, *argv, "--out", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("te-jax: error: ")
     assert words in error
+
+
+@pytest.mark.parametrize(("devices", "tp", "parts"), [(1, 1, 1), (2, 1, 2), (4, 2, 4), (6, 2, 2), (3, 1, 1)])
+def test_experts_are_divided_among_devices_where_their_number_allows_it(devices, tp, parts, require_devices):
+    require_devices(devices)
+    config, optimizer = dataclasses.replace(PRESETS["moe"], num_heads=4), _step.build_optimizer(1e-3, 4)
+    placement = _step.build_placement(jax.devices()[:devices], tp, experts=config.experts)
+    learner = _step.build_learner(config, _step.te_jax_loss(config, None, placement), optimizer, placement)
+    state = learner.abstract_state()
+    for tree in (
+        state.params,
+        *(part.mu for part in jax.tree.leaves(state.optimizer, is_leaf=_has_mu) if _has_mu(part)),
+    ):
+        gate = tree["layers"][0]["gate"]
+        assert gate.shape[0] == 4
+        assert gate.sharding.shard_shape(gate.shape)[0] == 4 // parts
+
+
+def _has_mu(part):
+    return hasattr(part, "mu")

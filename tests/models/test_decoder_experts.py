@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from te_jax import models, nn, optim
 from te_jax.models import PRESETS, DecoderConfig, Experts, TensorParallel
@@ -213,6 +216,41 @@ def test_training_lowers_the_loss(rng):
     assert float(history[-1].objective) > float(history[-1].cross_entropy)
 
 
+@pytest.mark.parametrize(
+    ("axes", "expert_axes"),
+    [
+        ({"data": 1, "tensor": 2}, None),
+        ({"data": 2, "tensor": 2}, ("data", "tensor")),
+        pytest.param({"data": 2, "tensor": 2}, None, marks=pytest.mark.slow),
+        pytest.param({"data": 4, "tensor": 1}, ("data",), marks=pytest.mark.slow),
+    ],
+)
+def test_devices_that_divide_experts_have_the_losses_of_one(axes, expert_axes, rng, require_devices):
+    require_devices(math.prod(axes.values()))
+    config = dataclasses.replace(ONE_BLOCK, vocab_size=20)
+    devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(*axes.values())
+    mesh = Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * 2)
+    parallel = TensorParallel(axes["tensor"], batch_axes=("data",), expert_axes=expert_axes)
+    params = jit_init(config, jax.random.key(3))
+    specs = models.param_specs(config, parallel)
+    assert specs["layers"][0]["gate"] == P(expert_axes or ("tensor",))
+    tokens = jax.device_put(np.asarray(rng.integers(0, config.vocab_size, (4, 8)), jnp.int32))
+    of_mesh = models.parallel_losses(mesh, config, parallel)
+
+    @jax.jit
+    def divided(params, tokens):
+        def objective(params):
+            losses = of_mesh(params, tokens, tokens)
+            return losses.objective, losses
+
+        (_, losses), gradients = jax.value_and_grad(objective, has_aux=True)(params)
+        return losses, gradients
+
+    placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
+    found, expected = divided(placed, tokens), losses_and_gradients(config, params, tokens)
+    jax.tree.map(functools.partial(assert_close, tolerance=1e-4), found, expected)
+
+
 def test_every_expert_is_initialized_like_a_layer_of_its_own():
     config = dataclasses.replace(CONFIG, hidden_size=64, mlp_size=128)
     layer = jit_init(config, jax.random.key(1))["layers"][1]
@@ -249,9 +287,10 @@ def test_what_does_not_fit_is_refused(tokens):
         dataclasses.replace(CONFIG, experts=8)
     with pytest.raises(ValueError, match="recipe is DelayedScaling, and experts have no scaling state"):
         dataclasses.replace(CONFIG, recipe=DelayedScaling())
-    for call in (TensorParallel(2).check, functools.partial(models.param_specs, parallel=TensorParallel(2))):
-        with pytest.raises(ValueError, match=r"parallel.size is 2: config.experts is given, .* leave parallel out"):
-            call(CONFIG)
-    params = jit_init(CONFIG, jax.random.key(0))
-    with pytest.raises(ValueError, match="leave parallel out"):
-        models.loss(params, tokens, tokens, CONFIG, parallel=TensorParallel(1))
+    config = dataclasses.replace(CONFIG, vocab_size=24, hidden_size=24, num_heads=24, num_kv_heads=24)
+    for size in (3, 8):
+        with pytest.raises(ValueError, match=rf"{size}: experts.num_experts is 4, which {size} does not divide"):
+            models.param_specs(config, TensorParallel(size))
+    TensorParallel(3, batch_axes=("data",), expert_axes=("data",)).check(config)  # along which there may be two
+    with pytest.raises(ValueError, match=r"expert_axes is \('expert',\): choose from \('tensor',\), in a tuple"):
+        TensorParallel(2, expert_axes=("expert",))
