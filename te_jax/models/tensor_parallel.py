@@ -93,9 +93,8 @@ class TensorParallel:
         problem = _misfit(config, self.size)
         if problem is not None:
             fitting = [str(size) for size in range(1, config.num_heads + 1) if _misfit(config, size) is None]
-            no_size = "none: leave parallel out"
             raise ValueError(
-                f"parallel.size is {self.size}: {problem}; sizes that fit this decoder: {', '.join(fitting) or no_size}"
+                f"parallel.size is {self.size}: {problem}; sizes that fit this decoder: {', '.join(fitting) or 'none'}"
             )
 
 
@@ -162,7 +161,7 @@ def _kv_heads(config: DecoderConfig, size: int) -> _KeyValueHeads:
 def _misfit(config: DecoderConfig, size: int) -> str | None:
     """Why the decoder cannot be split into so many parts, or None."""
     if config.experts is not None:
-        return "config.experts is given, and only MLPs are split, not experts"
+        return "config.experts is given, and a decoder with experts runs whole on each device, without `parallel`"
     for name in ("num_heads", "hidden_size", "mlp_size", "vocab_size"):
         if getattr(config, name) % size:
             return f"{name} is {getattr(config, name)}, which {size} does not divide"

@@ -68,7 +68,10 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, capsys, monkeyp
     [
         (["--recipe", "delayed"], "--recipe delayed keeps no state for the experts of --preset moe: choose block"),
         (["--compare"], "--compare has no twin for --preset moe, since optax has no loss of experts: add --recipe"),
-        (["--tp", "2"], "--tp 2 does not fit --preset moe: config.experts is given, and only MLPs are split"),
+        (
+            ["--tp", "2"],
+            "--tp 2 does not fit --preset moe: config.experts is given, and a decoder with experts runs whole",
+        ),
     ],
 )
 def test_what_experts_cannot_do_is_refused(argv, words, tmp_path, capsys):
