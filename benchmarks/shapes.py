@@ -5,7 +5,7 @@ about a minute on two cores.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -572,21 +572,26 @@ class ExpertsShape:
 
 _PRODUCTS = ("forward", "dgrad", "wgrad")
 _WHOLE_LAYER = ("layer", "permute", "permute_quantize")
-_WIDE_EXPERTS = {"experts": 8, "tokens": 32768, "top_k": 1, "hidden": 4096, "mlp": 14336, "model": "8 wide experts"}
-_FINE_EXPERTS = {"experts": 128, "tokens": 8192, "top_k": 8, "hidden": 2048, "mlp": 768, "model": "Qwen3 30B-A3B"}
-_OLMOE = {"experts": 64, "tokens": 32768, "top_k": 8, "hidden": 2048, "mlp": 1024, "model": "OLMoE 7B"}
 _LOADS = ("balanced", "zipf", "one_hot")
+_WIDE_EXPERTS = ExpertsShape(
+    _PRODUCTS, experts=8, tokens=32768, top_k=1, hidden=4096, mlp=14336, load="balanced", model="8 wide experts"
+)
+_FINE_EXPERTS = ExpertsShape(
+    _PRODUCTS, experts=128, tokens=8192, top_k=8, hidden=2048, mlp=768, load="balanced", model="Qwen3 30B-A3B"
+)
+_OLMOE_LAYER = ExpertsShape(
+    _WHOLE_LAYER, experts=64, tokens=32768, top_k=8, hidden=2048, mlp=1024, load="balanced", model="OLMoE 7B"
+)
+_QWEN_LAYER = replace(_FINE_EXPERTS, operations=_WHOLE_LAYER, tokens=16384)
 MOE_GPU = (
-    *(ExpertsShape(_PRODUCTS, load=load, **each) for each in (_WIDE_EXPERTS, _FINE_EXPERTS) for load in _LOADS),
-    *(
-        ExpertsShape(_WHOLE_LAYER, load=load, **each)
-        for each in (_OLMOE, _FINE_EXPERTS | {"tokens": 16384})
-        for load in ("balanced", "zipf")
-    ),
+    *(replace(case, load=load) for case in (_WIDE_EXPERTS, _FINE_EXPERTS) for load in _LOADS),
+    *(replace(case, load=load) for case in (_OLMOE_LAYER, _QWEN_LAYER) for load in _LOADS[:2]),
 )
 
-_SMALL_EXPERTS = {"experts": 8, "tokens": 512, "top_k": 2, "hidden": 128, "mlp": 192, "model": "te-jax train"}
+_SMALL_EXPERTS = ExpertsShape(
+    _PRODUCTS, experts=8, tokens=512, top_k=2, hidden=128, mlp=192, load="balanced", model="te-jax train"
+)
 MOE_CPU = (
-    *(ExpertsShape(_PRODUCTS, load=load, **_SMALL_EXPERTS) for load in _LOADS),
-    ExpertsShape(_WHOLE_LAYER, load="balanced", **_SMALL_EXPERTS | {"tokens": 1024}),
+    *(replace(_SMALL_EXPERTS, load=load) for load in _LOADS),
+    replace(_SMALL_EXPERTS, operations=_WHOLE_LAYER, tokens=1024),
 )

@@ -42,6 +42,7 @@ def test_there_are_notebooks():
     assert set(STORED) == {
         "collective_matmul.ipynb",
         "convert.ipynb",
+        "experts.ipynb",
         "fp8_linear.ipynb",
         "low_precision_adam.ipynb",
         "offload.ipynb",

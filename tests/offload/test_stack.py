@@ -1,5 +1,6 @@
 """`te_jax.nn.apply_layers(offload=…)` against the same loop without it, and what leaves for the host."""
 
+import functools
 import itertools
 import re
 import threading
@@ -200,6 +201,25 @@ def test_layers_of_which_some_have_nothing_that_leaves(rng):
     found = jax.jit(jax.grad(lambda p, x: loss(p, x, Offload(min_size=4 * ROWS * 32)), argnums=(0, 1)))
     assert_equal(found(params, x), jax.grad(lambda p, x: loss(p, x, None), argnums=(0, 1))(params, x), tolerance=1e-5)
     assert len(copies(found, params, x)[0]) == 4
+
+
+def test_results_that_nothing_reads(rng):
+    """Layers sum up something, such as a loss of their own, which the caller drops."""
+
+    def layer(x, kernel):
+        stream = jnp.tanh(x[0] @ kernel)
+        return stream, x[1] + jnp.mean(stream**2)
+
+    kernels = [jnp.asarray(rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32) for _ in range(2)]
+    stream = jnp.asarray(rng.standard_normal((ROWS, WIDTH)), jnp.float32)
+
+    def total(kernels, **options):
+        return jnp.sum(apply_layers(layer, kernels, (stream, jnp.float32(0.0)), **options)[0])
+
+    expected, found = (
+        jax.jit(jax.grad(functools.partial(total, **options)))(kernels) for options in ({}, {"offload": ALL})
+    )
+    jax.tree.map(functools.partial(assert_close, tolerance=1e-6), found, expected)
 
 
 def test_what_layers_close_over(params, stream):
