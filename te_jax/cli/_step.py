@@ -157,18 +157,19 @@ def build_placement(
     """
     axes = (_BATCH_AXIS, _TENSOR_AXIS)
     mesh = Mesh(np.asarray(devices).reshape(-1, tp), axes, axis_types=(AxisType.Auto,) * 2)
-    divided = experts is not None and len(devices) > 1
+    by_all = experts is not None and experts.num_experts % len(devices) == 0
+    shared = tp > 1 or (experts is not None and len(devices) > 1)
     parallel = TensorParallel(
         tp,
         axis_name=_TENSOR_AXIS,
         batch_axes=(_BATCH_AXIS,),
-        expert_axes=axes if divided and experts.num_experts % len(devices) == 0 else None,
+        expert_axes=axes if by_all else None,
         transport=transport,
     )
     return Placement(
         state=NamedSharding(mesh, PartitionSpec()),
         windows=NamedSharding(mesh, PartitionSpec(None, _BATCH_AXIS)),
-        parallel=parallel if tp > 1 or divided else None,
+        parallel=parallel if shared else None,
     )
 
 
