@@ -230,7 +230,7 @@ def refused(argv, capsys):
         (
             ["--preset", "nano", "--tp", "4"],
             "--tp 4 does not fit --preset nano: num_heads is 2, which 4 does not divide; sizes that fit this decoder: "
-            "1, 2; presets that 4 fits: tiny, small, 8b",
+            "1, 2; presets that 4 fits: tiny, small, moe, moe-3b, 8b",
         ),
         (["--preset", "small", "--tp", "3"], "presets that 3 fits: none"),
         (["--tp", "2", "--seq-len", "33"], "--seq-len 33 does not divide over --tp 2: choose a multiple of 2"),
