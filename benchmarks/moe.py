@@ -399,19 +399,21 @@ def _te_jax_layer(case: shapes.ExpertsShape, recipe: BlockScaling | None) -> Cal
 
 
 def _ragged_dot_layer(case: shapes.ExpertsShape) -> Callable[..., jax.Array]:
-    def layer(x: jax.Array, parameters: Operands, bias: jax.Array) -> jax.Array:
-        logits = jnp.matmul(x.astype(jnp.float32), parameters["router"], precision=lax.Precision.HIGHEST) + bias[None]
-        chosen, experts = lax.top_k(logits, case.top_k)
-        weights = jax.nn.softmax(chosen)
-        order = jnp.argsort(experts.reshape(-1))
-        sizes = jnp.bincount(experts.reshape(-1), length=case.experts).astype(jnp.int32)
-        rows = jnp.take(x, order // case.top_k, axis=0)
-        gate, up = (lax.ragged_dot(rows, parameters[name], sizes) for name in ("gate", "up"))
-        y = lax.ragged_dot(jax.nn.silu(gate) * up, parameters["down"], sizes)
-        of_tokens = jnp.take(y, jnp.argsort(order), axis=0).reshape(*experts.shape, -1)
-        return jnp.einsum("tkd,tk->td", of_tokens, weights.astype(x.dtype))
+    return functools.partial(plain_experts, top_k=case.top_k)
 
-    return layer
+
+def plain_experts(x: jax.Array, parameters: Operands, bias: jax.Array | float = 0.0, *, top_k: int) -> jax.Array:
+    """A layer of experts in plain JAX: x [tokens, in], the router's logits shifted by bias [experts]."""
+    gate, up, down = (parameters[name].astype(x.dtype) for name in ("gate", "up", "down"))
+    logits = jnp.matmul(x.astype(jnp.float32), parameters["router"], precision=lax.Precision.HIGHEST)
+    chosen, experts = lax.top_k(logits + jnp.broadcast_to(bias, logits.shape), top_k)
+    weights = jax.nn.softmax(chosen)
+    order = jnp.argsort(experts.reshape(-1))
+    sizes = jnp.bincount(experts.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
+    rows = jnp.take(x, order // top_k, axis=0)
+    h = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
+    of_tokens = jnp.take(lax.ragged_dot(h, down, sizes), jnp.argsort(order), axis=0).reshape(*experts.shape, -1)
+    return jnp.einsum("tkd,tk->td", of_tokens, weights.astype(x.dtype))
 
 
 _LAYERS: dict[str, Callable[[shapes.ExpertsShape], Callable[..., jax.Array]]] = {

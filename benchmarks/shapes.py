@@ -417,6 +417,7 @@ class StepShape:
       vocab: number of tokens that there are.
       model: a model that has such layers.
       microbatches: whose gradients are added up before the optimizer's step.
+      experts, top_k: of the mixture in the place of each MLP, whose width is then that of one expert; 0 for none.
     """
 
     short: str
@@ -431,6 +432,8 @@ class StepShape:
     vocab: int
     model: str
     microbatches: int = 1
+    experts: int = 0
+    top_k: int = 0
 
     @property
     def name(self) -> str:
@@ -473,6 +476,10 @@ _STEP_QWEN = {
     "short": "qwen3-1.7b", "vocab": 151_936, "hidden": 2048, "mlp": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128,
     "model": "Qwen3 1.7B, without norms of query and key and with a head of its own",
 }  # fmt: skip
+_STEP_EXPERTS = {
+    "short": "qwen3-30b-a3b", "vocab": 151_936, "hidden": 2048, "mlp": 768, "heads": 32, "kv_heads": 4, "head_dim": 128,
+    "experts": 128, "top_k": 8, "model": "Qwen3 30B-A3B, without norms of query and key",
+}  # fmt: skip
 STEP_GPU = (
     StepShape(depths=(8, 4), batch=1, sequence=8192, **_STEP_8B),
     StepShape(depths=(8,), batch=4, sequence=2048, **_STEP_8B),
@@ -480,6 +487,7 @@ STEP_GPU = (
     StepShape(depths=(2, 1), batch=1, sequence=8192, **_STEP_70B),
     StepShape(depths=(28,), batch=1, sequence=8192, **_STEP_QWEN),
     StepShape(depths=(28,), batch=4, sequence=2048, **_STEP_QWEN),
+    StepShape(depths=(4,), batch=1, sequence=8192, **_STEP_EXPERTS),
 )
 
 STEP_CPU = (

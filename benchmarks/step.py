@@ -1,4 +1,4 @@
-"""Whole train steps of a Llama on one device: te_jax in FP8 against plain JAX in bfloat16, and against Flax's own FP8.
+"""Whole train steps of a decoder on one device: te_jax in FP8 against plain JAX in bfloat16, and Flax's own FP8.
 
 A step is forward, backward and AdamW of a decoder with its embedding, head and loss; parameters are float32,
 activations bfloat16, and the train state is donated. With several microbatches a `lax.scan` adds up their gradients in
@@ -9,6 +9,7 @@ difference divided by the number of layers between. Implementations:
   XLA on a CPU), logits in bfloat16 and optax's cross-entropy in float32, `optax.adamw`. Layers are unrolled, from a
   list, or in a `lax.scan` over stacked parameters; the faster of the two counts.
 - flax_fp8, flax_fp8_scan: the same with Flax's `Fp8DirectDotGeneralOp` for every product of a block with a kernel.
+  Products of experts stay in bfloat16: Flax has none for groups.
 - te_jax: `te_jax.models.loss` without a recipe, and `te_jax.optim.adamw` with moments in bfloat16.
 - te_jax_block, te_jax_current, te_jax_delayed: the same with a recipe. The optimizer quantizes kernels once a step
   (`te_jax.optim.Requantize`); their FP8 copies are part of the state.
@@ -46,10 +47,12 @@ from jax import lax
 
 from benchmarks import flax_fp8, layer, shapes
 from benchmarks.harness import CaseResult, Family, Headline, Timing, compute_row, reason_of, rounded
+from benchmarks.moe import plain_experts
 from benchmarks.profile import traced
 from te_jax import models, nn, optim
 from te_jax._core.devices import bf16_peak
 from te_jax.models import DecoderConfig
+from te_jax.nn.moe import Router
 from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
@@ -375,6 +378,8 @@ def _config(case: shapes.StepShape, depth: int, recipe: Recipe | None = None) ->
         norm_eps=_NORM_EPS,
         dtype="bfloat16",
         recipe=recipe,
+        # Without the losses of the router, which plain JAX would spell in many ways.
+        experts=models.Experts(case.experts, Router(case.top_k), balance_weight=0.0) if case.experts else None,
     )
 
 
@@ -472,7 +477,7 @@ def _plain(
     def complete(params: Any) -> State:
         scaling = None
         if fp8:
-            kernels = [name for name, value in params["layers"][0].items() if value.ndim == 2]
+            kernels = [name for name, value in params["layers"][0].items() if value.ndim == 2 and name != "router"]
             scaling = [{name: flax_fp8.first_state() for name in kernels} for _ in range(depth)]
         if scanned:
             layers, scaling = (
@@ -483,6 +488,8 @@ def _plain(
         return {"params": params, "optimizer": optimizer.init(params), "scaling": scaling}
 
     kind = layer.FlaxFp8 if fp8 else layer.Plain
+    if case.experts:
+        kind = _with_experts(kind, case.top_k)
 
     def block(x: jax.Array, params_and_scaling: Any) -> jax.Array:
         return layer.applied(kind(*params_and_scaling), x, case, "block")
@@ -519,6 +526,14 @@ def _plain(
         return {"params": params, "optimizer": moments, "scaling": scaling}, value
 
     return complete, step
+
+
+def _with_experts(kind: type[layer.Plain], top_k: int) -> type[layer.Plain]:
+    class WithExperts(kind):
+        def mlp(self, x: Any) -> jax.Array:
+            return plain_experts(x.reshape(-1, x.shape[-1]), self.parameters, top_k=top_k).reshape(x.shape)
+
+    return WithExperts
 
 
 def _is_none(leaf: Any) -> bool:

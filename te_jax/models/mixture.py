@@ -56,9 +56,10 @@ def mixture(
     )
     over: Any = {"axis_name": token_axes or None}
     chosen = found.routing.experts
-    auxiliary = experts.balance_weight * ops.load_balancing_loss(
-        found.logits, chosen, score=experts.router.score, **over
-    )
+    auxiliary = jnp.zeros((), jnp.float32)
+    if experts.balance_weight:
+        balance = ops.load_balancing_loss(found.logits, chosen, score=experts.router.score, **over)
+        auxiliary += experts.balance_weight * balance
     if experts.z_weight:
         auxiliary += experts.z_weight * ops.router_z_loss(found.logits, **over)
     counts = ops.expert_counts(chosen, experts.num_experts, **over).astype(jnp.float32)

@@ -48,6 +48,20 @@ def test_all_kinds_are_measured_and_right(microbatches):
 
 
 @pytest.mark.usefixtures("native_kernels")
+def test_experts_are_those_of_plain_jax():
+    """In bfloat16 up to rounding, which chooses other experts for few tokens."""
+    case = dataclasses.replace(CASE, experts=4, top_k=2)
+    result = family.run_case(case, ("bf16", "te_jax", "te_jax_delayed"), QUICK)
+    assert not result.wrong
+    assert [row["implementation"] for row in result.rows] == ["bf16", "te_jax"]
+    assert "experts have no scaling state" in result.skipped[0]["reason"]
+    plain, ours = (row["losses"] for row in result.rows)
+    assert ours == pytest.approx(plain, rel=0.02)
+    block = 32 * (2 * 32 + 2 * 16 + 4 + 2 * 3 * 48)  # two of the experts
+    assert result.rows[0]["flops"] == 3 * (2 * 32 * (block + 32 * 32) + 4 * 32 * 32 // 2 * 32)
+
+
+@pytest.mark.usefixtures("native_kernels")
 def test_wrong_losses_are_not_timed(monkeypatch):
     right = models.loss
     monkeypatch.setattr(models, "loss", lambda *args, **options: 1.1 * right(*args, **options))
@@ -68,9 +82,10 @@ def test_what_does_not_run_costs_the_others_nothing(monkeypatch):
 
 def test_shapes_of_models_have_their_parameters():
     sizes = {
-        case.short: family._config(case, {"8b": 32, "70b": 80, "qwen3-1.7b": 28}[case.short]).num_parameters
+        case.short: family._config(case, {"8b": 32, "70b": 80, "qwen3-1.7b": 28, "qwen3-30b-a3b": 48}[case.short]).num_parameters
         for case in STEP_GPU
     }
     assert sizes["8b"] == 8_030_261_248
     assert sizes["70b"] == pytest.approx(70.6e9, rel=1e-3)
     assert sizes["qwen3-1.7b"] == pytest.approx(1.72e9 + 151_936 * 2048, rel=1e-3)  # and the second embedding
+    assert sizes["qwen3-30b-a3b"] == pytest.approx(30.5e9, rel=2e-3)
