@@ -56,6 +56,17 @@ def test_links_lead_somewhere(page):
     assert not list(broken(page))
 
 
+def test_every_page_is_in_the_table_of_contents():
+    """The site's build would find it too, minutes later."""
+    index = ROOT / "docs/index.md"
+    listed = re.findall(r"^```\{toctree\}\n(.*?)^```", index.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    entries = {line for block in listed for line in block.splitlines() if line and not line.startswith(":")}
+    guides = [page for page in ROOT.glob("docs/*.md") if page != index] + sorted(ROOT.glob("docs/guides/*.md"))
+    for page in [*guides, *NOTEBOOKS]:
+        name = page.relative_to(ROOT).with_suffix("").as_posix()
+        assert name.removeprefix("docs/") in entries or f"../{name}" in entries, name
+
+
 def test_what_is_broken_would_be_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A `b`, c\n\n[x](page.md#a-b-c) [y](#a-b) [z](no.md)\n\n```\n[no link](none.md)\n```\n")
