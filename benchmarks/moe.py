@@ -114,7 +114,7 @@ def _entry(case: shapes.ExpertsShape, operation: str, name: str, reason: str) ->
 
 
 def _shares(case: shapes.ExpertsShape) -> np.ndarray:
-    """Of the experts in all rows, in float64."""
+    """The share of all rows that each expert has, in float64."""
     weights = {
         "balanced": np.ones(case.experts),
         "zipf": 1 / np.arange(1, case.experts + 1),

@@ -206,6 +206,5 @@ PRESETS: dict[str, DecoderConfig] = {
         remat=True,
     ),
 }
-"""Named shapes. `nano` is for tests, `tiny` and `moe`, a mixture of 8 experts, train in about a minute on two CPU
-cores, `small` is for one GPU (all four read bytes: 256 tokens), `8b` is Llama 3 8B, and `moe-3b` has 4 blocks of
-Qwen3-30B-A3B, which fit one GPU."""
+"""Named shapes. `nano` is for tests, `tiny` and `moe`, a mixture of 8 experts, are for CPUs, `small` is for one GPU
+(all four read bytes: 256 tokens), `8b` is Llama 3 8B, and `moe-3b` has 4 of the 48 blocks of Qwen3-30B-A3B."""

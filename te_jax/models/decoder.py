@@ -318,8 +318,8 @@ def _hidden(
     def block(carried: tuple[jax.Array, Balance | None], layer_and_state: Any) -> tuple[jax.Array, Balance | None]:
         x, balance = carried
         layer, state = layer_and_state
-        if parallel is None:
-            projections = _WholeProjections(layer, state, config, implementation)
+        if parallel is None or parallel.size == 1:
+            projections = _WholeProjections(layer, state, config, parallel, implementation)
         else:
             projections = tensor_parallel.SplitProjections(layer, state, config, parallel, implementation)
         normed, x = projections.norm(x, "attention_norm")
@@ -340,7 +340,7 @@ def _hidden(
 
 
 def _together(first: Balance | None, second: Balance | None) -> Balance | None:
-    """Of the blocks so far and of the next one."""
+    """The balance of the blocks so far, and of the next one."""
     if first is None or second is None:
         return None
     return Balance(first.auxiliary + second.auxiliary, jnp.maximum(first.largest_load, second.largest_load))
@@ -362,11 +362,12 @@ def _check_tokens(name: str, tokens: jax.Array) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _WholeProjections:
-    """`Projections` of a block that one device holds."""
+    """`Projections` of a block that one device holds; with `parallel` all but its experts, for a part of the batch."""
 
     layer: dict[str, Any]  # arrays, QuantizedArrays, or what stands for these in `te_jax.nn.accumulate_gradients`
     scaling_state: dict[str, DelayedScalingState] | None
     config: DecoderConfig
+    parallel: TensorParallel | None
     implementation: Implementation | None
 
     def norm(self, x: jax.Array, name: str, residual: jax.Array | None = None) -> tuple[Any, jax.Array]:
@@ -390,7 +391,7 @@ class _WholeProjections:
     def mlp(self, x: Any) -> tuple[jax.Array, Balance | None]:
         if self.config.experts is None:
             return ops.gated_mlp(x, **self._of(MLP)), None
-        return mixture(x, self.layer, self.config, self.implementation)
+        return mixture(x, self.layer, self.config, self.parallel, self.implementation)
 
     def _of(self, names: tuple[str, ...]) -> dict[str, Any]:
         state = self.scaling_state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ from te_jax import native, ops
 from te_jax.models.config import DecoderConfig
 from te_jax.nn.microbatches import dense_kernels
 from te_jax.nn.moe import moe
+
+if TYPE_CHECKING:
+    from te_jax.models.tensor_parallel import TensorParallel
 
 MLP = ("gate", "up", "down")
 """The names of a block's kernels that a mixture of experts has one of for each expert."""
@@ -27,19 +30,20 @@ def mixture(
     x: jax.Array,
     layer: dict[str, Any],
     config: DecoderConfig,
+    parallel: TensorParallel | None,
     implementation: native.Implementation | None,
-    *,
-    expert_axes: tuple[str, ...] = (),
-    token_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, Balance]:
     """The experts' result for tokens x [batch, time, D], and how all tokens share the experts.
 
     Args:
-      x, layer, config: of a block.
+      x, layer, config, parallel: of a block.
       implementation: see `te_jax.nn.moe.moe`.
-      expert_axes: inside `shard_map`, the mesh axes that split the kernels of experts.
-      token_axes: those that split the tokens.
     """
+    token_axes = expert_axes = None
+    if parallel is not None:
+        token_axes = (*parallel.batch_axes, parallel.axis_name)
+        whole = parallel.size == 1 and parallel.expert_axes == (parallel.axis_name,)
+        expert_axes = None if whole else parallel.expert_axes or None
     experts = config.experts
     assert experts is not None
     kernels = dense_kernels([layer[name] for name in MLP])
@@ -50,11 +54,11 @@ def mixture(
         (gate, up, down),
         experts.router,
         **kernels,
-        axis_name=expert_axes or None,
+        axis_name=expert_axes,
         recipe=config.recipe,
         implementation=implementation,
     )
-    over: Any = {"axis_name": token_axes or None}
+    over: Any = {"axis_name": token_axes}
     chosen = found.routing.experts
     auxiliary = jnp.zeros((), jnp.float32)
     if experts.balance_weight:

@@ -283,14 +283,7 @@ class SplitProjections:
 
     def mlp(self, x: Array) -> tuple[Array, Balance | None]:
         if self.config.experts is not None:
-            return mixture(
-                x,
-                self.layer,
-                self.config,
-                self.implementation,
-                expert_axes=self.parallel.expert_axes or (),
-                token_axes=(*self.parallel.batch_axes, self.parallel.axis_name),
-            )
+            return mixture(x, self.layer, self.config, self.parallel, self.implementation)
         gate, up = self.from_stream(x, ("gate", "up"))
         return self.to_stream(ops.gated_activation(gate, up), "down"), None
 

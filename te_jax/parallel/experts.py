@@ -324,7 +324,7 @@ def _plan(
     sizes = -(-taken // align) * align
     starts, taken = _before(sizes, 1).reshape(1, num_experts), taken.reshape(1, num_experts)
 
-    # Of these, what each device sends: its first choices, as long as there is room.
+    # Each device sends its first choices, as long as the expert has room.
     earlier = jnp.minimum(_before(counts, 0), taken)
     sent = jnp.minimum(counts, taken - earlier)
     segments = Segments(sent, _before(counts, 1), starts + earlier, axes, experts.size, num_rows)
@@ -350,7 +350,7 @@ def _plan(
 
 
 def _taken(totals: Array, align: int, capacity: int | None, num_rows: int | None) -> Array:
-    """Of the choices [D, E/D] for each expert, those that it takes, where each device has num_rows rows.
+    """The number of choices [D, E/D] that each expert takes, where each device has num_rows rows.
 
     They are min(totals, capacity, m · align) with the largest m for which the rows suffice. With u = ⌈totals / align⌉
     in ascending order, Σ min(u, m) is the least of all Σ u[:i] + (n - i) m.

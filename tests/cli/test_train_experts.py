@@ -28,7 +28,7 @@ def _small(monkeypatch):
 
 
 def records(out):
-    """Of losses, without the times."""
+    """The records that hold losses."""
     lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
     return [record for record in lines if record["kind"] in ("train", "validation")]
 

@@ -117,7 +117,7 @@ def reference(params, tokens):
 
 
 def test_losses_and_gradients_are_those_of_every_token_by_itself(tokens):
-    """Of blocks that keep everything, and of blocks that keep their inputs, on the host."""
+    """Blocks keep everything, or their inputs in host memory."""
     params = jit_init(CONFIG, jax.random.key(3))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         (objective, (cross_entropy, load)), expected = jax.jit(jax.value_and_grad(reference, has_aux=True))(
@@ -243,6 +243,23 @@ def test_devices_that_divide_experts_have_the_losses_of_one(axes, expert_axes, r
     placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
     found, expected = divided(placed, tokens), losses_and_gradients(config, params, tokens)
     jax.tree.map(functools.partial(assert_close, tolerance=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("expert_axes", [("data",), None])
+def test_experts_alone_may_be_divided_whatever_the_time_of_a_sequence(expert_axes, rng, require_devices):
+    """In blocks of 128 rows too, which a device need not have."""
+    require_devices(2)
+    config = dataclasses.replace(ONE_BLOCK, recipe=BlockScaling(power_of_two_scales=True))
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    parallel = TensorParallel(1, batch_axes=("data",), expert_axes=expert_axes)
+    params = jit_init(config, jax.random.key(3))
+    tokens = jax.device_put(np.asarray(rng.integers(0, config.vocab_size, (2, 5)), jnp.int32))
+    of_mesh = models.parallel_loss(mesh, config, parallel)
+    value, gradients = jax.jit(jax.value_and_grad(lambda params: of_mesh(params, tokens, tokens)))(params)
+    # Scales are those of a device's tokens: a token may choose another expert, and its gradients be others.
+    expected = losses_of(config, params, tokens).objective
+    assert float(value) == pytest.approx(float(expected), rel=0.05)
+    assert all(np.isfinite(leaf).all() and np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
 def test_every_expert_is_initialized_like_a_layer_of_its_own():
