@@ -1,13 +1,6 @@
 // Every XLA FFI target of the extensions, one line each. CMake finds the sources by folder.
 #pragma once
 
-// Those without a CUDA kernel.
-#ifdef TE_JAX_CUDA
-#define TE_JAX_CPU_TARGETS(X)
-#else
-#define TE_JAX_CPU_TARGETS(X) X(te_grouped_gemm)
-#endif
-
 #define TE_JAX_TARGETS(X)                     \
   X(te_gemm)                                  \
   X(te_all_gather_gemm)                       \
@@ -32,7 +25,7 @@
   X(te_norm_tensor)                           \
   X(te_norm_blocks)                           \
   X(te_norm_gradient)                         \
-  TE_JAX_CPU_TARGETS(X)
+  X(te_grouped_gemm)
 
 // Those among them that prepare on a GPU, before each execution of a program, by a second handler: <target>_initialize.
 #define TE_JAX_INITIALIZED_TARGETS(X) X(te_gemm) X(te_all_gather_gemm) X(te_gemm_reduce_scatter)

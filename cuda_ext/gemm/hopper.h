@@ -8,6 +8,15 @@
 
 namespace te::gemm::hopper {
 
+// Rows in groups, whose bounds are on the device.
+struct Groups {
+  const int32_t* bounds;  // [parts of all rows, count + 1], as of grouped_gemm::Problem
+  int count;
+  int rows_of_part;
+  int first_part, parts;  // those of one launch
+  int b_scales_before;    // values between the multiple of 16 bytes that TMA is told and b's scales of blocks
+};
+
 // Products of FP8 operands, not both E5M2, without gelu. Arrays begin at multiples of 16 bytes, and so do those of
 // every product of a batch but for scales, of which only a's must, and only with blocks. k is a multiple of 16, n of 8,
 // and with blocks m of 4.

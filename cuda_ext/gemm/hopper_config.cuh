@@ -10,21 +10,32 @@ namespace te::gemm::hopper {
 
 enum class Mode { kFast, kPromote, kBlock };
 
+// Which rows come in groups: none, those of a and d, or those that are summed over (hopper_groups.cuh).
+enum class Grouping { kNone, kRows, kSums };
+
+inline constexpr int kSharedBytes = 227 * 1024;  // that a block may have
+
 struct Arguments {
   CUtensorMap a;
   CUtensorMap b;
   CUtensorMap d;
   CUtensorMap a_scales, b_scales;  // of blocks, each as one long row
   Problem problem;
+  Groups groups;
 };
 
-template <Formats kFormats_, Mode kMode_, int kGroups_, int kSubtiles_, int kStages_, int kStagedBoxes_>
+template <Formats kFormats_, Mode kMode_, int kGroups_, int kSubtiles_, int kStages_, int kStagedBoxes_,
+          Grouping kGrouping_ = Grouping::kNone, bool kASummedFirst_ = false, bool kBSummedFirst_ = false>
 struct Config {
   static constexpr Formats kFormats = kFormats_;
   static constexpr Mode kMode = kMode_;
+  static constexpr Grouping kGrouping = kGrouping_;
+  static constexpr bool kASummedFirst = kASummedFirst_, kBSummedFirst = kBSummedFirst_;
   static constexpr int kGroups = kGroups_;      // warpgroups that multiply
   static constexpr int kSubtiles = kSubtiles_;  // of 64 rows, for each of them
-  static constexpr int kBM = 64 * kGroups * kSubtiles, kBN = 128, kBK = 128;
+  static constexpr int kLine =
+      128;  // bytes of a line of a tile: a row of it, or with the summed values first 64 of one
+  static constexpr int kBM = 64 * kGroups * kSubtiles, kBN = 128, kBK = kLine / BytesOf(kFormats);
   static constexpr int kStages = kStages_;
   static constexpr int kStagedBoxes = kStagedBoxes_;  // of 16 rows and 128 bytes of d, for each warp
   static constexpr int kBand = 8;
@@ -34,7 +45,7 @@ struct Config {
 
   // Shared memory, in order; tiles and boxes must lie on 1024 bytes.
   static constexpr int kBytesZeros = kMode == Mode::kFast ? 0 : 1024;
-  static constexpr int kBytesA = kBM * kBK, kBytesB = kBN * kBK, kBytesBox = 16 * 128;
+  static constexpr int kBytesA = kBM * kLine, kBytesB = kBN * kLine, kBytesBox = 16 * 128;
   static constexpr int kBytesStaging = kMathWarps * kStagedBoxes * kBytesBox;
   // Of a step, the scales of its rows, and four, of which one is that of all columns: TMA traps where a box
   // begins with anything but a multiple of 16 bytes. Rows come in multiples of four (hopper.h). In shared memory a box
@@ -45,11 +56,13 @@ struct Config {
   static constexpr int kBytesLoaded = kBytesA + kBytesB + (kMode == Mode::kBlock ? 4 * (kBoxScalesA + kBoxScalesB) : 0);
   static constexpr int kBytes = 1024 + kBytesZeros + kStages * (kBytesA + kBytesB + kBytesScales) + kBytesStaging +
                                 2 * kStages * static_cast<int>(sizeof(uint64_t));
-  static_assert(kBytes <= 227 * 1024);
+  static_assert(kBytes <= kSharedBytes);
 
-  // Rows and columns of a cluster's tile, and rows of what is loaded at once.
+  // Rows and columns of a cluster's tile, and lines of what is loaded at once. With the summed values first, 64 rows
+  // are kBK lines, of which each block of the cluster sends half to both.
   static constexpr int kClusterM = kBM, kClusterN = 2 * kBN;
-  static constexpr int kBoxA = kBM / 2, kBoxB = kBN;
+  static constexpr int kBytes64Rows = 64 * kLine;
+  static constexpr int kBoxA = kASummedFirst ? kBK / 2 : kBM / 2, kBoxB = kBSummedFirst ? kBK : kBN;
 
   // Measured on an H200 (docs/measurements.md). The tensor cores alone would take 4 cycles for each row of a step. With
   // scales of blocks, what counts is the time at the power limit: three warpgroups take 2% more of it.

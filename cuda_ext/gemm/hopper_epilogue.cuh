@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "gemm/hopper_config.cuh"
+#include "gemm/hopper_groups.cuh"
 #include "gemm/hopper_ptx.cuh"
 
 namespace te::gemm::hopper {
@@ -39,24 +40,27 @@ struct Pair<__half> {
 template <typename C>
 class Epilogue {
  public:
-  __device__ Epilogue(const Arguments& arguments, float (&total)[C::kSubtiles][C::kBN / 2], int product, int m0, int n0,
-                      uint32_t staging)
+  __device__ Epilogue(const Arguments& arguments, float (&total)[C::kSubtiles][C::kBN / 2], const Place& place,
+                      int group_row, int n0, uint32_t staging)
       : arguments_(arguments),
         p_(arguments.problem),
         total_(total),
         lane_(threadIdx.x % 32),
-        product_(product),
-        row_(m0 + threadIdx.x / 32 % 4 * 16),
+        product_(place.product),
+        row_(place.m0 + group_row + threadIdx.x / 32 % 4 * 16),
         column_(n0),
         staging_(staging),
-        rows_left_(static_cast<int>(p_.m) - row_),
-        columns_left_(static_cast<int>(p_.n) - n0) {}
+        rows_left_((C::kGrouping == Grouping::kRows ? place.rows : static_cast<int>(p_.m)) - row_),
+        columns_left_(static_cast<int>(p_.n) - n0),
+        rows_before_(place.first_row - row_),
+        is_zero_(C::kGrouping != Grouping::kNone && place.steps == 0) {}
 
   __device__ __forceinline__ void Run() {
-    if constexpr (C::kMode != Mode::kBlock) {  // there the sums are scaled already
+    // With blocks the sums are scaled already. Where nothing was summed, scales are those of nothing: they may be NaN.
+    if constexpr (C::kMode != Mode::kBlock && C::kFormats != Formats::kBFloat16) {
       if (p_.scaling == Scaling::kRow) {
-        ScaleRowsAndColumns();
-      } else {
+        if (!is_zero_) ScaleRowsAndColumns();
+      } else if (!is_zero_) {
         Scale(__ldg(p_.a.scales + product_ * p_.batch.a_scales_stride) *
               __ldg(p_.b.scales + product_ * p_.batch.b_scales_stride));
       }
@@ -114,7 +118,7 @@ class Epilogue {
 
   template <typename T>
   __device__ __forceinline__ void Finish() {
-    if (p_.bias != nullptr) AddBias<T>();
+    if (p_.bias != nullptr && !is_zero_) AddBias<T>();
     // TMA adds float32 itself; sums of 16-bit values are rounded once, here.
     if (sizeof(T) == 2 && p_.accumulator != nullptr) Accumulate<T>();
     Write<T>();
@@ -180,18 +184,47 @@ class Epilogue {
       }
       AsyncProxyFence();
       __syncwarp();
+      if constexpr (C::kGrouping == Grouping::kRows) {
+#pragma unroll
+        for (int i = 0; i < C::kStagedBoxes; ++i) {
+          const int subtile = (first + i) / kBoxes, box = (first + i) % kBoxes;
+          if (!IsWhole(subtile)) WriteRows<T>(subtile, column_ + box * kBoxColumns, staging_ + i * C::kBytesBox);
+        }
+      }
       if (lane_ == 0) {
 #pragma unroll
         for (int i = 0; i < C::kStagedBoxes; ++i) {
           const int subtile = (first + i) / kBoxes, box = (first + i) % kBoxes;
+          if (C::kGrouping == Grouping::kRows && !IsWhole(subtile)) continue;
           const int column = column_ + box * kBoxColumns, row = row_ + subtile * 64;
           if (sizeof(T) == 4 && p_.accumulator != nullptr) {
             AddBox(&arguments_.d, column, row, product_, staging_ + i * C::kBytesBox);
           } else {
-            StoreBox(&arguments_.d, column, row, product_, staging_ + i * C::kBytesBox);
+            const int of_d = C::kGrouping == Grouping::kRows ? 0 : product_;
+            StoreBox(&arguments_.d, column, row, of_d, staging_ + i * C::kBytesBox);
           }
         }
         BulkCommit();
+      }
+    }
+  }
+
+  // Whether all of a subtile's rows are to be written.
+  __device__ __forceinline__ bool IsWhole(int subtile) const {
+    return subtile * 64 >= rows_before_ && subtile * 64 + 16 <= rows_left_;
+  }
+
+  // Writes those rows of a staged box that are of the range. TMA would write all.
+  template <typename T>
+  __device__ __forceinline__ void WriteRows(int subtile, int column, uint32_t box) const {
+    T* const d = static_cast<T*>(p_.d);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 4 * i + lane_ / 8, chunk = lane_ % 8, of_chunk = column + chunk * (16 / sizeof(T));
+      const bool is_of_range = subtile * 64 + row >= rows_before_ && subtile * 64 + row < rows_left_;
+      if (is_of_range && of_chunk < p_.n) {
+        const int64_t to = static_cast<int64_t>(row_ + subtile * 64 + row) * p_.n + of_chunk;
+        *reinterpret_cast<uint4*>(d + to) = LoadSharedChunk(box + row * 128 + (chunk ^ row & 7) * 16);
       }
     }
   }
@@ -230,6 +263,8 @@ class Epilogue {
   const int product_, row_, column_;  // of d, where the warp's first subtile begins
   const uint32_t staging_;
   const int rows_left_, columns_left_;
+  const int rows_before_;  // of the range that the tile belongs to
+  const bool is_zero_;
 };
 
 }  // namespace te::gemm::hopper

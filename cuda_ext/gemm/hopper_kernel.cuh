@@ -11,6 +11,9 @@
 // `WgmmaWait` to the next `Wgmma` is what counts. So whether the next step's tiles are there is asked before the last
 // sums of a step are added. Scales of blocks come with the tiles they belong to.
 //
+// Rows may come in groups whose sizes are on the device (hopper_groups.cuh), and then operands may be bfloat16: 128
+// bytes of k are 64 values, and the instructions, registers and shared memory of a step are the same.
+//
 // FLOPs 2mnk; bytes mk + nk + mn · size of d, once each, as long as the tiles of concurrent blocks share their rows in
 // L2: blocks walk the results, one below the other, in bands of kBand cluster tiles. The floor is that of the tensor
 // cores, 4096 products a cycle and multiprocessor.
@@ -18,19 +21,21 @@
 
 #include "gemm/hopper_config.cuh"
 #include "gemm/hopper_epilogue.cuh"
+#include "gemm/hopper_groups.cuh"
 #include "gemm/hopper_ptx.cuh"
 #include "gemm/hopper_wgmma.cuh"
 
 namespace te::gemm::hopper {
 
-// Where the tiles of a block lie, in the order in which it computes them. It remembers one number: registers are dear.
+// Where the tiles of a block lie, in the order in which it computes them, without groups. It remembers one number:
+// registers are dear.
 template <typename C>
 class Tiles {
  public:
   __device__ Tiles() : next_(blockIdx.x / 2) {}
 
-  // Tiles of rows are counted through all products of a batch: see `RowsOf`.
-  __device__ __forceinline__ bool Next(const Problem& p, int* row_tile, int* n) {
+  // Tiles of rows are counted through all products of a batch: see `PlaceOf`.
+  __device__ __forceinline__ bool Next(const Problem& p, Tile* tile) {
     const int rows = static_cast<int>(p.batch.count) * CeilDiv(p.m, C::kClusterM);
     const int columns = CeilDiv(p.n, C::kClusterN);
     if (next_ >= rows * columns) return false;
@@ -38,26 +43,58 @@ class Tiles {
     const int band = next_ / (C::kBand * columns);
     const int rows_of_band = min(C::kBand, rows - band * C::kBand);
     const int within = next_ - band * C::kBand * columns;
-    *row_tile = band * C::kBand + within % rows_of_band;
-    *n = within / rows_of_band * C::kClusterN + rank * C::kBN;
+    tile->row_tile = band * C::kBand + within % rows_of_band;
+    tile->n0 = within / rows_of_band * C::kClusterN + rank * C::kBN;
     next_ += gridDim.x / 2;
     return true;
+  }
+
+  static __device__ __forceinline__ Place PlaceOf(const Problem& p, const Tile& tile) {
+    const int rows = static_cast<int>(p.m), steps = CeilDiv(p.k, C::kBK);
+    // Dividing costs up to 2% (docs/measurements.md).
+    if (p.batch.count == 1) return {0, tile.row_tile * C::kClusterM, 0, rows, 0, steps};
+    const int tiles = CeilDiv(p.m, C::kClusterM), product = tile.row_tile / tiles;
+    return {product, (tile.row_tile - product * tiles) * C::kClusterM, 0, rows, 0, steps};
   }
 
  private:
   int next_;
 };
 
-// The product of a batch that a tile of rows belongs to, and the row at which it begins there.
-struct Rows {
-  int product, first;
-};
+// Loads a block's share of 128 bytes of k of a's rows, and sends it to both blocks of the cluster.
+template <typename C>
+__device__ __forceinline__ void LoadA(const CUtensorMap* map, uint32_t to, int k, int row, int product, uint32_t rank,
+                                      uint32_t barrier) {
+  const int half = rank * C::kBoxA;  // in lines
+  if constexpr (C::kASummedFirst) {
+#pragma unroll
+    for (int rows = 0; rows < C::kBM / 64; ++rows) {
+      LoadBoxMulticast(to + rows * C::kBytes64Rows + half * C::kLine, map, row + 64 * rows, k + half, product, barrier,
+                       3);
+    }
+  } else {
+    LoadBoxMulticast(to + half * C::kLine, map, k, row + half, product, barrier, 3);
+  }
+}
 
 template <typename C>
-__device__ __forceinline__ Rows RowsOf(const Problem& p, int row_tile) {
-  if (p.batch.count == 1) return {0, row_tile * C::kClusterM};  // dividing costs up to 2% (docs/measurements.md)
-  const int tiles = CeilDiv(p.m, C::kClusterM), product = row_tile / tiles;
-  return {product, (row_tile - product * tiles) * C::kClusterM};
+__device__ __forceinline__ void LoadB(const CUtensorMap* map, uint32_t to, int k, int row, int product,
+                                      uint32_t barrier) {
+  if constexpr (C::kBSummedFirst) {
+#pragma unroll
+    for (int rows = 0; rows < C::kBN / 64; ++rows) {
+      LoadBox(to + rows * C::kBytes64Rows, map, row + 64 * rows, k, product, barrier);
+    }
+  } else {
+    LoadBox(to, map, k, row, product, barrier);
+  }
+}
+
+// Where b's scales of blocks of a product begin, in what TMA knows of them.
+template <typename C>
+__device__ __forceinline__ int FirstColumnScale(const Arguments& arguments, int product) {
+  const int first = product * static_cast<int>(arguments.problem.batch.b_scales_stride);
+  return C::kGrouping == Grouping::kNone ? first : first + arguments.groups.b_scales_before;
 }
 
 // A place in the ring of stages, and the parity of its round.
@@ -91,7 +128,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
   extern __shared__ uint8_t shared[];
   const Problem& p = arguments.problem;
   const uint32_t rank = ClusterRank();
-  const int steps = CeilDiv(p.k, C::kBK), rows = static_cast<int>(p.m);
+  const int all_steps = CeilDiv(p.k, C::kBK), rows = static_cast<int>(p.m);
 
   // Zeros first: compute-sanitizer takes the product of them, all of whose rows are the same eight, for one of a whole
   // tile, which must lie in shared memory.
@@ -102,6 +139,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
   const uint32_t scales = staging + C::kBytesStaging;
   const uint32_t full = scales + C::kStages * C::kBytesScales;
   const uint32_t empty = full + 8 * C::kStages;
+  const RangeTable<C> table(arguments.groups, empty + 8 * C::kStages);
 
   if (threadIdx.x == 0) {
     PrefetchTensorMap(&arguments.a);
@@ -121,27 +159,39 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     if (threadIdx.x < C::kBytesZeros / 8) StoreShared(zeros + 8 * threadIdx.x, 0.0f, 0.0f);
     AsyncProxyFence();
   }
+  if constexpr (C::kGrouping != Grouping::kNone) table.Stage();
   ClusterSync();
 
-  Tiles<C> tiles;
+  auto tiles = [&] {
+    if constexpr (C::kGrouping == Grouping::kNone) {
+      return Tiles<C>();
+    } else {
+      return GroupedTiles<C>(arguments.groups, table);
+    }
+  }();
   Ring<C::kStages> ring;
-  int row_tile, n0;
+  Tile tile;
   if (threadIdx.x >= 32 * C::kMathWarps) {
     GiveRegisters<C::kFeedRegisters>();
-    if (threadIdx.x == 32 * C::kMathWarps) {
-      while (tiles.Next(p, &row_tile, &n0)) {
-        const auto [product, m0] = RowsOf<C>(p, row_tile);
+    // One thread feeds. With groups its warp finds the tiles.
+    constexpr bool kWarpFeeds = C::kGrouping != Grouping::kNone;
+    if ((kWarpFeeds ? threadIdx.x / 32 * 32 : threadIdx.x) == 32 * C::kMathWarps) {
+      while (tiles.Next(p, &tile)) {
+        const auto [product, m0, first_row, end_row, first_step, steps] = tiles.PlaceOf(p, tile);
+        const int n0 = tile.n0;
+        const int of_a = C::kGrouping == Grouping::kNone ? product : 0;
         const int of_b = p.batch.b_stride != 0 ? product : 0;
         const int first_row_scale = product * static_cast<int>(p.batch.a_scales_stride) + m0;
-        const int first_column_scale = product * static_cast<int>(p.batch.b_scales_stride) + n0 / C::kBN * steps;
-        for (int step = 0; step < steps; ++step, ring.Advance()) {
+        const int first_column_scale = FirstColumnScale<C>(arguments, product) + n0 / C::kBN * all_steps;
+        if (kWarpFeeds && threadIdx.x != 32 * C::kMathWarps) continue;
+        for (int i = 0; i < steps; ++i, ring.Advance()) {
+          const int step = first_step + i;
           const uint32_t barrier = full + 8 * ring.stage;
           const uint32_t to_a = tiles_a + ring.stage * C::kBytesA, to_b = tiles_b + ring.stage * C::kBytesB;
           BarrierWait(empty + 8 * ring.stage, ring.parity ^ 1);
           BarrierExpect(barrier, C::kBytesLoaded);
-          const int half = rank * C::kBoxA;
-          LoadBoxMulticast(to_a + half * C::kBK, &arguments.a, step * C::kBK, m0 + half, product, barrier, 3);
-          LoadBox(to_b, &arguments.b, step * C::kBK, n0, of_b, barrier);
+          LoadA<C>(&arguments.a, to_a, step * C::kBK, m0, of_a, rank, barrier);
+          LoadB<C>(&arguments.b, to_b, step * C::kBK, n0, of_b, barrier);
           if constexpr (C::kMode == Mode::kBlock) {
             const uint32_t to = scales + ring.stage * C::kBytesScales;
             LoadBox(to, &arguments.a_scales, first_row_scale + step * rows, 0, barrier);
@@ -162,26 +212,64 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       if (empty_of_lane != 0) BarrierArrive(empty_of_lane + 8 * stage);
     };
     // The same in all lanes, which the compiler does not see.
-    const uint32_t first_a = __shfl_sync(~0u, TileAddress(tiles_a + group_row * C::kBK), 0);
+    const uint32_t first_a = __shfl_sync(~0u, TileAddress(tiles_a + group_row * C::kLine), 0);
     const uint32_t first_b = __shfl_sync(~0u, TileAddress(tiles_b), 0);
     // Products of 64 rows of a stage, from row `row` of the warpgroup's, into d.
     auto multiply = [&](float (&d)[C::kBN / 2], int row, bool add) {
-      const uint32_t a = first_a + ring.stage * (C::kBytesA >> 4) + row * (C::kBK >> 4);
+      const uint32_t a = first_a + ring.stage * (C::kBytesA >> 4) + row * (C::kLine >> 4);
       const uint32_t b = first_b + ring.stage * (C::kBytesB >> 4);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        Wgmma<C::kFormats>(d, TileDescriptor(a + 2 * k), TileDescriptor(b + 2 * k), add || k > 0);
+      for (int k = 0; k < 4; ++k) {  // a quarter of the 128 bytes of a line, or of the lines of 64 rows
+        const uint32_t a_k = a + k * (C::kASummedFirst ? C::kBytes64Rows / 4 >> 4 : 2);
+        const uint32_t b_k = b + k * (C::kBSummedFirst ? C::kBytes64Rows / 4 >> 4 : 2);
+        const uint64_t of_a = C::kASummedFirst ? SummedFirst(TileDescriptor(a_k)) : TileDescriptor(a_k);
+        const uint64_t of_b = C::kBSummedFirst ? SummedFirst(TileDescriptor(b_k)) : TileDescriptor(b_k);
+        Wgmma<C::kFormats, C::kASummedFirst, C::kBSummedFirst>(d, of_a, of_b, add || k > 0);
+      }
+    };
+    // Where sums are grouped, takes what is not of the group out of the tiles of a step.
+    auto keep_group = [&](const Place& place, int step) {
+      if constexpr (C::kGrouping == Grouping::kSums) {
+        if (step != 0 && step != place.steps - 1) return;
+        const int k0 = (place.first_step + step) * C::kBK;
+        const int first = table.Row(tile.range) - k0, last = table.Row(tile.range + 1) - k0;
+        if (first <= 0 && last >= C::kBK) return;
+        KeepSummed<C, C::kASummedFirst, C::kBytesA>(tiles_a + ring.stage * C::kBytesA, first, last, threadIdx.x);
+        KeepSummed<C, C::kBSummedFirst, C::kBytesB>(tiles_b + ring.stage * C::kBytesB, first, last, threadIdx.x);
+        AsyncProxyFence();
+        SyncThreads<32 * C::kMathWarps>();
       }
     };
 
     // Where a lane's scales lie in the first stage.
     const uint32_t scales_of_rows = Kept(scales + 4 * (group_row + warp % 4 * 16 + lane / 4));
     const uint32_t scale_of_columns = scales + C::kBytesRowScales;
-    while (tiles.Next(p, &row_tile, &n0)) {
+    while (tiles.Next(p, &tile)) {
+      const Place before = tiles.PlaceOf(p, tile);
+      const int steps = before.steps, n0 = tile.n0;
+      if constexpr (C::kGrouping == Grouping::kRows) {
+        // Others have the tensor cores to themselves where no row of this warpgroup is written.
+        const int first = before.m0 + group_row;
+        if (first >= before.rows || first + 64 * C::kSubtiles <= before.first_row) {
+          for (int step = 0; step < steps; ++step, ring.Advance()) {
+            BarrierWait(full + 8 * ring.stage, ring.parity);
+            release(ring.stage);
+          }
+          continue;
+        }
+      }
       float total[C::kSubtiles][C::kBN / 2];
       if constexpr (C::kMode == Mode::kFast) {
+        if constexpr (C::kGrouping != Grouping::kNone) {
+#pragma unroll
+          for (int s = 0; s < C::kSubtiles; ++s) {
+#pragma unroll
+            for (int i = 0; i < C::kBN / 2; ++i) total[s][i] = 0.0f;  // there may be no steps
+          }
+        }
         for (int step = 0; step < steps; ++step, ring.Advance()) {
           BarrierWait(full + 8 * ring.stage, ring.parity);
+          keep_group(before, step);
 #pragma unroll
           for (int s = 0; s < C::kSubtiles; ++s) Pin(total[s]);
           WgmmaFence();
@@ -194,19 +282,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
           if (step > 0) release(ring.stage == 0 ? C::kStages - 1 : ring.stage - 1);
         }
         WgmmaWait<0>();
-        release(ring.stage == 0 ? C::kStages - 1 : ring.stage - 1);
+        if (C::kGrouping == Grouping::kNone || steps > 0) release(ring.stage == 0 ? C::kStages - 1 : ring.stage - 1);
 #pragma unroll
         for (int s = 0; s < C::kSubtiles; ++s) Pin(total[s]);
       } else {
         static_assert(C::kMode != Mode::kBlock || C::kBN == 128);
 #pragma unroll
         for (int s = 0; s < C::kSubtiles; ++s) ClearOutOfStep<C>(total[s], TileDescriptor(TileAddress(zeros), 0));
-        const int first_of_product = RowsOf<C>(p, row_tile).product * static_cast<int>(p.batch.b_scales_stride);
+        const int first_of_product = FirstColumnScale<C>(arguments, before.product) + before.first_step;
         uint32_t column =
-            4 * (first_of_product + n0 / C::kBN * steps & 3);  // of the columns' scale in its box, in bytes
+            4 * (first_of_product + n0 / C::kBN * all_steps & 3);  // of the columns' scale in its box, in bytes
         bool ready = BarrierTest(full + 8 * ring.stage, ring.parity);
         for (int step = 0; step < steps; ++step) {
           if (!ready) BarrierWait(full + 8 * ring.stage, ring.parity);
+          keep_group(before, step);
           const uint32_t of_rows = scales_of_rows + ring.stage * C::kBytesScales;
           const uint32_t of_columns = scale_of_columns + ring.stage * C::kBytesScales + column;
           float partial[C::kBN / 2];
@@ -250,8 +339,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         }
       }
 
-      const auto [product, m0] = RowsOf<C>(p, row_tile);
-      Epilogue<C>(arguments, total, product, m0 + group_row, n0, warp_staging).Run();
+      // Once more, rather than keep it in registers.
+      Epilogue<C>(arguments, total, tiles.PlaceOf(p, tile), group_row, n0, warp_staging).Run();
     }
     if (lane == 0) BulkWaitRead();  // shared memory must outlive what is sent from it
   }

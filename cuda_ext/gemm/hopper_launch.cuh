@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "common/cuda_status.h"
 #include "common/once_per_device.h"
@@ -72,18 +73,20 @@ double Cycles(const Problem& problem, int clusters) {
   return rounds * (CeilDiv(problem.k, C::kBK) * C::kStepCycles + C::kTileCycles);
 }
 
+// Describes the arrays of a batch of products, or of groups, each of which is one of them.
 template <typename C>
-Status Launch(cudaStream_t stream, const Problem& problem, const Device& device) {
-  Arguments arguments;
+Status Describe(Arguments& arguments, const Problem& problem) {
   arguments.problem = problem;
   const StridedBatch& batch = problem.batch;
-  auto describe = [&](CUtensorMap& map, Type type, const void* data, int64_t rows, int64_t columns, int64_t stride,
-                      int box_rows) {
-    return DescribeMatrices(&map, type, data, rows, columns, batch.count, stride, box_rows);
+  auto describe = [&](CUtensorMap& map, Type type, const void* data, int64_t rows, int64_t columns, bool rows_last,
+                      int64_t stride, int box_lines) {
+    if (rows_last) std::swap(rows, columns);
+    return DescribeMatrices(&map, type, data, rows, columns, batch.count, stride, box_lines);
   };
-  if (!describe(arguments.a, problem.a.type, problem.a.data, problem.m, problem.k, batch.a_stride, C::kBoxA) ||
-      !describe(arguments.b, problem.b.type, problem.b.data, problem.n, problem.k, batch.b_stride, C::kBoxB) ||
-      !describe(arguments.d, problem.d_type, problem.d, problem.m, problem.n, batch.d_stride, 16)) {
+  const Operand &a = problem.a, &b = problem.b;
+  if (!describe(arguments.a, a.type, a.data, problem.m, problem.k, C::kASummedFirst, batch.a_stride, C::kBoxA) ||
+      !describe(arguments.b, b.type, b.data, problem.n, problem.k, C::kBSummedFirst, batch.b_stride, C::kBoxB) ||
+      !describe(arguments.d, problem.d_type, problem.d, problem.m, problem.n, false, batch.d_stride, 16)) {
     return Status::Failed("cuTensorMapEncodeTiled refuses the operands");
   }
 
@@ -91,20 +94,32 @@ Status Launch(cudaStream_t stream, const Problem& problem, const Device& device)
     const int64_t steps = CeilDiv(problem.k, C::kBK), column_blocks = CeilDiv(problem.n, C::kBN);
     const int64_t row_scales = (batch.count - 1) * batch.a_scales_stride + steps * problem.m;
     const int64_t column_scales = (batch.count - 1) * batch.b_scales_stride + column_blocks * steps;
+    const int before = arguments.groups.b_scales_before;
     if (!DescribeRow(&arguments.a_scales, problem.a.scales, row_scales, C::kBoxScalesA) ||
-        !DescribeRow(&arguments.b_scales, problem.b.scales, column_scales, C::kBoxScalesB)) {
+        !DescribeRow(&arguments.b_scales, problem.b.scales - before, before + column_scales, C::kBoxScalesB)) {
       return Status::Failed("cuTensorMapEncodeTiled refuses the scales");
     }
   }
+  return Status::Ok();
+}
 
+template <typename C>
+Status Start(cudaStream_t stream, const Arguments& arguments, int clusters, int bytes_of_table) {
   static OncePerDevice attributes;
-  const cudaError_t error = attributes.Run(
-      [] { return cudaFuncSetAttribute(Multiply<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes); });
+  const cudaError_t error = attributes.Run([] {
+    constexpr int kBytes = C::kGrouping == Grouping::kNone ? C::kBytes : kSharedBytes;
+    return cudaFuncSetAttribute(Multiply<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  });
   if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
-
-  const int clusters = std::min(ClusterTiles<C>(problem), device.clusters);
-  Multiply<C><<<2 * clusters, C::kThreads, C::kBytes, stream>>>(arguments);
+  Multiply<C><<<2 * clusters, C::kThreads, C::kBytes + bytes_of_table, stream>>>(arguments);
   return Check(cudaGetLastError(), "kernel launch");
+}
+
+template <typename C>
+Status Launch(cudaStream_t stream, const Problem& problem, const Device& device) {
+  Arguments arguments{};
+  if (Status s = Describe<C>(arguments, problem); !s.ok()) return s;
+  return Start<C>(stream, arguments, std::min(ClusterTiles<C>(problem), device.clusters), 0);
 }
 
 // The configuration of fewest cycles.

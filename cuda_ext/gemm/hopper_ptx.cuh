@@ -78,12 +78,17 @@ __device__ __forceinline__ void Pin(float (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 
-// Describes a K-major tile of FP8 with rows of 128 bytes, swizzled by 128 bytes: groups of eight rows are 1024 bytes
-// apart. Units of 16 bytes, so that `TileAddress(address) + n` lies 16 n bytes further.
+// Describes a tile of lines of 128 bytes, swizzled by 128 bytes: groups of eight lines are 1024 bytes apart. Units of
+// 16 bytes, so that `TileAddress(address) + n` lies 16 n bytes further. A line is a row, all of whose values are summed
+// over. Or the summed values come first: then a line is 64 values of 16 bits, one for each of 64 rows, and further rows
+// lie 64 lines away (`SummedFirst`).
 __device__ __forceinline__ uint32_t TileAddress(uint32_t address) { return (address & 0x3FFFF) >> 4; }
 __device__ __forceinline__ uint64_t TileDescriptor(uint32_t tile_address, uint32_t group_stride = 1024) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   return kSwizzle128 | uint64_t{group_stride >> 4} << 32 | tile_address;
+}
+__device__ __forceinline__ uint64_t SummedFirst(uint64_t descriptor) {
+  return descriptor | uint64_t{64 * 128 >> 4} << 16;
 }
 
 __device__ __forceinline__ void StoreMatrices(uint32_t to, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
@@ -96,6 +101,35 @@ __device__ __forceinline__ float LoadShared(uint32_t from) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
   return x;
+}
+
+__device__ __forceinline__ int LoadSharedInt(uint32_t from) {
+  int x;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void StoreShared(uint32_t to, int x) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ uint4 LoadSharedChunk(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void StoreShared(uint32_t to, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+// Until so many threads of the block, in whole warps, are here.
+template <int kThreads>
+__device__ __forceinline__ void SyncThreads() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
 __device__ __forceinline__ void StoreShared(uint32_t to, float x, float y) {

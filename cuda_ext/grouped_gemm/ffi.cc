@@ -1,5 +1,3 @@
-#ifndef TE_JAX_CUDA  // there is no CUDA kernel
-
 #include "gemm/ffi_types.h"
 #include "grouped_gemm/grouped_gemm.h"
 
@@ -130,6 +128,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_grouped_gemm, te::grouped_gemm::Handle,
                                   .Attr<bool>("grouped_sums")
                                   .Attr<bool>("b_summed_first")
                                   .Attr<std::string_view>("scaling")
-                                  .Attr<bool>("accumulate"));
-
-#endif  // TE_JAX_CUDA
+                                  .Attr<bool>("accumulate"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

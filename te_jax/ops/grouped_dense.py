@@ -23,7 +23,7 @@ from te_jax.ops._fp8 import Fp8
 from te_jax.ops._operands import as_array, one_for_each
 from te_jax.ops._plain_dense import added_once, validate_accumulated
 from te_jax.ops.dense import quantize_kernel
-from te_jax.ops.grouped_gemm import grouped_gemm, grouped_native
+from te_jax.ops.grouped_gemm import cuda_problem, grouped_gemm, grouped_native
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, Recipe, Role
 from te_jax.sharding import Layout
@@ -132,8 +132,8 @@ def grouped_dense(
         )
     for named in zip(kernels.items(), biases.items(), accumulators.items(), strict=True):
         _validate(x, group_sizes, recipe, *named)
-    # Quantization has a CUDA kernel, products have none.
-    products: native.Implementation = "native" if grouped_native(implementation) else "reference"
+    problem = _problem(recipe, x, tuple(kernels.values()))
+    products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
     quantization = products if recipe is None else implementation_for(implementation, recipe)
     layer = _Layer(recipe, quantization, products, accumulate)
     operands = (x, *(tuple(named.values()) for named in (kernels, biases, accumulators)))
@@ -266,14 +266,25 @@ def _accumulated(layer: _Layer, wgrad: Any, accumulator: Array, *operands: Any) 
 
 
 def _sum_of_rows(layer: _Layer, dy: Array, group_sizes: Array) -> Array:
-    """Float32 [experts, out]: the sum of the rows of each expert, as a product with a column of ones."""
+    """Float32 [experts, out]: the sum of the rows of each expert, as a product with ones, of as many columns as a GPU
+    needs."""
     dy = not_differentiated(dy, _REVERSE_MODE)
-    ones = sharding.varying_over(jnp.ones((dy.shape[0], 1), dy.dtype), sharding.varying_axes(dy))
+    columns = 1 if native.compute_capability() is None else 8
+    ones = sharding.varying_over(jnp.ones((dy.shape[0], columns), dy.dtype), sharding.varying_axes(dy))
+    if cuda_problem(None, dy.dtype, group_sizes.shape[0], dy.shape[1], columns):
+        layer = dataclasses.replace(layer, products="reference")
     # dy first: under vmap of a split dimension the first operand says how examples lie, and ones are the same for all.
     return layer.gemm(dy, ones, group_sizes, lhs_contracting="rows", out_dtype=jnp.float32)[..., 0]
 
 
 # ----------------------------------------------------------------------------------------------------- arguments
+
+
+def _problem(recipe: Recipe | None, x: Array, kernels: tuple[Any, ...]) -> str | None:
+    """Why a GPU cannot multiply these, forward and backward."""
+    scaling = None if recipe is None else recipe.quantization("activation").scaling
+    problems = (cuda_problem(scaling, x.dtype, *kernel.shape) for kernel in kernels)
+    return next(filter(None, problems), None)
 
 
 def _validate_recipe(recipe: Any, x: Array) -> None:

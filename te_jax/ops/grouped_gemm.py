@@ -20,7 +20,7 @@ from te_jax.ops._operands import as_array, validate_copy
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling
 
-__all__ = ["grouped_gemm", "grouped_native", "ragged_dot"]
+__all__ = ["cuda_problem", "grouped_gemm", "grouped_native", "ragged_dot"]
 
 Contracting = Literal["cols", "rows"]
 Operand = QuantizedArray | jax.typing.ArrayLike
@@ -55,9 +55,9 @@ def ragged_dot(
     The contract is that of `jax.lax.ragged_dot`: rows of no group are zero, and what lhs holds there reaches neither
     the result nor a gradient; empty groups get gradients of zero; sizes beyond the rows are cut off. Beyond it, every
     combination of operands may be under `vmap`, where rows of several examples share the matrices without a copy, and
-    `group_offset` is implemented. On a CPU the native kernel multiplies the rows that there are, once, forward and
-    backward. There is no CUDA kernel: on a GPU implementation=None takes the reference, a loop over groups that
-    multiplies all rows in each.
+    `group_offset` is implemented. The native kernels multiply the rows that there are, once, forward and backward. On
+    a GPU they do so for bfloat16 in and out, with k and n multiples of 8; otherwise implementation=None takes the
+    reference there, a loop over groups that multiplies all rows in each.
 
     Args:
       lhs: [rows, k], float32, bfloat16 or float16.
@@ -95,7 +95,8 @@ def ragged_dot(
     _validate_groups(group_sizes, group_offset, rhs.shape[0], "rhs has")
     wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
     dtype = as_dtype("preferred_element_type is", wanted, FLOATS, FLOAT_NAMES)
-    use_native = grouped_native(implementation)
+    plain = lhs.dtype if lhs.dtype == dtype else np.dtype(np.float32)  # in which the gradients are
+    use_native = grouped_native(implementation, cuda_problem(None, plain, *rhs.shape))
     bounds = group_bounds(group_sizes, group_offset, rhs.shape[0], lhs.shape[0])
     if not use_native and not sharding.is_explicit(lhs, rhs):
         return _run({"a": lhs, "b": rhs, "bounds": bounds}, _rows_spec(dtype, native=False))
@@ -132,8 +133,9 @@ def grouped_gemm(
     float32, and the result is rounded once. Operands may be sharded over their features; rows and groups are whole on
     every device, or each device's own inside `shard_map`. The native kernel has no derivative: use `ragged_dot`.
 
-    There is no CUDA kernel: on a GPU implementation=None takes the reference, a loop over groups that multiplies all
-    rows in each.
+    On a GPU (compute capability 9.0) the native kernel multiplies FP8, with block scaling of multiples of 4 outer
+    values in lhs, and bfloat16 with k and n multiples of 8; for others implementation=None takes the reference there,
+    a loop over groups that multiplies all rows in each.
 
     Args:
       lhs: [rows, k], a QuantizedArray, or float32, bfloat16 or float16.
@@ -213,7 +215,8 @@ def grouped_gemm(
     if accumulator is not None and accumulator.dtype != dtype:
         raise ValueError(f"accumulator has dtype {accumulator.dtype} and out_dtype is {dtype}; they must be the same")
     reads = as_flag("accumulate", accumulate)
-    use_native = grouped_native(implementation)
+    of_lhs = a.outer if sums or a.scaling is not None else a.summed
+    use_native = grouped_native(implementation, cuda_problem(a.scaling, a.values.dtype, groups, of_lhs, b.outer))
     spec = GroupedSpec(
         grouped_sums=sums,
         b_summed_first=not sums and a.scaling is None and rhs_contracting == "rows",
@@ -235,10 +238,41 @@ def grouped_gemm(
     return _run({name: arrays[name] for name in spec.operands}, spec)
 
 
-def grouped_native(implementation: native.Implementation | None) -> bool:
+def grouped_native(implementation: native.Implementation | None, problem: str | None) -> bool:
     """Whether te_grouped_gemm multiplies."""
-    problem = "te_jax has no CUDA kernel for grouped GEMMs; use implementation='reference'"
-    return native.use_native(implementation, problem if native.has_gpu() else None)
+    problem = problem and f"{problem}; use implementation='reference'"
+    return native.use_native(implementation, problem)
+
+
+def cuda_problem(scaling: Scaling | None, dtype: np.dtype, groups: int, of_lhs: int, n: int) -> str | None:
+    """Why the default backend's GPU cannot multiply groups, if it is one and cannot.
+
+    Args:
+      scaling: of lhs, None for plain operands.
+      dtype: of both operands, if they are plain.
+      groups: number of them.
+      of_lhs: values in a row of plain lhs; outer values of a quantized one.
+      n: values in a row of the result.
+    """
+    capability = native.compute_capability()
+    if capability is None:
+        return None
+    if capability != (9, 0):
+        have = f"{capability[0]}.{capability[1]}"
+        return f"grouped GEMMs need CUDA compute capability 9.0 exactly, and this GPU has {have}"
+    if groups > _MOST_GROUPS:
+        return f"there are {groups} groups, and the CUDA kernel of grouped GEMMs takes up to {_MOST_GROUPS}"
+    if scaling == "block_1x128" and of_lhs % 4:
+        return f"lhs has {of_lhs} outer values, and grouped GEMMs of blocks need a multiple of 4 on a GPU"
+    if scaling is None and dtype != np.dtype(jnp.bfloat16):
+        return f"the operands and their gradients are {dtype}, and plain grouped GEMMs are in bfloat16 on a GPU"
+    if scaling is None and (of_lhs == 0 or of_lhs % 8 or n % 8):
+        return f"rows have {of_lhs} and {n} values, and plain grouped GEMMs need positive multiples of 8 on a GPU"
+    return None
+
+
+_MOST_GROUPS = 1500
+"""Whose bounds have room in shared memory beside the tiles."""
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.

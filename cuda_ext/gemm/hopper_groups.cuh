@@ -1,0 +1,215 @@
+// Rows in groups, for the kernel: which tile a block computes next, and which values it must leave out.
+//
+// The bounds of groups are data. Every block stages them once, as the rows at which ranges begin: for each part of the
+// rows the one before its first group, the groups, and the one after them. With them stands the number of tiles of rows
+// before each range, so that a warp finds the range of a tile by one comparison in every lane. Ranges without rows have
+// no tiles. All roles of a block derive the same order of tiles from this table: no role waits for another's.
+//
+// Groups may begin at any row. If rows of d are grouped, loads reach rows of other groups or of none: a row of a
+// touches the same row of d only, so it is enough that the epilogue writes the rows of its range alone, by TMA where
+// all rows of a box are such, by threads otherwise. Ranges of no group have no steps and get zeros. If the summed rows
+// are grouped, the first and last step of a group may hold other rows. Threads set these to zero in shared memory, of
+// both operands, since 0 · NaN is NaN. A step that lies in two groups is loaded for both.
+//
+// FLOPs 2nk for each row in a group, rounded up to the 64 rows of a warpgroup at the end of a group, or where sums are
+// grouped 2mn for each row, rounded up to steps. Bytes: a and d once, b once for each group, as far as the tiles of a
+// band share them in L2. 8 experts of 4096 × 14336 for 32768 rows are bound by the tensor cores; 128 of 2048 × 768 with
+// 512 rows each write 805 MB of float32 weight gradients for 206 GFLOP, and are bound by memory.
+#pragma once
+
+#include "gemm/hopper_config.cuh"
+#include "gemm/hopper_ptx.cuh"
+
+namespace te::gemm::hopper {
+
+// The table: RangesOf + 1 rows, and where rows of d are in groups as many numbers of tiles.
+__host__ __device__ constexpr int RangesOf(const Groups& groups) { return groups.parts * (groups.count + 2); }
+
+template <typename C>
+__host__ __device__ constexpr int BytesOfTable(const Groups& groups) {
+  return 4 * (RangesOf(groups) + 1) * (C::kGrouping == Grouping::kRows ? 2 : 1);
+}
+
+// What a tile of a range is computed of, and which of it is written.
+struct Place {
+  int product;            // whose b, bias and d it is
+  int m0;                 // of the tile
+  int first_row, rows;    // those from first_row to before `rows` are written
+  int first_step, steps;  // zeros where there are none
+};
+
+// A tile as all of a block's roles count it.
+struct Tile {
+  int range;     // of rows; none without groups
+  int row_tile;  // of the range; without groups of all rows of a batch
+  int n0;
+};
+
+template <typename C>
+class RangeTable {
+ public:
+  __device__ RangeTable(const Groups& groups, uint32_t shared) : groups_(groups), rows_(shared) {}
+
+  // Fills it by all threads of the block. Whoever reads it must wait for them.
+  __device__ __forceinline__ void Stage() const {
+    const int of_part = groups_.count + 2, ranges = RangesOf(groups_);
+    for (int i = threadIdx.x; i <= ranges; i += C::kThreads) {
+      const int part = groups_.first_part + i / of_part, within = i % of_part;
+      int row = part * groups_.rows_of_part;
+      if (within > 0) {
+        const int bound = __ldg(groups_.bounds + static_cast<int64_t>(part) * (groups_.count + 1) + within - 1);
+        row += min(max(bound, 0), groups_.rows_of_part);
+      }
+      StoreShared(rows_ + 4 * i, row);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) Scan(ranges);
+  }
+
+  __device__ __forceinline__ int Row(int range) const { return LoadSharedInt(rows_ + 4 * range); }
+  __device__ __forceinline__ int TilesBefore(int range) const {
+    return LoadSharedInt(rows_ + 4 * (RangesOf(groups_) + 1 + range));
+  }
+
+  // Where the first tile of a range begins: TMA wants boxes of scales to begin at 16 bytes.
+  static __device__ __forceinline__ int FirstRow(int row) { return C::kMode == Mode::kBlock ? row & ~3 : row; }
+
+ private:
+  // Bounds below those before them are raised to these.
+  __device__ __forceinline__ void Scan(int ranges) const {
+    int row_before = 0, tiles_before = 0;
+    for (int first = 0; first <= ranges; first += 32) {
+      const int lane = threadIdx.x, i = min(first + lane, ranges), next = min(i + 1, ranges);
+      int row = Row(i);
+      const int next_row = Row(next);
+#pragma unroll
+      for (int apart = 1; apart < 32; apart *= 2) {
+        const int other = __shfl_up_sync(~0u, row, apart);
+        if (lane >= apart) row = max(row, other);
+      }
+      row = max(row, row_before);
+      row_before = __shfl_sync(~0u, row, 31);
+      if (first + lane <= ranges) StoreShared(rows_ + 4 * i, row);
+      if constexpr (C::kGrouping == Grouping::kRows) {
+        const bool has_rows = first + lane < ranges && next_row > row;
+        const int tiles = has_rows ? CeilDiv(next_row - FirstRow(row), C::kBM) : 0;
+        int through = tiles;
+#pragma unroll
+        for (int apart = 1; apart < 32; apart *= 2) {
+          const int other = __shfl_up_sync(~0u, through, apart);
+          if (lane >= apart) through += other;
+        }
+        if (first + lane <= ranges) {
+          StoreShared(rows_ + 4 * (ranges + 1 + first + lane), tiles_before + through - tiles);
+        }
+        tiles_before += __shfl_sync(~0u, through, 31);
+      }
+      __syncwarp();
+    }
+  }
+
+  const Groups& groups_;
+  const uint32_t rows_;
+};
+
+// The tiles of a block, in the order in which it computes them, where rows are in groups. One range follows another, so
+// that what runs at once shares its b in L2, and within a range bands as without groups. Called by whole warps.
+template <typename C>
+class GroupedTiles {
+ public:
+  __device__ GroupedTiles(const Groups& groups, const RangeTable<C>& table)
+      : groups_(groups), table_(table), next_(blockIdx.x / 2) {}
+
+  __device__ __forceinline__ bool Next(const Problem& p, Tile* tile) {
+    const int columns = CeilDiv(p.n, C::kClusterN);
+    int within, rows;
+    if constexpr (C::kGrouping == Grouping::kRows) {
+      const int row_tile = next_ / columns;
+      if (row_tile >= table_.TilesBefore(RangesOf(groups_))) return false;
+      tile->range = RangeOf(row_tile);
+      const int before = table_.TilesBefore(tile->range);
+      within = next_ - before * columns;
+      rows = table_.TilesBefore(tile->range + 1) - before;
+    } else {
+      rows = CeilDiv(p.m, C::kBM);
+      int group = next_ / (rows * columns);
+      // TMA adds float32 to d itself, and nothing has to be added.
+      while (p.accumulator != nullptr && p.d_type == Type::kFloat32 && group < groups_.count &&
+             table_.Row(group + 2) == table_.Row(group + 1)) {
+        next_ += gridDim.x / 2;
+        group = next_ / (rows * columns);
+      }
+      if (group >= groups_.count) return false;
+      tile->range = group + 1;
+      within = next_ - group * rows * columns;
+    }
+    const int band = within / (C::kBand * columns);
+    const int rows_of_band = min(C::kBand, rows - band * C::kBand);
+    const int of_band = within - band * C::kBand * columns;
+    tile->row_tile = band * C::kBand + of_band % rows_of_band;
+    tile->n0 = of_band / rows_of_band * C::kClusterN + ClusterRank() * C::kBN;
+    next_ += gridDim.x / 2;
+    return true;
+  }
+
+  __device__ __forceinline__ Place PlaceOf(const Problem& p, const Tile& tile) const {
+    const int begin = table_.Row(tile.range), end = table_.Row(tile.range + 1);
+    const int group = tile.range % (groups_.count + 2) - 1;
+    if constexpr (C::kGrouping == Grouping::kSums) {
+      const int first_step = begin / C::kBK;
+      return {group,      tile.row_tile * C::kBM,
+              0,          static_cast<int>(p.m),
+              first_step, end > begin ? CeilDiv(end, C::kBK) - first_step : 0};
+    }
+    const bool is_group = 0 <= group && group < groups_.count;
+    return {group, RangeTable<C>::FirstRow(begin) + tile.row_tile * C::kBM,
+            begin, end,
+            0,     is_group ? CeilDiv(p.k, C::kBK) : 0};
+  }
+
+ private:
+  // The last range with no more than so many tiles before it. Ranges come in order, so one looks no further back.
+  __device__ __forceinline__ int RangeOf(int row_tile) {
+    for (;; first_ += 32) {
+      const int range = first_ + static_cast<int>(threadIdx.x % 32);
+      const bool begun = range < RangesOf(groups_) && table_.TilesBefore(min(range, RangesOf(groups_))) <= row_tile;
+      const int count = __popc(__ballot_sync(~0u, begun));
+      if (count < 32) return first_ + count - 1;
+    }
+  }
+
+  const Groups& groups_;
+  const RangeTable<C>& table_;
+  int next_;
+  int first_ = 0;
+};
+
+// Sets values of a tile in shared memory to zero but for those of k in [first, last), counted from the tile's first. By
+// all threads that multiply, of which `thread` is one.
+template <typename C, bool kSummedFirst, int kBytes>
+__device__ __forceinline__ void KeepSummed(uint32_t tile, int first, int last, int thread) {
+  static_assert(kBytes % 16 == 0);
+  for (int chunk = thread; chunk < kBytes / 16; chunk += 32 * C::kMathWarps) {
+    const uint32_t at = tile + 16 * chunk;
+    const int line = chunk / 8;
+    if constexpr (kSummedFirst) {
+      const int k = line % C::kBK;
+      if (k < first || k >= last) StoreShared(at, uint4{});
+    } else {
+      static_assert(BytesOf(C::kFormats) == 1);
+      const int k = 16 * (chunk % 8 ^ line % 8);  // of the chunk: see `Epilogue::Stage`
+      if (k >= first && k + 16 <= last) continue;
+      uint4 values = LoadSharedChunk(at);
+      uint32_t* const words[] = {&values.x, &values.y, &values.z, &values.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int from = min(max(first - k - 4 * i, 0), 4), to = min(max(last - k - 4 * i, 0), 4);
+        const uint64_t kept = to > from ? (uint64_t{1} << 8 * to) - (uint64_t{1} << 8 * from) : 0;
+        *words[i] &= static_cast<uint32_t>(kept);
+      }
+      StoreShared(at, values);
+    }
+  }
+}
+
+}  // namespace te::gemm::hopper

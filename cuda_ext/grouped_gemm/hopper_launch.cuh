@@ -1,0 +1,87 @@
+// Choosing a tile for groups whose sizes only the device knows, and launching the kernel of one mode and pair of
+// formats.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "gemm/hopper_launch.cuh"
+#include "grouped_gemm/hopper.h"
+
+namespace te::gemm::hopper {
+
+// Tiles that are enough for rows in groups of any sizes; where sums are grouped, how many there are.
+template <typename C>
+int64_t MostGroupedTiles(const Problem& problem, const Groups& groups) {
+  const int64_t columns = CeilDiv(problem.n, C::kClusterN);
+  if (C::kGrouping == Grouping::kSums) return groups.count * columns * CeilDiv(problem.m, C::kClusterM);
+  const int64_t rows = static_cast<int64_t>(groups.parts) * groups.rows_of_part;
+  return (rows / C::kClusterM + 2 * RangesOf(groups)) * columns;
+}
+
+// As `Cycles`, for equal groups. Where rows are grouped, warpgroups without rows leave the tensor cores to others, so
+// that a group has 32 rows too many on average.
+template <typename C>
+double GroupedCycles(const Problem& problem, const Groups& groups, int clusters) {
+  const double columns = CeilDiv(problem.n, C::kClusterN);
+  if constexpr (C::kGrouping == Grouping::kSums) {
+    const int64_t tiles = MostGroupedTiles<C>(problem, groups);
+    const double steps = static_cast<double>(problem.k) / (C::kBK * std::max(groups.count, 1));
+    return static_cast<double>((tiles + clusters - 1) / clusters) * (steps * C::kStepCycles + C::kTileCycles);
+  } else {
+    const double in_groups = groups.parts * groups.count,
+                 rows = static_cast<double>(groups.parts) * groups.rows_of_part;
+    constexpr double kUnusedRows = 32 * C::kSubtiles;
+    const double tiles = columns * std::max(in_groups, (rows + kUnusedRows * in_groups) / C::kClusterM);
+    return std::max(tiles / clusters, 1.0) * (CeilDiv(problem.k, C::kBK) * C::kStepCycles + C::kTileCycles);
+  }
+}
+
+template <typename C>
+Status LaunchGrouped(cudaStream_t stream, const Problem& problem, Groups groups, const Device& device) {
+  Arguments arguments{};
+  arguments.groups = groups;
+  if (Status s = Describe<C>(arguments, problem); !s.ok()) return s;
+  // As many parts at once as have room in shared memory.
+  constexpr int kRanges = (kSharedBytes - C::kBytes) / (C::kGrouping == Grouping::kRows ? 8 : 4) - 1;
+  const int parts_at_once = kRanges / (groups.count + 2), parts = groups.parts;
+  if (parts_at_once == 0) {
+    return Status::Failed("there are " + std::to_string(groups.count) + " groups, and the GPU kernel takes " +
+                          std::to_string(kRanges - 2));
+  }
+  for (int first = 0; first < parts; first += parts_at_once) {
+    groups.first_part = first;
+    groups.parts = std::min(parts_at_once, parts - first);
+    arguments.groups = groups;
+    const int64_t tiles = MostGroupedTiles<C>(problem, groups);
+    const int clusters = static_cast<int>(std::min<int64_t>(tiles, device.clusters));
+    if (Status s = Start<C>(stream, arguments, clusters, BytesOfTable<C>(groups)); !s.ok()) return s;
+  }
+  return Status::Ok();
+}
+
+// The tiles of `RunMode`.
+template <Grouping kGrouping, Formats kFormats, Mode kMode, bool kASummedFirst = false, bool kBSummedFirst = false>
+Status RunGroupedMode(cudaStream_t stream, const Problem& problem, const Groups& groups) {
+  using First = Config<kFormats, kMode, 3, 1, 4, 2, kGrouping, kASummedFirst, kBSummedFirst>;
+  constexpr int kStages = kMode == Mode::kPromote ? 3 : 4, kStagedBoxes = kMode == Mode::kPromote ? 4 : 1;
+  using Second = Config<kFormats, kMode, 2, 2, kStages, kStagedBoxes, kGrouping, kASummedFirst, kBSummedFirst>;
+  Device device;
+  if (Status s = Check(CurrentDevice(&device), "cudaGetDevice"); !s.ok()) return s;
+  if (GroupedCycles<Second>(problem, groups, device.clusters) <
+      GroupedCycles<First>(problem, groups, device.clusters)) {
+    return LaunchGrouped<Second>(stream, problem, groups, device);
+  }
+  return LaunchGrouped<First>(stream, problem, groups, device);
+}
+
+template <Grouping kGrouping, Mode kMode>
+Status RunGroupedFormats(cudaStream_t stream, const Problem& problem, const Groups& groups) {
+  if (problem.a.type == Type::kE5M2)
+    return RunGroupedMode<kGrouping, Formats::kE5M2E4M3, kMode>(stream, problem, groups);
+  if (problem.b.type == Type::kE5M2)
+    return RunGroupedMode<kGrouping, Formats::kE4M3E5M2, kMode>(stream, problem, groups);
+  return RunGroupedMode<kGrouping, Formats::kE4M3E4M3, kMode>(stream, problem, groups);
+}
+
+}  // namespace te::gemm::hopper
