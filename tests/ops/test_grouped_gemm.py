@@ -12,7 +12,8 @@ from ops.gemm_oracle import E5M2, random_array, tolerance_of
 from ops.grouped_oracle import options_of, product, random_operands
 from parameters import in_turns
 
-from te_jax import ops, recipe
+from te_jax import native, ops, recipe
+from te_jax.native import extension
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="grouped GEMMs have no CUDA kernel")
@@ -378,3 +379,34 @@ def test_no_second_derivatives(rng):
     with pytest.raises(NotImplementedError, match="use implementation='reference'"):
         jax.grad(norm)(X, "native")
     assert jax.grad(norm)(X, "reference").any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "capability", "message"),
+    [
+        ("plain", (64, 48, 32), "bfloat16", (9, 0), None),
+        ("block", (64, 48, 32), "bfloat16", (9, 0), None),
+        ("plain", (64, 48, 32), "float32", (9, 0), "the operands and their gradients are float32, and plain grouped"),
+        ("plain", (64, 44, 32), "bfloat16", (9, 0), "rows have 44 and 32 values, and plain grouped GEMMs need"),
+        ("plain", (64, 48, 36), "bfloat16", (9, 0), "rows have 48 and 36 values"),
+        ("block", (66, 48, 32), "bfloat16", (9, 0), "lhs has 66 outer values, and grouped GEMMs of blocks need"),
+        ("tensor", (66, 48, 32), "bfloat16", (9, 0), None),
+        ("tensor", (64, 48, 32), "bfloat16", (10, 0), "need CUDA compute capability 9.0 exactly, and this GPU has"),
+    ],
+    ids=lambda value: "",
+)
+def test_unsupported_gpu(rng, kind, shape, dtype, capability, message, monkeypatch, native_kernels):
+    monkeypatch.setattr(native, "compute_capability", lambda: capability)
+    extension._warn_once.cache_clear()
+    lhs, rhs = random_operands(rng, *shape, 2, kind, "forward", dtype=dtype)
+    expected = product("forward", lhs, rhs, [10, 30])
+    run = functools.partial(ops.grouped_gemm, lhs, rhs, jnp.asarray([10, 30]), out_dtype="float32")
+    if message is None:
+        found = run(implementation="native")
+    else:
+        with pytest.raises(native.NativeUnavailableError, match=message):
+            run(implementation="native")
+        with pytest.warns(RuntimeWarning, match=message):
+            found = run()
+    assert_close(found, expected, dtype="float32", tolerance=tolerance_of("float32", kind))
+    extension._warn_once.cache_clear()
