@@ -55,7 +55,7 @@ def with_nan_in(x, rows):
                           x.transposed_scaling, x.dtype)  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "form"), itertools.product(KINDS, FORMS))
+@pytest.mark.parametrize(("kind", "form"), [*itertools.product(KINDS, FORMS)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_for_all_sizes(rng, kind, form, dtype):
     """One compiled program; tails of m, n and k; groups that begin within tiles, within blocks, and at odd rows."""
@@ -71,7 +71,7 @@ def test_values_for_all_sizes(rng, kind, form, dtype):
     assert multiply._cache_size() == 1
 
 
-@pytest.mark.parametrize(("form", "dtypes"), itertools.product(FORMS, [(E5M2, E4M3), (E4M3, E5M2)]))
+@pytest.mark.parametrize(("form", "dtypes"), [*itertools.product(FORMS, [(E5M2, E4M3), (E4M3, E5M2)])])
 @pytest.mark.parametrize("kind", ["block", "row"])
 def test_e5m2(rng, kind, form, dtypes):
     lhs, rhs = draw(rng, kind, form, lhs_dtype=dtypes[0], rhs_dtype=dtypes[1])
@@ -80,7 +80,7 @@ def test_e5m2(rng, kind, form, dtypes):
     assert_close(found, expected, dtype="float32", tolerance=tolerance_of("float32", kind))
 
 
-@pytest.mark.parametrize(("kind", "form"), itertools.product(KINDS, FORMS))
+@pytest.mark.parametrize(("kind", "form"), [*itertools.product(KINDS, FORMS)])
 @pytest.mark.parametrize("load", ["uneven", "tiny", "none has any", "multiples of 128"])
 def test_nan_in_rows_of_no_group_changes_no_bit(rng, kind, form, load):
     lhs, rhs = draw(rng, kind, form)
