@@ -155,15 +155,12 @@ def _learners(
             implementation=implementation,
         )
 
-    # Products of experts have no CUDA kernel: the default takes their reference on a GPU, and CUDA kernels elsewhere.
-    falls_back = config.experts is not None and options.implementation == "auto"
-    of_operations = None if falls_back else implementation
-    loss = _step.te_jax_loss(config, of_operations, placement)
+    loss = _step.te_jax_loss(config, implementation, placement)
     learners = {"loss": learner(config, loss)}
     # A twin differs in one thing, so that the distance of the two curves is what that costs.
     if options.compare and config.recipe is not None:
         plain = dataclasses.replace(config, recipe=None)
-        learners[f"{config.dtype}_loss"] = learner(plain, _step.te_jax_loss(plain, of_operations, placement))
+        learners[f"{config.dtype}_loss"] = learner(plain, _step.te_jax_loss(plain, implementation, placement))
     elif options.compare and options.optimizer_state != "f32":
         learners["f32_states_loss"] = learner(config, loss, "f32")
     elif options.compare:
