@@ -6,12 +6,16 @@ right before their use, and hide nothing. Barriers place both:
 
     forward    the residuals of layer i have arrived when layer i+1 ends
     backward   those of layer i-1 are fetched when the backward pass of layer i begins
+
+XLA has two copies under way at a time, and lets the GPU wait for the end of one before it begins a third. So a layer
+whose residuals are more than two arrays packs them into one for each dtype, where a device has whole arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
@@ -26,7 +30,7 @@ from te_jax.offload._options import LAYER_INPUT, Offload, Residual
 from te_jax.offload._values import Value, values_of
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling
-from te_jax.sharding import together, varying_over
+from te_jax.sharding import inside_shard_map, together, unmapped_axes, varying_axes, varying_over
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _FLOAT0 = jax.dtypes.float0
@@ -264,19 +268,21 @@ def _check_names(residuals: Sequence[Residual | None], names: tuple[str, ...], p
         )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("here", "stored"), meta_fields=("plan",))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("here", "stored", "scales"), meta_fields=("plan",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Kept:
     """The residuals of a layer.
 
     Attributes:
       here: those on the device; None for the others.
-      stored: those in host memory, by place; arrays or QuantizedArrays.
+      stored: those in host memory, by their places: one array, or several one after another in a vector.
+      scales: of those in FP8, by place, on the device; their data are in `stored`.
       plan: of the layer.
     """
 
     here: list[Array | None]
-    stored: dict[int, Any]
+    stored: dict[tuple[int, ...], Array]
+    scales: dict[int, QuantizedArray]
     plan: _Plan
 
 
@@ -291,11 +297,13 @@ def _forward(stack: Sequence[_Layer], offload: Offload, constants: Any, params: 
             stored, x = together(kept[-1].stored, x)
             kept[-1] = dataclasses.replace(kept[-1], stored=stored)
         here = [None if source in plan.leaving else r for r, source in zip(residuals, plan.sources, strict=True)]
-        leaving = {place: residuals[place] for place in plan.leaving}
-        in_fp8 = {place: _quantized(residuals[place]) for place in plan.in_fp8}
+        leaving = {place: residuals[place] for place in sorted(plan.leaving)}
+        in_fp8 = {place: _quantized(residuals[place]) for place in sorted(plan.in_fp8)}
         # Quantized before the next layer: XLA would hold the residual itself until then.
         _, x = together(in_fp8, x)
-        kept.append(_Kept(here, {place: _store(value) for place, value in (leaving | in_fp8).items()}, plan))
+        leaving |= {place: cast(Array, value.data) for place, value in in_fp8.items()}
+        scales = {place: dataclasses.replace(value, data=None) for place, value in in_fp8.items()}
+        kept.append(_Kept(here, _store(leaving), scales, plan))
     return x, kept
 
 
@@ -303,11 +311,11 @@ def _backward(count: int, kept: list[_Kept], cotangent: Any) -> tuple[list[Any],
     cotangent = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
     of_constants: dict[int, Any] = {}
     of_params: list[Any] = []
-    fetched: dict[int, Any] = {}
+    fetched: dict[tuple[int, ...], Array] = {}
     for place in reversed(range(len(kept))):
         layer, arrived = kept[place], fetched
         stored, cotangent = together(kept[place - 1].stored if place else {}, cotangent)
-        fetched = {source: _fetch(value) for source, value in stored.items()}
+        fetched = {places: jax.device_put(value, _DEVICE) for places, value in stored.items()}
         backward = layer.plan.backward.unflatten(_residuals(layer, arrived))
         gradients, cotangent = backward(cotangent)
         # All gradients of this layer before the next: XLA would hold residuals for products that it puts off.
@@ -324,9 +332,17 @@ def _backward(count: int, kept: list[_Kept], cotangent: Any) -> tuple[list[Any],
     return [of_constants.get(place) for place in range(count)], of_params, cotangent
 
 
-def _residuals(layer: _Kept, arrived: dict[int, Any]) -> list[Any]:
-    whole = {place: q.dequantize() if isinstance(q, QuantizedArray) else q for place, q in arrived.items()}
+def _residuals(layer: _Kept, arrived: dict[tuple[int, ...], Array]) -> list[Any]:
     shapes = [aval.shape for aval in layer.plan.closed.out_avals[layer.plan.output.num_leaves :]]
+    whole: dict[int, Array] = {}
+    for places, value in arrived.items():
+        parts = [value]
+        if len(places) > 1:
+            sizes = [math.prod(shapes[place]) for place in places]
+            parts = jnp.split(value, np.cumsum(sizes[:-1]))
+        whole.update(zip(places, parts, strict=True))
+    for place, scales in layer.scales.items():
+        whole[place] = dataclasses.replace(scales, data=whole[place].reshape(shapes[place])).dequantize()
     return [
         whole[source].reshape(shape) if source in whole else here
         for here, source, shape in zip(layer.here, layer.plan.sources, shapes, strict=True)
@@ -337,16 +353,29 @@ def _quantized(value: Array) -> QuantizedArray:
     return ops.quantize(value, BlockScaling().quantization("activation"), copies="data")
 
 
-def _store(value: Any) -> Any:
-    if isinstance(value, QuantizedArray):  # Scales are few bytes, and XLA has few copies under way at a time.
-        return dataclasses.replace(value, data=jax.device_put(value.data, _HOST))
-    return jax.device_put(value, _HOST)
+def _store(values: dict[int, Array]) -> dict[tuple[int, ...], Array]:
+    """Values by place in host memory, those of a dtype in one vector where a layer has more than two."""
+    groups: dict[Hashable, list[int]] = {}
+    for place, value in values.items():
+        alone = len(values) <= _COPIES or not _is_whole()
+        groups.setdefault(place if alone else (value.dtype, varying_axes(value)), []).append(place)
+    return {
+        tuple(places): jax.device_put(
+            values[places[0]] if len(places) == 1 else jnp.concatenate([values[place].ravel() for place in places]),
+            _HOST,
+        )
+        for places in groups.values()
+    }
 
 
-def _fetch(value: Any) -> Any:
-    if isinstance(value, QuantizedArray):
-        return dataclasses.replace(value, data=jax.device_put(value.data, _DEVICE))
-    return jax.device_put(value, _DEVICE)
+_COPIES = 2
+"""How many copies XLA has under way."""
+
+
+def _is_whole() -> bool:
+    """Whether every array is whole on its device, as far as can be known while a program is traced. To join arrays that
+    are split over devices would gather them."""
+    return jax.device_count() == 1 or (inside_shard_map() and not unmapped_axes())
 
 
 def _is_symbolic_zero(leaf: Any) -> bool:

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import te_jax.optim
 from te_jax.nn import apply_layers
-from te_jax.offload import LAYER_INPUT, Offload
+from te_jax.offload import LAYER_INPUT, Offload, _stack
 
 LAYERS, HIDDEN, MLP, TOKENS = 10, 1024, 4096, 8192
 INPUT, WIDE = 2 * TOKENS * HIDDEN, 2 * TOKENS * MLP  # bytes
@@ -53,6 +53,31 @@ def test_copies_hide_and_memory_is_saved(remat, names, each, fp8, monkeypatch):
     kept = (LAYERS - 1) * (INPUT * (LAYER_INPUT in names) + WIDE * ("wide" in names))
     # Some are on the device at any time: what leaves while the next layer runs, or comes.
     assert without.temp_size_in_bytes - memory.temp_size_in_bytes > kept * (LAYERS - 8) / (LAYERS - 1)
+
+
+@needs_compiler
+def test_many_residuals_of_a_layer_hide_too(monkeypatch):
+    """Of four residuals XLA would begin the third copy when the first has ended, and let the GPU wait for that."""
+    names = ("a", "b", "c", "d")
+    monkeypatch.setattr(_stack, "_is_whole", lambda: True)  # as where JAX has one device
+
+    def run(x, params):
+        for name in names:
+            x = x + jnp.sin(checkpoint_name(x @ params, name))
+        return x
+
+    def loss(params, x):
+        offload = Offload(names=names, min_size=0)
+        keep = jax.checkpoint_policies.save_only_these_names(*names)
+        return jnp.sum(jnp.square(apply_layers(run, params, x, remat=keep, offload=offload).astype(jnp.float32)))
+
+    kernel = jnp.zeros((HIDDEN, HIDDEN), jnp.bfloat16)
+    program = compiled(
+        jax.grad(loss, argnums=(0, 1)), [kernel] * LAYERS, jax.ShapeDtypeStruct((TOKENS, HIDDEN), jnp.bfloat16)
+    )
+    found = copies(program)
+    assert [copy.to_host for copy in found] == [True] * (LAYERS - 1) + [False] * (LAYERS - 1)
+    assert all(copy.gemms >= len(names) for copy in found)
 
 
 @needs_compiler

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
 from te_jax.nn import accumulate_gradients, apply_layers, dense_kernels, residual_table
-from te_jax.offload import LAYER_INPUT, Offload
+from te_jax.offload import LAYER_INPUT, Offload, _stack
 from te_jax.recipe import BlockScaling, DelayedScaling
 from te_jax.testing import assert_close
 
@@ -110,7 +110,8 @@ def copies(function, *operands):
     ("case", "leaves"),
     [("input", 1), ("input and hidden", 2), ("hidden", 1), ("two stay", 1), ("all stay", 0), ("everything", None)],
 )
-def test_what_leaves_comes_back_once(case, leaves, params, stream):
+def test_what_leaves_comes_back_once(case, leaves, params, stream, monkeypatch):
+    monkeypatch.setattr(_stack, "_is_whole", lambda: False)
     remat, offload = CASES[case]
     there, back = copies(gradient(remat, offload), params, stream)
     assert there == back
@@ -120,6 +121,31 @@ def test_what_leaves_comes_back_once(case, leaves, params, stream):
     else:
         assert there == [("float32", (ROWS, WIDTH))] * leaves * (LAYERS - stay)
     assert copies(lambda *a: total(*a, remat=remat, offload=offload), params, stream) == ([], [])
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["float32", "one of them in FP8"])
+def test_many_residuals_of_a_layer_leave_as_one_array(quantize, params, stream, monkeypatch):
+    """One for each dtype, so that no more than two copies are under way."""
+
+    def run(x, p):
+        for name in ("a", "b", "c", "d"):
+            x = x + jnp.sin(checkpoint_name(jnp.tanh(x @ p["kernel"]), name))
+        return x
+
+    def loss(p, x, **options):
+        return jnp.sum(jnp.cos(apply_layers(run, p, x, remat=keep, **options)))
+
+    keep = jax.checkpoint_policies.save_only_these_names("a", "b", "c", "d")
+    offload = Offload(names=("a", "b", "c", "d"), min_size=0, quantize=("b",) if quantize else False)
+    gradient = jax.grad(functools.partial(loss, offload=offload), argnums=(0, 1))
+    monkeypatch.setattr(_stack, "_is_whole", lambda: False)
+    expected = gradient(params, stream)
+    monkeypatch.setattr(_stack, "_is_whole", lambda: True)
+    one = ("float32", ((3 if quantize else 4) * stream.size,))
+    fp8 = [("float8_e4m3fn", (ROWS, WIDTH))] if quantize else []
+    there, back = copies(gradient, params, stream)
+    assert there == back == sorted([one, *fp8] * (LAYERS - 1))
+    assert_equal(gradient(params, stream), expected)
 
 
 def test_parameters_and_what_follows_from_them_stay(params, stream):
