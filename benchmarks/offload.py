@@ -17,6 +17,8 @@ parameter's values, and 0 where all bits agree.
 """
 
 import statistics
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +95,7 @@ def _run_operation(
     differences: dict[str, float] = {}
     expected: np.ndarray | None = None
     for name in names:
+        begin = time.perf_counter()
         try:
             one = _optimizer(name, case) if operation == "optimizer" else _layers(operation, name, case)
             values = one.read(one.candidate.call(*one.candidate.arguments(1)[0]))
@@ -100,6 +103,8 @@ def _run_operation(
             result.skipped.append(entry(name, reason_of(error)))
             continue
         expected = values if name == first else expected
+        took = time.perf_counter() - begin
+        print(f"  {case.name} {operation} {name}: a result after {took:.1f} s", file=sys.stderr, flush=True)
         if expected is None:
             result.skipped.append(entry(name, f"nothing to compare with: {first} did not run"))
             continue
