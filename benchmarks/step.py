@@ -19,10 +19,10 @@ difference divided by the number of layers between. Implementations:
 - te_jax_block_float32_moments: te_jax_block with the moments of optax: what the kernels gain without the optimizer.
 
 Train states of two implementations do not fit one GPU, so each makes its own from the same seed when its turn comes,
-runs a step that is not counted, and then the steps that are; compiled programs stay. Model TFLOP/s are for three times
-the forward pass's operations, where causal attention counts half of all pairs; MFU is their share of the GPU's
-bf16 peak, for FP8 too. Peak memory is what XLA plans for the step: arguments, results and temporaries. Times by kind
-come from a trace of a few steps: see `benchmarks.profile`.
+runs a step that is not counted, and then those that are, up to four at a time; compiled programs stay. Model TFLOP/s
+are for three times the forward pass's operations, where causal attention counts half of all pairs; MFU is their share
+of the GPU's bf16 peak, for FP8 too. Peak memory is what XLA plans for the step: arguments, results and temporaries.
+Times by kind come from a trace of a few steps: see `benchmarks.profile`.
 
 No time is reported for an implementation whose losses in the first steps are not those of bf16.
 """
@@ -280,7 +280,7 @@ def _measured(
     """Seconds of a step, by implementation, and why others failed: in rounds, each in another order."""
     on_cpu = jax.default_backend() == "cpu"
     rounds = max(1, timing.samples // 3)
-    steps = 1 if on_cpu or tokens.shape[0] > 1 else 2  # dispatch hides behind the first one
+    steps = 1 if on_cpu else max(1, 4 // tokens.shape[0])  # dispatch hides behind the first one
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     failed: dict[str, str] = {}
     for turn in range(rounds):
