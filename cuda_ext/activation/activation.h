@@ -34,7 +34,10 @@ struct Inputs {
   int64_t count;
   int64_t rows;
   int64_t cols;
+  const float* weights;  // [count, rows]: factors of the rows of y, in float32 before y is rounded; or null for none
 };
+
+// Weights are for blocks alone: amaxes, and results and gradients with tensor scaling, are of inputs without.
 
 // The amax of y, as quantize::AmaxOfTensor has it: [count].
 Status AmaxOfResult(const Executor& executor, const Function& function, const Inputs& inputs, float* amax);
@@ -54,12 +57,15 @@ struct Output {
 
 // The gradients of gate and up for that of y, dy [count, rows, cols], rounded to the dtype of the inputs; and y again,
 // transposed, for the weight gradient of the layer that reads it. Formats may differ. `up` has no copies where the
-// function is not gated, and `y` none where it is not asked for: it has no data in any case, and no column sums.
+// function is not gated, and `y` none where it is not asked for: it has no data in any case, and no column sums. The
+// gradient of the weights, a sum over columns of dy times y without weights and not rounded, comes in parts of 128
+// columns.
 template <typename Scaling>
 struct Outputs {
   Output<Scaling> gate;
   Output<Scaling> up;
   Output<Scaling> y;
+  float* weight_sums;  // [count, cols / 128 rounded up, rows], or null where there are no weights
 };
 
 // The amaxes of both gradients, [count] each; that of up is null where the function is not gated.

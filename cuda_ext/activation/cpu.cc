@@ -122,6 +122,19 @@ TE_JAX_CLONES void Multiply(const float* factors, int64_t count, float* values) 
   for (int64_t i = 0; i < count; ++i) values[i] *= factors[i];
 }
 
+TE_JAX_CLONES void Scale(float factor, int64_t count, float* values) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) values[i] *= factor;
+}
+
+// The sum of dy · y.
+TE_JAX_CLONES float SumOfProducts(const float* values, const float* up, const float* dy, int64_t count) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; ++i) sum += dy[i] * (values[i] * up[i]);
+  return sum;
+}
+
 // The gradients of gate and up, in the place of slope and dy; y in that of gate.
 TE_JAX_CLONES void Differentiate(int64_t count, Scratch& scratch) {
 #pragma omp simd
@@ -175,7 +188,7 @@ struct Array {
 Status OutOfMemory() { return Status::Failed("not enough memory for results in the dtype of the inputs"); }
 
 // Calls body(scratch, first, count) for chunks, of which scratch has f(gate), its derivative, and up where there is
-// one.
+// one. With weights, chunks are of one row, and start at a block of 128 values.
 template <typename Body>
 void OverChunks(const Executor& executor, const Function& function, const Inputs& inputs, const Body& body) {
   const Conversion conversion = ConversionOf(inputs.dtype);
@@ -183,14 +196,16 @@ void OverChunks(const Executor& executor, const Function& function, const Inputs
   auto load = [&](const void* from, int64_t first, int64_t count, float* to) {
     conversion.load(static_cast<const std::byte*>(from) + first * conversion.bytes, count, to);
   };
-  const int64_t total = inputs.count * inputs.rows * inputs.cols, chunks = (total + kChunk - 1) / kChunk;
-  executor.ParallelFor(chunks, kChunksPerTask, [&](int64_t begin, int64_t end) {
+  const int64_t total = inputs.count * inputs.rows * inputs.cols, length = inputs.weights ? inputs.cols : total;
+  const int64_t chunks = (length + kChunk - 1) / kChunk;
+  executor.ParallelFor(total / length * chunks, kChunksPerTask, [&](int64_t begin, int64_t end) {
     Scratch scratch;
     std::fill_n(scratch.up, kChunk, 1.0f);
     std::fill_n(scratch.gate_within, kChunk, 1.0f);
     std::fill_n(scratch.up_within, kChunk, 1.0f);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      const int64_t first = chunk * kChunk, count = std::min(kChunk, total - first);
+      const int64_t within = chunk % chunks * kChunk, count = std::min(kChunk, length - within);
+      const int64_t first = chunk / chunks * length + within;
       load(inputs.gate, first, count, scratch.gate);
       if (inputs.up) {
         load(inputs.up, first, count, scratch.up);
@@ -210,16 +225,29 @@ Status WithResult(const Executor& executor, const Function& function, const Inpu
   const Conversion conversion = ConversionOf(inputs.dtype);
   OverChunks(executor, function, inputs, [&](Scratch& scratch, int64_t first, int64_t count) {
     Multiply(scratch.up, count, scratch.gate);
+    if (inputs.weights) Scale(inputs.weights[first / inputs.cols], count, scratch.gate);
     conversion.store(scratch.gate, count, y.values.get() + first * conversion.bytes);
   });
   return quantize(y.Of(inputs));
+}
+
+// Writes the parts of the gradient of a weight that a chunk has.
+void SumWeight(const Inputs& inputs, const Scratch& scratch, int64_t first, int64_t count, float* sums) {
+  constexpr int64_t kBlock = quantize::kBlock;
+  static_assert(kChunk % kBlock == 0);
+  const int64_t row = first / inputs.cols, example = row / inputs.rows, blocks = (inputs.cols + kBlock - 1) / kBlock;
+  for (int64_t at = 0; at < count; at += kBlock) {
+    const int64_t block = example * blocks + (first % inputs.cols + at) / kBlock;
+    sums[block * inputs.rows + row % inputs.rows] =
+        SumOfProducts(scratch.gate + at, scratch.up + at, scratch.dy + at, std::min(kBlock, count - at));
+  }
 }
 
 // Calls quantize(gate gradient, up gradient, y), without memory in up where the function is not gated, and in y where
 // it is not wanted.
 template <typename Quantize>
 Status WithGradients(const Executor& executor, const Function& function, const Inputs& inputs, const void* dy,
-                     bool with_y, const Quantize& quantize) {
+                     bool with_y, float* weight_sums, const Quantize& quantize) {
   Array gate, up, y;
   if (!gate.Allocate(inputs) || (inputs.up && !up.Allocate(inputs)) || (with_y && !y.Allocate(inputs))) {
     return OutOfMemory();
@@ -228,7 +256,13 @@ Status WithGradients(const Executor& executor, const Function& function, const I
   OverChunks(executor, function, inputs, [&](Scratch& scratch, int64_t first, int64_t count) {
     const int64_t offset = first * conversion.bytes;
     conversion.load(static_cast<const std::byte*>(dy) + offset, count, scratch.dy);
+    const float weight = inputs.weights ? inputs.weights[first / inputs.cols] : 1.0f;
+    if (inputs.weights) {
+      SumWeight(inputs, scratch, first, count, weight_sums);
+      Scale(weight, count, scratch.dy);
+    }
     Differentiate(count, scratch);
+    if (inputs.weights) Scale(weight, count, scratch.gate);
     conversion.store(scratch.slope, count, gate.values.get() + offset);
     if (up.values) conversion.store(scratch.dy, count, up.values.get() + offset);
     if (y.values) conversion.store(scratch.gate, count, y.values.get() + offset);
@@ -248,11 +282,12 @@ template <typename Scaling>
 Status Gradients(const Executor& executor, const Function& function, const Inputs& inputs, const void* dy,
                  const Outputs<Scaling>& outputs) {
   const bool with_y = outputs.y.copies.transposed != nullptr;
-  return WithGradients(executor, function, inputs, dy, with_y, [&](const auto& gate, const auto& up, const auto& y) {
-    TE_JAX_TRY(Quantize(executor, gate, outputs.gate));
-    TE_JAX_TRY(Quantize(executor, up, outputs.up));
-    return Quantize(executor, y, outputs.y);
-  });
+  return WithGradients(executor, function, inputs, dy, with_y, outputs.weight_sums,
+                       [&](const auto& gate, const auto& up, const auto& y) {
+                         TE_JAX_TRY(Quantize(executor, gate, outputs.gate));
+                         TE_JAX_TRY(Quantize(executor, up, outputs.up));
+                         return Quantize(executor, y, outputs.y);
+                       });
 }
 
 }  // namespace
@@ -276,10 +311,11 @@ Status ResultInBlocks(const Executor& executor, const Function& function, const 
 
 Status AmaxOfGradients(const Executor& executor, const Function& function, const Inputs& inputs, const void* dy,
                        float* gate_amax, float* up_amax) {
-  return WithGradients(executor, function, inputs, dy, false, [&](const auto& gate, const auto& up, const auto&) {
-    TE_JAX_TRY(quantize::AmaxOfTensor(executor, gate, gate_amax));
-    return up.data ? quantize::AmaxOfTensor(executor, up, up_amax) : Status::Ok();
-  });
+  return WithGradients(executor, function, inputs, dy, false, nullptr,
+                       [&](const auto& gate, const auto& up, const auto&) {
+                         TE_JAX_TRY(quantize::AmaxOfTensor(executor, gate, gate_amax));
+                         return up.data ? quantize::AmaxOfTensor(executor, up, up_amax) : Status::Ok();
+                       });
 }
 
 Status GradientsInTensors(const Executor& executor, const Function& function, const Inputs& inputs, const void* dy,

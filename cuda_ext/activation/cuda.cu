@@ -7,6 +7,9 @@
 // for the amaxes. Of a copy of as many bytes that is 86 to 90% as it is with blocks, 83 to 91% for the gradients, but
 // 66% for both copies with blocks, whose values are encoded twice (docs/benchmarks.md).
 //
+// Weights of rows are read, and sums for their gradients written, once for each tile: in the backward pass 8 bytes
+// beside the 1408 of a row of a tile. Kernels without weights are compiled apart.
+//
 // A multiprocessor holds three blocks of a kernel with tiles in the forward pass and two in the backward pass; their
 // tiles fill its shared memory. While one block waits for TMA, others compute.
 
@@ -46,43 +49,77 @@ __device__ __forceinline__ void Dispatch(Kind kind, bool gated, const Run& run) 
   }
 }
 
-// Results of one vector of every input, in place: slots are gate, up where gated, dy backward.
-template <typename T, Kind kKind, bool kGated, bool kBackward>
-__device__ __forceinline__ void ApplyToVectors(const Function& function, uint4 (&vectors)[kMostTiles]) {
+template <int kCount>
+__device__ __forceinline__ void Scale(float factor, float (&values)[kCount]) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) values[j] *= factor;
+}
+
+// Results of one vector of every input, in place: slots are gate, up where gated, dy backward. If weighted, those of y
+// times a weight; backward it then returns the sum of dy · y, of y without the weight.
+template <typename T, Kind kKind, bool kGated, bool kBackward, bool kWeighted = false>
+__device__ __forceinline__ float ApplyToVectors(const Function& function, uint4 (&vectors)[kMostTiles],
+                                                float weight = 1.0f) {
   constexpr int kCount = kPer16Bytes<T>;
   constexpr int kDy = kGated ? 2 : 1;
-  float gate[kCount], up[kCount], dy[kCount];
+  float gate[kCount], up[kCount], dy[kCount], sum = 0.0f;
   const T* const type = nullptr;
   Unpack(vectors[0], gate, type);
   if constexpr (kGated) Unpack(vectors[1], up, type);
   if constexpr (kBackward) Unpack(vectors[kDy], dy, type);
+  if constexpr (kWeighted && kBackward) Scale(weight, dy);
   Apply<kKind, kGated, kBackward>(function, gate, up, dy);
+  if constexpr (kWeighted && kBackward) {
+    float own_dy[kCount];
+    Unpack(vectors[kDy], own_dy, type);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) sum = fmaf(own_dy[j], dy[j], sum);
+  }
+  if constexpr (kWeighted) Scale(weight, kBackward ? dy : gate);
   vectors[0] = Pack(gate, type);
   if constexpr (kGated && kBackward) vectors[1] = Pack(up, type);
   if constexpr (kBackward) vectors[kDy] = Pack(dy, type);
+  return sum;
 }
 
 // What ComputeTiles runs: slots are gate, up where gated, dy backward.
-template <bool kBackward>
+template <bool kBackward, bool kWeighted>
 struct Activate {
   Function function;
   bool gated;
+  // If weighted.
+  int rows;
+  int tiles_across;
+  const float* weights;
+  float* weight_sums;  // backward
 
   template <typename T>
-  __device__ __forceinline__ void operator()(const Tile&, const Place<T>& place, Slot<T>* slots) const {
+  __device__ __forceinline__ void operator()(const Tile& tile, const Place<T>& place, Slot<T>* slots) const {
     Dispatch(function.kind, gated, [&]<Kind kKind, bool kGated>() {
       constexpr int kInputs = 1 + kGated + kBackward, kResults = kBackward ? kInputs : 1;
 #pragma unroll 2
       for (int r = 0; r < kPatch; ++r) {
+        const int row = place.down * kPatch + r;
+        float weight = 1.0f, sum = 0.0f;
+        if constexpr (kWeighted) {
+          weight = place.row + r < rows ? weights[RowOffset(tile.example, rows) + place.row + r] : 0.0f;
+        }
 #pragma unroll
         for (int v = 0; v < Words<T>::kVectors; ++v) {
-          const int row = place.down * kPatch + r, vector = v * kAcross + place.across;
+          const int vector = v * kAcross + place.across;
           uint4 vectors[kMostTiles];
 #pragma unroll
           for (int i = 0; i < kInputs; ++i) vectors[i] = slots[i].values[row][vector];
-          ApplyToVectors<T, kKind, kGated, kBackward>(function, vectors);
+          sum += ApplyToVectors<T, kKind, kGated, kBackward, kWeighted>(function, vectors, weight);
 #pragma unroll
           for (int i = 0; i < kResults; ++i) slots[i].values[row][vector] = vectors[i];
+        }
+        if constexpr (kWeighted && kBackward) {
+#pragma unroll
+          for (int mask = kAcross / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, mask);
+          if (place.across == 0 && place.row + r < rows) {
+            weight_sums[RowOffset(tile.example * tiles_across + tile.col, rows) + place.row + r] = sum;
+          }
         }
       }
     });
@@ -204,7 +241,7 @@ inline constexpr int kRowVectors = 4;  // of each input that a thread has in fli
 inline constexpr int kRowThreads = 256;
 
 // y as it is. A thread block takes kRowVectors vectors a thread of one row.
-template <typename T>
+template <typename T, bool kWeighted>
 __global__ void __launch_bounds__(kRowThreads)
     ActivateRows(const __grid_constant__ Function function, const __grid_constant__ Inputs inputs,
                  const __grid_constant__ RowOutputs outputs, unsigned strips) {
@@ -215,6 +252,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const int first = static_cast<int>(blockIdx.x % strips * kRowVectors * blockDim.x + threadIdx.x);
   WaitForPrimary();
   RowEncoder<T> encode(outputs, example, inputs.rows, inputs.cols, blockIdx.x % (inputs.rows * strips) == 0);
+  const float weight = kWeighted ? inputs.weights[row] : 1.0f;
   Dispatch(function.kind, inputs.up != nullptr, [&]<Kind kKind, bool kGated>() {
     const void* const arrays[2] = {inputs.gate, inputs.up};
     uint4 loaded[kRowVectors][kMostTiles] = {};
@@ -234,6 +272,7 @@ __global__ void __launch_bounds__(kRowThreads)
       Unpack(loaded[i][0], y, static_cast<const T*>(nullptr));
       Unpack(loaded[i][1], up, static_cast<const T*>(nullptr));
       Apply<kKind, kGated, false>(function, y, up, dy);
+      if constexpr (kWeighted) Scale(weight, y);
       if (v >= vectors) {
 #pragma unroll
         for (int j = 0; j < kCount; ++j) y[j] = 0.0f;
@@ -249,7 +288,8 @@ Status LaunchRows(cudaStream_t stream, const Function& function, const Inputs& i
   const int64_t vectors = inputs.cols / kPer16Bytes<T>;
   const int64_t strips = (vectors + kRowThreads * kRowVectors - 1) / (kRowThreads * kRowVectors);
   const int64_t threads = ((vectors + strips * kRowVectors - 1) / (strips * kRowVectors) + 31) / 32 * 32;
-  return Check(LaunchAsDependent(ActivateRows<T>, static_cast<unsigned>(inputs.count * inputs.rows * strips),
+  auto* kernel = inputs.weights ? ActivateRows<T, true> : ActivateRows<T, false>;
+  return Check(LaunchAsDependent(kernel, static_cast<unsigned>(inputs.count * inputs.rows * strips),
                                  static_cast<unsigned>(threads), 0, stream, function, inputs, outputs,
                                  static_cast<unsigned>(strips)),
                "kernel launch");
@@ -276,12 +316,23 @@ bool InRows(const Inputs& inputs, const Copies& copies) {
 
 Matrices GateOf(const Inputs& inputs) { return {inputs.dtype, inputs.gate, inputs.count, inputs.rows, inputs.cols}; }
 
+template <int kBlocks, bool kBackward>
+Status RunTiles(cudaStream_t stream, TileLaunch& launch, const Function& function, const Inputs& inputs,
+                float* weight_sums) {
+  const bool gated = inputs.up != nullptr;
+  if (!inputs.weights) return launch.Run<kBlocks>(stream, Activate<kBackward, false>{function, gated});
+  // CheckSize refuses sizes that are no int before a kernel runs.
+  const int rows = static_cast<int>(inputs.rows), across = static_cast<int>((inputs.cols + kTile - 1) / kTile);
+  return launch.Run<kBlocks>(stream,
+                             Activate<kBackward, true>{function, gated, rows, across, inputs.weights, weight_sums});
+}
+
 template <typename Scaling>
 Status Result(const Executor& executor, const Function& function, const Inputs& inputs, const Copies& copies,
               const Scaling& scaling) {
   TileLaunch launch(GateOf(inputs), {inputs.gate, inputs.up});
   launch.Add(0, copies, scaling);
-  return launch.Run<3>(executor.stream, Activate<false>{function, inputs.up != nullptr});
+  return RunTiles<3, false>(executor.stream, launch, function, inputs, nullptr);
 }
 
 template <typename Scaling>
@@ -291,7 +342,7 @@ Status Gradients(const Executor& executor, const Function& function, const Input
   launch.Add(0, outputs.gate.copies, outputs.gate.scaling);
   if (inputs.up) launch.Add(1, outputs.up.copies, outputs.up.scaling);
   launch.Add(launch.inputs() - 1, outputs.y.copies, outputs.y.scaling);
-  return launch.Run<2>(executor.stream, Activate<true>{function, inputs.up != nullptr});
+  return RunTiles<2, true>(executor.stream, launch, function, inputs, outputs.weight_sums);
 }
 
 }  // namespace

@@ -40,8 +40,18 @@ class Decoder : public quantize::Decoder {
   template <typename Launch>
   ffi::Error Run(PlatformValue platform, std::initializer_list<Amaxes> amaxes, const Launch& launch) const {
     return quantize::Decoder::Run(platform, amaxes, [&](const Executor& executor, const quantize::Matrices& gate) {
-      return launch(executor, Inputs{gate.dtype, gate.data, up_, gate.count, gate.rows, gate.cols});
+      return launch(executor, Inputs{gate.dtype, gate.data, up_, gate.count, gate.rows, gate.cols, weights_});
     });
+  }
+
+  // Factors of rows; absent without elements.
+  void Weights(const AnyBuffer& weights) { weights_ = Floats("weights", weights, rows(), true); }
+
+  // What is summed for the gradient of the weights, and absent without them.
+  float* WeightSums(const AnyBuffer& sums) {
+    rules().That(weights_ != nullptr || CountOf(sums) == 0, "dweights_partial", sums,
+                 "have no elements without weights");
+    return weights_ ? Floats("dweights_partial", sums, CountOf({col_blocks(), rows()})) : nullptr;
   }
 
   // Results about up, which are absent where the function is not gated.
@@ -55,6 +65,7 @@ class Decoder : public quantize::Decoder {
 
  private:
   const void* up_ = nullptr;
+  const float* weights_ = nullptr;
 };
 
 ffi::Error HandleAmax(PlatformValue platform, AnyBuffer gate, AnyBuffer up, Result amax, std::string_view kind,
@@ -78,11 +89,12 @@ ffi::Error HandleTensor(PlatformValue platform, AnyBuffer gate, AnyBuffer up, An
   });
 }
 
-ffi::Error HandleBlocks(PlatformValue platform, AnyBuffer gate, AnyBuffer up, Result data, Result scale_inv,
-                        Result transposed, Result transposed_scale_inv, std::string_view kind, float alpha, float limit,
-                        float offset, int64_t row_ndim, int64_t batch_ndim, bool data_128x128, bool transposed_128x128,
-                        bool power_of_two_scales) {
+ffi::Error HandleBlocks(PlatformValue platform, AnyBuffer gate, AnyBuffer up, AnyBuffer weights, Result data,
+                        Result scale_inv, Result transposed, Result transposed_scale_inv, std::string_view kind,
+                        float alpha, float limit, float offset, int64_t row_ndim, int64_t batch_ndim, bool data_128x128,
+                        bool transposed_128x128, bool power_of_two_scales) {
   Decoder decoder("te_activation_blocks", gate, up, kind, alpha, limit, offset, row_ndim, batch_ndim);
+  decoder.Weights(weights);
   const Copies copies = decoder.CopiesTo(*data, *transposed, nullptr, power_of_two_scales);
   const BlockScaling scaling =
       decoder.BlockScalingOf(copies, *scale_inv, *transposed_scale_inv, data_128x128, transposed_128x128);
@@ -142,17 +154,19 @@ ffi::Error HandleGradientTensor(PlatformValue platform, AnyBuffer gate, AnyBuffe
                      });
 }
 
-ffi::Error HandleGradientBlocks(PlatformValue platform, AnyBuffer gate, AnyBuffer up, AnyBuffer dy, Result gate_data,
-                                Result gate_scale_inv, Result gate_transposed, Result gate_transposed_scale_inv,
-                                Result gate_sums, Result up_data, Result up_scale_inv, Result up_transposed,
-                                Result up_transposed_scale_inv, Result up_sums, Result y_transposed,
-                                Result y_transposed_scale_inv, std::string_view kind, float alpha, float limit,
-                                float offset, int64_t row_ndim, int64_t batch_ndim, bool data_128x128,
-                                bool transposed_128x128, bool y_transposed_128x128, bool power_of_two_scales,
-                                bool y_power_of_two_scales) {
+ffi::Error HandleGradientBlocks(PlatformValue platform, AnyBuffer gate, AnyBuffer up, AnyBuffer dy, AnyBuffer weights,
+                                Result gate_data, Result gate_scale_inv, Result gate_transposed,
+                                Result gate_transposed_scale_inv, Result gate_sums, Result up_data, Result up_scale_inv,
+                                Result up_transposed, Result up_transposed_scale_inv, Result up_sums,
+                                Result y_transposed, Result y_transposed_scale_inv, Result weight_sums,
+                                std::string_view kind, float alpha, float limit, float offset, int64_t row_ndim,
+                                int64_t batch_ndim, bool data_128x128, bool transposed_128x128,
+                                bool y_transposed_128x128, bool power_of_two_scales, bool y_power_of_two_scales) {
   Decoder decoder("te_activation_gradient_blocks", gate, up, kind, alpha, limit, offset, row_ndim, batch_ndim);
+  decoder.Weights(weights);
   const void* gradient = decoder.LikeX("dy", dy);
   Outputs<BlockScaling> outputs{};
+  outputs.weight_sums = decoder.WeightSums(*weight_sums);
   decoder.rules().Of("gate_");
   outputs.gate.copies = decoder.CopiesTo(*gate_data, *gate_transposed, &*gate_sums, power_of_two_scales);
   outputs.gate.scaling = decoder.BlockScalingOf(outputs.gate.copies, *gate_scale_inv, *gate_transposed_scale_inv,
@@ -219,6 +233,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_tensor, te::activation::HandleTensor
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_blocks, te::activation::HandleBlocks,
                               te::activation::WithFunction(te::activation::Operands()
+                                                               .Arg<xla::ffi::AnyBuffer>()  // weights
                                                                .Ret<xla::ffi::AnyBuffer>()  // data
                                                                .Ret<xla::ffi::AnyBuffer>()  // scale_inv
                                                                .Ret<xla::ffi::AnyBuffer>()  // transposed
@@ -265,6 +280,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_gradient_tensor, te::activation::Han
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_gradient_blocks, te::activation::HandleGradientBlocks,
                               te::activation::WithFunction(te::activation::Operands()
                                                                .Arg<xla::ffi::AnyBuffer>()  // dy
+                                                               .Arg<xla::ffi::AnyBuffer>()  // weights
                                                                .Ret<xla::ffi::AnyBuffer>()  // gate_data
                                                                .Ret<xla::ffi::AnyBuffer>()  // gate_scale_inv
                                                                .Ret<xla::ffi::AnyBuffer>()  // gate_transposed
@@ -277,6 +293,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_gradient_blocks, te::activation::Han
                                                                .Ret<xla::ffi::AnyBuffer>()  // up_dbias_partial
                                                                .Ret<xla::ffi::AnyBuffer>()  // y_transposed
                                                                .Ret<xla::ffi::AnyBuffer>()  // y_transposed_scale_inv
+                                                               .Ret<xla::ffi::AnyBuffer>()  // dweights_partial
                                                            )
                                   .Attr<bool>("data_128x128")
                                   .Attr<bool>("transposed_128x128")

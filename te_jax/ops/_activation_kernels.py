@@ -1,7 +1,9 @@
 """Activation functions whose results, and gradients, leave as FP8, for layers: without a derivative of their own.
 
 With tensor and block scaling the native kernels quantize what they compute, so that it never lies in memory in its own
-dtype. With other scalings, and in the reference, it does.
+dtype. With other scalings, and in the reference, it does. Rows may have weights, which multiply the result in float32
+before it is rounded, as in a mixture of experts; the native kernels know them with block scaling, where no amax is
+asked for.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax import reference, sharding
@@ -31,15 +34,24 @@ from te_jax.reference.quantize import QuantizedParts, blocked_groups
 Gradients = tuple[QuantizedParts, QuantizedParts | None, QuantizedArray | None]
 
 
-def activated(function: Function, gate: Array, up: Array | None = None) -> Array:
-    """The result in the dtype of gate; up is None where the function is not gated."""
-    return reference.activation(gate, function) if up is None else reference.gated_activation(gate, up, function)
+def activated(function: Function, gate: Array, up: Array | None = None, weights: Array | None = None) -> Array:
+    """The result in the dtype of gate; up is None where the function is not gated. Weights are float32 [*rows]."""
+    if weights is None:
+        return reference.activation(gate, function) if up is None else reference.gated_activation(gate, up, function)
+    wide = activated(function, gate.astype(jnp.float32), None if up is None else up.astype(jnp.float32))
+    return (wide * lax.expand_dims(weights, range(weights.ndim, gate.ndim))).astype(gate.dtype)
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
 @functools.partial(jax.jit, static_argnums=(0, 4, 5), inline=sharding.INLINE)
 def activate_quantized(
-    function: Function, gate: Array, up: Array | None, amax: Array | None, request: Request, use_native: bool
+    function: Function,
+    gate: Array,
+    up: Array | None,
+    amax: Array | None,
+    request: Request,
+    use_native: bool,
+    weights: Array | None = None,
 ) -> QuantizedParts:
     """The result in FP8.
 
@@ -51,14 +63,16 @@ def activate_quantized(
         itself, in two passes.
       request: how to quantize; without dbias.
       use_native: whether to run the native kernels; gate then has values.
+      weights: float32 [*rows], factors of the rows of the result, or None. With tensor or row scaling, or with_amax,
+        XLA multiplies by them before the result is quantized.
 
     Returns:
       The parts that `ops.quantize` would give for the result.
     """
-    gate, up, amax = lax.stop_gradient((gate, up, amax))
-    family = _fused_family(request) if use_native else None
+    gate, up, amax, weights = lax.stop_gradient((gate, up, amax, weights))
+    family = _fused_family(weights, request) if use_native else None
     if family is None:
-        return quantize_requested(activated(function, gate, up), amax, request, use_native)
+        return quantize_requested(activated(function, gate, up, weights), amax, request, use_native)
     own_amax = None
     if request.with_amax if family == "block" else amax is None:
         own_amax = _amax(function, gate, up, request)
@@ -67,7 +81,7 @@ def activate_quantized(
         scales = kernels.block_scales()
         arrays = kernels.run(
             "te_activation_blocks",
-            [(kernels.x, gate), (kernels.x, up)],
+            [(kernels.x, gate), (kernels.x, up), (kernels.rows, weights)],
             [kernels.data, scales[0], kernels.transposed, scales[1]],
             **dataclasses.asdict(function),
             **block_attributes(request.quantization),
@@ -103,7 +117,8 @@ def activation_gradients_quantized(
     request: Request,
     y_quantization: Quantization | None,
     use_native: bool,
-) -> Gradients:
+    weights: Array | None = None,
+) -> Gradients | tuple[QuantizedParts, QuantizedParts | None, QuantizedArray | None, Array]:
     """The gradients of gate and up in FP8, and the result once more, transposed, for the weight gradient that reads it.
 
     Args:
@@ -115,31 +130,37 @@ def activation_gradients_quantized(
       request: how to quantize both gradients.
       y_quantization: how to quantize the result; None where it is not wanted.
       use_native: whether to run the native kernels; gate then has values.
+      weights: those of the result, or None.
 
     Returns:
       The parts that `ops.quantize` would give for both gradients, rounded to the dtype of gate; None for up where the
-      function is not gated. And the result with its transposed copy alone, or None.
+      function is not gated. And the result with its transposed copy alone, or None. With weights also their gradient,
+      float32 [*rows]: the sum over columns of dy times the result without weights, which is not rounded.
     """
     operands = lax.stop_gradient((gate, up, dy))
+    weights = lax.stop_gradient(weights)
     amaxes = lax.stop_gradient((gate_amax, up_amax, y_amax))
     y_request = None
     if y_quantization is not None:
         y_request = dataclasses.replace(
             request, quantization=y_quantization, copies="transposed", with_amax=False, with_dbias=False
         )
-    family = _fused_family(request, y_request) if use_native else None
+    family = _fused_family(weights, request, y_request) if use_native else None
     if family == "tensor":
         return _gradients_in_tensors(function, operands, amaxes, request, y_request)
     if family == "block":
-        return _gradients_in_blocks(function, operands, request, y_request)
-    gate, up, dy = operands
-    y, gradients_of = jax.vjp(functools.partial(activated, function), gate, *(() if up is None else (up,)))
-    parts = [
-        quantize_requested(gradient, amax, request, use_native)
-        for gradient, amax in zip(gradients_of(dy), amaxes, strict=False)
-    ]
-    y8 = None if y_request is None else quantize_requested(y, amaxes[2], y_request, use_native).array
-    return parts[0], None if up is None else parts[1], y8
+        gate_parts, up_parts, y8, dweights = _gradients_in_blocks(function, operands, weights, request, y_request)
+    else:
+        *inputs, dy = sharding.varying_together((*operands[:2], weights, operands[2]))
+        y, gradients_of = jax.vjp(functools.partial(activated, function), *inputs)
+        dgate, dup, dweights = gradients_of(dy)
+        if dweights is not None and request.col_axes:
+            dweights = lax.psum(dweights, request.col_axes)
+        gate_parts = quantize_requested(dgate, amaxes[0], request, use_native)
+        up_parts = None if dup is None else quantize_requested(dup, amaxes[1], request, use_native)
+        y8 = None if y_request is None else quantize_requested(y, amaxes[2], y_request, use_native).array
+    gradients = gate_parts, up_parts, y8
+    return gradients if dweights is None else (*gradients, dweights)
 
 
 def _gradients_in_tensors(
@@ -189,8 +210,12 @@ def _gradients_in_tensors(
 
 
 def _gradients_in_blocks(
-    function: Function, operands: tuple[Array, Array | None, Array], request: Request, y_request: Request | None
-) -> Gradients:
+    function: Function,
+    operands: tuple[Array, Array | None, Array],
+    weights: Array | None,
+    request: Request,
+    y_request: Request | None,
+) -> tuple[QuantizedParts, QuantizedParts | None, QuantizedArray | None, Array | None]:
     gate, up, _ = operands
     blocked = blocked_groups(request.quantization, request.copies)
     if y_request is not None:
@@ -201,11 +226,12 @@ def _gradients_in_blocks(
     y_attributes = block_attributes(y_request.quantization if y_request else request.quantization)
     found = kernels.run(
         "te_activation_gradient_blocks",
-        [(kernels.x, x) for x in operands],
+        [*((kernels.x, x) for x in operands), (kernels.rows, weights)],
         [
             *results,
             *([None] * 5 if up is None else results),
             *((y_kernels.transposed, y_kernels.block_scales()[1]) if y_kernels else (None, None)),
+            None if weights is None else Result(kernels.rows, reduced_by="sum"),
         ],
         **dataclasses.asdict(function),
         **block_attributes(request.quantization),
@@ -217,14 +243,18 @@ def _gradients_in_blocks(
         QuantizedParts(quantized_array(gate, found[first : first + 4], request), amax, found[first + 4])
         for first, amax in zip((0, 5), amaxes, strict=True)
     ]
-    y8 = y_request and quantized_array(gate, (None, None, *found[10:]), y_request)
-    return parts[0], None if up is None else parts[1], y8
+    y8 = y_request and quantized_array(gate, (None, None, *found[10:12]), y_request)
+    return parts[0], None if up is None else parts[1], y8, found[12]
 
 
-def _fused_family(*requests: Request | None) -> str | None:
+def _fused_family(weights: Array | None, *requests: Request | None) -> str | None:
     """The family of scalings of all requests, if it is one that the kernels know."""
     families = frozenset().union(*(families_of(each.quantization, each.copies) for each in requests if each))
-    return next((family for family in ("tensor", "block") if families == {family}), None)
+    if weights is None:
+        known = ("tensor", "block")
+    else:
+        known = () if any(each.with_amax for each in requests if each) else ("block",)
+    return next((family for family in known if families == {family}), None)
 
 
 def _amax(function: Function, gate: Array, up: Array | None, request: Request) -> Array:

@@ -159,7 +159,7 @@ class Result:
       dimensions: of the result.
       dtype: of the result.
       reduced_by: how a shard's results are combined over the dimensions of x that the result lacks. For "sum" the
-        kernel returns a sum for every 128 rows, and those are added up.
+        kernel returns a sum for every 128 rows, or columns where it sums over those, and those are added up.
       most_partials: in place of that, as many sums as there are rows, and no more than this.
       scale_of: index of the amax operand whose scale's reciprocal this result holds, and how that scale follows.
     """
@@ -170,11 +170,13 @@ class Result:
     most_partials: int | None = None
     scale_of: tuple[int, Quantization] | None = None
 
-    def partials(self, rows: int) -> int:
-        """The number of sums that a kernel returns."""
+    def partials(self, summed: int) -> int:
+        """The number of sums that a kernel returns, of so many rows or columns."""
         if self.most_partials is None:
-            return -(-rows // BLOCK)
-        return min(rows, self.most_partials) if isinstance(rows, int) else self.most_partials  # symbolic: of jax.export
+            return -(-summed // BLOCK)
+        if not isinstance(summed, int):  # symbolic: of jax.export
+            return self.most_partials
+        return min(summed, self.most_partials)
 
 
 AMAX = Result((), reduced_by="amax")
@@ -289,13 +291,13 @@ def _kernel(
         batch_ndim = x.ndim - len(rows + cols)
         sizes = dict(zip(rows + cols, x.shape[batch_ndim:], strict=True))
         blocks = {dimension[:1]: -(-size // BLOCK) for dimension, size in sizes.items()}
-        row_count = math.prod(sizes[dimension] for dimension in rows)
 
         def type_of(result: Result | None) -> jax.ShapeDtypeStruct:
             if result is None:
                 return jax.ShapeDtypeStruct((0,), _FLOAT32)
             shape = [(blocks | sizes)[dimension] for dimension in result.dimensions]
-            partial = [result.partials(row_count)] if result.reduced_by == "sum" else []
+            summed = math.prod(size for dimension, size in sizes.items() if dimension not in result.dimensions)
+            partial = [result.partials(summed)] if result.reduced_by == "sum" else []
             return jax.ShapeDtypeStruct((*x.shape[:batch_ndim], *partial, *shape), result.dtype)
 
         values = native.call(

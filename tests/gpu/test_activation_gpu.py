@@ -4,12 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops.activation_oracle import GPT_OSS, GRADIENTS, KINDS, check_gradients, check_result, draw
+from ops.activation_oracle import (
+    GPT_OSS,
+    GRADIENTS,
+    KINDS,
+    check_gradients,
+    check_result,
+    check_weighted_result,
+    draw,
+    draw_weights,
+)
 from ops.quantize_oracle import E5M2, quantization_of
 
 from te_jax import ops
 from te_jax.inspect import buffers
-from te_jax.ops._activation_kernels import activation_gradients_quantized
+from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
 from te_jax.ops._quantize_kernels import Request
 from te_jax.reference.activation import Function
 
@@ -54,6 +63,93 @@ def test_gradients(shape, dtype, rng):
     check_gradients(function, gate, up, dy, *GRADIENTS["current"], True, amaxes=amaxes)
 
 
+@each_dtype
+@each_shape
+def test_weights_of_rows(shape, dtype, rng):
+    """Into memory that held NaN."""
+    gate, up, dy = draw(rng, shape, dtype, count=3)
+    weights, function = draw_weights(rng, shape[0]), Function("silu", **GPT_OSS)
+
+    def poison():
+        for size in (gate.size, weights.size * -(-shape[1] // 128)):
+            jax.block_until_ready([jnp.full(size, jnp.nan, jnp.float32) for _ in range(8)])
+
+    for pair in ("1x128", "128x128", "1x128 and square", "square and 1x128"):
+        for copies in ("both", "data", "transposed"):
+            poison()
+            check_weighted_result(function, gate, up, weights, quantization_of(pair), True, copies=copies)
+        check_weighted_result(Function("gelu"), gate, None, weights, quantization_of(pair, E5M2), True)
+    for case in ("blocks", "square blocks", "without y"):
+        for copies in ("both", "data", "transposed"):
+            poison()
+            check_gradients(
+                function, gate, up, dy, *GRADIENTS[case], True, copies=copies, weights=weights, with_amax=False
+            )
+        check_gradients(Function("gelu"), gate, None, dy, *GRADIENTS[case], True, weights=weights, with_amax=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_with_kinds(kind, rng):
+    gate, up, dy = draw(rng, (256, 400), count=3)
+    weights = draw_weights(rng, 256)
+    for operands in ((gate, up), (gate, None)):
+        for copies in ("both", "data"):
+            check_weighted_result(
+                Function(kind), *operands, weights, quantization_of("1x128 and square"), True, copies=copies
+            )
+        check_gradients(Function(kind), *operands, dy, *GRADIENTS["blocks"], True, weights=weights, with_amax=False)
+
+
+@pytest.mark.parametrize("shape", [(3, 200, 333), (5, 128, 256)], ids=str)
+def test_weights_of_examples_of_a_vmap(shape, rng):
+    gate, up, dy = draw(rng, shape, count=3)
+    weights = draw_weights(rng, shape[:-1])
+    gradient, activation = GRADIENTS["blocks"]
+
+    def run(gate, up, dy, weights):
+        return (
+            activate_quantized(
+                Function("silu"), gate, up, None, Request(activation, 1, "data", (), (), False, False), True, weights
+            ),
+            activation_gradients_quantized(
+                Function("silu"), gate, up, dy, None, None, None, Request(gradient, 1, "both", (), (), False, True),
+                activation, True, weights,
+            ),
+        )  # fmt: skip
+
+    found = jax.jit(jax.vmap(run))(gate, up, dy, weights)
+    again = jax.jit(jax.vmap(run))(gate, up, dy, weights)
+    for first, second in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+        assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
+    for i in range(shape[0]):
+        alone = jax.jit(run)(gate[i], up[i], dy[i], weights[i])
+        for whole, part in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+            if part.dtype == np.float32 and part.shape == (shape[1],):  # partial sums, which XLA adds in another order
+                np.testing.assert_allclose(np.asarray(whole[i]), np.asarray(part), atol=1e-3)
+            else:
+                assert np.asarray(whole[i]).tobytes() == np.asarray(part).tobytes()
+
+
+def test_rows_that_hold_anything_leave_others_alone(rng):
+    """In the copy as it is, and in the gradients of weights."""
+    gate, up, dy = (np.array(x) for x in draw(rng, (200, 272), count=3))
+    weights, function = np.array(draw_weights(rng, 200)), Function("silu")
+    request = Request(quantization_of("1x128"), 1, "data", (), (), False, False)
+
+    def run():
+        y = activate_quantized(function, gate, up, None, request, True, weights).array
+        parts = activation_gradients_quantized(
+            function, gate, up, dy, None, None, None, request, None, True, weights
+        )  # fmt: skip
+        copies = [array.data for array in (y, parts[0].array, parts[1].array)]
+        return [*(np.asarray(copy).astype(np.float32) for copy in copies), np.asarray(parts[3])]
+
+    before = run()
+    gate[150:] = up[150:] = dy[150:] = weights[150:] = np.nan
+    for found, wanted in zip(run(), before, strict=True):
+        np.testing.assert_array_equal(found[:150], wanted[:150])
+
+
 @pytest.mark.parametrize("shape", [(3, 200, 333), (5, 128, 256)], ids=str)
 def test_examples_of_a_vmap(shape, rng):
     """Every example has scales of its own, and starts at any alignment."""
@@ -76,15 +172,17 @@ def test_examples_of_a_vmap(shape, rng):
                 assert np.asarray(whole[i]).tobytes() == np.asarray(part).tobytes()
 
 
-def test_memory(rng):
-    """Nothing but the results, amaxes and partial sums is allocated."""
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_memory(weighted, rng):
+    """Nothing but the results, amaxes and partial sums is allocated, and results are the same again."""
     gate, up, dy = draw(rng, (2048, 4096), count=3)
-    for gradient, activation in (GRADIENTS["current"], GRADIENTS["blocks"]):
-        request = Request(gradient, 1, "both", (), (), True, True)
+    weights = draw_weights(rng, 2048) if weighted else None
+    for gradient, activation in (GRADIENTS["current"], GRADIENTS["blocks"])[weighted:]:
+        request = Request(gradient, 1, "both", (), (), not weighted, True)
 
         def run(gate, up, dy, request=request, activation=activation):
             return activation_gradients_quantized(
-                Function("silu"), gate, up, dy, None, None, None, request, activation, True
+                Function("silu"), gate, up, dy, None, None, None, request, activation, True, weights
             )
 
         compiled = jax.jit(run).lower(gate, up, dy).compile()

@@ -286,6 +286,9 @@ def activation(draw: Draw) -> Call:
     if backward:
         target = f"te_activation_gradient_{family}"
     operands = [gate, up, *([gate] if backward else [])]
+    weights = present(draw, floats(rows)) if family == "blocks" else absent
+    if family == "blocks":
+        operands.append(weights)
     if family == "amax":
         return Call(target, operands, [floats(1), *([floats(1) if gated else absent] * backward)], attributes)
     attributes["power_of_two_scales"] = draw.chance(0.5)
@@ -303,6 +306,8 @@ def activation(draw: Draw) -> Call:
         attributes["y_transposed_128x128"] = draw.chance(0.5)
         y_scales = blocks(rows) * (blocks(cols) if attributes["y_transposed_128x128"] else cols)
     results += [y, floats(y_scales) if math.prod(y[0]) > 0 else absent]
+    if family == "blocks":
+        results.append(floats(blocks(cols) * rows) if math.prod(weights[0]) > 0 else absent)
     amaxes = [floats(1), floats(1) if gated else absent, floats(1) if y != absent else absent]
     return Call(target, operands + (amaxes if family == "tensor" else []), results, attributes)
 

@@ -9,7 +9,7 @@ import numpy as np
 from ops.quantize_oracle import E5M2, quantization_of, quantize
 
 from te_jax import ops
-from te_jax.ops._activation_kernels import activation_gradients_quantized
+from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
 from te_jax.ops._quantize_kernels import Request
 
 KINDS = ("silu", "gelu", "relu", "squared_relu")
@@ -18,15 +18,26 @@ GPT_OSS = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The result, and the gradients of both operands, in float64; None without dy, and without up."""
+    """The result, and the gradients of all operands, in float64; None without dy, and without the operand."""
 
     y: np.ndarray
     gate: np.ndarray | None = None
     up: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
 
-def oracle(kind, gate, up=None, dy=None, *, alpha=1.0, limit=None, offset=0.0) -> Expected:
-    gate, up, dy = (None if x is None else np.asarray(x).astype(np.float64) for x in (gate, up, dy))
+def oracle(kind, gate, up=None, dy=None, *, weights=None, alpha=1.0, limit=None, offset=0.0) -> Expected:
+    gate, up, dy, weights = (
+        None if x is None else np.asarray(x).astype(np.float64) for x in (gate, up, dy, weights)
+    )  # fmt: skip
+    if weights is not None:
+        cols = tuple(range(weights.ndim, gate.ndim))
+        weight = np.expand_dims(weights, cols)
+        plain = oracle(kind, gate, up, alpha=alpha, limit=limit, offset=offset).y
+        of_dy = None if dy is None else dy * weight
+        expected = oracle(kind, gate, up, of_dy, alpha=alpha, limit=limit, offset=offset)
+        of_weights = None if dy is None else (dy * plain).sum(axis=cols)
+        return dataclasses.replace(expected, y=plain * weight, weights=of_weights)
     with np.errstate(all="ignore"):
         inside, up_inside, factor = True, True, 1.0
         if up is not None:
@@ -119,6 +130,13 @@ def draw(rng, shape, dtype="bfloat16", count=2, scale=2.0):
     ]
 
 
+def draw_weights(rng, shape):
+    """Of routers: float32 between 0 and 1, with zeros among them."""
+    weights = rng.uniform(0.0, 1.0, shape).astype(np.float32)
+    weights[..., 1::7] = 0.0
+    return jax.device_put(weights)
+
+
 def request(quantization, *, row_ndim=1, copies="both", with_amax=False, with_dbias=False):
     return Request(quantization, row_ndim, copies, (), (), with_amax, with_dbias)
 
@@ -143,24 +161,42 @@ def check_result(kind, gate, up, quantization, implementation, *, row_ndim=None,
     return found
 
 
+def check_weighted_result(function, gate, up, weights, quantization, use_native, *, row_ndim=1, copies="both"):
+    """A result with weights of rows in FP8 against float64; returns it."""
+    wanted = request(quantization, row_ndim=row_ndim, copies=copies)
+    run = jax.jit(activate_quantized, static_argnums=(0, 4, 5))
+    found = run(function, gate, up, None, wanted, use_native, weights).array
+    expected = oracle(function.kind, gate, up, weights=weights, **_options(function)).y
+    assert_quantized_from(found, expected.astype(gate.dtype), quantization, row_ndim=row_ndim)
+    return found
+
+
+def _options(function):
+    limit = None if np.isinf(function.limit) else function.limit
+    return {"alpha": function.alpha, "limit": limit, "offset": function.offset}
+
+
 def check_gradients(
-    function, gate, up, dy, gradient, activation, use_native, *, row_ndim=1, amaxes=(None,) * 3, copies="both"
-):
-    """Gradients in FP8 against those in their own dtype, which float64 confirms; dbias and amaxes against float64."""
-    wanted = request(gradient, row_ndim=row_ndim, copies=copies, with_amax=True, with_dbias=True)
+    function, gate, up, dy, gradient, activation, use_native,
+    *, row_ndim=1, amaxes=(None,) * 3, copies="both", weights=None, with_amax=True,
+):  # fmt: skip
+    """Gradients in FP8 against those in their own dtype, which float64 confirms; dbias, amaxes and the gradient of the
+    weights against float64."""
+    wanted = request(gradient, row_ndim=row_ndim, copies=copies, with_amax=with_amax, with_dbias=True)
     if up is None:
         amaxes = (amaxes[0], None, amaxes[2])
     run = jax.jit(activation_gradients_quantized, static_argnums=(0, 7, 8, 9))
-    found = run(function, gate, up, dy, *amaxes, wanted, activation, use_native)
-    limit = None if np.isinf(function.limit) else function.limit
-    expected = oracle(function.kind, gate, up, dy, alpha=function.alpha, limit=limit, offset=function.offset)
+    found = run(function, gate, up, dy, *amaxes, wanted, activation, use_native, weights)
+    expected = oracle(function.kind, gate, up, dy, weights=weights, **_options(function))
     epsilon = float(jnp.finfo(gate.dtype).eps)
     for parts, plain, amax in zip(found[:2], (expected.gate, expected.up), amaxes[:2], strict=True):
         if plain is None:
             assert parts is None
             continue
         assert_quantized_from(parts.array, plain.astype(gate.dtype), gradient, row_ndim=row_ndim, amax=amax)
-        np.testing.assert_allclose(float(parts.amax), np.abs(plain).max(), rtol=epsilon + 1e-5)
+        assert (parts.amax is not None) == with_amax
+        if with_amax:
+            np.testing.assert_allclose(float(parts.amax), np.abs(plain).max(), rtol=epsilon + 1e-5)
         rows = tuple(range(row_ndim))
         assert parts.dbias.shape == plain.shape[row_ndim:]
         bound = (epsilon + 1e-5) * np.abs(plain).sum(axis=rows) + 4e-6 * np.abs(plain).max()
@@ -171,6 +207,14 @@ def check_gradients(
         assert found[2].data is None
         plain = expected.y.astype(gate.dtype)
         assert_quantized_from(found[2], plain, activation, row_ndim=row_ndim, amax=amaxes[2])
+    assert len(found) == (3 if weights is None else 4)
+    if weights is not None:
+        assert (found[3].dtype, found[3].shape) == (np.float32, weights.shape)
+        terms = np.abs(np.asarray(dy, np.float64)) * np.abs(
+            oracle(function.kind, gate, up, **_options(function)).y
+        )  # fmt: skip
+        bound = 1e-5 * terms.sum(axis=tuple(range(row_ndim, gate.ndim))) + 1e-30
+        assert (np.abs(np.asarray(found[3], np.float64) - expected.weights) <= bound).all()
     return found
 
 

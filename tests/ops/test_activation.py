@@ -1,5 +1,7 @@
 """Activation functions against float64: results and gradients in their own dtype, and in FP8."""
 
+import contextlib
+import dataclasses
 import functools
 import re
 
@@ -14,7 +16,9 @@ from activation_oracle import (
     assert_rounded,
     check_gradients,
     check_result,
+    check_weighted_result,
     draw,
+    draw_weights,
     oracle,
     request,
 )
@@ -233,6 +237,123 @@ def test_gradients_at_the_limit(native_kernels):
         check_gradients(Function("silu", **GPT_OSS), gate, up, jnp.ones_like(gate), *GRADIENTS[case], True)
 
 
+# --------------------------------------------------------------------------------------------------- weights of rows
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "implementation"),
+    [("blocks", kind, "native") for kind in KINDS[1:]]
+    + [(case, "silu", "native") for case in GRADIENTS]
+    + [("blocks", "silu", "reference")],
+)
+@pytest.mark.usefixtures("native_kernels")
+def test_weights_of_rows(case, kind, implementation, rng):
+    """In the kernels with block scaling; else a product of its own."""
+    gate, up, dy = draw(rng, (200, 260), count=3)
+    weights, use_native = draw_weights(rng, 200), implementation == "native"
+    function = Function(kind, 1.702 if kind == "silu" else 1.0, 1.5, 1.0)
+    for operands in ((gate, up), (gate, None)):
+        for copies in ("both", "data", "transposed"):
+            check_weighted_result(function, *operands, weights, GRADIENTS[case][0], use_native, copies=copies)
+            check_gradients(
+                function, *operands, dy, *GRADIENTS[case], use_native, copies=copies, weights=weights, with_amax=False
+            )
+    check_gradients(function, gate, up, dy, *GRADIENTS[case], use_native, weights=weights)
+
+
+def test_weights_in_the_kernels(native_kernels, rng):
+    gate, up, dy = draw(rng, (128, 256), count=3)
+    weights, function, quantization = draw_weights(rng, 128), Function("silu"), quantization_of("1x128")
+
+    def run(gate, up, dy, weights):
+        return (
+            activate_quantized(function, gate, up, None, request(quantization), True, weights),
+            activation_gradients_quantized(
+                function, gate, up, dy, None, None, None, request(quantization), quantization, True, weights
+            ),
+        )
+
+    text = jax.jit(run).lower(gate, up, dy, weights).as_text()
+    assert set(re.findall(r"\bte_(?:activation|quantize)\w+", text)) == {
+        "te_activation_blocks",
+        "te_activation_gradient_blocks",
+    }
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_turns(((1, 130), (33, 17), (130, 1), (3, 128, 40), (17, 1033)), DTYPES))
+def test_shapes_and_dtypes_with_weights(shape, dtype, native_kernels, rng):
+    gate, up, dy = draw(rng, shape, dtype, count=3)
+    weights, function = draw_weights(rng, shape[:-1]), Function("silu", **GPT_OSS)
+    options = {"row_ndim": len(shape) - 1}
+    check_weighted_result(function, gate, up, weights, quantization_of("1x128"), True, **options, copies="data")
+    for case in ("blocks", "square blocks"):
+        check_weighted_result(function, gate, up, weights, GRADIENTS[case][0], True, **options)
+        check_gradients(
+            function, gate, up, dy, *GRADIENTS[case], True, **options, weights=weights, with_amax=False
+        )  # fmt: skip
+
+
+def test_weights_of_one_are_no_weights(native_kernels, rng):
+    """To the last bit."""
+    gate, up, dy = draw(rng, (140, 264), count=3)
+    gradient, activation = GRADIENTS["blocks"]
+
+    def run(weights):
+        return (
+            activate_quantized(Function("gelu"), gate, up, None, request(activation), True, weights),
+            activation_gradients_quantized(
+                Function("gelu"), gate, up, dy, None, None, None, request(gradient), activation, True, weights
+            )[:3],
+        )  # fmt: skip
+
+    jax.tree.map(assert_bits, jax.jit(run)(jnp.ones(140)), run(None))
+
+
+def test_rows_that_hold_anything_leave_others_alone(implementation, rng):
+    """In the copy as it is, and in the gradients of weights. In transposed copies rows share scales."""
+    gate, up, dy = (np.array(x) for x in draw(rng, (200, 260), count=3))
+    weights, use_native = np.array(draw_weights(rng, 200)), implementation == "native"
+    quantization = quantization_of("1x128")
+
+    def run():
+        y = activate_quantized(Function("silu"), gate, up, None, request(quantization), use_native, weights).array
+        parts = activation_gradients_quantized(
+            Function("silu"), gate, up, dy, None, None, None, request(quantization), None, use_native, weights
+        )  # fmt: skip
+        copies = [array.data for array in (y, parts[0].array, parts[1].array)]
+        return [*(np.asarray(copy).astype(np.float32) for copy in copies), np.asarray(parts[3])]
+
+    before = run()
+    gate[150:] = up[170:] = dy[180:] = weights[190:] = np.nan
+    for found, wanted in zip(run(), before, strict=True):
+        np.testing.assert_array_equal(found[:150], wanted[:150])
+        assert np.isnan(found[190:]).all()
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_vmap_with_weights(mapped, implementation, rng):
+    gate, up, dy = draw(rng, (3, 140, 72), count=3)
+    weights, use_native = draw_weights(rng, (3, 140) if mapped else 140), implementation == "native"
+    gradient, activation = GRADIENTS["blocks"]
+
+    def run(gate, up, dy, weights):
+        return (
+            activate_quantized(Function("silu"), gate, up, None, request(activation), use_native, weights),
+            activation_gradients_quantized(
+                Function("silu"), gate, up, dy, None, None, None, request(gradient), activation, use_native, weights
+            ),
+        )  # fmt: skip
+
+    found = jax.jit(jax.vmap(run, in_axes=(0, 0, 0, 0 if mapped else None)))(gate, up, dy, weights)
+    for i in range(3):
+        alone = jax.jit(run)(gate[i], up[i], dy[i], weights[i] if mapped else weights)
+        for whole, part in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+            if part.dtype == np.float32 and part.shape == (140,):  # sums, in another order
+                np.testing.assert_allclose(whole[i], part, atol=1e-3)
+            else:
+                assert_bits(whole[i], part)
+
+
 # ------------------------------------------------------------------------------------------------------------ sharded
 
 
@@ -271,6 +392,55 @@ def test_sharded(axis_type, pair, make_mesh, native_kernels, rng):
             assert_bits(ours, wanted)
     assert results[0].array.data.sharding.spec == P("data", "model")
     assert results[1][2].transposed.sharding.spec == P("model", "data")
+
+
+@axis_types
+def test_sharded_with_weights(axis_type, make_mesh, native_kernels, rng):
+    """Devices exchange sums of 128 rows at most: the gradient of weights."""
+    mesh = make_mesh({"data": axis_type, "model": axis_type})
+    gate, up, dy = draw(rng, (1024, 512), count=3)
+    weights, quantization = draw_weights(rng, 1024), quantization_of("1x128 and square")
+
+    def run(gate, up, dy, weights):
+        return (
+            activate_quantized(Function("silu"), gate, up, None, request(quantization), True, weights),
+            activation_gradients_quantized(
+                Function("silu"), gate, up, dy, None, None, None, request(quantization), quantization, True, weights
+            ),
+        )  # fmt: skip
+
+    whole = jax.jit(run)(gate, up, dy, weights)
+    placed = [place(x, mesh, P("data", "model")) for x in (gate, up, dy)]
+    for spec in (P("data"), P()):
+        compiled = jax.jit(run).lower(*placed, place(weights, mesh, spec)).compile()
+        found = collectives(compiled)
+        assert {entry.kind for entry in found} <= {"all-reduce"}
+        assert sum(array.elements for entry in found for array in entry.results) <= 1024, found
+        results = compiled(*placed, place(weights, mesh, spec))
+        for ours, wanted in zip(jax.tree.leaves(results[:-1]), jax.tree.leaves(whole[:-1]), strict=True):
+            assert_bits(ours, wanted)
+        np.testing.assert_allclose(np.asarray(results[1][3]), np.asarray(whole[1][3]), atol=1e-3)
+        assert results[1][3].sharding.spec == P("data")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_weights_inside_shard_map(check_vma, make_mesh, implementation, rng):
+    mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
+    gate, up, dy = draw(rng, (1024, 512), count=3)
+    weights, quantization = draw_weights(rng, 1024), quantization_of("1x128")
+    wanted = dataclasses.replace(request(quantization), row_axes=("data",), col_axes=("model",))
+
+    def local(gate, up, dy, weights):
+        return activation_gradients_quantized(
+            Function("silu"), gate, up, dy, None, None, None, wanted, None, implementation == "native", weights
+        )[3]
+
+    spec = P("data", "model")
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec, spec, spec, P("data")), out_specs=P("data"), check_vma=check_vma
+    )
+    expected = oracle("silu", gate, up, dy, weights=weights).weights
+    np.testing.assert_allclose(np.asarray(jax.jit(mapped)(gate, up, dy, weights)), expected, atol=2e-3)
 
 
 @axis_types
@@ -409,6 +579,32 @@ def test_gradient_handler_refuses(changed, message, native_kernels):
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"te_activation_gradient_tensor: {message}")):
         jax.block_until_ready(jax.jit(run)(*operands.values()))
+
+
+@pytest.mark.parametrize(
+    ("weights", "partial", "message"),
+    [
+        (jnp.zeros(3), (1, 4), "weights is F32[3]; it must have 4 elements"),
+        (jnp.zeros(4, jnp.bfloat16), (1, 4), "weights is BF16[4]; it must be of type F32"),
+        (jnp.zeros(4), (4,), "ok"),
+        (jnp.zeros(4), (0,), "dweights_partial is F32[0]; it must have 4 elements"),
+        (NONE, (1, 4), "dweights_partial is F32[1,4]; it must have no elements without weights"),
+    ],
+)
+def test_gradient_handler_refuses_weights(weights, partial, message, native_kernels):
+    absent = ((0,), np.float32)
+    copies = [((4, 8), E4M3), ((1, 4), np.float32), absent, absent, absent]
+    attributes = FUNCTION | {"row_ndim": 1, "batch_ndim": 0}
+    attributes |= dict.fromkeys(("data_128x128", "transposed_128x128", "y_transposed_128x128"), False)
+    attributes |= dict.fromkeys(("power_of_two_scales", "y_power_of_two_scales"), False)
+    types = [jax.ShapeDtypeStruct(*result) for result in (*copies, *copies, absent, absent, (partial, np.float32))]
+
+    def run(*operands):
+        return native.call("te_activation_gradient_blocks", types, *operands, **attributes)
+
+    expected = pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"te_activation_gradient_blocks: {message}"))
+    with contextlib.nullcontext() if message == "ok" else expected:
+        jax.block_until_ready(jax.jit(run)(X, X, X, weights))
 
 
 def test_handlers_write_amaxes_of_nothing(native_kernels):
