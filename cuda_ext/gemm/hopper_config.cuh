@@ -24,12 +24,13 @@ struct Arguments {
   Groups groups;
 };
 
-// Of two pairs of operands, whose products are added: those of the second.
+// Of two pairs of operands, whose products are added.
 struct PairsArguments : Arguments {
   CUtensorMap second_a;
   CUtensorMap second_b;
   CUtensorMap second_a_scales, second_b_scales;
-  int second_b_scales_before;
+  int steps;           // of each pair
+  int b_scales_apart;  // from where b's scales of the first pair would go on to where the second's begin
 };
 
 template <Formats kFormats_, Mode kMode_, int kGroups_, int kSubtiles_, int kStages_, int kStagedBoxes_,

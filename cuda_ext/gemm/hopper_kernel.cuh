@@ -115,7 +115,7 @@ __device__ __forceinline__ OperandMaps OperandsOf(const ArgumentsOf<C>& argument
   if constexpr (C::kPairs == 2) {
     if (is_second) {
       return {&arguments.second_a, &arguments.second_b, &arguments.second_a_scales, &arguments.second_b_scales,
-              arguments.second_b_scales_before - arguments.groups.b_scales_before};
+              arguments.steps + arguments.b_scales_apart};
     }
   }
   return {&arguments.a, &arguments.b, &arguments.a_scales, &arguments.b_scales, 0};
@@ -355,8 +355,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
               release(ring.stage);
               ring.Advance();
               if constexpr (C::kPairs == 2) {
-                // Those of the second pair begin anew, and elsewhere in their box.
-                if (step + 1 == all_steps) column += 4 * (OperandsOf<C>(arguments, true).scales_apart - all_steps);
+                if (step + 1 == arguments.steps) column += 4 * arguments.b_scales_apart;
               }
               column = (column + 4) & 12;
               ready = BarrierTest(full + 8 * ring.stage, ring.parity);

@@ -53,7 +53,8 @@ Status Run(const Executor& executor, const Problem& problem) {
         }
         begin = end;
       }
-      if (!problem.grouped_sums && begin < rows) pieces.push_back(Zeros(example.product, {offset + begin, rows - begin}));
+      if (!problem.grouped_sums && begin < rows)
+        pieces.push_back(Zeros(example.product, {offset + begin, rows - begin}));
     }
   }
   return gemm::RunPieces(executor, pieces);

@@ -36,9 +36,12 @@ Status RunExample(cudaStream_t stream, const Problem& problem) {
   const int64_t rows = (problem.grouped_sums ? p.k : p.m) / problem.parts;
   const auto bytes = static_cast<size_t>((problem.grouped_sums ? problem.groups : 1) * p.m * p.n * SizeOf(p.d_type));
   if (problem.groups == 0 || (problem.grouped_sums && p.k == 0)) return WriteNothing(stream, p, bytes);
-  const gemm::hopper::Groups groups{
-      problem.bounds, static_cast<int>(problem.groups), static_cast<int>(rows),
-      0,              static_cast<int>(problem.parts),  gemm::hopper::ScalesBefore(p.b)};
+  const gemm::hopper::Groups groups{problem.bounds,
+                                    static_cast<int>(problem.groups),
+                                    static_cast<int>(rows),
+                                    0,
+                                    static_cast<int>(problem.parts),
+                                    gemm::hopper::ScalesBefore(p.b)};
   const bool plain = p.scaling == gemm::Scaling::kNone, block = p.scaling == gemm::Scaling::kBlock;
   if (problem.second) {
     return plain ? gemm::hopper::RunGroupedPairsPlain(stream, p, *problem.second, groups)

@@ -52,7 +52,8 @@ Status LaunchGrouped(cudaStream_t stream, const Problem& problem, Groups groups,
     if (Status s = Describe<C>(of_other, other); !s.ok()) return s;
     arguments.second_a = of_other.a, arguments.second_b = of_other.b;
     arguments.second_a_scales = of_other.a_scales, arguments.second_b_scales = of_other.b_scales;
-    arguments.second_b_scales_before = of_other.groups.b_scales_before;
+    arguments.steps = CeilDiv(problem.k, C::kBK);
+    arguments.b_scales_apart = of_other.groups.b_scales_before - groups.b_scales_before - arguments.steps;
   }
   // As many parts at once as have room in shared memory.
   constexpr int kRanges = (kSharedBytes - C::kBytes) / (C::kGrouping == Grouping::kRows ? 8 : 4) - 1;
