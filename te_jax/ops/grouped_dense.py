@@ -14,6 +14,7 @@ from jax.interpreters import ad
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
+from te_jax._core.batching import batched_together
 from te_jax._core.derivatives import differentiated_once, not_differentiated
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
@@ -174,10 +175,11 @@ class _Layer:
         return quantize_kernel(kernel, self.recipe, row_ndim=1, stacked_ndim=1, implementation=self.quantization)
 
     def forward(self, x8: Any, kernel8s: Any, biases: Any, group_sizes: Array, dtype: Any) -> tuple[Array, ...]:
-        return tuple(
+        ys = (
             self.gemm(x8, kernel8, group_sizes, bias=not_differentiated(bias, _REVERSE_MODE), out_dtype=dtype)
             for kernel8, bias in zip(kernel8s, biases, strict=True)
         )
+        return batched_together(tuple(ys))
 
     def dgrad(self, dy8s: Any, kernel8s: Any, group_sizes: Array, dtype: Any) -> Array:
         """dx, the sum over kernels. Of two kernels, such as gate and up, it is one product."""
