@@ -185,7 +185,8 @@ class _Layer:
         """dx, the sum over kernels. Of two kernels, such as gate and up, it is one product."""
         pairs = list(zip(dy8s, kernel8s, strict=True))
         if len(pairs) == 2:
-            return self.gemm_of_pairs(*pairs, group_sizes, rhs_contracting="cols", out_dtype=dtype)
+            first, second = pairs
+            return self.gemm_of_pairs(first, second, group_sizes, rhs_contracting="cols", out_dtype=dtype)
         options = {"rhs_contracting": "cols", "out_dtype": jnp.float32 if pairs[1:] else dtype}
         return functools.reduce(jnp.add, (self.gemm(*pair, group_sizes, **options) for pair in pairs))
 
