@@ -297,15 +297,19 @@ void RunTile(Sgemm sgemm, const Piece& piece, Range rows, Range columns, float* 
              float* sums) {
   const Problem& p = piece.problem;
   const int64_t k_blocks = (p.k + kBlockSize - 1) / kBlockSize;
-  const BlockScales a_blocks{p.a.scales, 1, p.m, 1}, b_blocks{p.b.scales, k_blocks, 1, kBlockSize};
   const bool blocks = p.scaling == Scaling::kBlock;
+  const auto multiply = [&](const Operand& of_a, const Operand& of_b, bool add) {
+    const BlockScales a_blocks{of_a.scales, 1, p.m, 1}, b_blocks{of_b.scales, k_blocks, 1, kBlockSize};
+    for (int64_t k = 0; k < piece.summed.count; k += kDepth) {
+      const Range summed{piece.summed.begin + k, std::min(kDepth, piece.summed.count - k)};
+      const Panel a = LoadPanel(of_a, p.m, p.k, rows, summed, blocks ? &a_blocks : nullptr, a_scratch);
+      const Panel b = LoadPanel(of_b, p.n, p.k, columns, summed, blocks ? &b_blocks : nullptr, b_scratch);
+      MultiplyPanels(sgemm, a, b, rows.count, columns.count, summed.count, add || k > 0, sums);
+    }
+  };
   if (piece.summed.count == 0) std::memset(sums, 0, rows.count * columns.count * sizeof(float));
-  for (int64_t k = 0; k < piece.summed.count; k += kDepth) {
-    const Range summed{piece.summed.begin + k, std::min(kDepth, piece.summed.count - k)};
-    const Panel a = LoadPanel(p.a, p.m, p.k, rows, summed, blocks ? &a_blocks : nullptr, a_scratch);
-    const Panel b = LoadPanel(p.b, p.n, p.k, columns, summed, blocks ? &b_blocks : nullptr, b_scratch);
-    MultiplyPanels(sgemm, a, b, rows.count, columns.count, summed.count, k > 0, sums);
-  }
+  multiply(p.a, p.b, false);
+  if (piece.second) multiply(piece.second->a, piece.second->b, true);
   Finish(p, sums, rows, columns);
 }
 

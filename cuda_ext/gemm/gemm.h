@@ -42,6 +42,11 @@ struct Operand {
   bool summed_first;
 };
 
+struct OperandPair {
+  Operand a;
+  Operand b;
+};
+
 // Strides are in values, from one product's to the next one's, and 0 where all have the same. Accumulator and
 // preactivation have that of d.
 struct StridedBatch {
@@ -102,6 +107,14 @@ inline Problem MemberOf(const Problem& problem, int64_t i) {
   advance(member.preactivation, batch.d_stride * size);
   advance(member.d, batch.d_stride * size);
   return member;
+}
+
+// The same of operands that lie as the problem's own do.
+inline OperandPair MemberOf(const Problem& problem, const OperandPair& pair, int64_t i) {
+  Problem of_pair = problem;
+  of_pair.a = pair.a, of_pair.b = pair.b;
+  const Problem member = MemberOf(of_pair, i);
+  return {member.a, member.b};
 }
 
 Status Run(const Executor& executor, const Problem& problem);

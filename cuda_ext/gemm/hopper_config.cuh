@@ -24,13 +24,26 @@ struct Arguments {
   Groups groups;
 };
 
+// Of two pairs of operands, whose products are added.
+struct PairsArguments : Arguments {
+  CUtensorMap second_a;
+  CUtensorMap second_b;
+  CUtensorMap second_a_scales, second_b_scales;
+  int steps;           // of each pair
+  int b_scales_apart;  // from where b's scales of the first pair would go on to where the second's begin
+};
+
 template <Formats kFormats_, Mode kMode_, int kGroups_, int kSubtiles_, int kStages_, int kStagedBoxes_,
-          Grouping kGrouping_ = Grouping::kNone, bool kASummedFirst_ = false, bool kBSummedFirst_ = false>
+          Grouping kGrouping_ = Grouping::kNone, bool kASummedFirst_ = false, bool kBSummedFirst_ = false,
+          int kPairs_ = 1>
 struct Config {
   static constexpr Formats kFormats = kFormats_;
   static constexpr Mode kMode = kMode_;
   static constexpr Grouping kGrouping = kGrouping_;
   static constexpr bool kASummedFirst = kASummedFirst_, kBSummedFirst = kBSummedFirst_;
+  // Of operands, whose steps follow one another. Scales that are applied after the last step know one pair only.
+  static constexpr int kPairs = kPairs_;
+  static_assert(kPairs == 1 || (kPairs == 2 && kGrouping == Grouping::kRows && kMode != Mode::kPromote));
   static constexpr int kGroups = kGroups_;      // warpgroups that multiply
   static constexpr int kSubtiles = kSubtiles_;  // of 64 rows, for each of them
   static constexpr int kLine =

@@ -12,12 +12,16 @@
 // sums of a step are added. Scales of blocks come with the tiles they belong to.
 //
 // Rows may come in groups whose sizes are on the device (hopper_groups.cuh), and then operands may be bfloat16: 128
-// bytes of k are 64 values, and the instructions, registers and shared memory of a step are the same.
+// bytes of k are 64 values, and the instructions, registers and shared memory of a step are the same. Then also two
+// pairs of operands may be summed, as one product of twice as many steps: those of the second pair follow, with maps of
+// their own. What is left of a step at the end of k is zeros, so that the second pair begins with a whole one.
 //
 // FLOPs 2mnk; bytes mk + nk + mn · size of d, once each, as long as the tiles of concurrent blocks share their rows in
 // L2: blocks walk the results, one below the other, in bands of kBand cluster tiles. The floor is that of the tensor
 // cores, 4096 products a cycle and multiprocessor.
 #pragma once
+
+#include <type_traits>
 
 #include "gemm/hopper_config.cuh"
 #include "gemm/hopper_epilogue.cuh"
@@ -90,11 +94,31 @@ __device__ __forceinline__ void LoadB(const CUtensorMap* map, uint32_t to, int k
   }
 }
 
+template <typename C>
+using ArgumentsOf = std::conditional_t<C::kPairs == 1, Arguments, PairsArguments>;
+
 // Where b's scales of blocks of a product begin, in what TMA knows of them.
 template <typename C>
 __device__ __forceinline__ int FirstColumnScale(const Arguments& arguments, int product) {
   const int first = product * static_cast<int>(arguments.problem.batch.b_scales_stride);
   return C::kGrouping == Grouping::kNone ? first : first + arguments.groups.b_scales_before;
+}
+
+// What TMA knows of a pair of operands, and how many values further b's scales begin than those of the first pair.
+struct OperandMaps {
+  const CUtensorMap *a, *b, *a_scales, *b_scales;
+  int scales_apart;
+};
+
+template <typename C>
+__device__ __forceinline__ OperandMaps OperandsOf(const ArgumentsOf<C>& arguments, bool is_second) {
+  if constexpr (C::kPairs == 2) {
+    if (is_second) {
+      return {&arguments.second_a, &arguments.second_b, &arguments.second_a_scales, &arguments.second_b_scales,
+              arguments.steps + arguments.b_scales_apart};
+    }
+  }
+  return {&arguments.a, &arguments.b, &arguments.a_scales, &arguments.b_scales, 0};
 }
 
 // A place in the ring of stages, and the parity of its round.
@@ -124,7 +148,7 @@ __device__ __forceinline__ void ClearOutOfStep(float (&sums)[C::kBN / 2], uint64
 
 template <typename C>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
-    Multiply(const __grid_constant__ Arguments arguments) {
+    Multiply(const __grid_constant__ ArgumentsOf<C> arguments) {
   extern __shared__ uint8_t shared[];
   const Problem& p = arguments.problem;
   const uint32_t rank = ClusterRank();
@@ -148,6 +172,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     if constexpr (C::kMode == Mode::kBlock) {
       PrefetchTensorMap(&arguments.a_scales);
       PrefetchTensorMap(&arguments.b_scales);
+    }
+    if constexpr (C::kPairs == 2) {
+      PrefetchTensorMap(&arguments.second_a);
+      PrefetchTensorMap(&arguments.second_b);
+      if constexpr (C::kMode == Mode::kBlock) {
+        PrefetchTensorMap(&arguments.second_a_scales);
+        PrefetchTensorMap(&arguments.second_b_scales);
+      }
     }
     for (int i = 0; i < C::kStages; ++i) {
       BarrierInit(full + 8 * i, 1);
@@ -184,18 +216,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         const int first_row_scale = product * static_cast<int>(p.batch.a_scales_stride) + m0;
         const int first_column_scale = FirstColumnScale<C>(arguments, product) + n0 / C::kBN * all_steps;
         if (kWarpFeeds && threadIdx.x != 32 * C::kMathWarps) continue;
-        for (int i = 0; i < steps; ++i, ring.Advance()) {
-          const int step = first_step + i;
+        for (int i = 0; i < C::kPairs * steps; ++i, ring.Advance()) {
+          const bool is_second = C::kPairs == 2 && i >= steps;
+          const auto [a, b, a_scales, b_scales, scales_apart] = OperandsOf<C>(arguments, is_second);
+          const int step = first_step + (is_second ? i - steps : i);
           const uint32_t barrier = full + 8 * ring.stage;
           const uint32_t to_a = tiles_a + ring.stage * C::kBytesA, to_b = tiles_b + ring.stage * C::kBytesB;
           BarrierWait(empty + 8 * ring.stage, ring.parity ^ 1);
           BarrierExpect(barrier, C::kBytesLoaded);
-          LoadA<C>(&arguments.a, to_a, step * C::kBK, m0, of_a, rank, barrier);
-          LoadB<C>(&arguments.b, to_b, step * C::kBK, n0, of_b, barrier);
+          LoadA<C>(a, to_a, step * C::kBK, m0, of_a, rank, barrier);
+          LoadB<C>(b, to_b, step * C::kBK, n0, of_b, barrier);
           if constexpr (C::kMode == Mode::kBlock) {
             const uint32_t to = scales + ring.stage * C::kBytesScales;
-            LoadBox(to, &arguments.a_scales, first_row_scale + step * rows, 0, barrier);
-            LoadBox(to + C::kBytesRowScales, &arguments.b_scales, (first_column_scale + step) & ~3, 0, barrier);
+            LoadBox(to, a_scales, first_row_scale + step * rows, 0, barrier);
+            LoadBox(to + C::kBytesRowScales, b_scales, (first_column_scale + scales_apart + step) & ~3, 0, barrier);
           }
         }
       }
@@ -246,7 +280,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     const uint32_t scale_of_columns = scales + C::kBytesRowScales;
     while (tiles.Next(p, &tile)) {
       const Place before = tiles.PlaceOf(p, tile);
-      const int steps = before.steps, n0 = tile.n0;
+      const int steps = C::kPairs * before.steps, n0 = tile.n0;
       if constexpr (C::kGrouping == Grouping::kRows) {
         // Others have the tensor cores to themselves where no row of this warpgroup is written.
         const int first = before.m0 + group_row;
@@ -320,6 +354,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
             if (s == C::kSubtiles - 1) {
               release(ring.stage);
               ring.Advance();
+              if constexpr (C::kPairs == 2) {
+                if (step + 1 == arguments.steps) column += 4 * arguments.b_scales_apart;
+              }
               column = (column + 4) & 12;
               ready = BarrierTest(full + 8 * ring.stage, ring.parity);
             }

@@ -104,7 +104,7 @@ Status Describe(Arguments& arguments, const Problem& problem) {
 }
 
 template <typename C>
-Status Start(cudaStream_t stream, const Arguments& arguments, int clusters, int bytes_of_table) {
+Status Start(cudaStream_t stream, const ArgumentsOf<C>& arguments, int clusters, int bytes_of_table) {
   static OncePerDevice attributes;
   const cudaError_t error = attributes.Run([] {
     constexpr int kBytes = C::kGrouping == Grouping::kNone ? C::kBytes : kSharedBytes;

@@ -22,9 +22,13 @@ Piece Zeros(const gemm::Problem& example, Range rows) {
   return piece;
 }
 
-Piece Group(const Problem& problem, const gemm::Problem& example, int64_t group, Range rows) {
-  const gemm::Problem member = gemm::MemberOf(example, group);
-  if (!problem.grouped_sums) return {member, rows, {0, member.k}};
+Piece Group(const Problem& example, int64_t group, Range rows) {
+  const gemm::Problem member = gemm::MemberOf(example.product, group);
+  if (!example.grouped_sums) {
+    Piece piece{member, rows, {0, member.k}};
+    if (example.second) piece.second = gemm::MemberOf(example.product, *example.second, group);
+    return piece;
+  }
   Piece piece{member, {0, member.m}, rows};
   if (rows.count == 0) piece.problem.scaling = gemm::Scaling::kNone;
   return piece;
@@ -35,24 +39,22 @@ Piece Group(const Problem& problem, const gemm::Problem& example, int64_t group,
 Status Run(const Executor& executor, const Problem& problem) {
   std::vector<Piece> pieces;
   const int64_t rows = (problem.grouped_sums ? problem.product.k : problem.product.m) / problem.parts;
-  const int32_t* bounds = problem.bounds;
   for (int64_t i = 0; i < problem.examples.count; ++i) {
-    gemm::Problem example = problem.product;
-    example.batch = problem.examples;
-    example = gemm::MemberOf(example, i);
-    example.batch = problem.product.batch;
+    const Problem example = ExampleOf(problem, i);
+    const int32_t* bounds = example.bounds;
     for (int64_t part = 0; part < problem.parts; ++part, bounds += problem.groups + 1) {
       const int64_t offset = part * rows;
       int64_t begin = std::clamp<int64_t>(bounds[0], 0, rows);
-      if (!problem.grouped_sums && begin > 0) pieces.push_back(Zeros(example, {offset, begin}));
+      if (!problem.grouped_sums && begin > 0) pieces.push_back(Zeros(example.product, {offset, begin}));
       for (int64_t group = 0; group < problem.groups; ++group) {
         const int64_t end = std::clamp<int64_t>(bounds[group + 1], begin, rows);
         if (problem.grouped_sums || end > begin) {
-          pieces.push_back(Group(problem, example, group, {offset + begin, end - begin}));
+          pieces.push_back(Group(example, group, {offset + begin, end - begin}));
         }
         begin = end;
       }
-      if (!problem.grouped_sums && begin < rows) pieces.push_back(Zeros(example, {offset + begin, rows - begin}));
+      if (!problem.grouped_sums && begin < rows)
+        pieces.push_back(Zeros(example.product, {offset + begin, rows - begin}));
     }
   }
   return gemm::RunPieces(executor, pieces);

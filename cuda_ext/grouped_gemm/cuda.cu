@@ -30,15 +30,23 @@ Status WriteNothing(cudaStream_t stream, const gemm::Problem& p, size_t bytes) {
   return Check(cudaMemcpyAsync(p.d, p.accumulator, bytes, cudaMemcpyDeviceToDevice, stream), "copy of the accumulator");
 }
 
-Status RunExample(cudaStream_t stream, const grouped_gemm::Problem& problem, const gemm::Problem& p,
-                  const int32_t* bounds) {
+Status RunExample(cudaStream_t stream, const Problem& problem) {
+  gemm::Problem p = problem.product;
+  p.batch.count = problem.groups;
   const int64_t rows = (problem.grouped_sums ? p.k : p.m) / problem.parts;
   const auto bytes = static_cast<size_t>((problem.grouped_sums ? problem.groups : 1) * p.m * p.n * SizeOf(p.d_type));
   if (problem.groups == 0 || (problem.grouped_sums && p.k == 0)) return WriteNothing(stream, p, bytes);
-  const gemm::hopper::Groups groups{
-      bounds, static_cast<int>(problem.groups), static_cast<int>(rows),
-      0,      static_cast<int>(problem.parts),  static_cast<int>(reinterpret_cast<uintptr_t>(p.b.scales) % 16 / 4)};
+  const gemm::hopper::Groups groups{problem.bounds,
+                                    static_cast<int>(problem.groups),
+                                    static_cast<int>(rows),
+                                    0,
+                                    static_cast<int>(problem.parts),
+                                    gemm::hopper::ScalesBefore(p.b)};
   const bool plain = p.scaling == gemm::Scaling::kNone, block = p.scaling == gemm::Scaling::kBlock;
+  if (problem.second) {
+    return plain ? gemm::hopper::RunGroupedPairsPlain(stream, p, *problem.second, groups)
+                 : gemm::hopper::RunGroupedPairsBlock(stream, p, *problem.second, groups);
+  }
   if (!problem.grouped_sums) {
     return plain   ? gemm::hopper::RunGroupedRowsPlain(stream, p, groups)
            : block ? gemm::hopper::RunGroupedRowsBlock(stream, p, groups)
@@ -55,17 +63,11 @@ Status RunExample(cudaStream_t stream, const grouped_gemm::Problem& problem, con
 
 }  // namespace
 
-Status Run(const Executor& executor, const grouped_gemm::Problem& problem) {
+Status Run(const Executor& executor, const Problem& problem) {
   if (!problem.grouped_sums && problem.product.k == 0) return Status::Failed("there is nothing to sum over");
   if (Status status = Refusal(problem.product, problem.grouped_sums); !status.ok()) return status;
   for (int64_t i = 0; i < problem.examples.count; ++i) {
-    gemm::Problem example = problem.product;
-    example.batch = problem.examples;
-    example = gemm::MemberOf(example, i);
-    example.batch = problem.product.batch;
-    example.batch.count = problem.groups;
-    const int32_t* bounds = problem.bounds + i * problem.parts * (problem.groups + 1);
-    if (Status status = RunExample(executor.stream, problem, example, bounds); !status.ok()) return status;
+    if (Status status = RunExample(executor.stream, ExampleOf(problem, i)); !status.ok()) return status;
   }
   return Status::Ok();
 }

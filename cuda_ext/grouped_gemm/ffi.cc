@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "gemm/ffi_types.h"
 #include "grouped_gemm/grouped_gemm.h"
 
@@ -27,9 +29,21 @@ std::optional<Sizes> DecodeLast(Rules& rules, std::string_view name, const AnyBu
   return dims.last(count);
 }
 
+// Those of a second pair of operands; empty without one.
+struct SecondBuffers {
+  AnyBuffer a, b, a_scales, b_scales;
+};
+
+void SameAs(Rules& rules, std::string_view name, const AnyBuffer& buffer, const AnyBuffer& first) {
+  const Sizes dims = SizesOf(buffer), expected = SizesOf(first);
+  const bool same = buffer.element_type() == first.element_type() && std::ranges::equal(dims, expected);
+  rules.That(same, name, buffer, "have the type and the dimensions of the first pair's");
+}
+
 std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer a_scales, AnyBuffer b_scales,
-                              AnyBuffer bounds, AnyBuffer bias, AnyBuffer accumulator, Result d, bool grouped_sums,
-                              bool b_summed_first, std::string_view scaling, bool accumulate) {
+                              AnyBuffer bounds, AnyBuffer bias, AnyBuffer accumulator, const SecondBuffers& second,
+                              Result d, bool grouped_sums, bool b_summed_first, std::string_view scaling,
+                              bool accumulate) {
   Problem problem{};
   gemm::Problem& product = problem.product;
   gemm::DecodeKind(rules, {"a", a}, {"b", b}, {"d", *d}, scaling, scaling == "block" ? "te_jax" : "cublaslt", product);
@@ -83,10 +97,27 @@ std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer 
     rules.That(grouped_sums, "accumulator", accumulator, "be absent where rows are grouped");
   }
   rules.That(!accumulate || d_count == 0 || has_accumulator, "accumulator", accumulator, "be there with accumulate");
+  const bool has_second = CountOf(second.a) != 0 || CountOf(second.b) != 0;
+  if (has_second) {
+    SameAs(rules, "second_a", second.a, a);
+    SameAs(rules, "second_b", second.b, b);
+    SameAs(rules, "second_a_scale_inv", second.a_scales, a_scales);
+    SameAs(rules, "second_b_scale_inv", second.b_scales, b_scales);
+    rules.That(!grouped_sums, "second_a", second.a, "be absent where sums are grouped");
+    rules.That(plain || product.scaling == Scaling::kBlock, "second_a", second.a,
+               "be absent with scales of tensors or rows");
+  }
   if (rules.broken()) return std::nullopt;
 
   product.a = {a.untyped_data(), gemm::Present<const float>(a_scales), product.a.type, a_summed_first};
   product.b = {b.untyped_data(), gemm::Present<const float>(b_scales), product.b.type, b_summed_first};
+  if (has_second) {
+    problem.second = {product.a, product.b};
+    problem.second->a.data = second.a.untyped_data();
+    problem.second->a.scales = gemm::Present<const float>(second.a_scales);
+    problem.second->b.data = second.b.untyped_data();
+    problem.second->b.scales = gemm::Present<const float>(second.b_scales);
+  }
   product.bias = gemm::Present<const void>(bias);
   product.accumulator = accumulate ? gemm::Present<const void>(accumulator) : nullptr;
   product.d = d->untyped_data();
@@ -101,10 +132,12 @@ std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer 
 }
 
 ffi::Error Handle(PlatformValue platform, AnyBuffer a, AnyBuffer b, AnyBuffer a_scales, AnyBuffer b_scales,
-                  AnyBuffer bounds, AnyBuffer bias, AnyBuffer accumulator, Result d, bool grouped_sums,
+                  AnyBuffer bounds, AnyBuffer bias, AnyBuffer accumulator, AnyBuffer second_a, AnyBuffer second_b,
+                  AnyBuffer second_a_scales, AnyBuffer second_b_scales, Result d, bool grouped_sums,
                   bool b_summed_first, std::string_view scaling, bool accumulate) {
   Rules rules(kName);
-  const std::optional<Problem> problem = Decode(rules, a, b, a_scales, b_scales, bounds, bias, accumulator, d,
+  const SecondBuffers second{second_a, second_b, second_a_scales, second_b_scales};
+  const std::optional<Problem> problem = Decode(rules, a, b, a_scales, b_scales, bounds, bias, accumulator, second, d,
                                                 grouped_sums, b_summed_first, scaling, accumulate);
   if (!problem) return rules.error();
   if (CountOf(*d) == 0) return ffi::Error::Success();
@@ -124,6 +157,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_grouped_gemm, te::grouped_gemm::Handle,
                                   .Arg<xla::ffi::AnyBuffer>()  // bounds
                                   .Arg<xla::ffi::AnyBuffer>()  // bias
                                   .Arg<xla::ffi::AnyBuffer>()  // accumulator
+                                  .Arg<xla::ffi::AnyBuffer>()  // second_a
+                                  .Arg<xla::ffi::AnyBuffer>()  // second_b
+                                  .Arg<xla::ffi::AnyBuffer>()  // second_a_scale_inv
+                                  .Arg<xla::ffi::AnyBuffer>()  // second_b_scale_inv
                                   .Ret<xla::ffi::AnyBuffer>()  // d
                                   .Attr<bool>("grouped_sums")
                                   .Attr<bool>("b_summed_first")

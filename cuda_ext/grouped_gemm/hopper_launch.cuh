@@ -33,15 +33,28 @@ double GroupedCycles(const Problem& problem, const Groups& groups, int clusters)
                  rows = static_cast<double>(groups.parts) * groups.rows_of_part;
     constexpr double kUnusedRows = 32 * C::kSubtiles;
     const double tiles = columns * std::max(in_groups, (rows + kUnusedRows * in_groups) / C::kClusterM);
-    return std::max(tiles / clusters, 1.0) * (CeilDiv(problem.k, C::kBK) * C::kStepCycles + C::kTileCycles);
+    const int steps = C::kPairs * CeilDiv(problem.k, C::kBK);
+    return std::max(tiles / clusters, 1.0) * (steps * C::kStepCycles + C::kTileCycles);
   }
 }
 
 template <typename C>
-Status LaunchGrouped(cudaStream_t stream, const Problem& problem, Groups groups, const Device& device) {
-  Arguments arguments{};
+Status LaunchGrouped(cudaStream_t stream, const Problem& problem, Groups groups, const Device& device,
+                     const OperandPair* second = nullptr) {
+  ArgumentsOf<C> arguments{};
   arguments.groups = groups;
   if (Status s = Describe<C>(arguments, problem); !s.ok()) return s;
+  if constexpr (C::kPairs == 2) {
+    Problem other = problem;
+    other.a = second->a, other.b = second->b;
+    Arguments of_other{};
+    of_other.groups.b_scales_before = ScalesBefore(other.b);
+    if (Status s = Describe<C>(of_other, other); !s.ok()) return s;
+    arguments.second_a = of_other.a, arguments.second_b = of_other.b;
+    arguments.second_a_scales = of_other.a_scales, arguments.second_b_scales = of_other.b_scales;
+    arguments.steps = CeilDiv(problem.k, C::kBK);
+    arguments.b_scales_apart = of_other.groups.b_scales_before - groups.b_scales_before - arguments.steps;
+  }
   // As many parts at once as have room in shared memory.
   constexpr int kRanges = (kSharedBytes - C::kBytes) / (C::kGrouping == Grouping::kRows ? 8 : 4) - 1;
   const int parts_at_once = kRanges / (groups.count + 2), parts = groups.parts;
@@ -60,28 +73,31 @@ Status LaunchGrouped(cudaStream_t stream, const Problem& problem, Groups groups,
   return Status::Ok();
 }
 
-// The tiles of `RunMode`.
-template <Grouping kGrouping, Formats kFormats, Mode kMode, bool kASummedFirst = false, bool kBSummedFirst = false>
-Status RunGroupedMode(cudaStream_t stream, const Problem& problem, const Groups& groups) {
-  using First = Config<kFormats, kMode, 3, 1, 4, 2, kGrouping, kASummedFirst, kBSummedFirst>;
+// The tiles of `RunMode`; with `second`, the sum of two pairs.
+template <Grouping kGrouping, Formats kFormats, Mode kMode, int kPairs = 1, bool kASummedFirst = false,
+          bool kBSummedFirst = false>
+Status RunGroupedMode(cudaStream_t stream, const Problem& problem, const Groups& groups,
+                      const OperandPair* second = nullptr) {
+  using First = Config<kFormats, kMode, 3, 1, 4, 2, kGrouping, kASummedFirst, kBSummedFirst, kPairs>;
   constexpr int kStages = kMode == Mode::kPromote ? 3 : 4, kStagedBoxes = kMode == Mode::kPromote ? 4 : 1;
-  using Second = Config<kFormats, kMode, 2, 2, kStages, kStagedBoxes, kGrouping, kASummedFirst, kBSummedFirst>;
+  using Second = Config<kFormats, kMode, 2, 2, kStages, kStagedBoxes, kGrouping, kASummedFirst, kBSummedFirst, kPairs>;
   Device device;
   if (Status s = Check(CurrentDevice(&device), "cudaGetDevice"); !s.ok()) return s;
   if (GroupedCycles<Second>(problem, groups, device.clusters) <
       GroupedCycles<First>(problem, groups, device.clusters)) {
-    return LaunchGrouped<Second>(stream, problem, groups, device);
+    return LaunchGrouped<Second>(stream, problem, groups, device, second);
   }
-  return LaunchGrouped<First>(stream, problem, groups, device);
+  return LaunchGrouped<First>(stream, problem, groups, device, second);
 }
 
-template <Grouping kGrouping, Mode kMode>
-Status RunGroupedFormats(cudaStream_t stream, const Problem& problem, const Groups& groups) {
+template <Grouping kGrouping, Mode kMode, int kPairs = 1>
+Status RunGroupedFormats(cudaStream_t stream, const Problem& problem, const Groups& groups,
+                         const OperandPair* second = nullptr) {
   if (problem.a.type == Type::kE5M2)
-    return RunGroupedMode<kGrouping, Formats::kE5M2E4M3, kMode>(stream, problem, groups);
+    return RunGroupedMode<kGrouping, Formats::kE5M2E4M3, kMode, kPairs>(stream, problem, groups, second);
   if (problem.b.type == Type::kE5M2)
-    return RunGroupedMode<kGrouping, Formats::kE4M3E5M2, kMode>(stream, problem, groups);
-  return RunGroupedMode<kGrouping, Formats::kE4M3E4M3, kMode>(stream, problem, groups);
+    return RunGroupedMode<kGrouping, Formats::kE4M3E5M2, kMode, kPairs>(stream, problem, groups, second);
+  return RunGroupedMode<kGrouping, Formats::kE4M3E4M3, kMode, kPairs>(stream, problem, groups, second);
 }
 
 }  // namespace te::gemm::hopper

@@ -20,7 +20,8 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling as CopyScaling
 
 # The order in which te_grouped_gemm takes them.
-_OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bounds", "bias", "accumulator")
+_SECOND = ("second_a", "second_b", "second_a_scale_inv", "second_b_scale_inv")
+_OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bounds", "bias", "accumulator", *_SECOND)
 _ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
 
 _COPY_SCALINGS: dict[Scaling, tuple[CopyScaling, CopyScaling]] = {
@@ -46,6 +47,8 @@ class GroupedSpec:
       native: te_grouped_gemm multiplies, else the reference.
       bias: whether one [groups, n] is added, to grouped rows.
       accumulator: "add" for one that is added, "overwrite" for one whose buffer the result may take.
+      pairs: whether the product of a second pair, of the same shapes and dtypes, is added: for native grouped rows of
+        plain operands or blocks.
     """
 
     grouped_sums: bool
@@ -55,17 +58,21 @@ class GroupedSpec:
     native: bool
     bias: bool = False
     accumulator: Literal["add", "overwrite"] | None = None
+    pairs: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the arrays, in order."""
-        absent = {
-            "a_scale_inv": self.scaling == "none",
-            "b_scale_inv": self.scaling == "none",
-            "bias": not self.bias,
-            "accumulator": self.accumulator is None,
-        }
-        return tuple(name for name in _OPERANDS if not absent.get(name, False))
+        absent: set[str] = set()
+        if self.scaling == "none":
+            absent |= {name for name in _OPERANDS if name.endswith("scale_inv")}
+        if not self.bias:
+            absent.add("bias")
+        if self.accumulator is None:
+            absent.add("accumulator")
+        if not self.pairs:
+            absent |= set(_SECOND)
+        return tuple(name for name in _OPERANDS if name not in absent)
 
 
 def group_bounds(group_sizes: Array, group_offset: Array | None, groups: int, rows: int) -> Array:
@@ -101,14 +108,15 @@ def _with_shared_matrices(spec: GroupedSpec) -> Callable[..., Array]:
     @product.def_vmap
     def _(examples: int, batched: Sequence[bool], *operands: Array) -> tuple[Array, bool]:
         given = dict(zip(spec.operands, batched, strict=True))
-        if [name for name, is_batched in given.items() if is_batched] not in (["a"], ["a", "bounds"]):
+        rows_of_examples = {"a", "second_a"} & given.keys()
+        if {name for name, is_batched in given.items() if is_batched} - {"bounds"} != rows_of_examples:
             axes = [0 if is_batched else None for is_batched in batched]
             return jax.vmap(lambda *operands: _per_shard(spec)(*operands)[0], in_axes=axes)(*operands), True
         arrays = dict(zip(spec.operands, operands, strict=True))
         if not given["bounds"]:
             arrays["bounds"] = jnp.broadcast_to(arrays["bounds"], (examples, *arrays["bounds"].shape))
         rows = arrays["a"].shape[1]
-        for name in ("a", "bounds"):
+        for name in (*rows_of_examples, "bounds"):
             _, first, *others = arrays[name].shape
             arrays[name] = arrays[name].reshape(examples * first, *others)
         d = product(*(arrays[name] for name in spec.operands))
@@ -169,6 +177,7 @@ def _rule(spec: GroupedSpec) -> tuple[str, dict[str, int]]:
         result = f"... r {n}"
     terms |= {"a_scale_inv": scales[0], "b_scale_inv": scales[1], "bounds": "p i", "bias": f"e {n}"}
     terms["accumulator"] = f"e m {n}"
+    terms |= {name: terms[name.removeprefix("second_")] for name in _SECOND}
     return f"{', '.join(f'... {terms[name]}' for name in spec.operands)} -> {result}", sizes
 
 

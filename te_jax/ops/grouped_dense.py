@@ -23,7 +23,7 @@ from te_jax.ops._fp8 import Fp8
 from te_jax.ops._operands import as_array, one_for_each
 from te_jax.ops._plain_dense import added_once, validate_accumulated
 from te_jax.ops.dense import quantize_kernel
-from te_jax.ops.grouped_gemm import cuda_problem, grouped_gemm, grouped_native
+from te_jax.ops.grouped_gemm import cuda_problem, grouped_gemm, grouped_gemm_of_pairs, grouped_native
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, Recipe, Role
 from te_jax.sharding import Layout
@@ -179,8 +179,19 @@ class _Layer:
             for kernel8, bias in zip(kernel8s, biases, strict=True)
         )
 
+    def dgrad(self, dy8s: Any, kernel8s: Any, group_sizes: Array, dtype: Any) -> Array:
+        """dx, the sum over kernels. Of two kernels, such as gate and up, it is one product."""
+        pairs = list(zip(dy8s, kernel8s, strict=True))
+        if len(pairs) == 2:
+            return self.gemm_of_pairs(*pairs, group_sizes, rhs_contracting="cols", out_dtype=dtype)
+        options = {"rhs_contracting": "cols", "out_dtype": jnp.float32 if pairs[1:] else dtype}
+        return functools.reduce(jnp.add, (self.gemm(*pair, group_sizes, **options) for pair in pairs))
+
     def gemm(self, lhs: Any, rhs: Any, group_sizes: Array, **options: Any) -> Array:
         return grouped_gemm(lhs, rhs, group_sizes, implementation=self.products, **options)
+
+    def gemm_of_pairs(self, first: Any, second: Any, group_sizes: Array, **options: Any) -> Array:
+        return grouped_gemm_of_pairs(first, second, group_sizes, implementation=self.products, **options)
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
@@ -233,17 +244,19 @@ def _backward(layer: _Layer, residuals: _Residuals, dys):
     dys = [ad.zeros_like_aval(dy.aval) if isinstance(dy, SymbolicZero) else dy for dy in dys]
     if layer.recipe is None:
         x8, kernel8s = not_differentiated((x8, kernel8s), _REVERSE_MODE)
-    dx: Any = None
+    trained = [
+        accumulator is not None or layout is not None
+        for accumulator, layout in zip(accumulators, kernel_layouts, strict=True)
+    ]
+    dy8s = [
+        layer.quantize("gradient", dy, group_sizes, with_wgrad=with_wgrad)
+        for dy, with_wgrad in zip(dys, trained, strict=True)
+    ]
+    dx = layer.dgrad(dy8s, kernel8s, group_sizes, x_layout.dtype)
     dkernels, dbiases, next_accumulators = [], [], []
-    for kernel8, dy, kernel_layout, bias_layout, accumulator in zip(
-        kernel8s, dys, kernel_layouts, bias_layouts, accumulators, strict=True
+    for dy, dy8, kernel_layout, bias_layout, accumulator in zip(
+        dys, dy8s, kernel_layouts, bias_layouts, accumulators, strict=True
     ):
-        trained = accumulator is not None or kernel_layout is not None
-        dy8 = layer.quantize("gradient", dy, group_sizes, with_wgrad=trained)
-        part = layer.gemm(
-            dy8, kernel8, group_sizes, rhs_contracting="cols", out_dtype=jnp.float32 if dys[1:] else x_layout.dtype
-        )
-        dx = part if dx is None else dx + part
         wgrad = functools.partial(layer.gemm, x8, dy8, group_sizes, lhs_contracting="rows")
         next_accumulators.append(None if accumulator is None else _accumulated(layer, wgrad, accumulator, x8, dy8))
         if accumulator is None and kernel_layout is not None:

@@ -20,7 +20,7 @@ from te_jax.ops._operands import as_array, validate_copy
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling
 
-__all__ = ["cuda_problem", "grouped_gemm", "grouped_native", "ragged_dot"]
+__all__ = ["cuda_problem", "grouped_gemm", "grouped_gemm_of_pairs", "grouped_native", "ragged_dot"]
 
 Contracting = Literal["cols", "rows"]
 Operand = QuantizedArray | jax.typing.ArrayLike
@@ -238,6 +238,55 @@ def grouped_gemm(
     return _run({name: arrays[name] for name in spec.operands}, spec)
 
 
+def grouped_gemm_of_pairs(
+    first: tuple[QuantizedArray | Array, QuantizedArray | Array],
+    second: tuple[QuantizedArray | Array, QuantizedArray | Array],
+    group_sizes: Array,
+    *,
+    rhs_contracting: Contracting = "rows",
+    out_dtype: jax.typing.DTypeLike,
+    implementation: native.Implementation | None = None,
+) -> Array:
+    """The sum of two products of grouped rows, rounded once. A pair is lhs and rhs of `grouped_gemm`; see there.
+
+    The native kernel adds up both in one pass: neither product is written. It does so for plain operands and for block
+    scaling, where both pairs have the same shapes and dtypes. Others are multiplied one after the other, in float32.
+    """
+    (a, b), (second_a, second_b) = (
+        (_Copy.of("lhs", lhs, "cols", 2), _Copy.of("rhs", rhs, rhs_contracting, 3)) for lhs, rhs in (first, second)
+    )
+    groups = b.values.shape[0]
+    of_lhs = a.summed if a.scaling is None else a.outer
+    problem = cuda_problem(a.scaling, a.values.dtype, groups, of_lhs, b.outer)
+    one_pass = a.scaling in (None, "block_1x128") and a.kind == second_a.kind and b.kind == second_b.kind
+    if not (one_pass and grouped_native(implementation, problem)):
+        options: Any = {"rhs_contracting": rhs_contracting, "out_dtype": jnp.float32, "implementation": implementation}
+        products = [grouped_gemm(lhs, rhs, group_sizes, **options) for lhs, rhs in (first, second)]
+        return (products[0] + products[1]).astype(out_dtype)
+    _validate_operands(a, b, grouped_sums=False)
+    _validate_groups(group_sizes, None, groups, "rhs has")
+    spec = GroupedSpec(
+        grouped_sums=False,
+        b_summed_first=a.scaling is None and rhs_contracting == "rows",
+        scaling=_OF_PRODUCT[a.scaling],
+        dtype=np.dtype(out_dtype),
+        native=True,
+        pairs=True,
+    )
+    arrays = {
+        "a": a.values,
+        "b": b.values,
+        "a_scale_inv": a.scale_inv,
+        "b_scale_inv": b.scale_inv,
+        "bounds": group_bounds(group_sizes, None, groups, a.outer),
+        "second_a": second_a.values,
+        "second_b": second_b.values,
+        "second_a_scale_inv": second_a.scale_inv,
+        "second_b_scale_inv": second_b.scale_inv,
+    }
+    return _run({name: arrays[name] for name in spec.operands}, spec)
+
+
 def grouped_native(implementation: native.Implementation | None, problem: str | None) -> bool:
     """Whether te_grouped_gemm multiplies."""
     problem = problem and f"{problem}; use implementation='reference'"
@@ -327,6 +376,11 @@ class _Copy(NamedTuple):
     scaling: Scaling | None
     outer: int
     summed: int
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All but the values."""
+        return self.scaling, self.values.shape, self.values.dtype
 
     @classmethod
     def of(cls, name: str, x: QuantizedArray | Array, contracting: Contracting, ndim: int) -> _Copy:

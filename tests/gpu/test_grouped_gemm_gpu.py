@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ops.gemm_oracle import E4M3, E5M2, random_array, tolerance_of
-from ops.grouped_oracle import options_of, product, random_operands
+from ops.grouped_oracle import options_of, product, random_operands, with_nan_in
 
 from te_jax import ops
-from te_jax.quantized import QuantizedArray
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -42,17 +41,6 @@ def run(form, **options):
 
 def sizes_of(load):
     return jnp.asarray(LOADS[load], jnp.int32)
-
-
-def with_nan_in(x, rows):
-    """The operand, with NaN in all copies of these rows; scales of blocks of other rows too stay as they are."""
-    code = lambda values: jnp.full((), jnp.nan, values.dtype)  # noqa: E731
-    if not isinstance(x, QuantizedArray):
-        return x.at[rows].set(code(x))
-    data = None if x.data is None else x.data.at[rows].set(code(x.data))
-    transposed = None if x.transposed is None else x.transposed.at[:, rows].set(code(x.transposed))
-    return QuantizedArray(data, x.scale_inv, transposed, x.transposed_scale_inv, x.row_ndim, x.col_ndim, x.scaling,
-                          x.transposed_scaling, x.dtype)  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "form"), [*itertools.product(KINDS, FORMS)])

@@ -191,6 +191,8 @@ def grouped_gemm(draw: Draw) -> Call:
     biased, accumulate = not sums and draw.chance(0.4), sums and draw.chance(0.5)
     operands.append(((*batch, groups, n), dtype) if biased else ((0,), F32))
     operands.append(((*batch, *d), dtype) if accumulate else ((0,), F32))
+    of_pairs = not sums and scaling in ("none", "block") and draw.chance(0.4)
+    operands += operands[:4] if of_pairs else [((0,), F32)] * 4
     return Call(
         "te_grouped_gemm",
         operands,

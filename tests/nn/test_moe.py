@@ -162,7 +162,7 @@ def test_no_product_runs_twice_and_nothing_is_scattered(rng):
     operands = draw(rng)
     cotangent = jnp.ones((*TOKENS, OUT))
     text = step_of(moe, cotangent, router=Router(2)).lower(operands).as_text()
-    assert text.count("@te_grouped_gemm") == 9
+    assert text.count("@te_grouped_gemm") == 8, "3 forward, 3 of kernels, 1 of gate and up for the rows, 1 of down"
     assert "stablehlo.scatter" not in text
 
 

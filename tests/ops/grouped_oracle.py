@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from ops.gemm_oracle import E4M3, SCALINGS, matrix, random_array, random_quantized, wide
 
+from te_jax.quantized import QuantizedArray
+
 
 def random_operands(rng, rows, k, n, groups, kind, form, *, dtype="float32", lhs_dtype=E4M3, rhs_dtype=E4M3):
     """lhs and rhs of the product "forward", "dgrad" or "wgrad"; "plain" or of a scaling of `gemm_oracle`."""
@@ -61,3 +63,14 @@ def product(form, lhs, rhs, sizes, *, bias=None, accumulator=None, offset=0, gro
         if bias is not None:
             d[begin:end] += wide(bias)[g]
     return d
+
+
+def with_nan_in(x, rows):
+    """The operand, with NaN in all copies of these rows; scales of blocks of other rows too stay as they are."""
+    code = lambda values: jnp.full((), jnp.nan, values.dtype)  # noqa: E731
+    if not isinstance(x, QuantizedArray):
+        return x.at[rows].set(code(x))
+    data = None if x.data is None else x.data.at[rows].set(code(x.data))
+    transposed = None if x.transposed is None else x.transposed.at[:, rows].set(code(x.transposed))
+    return QuantizedArray(data, x.scale_inv, transposed, x.transposed_scale_inv, x.row_ndim, x.col_ndim, x.scaling,
+                          x.transposed_scaling, x.dtype)  # fmt: skip
