@@ -15,6 +15,7 @@
   X(te_quantize_tensor)                       \
   X(te_quantize_rows)                         \
   X(te_quantize_blocks)                       \
+  X(te_quantize_blocks_of_rows)               \
   X(te_activation_amax)                       \
   X(te_activation_tensor)                     \
   X(te_activation_blocks)                     \

@@ -250,15 +250,43 @@ void OverStrips(const Executor& executor, const Matrices& x, const Merge& merge)
   });
 }
 
-template <typename Scaling>
-Status Quantize(const Executor& executor, const Matrices& x, const Copies& copies, const Scaling& scaling) {
+// Fills the amaxes and values of a tile.
+struct LoadTile {
+  void operator()(const Matrices& x, const Tile& tile, Scratch& scratch) const {
+    LoadOf(x)(x, tile, scratch.row_amax, scratch.col_amax, scratch.values);
+  }
+};
+
+// The same where rows are gathered: side by side, they are a matrix of their own.
+struct LoadGatheredTile {
+  Gather gather;
+
+  void operator()(const Matrices& x, const Tile& tile, Scratch& scratch) const {
+    alignas(64) unsigned char rows[kBlock * kBlock * sizeof(float)];
+    const int64_t value = x.dtype == DType::kFloat32 ? 4 : 2, bytes = tile.cols * value;
+    const int32_t* index = gather.index + tile.example * x.rows + tile.row;
+    const auto* table = static_cast<const unsigned char*>(x.data) + tile.example * gather.rows * x.cols * value;
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      if (index[r] >= 0 && index[r] < gather.rows) {
+        std::memcpy(rows + r * bytes, table + (index[r] * x.cols + tile.col) * value, bytes);
+      } else {
+        std::memset(rows + r * bytes, 0, bytes);
+      }
+    }
+    LoadTile()({x.dtype, rows, 1, tile.rows, tile.cols}, {0, 0, 0, tile.rows, tile.cols}, scratch);
+  }
+};
+
+template <typename Scaling, typename Load = LoadTile>
+Status Quantize(const Executor& executor, const Matrices& x, const Copies& copies, const Scaling& scaling,
+                const Load& load = {}) {
   const bool e4m3 = copies.format == Fp8::kE4M3;
   auto* encode_rows = e4m3 ? EncodeRowsE4M3 : EncodeRowsE5M2;
   auto* encode_columns = e4m3 ? EncodeColumnsE4M3 : EncodeColumnsE5M2;
   executor.ParallelFor(CountTiles(x, kBlock), kTilesPerTask, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique<Scratch>();
     ForEachTile(x, kBlock, begin, end, [&](const Tile& tile) {
-      LoadOf(x)(x, tile, scratch->row_amax, scratch->col_amax, scratch->values);
+      load(x, tile, *scratch);
       const bool same = SetScales(x, copies, scaling, tile, *scratch);
       if (copies.data || same) encode_rows(tile, *scratch);
       if (copies.data) StoreCodes(*scratch, tile, x, copies.data);
@@ -302,6 +330,11 @@ Status QuantizeRows(const Executor& executor, const Matrices& x, const Copies& c
 
 Status QuantizeBlocks(const Executor& executor, const Matrices& x, const Copies& copies, const BlockScaling& scaling) {
   return Quantize(executor, x, copies, scaling);
+}
+
+Status QuantizeBlocksOfRows(const Executor& executor, const Matrices& x, const Gather& gather, const Copies& copies,
+                            const BlockScaling& scaling) {
+  return Quantize(executor, x, copies, scaling, LoadGatheredTile{gather});
 }
 
 }  // namespace te::quantize

@@ -51,6 +51,16 @@ class Decoder {
   int64_t col_blocks() const { return Blocks(cols_); }
   Rules& rules() { return rules_; }
 
+  // Makes tables of x: the matrices have, from now on, the rows of x that an int32 buffer names.
+  Gather GatherBy(std::string_view name, const ffi::AnyBuffer& index, int64_t runs) {
+    const Sizes sizes = SizesOf(index);
+    const Gather gather{static_cast<const int32_t*>(index.untyped_data()), rows_, runs};
+    rows_ = sizes.empty() ? 0 : sizes.back();
+    rules_.Type(ffi::S32, name, index).Elements(CountOf({examples_, rows_}), name, index);
+    rules_.That(runs >= 1, name, index, "be made of at least one run (runs)");
+    return gather;
+  }
+
   // An operand with the type of x and as many values; null if it is optional and has no elements.
   const void* LikeX(std::string_view name, const ffi::AnyBuffer& buffer, bool optional = false) {
     if (optional && CountOf(buffer) == 0) return nullptr;

@@ -56,6 +56,19 @@ ffi::Error HandleBlocks(PlatformValue platform, AnyBuffer x, Result data, Result
                      [&](const auto& executor, const auto& x) { return QuantizeBlocks(executor, x, copies, scaling); });
 }
 
+ffi::Error HandleBlocksOfRows(PlatformValue platform, AnyBuffer x, AnyBuffer rows, Result data, Result scale_inv,
+                              Result transposed, Result transposed_scale_inv, int64_t batch_ndim, int64_t runs,
+                              bool data_128x128, bool transposed_128x128, bool power_of_two_scales) {
+  Decoder decoder("te_quantize_blocks_of_rows", x, 1, batch_ndim);
+  const Gather gather = decoder.GatherBy("rows", rows, runs);
+  const Copies copies = decoder.CopiesTo(*data, *transposed, nullptr, power_of_two_scales);
+  const BlockScaling scaling =
+      decoder.BlockScalingOf(copies, *scale_inv, *transposed_scale_inv, data_128x128, transposed_128x128);
+  return decoder.Run(platform, {}, [&](const auto& executor, const auto& x) {
+    return QuantizeBlocksOfRows(executor, x, gather, copies, scaling);
+  });
+}
+
 }  // namespace
 }  // namespace te::quantize
 
@@ -121,6 +134,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_blocks, te::quantize::HandleBlocks,
                                   .Ret<xla::ffi::AnyBuffer>()  // dbias_partial
                                   .Attr<int64_t>("row_ndim")
                                   .Attr<int64_t>("batch_ndim")
+                                  .Attr<bool>("data_128x128")
+                                  .Attr<bool>("transposed_128x128")
+                                  .Attr<bool>("power_of_two_scales"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_blocks_of_rows, te::quantize::HandleBlocksOfRows,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<te::Platform>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // rows
+                                  .Ret<xla::ffi::AnyBuffer>()  // data
+                                  .Ret<xla::ffi::AnyBuffer>()  // scale_inv
+                                  .Ret<xla::ffi::AnyBuffer>()  // transposed
+                                  .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
+                                  .Attr<int64_t>("batch_ndim")
+                                  .Attr<int64_t>("runs")
                                   .Attr<bool>("data_128x128")
                                   .Attr<bool>("transposed_128x128")
                                   .Attr<bool>("power_of_two_scales"),

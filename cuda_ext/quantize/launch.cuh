@@ -91,16 +91,37 @@ Status LaunchQuantizeTile(cudaStream_t stream, const Arguments& arguments, const
       "kernel launch");
 }
 
+// Calls launch<T, F>() with the types of values and codes.
+template <typename Launch>
+Status WithTypes(DType dtype, Fp8 format, const Launch& launch) {
+  auto with = [&]<typename F>() {
+    return dtype == DType::kFloat32    ? launch.template operator()<float, F>()
+           : dtype == DType::kBFloat16 ? launch.template operator()<__nv_bfloat16, F>()
+                                       : launch.template operator()<__half, F>();
+  };
+  return format == Fp8::kE4M3 ? with.template operator()<E4M3>() : with.template operator()<E5M2>();
+}
+
+// Calls launch<M>() with the mode of both copies.
+template <typename Launch>
+Status WithModeOfBlocks(const Copies& copies, const BlockScaling& scaling, const Launch& launch) {
+  auto with = [&]<bool kData128x128, bool kTransposed128x128>() {
+    return launch.template operator()<Mode<Scales::kBlocks, kData128x128, kTransposed128x128>>();
+  };
+  // An absent copy counts as one with scales of 128×128, which cost least.
+  const bool transposed_128x128 = !copies.transposed || scaling.transposed_128x128;
+  if (!copies.data || scaling.data_128x128) {
+    return transposed_128x128 ? with.template operator()<true, true>() : with.template operator()<true, false>();
+  }
+  return transposed_128x128 ? with.template operator()<false, true>() : with.template operator()<false, false>();
+}
+
 template <typename M, typename Compute>
 Status LaunchQuantize(cudaStream_t stream, const Matrices& x, Fp8 format, const Arguments& arguments,
                       const Compute& compute) {
-  auto with = [&]<typename F>() {
-    auto* launch = x.dtype == DType::kFloat32    ? LaunchQuantizeTile<float, F, M, Compute>
-                   : x.dtype == DType::kBFloat16 ? LaunchQuantizeTile<__nv_bfloat16, F, M, Compute>
-                                                 : LaunchQuantizeTile<__half, F, M, Compute>;
-    return launch(stream, arguments, compute);
-  };
-  return format == Fp8::kE4M3 ? with.template operator()<E4M3>() : with.template operator()<E5M2>();
+  return WithTypes(x.dtype, format, [&]<typename T, typename F>() {
+    return LaunchQuantizeTile<T, F, M, Compute>(stream, arguments, compute);
+  });
 }
 
 template <typename Compute>
@@ -121,16 +142,8 @@ Status LaunchQuantizeBlocks(cudaStream_t stream, const Matrices& x, const Copies
   if (Status s = CheckSize(x); !s.ok()) return s;
   Arguments arguments = ArgumentsOf(x, copies);
   arguments.blocks = scaling;
-  auto with = [&]<bool kData128x128, bool kTransposed128x128>() {
-    using M = Mode<Scales::kBlocks, kData128x128, kTransposed128x128>;
-    return LaunchQuantize<M>(stream, x, copies.format, arguments, compute);
-  };
-  // An absent copy counts as one with scales of 128×128, which cost least.
-  const bool transposed_128x128 = !copies.transposed || scaling.transposed_128x128;
-  if (!copies.data || scaling.data_128x128) {
-    return transposed_128x128 ? with.template operator()<true, true>() : with.template operator()<true, false>();
-  }
-  return transposed_128x128 ? with.template operator()<false, true>() : with.template operator()<false, false>();
+  return WithModeOfBlocks(
+      copies, scaling, [&]<typename M>() { return LaunchQuantize<M>(stream, x, copies.format, arguments, compute); });
 }
 
 }  // namespace te::quantize

@@ -62,6 +62,14 @@ struct BlockScaling {
   float* transposed_scale_inv;  // 128×128: [cols / 128, rows / 128], 1×128: [rows / 128, cols]; rounded up
 };
 
+// Matrices made of rows of tables: row r is row index[r] of the table of its matrix, and zeros where the table has
+// none.
+struct Gather {
+  const int32_t* index;  // [count, rows of the matrix]
+  int64_t rows;          // of a table
+  int64_t runs;          // ascending runs of about the same length that an index is made of; concerns speed alone
+};
+
 // What kernels that compute y row by row write of it, as it is, in FP8. With tensor scaling `reference_amax` says from
 // which amax the scale follows; otherwise it is null and every 1×128 values of a row share a scale.
 struct RowOutputs {
@@ -76,5 +84,9 @@ struct RowOutputs {
 Status QuantizeTensor(const Executor& executor, const Matrices& x, const Copies& copies, const TensorScaling& scaling);
 Status QuantizeRows(const Executor& executor, const Matrices& x, const Copies& copies, const RowScaling& scaling);
 Status QuantizeBlocks(const Executor& executor, const Matrices& x, const Copies& copies, const BlockScaling& scaling);
+
+// The same of x with gathered rows; x.data are the tables, [count, gather.rows, cols].
+Status QuantizeBlocksOfRows(const Executor& executor, const Matrices& x, const Gather& gather, const Copies& copies,
+                            const BlockScaling& scaling);
 
 }  // namespace te::quantize

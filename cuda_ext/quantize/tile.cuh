@@ -140,6 +140,34 @@ __device__ __forceinline__ void SetVector(Patch<T>& patch, int r, int vector, co
   patch[r][4 * vector + 3] = bits.w;
 }
 
+// The values of a patch one by one, where vectors would not be aligned. row_of(r) points to row r of the patch, or is
+// null: its values are zero, as are those beyond the columns.
+template <typename T, typename RowOf>
+__device__ __forceinline__ void LoadUnaligned(const Shape& shape, const Place<T>& place, Patch<T>& patch,
+                                              const RowOf& row_of) {
+#pragma unroll
+  for (int r = 0; r < kPatch; ++r) {
+    const T* row = row_of(r);
+#pragma unroll
+    for (int w = 0; w < Words<T>::kCount; ++w) {
+      constexpr int kPerWord = 4 / sizeof(T);
+      uint32_t word = 0;
+#pragma unroll
+      for (int i = 0; i < kPerWord; ++i) {
+        const int col = place.Column(w * kPerWord + i);
+        if (!row || col >= shape.cols) continue;
+        const T value = row[col];
+        if constexpr (sizeof(T) == 4) {
+          word = reinterpret_cast<const uint32_t&>(value);
+        } else {
+          word |= uint32_t{reinterpret_cast<const uint16_t&>(value)} << (16 * i);
+        }
+      }
+      patch[r][w] = word;
+    }
+  }
+}
+
 // The values of a patch of the tensor x; zero outside of it.
 template <typename T>
 __device__ __forceinline__ void Load(const T* x, const Shape& shape, const Place<T>& place, Patch<T>& patch) {
@@ -159,26 +187,9 @@ __device__ __forceinline__ void Load(const T* x, const Shape& shape, const Place
     }
     return;
   }
-#pragma unroll
-  for (int r = 0; r < kPatch; ++r) {
-#pragma unroll
-    for (int w = 0; w < W::kCount; ++w) {
-      constexpr int kPerWord = 4 / sizeof(T);
-      uint32_t word = 0;
-#pragma unroll
-      for (int i = 0; i < kPerWord; ++i) {
-        const int row = place.row + r, col = place.Column(w * kPerWord + i);
-        if (row >= shape.rows || col >= shape.cols) continue;
-        const T value = x[RowOffset(row, shape.cols) + col];
-        if constexpr (sizeof(T) == 4) {
-          word = reinterpret_cast<const uint32_t&>(value);
-        } else {
-          word |= uint32_t{reinterpret_cast<const uint16_t&>(value)} << (16 * i);
-        }
-      }
-      patch[r][w] = word;
-    }
-  }
+  LoadUnaligned<T>(shape, place, patch, [&](int r) {
+    return place.row + r < shape.rows ? x + RowOffset(place.row + r, shape.cols) : nullptr;
+  });
 }
 
 inline constexpr int kGroupHeight = 4;

@@ -17,6 +17,7 @@ from te_jax._core.types import BLOCK
 from te_jax.nn import linear
 from te_jax.nn.gated_mlp import Activation
 from te_jax.nn.microbatches import dense_kernels
+from te_jax.ops._experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
 from te_jax.parallel.experts import Exchange
 from te_jax.recipe import Quantization, Recipe
@@ -237,7 +238,7 @@ def _experts(
     weighted: str,
     options: dict[str, Any],
 ) -> Array:
-    sizes = plan.group_sizes
+    permutation = None
     if isinstance(plan, parallel.DispatchPlan):
         rows, of_rows = parallel.dispatch(
             x,
@@ -247,8 +248,52 @@ def _experts(
             implementation=options["implementation"],
         )
     else:
-        rows, of_rows = ops.permute(x, plan), ops.permute_weights(weights, plan)
-    of_rows = of_rows[:, None]
+        rows, of_rows, permutation = x, ops.permute_weights(weights, plan), plan
+    if weighted == "results" and biases[0] is None and biases[1] is None and is_fused(options["recipe"]):
+        y = experts_mlp(
+            rows,
+            of_rows,
+            plan.group_sizes,
+            permutation,
+            kernels,
+            wgrad_accumulator=accumulators,
+            **vars(activation),
+            **options,
+        )
+    else:
+        if permutation is not None:
+            rows = ops.permute(x, permutation)
+        y = _mlps(rows, of_rows[:, None], plan.group_sizes, kernels, biases, accumulators, activation, weighted, options)
+        if permutation is not None:
+            y = ops.unpermute(y, permutation)
+    if isinstance(plan, parallel.DispatchPlan):
+        y = parallel.combine(y, plan)
+    if (bias := biases[2]) is None:
+        return y
+    if isinstance(plan, parallel.DispatchPlan):
+        permutation = plan.permutation
+        bias = lax.all_gather(bias.astype(jnp.float32), plan.axis_name, tiled=True)
+    else:
+        permutation = plan
+    # Σ_k w_k bias[e_k], as a product with the weight of every expert: rows have been weighted before.
+    given = jnp.ones_like(weights) if weighted == "inputs" else weights
+    given = jnp.where(permutation.rows >= 0, given, 0.0)
+    total = jnp.matmul(_by_expert(given, permutation, bias.shape[0]), bias.astype(jnp.float32), precision="highest")
+    return (y.astype(jnp.float32) + total).astype(y.dtype)
+
+
+def _mlps(
+    rows: Array,
+    of_rows: Array,
+    sizes: Array,
+    kernels: Kernels,
+    biases: tuple[Any, Any, Any],
+    accumulators: tuple[Any, Any, Any],
+    activation: Activation,
+    weighted: str,
+    options: dict[str, Any],
+) -> Array:
+    """The results of rows [rows, in] with weights [rows, 1], without the bias of the last product."""
 
     def times_weights(values: Array) -> Array:
         return (values.astype(jnp.float32) * of_rows.astype(jnp.float32)).astype(values.dtype)
@@ -264,20 +309,7 @@ def _experts(
     h = ops.gated_activation(gate, up, **vars(activation))
     if weighted == "results":
         h = times_weights(h)
-    y = ops.grouped_dense(h, kernels[2], sizes, wgrad_accumulator=accumulators[2], **options)
-    y = parallel.combine(y, plan) if isinstance(plan, parallel.DispatchPlan) else ops.unpermute(y, plan)
-    if (bias := biases[2]) is None:
-        return y
-    if isinstance(plan, parallel.DispatchPlan):
-        permutation = plan.permutation
-        bias = lax.all_gather(bias.astype(jnp.float32), plan.axis_name, tiled=True)
-    else:
-        permutation = plan
-    # Σ_k w_k bias[e_k], as a product with the weight of every expert: rows have been weighted before.
-    given = jnp.ones_like(weights) if weighted == "inputs" else weights
-    given = jnp.where(permutation.rows >= 0, given, 0.0)
-    total = jnp.matmul(_by_expert(given, permutation, bias.shape[0]), bias.astype(jnp.float32), precision="highest")
-    return (y.astype(jnp.float32) + total).astype(y.dtype)
+    return ops.grouped_dense(h, kernels[2], sizes, wgrad_accumulator=accumulators[2], **options)
 
 
 def _travelling(x: Array, recipe: Recipe | None) -> Quantization | None:

@@ -277,7 +277,7 @@ def _kernel(
     reduced = {result: set(rows + cols).difference(result.dimensions) for result in wanted if result.reduced_by}
 
     @sharding.per_shard(
-        f"{_terms(operand_dimensions)} -> {_terms([result.dimensions for result in wanted])}",
+        f"{terms(operand_dimensions)} -> {terms([result.dimensions for result in wanted])}",
         axes_of=[dimension[0] for dimension in rows + cols if any(dimension in over for over in reduced.values())],
         replicated=replicated,
         sizes={minor: BLOCK for dimension in rows + cols for minor in dimension[1:]},
@@ -356,10 +356,10 @@ def scale_dimensions(scaling: Scaling, outer: Dimensions, summed: Dimensions) ->
     return blocks(outer) + blocks(summed) if scaling == "block_128x128" else blocks(summed) + outer
 
 
-def _terms(terms: Sequence[Dimensions | None]) -> str:
+def terms(operands: Sequence[Dimensions | None]) -> str:
     """The terms of a sharding rule, such as "... r0 (c0 ci)"."""
     return ", ".join(
         " ".join(["...", *(d[0] if len(d) == 1 else f"({' '.join(d)})" for d in term)])
-        for term in terms
+        for term in operands
         if term is not None
     )

@@ -33,9 +33,9 @@ __all__ = ["grouped_dense"]
 
 Operand = QuantizedArray | jax.typing.ArrayLike
 
-_NAME = "te_jax.ops.grouped_dense"
-_REVERSE_MODE = (
-    f"{_NAME} has first derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, jax.jacfwd) "
+NAME = "te_jax.ops.grouped_dense"
+REVERSE_MODE = (
+    f"{NAME} has first derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, jax.jacfwd) "
     "or second derivatives use te_jax.ops.ragged_dot with implementation='reference'"
 )
 
@@ -126,25 +126,25 @@ def grouped_dense(
         for argument, values in (("bias", bias), ("wgrad_accumulator", wgrad_accumulator))
     )
     accumulate = as_flag("accumulate", accumulate)
-    _validate_recipe(recipe, x)
+    validate_rows(recipe, x)
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
             f"group_sizes has shape {group_sizes.shape} and dtype {group_sizes.dtype}; it must be integers [experts]"
         )
     for named in zip(kernels.items(), biases.items(), accumulators.items(), strict=True):
-        _validate(x, group_sizes, recipe, *named)
-    problem = _problem(recipe, x, tuple(kernels.values()))
+        validate_kernel(x, group_sizes, recipe, *named)
+    problem = problem_of(recipe, x, tuple(kernels.values()))
     products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
     quantization = products if recipe is None else implementation_for(implementation, recipe)
-    layer = _Layer(recipe, quantization, products, accumulate)
+    layer = GroupedLayer(recipe, quantization, products, accumulate)
     operands = (x, *(tuple(named.values()) for named in (kernels, biases, accumulators)))
-    operands = sharding.varying_together((*reverse_mode_only(operands, _REVERSE_MODE), group_sizes))
+    operands = sharding.varying_together((*reverse_mode_only(operands, REVERSE_MODE), group_sizes))
     ys = _run(*operands, layer)
     return ys if several else ys[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
+class GroupedLayer:
     """The static arguments. Hashable, so that a layer is traced once.
 
     Attributes:
@@ -160,23 +160,23 @@ class _Layer:
     def quantize(self, role: Role, x: Array, group_sizes: Array, *, with_wgrad: bool) -> Any:
         """x [rows, features] as products read it, zeros in rows of no expert."""
         if self.recipe is None:
-            return not_differentiated(x, _REVERSE_MODE)
+            return not_differentiated(x, REVERSE_MODE)
         x = jnp.where((jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None], x, jnp.zeros((), x.dtype))
-        fp8 = Fp8(_NAME, self.recipe, self.quantization)
+        fp8 = Fp8(NAME, self.recipe, self.quantization)
         return fp8.quantize(role, x, None, row_ndim=1, copies="both" if with_wgrad else "data").array
 
     def quantize_kernel(self, kernel: Any, dtype: Any) -> Any:
         """A kernel as products with an x of this dtype read it."""
         if isinstance(kernel, QuantizedArray):
             return kernel
-        kernel = not_differentiated(kernel, _REVERSE_MODE)
+        kernel = not_differentiated(kernel, REVERSE_MODE)
         if self.recipe is None:
             return kernel.astype(dtype)
         return quantize_kernel(kernel, self.recipe, row_ndim=1, stacked_ndim=1, implementation=self.quantization)
 
     def forward(self, x8: Any, kernel8s: Any, biases: Any, group_sizes: Array, dtype: Any) -> tuple[Array, ...]:
         ys = (
-            self.gemm(x8, kernel8, group_sizes, bias=not_differentiated(bias, _REVERSE_MODE), out_dtype=dtype)
+            self.gemm(x8, kernel8, group_sizes, bias=not_differentiated(bias, REVERSE_MODE), out_dtype=dtype)
             for kernel8, bias in zip(kernel8s, biases, strict=True)
         )
         return batched_together(tuple(ys))
@@ -199,7 +199,7 @@ class _Layer:
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
 @functools.partial(jax.jit, static_argnums=5, inline=sharding.INLINE)
-def _run(x, kernels, biases, accumulators, group_sizes, layer: _Layer) -> tuple[Array, ...]:
+def _run(x, kernels, biases, accumulators, group_sizes, layer: GroupedLayer) -> tuple[Array, ...]:
     return _products(layer, x, kernels, biases, accumulators, group_sizes)
 
 
@@ -214,15 +214,15 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(layer: _Layer, x, kernels, biases, accumulators, group_sizes) -> tuple[Array, ...]:
+def _products(layer: GroupedLayer, x, kernels, biases, accumulators, group_sizes) -> tuple[Array, ...]:
     del accumulators
     x8 = layer.quantize("activation", x, group_sizes, with_wgrad=False)
     kernel8s = [layer.quantize_kernel(kernel, x.dtype) for kernel in kernels]
     return layer.forward(x8, kernel8s, biases, group_sizes, x.dtype)
 
 
-def _forward(layer: _Layer, *operands):
-    _validate_differentiated(*operands)
+def _forward(layer: GroupedLayer, *operands):
+    validate_differentiated(*operands)
     x, kernels, biases, accumulators, group_sizes = custom_vjp_primal_tree_values(operands)
     given = [isinstance(kernel, QuantizedArray) for kernel in kernels]
     with_wgrad = any(a is not None or not g for a, g in zip(accumulators, given, strict=True))
@@ -242,11 +242,11 @@ def _forward(layer: _Layer, *operands):
     return ys, _Residuals(layouts, x8, kernel8s, accumulators, group_sizes)
 
 
-def _backward(layer: _Layer, residuals: _Residuals, dys):
+def _backward(layer: GroupedLayer, residuals: _Residuals, dys):
     (x_layout, kernel_layouts, bias_layouts), x8, kernel8s, accumulators, group_sizes = residuals
     dys = [ad.zeros_like_aval(dy.aval) if isinstance(dy, SymbolicZero) else dy for dy in dys]
     if layer.recipe is None:
-        x8, kernel8s = not_differentiated((x8, kernel8s), _REVERSE_MODE)
+        x8, kernel8s = not_differentiated((x8, kernel8s), REVERSE_MODE)
     trained = [
         accumulator is not None or layout is not None
         for accumulator, layout in zip(accumulators, kernel_layouts, strict=True)
@@ -261,7 +261,7 @@ def _backward(layer: _Layer, residuals: _Residuals, dys):
         dys, dy8s, kernel_layouts, bias_layouts, accumulators, strict=True
     ):
         wgrad = functools.partial(layer.gemm, x8, dy8, group_sizes, lhs_contracting="rows")
-        next_accumulators.append(None if accumulator is None else _accumulated(layer, wgrad, accumulator, x8, dy8))
+        next_accumulators.append(None if accumulator is None else accumulated(layer, wgrad, accumulator, x8, dy8))
         if accumulator is None and kernel_layout is not None:
             dkernels.append(kernel_layout.apply(wgrad(out_dtype=kernel_layout.dtype)))
         else:
@@ -273,18 +273,18 @@ def _backward(layer: _Layer, residuals: _Residuals, dys):
 _products.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _accumulated(layer: _Layer, wgrad: Any, accumulator: Array, *operands: Any) -> Array:
+def accumulated(layer: GroupedLayer, wgrad: Any, accumulator: Array, *operands: Any) -> Array:
     layout = Layout.of(accumulator)
     if layer.accumulate:
-        accumulator = differentiated_once(accumulator, _NAME)
+        accumulator = differentiated_once(accumulator, NAME)
         accumulator = added_once(accumulator, *jax.tree.leaves(operands))
     return layout.apply(wgrad(accumulator=accumulator, accumulate=layer.accumulate, out_dtype=layout.dtype))
 
 
-def _sum_of_rows(layer: _Layer, dy: Array, group_sizes: Array) -> Array:
+def _sum_of_rows(layer: GroupedLayer, dy: Array, group_sizes: Array) -> Array:
     """Float32 [experts, out]: the sum of the rows of each expert, as a product with ones, of as many columns as a GPU
     needs."""
-    dy = not_differentiated(dy, _REVERSE_MODE)
+    dy = not_differentiated(dy, REVERSE_MODE)
     columns = 1 if native.compute_capability() is None else 8
     ones = sharding.varying_over(jnp.ones((dy.shape[0], columns), dy.dtype), sharding.varying_axes(dy))
     if cuda_problem(None, dy.dtype, group_sizes.shape[0], dy.shape[1], columns):
@@ -296,14 +296,14 @@ def _sum_of_rows(layer: _Layer, dy: Array, group_sizes: Array) -> Array:
 # ----------------------------------------------------------------------------------------------------- arguments
 
 
-def _problem(recipe: Recipe | None, x: Array, kernels: tuple[Any, ...]) -> str | None:
+def problem_of(recipe: Recipe | None, x: Array, kernels: tuple[Any, ...]) -> str | None:
     """Why a GPU cannot multiply these, forward and backward."""
     scaling = None if recipe is None else recipe.quantization("activation").scaling
     problems = (cuda_problem(scaling, x.dtype, *kernel.shape) for kernel in kernels)
     return next(filter(None, problems), None)
 
 
-def _validate_recipe(recipe: Any, x: Array) -> None:
+def validate_rows(recipe: Any, x: Array) -> None:
     if x.ndim != 2 or x.dtype not in FLOATS:
         raise ValueError(f"x has shape {x.shape} and dtype {x.dtype}; it must be [rows, in], {FLOAT_NAMES}")
     if recipe is None:
@@ -321,7 +321,7 @@ def _validate_recipe(recipe: Any, x: Array) -> None:
             )
 
 
-def _validate(x: Array, group_sizes: Array, recipe: Recipe | None, named_kernel, named_bias, named_accumulator) -> None:
+def validate_kernel(x: Array, group_sizes: Array, recipe: Recipe | None, named_kernel, named_bias, named_accumulator) -> None:
     (name, kernel), (bias_name, bias), (accumulator_name, accumulator) = named_kernel, named_bias, named_accumulator
     experts, inner = group_sizes.shape[0], x.shape[1]
     if kernel.ndim != 3 or kernel.shape[:2] != (experts, inner):
@@ -351,7 +351,7 @@ def _validate(x: Array, group_sizes: Array, recipe: Recipe | None, named_kernel,
             )
 
 
-def _validate_differentiated(x, kernels, _, accumulators, __) -> None:
+def validate_differentiated(x, kernels, _, accumulators, __) -> None:
     """Refuses choices of derivatives that would be silently wrong."""
 
     def perturbed(operand: Any) -> bool:
