@@ -17,8 +17,6 @@ from te_jax.nn.moe import SWIGLU, Router, moe
 from te_jax.recipe import BlockScaling, CurrentScaling
 from te_jax.testing import assert_close
 
-pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="grouped GEMMs have no CUDA kernel")
-
 TOKENS, IN, HIDDEN, OUT, EXPERTS = (2, 24), 32, 48, 32, 8
 GPT_OSS = Activation("silu", 1.702, 7.0, 1.0)
 MODELS = {

@@ -18,8 +18,6 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, DelayedScaling
 from te_jax.testing import assert_close
 
-pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="grouped GEMMs have no CUDA kernel")
-
 EXPERTS, IN, HIDDEN, OUT = 4, 32, 48, 16
 ROUTER = Router(2, score="sigmoid", scaling_factor=2.5)
 

@@ -15,8 +15,6 @@ from te_jax import checkpoint_policies, ops
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
-pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="grouped GEMMs have no CUDA kernel")
-
 ROWS, IN, OUT, EXPERTS = 512, 192, 128, 3
 SIZES = {"aligned": [128, 0, 256], "uneven": [37, 100, 250], "all": [0, 512, 0]}
 RECIPES = {"none": None, "block": BlockScaling(), "row": RowwiseScaling(), "current": CurrentScaling()}

@@ -16,8 +16,6 @@ from te_jax import native, ops, recipe
 from te_jax.native import extension
 from te_jax.testing import assert_close
 
-pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="grouped GEMMs have no CUDA kernel")
-
 FORMS = ("forward", "dgrad", "wgrad")
 IMPLEMENTATIONS = ("native", "reference")
 ROWS, GROUPS = 300, 5
