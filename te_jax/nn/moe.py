@@ -263,7 +263,9 @@ def _experts(
     else:
         if permutation is not None:
             rows = ops.permute(x, permutation)
-        y = _mlps(rows, of_rows[:, None], plan.group_sizes, kernels, biases, accumulators, activation, weighted, options)
+        y = _mlps(
+            rows, of_rows[:, None], plan.group_sizes, kernels, biases, accumulators, activation, weighted, options
+        )
         if permutation is not None:
             y = ops.unpermute(y, permutation)
     if isinstance(plan, parallel.DispatchPlan):

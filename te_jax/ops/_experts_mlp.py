@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.interpreters import ad
 
 from te_jax import native, sharding
+from te_jax._core.arguments import as_flag
 from te_jax._core.derivatives import differentiated_once
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops import _fp8
@@ -123,7 +124,8 @@ def experts_mlp(
         validate_kernel(operand, group_sizes, recipe, *named)
     problem = problem_of(recipe, rows, kernels)
     products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
-    layer = GroupedLayer(recipe, implementation_for(implementation, recipe), products, accumulate)
+    quantization = implementation_for(implementation, recipe)
+    layer = GroupedLayer(recipe, quantization, products, as_flag("accumulate", accumulate))
     operands = reverse_mode_only((x, weights, kernels, accumulators), REVERSE_MODE)
     return _run(*sharding.varying_together((*operands, permutation, group_sizes)), layer, function)
 
@@ -180,8 +182,7 @@ def _forward(layer: GroupedLayer, function: Function, *operands):
             "kernel[2] has no data copy, which the gradients of gate and up read; quantize it with copies='both'"
         )
     kept = tuple(
-        _fp8.kept(kernel8, "data", None if g else "te_dense_kernel")
-        for kernel8, g in zip(kernel8s, given, strict=True)
+        _fp8.kept(kernel8, "data", None if g else "te_dense_kernel") for kernel8, g in zip(kernel8s, given, strict=True)
     )
     layouts = (
         Layout.of(x),

@@ -321,7 +321,9 @@ def validate_rows(recipe: Any, x: Array) -> None:
             )
 
 
-def validate_kernel(x: Array, group_sizes: Array, recipe: Recipe | None, named_kernel, named_bias, named_accumulator) -> None:
+def validate_kernel(
+    x: Array, group_sizes: Array, recipe: Recipe | None, named_kernel, named_bias, named_accumulator
+) -> None:
     (name, kernel), (bias_name, bias), (accumulator_name, accumulator) = named_kernel, named_bias, named_accumulator
     experts, inner = group_sizes.shape[0], x.shape[1]
     if kernel.ndim != 3 or kernel.shape[:2] != (experts, inner):

@@ -211,7 +211,13 @@ def quantization(draw: Draw) -> Call:
     def floats(count: int) -> Array:
         return ((examples * count,), F32)
 
-    family = draw.one(["amax_tensor", "amax_rows", "quantize_tensor", "quantize_rows", "quantize_blocks"])
+    families = ["amax_tensor", "amax_rows", "quantize_tensor", "quantize_rows", "quantize_blocks"]
+    family = draw.one([*families, "quantize_blocks_of_rows"])
+    operands = [x]
+    if family == "quantize_blocks_of_rows":
+        row = (draw.extent(),)
+        rows, operands = row[0], [((*batch, draw.extent(), *col), x[1]), ((*batch, *row), S32)]
+        attributes = {"batch_ndim": len(batch), "runs": draw.one([1, 2, 3, 64, 2**40])}
     if family == "amax_tensor":
         return Call("te_amax_tensor", [x], [floats(1)], attributes)
     if family == "amax_rows":
@@ -223,7 +229,7 @@ def quantization(draw: Draw) -> Call:
     here = [math.prod(copy[0]) > 0 for copy in (data, transposed)]  # scales are absent with their copy
     sums = present(draw, floats(blocks(rows) * cols))
     attributes["power_of_two_scales"] = draw.chance(0.5)
-    if family == "quantize_blocks":
+    if family.startswith("quantize_blocks"):
         square = [draw.chance(0.5), draw.chance(0.5)]
         counts = (
             blocks(cols) * (blocks(rows) if square[0] else rows),
@@ -231,7 +237,8 @@ def quantization(draw: Draw) -> Call:
         )
         scales = [floats(count) if is_here else absent for count, is_here in zip(counts, here, strict=True)]
         attributes |= {"data_128x128": square[0], "transposed_128x128": square[1]}
-        return Call("te_quantize_blocks", [x], [data, scales[0], transposed, scales[1], sums], attributes)
+        results = [data, scales[0], transposed, scales[1], *([sums] if family == "quantize_blocks" else [])]
+        return Call(f"te_{family}", operands, results, attributes)
     counts = (rows, cols) if family == "quantize_rows" else (1, 1)
     scales = [floats(count) if is_here else absent for count, is_here in zip(counts, here, strict=True)]
     if family == "quantize_rows":
@@ -625,7 +632,7 @@ def run(call: Call, draw: Draw) -> list[jax.Array]:
     """Compiles and runs a call. Devices have operands of their own, and the first dimension of results."""
     many = call.devices > 1
     lead = (call.devices,) if many else ()
-    labels = "cross_entropy" in call.target
+    labels = "cross_entropy" in call.target or call.target == "te_quantize_blocks_of_rows"
     # numpy refuses some arrays without elements.
     given = {
         i: values_of(draw, ((*lead, *shape), dtype), labels=labels)

@@ -232,8 +232,9 @@ def test_vmap(rng):
                 assert_close(leaf[i], expected, tolerance=1e-6)
 
 
-def test_shard_map(rng):
+def test_shard_map(rng, require_devices):
     """Each device sorts its own tokens; x that all devices share gets the sum of their gradients."""
+    require_devices(2)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     x, weights = numbers(rng, *TOKENS, FEATURES), numbers(rng, 2, *TOKENS, TOP_K)
     experts = jnp.stack([draw(rng) for _ in range(2)])

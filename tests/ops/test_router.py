@@ -241,7 +241,8 @@ def mesh_of(axis_type):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_tokens(rng, axis_type):
+def test_sharded_tokens(rng, require_devices, axis_type):
+    require_devices(4)
     logits, bias = draw(rng, 4, 8, EXPERTS), biases(rng)
     placed = jax.device_put(logits, NamedSharding(mesh_of(axis_type), P("data", "sequence")))
     (experts, counts), others = jax.jit(all_of)(placed, bias)
@@ -252,8 +253,9 @@ def test_sharded_tokens(rng, axis_type):
         assert_close(found, expected, tolerance=1e-5)
 
 
-def test_shard_map(rng):
+def test_shard_map(rng, require_devices):
     """Losses, and their gradients, are those of all tokens, on every device."""
+    require_devices(4)
     logits, bias = draw(rng, 4, 8, EXPERTS), biases(rng)
     split = P("data", "sequence")
 
@@ -329,7 +331,9 @@ def test_refusals(name):
         call()
 
 
-def test_tokens_that_are_not_split_over_the_axis():
+def test_tokens_that_are_not_split_over_the_axis(require_devices):
+    require_devices(4)
+
     def local(logits):
         return ops.router_z_loss(logits, axis_name="data")
 

@@ -1,0 +1,246 @@
+"""MLPs of experts as one operation with block scaling, against the operations that it stands for."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops.quantize_oracle import assert_bits
+
+from te_jax import ops
+from te_jax.ops._experts_mlp import experts_mlp, is_fused
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.testing import assert_close
+
+TOKENS, TOP_K, IN, HIDDEN, OUT, EXPERTS = 160, 2, 192, 144, 128, 4
+PLAIN = {"kind": "silu", "alpha": 1.0, "limit": None, "offset": 0.0}
+FUNCTIONS = {
+    "swiglu": PLAIN,
+    "gpt_oss": PLAIN | {"alpha": 1.702, "limit": 7.0, "offset": 1.0},
+    "geglu": PLAIN | {"kind": "gelu"},
+}
+OPTIONS = {"recipe": BlockScaling(), "implementation": None, "accumulate": True}
+LOADS = {
+    "drawn": None,
+    "one has all": lambda choices: np.stack([np.full(len(choices), 2), np.full(len(choices), -1)], axis=1),
+    "none has any": lambda choices: np.full_like(choices, -1),
+    "the last are empty": lambda choices: choices % 2,
+}
+FP8 = {"float32": 1e-3, "bfloat16": 0.03, "float16": 0.02}  # the activation is rounded once, not twice
+
+
+def draw(rng, dtype="bfloat16", load="drawn"):
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32).astype(dtype)
+
+    choices = np.argsort(rng.random((TOKENS, EXPERTS)), axis=1)[:, :TOP_K]
+    choices = choices if LOADS[load] is None else LOADS[load](choices)
+    shapes = ((IN, HIDDEN), (IN, HIDDEN), (HIDDEN, OUT))
+    kernels = tuple(normal(EXPERTS, *shape, scale=shape[0] ** -0.5) for shape in shapes)
+    weights = jnp.asarray(rng.uniform(0.1, 1.0, (TOKENS, TOP_K)), jnp.float32)
+    return normal(TOKENS, IN), weights, kernels, jnp.asarray(choices, jnp.int32), normal(TOKENS, OUT)
+
+
+def permutation_of(choices, **options):
+    return ops.group_by_expert(choices, EXPERTS, align=128, **options)
+
+
+def fused(x, weights, kernels, permutation, function=PLAIN, accumulators=(None,) * 3, **options):
+    of_rows = ops.permute_weights(weights, permutation)
+    options = OPTIONS | {"wgrad_accumulator": accumulators} | function | options
+    return experts_mlp(x, of_rows, permutation.group_sizes, permutation, kernels, **options)
+
+
+def apart(x, weights, kernels, permutation, function=PLAIN, accumulators=(None,) * 3, **options):
+    options = OPTIONS | options
+    of_rows, sizes = ops.permute_weights(weights, permutation)[:, None], permutation.group_sizes
+    rows = ops.permute(x, permutation)
+    gate, up = ops.grouped_dense(rows, kernels[:2], sizes, wgrad_accumulator=accumulators[:2], **options)
+    h = ops.gated_activation(gate, up, **function)
+    h = (h.astype(jnp.float32) * of_rows).astype(h.dtype)
+    return ops.unpermute(
+        ops.grouped_dense(h, kernels[2], sizes, wgrad_accumulator=accumulators[2], **options), permutation
+    )
+
+
+@functools.cache
+def step_of(layer, function="swiglu", **options):
+    @jax.jit
+    def step(x, weights, kernels, choices, dy):
+        permutation = permutation_of(choices)
+        run = functools.partial(layer, permutation=permutation, function=FUNCTIONS[function], **options)
+        y, vjp = jax.vjp(lambda *a: run(*a), x, weights, kernels)
+        return y, vjp(dy)
+
+    return step
+
+
+def assert_near(found, wanted, tolerance):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype
+        if not np.asarray(other).any():
+            assert not np.asarray(one).any()
+        else:
+            assert_close(one, other, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "load", "function", "implementation"),
+    [
+        ("bfloat16", "drawn", "swiglu", "native"),
+        ("bfloat16", "one has all", "gpt_oss", "native"),
+        ("float32", "drawn", "gpt_oss", "native"),
+        ("float32", "none has any", "swiglu", "native"),
+        ("float16", "the last are empty", "geglu", "native"),
+        ("bfloat16", "the last are empty", "swiglu", "reference"),
+        ("float32", "drawn", "swiglu", "reference"),
+    ],
+)
+def test_values_and_gradients(rng, dtype, load, function, implementation):
+    """Of x, of the weights and of the kernels; zeros where there are no tokens."""
+    operands = draw(rng, dtype, load)
+    found, wanted = (
+        step_of(layer, function, implementation=implementation)(*operands) for layer in (fused, apart)
+    )  # fmt: skip
+    assert_near(found, wanted, FP8[dtype])
+
+
+def test_without_quantization_near(rng):
+    """The error is that of FP8."""
+    operands = draw(rng, "float32")
+    y, gradients = step_of(fused)(*operands)
+    wanted, wanted_gradients = step_of(apart, recipe=None)(*operands)
+    assert_close(y, wanted, tolerance=0.08)
+    assert_near(gradients, wanted_gradients, 0.12)
+
+
+def test_one_program_for_all_loads(rng):
+    step = jax.jit(lambda *operands: step_of(fused)(*operands))
+    for load in LOADS:
+        step(*draw(rng, load=load))
+    assert step._cache_size() == 1
+
+
+def test_capacity(rng):
+    """Choices beyond it have no row: no value, and no gradient of their weight."""
+    x, weights, kernels, choices, dy = draw(rng, "float32")
+    permutation = permutation_of(choices, capacity=40)
+    assert permutation.dropped > 0
+
+    def of(layer):
+        y, vjp = jax.vjp(jax.jit(functools.partial(layer, permutation=permutation)), x, weights, kernels)
+        return y, vjp(dy)
+
+    assert_near(of(fused), of(apart), FP8["float32"])
+
+
+def test_what_unused_rows_hold_changes_no_bit(rng):
+    """Without a permutation, where rows come from other devices."""
+    x, weights, kernels, choices, dy = draw(rng)
+    permutation = permutation_of(choices)
+    rows, of_rows, drows = (
+        ops.permute(x, permutation), ops.permute_weights(weights, permutation), ops.permute(dy, permutation)
+    )  # fmt: skip
+    unused = (jnp.arange(len(rows)) >= permutation.group_sizes.sum())[:, None]
+    assert unused.any()
+
+    @jax.jit
+    def step(x, of_rows, kernels, dy):
+        options = OPTIONS | PLAIN | {"wgrad_accumulator": (None,) * 3}
+        y, vjp = jax.vjp(
+            lambda *a: experts_mlp(*a[:2], permutation.group_sizes, None, a[2], **options), x, of_rows, kernels
+        )
+        return y, vjp(dy)
+
+    y, gradients = step(rows, of_rows, kernels, drows)
+    anything = step(jnp.where(unused, jnp.nan, rows), of_rows, kernels, jnp.where(unused, jnp.inf, drows))
+    jax.tree.map(assert_bits, anything, (y, gradients))
+    wanted_y, (wanted_dx, wanted_dweights, wanted_dkernels) = step_of(fused)(x, weights, kernels, choices, dy)
+    assert_close(ops.unpermute(y, permutation), wanted_y, tolerance=1e-5)
+    assert_close(ops.unpermute(gradients[0], permutation), wanted_dx, tolerance=1e-5)
+    jax.tree.map(assert_bits, gradients[2], wanted_dkernels)
+    jax.tree.map(assert_bits, ops.permute_weights(wanted_dweights, permutation), gradients[1])
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_accumulators_and_quantized_kernels(rng, accumulate):
+    x, weights, kernels, choices, dy = draw(rng, "float32")
+    permutation = permutation_of(choices)
+    accumulators = jax.tree.map(lambda k: jnp.asarray(rng.standard_normal(k.shape), jnp.float32), kernels)
+    quantize = functools.partial(ops.quantize, quantization=BlockScaling().quantization("kernel"))
+    kernel8s = jax.tree.map(jax.jit(jax.vmap(quantize)), kernels)
+
+    @jax.jit
+    def step(kernels, x, accumulators):
+        def run(x, accumulators):
+            return fused(x, weights, kernels, permutation, accumulators=accumulators, accumulate=accumulate)
+
+        y, vjp = jax.vjp(run, x, accumulators)
+        return y, vjp(dy)
+
+    y, (dx, following) = step(kernel8s, x, accumulators)
+    wanted, (wanted_dx, _, dkernels) = step_of(fused)(x, weights, kernels, choices, dy)
+    assert_close(y, wanted, tolerance=1e-6)
+    assert_close(dx, wanted_dx, tolerance=1e-6)
+    for found, before, dkernel in zip(following, accumulators, dkernels, strict=True):
+        assert_close(found, before + dkernel if accumulate else dkernel, tolerance=1e-6)
+    jax.tree.map(assert_bits, step(kernels, x, accumulators), (y, (dx, following)))
+    with pytest.raises(NotImplementedError, match=re.escape("kernel[0] is a QuantizedArray, which has no gradient")):
+        jax.grad(lambda k: fused(x, weights, k, permutation).sum(), allow_int=True)(kernel8s)
+    without_data = (*kernels[:2], kernel8s[2].without_data())
+    with pytest.raises(ValueError, match=re.escape("kernel[2] has no data copy")):
+        jax.grad(lambda x: fused(x, weights, without_data, permutation).sum())(x)
+
+
+def test_passes_over_rows(rng):
+    """No product runs twice, none is left out, and nothing lies in memory only to be quantized."""
+    x, weights, kernels, choices, dy = draw(rng)
+    names = re.findall(r"@(te_\w+)\(", step_of(fused).lower(x, weights, kernels, choices, dy).as_text())
+    assert names.count("te_grouped_gemm") == 8
+    assert names.count("te_quantize_blocks_of_rows") == 3  # x, its transposed copy, dy
+    assert names.count("te_quantize_blocks") == 3  # kernels
+    assert names.count("te_activation_blocks") == names.count("te_activation_gradient_blocks") == 1
+
+
+def test_vmap(rng):
+    cases = [draw(rng, "float32") for _ in range(2)]
+    kernels = cases[0][2]
+    xs, weights, choices, dys = (jnp.stack([case[i] for case in cases]) for i in (0, 1, 3, 4))
+    step = step_of(fused)
+    found = jax.vmap(step, in_axes=(0, 0, None, 0, 0))(xs, weights, kernels, choices, dys)
+    for i in range(2):
+        wanted = step(xs[i], weights[i], kernels, choices[i], dys[i])
+        assert_near(jax.tree.map(lambda leaf, i=i: leaf[i], found), wanted, 1e-5)
+
+
+def test_other_derivatives(rng):
+    x, weights, kernels, choices, _ = draw(rng, "float32")
+    run = functools.partial(fused, weights=weights, kernels=kernels, permutation=permutation_of(choices))
+    with pytest.raises(NotImplementedError, match="reverse mode"):
+        jax.jvp(run, (x,), (x,))
+    with pytest.raises(NotImplementedError):
+        jax.grad(lambda x: jax.grad(lambda x: run(x).sum())(x).sum())(x)
+
+
+def test_recipes():
+    assert is_fused(BlockScaling())
+    assert not any(map(is_fused, (None, CurrentScaling(), RowwiseScaling(), DelayedScaling())))
+
+
+def test_refusals(rng):
+    x, weights, kernels, choices, _ = draw(rng)
+    permutation = permutation_of(choices)
+    refused = {
+        "kernel[1] has shape (4, 192, 128), but kernel[0] has (4, 192, 144)": (kernels[0], kernels[1][..., :128]),
+        "kernel[0] has shape (4, 176, 144); for 4 group_sizes": (kernels[0][:, :176], kernels[1][:, :176]),
+    }
+    for message, changed in refused.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            fused(x, weights, (*changed, kernels[2]), permutation)
+    with pytest.raises(ValueError, match=re.escape("kernel[2] has shape (4, 128, 128); for 4 group_sizes")):
+        fused(x, weights, (*kernels[:2], kernels[2][:, :128]), permutation)
+    accumulators = (None, None, jnp.zeros((4, 3, 3)))
+    with pytest.raises(ValueError, match=re.escape("wgrad_accumulator[2] has shape (4, 3, 3)")):
+        fused(x, weights, kernels, permutation, accumulators=accumulators)
