@@ -531,8 +531,9 @@ class OffloadShape:
 
     @property
     def name(self) -> str:
-        """The case's name in result files and on the command line: "16x16384x4096x14336"."""
-        return f"{self.layers}x{self.tokens}x{self.hidden}x{self.mlp}"
+        """The case's name in result files and on the command line: "input-16x16384x4096x14336"."""
+        of_layers = f"{self.layers}x{self.tokens}" if self.operations != ("optimizer",) else f"{self.kernels}"
+        return f"{'-'.join(self.operations)}-{of_layers}x{self.hidden}x{self.mlp}"
 
     @property
     def state_bytes(self) -> int:
@@ -540,9 +541,12 @@ class OffloadShape:
         return 8 * self.kernels * self.hidden * self.mlp
 
 
-_OFFLOAD = ("input", "hidden", "optimizer")
-OFFLOAD_GPU = (OffloadShape(_OFFLOAD, layers=16, tokens=16384, hidden=4096, mlp=14336, kernels=26, model="Llama 3 8B"),)
-OFFLOAD_CPU = (OffloadShape(_OFFLOAD, layers=4, tokens=256, hidden=256, mlp=1024, kernels=4, model="te-jax train"),)
+_OFFLOAD_GPU = OffloadShape(("input",), layers=16, tokens=16384, hidden=4096, mlp=14336, kernels=26, model="Llama 3 8B")
+_OFFLOAD_CPU = OffloadShape(("input",), layers=4, tokens=256, hidden=256, mlp=1024, kernels=4, model="te-jax train")
+OFFLOAD_GPU, OFFLOAD_CPU = (
+    tuple(replace(case, operations=(operation,)) for operation in ("input", "hidden", "optimizer"))
+    for case in (_OFFLOAD_GPU, _OFFLOAD_CPU)
+)
 
 
 @dataclass(frozen=True)
