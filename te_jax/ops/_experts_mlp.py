@@ -110,7 +110,7 @@ def experts_mlp(
         for i, value in enumerate(wgrad_accumulator)
     )
     count = x.shape[0] if permutation is None else permutation.choices.shape[0]
-    rows = jax.ShapeDtypeStruct((count, x.shape[-1]), x.dtype)
+    rows: Any = jax.ShapeDtypeStruct((count, x.shape[-1]), x.dtype)
     gate, up, _ = kernels
     if gate.shape != up.shape:
         raise ValueError(
@@ -118,7 +118,7 @@ def experts_mlp(
             "[experts, in, hidden]"
         )
     validate_rows(recipe, rows)
-    hidden = jax.ShapeDtypeStruct((rows.shape[0], gate.shape[-1]), x.dtype)
+    hidden: Any = jax.ShapeDtypeStruct((rows.shape[0], gate.shape[-1]), x.dtype)
     for i, (operand, one, accumulator) in enumerate(zip((rows, rows, hidden), kernels, accumulators, strict=True)):
         named = (f"kernel[{i}]", one), ("bias", None), (f"wgrad_accumulator[{i}]", accumulator)
         validate_kernel(operand, group_sizes, recipe, *named)
@@ -193,9 +193,8 @@ def _forward(layer: GroupedLayer, function: Function, *operands):
 
 
 def _backward(layer: GroupedLayer, function: Function, residuals: _Residuals, dy: Any):
-    (x_layout, weights_layout, kernel_layouts), x, weights, gate, up, kernel8s, accumulators, permutation, sizes = (
-        residuals
-    )
+    layouts, x, weights, gate, up, kernel8s, accumulators, permutation, sizes = residuals
+    x_layout, weights_layout, kernel_layouts = layouts
     if isinstance(dy, SymbolicZero):
         dy = ad.zeros_like_aval(dy.aval)
     # XLA would quantize x for the weight gradients at once, in the forward pass, and keep that too.
@@ -231,8 +230,8 @@ def _backward(layer: GroupedLayer, function: Function, residuals: _Residuals, dy
     next_accumulators: list[Any] = [None] * 3
     for i, (lhs, rhs) in enumerate(((x8, gradients[0]), (x8, gradients[1]), (h8, dy8))):
         wgrad = functools.partial(layer.gemm, lhs, rhs, sizes, lhs_contracting="rows")
-        if accumulators[i] is not None:
-            next_accumulators[i] = accumulated(layer, wgrad, accumulators[i], lhs, rhs)
+        if (accumulator := accumulators[i]) is not None:
+            next_accumulators[i] = accumulated(layer, wgrad, accumulator, lhs, rhs)
         elif (layout := kernel_layouts[i]) is not None:
             dkernels[i] = layout.apply(wgrad(out_dtype=layout.dtype))
     return (
