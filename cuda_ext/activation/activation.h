@@ -58,7 +58,8 @@ struct Output {
 // The gradients of gate and up for that of y, dy [count, rows, cols], rounded to the dtype of the inputs; and y again,
 // transposed, for the weight gradient of the layer that reads it. Formats may differ. `up` has no copies where the
 // function is not gated, and `y` none where it is not asked for: it has no data in any case, and no column sums. The
-// gradient of the weights, the sum over columns of dy · f(gate) (up + offset) in float32, comes in parts of 128 columns.
+// gradient of the weights, a sum over columns of dy times y without weights and not rounded, comes in parts of 128
+// columns.
 template <typename Scaling>
 struct Outputs {
   Output<Scaling> gate;

@@ -156,9 +156,9 @@ ffi::Error HandleGradientTensor(PlatformValue platform, AnyBuffer gate, AnyBuffe
 
 ffi::Error HandleGradientBlocks(PlatformValue platform, AnyBuffer gate, AnyBuffer up, AnyBuffer dy, AnyBuffer weights,
                                 Result gate_data, Result gate_scale_inv, Result gate_transposed,
-                                Result gate_transposed_scale_inv, Result gate_sums, Result up_data,
-                                Result up_scale_inv, Result up_transposed, Result up_transposed_scale_inv,
-                                Result up_sums, Result y_transposed, Result y_transposed_scale_inv, Result weight_sums,
+                                Result gate_transposed_scale_inv, Result gate_sums, Result up_data, Result up_scale_inv,
+                                Result up_transposed, Result up_transposed_scale_inv, Result up_sums,
+                                Result y_transposed, Result y_transposed_scale_inv, Result weight_sums,
                                 std::string_view kind, float alpha, float limit, float offset, int64_t row_ndim,
                                 int64_t batch_ndim, bool data_128x128, bool transposed_128x128,
                                 bool y_transposed_128x128, bool power_of_two_scales, bool y_power_of_two_scales) {

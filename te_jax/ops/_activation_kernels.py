@@ -63,7 +63,8 @@ def activate_quantized(
         itself, in two passes.
       request: how to quantize; without dbias.
       use_native: whether to run the native kernels; gate then has values.
-      weights: float32 [*rows], factors of the rows of the result, or None.
+      weights: float32 [*rows], factors of the rows of the result, or None. With tensor or row scaling, or with_amax,
+        XLA multiplies by them before the result is quantized.
 
     Returns:
       The parts that `ops.quantize` would give for the result.
@@ -148,19 +149,18 @@ def activation_gradients_quantized(
     if family == "tensor":
         return _gradients_in_tensors(function, operands, amaxes, request, y_request)
     if family == "block":
-        *gradients, dweights = _gradients_in_blocks(function, operands, weights, request, y_request)
+        gate_parts, up_parts, y8, dweights = _gradients_in_blocks(function, operands, weights, request, y_request)
     else:
         *inputs, dy = sharding.varying_together((*operands[:2], weights, operands[2]))
         y, gradients_of = jax.vjp(functools.partial(activated, function), *inputs)
-        *of_operands, dweights = gradients_of(dy)
-        if weights is not None and request.col_axes:
+        dgate, dup, dweights = gradients_of(dy)
+        if dweights is not None and request.col_axes:
             dweights = lax.psum(dweights, request.col_axes)
-        gradients = [
-            None if gradient is None else quantize_requested(gradient, amax, request, use_native)
-            for gradient, amax in zip(of_operands, amaxes[:2], strict=True)
-        ]
-        gradients.append(None if y_request is None else quantize_requested(y, amaxes[2], y_request, use_native).array)
-    return (*gradients, dweights) if weights is not None else tuple(gradients)
+        gate_parts = quantize_requested(dgate, amaxes[0], request, use_native)
+        up_parts = None if dup is None else quantize_requested(dup, amaxes[1], request, use_native)
+        y8 = None if y_request is None else quantize_requested(y, amaxes[2], y_request, use_native).array
+    gradients = gate_parts, up_parts, y8
+    return gradients if dweights is None else (*gradients, dweights)
 
 
 def _gradients_in_tensors(

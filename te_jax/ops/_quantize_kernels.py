@@ -296,7 +296,7 @@ def _kernel(
             if result is None:
                 return jax.ShapeDtypeStruct((0,), _FLOAT32)
             shape = [(blocks | sizes)[dimension] for dimension in result.dimensions]
-            summed = math.prod(sizes[dimension] for dimension in reduced.get(result, ()))
+            summed = math.prod(size for dimension, size in sizes.items() if dimension not in result.dimensions)
             partial = [result.partials(summed)] if result.reduced_by == "sum" else []
             return jax.ShapeDtypeStruct((*x.shape[:batch_ndim], *partial, *shape), result.dtype)
 
