@@ -14,6 +14,7 @@ from jax.interpreters import ad
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
+from te_jax._core.batching import batched_together
 from te_jax._core.derivatives import differentiated_once, not_differentiated
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
@@ -174,16 +175,18 @@ class GroupedLayer:
         return quantize_kernel(kernel, self.recipe, row_ndim=1, stacked_ndim=1, implementation=self.quantization)
 
     def forward(self, x8: Any, kernel8s: Any, biases: Any, group_sizes: Array, dtype: Any) -> tuple[Array, ...]:
-        return tuple(
+        ys = (
             self.gemm(x8, kernel8, group_sizes, bias=not_differentiated(bias, REVERSE_MODE), out_dtype=dtype)
             for kernel8, bias in zip(kernel8s, biases, strict=True)
         )
+        return batched_together(tuple(ys))
 
     def dgrad(self, dy8s: Any, kernel8s: Any, group_sizes: Array, dtype: Any) -> Array:
         """dx, the sum over kernels. Of two kernels, such as gate and up, it is one product."""
         pairs = list(zip(dy8s, kernel8s, strict=True))
         if len(pairs) == 2:
-            return self.gemm_of_pairs(*pairs, group_sizes, rhs_contracting="cols", out_dtype=dtype)
+            first, second = pairs
+            return self.gemm_of_pairs(first, second, group_sizes, rhs_contracting="cols", out_dtype=dtype)
         options = {"rhs_contracting": "cols", "out_dtype": jnp.float32 if pairs[1:] else dtype}
         return functools.reduce(jnp.add, (self.gemm(*pair, group_sizes, **options) for pair in pairs))
 

@@ -242,6 +242,30 @@ def test_vmap(rng, recipe):
 
 
 @pytest.mark.parametrize("recipe", ["none", "block"])
+def test_vmap_over_one_of_two_kernels(rng, recipe):
+    """What is the same for all examples counts once in each: x, the other kernel, and its result."""
+    x, up, _, dy = draw(rng)
+    gates = jnp.stack([draw(rng)[1] for _ in range(3)])
+
+    def step(gates, x, up, each):
+        def loss(gate):
+            ys = ops.grouped_dense(x, (gate, up), jnp.asarray(SIZES["uneven"]), recipe=RECIPES[recipe])
+            return sum(jnp.sum(jnp.sin(y) * dy) for y in ys)
+
+        return jnp.sum(each(loss, gates))
+
+    def one_by_one(loss, gates):
+        return jnp.stack([loss(gate) for gate in gates])
+
+    found, wanted = (
+        jax.jit(jax.grad(functools.partial(step, each=each), (0, 1, 2)))(gates, x, up)
+        for each in (lambda loss, gates: jax.vmap(loss)(gates), one_by_one)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["none", "block"])
 def test_shard_map(rng, recipe):
     """Every device has rows of its own, and the same experts: their gradients are summed."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
