@@ -162,17 +162,22 @@ def moe(
         experts |= {"axis_name": axis_name, "buffer_factor": buffer_factor, "exchange": exchange}
         plan = parallel.plan_dispatch(routing.experts, **experts)
         _validate_parts(kernel, plan)
+    fused = weighted == "results" and bias[0] is None and bias[1] is None and is_fused(recipe)
     layer = functools.partial(
         _experts,
+        fused=fused,
         activation=activation,
         weighted=weighted,
         options={"accumulate": accumulate, "recipe": recipe, "implementation": implementation},
     )
-    # Kernels in FP8 are kept as well: they are quantized once, and do not grow with the tokens.
-    names = ("te_moe_preactivation", "te_dispatched_rows", "te_dense_kernel")
-    y = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))(
-        x, routing.weights, plan, tuple(kernel), tuple(bias), tuple(wgrad_accumulator)
-    )
+    if not fused or isinstance(plan, parallel.DispatchPlan):  # else the residuals are these anyway
+        # Kernels in FP8 are kept as well: they are quantized once, and do not grow with the tokens.
+        names = ("te_moe_preactivation", "te_dispatched_rows", "te_dense_kernel")
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    y = layer(x, routing.weights, plan, tuple(kernel), tuple(bias[:2]), tuple(wgrad_accumulator))
+    if bias[2] is not None:
+        total = jax.checkpoint(functools.partial(_bias, weighted=weighted))(routing.weights, plan, bias[2])
+        y = (y.astype(jnp.float32) + total).astype(y.dtype)
     if shared is not None:
         y = y + ops.gated_mlp(x, shared, **vars(activation), recipe=recipe, implementation=implementation)
     return MoEResult(y, logits, routing, plan.dropped)
@@ -231,14 +236,19 @@ def _experts(
     weights: Array,
     plan: ops.Permutation | parallel.DispatchPlan,
     kernels: Kernels,
-    biases: tuple[Any, Any, Any],
+    biases: tuple[Any, Any],
     accumulators: tuple[Any, Any, Any],
     *,
+    fused: bool,
     activation: Activation,
     weighted: str,
     options: dict[str, Any],
 ) -> Array:
-    permutation = None
+    """The sum over the experts of each token, without the bias of the last product."""
+    sizes = plan.group_sizes
+    run = functools.partial(experts_mlp, wgrad_accumulator=accumulators, **vars(activation), **options)
+    if fused and isinstance(plan, ops.Permutation):
+        return run(x, weights, sizes, plan, kernels)
     if isinstance(plan, parallel.DispatchPlan):
         rows, of_rows = parallel.dispatch(
             x,
@@ -248,30 +258,17 @@ def _experts(
             implementation=options["implementation"],
         )
     else:
-        rows, of_rows, permutation = x, ops.permute_weights(weights, plan), plan
-    if weighted == "results" and biases[0] is None and biases[1] is None and is_fused(options["recipe"]):
-        y = experts_mlp(
-            rows,
-            of_rows,
-            plan.group_sizes,
-            permutation,
-            kernels,
-            wgrad_accumulator=accumulators,
-            **vars(activation),
-            **options,
-        )
+        rows, of_rows = ops.permute(x, plan), ops.permute_weights(weights, plan)
+    if fused:
+        y = run(rows, of_rows, sizes, None, kernels)
     else:
-        if permutation is not None:
-            rows = ops.permute(x, permutation)
-        y = _mlps(
-            rows, of_rows[:, None], plan.group_sizes, kernels, biases, accumulators, activation, weighted, options
-        )
-        if permutation is not None:
-            y = ops.unpermute(y, permutation)
-    if isinstance(plan, parallel.DispatchPlan):
-        y = parallel.combine(y, plan)
-    if (bias := biases[2]) is None:
-        return y
+        y = _mlps(rows, of_rows[:, None], sizes, kernels, biases, accumulators, activation, weighted, options)
+    return parallel.combine(y, plan) if isinstance(plan, parallel.DispatchPlan) else ops.unpermute(y, plan)
+
+
+def _bias(weights: Array, plan: ops.Permutation | parallel.DispatchPlan, bias: Any, *, weighted: str) -> Array:
+    """What the bias of the last product adds to each token, in float32."""
+    bias = jnp.asarray(bias)
     if isinstance(plan, parallel.DispatchPlan):
         permutation = plan.permutation
         bias = lax.all_gather(bias.astype(jnp.float32), plan.axis_name, tiled=True)
@@ -280,8 +277,7 @@ def _experts(
     # Σ_k w_k bias[e_k], as a product with the weight of every expert: rows have been weighted before.
     given = jnp.ones_like(weights) if weighted == "inputs" else weights
     given = jnp.where(permutation.rows >= 0, given, 0.0)
-    total = jnp.matmul(_by_expert(given, permutation, bias.shape[0]), bias.astype(jnp.float32), precision="highest")
-    return (y.astype(jnp.float32) + total).astype(y.dtype)
+    return jnp.matmul(_by_expert(given, permutation, bias.shape[0]), bias.astype(jnp.float32), precision="highest")
 
 
 def _mlps(
@@ -289,7 +285,7 @@ def _mlps(
     of_rows: Array,
     sizes: Array,
     kernels: Kernels,
-    biases: tuple[Any, Any, Any],
+    biases: tuple[Any, Any],
     accumulators: tuple[Any, Any, Any],
     activation: Activation,
     weighted: str,
@@ -304,9 +300,7 @@ def _mlps(
         rows = times_weights(rows)
     gate, up = (
         checkpoint_name(value, "te_moe_preactivation")
-        for value in ops.grouped_dense(
-            rows, kernels[:2], sizes, biases[:2], wgrad_accumulator=accumulators[:2], **options
-        )
+        for value in ops.grouped_dense(rows, kernels[:2], sizes, biases, wgrad_accumulator=accumulators[:2], **options)
     )
     h = ops.gated_activation(gate, up, **vars(activation))
     if weighted == "results":

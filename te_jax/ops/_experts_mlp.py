@@ -1,4 +1,4 @@
-"""The gated MLPs of experts with block scaling: `grouped_dense`, a gated activation, `grouped_dense`, with fewer passes.
+"""Gated MLPs of experts with block scaling: `grouped_dense`, a gated activation and `grouped_dense`, in fewer passes.
 
 Tokens are gathered where they are quantized, the activation multiplies the weights of rows and writes FP8, and the
 backward pass does the same: of arrays [rows, features], only gate, up, the gradient of the activation, y and the
@@ -40,7 +40,7 @@ from te_jax.ops.grouped_dense import (
     validate_rows,
 )
 from te_jax.ops.grouped_gemm import grouped_native
-from te_jax.ops.permute import Permutation, unpermute
+from te_jax.ops.permute import Permutation, permute_weights, unpermute, values_of_choices
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe, Role
 from te_jax.reference.activation import Function
@@ -79,7 +79,7 @@ def experts_mlp(
 
         rows = permute(x, permutation)
         gate, up = grouped_dense(rows, (gate, up), group_sizes, …)
-        h = gated_activation(gate, up, kind, …) * weights[:, None]
+        h = gated_activation(gate, up, kind, …) * permute_weights(weights, permutation)[:, None]
         y = unpermute(grouped_dense(h, down, group_sizes, …), permutation)
 
     The residuals are x, weights, gate and up ("te_moe_preactivation"), and the kernels in FP8 ("te_dense_kernel").
@@ -87,7 +87,7 @@ def experts_mlp(
     Args:
       x: [*tokens, in], float32, bfloat16 or float16; without a permutation the rows themselves, [rows, in], whose
         rows of no expert are not read.
-      weights: [rows], any float dtype, of `permute_weights`.
+      weights: [*tokens, top_k], any float dtype, from `router`; without a permutation those of rows, [rows].
       group_sizes: integers [experts], multiples of 128.
       permutation: with these sizes, or None.
       kernel: (gate, up, down), as in `grouped_dense`, as are all other arguments but those of the activation.
@@ -101,7 +101,6 @@ def experts_mlp(
       ValueError, NotImplementedError, NativeUnavailableError: as `grouped_dense`.
     """
     function = as_function(kind, alpha, limit, offset)
-    x = as_array("x", x)
     kernels = tuple(
         value if isinstance(value, QuantizedArray) else as_array(f"kernel[{i}]", value)
         for i, value in enumerate(kernel)
@@ -110,7 +109,8 @@ def experts_mlp(
         None if value is None else as_array(f"wgrad_accumulator[{i}]", value)
         for i, value in enumerate(wgrad_accumulator)
     )
-    rows = jax.ShapeDtypeStruct((weights.shape[0], x.shape[-1]), x.dtype)
+    count = x.shape[0] if permutation is None else permutation.choices.shape[0]
+    rows: Any = jax.ShapeDtypeStruct((count, x.shape[-1]), x.dtype)
     gate, up, _ = kernels
     if gate.shape != up.shape:
         raise ValueError(
@@ -118,7 +118,7 @@ def experts_mlp(
             "[experts, in, hidden]"
         )
     validate_rows(recipe, rows)
-    hidden = jax.ShapeDtypeStruct((rows.shape[0], gate.shape[-1]), x.dtype)
+    hidden: Any = jax.ShapeDtypeStruct((rows.shape[0], gate.shape[-1]), x.dtype)
     for i, (operand, one, accumulator) in enumerate(zip((rows, rows, hidden), kernels, accumulators, strict=True)):
         named = (f"kernel[{i}]", one), ("bias", None), (f"wgrad_accumulator[{i}]", accumulator)
         validate_kernel(operand, group_sizes, recipe, *named)
@@ -159,12 +159,12 @@ def _mlp(layer: GroupedLayer, function: Function, x, weights, kernels, accumulat
 def _products(layer: GroupedLayer, function: Function, x, weights, kernels, permutation, group_sizes):
     """y, the kernels in FP8, and the values before the activation."""
     kernel8s = tuple(layer.quantize_kernel(kernel, x.dtype) for kernel in kernels)
-    x8 = _quantized(layer, "activation", x, permutation, group_sizes, weights.shape[0], "data")
+    x8 = _quantized(layer, "activation", x, permutation, group_sizes, "data")
     gate, up = (
         checkpoint_name(layer.gemm(x8, kernel8, group_sizes, out_dtype=x.dtype), "te_moe_preactivation")
         for kernel8 in kernel8s[:2]
     )
-    gate_, up_, weights_ = differentiated_once((gate, up, weights.astype(jnp.float32)), NAME)
+    gate_, up_, weights_ = differentiated_once((gate, up, _of_rows(weights, permutation)), NAME)
     request, use_native = _request(layer, "activation", "data"), _use_native(layer, gate)
     h8 = activate_quantized(function, gate_, up_, None, request, use_native, weights=weights_).array
     y = layer.gemm(h8, kernel8s[2], group_sizes, out_dtype=x.dtype)
@@ -193,19 +193,20 @@ def _forward(layer: GroupedLayer, function: Function, *operands):
 
 
 def _backward(layer: GroupedLayer, function: Function, residuals: _Residuals, dy: Any):
-    (x_layout, weights_layout, kernel_layouts), x, weights, gate, up, kernel8s, accumulators, permutation, sizes = (
-        residuals
-    )
+    layouts, x, weights, gate, up, kernel8s, accumulators, permutation, sizes = residuals
+    x_layout, weights_layout, kernel_layouts = layouts
     if isinstance(dy, SymbolicZero):
         dy = ad.zeros_like_aval(dy.aval)
+    # XLA would quantize x for the weight gradients at once, in the forward pass, and keep that too.
+    dy, x = sharding.together(dy, x)
     trained = [
         accumulator is not None or layout is not None
         for accumulator, layout in zip(accumulators, kernel_layouts, strict=True)
     ]
-    quantized = functools.partial(_quantized, layer, permutation=permutation, group_sizes=sizes, rows=weights.shape[0])
+    quantized = functools.partial(_quantized, layer, permutation=permutation, group_sizes=sizes)
     dy8 = quantized("gradient", dy, copies="both" if trained[2] else "data")
     dh = layer.gemm(dy8, kernel8s[2], sizes, rhs_contracting="cols", out_dtype=gate.dtype)
-    gate_, up_, dh_, weights_ = differentiated_once((gate, up, dh, weights.astype(jnp.float32)), NAME)
+    gate_, up_, dh_, weights_ = differentiated_once((gate, up, dh, _of_rows(weights, permutation)), NAME)
     parts: Any = activation_gradients_quantized(
         function,
         gate_,
@@ -223,14 +224,14 @@ def _backward(layer: GroupedLayer, function: Function, residuals: _Residuals, dy
     gradients = gate_parts.array, up_parts.array
     dx = layer.dgrad(gradients, kernel8s[:2], sizes, x_layout.dtype)
     if permutation is not None:
-        dx = unpermute(dx, permutation)
+        dx, dweights = unpermute(dx, permutation), values_of_choices(dweights, permutation)
     x8 = quantized("activation", x, copies="transposed") if any(trained[:2]) else None
     dkernels: list[Any] = [None] * 3
     next_accumulators: list[Any] = [None] * 3
     for i, (lhs, rhs) in enumerate(((x8, gradients[0]), (x8, gradients[1]), (h8, dy8))):
         wgrad = functools.partial(layer.gemm, lhs, rhs, sizes, lhs_contracting="rows")
-        if accumulators[i] is not None:
-            next_accumulators[i] = accumulated(layer, wgrad, accumulators[i], lhs, rhs)
+        if (accumulator := accumulators[i]) is not None:
+            next_accumulators[i] = accumulated(layer, wgrad, accumulator, lhs, rhs)
         elif (layout := kernel_layouts[i]) is not None:
             dkernels[i] = layout.apply(wgrad(out_dtype=layout.dtype))
     return (
@@ -252,18 +253,22 @@ def _quantized(
     x: Array,
     permutation: Permutation | None,
     group_sizes: Array,
-    rows: int,
     copies: Copies,
 ) -> QuantizedArray:
     """The rows of experts in FP8, zeros in others."""
     if permutation is None:
-        index, runs = jnp.arange(rows, dtype=jnp.int32), 1
+        index, runs = jnp.arange(x.shape[0], dtype=jnp.int32), 1
         index = jnp.where(index < jnp.sum(group_sizes), index, -1)
     else:
         index, runs = permutation.choices // permutation.rows.shape[-1], group_sizes.shape[0]
     x = differentiated_once(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), NAME)
-    use_native = layer.quantization == "native" and x.size > 0 and rows > 0
+    use_native = layer.quantization == "native" and x.size > 0 and index.size > 0
     return quantize_rows(x, index, _quantization(layer, role), copies, max(runs, 1), use_native)
+
+
+def _of_rows(weights: Array, permutation: Permutation | None) -> Array:
+    """Float32 [rows]."""
+    return (weights if permutation is None else permute_weights(weights, permutation)).astype(jnp.float32)
 
 
 def _quantization(layer: GroupedLayer, role: Role):

@@ -79,6 +79,7 @@ def _kernel(request: Request) -> tuple[tuple[Result | None, ...], Callable[..., 
         batch = x.shape[:-2]
         sizes = dict(zip(kernels.x, (rows.shape[-1], x.shape[-1]), strict=True))
         sizes |= {dimension[:1]: -(-size // BLOCK) for dimension, size in sizes.items() if len(dimension) > 1}
+        attributes: dict[str, Any] = block_attributes(request.quantization)
         values = native.call(
             "te_quantize_blocks_of_rows",
             [
@@ -91,7 +92,7 @@ def _kernel(request: Request) -> tuple[tuple[Result | None, ...], Callable[..., 
             rows,
             batch_ndim=len(batch),
             runs=runs,
-            **block_attributes(request.quantization),
+            **attributes,
         )
         return tuple(value for result, value in zip(results, values, strict=True) if result)
 

@@ -48,9 +48,8 @@ def permutation_of(choices, **options):
 
 
 def fused(x, weights, kernels, permutation, function=PLAIN, accumulators=(None,) * 3, **options):
-    of_rows = ops.permute_weights(weights, permutation)
     options = OPTIONS | {"wgrad_accumulator": accumulators} | function | options
-    return experts_mlp(x, of_rows, permutation.group_sizes, permutation, kernels, **options)
+    return experts_mlp(x, weights, permutation.group_sizes, permutation, kernels, **options)
 
 
 def apart(x, weights, kernels, permutation, function=PLAIN, accumulators=(None,) * 3, **options):
