@@ -51,13 +51,18 @@ class Decoder {
   int64_t col_blocks() const { return Blocks(cols_); }
   Rules& rules() { return rules_; }
 
-  // Makes tables of x: the matrices have, from now on, the rows of x that an int32 buffer names.
-  Gather GatherBy(std::string_view name, const ffi::AnyBuffer& index, int64_t runs) {
+  // Makes tables of x: the matrices have, from now on, the rows of x that an int32 buffer names. The buffer with the
+  // order of tiles may have no elements.
+  Gather GatherBy(std::string_view name, const ffi::AnyBuffer& index, const ffi::AnyBuffer& order) {
     const Sizes sizes = SizesOf(index);
-    const Gather gather{static_cast<const int32_t*>(index.untyped_data()), rows_, runs};
+    Gather gather{static_cast<const int32_t*>(index.untyped_data()), rows_, nullptr};
     rows_ = sizes.empty() ? 0 : sizes.back();
     rules_.Type(ffi::S32, name, index).Elements(CountOf({examples_, rows_}), name, index);
-    rules_.That(runs >= 1, name, index, "be made of at least one run (runs)");
+    rules_.Type(ffi::S32, "order", order);
+    if (CountOf(order) > 0) {
+      rules_.Elements(CountOf({examples_, row_blocks()}), "order", order);
+      gather.order = static_cast<const int32_t*>(order.untyped_data());
+    }
     return gather;
   }
 

@@ -56,11 +56,11 @@ ffi::Error HandleBlocks(PlatformValue platform, AnyBuffer x, Result data, Result
                      [&](const auto& executor, const auto& x) { return QuantizeBlocks(executor, x, copies, scaling); });
 }
 
-ffi::Error HandleBlocksOfRows(PlatformValue platform, AnyBuffer x, AnyBuffer rows, Result data, Result scale_inv,
-                              Result transposed, Result transposed_scale_inv, int64_t batch_ndim, int64_t runs,
+ffi::Error HandleBlocksOfRows(PlatformValue platform, AnyBuffer x, AnyBuffer rows, AnyBuffer order, Result data,
+                              Result scale_inv, Result transposed, Result transposed_scale_inv, int64_t batch_ndim,
                               bool data_128x128, bool transposed_128x128, bool power_of_two_scales) {
   Decoder decoder("te_quantize_blocks_of_rows", x, 1, batch_ndim);
-  const Gather gather = decoder.GatherBy("rows", rows, runs);
+  const Gather gather = decoder.GatherBy("rows", rows, order);
   const Copies copies = decoder.CopiesTo(*data, *transposed, nullptr, power_of_two_scales);
   const BlockScaling scaling =
       decoder.BlockScalingOf(copies, *scale_inv, *transposed_scale_inv, data_128x128, transposed_128x128);
@@ -144,12 +144,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_blocks_of_rows, te::quantize::HandleBl
                                   .Ctx<te::Platform>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x
                                   .Arg<xla::ffi::AnyBuffer>()  // rows
+                                  .Arg<xla::ffi::AnyBuffer>()  // order
                                   .Ret<xla::ffi::AnyBuffer>()  // data
                                   .Ret<xla::ffi::AnyBuffer>()  // scale_inv
                                   .Ret<xla::ffi::AnyBuffer>()  // transposed
                                   .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
                                   .Attr<int64_t>("batch_ndim")
-                                  .Attr<int64_t>("runs")
                                   .Attr<bool>("data_128x128")
                                   .Attr<bool>("transposed_128x128")
                                   .Attr<bool>("power_of_two_scales"),

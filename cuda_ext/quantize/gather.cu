@@ -2,8 +2,8 @@
 //
 // Threads load their patches straight from the rows of the table, 256 contiguous bytes at a time (bfloat16): Hopper's
 // TMA does not gather. Bytes per bfloat16 value: 2 read and 1 written for each copy, where a gather of its own would
-// read and write 4 more. A token is read for each of its experts: tiles of all experts are taken in turns, so that they
-// read it at about the same time, and all but the first of them find it in the L2 cache.
+// read and write 4 more. A token is read for each of its experts: tiles of all experts are taken in the order of their
+// tokens, so that they read it at about the same time, and all but the first of them find it in the L2 cache.
 
 #include <algorithm>
 #include <cstdint>
@@ -23,7 +23,7 @@ namespace {
 struct Source {
   const int32_t* index;
   uint32_t rows;  // of a table; an index is below 2^31
-  int runs;
+  const int32_t* order;
 };
 
 template <typename T>
@@ -32,14 +32,13 @@ struct GatheredShared {
   Scratch<T> scratch;
 };
 
-// Tiles row by row. Rows of tiles are in `runs` parts, of which every one gives its next row in turn; the first parts
-// have one row more where they are not the same.
-__device__ __forceinline__ Tile FindGatheredTile(const Shape& shape, int runs, int index) {
+// Tiles row by row, the rows in the order given.
+__device__ __forceinline__ Tile FindGatheredTile(const Shape& shape, const int32_t* order, int index) {
   const int down = shape.TilesDown(), across = shape.TilesAcross();
-  const int place = index / across % down;
-  const int part = place % runs;
-  const int row = part * (down / runs) + min(part, down % runs) + place / runs;
-  return {index / across / down, row, index % across};
+  const int place = index / across;  // among rows of tiles of all examples
+  int row = place % down;
+  if (order) row = min(static_cast<uint32_t>(order[place]), static_cast<uint32_t>(down - 1));
+  return {place / down, row, index % across};
 }
 
 template <typename T>
@@ -82,9 +81,9 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   GatheredShared<T>& shared = *reinterpret_cast<GatheredShared<T>*>(dynamic);
   const Shape& shape = arguments.shape;
-  const Tile tile = FindGatheredTile(shape, source.runs, gridDim.x - 1 - blockIdx.x);
+  WaitForPrimary();  // the order may be the result of the kernel before
+  const Tile tile = FindGatheredTile(shape, source.order, gridDim.x - 1 - blockIdx.x);
   const Place<T> place(tile);
-  WaitForPrimary();
   Patch<T> patch;
   GatherPatch<T>(static_cast<const T*>(arguments.x), source, shape, tile, place, patch);
   EncodeTile<T, F, M>(maps, arguments, tile, place, patch, 1.0f, kQuietNaN, shared.scratch, shared.staged);
@@ -121,9 +120,8 @@ Status QuantizeBlocksOfRows(const Executor& executor, const Matrices& x, const G
   Arguments arguments = ArgumentsOf(x, copies);
   arguments.shape.aligned &= OnSixteenBytes(gather.index);
   arguments.blocks = scaling;
-  const int64_t parts = std::min<int64_t>(gather.runs, arguments.shape.TilesDown());
-  const Source source{gather.index, static_cast<uint32_t>(std::min<int64_t>(gather.rows, int64_t{1} << 31)),
-                      static_cast<int>(parts)};
+  const auto rows = static_cast<uint32_t>(std::min<int64_t>(gather.rows, int64_t{1} << 31));
+  const Source source{gather.index, rows, gather.order};
   return WithModeOfBlocks(copies, scaling, [&]<typename M>() {
     return WithTypes(x.dtype, copies.format,
                      [&]<typename T, typename F>() { return Launch<T, F, M>(executor.stream, arguments, source); });

@@ -67,7 +67,7 @@ struct BlockScaling {
 struct Gather {
   const int32_t* index;  // [count, rows of the matrix]
   int64_t rows;          // of a table
-  int64_t runs;          // ascending runs of about the same length that an index is made of; concerns speed alone
+  const int32_t* order;  // [count, rows / 128 rounded up]: in which order to take them, each once; or null: as they lie
 };
 
 // What kernels that compute y row by row write of it, as it is, in FP8. With tensor scaling `reference_amax` says from

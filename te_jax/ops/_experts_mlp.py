@@ -257,13 +257,13 @@ def _quantized(
 ) -> QuantizedArray:
     """The rows of experts in FP8, zeros in others."""
     if permutation is None:
-        index, runs = jnp.arange(x.shape[0], dtype=jnp.int32), 1
+        index = jnp.arange(x.shape[0], dtype=jnp.int32)
         index = jnp.where(index < jnp.sum(group_sizes), index, -1)
     else:
-        index, runs = permutation.choices // permutation.rows.shape[-1], group_sizes.shape[0]
+        index = permutation.choices // permutation.rows.shape[-1]
     x = differentiated_once(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), NAME)
     use_native = layer.quantization == "native" and x.size > 0 and index.size > 0
-    return quantize_rows(x, index, _quantization(layer, role), copies, max(runs, 1), use_native)
+    return quantize_rows(x, index, _quantization(layer, role), copies, use_native)
 
 
 def _of_rows(weights: Array, permutation: Permutation | None) -> Array:

@@ -31,9 +31,9 @@ from te_jax.reference.quantize import Copies, blocked_groups
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=sharding.INLINE)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=sharding.INLINE)
 def quantize_rows(
-    x: Array, rows: Array, quantization: Quantization, copies: Copies, runs: int, use_native: bool
+    x: Array, rows: Array, quantization: Quantization, copies: Copies, use_native: bool
 ) -> QuantizedArray:
     """What `ops.quantize` gives for x[rows], bit for bit, with zeros for rows that x does not have.
 
@@ -41,7 +41,6 @@ def quantize_rows(
       x: [count, cols], float32, bfloat16 or float16.
       rows: int32 [num_rows]; those outside of [0, count) are zeros.
       quantization, copies: see `ops.quantize`.
-      runs: ascending runs of about the same length that rows are made of, such as experts. It concerns speed alone.
       use_native: whether to run the native kernels; x and rows then have elements.
     """
     x = lax.stop_gradient(x)
@@ -49,7 +48,7 @@ def quantize_rows(
     if not use_native or families_of(quantization, copies) != {"block"}:
         return quantize_requested(_gathered(x, rows), None, request, use_native).array
     results, kernel = _kernel(request)
-    found = iter(kernel(x, rows, runs=runs))
+    found = iter(kernel(x, rows))
     return quantized_array(x, [None if result is None else next(found) for result in results], request)
 
 
@@ -74,12 +73,14 @@ def _kernel(request: Request) -> tuple[tuple[Result | None, ...], Callable[..., 
         replicated=("t", kernels.rows[0][0]),
         sizes={minor: BLOCK for dimension in kernels.x for minor in dimension[1:]},
     )
-    def kernel(x: Array, rows: Array, *, axes: Any, runs: int) -> tuple[Array, ...]:
+    def kernel(x: Array, rows: Array, *, axes: Any) -> tuple[Array, ...]:
         del axes
         batch = x.shape[:-2]
         sizes = dict(zip(kernels.x, (rows.shape[-1], x.shape[-1]), strict=True))
         sizes |= {dimension[:1]: -(-size // BLOCK) for dimension, size in sizes.items() if len(dimension) > 1}
         attributes: dict[str, Any] = block_attributes(request.quantization)
+        # Tiles that read the same rows of x, such as those of experts, one after another: they then find them in a cache.
+        order = jnp.argsort(rows[..., ::BLOCK], axis=-1).astype(jnp.int32)
         values = native.call(
             "te_quantize_blocks_of_rows",
             [
@@ -90,8 +91,8 @@ def _kernel(request: Request) -> tuple[tuple[Result | None, ...], Callable[..., 
             ],
             x,
             rows,
+            order,
             batch_ndim=len(batch),
-            runs=runs,
             **attributes,
         )
         return tuple(value for result, value in zip(results, values, strict=True) if result)

@@ -217,7 +217,8 @@ def quantization(draw: Draw) -> Call:
     if family == "quantize_blocks_of_rows":
         row = (draw.extent(),)
         rows, operands = row[0], [((*batch, draw.extent(), *col), x[1]), ((*batch, *row), S32)]
-        attributes = {"batch_ndim": len(batch), "runs": draw.one([1, 2, 3, 64, 2**40])}
+        operands.append(((*batch, blocks(rows)), S32) if draw.chance(0.7) else ((0,), S32))
+        attributes = {"batch_ndim": len(batch)}
     if family == "amax_tensor":
         return Call("te_amax_tensor", [x], [floats(1)], attributes)
     if family == "amax_rows":

@@ -16,7 +16,7 @@ from te_jax.ops._quantize_rows import quantize_rows
 from te_jax.recipe import BlockScaling
 
 SHAPES = {"blocks": (40, 256, 384), "short blocks": (300, 144, 272), "odd": (5, 33, 77)}  # of x, and rows
-run = jax.jit(quantize_rows, static_argnums=(2, 3, 4, 5))
+run = jax.jit(quantize_rows, static_argnums=(2, 3, 4))
 
 
 def random_rows(rng, count, rows):
@@ -50,7 +50,7 @@ def test_bits(rng, shape, pair, copies, x_dtype, dtype, use_native):
     count, cols, rows = SHAPES[shape]
     x, index = random_case(rng, (count, cols), x_dtype), random_rows(rng, count, rows)
     quantization = quantization_of(pair, dtype, bool(rng.integers(2)))
-    found = run(x, index, quantization, copies, 3, use_native)
+    found = run(x, index, quantization, copies, use_native)
     assert_same(found, expected(x, index, quantization, copies))
 
 
@@ -58,27 +58,24 @@ def test_bits(rng, shape, pair, copies, x_dtype, dtype, use_native):
 def test_other_scalings_gather_before(rng, pair):
     x, rows = random_case(rng, (30, 64), "bfloat16"), random_rows(rng, 30, 48)
     quantization = quantization_of(pair)
-    assert_same(run(x, rows, quantization, "both", 1, True), expected(x, rows, quantization, "both"))
+    assert_same(run(x, rows, quantization, "both", True), expected(x, rows, quantization, "both"))
 
 
 def test_tokens_sorted_by_expert(rng):
-    """What quantize(permute(x)) gives, for any number of runs."""
+    """What quantize(permute(x)) gives."""
     x = random_case(rng, (200, 128), "bfloat16")
     experts = jnp.asarray(rng.integers(0, 3, (200, 2)), jnp.int32)
     permutation = ops.group_by_expert(experts, 4, align=128)
     quantization = BlockScaling().quantization("activation")
     wanted = ops.quantize(ops.permute(x, permutation), quantization)
-    for runs in (1, 4, 1000):
-        assert_same(run(x, permutation.choices // 2, quantization, "both", runs, True), wanted)
+    assert_same(run(x, permutation.choices // 2, quantization, "both", True), wanted)
 
 
 @pytest.mark.parametrize("use_native", [True, False], ids=["native", "reference"])
 def test_vmap(rng, use_native):
     xs, rows = random_case(rng, (2, 20, 144), "bfloat16"), jnp.stack([random_rows(rng, 20, 160) for _ in range(2)])
     quantization = quantization_of("1x128 and square")
-    call = functools.partial(
-        quantize_rows, quantization=quantization, copies="both", runs=2, use_native=use_native
-    )  # fmt: skip
+    call = functools.partial(quantize_rows, quantization=quantization, copies="both", use_native=use_native)
     found, shared = jax.vmap(call)(xs, rows), jax.vmap(call, in_axes=(None, 0))(xs[0], rows)
     for i in range(2):
         assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], found), expected(xs[i], rows[i], quantization, "both"))
@@ -92,7 +89,7 @@ def test_columns_that_are_split(rng, make_mesh, axis_type):
     quantization = quantization_of("1x128 and square")
     placed = jax.device_put(x, NamedSharding(mesh, P(None, "model"))), jax.device_put(rows, NamedSharding(mesh, P()))
     with jax.set_mesh(mesh):
-        compiled = run.lower(*placed, quantization, "both", 2, True).compile()
+        compiled = run.lower(*placed, quantization, "both", True).compile()
     found = compiled(*placed)
     assert_same(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected(x, rows, quantization, "both")))
     assert found.data.sharding.spec == P(None, "model")
@@ -105,7 +102,7 @@ def test_empty(rng, shape):
     rows = jnp.zeros((0 if shape == (8, 64) else 16,), jnp.int32)
     quantization = quantization_of("1x128")
     x = jnp.zeros(shape)
-    assert_same(run(x, rows, quantization, "both", 1, False), expected_of_zeros(rows.size, shape[1], quantization))
+    assert_same(run(x, rows, quantization, "both", False), expected_of_zeros(rows.size, shape[1], quantization))
 
 
 def expected_of_zeros(rows, cols, quantization):
