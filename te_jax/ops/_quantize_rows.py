@@ -79,7 +79,7 @@ def _kernel(request: Request) -> tuple[tuple[Result | None, ...], Callable[..., 
         sizes = dict(zip(kernels.x, (rows.shape[-1], x.shape[-1]), strict=True))
         sizes |= {dimension[:1]: -(-size // BLOCK) for dimension, size in sizes.items() if len(dimension) > 1}
         attributes: dict[str, Any] = block_attributes(request.quantization)
-        # Tiles that read the same rows of x, such as those of experts, one after another: they then find them in a cache.
+        # Tiles that read the same rows of x, such as those of experts, one after another: a cache then has them.
         order = jnp.argsort(rows[..., ::BLOCK], axis=-1).astype(jnp.int32)
         values = native.call(
             "te_quantize_blocks_of_rows",
