@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -266,7 +266,7 @@ def _product_in_parts(x: Array, kernel: Array) -> Array:
 
     GPUs have no tensor cores for float32, where the plain product would take five times as long.
     """
-    return jnp.sum(_dot(x, _parts(kernel), ((-1,), (1,))), axis=-2)
+    return jnp.sum(_dot(x, _parts(kernel), ((x.ndim - 1,), (1,))), axis=-2)
 
 
 def _gradients_in_parts(x: Array, kernel: Array, dlogits: Array) -> tuple[Array, Array]:
@@ -274,7 +274,8 @@ def _gradients_in_parts(x: Array, kernel: Array, dlogits: Array) -> tuple[Array,
     tokens = range(x.ndim - 1)
     dkernel = jnp.sum(_dot(x, d, (tokens, [1 + i for i in tokens])), axis=1)
     # What is left out is below the rounding to bfloat16.
-    dx = _dot(jnp.concatenate([d[0], d[1], d[0]], axis=-1), jnp.concatenate([k[0], k[0], k[1]], axis=-1), ((-1,), (1,)))
+    gradients, kernels = (jnp.concatenate(parts, axis=-1) for parts in ((d[0], d[1], d[0]), (k[0], k[0], k[1])))
+    dx = _dot(gradients, kernels, ((x.ndim - 1,), (1,)))
     return dx.astype(x.dtype), dkernel
 
 
@@ -288,9 +289,8 @@ def _parts(x: Array) -> Array:
     return jnp.stack(parts)
 
 
-def _dot(a: Array, b: Array, contracted: tuple[Any, Any]) -> Array:
-    dimensions = tuple(tuple(i % x.ndim for i in axes) for x, axes in zip((a, b), contracted, strict=True))
-    return lax.dot_general(a, b, (dimensions, ((), ())), preferred_element_type=jnp.float32)
+def _dot(a: Array, b: Array, contracted: tuple[Sequence[int], Sequence[int]]) -> Array:
+    return lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
 def _experts(
