@@ -165,6 +165,18 @@ def test_no_product_runs_twice_and_nothing_is_scattered(rng):
     assert "stablehlo.scatter" not in text
 
 
+def test_passes_over_rows_in_blocks(rng):
+    """Tokens, and the gradients of results, are quantized where they are gathered; gate and up are kept as they are."""
+    operands = draw(rng, dtype="bfloat16")
+    step = step_of(moe, jnp.ones((*TOKENS, OUT)), router=Router(2), recipe=BlockScaling())
+    text = step.lower(operands).as_text()
+    assert text.count("@te_grouped_gemm(") == 8  # one for both parts of the gradient of x
+    assert text.count("@te_quantize_blocks_of_rows(") == 3
+    assert text.count("@te_quantize_blocks(") == 3  # kernels
+    assert "reduce_precision" not in text
+    assert "stablehlo.scatter" not in text
+
+
 def test_capacity(rng):
     """What is beyond it adds nothing, and has no gradient."""
     operands = draw(rng)

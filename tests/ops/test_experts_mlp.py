@@ -203,6 +203,26 @@ def test_passes_over_rows(rng):
     assert names.count("te_activation_blocks") == names.count("te_activation_gradient_blocks") == 1
 
 
+def test_policies_keep_what_the_backward_pass_reads(rng):
+    """Where gate, up and the kernels in FP8 are kept, no product runs twice, nor where they lie in host memory."""
+    x, weights, kernels, choices, _ = draw(rng)
+    run = functools.partial(fused, permutation=permutation_of(choices))
+    names = ("te_moe_preactivation", "te_dense_kernel")
+    policies = jax.checkpoint_policies
+    offload = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(names),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    for policy in (policies.save_only_these_names(*names), offload):
+        kept = jax.checkpoint(run, policy=policy)
+        step = jax.jit(jax.value_and_grad(lambda *a, kept=kept: kept(*a).astype(jnp.float32).sum(), (0, 1, 2)))
+        assert step.lower(x, weights, kernels).as_text().count("@te_grouped_gemm") == 8
+    wanted = jax.jit(jax.value_and_grad(lambda *a: run(*a).astype(jnp.float32).sum(), (0, 1, 2)))(x, weights, kernels)
+    jax.tree.map(assert_bits, step(x, weights, kernels), wanted)
+
+
 def test_vmap(rng):
     cases = [draw(rng, "float32") for _ in range(2)]
     kernels = cases[0][2]
