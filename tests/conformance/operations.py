@@ -558,7 +558,7 @@ def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields)
     )  # fmt: skip
 
 
-# There is no CUDA kernel.
+# On a GPU there is no kernel of float32, which these have.
 GROUPED = (
     []
     if jax.default_backend() == "gpu"

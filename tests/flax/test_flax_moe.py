@@ -17,6 +17,10 @@ from te_jax.nn.moe import Router, moe
 from te_jax.recipe import BlockScaling, DelayedScaling
 from te_jax.testing import assert_close
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() == "gpu", reason="float32, which has no kernel on a GPU: see tests/gpu"
+)
+
 EXPERTS, IN, HIDDEN, OUT = 4, 32, 48, 16
 ROUTER = Router(2, score="sigmoid", scaling_factor=2.5)
 

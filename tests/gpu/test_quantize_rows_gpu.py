@@ -107,10 +107,10 @@ def test_more_values_than_32_bits_count(rng):
     )
     index = random_rows(rng, count, rows).at[-128:].set(count - 1 - jnp.arange(128, dtype=jnp.int32))
     quantization = quantization_of("1x128")
-    whole = quantized(x, index, quantization, "both", 16, True)
+    whole = quantized(x, index, quantization, "both", True)
     for block in (0, 2**31 // cols // 128, rows // 128 - 1):
         part = slice(128 * block, 128 * block + 128)
-        own = quantized(x, index[part], quantization, "both", 1, False)
+        own = quantized(x, index[part], quantization, "both", False)
         assert_bits(own.data, whole.data[part])
         assert_bits(own.scale_inv, whole.scale_inv[:, part])
         assert_bits(own.transposed, whole.transposed[:, part])
@@ -120,7 +120,7 @@ def test_more_values_than_32_bits_count(rng):
 def test_memory(rng):
     """Only the results are allocated, and nothing is laid out anew; another run gives the same bits."""
     x, rows = random_case(rng, (1000, 2048), "bfloat16"), random_rows(rng, 1000, 8192)
-    compiled = quantized.lower(x, rows, quantization_of("1x128 and square"), "both", 8, True).compile()
+    compiled = quantized.lower(x, rows, quantization_of("1x128 and square"), "both", True).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.02 * rows.size * x.shape[1]
     assert [b for b in buffers(compiled, "copy", "copy-start", "transpose", "gather") if b.bytes > 1024] == []
     first = compiled(x, rows)

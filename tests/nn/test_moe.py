@@ -18,6 +18,10 @@ from te_jax.nn.moe import SWIGLU, Router, moe
 from te_jax.recipe import BlockScaling, CurrentScaling
 from te_jax.testing import assert_close
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() == "gpu", reason="float32, which has no kernel on a GPU: see tests/gpu"
+)
+
 TOKENS, IN, HIDDEN, OUT, EXPERTS = (2, 24), 32, 48, 32, 8
 GPT_OSS = Activation("silu", 1.702, 7.0, 1.0)
 MODELS = {

@@ -15,6 +15,10 @@ from te_jax import checkpoint_policies, ops
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() == "gpu", reason="float32, which has no kernel on a GPU: see tests/gpu"
+)
+
 ROWS, IN, OUT, EXPERTS = 512, 192, 128, 3
 SIZES = {"aligned": [128, 0, 256], "uneven": [37, 100, 250], "all": [0, 512, 0]}
 RECIPES = {"none": None, "block": BlockScaling(), "row": RowwiseScaling(), "current": CurrentScaling()}

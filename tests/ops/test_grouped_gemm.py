@@ -16,6 +16,10 @@ from te_jax import native, ops, recipe
 from te_jax.native import extension
 from te_jax.testing import assert_close
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() == "gpu", reason="float32, which has no kernel on a GPU: see tests/gpu"
+)
+
 FORMS = ("forward", "dgrad", "wgrad")
 IMPLEMENTATIONS = ("native", "reference")
 ROWS, GROUPS = 300, 5
