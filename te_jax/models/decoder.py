@@ -409,5 +409,5 @@ def _attention(x: Any, projections: Projections, cos: jax.Array, sin: jax.Array,
         for projected in projections.from_stream(x, ("query", "key", "value"))
     )
     query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-    mixed = ops.attention(query, key, value, causal=True)
+    mixed = ops.attention(query, key, value, causal=True, implementation=config.attention)
     return projections.to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")

@@ -253,6 +253,7 @@ def test_init_keeps_the_residual_stream_of_one_size():
         ({"rope_theta": None}, "rope_theta is None"),
         ({"offload": "activations"}, "offload is 'activations': it needs to be a te_jax.offload.Offload, or None"),
         ({"dtype": "float16"}, "dtype is 'float16': choose one of float32, bfloat16"),
+        ({"attention": "flash"}, "attention is 'flash': choose 'cudnn', 'xla' or None"),
     ],
 )
 def test_config_refuses_what_cannot_be_built(change, words):
