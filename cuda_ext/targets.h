@@ -9,7 +9,6 @@
   X(te_softmax_cross_entropy_gradient)        \
   X(te_softmax_cross_entropy_both)            \
   X(te_softmax_cross_entropy_gradient_blocks) \
-  X(te_linear_cross_entropy_labels)           \
   X(te_amax_tensor)                           \
   X(te_amax_rows)                             \
   X(te_quantize_tensor)                       \

@@ -171,12 +171,7 @@ Status QuantizeGradient(const Executor& executor, const Logits& logits, const Gr
   if (!values) return Status::Failed("not enough memory for the gradient in the dtype of the logits");
   Gradient in_memory = gradient;
   in_memory.out = values.get();
-  Logits unlabelled = logits;
-  const std::unique_ptr<int32_t[]> labels(new (std::nothrow) int32_t[logits.rows]);
-  if (!labels) return Status::Failed("not enough memory for labels");
-  std::fill_n(labels.get(), logits.rows, kIgnored);  // no column
-  unlabelled.labels = labels.get();
-  if (Status s = ComputeGradient(executor, unlabelled, in_memory); !s.ok()) return s;
+  if (Status s = ComputeGradient(executor, logits, in_memory); !s.ok()) return s;
   const quantize::Matrices x{logits.dtype, values.get(), 1, logits.rows, logits.stride};
   return quantize::QuantizeBlocks(executor, x, copies, scaling);
 }

@@ -436,14 +436,17 @@ __global__ void __launch_bounds__(kBothThreads)
 template <bool kSoftcap>
 struct GradientOfPatch {
   Gradient gradient;
+  const int32_t* labels;
   float softcap;
   int rows, vocab;
 
   template <typename T>
   struct Of {
-    float softcap, uniform;
+    Gradient gradient;
+    float softcap;
     int vocab;
-    float lse[quantize::kPatch], softmax[quantize::kPatch], weight[quantize::kPatch];
+    float lse[quantize::kPatch], weight[quantize::kPatch];
+    int32_t label[quantize::kPatch];
 
     __device__ __forceinline__ void operator()(const quantize::Place<T>& place, quantize::Patch<T>& patch) const {
       using W = quantize::Words<T>;
@@ -451,16 +454,17 @@ struct GradientOfPatch {
       const float inverse_softcap = kSoftcap ? 1.0f / softcap : 0.0f;
 #pragma unroll
       for (int r = 0; r < quantize::kPatch; ++r) {
-        const RowTerms terms{lse[r], softmax[r], weight[r] * uniform, 0.0f};
+        const RowTerms terms = TermsOf(gradient, lse[r], weight[r]);
 #pragma unroll
         for (int v = 0; v < W::kVectors; ++v) {
           float x[kN];
 #pragma unroll
           for (int j = 0; j < kN; ++j) {
             // A row of weight 0 may hold anything.
-            const bool counts = place.Column(v * kN + j) < vocab && weight[r] != 0.0f;
+            const int column = place.Column(v * kN + j);
+            const bool counts = column < vocab && weight[r] != 0.0f;
             const float z = quantize::Value<T>(patch[r], v * kN + j);
-            x[j] = counts ? terms.template At<kSoftcap>(z, false, softcap, inverse_softcap) : 0.0f;
+            x[j] = counts ? terms.template At<kSoftcap>(z, column == label[r], softcap, inverse_softcap) : 0.0f;
           }
           quantize::SetVector<T>(patch, r, v, Pack(x, static_cast<const T*>(nullptr)));
         }
@@ -471,15 +475,15 @@ struct GradientOfPatch {
   template <typename T>
   __device__ __forceinline__ Of<T> For(const quantize::Tile&, const quantize::Place<T>& place) const {
     Of<T> of;
+    of.gradient = gradient;
     of.softcap = softcap;
-    of.uniform = gradient.uniform;
     of.vocab = vocab;
 #pragma unroll
     for (int r = 0; r < quantize::kPatch; ++r) {
       const int row = place.row + r;
       of.weight[r] = row < rows ? gradient.weight[row] : 0.0f;
       of.lse[r] = row < rows ? gradient.lse[row] : 0.0f;
-      of.softmax[r] = TermsOf(gradient, of.lse[r], of.weight[r]).softmax;
+      of.label[r] = row < rows ? labels[row] : kIgnored;
     }
     return of;
   }
@@ -631,10 +635,10 @@ Status QuantizeGradient(const Executor& executor, const Logits& logits, const Gr
   const quantize::Matrices x{logits.dtype, logits.data, 1, logits.rows, logits.stride};
   const int rows = static_cast<int>(logits.rows), vocab = static_cast<int>(logits.vocab);
   if (logits.softcap > 0.0f) {
-    const GradientOfPatch<true> compute{gradient, logits.softcap, rows, vocab};
+    const GradientOfPatch<true> compute{gradient, logits.labels, logits.softcap, rows, vocab};
     return quantize::LaunchQuantizeBlocks(executor.stream, x, copies, scaling, compute);
   }
-  const GradientOfPatch<false> compute{gradient, logits.softcap, rows, vocab};
+  const GradientOfPatch<false> compute{gradient, logits.labels, logits.softcap, rows, vocab};
   return quantize::LaunchQuantizeBlocks(executor.stream, x, copies, scaling, compute);
 }
 

@@ -9,8 +9,8 @@ namespace {
 using ffi::AnyBuffer;
 using Result = ffi::Result<AnyBuffer>;
 
-// Checks and decodes the arguments that the handlers share; labels may be absent.
-Logits Decode(Rules& rules, const AnyBuffer& logits, const AnyBuffer* labels, float softcap, int64_t padding) {
+// Checks and decodes the arguments that the handlers share.
+Logits Decode(Rules& rules, const AnyBuffer& logits, const AnyBuffer& labels, float softcap, int64_t padding) {
   const std::optional<DType> dtype = FloatingType(logits);
   rules.That(dtype.has_value(), "logits", logits, "be float32, bfloat16 or float16");
   rules.That(logits.dimensions().size() > 0 && logits.dimensions().back() > 0, "logits", logits,
@@ -21,8 +21,8 @@ Logits Decode(Rules& rules, const AnyBuffer& logits, const AnyBuffer* labels, fl
   rules.That(stride <= INT32_MAX, "logits", logits, "have a vocabulary below 2^31");
   rules.That(0 <= padding && padding < stride, "logits", logits, "have more columns than their padding");
   if (rules.broken()) return {};
-  if (labels) rules.Type(ffi::S32, "labels", *labels).Elements(rows, "labels", *labels);
-  const auto* codes = labels ? static_cast<const int32_t*>(labels->untyped_data()) : nullptr;
+  rules.Type(ffi::S32, "labels", labels).Elements(rows, "labels", labels);
+  const auto* codes = static_cast<const int32_t*>(labels.untyped_data());
   return {*dtype, logits.untyped_data(), codes, rows, stride - padding, stride, softcap};
 }
 
@@ -36,7 +36,7 @@ ffi::Error HandleStatistics(PlatformValue platform, AnyBuffer logits, AnyBuffer 
                             Result total, float softcap, int64_t padding, bool with_total) {
   constexpr std::string_view kName = "te_softmax_cross_entropy_statistics";
   Rules rules(kName);
-  const Logits decoded = Decode(rules, logits, &labels, softcap, padding);
+  const Logits decoded = Decode(rules, logits, labels, softcap, padding);
   const Statistics out{PerRow(rules, "lse", *lse, decoded), PerRow(rules, "target", *target, decoded),
                        PerRow(rules, "total", *total, decoded)};
   if (rules.broken()) return rules.error();
@@ -48,7 +48,7 @@ ffi::Error HandleGradient(PlatformValue platform, AnyBuffer logits, AnyBuffer la
                           float z_loss) {
   constexpr std::string_view kName = "te_softmax_cross_entropy_gradient";
   Rules rules(kName);
-  const Logits decoded = Decode(rules, logits, &labels, softcap, padding);
+  const Logits decoded = Decode(rules, logits, labels, softcap, padding);
   const Gradient gradient{PerRow(rules, "lse", lse, decoded),
                           PerRow(rules, "weight", weight, decoded),
                           label_smoothing,
@@ -65,7 +65,7 @@ ffi::Error HandleBoth(PlatformValue platform, AnyBuffer logits, AnyBuffer labels
                       float label_smoothing, float uniform, float z_loss) {
   constexpr std::string_view kName = "te_softmax_cross_entropy_both";
   Rules rules(kName);
-  const Logits decoded = Decode(rules, logits, &labels, softcap, padding);
+  const Logits decoded = Decode(rules, logits, labels, softcap, padding);
   const Statistics statistics{PerRow(rules, "lse", *lse, decoded), PerRow(rules, "target", *target, decoded),
                               PerRow(rules, "total", *total, decoded)};
   const Gradient gradient{
@@ -75,19 +75,24 @@ ffi::Error HandleBoth(PlatformValue platform, AnyBuffer logits, AnyBuffer labels
   return ToError(kName, ComputeBoth(MakeExecutor(platform), decoded, with_total, statistics, gradient));
 }
 
-ffi::Error HandleQuantized(PlatformValue platform, AnyBuffer logits, AnyBuffer lse, AnyBuffer weight, Result data,
-                           Result scale_inv, Result transposed, Result transposed_scale_inv, int64_t row_ndim,
-                           int64_t batch_ndim, float softcap, int64_t padding, float uniform, float z_loss,
-                           bool data_128x128, bool transposed_128x128, bool power_of_two_scales) {
+ffi::Error HandleQuantized(PlatformValue platform, AnyBuffer logits, AnyBuffer labels, AnyBuffer lse, AnyBuffer weight,
+                           Result data, Result scale_inv, Result transposed, Result transposed_scale_inv,
+                           int64_t row_ndim, int64_t batch_ndim, float softcap, int64_t padding, float label_smoothing,
+                           float uniform, float z_loss, bool data_128x128, bool transposed_128x128,
+                           bool power_of_two_scales) {
   constexpr std::string_view kName = "te_softmax_cross_entropy_gradient_blocks";
   quantize::Decoder decoder(kName, logits, row_ndim, batch_ndim, "logits");
   const quantize::Copies copies = decoder.CopiesTo(*data, *transposed, nullptr, power_of_two_scales);
   const quantize::BlockScaling scaling =
       decoder.BlockScalingOf(copies, *scale_inv, *transposed_scale_inv, data_128x128, transposed_128x128);
   Rules& rules = decoder.rules();
-  const Logits decoded = Decode(rules, logits, nullptr, softcap, padding);
-  const Gradient gradient{
-      PerRow(rules, "lse", lse, decoded), PerRow(rules, "weight", weight, decoded), 0.0f, uniform, z_loss, nullptr};
+  const Logits decoded = Decode(rules, logits, labels, softcap, padding);
+  const Gradient gradient{PerRow(rules, "lse", lse, decoded),
+                          PerRow(rules, "weight", weight, decoded),
+                          label_smoothing,
+                          uniform,
+                          z_loss,
+                          nullptr};
   return decoder.Run(platform, {}, [&](const Executor& executor, const quantize::Matrices& x) {
     if (x.count != 1) return Status::Failed("a batch of matrices is not supported");
     return QuantizeGradient(executor, decoded, gradient, copies, scaling);
@@ -147,6 +152,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_gradient_blocks, te::soft
                               xla::ffi::Ffi::Bind()
                                   .Ctx<te::Platform>()
                                   .Arg<xla::ffi::AnyBuffer>()  // logits
+                                  .Arg<xla::ffi::AnyBuffer>()  // labels
                                   .Arg<xla::ffi::AnyBuffer>()  // lse
                                   .Arg<xla::ffi::AnyBuffer>()  // weight
                                   .Ret<xla::ffi::AnyBuffer>()  // data
@@ -157,6 +163,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_gradient_blocks, te::soft
                                   .Attr<int64_t>("batch_ndim")
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("padding")
+                                  .Attr<float>("label_smoothing")
                                   .Attr<float>("uniform")
                                   .Attr<float>("z_loss")
                                   .Attr<bool>("data_128x128")

@@ -53,8 +53,7 @@ Status ComputeGradient(const Executor& executor, const Logits& logits, const Gra
 Status ComputeBoth(const Executor& executor, const Logits& logits, bool with_total, Statistics statistics,
                    const Gradient& gradient);
 
-// The gradient [rows, stride] in FP8 with scales of blocks, without the term at the label, which would leave
-// the rest of its block few bits. logits.labels and gradient.out are not used.
+// The gradient [rows, stride] in FP8 with scales of blocks. gradient.out is not used.
 Status QuantizeGradient(const Executor& executor, const Logits& logits, const Gradient& gradient,
                         const quantize::Copies& copies, const quantize::BlockScaling& scaling);
 

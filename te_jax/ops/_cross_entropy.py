@@ -141,14 +141,17 @@ def statistics_and_gradient(logits: Array, codes: Array, weight: Array, *, axes,
     return native.call("te_softmax_cross_entropy_both", (row, row, row, logits), *operands, aliases=reuse, **attributes)
 
 
-def quantized_gradient(logits: Array, lse: Array, weight: Array, request: Request, **attributes) -> QuantizedArray:
-    """`logits_gradient` in FP8, with scales of blocks, without the term at the label.
+def quantized_gradient(
+    logits: Array, codes: Array, lse: Array, weight: Array, request: Request, **attributes
+) -> QuantizedArray:
+    """`logits_gradient` in FP8, with scales of blocks.
 
     Args:
       logits: [tokens, vocab], not sharded.
+      codes: int32 [tokens].
       lse, weight: float32 [tokens].
       request: how to quantize.
-      attributes: `softcap`, `padding`, `uniform` and `z_loss`.
+      attributes: those of `logits_gradient`.
     """
     kernels = Kernels(request, logits.ndim, blocked_groups(request.quantization, request.copies))
     scales = kernels.block_scales()
@@ -156,6 +159,7 @@ def quantized_gradient(logits: Array, lse: Array, weight: Array, request: Reques
         "te_softmax_cross_entropy_gradient_blocks",
         [
             (kernels.x, logits),
+            (kernels.rows, codes),
             (kernels.rows, lse),
             (kernels.rows, weight),
         ],

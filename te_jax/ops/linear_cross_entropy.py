@@ -120,7 +120,7 @@ def linear_cross_entropy(
         tokens that are not ignored.
       recipe: how to quantize for products in FP8; None for none. Not DelayedScaling.
       fp8_products: which of "forward", "dgrad" and "wgrad" run in FP8 with a recipe. The forward GEMM in FP8 loses most
-        of the accuracy. The gradient at the label, nearly all of its magnitude, is never rounded to FP8.
+        of the accuracy.
       chunk_tokens: the number of tokens in a chunk; None for chunks with 0.9 GB of logits, 1.8 GB with a
         recipe, or 2048 tokens, whichever is more.
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, as in `dense`.
@@ -512,7 +512,8 @@ def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: di
             totals, found = chunks.step(totals, piece)
             each.append(found)
         found = [jnp.concatenate(parts) for parts in zip(*each, strict=True)]
-    found, totals = chunks.finished(found, totals, pieces["x"])
+    if wanted.x:
+        found[-1] = chunks.summed(found[-1])
     found = [a.reshape(*batch, *a.shape[1:]) for a in found]
 
     dkernel, dbias = (
@@ -584,8 +585,7 @@ class _Chunks:
         return self.head.in_fp8(product) and {"dgrad": self.wanted.x, "wgrad": self.with_wgrad}.get(product, True)
 
     def step(self, totals: _Totals, piece: dict[str, Array], *, first: bool = False):
-        """Totals with those of a chunk, and for its tokens [losses, lse], with a recipe what `_target` returns, and dx
-        where it is asked for."""
+        """Totals with those of a chunk, and for its tokens [losses, lse], and dx where it is asked for."""
         head, loss, codes, lse = self.head, self.head.loss, piece["codes"], piece.get("lse")
         logits = self._logits(piece["x"])
         if not self.wanted.names:
@@ -593,7 +593,7 @@ class _Chunks:
         columns = _cross_entropy.local_codes(codes, self._local_vocab, self.vocab_axes) if self.vocab_axes else codes
         attributes: Any = loss.gradient_attributes(self.vocab) | {"softcap": loss.softcap, "padding": self.padding}
         weight = where_counted(codes, piece["factor"])
-        statistics, target, dlogits8 = None, [], None
+        statistics, dlogits8 = None, None
         if lse is None and head.fp8 is None and not self.vocab_axes:
             with_total = loss.label_smoothing > 0.0
             *statistics, dlogits = _cross_entropy.statistics_and_gradient(
@@ -604,53 +604,27 @@ class _Chunks:
             if lse is None:
                 statistics = self._statistics(logits, codes)
                 lse = statistics[0]
-            if head.fp8 is not None:
-                target = self._target(logits, columns, weight, statistics)
             dlogits, dlogits8 = self._gradient(logits, columns, lse, weight, attributes)
             found = [lse, lse] if statistics is None else self._losses(codes, statistics)
         dx, totals = self._products(totals, piece["x"], dlogits, dlogits8, first)
-        return totals, [*found, *target, *([dx] if self.wanted.x else [])]
+        return totals, [*found, *([dx] if self.wanted.x else [])]
 
-    def finished(self, found: list[Array], totals: _Totals, x: Array) -> tuple[list[Array], _Totals]:
-        """(losses, lse and dx of all tokens, totals), from what all steps have found and the x of all tokens."""
-        if not self.wanted.names:
-            return found, totals
-        if self.head.fp8 is None:
-            return [*found[:2], *map(self._summed, found[2:])], totals
-        losses, lse, columns, factor, *dx = found
-        order = jnp.argsort(columns).astype(jnp.int32)
-        absent = jnp.zeros((0,), jnp.float32)
-        gradients = [absent if a is None else a for a in (*(dx or [None]), *totals)]
-        dtypes = (self.dtype, jnp.float32, jnp.float32)
-        next_dx, dkernel, dbias = native.call(
-            "te_linear_cross_entropy_labels",
-            [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(gradients, dtypes, strict=True)],
-            *(columns[order], order, factor, x, self.kernel),
-            *gradients,
-            aliases={5 + i: i for i in (1, 2) if gradients[i] is not absent},
-            vocab_last=self.head.vocab_axis == 1,
-        )
-        totals = _Totals(*(None if a is None else b for a, b in zip(totals, (dkernel, dbias), strict=True)))
-        return [losses, lse, *([self._summed(next_dx)] if dx else [])], totals
-
-    def _summed(self, dx: Array) -> Array:
-        """Inside shard_map JAX, or the user, adds up."""
+    def summed(self, dx: Array) -> Array:
+        """dx of all shards of the vocabulary. Inside shard_map JAX, or the user, adds up."""
         return lax.psum(dx, self.vocab_axes) if self.vocab_axes and not self.head.loss.axis_name else dx
 
     def _gradient(self, logits: Array, columns: Array, lse: Array, weight: Array, attributes: dict[str, Any]):
-        """The gradient of the logits, as it is and in FP8, as far as products read it; in FP8 without the terms at
-        labels."""
+        """The gradient of the logits, as it is and in FP8, as far as products read it."""
         head, wanted = self.head, self.wanted
         if head.fp8 is None:
             return _cross_entropy.logits_gradient(logits, columns, lse, weight, axes={}, **attributes)[0], None
         for_dgrad, for_wgrad = self._in_fp8("dgrad"), self._in_fp8("wgrad")
         copies: Any = "both" if for_dgrad and for_wgrad else "data" if for_dgrad else "transposed"
-        layer, attributes = head.layer, attributes | {"label_smoothing": 1.0}  # no probability is left for the label
+        layer = head.layer
         as_it_is = wanted.bias or for_dgrad != wanted.x or for_wgrad != self.with_wgrad
         if not as_it_is and has_blocks(head.fp8.recipe):
-            del attributes["label_smoothing"]
             request = Request(layer.quantization("gradient"), 1, copies, (), (), False, False)
-            return None, _cross_entropy.quantized_gradient(logits, lse, weight, request, **attributes)
+            return None, _cross_entropy.quantized_gradient(logits, columns, lse, weight, request, **attributes)
         (plain,) = _cross_entropy.logits_gradient(logits, columns, lse, weight, axes={}, **attributes)
         if not (for_dgrad or for_wgrad):
             return plain, None
@@ -681,20 +655,6 @@ class _Chunks:
     def _losses(self, codes: Array, statistics: Sequence[Array]) -> list[Array]:
         return [self.head.loss.of_rows(codes, statistics, self.vocab), statistics[0]]
 
-    def _target(self, logits: Array, columns: Array, weight: Array, statistics: tuple[Array, ...] | None):
-        """[column of each label, beyond all where it is not here; what the gradient at it lacks without the label]."""
-        loss = self.head.loss
-        here = columns >= 0
-        slope = weight * (1.0 - loss.label_smoothing)
-        if loss.logit_softcap is not None:
-            if statistics is not None:
-                capped = statistics[1] / loss.logit_softcap
-            else:
-                own = jnp.take_along_axis(logits, jnp.where(here, columns, 0)[:, None], axis=1)[:, 0]
-                capped = jnp.tanh(own.astype(jnp.float32) / loss.logit_softcap)
-            slope *= 1.0 - capped * capped
-        return [jnp.where(here, columns, jnp.iinfo(jnp.int32).max), jnp.where(here, slope, 0.0)]
-
     def _products(self, totals: _Totals, x: Array, dlogits: Any, dlogits8: Any, first: bool):
         """dx of a chunk, and the totals."""
         head, dx, dbias = self.head, None, None
@@ -702,9 +662,7 @@ class _Chunks:
             dbias = jnp.sum(dlogits, axis=0, dtype=jnp.float32) + (0.0 if first else totals.bias)
         if self.wanted.x:
             if head.in_fp8("dgrad"):
-                dx = head.layer.gemm("dgrad", dlogits8, self.kernel8, out_dtype=jnp.float32)
-            elif head.fp8 is not None:
-                dx = _dot(dlogits, self.kernel, (1, head.vocab_axis), jnp.float32)
+                dx = head.layer.gemm("dgrad", dlogits8, self.kernel8, out_dtype=self.dtype)
             else:
                 dx = _dot(dlogits, self.kernel, (1, head.vocab_axis), self.dtype)
         return dx, _Totals(self._wgrad(totals.kernel, x, dlogits, dlogits8, first), dbias)

@@ -391,10 +391,11 @@ def cross_entropy(draw: Draw) -> Call:
         )
         scales = [((count,), F32) if here else absent for count, here in zip(counts, wanted, strict=True)]
         attributes |= terms | {
+            "label_smoothing": np.float32(0.1),
             "row_ndim": 1, "batch_ndim": 0, "data_128x128": square[0], "transposed_128x128": square[1],
             "power_of_two_scales": draw.chance(0.5),
         }  # fmt: skip
-        operands = [((rows, columns), logits[1]), ((rows,), F32), ((rows,), F32)]
+        operands = [((rows, columns), logits[1]), ((rows,), S32), ((rows,), F32), ((rows,), F32)]
         results = [data, scales[0], transposed, scales[1]]
         return Call("te_softmax_cross_entropy_gradient_blocks", operands, results, attributes)
     attributes |= terms | {"label_smoothing": np.float32(0.1)}
@@ -405,20 +406,6 @@ def cross_entropy(draw: Draw) -> Call:
         return Call("te_softmax_cross_entropy_both", [logits, labels, row], results, attributes, aliases=aliases)
     operands = [logits, labels, row, row]
     return Call("te_softmax_cross_entropy_gradient", operands, [logits], attributes, aliases=aliases)
-
-
-def labels_of_head(draw: Draw) -> Call:
-    tokens, width, vocab, dtype, absent = draw.extent(), draw.extent(), draw.extent(), draw.one(PLAIN), ((0,), F32)
-    vocab_last = draw.chance(0.5)
-    kernel = (width, vocab) if vocab_last else (vocab, width)
-    dx, dkernel, dbias = (present(draw, (shape, F32)) for shape in ((tokens, width), kernel, (vocab,)))
-    operands = [((tokens,), S32), ((tokens,), S32), ((tokens,), F32), ((tokens, width), dtype), (kernel, dtype)]
-    results = [absent if dx[0] == (0,) else ((tokens, width), dtype), dkernel, dbias]
-    aliases = {6: 1, 7: 2} if draw.chance(0.9) else {}
-    return Call(
-        "te_linear_cross_entropy_labels", [*operands, dx, dkernel, dbias], results, {"vocab_last": vocab_last},
-        aliases=aliases,
-    )  # fmt: skip
 
 
 def collective(draw: Draw) -> Call:
@@ -587,7 +574,7 @@ def fits(array: Array) -> bool:
 def draw_call(seed: int, number: int) -> tuple[Call, Draw]:
     draw = Draw(seed, number)
     make: Callable[[Draw], Call] = draw.one(
-        [gemm, gemm, grouped_gemm, quantization, activation, norm, cross_entropy, labels_of_head, *(collective,) * 2]
+        [gemm, gemm, grouped_gemm, quantization, activation, norm, cross_entropy, *(collective,) * 2]
     )
     while True:
         call = make(draw)
@@ -640,8 +627,6 @@ def run(call: Call, draw: Draw) -> list[jax.Array]:
         for i, (shape, dtype) in enumerate(call.operands)
         if 0 not in shape
     }
-    if call.target == "te_linear_cross_entropy_labels" and 1 in given and given[1].dtype == S32:
-        given[1] = draw.permutation(given[1].size).astype(S32).reshape(given[1].shape)  # others name no token
     if call.target == "te_grouped_gemm" and 4 in given and given[4].dtype == S32:
         # Mostly in order and within the rows; the handler corrects others.
         bounds = draw.integers(*draw.one([(0, 300), (0, 300), (-(2**31), 2**31)]), given[4].shape)

@@ -103,16 +103,15 @@ def test_gradients_in_fp8(recipe, vocab, last, rng):
     case = draw(rng, batch=(300,), vocab=vocab, dtype="bfloat16", last=last)
     case = (case[0], case[1], jnp.zeros_like(case[2]), *case[3:])
     found = run(case, last=last, recipe=RECIPES[recipe], chunk_tokens=128, z_loss=1e-3)
-    # The term at the label is not rounded to FP8, and is most of the gradient.
-    compare(found, expected(case, last=last, z_loss=1e-3), 1e-3, 0.015, 0.015, 0.01)
+    compare(found, expected(case, last=last, z_loss=1e-3), 1e-3, 0.08, 0.08, 0.01)
 
 
 def test_all_products_in_fp8(rng):
     case = draw(rng, batch=(300,), vocab=384, dtype="bfloat16")
     options = {"recipe": BlockScaling(), "chunk_tokens": 128, "label_smoothing": 0.1, "logit_softcap": 3.0}
     wanted = expected(case, label_smoothing=0.1, logit_softcap=3.0)
-    compare(run(case, fp8_products=("forward", "dgrad", "wgrad"), **options), wanted, 5e-3, 0.04, 0.04, 0.04)
-    compare(run(case, fp8_products=("wgrad",), **options), wanted, 1e-3, 0.01, 0.015, 0.01)
+    compare(run(case, fp8_products=("forward", "dgrad", "wgrad"), **options), wanted, 5e-3, 0.06, 0.06, 0.04)
+    compare(run(case, fp8_products=("wgrad",), **options), wanted, 1e-3, 0.01, 0.05, 0.01)
     x, kernel, _, _, labels = case
 
     def per_token(x, kernel):
