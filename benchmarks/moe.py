@@ -8,7 +8,7 @@ that pad groups to 128. Operations:
 - layer: router, experts and combination, and for a given cotangent the gradients of x and of all parameters. All are
   bfloat16 but the router's kernel.
 - permute: rows of x sorted by expert, each expert's padded to 128.
-- permute_quantize: the same, and both FP8 copies of the rows in blocks, as the first product reads them.
+- permute_quantize: both FP8 copies of these rows in blocks, as products read them, by the kernel that gathers them.
 
 Implementations:
 
@@ -53,6 +53,7 @@ from benchmarks.harness import (
 from benchmarks.transformer import errors_of, out_of_bounds
 from te_jax import ops
 from te_jax.nn.moe import Router, moe
+from te_jax.ops._quantize_rows import quantize_rows
 from te_jax.ops.dense import quantize_kernel
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling
@@ -496,10 +497,10 @@ def _run_permutation(
     expected = np.where(np.asarray(tokens)[:, None] >= 0, np.asarray(x.astype(jnp.float32))[np.asarray(tokens)], 0)
 
     def te_jax(x: jax.Array, permutation: ops.Permutation) -> Any:
-        rows = ops.permute(x, permutation)
         if not quantizes:
-            return rows
-        return ops.quantize(rows, _RECIPE.quantization("activation"), implementation="native")
+            return ops.permute(x, permutation)
+        tokens = permutation.choices // case.top_k
+        return quantize_rows(x, tokens, _RECIPE.quantization("activation"), "both", True)
 
     def jnp_permute(x: jax.Array, permutation: ops.Permutation) -> jax.Array:
         tokens = permutation.choices // case.top_k
