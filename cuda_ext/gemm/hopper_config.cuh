@@ -24,7 +24,7 @@ struct Arguments {
   Groups groups;
 };
 
-// Of two pairs of operands, whose products are added.
+// The arguments of a kernel that adds the products of two pairs of operands.
 struct PairsArguments : Arguments {
   CUtensorMap second_a;
   CUtensorMap second_b;
@@ -41,7 +41,8 @@ struct Config {
   static constexpr Mode kMode = kMode_;
   static constexpr Grouping kGrouping = kGrouping_;
   static constexpr bool kASummedFirst = kASummedFirst_, kBSummedFirst = kBSummedFirst_;
-  // Of operands, whose steps follow one another. Scales that are applied after the last step know one pair only.
+  // How many pairs of operands are multiplied and added, one pair's steps after the other's. Scales that are applied
+  // after the last step know one pair only.
   static constexpr int kPairs = kPairs_;
   static_assert(kPairs == 1 || (kPairs == 2 && kGrouping == Grouping::kRows && kMode != Mode::kPromote));
   static constexpr int kGroups = kGroups_;      // warpgroups that multiply

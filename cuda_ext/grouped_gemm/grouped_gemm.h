@@ -22,7 +22,8 @@ struct Problem {
   // accumulator have one member for each group. Scales are those of `gemm::Scaling` with these m, n and k.
   gemm::Problem product;
   gemm::StridedBatch examples;
-  // Of grouped rows that are plain or have scales of blocks: operands of the same kinds, sizes and strides.
+  // Operands whose product is added, of the same kinds, sizes and strides. Only for grouped rows that are plain or have
+  // scales of blocks.
   std::optional<gemm::OperandPair> second;
   bool grouped_sums;
   int64_t groups;

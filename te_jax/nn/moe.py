@@ -262,10 +262,8 @@ def _plain_gradients(x: Array, kernel: Array, dlogits: Array) -> tuple[Array, Ar
 
 
 def _product_in_parts(x: Array, kernel: Array) -> Array:
-    """The same of an x in bfloat16, by one GEMM in bfloat16 with three times the columns.
-
-    GPUs have no tensor cores for float32, where the plain product would take five times as long.
-    """
+    """`_plain_product` of an x in bfloat16, by one GEMM in bfloat16 with three times the columns: GPUs have no tensor
+    cores for float32."""
     return jnp.sum(_dot(x, _parts(kernel), ((x.ndim - 1,), (1,))), axis=-2)
 
 

@@ -57,7 +57,7 @@ def test_copies_hide_and_memory_is_saved(remat, names, each, fp8, monkeypatch):
 
 @needs_compiler
 def test_many_residuals_of_a_layer_hide_too(monkeypatch):
-    """Of four residuals XLA would begin the third copy when the first has ended, and let the GPU wait for that."""
+    """One copy for each layer: XLA begins a third only when the first has ended, and the GPU waits for that."""
     names = ("a", "b", "c", "d")
     monkeypatch.setattr(_stack, "_is_whole", lambda: True)  # as where JAX has one device
 

@@ -131,7 +131,7 @@ def draw(rng, shape, dtype="bfloat16", count=2, scale=2.0):
 
 
 def draw_weights(rng, shape):
-    """Of routers: float32 between 0 and 1, with zeros among them."""
+    """Weights of rows as a router gives them: float32 between 0 and 1, with zeros among them."""
     weights = rng.uniform(0.0, 1.0, shape).astype(np.float32)
     weights[..., 1::7] = 0.0
     return jax.device_put(weights)
