@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import native, ops, parallel, sharding
+from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
 from te_jax.nn import linear
 from te_jax.nn.gated_mlp import Activation
@@ -225,10 +226,17 @@ def for_each_expert(init: Callable[..., Any]) -> Callable[..., Any]:
 
 def _logits(x: Array, kernel: Array, bias: Any) -> Array:
     """Of the router, in float32; of the gradient of x, the part through here is rounded to the dtype of x."""
-    logits = _product(*sharding.varying_together((x, kernel.astype(jnp.float32))))
+    operands = reverse_mode_only((x, kernel.astype(jnp.float32)), _REVERSE_MODE)
+    logits = _product(*sharding.varying_together(operands))
     if bias is None:
         return logits
     return logits + lax.expand_dims(jnp.asarray(bias).astype(jnp.float32), range(logits.ndim - 1))
+
+
+_REVERSE_MODE = (
+    "te_jax.nn.moe.moe has first derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, "
+    "jax.jacfwd) or second derivatives use te_jax.ops.ragged_dot with implementation='reference'"
+)
 
 
 @jax.custom_vjp

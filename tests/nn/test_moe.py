@@ -382,3 +382,14 @@ def test_refusals(rng):
         jax.eval_shape(mapped, {**operands, "kernel": tuple(k[:4] for k in operands["kernel"])})
     with pytest.raises(ValueError, match="top_k is 9; there are only 8 experts"):
         moe(**operands, router=dataclasses.replace(Router(2), top_k=9))
+
+
+@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "block"])
+def test_forward_mode_names_the_way_out(rng, recipe):
+    operands = draw(rng)
+
+    def run(x):
+        return moe(x, operands["router_kernel"], operands["kernel"], Router(2), recipe=recipe).y
+
+    with pytest.raises(NotImplementedError, match=r"te_jax\.nn\.moe\.moe has first derivatives in reverse mode"):
+        jax.jvp(run, (operands["x"],), (operands["x"],))
