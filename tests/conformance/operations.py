@@ -29,7 +29,7 @@ from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseS
 
 def normal(rng, *shape, dtype="float32", scale=1.0):
     values = (scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype))
-    return jnp.asarray(values)  # of its own: XLA does not write over what NumPy holds
+    return jnp.array(values)  # a copy: XLA does not write over what NumPy holds
 
 
 # ------------------------------------------------------------------------------------------------ softmax_cross_entropy

@@ -40,7 +40,7 @@ def gradient(logits, labels, lse, weight, results=None, **options):
 
 def random(rng, *shape, dtype=jnp.float32):
     values = np.asarray(rng.standard_normal(shape), jnp.dtype(dtype))
-    return jnp.asarray(values)  # of its own: XLA does not write over what NumPy holds
+    return jnp.array(values)  # a copy: XLA does not write over what NumPy holds
 
 
 LABELS = jnp.asarray([1, -1, 3], jnp.int32)

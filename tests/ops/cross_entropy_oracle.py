@@ -116,8 +116,8 @@ loss_and_gradient_of = jax.jit(_loss_and_gradient, static_argnames=STATICS)
 def random_case(rng, shape, dtype, *, labels_dtype=np.int32, scale=2.0, ignored=0.0, ignore_index=-100):
     """(logits, labels) of a shape [*batch, vocab]; a share of the labels is ignored."""
     dtype = jnp.dtype(dtype)
-    # An array of its own: XLA does not write over what NumPy holds.
-    logits = jnp.asarray((scale * rng.standard_normal(shape)).astype(dtype))
+    # A copy: XLA does not write over what NumPy holds.
+    logits = jnp.array((scale * rng.standard_normal(shape)).astype(dtype))
     largest = min(shape[-1] - 1, np.iinfo(labels_dtype).max)
     labels = rng.integers(0, largest, shape[:-1], endpoint=True)
     labels = np.where(rng.random(shape[:-1]) < ignored, ignore_index, labels).astype(labels_dtype)

@@ -34,7 +34,7 @@ def _state(recipe):
 
 def draw(rng, like, dtype=jnp.float32):
     values = np.asarray(10 * rng.standard_normal(like.shape), jnp.dtype(dtype))
-    return jnp.asarray(values)  # of its own: XLA does not write over what NumPy holds
+    return jnp.array(values)  # a copy: XLA does not write over what NumPy holds
 
 
 @pytest.mark.parametrize(("recipe", "kernel_contracting"), in_turns({**RECIPES, "none": None}, ("first", "last")))
