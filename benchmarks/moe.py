@@ -13,6 +13,8 @@ that pad groups to 128. Operations:
 Implementations:
 
 - te_jax_block: FP8 with block scaling. Operands of products come quantized; a layer quantizes in the clock.
+- te_jax_block_once, layers only: kernels come quantized, as the optimizer leaves them for all microbatches of a step,
+  and their gradients are written in bfloat16 into buffers that are donated.
 - te_jax: the same in bfloat16.
 - ragged_dot: `jax.lax.ragged_dot` and its gradients. As a layer: rows gathered by `argsort`, three `ragged_dot`s, and
   a weighted sum of the rows that are sorted back, as in layers of Flax and MaxText.
@@ -58,7 +60,7 @@ from te_jax.ops.dense import quantize_kernel
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling
 
-IMPLEMENTATIONS = ("te_jax_block", "te_jax", "ragged_dot", "torch", "jnp")
+IMPLEMENTATIONS = ("te_jax_block", "te_jax_block_once", "te_jax", "ragged_dot", "torch", "jnp")
 PEERS = ("ragged_dot", "torch", "jnp")
 ERROR_BOUNDS = {"te_jax_block": 0.06, "te_jax": 0.01, "ragged_dot": 0.01, "torch": 0.01}
 """Largest relative L2 errors of products. Those of two operands in FP8 are 0.037."""
@@ -68,6 +70,7 @@ FP8_LAYER_BOUNDS = {"y_error": 0.1, "gradient_error": 0.3}
 """The same in FP8."""
 
 _ALIGN = 128
+_KERNELS = ("gate", "up", "down")
 _CHECKED = 32
 _COMPARED = ("te_jax", *PEERS)
 _RECIPE = BlockScaling()
@@ -407,10 +410,14 @@ def _drawn_layer(case: shapes.ExpertsShape) -> Operands:
 
 
 def _te_jax_layer(case: shapes.ExpertsShape, recipe: BlockScaling | None) -> Callable[..., jax.Array]:
-    def layer(x: jax.Array, parameters: Operands, bias: jax.Array) -> jax.Array:
-        kernels = parameters["gate"], parameters["up"], parameters["down"]
-        router = Router(top_k=case.top_k)
-        return moe(x, parameters["router"], kernels, router, router_bias=bias, recipe=recipe, implementation="native").y
+    def layer(
+        x: jax.Array, parameters: Operands, bias: jax.Array, buffers: Sequence[jax.Array | None] = (None, None, None)
+    ) -> jax.Array:
+        return moe(
+            x, parameters["router"], tuple(parameters[name] for name in _KERNELS), Router(top_k=case.top_k),
+            router_bias=bias, recipe=recipe, wgrad_accumulator=tuple(buffers), accumulate=False,
+            implementation="native",
+        ).y  # fmt: skip
 
     return layer
 
@@ -435,6 +442,7 @@ def plain_experts(x: jax.Array, parameters: Operands, bias: jax.Array | float = 
 
 _LAYERS: dict[str, Callable[[shapes.ExpertsShape], Callable[..., jax.Array]]] = {
     "te_jax_block": functools.partial(_te_jax_layer, recipe=_RECIPE),
+    "te_jax_block_once": functools.partial(_te_jax_layer, recipe=_RECIPE),
     "te_jax": functools.partial(_te_jax_layer, recipe=None),
     "ragged_dot": _ragged_dot_layer,
 }
@@ -442,17 +450,37 @@ _LAYERS: dict[str, Callable[[shapes.ExpertsShape], Callable[..., jax.Array]]] = 
 
 def _build_layer(name: str, case: shapes.ExpertsShape, operands: Operands) -> Candidate:
     layer = _LAYERS[name](case)
+    parameters = {name: operands[name] for name in ("router", *_KERNELS)}
+    quantized: Operands = {}
+    buffers: Operands = {}
+    if name.endswith("_once"):
+        quantize = functools.partial(
+            quantize_kernel, recipe=_RECIPE, row_ndim=1, stacked_ndim=1, implementation="native"
+        )
+        buffers = {name: jnp.zeros_like(parameters[name]) for name in _KERNELS}
+        quantized = {name: quantize(parameters.pop(name)) for name in _KERNELS}
 
-    def run(x: jax.Array, dy: jax.Array, bias: jax.Array, parameters: Operands) -> Any:
-        y, vjp = jax.vjp(lambda x, parameters: layer(x, parameters, bias), x, parameters)
-        return y, vjp(dy)
+    def run(x: jax.Array, dy: jax.Array, bias: jax.Array, parameters: Operands, quantized: Operands, buffers: Operands):
+        def given(x: jax.Array, parameters: Operands, buffers: Operands) -> jax.Array:
+            options = {"buffers": [buffers[name] for name in _KERNELS]} if buffers else {}
+            return layer(x, parameters | quantized, bias, **options)
 
-    parameters = {name: operands[name] for name in ("router", "gate", "up", "down")}
-    arguments = operands["x"], operands["dy"], operands["bias"], parameters
-    compiled = jax.jit(run).lower(*arguments).compile()
+        y, vjp = jax.vjp(given, x, parameters, buffers)
+        dx, gradients, written = vjp(dy)
+        return y, (dx, gradients | written)
+
+    arguments = operands["x"], operands["dy"], operands["bias"], parameters, quantized
+    compiled = jax.jit(run, donate_argnums=5).lower(*arguments, buffers).compile()
+    held = [buffers]
+
+    def call(*arguments: Any) -> Any:
+        y, (dx, gradients) = compiled(*arguments, held[0])
+        held[0] = {name: gradients[name] for name in buffers}
+        return y, (dx, gradients)
+
     return Candidate(
         name=name,
-        call=compiled,
+        call=call,
         arguments=lambda calls: [arguments] * calls,
         most_calls=4,
         temporary_bytes=temporary_bytes(compiled),
@@ -462,7 +490,7 @@ def _build_layer(name: str, case: shapes.ExpertsShape, operands: Operands) -> Ca
 def kept_bytes(name: str, case: shapes.ExpertsShape) -> float:
     """Bytes that the backward pass of a layer keeps for one more token."""
     operands = jax.eval_shape(functools.partial(_drawn_layer, case))
-    parameters = {name: operands[name] for name in ("router", "gate", "up", "down")}
+    parameters = {name: operands[name] for name in ("router", *_KERNELS)}
     layer = _LAYERS[name](case)
 
     def kept(tokens: int) -> int:
@@ -536,6 +564,6 @@ FAMILY = Family(
         operation="layer",
         figure="time_over_te_jax",
         label="Layer of experts with gradients, time as a multiple of te_jax's in bfloat16",
-        implementations=("te_jax_block", "ragged_dot"),
+        implementations=("te_jax_block", "te_jax_block_once", "ragged_dot"),
     ),
 )

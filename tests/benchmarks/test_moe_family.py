@@ -35,7 +35,7 @@ def test_a_layer_and_its_permutation_are_measured_and_right():
     assert not result.skipped
     rows = {(row["operation"], row["implementation"]): row for row in result.rows}
     assert set(rows) == {
-        *(("layer", name) for name in ("te_jax_block", "te_jax", "ragged_dot")),
+        *(("layer", name) for name in ("te_jax_block", "te_jax_block_once", "te_jax", "ragged_dot")),
         *(("permute", name) for name in ("te_jax", "jnp", "copy")),
         *(("permute_quantize", name) for name in ("te_jax_block", "copy")),
     }
