@@ -1,6 +1,7 @@
 """Every parameter of a recipe is checked where the recipe is made."""
 
 import dataclasses
+import inspect
 import re
 
 import jax.numpy as jnp
@@ -103,7 +104,7 @@ def test_states_that_do_not_belong_together_are_not_merged():
 
 @pytest.mark.parametrize("kind", [CurrentScaling, RowwiseScaling, BlockScaling, DelayedScaling])
 def test_the_help_of_a_recipe_explains_each_of_its_parameters(kind):
-    (parameters,) = re.findall(r"^    Args:\n((?: {6}.*\n)+)", kind.__doc__, re.MULTILINE)
-    explained = re.findall(r"^ {6}(\w+): ", parameters, re.MULTILINE)
+    (parameters,) = re.findall(r"^Args:\n((?: {2}.*\n)+)", inspect.getdoc(kind) + "\n", re.MULTILINE)
+    explained = re.findall(r"^ {2}(\w+): ", parameters, re.MULTILINE)
     assert set(explained) == {field.name for field in dataclasses.fields(kind)}
     assert len(explained) == len(set(explained))

@@ -275,10 +275,10 @@ def _package_advice(report: Report) -> list[Advice]:
     if report.versions.get("te_jax") is None:
         advice.append(Advice("te_jax is not installed as a package", "pip install .    (in the checkout)"))
     if report.versions.get("jax") is None or report.versions.get("jaxlib") is None:
-        advice.append(Advice("jax or jaxlib is not installed", 'pip install "jax>=0.10,<0.13"'))
+        advice.append(Advice("jax or jaxlib is not installed", 'pip install "jax>=0.10.2,<0.13"'))
     elif report.backend is None:
         setting = f" with JAX_PLATFORMS={report.jax_platforms}" if report.jax_platforms else ""
-        remedy = "unset JAX_PLATFORMS" if report.jax_platforms else 'pip install --upgrade "jax>=0.10,<0.13"'
+        remedy = "unset JAX_PLATFORMS" if report.jax_platforms else 'pip install --upgrade "jax>=0.10.2,<0.13"'
         advice.append(Advice(f"JAX starts no backend{setting}", remedy))
     return advice
 

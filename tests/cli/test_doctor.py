@@ -153,9 +153,9 @@ def test_the_text_says_what_is_not_there():
 @pytest.mark.parametrize(
     ("setting", "versions", "missing", "remedy"),
     [
-        (None, {"jax": None}, "jax or jaxlib is not installed", 'pip install "jax>=0.10,<0.13"'),
-        (None, {"jaxlib": None}, "jax or jaxlib is not installed", 'pip install "jax>=0.10,<0.13"'),
-        (None, {}, "JAX starts no backend", 'pip install --upgrade "jax>=0.10,<0.13"'),
+        (None, {"jax": None}, "jax or jaxlib is not installed", 'pip install "jax>=0.10.2,<0.13"'),
+        (None, {"jaxlib": None}, "jax or jaxlib is not installed", 'pip install "jax>=0.10.2,<0.13"'),
+        (None, {}, "JAX starts no backend", 'pip install --upgrade "jax>=0.10.2,<0.13"'),
         ("cuda", {}, "JAX starts no backend with JAX_PLATFORMS=cuda", "unset JAX_PLATFORMS"),
     ],
 )

@@ -1,5 +1,6 @@
 """Shared memory segments of a group of devices of several processes, without JAX in the other processes."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -87,14 +88,20 @@ def test_names_that_the_package_does_not_make(name, line, module, texts):
         ("absent", "its process has ended, or has a /dev/shm of its own"),
     ],
 )
-def test_files_that_are_not_what_was_shared(kind, reason, line, module, texts, tmp_path):
+def test_files_that_are_not_what_was_shared(kind, reason, line, module, texts, request):
     file = MEMORY / f"te_jax-{os.getpid()}-{'0' * 16}"
     if kind == "link":
         file.symlink_to(file_in(texts[1], line))
     elif kind == "pipe":
         os.mkfifo(file)
     elif kind != "absent":
-        file.write_bytes(bytes({"empty": 0, "large": 1 << 20}[kind]))
+        # Locked before it has a name of te_jax's: processes remove what nobody has locked.
+        unnamed = MEMORY / f"unnamed-{os.getpid()}"
+        held = unnamed.open("wb")
+        request.addfinalizer(held.close)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.truncate({"empty": 0, "large": 1 << 20}[kind])
+        unnamed.rename(file)
     texts[1] = replaced(texts[1], line, file.name)
     try:
         with pytest.raises(RuntimeError, match=f"the memory of device 0 of process 8 cannot be opened: .*{reason}"):
@@ -229,11 +236,11 @@ def test_files_of_dead_processes_are_removed_when_others_share_memory(module):
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as other:
         left = [MEMORY / name for name in other.stdout.readline().split()[2:]]
         text = module.create_segment(GROUP, 1, 0, BYTES)
+        assert all(file.exists() for file in left)
         other.kill()
     foreign = MEMORY / f"te_jax-{os.getpid()}-of-somebody-else"
     foreign.touch()
     try:
-        assert all(file.exists() for file in left)
         module.create_segment(GROUP, 1, 1, BYTES)
         assert not any(file.exists() for file in left)
         assert foreign.exists()
