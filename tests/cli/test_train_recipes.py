@@ -222,10 +222,11 @@ def test_microbatches_read_kernels_that_are_quantized_already(block):
     learner, _ = learner_of(block)
     jaxpr = jax.make_jaxpr(learner.step)(learner.abstract_state(), jax.ShapeDtypeStruct((2, 2, 17), np.uint8)).jaxpr
     (step,) = jaxpr.eqns
-    (loop,) = [eqn for eqn in step.params["jaxpr"].eqns if eqn.primitive.name == "scan"]
-    constants = [value.aval for value in loop.invars[: loop.params["num_consts"]]]
+    body = step.params["jaxpr"].jaxpr
+    (loop,) = [eqn for eqn in body.eqns if eqn.primitive.name == "scan"]
+    of_state = [var.aval for var in body.invars if var in loop.invars]
     kernel = PRESETS["nano"].hidden_size, PRESETS["nano"].mlp_size
-    assert {aval.dtype for aval in constants if aval.shape in (kernel, kernel[::-1])} == {jnp.dtype(jnp.float8_e4m3fn)}
+    assert {aval.dtype for aval in of_state if aval.shape in (kernel, kernel[::-1])} == {jnp.dtype(jnp.float8_e4m3fn)}
 
 
 def is_quantized(leaf):
