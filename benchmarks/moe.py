@@ -411,11 +411,11 @@ def _drawn_layer(case: shapes.ExpertsShape) -> Operands:
 
 def _te_jax_layer(case: shapes.ExpertsShape, recipe: BlockScaling | None) -> Callable[..., jax.Array]:
     def layer(
-        x: jax.Array, parameters: Operands, bias: jax.Array, buffers: Sequence[jax.Array | None] = (None, None, None)
+        x: jax.Array, parameters: Operands, bias: jax.Array, buffers: tuple[Any, Any, Any] = (None, None, None)
     ) -> jax.Array:
         return moe(
             x, parameters["router"], tuple(parameters[name] for name in _KERNELS), Router(top_k=case.top_k),
-            router_bias=bias, recipe=recipe, wgrad_accumulator=tuple(buffers), accumulate=False,
+            router_bias=bias, recipe=recipe, wgrad_accumulator=buffers, accumulate=False,
             implementation="native",
         ).y  # fmt: skip
 
@@ -462,7 +462,7 @@ def _build_layer(name: str, case: shapes.ExpertsShape, operands: Operands) -> Ca
 
     def run(x: jax.Array, dy: jax.Array, bias: jax.Array, parameters: Operands, quantized: Operands, buffers: Operands):
         def given(x: jax.Array, parameters: Operands, buffers: Operands) -> jax.Array:
-            options = {"buffers": [buffers[name] for name in _KERNELS]} if buffers else {}
+            options = {"buffers": tuple(buffers[name] for name in _KERNELS)} if buffers else {}
             return layer(x, parameters | quantized, bias, **options)
 
         y, vjp = jax.vjp(given, x, parameters, buffers)
