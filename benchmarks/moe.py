@@ -413,11 +413,9 @@ def _te_jax_layer(case: shapes.ExpertsShape, recipe: BlockScaling | None) -> Cal
     def layer(
         x: jax.Array, parameters: Operands, bias: jax.Array, buffers: tuple[Any, Any, Any] = (None, None, None)
     ) -> jax.Array:
-        return moe(
-            x, parameters["router"], tuple(parameters[name] for name in _KERNELS), Router(top_k=case.top_k),
-            router_bias=bias, recipe=recipe, wgrad_accumulator=buffers, accumulate=False,
-            implementation="native",
-        ).y  # fmt: skip
+        kernels = tuple(parameters[name] for name in _KERNELS)
+        options = {"recipe": recipe, "wgrad_accumulator": buffers, "accumulate": False, "implementation": "native"}
+        return moe(x, parameters["router"], kernels, Router(top_k=case.top_k), router_bias=bias, **options).y
 
     return layer
 
