@@ -7,9 +7,7 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "common/cuda_status.h"
 #include "common/dependent_launch.cuh"
-#include "common/once_per_device.h"
 #include "common/tma.cuh"
 #include "common/vector.cuh"
 #include "quantize/amax.cuh"
@@ -210,19 +208,8 @@ class TileLaunch {
       if (job_.shape.aligned) described &= DescribeCopies<T>(job_.result[i].arguments, &job_.result_maps[i]);
     }
     if (!described) return Status::Failed("cuTensorMapEncodeTiled refuses an input or a copy of a result");
-    auto* kernel = ComputeTiles<T, kBlocks, Compute>;
-    static OncePerDevice attributes;
-    const cudaError_t error = attributes.Run([kernel] {
-      const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes<T>(kMostTiles));
-      if (error != cudaSuccess) return error;
-      return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-    });
-    if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
-    const int64_t tiles = int64_t{job_.shape.count} * job_.shape.TilesDown() * job_.shape.TilesAcross();
-    return Check(LaunchAsDependent(kernel, static_cast<unsigned>(tiles), kThreads, SharedBytes<T>(job_.inputs), stream,
-                                   job_, compute),
-                 "kernel launch");
+    return LaunchForTiles<ComputeTiles<T, kBlocks, Compute>, SharedBytes<T>(kMostTiles)>(
+        stream, job_.shape, SharedBytes<T>(job_.inputs), job_, compute);
   }
 
   Matrices x_;

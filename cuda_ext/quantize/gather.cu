@@ -8,9 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/cuda_status.h"
 #include "common/dependent_launch.cuh"
-#include "common/once_per_device.h"
 #include "common/vector.cuh"
 #include "quantize/kernel.cuh"
 #include "quantize/launch.cuh"
@@ -96,20 +94,9 @@ Status Launch(cudaStream_t stream, const Arguments& arguments, const Source& sou
   if (arguments.shape.aligned && !DescribeCopies<T>(arguments, &maps)) {
     return Status::Failed("cuTensorMapEncodeTiled refuses a copy of x");
   }
-  auto* kernel = QuantizeGatheredTile<T, F, M>;
   constexpr int kBytes = sizeof(GatheredShared<T>);
-  static OncePerDevice attributes;
-  const cudaError_t error = attributes.Run([kernel] {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-  });
-  if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
-  const Shape& shape = arguments.shape;
-  const int64_t tiles = int64_t{shape.count} * shape.TilesDown() * shape.TilesAcross();
-  return Check(
-      LaunchAsDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, maps, arguments, source),
-      "kernel launch");
+  return LaunchForTiles<QuantizeGatheredTile<T, F, M>, kBytes>(stream, arguments.shape, kBytes, maps, arguments,
+                                                               source);
 }
 
 }  // namespace

@@ -68,6 +68,21 @@ bool DescribeCopies(const Arguments& arguments, TensorMaps* maps) {
                            CU_TENSOR_MAP_SWIZZLE_128B));
 }
 
+// A block of kThreads for each tile, with so many bytes of shared memory, of which there may be kMostBytes.
+template <auto kKernel, int kMostBytes, typename... Parameters>
+Status LaunchForTiles(cudaStream_t stream, const Shape& shape, int bytes, const Parameters&... parameters) {
+  static OncePerDevice attributes;
+  const cudaError_t error = attributes.Run([] {
+    const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
+    if (error != cudaSuccess) return error;
+    return cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  });
+  if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
+  const int64_t tiles = int64_t{shape.count} * shape.TilesDown() * shape.TilesAcross();
+  return Check(LaunchAsDependent(kKernel, static_cast<unsigned>(tiles), kThreads, bytes, stream, parameters...),
+               "kernel launch");
+}
+
 template <typename T, typename F, typename M, typename Compute>
 Status LaunchQuantizeTile(cudaStream_t stream, const Arguments& arguments, const Compute& compute) {
   TensorMaps maps{};
@@ -75,20 +90,9 @@ Status LaunchQuantizeTile(cudaStream_t stream, const Arguments& arguments, const
       !(DescribeValues<T>(arguments.x, arguments.shape, &maps.x) && DescribeCopies<T>(arguments, &maps))) {
     return Status::Failed("cuTensorMapEncodeTiled refuses x or a copy of it");
   }
-  auto* kernel = QuantizeTile<T, F, M, Compute>;
   constexpr int kBytes = sizeof(Shared<T>);
-  static OncePerDevice attributes;
-  const cudaError_t error = attributes.Run([kernel] {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-  });
-  if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
-  const Shape& shape = arguments.shape;
-  const int64_t tiles = int64_t{shape.count} * shape.TilesDown() * shape.TilesAcross();
-  return Check(
-      LaunchAsDependent(kernel, static_cast<unsigned>(tiles), kThreads, kBytes, stream, maps, arguments, compute),
-      "kernel launch");
+  return LaunchForTiles<QuantizeTile<T, F, M, Compute>, kBytes>(stream, arguments.shape, kBytes, maps, arguments,
+                                                                compute);
 }
 
 // Calls launch<T, F>() with the types of values and codes.
