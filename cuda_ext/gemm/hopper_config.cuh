@@ -53,6 +53,7 @@ struct Config {
   static constexpr int kStages = kStages_;
   static constexpr int kStagedBoxes = kStagedBoxes_;  // of 16 rows and 128 bytes of d, for each warp
   static constexpr int kBand = 8;
+  static constexpr int kSlots = kGrouping == Grouping::kNone ? 0 : 4;  // see `TileSlots`
   static constexpr int kMathWarps = 4 * kGroups;
   static constexpr int kThreads = 128 + 32 * kMathWarps;
   static constexpr int kMathRegisters = kGroups == 2 ? 232 : 160, kFeedRegisters = kGroups == 2 ? 40 : 32;
@@ -67,9 +68,10 @@ struct Config {
   static constexpr int kBoxScalesA = kBM, kBoxScalesB = 4;
   static constexpr int kBytesRowScales = 4 * kBM;
   static constexpr int kBytesScales = kMode == Mode::kBlock ? kBytesRowScales + 128 : 0;
+  static constexpr int kBytesSlot = 32 + 2 * static_cast<int>(sizeof(uint64_t));
   static constexpr int kBytesLoaded = kBytesA + kBytesB + (kMode == Mode::kBlock ? 4 * (kBoxScalesA + kBoxScalesB) : 0);
   static constexpr int kBytes = 1024 + kBytesZeros + kStages * (kBytesA + kBytesB + kBytesScales) + kBytesStaging +
-                                2 * kStages * static_cast<int>(sizeof(uint64_t));
+                                2 * kStages * static_cast<int>(sizeof(uint64_t)) + kSlots * kBytesSlot;
   static_assert(kBytes <= kSharedBytes);
 
   // Rows and columns of a cluster's tile, and lines of what is loaded at once. With the summed values first, 64 rows

@@ -3,7 +3,7 @@
 // The bounds of groups are data. Every block stages them once, as the rows at which ranges begin: for each part of the
 // rows the one before its first group, the groups, and the one after them. With them stands the number of tiles of rows
 // before each range, so that a warp finds the range of a tile by one comparison in every lane. Ranges without rows have
-// no tiles. All roles of a block derive the same order of tiles from this table: no role waits for another's.
+// no tiles. The warp that feeds finds its block's tiles in this table and tells the warps that multiply.
 //
 // Groups may begin at any row. If rows of d are grouped, loads reach rows of other groups or of none: a row of a
 // touches the same row of d only, so it is enough that the epilogue writes the rows of its range alone, by TMA where
@@ -30,6 +30,15 @@ __host__ __device__ constexpr int BytesOfTable(const Groups& groups) {
   return 4 * (RangesOf(groups) + 1) * (C::kGrouping == Grouping::kRows ? 2 : 1);
 }
 
+// A place in the ring of stages or slots, and the parity of its round.
+template <int kStages>
+struct Ring {
+  uint32_t stage = 0, parity = 0;
+  __device__ void Advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
 // What a tile of a range is computed of, and which of it is written.
 struct Place {
   int product;            // whose b, bias and d it is
@@ -38,7 +47,6 @@ struct Place {
   int first_step, steps;  // zeros where there are none
 };
 
-// A tile as all of a block's roles count it.
 struct Tile {
   int range;     // of rows; none without groups
   int row_tile;  // of the range; without groups of all rows of a batch
@@ -113,7 +121,7 @@ class RangeTable {
 };
 
 // The tiles of a block, in the order in which it computes them, where rows are in groups. One range follows another, so
-// that what runs at once shares its b in L2, and within a range bands as without groups. Called by whole warps.
+// that what runs at once shares its b in L2, and within a range bands as without groups. Called by a whole warp.
 template <typename C>
 class GroupedTiles {
  public:
@@ -182,6 +190,62 @@ class GroupedTiles {
   const RangeTable<C>& table_;
   int next_;
   int first_ = 0;
+};
+
+// How the warps that multiply learn of their tiles where rows are in groups: the one that feeds finds them, some ahead,
+// and tells where each lies. If every warp looked for itself, all would do so between two tiles, when the tensor cores
+// have nothing else to do: 5 to 15% of the products of 128 small groups (docs/measurements.md).
+template <typename C>
+class TileSlots {
+ public:
+  explicit __device__ TileSlots(uint32_t shared) : shared_(shared) {}
+
+  __device__ __forceinline__ void Init() const {
+    for (int i = 0; i < C::kSlots; ++i) {
+      BarrierInit(Told(i), 1);
+      BarrierInit(Read(i), C::kMathWarps);
+    }
+  }
+
+  // By the thread that feeds.
+  __device__ __forceinline__ void Tell(const Place& place, int n0) {
+    BarrierWait(Read(ring_.stage), ring_.parity ^ 1);
+    StoreShared(Slot(), Chunk(place.m0, place.first_row, place.rows, n0));
+    StoreShared(Slot() + 16, Chunk(place.steps, place.product, place.first_step, 0));
+    BarrierArrive(Told(ring_.stage));
+    ring_.Advance();
+  }
+  __device__ __forceinline__ void TellEnd() { Tell({0, 0, 0, 0, 0, kEnd}, 0); }
+
+  // By whole warps that multiply, which let go of every tile before they ask for the next.
+  __device__ __forceinline__ bool Next(const Problem&, Tile* tile) const {
+    BarrierWait(Told(ring_.stage), ring_.parity);
+    tile->n0 = LoadSharedInt(Slot() + 12);
+    return LoadSharedInt(Slot() + 16) != kEnd;
+  }
+  __device__ __forceinline__ Place PlaceOf(const Problem&, const Tile&) const {
+    const uint4 rows = LoadSharedChunk(Slot()), sum = LoadSharedChunk(Slot() + 16);
+    return {static_cast<int>(sum.y),  static_cast<int>(rows.x), static_cast<int>(rows.y),
+            static_cast<int>(rows.z), static_cast<int>(sum.z),  static_cast<int>(sum.x)};
+  }
+  __device__ __forceinline__ void LetGo(int lane) {
+    __syncwarp();
+    if (lane == 0) BarrierArrive(Read(ring_.stage));
+    ring_.Advance();
+  }
+
+ private:
+  static constexpr int kEnd = -1;  // instead of a number of steps
+
+  static __device__ __forceinline__ uint4 Chunk(int x, int y, int z, int w) {
+    return {static_cast<uint32_t>(x), static_cast<uint32_t>(y), static_cast<uint32_t>(z), static_cast<uint32_t>(w)};
+  }
+  __device__ __forceinline__ uint32_t Slot() const { return shared_ + 32 * ring_.stage; }
+  __device__ __forceinline__ uint32_t Told(int slot) const { return shared_ + 32 * C::kSlots + 8 * slot; }
+  __device__ __forceinline__ uint32_t Read(int slot) const { return shared_ + 40 * C::kSlots + 8 * slot; }
+
+  const uint32_t shared_;
+  Ring<C::kSlots> ring_;
 };
 
 // Sets values of a tile in shared memory to zero but for those of k in [first, last), counted from the tile's first. By

@@ -121,15 +121,6 @@ __device__ __forceinline__ OperandMaps OperandsOf(const ArgumentsOf<C>& argument
   return {&arguments.a, &arguments.b, &arguments.a_scales, &arguments.b_scales, 0};
 }
 
-// A place in the ring of stages, and the parity of its round.
-template <int kStages>
-struct Ring {
-  uint32_t stage = 0, parity = 0;
-  __device__ void Advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
 // Sets sums to zero by a product of zeros, which settles where they lie: the sums of a product start at an even
 // register, and each of these changes places with its neighbour. So a sum never lies in the same of two register banks
 // as the result that is added to it, which the compiler leaves to chance: 4% on an H200 (docs/measurements.md).
@@ -149,6 +140,7 @@ __device__ __forceinline__ void ClearOutOfStep(float (&sums)[C::kBN / 2], uint64
 template <typename C>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     Multiply(const __grid_constant__ ArgumentsOf<C> arguments) {
+  constexpr bool kIsGrouped = C::kGrouping != Grouping::kNone;
   extern __shared__ uint8_t shared[];
   const Problem& p = arguments.problem;
   const uint32_t rank = ClusterRank();
@@ -163,7 +155,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
   const uint32_t scales = staging + C::kBytesStaging;
   const uint32_t full = scales + C::kStages * C::kBytesScales;
   const uint32_t empty = full + 8 * C::kStages;
-  const RangeTable<C> table(arguments.groups, empty + 8 * C::kStages);
+  TileSlots<C> slots(empty + 8 * C::kStages);
+  const RangeTable<C> table(arguments.groups, empty + 8 * C::kStages + C::kSlots * C::kBytesSlot);
 
   if (threadIdx.x == 0) {
     PrefetchTensorMap(&arguments.a);
@@ -185,37 +178,42 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       BarrierInit(full + 8 * i, 1);
       BarrierInit(empty + 8 * i, 2 * C::kMathWarps);  // the warps of both blocks read what either one sent
     }
+    slots.Init();
     BarrierInitFence();
   }
   if constexpr (C::kBytesZeros > 0) {
     if (threadIdx.x < C::kBytesZeros / 8) StoreShared(zeros + 8 * threadIdx.x, 0.0f, 0.0f);
     AsyncProxyFence();
   }
-  if constexpr (C::kGrouping != Grouping::kNone) table.Stage();
+  if constexpr (kIsGrouped) table.Stage();
   ClusterSync();
 
-  auto tiles = [&] {
-    if constexpr (C::kGrouping == Grouping::kNone) {
-      return Tiles<C>();
-    } else {
-      return GroupedTiles<C>(arguments.groups, table);
-    }
-  }();
   Ring<C::kStages> ring;
   Tile tile;
   if (threadIdx.x >= 32 * C::kMathWarps) {
     GiveRegisters<C::kFeedRegisters>();
     // One thread feeds. With groups its warp finds the tiles.
-    constexpr bool kWarpFeeds = C::kGrouping != Grouping::kNone;
-    if ((kWarpFeeds ? threadIdx.x / 32 * 32 : threadIdx.x) == 32 * C::kMathWarps) {
+    const bool feeds = threadIdx.x == 32 * C::kMathWarps;
+    if (kIsGrouped ? threadIdx.x / 32 == C::kMathWarps : feeds) {
+      auto tiles = [&] {
+        if constexpr (kIsGrouped) {
+          return GroupedTiles<C>(arguments.groups, table);
+        } else {
+          return Tiles<C>();
+        }
+      }();
       while (tiles.Next(p, &tile)) {
-        const auto [product, m0, first_row, end_row, first_step, steps] = tiles.PlaceOf(p, tile);
+        const Place place = tiles.PlaceOf(p, tile);
+        const auto [product, m0, first_row, end_row, first_step, steps] = place;
         const int n0 = tile.n0;
-        const int of_a = C::kGrouping == Grouping::kNone ? product : 0;
+        const int of_a = kIsGrouped ? 0 : product;
         const int of_b = p.batch.b_stride != 0 ? product : 0;
         const int first_row_scale = product * static_cast<int>(p.batch.a_scales_stride) + m0;
         const int first_column_scale = FirstColumnScale<C>(arguments, product) + n0 / C::kBN * all_steps;
-        if (kWarpFeeds && threadIdx.x != 32 * C::kMathWarps) continue;
+        if constexpr (kIsGrouped) {
+          if (!feeds) continue;
+          slots.Tell(place, n0);
+        }
         for (int i = 0; i < C::kPairs * steps; ++i, ring.Advance()) {
           const bool is_second = C::kPairs == 2 && i >= steps;
           const auto [a, b, a_scales, b_scales, scales_apart] = OperandsOf<C>(arguments, is_second);
@@ -232,6 +230,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
             LoadBox(to + C::kBytesRowScales, b_scales, (first_column_scale + scales_apart + step) & ~3, 0, barrier);
           }
         }
+      }
+      if constexpr (kIsGrouped) {
+        if (feeds) slots.TellEnd();
       }
     }
   } else {
@@ -266,7 +267,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       if constexpr (C::kGrouping == Grouping::kSums) {
         if (step != 0 && step != place.steps - 1) return;
         const int k0 = (place.first_step + step) * C::kBK;
-        const int first = table.Row(tile.range) - k0, last = table.Row(tile.range + 1) - k0;
+        const int range = place.product + 1;
+        const int first = table.Row(range) - k0, last = table.Row(range + 1) - k0;
         if (first <= 0 && last >= C::kBK) return;
         KeepSummed<C, C::kASummedFirst, C::kBytesA>(tiles_a + ring.stage * C::kBytesA, first, last, threadIdx.x);
         KeepSummed<C, C::kBSummedFirst, C::kBytesB>(tiles_b + ring.stage * C::kBytesB, first, last, threadIdx.x);
@@ -278,6 +280,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     // Where a lane's scales lie in the first stage.
     const uint32_t scales_of_rows = Kept(scales + 4 * (group_row + warp % 4 * 16 + lane / 4));
     const uint32_t scale_of_columns = scales + C::kBytesRowScales;
+    auto tiles = [&] {
+      if constexpr (kIsGrouped) {
+        return slots;
+      } else {
+        return Tiles<C>();
+      }
+    }();
     while (tiles.Next(p, &tile)) {
       const Place before = tiles.PlaceOf(p, tile);
       const int steps = C::kPairs * before.steps, n0 = tile.n0;
@@ -289,12 +298,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
             BarrierWait(full + 8 * ring.stage, ring.parity);
             release(ring.stage);
           }
+          tiles.LetGo(lane);
           continue;
         }
       }
       float total[C::kSubtiles][C::kBN / 2];
       if constexpr (C::kMode == Mode::kFast) {
-        if constexpr (C::kGrouping != Grouping::kNone) {
+        if constexpr (kIsGrouped) {
 #pragma unroll
           for (int s = 0; s < C::kSubtiles; ++s) {
 #pragma unroll
@@ -316,7 +326,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
           if (step > 0) release(ring.stage == 0 ? C::kStages - 1 : ring.stage - 1);
         }
         WgmmaWait<0>();
-        if (C::kGrouping == Grouping::kNone || steps > 0) release(ring.stage == 0 ? C::kStages - 1 : ring.stage - 1);
+        if (!kIsGrouped || steps > 0) release(ring.stage == 0 ? C::kStages - 1 : ring.stage - 1);
 #pragma unroll
         for (int s = 0; s < C::kSubtiles; ++s) Pin(total[s]);
       } else {
@@ -378,6 +388,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
 
       // Once more, rather than keep it in registers.
       Epilogue<C>(arguments, total, tiles.PlaceOf(p, tile), group_row, n0, warp_staging).Run();
+      if constexpr (kIsGrouped) tiles.LetGo(lane);
     }
     if (lane == 0) BulkWaitRead();  // shared memory must outlive what is sent from it
   }
