@@ -16,6 +16,7 @@ the first implementation is beyond the bounds is not timed; `difference` is rela
 parameter's values, and 0 where all bits agree.
 """
 
+import ctypes
 import statistics
 import sys
 import time
@@ -282,6 +283,9 @@ def _optimizer(name: str, case: shapes.OffloadShape) -> _Built:
 def _copies(name: str, size: int, *, both: bool) -> Candidate:
     """Moves this many bytes to the host in pieces of 256 MB, with `both` as many back at the same time."""
     pieces = max(1, size // 2**28)
+    if both and jax.default_backend() != "cpu":
+        copies = _CopiesBothWays(size // pieces)
+        return Candidate(f"copies of {name}", lambda: copies.run(pieces), lambda calls: [()] * calls, most_calls=2)
     there = jnp.zeros((size // pieces // 4,), jnp.float32)
     back = jax.device_put(there, jax.memory.Space.Host)
 
@@ -294,6 +298,38 @@ def _copies(name: str, size: int, *, both: bool) -> Candidate:
         return found
 
     return Candidate(f"copies of {name}", run, lambda calls: [()] * calls, most_calls=2)
+
+
+class _CopiesBothWays:
+    """Copies to the host and from it on two streams of CUDA's driver: JAX runs one `device_put` after the other."""
+
+    def __init__(self, size: int) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._size = ctypes.c_size_t(size)
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._do("cuDeviceGet", ctypes.byref(device), 0)
+        self._do("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # JAX's
+        self._do("cuCtxSetCurrent", context)
+        self._streams = [self._made("cuStreamCreate", 1) for _ in range(2)]
+        self._device = [self._made("cuMemAlloc_v2", self._size) for _ in range(2)]
+        self._host = [self._made("cuMemAllocHost_v2", self._size) for _ in range(2)]
+
+    def run(self, pieces: int) -> None:
+        to_host, to_device = self._streams
+        for _ in range(pieces):
+            self._do("cuMemcpyDtoHAsync_v2", self._host[0], self._device[0], self._size, to_host)
+            self._do("cuMemcpyHtoDAsync_v2", self._device[1], self._host[1], self._size, to_device)
+        for stream in self._streams:
+            self._do("cuStreamSynchronize", stream)
+
+    def _made(self, name: str, *arguments: Any) -> ctypes.c_void_p:
+        made = ctypes.c_void_p()
+        self._do(name, ctypes.byref(made), *arguments)
+        return made
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self._cuda, name)(*arguments):
+            raise RuntimeError(f"{name} returned {code}")
 
 
 FAMILY = Family(
