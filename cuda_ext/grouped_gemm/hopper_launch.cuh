@@ -20,7 +20,7 @@ int64_t MostGroupedTiles(const Problem& problem, const Groups& groups) {
 }
 
 // As `Cycles`, for equal groups. Where rows are grouped, warpgroups without rows leave the tensor cores to others, so
-// that a group has 32 rows too many on average.
+// that a group has 32 rows too many on average; with scales of blocks groups come padded to whole blocks.
 template <typename C>
 double GroupedCycles(const Problem& problem, const Groups& groups, int clusters) {
   const double columns = CeilDiv(problem.n, C::kClusterN);
@@ -31,7 +31,7 @@ double GroupedCycles(const Problem& problem, const Groups& groups, int clusters)
   } else {
     const double in_groups = groups.parts * groups.count,
                  rows = static_cast<double>(groups.parts) * groups.rows_of_part;
-    constexpr double kUnusedRows = 32 * C::kSubtiles;
+    constexpr double kUnusedRows = C::kMode == Mode::kBlock ? 0 : 32 * C::kSubtiles;
     const double tiles = columns * std::max(in_groups, (rows + kUnusedRows * in_groups) / C::kClusterM);
     const int steps = C::kPairs * CeilDiv(problem.k, C::kBK);
     return std::max(tiles / clusters, 1.0) * (steps * C::kStepCycles + C::kTileCycles);
