@@ -194,7 +194,7 @@ class GroupedTiles {
 
 // How the warps that multiply learn of their tiles where rows are in groups: the one that feeds finds them, some ahead,
 // and tells where each lies. If every warp looked for itself, all would do so between two tiles, when the tensor cores
-// have nothing else to do: 5 to 15% of the products of 128 small groups (docs/measurements.md).
+// have nothing else to do: 1 to 15% of the products of 128 small groups (docs/measurements.md).
 template <typename C>
 class TileSlots {
  public:
