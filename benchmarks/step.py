@@ -425,7 +425,7 @@ def _te_jax(variant: _Variant, case: shapes.StepShape, depth: int) -> tuple[Call
     def step(state: State, tokens: jax.Array, targets: jax.Array) -> tuple[State, jax.Array]:
         params, scaling = state["params"], state["scaling"]
         operands = params if how is None else _merged(params, state["operands"])
-        gradient = nn.accumulate_gradients(loss)
+        gradient = nn.accumulate_gradients(loss, in_place=models.is_head)
         zeros = jax.tree.map(jnp.zeros_like, (params, scaling))
         value, (gradients, scaling) = _over_microbatches(
             functools.partial(gradient, (operands, scaling)), zeros, tokens, targets

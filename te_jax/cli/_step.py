@@ -269,9 +269,10 @@ def build_learner(
         return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config), kernels)
 
     shardings = placement.of_state(*_types(init, jax.random.key(0)), config)
+    in_place = decoder.is_head if placement.parallel is None else None
 
     def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, Losses]:
-        losses, gradients, scaling = _value_and_gradients(loss, state, windows)
+        losses, gradients, scaling = _value_and_gradients(loss, state, windows, in_place)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         params, kernels = _updated(state.params, updates, how)
         return TrainState(params, optimizer_state, scaling, kernels), losses
@@ -304,8 +305,16 @@ def _updated(params: Any, updates: Any, how: Any) -> tuple[Any, Any]:
     )
 
 
-def _value_and_gradients(loss: LossFunction, state: TrainState, windows: jax.Array) -> tuple[Losses, Any, Any]:
-    """(mean losses, gradients, next scaling state) of microbatches of windows [microbatches, batch, seq_len + 1]."""
+def _value_and_gradients(
+    loss: LossFunction,
+    state: TrainState,
+    windows: jax.Array,
+    in_place: Callable[[tuple[Any, ...], jax.Array], bool] | None = None,
+) -> tuple[Losses, Any, Any]:
+    """(mean losses, gradients, next scaling state) of microbatches of windows [microbatches, batch, seq_len + 1].
+
+    `in_place` is that of `te_jax.nn.accumulate_gradients`.
+    """
     count = windows.shape[0]
 
     # The gradient of the scaling state is its next value, which the optimizer never sees.
@@ -313,7 +322,7 @@ def _value_and_gradients(loss: LossFunction, state: TrainState, windows: jax.Arr
         losses = loss(*variables, *batch)
         return losses.objective, losses
 
-    gradient = nn.accumulate_gradients(objective, has_aux=True)
+    gradient = nn.accumulate_gradients(objective, has_aux=True, in_place=in_place)
 
     def add(sums: Any, windows: jax.Array) -> tuple[Any, Losses]:
         (value, losses), sums = gradient((state.operands, state.scaling), sums, *_tokens_and_targets(windows))

@@ -1,7 +1,7 @@
 """Reference models: what `te-jax train`, the notebooks and the benchmarks share."""
 
 from te_jax.models.config import PRESETS, DecoderConfig, Experts
-from te_jax.models.decoder import Losses, apply, init, init_scaling_state, loss, losses, requantize
+from te_jax.models.decoder import Losses, apply, init, init_scaling_state, is_head, loss, losses, requantize
 from te_jax.models.sharded import parallel_apply, parallel_loss, parallel_losses
 from te_jax.models.tensor_parallel import TensorParallel, param_specs
 
@@ -14,6 +14,7 @@ __all__ = [
     "apply",
     "init",
     "init_scaling_state",
+    "is_head",
     "loss",
     "losses",
     "parallel_apply",

@@ -210,7 +210,7 @@ def apply(
     x, _, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
     if parallel is not None:
         return tensor_parallel.logits(x, head, parallel, implementation)
-    return ops.dense(x, head, implementation=implementation)
+    return ops.dense(x, **dense_kernels((head,)), implementation=implementation)[0]
 
 
 def loss(
@@ -285,8 +285,16 @@ def losses(
             logits = tensor_parallel.logits(x, head, parallel, implementation)
             value = tensor_parallel.mean_cross_entropy(logits, targets, parallel, implementation)
         else:
-            recipe = config.head_recipe
-            value = ops.linear_cross_entropy(x, head, targets, recipe=recipe, implementation=implementation)
+            arguments = dense_kernels((head,))
+            value = ops.linear_cross_entropy(
+                x,
+                arguments["kernel"][0],
+                targets,
+                wgrad_accumulator=arguments["wgrad_accumulator"][0],
+                accumulate=arguments["accumulate"],
+                recipe=config.head_recipe,
+                implementation=implementation,
+            )
     if balance is None:
         return Losses(value, value, None)
     return Losses(value + balance.auxiliary, value, balance.largest_load)
@@ -310,7 +318,8 @@ def _hidden(
     if parallel is not None:
         if any(isinstance(leaf, QuantizedArray | AccumulatedKernel) for leaf in _kernels(params)):
             raise ValueError(
-                "params has quantized kernels, and parallel is given, which takes arrays: pass the parameters"
+                "params has quantized kernels, and parallel is given, which takes arrays: pass the parameters, and no "
+                "in_place"
             )
         params = tensor_parallel.enter(params, tokens, config, parallel)
     cos, sin = rotary_tables(jnp.arange(tokens.shape[1]), config.head_dim, config.rope_theta)
@@ -346,8 +355,23 @@ def _together(first: Balance | None, second: Balance | None) -> Balance | None:
     return Balance(first.auxiliary + second.auxiliary, jnp.maximum(first.largest_load, second.largest_load))
 
 
+def is_head(path: tuple[Any, ...], leaf: Any) -> bool:
+    """Whether a parameter is the output head, whose gradient `loss` adds in place where `accumulate_gradients` asks.
+
+    Args:
+      path: of the parameter, as `jax.tree_util` makes it.
+      leaf: the parameter; it does not matter.
+
+    Examples:
+      >>> import te_jax
+      >>> gradient = te_jax.nn.accumulate_gradients(te_jax.models.loss, in_place=te_jax.models.is_head)
+    """
+    del leaf
+    return path[-1:] == (jax.tree_util.DictKey("head"),)
+
+
 def _kernels(params: dict[str, Any]) -> list[Any]:
-    return [layer[name] for layer in params["layers"] for name in _PROJECTIONS]
+    return [params["head"], *(layer[name] for layer in params["layers"] for name in _PROJECTIONS)]
 
 
 def _check_tokens(name: str, tokens: jax.Array) -> None:

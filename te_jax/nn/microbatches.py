@@ -30,17 +30,17 @@ _ZEROS = (
 )
 @dataclasses.dataclass(frozen=True)
 class AccumulatedKernel:
-    """A quantized kernel and the sum to which its gradient is added.
+    """A kernel and the sum to which its gradient is added.
 
     Attributes:
-      kernel: both copies.
+      kernel: an array, or both quantized copies.
       gradient: the sum so far, in the kernel's shape. The gradient with respect to it is the next sum.
       uses: float32 zeros, one for each stacked kernel. The gradient with respect to it counts the layer's calls: JAX
         would add up the next sums of several calls.
       accumulate: False where `gradient` is only a place for the sum, and what it holds is not added to.
     """
 
-    kernel: QuantizedArray
+    kernel: Array | QuantizedArray
     gradient: Array
     uses: Array
     accumulate: bool = True
@@ -95,17 +95,24 @@ def _has_shape_of(variable: Any, gradient: Any) -> bool:
     shape = jnp.shape(gradient)
     if not isinstance(variable, QuantizedArray):
         return shape == jnp.shape(variable)
-    stacked = variable.shape[: variable.ndim - variable.row_ndim - variable.col_ndim]  # the others may be merged
+    stacked = _stacked(variable)  # the other dimensions may be merged
     return shape[: len(stacked)] == stacked and math.prod(shape) == variable.size
+
+
+def _stacked(kernel: Array | QuantizedArray) -> tuple[int, ...]:
+    """The dimensions over which quantized kernels are stacked."""
+    if not isinstance(kernel, QuantizedArray):
+        return ()
+    return kernel.shape[: kernel.ndim - kernel.row_ndim - kernel.col_ndim]
 
 
 def accumulate(
     loss_of: Callable[[dict[str, AccumulatedKernel], Any], tuple[Array, Any]],
-    kernels: Mapping[str, QuantizedArray],
+    kernels: Mapping[str, Array | QuantizedArray],
     sums: Mapping[str, Array] | None,
     rest: Any,
 ) -> tuple[Array, Any, dict[str, Array], Any]:
-    """A loss and its gradients, with those of quantized kernels added to former ones.
+    """A loss and its gradients, with those of some kernels added to former ones.
 
     Args:
       loss_of: (kernels, rest) -> (loss, aux).
@@ -134,10 +141,7 @@ def accumulate(
 
     adds = sums is not None
     before = sums or {name: lax.empty(kernel.shape, kernel.dtype) for name, kernel in kernels.items()}
-    uses = {
-        name: jnp.zeros(kernel.shape[: kernel.ndim - kernel.row_ndim - kernel.col_ndim], jnp.float32)
-        for name, kernel in kernels.items()
-    }
+    uses = {name: jnp.zeros(_stacked(kernel), jnp.float32) for name, kernel in kernels.items()}
     differentiated = ({name: before[name] for name in kernels}, uses, rest)
     (loss, aux), gradients = jax.value_and_grad(anchored_loss, argnums=(0, 1, 2), has_aux=True)(*differentiated)
     after, uses, rest = gradients
@@ -146,23 +150,34 @@ def accumulate(
         if isinstance(wrong, Tracer):
             loss = jnp.where(wrong, jnp.nan, loss)
         elif wrong:
+            is_quantized = isinstance(kernels[name], QuantizedArray)
+            why, choose = ("quantized", "quantize") if is_quantized else ("chosen by in_place", "choose")
             raise ValueError(
-                f"kernel {name} is quantized and was used {count} times in one gradient, which is then wrong: "
-                "quantize only kernels of layers that are called once"
+                f"kernel {name} is {why} and was used {count} times in one gradient, which is then wrong: "
+                f"{choose} only kernels of layers that are called once"
             )
     return loss, aux, dict(after), rest
 
 
-def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+def accumulate_gradients(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    in_place: Callable[[tuple[Any, ...], Array], bool] | None = None,
+) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` with respect to the first argument, adding to the gradients of earlier microbatches.
 
-    The sum for a quantized kernel is updated in place if it is donated or the carry of a loop. States of delayed
+    GEMMs add to the sum for a quantized kernel in place, if it is donated or the carry of a loop. States of delayed
     scaling are not summed: the next one is the maximum (`te_jax.recipe.merge`). The same holds for all entries of a
     dict's "_overwrite_with_gradient", Flax's collection of such states.
 
     Args:
       loss_fn: loss_fn(variables, *args, **kwargs) returns a scalar, or (scalar, aux) with has_aux.
       has_aux: as in `jax.value_and_grad`.
+      in_place: in_place(path, array), with a path of `jax.tree_util`, says which arrays are kernels whose sums are
+        updated in place, too: in their place loss_fn finds what it finds in that of quantized kernels, which
+        `dense_kernels` takes apart. For the decoder of `te_jax.models` it is `te_jax.models.is_head`. It saves a
+        pass over three such arrays. None for quantized kernels alone.
 
     Returns:
       f(variables, gradients, *args, **kwargs) -> (what loss_fn returns, gradients). `variables` is a pytree whose
@@ -191,7 +206,12 @@ def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) 
         before = None if gradients is None else named_leaves(gradients)
         if before is not None:
             validate_gradients(named, before, _ZEROS)
-        kernels = {name: leaf for name, leaf in named.items() if isinstance(leaf, QuantizedArray)}
+        kernels = {
+            name: leaf
+            for (path, leaf), name in zip(leaves, named, strict=True)
+            if isinstance(leaf, QuantizedArray)
+            or (in_place is not None and before is not None and isinstance(leaf, Array) and in_place(path, leaf))
+        }
         rest = {name: leaf for name, leaf in named.items() if name not in kernels}
 
         def loss_of(kernels: dict[str, Any], rest: dict[str, Any]):
@@ -232,7 +252,7 @@ def dense_kernels(kernels: Sequence[Array | QuantizedArray | AccumulatedKernel])
     """The kernels of layers as arguments of `te_jax.ops.dense` and `gated_mlp`.
 
     Args:
-      kernels: arrays; or, in the loss of `accumulate_gradients`, its stand-ins for quantized kernels.
+      kernels: arrays; or, in the loss of `accumulate_gradients`, its stand-ins for kernels.
 
     Returns:
       `kernel`, `wgrad_accumulator` and `accumulate`.
