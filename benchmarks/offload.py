@@ -310,7 +310,7 @@ class _CopiesBothWays:
         self._do("cuDeviceGet", ctypes.byref(device), 0)
         self._do("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # JAX's
         self._do("cuCtxSetCurrent", context)
-        self._streams = [self._made("cuStreamCreate", 1) for _ in range(2)]
+        self._streams = [self._made("cuStreamCreate", 1) for _ in range(2)]  # that wait for no other stream
         self._device = [self._made("cuMemAlloc_v2", self._size) for _ in range(2)]
         self._host = [self._made("cuMemAllocHost_v2", self._size) for _ in range(2)]
 

@@ -3,6 +3,8 @@
 
 #include <cuda.h>
 
+#include <cstdint>
+
 #include "gemm/hopper.h"
 #include "gemm/hopper_wgmma.cuh"
 
@@ -86,6 +88,15 @@ struct Config {
                                                : kMode == Mode::kPromote ? (kGroups == 3 ? 4.12 : 4.32)
                                                                          : (kGroups == 3 ? 4.80 : 4.69));
   static constexpr double kTileCycles = kBM * (kMode == Mode::kBlock ? 9.0 : 14.5);
+};
+
+// A place in the ring of stages or slots, and the parity of its round.
+template <int kStages>
+struct Ring {
+  uint32_t stage = 0, parity = 0;
+  __device__ void Advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
 };
 
 __host__ __device__ constexpr int CeilDiv(int64_t a, int b) { return static_cast<int>((a + b - 1) / b); }

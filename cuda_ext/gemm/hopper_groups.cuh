@@ -30,15 +30,6 @@ __host__ __device__ constexpr int BytesOfTable(const Groups& groups) {
   return 4 * (RangesOf(groups) + 1) * (C::kGrouping == Grouping::kRows ? 2 : 1);
 }
 
-// A place in the ring of stages or slots, and the parity of its round.
-template <int kStages>
-struct Ring {
-  uint32_t stage = 0, parity = 0;
-  __device__ void Advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
 // What a tile of a range is computed of, and which of it is written.
 struct Place {
   int product;            // whose b, bias and d it is

@@ -20,7 +20,7 @@ int64_t MostGroupedTiles(const Problem& problem, const Groups& groups) {
 }
 
 // As `Cycles`, for equal groups. Where rows are grouped, warpgroups without rows leave the tensor cores to others, so
-// that a group has 32 rows too many on average; with scales of blocks groups come padded to whole blocks.
+// that a group has 32 rows too many on average; with scales of blocks callers pad groups to whole blocks (ops.permute).
 template <typename C>
 double GroupedCycles(const Problem& problem, const Groups& groups, int clusters) {
   const double columns = CeilDiv(problem.n, C::kClusterN);

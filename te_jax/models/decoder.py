@@ -318,8 +318,8 @@ def _hidden(
     if parallel is not None:
         if any(isinstance(leaf, QuantizedArray | AccumulatedKernel) for leaf in _kernels(params)):
             raise ValueError(
-                "params has quantized kernels, and parallel is given, which takes arrays: pass the parameters, and no "
-                "in_place"
+                "params has kernels that are quantized or chosen by in_place, and parallel is given, which takes "
+                "arrays: pass the parameters, and no in_place"
             )
         params = tensor_parallel.enter(params, tokens, config, parallel)
     cos, sin = rotary_tables(jnp.arange(tokens.shape[1]), config.head_dim, config.rope_theta)

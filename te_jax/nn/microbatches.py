@@ -45,6 +45,12 @@ class AccumulatedKernel:
     uses: Array
     accumulate: bool = True
 
+    def __jax_array__(self) -> Array:
+        raise TypeError(
+            "a kernel whose gradient accumulate_gradients adds in place is no array: take it apart by "
+            "te_jax.nn.dense_kernels for an operation with wgrad_accumulator, or do not choose it by in_place"
+        )
+
 
 def validate_gradients(variables: Mapping[str, Any], gradients: Mapping[str, Any], zeros: str) -> None:
     """Checks that gradients fit what they are gradients of, both by name.
@@ -177,7 +183,8 @@ def accumulate_gradients(
       in_place: in_place(path, array), with a path of `jax.tree_util`, says which arrays are kernels whose sums are
         updated in place, too: in their place loss_fn finds what it finds in that of quantized kernels, which
         `dense_kernels` takes apart. For the decoder of `te_jax.models` it is `te_jax.models.is_head`. It saves a
-        pass over three such arrays. None for quantized kernels alone.
+        pass over three such arrays. Where `gradients` is None there is no sum, and loss_fn finds the arrays. None for
+        quantized kernels alone.
 
     Returns:
       f(variables, gradients, *args, **kwargs) -> (what loss_fn returns, gradients). `variables` is a pytree whose
@@ -185,6 +192,9 @@ def accumulate_gradients(
       structure with arrays for kernels, zeros at first: `jax.tree.map(jnp.zeros_like, variables)` before they were
       quantized, and after `flax.linen.unbox` where Linen boxes them. Or None for the first microbatch, which then
       writes the sum to which the others add. f raises ValueError if `gradients` do not fit.
+
+    Raises:
+      ValueError: `in_place` is no function.
 
     Examples:
       >>> import jax.numpy as jnp, te_jax
@@ -198,6 +208,9 @@ def accumulate_gradients(
       >>> float(gradients["kernel"][0, 0])
       8.0
     """
+
+    if in_place is not None and not callable(in_place):
+        raise ValueError(f"in_place is {in_place!r}; it must be a function (path, array) -> bool, or None")
 
     @functools.wraps(loss_fn)
     def wrapped(variables: Any, gradients: Any, *args: Any, **kwargs: Any):

@@ -171,6 +171,18 @@ def test_a_head_that_is_used_twice_is_visible(tokens):
     assert np.isnan(jax.jit(gradient)(params, zeros, tokens[0, 0])[0])
 
 
+def test_where_gradients_can_be_added_in_place():
+    kernel = {"kernel": jnp.ones((4, 3))}
+    gradient = nn.accumulate_gradients(
+        lambda params: (jnp.ones((2, 4)) @ params["kernel"]).sum(), in_place=lambda *_: True
+    )
+    np.testing.assert_array_equal(gradient(kernel, None)[1]["kernel"], 2.0)  # there is no sum yet
+    with pytest.raises(TypeError, match=r"take it apart by te_jax\.nn\.dense_kernels"):
+        gradient(kernel, kernel)
+    with pytest.raises(ValueError, match="in_place is True; it must be a function"):
+        nn.accumulate_gradients(lambda params: 0.0, in_place=True)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"remat": True}, {"remat": True, "offload": Offload(min_size=0)}, {"offload": Offload(min_size=0)}],
@@ -192,7 +204,7 @@ def test_what_is_refused():
     config = dataclasses.replace(CONFIG, recipe=CurrentScaling())
     operands = first_state(config)[2]
     tokens = jnp.zeros((2, 8), jnp.int32)
-    with pytest.raises(ValueError, match="quantized kernels, and parallel is given"):
+    with pytest.raises(ValueError, match=r"kernels that are quantized .* and parallel is given"):
         models.loss(operands, tokens, tokens, config, parallel=models.TensorParallel(2))
     params = models.init(CONFIG, jax.random.key(0))
     split = nn.accumulate_gradients(
