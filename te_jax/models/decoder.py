@@ -101,19 +101,7 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
       `mlp_norm` [D], `query` [D, H·head_dim], `key` and `value` [D, K·head_dim], `out` [H·head_dim, D], `gate` and
       `up` [D, F], `down` [F, D]. With E experts these three are [E, D, F] and [E, F, D], and `router` is [D, E].
     """
-    d = config.hidden_size
-    embedding_key, head_key, *layer_keys = jax.random.split(key, 2 + config.num_layers)
-    return {
-        "embedding": jax.random.normal(embedding_key, (config.vocab_size, d), jnp.float32),
-        "layers": [_init_layer(config, layer_key) for layer_key in layer_keys],
-        "final_norm": jnp.ones((d,), jnp.float32),
-        "head": jax.random.normal(head_key, (d, config.vocab_size), jnp.float32) * d**-0.5,
-    }
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _init_layer(config: DecoderConfig, key: jax.Array) -> dict[str, jax.Array]:
-    d = config.hidden_size
+    d, count = config.hidden_size, config.num_layers
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     experts = config.experts
     stacked = () if experts is None else (experts.num_experts,)
@@ -127,11 +115,33 @@ def _init_layer(config: DecoderConfig, key: jax.Array) -> dict[str, jax.Array]:
         "down": (*stacked, config.mlp_size, d),
         **({} if experts is None else {"router": (d, experts.num_experts)}),
     }
-    layer = {"attention_norm": jnp.ones((d,), jnp.float32), "mlp_norm": jnp.ones((d,), jnp.float32)}
-    for name, each in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
-        fan_in = shapes[name][-2] * (2 * config.num_layers if name in ("out", "down") else 1)
-        layer[name] = jax.random.normal(each, shapes[name], jnp.float32) * fan_in**-0.5
-    return layer
+    embedding_key, head_key, key = jax.random.split(key, 3)
+    layers: list[dict[str, jax.Array]] = [
+        {"attention_norm": jnp.ones((d,), jnp.float32), "mlp_norm": jnp.ones((d,), jnp.float32)} for _ in range(count)
+    ]
+    for name, shape in shapes.items():
+        fan_in = shape[-2] * (2 * count if name in ("out", "down") else 1)
+        kernels, key = _draw(key, count, shape, fan_in**-0.5)
+        for layer, kernel in zip(layers, kernels, strict=True):
+            layer[name] = kernel
+    return {
+        "embedding": jax.random.normal(embedding_key, (config.vocab_size, d), jnp.float32),
+        "layers": layers,
+        "final_norm": jnp.ones((d,), jnp.float32),
+        "head": jax.random.normal(head_key, (d, config.vocab_size), jnp.float32) * d**-0.5,
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw(key: jax.Array, count: int, shape: tuple[int, ...], scale: float) -> tuple[list[jax.Array], jax.Array]:
+    """Normal float32 kernels of one name, one a layer, and the key for the next name.
+
+    All layers are drawn at once: within a jit XLA would compile a generator for every kernel, which took two minutes
+    for 18 layers. Names are drawn one after the other, so that memory holds a second copy of one name and not of all.
+    """
+    key, next_key = jax.random.split(key)
+    stack = jax.lax.optimization_barrier(jax.random.normal(key, (count, *shape), jnp.float32) * scale)
+    return jax.lax.optimization_barrier((list(stack), next_key))
 
 
 def init_scaling_state(config: DecoderConfig) -> ScalingState | None:

@@ -38,8 +38,9 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, capsys, monkeyp
     assert main([*RUN, "--out", str(whole)]) == 0
     shown = capsys.readouterr().out
     validation = [record for record in records(whole) if record["kind"] == "validation"]
-    for record in validation:  # which is no objective: that is above by a quarter of the balance, which is at least 1
-        assert math.log(256) - 1.5 < record["loss"] < math.log(256) + 0.5 or record["step"]
+    # At step 0 logits of variance 1 add 0.5. The objective is above that by a quarter of the balance: 0.25 or more.
+    for record in validation:
+        assert math.log(256) - 1.5 < record["loss"] < math.log(256) + 0.5 + 0.2 or record["step"]
         assert 1 <= record["largest_load"] <= 2
         line = f"step {record['step']} · validation loss {record['loss']:.4f} · largest expert load "
         assert f"{line}{record['largest_load']:.2f}× · " in shown

@@ -239,6 +239,16 @@ def test_init_keeps_the_residual_stream_of_one_size():
     assert not np.array_equal(other["layers"][0]["key"], other["layers"][1]["key"])
 
 
+def test_deeper_decoders_have_no_more_generators_to_compile():
+    """With one for every kernel of every layer, XLA took minutes for the parameters of 18 layers on a GPU."""
+
+    def generators(layers):  # on a CPU each is a loop over the rounds of Threefry
+        config = dataclasses.replace(PRESETS["nano"], num_layers=layers)
+        return jit_init.lower(config, jax.random.key(0)).compile().as_text().count(" while(")
+
+    assert 0 < generators(2) == generators(6)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
