@@ -208,8 +208,8 @@ class TileLaunch {
       if (job_.shape.aligned) described &= DescribeCopies<T>(job_.result[i].arguments, &job_.result_maps[i]);
     }
     if (!described) return Status::Failed("cuTensorMapEncodeTiled refuses an input or a copy of a result");
-    return LaunchForTiles<ComputeTiles<T, kBlocks, Compute>, SharedBytes<T>(kMostTiles)>(
-        stream, job_.shape, SharedBytes<T>(job_.inputs), job_, compute);
+    return LaunchBlocks<ComputeTiles<T, kBlocks, Compute>, SharedBytes<T>(kMostTiles)>(
+        stream, job_.shape.Tiles(), SharedBytes<T>(job_.inputs), job_, compute);
   }
 
   Matrices x_;

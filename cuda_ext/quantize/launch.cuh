@@ -68,9 +68,9 @@ bool DescribeCopies(const Arguments& arguments, TensorMaps* maps) {
                            CU_TENSOR_MAP_SWIZZLE_128B));
 }
 
-// A block of kThreads for each tile, with so many bytes of shared memory, of which there may be kMostBytes.
+// Blocks of kThreads with so many bytes of shared memory, of which there may be kMostBytes.
 template <auto kKernel, int kMostBytes, typename... Parameters>
-Status LaunchForTiles(cudaStream_t stream, const Shape& shape, int bytes, const Parameters&... parameters) {
+Status LaunchBlocks(cudaStream_t stream, int64_t blocks, int bytes, const Parameters&... parameters) {
   static OncePerDevice attributes;
   const cudaError_t error = attributes.Run([] {
     const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
@@ -78,8 +78,7 @@ Status LaunchForTiles(cudaStream_t stream, const Shape& shape, int bytes, const 
     return cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   });
   if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
-  const int64_t tiles = int64_t{shape.count} * shape.TilesDown() * shape.TilesAcross();
-  return Check(LaunchAsDependent(kKernel, static_cast<unsigned>(tiles), kThreads, bytes, stream, parameters...),
+  return Check(LaunchAsDependent(kKernel, static_cast<unsigned>(blocks), kThreads, bytes, stream, parameters...),
                "kernel launch");
 }
 
@@ -91,8 +90,8 @@ Status LaunchQuantizeTile(cudaStream_t stream, const Arguments& arguments, const
     return Status::Failed("cuTensorMapEncodeTiled refuses x or a copy of it");
   }
   constexpr int kBytes = sizeof(Shared<T>);
-  return LaunchForTiles<QuantizeTile<T, F, M, Compute>, kBytes>(stream, arguments.shape, kBytes, maps, arguments,
-                                                                compute);
+  return LaunchBlocks<QuantizeTile<T, F, M, Compute>, kBytes>(stream, arguments.shape.Tiles(), kBytes, maps, arguments,
+                                                              compute);
 }
 
 // Calls launch<T, F>() with the types of values and codes.

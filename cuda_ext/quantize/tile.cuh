@@ -91,6 +91,7 @@ struct Shape {
 
   __host__ __device__ int TilesDown() const { return (rows - 1) / kTile + 1; }
   __host__ __device__ int TilesAcross() const { return (cols - 1) / kTile + 1; }
+  __host__ __device__ int64_t Tiles() const { return int64_t{count} * TilesDown() * TilesAcross(); }
 };
 
 // Where a row starts.

@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "common/copy_async.cuh"
 #include "common/cuda_status.h"
 #include "common/once_per_device.h"
 #include "common/vector.cuh"
@@ -335,13 +336,6 @@ __global__ void __launch_bounds__(kGradientThreads)
 }
 
 // ---------------------------------------------------------------------------------------- statistics and gradient
-
-__device__ void CopyAsync(uint4* to_shared, const uint4* from) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-}
-
-__device__ void CopyAsyncWait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A row of 16-byte vectors stays in the shared memory of a cluster, where every thread reads only what it has copied
 // there itself. `share` is the number of vectors of a thread block.
