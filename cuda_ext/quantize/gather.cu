@@ -1,9 +1,8 @@
 // Quantizes rows that are gathered from a table, such as tokens sorted by expert, in the pass that gathers them.
 //
 // Threads copy their patches straight from the rows of the table, 256 contiguous bytes at a time (bfloat16): Hopper's
-// TMA does not gather. A thread block has several tiles side by side: to find a tile and its rows takes two reads, one
-// after the other, before the copy can start, and with one tile a block the kernel waits for them more than it
-// computes.
+// TMA does not gather. To find a tile and its rows takes two reads, one after the other, before the copy can start, so
+// a thread block has several tiles side by side.
 //
 // Bytes per bfloat16 value: 2 read and 1 written for each copy, where a gather of its own would read and write 4 more.
 // A token is read for each of its experts: tiles of all experts are taken in the order of their tokens, so that they
@@ -130,13 +129,12 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
 }
 
 template <typename T, typename F, typename M>
-Status Launch(cudaStream_t stream, const Arguments& arguments, Source source) {
+Status Launch(cudaStream_t stream, const Arguments& arguments, const Source& source) {
   TensorMaps maps{};
   const Shape& shape = arguments.shape;
   if (shape.aligned && !DescribeCopies<T>(arguments, &maps)) {
     return Status::Failed("cuTensorMapEncodeTiled refuses a copy of x");
   }
-  source.run = shape.Tiles() < kFewTiles ? 1 : kRun;
   const int64_t runs = (shape.TilesAcross() - 1) / source.run + 1;
   constexpr int kBytes = sizeof(GatheredShared<T>);
   return LaunchBlocks<QuantizeGatheredTiles<T, F, M>, kBytes>(stream, int64_t{shape.count} * shape.TilesDown() * runs,
@@ -151,7 +149,7 @@ Status QuantizeBlocksOfRows(const Executor& executor, const Matrices& x, const G
   Arguments arguments = ArgumentsOf(x, copies);
   arguments.blocks = scaling;
   const auto rows = static_cast<uint32_t>(std::min<int64_t>(gather.rows, int64_t{1} << 31));
-  const Source source{gather.index, rows, gather.order, 1};
+  const Source source{gather.index, rows, gather.order, arguments.shape.Tiles() < kFewTiles ? 1 : kRun};
   return WithModeOfBlocks(copies, scaling, [&]<typename M>() {
     return WithTypes(x.dtype, copies.format,
                      [&]<typename T, typename F>() { return Launch<T, F, M>(executor.stream, arguments, source); });
