@@ -18,6 +18,8 @@ from te_jax.ops._quantize_kernels import Kernels, Request, block_attributes, qua
 from te_jax.quantized import QuantizedArray
 from te_jax.reference.quantize import blocked_groups
 from te_jax.reference.softmax_cross_entropy import equals, in_vocabulary, nan_unless
+from te_jax.reference.softmax_cross_entropy import logits_gradient as reference_gradient
+from te_jax.reference.softmax_cross_entropy import row_statistics as reference_statistics
 from te_jax.sharding import AxisName
 
 # Codes of labels for the kernels, beside columns of the local vocabulary.
@@ -109,24 +111,30 @@ def _number(name: str, value: Any, rule: str, least: float, most: float) -> floa
 
 
 @sharding.per_shard("... v, ... -> ..., ..., ...", axes_of=("v",))
-def row_statistics(logits: Array, codes: Array, *, axes, **attributes) -> tuple[Array, ...]:
+def row_statistics(logits: Array, codes: Array, *, axes, use_native: bool = True, **attributes) -> tuple[Array, ...]:
     """(lse, z[label], Σz) of each row, float32 [*batch], from one read of the logits.
 
     Attributes: `with_total`, for Σz; `softcap`; `padding`, the number of last columns that do not count.
     """
     if "v" in axes:
         codes = local_codes(codes, logits.shape[-1] - attributes["padding"], axes["v"])
-        return _merge(row_statistics(logits, codes, **attributes), axes["v"])
+        return _merge(row_statistics(logits, codes, use_native=use_native, **attributes), axes["v"])
+    if not use_native:
+        return reference_statistics(logits, codes, **attributes)
     row = jax.ShapeDtypeStruct(codes.shape, jnp.float32)
     return native.call("te_softmax_cross_entropy_statistics", (row, row, row), logits, codes, **attributes)
 
 
 @sharding.per_shard("... v, ..., ..., ... -> ... v", axes_of=("v",), reuse={0: 0})
-def logits_gradient(logits: Array, codes: Array, lse: Array, weight: Array, *, axes, reuse, **attributes):
+def logits_gradient(
+    logits: Array, codes: Array, lse: Array, weight: Array, *, axes, reuse, use_native: bool = True, **attributes
+):
     """The gradient of Σ weight · loss, over the logits themselves where their buffer is free."""
     if "v" in axes:
         codes = local_codes(codes, logits.shape[-1] - attributes["padding"], axes["v"])
-        return logits_gradient(logits, codes, lse, weight, reuse=reuse, **attributes)
+        return logits_gradient(logits, codes, lse, weight, reuse=reuse, use_native=use_native, **attributes)
+    if not use_native:
+        return (reference_gradient(logits, codes, lse, weight, **attributes),)
     return native.call(
         "te_softmax_cross_entropy_gradient", (logits,), logits, codes, lse, weight, aliases=reuse, **attributes
     )

@@ -20,16 +20,16 @@ from te_jax._core.arguments import as_flag, is_whole_number
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.ops import _cross_entropy, _fp8, _plain_dense
-from te_jax.ops._cross_entropy import Loss, Reduction, where_counted
+from te_jax.ops._cross_entropy import IGNORED, Loss, Reduction, where_counted
 from te_jax.ops._dense_arguments import has_blocks, implementation_for
 from te_jax.ops._fp8 import Fp8
 from te_jax.ops._fp8_products import Layer
 from te_jax.ops._operands import as_array
-from te_jax.ops._plain_dense import KernelContracting, added_once, validate_accumulated
+from te_jax.ops._plain_dense import KernelContracting, added_once, validate_accumulated, validate_reached
 from te_jax.ops._quantize_kernels import Request
 from te_jax.ops.gemm import gemm
 from te_jax.recipe import DelayedScaling, Product, Recipe
-from te_jax.reference.linear_cross_entropy import loss_of_logits
+from te_jax.reference.linear_cross_entropy import loss_of_logits, without_ignored
 from te_jax.reference.softmax_cross_entropy import equals
 from te_jax.sharding import AxisName
 
@@ -117,21 +117,22 @@ def linear_cross_entropy(
       label_smoothing, ignore_index, z_loss, logit_softcap: as in `softmax_cross_entropy`.
       reduction: "mean" over the tokens that are not ignored (at least 1), "sum", or "none" for [*batch].
       weight: float32 [*batch], or None for ones: factors of the tokens' losses. "mean" divides by their sum over the
-        tokens that are not ignored.
+        tokens that are not ignored. Those of ignored tokens are not read.
       recipe: how to quantize for products in FP8; None for none. Not DelayedScaling.
       fp8_products: which of "forward", "dgrad" and "wgrad" run in FP8 with a recipe. The forward GEMM in FP8 loses most
         of the accuracy.
       chunk_tokens: the number of tokens in a chunk; None for chunks with 0.9 GB of logits, 1.8 GB with a
         recipe, or 2048 tokens, whichever is more.
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, as in `dense`.
-        If you differentiate a scalar loss itself, its gradient is added in place; if you scale the loss first, that
-        takes one more pass (scale the accumulator afterwards, or use `weight`).
+        If you differentiate a scalar loss itself, its gradient is added in place. If you scale the loss first, by a
+        number known to XLA, that takes one more pass; by one that is computed, one more product (scale the
+        accumulator afterwards, or use `weight`).
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
       return_lse: return the log-sum-exp too; it has no gradient.
       axis_name: inside `shard_map` or `pmap`, the mesh axes that split the vocabulary of kernel and bias, as in
         `softmax_cross_entropy`. Elsewhere leave it None.
-      implementation: None uses the native kernels where there are any, else the reference, which has all logits;
-        "native" or "reference" never fall back.
+      implementation: None uses the native kernels where there are any, else the reference, which without a recipe
+        has all logits; "native" or "reference" never fall back.
 
     Returns:
       float32 scalar, or [*batch] for reduction="none"; with return_lse a tuple of that and lse, float32 [*batch].
@@ -140,7 +141,7 @@ def linear_cross_entropy(
     Raises:
       ValueError: for arguments that break a rule above, naming the argument.
       NotImplementedError: for forward mode and second derivatives with native kernels.
-      te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
+      te_jax.native.NativeUnavailableError: "native" cannot run here, or this GPU cannot multiply as the recipe says.
 
     References:
       Gradients per chunk in the forward pass: Liger Kernel, arXiv:2410.10989. Cut cross-entropy: arXiv:2411.09009.
@@ -166,20 +167,25 @@ def linear_cross_entropy(
     loss = Loss.checked(label_smoothing, ignore_index, z_loss, logit_softcap, axis_name)
     remedy = f"pass the device's shard of the vocabulary, by in_specs such as P(None, {axis_name!r}), or axis_name=None"
     sharding.validate_split("kernel", kernel, loss.axis_name, remedy)
-    products = () if recipe is None else _validate_fp8(x, recipe, fp8_products, implementation)
-    use_native = recipe is not None or native.use_native(implementation)
+    products = () if recipe is None else _validate_fp8(x, recipe, fp8_products)
+    if recipe is None:
+        fp8, use_native = None, native.use_native(implementation)
+    else:
+        fp8 = Fp8("te_jax.ops.linear_cross_entropy", recipe, implementation_for(implementation, recipe))
+        use_native = fp8.implementation == "native"
     head = _Head(
         loss,
         kernel_contracting,
-        None if recipe is None else Fp8("te_jax.ops.linear_cross_entropy", recipe, "native"),
+        fp8,
         products,
+        use_native,
         None if chunk_tokens is None else int(chunk_tokens),
         as_flag("accumulate", accumulate),
     )
     operands = (x, kernel, bias, accumulator, weight)
-    if use_native:
+    if head.in_chunks:
         operands = reverse_mode_only(operands, _REVERSE_MODE)
-    value, lse = _linear_cross_entropy(*operands, labels, head, reduction, use_native)
+    value, lse = _linear_cross_entropy(*operands, labels, head, reduction)
     return (value, lax.stop_gradient(lse)) if as_flag("return_lse", return_lse) else value
 
 
@@ -191,6 +197,7 @@ class _Head:
     kernel_contracting: KernelContracting
     fp8: Fp8 | None
     fp8_products: tuple[Product, ...]
+    use_native: bool
     chunk_tokens: int | None
     accumulate: bool
 
@@ -202,8 +209,17 @@ class _Head:
     def vocab_axis(self) -> int:
         return 1 if self.kernel_contracting == "first" else 0
 
+    @property
+    def in_chunks(self) -> bool:
+        """Whether tokens are taken in chunks, by rules of derivatives of its own."""
+        return self.use_native or self.fp8 is not None
+
     def in_fp8(self, product: Product) -> bool:
         return product in self.fp8_products
+
+    @property
+    def implementation(self) -> native.Implementation:
+        return "native" if self.use_native else "reference"
 
     @property
     def layer(self) -> Layer:
@@ -241,10 +257,12 @@ def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, 
                 f"{name} has shape {a.shape}; for x of shape {x.shape} and kernel of shape {kernel.shape} it must be "
                 f"{shape}"
             )
+    if accumulator is not None:
+        validate_reached("wgrad_accumulator")
     _cross_entropy.validate_labels("x", x.shape, labels, reduction)
 
 
-def _validate_fp8(x: Array, recipe: Any, products: Any, implementation: Any) -> tuple[Product, ...]:
+def _validate_fp8(x: Array, recipe: Any, products: Any) -> tuple[Product, ...]:
     _fp8.validate_recipe(recipe)
     if isinstance(recipe, DelayedScaling):
         raise ValueError(f"recipe is {recipe!r}, whose state a loss does not take; use BlockScaling or CurrentScaling")
@@ -256,25 +274,24 @@ def _validate_fp8(x: Array, recipe: Any, products: Any, implementation: Any) -> 
             f"x has shape {x.shape}, {x.shape[-1]} features; FP8 products need a multiple of {FP8_ALIGNMENT}: pad x "
             "and kernel, or use recipe=None"
         )
-    if implementation_for(implementation, recipe) == "reference":
-        raise ValueError(
-            "recipe is given, and only the native kernels compute this loss in FP8, which implementation="
-            f"{implementation!r} does not use: use recipe=None"
-        )
     return tuple(product for product in _PRODUCTS if product in products)
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
-@functools.partial(jax.jit, static_argnums=(6, 7, 8), inline=sharding.INLINE)
-def _linear_cross_entropy(x, kernel, bias, accumulator, weight, labels, head: _Head, reduction, use_native: bool):
+@functools.partial(jax.jit, static_argnums=(6, 7), inline=sharding.INLINE)
+def _linear_cross_entropy(x, kernel, bias, accumulator, weight, labels, head: _Head, reduction):
     """The loss and lse."""
     loss = head.loss
-    if not use_native:
+    if not head.in_chunks:
+        x = without_ignored(x, labels, loss.ignore_index)
         logits = _plain_dense.dense(x, kernel, bias, accumulator, 1, head.kernel_contracting, None, head.accumulate)
         options: dict[str, Any] = dataclasses.asdict(loss) | {"reduction": reduction, "weight": weight}
         return loss_of_logits(logits, labels, **options)
     codes = loss.codes(labels, loss.whole_vocab(kernel.shape[head.vocab_axis]))
-    factor = jnp.ones(labels.shape, jnp.float32) if weight is None else weight.astype(jnp.float32)
+    counted = ~equals(labels, loss.ignore_index)
+    factor = jnp.ones(labels.shape, jnp.float32)
+    if weight is not None:
+        factor = jnp.where(counted, weight.astype(jnp.float32), 0.0)
     varying = sharding.varying_axes(x, kernel, bias, labels) - frozenset(loss.axis_name)
     factor = sharding.varying_over(sharding.split_as_last(factor, labels), varying)
     operands = sharding.varying_together((x, kernel, bias, accumulator))
@@ -282,11 +299,10 @@ def _linear_cross_entropy(x, kernel, bias, accumulator, weight, labels, head: _H
         losses, lse = cast(Any, _per_token(head, *operands, codes))
         return losses * sharding.split_as_last(factor, losses), lse
     if reduction == "mean":
-        counted = ~equals(labels, loss.ignore_index)
         if weight is None:
             total = jnp.maximum(jnp.sum(counted, dtype=jnp.int32), 1).astype(jnp.float32)
         else:
-            total = jnp.sum(jnp.where(counted, factor, 0.0))
+            total = jnp.sum(factor)
             total = jnp.where(total == 0.0, 1.0, total)
         factor = factor / total
     return _total(head, *operands, codes, factor)
@@ -312,6 +328,8 @@ def _total_forward(head: _Head, *operands):
     x, kernel, bias, accumulator, codes, factor = custom_vjp_primal_tree_values(operands)
     if accumulator is not None:
         accumulator = added_once(accumulator, x, factor)
+        # For a loss that is scaled afterwards; XLA removes that of the two which is not used.
+        wanted = dataclasses.replace(wanted, kernel=wanted.accumulator)
     found = _run(head, wanted, x, kernel, bias, accumulator, codes, factor)
     gradients = [
         checkpoint_name(_absent() if a is None else a, "linear_cross_entropy_gradient") for a in found.gradients
@@ -333,15 +351,16 @@ def _total_backward(head: _Head, residuals, cotangents):
     gradients, losses, *layouts, of_factor, accumulator = residuals
     cotangent = _over_replicas(head, cotangents[0])
     dx, dkernel, dbias, following = (None if a.shape == (0,) else a for a in gradients)
+    if following is not None:
+        assert dkernel is not None
+        # XLA sees a cotangent that is 1, and then needs neither the accumulator nor dkernel.
+        others = accumulator.astype(jnp.float32) if head.accumulate else 0.0
+        scaled = (others + cotangent * dkernel).astype(following.dtype)
+        following, dkernel = jnp.where(cotangent == 1.0, following, scaled), None
     dx, dkernel, dbias = (
         None if a is None or layout is None else layout.apply(cotangent * a.astype(jnp.float32))
         for a, layout in zip((dx, dkernel, dbias), layouts, strict=True)
     )
-    if following is not None:
-        # XLA sees a cotangent that is 1, and then needs the accumulator no more.
-        others = accumulator.astype(jnp.float32) if head.accumulate else 0.0
-        scaled = (others + cotangent * (following.astype(jnp.float32) - others)).astype(following.dtype)
-        following = jnp.where(cotangent == 1.0, following, scaled)
     return dx, dkernel, dbias, following, None, of_factor.apply(cotangent * losses)
 
 
@@ -397,7 +416,7 @@ _per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """Which gradients are asked for; that of the kernel goes to the accumulator where there is one."""
+    """Which gradients are asked for: that of the kernel by itself, added to the accumulator, or both."""
 
     x: bool = False
     kernel: bool = False
@@ -486,8 +505,8 @@ def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: di
     """(losses, lse, *gradients) on one device's arrays, without more batch dimensions than x has."""
     x, kernel, accumulator = given["x"], given["kernel"], given.get("accumulator")
     batch, axis, vocab = x.shape[:-1], head.vocab_axis, given["kernel"].shape[head.vocab_axis]
-    chunks = _Chunks(head, wanted, vocab_axes, kernel, given.get("bias"), x.dtype)
-    in_place = accumulator is not None and not (chunks.padding or token_axes or accumulator.dtype != jnp.float32)
+    alone = not token_axes  # what devices have is not added up
+    chunks = _Chunks(head, wanted, vocab_axes, kernel, given.get("bias"), accumulator if alone else None, x.dtype)
     pieces = {name: given[name].reshape(-1, *given[name].shape[len(batch) :]) for name in _PER_TOKEN & set(given)}
 
     tokens = math.prod(batch)
@@ -495,7 +514,9 @@ def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: di
     more = max(0, -(-tokens // rows) - 1)
     first = tokens - more * rows
     totals, found = chunks.step(
-        _Totals(accumulator if in_place else None, None), {name: a[:first] for name, a in pieces.items()}, first=True
+        _Totals(None, None, accumulator if chunks.in_place else None),
+        {name: a[:first] for name, a in pieces.items()},
+        first=True,
     )
     rest = {name: a[first:].reshape(more, rows, *a.shape[1:]) for name, a in pieces.items()}
     if more > _MOST_UNROLLED or (more and not wanted.names):
@@ -522,8 +543,8 @@ def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: di
     )
     if token_axes:
         dkernel, dbias = lax.psum((dkernel, dbias), token_axes)
-    following = dkernel
-    if accumulator is not None and not in_place:
+    following = totals.accumulator
+    if accumulator is not None and not chunks.in_place:
         assert dkernel is not None
         if head.accumulate:
             following = (accumulator.astype(jnp.float32) + dkernel).astype(accumulator.dtype)
@@ -544,10 +565,12 @@ def chunk_tokens(tokens: int, vocab: int, itemsize: int, in_fp8: bool) -> int:
 
 
 class _Totals(NamedTuple):
-    """Sums over chunks: of the gradients of kernel and bias, padded as `_Chunks` says. None for none so far."""
+    """Sums over chunks: of the gradients of kernel and bias, padded as `_Chunks` says, and the accumulator with that
+    of kernel. None for none so far."""
 
     kernel: Any
     bias: Any
+    accumulator: Any
 
 
 # ------------------------------------------------------------------------------------------------------------ one chunk
@@ -556,13 +579,24 @@ class _Totals(NamedTuple):
 class _Chunks:
     """What all chunks have in common: the kernel as products read it, and how a chunk is computed.
 
-    `padding` columns of zeros follow the kernel, whose logits do not count.
+    `padding` columns of zeros follow the kernel, whose logits do not count. With `in_place` products add to the
+    accumulator.
     """
 
-    def __init__(self, head: _Head, wanted: _Wanted, vocab_axes, kernel: Array, bias: Array | None, dtype: Any):
+    def __init__(
+        self,
+        head: _Head,
+        wanted: _Wanted,
+        vocab_axes,
+        kernel: Array,
+        bias: Array | None,
+        accumulator: Array | None,
+        dtype: Any,
+    ):
         axis, vocab = head.vocab_axis, kernel.shape[head.vocab_axis]
         self.head, self.wanted, self.vocab_axes, self.dtype = head, wanted, vocab_axes, dtype
         self.padding = -vocab % _ALIGNMENT if dtype.itemsize == 2 or head.fp8 else 0
+        self.in_place = accumulator is not None and not self.padding and accumulator.dtype == jnp.float32
         self.with_wgrad = wanted.kernel or wanted.accumulator
         # Of all devices: of the shards that Auto and Explicit axes make, and those that axis_name says.
         self.vocab = vocab * (lax.axis_size(vocab_axes) if vocab_axes else 1)
@@ -587,7 +621,8 @@ class _Chunks:
     def step(self, totals: _Totals, piece: dict[str, Array], *, first: bool = False):
         """Totals with those of a chunk, and for its tokens [losses, lse], and dx where it is asked for."""
         head, loss, codes, lse = self.head, self.head.loss, piece["codes"], piece.get("lse")
-        logits = self._logits(piece["x"])
+        x = jnp.where(codes[:, None] == IGNORED, jnp.zeros((), self.dtype), piece["x"])  # 0 · NaN would reach dkernel
+        logits = self._logits(x)
         if not self.wanted.names:
             return totals, self._losses(codes, self._statistics(logits, codes))
         columns = _cross_entropy.local_codes(codes, self._local_vocab, self.vocab_axes) if self.vocab_axes else codes
@@ -606,7 +641,7 @@ class _Chunks:
                 lse = statistics[0]
             dlogits, dlogits8 = self._gradient(logits, columns, lse, weight, attributes)
             found = [lse, lse] if statistics is None else self._losses(codes, statistics)
-        dx, totals = self._products(totals, piece["x"], dlogits, dlogits8, first)
+        dx, totals = self._products(totals, x, dlogits, dlogits8, first)
         return totals, [*found, *([dx] if self.wanted.x else [])]
 
     def summed(self, dx: Array) -> Array:
@@ -622,10 +657,12 @@ class _Chunks:
         copies: Any = "both" if for_dgrad and for_wgrad else "data" if for_dgrad else "transposed"
         layer = head.layer
         as_it_is = wanted.bias or for_dgrad != wanted.x or for_wgrad != self.with_wgrad
-        if not as_it_is and has_blocks(head.fp8.recipe):
+        if not as_it_is and has_blocks(head.fp8.recipe) and head.use_native:
             request = Request(layer.quantization("gradient"), 1, copies, (), (), False, False)
             return None, _cross_entropy.quantized_gradient(logits, columns, lse, weight, request, **attributes)
-        (plain,) = _cross_entropy.logits_gradient(logits, columns, lse, weight, axes={}, **attributes)
+        (plain,) = _cross_entropy.logits_gradient(
+            logits, columns, lse, weight, axes={}, use_native=head.use_native, **attributes
+        )
         if not (for_dgrad or for_wgrad):
             return plain, None
         return plain, layer.quantize("gradient", plain, None, copies=copies).array
@@ -649,6 +686,7 @@ class _Chunks:
             with_total=self.head.loss.label_smoothing > 0.0,
             softcap=self.head.loss.softcap,
             padding=self.padding,
+            use_native=self.head.use_native,
             axes={"v": self.vocab_axes} if self.vocab_axes else {},
         )
 
@@ -665,20 +703,32 @@ class _Chunks:
                 dx = head.layer.gemm("dgrad", dlogits8, self.kernel8, out_dtype=self.dtype)
             else:
                 dx = _dot(dlogits, self.kernel, (1, head.vocab_axis), self.dtype)
-        return dx, _Totals(self._wgrad(totals.kernel, x, dlogits, dlogits8, first), dbias)
+        return dx, _Totals(None, dbias, None)._replace(**self._wgrads(totals, x, dlogits, dlogits8, first))
 
-    def _wgrad(self, total: Any, x: Array, dlogits: Any, dlogits8: Any, first: bool) -> Any:
-        head, axis = self.head, self.head.vocab_axis
+    def _wgrads(self, totals: _Totals, x: Array, dlogits: Any, dlogits8: Any, first: bool) -> dict[str, Array]:
+        """The next sums of kernel and accumulator, as far as they are computed here."""
+        head = self.head
         if not self.with_wgrad:
-            return None
-        options: dict[str, Any] = {"out_dtype": jnp.float32}
-        if total is not None:
-            options = {"accumulator": total, "accumulate": head.accumulate or not first}
-        order = 1 if axis else -1
+            return {}
+        order = 1 if head.vocab_axis else -1
         if head.in_fp8("wgrad"):
             x8 = head.layer.quantize("activation", x, None, copies="transposed").array
-            return head.layer.gemm("wgrad", *(x8, dlogits8)[::order], **options)
-        return gemm(*(x, dlogits)[::order], lhs_contracting="rows", rhs_contracting="rows", **options)
+            product = functools.partial(head.layer.gemm, "wgrad", *(x8, dlogits8)[::order])
+        else:
+            product = functools.partial(
+                gemm,
+                *(x, dlogits)[::order],
+                lhs_contracting="rows",
+                rhs_contracting="rows",
+                implementation=head.implementation,
+            )
+        sums = {}
+        if self.wanted.kernel or not self.in_place:
+            sums["kernel"] = product(out_dtype=jnp.float32, accumulator=totals.kernel)
+        if self.in_place:
+            accumulate = head.accumulate or not first
+            sums["accumulator"] = product(out_dtype=jnp.float32, accumulator=totals.accumulator, accumulate=accumulate)
+        return sums
 
 
 def _dot(lhs: Array, rhs: Array, contracting: tuple[int, int], dtype: Any) -> Array:

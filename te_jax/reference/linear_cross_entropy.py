@@ -23,12 +23,18 @@ def linear_cross_entropy(
     **loss: Any,
 ) -> tuple[Array, Array]:
     """Definition of `te_jax.ops.linear_cross_entropy`, which see: the loss, and lse of all tokens."""
+    x = without_ignored(x, labels, ignore_index)
     logits = jnp.einsum(
         "...h,hv->...v" if kernel_contracting == "first" else "...h,vh->...v", x, kernel.astype(x.dtype)
     )
     if bias is not None:
         logits += bias.astype(x.dtype)
     return loss_of_logits(logits, labels, weight=weight, ignore_index=ignore_index, reduction=reduction, **loss)
+
+
+def without_ignored(x: Array, labels: Array, ignore_index: int) -> Array:
+    """Zeros in the rows of ignored tokens: the gradient of the kernel would read a NaN there as 0 · NaN."""
+    return jnp.where(equals(labels, ignore_index)[..., None], jnp.zeros((), x.dtype), x)
 
 
 def loss_of_logits(
@@ -41,9 +47,9 @@ def loss_of_logits(
     ignored = equals(labels, ignore_index)
     if weight is None:
         return reduce_tokens(losses, ignored, reduction), lse
-    weight = weight.astype(losses.dtype)
+    weight = jnp.where(ignored, 0.0, weight.astype(losses.dtype))
     losses = weight * losses
     if reduction != "mean":
         return reduce_tokens(losses, ignored, reduction), lse
-    total = jnp.sum(jnp.where(ignored, 0.0, weight))
+    total = jnp.sum(weight)
     return jnp.sum(losses) / jnp.where(total == 0.0, 1.0, total), lse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -61,6 +62,65 @@ def softmax_cross_entropy(
     loss = jnp.where(ignored, 0.0, loss * nan_unless(valid | ignored).astype(loss.dtype))
     loss = reduce_tokens(loss, ignored, reduction)
     return (loss, jnp.where(ignored, 0.0, lse)) if return_lse else loss
+
+
+def row_statistics(
+    logits: Array, codes: Array, *, with_total: bool, softcap: float, padding: int
+) -> tuple[Array, Array, Array]:
+    """What te_softmax_cross_entropy_statistics computes: (lse, z[code], Σz) of each row, float32 [*batch].
+
+    Args:
+      logits: [*batch, vocab + padding].
+      codes: int32 [*batch]: columns; -1 for rows that are not read, whose statistics are 0; others for no column.
+      with_total: whether Σz is asked for; it is 0 otherwise.
+      softcap: of the logits; 0 for none.
+      padding: the number of last columns that do not count.
+    """
+    read = codes != -1
+    z = _capped(logits, read, softcap, padding)
+    here = (codes >= 0) & (codes < z.shape[-1])
+    target = jnp.take_along_axis(z, jnp.where(here, codes, 0)[..., None], axis=-1)[..., 0]
+    total = jnp.sum(z, axis=-1) if with_total else jnp.zeros(codes.shape, jnp.float32)
+    lse = jax.nn.logsumexp(z, axis=-1)
+    return jnp.where(read, lse, 0.0), jnp.where(here, target, 0.0), jnp.where(read, total, 0.0)
+
+
+def logits_gradient(
+    logits: Array,
+    codes: Array,
+    lse: Array,
+    weight: Array,
+    *,
+    label_smoothing: float,
+    uniform: float,
+    z_loss: float,
+    softcap: float,
+    padding: int,
+) -> Array:
+    """What te_softmax_cross_entropy_gradient computes: the gradient of Σ weight · loss, in the dtype of the logits.
+
+    Args:
+      logits, codes, softcap, padding: as in `row_statistics`.
+      lse, weight: float32 [*batch].
+      label_smoothing, z_loss: of the loss.
+      uniform: label_smoothing / vocab.
+    """
+    read = codes != -1
+    z = _capped(logits, read, softcap, padding)
+    hit = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) == codes[..., None]
+    dz = jnp.exp(z - lse[..., None]) * (1.0 + 2.0 * z_loss * lse)[..., None] - uniform
+    dz = weight[..., None] * (dz - jnp.where(hit, 1.0 - label_smoothing, 0.0))
+    if softcap:
+        dz *= 1.0 - (z / softcap) ** 2
+    dz = jnp.where(read[..., None], dz, 0.0)
+    return jnp.pad(dz, [(0, 0)] * (z.ndim - 1) + [(0, padding)]).astype(logits.dtype)
+
+
+def _capped(logits: Array, read: Array, softcap: float, padding: int) -> Array:
+    """Float32 [*batch, vocab]."""
+    z = logits[..., : logits.shape[-1] - padding].astype(jnp.float32)
+    z = jnp.where(read[..., None], z, 0.0)
+    return softcap * jnp.tanh(z / softcap) if softcap else z
 
 
 def equals(labels: Array, value: int) -> Array:

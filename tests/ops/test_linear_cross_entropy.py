@@ -106,6 +106,15 @@ def test_gradients_in_fp8(recipe, vocab, last, rng):
     compare(found, expected(case, last=last, z_loss=1e-3), 1e-3, 0.08, 0.08, 0.01)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_reference_computes_it_in_fp8_too(recipe, rng, native_kernels):
+    case = draw(rng, batch=(300,), vocab=134, dtype="bfloat16")
+    options = {"label_smoothing": 0.1, "logit_softcap": 3.0, "z_loss": 1e-3, "chunk_tokens": 128}
+    for products in (("dgrad", "wgrad"), ("forward", "wgrad")):
+        run_ = functools.partial(run, case, recipe=RECIPES[recipe], fp8_products=products, **options)
+        compare(run_(implementation="reference"), run_(implementation="native"), 1e-3, 2e-2, 2e-2, 2e-2)
+
+
 def test_all_products_in_fp8(rng):
     case = draw(rng, batch=(300,), vocab=384, dtype="bfloat16")
     options = {"recipe": BlockScaling(), "chunk_tokens": 128, "label_smoothing": 0.1, "logit_softcap": 3.0}
@@ -126,15 +135,22 @@ def test_all_products_in_fp8(rng):
         assert_close(a, b, tolerance=1e-2)
 
 
-@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "block"])
-def test_ignored_tokens_are_not_read_and_unknown_labels_are_nan(recipe, rng):
-    x, kernel, _, _, labels = draw(rng, batch=(200,), vocab=256, dtype="bfloat16")
-    poisoned = jnp.where((labels == -100)[:, None], jnp.nan, x)
-    loss = functools.partial(ops.linear_cross_entropy, labels=labels, recipe=recipe, chunk_tokens=128)
-    both = jax.jit(jax.value_and_grad(lambda x, kernel: loss(x, kernel), argnums=(0, 1)))
-    value, (dx, _) = both(poisoned, kernel)
-    assert_close(value, both(x, kernel)[0], tolerance=0.0)
-    assert not np.any(np.asarray(dx, np.float32)[np.asarray(labels) == -100])
+@pytest.mark.parametrize("recipe", [None, BlockScaling(), CurrentScaling()], ids=["none", "block", "current"])
+def test_ignored_tokens_are_not_read_and_unknown_labels_are_nan(recipe, implementation, rng):
+    x, kernel, _, weight, labels = draw(rng, batch=(200,), vocab=256, dtype="bfloat16")
+    ignored = labels == -100
+    loss = functools.partial(
+        ops.linear_cross_entropy, labels=labels, recipe=recipe, chunk_tokens=128, implementation=implementation,
+        fp8_products=("forward", "dgrad", "wgrad"),
+    )  # fmt: skip
+    both = jax.jit(jax.value_and_grad(lambda x, kernel, weight: loss(x, kernel, weight=weight), argnums=(0, 1, 2)))
+    wanted = both(jnp.where(ignored[:, None], 0, x), kernel, jnp.where(ignored, 0.0, weight))
+    for bad in (jnp.nan, jnp.inf):
+        found = both(jnp.where(ignored[:, None], bad, x), kernel, jnp.where(ignored, bad, weight))
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), found, wanted))
+    assert not np.any(np.asarray(found[1][0], np.float32)[np.asarray(ignored)])
+    losses = loss(x, kernel, weight=jnp.where(ignored, jnp.inf, weight), reduction="none")
+    assert not np.any(np.asarray(losses)[np.asarray(ignored)])
     unknown = labels.at[5].set(256)
     losses = loss(x, kernel, labels=unknown, reduction="none")
     dx = jax.jit(jax.grad(lambda x: loss(x, kernel, labels=unknown)))(x)
@@ -199,6 +215,42 @@ def test_accumulator(dtype, vocab, scale, accumulate, reduction, implementation,
     assert_close(following.astype(jnp.float32), wanted, tolerance=TOLERANCE[dtype])
     assert following.dtype == dtype
     assert not np.any(dkernel)
+
+
+@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "block"])
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 2.0**24), ("bfloat16", 1024.0), ("float16", 64.0)])
+def test_accumulator_of_a_loss_that_is_scaled(dtype, scale, recipe, rng):
+    """What the accumulator holds already, in the same scale, takes nothing from what a microbatch adds."""
+    x, kernel, _, _, labels = draw(rng, vocab=128)
+
+    options = {"chunk_tokens": 64, "recipe": recipe}
+    dkernel = jax.jit(jax.grad(lambda kernel: ops.linear_cross_entropy(x, kernel, labels, **options)))(kernel)
+    before = (scale * dkernel).astype(dtype)
+
+    def scaled(sums, scale):
+        return scale * ops.linear_cross_entropy(x, kernel, labels, wgrad_accumulator=sums, **options)
+
+    after = jax.jit(jax.grad(scaled))(before, scale)
+    added = after.astype(jnp.float32) - before.astype(jnp.float32)
+    assert_close(added, scale * dkernel, tolerance=2 * TOLERANCE[dtype])
+
+
+def test_a_loss_that_is_scaled_costs_no_product_unless_the_scale_is_computed(rng, native_kernels):
+    x, kernel, _, _, labels = draw(rng, vocab=128)
+
+    def products(scale):
+        def loss(sums, scale):
+            value = ops.linear_cross_entropy(x, kernel, labels, chunk_tokens=64, wgrad_accumulator=sums)
+            return value if scale is None else scale * value
+
+        return jax.jit(jax.grad(loss)).lower(kernel, scale).compile().as_text().count('custom_call_target="te_gemm"')
+
+    def known(sums):
+        return 0.25 * ops.linear_cross_entropy(x, kernel, labels, chunk_tokens=64, wgrad_accumulator=sums)
+
+    chunks = products(None)
+    assert jax.jit(jax.grad(known)).lower(kernel).compile().as_text().count('custom_call_target="te_gemm"') == chunks
+    assert products(jnp.float32(2.0)) == 2 * chunks == 6
 
 
 def test_microbatches_add_up_in_place(rng):
@@ -289,7 +341,6 @@ def test_chunks(tokens, vocab, in_fp8, wanted):
         ({"recipe": "block"}, "recipe is 'block'"),
         ({"recipe": BlockScaling(), "fp8_products": ()}, r"fp8_products is \(\)"),
         ({"recipe": BlockScaling(), "fp8_products": "wgrad"}, "fp8_products is 'wgrad'"),
-        ({"recipe": BlockScaling(), "implementation": "reference"}, "use recipe=None"),
         ({"x": jnp.zeros((3, 50, 8)), "kernel": jnp.zeros((8, 130)), "recipe": BlockScaling()}, "a multiple of 16"),
         ({"wgrad_accumulator": jnp.zeros((130, IN))}, r"wgrad_accumulator has shape \(130, 48\)"),
         ({"axis_name": "model"}, "no axis 'model' is mapped here"),
