@@ -289,6 +289,11 @@ def losses(
         raise ValueError(
             f"targets has shape {targets.shape} and tokens has shape {tokens.shape}: give one target for each token"
         )
+    if parallel is not None and config.head_recipe is not None:
+        raise ValueError(
+            f"config.head_recipe is {config.head_recipe!r}, and parallel is given, with which the head is computed in "
+            "config.dtype: use head_recipe=None"
+        )
     x, balance, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
     with jax.named_scope("loss"):
         if parallel is not None:

@@ -128,11 +128,11 @@ def accumulate(
       rest: what else is differentiated.
 
     Returns:
-      (loss, aux, sums, gradient with respect to rest). The loss is NaN where a kernel was used several times, or in a
-      branch that was not taken: its sum is then wrong.
+      (loss, aux, sums, gradient with respect to rest). The loss is NaN where a kernel was used several times, for its
+      sum is then wrong.
 
     Raises:
-      ValueError: the same, outside of jit.
+      ValueError: the same, outside of jit; or a layer reads a kernel in a branch of `lax.cond`.
     """
 
     def anchored_loss(sums: Mapping[str, Array], uses: Mapping[str, Array], rest: Any):

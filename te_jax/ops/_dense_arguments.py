@@ -17,10 +17,11 @@ from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8
 from te_jax.ops._fp8_products import Layer, quantization_of
 from te_jax.ops._operands import as_array, validate_quantized_array
-from te_jax.ops._plain_dense import ACTIVATIONS, validate_accumulated
+from te_jax.ops._plain_dense import ACTIVATIONS, validate_accumulated, validate_reached
 from te_jax.ops.gemm import unsupported
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.sharding import as_axis_names
 
 Operand = jax.typing.ArrayLike | QuantizedArray
 
@@ -40,16 +41,53 @@ def split(x: Array | QuantizedArray) -> tuple[Array | None, QuantizedArray | Non
     return x.straight_through, x8 if x.straight_through is None else lax.stop_gradient(x8)
 
 
-def implementation_for(implementation: native.Implementation | None, recipe: Recipe) -> native.Implementation:
-    """The one that quantization and products have in common. A GPU on which only products would be the reference's is
-    refused: the layer would be slower there than without a recipe."""
-    if not native.use_native(implementation):
+def implementation_for(
+    implementation: native.Implementation | None, recipe: Recipe, problem: str | None = None
+) -> native.Implementation:
+    """The one that quantization and products have in common.
+
+    Args:
+      implementation, recipe: of the layer.
+      problem: why this GPU cannot multiply operands of such shapes, if so.
+
+    Raises:
+      NativeUnavailableError: a GPU would multiply in float32 by the reference, more slowly than without a recipe.
+    """
+    if implementation == "reference":
         return "reference"
-    if problem := unsupported(recipe.scalings["activation"][0]):
+    on_gpu = native.compute_capability() is not None
+    try:
+        use_native = native.use_native("native" if on_gpu and implementation is None else implementation)
+    except native.NativeUnavailableError as error:
+        raise native.NativeUnavailableError(
+            f"recipe is {recipe!r}, and the kernels for it cannot run here: {error}. recipe=None multiplies by XLA, "
+            "implementation='reference' slowly, in float32"
+        ) from None
+    if not use_native:
+        return "reference"
+    if problem := problem or unsupported(recipe.scalings["activation"][0]):
         raise native.NativeUnavailableError(
             f"recipe is {recipe!r}: {problem}; use recipe=None, or implementation='reference', which is slow"
         )
     return "native"
+
+
+def state_axes(axis_name: Any, recipe: Any) -> sharding.Axes:
+    """The mesh axes over which the states of delayed scaling are the same, from the argument axis_name.
+
+    Raises:
+      ValueError: the argument names no axes of the mesh, or the recipe has no state.
+    """
+    axes = as_axis_names("axis_name", axis_name)
+    if axes and not isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            f"axis_name is {axis_name!r}, and recipe is {recipe!r}: axis_name says over which mesh axes the "
+            "scaling_state of DelayedScaling is the same, and sums no result. Leave it out; where devices split the "
+            "contracted dimension, add up y with jax.lax.psum, or use te_jax.parallel.matmul_reduce_scatter"
+        )
+    if axes and sharding.inside_shard_map():
+        sharding.mapped_axes(axes)  # elsewhere modules are initialised and evaluated
+    return axes
 
 
 class Shape(NamedTuple):
@@ -113,6 +151,8 @@ def validate(
     if 0 in (*shape.inner, *shape.outer):
         raise ValueError(f"{name} has shape {kernel.shape}; only the batch may be empty")
     label, accumulator = accumulator
+    if accumulator is not None:
+        validate_reached(label)
     if accumulator is not None and (missing := varying - sharding.varying_axes(accumulator)):
         raise ValueError(
             f"{label} is the same on all devices along {sorted(missing)}, but each has other tokens or "

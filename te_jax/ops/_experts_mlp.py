@@ -39,7 +39,6 @@ from te_jax.ops.grouped_dense import (
     validate_kernel,
     validate_rows,
 )
-from te_jax.ops.grouped_gemm import grouped_native
 from te_jax.ops.permute import Permutation, permute_weights, unpermute, values_of_choices
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe, Role
@@ -122,10 +121,8 @@ def experts_mlp(
     for i, (operand, one, accumulator) in enumerate(zip((rows, rows, hidden), kernels, accumulators, strict=True)):
         named = (f"kernel[{i}]", one), ("bias", None), (f"wgrad_accumulator[{i}]", accumulator)
         validate_kernel(operand, group_sizes, recipe, *named)
-    problem = problem_of(recipe, rows, kernels)
-    products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
-    quantization = implementation_for(implementation, recipe)
-    layer = GroupedLayer(recipe, quantization, products, as_flag("accumulate", accumulate))
+    which = implementation_for(implementation, recipe, problem_of(recipe, rows, kernels))
+    layer = GroupedLayer(recipe, which, as_flag("accumulate", accumulate))
     operands = reverse_mode_only((x, weights, kernels, accumulators), REVERSE_MODE)
     return _run(*sharding.varying_together((*operands, permutation, group_sizes)), layer, function)
 
@@ -262,7 +259,7 @@ def _quantized(
     else:
         index = permutation.choices // permutation.rows.shape[-1]
     x = differentiated_once(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), NAME)
-    use_native = layer.quantization == "native" and x.size > 0 and index.size > 0
+    use_native = layer.implementation == "native" and x.size > 0 and index.size > 0
     return quantize_rows(x, index, _quantization(layer, role), copies, use_native)
 
 
@@ -281,4 +278,4 @@ def _request(layer: GroupedLayer, role: Role, copies: Copies) -> Request:
 
 
 def _use_native(layer: GroupedLayer, x: Array) -> bool:
-    return layer.quantization == "native" and x.size > 0
+    return layer.implementation == "native" and x.size > 0

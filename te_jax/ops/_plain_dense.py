@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from te_jax import sharding
+from te_jax._core.branches import in_branch_differentiated_outside
 from te_jax._core.derivatives import not_differentiated
 
 Activation = Literal["gelu", "relu", "silu"]
@@ -99,6 +100,16 @@ def _accumulating_backward(contracting_ndim, kernel_contracting, accumulate, res
 
 
 _accumulating.defvjp(_accumulating_forward, _accumulating_backward, symbolic_zeros=True)
+
+
+def validate_reached(name: str) -> None:
+    """Checks, where a layer with an accumulator is called, that every gradient reaches it."""
+    if in_branch_differentiated_outside():
+        raise ValueError(
+            f"{name} is given in a branch of jax.lax.cond or jax.lax.switch, and the gradient is taken outside of it: "
+            "where the branch is not taken, that of the accumulator would be zero, and the sum lost. Take the gradient "
+            "in the branch, or call the layer outside and choose its result with jnp.where"
+        )
 
 
 def validate_accumulated(for_kernel: bool, for_accumulator: bool) -> None:

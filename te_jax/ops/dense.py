@@ -24,6 +24,7 @@ from te_jax.ops._dense_arguments import (
     implementation_for,
     sequence_padding,
     split,
+    state_axes,
     validate,
     validate_differentiated,
     validate_fp8,
@@ -41,7 +42,7 @@ from te_jax.ops._plain_dense import (
 from te_jax.ops.quantize import quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Recipe
-from te_jax.sharding import AxisName, as_axis_names, regrouped
+from te_jax.sharding import AxisName, regrouped
 
 _REVERSE_MODE = (
     "te_jax.ops.dense with a recipe or a wgrad_accumulator has first derivatives in reverse mode (jax.grad, jax.vjp) "
@@ -106,13 +107,14 @@ def dense(
       kernel_contracting: "first" or "last": where in the kernel the dimensions of `in` stand.
       activation: None, "gelu" (tanh approximation), "relu" or "silu".
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, written in
-        place where the buffer is donated or carried by a loop; kernel's own cotangent is then zero. Use it once in a
-        gradient. Inside `shard_map` each device accumulates its part: sum over devices at the end.
+        place where the buffer is donated or carried by a loop; kernel's own cotangent is then zero. Use it in exactly
+        one call of a gradient: it becomes zero in one that skips the layer, and a branch of `lax.cond` is refused.
+        Inside `shard_map` each device accumulates its part: sum over devices at the end.
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
       scaling_state: for DelayedScaling, first `recipe.init()`. Its cotangent is the next state. If several layers or
         iterations share one, its newest amax is the sum of theirs. In a tuple, the first state gives the scale of x.
-      axis_name: inside `pmap`, or `shard_map` with check_vma=False: the mesh axes over which scaling_state is the same.
-        Take its gradient inside. Elsewhere leave it None.
+      axis_name: for DelayedScaling inside `pmap`, or `shard_map` with check_vma=False: the mesh axes over which
+        scaling_state is the same. Take its gradient inside. Elsewhere leave it None. It sums no result.
       implementation: None takes the native kernels where they are installed, else the reference; "native" or
         "reference" never fall back.
 
@@ -146,9 +148,7 @@ def dense(
     )
     states = dict(one_for_each("scaling_state", scaling_state, count, several))
     accumulate = as_flag("accumulate", accumulate)
-    axis_names = as_axis_names("axis_name", axis_name)
-    if axis_names and sharding.inside_shard_map():
-        sharding.mapped_axes(axis_names)  # elsewhere modules are initialised and evaluated
+    axis_names = state_axes(axis_name, recipe)
     if not kernels:
         raise ValueError("kernel is an empty tuple; pass one array at least")
     for named_kernel, *others in zip(

@@ -25,6 +25,7 @@ from te_jax.ops._dense_arguments import (
     implementation_for,
     sequence_padding,
     split,
+    state_axes,
     validate,
     validate_differentiated,
     validate_fp8,
@@ -40,7 +41,7 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Recipe, Role
 from te_jax.reference.activation import Function, Kind
 from te_jax.reference.quantize import Copies
-from te_jax.sharding import AxisName, Layout, as_axis_names, regrouped
+from te_jax.sharding import AxisName, Layout, regrouped
 
 _REVERSE_MODE = (
     "te_jax.ops.gated_mlp with a recipe has first derivatives in reverse mode (jax.grad, jax.vjp) only: for forward "
@@ -126,9 +127,7 @@ def gated_mlp(
         for argument in ("bias", "wgrad_accumulator")
     )
     states = dict(each["scaling_state"])
-    axis_names = as_axis_names("axis_name", axis_name)
-    if axis_names and sharding.inside_shard_map():
-        sharding.mapped_axes(axis_names)
+    axis_names = state_axes(axis_name, recipe)
     _, (up_name, up_kernel), (_, down) = kernels.items()
     if kernels["kernel[0]"].shape != up_kernel.shape:
         raise ValueError(

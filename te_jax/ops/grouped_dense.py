@@ -22,7 +22,7 @@ from te_jax.ops import _fp8
 from te_jax.ops._dense_arguments import implementation_for
 from te_jax.ops._fp8 import Fp8
 from te_jax.ops._operands import as_array, one_for_each
-from te_jax.ops._plain_dense import added_once, validate_accumulated
+from te_jax.ops._plain_dense import added_once, validate_accumulated, validate_reached
 from te_jax.ops.dense import quantize_kernel
 from te_jax.ops.grouped_gemm import cuda_problem, grouped_gemm, grouped_gemm_of_pairs, grouped_native
 from te_jax.quantized import QuantizedArray
@@ -134,9 +134,11 @@ def grouped_dense(
     for named in zip(kernels.items(), biases.items(), accumulators.items(), strict=True):
         validate_kernel(x, group_sizes, recipe, *named)
     problem = problem_of(recipe, x, tuple(kernels.values()))
-    products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
-    quantization = products if recipe is None else implementation_for(implementation, recipe)
-    layer = GroupedLayer(recipe, quantization, products, accumulate)
+    if recipe is None:
+        products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
+    else:
+        products = implementation_for(implementation, recipe, problem)
+    layer = GroupedLayer(recipe, products, accumulate)
     operands = (x, *(tuple(named.values()) for named in (kernels, biases, accumulators)))
     operands = sharding.varying_together((*reverse_mode_only(operands, REVERSE_MODE), group_sizes))
     ys = _run(*operands, layer)
@@ -149,12 +151,11 @@ class GroupedLayer:
 
     Attributes:
       recipe, accumulate: see `grouped_dense`.
-      quantization, products: their implementations.
+      implementation: of quantization and products.
     """
 
     recipe: Recipe | None
-    quantization: native.Implementation
-    products: native.Implementation
+    implementation: native.Implementation
     accumulate: bool
 
     def quantize(self, role: Role, x: Array, group_sizes: Array, *, with_wgrad: bool) -> Any:
@@ -162,7 +163,7 @@ class GroupedLayer:
         if self.recipe is None:
             return not_differentiated(x, REVERSE_MODE)
         x = jnp.where((jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None], x, jnp.zeros((), x.dtype))
-        fp8 = Fp8(NAME, self.recipe, self.quantization)
+        fp8 = Fp8(NAME, self.recipe, self.implementation)
         return fp8.quantize(role, x, None, row_ndim=1, copies="both" if with_wgrad else "data").array
 
     def quantize_kernel(self, kernel: Any, dtype: Any) -> Any:
@@ -172,7 +173,7 @@ class GroupedLayer:
         kernel = not_differentiated(kernel, REVERSE_MODE)
         if self.recipe is None:
             return kernel.astype(dtype)
-        return quantize_kernel(kernel, self.recipe, row_ndim=1, stacked_ndim=1, implementation=self.quantization)
+        return quantize_kernel(kernel, self.recipe, row_ndim=1, stacked_ndim=1, implementation=self.implementation)
 
     def forward(self, x8: Any, kernel8s: Any, biases: Any, group_sizes: Array, dtype: Any) -> tuple[Array, ...]:
         ys = (
@@ -191,10 +192,10 @@ class GroupedLayer:
         return functools.reduce(jnp.add, (self.gemm(*pair, group_sizes, **options) for pair in pairs))
 
     def gemm(self, lhs: Any, rhs: Any, group_sizes: Array, **options: Any) -> Array:
-        return grouped_gemm(lhs, rhs, group_sizes, implementation=self.products, **options)
+        return grouped_gemm(lhs, rhs, group_sizes, implementation=self.implementation, **options)
 
     def gemm_of_pairs(self, first: Any, second: Any, group_sizes: Array, **options: Any) -> Array:
-        return grouped_gemm_of_pairs(first, second, group_sizes, implementation=self.products, **options)
+        return grouped_gemm_of_pairs(first, second, group_sizes, implementation=self.implementation, **options)
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
@@ -288,7 +289,7 @@ def _sum_of_rows(layer: GroupedLayer, dy: Array, group_sizes: Array) -> Array:
     columns = 1 if native.compute_capability() is None else 8
     ones = sharding.varying_over(jnp.ones((dy.shape[0], columns), dy.dtype), sharding.varying_axes(dy))
     if cuda_problem(None, dy.dtype, group_sizes.shape[0], dy.shape[1], columns):
-        layer = dataclasses.replace(layer, products="reference")
+        layer = dataclasses.replace(layer, implementation="reference")
     # dy first: under vmap of a split dimension the first operand says how examples lie, and ones are the same for all.
     return layer.gemm(dy, ones, group_sizes, lhs_contracting="rows", out_dtype=jnp.float32)[..., 0]
 
@@ -337,6 +338,8 @@ def validate_kernel(
         _fp8.validate_quantized(name, kernel, recipe, "kernel", "transposed")
     elif kernel.dtype not in FLOATS:
         raise ValueError(f"{name} has dtype {kernel.dtype}; it must be {FLOAT_NAMES}: cast it")
+    if accumulator is not None:
+        validate_reached(accumulator_name)
     outer = kernel.shape[2]
     if recipe is not None and outer % FP8_ALIGNMENT:
         raise ValueError(

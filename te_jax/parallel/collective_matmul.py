@@ -23,6 +23,7 @@ from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8
+from te_jax.ops._dense_arguments import implementation_for
 from te_jax.ops._operands import as_array, one_for_each
 from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec, Residual, TransportName
 from te_jax.parallel._collective.products import all_gather_products, reduce_scatter_product
@@ -264,6 +265,10 @@ def _prepare(
     part = length if gathers else length // size
     lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
     _validate_operands(x, kernels, biases, recipe)
+    if recipe is None:
+        use_native = native.use_native(implementation)
+    else:
+        use_native = implementation_for(implementation, recipe) == "native"
     spec = CollectiveSpec(
         name=name,
         axis_name=axes,
@@ -275,7 +280,7 @@ def _prepare(
         kernel_dtypes=tuple(None if isinstance(k, QuantizedArray) else np.dtype(k.dtype) for k in kernels.values()),
         biased=tuple(b is not None for b in biases.values()),
         out_dtype=as_dtype("out_dtype is", x.dtype if out_dtype is None else out_dtype, FLOATS, FLOAT_NAMES),
-        native=native.use_native(implementation),
+        native=use_native,
         recipe=recipe,
         **options,
     )

@@ -422,6 +422,8 @@ def test_places_where_a_decoder_cannot_be_split(rng, mesh_of):
         mapped(parallel, mesh_of(tensor=4))(params, tokens, targets)
     with pytest.raises(ValueError, match=r"parallel.size is 2: vocab_size is 19, which 2 does not divide"):
         mapped(parallel, mesh, dataclasses.replace(CONFIG, vocab_size=19))(params, tokens, targets)
+    with pytest.raises(ValueError, match=r"config.head_recipe is BlockScaling.*, and parallel is given"):
+        mapped(parallel, mesh, dataclasses.replace(CONFIG, head_recipe=BlockScaling()))(params, tokens, targets)
     with pytest.raises(ValueError, match=r"gradients of what they share would not be summed: .* check_vma=True"):
         mapped(parallel, mesh, check_vma=False)(params, tokens, targets)
     with pytest.raises(ValueError, match=r"tokens has shape \(4, 15\), a time of 15, which the 2 devices"):

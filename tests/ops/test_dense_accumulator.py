@@ -116,6 +116,39 @@ def test_only_the_accumulator_is_differentiated(rng):
     assert_close(after, oracle(case).dkernel, dtype="float32", tolerance=GRADIENT)
 
 
+def _layers(rng):
+    """Functions of an accumulator, and its shape."""
+    x, labels, sizes = draw(rng, jnp.zeros((16, 32))), jnp.zeros(16, jnp.int32), jnp.array([4, 12])
+    kernel, experts = draw(rng, jnp.zeros((32, 48))), draw(rng, jnp.zeros((2, 32, 16)))
+    return {
+        "dense": (lambda a: ops.dense(x, kernel, wgrad_accumulator=a).sum(), kernel.shape),
+        "dense in FP8": (lambda a: ops.dense(x, kernel, recipe=CURRENT, wgrad_accumulator=a).sum(), kernel.shape),
+        "gated_mlp": (
+            lambda a: ops.gated_mlp(x, (kernel, kernel, kernel.T), wgrad_accumulator=(a, None, None)).sum(),
+            kernel.shape,
+        ),
+        "linear_cross_entropy": (
+            lambda a: ops.linear_cross_entropy(x, kernel, labels, wgrad_accumulator=a), kernel.shape,
+        ),
+        "grouped_dense": (lambda a: ops.grouped_dense(x, experts, sizes, wgrad_accumulator=a).sum(), experts.shape),
+    }  # fmt: skip
+
+
+def test_a_branch_that_need_not_be_taken_is_refused(rng):
+    """Its gradient would be zeros, and what earlier microbatches have left would be lost."""
+    for name, (layer, shape) in _layers(rng).items():
+        before = draw(rng, jnp.zeros(shape))
+        for wrapped in (layer, jax.jit(layer), jax.checkpoint(layer)):
+            of_branch = jax.grad(lambda a, taken, f=wrapped: lax.cond(taken, f, lambda _: 0.0, a))
+            with pytest.raises(ValueError, match=r"wgrad_accumulator.* is given in a branch.*Take the gradient in"):
+                jax.jit(of_branch)(before, False)
+        with pytest.raises(ValueError, match="in a branch"):
+            jax.grad(lambda a, f=layer: lax.switch(1, [lambda: f(a), lambda: 0.0]))(before)
+        inside = jax.jit(lambda a, taken, f=layer: lax.cond(taken, jax.grad(f), lambda a: a, a))
+        np.testing.assert_array_equal(inside(before, False), before, err_msg=name)
+        assert not np.array_equal(inside(before, True), before), name
+
+
 @few_recipes
 def test_an_accumulator_that_is_not_differentiated_is_refused(recipe, rng):
     """It would swallow the gradient of the kernel."""

@@ -228,9 +228,8 @@ def test_an_axis_that_is_not_mapped_is_named():
 
 
 @pytest.mark.parametrize("mapped", ["shard_map", "pmap"])
-@pytest.mark.parametrize("recipe", [None, CURRENT])
-def test_a_misspelt_axis_is_named_where_others_are_mapped(recipe, mapped, make_mesh):
-    run = functools.partial(ops.dense, recipe=recipe, axis_name="dat")
+def test_a_misspelt_axis_is_named_where_others_are_mapped(mapped, make_mesh):
+    run = functools.partial(ops.dense, recipe=DELAYED, scaling_state=DELAYED.init(), axis_name="dat")
     if mapped == "pmap":
         run, x = jax.pmap(run, axis_name="data", in_axes=(0, None)), X[None]
     else:
@@ -265,6 +264,43 @@ def test_named_implementation_that_is_not_there(monkeypatch):
     with pytest.raises(native.NativeUnavailableError, match="there is none"):
         ops.dense(X, KERNEL, recipe=CURRENT, implementation="native")
     assert ops.dense(X, KERNEL, recipe=CURRENT).shape == (32, 48)
+
+
+LAYERS_IN_FP8 = {
+    "dense": lambda **options: ops.dense(X, KERNEL, **options),
+    "gated_mlp": lambda **options: ops.gated_mlp(X, (KERNEL, KERNEL, KERNEL.T), **options),
+    "grouped_dense": lambda **options: ops.grouped_dense(X[:16], KERNEL[None], jnp.array([8]), **options),
+    "linear_cross_entropy": lambda **options: ops.linear_cross_entropy(
+        X, KERNEL, jnp.zeros(X.shape[:-1], jnp.int32), **options
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS_IN_FP8.values(), ids=LAYERS_IN_FP8)
+def test_a_gpu_without_the_kernels_of_a_recipe(layer, monkeypatch, native_kernels):
+    """A GPU that the extension does not know, or that has none: the reference would multiply in float32."""
+    from te_jax.native import extension
+
+    problem = "te_jax._te_cuda holds code for 90a, and this GPU has 8.0"
+    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: (problem, True))
+    monkeypatch.setattr(native, "compute_capability", lambda: (8, 0))
+    for implementation in (None, "native"):
+        with pytest.raises(native.NativeUnavailableError, match=rf"recipe is Current.*{problem}\. recipe=None multipl"):
+            layer(recipe=CURRENT, implementation=implementation)
+    layer(recipe=CURRENT, implementation="reference")
+    monkeypatch.setattr(native, "compute_capability", lambda: None)
+    extension._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="runs its reference implementations"):
+        layer(recipe=CURRENT)  # a CPU has nothing faster
+    extension._warn_once.cache_clear()
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT, BLOCK])
+def test_axis_name_is_for_the_state_of_delayed_scaling(recipe):
+    """It was ignored, and a result that lacked the sum over devices looked like one."""
+    for layer in (LAYERS_IN_FP8["dense"], LAYERS_IN_FP8["gated_mlp"]):
+        with pytest.raises(ValueError, match=r"axis_name is 'tensor', and recipe is .* sums no result.*psum"):
+            layer(recipe=recipe, axis_name="tensor")
 
 
 @pytest.mark.parametrize(("recipe", "capability"), [(CURRENT, (8, 0)), (BLOCK, (8, 9)), (BLOCK, (10, 0))])
