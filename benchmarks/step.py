@@ -54,7 +54,6 @@ from te_jax._core.devices import bf16_peak
 from te_jax.models import DecoderConfig
 from te_jax.nn.moe import Router
 from te_jax.offload import LAYER_INPUT, Offload
-from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
 LOSS_BOUND = 0.06
@@ -415,7 +414,7 @@ def _te_jax(variant: _Variant, case: shapes.StepShape, depth: int) -> tuple[Call
         state = {"params": params, "optimizer": optimizer.init(params), "scaling": models.init_scaling_state(config)}
         if how is not None:
             zeros = jax.tree.map(jnp.zeros_like, params)
-            state["operands"] = _operands(optim.apply_updates(params, zeros, requantize=how)[1], how)
+            _, state["kernels"] = optim.apply_updates(params, zeros, requantize=how)
         return state
 
     def loss(variables: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
@@ -424,7 +423,7 @@ def _te_jax(variant: _Variant, case: shapes.StepShape, depth: int) -> tuple[Call
 
     def step(state: State, tokens: jax.Array, targets: jax.Array) -> tuple[State, jax.Array]:
         params, scaling = state["params"], state["scaling"]
-        operands = params if how is None else _merged(params, state["operands"])
+        operands = params if how is None else optim.merge_kernels(params, state["kernels"])
         gradient = nn.accumulate_gradients(loss, in_place=models.is_head)
         zeros = jax.tree.map(jnp.zeros_like, (params, scaling))
         value, (gradients, scaling) = _over_microbatches(
@@ -437,21 +436,10 @@ def _te_jax(variant: _Variant, case: shapes.StepShape, depth: int) -> tuple[Call
             found = optim.apply_updates(params, updates, requantize=how)
         state = {"optimizer": moments, "scaling": scaling, "params": found if how is None else found[0]}
         if how is not None:
-            state["operands"] = _operands(found[1], how)
+            state["kernels"] = found[1]
         return state, value
 
     return complete, step
-
-
-def _operands(operands: Any, how: Any) -> Any:
-    """The quantized kernels alone: the other parameters would stand twice in a state that is donated."""
-    return jax.tree.map(lambda how, operand: None if how is None else operand, how, operands, is_leaf=_is_none)
-
-
-def _merged(params: Any, operands: Any) -> Any:
-    """Parameters, with quantized kernels in the place of those that have one."""
-    is_operand = lambda leaf: leaf is None or isinstance(leaf, QuantizedArray)  # noqa: E731
-    return jax.tree.map(lambda operand, own: own if operand is None else operand, operands, params, is_leaf=is_operand)
 
 
 def _over_microbatches(
@@ -534,10 +522,6 @@ def _with_experts(kind: type[layer.Plain], top_k: int) -> type[layer.Plain]:
             return plain_experts(x.reshape(-1, x.shape[-1]), self.parameters, top_k=top_k).reshape(x.shape)
 
     return WithExperts
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
 
 
 FAMILY = Family(

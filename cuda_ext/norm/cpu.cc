@@ -190,9 +190,10 @@ class Rows {
       Load(row, first, count, values);
       squares += SumOfSquares(values, mean, count);
     });
-    const auto variance = static_cast<float>(squares / static_cast<double>(inputs_.cols));
+    const auto variance = static_cast<float>(squares / static_cast<double>(inputs_.cols)) + inputs_.epsilon;
     if (statistics.mean) statistics.mean[row] = mean;
-    statistics.rstd[row] = 1.0f / std::sqrt(variance + inputs_.epsilon);
+    // A row whose squares overflow is NaN: 1 / √∞ would hide it as zeros, with gradients of zero.
+    statistics.rstd[row] = std::isfinite(variance) ? 1.0f / std::sqrt(variance) : NAN;
   }
 
   // A row of y in the dtype of x.

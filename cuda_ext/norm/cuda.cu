@@ -38,6 +38,12 @@ __device__ __forceinline__ float Normalized(float s, float mean, float rstd, flo
   return beta ? __fmaf_rn(unit, gamma, *beta) : __fmul_rn(unit, gamma);
 }
 
+// A row whose squares overflow is NaN, since 0 · ∞ is: 1 / √∞ would hide it as zeros, with gradients of zero.
+__device__ __forceinline__ float ReciprocalDeviation(float variance, float epsilon) {
+  const float sum = variance + epsilon;
+  return __fmaf_rn(0.0f, sum, rsqrtf(sum));
+}
+
 __device__ __forceinline__ float Shuffled(float x, int mask) { return __shfl_xor_sync(kWholeWarp, x, mask); }
 __device__ __forceinline__ float2 Shuffled(float2 x, int mask) {
   return make_float2(Shuffled(x.x, mask), Shuffled(x.y, mask));
@@ -200,7 +206,7 @@ __global__ void __launch_bounds__(kForwardThreads, ResidentThreads(kVectors) / k
         squares = fmaf(from_mean, from_mean, squares);
       }
     }
-    const float rstd = rsqrtf(sum_over_block(squares) / inputs.cols + inputs.epsilon);
+    const float rstd = ReciprocalDeviation(sum_over_block(squares) / inputs.cols, inputs.epsilon);
     PutStatistics(job.statistics, row, mean, rstd);
     if (!with_y) continue;
 
@@ -256,7 +262,7 @@ __global__ void __launch_bounds__(kForwardThreads) NormalizeLongRows(const __gri
     const float from_mean = ToFloat(s[col]) - mean;
     squares = fmaf(from_mean, from_mean, squares);
   }
-  const float rstd = rsqrtf(sum_over_block(squares) / cols + inputs.epsilon);
+  const float rstd = ReciprocalDeviation(sum_over_block(squares) / cols, inputs.epsilon);
   PutStatistics(job.statistics, row, mean, rstd);
   if (!job.rows.data && !job.rows.amax) return;
 

@@ -12,7 +12,8 @@
 namespace te::norm {
 
 // y = (s - mean) · rstd · gamma + beta, with s = x or, with a residual, x + residual rounded to the dtype; mean 0
-// unless centered, rstd = 1 / sqrt(mean of (s - mean)² + epsilon). Computed in float32, y rounded to the dtype.
+// unless centered, rstd = 1 / sqrt(mean of (s - mean)² + epsilon), NaN where that mean overflows. Computed in float32,
+// y rounded to the dtype.
 //
 // `count` matrices one after another, row-major, no dimension of size zero.
 struct Inputs {

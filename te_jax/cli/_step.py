@@ -49,7 +49,7 @@ class TrainState(NamedTuple):
     @property
     def operands(self) -> Any:
         """What the decoder reads: quantized kernels, and all other parameters."""
-        return jax.tree.map(lambda param, kernel: param if kernel is None else kernel, self.params, self.kernels)
+        return optim.merge_kernels(self.params, self.kernels)
 
 
 class Placement(NamedTuple):
@@ -299,10 +299,7 @@ def _updated(params: Any, updates: Any, how: Any) -> tuple[Any, Any]:
     """New parameters, and beside them their `TrainState.kernels`."""
     if how is None:
         return optax.apply_updates(params, updates), jax.tree.map(lambda _: None, params)
-    params, operands = optim.apply_updates(params, updates, requantize=how)
-    return params, jax.tree.map(
-        lambda each, operand: None if each is None else operand, how, operands, is_leaf=lambda each: each is None
-    )
+    return optim.apply_updates(params, updates, requantize=how)
 
 
 def _value_and_gradients(

@@ -165,8 +165,9 @@ def requantize(config: DecoderConfig, *, implementation: Implementation | None =
 
     A step then quantizes each kernel once, however many microbatches it has:
 
-        params, operands = te_jax.optim.apply_updates(params, updates, requantize=models.requantize(config))
-        gradient = te_jax.nn.accumulate_gradients(loss)  # of the next step: gradient(operands, gradients, …)
+        params, kernels = te_jax.optim.apply_updates(params, updates, requantize=models.requantize(config))
+        operands = te_jax.optim.merge_kernels(params, kernels)  # of the next step
+        loss, gradients = te_jax.nn.accumulate_gradients(loss)(operands, gradients, …)
 
     Args:
       config: the shape, with a recipe.

@@ -188,7 +188,7 @@ def accumulate_gradients(
 
     Returns:
       f(variables, gradients, *args, **kwargs) -> (what loss_fn returns, gradients). `variables` is a pytree whose
-      kernels may be quantized (`te_jax.optim.apply_updates`, `te_jax.flax.quantize_kernels`). `gradients` have its
+      kernels may be quantized (`te_jax.optim.merge_kernels`, `te_jax.flax.quantize_kernels`). `gradients` have its
       structure with arrays for kernels, zeros at first: `jax.tree.map(jnp.zeros_like, variables)` before they were
       quantized, and after `flax.linen.unbox` where Linen boxes them. Or None for the first microbatch, which then
       writes the sum to which the others add. f raises ValueError if `gradients` do not fit.

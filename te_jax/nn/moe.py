@@ -109,9 +109,10 @@ def moe(
 
     All tokens at hand are sorted together. Where they are split over devices, call this inside `shard_map`. With
     axis_name each device then holds some of the experts only, and rows of tokens travel to them and back
-    (`te_jax.parallel.dispatch`): results and gradients are those of one device with all tokens. What a device receives
-    is kept for the backward pass as well ("te_dispatched_rows"). With a recipe that scales activations by row or in
-    blocks, by powers of two, rows travel in FP8 forward, except in float16.
+    (`te_jax.parallel.dispatch`): results and gradients are those of one device with all tokens. Scales that many rows
+    share, of CurrentScaling and of RowwiseScaling's weight gradients, follow from the rows of each device. What a
+    device receives is kept for the backward pass as well ("te_dispatched_rows"). With a recipe that scales activations
+    by row or in blocks, by powers of two, rows travel in FP8 forward, except in float16 and with weighted="inputs".
 
     Args:
       x: [*tokens, in], float32, bfloat16 or float16.
@@ -322,7 +323,7 @@ def _experts(
             x,
             weights,
             plan,
-            quantization=_travelling(x, options["recipe"]),
+            quantization=_travelling(x, weighted, options["recipe"]),
             implementation=options["implementation"],
         )
     else:
@@ -376,9 +377,9 @@ def _mlps(
     return ops.grouped_dense(h, kernels[2], sizes, wgrad_accumulator=accumulators[2], **options)
 
 
-def _travelling(x: Array, recipe: Recipe | None) -> Quantization | None:
+def _travelling(x: Array, weighted: str, recipe: Recipe | None) -> Quantization | None:
     """How rows travel: quantized as the experts will, where a scale belongs to one row, and rounds no value again."""
-    if recipe is None or x.dtype == jnp.float16:
+    if recipe is None or x.dtype == jnp.float16 or weighted == "inputs":  # weights multiply rows where they arrive
         return None
     quantization = recipe.quantization("activation")
     exact = quantization.power_of_two_scales and quantization.scaling in ("row", "block_1x128")

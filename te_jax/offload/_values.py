@@ -9,13 +9,12 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-# What these return lies in memory as their operand does.
+# What these return lies in memory as their operand does; reshape, unless it has another order of dimensions.
 _SAME_BYTES = frozenset(
     {
         "name",
         "reshape",
         "squeeze",
-        "expand_dims",
         "copy",
         "optimization_barrier",
         "pvary",
@@ -73,8 +72,11 @@ def _outputs(eqn: Any, operands: list[Value]) -> list[Value]:
     if name in _SAME_BYTES and len(eqn.invars) == len(eqn.outvars):
         if name == "name":
             operands[0].names.add(eqn.params["name"])
+        reordered = name == "reshape" and eqn.params["dimensions"] is not None
         return [
-            before if _same_bytes(var.aval, out.aval) else Value.new(marked=before.marked, names=before.names)
+            before
+            if not reordered and _same_bytes(var.aval, out.aval)
+            else Value.new(marked=before.marked, names=before.names)
             for before, var, out in zip(operands, eqn.invars, eqn.outvars, strict=True)
         ]
     marked = any(value.marked for value in operands)
@@ -91,8 +93,9 @@ def _outputs(eqn: Any, operands: list[Value]) -> list[Value]:
 def _same_bytes(before: Any, after: Any) -> bool:
     if before.dtype != after.dtype or math.prod(before.shape) != math.prod(after.shape):
         return False
-    # On Explicit meshes another shape may be another distribution.
-    return before.shape == after.shape or not before.sharding.mesh.explicit_axes
+    # On Explicit meshes the result may be distributed otherwise: always where its shape is another.
+    same_type = before.shape == after.shape and before.sharding == after.sharding
+    return same_type or not before.sharding.mesh.explicit_axes
 
 
 def _open(value: Any) -> Jaxpr | None:

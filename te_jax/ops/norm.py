@@ -76,9 +76,9 @@ def rms_norm(
 
         y = s / √(mean(s²) + epsilon) · scale,   s = x or x + residual
 
-    The norm reads the sum as it is returned, rounded to the dtype of x. The residuals are s (checkpoint name
-    "te_norm_input") and one float32 a row. The backward pass is one pass over memory, which also adds the gradient of
-    the returned sum.
+    A row whose squares overflow is NaN. The norm reads the sum as it is returned, rounded to the dtype of x. The
+    residuals are s (checkpoint name "te_norm_input") and one float32 a row. The backward pass is one pass over memory,
+    which also adds the gradient of the returned sum.
 
     Args:
       x: [*rows, features], float32, bfloat16 or float16. Rows may be sharded in any way; features are gathered.

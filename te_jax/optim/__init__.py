@@ -20,7 +20,7 @@ from te_jax.optim._nonfinite import (
 )
 from te_jax.optim._offload import offload
 from te_jax.optim._overwrite import overwrite_with_gradient
-from te_jax.optim._requantize import Requantize, apply_updates
+from te_jax.optim._requantize import Requantize, apply_updates, merge_kernels
 
 __all__ = [
     "Buckets",
@@ -37,6 +37,7 @@ __all__ = [
     "dynamic_loss_scale",
     "loss_scale",
     "master_weights",
+    "merge_kernels",
     "offload",
     "overwrite_with_gradient",
     "scale_by_adam",

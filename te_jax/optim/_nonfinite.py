@@ -71,9 +71,9 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Divides gradients by the scale of the loss, and finds that scale: for training in float16.
 
-    If gradients overflow, it skips the step like `skip_nonfinite`, and divides the scale by `factor`; after
-    `growth_interval` steps without overflow it multiplies the scale by `factor`. The loss is multiplied by
-    `loss_scale(state)`:
+    If gradients overflow, scaled or unscaled, it skips the step like `skip_nonfinite`, and divides the scale by
+    `factor`; after `growth_interval` steps without overflow it multiplies the scale by `factor`. The loss is multiplied
+    by `loss_scale(state)`:
 
         loss_of = lambda params: loss(params, batch) * te_jax.optim.loss_scale(state)
 
@@ -122,8 +122,8 @@ def dynamic_loss_scale(
         return DynamicLossScaleState(jnp.asarray(initial_scale, jnp.float32), steps, skipped, inner.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
-        finite = _all_finite(updates, axis_name)
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
+        finite = _all_finite(unscaled, axis_name)  # after what may overflow: scales below 1, and float64 gradients
         updates, inner_state = _update_if(finite, inner, unscaled, state.inner, params, extra_args)
         ratio, low, high = (jnp.asarray(number, jnp.float32) for number in (factor, smallest, largest))
         steps = jnp.where(finite, state.finite_steps + 1, 0)

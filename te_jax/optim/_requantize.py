@@ -64,11 +64,12 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
         leaves parameters as they are.
 
     Returns:
-      The new parameters; with `requantize` (parameters, operands), where operands has a
-      `te_jax.quantized.QuantizedArray` with both copies for each kernel that is quantized and the new parameter
-      elsewhere. Pass operands to layers that are called several times, for microbatches; they then quantize nothing.
-      Where blocks do not divide the last dimension of rows or cols, these are one dimension in the QuantizedArray, as
-      `quantize_kernels` of te_jax.flax and te_jax.nnx has it: their layers take either.
+      The new parameters; with `requantize` (parameters, kernels), where kernels has a
+      `te_jax.quantized.QuantizedArray` with both copies for each kernel that is quantized and None elsewhere, so that a
+      step can donate both. Pass `merge_kernels(params, kernels)` to layers that are called several times, for
+      microbatches; they then quantize nothing. Where blocks do not divide the last dimension of rows or cols, these are
+      one dimension in the QuantizedArray, as `quantize_kernels` of te_jax.flax and te_jax.nnx has it: their layers take
+      either.
 
     Raises:
       ValueError: `requantize` does not fit, or a kernel cannot be quantized in this way.
@@ -78,9 +79,9 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
       >>> from te_jax.recipe import CurrentScaling
       >>> params = {"kernel": jnp.ones((16, 32)), "bias": jnp.zeros(32)}
       >>> how = {"kernel": te_jax.optim.Requantize(CurrentScaling()), "bias": None}
-      >>> params, operands = te_jax.optim.apply_updates(params, params, requantize=how)
-      >>> operands["kernel"].transposed.shape, operands["bias"].dtype
-      ((32, 16), dtype('float32'))
+      >>> params, kernels = te_jax.optim.apply_updates(params, params, requantize=how)
+      >>> kernels["kernel"].transposed.shape, kernels["bias"]
+      ((32, 16), None)
     """
     with jax.numpy_dtype_promotion("standard"):  # float32 updates of 16-bit parameters
         new = optax.apply_updates(params, updates)
@@ -90,13 +91,45 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
     def quantized(how: Requantize | None, part: Any) -> Any:
         if how is not None and not isinstance(how, Requantize):
             raise ValueError(f"requantize has {how!r} at a leaf: it must be a Requantize, or None")
-        return part if how is None else jax.tree.map(functools.partial(_quantized, how), part)
+        return jax.tree.map((lambda _: None) if how is None else functools.partial(_quantized, how), part)
 
     try:
         parts = jax.tree.map(lambda _, part: part, requantize, new, is_leaf=lambda x: x is None)
     except ValueError as error:
         raise ValueError(f"requantize must have the structure of params, or the beginning of it: {error}") from error
     return new, jax.tree.map(quantized, requantize, parts, is_leaf=lambda x: x is None)
+
+
+def merge_kernels(params: Any, kernels: Any) -> Any:
+    """What layers read: the parameters, with quantized kernels in the place of those that have one.
+
+    Args:
+      params: the parameters.
+      kernels: those that `apply_updates` quantized, with None elsewhere.
+
+    Returns:
+      A tree of the structure of `params`.
+
+    Raises:
+      ValueError: `kernels` has another structure than `params`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, te_jax.optim
+      >>> from te_jax.recipe import CurrentScaling
+      >>> params = {"kernel": jnp.ones((16, 32)), "bias": jnp.zeros(32)}
+      >>> how = {"kernel": te_jax.optim.Requantize(CurrentScaling()), "bias": None}
+      >>> no_updates = jax.tree.map(jnp.zeros_like, params)
+      >>> params, kernels = te_jax.optim.apply_updates(params, no_updates, requantize=how)
+      >>> operands = te_jax.optim.merge_kernels(params, kernels)
+      >>> operands["kernel"] is kernels["kernel"], operands["bias"] is params["bias"]
+      (True, True)
+    """
+    try:
+        return jax.tree.map(lambda param, kernel: param if kernel is None else kernel, params, kernels)
+    except ValueError as error:
+        raise ValueError(
+            f"kernels must have the structure of params, as apply_updates(params, …, requantize=…) returns it: {error}"
+        ) from error
 
 
 def _quantized(how: Requantize, kernel: Array) -> QuantizedArray:

@@ -25,6 +25,8 @@ def normalize(
 
         y = (x - mean) · rstd · gamma + beta,   rstd = 1 / √(mean of (x - mean)² + epsilon)
 
+    A row whose squares overflow float32 is NaN: 1 / √∞ would hide it as zeros, with gradients of zero.
+
     Args:
       x: [*rows, features], float32, bfloat16 or float16.
       gamma, beta: float32 [features]; beta may be None.
@@ -38,7 +40,8 @@ def normalize(
     if centered:
         mean = jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide - mean
-    rstd = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + np.float32(epsilon))
+    variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + np.float32(epsilon)
+    rstd = jnp.where(jnp.isfinite(variance), lax.rsqrt(variance), np.float32(np.nan))
     y = wide * rstd * _like_rows(gamma, x)
     if beta is not None:
         y = y + _like_rows(beta, x)

@@ -37,14 +37,15 @@ def loss_of(config):
 def first_state(config):
     params = models.init(config, jax.random.key(0))
     zeros = jax.tree.map(jnp.zeros_like, params)
-    params, operands = optim.apply_updates(params, zeros, requantize=models.requantize(config))
-    return params, OPTIMIZER.init(params), operands, models.init_scaling_state(config)
+    params, kernels = optim.apply_updates(params, zeros, requantize=models.requantize(config))
+    return params, OPTIMIZER.init(params), kernels, models.init_scaling_state(config)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def step(config, state, tokens):
     """tokens is [microbatches, batch, time]."""
-    params, optimizer, operands, scaling = state
+    params, optimizer, kernels, scaling = state
+    operands = optim.merge_kernels(params, kernels)
     gradient = nn.accumulate_gradients(loss_of(config))
     gradients, losses = None, []
     for microbatch in tokens:
@@ -52,8 +53,8 @@ def step(config, state, tokens):
         losses.append(loss)
     gradients, scaling = gradients
     updates, optimizer = OPTIMIZER.update(gradients, optimizer, params)
-    params, operands = optim.apply_updates(params, updates, requantize=models.requantize(config))
-    return (params, optimizer, operands, scaling), (jnp.stack(losses), gradients)
+    params, kernels = optim.apply_updates(params, updates, requantize=models.requantize(config))
+    return (params, optimizer, kernels, scaling), (jnp.stack(losses), gradients)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -123,8 +124,8 @@ def test_quantized_kernels_follow_from_the_parameters(tokens):
     state, _ = step(config, first_state(config), tokens[0])
     how = models.requantize(config)
     zeros = jax.tree.map(jnp.zeros_like, state[0])
-    _, operands = jax.jit(lambda params: optim.apply_updates(params, zeros, requantize=how))(state[0])
-    for one, other in zip(jax.tree.leaves(state[2]), jax.tree.leaves(operands), strict=True):
+    _, kernels = jax.jit(lambda params: optim.apply_updates(params, zeros, requantize=how))(state[0])
+    for one, other in zip(jax.tree.leaves(state[2]), jax.tree.leaves(kernels), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
@@ -135,7 +136,7 @@ def test_the_head_adds_its_gradient_in_place(recipe, apply, tokens):
     recipe this holds on GPUs alone: on CPUs XLA multiplies, and adds."""
     config = dataclasses.replace(CONFIG, recipe=recipe)
     params = models.init(config, jax.random.key(0))
-    operands = params if recipe is None else first_state(config)[2]
+    operands = params if recipe is None else optim.merge_kernels(params, first_state(config)[2])
 
     def with_logits(params, tokens):
         return jnp.mean(jax.nn.logsumexp(models.apply(params, tokens, config).astype(jnp.float32), axis=-1))
@@ -202,7 +203,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"config\.recipe is None"):
         models.requantize(CONFIG)
     config = dataclasses.replace(CONFIG, recipe=CurrentScaling())
-    operands = first_state(config)[2]
+    state = first_state(config)
+    operands = optim.merge_kernels(state[0], state[2])
     tokens = jnp.zeros((2, 8), jnp.int32)
     with pytest.raises(ValueError, match=r"kernels that are quantized .* and parallel is given"):
         models.loss(operands, tokens, tokens, config, parallel=models.TensorParallel(2))

@@ -272,6 +272,15 @@ EXPERT_PARALLEL = {
         {"recipe": BlockScaling(power_of_two_scales=True), "check_vma": False, "dtype": "bfloat16"},
         ("expert_bias",),
     ),
+    **{
+        f"fp8, weighted inputs, {exchange}, four devices": (
+            4,
+            Router(2, score="sigmoid", normalize=False),
+            {"recipe": BlockScaling(power_of_two_scales=True), "weighted": "inputs", "exchange": exchange},
+            ("bias",),
+        )
+        for exchange in ("all_to_all", "all_gather")
+    },
 }
 
 
@@ -313,8 +322,11 @@ def test_expert_parallel(rng, require_devices, name):
         assert_close(one, other, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("power_of_two_scales", [False, True])
-def test_nothing_travels_twice(rng, require_devices, power_of_two_scales):
+@pytest.mark.parametrize(
+    ("power_of_two_scales", "weighted", "rows"),
+    [(False, "results", "bf16"), (True, "results", "ui8"), (True, "inputs", "bf16")],
+)
+def test_nothing_travels_twice(rng, require_devices, power_of_two_scales, weighted, rows):
     """On GPUs rows and weights there, in FP8 where that is exact, results back, and the gradients of all three."""
     recipe = BlockScaling(power_of_two_scales=power_of_two_scales)
     require_devices(2)
@@ -324,13 +336,13 @@ def test_nothing_travels_twice(rng, require_devices, power_of_two_scales):
     options = {"axis_name": "expert", "exchange": "all_to_all", "recipe": recipe, "implementation": "reference"}
 
     def loss(operands):
-        local = functools.partial(moe, router=Router(2), **options)
+        local = functools.partial(moe, router=Router(2), weighted=weighted, **options)
         y = jax.shard_map(lambda o: local(**o).y, mesh=mesh, in_specs=(specs,), out_specs=P("expert"))(operands)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     text = jax.jit(jax.value_and_grad(loss)).trace(operands).lower(lowering_platforms=("cuda",)).as_text()
     exchanges = re.findall(r"@ragged_all_to_all.*\(tensor<\d+x\d+x(\w+)>", text)
-    assert sorted(exchanges) == sorted(["ui8" if power_of_two_scales else "bf16", "f32", "bf16", "bf16", "bf16", "f32"])
+    assert sorted(exchanges) == sorted([rows, "f32", "bf16", "bf16", "bf16", "f32"])
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import re
 import threading
 
@@ -171,6 +172,26 @@ def test_one_array_in_two_shapes_leaves_once(params, stream):
     assert len(there) == LAYERS - 1
     expected = jax.jit(jax.grad(lambda p, x: loss(p, x, None)))(params, stream)
     assert_equal(jax.jit(jax.grad(lambda p, x: loss(p, x, offload)))(params, stream), expected)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_one_array_in_another_order(order, params, stream):
+    """Residuals of as many values and bytes: the array leaves once if they are in the same order, else twice."""
+
+    def run(x, p):
+        hidden = checkpoint_name(jnp.tanh(x @ p["kernel"]), "hidden")
+        flat = jnp.ravel(hidden, order=order)
+        weights = jnp.sin(x[0, 0] * jnp.arange(flat.size, dtype=jnp.float32))
+        return x + jnp.sin(x) * hidden + jnp.mean(weights * flat)
+
+    def loss(p, x, offload):
+        return jnp.sum(jnp.cos(apply_layers(run, p, x, offload=offload)))
+
+    offload = Offload(names=["hidden"], min_size=0)
+    there, _ = copies(jax.grad(functools.partial(loss, offload=offload)), params, stream)
+    assert sum(math.prod(shape) for _, shape in there) == stream.size * (LAYERS - 1) * (1 if order == "C" else 2)
+    found = jax.grad(functools.partial(loss, offload=offload), argnums=(0, 1))(params, stream)
+    assert_equal(found, jax.grad(functools.partial(loss, offload=None), argnums=(0, 1))(params, stream))
 
 
 def test_fp8(rng):

@@ -147,6 +147,30 @@ def test_values_that_are_not_finite(norm, implementation, rng):
     np.testing.assert_array_equal(np.asarray(poisoned[0])[finite], np.asarray(poisoned[1])[finite])
 
 
+@with_residual
+@each_norm
+def test_squares_that_overflow(norm, residual, implementation, rng):
+    """Their rows are NaN and so are all gradients that they reach, not 0, or nobody would see that a run diverges."""
+    for dtype, largest in (("float32", 3e19), ("bfloat16", 1e30)):
+        operands = draw_operands(rng, norm, (5, 200), dtype, residual)
+        factors = np.asarray([[1], [largest], [1], [-1e37], [1]]).astype(jnp.dtype(dtype))
+        operands = (operands[0] * jnp.asarray(factors), *operands[1:])
+        given = [operand for operand in operands if operand is not None]
+
+        def call(*given, with_bias=operands[2] is not None):
+            given = list(given)
+            x, scale, bias = given.pop(0), given.pop(0), given.pop(0) if with_bias else None
+            return run(norm, x, scale, bias, *given, zero_centered=True, implementation=implementation)
+
+        dy, dtotal = draw(rng, (5, 200), dtype, count=2)
+        results, gradients = results_and_gradients(call, given, (dy, dtotal) if residual else dy)
+        rows = [results[0], gradients[0], gradients[-1]] if residual else [results, gradients[0]]
+        for array in rows:
+            wrong = np.isnan(np.asarray(array).astype(np.float32))
+            np.testing.assert_array_equal(wrong, np.repeat([[False], [True], [False], [True], [False]], 200, axis=1))
+        assert np.isnan(np.asarray(gradients[1])).all()  # of the scale
+
+
 @each_norm
 def test_rows_of_zeros(norm, implementation):
     x, ones = jnp.zeros((3, 40), jnp.bfloat16), jnp.ones(40)
@@ -291,13 +315,13 @@ def test_passes_over_memory(native_kernels, rng):
     assert kernels("tensor", "both") == ["te_norm", "te_norm_tensor"]
 
 
-@pytest.mark.parametrize("pair", ["tensor", "1x128"])
-def test_values_that_are_not_finite_in_fp8(pair, implementation, rng):
-    x, scale, _, residual = draw_operands(rng, "rms_norm", (4, 256), "float32", residual=True)
-    x = x.at[2, 5].set(jnp.nan)
-    found, _ = ops.rms_norm(
-        x, scale, residual=residual, quantization=quantization_of(pair), implementation=implementation
-    )
+@pytest.mark.parametrize("value", [np.nan, 1e21], ids=["nan", "its square overflows"])
+@pytest.mark.parametrize(("norm", "pair"), [("rms_norm", "tensor"), ("rms_norm", "1x128"), ("layer_norm", "1x128")])
+def test_values_that_are_not_finite_in_fp8(norm, pair, value, implementation, rng):
+    x, scale, bias, residual = draw_operands(rng, norm, (4, 256), "float32", residual=True)
+    x = x.at[2, 5].set(value)
+    quantization = quantization_of(pair)
+    found, _ = run(norm, x, scale, bias, residual, quantization=quantization, implementation=implementation)
     finite = np.isfinite(np.asarray(found)).all(axis=1)
     np.testing.assert_array_equal(finite, [pair == "1x128"] * 2 + [False] + [pair == "1x128"])
 

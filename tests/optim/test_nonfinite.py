@@ -237,6 +237,23 @@ def test_gradients_are_unscaled_in_float32(rng):
     assert_same(updates, np.asarray(g).astype(np.float32) / np.float32(2.0**24))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale", "value"),
+    [("float32", 2.0**-10, 1e37), ("bfloat16", 2.0**-10, 1e37), ("float16", 2.0**-120, 6e4), ("float64", 2.0, 1e300)],
+)
+def test_gradients_that_overflow_when_they_are_unscaled(dtype, scale, value, rng):
+    """Finite as they come, they are not as the wrapped transform would get them: the step is left out."""
+    with jax.enable_x64(dtype == "float64"):
+        params = normal_like(rng, SHAPES)
+        transform = optim.dynamic_loss_scale(adamw(), scale, smallest=2.0**-126)
+        start = transform.init(params)
+        gradients = jax.tree.map(lambda p: p.astype(dtype), params)
+        updates, state = transform.update(with_one(gradients, "bias", value), start, params)
+        assert_same(updates, jax.tree.map(jnp.zeros_like, params))
+        assert_same(state.inner, start.inner)
+        assert (int(state.skipped), float(optim.loss_scale(state))) == (1, scale / 2)
+
+
 def test_loss_scale_finds_the_one_in_a_state():
     params = {"w": jnp.zeros(3)}
     scaled = optim.dynamic_loss_scale(optim.adam(0.1), 64.0)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 from optim_cases import assert_same, normal_like
 from parameters import in_turns
 
@@ -30,6 +31,10 @@ def step(rng, shape, dtype="float32"):
     """A kernel and its update."""
     kernel, updates = (normal_like(rng, jnp.zeros(shape, d)) for d in (dtype, jnp.float32))
     return kernel, updates * jnp.float32(0.1)
+
+
+def boxes(params):
+    return {name: linen.Partitioned(leaf, (None,)) for name, leaf in params.items()}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -88,7 +93,8 @@ def test_operands_of_layers_over_several_dimensions_are_those_of_quantize_kernel
     variables = layer.init(jax.random.key(0), x)
     updates = normal_like(rng, variables)
     how = {"params": {"kernel": Requantize(recipe, row_ndim=2 if axis == (-2, -1) else 1), "bias": None}}
-    new, operands = optim.apply_updates(variables, updates, requantize=how)
+    new, kernels = optim.apply_updates(variables, updates, requantize=how)
+    operands = optim.merge_kernels(new, kernels)
     assert_same(operands, quantize_kernels(layer, new, x))
     np.testing.assert_array_equal(layer.apply(operands, x), layer.apply(new, x))
 
@@ -108,13 +114,34 @@ def test_trees(rng):
         "head": Requantize(RowwiseScaling(), implementation="reference"),
         "unused": None,
     }
-    new, operands = optim.apply_updates(params, updates, requantize=how)
+    new, kernels = optim.apply_updates(params, updates, requantize=how)
     assert_same(new, optax.apply_updates(params, updates))
     for name in ("query", "out"):
-        assert_same(operands["attention"][name], quantized(new["attention"][name], CurrentScaling(), 1, "reference"))
-    assert_same(operands["head"], quantized(new["head"], RowwiseScaling(), 1, "reference"))
-    assert_same(operands["norm"], new["norm"])
-    assert operands["unused"] is None
+        assert_same(kernels["attention"][name], quantized(new["attention"][name], CurrentScaling(), 1, "reference"))
+    assert_same(kernels["head"], quantized(new["head"], RowwiseScaling(), 1, "reference"))
+    assert kernels["norm"] == {"scale": None, "bias": None}
+    assert kernels["unused"] is None
+    assert_same(optim.merge_kernels(new, kernels), {**new, "attention": kernels["attention"], "head": kernels["head"]})
+
+
+@pytest.mark.parametrize("container", [dict, boxes, nnx.State], ids=["dict", "Linen boxes", "NNX state"])
+def test_a_step_may_donate_parameters_and_kernels(container, rng):
+    """No array is in both."""
+    params = container(normal_like(rng, {"kernel": jnp.zeros((32, 16)), "bias": jnp.zeros(16)}))
+    how = container({"kernel": Requantize(CurrentScaling(), implementation="reference"), "bias": None})
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train(params, kernels):
+        operands = optim.merge_kernels(params, kernels)
+        updates = jax.tree.map(lambda p: -0.1 * p, params)
+        return *optim.apply_updates(params, updates, requantize=how), jax.tree.map(jnp.copy, operands)
+
+    state = optim.apply_updates(params, jax.tree.map(jnp.zeros_like, params), requantize=how)
+    for _ in range(2):
+        expected = [np.asarray(leaf) for leaf in jax.tree.leaves(optim.merge_kernels(*state))]
+        *state, operands = train(*state)
+        assert_same(jax.tree.leaves(operands), expected)
+        assert len(expected) == 1 + 4  # bias, and a kernel's two copies with their scales
 
 
 def test_without_requantize_it_is_optax(rng):
@@ -163,6 +190,13 @@ def test_another_structure_than_that_of_the_parameters(requantize):
     params = {"kernel": jnp.ones((16, 32)), "bias": jnp.ones(32)}
     with pytest.raises(ValueError, match="requantize must have the structure of params, or the beginning of it"):
         optim.apply_updates(params, params, requantize=requantize)
+
+
+@pytest.mark.parametrize("kernels", [{"kernel": None}, [None, None], None], ids=repr)
+def test_kernels_of_another_structure_than_that_of_the_parameters(kernels):
+    params = {"kernel": jnp.ones((16, 32)), "bias": jnp.ones(32)}
+    with pytest.raises(ValueError, match="kernels must have the structure of params, as apply_updates"):
+        optim.merge_kernels(params, kernels)
 
 
 def test_what_is_no_requantize():
