@@ -42,6 +42,24 @@ hypothesis.settings.load_profile("te_jax")
 _SEED = pytest.StashKey[int]()
 
 
+def pytest_configure(config):
+    """A run of minutes says what failed when it fails."""
+    if not hasattr(config, "workerinput") and (reporter := config.pluginmanager.get_plugin("terminalreporter")):
+        config.pluginmanager.register(_FailuresAtOnce(reporter))
+
+
+class _FailuresAtOnce:
+    def __init__(self, reporter):
+        self.reporter = reporter
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.reporter.ensure_newline()
+            self.reporter.write_line(f"FAILED {report.nodeid}: {crash.message[:400] if crash else report.longrepr}")
+
+
 def pytest_sessionstart(session):
     """TE_JAX_TEST_REQUIRE_NATIVE=1 ends a run that would silently test the reference instead of the kernels."""
     del session

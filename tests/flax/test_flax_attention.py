@@ -47,7 +47,7 @@ def test_without_rotary_positions_it_is_flaxs(rng, use_bias, causal):
     variables = jax.jit(theirs.init)(key, x)
     for a, e in zip(*map(jax.tree.leaves_with_path, (ours.init(key, x), variables)), strict=True):
         assert a[0] == e[0]
-        np.testing.assert_array_equal(a[1], e[1])
+        np.testing.assert_allclose(a[1], e[1], rtol=1e-6)  # only one of the two is under jit
     variables = jax.tree.map(lambda leaf: leaf + normal(rng, leaf.shape) / 10, variables)
     cotangent, mask = normal(rng, (2, 6, 32)), jnp.asarray(visible(2, 6, causal=causal)[:, None])
 

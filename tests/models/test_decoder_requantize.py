@@ -98,10 +98,13 @@ def test_the_state_of_delayed_scaling_is_the_largest_of_all_microbatches(tokens)
 
 @every_recipe
 def test_a_resumed_run_has_the_same_bits(recipe, tokens):
+    """On GPUs only without XLA's atomic additions and autotuning, as `te-jax train --deterministic` compiles it."""
+    options = {"xla_gpu_deterministic_ops": True} if jax.default_backend() == "gpu" else None
+    deterministic = jax.jit(step.__wrapped__, static_argnums=0, compiler_options=options)
     config = dataclasses.replace(CONFIG, recipe=recipe)
     state = first_state(config)
     for i in range(2):
-        state, _ = step(config, state, tokens[i])
+        state, _ = deterministic(config, state, tokens[i])
     checkpoint = io.BytesIO()
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
     np.savez(checkpoint, *[leaf.view(np.uint8) if leaf.ndim else leaf for leaf in leaves])
@@ -111,8 +114,8 @@ def test_a_resumed_run_has_the_same_bits(recipe, tokens):
     ]
     resumed = jax.tree.structure(state).unflatten([jnp.asarray(leaf) for leaf in restored])
     for i in range(2, 4):
-        state, (losses, _) = step(config, state, tokens[i])
-        resumed, (others, _) = step(config, resumed, tokens[i])
+        state, (losses, _) = deterministic(config, state, tokens[i])
+        resumed, (others, _) = deterministic(config, resumed, tokens[i])
         np.testing.assert_array_equal(losses, others)
     for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(resumed), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()

@@ -339,9 +339,8 @@ def test_scores_on_a_gpu_are_limited(change, message):
 
 
 def test_named_cudnn_is_not_for_cpus(rng):
-    with pytest.raises(
-        ValueError, match=r"^implementation is 'cudnn', and the program is not lowered for CUDA: use None"
-    ):
+    message = r"^implementation is 'cudnn', and the program is not lowered for CUDA: use None"
+    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(ValueError, match=message):
         ops.attention(**draw(rng, dtype="bfloat16"), implementation="cudnn")
 
 

@@ -1,6 +1,7 @@
 """Linear layers with several kernels: one quantization of x, results and gradients of layers of their own."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -51,7 +52,8 @@ def gradients(cases, recipe, states, **options):
 
 @pytest.mark.parametrize(("recipe", "kernel_contracting"), in_turns({**RECIPES, "none": None}, ("first", "last")))
 def test_as_layers_of_their_own(kernel_contracting, recipe, rng):
-    """Sizes differ, and numbers of dimensions. All but dx are the same bits."""
+    """Sizes differ, and numbers of dimensions. In FP8 all but dx are the same bits; XLA's GEMMs may be others."""
+    compare = functools.partial(assert_near, tolerance=5e-3) if recipe is None else np.testing.assert_array_equal
     cases = random_cases(rng, (256,), (2, 64), (16,), kernel_contracting=kernel_contracting)
     states = states_of(cases, recipe)
     options = {"kernel_contracting": kernel_contracting}
@@ -59,10 +61,8 @@ def test_as_layers_of_their_own(kernel_contracting, recipe, rng):
     expected = np.zeros(dx.shape)
     for i, case in enumerate(cases):
         (y,), (part, *wanted) = gradients([case], recipe, None if states is None else states[i : i + 1], **options)
-        np.testing.assert_array_equal(ys[i], y)
-        jax.tree.map(
-            np.testing.assert_array_equal, [other and other[i] for other in others], [w and w[0] for w in wanted]
-        )
+        compare(ys[i], y)
+        jax.tree.map(compare, [other and other[i] for other in others], [w and w[0] for w in wanted])
         expected += wide(part)
     assert dx.dtype == jnp.bfloat16
     assert_near(dx, expected, tolerance=5e-3)
