@@ -15,6 +15,7 @@ namespace te::collective_gemm {
 
 // What a device contributes to a rendezvous.
 struct Contribution {
+  const Group* group = nullptr;  // of a device that waits; used within a process only
   Terms terms = {};
   std::vector<void*> arrays = {};
   void* event = nullptr;
@@ -58,6 +59,17 @@ inline std::string Describe(int term, int64_t value) {
   return kTexts[term][0] + std::to_string(value) + kTexts[term][1];
 }
 
+// Two devices of a process that wait for each other, each in a call of its own.
+inline std::string DescribeDifference(const Contribution& first, const Contribution& second) {
+  std::string text;
+  for (const Contribution* const one : {&first, &second}) {
+    const Group& group = *one->group;
+    text += (text.empty() ? "device " : ", and device ") + NameOf(group.devices[group.rank]) + " " +
+            Describe(kCall, group.call) + ", " + group.name + " of the group " + Names(group.devices);
+  }
+  return text + "; all must make the same calls, in the same order";
+}
+
 // The two rendezvous of one call. A device that has failed must take part in the next one, or its peers would wait in
 // vain; then the call is over for all. A call that is destroyed before Finish has failed.
 template <typename Call>
@@ -76,10 +88,10 @@ class CallRendezvous {
   }
 
   // The first rendezvous.
-  Status Start(std::vector<void*> arrays, void* ready) { return Join({terms_, std::move(arrays), ready}); }
+  Status Start(std::vector<void*> arrays, void* ready) { return Join({&group_, terms_, std::move(arrays), ready}); }
   // The second one, after this device's streams wait for all events of the first one that they need.
   Status End(void* event, std::vector<void*> events_by_rank) {
-    return Join({terms_, {}, event, std::move(events_by_rank)});
+    return Join({&group_, terms_, {}, event, std::move(events_by_rank)});
   }
   // After all waits of this device are in its streams.
   Status Finish() {
@@ -103,7 +115,8 @@ class CallRendezvous {
     if (!met) {
       stage_ = kStages;
       if (mine.readers != nullptr) mine.readers->fetch_sub(group_.size() - 1);  // no peer has its events
-      return Status::Failed(!absent_.empty() ? TimedOut() : group_.segments != nullptr ? Broken() : Twice());
+      if (!failure_.difference.empty()) return Status::Failed(failure_.difference);
+      return Status::Failed(!failure_.absent.empty() ? TimedOut() : group_.segments != nullptr ? Broken() : Twice());
     }
     Hold(stage);
     for (int rank = 0; rank < group_.size(); ++rank) {
@@ -140,7 +153,7 @@ class CallRendezvous {
 
   void ReportFailure() {
     if (group_.segments != nullptr) return group_.segments->Break();
-    Contribution failed;
+    Contribution failed{&group_, terms_};
     failed.failed = true;
     if (JoinInProcess(failed, stage_)) Hold(stage_);
   }
@@ -157,9 +170,9 @@ class CallRendezvous {
   // A device that has joined the first rendezvous joins the second one too, if only to report a failure, and writes to
   // its peers' arrays until then: the second one has no timeout.
   bool JoinInProcess(const Contribution& mine, int stage) {
-    static auto* rendezvous = new Rendezvous<Contribution>;
+    static auto* rendezvous = new Rendezvous<Contribution>(Call::kOneByOne, DescribeDifference);
     return rendezvous->Join(RendezvousKey{group_.run, group_.call, stage, group_.devices}, group_.rank, mine,
-                            stage == 0 ? std::optional(group_.timeout) : std::nullopt, contributions_[stage], absent_);
+                            stage == 0 ? std::optional(group_.timeout) : std::nullopt, contributions_[stage], failure_);
   }
 
   // Across processes a barrier is enough: arrays lie at the same offsets in every device's segment, and each device has
@@ -167,7 +180,7 @@ class CallRendezvous {
   bool JoinAcrossProcesses(const Contribution& mine, int stage) {
     SharedSegments& segments = *group_.segments;
     std::vector<Terms> terms;
-    if (!segments.Barrier(mine.terms, group_.timeout, terms, absent_)) return false;
+    if (!segments.Barrier(mine.terms, group_.timeout, terms, failure_.absent)) return false;
     contributions_[stage].assign(group_.size(), {});
     for (int rank = 0; rank < group_.size(); ++rank) {
       Contribution& peer = contributions_[stage][rank];
@@ -187,7 +200,7 @@ class CallRendezvous {
 
   std::string TimedOut() const {
     return Where() + " waited " + std::to_string(std::chrono::duration<double>(group_.timeout).count()) +
-           " s for device " + Names(absent_) +
+           " s for device " + Names(failure_.absent) +
            ", which did not come: look for what failed there first, or give the call a longer timeout";
   }
 
@@ -208,7 +221,7 @@ class CallRendezvous {
   bool finished_ = false;
   std::vector<Contribution> contributions_[kStages];  // by rank
   std::vector<std::atomic<int>*> held_;               // the readers of peers' events, until this thread leaves
-  std::vector<int> absent_;
+  Failure failure_;
 };
 
 }  // namespace te::collective_gemm

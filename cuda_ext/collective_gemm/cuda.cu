@@ -96,6 +96,8 @@ Status MakeEvent(Resources& resources) {
 
 class CudaCall {
  public:
+  static constexpr bool kOneByOne = true;
+
   explicit CudaCall(cudaStream_t main) : main_(main) {}
   CudaCall(const CudaCall&) = delete;
   CudaCall& operator=(const CudaCall&) = delete;

@@ -13,6 +13,7 @@
 //
 // A platform provides `Call`, the streams and events of one device for one call:
 //
+//   - static constexpr bool kOneByOne: whether a device makes the calls of an execution one after another.
 //   - Status Begin(): acquires them, before all else. After a failure only Synchronize and SynchronizeEvent are called.
 //   - Status Record(Stream, void*& event): a point in a stream, in the given event or in a new one.
 //   - Status Wait(Stream, void* event): holds a stream until the event, which any device may have recorded.

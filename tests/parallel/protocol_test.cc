@@ -3,8 +3,9 @@
 // Copies and products take random times, and nothing but events orders them: ThreadSanitizer reports every read and
 // write that the protocol leaves unordered, and results are compared besides. Between calls each device writes over
 // what its peers have read, and poisons what they have written. Some steps fail: then no stream may touch an array any
-// more once its call has returned. To some calls one device brings another number of pieces: then all refuse. Some
-// hosts take longer than the timeout after the first rendezvous: then none gives up. Exits with 0 if all went well.
+// more once its call has returned. To some calls one device brings another number of pieces, or it makes another call:
+// then all refuse. Some hosts take longer than the timeout after the first rendezvous: then none gives up. Exits with 0
+// if all went well.
 
 #include "collective_gemm/protocol.h"
 
@@ -120,6 +121,8 @@ struct Device {
 
 class SimulatedCall {
  public:
+  static constexpr bool kOneByOne = true;
+
   SimulatedCall(Device& device, int failing_step, int slow_step)
       : device_(device), steps_left_(failing_step), steps_to_slow_(slow_step) {}
   ~SimulatedCall() {
@@ -229,6 +232,7 @@ struct Plan {
   bool biased;    // by nothing: of two devices the last product then leaves the sum to another step
   int slow_rank;  // whose host takes longer than the timeout between the two rendezvous, or -1
   bool one_differs = false;
+  bool one_makes_another_call = false;
 
   bool AddsUp() const { return weights > 1; }
   bool SendsCopies() const { return !direct || AddsUp(); }
@@ -250,7 +254,7 @@ struct Plan {
     return weights + (AddsUp() || biased || size > 2 ? 1 : 0);
   }
   bool Fails(int rank) const {
-    return one_stays_away || one_differs ||
+    return one_stays_away || one_differs || one_makes_another_call ||
            (failing_rank >= 0 && (failing_step < StepsInCommon() || rank == failing_rank));
   }
 };
@@ -281,7 +285,9 @@ class Member {
     for (int rank = 0; rank < plan.size; ++rank) devices.push_back(rank);
     const auto timeout =
         plan.slow_rank >= 0 ? kTimeoutOfSlow : std::chrono::milliseconds(plan.one_stays_away ? 200 : 60'000);
-    const Group group{"simulated", number, 1, rank_, devices, timeout, nullptr};
+    const int call = plan.one_makes_another_call && rank_ == 0 ? 2 : 1;
+    const int64_t run = plan.size * int64_t{1'000'000} + number;
+    const Group group{"simulated", run, call, rank_, devices, timeout, nullptr};
     Status status = Status::Ok();
     {
       SimulatedCall call(device_, rank_ == plan.failing_rank ? plan.failing_step : -1,
@@ -289,6 +295,9 @@ class Member {
       status = plan.gathers ? RunAllGather(call, group, AllGather(plan)) : RunReduceScatter(call, group, Scatter(plan));
     }
     if (fails && status.ok()) return "no error";
+    if (plan.one_makes_another_call && status.reason().find("makes call 2") == std::string::npos) {
+      return status.reason();
+    }
     if (!fails && !status.ok()) return status.reason();
     if (fails) {  // once its own stream is done, XLA may use the arrays for something else
       device_.main.Drain();
@@ -429,6 +438,8 @@ int Main(int calls, unsigned seed) {
         plan.slow_rank = static_cast<int>(random() % size);
       } else if (random() % 20 == 0) {
         plan.one_differs = true;
+      } else if (random() % 20 == 0) {
+        plan.one_makes_another_call = true;
       }
       plans.push_back(plan);
     }

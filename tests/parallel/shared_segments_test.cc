@@ -1,7 +1,7 @@
 // Segments that several processes share, here those of one process. A participant that waits for the others fails at
 // once when one of them gives up, and names those that did not arrive in time; a participant of another host is
-// refused, and so is more memory than the system has. The rendezvous of one process, too, forgets calls that failed.
-// Exits with 0 if all went well.
+// refused, and so is more memory than the system has. The rendezvous of one process forgets calls that failed, and
+// finds participants that wait for each other. Exits with 0 if all went well.
 
 #include "collective_gemm/shared_segments.h"
 
@@ -180,30 +180,101 @@ void TestAProcessThatHasEndedIsNotWaitedFor() {
 }
 
 void TestRendezvousThatFailedAreForgotten() {
-  Rendezvous<std::shared_ptr<int>> rendezvous;
+  using Value = std::shared_ptr<int>;
+  Rendezvous<Value> rendezvous(true, [](const Value&, const Value&) { return std::string("a difference"); });
   const auto value = std::make_shared<int>(0);
-  std::vector<std::shared_ptr<int>> all;
-  std::vector<int> absent;
+  std::vector<Value> all;
+  Failure failure;
   const auto join = [&](int64_t run, int rank, std::chrono::nanoseconds timeout) {
-    return rendezvous.Join(RendezvousKey{run, 1, 0, {4, 5}}, rank, value, timeout, all, absent);
+    return rendezvous.Join(RendezvousKey{run, 1, 0, {4, 5}}, rank, value, timeout, all, failure);
   };
   for (int run = 0; run < 1000; ++run) {
-    Check(!join(run, 0, std::chrono::nanoseconds(0)) && absent == std::vector<int>{5}, "a call did not time out");
+    Check(!join(run, 0, std::chrono::nanoseconds(0)) && failure.absent == std::vector<int>{5},
+          "a call did not time out");
   }
   Check(value.use_count() < 200, "calls that failed are kept for good");
-  Check(!join(999, 1, seconds(600)) && absent == std::vector<int>{5},
+  Check(!join(999, 1, seconds(600)) && failure.absent == std::vector<int>{5},
         "a participant that is late waits for the others");
 }
 
+std::string Both(const int& first, const int& second) { return std::to_string(first) + std::to_string(second); }
+
+// One of several participants, each with a thread of its own, whose value is its number.
+struct Arrival {
+  int participant;
+  int64_t call;
+  std::vector<int> group;
+  std::chrono::milliseconds late = {};  // of which it works all the time
+};
+
+// The differences that participants of one run hear of, in the order of their arrivals; empty of those that met.
+std::vector<std::string> Differences(bool one_by_one, const std::vector<Arrival>& arrivals,
+                                     std::chrono::nanoseconds timeout) {
+  Rendezvous<int> rendezvous(one_by_one, Both);
+  std::vector<std::string> differences(arrivals.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < arrivals.size(); ++i) {
+    threads.emplace_back([&, i] {
+      const Arrival& arrival = arrivals[i];
+      const auto begin = std::chrono::steady_clock::now();
+      while (std::chrono::steady_clock::now() - begin < arrival.late) continue;
+      std::vector<int> all;
+      Failure failure;
+      const auto rank = std::find(arrival.group.begin(), arrival.group.end(), arrival.participant);
+      const bool met =
+          rendezvous.Join(RendezvousKey{1, arrival.call, 0, arrival.group},
+                          static_cast<int>(rank - arrival.group.begin()), arrival.participant, timeout, all, failure);
+      Check(met || !failure.difference.empty(), "a participant is not told of a difference");
+      differences[i] = failure.difference;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return differences;
+}
+
+void TestParticipantsThatWaitForEachOther() {
+  using std::chrono::milliseconds;
+  const std::vector<int> all{4, 5, 6, 7};
+  const std::vector<std::vector<Arrival>> circles{
+      {{4, 1, all}, {5, 1, all}, {6, 2, all}, {7, 3, all, milliseconds(100)}},           // the last one comes later
+      {{4, 1, {4, 5}}, {5, 2, {5, 6}}, {6, 3, {6, 7}}, {7, 4, {7, 4}}},                  // each waits for the next one
+      {{4, 1, {4, 5}}, {5, 2, all}, {6, 2, all, milliseconds(100)}, {7, 3, {4, 7, 8}}},  // one waits for the circle
+  };
+  for (const bool one_by_one : {true, false}) {
+    for (const std::vector<Arrival>& circle : circles) {
+      const std::vector<std::string> differences = Differences(one_by_one, circle, seconds(600));
+      Check(differences[0].size() == 2 && differences[0][0] != differences[0][1], "no two participants are named");
+      for (const std::string& other : differences)
+        Check(other == differences[0], "participants are told different things");
+    }
+  }
+  const std::vector<Arrival> chain{
+      {4, 1, {4, 5}}, {5, 2, {5, 6}}, {6, 2, {5, 6}, milliseconds(100)}, {5, 1, {4, 5}, milliseconds(200)}};
+  // Whoever comes one by one leaves a rendezvous before it joins the next one.
+  for (const std::string& difference : Differences(true, chain, seconds(600))) {
+    Check(difference.empty(), "a participant that waits for another is taken for one that differs");
+  }
+  const std::vector<Arrival> crossed{
+      {4, 1, {4, 5}}, {5, 2, {4, 5}}, {4, 2, {4, 5}, milliseconds(1500)}, {5, 1, {4, 5}, milliseconds(1500)}};
+  for (const std::string& difference : Differences(false, crossed, seconds(600))) {
+    Check(difference.empty(), "participants that still work are taken for ones that differ");
+  }
+  std::vector<Arrival> busy(crossed.begin(), crossed.begin() + 2);
+  busy.push_back({6, 3, {6}, milliseconds(1500)});
+  const std::vector<std::string> differences = Differences(false, busy, milliseconds(300));
+  Check(!differences[0].empty() && differences[0] == differences[1], "a timeout does not tell what differs");
+}
+
 void TestAParticipantThatArrivesTwice() {
-  Rendezvous<int> rendezvous;
+  Rendezvous<int> rendezvous(true, Both);
   const RendezvousKey key{1, 1, 0, {4, 5}};
   std::atomic<int> failed{0};
   std::vector<std::thread> threads;
   for (int i = 0; i < 2; ++i) {
     threads.emplace_back([&] {
-      std::vector<int> all, absent;
-      failed += !rendezvous.Join(key, 0, 0, seconds(600), all, absent) && absent.empty();
+      std::vector<int> all;
+      Failure failure;
+      failed += !rendezvous.Join(key, 0, 0, seconds(600), all, failure) && failure.absent.empty();
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -231,6 +302,7 @@ int main() {
   te::collective_gemm::TestTermsAreThoseOfThisBarrier();
   te::collective_gemm::TestAProcessThatHasEndedIsNotWaitedFor();
   te::collective_gemm::TestRendezvousThatFailedAreForgotten();
+  te::collective_gemm::TestParticipantsThatWaitForEachOther();
   te::collective_gemm::TestAParticipantThatArrivesTwice();
   return 0;
 }

@@ -299,6 +299,35 @@ def test_a_device_that_does_not_come_in_time(name, rng, require_devices):
     assert_close(mapped(x, w, np.zeros(4, int)), x.astype(np.float64) @ w, dtype=F32)
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["one group", "groups in a circle"])
+def test_devices_of_one_process_that_make_different_calls(shape, rng, require_devices):
+    """Long before the timeout all name the same two devices and what they do; the next execution works."""
+    require_devices(4)
+    names = ("a", "b")[: len(shape)]
+    mesh = mesh_of(shape, names)
+    gather = functools.partial(all_gather_matmul, transport="p2p", timeout=600.0)
+
+    def local(x, w, differs):
+        odd = sum(lax.axis_index(name) for name in names) % 2 == 1
+        orders = (names, names[::-1]) if len(names) > 1 else (("a", "a"), ("a",))
+
+        def run(order):
+            return sum(jnp.sum(gather(x, w, axis_name=axes), axis=0) for axes in order)
+
+        return lax.cond(differs & odd, lambda: run(orders[1]), lambda: run(orders[0]))[None]
+
+    mapped = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(P(names), P(), P()), out_specs=P(names), check_vma=False)
+    )
+    x, w = normal(rng, 8, 8), normal(rng, 8, 8)
+    call = r"device \d makes call \d+, all_gather_matmul of the group (\d, )+\d"
+    with pytest.raises(Exception, match=f"{call}, and {call}; all must make the same calls, in the same order"):
+        jax.block_until_ready(mapped(x, w, True))
+    by_device = x.reshape(*shape, 2, 8).astype(np.float64).sum(axis=-2) @ w
+    expected = sum(by_device.sum(axis=i, keepdims=True) for i in ((0, 1) if len(shape) > 1 else (0, 0)))
+    assert_close(mapped(x, w, False), np.broadcast_to(expected, by_device.shape).reshape(4, 8), dtype=F32)
+
+
 def test_a_mesh_without_devices(require_devices):
     require_devices(4)
     mesh = mesh_of((4,), ("t",)).abstract_mesh
