@@ -59,7 +59,7 @@ def test_reference(operation, rng):
     operation.assert_right(operation.alone("reference")(*case), *case)
 
 
-@no_variants
+@every  # a variant may be the only one of its operation with integers
 def test_integers_of_any_dtype(operation, rng):
     """They count as the same integers in int32; what that cannot hold counts as its largest: nothing wraps."""
     operands, cotangents = operation.case(rng)
