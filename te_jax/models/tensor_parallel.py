@@ -32,6 +32,7 @@ from te_jax.models.mixture import MLP, Balance, mixture
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
 from te_jax.parallel._collective.call import Residual, TransportName, validate_options
 from te_jax.recipe import DelayedScalingState
+from te_jax.reference.softmax_cross_entropy import equals
 
 __all__ = ["TensorParallel", "param_specs"]
 
@@ -320,7 +321,7 @@ def mean_cross_entropy(
     total = ops.softmax_cross_entropy(
         logits, targets, reduction="sum", axis_name=parallel.axis_name, implementation=implementation
     )
-    counted = jnp.sum(targets.astype(jnp.int32) != _NO_TARGET, dtype=jnp.int32)
+    counted = jnp.sum(~equals(targets, _NO_TARGET), dtype=jnp.int32)
     if parallel.batch_axes:
         total, counted = lax.psum((total, counted), parallel.batch_axes)
     return total / jnp.maximum(counted, 1).astype(total.dtype)

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from te_jax import ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
+from te_jax._core.integers import validate_integers
 from te_jax.nn import linear
 from te_jax.ops.attention import Implementation
 from te_jax.quantized import QuantizedArray
@@ -179,8 +180,8 @@ def attend(
     place = cache.filled + lax.broadcasted_iota(jnp.int32, (time, keys.shape[1]), 0)
     seen = lax.broadcasted_iota(jnp.int32, place.shape, 1)
     visible = seen <= place
-    if settings.window is not None:
-        visible &= seen > place - settings.window
+    if settings.window is not None and settings.window < keys.shape[1]:
+        visible &= seen > place - int(settings.window)
     bias = jnp.where(visible, 0.0, -jnp.inf).astype(query.dtype)
     mixed = ops.attention(query, keys.astype(query.dtype), values.astype(query.dtype), bias=bias, **options)
     filled = cache.filled + time
@@ -206,6 +207,7 @@ def _validate_cached(key: Array, settings: Settings, segment_ids: Any, key_lengt
 
 
 def _as_positions(positions: Any, query: Array) -> Array:
+    validate_integers("positions", positions)
     positions = jnp.asarray(positions)
     integers = jnp.issubdtype(positions.dtype, jnp.integer)
     if not integers or positions.shape not in (query.shape[1:2], query.shape[:2]):

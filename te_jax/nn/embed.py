@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import ops, sharding
+from te_jax._core.integers import validate_integers
 from te_jax.nn import linear
 from te_jax.recipe import DelayedScaling, Recipe
 
@@ -24,6 +25,7 @@ def check_recipe(recipe: Recipe | None) -> None:
 
 def rows(table: Array, indices: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike | None) -> Array:
     """The rows of a table at indices, in the given dtype or that of the table."""
+    validate_integers("inputs", indices)
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(f"inputs have dtype {indices.dtype}; they must be integers, the numbers of the vectors")

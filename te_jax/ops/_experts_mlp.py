@@ -25,6 +25,7 @@ from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops import _fp8
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
 from te_jax.ops._dense_arguments import implementation_for
+from te_jax.ops._grouped_product import rows_in_groups
 from te_jax.ops._operands import as_array
 from te_jax.ops._quantize_kernels import Request
 from te_jax.ops._quantize_rows import quantize_rows
@@ -255,7 +256,7 @@ def _quantized(
     """The rows of experts in FP8, zeros in others."""
     if permutation is None:
         index = jnp.arange(x.shape[0], dtype=jnp.int32)
-        index = jnp.where(index < jnp.sum(group_sizes), index, -1)
+        index = jnp.where(index < rows_in_groups(group_sizes, x.shape[0]), index, -1)
     else:
         index = permutation.choices // permutation.rows.shape[-1]
     x = differentiated_once(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), NAME)

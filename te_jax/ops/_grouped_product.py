@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax import native, reference, sharding
+from te_jax._core.integers import as_int32
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.ops._gemm_product import Scaling
 from te_jax.quantized import QuantizedArray
@@ -78,11 +79,16 @@ class GroupedSpec:
 def group_bounds(group_sizes: Array, group_offset: Array | None, groups: int, rows: int) -> Array:
     """int32 [1, groups + 1]: rows where groups begin, from the group `group_offset` on, and where the last one ends.
     The one place where sizes become rows."""
-    sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, rows)
+    sizes = jnp.clip(as_int32(group_sizes), 0, rows)
     bounds = jnp.pad(jnp.cumsum(sizes), (1, 0))
     if group_offset is not None:
-        bounds = lax.dynamic_slice_in_dim(bounds, group_offset.astype(jnp.int32).reshape(()), groups + 1)
+        bounds = lax.dynamic_slice_in_dim(bounds, as_int32(group_offset).reshape(()), groups + 1)
     return jnp.clip(bounds, 0, rows)[None]
+
+
+def rows_in_groups(group_sizes: Array, rows: int) -> Array:
+    """Int32 scalar: how many of the rows belong to a group."""
+    return group_bounds(group_sizes, None, group_sizes.shape[0], rows)[0, -1]
 
 
 def grouped_product(spec: GroupedSpec, arrays: Mapping[str, Array]) -> Array:

@@ -9,6 +9,7 @@ from jax import Array
 
 from te_jax import sharding
 from te_jax._core.arguments import as_dtype, as_flag, kind_of
+from te_jax._core.integers import validate_integers
 from te_jax._core.types import FP8, FP8_NAMES
 from te_jax.quantized import QuantizedArray, scale_shape
 from te_jax.recipe import Quantization
@@ -22,6 +23,7 @@ def as_array(name: str, x: Any) -> Array:
         raise ValueError(
             f"{name} is a QuantizedArray; it must be a plain array: pass what was quantized, or its dequantize()"
         )
+    validate_integers(name, x)
     try:
         array = jnp.asarray(x)
     except (TypeError, ValueError) as error:

@@ -20,6 +20,7 @@ from jax.interpreters import mlir
 from te_jax import reference, sharding
 from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
 from te_jax._core.derivatives import not_differentiated
+from te_jax._core.integers import as_int32, in_one_dtype
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops import _cudnn_attention
 from te_jax.ops._cudnn_attention import Masks
@@ -218,10 +219,10 @@ def _prepared(arrays: Operands, t: int, s: int) -> dict[str, Array]:
     operands |= {name: arrays[name] for name in ("bias", "sinks") if name in arrays}
     for name in ("query_lengths", "key_lengths"):
         if name in arrays:
-            operands[name] = arrays[name].astype(jnp.int32)
+            operands[name] = as_int32(arrays[name])
     if "segment_ids" in arrays:
-        operands["query_segment_ids"] = arrays["segment_ids"].astype(jnp.int32)
-        operands["key_segment_ids"] = arrays.get("key_segment_ids", arrays["segment_ids"]).astype(jnp.int32)
+        ids = in_one_dtype(arrays["segment_ids"], arrays.get("key_segment_ids", arrays["segment_ids"]))
+        operands["query_segment_ids"], operands["key_segment_ids"] = ids
     if "bias" in arrays:
         bias = jnp.expand_dims(arrays["bias"], tuple(range(4 - arrays["bias"].ndim)))
         operands["bias"] = jnp.broadcast_to(bias, (*bias.shape[:2], t, s))

@@ -21,6 +21,7 @@ from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8
 from te_jax.ops._dense_arguments import implementation_for
 from te_jax.ops._fp8 import Fp8
+from te_jax.ops._grouped_product import rows_in_groups
 from te_jax.ops._operands import as_array, one_for_each
 from te_jax.ops._plain_dense import added_once, validate_accumulated, validate_reached
 from te_jax.ops.dense import quantize_kernel
@@ -162,7 +163,8 @@ class GroupedLayer:
         """x [rows, features] as products read it, zeros in rows of no expert."""
         if self.recipe is None:
             return not_differentiated(x, REVERSE_MODE)
-        x = jnp.where((jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None], x, jnp.zeros((), x.dtype))
+        counts = jnp.arange(x.shape[0], dtype=jnp.int32) < rows_in_groups(group_sizes, x.shape[0])
+        x = jnp.where(counts[:, None], x, jnp.zeros((), x.dtype))
         fp8 = Fp8(NAME, self.recipe, self.implementation)
         return fp8.quantize(role, x, None, row_ndim=1, copies="both" if with_wgrad else "data").array
 

@@ -12,6 +12,7 @@ from jax import Array
 
 from te_jax import sharding
 from te_jax._core.arguments import is_whole_number
+from te_jax._core.integers import as_int32
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS
 from te_jax.ops._operands import as_array
@@ -201,7 +202,7 @@ def permute_weights(weights: jax.typing.ArrayLike, permutation: Permutation) -> 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=sharding.INLINE)
 def _group_by_expert(experts: Array, num_experts: int, align: int, capacity: int | None) -> Permutation:
     total = experts.size
-    keys = experts.astype(jnp.int32).reshape(total)
+    keys = as_int32(experts).reshape(total)
     valid = (keys >= 0) & (keys < num_experts)
     keys = jnp.where(valid, keys, num_experts)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from te_jax import sharding
 from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
+from te_jax._core.integers import as_int32
 from te_jax._core.types import FLOAT_NAMES, FLOATS
 from te_jax.ops._operands import as_array
 from te_jax.sharding import AxisName
@@ -400,7 +401,7 @@ def _scores(logits: Array, score: Score) -> Array:
 
 def _chosen(experts: Array, count: int) -> Array:
     """int32 [*tokens, count]: how many of a token's choices each expert is."""
-    experts = experts.astype(jnp.int32)
+    experts = as_int32(experts)
     masks = (_equals(experts[..., k], count).astype(jnp.int32) for k in range(experts.shape[-1]))
     return functools.reduce(jnp.add, masks)  # one loop, without an array [*tokens, top_k, count]
 

@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from te_jax import native, ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax._core.derivatives import differentiated_once
+from te_jax._core.integers import as_int32
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS
 from te_jax.ops._operands import as_array, validate_quantization
@@ -165,7 +166,7 @@ def plan_dispatch(
         )
     permutation = ops.group_by_expert(experts, num_experts)
     return _plan(
-        experts.astype(jnp.int32),
+        as_int32(experts),
         permutation,
         axes=axes,
         align=int(align),

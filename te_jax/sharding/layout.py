@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from te_jax._core.integers import as_int32
 from te_jax.sharding.axes import axes_of_entry
 
 Shape = tuple[int, ...]
@@ -98,6 +99,7 @@ def dot(lhs: Array, rhs: Array, contracting: tuple[Shape, Shape], dtype: jax.typ
 
 def take_rows(table: Array, indices: Array) -> Array:
     """table[indices] [*indices, columns], NaN where an index is out of bounds; split as the indices are."""
+    indices = as_int32(indices)  # JAX adds the number of rows to negative indices in their own dtype
     if not is_explicit(indices):
         return jnp.take(table, indices, axis=0)
     sharding = jax.typeof(indices).sharding

@@ -12,6 +12,7 @@ from operations import OPERATIONS
 
 from te_jax import native
 from te_jax.inspect import buffers
+from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
@@ -56,6 +57,30 @@ def test_jit(operation, rng):
 def test_reference(operation, rng):
     case = operation.case(rng)
     operation.assert_right(operation.alone("reference")(*case), *case)
+
+
+@every  # a variant may be the only one of its operation with integers
+def test_integers_of_any_dtype(operation, rng):
+    """They count as the same integers in int32; what that cannot hold counts as its largest: nothing wraps."""
+    operands, cotangents = operation.case(rng)
+    arrays = {name: x for name, x in operands.items() if isinstance(x, jax.Array)}
+    integers = {name: np.clip(x, 0, 127) for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+    if not integers:
+        pytest.skip("no operand is an array of integers")
+
+    def found(dtype, last=None):
+        cast = {name: np.array(x, dtype) for name, x in integers.items()}
+        for x in cast.values():
+            x.flat[-1] = x.flat[-1] if last is None else last
+        with jax.enable_x64(dtype == "int64"):
+            return jax.jit(operation.step())({**operands, **cast}, cotangents)
+
+    small, large = found("int32"), found("int32", 2**31 - 1)
+    others = [(small, found("int8")), (small, found("uint8"))]
+    others += [(large, found("uint32", 2**32 - 1)), (large, found("int64", 2**32))]
+    for expected, of_dtype in others:
+        for leaf, wanted in zip(jax.tree.leaves(of_dtype), jax.tree.leaves(expected), strict=True):
+            assert_close(leaf, wanted, equal_nan=True)
 
 
 @no_variants

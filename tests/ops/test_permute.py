@@ -311,3 +311,14 @@ def test_forward_mode_says_what_to_do():
     permutation = one_permutation()
     with pytest.raises(NotImplementedError, match="permute has derivatives in reverse mode"):
         jax.jvp(lambda x: ops.permute(x, permutation), (jnp.ones((2, 4)),), (jnp.ones((2, 4)),))
+
+
+def test_experts_of_any_dtype():
+    """An expert that int32 cannot hold is none; the number of experts may exceed what the dtype of theirs holds."""
+    with jax.enable_x64(True):
+        for dtype, outside in (("uint32", 2**32 - 1), ("int64", 2**32), ("int8", -1), ("uint8", 255)):
+            experts = jnp.asarray(np.array([[outside, 1], [1, 0]], dtype))
+            permutation = ops.group_by_expert(experts, 250)
+            np.testing.assert_array_equal(permutation.rows, [[-1, 1], [2, 0]])
+            np.testing.assert_array_equal(permutation.group_sizes, [1, 2, *[0] * 248])
+            np.testing.assert_array_equal(ops.expert_counts(experts, 250), permutation.group_sizes)
