@@ -72,8 +72,8 @@ def _names(names: Any, shape: tuple[int, ...], mesh: Any, metadata: dict[str, An
     if len(entries) < len(shape) or entries[-1] is None:
         return names
     axes = axes_of_entry(_on_mesh(entries[-1], metadata))
-    known = mesh is not None and all(axis in mesh.shape for axis in axes)
-    if known and shape[-1] % math.prod(mesh.shape[axis] for axis in axes) == 0:
+    sizes = {} if mesh is None else mesh.shape
+    if all(axis in sizes for axis in axes) and shape[-1] % math.prod(sizes[axis] for axis in axes) == 0:
         return names
     entries = (*entries[:-1], None)
     if isinstance(names, NamedSharding):

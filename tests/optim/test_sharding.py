@@ -285,6 +285,9 @@ def test_optimizer_of_linen_boxes(mesh, logical, rng):
     state = jax.jit(optimizer.init, out_shardings=shardings(abstract))(params)
     updates, after = jax.jit(optimizer.update)(params, state, params)
     assert jax.tree.structure(after) == jax.tree.structure(state)
+    narrow = optim.adamw(0.1, mu_dtype="float16", nu_dtype=FLOAT8)
+    converted = optim.convert_state(narrow, after, params)
+    assert jax.tree.structure(converted) == jax.tree.structure(narrow.init(params))
     for name in BOXED:
         np.testing.assert_allclose(updates[name].value, expected[name], rtol=1e-5)
     with linen.logical_axis_rules(rules), jax.set_mesh(mesh):
