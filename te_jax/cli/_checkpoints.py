@@ -3,7 +3,8 @@
     STEP/default/        the state, as orbax writes it
     STEP/checksums.json  CRC-32 of each file in default/; older versions of te_jax did not write it
 
-A checkpoint is written to STEP.tmp, which is renamed when all of this is in it.
+A checkpoint is written to STEP.tmp, which is renamed when all of this is in it. STEP is a number without leading zeros;
+entries of other names are left alone.
 """
 
 import gc
@@ -26,6 +27,7 @@ __all__ = ["Checkpoints"]
 
 _STATE = "default"
 _CHECKSUMS = "checksums.json"
+_STEP = "0|[1-9][0-9]*"
 _KEPT = 2
 
 
@@ -33,23 +35,24 @@ class Checkpoints:
     """The two latest states of a run.
 
     Args:
-      path: their folder. Unfinished checkpoints in it are removed.
+      path: their folder. The first `save` removes unfinished checkpoints from it.
     """
 
     def __init__(self, path: Path):
         self._path = path.absolute()
         self._path.mkdir(exist_ok=True)
         self._orbax = ocp.Checkpointer(ocp.StandardCheckpointHandler())
-        for unfinished in self._path.glob("*.tmp"):
-            shutil.rmtree(unfinished)
 
     @property
     def steps(self) -> list[int]:
         """Steps of the checkpoints, in order."""
-        return sorted(int(path.name) for path in self._path.iterdir() if path.name.isdecimal())
+        return sorted(int(path.name) for path in self._path.iterdir() if re.fullmatch(_STEP, path.name))
 
     def save(self, step: int, state: Any) -> None:
-        """Writes a checkpoint, and removes those before the latest two."""
+        """Writes a checkpoint, and removes those before the latest two and what is left of unfinished ones."""
+        for path in self._path.iterdir():
+            if re.fullmatch(rf"({_STEP})\.tmp", path.name):
+                _remove(path)
         unfinished = self._path / f"{step}.tmp"
         try:
             self._orbax.save(unfinished / _STATE, args=ocp.args.StandardSave(state))
@@ -61,7 +64,7 @@ class Checkpoints:
         (unfinished / _CHECKSUMS).write_text(json.dumps(_checksums(unfinished / _STATE), indent=1))
         unfinished.rename(self._path / str(step))
         for former in self.steps[:-_KEPT]:
-            shutil.rmtree((self._path / str(former)).rename(self._path / f"{former}.tmp"))
+            _remove((self._path / str(former)).rename(self._path / f"{former}.tmp"))
 
     def restore(self, step: int, like: Any) -> tuple[Any, bool]:
         """The state of a step, and whether it was verified: a checkpoint of an older te_jax has no checksums.
@@ -96,12 +99,20 @@ class Checkpoints:
 
     def set_aside(self, step: int) -> None:
         """Renames a checkpoint to STEP.damaged."""
-        path = self._path / str(step)
-        shutil.rmtree(f"{path}.damaged", ignore_errors=True)
-        path.rename(f"{path}.damaged")
+        aside = self._path / f"{step}.damaged"
+        _remove(aside)
+        (self._path / str(step)).rename(aside)
 
     def close(self) -> None:
         self._orbax.close()
+
+
+def _remove(path: Path) -> None:
+    """Removes an entry of the folder, whatever it is; of a link only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _verify(path: Path) -> bool:
@@ -109,22 +120,29 @@ def _verify(path: Path) -> bool:
     if not (path / _STATE).is_dir():
         raise DamagedError(f"{_STATE}/ is missing")
     try:
-        expected = dict(json.loads((path / _CHECKSUMS).read_text()))
+        expected = json.loads((path / _CHECKSUMS).read_text())
     except FileNotFoundError:
         return False
-    except (ValueError, TypeError):  # no text, no JSON, or no object
-        raise DamagedError(f"{_CHECKSUMS} is unreadable") from None
+    except (ValueError, RecursionError):  # no text, or no JSON
+        expected = None
+    if not isinstance(expected, dict):
+        raise DamagedError(f"{_CHECKSUMS} is unreadable")
+    if not expected:
+        raise DamagedError(f"{_CHECKSUMS} lists no file")
     found = _checksums(path / _STATE)
     for name, checksum in expected.items():
         if name not in found:
             raise DamagedError(f"{_STATE}/{name} is missing")
         if checksum != found[name]:
             raise DamagedError(f"{_STATE}/{name} does not match its checksum")
+    for name in sorted(found.keys() - expected.keys()):
+        raise DamagedError(f"{_STATE}/{name} has no checksum")
     return True
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    # File managers and NFS add hidden files, and orbax writes none.
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     with ThreadPoolExecutor() as threads:  # a large state is several files, and CRC-32 runs without Python's lock
         checksums = threads.map(_crc32, files)
     return {path.relative_to(folder).as_posix(): crc for path, crc in zip(files, checksums, strict=True)}

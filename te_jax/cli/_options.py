@@ -4,8 +4,9 @@ import argparse
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
+from te_jax._version import __version__
 from te_jax.cli.errors import UserError
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 
@@ -159,13 +160,13 @@ def resolve(args: argparse.Namespace, out: Path | None, stored: dict[str, Any] |
       stored: its header; None for a new run.
 
     Raises:
-      UserError: an option given is not that of the run.
+      UserError: an option given is not that of the run, or its header has options that cannot be read.
     """
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options)}
     given = {name: value for name, value in given.items() if value is not None}
     if stored is None:
         return Options(**given)
-    kept = {**dataclasses.asdict(Options()), **stored["options"]}  # options that are newer than the run
+    kept = _kept(out, stored)
     if "tp" in given:
         # Parts of the batch stay what they are, and more or fewer devices share the model for each.
         kept["devices"] = kept["devices"] // kept["tp"] * given["tp"]
@@ -181,6 +182,23 @@ def resolve(args: argparse.Namespace, out: Path | None, stored: dict[str, Any] |
         )
     new = {name: value for name, value in given.items() if value != "auto" or name == "transport"}
     return Options(**{**kept, **new})
+
+
+def _kept(out: Path | None, stored: dict[str, Any]) -> dict[str, Any]:
+    """Options of the run that is resumed, and defaults of those that are newer."""
+    kept = {**dataclasses.asdict(Options()), **stored["options"]}
+    types = get_type_hints(Options)
+    if unknown := sorted(kept.keys() - types.keys()):
+        raise UserError(
+            f"the run in {out} has options that te_jax {__version__} does not know ({', '.join(unknown)}): go on with "
+            "the version that wrote it, or start another run"
+        )
+    for field in dataclasses.fields(Options):
+        value, choices = kept[field.name], field.metadata.get("choices")
+        if not (value in choices if choices else isinstance(value, types[field.name])):
+            raise UserError(f"the header of the run in {out} is damaged, {field.name} is {value!r}: start another run")
+    check(Options(**kept))
+    return kept
 
 
 def check(options: Options) -> None:

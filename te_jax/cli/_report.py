@@ -98,8 +98,9 @@ def summary(
     if twin is not None:
         trained, held_out = _excess(training[-1], twin), _excess(validation[-1], twin)
         lines.append(f"{'difference':<{width}}training {trained:+.3f}%   validation {held_out:+.3f}%")
-    if "largest_load" in validation[-1]:
-        before, after = (record["largest_load"] for record in (validation[0], validation[-1]))
+    loads = [record["largest_load"] for record in (validation[0], validation[-1]) if "largest_load" in record]
+    if len(loads) == 2:
+        before, after = loads
         lines.append(f"{'experts':<{width}}largest load in validation {before:.2f} → {after:.2f} times the mean")
     return "\n".join(lines)
 

@@ -4,9 +4,9 @@
     checkpoints/   the two latest states, each with checksums
     loss.png       the curves of the log
 
-Every record up to a step is on disk before the checkpoint of that step is. When a run is resumed, the log is cut off
-after the checkpoint that it goes on from, and what followed is written again, the same. A run that goes on with other
-options gets another header there; the last header counts.
+Every record up to a step is on disk before the checkpoint of that step is. When a run is resumed and its checkpoint is
+restored, the log is cut off after that step, and what followed is written again, the same. A run that goes on with
+other options gets another header there; the last header counts.
 
 A record ends with the CRC-32 of the record without it, as "crc32"; older versions of te_jax did not write it. A line
 that does not match is damaged and does not count.
@@ -19,8 +19,9 @@ import os
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 
@@ -32,6 +33,7 @@ _LOG = "log.jsonl"
 _CHECKPOINTS = "checkpoints"
 _CRC = b', "crc32": '
 _RUNS = Path("runs")
+_GO_ON = "while the run went on, so the run stops: continue from its last checkpoint with --resume"
 
 
 class RunFolder:
@@ -39,17 +41,19 @@ class RunFolder:
 
     Args:
       path: the folder.
-      log: its log, open for reading and writing and locked.
       header: a record with the run's "options".
+      resources: lets go of the folder, and receives what else `close` has to close.
     """
 
-    def __init__(self, path: Path, log: BinaryIO, header: dict[str, Any]):
+    def __init__(self, path: Path, header: dict[str, Any], resources: contextlib.ExitStack):
         from te_jax.cli._checkpoints import Checkpoints
 
         self.path = path
         self.header = header
-        self._log = log
+        self._resources = resources
+        self._log = _open_locked_log(path, resources)
         self._checkpoints = Checkpoints(path / _CHECKPOINTS)
+        resources.callback(self._checkpoints.close)
         self._writer = ThreadPoolExecutor(max_workers=1)
         self._saving: Future[None] | None = None
 
@@ -60,35 +64,38 @@ class RunFolder:
         Raises:
           UserError: the folder cannot be written, or holds a run that has taken a step.
         """
-        if any(record is None or record["kind"] == "train" for _, record in _read(path)) or _has_checkpoints(path):
-            raise UserError(f"--out {path} already holds a run: continue it with --resume or choose another folder")
         with writing(path) as undo:
             path.mkdir(parents=True, exist_ok=True)
-            log = undo.enter_context(_open_locked(path))
-            log.truncate(0)
-            folder = cls(path, log, header)
+            _lock_folder(path, undo)
+            if any(record is None or record["kind"] == "train" for _, record in _read(path)) or _has_checkpoints(path):
+                raise UserError(f"--out {path} already holds a run: continue it with --resume or choose another folder")
+            folder = cls(path, header, undo)
+            folder._log.truncate(0)
             folder.append(header)
-            undo.pop_all()
+            folder._resources = undo.pop_all()
         return folder
 
     @classmethod
     def resume(cls, path: Path, header: dict[str, Any] | None = None) -> "RunFolder":
-        """Opens a run, cuts its log off after the latest checkpoint, and adds the header if it has other options.
+        """Opens a run. A run with checkpoints is left as it is until `restore`; one without begins again.
+
+        Args:
+          path: the folder.
+          header: that of a run which goes on with other options.
 
         Raises:
           UserError: the folder holds no run, its header is lost, it cannot be written, or it is in use.
         """
-        stored = read_header(path)
-        if stored is None:
-            raise UserError(f"--out {path} holds no run to resume: leave --resume out to start one")
         with writing(path) as undo:
-            log = undo.enter_context(_open_locked(path))
-            folder = cls(path, log, header or stored)
-            undo.callback(folder._checkpoints.close)
-            problems = folder._cut_after(folder.latest_step)
-            undo.pop_all()
-        if problems and folder.latest_step:
-            note(f"--out {path} has a damaged log ({'; '.join(problems)}): the other records are kept")
+            if path.is_dir():
+                _lock_folder(path, undo)
+            stored = read_header(path)
+            if stored is None:
+                raise UserError(f"--out {path} holds no run to resume: leave --resume out to start one")
+            folder = cls(path, header or stored, undo)
+            if not folder.latest_step:
+                folder._cut_after(0)
+            folder._resources = undo.pop_all()
         return folder
 
     @property
@@ -100,16 +107,37 @@ class RunFolder:
         """Adds a record to the log.
 
         Raises:
-          UserError: the folder cannot be written any more.
+          UserError: the folder cannot be written any more, or another program has changed the log.
         """
+        text = json.dumps(record).encode()
+        line = memoryview(b"%s%s%d}\n" % (text[:-1], _CRC, zlib.crc32(text)))
         with writing(self.path):
-            text = json.dumps(record).encode()
-            self._log.write(b"%s%s%d}\n" % (text[:-1], _CRC, zlib.crc32(text)))
-            self._log.flush()
+            self._check_log()
+            if os.fstat(self._log.fileno()).st_size != self._log.tell():
+                raise UserError(f"{self.path / _LOG} was changed by another program {_GO_ON}")
+            while line:
+                line = line[self._log.write(line) :]
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        """The records of one kind ("train" or "validation"), in order."""
+        """The records of one kind ("train" or "validation"), in order.
+
+        Raises:
+          UserError: another program has replaced the log.
+        """
+        self._check_log()
         return [record for _, record in _read(self.path) if record is not None and record["kind"] == kind]
+
+    def _check_log(self) -> None:
+        """Raises UserError unless the log in the folder is the file that this run writes."""
+        try:
+            present = (self.path / _LOG).stat()
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.path / _LOG} was moved or removed while the run went on, so the run stops: continue it with "
+                "--resume in its new place, or start another run"
+            ) from None
+        if not os.path.samestat(present, os.fstat(self._log.fileno())):
+            raise UserError(f"{self.path / _LOG} was replaced by another file {_GO_ON}")
 
     def save(self, step: int, state: Any) -> None:
         """Writes a checkpoint: complete when this returns, and not there at all if the process is killed before.
@@ -119,11 +147,13 @@ class RunFolder:
           state: pytree of jax arrays.
 
         Raises:
-          UserError: the folder cannot be written any more.
+          UserError: the folder cannot be written any more, or another program has replaced or removed the log.
         """
         with writing(self.path):
+            self._check_log()
             os.fsync(self._log.fileno())
             self._checkpoints.save(step, state)
+            self._check_log()
 
     def save_behind(self, step: int, state: Any) -> None:
         """Copies a state to host memory and writes it while training goes on; waits for the checkpoint before it.
@@ -146,7 +176,8 @@ class RunFolder:
     def restore(self, like: Any) -> Any:
         """The state of the newest intact checkpoint, whose step `latest_step` then is.
 
-        Damaged ones are renamed to STEP.damaged, the log is cut off after the intact one, and a note names both.
+        The log is cut off after that step, and gets the header of `resume` if that has other options. Damaged
+        checkpoints are renamed to STEP.damaged. Notes name them and damaged records.
 
         Args:
           like: pytree of `jax.ShapeDtypeStruct` with shardings.
@@ -164,12 +195,14 @@ class RunFolder:
             except DamagedError as error:
                 damaged[step] = str(error)
                 continue
+            with writing(self.path):
+                for former in damaged:
+                    self._checkpoints.set_aside(former)
+                problems = self._cut_after(step)
             if damaged:
-                with writing(self.path):
-                    for former in damaged:
-                        self._checkpoints.set_aside(former)
-                    self._cut_after(step)
                 note(f"--out {self.path} has a damaged checkpoint ({_list(damaged)}): the run goes on from step {step}")
+            if problems:
+                note(f"--out {self.path} has a damaged log ({'; '.join(problems)}): the other records are kept")
             if not verified:
                 note(f"--out {self.path}: the checkpoint of step {step} has no checksums, so damage would go unnoticed")
             return state
@@ -181,25 +214,28 @@ class RunFolder:
     def close(self) -> None:
         """Lets go of the folder."""
         self._writer.shutdown()
-        self._checkpoints.close()
-        self._log.close()
+        self._resources.close()
 
     def _cut_after(self, step: int) -> list[str]:
         """Cuts the log off after the records up to a step, and says what is wrong with them."""
-        end, header, unreadable, recorded = 0, None, [], set[int]()
-        for number, (offset, record) in enumerate(_read(self.path), start=1):
-            if record is None:
-                unreadable.append(number)
-                continue
-            if record.get("step", 0) > step or (step == 0 and record["kind"] != "header"):
-                break
-            end, header = offset, record if record["kind"] == "header" else header
-            recorded |= {record["step"]} if record["kind"] == "train" else set()
-        self._log.truncate(end)
-        self._log.seek(end)
-        if header is None or header["options"] != self.header["options"]:
+        self._check_log()
+        lines = list(_read(self.path))
+        steps = [None if record is None or record["kind"] == "header" else record["step"] for _, record in lines]
+        # A larger step before one of these had a digit changed, in a log without checksums. A run that begins again has
+        # none: it repeats the validation of step 0 as well.
+        within = [line for line, each in enumerate(steps, start=1) if each is not None and 0 < step >= each]
+        beyond = (line for line in range(max(within, default=0), len(lines)) if steps[line] is not None)
+        lines = lines[: next(beyond, len(lines))]
+        records = [record for _, record in lines if record is not None]
+        headers = [record for record in records if record["kind"] == "header"]
+        recorded = {record["step"] for record in records if record["kind"] == "train" and record["step"] <= step}
+        unreadable = [line for line, (_, record) in enumerate(lines, start=1) if record is None]
+
+        self._log.truncate(lines[-1][0] if lines else 0)
+        self._log.seek(0, os.SEEK_END)
+        if not headers or headers[-1]["options"] != self.header["options"]:
             self.append(self.header)
-        problems = [f"line {number} is unreadable" for number in unreadable]
+        problems = [f"line {line} is unreadable" for line in unreadable]
         return problems + [f"{step - len(recorded)} of {step} steps have no record"] * (len(recorded) < step)
 
 
@@ -234,7 +270,8 @@ def newest_path() -> Path:
 
 def _numbered() -> dict[int, Path]:
     found = {path.name.removeprefix("train-"): path for path in _RUNS.glob("train-*")}
-    return {int(number): path for number, path in found.items() if number.isdecimal()}
+    # "train-0001" and other digits than 0 to 9 are not names that `new_path` gives.
+    return {int(number): path for number, path in found.items() if number.isdecimal() and f"{int(number):03}" == number}
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
@@ -280,12 +317,26 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-    except ValueError:  # no JSON, or no text
+    except (ValueError, RecursionError):  # no JSON, no text, or brackets that no record nests so deeply
         return None
-    if not isinstance(record, dict) or "kind" not in record:
+    if not isinstance(record, dict):
         return None
     record.pop("crc32", None)
-    return record
+    return record if _is_record(record) else None
+
+
+def _is_record(values: dict[str, Any]) -> bool:
+    """Whether they are a header, or the losses of a step."""
+    if values.get("kind") == "header":
+        return isinstance(values.get("options"), dict)
+    losses = {name: value for name, value in values.items() if name not in ("kind", "step")}
+    return (
+        values.get("kind") in ("train", "validation")
+        and type(values.get("step")) is int
+        and values["step"] >= 0
+        and "loss" in losses
+        and all(isinstance(value, float) for value in losses.values())
+    )
 
 
 @contextlib.contextmanager
@@ -299,15 +350,28 @@ def writing(path: Path) -> Iterator[contextlib.ExitStack]:
         try:
             yield undo
         except OSError as error:
-            raise UserError(f"--out {path} cannot be written: {error.strerror or error}") from error
+            # The error of a file in the folder names that file.
+            place = f"{error.filename}: " if error.filename not in (None, path, str(path)) else ""
+            raise UserError(f"--out {path} cannot be written: {place}{error.strerror or error}") from error
 
 
-def _open_locked(path: Path) -> BinaryIO:
-    log = os.fdopen(os.open(path / _LOG, os.O_RDWR | os.O_CREAT, 0o666), "rb+")
+def _lock_folder(path: Path, undo: contextlib.ExitStack) -> None:
+    """Keeps out other processes of this host, also where an editor or a copy has replaced the log."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    undo.callback(os.close, folder)
+    _lock(folder, path)
+
+
+def _open_locked_log(path: Path, undo: contextlib.ExitStack) -> FileIO:
+    """Keeps out those of other hosts, which see locks of files over NFS, but not those of folders."""
+    log = FileIO(os.open(path / _LOG, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+    _lock(undo.enter_context(log).fileno(), path)
+    return log
+
+
+def _lock(descriptor: int, path: Path) -> None:
     try:
         # The kernel drops this lock with the process, however that ends.
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        log.close()
         raise UserError(f"--out {path} is in use by another te-jax train") from error
-    return log

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     config = _options.build_config(options, tokenizer)
     _options.check_parallel(options, config)
     corpus = _text.load(options.text, tokenizer)
-    if stored is not None and corpus.sha256 != stored["text"]["sha256"]:
+    if stored is not None and corpus.sha256 != stored.get("text", {}).get("sha256"):
         by = "" if tokenizer is None else f" with --tokenizer {options.tokenizer}"
         raise UserError(f"--text {corpus.source}{by} is not, or no longer, what the run in {out} was trained on")
     data = _text.split(corpus, options.seq_len)
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return 128 + signals[0]
-        _conclude(folder, options, config, corpus.unit, cost)
+        _conclude(folder, options, config, learners, corpus.unit, cost)
     finally:
         folder.close()
     return 0
@@ -275,9 +275,10 @@ def _describe(recipe: Recipe | None) -> dict[str, Any] | None:
 def _note_changes(stored: dict[str, Any], header: dict[str, Any]) -> None:
     """Says why a resumed run may differ from an uninterrupted one."""
     for subject in ("implementation", "parallel", "device", "versions"):
-        if stored[subject] != header[subject]:
-            note(f"{subject} changed from {stored[subject]} to {header[subject]}: losses may differ in their last bits")
-    before, steps = stored["options"]["steps"], header["options"]["steps"]
+        if (before := stored.get(subject, header[subject])) != header[subject]:  # older versions lack some
+            note(f"{subject} changed from {before} to {header[subject]}: losses may differ in their last bits")
+    steps = header["options"]["steps"]
+    before = stored["options"].get("steps", steps)
     if before != steps:
         note(f"--steps changed from {before} to {steps}: the learning rate continues on the schedule of {steps} steps")
 
@@ -379,8 +380,13 @@ class _Records:
             self._progress.validation(step, record)
 
 
-def _conclude(folder: RunFolder, options: Options, config: DecoderConfig, unit: str, cost: str) -> None:
-    training, validation = folder.records("train"), folder.records("validation")
+def _conclude(
+    folder: RunFolder, options: Options, config: DecoderConfig, learners: dict[str, Learner], unit: str, cost: str
+) -> None:
+    training, validation = (
+        [record for record in folder.records(kind) if learners.keys() <= record.keys()]  # damage may cost one its twin
+        for kind in ("train", "validation")
+    )
     figure = folder.path / "loss.png"
     chosen = [] if config.recipe is None else [f"{options.recipe} scaling"]
     chosen += [] if options.optimizer_state == "f32" else [f"{options.optimizer_state} states"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -45,15 +46,17 @@ def convert(
     `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum`, wherever the module creates or calls them, and classes of yours that
     inherit their `__call__`, compute like te_jax's layers of these names. Layers of te_jax get the recipe. Parameters
     keep their names, shapes and initial values. `DelayedScaling` adds its state in the collection
-    "_overwrite_with_gradient": `nn.scan` and `nn.vmap` must name it in their `variable_axes`. A layer's `precision` is
-    ignored. Convert a model once, outside of functions that run often: JAX traces each conversion separately.
+    "_overwrite_with_gradient": `nn.scan` and `nn.vmap` must name it in their `variable_axes`. FP8 replaces a
+    layer's `precision`, and the report says so. Convert a model once, outside of functions that run often: JAX traces
+    each conversion separately.
 
     Unless a rule names a recipe for them, `convert` leaves output heads alone (a part of the path is "head", "lm_head",
     "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output"), and routers ("router", or
     "gate" in a part with "moe", but no einsum of experts). It always leaves alone embeddings; sizes that are no
     multiples of 16; dtypes that FP8 layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules
-    with a recipe argument; and layers with a `__call__`, `dot_general`, `dot_general_cls`, `promote_dtype`,
-    `preferred_element_type` or `batch_dims` of their own.
+    with a recipe argument; layers with a `__call__`, `dot_general`, `dot_general_cls`, `promote_dtype`,
+    `preferred_element_type` or `batch_dims` of their own; and layers in models that qwix made, such as those with LoRA,
+    or in a `nn.intercept_methods` of the model.
 
     Args:
       module: a Linen module that is not bound. It is not changed. If it was converted before, this recipe and these
@@ -72,7 +75,10 @@ def convert(
     """
     rules = conversion.validate(recipe, rules)
     if not isinstance(module, nn.Module):
-        raise ValueError(f"module is of type {type(module).__name__}; it must be a flax.linen.Module")
+        raise ValueError(
+            f"module is of type {type(module).__name__}; it must be a flax.linen.Module; "
+            "te_jax.nnx.convert takes models of flax.nnx"
+        )
     if module.parent is not None or module.scope is not None:
         raise ValueError(
             f"module {type(module).__name__} is bound or was made inside of another module; convert the outer one, "
@@ -107,14 +113,14 @@ def report(module: nn.Module) -> conversion.Report:
             "module has not run, and Linen makes layers when they run: call its init or apply before, or "
             "jax.eval_shape(module.init, jax.random.key(0), x)"
         )
-    return conversion.report(made.log.layers.values(), made.rules)
+    return conversion.report(made.log.rows(), made.rules)
 
 
-def options_in_call(context: InterceptorContext, args: Any, kwargs: Any) -> linear.Options | None:
-    """How a layer multiplies in a call that ended, by itself or as converted; None if it is no layer in FP8.
+def options_in_call(context: InterceptorContext) -> linear.Options | None:
+    """How a layer multiplied in a call that ended, by itself or as converted; None if it is no layer in FP8.
 
     Args:
-      context, args, kwargs: of the call, as an interceptor of Flax gets them.
+      context: of the call, as an interceptor of Flax gets it.
     """
     module: Any = context.module
     if not _has_kernel(context):
@@ -122,15 +128,23 @@ def options_in_call(context: InterceptorContext, args: Any, kwargs: Any) -> line
     if isinstance(module, _OURS):
         options = layers.layer_options(module)
     else:
-        options = None if _running.conversion is None else _running.conversion.options(module, args, kwargs)[0]
+        options = None if _running.conversion is None else _running.conversion.options_in_last_call(module)
     return None if options is None or options.recipe is None else options
 
 
 class _Log:
-    """The layers that a conversion has met, by path."""
+    """The kernels that a conversion has met, by the paths of their modules and their names: "" in a linear layer."""
 
     def __init__(self):
-        self.layers: dict[str, conversion.Layer] = {}
+        self.layers: dict[tuple[str, str], conversion.Layer] = {}
+
+    def rows(self) -> list[conversion.Layer]:
+        """The layers, with the names of kernels in the paths of modules that are no linear layers and have several."""
+        kernels = collections.Counter(path for path, _ in self.layers)
+        return [
+            dataclasses.replace(layer, path="/".join(filter(None, (path, name)))) if kernels[path] > 1 else layer
+            for (path, name), layer in self.layers.items()
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +155,10 @@ class _Conversion:
     implementation: native.Implementation | None
     log: _Log = dataclasses.field(default_factory=_Log, compare=False, repr=False)
 
-    def options(self, module: Any, args: Any, kwargs: Any) -> tuple[linear.Options | None, str]:
-        """How a layer of Flax multiplies in a call with these arguments; None if as Flax does, and why."""
-        obstacle = _own_behaviour(module) or _obstacle(module, *args, **kwargs)
-        recipe, reason = self._decide(module, obstacle, args, kwargs)
-        return None if recipe is None else linear.Options(recipe, self.axis_name, self.implementation), reason
+    def options_in_last_call(self, module: Any) -> linear.Options:
+        """How a layer of Flax multiplied, with the recipe None if as Flax does."""
+        recipe = self.log.layers[_path(module), ""].recipe
+        return linear.Options(recipe, self.axis_name, self.implementation)
 
     def intercept(self, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext) -> Any:
         """Runs a method: that of a linear layer on te_jax's products."""
@@ -154,7 +167,7 @@ class _Conversion:
             y = call(*args, **kwargs)
             if _has_kernel(context):
                 reason = conversion.part_of(_running.composite)
-                self._note(module, module.get_variable("params", "kernel"), module.recipe, reason)
+                self._note(module, "", module.get_variable("params", "kernel"), module.recipe, reason)
             return y
         if context.method_name == "__call__" and conversion.is_composite(module, _OURS):
             _running.composite = type(module)
@@ -172,10 +185,15 @@ class _Conversion:
             object.__setattr__(module, "recipe", recipe)  # modules are made anew for each init and apply
             y = call(*args, **kwargs)
         else:
-            options, reason = self.options(module, args, kwargs)
-            recipe = None if options is None else options.recipe
-            y = call(*args, **kwargs) if options is None else _compute(module, options, *args, **kwargs)
-        self._note(module, module.get_variable("params", "kernel"), recipe, reason)
+            obstacle = _foreign_part(module, call, context) or _own_behaviour(module)
+            recipe, reason = self._decide(module, obstacle or _obstacle(module, *args, **kwargs), args, kwargs)
+            if recipe is None:
+                y = call(*args, **kwargs)
+            else:
+                reason = conversion.replaced_precision(module.precision)
+                options = linear.Options(recipe, self.axis_name, self.implementation)
+                y = _compute(module, options, *args, **kwargs)
+        self._note(module, "", module.get_variable("params", "kernel"), recipe, reason)
         return y
 
     def _decide(self, module: Any, obstacle: str | None, args: Any, kwargs: Any) -> tuple[Recipe | None, str]:
@@ -189,20 +207,20 @@ class _Conversion:
         return recipe, reason
 
     def _note_other(self, module: nn.Module) -> None:
-        if _path(module) in self.log.layers:  # of a layer that shares its scope
-            return
         for name, value in module.variables.get("params", {}).items():
             value = layers.unboxed(value)
-            if name not in ("scale", "bias") and getattr(value, "ndim", 0) >= 2:
+            shared = (_path(module), "" if name == "kernel" else name) in self.log.layers  # noted with its scope
+            if name not in ("scale", "bias") and getattr(value, "ndim", 0) >= 2 and not shared:
                 embedding = isinstance(module, nn.Embed) or "emb" in name
-                reason = "an embedding" if embedding else "neither nn.Dense, nn.DenseGeneral nor nn.Einsum"
-                self._note(module, value, None, reason)
+                other = conversion.no_linear_layer(type(module), "nn.Dense, nn.DenseGeneral and nn.Einsum")
+                self._note(module, name, value, None, "an embedding" if embedding else other)
 
-    def _note(self, module: nn.Module, kernel: Any, recipe: Recipe | None, reason: str) -> None:
+    def _note(self, module: nn.Module, name: str, kernel: Any, recipe: Recipe | None, reason: str) -> None:
         shape = getattr(layers.unboxed(kernel), "shape", None)  # of a quantized kernel, none in some calls
         kind = type(module).__name__ if shape is None else f"{type(module).__name__} {shape}"
-        if shape is not None or _path(module) not in self.log.layers:
-            self.log.layers[_path(module)] = conversion.Layer(_path(module), kind, recipe, reason)
+        key = _path(module), name
+        if shape is not None or key not in self.log.layers:
+            self.log.layers[key] = conversion.Layer(key[0], kind, recipe, reason)
 
 
 class _Running(threading.local):
@@ -241,7 +259,9 @@ def _conversion_of(module: nn.Module) -> _Conversion | None:
 def _converted_class(base: type[nn.Module]) -> type[Any]:
     """A subclass whose methods run with the calls of layers intercepted, however they are reached."""
 
-    class Converted(base, kw_only=True):
+    metaclass: Any = conversion.metaclass_for_pickle(type(base), _converted_class)
+
+    class Converted(base, kw_only=True, metaclass=metaclass):
         te_jax_conversion: Any = None
 
         @nn.nowrap
@@ -291,6 +311,18 @@ def _compute(
         activation=None,
         options=options,
     )
+
+
+def _foreign_part(module: Any, call: Callable[..., Any], context: InterceptorContext) -> str | None:
+    """What another library adds to a call of a layer, if so: te_jax's product would disconnect it."""
+    if call is not context.orig_method:
+        return "it runs in a nn.intercept_methods of the model"
+    holder = module
+    while isinstance(holder, nn.Module):
+        if conversion.is_wrapped_by_qwix(holder):
+            return conversion.WRAPPED_BY_QWIX
+        holder = holder.parent
+    return None
 
 
 def _own_behaviour(module: Any) -> str | None:

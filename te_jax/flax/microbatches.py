@@ -49,7 +49,7 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
 
     def note(call, call_args, call_kwargs, context):
         y, module = call(*call_args, **call_kwargs), context.module
-        options = options_in_call(context, call_args, call_kwargs)
+        options = options_in_call(context)
         if options is not None and not _is_quantized(kernel := _unboxed(module.get_variable("params", "kernel"))):
             layers[module.path] = (options, kernel.shape, _kernel_ndims(module, kernel.shape))
         return y

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import fnmatch
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -28,13 +30,14 @@ _ROUTERS = {"router", "routers"}
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One row of a `Report`.
+    """One row of a `Report`: a kernel or an embedding, and the layer that has it.
 
     Attributes:
-      path: of the layer in the model, such as "layers/0/mlp/up".
+      path: of the layer in the model, such as "layers/0/mlp/up"; that of the kernel, such as "layers/0/moe/gate", where
+        a module that is no linear layer has several.
       kind: the class of the layer and the shape of its kernel.
       recipe: how its products are quantized now, or None.
-      reason: why the conversion left the layer alone; empty if it did not.
+      reason: why the conversion left the layer alone, or the `precision` that FP8 replaces; empty for neither.
       other_paths: further places of the same layer in the model.
     """
 
@@ -53,7 +56,7 @@ class Report:
     stands in the functions of a model, and not in its structure. Use te_jax's modules for that.
 
     Attributes:
-      layers: all layers with a kernel or an embedding.
+      layers: one for each kernel and embedding.
       unused_rules: patterns of rules that match none of these layers.
     """
 
@@ -83,7 +86,7 @@ class Report:
             table.append((" = ".join((path or "(the model)", *others)), kind, outcome))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
-        lines.append(f"{len(self.converted)} of {len(self.layers)} layers in FP8")
+        lines.append(f"{len(self.converted)} of {len(self.layers)} kernels in FP8")
         lines += [f"no layer has a path that matches the rule {pattern!r}" for pattern in self.unused_rules]
         return "\n".join(lines)
 
@@ -173,6 +176,31 @@ def obstacle_in_dtype(*dtypes: jax.typing.DTypeLike | None) -> str | None:
     return None
 
 
+def replaced_precision(precision: Any) -> str:
+    """For the report of a layer in FP8: what its `precision` asked for, if it is not JAX's default."""
+    asked = precision if isinstance(precision, tuple | list) else (precision,)
+    names = [str(name).lower() for name in asked if name is not None]
+    return f"in place of precision {', '.join(dict.fromkeys(names))}" if set(names) - {"default"} else ""
+
+
+def is_wrapped_by_qwix(module: Any) -> bool:
+    """Whether qwix made the class of a module.
+
+    Its models replace `lax.dot_general` and `jnp.einsum` while they run: in a converted layer they would find no
+    product to quantize, or to add LoRA to.
+    """
+    return hasattr(type(module), "_unquantized_type")
+
+
+WRAPPED_BY_QWIX = "its model is one of qwix, which computes the products"
+
+
+def no_linear_layer(layer: type, linear_layers: str) -> str:
+    """The reason for which the kernels of a class that is no linear layer are left alone."""
+    name = f"{layer.__module__}.{layer.__qualname__}"
+    return f"{name} is none of {linear_layers}: use one of these in it, or te_jax.ops.dense"
+
+
 def is_composite(module: Any, linear_layers: tuple[type, ...]) -> bool:
     """Whether a module is one of te_jax that calls linear layers as one operation, all with its own recipe."""
     ours = any(base.__module__.partition(".")[0] == "te_jax" for base in type(module).__mro__)
@@ -182,6 +210,28 @@ def is_composite(module: Any, linear_layers: tuple[type, ...]) -> bool:
 def part_of(composite: type) -> str:
     """The reason for which layers in such a module are left alone."""
     return f"part of te_jax's {composite.__name__}, which has a recipe argument"
+
+
+@functools.cache
+def metaclass_for_pickle(metaclass: type, converted_class: Callable[[type], type]) -> type:
+    """A metaclass for what `converted_class` makes of classes: pickle finds no such class by its name.
+
+    The class is stored as the call `converted_class(base)`, base being the last one of its `__bases__`.
+
+    Args:
+      metaclass: of the base.
+      converted_class: a function of a module, which caches its results.
+    """
+    derived = type(metaclass.__name__, (metaclass,), {})
+
+    def reduced(cls: type) -> str | tuple[Any, ...]:
+        base = cls.__bases__[-1]
+        if type(base) is derived:  # somebody's subclass of a converted class
+            return cls.__qualname__
+        return converted_class, (base,)
+
+    copyreg.pickle(derived, reduced)  # pyright: ignore[reportArgumentType]
+    return derived
 
 
 def _is_rule(rule: Any) -> bool:

@@ -8,6 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
@@ -45,15 +46,17 @@ def convert(
     `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum`, and classes of yours that inherit their `__call__`, become
     te_jax's layers of these names. Their variables stay the same objects, so optimizers, sharding and checkpoints keep
     working. Shared layers stay shared, and layers that `nnx.vmap` stacked stay stacked. `DelayedScaling` adds its state
-    as `OverwriteWithGradient` variables. A layer's `precision` is ignored. Layers of te_jax get the recipe too. A
-    second call changes recipes: recipe and rules say what the model is afterwards, whatever it was before.
+    as `OverwriteWithGradient` variables. FP8 replaces a layer's `precision`, and the report says so. Layers of te_jax
+    get the recipe too. A second call changes recipes: recipe and rules say what the model is afterwards, whatever it
+    was before.
 
     Unless a rule names a recipe for them, `convert` leaves output heads alone (a part of the path is "head", "lm_head",
     "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output"), and routers ("router", or
     "gate" in a part with "moe", but no einsum of experts). It always leaves alone embeddings; sizes that are no
     multiples of 16; dtypes that FP8 layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules
-    with a recipe argument; and layers with a `__call__`, `dot_general`, `promote_dtype`, `einsum_op`,
-    `preferred_element_type` or `batch_axis` of their own. The report has the reason for each.
+    with a recipe argument; layers with a `__call__`, `dot_general`, `promote_dtype`, `einsum_op`,
+    `preferred_element_type` or `batch_axis` of their own; and layers with variables besides kernel and bias, or of
+    models that qwix made, such as those with LoRA. The report has the reason for each.
 
     Args:
       model: an NNX module or a container of modules.
@@ -63,10 +66,10 @@ def convert(
       axis_name, implementation: as in `LinearGeneral`.
 
     Returns:
-      The converted layers, and for each of the others the reason.
+      All kernels: the recipe of each, or the reason why it has none.
 
     Raises:
-      ValueError: model is no NNX module, or recipe or rules are invalid; the model is then unchanged.
+      ValueError: model holds no NNX module, or recipe or rules are invalid; the model is then unchanged.
     """
     rules = conversion.validate(recipe, rules)
     layers: list[conversion.Layer] = []
@@ -75,14 +78,16 @@ def convert(
     modules = list(_modules(model))
     composites = {paths[0]: type(m) for paths, m in modules if conversion.is_composite(m, (LinearGeneral, Einsum))}
     for paths, module in modules:
-        if (kernel := _kernel(module)) is None:
+        if not _is_linear(module):
+            layers += _kernels_of_another_class(paths, module)
             continue
-        chosen, reason = None, _no_linear_layer(module, kernel[0])
-        if reason is None and isinstance(module.kernel.get_value(), QuantizedArray):
+        if (foreign := _foreign_part(module)) is not None:
+            chosen, reason = None, foreign
+        elif isinstance(module.kernel.get_value(), QuantizedArray):
             chosen, reason = module.options.recipe, "its kernel is quantized already"
-        elif reason is None and (composite := composites.get(paths[0].rpartition("/")[0])) is not None:
+        elif (composite := composites.get(paths[0].rpartition("/")[0])) is not None:
             chosen, reason = module.options.recipe, conversion.part_of(composite)
-        elif reason is None:
+        else:
             experts = _is_einsum(module) and conversion.has_experts(module.einsum_str, module.kernel_shape)
             chosen, reason = conversion.decide(paths, recipe, rules, _obstacle(module), experts=experts)
             if isinstance(chosen, DelayedScaling) and _stacked_shape(module) is None:
@@ -91,7 +96,9 @@ def convert(
                 chosen = module.options.recipe  # a recipe that someone gave to this very layer
             else:
                 changes.append((module, linear.Options(chosen, axis_name, implementation)))
-        kind = f"{_layer_class(module).__name__} {kernel[1]}"
+            if chosen is not None:
+                reason = conversion.replaced_precision(getattr(module, "precision", None)) or reason
+        kind = f"{_layer_class(module).__name__} {tuple(getattr(module.kernel, 'shape', ()))}"
         layers.append(conversion.Layer(paths[0], kind, chosen, reason, paths[1:]))
     for module, options in changes:
         _set(module, options)
@@ -104,7 +111,7 @@ def revert(model: Any) -> None:
     Variables stay the same objects. Layers that `convert` did not change stay as they are.
 
     Raises:
-      ValueError: model is no NNX module, or has kernels that `quantize_kernels` quantized.
+      ValueError: model holds no NNX module, or has kernels that `quantize_kernels` quantized.
     """
     module: Any
     for paths, module in _modules(model):
@@ -146,37 +153,66 @@ def _layer_class(module: nnx.Module) -> type[nnx.Module]:
 
 def _modules(model: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
     """Every module once, with all its paths."""
-    if not nnx.graph.is_node(model):
-        raise ValueError(f"model is of type {type(model).__name__}; it must be a flax.nnx.Module, or hold some")
+    nodes = nnx.iter_graph(model, graph=True) if nnx.graph.is_node(model) else ()
+    modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
+    if not modules:
+        raise ValueError(
+            f"model is of type {type(model).__name__} and holds no flax.nnx.Module; pass one, or a container of some. "
+            "te_jax.flax.convert takes models of flax.linen; in others call te_jax.ops.dense"
+        )
     shared = nnx.find_duplicates(model, only=nnx.Module)
-    for path, module in nnx.iter_graph(model, graph=True):
-        if isinstance(module, nnx.Module):
-            paths = [path]
-            for places in shared:
-                for place in places:
-                    if path[: len(place)] == place:
-                        paths += [(*other, *path[len(place) :]) for other in places if other != place]
-            yield tuple("/".join(map(str, path)) for path in dict.fromkeys(paths)), module
+    for path, module in modules:
+        paths = [path]
+        for places in shared:
+            for place in places:
+                if path[: len(place)] == place:
+                    paths += [(*other, *path[len(place) :]) for other in places if other != place]
+        yield tuple("/".join(map(str, path)) for path in dict.fromkeys(paths)), module
 
 
-def _kernel(module: nnx.Module) -> tuple[str, tuple[int, ...]] | None:
-    """Name and shape of a module's kernel or embedding, if it has one."""
-    if isinstance(module, LinearGeneral | Einsum):
-        return "kernel", tuple(module.kernel.get_value().shape)
+def _is_linear(module: nnx.Module) -> bool:
+    return issubclass(_layer_class(module), (*_OURS, LinearGeneral, Einsum)) and hasattr(module, "kernel")
+
+
+def _own_variables(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable[Any]]]:
+    """The variables of a module, with their paths in it, without those of modules in it."""
     for name, value in vars(module).items():
-        shape = getattr(value.get_value(), "shape", ()) if isinstance(value, nnx.Param) else ()
-        if len(shape) >= 2 and name not in ("scale", "bias"):
-            return name, tuple(shape)
-    return None
+        leaves = jax.tree.leaves_with_path(value, is_leaf=lambda leaf: isinstance(leaf, nnx.Module | nnx.Variable))
+        for path, leaf in leaves:
+            if isinstance(leaf, nnx.Variable):
+                yield jax.tree_util.keystr(((jax.tree_util.DictKey(name), *path)), simple=True, separator="/"), leaf
 
 
-def _no_linear_layer(module: nnx.Module, name: str) -> str | None:
-    """Why a module with a kernel of this name is none that could be converted, if so."""
-    if issubclass(_layer_class(module), (*_OURS, LinearGeneral, Einsum)):
+def _kernels_of_another_class(paths: tuple[str, ...], module: nnx.Module) -> Iterator[conversion.Layer]:
+    """The rows of a module that is no linear layer."""
+    kernels: dict[str, tuple[int, ...]] = {}
+    for name, variable in _own_variables(module):
+        shape = tuple(getattr(variable.get_value(), "shape", ()))
+        if isinstance(variable, nnx.Param) and len(shape) >= 2 and name.rpartition("/")[2] not in ("scale", "bias"):
+            kernels[name] = shape
+    for name, shape in kernels.items():
+        if isinstance(module, nnx.Embed) or "emb" in name:
+            reason = "an embedding"
+        else:
+            reason = conversion.no_linear_layer(type(module), "nnx.Linear, nnx.LinearGeneral and nnx.Einsum")
+        first, *others = ["/".join(filter(None, (path, name))) for path in paths] if len(kernels) > 1 else paths
+        yield conversion.Layer(first, f"{type(module).__name__} {shape}", None, reason, tuple(others))
+
+
+def _foreign_part(module: Any) -> str | None:
+    """What another library added to a layer of Flax, if so: te_jax's product would disconnect it."""
+    if isinstance(module, LinearGeneral | Einsum):
         return None
-    if isinstance(module, nnx.Embed) or "emb" in name:
-        return "an embedding"
-    return "neither nnx.Linear, nnx.LinearGeneral nor nnx.Einsum"
+    if hasattr(module, "qwix_path"):  # qwix marks all modules of its models
+        return conversion.WRAPPED_BY_QWIX
+    if not isinstance(module.kernel, nnx.Variable):
+        return f"its kernel is of type {type(module.kernel).__name__}, which is no nnx.Variable"
+    others = [
+        name
+        for name, variable in _own_variables(module)
+        if name not in ("kernel", "bias") and not isinstance(variable, nnx.RngState | nnx.Intermediate)
+    ]
+    return f"it has variables besides kernel and bias: {', '.join(sorted(others))}" if others else None
 
 
 def _obstacle(module: Any) -> str | None:
@@ -288,6 +324,8 @@ def _converted_class(layer: type[nnx.Module]) -> type[nnx.Module]:
         return _OURS[layer]
     flax = _flax_class(layer)
     assert flax is not None
+    metaclass = conversion.metaclass_for_pickle(type(layer), _converted_class)
+    names = {"__module__": layer.__module__, "__qualname__": layer.__qualname__}
     return types.new_class(
-        layer.__name__, (_OURS[flax], layer), exec_body=lambda body: body.update(__module__=layer.__module__)
+        layer.__name__, (_OURS[flax], layer), {"metaclass": metaclass}, lambda body: body.update(names)
     )

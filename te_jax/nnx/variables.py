@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +23,11 @@ parameters, and keep it from the optimizer:
     optimizer.update(model, grads)           # nnx.Optimizer(model, tx, wrt=nnx.Param)
     overwrite_with_gradient(model, grads)
 """
+
+
+# Flax made this class without a name that pickle could find.
+if getattr(sys.modules[OverwriteWithGradient.__module__], OverwriteWithGradient.__qualname__, None) is None:
+    OverwriteWithGradient.__module__, OverwriteWithGradient.__qualname__ = __name__, "OverwriteWithGradient"
 
 
 class ExpertBias(nnx.Variable):

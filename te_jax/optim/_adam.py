@@ -13,10 +13,9 @@ import optax
 from jax import Array, lax
 
 from te_jax._core.arguments import as_flag, is_whole_number
-from te_jax.optim import _moments, _rounding
+from te_jax.optim import _bounds, _moments, _rounding
 from te_jax.optim._master import in_float32, master_weights
 from te_jax.optim._nonfinite import skip_nonfinite as skip_nonfinite_steps
-from te_jax.sharding import blocks
 
 ScalarOrSchedule = float | Array | Callable[[Any], Any]
 
@@ -103,7 +102,7 @@ def scale_by_adam(
 
     def init(params: Any) -> ScaleByAdamState:
         mu, nu = (jax.tree.map(lambda p, dtype=dtype: _moments.zeros(p, dtype), params) for dtype in dtypes)
-        bounds = (jax.tree.map(blocks.zeros, params) if _moments.is_scaled(d) else None for d in dtypes)
+        bounds = (_bounds.zeros(params) if _moments.is_scaled(d) else None for d in dtypes)
         return ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu, *bounds)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
@@ -125,8 +124,9 @@ def scale_by_adam(
         step = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), step)
         gradients, structure = jax.tree.flatten(updates)
         moments = [
-            [None] * len(gradients) if tree is None else structure.flatten_up_to(tree)
-            for tree in (state.mu, state.nu, state.mu_bounds, state.nu_bounds)
+            *(structure.flatten_up_to(tree) for tree in (state.mu, state.nu)),
+            # Boxes of Flax may name other axes than those of parameters.
+            *([None] * len(gradients) if tree is None else jax.tree.leaves(tree) for tree in state[3:]),
         ]
         keys = None
         if stochastic_rounding:
@@ -146,9 +146,12 @@ def scale_by_adam(
             new_mu, step, keys = lax.optimization_barrier((new_mu, step, keys))
             after.append((change, new_mu, *rest))
         columns = list(zip(*after, strict=True)) if after else [()] * 5
-        trees = [structure.unflatten(column) for column in columns]
-        mu_bounds, nu_bounds = (None if old is None else new for old, new in zip(state[3:], trees[3:], strict=True))
-        return trees[0], ScaleByAdamState(count, trees[1], trees[2], mu_bounds, nu_bounds)
+        changes, mu, nu = (structure.unflatten(column) for column in columns[:3])
+        bounds = (
+            None if old is None else jax.tree.structure(old).unflatten(new)
+            for old, new in zip(state[3:], columns[3:], strict=True)
+        )
+        return changes, ScaleByAdamState(count, mu, nu, *bounds)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -166,10 +166,11 @@ def _convert_adam(target: Any, source: Any, where: str) -> Any:
         old_bounds = getattr(source, f"{name}_bounds", None)
         leaves, structure = jax.tree.flatten(old)
         dtypes = [leaf.dtype for leaf in structure.flatten_up_to(new)]
-        scaled = getattr(target, f"{name}_bounds", None) is not None
+        new_bounds = getattr(target, f"{name}_bounds", None)
+        scaled = new_bounds is not None
         if dtypes == [leaf.dtype for leaf in leaves] and scaled == (old_bounds is not None):
             return old, old_bounds
-        bounds = [None] * len(leaves) if old_bounds is None else structure.flatten_up_to(old_bounds)
+        bounds = [None] * len(leaves) if old_bounds is None else jax.tree.leaves(old_bounds)
         wide = [
             _moments.decode(leaf, bound, np.promote_types(leaf.dtype, np.float32) if bound is None else "float32")
             for leaf, bound in zip(leaves, bounds, strict=True)
@@ -179,7 +180,7 @@ def _convert_adam(target: Any, source: Any, where: str) -> Any:
             _moments.encode(x, bound, dtype, None, positive=name == "nu")
             for x, bound, dtype in zip(wide, largest, dtypes, strict=True)
         ]
-        return structure.unflatten(values), structure.unflatten(largest) if scaled else None
+        return structure.unflatten(values), jax.tree.structure(new_bounds).unflatten(largest) if scaled else None
 
     (mu, mu_bounds), (nu, nu_bounds) = convert("mu"), convert("nu")
     count = jnp.asarray(source.count).astype(np.int32)

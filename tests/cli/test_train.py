@@ -655,6 +655,50 @@ def test_other_software_is_noted_on_resuming(whole, out, capsys):
     assert f"note: implementation changed from another to {implementation}: " in noted
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ('"steps": 40', '"stfps": 40', r"has options that te_jax \S+ does not know \(stfps\): go on with the version"),
+        ('"dtype": "float32", "det', '"dtype": "flnat32", "det', "is damaged, dtype is 'flnat32': start another run"),
+        ('"steps": 40', '"steps": "40"', "is damaged, steps is '40': start another run"),
+        ('"tp": 1, "transport": "auto", "rec', '"tp": 0, "transport": "auto", "rec', "--tp is 0"),
+        ('"text": {"source', '"texu": {"source', "is not, or no longer, what the run in"),
+        ('"sha256"', '"sha257"', "is not, or no longer, what the run in"),
+    ],
+)
+def test_a_header_of_another_version_or_with_damage_is_one_sentence(before, after, words, whole, out, capsys):
+    shutil.copytree(whole, out)
+    log = out / "log.jsonl"
+    text = re.sub(r', "crc32": \d+', "", log.read_text())
+    assert text.count(before) == 1
+    log.write_text(text.replace(before, after))
+    assert re.search(words, refused(["--resume", "--out", str(out)], capsys))
+
+
+def test_a_run_of_a_version_without_a_subject_of_the_header_goes_on(toy_run, capsys):
+    out, _ = toy_run
+    log = out / "log.jsonl"
+    without_checksums = re.sub(r', "crc32": \d+', "", log.read_text())
+    log.write_text(without_checksums.replace('"parallel"', '"parrallel"'))
+    assert main(["train", "--resume", "--steps", "13", "--out", str(out)]) == 0
+    (noted,) = told(capsys)
+    assert "--steps changed from 12 to 13" in noted
+
+
+def test_a_record_that_has_lost_its_twin_is_left_out(tmp_path, monkeypatch, capsys):
+    drawn = []
+    monkeypatch.setattr(_report, "draw_losses", lambda path, title, label, *of_steps: drawn.extend(of_steps[:2]))
+    records = {
+        "train": [{"step": 1, "loss": 2.0, "optax_loss": 2.0}, {"step": 2, "loss": 1.0}],
+        "validation": [{"step": 0, "loss": 3.0}, {"step": 2, "loss": 1.0, "optax_loss": 1.0}],
+    }
+    folder = types.SimpleNamespace(path=tmp_path, records=records.get)
+    learners = dict.fromkeys(("loss", "optax_loss"))
+    train._conclude(folder, _options.Options(), PRESETS["nano"], learners, "byte", "")
+    assert drawn == [records["train"][:1], records["validation"][1:]]
+    assert "difference" in capsys.readouterr().out
+
+
 def kill_at(step, process, log):
     marker, deadline = f'"step": {step},'.encode(), time.monotonic() + 120
     while not (log.exists() and marker in log.read_bytes()):

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +150,10 @@ def remove(name):
     return damage
 
 
+def write_checksums(text):
+    return lambda step: (step / "checksums.json").write_text(text)
+
+
 def become_a_file(step):
     shutil.rmtree(step)
     step.touch()
@@ -168,6 +173,10 @@ DAMAGES = {
     "no step folder": (become_a_file, "default/ is missing"),
     "truncated checksums": (truncate("checksums.json"), "checksums.json is unreadable"),
     "empty checksums": (truncate("checksums.json", 0), "checksums.json is unreadable"),
+    "no checksums": (write_checksums("{}"), "checksums.json lists no file"),
+    "checksums that are no object": (write_checksums("[]"), "checksums.json is unreadable"),
+    "nested checksums": (write_checksums("[" * 5000), "checksums.json is unreadable"),
+    "a file without a checksum": (lambda step: (step / "default" / "e").touch(), "default/e has no checksum"),
 }
 
 
@@ -186,17 +195,27 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_restored(damage, wo
     assert re.fullmatch(expected, noted), noted
 
 
+def contents(folder):
+    """Everything that is in a folder."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+resume_longer = functools.partial(RunFolder.resume, header=HEADER | {"options": {"steps": 12}})
+
+
 @pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
 def test_a_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(damage, words, whole, start):
     for step in "12":
         damage(whole / "checkpoints" / step)
-    folder = start(RunFolder.resume)
+    (whole / "checkpoints" / "3.tmp" / "default").mkdir(parents=True)
+    before = contents(whole)
+    folder = start(resume_longer)
     found = rf"no intact checkpoint \(step 2: .*{words}; step 1: .*{words}\)"
     with pytest.raises(
         UserError, match=rf"{found}: start another run, or delete {whole}/checkpoints to begin this one"
     ):
         folder.restore(like_state())
-    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["1", "2"]
+    assert contents(whole) == before
 
 
 def test_a_run_whose_checkpoints_were_deleted_begins_at_step_0(whole, start, capsys):
@@ -255,12 +274,14 @@ def test_what_cannot_be_read_of_an_older_version_is_passed_over(damage, whole_of
 
 
 def test_an_intact_checkpoint_that_does_not_fit_is_no_damage(whole, start):
-    folder = start(RunFolder.resume)
+    before = contents(whole)
+    folder = start(resume_longer)
     with pytest.raises(
         UserError, match=r"checkpoints/2 is intact, but cannot be restored \(.*\): go on with the version"
     ):
         folder.restore({"another": jax.ShapeDtypeStruct((5,), np.float32)})
     assert folder.latest_step == 2
+    assert contents(whole) == before
 
 
 @pytest.mark.parametrize(
@@ -320,19 +341,65 @@ def edit(*changes):
         ((2, lambda _: b""), "1 of 2 steps have no record", [2]),
         ((3, lambda line: line[9:]), "line 3 is unreadable; 1 of 2 steps have no record", [1]),
         ((4, lambda line: line[9:]), "line 4 is unreadable", [1, 2]),
+        # Of an older version, without a checksum. The others behind a step that is too large are kept.
+        ((2, lambda _: record(1).replace(b": 1,", b": 9,")), "1 of 2 steps have no record", [9, 2]),
     ],
-    ids=["text", "zeros", "bytes", "null", "a loss", "a step", "joined", "missing", "of the checkpoint", "after it"],
+    ids=[
+        *("text", "zeros", "bytes", "null", "a loss", "a step", "joined", "missing", "of the checkpoint", "after it"),
+        "a step of an older version",
+    ],
 )
 def test_damaged_records_are_named_and_the_others_kept(damage, words, kept, whole, start, capsys):
     edit(damage)(whole / "log.jsonl")
     folder = start(RunFolder.resume)
+    folder.restore(like_state(large_state_of(0)))
+    assert folder.latest_step == 2
     told = f"te-jax: note: --out {whole} has a damaged log ({words}): the other records are kept\n"
     assert capsys.readouterr().err == told
     assert [record["step"] for record in folder.records("train")] == kept
     log(folder, [3])
     assert [record["step"] for record in folder.records("train")] == [*kept, 3]
+
+
+def record(step):
+    """A line of the log as an older version wrote it."""
+    return b'{"kind": "train", "step": %d, "loss": 0.5}\n' % step
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"kind": "train", "stdp": 2, "loss": 0.5}',
+        b'{"kind": "train", "step": null, "loss": 0.5}',
+        b'{"kind": "train", "step": "2", "loss": 0.5}',
+        b'{"kind": "train", "step": true, "loss": 0.5}',
+        b'{"kind": "train", "step": 2.0, "loss": 0.5}',
+        b'{"kind": "train", "step": -2, "loss": 0.5}',
+        b'{"kind": "train", "step": ' + b"9" * 5000 + b', "loss": 0.5}',
+        b'{"kind": "train", "step": 2}',
+        b'{"kind": "train", "step": 2, "loss": "0.5"}',
+        b'{"kind": "train", "step": 2, "loss": 0.5, "optax_loss": null}',
+        b'{"kind": "validation", "step": 2, "loss": []}',
+        b'{"kind": "strain", "step": 2, "loss": 0.5}',
+        b'{"kind": {}, "step": 2, "loss": 0.5}',
+        b'{"kind": "header"}',
+        b'{"kind": "header", "optionr": {}}',
+        b'{"kind": "header", "options": []}',
+        b'{"kind": "header", "options": null}',
+        b'{"a":' * 3000,
+    ],
+    ids=lambda line: line[:40].decode(),
+)
+def test_a_line_that_is_no_record_is_damaged(line, whole, start, capsys):
+    edit((3, lambda _: line + b"\n"))(whole / "log.jsonl")
+    folder = start(RunFolder.resume)
     folder.restore(like_state(large_state_of(0)))
-    assert folder.latest_step == 2
+    assert "(line 3 is unreadable; 1 of 2 steps have no record)" in capsys.readouterr().err
+    assert [record["step"] for record in folder.records("train")] == [1]
+    folder.close()
+    edit((1, lambda _: line + b"\n"))(whole / "log.jsonl")
+    with pytest.raises(UserError, match="has lost its header"):
+        start(RunFolder.resume)
 
 
 @pytest.mark.parametrize(
@@ -370,6 +437,8 @@ def test_damage_before_the_first_checkpoint_is_cut_off(start, capsys):
 def test_a_header_with_other_options_is_added_where_the_run_goes_on(whole, start):
     longer = HEADER | {"options": {"steps": 12}}
     folder = start(functools.partial(RunFolder.resume, header=longer))
+    assert read_header(whole) == HEADER
+    folder.restore(like_state(large_state_of(0)))
     log(folder, [3])
     folder.close()
     assert read_header(whole) == longer
@@ -441,7 +510,7 @@ def test_a_torn_last_record_is_forgotten(start):
     path = folder.path / "log.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"kind": "train", "st')
-    start(RunFolder.resume).close()
+    start(RunFolder.resume).restore(like_state())
     assert path.read_bytes() == whole
 
 
@@ -495,6 +564,131 @@ def test_a_run_that_has_taken_a_step_is_not_overwritten(start):
 def test_a_run_has_one_process_at_a_time(start):
     start()
     with pytest.raises(UserError, match="in use by another"):
+        start(RunFolder.resume)
+
+
+def replace(path):
+    shutil.copy(path / "log.jsonl", path / "new")
+    os.replace(path / "new", path / "log.jsonl")
+
+
+def replace_folder(path):
+    shutil.copytree(path, f"{path}.copy")
+    path.rename(f"{path}.former")
+    os.rename(f"{path}.copy", path)
+
+
+def append_nothing_much(path):
+    with (path / "log.jsonl").open("a") as log:
+        log.write("\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "saves"),
+    [
+        (replace, "was replaced by another file", False),
+        (replace_folder, "was replaced by another file", False),
+        (lambda path: (path / "log.jsonl").unlink(), "was moved or removed", False),
+        (lambda path: path.rename(f"{path}.former"), "was moved or removed", False),
+        (shutil.rmtree, "was moved or removed", False),
+        (lambda path: os.truncate(path / "log.jsonl", 0), "was changed by another program", True),
+        (append_nothing_much, "was changed by another program", True),
+    ],
+    ids=["replaced", "folder replaced", "removed", "folder moved", "folder removed", "truncated", "appended"],
+)
+def test_a_log_that_another_program_changes_ends_the_run(change, words, saves, start):
+    folder = start()
+    log(folder, [1, 2])
+    folder.save(2, state_of(2))
+    change(folder.path)
+    with pytest.raises(UserError, match=rf"run/log\.jsonl {words} while the run went on, so the run stops: continue"):
+        log(folder, [3])
+    if not saves:  # what a checkpoint needs is there
+        with pytest.raises(UserError, match=words):
+            folder.save(3, state_of(3))
+        with pytest.raises(UserError, match=words):
+            folder.records("train")
+
+
+def test_a_log_that_is_replaced_while_a_checkpoint_is_written_ends_the_run(start, monkeypatch):
+    def checksums(path):
+        replace(folder.path)
+        return {}
+
+    folder = start()
+    monkeypatch.setattr(_checkpoints, "_checksums", checksums)
+    with pytest.raises(UserError, match="was replaced by another file"):
+        folder.save(1, state_of(1))
+
+
+def test_no_second_run_gets_in_beside_a_log_that_was_replaced(start):
+    folder = start()
+    log(folder, [1])
+    replace(folder.path)
+    for begin in (RunFolder.resume, functools.partial(RunFolder.create, header=HEADER)):
+        with pytest.raises(UserError, match="in use by another"):
+            start(begin)
+
+
+# ----------------------------------------------------------------------------------------- what else is in the folder
+
+
+def linked_folder(path):
+    """A link to a folder with a file in it."""
+    target = path.parent.parent / "elsewhere"
+    target.mkdir(exist_ok=True)
+    (target / "file").touch()
+    path.symlink_to(target)
+    return target / "file"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "x.tmp", "007", "٣", "03.tmp", "-1", "3.damaged", "3.orbax"])
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir, linked_folder], ids=["file", "folder", "link"])
+def test_entries_of_other_names_are_left_alone(make, name, whole, start):
+    make(whole / "checkpoints" / name)
+    folder = start(RunFolder.resume)
+    check_restored(folder, 2)
+    folder.save(3, large_state_of(3))
+    assert {path.name for path in (whole / "checkpoints").iterdir()} == {"2", "3", name}
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir, linked_folder], ids=["file", "folder", "link"])
+def test_what_stands_in_the_place_of_an_entry_makes_room(make, whole, start):
+    """And what links point to stays."""
+    entries = whole / "checkpoints"
+    made = [make(entries / name) for name in ("1.tmp", "3.tmp", "4.tmp", "2.damaged")]
+    flip_bytes(entries / "2")
+    folder = start(RunFolder.resume)
+    check_restored(folder, 1)
+    for step in (2, 3):
+        folder.save(step, large_state_of(step))
+    assert {path.name for path in entries.iterdir()} == {"2", "3", "2.damaged"}
+    assert all(target is None or target.exists() for target in made)
+
+
+def test_a_checkpoint_may_be_a_link(whole, start):
+    """On a larger disk, for example."""
+    entries = whole / "checkpoints"
+    for step in "12":
+        (entries / step).rename(whole.parent / step)
+        (entries / step).symlink_to(whole.parent / step)
+    folder = start(RunFolder.resume)
+    check_restored(folder, 2)
+    folder.save(3, large_state_of(3))
+    assert {path.name for path in entries.iterdir()} == {"2", "3"}
+    assert (whole.parent / "1" / "default").exists()
+
+
+def test_hidden_files_that_other_programs_leave_are_no_damage(whole, start, capsys):
+    (whole / "checkpoints" / "2" / "default" / ".DS_Store").touch()
+    check_restored(start(RunFolder.resume), 2)
+    assert not capsys.readouterr().err
+
+
+def test_what_is_in_the_way_is_named(whole, start):
+    shutil.rmtree(whole / "checkpoints")
+    (whole / "checkpoints").symlink_to(whole / "nowhere")
+    with pytest.raises(UserError, match=rf"--out {whole} cannot be written: {whole}/checkpoints: File exists"):
         start(RunFolder.resume)
 
 

@@ -1,6 +1,9 @@
 """te_jax.flax.convert: the same parameters with products in FP8, through Flax's transforms, and its report."""
 
+import abc
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -182,6 +185,9 @@ def test_it_multiplies_in_fp8_with_the_same_parameters(rng, name, recipe):
     assert 1e-3 < relative_error(y, exact) < 0.2
 
 
+OTHERS = "nn.Dense, nn.DenseGeneral and nn.Einsum: use one of these in it, or te_jax.ops.dense"
+
+
 class Experts(nn.Module):
     """On tokens that are sorted by expert. One kernel is multiplied by a function of JAX."""
 
@@ -211,7 +217,7 @@ def test_einsums_of_experts(rng):
     assert jax.eval_shape(model.init, jax.random.key(0), x) == jax.eval_shape(lambda: variables)
     layers = {f"moe/{name}": recipe for name in ("gate", "up", "down")}
     assert recipes(model) == {**layers, "moe": None}
-    assert reasons(model) == {"moe": "neither nn.Dense, nn.DenseGeneral nor nn.Einsum"}
+    assert reasons(model) == {"moe": f"{__name__}.Experts is none of {OTHERS}"}
     cotangent = normal(rng, x.shape)
 
     def value_and_gradients(model):
@@ -342,6 +348,16 @@ class OwnKernel(nn.Module):
         return x @ self.param("w", nn.initializers.normal(), (32, 32))
 
 
+class Foreign:
+    class Einsum(OwnKernel):
+        pass
+
+
+def by_qwix(base):
+    """A class as `qwix.quantize_model` makes it."""
+    return type(base.__name__, (base,), {"_unquantized_type": base})
+
+
 def promote(*arrays, dtype):
     return arrays
 
@@ -362,7 +378,9 @@ ALONE = {
     "batch_dims": (nn.DenseGeneral(32, axis=-1, batch_dims=0), "it has batch_dims"),
     "dtype": (nn.Dense(32, dtype=jnp.complex64), "its dtype complex64 is none of FP8 layers"),
     "no contraction": (nn.Einsum((32, 32), "ab,cd->abcd"), "einsum_str 'ab,cd->abcd' is no product of inputs"),
-    "another class": (OwnKernel(), "neither nn.Dense, nn.DenseGeneral nor nn.Einsum"),
+    "another class": (OwnKernel(), f"{__name__}.OwnKernel is none of {OTHERS}"),
+    "a foreign class of the same name": (Foreign.Einsum(), f"{__name__}.Foreign.Einsum is none of {OTHERS}"),
+    "a class that qwix made": (by_qwix(nn.Dense)(32), "its model is one of qwix, which computes the products"),
 }
 
 
@@ -375,6 +393,118 @@ def test_layers_that_are_something_else_are_left_alone_and_reported(name, rng):
     np.testing.assert_array_equal(model.apply(variables, *xs), plain.apply(variables, *xs))
     assert reasons(model)[""].startswith(reason)
     assert not report(model).converted
+
+
+@pytest.mark.parametrize("last", ["convert", "qwix"])
+def test_layers_of_a_model_that_qwix_made_keep_their_products(rng, last):
+    qwix, x = by_qwix(Compact)(), normal(rng, (16, 32))
+    model = convert(qwix, BlockScaling())
+    if last == "qwix":
+        converted = convert(Compact(), BlockScaling())
+        model = converted.copy()
+        object.__setattr__(model, "__class__", by_qwix(type(converted)))
+    variables = jax.jit(Compact().init)(jax.random.key(0), x)
+    np.testing.assert_array_equal(model.apply(variables, x), Compact().apply(variables, x))
+    assert set(reasons(model).values()) == {"its model is one of qwix, which computes the products"}
+    assert not report(model).converted
+
+
+def test_interceptors_in_the_model_keep_their_layers(rng):
+    def added(call, args, kwargs, context):
+        return call(*args, **kwargs) + (1 if context.module.name == "up" else 0)
+
+    class Intercepting(nn.Module):
+        inside: bool
+
+        @nn.compact
+        def __call__(self, x):
+            mlp = nn.Dense(32, name="up")
+            if not self.inside:
+                return mlp(x)
+            with nn.intercept_methods(added):
+                return mlp(x)
+
+    x = normal(rng, (16, 32))
+    inside, outside = (convert(Intercepting(inside), BlockScaling()) for inside in (True, False))
+    variables = jax.jit(inside.init)(jax.random.key(0), x)
+    np.testing.assert_array_equal(inside.apply(variables, x), Intercepting(True).apply(variables, x))
+    assert reasons(inside) == {"up": "it runs in a nn.intercept_methods of the model"}
+    quantize_kernels(inside, variables, x)
+    with nn.intercept_methods(added):  # calls what the conversion computes
+        y = outside.apply(variables, x)
+    np.testing.assert_array_equal(y, outside.apply(variables, x) + 1)
+    assert recipes(outside) == {"up": BlockScaling()}
+
+
+class SharingScope(nn.Module):
+    """As FeedForward of Gemma: both kernels are in its own scope."""
+
+    @nn.compact
+    def __call__(self, x):
+        for name, shape in {"gating": (2, 32, 48), "linear": (48, 32)}.items():
+            layer = Named(name, shape)
+            nn.share_scope(self, layer)
+            x = layer(x)
+        return x
+
+
+class Named(nn.Module):
+    weight_name: str
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param(self.weight_name, nn.initializers.normal(), self.shape)
+        return x @ (kernel if kernel.ndim == 2 else kernel.sum(0))
+
+
+def test_the_report_has_a_row_for_each_kernel():
+    x = jnp.ones((16, 32))
+    model = convert(SharingScope(), BlockScaling())
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    jax.eval_shape(model.apply, variables, x)
+    expected = {"gating": "Named (2, 32, 48)", "linear": "Named (48, 32)"}
+    assert {layer.path: layer.kind for layer in report(model).layers} == expected
+    assert repr(report(model)).endswith("0 of 2 kernels in FP8")
+    model = convert(Adapted(), BlockScaling())
+    jax.eval_shape(model.init, jax.random.key(0), x)
+    expected = {"lora": "Dense (32, 32)", "lora/a": "Lora (32, 2)", "lora/b": "Lora (2, 32)"}
+    assert {layer.path: layer.kind for layer in report(model).layers} == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "note"), [("highest", "in place of precision highest"), ("default", ""), (None, "")]
+)
+def test_the_report_says_which_precision_fp8_replaces(precision, note):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(32, precision=precision, name="fp8")(x)
+            return nn.DenseGeneral(32, precision=precision, name="lm_head")(x)
+
+    model = convert(Model(), BlockScaling())
+    jax.eval_shape(model.init, jax.random.key(0), jnp.ones((16, 32)))
+    assert {layer.path: layer.reason for layer in report(model).converted} == {"fp8": note}
+    assert reasons(model) == {"lm_head": "an output head by its name"}
+    assert (f"BlockScaling() ({note})" in repr(report(model))) is bool(note)
+
+
+class Abstract(Compact, abc.ABC):
+    """Of another metaclass."""
+
+
+@pytest.mark.parametrize("plain", [Compact(), Abstract()], ids=["compact", "abstract"])
+@pytest.mark.parametrize("recipe", [BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
+def test_what_pickle_stores_it_stores_after_the_conversion(rng, plain, recipe):
+    model, x = convert(plain, recipe), normal(rng, (16, 32))
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert again == model
+        assert type(again) is type(model)
+        np.testing.assert_array_equal(again.apply(variables, x), model.apply(variables, x))
+        assert recipes(again) == {"mlp/up": recipe, "mlp/down": recipe}
+    with pytest.raises(pickle.PicklingError, match="by_qwix"):  # not stored as the class that it inherits from
+        pickle.dumps(type("by_qwix", (type(model),), {}))
 
 
 def test_a_subclass_that_inherits_the_call_is_converted(rng):

@@ -20,13 +20,13 @@ TRAINED = nnx.Any(nnx.Param, OverwriteWithGradient)
 class LikeDenseGeneral(nnx.Module):
     """How a dense layer of MaxText makes and calls its product: a Linen module, bridged when the layer is made."""
 
-    def __init__(self, in_features_shape, out_features_shape, quant, rngs):
+    def __init__(self, in_features_shape, out_features_shape, quant, rngs, kernel_axes=("embed", "mlp")):
         self.in_features_shape = in_features_shape
         shape = (*in_features_shape, *out_features_shape)
         assert quant
         assert quant.quant_mode not in ("serve", "convert")
         self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), shape, jnp.float32))
-        linen = quant.dot_general_cls(mesh_axes=("embed", "mlp"))()
+        linen = quant.dot_general_cls(mesh_axes=kernel_axes)()
         product = nnx.bridge.ToNNX(linen, rngs=rngs)
         setattr(self, f"{type(linen).__name__}_0", product)
         block_size = getattr(quant, "get_block_size", lambda: 1)()
@@ -90,6 +90,35 @@ def test_dense_layers_multiply_in_fp8(rng, make, recipe):
     assert not nnx.state(layer, nnx.RngState)
 
 
+@pytest.mark.parametrize(
+    ("axes", "shape", "reason"),
+    [
+        (("embed", None), (32, 8), "a router by its axes"),  # as GateLogit makes it
+        (("embed_router", None), (32, 16), "a router by its axes"),
+        (("embed", "mlp"), (32, 40), "32 features in, 40 out: FP8 products need multiples of 16"),
+        (("mlp", "embed"), (40, 32), "40 features in, 32 out: FP8 products need multiples of 16"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [BlockScaling(), DelayedScaling(history_len=4)], ids=["block", "delayed"])
+def test_routers_and_other_sizes_are_those_of_maxtext(rng, recipe, axes, shape, reason):
+    quant = MaxTextQuantization(recipe)
+    layer = LikeDenseGeneral(shape[:1], shape[1:], quant, nnx.Rngs(int(rng.integers(2**31))), axes)
+    dense = LikeDenseGeneral((32,), (48,), quant, nnx.Rngs(0), (None, None))
+    x = jax.device_put(np.asarray(rng.standard_normal((3, shape[0])), jnp.bfloat16))
+    np.testing.assert_array_equal(layer(x), jax.lax.dot(x, layer.kernel[...].astype(jnp.bfloat16)), strict=True)
+    assert not nnx.state(layer, OverwriteWithGradient)
+    assert bool(nnx.state(dense, OverwriteWithGradient)) is isinstance(recipe, DelayedScaling)
+    first, second = quant.report().layers
+    path = "/".join(map(str, axes))
+    assert (first.path, first.kind, first.recipe, first.reason) == (path, f"kernel {shape}", None, reason)
+    assert (second.path, second.recipe, second.reason) == ("None/None", recipe, "")
+
+
+def test_a_report_needs_a_model():
+    with pytest.raises(ValueError, match="no layer has multiplied with this quantization: make the model with it"):
+        MaxTextQuantization(BlockScaling()).report()
+
+
 def test_einsum_takes_either_argument_and_is_that_of_jax(rng):
     quant = MaxTextQuantization(CurrentScaling())
     x, kernel = (
@@ -113,7 +142,8 @@ def test_it_has_what_the_classes_of_maxtext_have():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # MaxText's own
-def test_a_model_of_maxtext_takes_it_as_an_argument(rng):
+@pytest.mark.parametrize("experts", [1, 8, 16])
+def test_a_model_of_maxtext_takes_it_as_an_argument(rng, experts):
     creation = pytest.importorskip("maxtext.utils.model_creation_utils")
     from maxtext.configs import pyconfig
     from maxtext.utils import maxtext_utils
@@ -121,6 +151,9 @@ def test_a_model_of_maxtext_takes_it_as_an_argument(rng):
     base = Path(pyconfig.__file__).with_name("base.yml")
     sizes = {"base_emb_dim": 256, "base_mlp_dim": 512, "base_num_query_heads": 4, "base_num_kv_heads": 4}
     sizes |= {"head_dim": 64, "base_num_decoder_layers": 2, "vocab_size": 512, "max_target_length": 128}
+    if experts > 1:
+        sizes |= {"decoder_block": "mixtral", "num_experts": experts, "num_experts_per_tok": 2}
+        sizes |= {"base_moe_mlp_dim": 512, "sparse_matmul": False, "megablox": False}
     config = pyconfig.initialize(
         ["", str(base)], run_name="test", hardware="cpu", enable_checkpointing=False, scan_layers=False,
         attention="dot_product", dataset_type="synthetic", skip_jax_distributed_system=True, **sizes,
@@ -138,6 +171,9 @@ def test_a_model_of_maxtext_takes_it_as_an_argument(rng):
             run = nnx.jit(lambda it: it(tokens, positions, decoder_segment_ids=segments, enable_dropout=False))
             return np.asarray(run(model), np.float64)
 
-    plain, quantized = model(None), model(MaxTextQuantization(BlockScaling()))
+    quant = MaxTextQuantization(BlockScaling())
+    plain, quantized = model(None), model(quant)
     nnx.update(quantized, nnx.state(plain, nnx.Param))
     assert 1e-3 < relative_error(logits(quantized), logits(plain)) < 0.15
+    routers = [layer.kind for layer in quant.report().skipped]
+    assert routers == ([f"kernel (256, {experts})"] if experts > 1 else [])

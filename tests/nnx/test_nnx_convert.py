@@ -1,8 +1,12 @@
 """te_jax.nnx.convert: the same variables in layers of te_jax, what it leaves alone and why, and the way back."""
 
+import copy
 import functools
+import pickle
 import re
+from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,7 +141,7 @@ def test_einsums_of_experts(rng):
     exact = value_and_gradients(model.moe, x)
     report = convert(model, recipe)
     assert {layer.path for layer in report.converted} == {"moe/gate", "moe/up", "moe/down"}
-    assert reasons(report) == {"moe": "neither nnx.Linear, nnx.LinearGeneral nor nnx.Einsum"}
+    assert reasons(report) == {"moe": f"{__name__}.Experts is none of {OTHERS}"}
     found, expected = value_and_gradients(model.moe, x), value_and_gradients(ours, x)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert relative_error(found[0], exact[0]) > 1e-3
@@ -251,6 +255,9 @@ def test_without_a_recipe_only_rules_convert(rng):
     assert reasons(report)["heads"] == "recipe is None, and no rule names it"
 
 
+OTHERS = "nnx.Linear, nnx.LinearGeneral and nnx.Einsum: use one of these in it, or te_jax.ops.dense"
+
+
 class OwnCall(nnx.Linear):
     def __call__(self, inputs, out_sharding=None):
         return 2 * super().__call__(inputs, out_sharding)
@@ -268,6 +275,42 @@ class OwnKernel(nnx.Module):
 
     def __call__(self, x):
         return x @ self.kernel[...]
+
+
+class Foreign:
+    class Einsum(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(rngs.params.normal((32, 2, 16)))
+
+
+class PackedKernel(NamedTuple):
+    """A pytree in the place of a kernel, as qwix's WithAux is."""
+
+    values: nnx.Param
+    scales: nnx.Param
+    shape: tuple[int, ...]
+
+
+def with_lora(rngs):
+    layer = nnx.Linear(32, 32, rngs=rngs)
+    layer.kernel_lora_a = nnx.LoRAParam(jnp.ones((32, 2)))
+    layer.stats = nnx.data({"absmax": nnx.BatchStat(jnp.ones(()))})
+    layer.count = nnx.RngCount(jnp.uint32(0), tag="no obstacle")
+    return layer
+
+
+def with_packed_kernel(rngs):
+    layer = nnx.Linear(32, 32, rngs=rngs)
+    layer.kernel = nnx.data(
+        PackedKernel(nnx.Param(jnp.ones((32, 32), jnp.int8)), nnx.Param(jnp.ones((1, 32))), (32, 32))
+    )
+    return layer
+
+
+def marked_by_qwix(rngs):
+    layer = nnx.Linear(32, 32, rngs=rngs)
+    layer.qwix_path = ("layer",)
+    return layer
 
 
 def promote(arrays, *, dtype):
@@ -320,7 +363,17 @@ ALONE = {
         lambda rngs: nnx.Linear(32, 32, dtype=jnp.complex64, rngs=rngs),
         "its dtype complex64 is none of FP8 layers",
     ),
-    "another class": (OwnKernel, "neither nnx.Linear, nnx.LinearGeneral nor nnx.Einsum"),
+    "another class": (OwnKernel, f"{__name__}.OwnKernel is none of {OTHERS}"),
+    "a foreign class of the same name": (Foreign.Einsum, f"{__name__}.Foreign.Einsum is none of {OTHERS}"),
+    "variables of another library": (
+        with_lora,
+        "it has variables besides kernel and bias: kernel_lora_a, stats/absmax",
+    ),
+    "a kernel of another library": (
+        with_packed_kernel,
+        "its kernel is of type PackedKernel, which is no nnx.Variable",
+    ),
+    "qwix": (marked_by_qwix, "its model is one of qwix, which computes the products"),
 }
 
 
@@ -531,17 +584,85 @@ def test_the_report_is_a_table(rng):
     assert "layers/1/up | Linear (32, 48) | - (rule 'layers/1/up')" in lines
     assert "again/up = layers/0/up | Linear (32, 48) | DelayedScaling(history_len=4)" in lines
     assert len({line.index("Linear (32, 48)") for line in repr(report).splitlines() if "Linear (32, 48)" in line}) == 1
-    assert f"{len(IN_FP8) - 1} of {len(IN_FP8) + 3} layers in FP8" in lines
+    assert f"{len(IN_FP8) - 1} of {len(IN_FP8) + 3} kernels in FP8" in lines
     assert lines[-1] == "no layer has a path that matches the rule 'nothing'"
     many = nnx.List([Mlp(nnx.Rngs(0)) for _ in range(3)])
     assert "*/up ×3    Linear (32, 48)  BlockScaling()" in repr(convert(many, BlockScaling())).splitlines()
     assert repr(convert(many[0].up, BlockScaling())).splitlines()[1].startswith("(the model)  Linear (32, 48) ")
 
 
+class Mixture(nnx.Module):
+    """Kernels of its own, in attributes and in a list."""
+
+    def __init__(self, rngs):
+        self.gate, self.down = (nnx.Param(rngs.params.normal(shape)) for shape in ((4, 32, 48), (4, 48, 32)))
+        self.shared = nnx.data([nnx.Param(rngs.params.normal((32, 32))), nnx.Param(jnp.ones(32))])
+        self.inner = nnx.Linear(32, 32, rngs=rngs)
+
+
+def test_the_report_has_a_row_for_each_kernel():
+    mixture = Mixture(nnx.Rngs(0))
+    report = convert(nnx.Dict(moe=mixture, same=mixture, one=Foreign.Einsum(nnx.Rngs(0))), BlockScaling())
+    kinds = {layer.path: layer.kind for layer in report.layers}
+    assert kinds == {
+        "moe/gate": "Mixture (4, 32, 48)",
+        "moe/down": "Mixture (4, 48, 32)",
+        "moe/shared/0": "Mixture (32, 32)",
+        "moe/inner": "Linear (32, 32)",
+        "one": "Einsum (32, 2, 16)",
+    }
+    assert {layer.path: layer.other_paths for layer in report.layers}["moe/shared/0"] == ("same/shared/0",)
+    assert repr(report).endswith("1 of 5 kernels in FP8")
+
+
+@pytest.mark.parametrize(
+    ("precision", "note"),
+    [
+        ("highest", "in place of precision highest"),
+        (jax.lax.Precision.HIGH, "in place of precision high"),
+        ((jax.lax.Precision.HIGHEST, None), "in place of precision highest"),
+        (jax.lax.DotAlgorithmPreset.F32_F32_F32, "in place of precision f32_f32_f32"),
+        ("default", ""),
+        (None, ""),
+    ],
+)
+def test_the_report_says_which_precision_fp8_replaces(precision, note):
+    model = nnx.Dict(
+        fp8=nnx.Linear(32, 32, precision=precision, rngs=nnx.Rngs(0)),
+        einsum=nnx.Einsum("ab,bc->ac", (32, 32), precision=precision, rngs=nnx.Rngs(0)),
+        lm_head=nnx.LinearGeneral(32, 32, precision=precision, rngs=nnx.Rngs(0)),
+    )
+    for _ in range(2):  # that of a converted layer, too
+        report = convert(model, BlockScaling())
+        assert {layer.path: layer.reason for layer in report.converted} == {"fp8": note, "einsum": note}
+        assert reasons(report) == {"lm_head": "an output head by its name"}
+    assert (f"BlockScaling() ({note})" in repr(report)) is bool(note)
+
+
+@pytest.mark.parametrize("recipe", [BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
+def test_what_pickle_stores_it_stores_after_the_conversion(rng, recipe):
+    model = nnx.Dict(layer=OwnMethod(32, 32, rngs=nnx.Rngs(0)), plain=nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+    convert(model, recipe)
+    x = jax.device_put(np.asarray(rng.standard_normal((4, 32)), jnp.float32))
+    restored = pickle.loads(pickle.dumps(model))
+    graphdef, state = pickle.loads(pickle.dumps(nnx.split(model)))
+    for again in (restored, copy.deepcopy(model), nnx.merge(graphdef, state)):
+        assert type(again.layer) is type(model.layer)
+        assert nnx.graphdef(again) == nnx.graphdef(model)
+        np.testing.assert_array_equal(again.layer(x), model.layer(x))
+        revert(again)
+        assert type(again.layer) is OwnMethod
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((3, BlockScaling()), r"model is of type int; it must be a flax\.nnx\.Module"),
+        ((3, BlockScaling()), r"model is of type int and holds no flax\.nnx\.Module; pass one"),
+        (({"w": jnp.ones((32, 32))}, BlockScaling()), "model is of type dict and holds no flax"),
+        (
+            (nn.Dense(32), BlockScaling()),
+            r"model is of type Dense and .* te_jax\.flax\.convert takes models of flax.linen",
+        ),
         ((nnx.Dict(), "block"), r"recipe is 'block'; it must be a recipe of te_jax\.recipe, or None"),
         ((nnx.Dict(), None, [("*", 1)]), r"rules are \(\('\*', 1\),\); they must be pairs of a pattern"),
         ((nnx.Dict(), None, "*"), r"rules are '\*'; they must be pairs"),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optim_cases import FLOAT8, adam_state, assert_same, normal_like
@@ -218,3 +219,78 @@ def test_tree_map_params_gives_shardings(mesh):
     )
     state = jax.jit(optimizer.init, out_shardings=shardings)(params)
     assert_sharded_as(adam_state(state), params)
+
+
+class Parameters(nnx.Module):
+    """Of 4 × 2 devices; blocks that divide, and blocks that do not, in two dimensions and in one."""
+
+    def __init__(self, values, names):
+        for name, value in values.items():
+            setattr(self, name, nnx.Param(value, out_sharding=names[name]))
+
+
+BOXED = {"whole": (8, 512), "cut": (8, 264), "bias": (512,), "cut_bias": (264,)}
+NAMES = {name: ("data", "model")[-len(shape) :] for name, shape in BOXED.items()}
+LAST_OF_BOUNDS = {"whole": "model", "cut": None, "bias": "model", "cut_bias": None}
+
+
+@pytest.mark.parametrize("mu_dtype", ["float8_e4m3fn", "float16", "bfloat16"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@axis_types
+def test_nnx_optimizer_of_parameters_with_out_sharding(mesh, jit, mu_dtype, rng):
+    """Bounds are split as the names of their axes say, which are the parameter's where devices divide the blocks."""
+    values = normal_like(rng, {name: jnp.zeros(shape) for name, shape in BOXED.items()})
+    optimizer = optim.adamw(0.1, mu_dtype=mu_dtype, nu_dtype=FLOAT8, stochastic_rounding=False)
+    expected, _ = jax.jit(optimizer.update)(values, optimizer.init(values), values)
+    with jax.set_mesh(mesh):
+        model = Parameters(jax.device_put(values, NamedSharding(mesh, P())), NAMES)
+        make = lambda model: nnx.Optimizer(model, optimizer, wrt=nnx.Param)  # noqa: E731
+        wrapper = (nnx.jit(make) if jit else make)(model)
+        for wanted in (expected, None):  # names and shardings stay what they are in later steps
+            state = adam_state(wrapper.opt_state)
+            for name, last in LAST_OF_BOUNDS.items():
+                names = (*NAMES[name][:-1], last)
+                for tree in (state.mu_bounds, state.nu_bounds):
+                    if tree is not None:
+                        value = tree[name].get_value()
+                        assert tree[name].get_metadata("out_sharding") == names
+                        assert value.sharding.is_equivalent_to(NamedSharding(mesh, P(*names)), value.ndim)
+            updates = nnx.jit(lambda wrapper, model: wrapper.update(model, nnx.state(model, nnx.Param)))(wrapper, model)
+            for name in wanted or ():
+                np.testing.assert_allclose(updates[name], wanted[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("logical", [False, True], ids=["names of the mesh", "logical names"])
+@axis_types
+def test_optimizer_of_linen_boxes(mesh, logical, rng):
+    """The way of Flax: shapes without a mesh, shardings of their names, a state that `jit` places so. Without a mesh
+    bounds are whole in the last dimension."""
+    values = normal_like(rng, {name: jnp.zeros(shape) for name, shape in BOXED.items()})
+    names = {name: tuple(f"logical {axis}" for axis in axes) if logical else axes for name, axes in NAMES.items()}
+    rules = [(f"logical {axis}", axis) for axis in mesh.axis_names]
+    box = linen.LogicallyPartitioned if logical else linen.Partitioned
+    params = {name: box(value, names[name]) for name, value in values.items()}
+    optimizer = optim.adamw(0.1, mu_dtype=FLOAT8, nu_dtype="float16", stochastic_rounding=False)
+    expected, _ = jax.jit(optimizer.update)(values, optimizer.init(values), values)
+
+    def shardings(tree):
+        if logical:
+            return linen.logical_to_mesh_sharding(linen.get_partition_spec(tree), mesh, rules)
+        return linen.get_sharding(tree, mesh)
+
+    params = jax.device_put(linen.unbox(params), shardings(params))
+    params = {name: box(value, names[name]) for name, value in params.items()}
+    abstract = jax.eval_shape(optimizer.init, params)
+    assert adam_state(abstract).mu_bounds["whole"].names == (names["whole"][0], None)
+    state = jax.jit(optimizer.init, out_shardings=shardings(abstract))(params)
+    updates, after = jax.jit(optimizer.update)(params, state, params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    narrow = optim.adamw(0.1, mu_dtype="float16", nu_dtype=FLOAT8)
+    converted = optim.convert_state(narrow, after, params)
+    assert jax.tree.structure(converted) == jax.tree.structure(narrow.init(params))
+    for name in BOXED:
+        np.testing.assert_allclose(updates[name].value, expected[name], rtol=1e-5)
+    with linen.logical_axis_rules(rules), jax.set_mesh(mesh):
+        known = adam_state(optimizer.init(params)).mu_bounds
+    for name, last in LAST_OF_BOUNDS.items():
+        assert known[name].names == (*names[name][:-1], last and names[name][-1])
