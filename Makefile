@@ -68,10 +68,10 @@ test: $(PACKAGE) $(TOOLS)
 test-slow: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu $(PYTEST) -m slow -n auto $(ARGS)
 
+GPU_TESTS ?= $(addprefix tests/,ops conformance native sharding inspect optim flax nnx nn offload models parallel gpu)
 test-gpu: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
-	  $(PYTEST) -n auto --maxprocesses 14 tests/ops tests/conformance tests/native tests/sharding tests/inspect tests/optim tests/flax \
-	  tests/nnx tests/nn tests/offload tests/models tests/parallel tests/gpu $(ARGS)
+	  $(PYTEST) -n auto --maxprocesses 14 $(GPU_TESTS) $(ARGS)
 
 bench: $(PACKAGE) $(TOOLS)
 	for family in softmax_cross_entropy quantize norm activation gemm dense layer moe adam interconnect collective_matmul transformer; do $(PY) -m te_jax.cli bench $$family || exit; done

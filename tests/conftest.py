@@ -42,13 +42,9 @@ hypothesis.settings.load_profile("te_jax")
 _SEED = pytest.StashKey[int]()
 
 
-def pytest_configure(config):
-    """A run of minutes says what failed when it fails."""
-    if not hasattr(config, "workerinput") and (reporter := config.pluginmanager.get_plugin("terminalreporter")):
-        config.pluginmanager.register(_FailuresAtOnce(reporter))
-
-
 class _FailuresAtOnce:
+    """A run of minutes says what failed when it fails."""
+
     def __init__(self, reporter):
         self.reporter = reporter
 
@@ -62,7 +58,9 @@ class _FailuresAtOnce:
 
 def pytest_sessionstart(session):
     """TE_JAX_TEST_REQUIRE_NATIVE=1 ends a run that would silently test the reference instead of the kernels."""
-    del session
+    plugins = session.config.pluginmanager
+    if not hasattr(session.config, "workerinput") and (reporter := plugins.get_plugin("terminalreporter")):
+        plugins.register(_FailuresAtOnce(reporter))
     if os.environ.get("TE_JAX_TEST_REQUIRE_NATIVE") == "1" and not native.available():
         problems = "; ".join(state.problem for state in native.status() if state.problem)
         pytest.exit(f"TE_JAX_TEST_REQUIRE_NATIVE=1, but on {jax.default_backend()}: {problems}", returncode=3)
