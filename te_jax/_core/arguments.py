@@ -48,6 +48,15 @@ def as_dtype(subject: str, value: Any, allowed: tuple[np.dtype, ...], rule: str)
     return dtype
 
 
+def static_way_out(value: Any) -> str:
+    """The end of an error about an argument that must be known while tracing: the way out, if it is traced.
+
+    `jax.jit` takes whatever has a dtype for an array, also a DecoderConfig or a Quantization.
+    """
+    way_out = ": jax.jit traces it; name it in static_argnames, or close over it"
+    return way_out if isinstance(value, Tracer) else ""
+
+
 def kind_of(x: Any) -> str:
     """What x is, for errors, without its values."""
     return "None" if x is None else f"of type {type(x).__name__}"

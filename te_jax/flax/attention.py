@@ -14,7 +14,7 @@ from jax import Array
 from te_jax import native
 from te_jax.flax.linear import DenseGeneral, Initializer, layer_options
 from te_jax.flax.norm import RMSNorm
-from te_jax.nn import attention
+from te_jax.nn import attention, linear
 from te_jax.ops.attention import Implementation
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
@@ -80,6 +80,10 @@ class Attention(nn.Module):
     implementation: native.Implementation | None = None
     attention_implementation: Implementation | None = None
     max_score_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        linear.Options(self.recipe, self.axis_name, self.implementation)
+        super().__post_init__()
 
     @nn.compact
     def __call__(

@@ -38,8 +38,12 @@ class Embed(nn.Module):
     recipe: Recipe | None = None
     implementation: native.Implementation | None = None
 
-    def setup(self) -> None:
+    def __post_init__(self) -> None:
         embed.check_recipe(self.recipe)
+        linear.Options(self.recipe, None, self.implementation)
+        super().__post_init__()
+
+    def setup(self) -> None:
         shape = self.num_embeddings, self.features
         init = named_initializer("embedding_axes", self.embedding_init, shape, shape, self.embedding_axes)
         self.embedding = self.param("embedding", init, shape, self.param_dtype)

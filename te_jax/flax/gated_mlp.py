@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from te_jax import native
 from te_jax.flax.linear import Dense, Initializer, layer_options
 from te_jax.flax.norm import make_norm
-from te_jax.nn import gated_mlp, norm
+from te_jax.nn import gated_mlp, linear, norm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Kind
@@ -65,6 +65,10 @@ class GatedMLP(nn.Module):
     recipe: Recipe | None = None
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
+
+    def __post_init__(self) -> None:
+        linear.Options(self.recipe, self.axis_name, self.implementation)
+        super().__post_init__()
 
     @nn.compact
     def __call__(

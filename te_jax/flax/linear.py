@@ -62,6 +62,10 @@ class DenseGeneral(nn.Module):
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
+    def __post_init__(self) -> None:
+        layer_options(self)
+        super().__post_init__()
+
     def __call__(self, inputs: jax.typing.ArrayLike | QuantizedArray) -> Array:
         """Applies the layer.
 
@@ -136,6 +140,10 @@ class Einsum(nn.Module):
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
+    def __post_init__(self) -> None:
+        layer_options(self)
+        super().__post_init__()
+
     def __call__(self, inputs: jax.typing.ArrayLike, einsum_str: str | None = None) -> Array:
         """Applies the layer.
 
@@ -180,6 +188,10 @@ class DotGeneral(nn.Module):
     recipe: Recipe | None = None
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
+
+    def __post_init__(self) -> None:
+        layer_options(self)
+        super().__post_init__()
 
     @nn.compact
     def __call__(

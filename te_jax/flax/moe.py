@@ -103,6 +103,11 @@ class MoE(nn.Module):
     recipe: Recipe | None = None
     implementation: native.Implementation | None = None
 
+    def __post_init__(self) -> None:
+        moe.Router.check(self.router)
+        linear.Options(self.recipe, None, self.implementation)
+        super().__post_init__()
+
     @nn.compact
     def __call__(self, x: jax.typing.ArrayLike) -> moe.MoEResult:
         """Applies the layer to all tokens of x together; inside `shard_map` to those of a device.

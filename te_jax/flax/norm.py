@@ -169,6 +169,10 @@ class NormLinear(nn.Module):
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
+    def __post_init__(self) -> None:
+        linear.Options(self.recipe, self.axis_name, self.implementation)
+        super().__post_init__()
+
     @nn.compact
     def __call__(self, x: jax.typing.ArrayLike, residual: jax.typing.ArrayLike | None = None) -> Any:
         """y [*rows, *features] of x [*rows, in]; with a residual like x: (y of x + residual, this sum)."""

@@ -16,7 +16,7 @@ from te_jax import native
 from te_jax.flax.attention import Attention
 from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.norm import make_norm
-from te_jax.nn import norm, transformer_block
+from te_jax.nn import linear, norm, transformer_block
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Kind
 
@@ -64,6 +64,11 @@ class TransformerBlock(nn.Module):
     attention_arguments: Mapping[str, Any] | None = None
     mlp_arguments: Mapping[str, Any] | None = None
     norm_arguments: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for recipe in transformer_block.Recipes.of(self.recipe):
+            linear.Options(recipe, self.axis_name, self.implementation)
+        super().__post_init__()
 
     @nn.compact
     def __call__(self, x: jax.typing.ArrayLike, *, deterministic: bool | None = None, **arguments: Any) -> Array:

@@ -1,9 +1,9 @@
 """The shape of a decoder, and shapes with names."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
-from te_jax._core.arguments import is_finite_number, is_whole_number
+from te_jax._core.arguments import is_finite_number, is_whole_number, static_way_out
 from te_jax.nn.moe import Router
 from te_jax.offload import Offload
 from te_jax.recipe import DelayedScaling, Recipe
@@ -130,6 +130,14 @@ class DecoderConfig:
         if self.experts is not None and isinstance(self.recipe, DelayedScaling):
             raise ValueError(
                 "recipe is DelayedScaling, and experts have no scaling state: choose BlockScaling() or CurrentScaling()"
+            )
+
+    @staticmethod
+    def check(config: Any) -> None:
+        """Raises a ValueError unless it is a DecoderConfig."""
+        if not isinstance(config, DecoderConfig):
+            raise ValueError(
+                f"config is {config!r}: it needs to be a te_jax.models.DecoderConfig{static_way_out(config)}"
             )
 
     @property

@@ -101,6 +101,7 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
       `mlp_norm` [D], `query` [D, H·head_dim], `key` and `value` [D, K·head_dim], `out` [H·head_dim, D], `gate` and
       `up` [D, F], `down` [F, D]. With E experts these three are [E, D, F] and [E, F, D], and `router` is [D, E].
     """
+    DecoderConfig.check(config)
     d, count = config.hidden_size, config.num_layers
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     experts = config.experts
@@ -154,6 +155,7 @@ def init_scaling_state(config: DecoderConfig) -> ScalingState | None:
       For each layer a dict with a `te_jax.recipe.DelayedScalingState` for each projection ("query", "key", "value",
       "out", "gate", "up", "down"); None where the recipe has no state.
     """
+    DecoderConfig.check(config)
     recipe = config.recipe
     if not isinstance(recipe, DelayedScaling):
         return None
@@ -179,6 +181,7 @@ def requantize(config: DecoderConfig, *, implementation: Implementation | None =
     Raises:
       ValueError: `config` has no recipe.
     """
+    DecoderConfig.check(config)
     from te_jax.optim import Requantize  # which needs optax
 
     if config.recipe is None:
@@ -325,6 +328,7 @@ def _hidden(
     implementation: Implementation | None,
 ) -> tuple[jax.Array, Balance | None, jax.Array]:
     """What the head reads, how experts share the tokens, and the head."""
+    DecoderConfig.check(config)
     _check_tokens("tokens", tokens)
     if (scaling_state is not None) != isinstance(config.recipe, DelayedScaling):
         raise ValueError(

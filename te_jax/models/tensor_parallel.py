@@ -102,6 +102,7 @@ class TensorParallel:
         Raises:
           ValueError: a size does not divide; the message names sizes that fit.
         """
+        DecoderConfig.check(config)
         splits_experts = self.axis_name in (self.expert_axes or ())
         problem = _misfit(config, self.size, splits_experts)
         if problem is not None:

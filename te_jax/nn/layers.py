@@ -67,6 +67,8 @@ def apply_layers(
     """
     layers, params = _layers(layer, params, remat)
     if offload is not None:
+        if not isinstance(offload, Offload):
+            raise ValueError(f"offload is {offload!r}: it must be a te_jax.offload.Offload, or None")
         return run_layers(layers, params, x, offload)
     for each, of_layer in zip(layers, params, strict=True):
         x = each(x, of_layer)

@@ -18,6 +18,7 @@ from te_jax import native, ops
 from te_jax._core.arguments import as_dtype, is_whole_number
 from te_jax._core.types import FLOAT_NAMES, FLOATS
 from te_jax.nn.microbatches import AccumulatedKernel, dense_kernels
+from te_jax.ops._fp8 import validate_recipe
 from te_jax.ops.dense import KernelContracting
 from te_jax.ops.dense import quantize_kernel as _quantize_kernel
 from te_jax.quantized import QuantizedArray
@@ -34,6 +35,12 @@ class Options:
     recipe: Recipe | None
     axis_name: str | tuple[str, ...] | None
     implementation: native.Implementation | None
+
+    def __post_init__(self) -> None:
+        if self.recipe is not None:
+            validate_recipe(self.recipe)
+        if self.implementation not in (None, "native", "reference"):
+            raise ValueError(f"implementation is {self.implementation!r}; it must be None, 'native' or 'reference'")
 
 
 class Layer(NamedTuple):

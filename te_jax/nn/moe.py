@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import native, ops, parallel, sharding
+from te_jax._core.arguments import static_way_out
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
 from te_jax.nn import linear
@@ -44,6 +45,15 @@ class Router:
     num_groups: int = 1
     top_groups: int = 1
     scaling_factor: float = 1.0
+
+    @staticmethod
+    def check(router: Any) -> None:
+        """Raises a ValueError unless it is a Router."""
+        if not isinstance(router, Router):
+            raise ValueError(
+                f"router is {router!r}; it must be a te_jax.nn.moe.Router, such as Router(top_k=2)"
+                f"{static_way_out(router)}"
+            )
 
 
 class MoEResult(NamedTuple):
@@ -143,6 +153,7 @@ def moe(
     References:
       Shazeer et al., arXiv:1701.06538. DeepSeek-V3: arXiv:2412.19437.
     """
+    Router.check(router)
     x = jnp.asarray(x)
     if weighted not in ("results", "inputs"):
         raise ValueError(f"weighted is {weighted!r}; it must be 'results' or 'inputs'")
@@ -196,8 +207,6 @@ def moe_of_layers(
     options: Options,
 ) -> MoEResult:
     """`moe` of what layers hold, in the given dtype, or in what x, kernels and biases of the experts promote to."""
-    if not isinstance(router, Router):
-        raise ValueError(f"router is of type {type(router).__name__}; it must be a te_jax.nn.moe.Router")
     x = linear.as_array("x", x)
     dtype = linear.result_dtype(dtype, x, *(array for layer in experts for array in (layer.kernel, layer.bias)))
     arguments = dense_kernels([layer.kernel for layer in experts])

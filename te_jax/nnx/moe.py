@@ -68,7 +68,7 @@ class MoE(nnx.Module):
       rngs: `nnx.Rngs`, of which "params" is used.
 
     Raises:
-      ValueError: for sizes that do not fit.
+      ValueError: for sizes that do not fit, or a router, recipe or implementation that is none.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class MoE(nnx.Module):
         implementation: native.Implementation | None = None,
         rngs: nnx.Rngs,
     ):
+        moe.Router.check(router)
         (features,) = linear.sizes("in_features", in_features)
         (experts,) = linear.sizes("num_experts", num_experts)
         (hidden,) = linear.sizes("hidden_features", hidden_features)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import sharding
-from te_jax._core.arguments import as_dtype, as_flag, kind_of
+from te_jax._core.arguments import as_dtype, as_flag, kind_of, static_way_out
 from te_jax._core.integers import validate_integers
 from te_jax._core.types import FP8, FP8_NAMES
 from te_jax.quantized import QuantizedArray, scale_shape
@@ -54,7 +54,7 @@ def validate_quantization(name: str, quantization: Any) -> None:
     if not isinstance(quantization, Quantization):
         raise ValueError(
             f"{name} is {quantization!r}; it must be a Quantization, such as "
-            'te_jax.recipe.CurrentScaling().quantization("activation")'
+            f'te_jax.recipe.CurrentScaling().quantization("activation"){static_way_out(quantization)}'
         )
     as_dtype(f"{name} has dtype", quantization.dtype, FP8, FP8_NAMES)
     for field in ("scaling", "transposed_scaling"):

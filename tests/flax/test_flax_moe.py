@@ -229,7 +229,7 @@ def test_errors(rng):
     for fields, message in (
         ({"num_experts": 0}, "num_experts is 0"),
         ({"hidden_features": -1}, "hidden_features is -1"),
-        ({"router": 2}, "router is of type int; it must be a te_jax.nn.moe.Router"),
+        ({"router": 2}, "router is 2; it must be a te_jax.nn.moe.Router, such as"),
         ({"router": Router(5)}, "top_k is 5"),
         ({"weighted": "both"}, "weighted is 'both'"),
         ({"recipe": DelayedScaling()}, "recipe is DelayedScaling"),

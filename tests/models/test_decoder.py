@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from te_jax import models
 from te_jax.models import PRESETS, DecoderConfig, apply, init, loss
 
 SMALL = DecoderConfig(
@@ -271,6 +272,36 @@ def test_deeper_decoders_have_no_more_generators_to_compile():
 def test_config_refuses_what_cannot_be_built(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(SMALL, **change)
+
+
+CONFIG = PRESETS["nano"]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (init, (CONFIG, jax.random.key(0))),
+        (models.init_scaling_state, (CONFIG,)),
+        (models.requantize, (CONFIG,)),
+        (lambda params, tokens, config: apply(params, tokens, config), ({}, jnp.zeros((1, 8), jnp.int32), CONFIG)),
+        (loss, ({}, *[jnp.zeros((1, 8), jnp.int32)] * 2, CONFIG)),
+        (models.losses, ({}, *[jnp.zeros((1, 8), jnp.int32)] * 2, CONFIG)),
+        (functools.partial(models.param_specs, parallel=models.TensorParallel(2)), (CONFIG,)),
+        (models.TensorParallel(2).check, (CONFIG,)),
+        (
+            lambda config: models.parallel_loss(
+                jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]), config, models.TensorParallel(2)
+            ),
+            (CONFIG,),
+        ),
+    ],
+)
+def test_a_traced_config_is_refused_with_the_way_out(function, arguments):
+    message = (
+        "config is .*: it needs to be a te_jax.models.DecoderConfig: jax.jit traces it; name it in static_argnames"
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.jit(function)(*arguments)
 
 
 def test_config_takes_numbers_of_numpy():

@@ -270,3 +270,8 @@ def test_shard_map(remat, stacked, params, rng, require_devices):
 def test_what_is_refused(params, remat, words):
     with pytest.raises(ValueError, match=words):
         apply_layers(layer, params, jnp.zeros(()), remat=remat)
+
+
+def test_another_offload_is_refused_also_without_gradients():
+    with pytest.raises(ValueError, match=r"offload is 'host': it must be a te_jax\.offload\.Offload, or None"):
+        apply_layers(lambda x, p: x * p, [jnp.ones(())], jnp.ones(4), offload="host")  # pyright: ignore[reportArgumentType]

@@ -181,3 +181,8 @@ def test_scales_of_absent_copies_are_refused(native_kernels):
         jax.block_until_ready(
             call_on_nothing("te_quantize_tensor", (4096, 0), results.values(), 1, power_of_two_scales=False)
         )
+
+
+def test_a_traced_quantization_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match=r"quantization is .*; it must be a Quantization.* name it in static_argnames"):
+        jax.jit(ops.quantize)(X, TENSOR)
