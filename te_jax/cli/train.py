@@ -115,11 +115,20 @@ def run(args: argparse.Namespace) -> int:
                 f"{len(devices)} {devices[0].platform} devices, {options.tp} share the model: "
                 f"transport {options.transport}"
             )
+        stopped = ""
         with _interruption.watching() as signals, _memory(options, config):
-            step, cost = _train(folder, options, config, learners, placement, data, devices, signals)
+            try:
+                step, cost = _train(folder, options, config, learners, placement, data, devices, signals)
+            except Exception as error:
+                # A signal to the process group ends compilers that XLA has started, and what reads a pipe.
+                if not signals or isinstance(error, UserError) or is_out_of_memory(error):
+                    raise
+                folder.finish_saving()
+                step, cost, stopped = folder.latest_step, "", f"stopped in a step ({reason_of(error)}); "
         if step < options.steps:
+            saved = f"step {step} of {options.steps} is saved" if step else "no step is saved"
             print(
-                f"te-jax: {signals[0].name}: step {step} of {options.steps} is saved; continue with "
+                f"te-jax: {signals[0].name}: {stopped}{saved}; continue with "
                 f"te-jax train --resume --out {shlex.quote(str(folder.path))}",
                 file=sys.stderr,
             )
@@ -375,7 +384,7 @@ class _Records:
             record["largest_load"] = float(load)
         self._folder.append({"kind": kind, "step": step, **record})
         if kind == "train":
-            self._progress.step(record)
+            self._progress.step(step, record)
         else:
             self._progress.validation(step, record)
 
