@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from te_jax._core.terminal import reason_of
@@ -86,7 +87,7 @@ class Checkpoints:
                 (self._path / str(former) / _CHECKSUMS).exists() for former in self.steps if former < step
             ):
                 raise DamagedError(f"{_CHECKSUMS} is missing")
-            return self._orbax.restore(path / _STATE, args=ocp.args.StandardRestore(like)), verified
+            return self._read(path / _STATE, like), verified
         except PermissionError as error:
             raise UserError(f"{path} cannot be read: {error}") from error
         except Exception as error:  # a damaged file raises errors of many types, some of them plain `Exception`
@@ -98,6 +99,12 @@ class Checkpoints:
             raise UserError(f"{path} is intact, but cannot be restored ({reason}): {way_out}")
         raise DamagedError(reason)
 
+    def _read(self, path: Path, like: Any) -> Any:
+        saved = self._orbax.metadata(path).item_metadata.tree
+        fuller = _with_former_parts(like, saved)
+        restored = self._orbax.restore(path, args=ocp.args.StandardRestore(fuller))
+        return jax.tree.map(lambda wanted, part: None if wanted is None else part, like, restored, is_leaf=_is_none)
+
     def set_aside(self, step: int) -> None:
         """Renames a checkpoint to STEP.damaged."""
         aside = self._path / f"{step}.damaged"
@@ -106,6 +113,29 @@ class Checkpoints:
 
     def close(self) -> None:
         self._orbax.close()
+
+
+def _with_former_parts(like: Any, saved: Any) -> Any:
+    """`like` with what a checkpoint has where `like` has None: an older version saved quantized kernels."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def struct(leaf: Any) -> Any:
+        return None if leaf is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def part(path: tuple[Any, ...], wanted: Any) -> Any:
+        if wanted is not None:
+            return wanted
+        former = saved
+        for key in path:
+            name = getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))
+            former = former[name] if isinstance(former, list | tuple) else (former or {}).get(name)
+        return jax.tree.map(struct, former, is_leaf=_is_none)
+
+    return jax.tree.map_with_path(part, like, is_leaf=_is_none)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
 
 
 @functools.cache

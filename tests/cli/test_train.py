@@ -182,11 +182,13 @@ def test_xla_is_told_to_be_deterministic(deterministic, platform, expected, monk
     monkeypatch.setattr(jax, "jit", lambda function, compiler_options, **_: told.append(compiler_options))
     devices = [types.SimpleNamespace(platform=platform)]
     placement = types.SimpleNamespace(
-        state=types.SimpleNamespace(device_set=devices), of_state=lambda *_: None, parallel=None
+        state=types.SimpleNamespace(device_set=devices),
+        of_state=lambda *_: types.SimpleNamespace(kernels=None),
+        parallel=None,
     )
     config = dataclasses.replace(PRESETS["nano"], num_layers=1)
     _step.build_learner(config, None, optax.identity(), placement, deterministic=deterministic)
-    assert told == [expected] * 3
+    assert told == [expected] * 4
 
 
 @pytest.mark.parametrize(("every", "steps"), [("1", range(8)), ("3", (0, 3, 6, 7))])
@@ -630,6 +632,7 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
     text = ["--text", str(tmp_path / "text")]
     assert main(["train", *SMALL, *text, "--steps", str(STEPS), "--out", str(out)]) == 0
     capsys.readouterr()
+    kept = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(_options.Options)}
     for option, value in {
         "--preset": "tiny",
         "--steps": str(STEPS - 1),
@@ -644,10 +647,14 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
         "--dtype": "bfloat16",
         "--warmup-steps": "3",
         "--clip-norm": "0.5",
+        "--optimizer-state": "fp8",
     }.items():
+        kept.discard(option)
         error = refused(["--resume", "--out", str(out), option, value], capsys)
         assert error.startswith(f"te-jax: error: {option} is "), error
     assert refused(["--resume", "--out", str(out), "--compare"], capsys).startswith("te-jax: error: --compare")
+    # test_train_parallel.py shows that a checkpoint fits whatever these are.
+    assert kept - {"--compare"} == {"--" + name.replace("_", "-") for name in _options._CHANGEABLE}
     assert "already holds a run" in refused([*SMALL, "--out", str(out)], capsys)
     same = [*SMALL, *text, "--steps", str(STEPS), "--checkpoint-every", "2", "--dtype", "auto"]
     assert main(["train", "--resume", "--out", str(out), *same]) == 0
@@ -681,6 +688,10 @@ def test_a_tokenizer_decides_the_vocabulary_and_its_tokens_are_compared(tmp_path
     (tmp_path / "tokenizer.json").write_text("4")
     error = refused(resume[1:], capsys)
     assert f"with --tokenizer {tmp_path}/tokenizer.json is not, or no longer, what the run" in error
+    (tmp_path / "tokenizer.json").write_text("3")
+    monkeypatch.setattr(Letters, "get_vocab", lambda self, with_added_tokens: {"z": 2000})
+    error = refused(resume[1:], capsys)
+    assert f"tokenizer.json needs a vocabulary of 2048, and the model of the run in {out} has 1024" in error
 
 
 def test_other_software_is_noted_on_resuming(whole, out, capsys):
