@@ -100,10 +100,16 @@ class Checkpoints:
         raise DamagedError(reason)
 
     def _read(self, path: Path, like: Any) -> Any:
-        saved = self._orbax.metadata(path).item_metadata.tree
-        fuller = _with_former_parts(like, saved)
-        restored = self._orbax.restore(path, args=ocp.args.StandardRestore(fuller))
-        return jax.tree.map(lambda wanted, part: None if wanted is None else part, like, restored, is_leaf=_is_none)
+        """A state, less the quantized kernels that older versions saved beside the parameters."""
+        metadata: Any = self._orbax.metadata(path).item_metadata
+        saved = metadata.tree
+        with_kernels = {
+            name: state._replace(kernels=jax.tree.map(_on_one_device, saved[name]["kernels"]))
+            for name, state in like.items()
+            if getattr(state, "kernels", ()) is None and saved.get(name, {}).get("kernels") is not None
+        }
+        restored = self._orbax.restore(path, args=ocp.args.StandardRestore(like | with_kernels))
+        return restored | {name: restored[name]._replace(kernels=None) for name in with_kernels}
 
     def set_aside(self, step: int) -> None:
         """Renames a checkpoint to STEP.damaged."""
@@ -115,27 +121,10 @@ class Checkpoints:
         self._orbax.close()
 
 
-def _with_former_parts(like: Any, saved: Any) -> Any:
-    """`like` with what a checkpoint has where `like` has None: an older version saved quantized kernels."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def struct(leaf: Any) -> Any:
-        return None if leaf is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    def part(path: tuple[Any, ...], wanted: Any) -> Any:
-        if wanted is not None:
-            return wanted
-        former = saved
-        for key in path:
-            name = getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))
-            former = former[name] if isinstance(former, list | tuple) else (former or {}).get(name)
-        return jax.tree.map(struct, former, is_leaf=_is_none)
-
-    return jax.tree.map_with_path(part, like, is_leaf=_is_none)
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
+def _on_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    )
 
 
 @functools.cache
