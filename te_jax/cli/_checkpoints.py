@@ -7,8 +7,10 @@ A checkpoint is written to STEP.tmp, which is renamed when all of this is in it.
 entries of other names are left alone.
 """
 
-import gc
+import contextlib
+import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from te_jax._core.terminal import reason_of
@@ -41,6 +44,7 @@ class Checkpoints:
     def __init__(self, path: Path):
         self._path = path.absolute()
         self._path.mkdir(exist_ok=True)
+        _silence_orbax()
         self._orbax = ocp.Checkpointer(ocp.StandardCheckpointHandler())
 
     @property
@@ -56,11 +60,13 @@ class Checkpoints:
         unfinished = self._path / f"{step}.tmp"
         try:
             self._orbax.save(unfinished / _STATE, args=ocp.args.StandardSave(state))
-        except ValueError as error:
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                _remove(unfinished)  # which may be what fills the disk
             # What tensorstore makes of an error of the file system.
-            if (code := re.search(r"os_error_code='(\d+)'", str(error))) is None:
-                raise
-            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+            if isinstance(error, ValueError) and (code := re.search(r"os_error_code='(\d+)'", str(error))):
+                raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+            raise
         (unfinished / _CHECKSUMS).write_text(json.dumps(_checksums(unfinished / _STATE), indent=1))
         unfinished.rename(self._path / str(step))
         for former in self.steps[:-_KEPT]:
@@ -81,21 +87,29 @@ class Checkpoints:
                 (self._path / str(former) / _CHECKSUMS).exists() for former in self.steps if former < step
             ):
                 raise DamagedError(f"{_CHECKSUMS} is missing")
-            return self._orbax.restore(path / _STATE, args=ocp.args.StandardRestore(like)), verified
+            return self._read(path / _STATE, like), verified
         except PermissionError as error:
             raise UserError(f"{path} cannot be read: {error}") from error
         except Exception as error:  # a damaged file raises errors of many types, some of them plain `Exception`
             if isinstance(error, DamagedError) or is_out_of_memory(error):
                 raise
             reason = reason_of(error)
-        # Reads that failed beside the first one tell this hook when they are freed, each with a traceback.
-        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        gc.collect()
-        sys.unraisablehook = hook
         if verified:
             way_out = "go on with the version of te_jax that wrote it, or start another run"
             raise UserError(f"{path} is intact, but cannot be restored ({reason}): {way_out}")
         raise DamagedError(reason)
+
+    def _read(self, path: Path, like: Any) -> Any:
+        """A state, less the quantized kernels that older versions saved beside the parameters."""
+        metadata: Any = self._orbax.metadata(path).item_metadata
+        saved = metadata.tree
+        with_kernels = {
+            name: state._replace(kernels=jax.tree.map(_on_one_device, saved[name]["kernels"]))
+            for name, state in like.items()
+            if getattr(state, "kernels", ()) is None and saved.get(name, {}).get("kernels") is not None
+        }
+        restored = self._orbax.restore(path, args=ocp.args.StandardRestore(like | with_kernels))
+        return restored | {name: restored[name]._replace(kernels=None) for name in with_kernels}
 
     def set_aside(self, step: int) -> None:
         """Renames a checkpoint to STEP.damaged."""
@@ -105,6 +119,31 @@ class Checkpoints:
 
     def close(self) -> None:
         self._orbax.close()
+
+
+def _on_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    )
+
+
+@functools.cache
+def _silence_orbax() -> None:
+    """Omits the tracebacks that orbax prints beside the one error that it raises, until this process ends.
+
+    Its threads log the error of each array. Reads and writes that end after the first error find their event loop
+    closed, and tell Python so at any later time.
+    """
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return "orbax" not in Path(record.pathname).parts
+
+    def report(unraisable: "sys.UnraisableHookArgs") -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    hook, sys.unraisablehook = sys.unraisablehook, report
+    logging.getLogger("absl").addFilter(is_of_others)
 
 
 def _remove(path: Path) -> None:

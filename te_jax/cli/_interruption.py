@@ -26,14 +26,18 @@ def watching() -> Iterator[list[signal.Signals]]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
+    def receive(number: int) -> None:
+        if not received:
+            received.append(signal.Signals(number))
+
     def watch() -> None:
         first = 0.0
         while byte := os.read(reader, 1):
             if byte[0] not in watched:  # Python announces every signal that has a handler
                 continue
-            if not received:
+            if not first:
                 first = time.monotonic()
-                received.append(signal.Signals(byte[0]))
+                receive(byte[0])
                 print("te-jax: saving after this step; interrupt again to end at once", file=sys.stderr, flush=True)
             elif time.monotonic() > first + _SAME_SIGNAL_S:
                 os._exit(128 + byte[0])
@@ -41,7 +45,8 @@ def watching() -> Iterator[list[signal.Signals]]:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     wakeup = signal.set_wakeup_fd(writer)
-    handlers = {number: signal.signal(number, lambda *_: None) for number in watched}
+    # The main thread knows of a signal at once when a program of XLA that the signal has ended, as ptxas, raises.
+    handlers = {number: signal.signal(number, lambda number, _: receive(number)) for number in watched}
     try:
         yield received
     finally:

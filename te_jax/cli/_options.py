@@ -176,6 +176,11 @@ def resolve(args: argparse.Namespace, out: Path | None, stored: dict[str, Any] |
         if name in _CHANGEABLE or value in ("auto", before) or (name == "steps" and value > kept["steps"]):
             continue
         option = "--" + name.replace("_", "-")
+        if name == "devices" and "tp" in given:
+            raise UserError(
+                f"--devices is {value}, but the run in {out} divides its batch so that --tp {given['tp']} needs "
+                f"{before} devices: leave --devices out"
+            )
         raise UserError(
             f"{option} is {value}, but the run in {out} was started with {before}: "
             f"leave {option} out to continue it, or start another run without --resume"

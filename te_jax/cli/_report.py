@@ -15,8 +15,11 @@ from te_jax._core.devices import bf16_peak
 _INK, _MUTED, _BLUE, _ORANGE = "#1f2430", "#7a8294", "#2563c9", "#d9641e"
 
 
+_LINE_EVERY_S = 60
+
+
 class Progress:
-    """A bar on a terminal, and a line for every validation anywhere.
+    """A bar on a terminal, or else a line for the first step and one a minute. A line for every validation anywhere.
 
     Args:
       total: steps of the run.
@@ -37,25 +40,33 @@ class Progress:
         self._timed_since: float | None = None
         self._timed_seconds = 0.0
         self._timed_steps = 0
+        self._shown_at: float | None = None  # when a line for a step was written
 
     def time_steps(self) -> None:
         """Times the steps from here on. Call it when the last step, and what followed it, has ended."""
         self._timed_since = time.perf_counter()
 
-    def step(self, losses: Mapping[str, float]) -> None:
+    def step(self, step: int, losses: Mapping[str, float]) -> None:
         """A step has ended."""
         if self._timed_since is not None:
             now = time.perf_counter()
             self._timed_seconds += now - self._timed_since
             self._timed_since = now
             self._timed_steps += 1
+        if self._bar.disable:
+            if self._shown_at is None or time.perf_counter() - self._shown_at >= _LINE_EVERY_S:
+                self._shown_at = time.perf_counter()
+                self._write(f"step {step}", f"training {_format_losses(losses)}")
+            return
         self._bar.set_postfix_str(" · ".join([_format_losses(losses), *self.speed_and_memory()]), refresh=False)
         self._bar.update()
 
     def validation(self, step: int, losses: Mapping[str, float]) -> None:
         """A validation has ended."""
-        words = [f"step {step}", f"validation {_format_losses(losses)}", *self.speed_and_memory()]
-        self._bar.write(" · ".join(words))  # without tearing the bar
+        self._write(f"step {step}", f"validation {_format_losses(losses)}")
+
+    def _write(self, *words: str) -> None:
+        self._bar.write(" · ".join([*words, *self.speed_and_memory()]))  # without tearing the bar
         sys.stdout.flush()
 
     def close(self) -> None:

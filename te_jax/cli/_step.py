@@ -103,11 +103,15 @@ class Learner(NamedTuple):
       init: key → TrainState.
       step: (state, windows [microbatches, batch, seq_len + 1]) → (state, mean losses); the state given is donated.
       evaluate: (state, windows [batches, batch, seq_len + 1]) → mean losses.
+      stored: state → what a checkpoint holds of it, without copies. Shapes in place of arrays are fine.
+      resumed: what a checkpoint holds → state.
     """
 
     init: Callable[[jax.Array], TrainState]
     step: Callable[[TrainState, jax.Array], tuple[TrainState, Losses]]
     evaluate: Callable[[TrainState, jax.Array], Losses]
+    stored: Callable[[TrainState], TrainState]
+    resumed: Callable[[TrainState], TrainState]
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without computing it."""
@@ -263,10 +267,13 @@ def build_learner(
     in_optimizer = placement.parallel is None and not isinstance(config.recipe, DelayedScaling | None)
     how = requantize(config, implementation=implementation) if in_optimizer else None
 
+    def kernels_of(params: Any) -> Any:
+        # Adding -0.0 changes no bit, that of zeros included.
+        return _updated(params, jax.tree.map(lambda param: jnp.full_like(param, -0.0), params), how)[1]
+
     def init(key: jax.Array) -> TrainState:
         params = decoder.init(config, key)
-        _, kernels = _updated(params, jax.tree.map(jnp.zeros_like, params), how)
-        return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config), kernels)
+        return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config), kernels_of(params))
 
     shardings = placement.of_state(*_types(init, jax.random.key(0)), config)
     in_place = decoder.is_head if placement.parallel is None else None
@@ -281,10 +288,21 @@ def build_learner(
         losses = lax.map(lambda batch: loss(state.operands, state.scaling, *_tokens_and_targets(batch)), windows)
         return jax.tree.map(jnp.mean, losses)
 
+    # Kernels follow from the parameters, and whether there are any from the devices, which a resumed run may change.
+    def stored(state: TrainState) -> TrainState:
+        return state._replace(kernels=None)
+
+    quantize = jax.jit(kernels_of, out_shardings=shardings.kernels, compiler_options=options)
+
+    def resumed(state: TrainState) -> TrainState:
+        return state._replace(kernels=quantize(state.params))
+
     return Learner(
         init=jax.jit(init, out_shardings=shardings, compiler_options=options),
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, placement.state), compiler_options=options),
         evaluate=jax.jit(evaluate, out_shardings=placement.state, compiler_options=options),
+        stored=stored,
+        resumed=resumed,
     )
 
 

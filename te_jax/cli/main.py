@@ -1,6 +1,7 @@
 """Entry point of the `te-jax` command."""
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -12,6 +13,8 @@ from te_jax.cli import bench, doctor, train
 from te_jax.cli.errors import UserError
 
 __all__ = ["main"]
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _COMMANDS = {
     "train": (train, "train a small language model on text"),
@@ -27,9 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the words after `te-jax`; None takes them from `sys.argv`.
 
     Returns:
-      The exit status: the subcommand's own, 2 for a mistake of the user (one sentence on stderr), 130 when interrupted,
-      141 when what reads its output has gone.
+      The exit status: the subcommand's own, 2 for a mistake of the user or a full disk (one sentence on stderr), 130
+      when interrupted, 141 when what reads its output has gone.
     """
+    _open_closed_streams()
     # Not every locale has the dashes and arrows of a report.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
@@ -46,9 +50,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("te-jax: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Python writes what is left when it exits, and would report that it cannot.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        _drop_output()
+        print(f"te-jax: error: cannot write: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _open_closed_streams() -> None:
+    """Discards what is written to a stream that was closed when this process began, as daemons and `>&-` do.
+
+    Python has None in its place, and the next file that is opened would get its descriptor.
+    """
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
+            setattr(sys, name, nowhere)
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                os.dup2(nowhere.fileno(), descriptor)
+
+
+def _drop_output() -> None:
+    # Python writes what is left when it exits, and would report that it cannot.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):

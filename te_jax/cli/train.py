@@ -85,6 +85,11 @@ def run(args: argparse.Namespace) -> int:
     if stored is not None and corpus.sha256 != stored.get("text", {}).get("sha256"):
         by = "" if tokenizer is None else f" with --tokenizer {options.tokenizer}"
         raise UserError(f"--text {corpus.source}{by} is not, or no longer, what the run in {out} was trained on")
+    if stored is not None and config.vocab_size != (before := _vocab_size(stored, config)):
+        raise UserError(
+            f"--tokenizer {options.tokenizer} needs a vocabulary of {config.vocab_size}, and the model of the run in "
+            f"{out} has {before}: give the run's own tokenizer, or start another run without --resume"
+        )
     data = _text.split(corpus, options.seq_len)
 
     devices = _step.take_devices(options.devices, options.tp)
@@ -115,11 +120,20 @@ def run(args: argparse.Namespace) -> int:
                 f"{len(devices)} {devices[0].platform} devices, {options.tp} share the model: "
                 f"transport {options.transport}"
             )
+        stopped = ""
         with _interruption.watching() as signals, _memory(options, config):
-            step, cost = _train(folder, options, config, learners, placement, data, devices, signals)
+            try:
+                step, cost = _train(folder, options, config, learners, placement, data, devices, signals)
+            except Exception as error:
+                # A signal to the process group ends compilers that XLA has started, and what reads a pipe.
+                if not signals or isinstance(error, UserError) or is_out_of_memory(error):
+                    raise
+                folder.finish_saving()
+                step, cost, stopped = folder.latest_step, "", f"stopped in a step ({reason_of(error)}); "
         if step < options.steps:
+            saved = f"step {step} of {options.steps} is saved" if step else "no step is saved"
             print(
-                f"te-jax: {signals[0].name}: step {step} of {options.steps} is saved; continue with "
+                f"te-jax: {signals[0].name}: {stopped}{saved}; continue with "
                 f"te-jax train --resume --out {shlex.quote(str(folder.path))}",
                 file=sys.stderr,
             )
@@ -128,6 +142,11 @@ def run(args: argparse.Namespace) -> int:
     finally:
         folder.close()
     return 0
+
+
+def _vocab_size(stored: dict[str, Any], config: DecoderConfig) -> int:
+    """That of the run that is resumed."""
+    return stored.get("model", {}).get("vocab_size", config.vocab_size)
 
 
 def _learners(
@@ -298,7 +317,8 @@ def _train(
     assert options.checkpoint_every is not None  # since `settle`
     training, held_out = data
     if folder.latest_step:
-        states = folder.restore({name: learner.abstract_state() for name, learner in learners.items()})
+        restored = folder.restore({name: each.stored(each.abstract_state()) for name, each in learners.items()})
+        states = {name: learner.resumed(restored[name]) for name, learner in learners.items()}
     else:
         states = {name: learner.init(jax.random.key(options.seed)) for name, learner in learners.items()}
     done = step = folder.latest_step
@@ -337,7 +357,7 @@ def _train(
                 if evaluates:
                     evaluate(step)
                 if saves:
-                    folder.save_behind(step, states)
+                    folder.save_behind(step, {name: it.stored(states[name]) for name, it in learners.items()})
                 if stops:
                     break
                 progress.time_steps()
@@ -375,7 +395,7 @@ class _Records:
             record["largest_load"] = float(load)
         self._folder.append({"kind": kind, "step": step, **record})
         if kind == "train":
-            self._progress.step(record)
+            self._progress.step(step, record)
         else:
             self._progress.validation(step, record)
 

@@ -35,7 +35,11 @@ class Toy:
         step = compiled(lambda state, windows: (state * factor + windows.mean() / 255, losses(jnp.abs(state).mean())))
         evaluate = compiled(lambda state, windows: losses(jnp.abs(state).mean() + windows.mean()))
         init = compiled(lambda key: jax.random.normal(key, (1000,)))
-        return {"loss": _step.Learner(init, called_after("step", step), called_after("evaluate", evaluate))}
+        return {
+            "loss": _step.Learner(
+                init, called_after("step", step), called_after("evaluate", evaluate), *(lambda x: x,) * 2
+            )
+        }
 
 
 def train_slowly():

@@ -99,6 +99,24 @@ def test_a_closed_pipe_is_no_traceback(unbuffered):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize(("closed", "shown"), [(">&-", b""), ("2>&-", "6.1 → 3.2\n".encode()), (">&- 2>&-", b"")])
+def test_a_closed_stream_is_no_traceback(closed, shown):
+    """And files that are opened later do not get its descriptor."""
+    program = _PRINTS.replace("0\n", "print('!', file=sys.stderr, flush=True) or open(os.devnull).fileno() < 3\n")
+    command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, "import os\n" + program]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, shown), done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_output_to_a_full_disk_is_one_sentence():
+    with open("/dev/full", "wb") as output:
+        command = [sys.executable, "-c", _PRINTS]
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, b"te-jax: error: cannot write: No space left on device\n")
+
+
 def test_a_locale_without_arrows_is_no_traceback():
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     command = [sys.executable, "-c", _PRINTS]

@@ -182,11 +182,13 @@ def test_xla_is_told_to_be_deterministic(deterministic, platform, expected, monk
     monkeypatch.setattr(jax, "jit", lambda function, compiler_options, **_: told.append(compiler_options))
     devices = [types.SimpleNamespace(platform=platform)]
     placement = types.SimpleNamespace(
-        state=types.SimpleNamespace(device_set=devices), of_state=lambda *_: None, parallel=None
+        state=types.SimpleNamespace(device_set=devices),
+        of_state=lambda *_: types.SimpleNamespace(kernels=None),
+        parallel=None,
     )
     config = dataclasses.replace(PRESETS["nano"], num_layers=1)
     _step.build_learner(config, None, optax.identity(), placement, deterministic=deterministic)
-    assert told == [expected] * 3
+    assert told == [expected] * 4
 
 
 @pytest.mark.parametrize(("every", "steps"), [("1", range(8)), ("3", (0, 3, 6, 7))])
@@ -206,7 +208,7 @@ def test_only_steps_are_timed(every, steps, out, capsys, toy, monkeypatch):
     monkeypatch.setattr(RunFolder, "save_behind", takes(100))
     argv = ["train", *SMALL, "--steps", "7", "--eval-every", every, "--checkpoint-every", "4", "--out", str(out)]
     assert main(argv) == 0
-    shown = [line.split(" · ") for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    shown = [line.split(" · ") for line in capsys.readouterr().out.splitlines() if " · validation " in line]
     assert [words[0] for words in shown] == [f"step {step}" for step in steps]
     for (_, _, *speed, _), step in zip(shown, steps, strict=True):
         # 4 windows of 16 bytes in a second, which the second step is the first to show.
@@ -221,8 +223,8 @@ def test_the_speed_is_shown_as_part_of_the_peak_of_the_devices(capsys, monkeypat
     )
     progress = _report.Progress(2, 0, 1000, 989_000_000, [device] * 2)
     progress.time_steps()
-    progress.step({"loss": 1.0})
-    assert capsys.readouterr().out == ""
+    progress.step(1, {"loss": 1.0})
+    capsys.readouterr()
     progress.close()
     assert capsys.readouterr().out == "1,000 tokens/s · MFU 0.1% of bfloat16 · 1,024 MiB\n"
     device.device_kind = "NVIDIA H100 PCIe"
@@ -232,6 +234,18 @@ def test_the_speed_is_shown_as_part_of_the_peak_of_the_devices(capsys, monkeypat
     shown = capsys.readouterr().out
     assert "MFU 0.1% of" in shown.splitlines()[0]
     assert "MFU" not in shown.splitlines()[1]
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(1, [1, 61]), (40, [1, 3, 5, 7]), (100, [*range(1, 8)])])
+def test_without_a_terminal_the_first_step_and_one_a_minute_are_shown(seconds, steps, capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(_report, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    progress = _report.Progress(100, 0, 1000, 1, jax.devices()[:1])
+    for step in range(1, 70 if seconds == 1 else 8):
+        progress.step(step, {"loss": 0.5})
+        clock[0] += seconds
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.partition(" · training loss 0.5000 · ")[0] for line in shown] == [f"step {step}" for step in steps]
 
 
 def test_microbatches_have_the_gradient_of_the_batch(rng):
@@ -356,6 +370,34 @@ def test_a_signal_saves_the_step_and_says_how_to_continue(number, toy_run, toy, 
     ]
     assert main(command.split()[1:]) == 0
     assert (out / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(("at", "saved"), [(1, "no step"), (10, "step 7 of 12")])
+def test_a_signal_that_ends_a_compiler_of_xla_too_is_no_traceback(at, saved, toy_run, toy, out, capsys):
+    def step():
+        if next(count) == at:
+            signal.raise_signal(signal.SIGINT)
+            raise jax.errors.JaxRuntimeError("INTERNAL: ptxas exited with non-zero error code 2")
+
+    _, argv = toy_run
+    toy.step, count = step, itertools.count(1)
+    assert main([*argv, "--out", str(out)]) == 130
+    reason = "JaxRuntimeError: INTERNAL: ptxas exited with non-zero error code 2"
+    command = f"te-jax train --resume --out {out}"
+    last = f"te-jax: SIGINT: stopped in a step ({reason}); {saved} is saved; continue with {command}"
+    assert told(capsys)[-1] == last
+    toy.step = lambda: None
+    assert main(command.split()[1:]) == 0
+
+
+def test_an_error_without_a_signal_keeps_its_traceback(toy_run, toy, out):
+    def step():
+        raise jax.errors.JaxRuntimeError("INTERNAL")
+
+    _, argv = toy_run
+    toy.step = step
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        main([*argv, "--out", str(out)])
 
 
 def test_a_second_interruption_ends_the_process_at_once_and_one_that_is_sent_twice_does_not():
@@ -590,6 +632,7 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
     text = ["--text", str(tmp_path / "text")]
     assert main(["train", *SMALL, *text, "--steps", str(STEPS), "--out", str(out)]) == 0
     capsys.readouterr()
+    kept = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(_options.Options)}
     for option, value in {
         "--preset": "tiny",
         "--steps": str(STEPS - 1),
@@ -604,10 +647,14 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
         "--dtype": "bfloat16",
         "--warmup-steps": "3",
         "--clip-norm": "0.5",
+        "--optimizer-state": "fp8",
     }.items():
+        kept.discard(option)
         error = refused(["--resume", "--out", str(out), option, value], capsys)
         assert error.startswith(f"te-jax: error: {option} is "), error
     assert refused(["--resume", "--out", str(out), "--compare"], capsys).startswith("te-jax: error: --compare")
+    # test_train_parallel.py shows that a checkpoint fits whatever these are.
+    assert kept - {"--compare"} == {"--" + name.replace("_", "-") for name in _options._CHANGEABLE}
     assert "already holds a run" in refused([*SMALL, "--out", str(out)], capsys)
     same = [*SMALL, *text, "--steps", str(STEPS), "--checkpoint-every", "2", "--dtype", "auto"]
     assert main(["train", "--resume", "--out", str(out), *same]) == 0
@@ -641,6 +688,10 @@ def test_a_tokenizer_decides_the_vocabulary_and_its_tokens_are_compared(tmp_path
     (tmp_path / "tokenizer.json").write_text("4")
     error = refused(resume[1:], capsys)
     assert f"with --tokenizer {tmp_path}/tokenizer.json is not, or no longer, what the run" in error
+    (tmp_path / "tokenizer.json").write_text("3")
+    monkeypatch.setattr(Letters, "get_vocab", lambda self, with_added_tokens: {"z": 2000})
+    error = refused(resume[1:], capsys)
+    assert f"tokenizer.json needs a vocabulary of 2048, and the model of the run in {out} has 1024" in error
 
 
 def test_other_software_is_noted_on_resuming(whole, out, capsys):

@@ -51,7 +51,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, capsys, monkeyp
     assert model["num_active_parameters"] == model["num_parameters"] - 2 * 3 * 32 * 96
     assert f"{model['num_active_parameters']:,} active" in (whole / "loss.png").read_text()
 
-    def step(self, losses):
+    def step(self, step, losses):
         steps.append(losses)
         if len(steps) == 12:
             raise RuntimeError("killed")

@@ -120,10 +120,11 @@ def checkpoint(out, states, devices):
 
 @functools.cache
 def like(state, devices):
-    """Shapes and shardings of a state."""
+    """Shapes and shardings of what a checkpoint holds."""
     optimizer = _step.build_optimizer(1e-2, STEPS, state_dtype=jnp.dtype(DTYPES[state]).name)
     placement = _step.build_placement(jax.devices()[:devices])
-    return _step.build_learner(PRESETS["nano"], lambda *_: 0, optimizer, placement).abstract_state()
+    learner = _step.build_learner(PRESETS["nano"], lambda *_: 0, optimizer, placement)
+    return learner.stored(learner.abstract_state())
 
 
 def adam_of(state):
@@ -159,7 +160,8 @@ def test_a_run_is_called_by_what_its_twin_lacks(tmp_path, capsys):
     record = {"step": 1, "loss": 2.0, "float32_loss": 2.0}
     folder = types.SimpleNamespace(path=tmp_path, records=lambda kind: [record])
     options = train.Options(recipe="current", optimizer_state="fp8")
-    train._conclude(folder, options, dataclasses.replace(PRESETS["nano"], recipe=CurrentScaling()), "byte", "")
+    config = dataclasses.replace(PRESETS["nano"], recipe=CurrentScaling())
+    train._conclude(folder, options, config, dict.fromkeys(("loss", "float32_loss")), "byte", "")
     assert capsys.readouterr().out.startswith("current scaling ")
 
 

@@ -13,14 +13,16 @@ import processes
 import pytest
 
 from te_jax import inspect, native
-from te_jax.cli import _options, _step
-from te_jax.cli._run_folder import read_header
+from te_jax.cli import _options, _step, train
+from te_jax.cli._run_folder import RunFolder, read_header
+from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, init
-from te_jax.recipe import DelayedScaling
+from te_jax.recipe import BlockScaling, DelayedScaling
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone", "programs_of_equal_runs")
 
+of_options = train._learners
 STEPS = 12
 ARGV = [
     "train",
@@ -105,6 +107,68 @@ def test_a_run_goes_on_as_it_was(on_two_devices, tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
+def kinds_of(state):
+    """Structure, shapes and dtypes."""
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+
+
+@pytest.mark.parametrize("optimizer_state", ["f32", "bf16", "fp8"])
+@pytest.mark.parametrize("recipe", _options.RECIPES)
+@pytest.mark.parametrize("preset", ["tiny", "moe"])
+def test_a_checkpoint_fits_whatever_options_a_resumed_run_changes(preset, recipe, optimizer_state):
+    if (preset, recipe) == ("moe", "delayed"):
+        pytest.skip("is refused")
+
+    def stored(**changes):
+        given = {"preset": preset, "recipe": recipe, "optimizer_state": optimizer_state, "compare": recipe != "none"}
+        options = _options.Options(devices=changes.get("tp", 1), seq_len=256, **given, **changes)
+        config = dataclasses.replace(_options.build_config(options), num_layers=1)
+        placement = _step.build_placement(jax.devices()[: options.devices], options.tp, "auto", config.experts)
+        learners = of_options(options, config, placement, "reference")
+        return {name: kinds_of(each.stored(each.abstract_state())) for name, each in learners.items()}
+
+    expected = stored()
+    for changes in (
+        {"tp": 2},
+        {"tp": 2, "offload": "activations,optimizer"},
+        {"remat": True, "offload": "optimizer"},
+        {"microbatches": 2, "deterministic": True},
+    ):
+        assert stored(**changes) == expected
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+def test_a_run_with_quantized_kernels_goes_on_with_more_or_with_fewer(before, after, tmp_path):
+    """Kernels that one device quantizes with its optimizer, and two in each microbatch, are in no checkpoint."""
+    out = tmp_path / "run"
+    argv = ["train", "--preset", "nano", "--seq-len", "256", "--batch", "2", "--recipe", "block"]
+    assert main([*argv, "--tp", str(before), "--devices", str(before), "--steps", "2", "--out", str(out)]) == 0
+    whole = json.loads((out / "log.jsonl").read_text().splitlines()[-1])["loss"]
+    assert main(["train", "--resume", "--tp", str(after), "--steps", "3", "--out", str(out)]) == 0
+    assert losses(out)[-1] < whole
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_checkpoint_that_holds_quantized_kernels_is_restored_without_them(tp, tmp_path):
+    """As older versions wrote it."""
+    learner, _ = learner_of(1, recipe=BlockScaling())
+    state = learner.init(jax.random.key(0))
+    assert jax.tree.leaves(state.kernels)
+    folder = RunFolder.create(tmp_path / "run", {"kind": "header", "options": {}})
+    try:
+        folder.save(1, {"loss": state})
+        resumed, _ = learner_of(tp, recipe=BlockScaling())
+        stored = folder.restore({"loss": resumed.stored(resumed.abstract_state())})["loss"]
+    finally:
+        folder.close()
+    assert stored.kernels is None
+    found = resumed.resumed(stored)
+    assert jax.tree.structure(found) == jax.tree.structure(resumed.abstract_state())
+    expected = state if tp == 1 else state._replace(kernels=found.kernels)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("stored", "given", "expected"),
     [
@@ -120,6 +184,13 @@ def test_parts_of_the_batch_stay_what_they_are(stored, given, expected):
     arguments = {field.name: None for field in dataclasses.fields(_options.Options)}
     options = _options.resolve(argparse.Namespace(**{**arguments, **given}), Path("run"), {"options": stored})
     assert (options.devices, options.tp, options.transport) == expected
+
+
+def test_devices_that_do_not_go_with_tp_are_refused():
+    arguments = {field.name: None for field in dataclasses.fields(_options.Options)}
+    given = argparse.Namespace(**{**arguments, "tp": 2, "devices": 4})
+    with pytest.raises(UserError, match="--devices is 4, but the run in run divides its batch so that --tp 2 needs 2"):
+        _options.resolve(given, Path("run"), {"options": {"devices": 1}})
 
 
 def test_auto_leaves_a_run_what_it_has():

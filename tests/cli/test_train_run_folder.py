@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import gc
 import json
 import os
 import re
@@ -699,12 +700,12 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
             RunFolder.create(path, HEADER)
 
 
-def test_a_disk_that_is_full_is_one_sentence(start, tmp_path):
+def test_a_disk_that_is_full_is_one_sentence(start, tmp_path, caplog, capfd):
     folder = start()
     log(folder, [1])
     folder.save(1, state_of(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    wide = {"loss": np.random.default_rng(0).random(50_000)}
+    wide = {f"loss {i}": np.random.default_rng(i).random(50_000) for i in range(5)}
     words = f"--out {tmp_path / 'run'} cannot be written: {os.strerror(errno.EFBIG)}"
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -715,4 +716,7 @@ def test_a_disk_that_is_full_is_one_sentence(start, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     folder.close()
+    gc.collect()
+    assert (caplog.records, capfd.readouterr().err) == ([], "")
+    assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["1"]
     assert start(RunFolder.resume).latest_step == 1
