@@ -41,7 +41,7 @@ def normalize(
         mean = jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide - mean
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + np.float32(epsilon)
-    rstd = jnp.where(jnp.isfinite(variance), lax.rsqrt(variance), np.float32(np.nan))
+    rstd = lax.rsqrt(variance) + np.float32(0.0) * variance  # NaN where it is ∞
     y = wide * rstd * _like_rows(gamma, x)
     if beta is not None:
         y = y + _like_rows(beta, x)
