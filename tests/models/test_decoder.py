@@ -290,7 +290,7 @@ CONFIG = PRESETS["nano"]
         (models.TensorParallel(2).check, (CONFIG,)),
         (
             lambda config: models.parallel_loss(
-                jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]), config, models.TensorParallel(2)
+                jax.make_mesh((2,), ("tensor",), devices=jax.devices("cpu")[:2]), config, models.TensorParallel(2)
             ),
             (CONFIG,),
         ),
