@@ -47,7 +47,7 @@ def test_without_rotary_positions_it_is_flaxs(rng, use_bias, causal):
     variables = jax.jit(theirs.init)(key, x)
     for a, e in zip(*map(jax.tree.leaves_with_path, (ours.init(key, x), variables)), strict=True):
         assert a[0] == e[0]
-        np.testing.assert_allclose(a[1], e[1], rtol=1e-6)  # only one of the two is under jit
+        np.testing.assert_allclose(a[1], e[1], rtol=1e-5, atol=1e-6)  # only one of the two is under jit
     variables = jax.tree.map(lambda leaf: leaf + normal(rng, leaf.shape) / 10, variables)
     cotangent, mask = normal(rng, (2, 6, 32)), jnp.asarray(visible(2, 6, causal=causal)[:, None])
 
@@ -58,7 +58,7 @@ def test_without_rotary_positions_it_is_flaxs(rng, use_bias, causal):
     for a, e in zip(
         *map(jax.tree.leaves, (value_and_gradients(ours), value_and_gradients(theirs, mask=mask))), strict=True
     ):
-        np.testing.assert_allclose(a, e, atol=2e-5)  # the gradient of the bias of keys is 0
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4)  # the gradient of the bias of keys is 0
 
 
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]])
