@@ -41,7 +41,8 @@ def normalize(
         mean = jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide - mean
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + np.float32(epsilon)
-    rstd = lax.rsqrt(variance) + np.float32(0.0) * variance  # NaN where it is ∞
+    # The remainder is the variance, or NaN where that is ∞. XLA fuses no norm whose variance is read twice.
+    rstd = lax.rsqrt(lax.rem(variance, jnp.full_like(variance, np.inf)))
     y = wide * rstd * _like_rows(gamma, x)
     if beta is not None:
         y = y + _like_rows(beta, x)
