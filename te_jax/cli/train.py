@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -29,7 +30,7 @@ from te_jax.cli import _interruption, _options, _report, _run_folder, _text
 from te_jax.cli._options import Options, add_arguments
 from te_jax.cli._run_folder import RunFolder
 from te_jax.cli.errors import UserError, is_out_of_memory, note
-from te_jax.recipe import Recipe
+from te_jax.recipe import DelayedScaling, Recipe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -235,23 +236,20 @@ def _implementation(options: Options) -> native.Implementation:
             native.use_native("native")
         except native.NativeUnavailableError as error:
             raise UserError(f"--transport p2p cannot run here: {error}") from error
-    if use_native:
-        _check_products(options)
+    _check_recipe(options)
     return "native" if use_native else "reference"
 
 
-def _check_products(options: Options) -> None:
-    """Refuses a recipe whose GEMMs this GPU does not have, although the extension is loaded."""
+def _check_recipe(options: Options) -> None:
+    """Refuses a recipe for which this GPU has no kernels, unless the reference is asked for by name."""
     recipe = _options.RECIPES[options.recipe]
     if recipe is None:
         return
-    activation, kernel = recipe.quantization("activation"), recipe.quantization("kernel")
-
-    def product(x: jax.Array) -> jax.Array:
-        return ops.gemm(ops.quantize(x, activation), ops.quantize(x, kernel), implementation="native")
-
+    state = recipe.init() if isinstance(recipe, DelayedScaling) else None
+    implementation = None if options.implementation == "auto" else options.implementation
+    layer = functools.partial(ops.dense, recipe=recipe, scaling_state=state, implementation=implementation)
     try:
-        jax.eval_shape(product, jax.ShapeDtypeStruct((16, 16), jnp.float32))
+        jax.eval_shape(layer, *[jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2)
     except native.NativeUnavailableError as error:
         raise UserError(f"--recipe {options.recipe} cannot run here: {error}") from error
 

@@ -31,6 +31,7 @@ from te_jax.cli._run_folder import RunFolder, new_path, newest_path, read_header
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, Losses
+from te_jax.native import extension
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "programs_of_equal_runs")
 
@@ -599,8 +600,11 @@ def test_a_recipe_that_the_gpu_cannot_multiply_is_refused(out, capsys, monkeypat
     monkeypatch.setattr(native, "compute_capability", lambda: (8, 0))
     for recipe in ("current", "rowwise", "block"):
         error = refused([*SMALL, "--recipe", recipe, "--out", str(out)], capsys)
-        assert f"--recipe {recipe} cannot run here: FP8 products" in error
-        assert "this GPU has 8.0" in error
+        assert re.search(rf"--recipe {recipe} cannot run here: recipe is .*: FP8 products .* this GPU has 8.0", error)
+    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: ("there is no extension", False))
+    error = refused([*SMALL, "--recipe", "block", "--out", str(out)], capsys)
+    assert "--recipe block cannot run here" in error
+    assert "there is no extension. recipe=None multiplies by XLA" in error
     assert not out.exists()
 
 
