@@ -148,7 +148,7 @@ class Rendezvous {
     T first, second;
   };
 
-  // Of a circle through the rendezvous of this key, if there is one.
+  // The first pair of a circle through the rendezvous of this key, or none.
   std::optional<Pair> BeginOfCircle(const RendezvousKey& key) const {
     const auto here = states_.find(key);
     if (here == states_.end()) return std::nullopt;
@@ -173,7 +173,7 @@ class Rendezvous {
     return false;
   }
 
-  // The first one who waits there and has yet to come here, or null.
+  // The first participant that waits there and has yet to come here, or null.
   static const std::optional<T>* WaitsElsewhere(const Entry& here, const Entry& there) {
     if (!here.second->may_fail || !there.second->may_fail || there.second->failed) return nullptr;
     for (size_t i = 0; i < there.first.participants.size(); ++i) {
