@@ -27,7 +27,7 @@ parameters, and keep it from the optimizer:
 
 # Flax made this class without a name that pickle could find.
 if getattr(sys.modules[OverwriteWithGradient.__module__], OverwriteWithGradient.__qualname__, None) is None:
-    OverwriteWithGradient.__module__, OverwriteWithGradient.__qualname__ = __name__, "OverwriteWithGradient"
+    OverwriteWithGradient.__module__, OverwriteWithGradient.__qualname__ = "te_jax.nnx", "OverwriteWithGradient"
 
 
 class ExpertBias(nnx.Variable):
