@@ -342,7 +342,7 @@ def edit(*changes):
         ((2, lambda _: b""), "1 of 2 steps have no record", [2]),
         ((3, lambda line: line[9:]), "line 3 is unreadable; 1 of 2 steps have no record", [1]),
         ((4, lambda line: line[9:]), "line 4 is unreadable", [1, 2]),
-        # Of an older version, without a checksum. The others behind a step that is too large are kept.
+        # As an older version wrote it, without a checksum. Records behind a step that is too large are kept.
         ((2, lambda _: record(1).replace(b": 1,", b": 9,")), "1 of 2 steps have no record", [9, 2]),
     ],
     ids=[

@@ -490,7 +490,7 @@ def test_the_report_says_which_precision_fp8_replaces(precision, note):
 
 
 class Abstract(Compact, abc.ABC):
-    """Of another metaclass."""
+    """A class with a metaclass of its own."""
 
 
 @pytest.mark.parametrize("plain", [Compact(), Abstract()], ids=["compact", "abstract"])
