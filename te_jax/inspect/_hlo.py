@@ -77,8 +77,10 @@ class Instruction:
 
     @property
     def result_type(self) -> str:
-        """The type of what it results in: most asynchronous starts are typed (operands, results, …)."""
-        if self.opcode.endswith("-start") and self.opcode != "all-reduce-start" and self.type.startswith("("):
+        """The type of what it results in: most asynchronous starts are typed (operands, results, …). That of an
+        all-reduce is typed as its results, and by newer XLA as ((operands), results)."""
+        pair = self.type.startswith("((" if self.opcode == "all-reduce-start" else "(")
+        if self.opcode.endswith("-start") and pair:
             return split_at_commas(self.type[1:-1])[1]
         return self.type
 

@@ -27,6 +27,10 @@ from te_jax import checkpoint_policies, ops, parallel
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 
 
+# Tensor cores add products of FP8 up with about 14 bits: how devices share a sum shows.
+FP8_SUMS = 1e-3 if jax.default_backend() == "gpu" else None
+
+
 def normal(rng, *shape, dtype="float32", scale=1.0):
     values = (scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype))
     return jnp.array(values)  # a copy: XLA does not write over what NumPy holds
@@ -702,7 +706,7 @@ def dense(name, recipe, layouts, *, dtype="float32", bias=False, accumulator=Fal
         dtypes=(dtype,),
         tolerance=(FORWARD, GRADIENT * 1.15) if recipe else (3e-2, 3e-2) if dtype == "bfloat16" else (None, None),
         # Where a sum over devices precedes an activation, its last bits decide how some gradients are rounded.
-        agreement=2e-2 if bias and recipe else 5e-3 if dtype == "bfloat16" else None,
+        agreement=2e-2 if bias and recipe else 5e-3 if dtype == "bfloat16" else FP8_SUMS if recipe else None,
         differentiable=("x", *named),
         next_values=next_values if accumulator or delayed else None,
         refuses=dict.fromkeys(("native", "reference"), once) if recipe or accumulator else {},
@@ -948,6 +952,7 @@ def _collective_product(name, call, layout, recipe, **fields):
         oracle=lambda x, kernel, bias: jnp.matmul(x, kernel) + bias[None, None],
         dtypes=("float32",),
         tolerance=(FORWARD, GRADIENT) if recipe else (None, None),
+        agreement=FP8_SUMS if recipe else None,
         differentiable=("x", "kernel", "bias"),
         refuses=dict.fromkeys(("native", "reference"), "is differentiated once") if recipe else {},
         policy=jax.checkpoint_policies.save_only_these_names("te_collective_activation", "te_collective_kernel")

@@ -105,6 +105,11 @@ def test_kinds_and_payloads(line, kind, shape, size):
         ("f32[8,4]{1,0:T(8,128)} all-reduce(%x), channel_id=1, to_apply=%add", [("f32", (8, 4))]),
         ("(f32[4]{0}, /*index=1*/bf16[2,3]{1,0}) all-reduce(%x, %x), to_apply=%add", [("f32", (4,)), ("bf16", (2, 3))]),
         ("(f32[5]{0}, f32[]) all-reduce-start(%x, %x), to_apply=%add", [("f32", (5,)), ("f32", ())]),
+        ("((f32[5]{0}), f32[5]{0}) all-reduce-start(%x), to_apply=%add", [("f32", (5,))]),
+        (
+            "((f32[5]{0}, s8[2]{0}), (f32[5]{0}, s8[2]{0})) all-reduce-start(%x, %x), to_apply=%add",
+            [("f32", (5,)), ("s8", (2,))],
+        ),
         ("(bf16[4]{0}, bf16[16]{0}) all-gather-start(x), dimensions={0}", [("bf16", (16,))]),
         (
             "((f32[4]{0}, pred[2]{0}), (f32[8]{0}, pred[4]{0})) all-gather-start(%x, %x), dimensions={0}",
