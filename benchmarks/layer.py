@@ -47,7 +47,7 @@ from benchmarks.transformer import errors_of, out_of_bounds
 from te_jax import ops
 from te_jax.nn.attention import rotary_tables, rotate
 from te_jax.nn.norm import handover
-from te_jax.ops.dense import quantize_kernel
+from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, Recipe
 
 ERROR_BOUNDS = {"y_error": 0.02, "gradient_error": 0.03}

@@ -56,7 +56,7 @@ from benchmarks.transformer import errors_of, out_of_bounds
 from te_jax import ops
 from te_jax.nn.moe import Router, moe
 from te_jax.ops._quantize_rows import quantize_rows
-from te_jax.ops.dense import quantize_kernel
+from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling
 

@@ -30,7 +30,7 @@ from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.models.config import DecoderConfig
 from te_jax.models.mixture import MLP, Balance, mixture
 from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
-from te_jax.parallel._collective.call import Residual, TransportName, validate_options
+from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
 from te_jax.recipe import DelayedScalingState
 from te_jax.reference.softmax_cross_entropy import equals
 
@@ -52,7 +52,7 @@ class TensorParallel:
         those of a device's own part of the batch, except for delayed scaling, whose state is one for all.
       expert_axes: mesh axes that split the experts of `config.experts`, out of `axis_name` and `batch_axes`; None for
         `axis_name`. Devices along the others have the same experts.
-      transport, bidirectional, residual, timeout: see `te_jax.parallel.all_gather_matmul`.
+      transport, residual: see `te_jax.parallel.all_gather_matmul`.
 
     Raises:
       ValueError: `size` is no whole number of at least 1, an axis is no name or named twice, or what
@@ -63,10 +63,8 @@ class TensorParallel:
     axis_name: str = "tensor"
     batch_axes: tuple[str, ...] = ()
     expert_axes: tuple[str, ...] | None = None
-    transport: TransportName = "auto"
-    bidirectional: bool = False
+    transport: Transport = "auto"
     residual: Residual = "gathered"
-    timeout: float = 60.0
 
     def __post_init__(self):
         if not is_whole_number(self.size) or self.size < 1:
@@ -91,7 +89,8 @@ class TensorParallel:
             raise ValueError(
                 f"expert_axes is {self.expert_axes!r}: choose from {names}, in a tuple, or None for {self.axis_name!r}"
             )
-        validate_options(self.transport, self.bidirectional, self.residual, self.timeout)
+        as_transport(self.transport)
+        validate_residual(self.residual)
 
     def check(self, config: DecoderConfig) -> None:
         """Checks that a decoder can be split like this.
@@ -330,9 +329,4 @@ def mean_cross_entropy(
 
 def _exchange(parallel: TensorParallel) -> dict[str, Any]:
     """Arguments that all collective products have."""
-    return {
-        "axis_name": parallel.axis_name,
-        "transport": parallel.transport,
-        "bidirectional": parallel.bidirectional,
-        "timeout": parallel.timeout,
-    }
+    return {"axis_name": parallel.axis_name, "transport": parallel.transport}

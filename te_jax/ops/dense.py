@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import jax
-from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
-from jax.interpreters import ad
+from jax import Array
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
-from te_jax._core.derivatives import differentiated_once
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops import _fp8, _plain_dense
-from te_jax.ops._dense_arguments import (
+from te_jax.ops._operands import as_array, one_for_each
+from te_jax.ops.linear.arguments import (
+    KernelContracting,
     Operand,
     Shape,
     as_operand,
     implementation_for,
-    sequence_padding,
     split,
     state_axes,
     validate,
-    validate_differentiated,
     validate_fp8,
     validate_plain,
-    whole_blocks,
 )
-from te_jax.ops._fp8 import Fp8
-from te_jax.ops._fp8_products import Layer, Layouts, backward_products, forward_products
-from te_jax.ops._operands import as_array, one_for_each
-from te_jax.ops._plain_dense import (
-    Activation,
-    KernelContracting,
-    activation_gradient,
-)
-from te_jax.ops.quantize import quantize
-from te_jax.quantized import QuantizedArray
+from te_jax.ops.linear.local import Activation, LocalProducts, PlainProducts, multiplied_as_it_is, multiplied_in_fp8
+from te_jax.ops.linear.rule import Weight, traced
 from te_jax.recipe import DelayedScalingState, Recipe
-from te_jax.sharding import AxisName, regrouped
+from te_jax.sharding import AxisName
 
+_NAME = "te_jax.ops.dense"
 _REVERSE_MODE = (
     "te_jax.ops.dense with a recipe or a wgrad_accumulator has first derivatives in reverse mode (jax.grad, jax.vjp) "
     "only: for forward mode (jax.jvp, jax.jacfwd) or second derivatives use recipe=None and no wgrad_accumulator"
@@ -162,199 +147,26 @@ def dense(
             validate_plain(x, *named_kernel, *others[2])
         else:
             validate_fp8(x, *named_kernel, shape, recipe, *others[2], kernel_contracting)
-    operands = (*split(x), *(tuple(named.values()) for named in (kernels, biases, accumulators, states)))
-    if recipe is not None or any(a is not None for a in accumulators.values()):
+    weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators, states))))
+    operands = (*split(x), weights)
+    if recipe is not None or any(weight.accumulator is not None for weight in weights):
         operands = reverse_mode_only(operands, _REVERSE_MODE)
+    options: Any = {"contracting_ndim": int(contracting_ndim), "kernel_contracting": kernel_contracting}
     if recipe is None:
         native.use_native(implementation)  # the same answer to a bad name as with a recipe
-        plain, _, *others, _ = operands
-        ys = tuple(
-            _plain_dense.dense(plain, *one, int(contracting_ndim), kernel_contracting, activation, accumulate)
-            for one in zip(*others, strict=True)
-        )
+        plain, _, weights = operands
+        layer = PlainProducts(name=_NAME, recipe=None, implementation="reference", accumulate=accumulate, **options)
+        ys = tuple(traced(multiplied_as_it_is, (layer, activation), plain, weight) for weight in weights)
     else:
-        fp8 = Fp8("te_jax.ops.dense", recipe, implementation_for(implementation, recipe), axis_names)
-        batch_ndim = x.ndim - int(contracting_ndim)
-        layer = Layer(fp8, batch_ndim, int(contracting_ndim), kernel_contracting, activation, accumulate)
-        ys = _dense(*operands, layer)
+        layer = LocalProducts(
+            name=_NAME,
+            recipe=recipe,
+            implementation=implementation_for(implementation, recipe),
+            accumulate=accumulate,
+            axis_name=axis_names,
+            batch_ndim=x.ndim - int(contracting_ndim),
+            activation=activation,
+            **options,
+        )
+        ys = traced(multiplied_in_fp8, layer, *operands)
     return ys if several else ys[0]
-
-
-# ---------------------------------------------------------------------------------------------------------- derivatives
-
-
-# Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
-@functools.partial(jax.jit, static_argnums=6, inline=sharding.INLINE)
-def _dense(x, x8, kernels, biases, accumulators, states, layer: Layer) -> tuple[Array, ...]:
-    """Brings groups of dimensions into forms that FP8 products take, and back. Of an x that came quantized, `x8`, `x`
-    is what its gradient goes through, or None."""
-    like, recipe = x if x8 is None else x8, layer.fp8.recipe
-    shapes = [Shape.of(like, "kernel", k, layer.contracting_ndim, layer.kernel_contracting) for k in kernels]
-    layouts = [layer.layout(like, k) for k in kernels]  # merging dimensions may gather what was split
-    (whole_batch, whole_inner, _), *_ = shapes
-    if x8 is None and (padding := sequence_padding(whole_batch, recipe, x)):
-        axis = len(whole_batch) - 1
-        ys = _dense(sharding.padded(x, padding, axis), None, kernels, biases, accumulators, states, layer)
-        return tuple(
-            layout.apply(lax.slice_in_dim(y, 0, whole_batch[-1], axis=axis))
-            for y, layout in zip(ys, layouts, strict=True)
-        )
-    batch, inner = whole_batch, whole_inner
-    if x8 is None:
-        batch, inner = (whole_blocks(sizes, recipe) or (1,) for sizes in (batch, inner))
-        x = regrouped(x, (whole_batch, whole_inner), (batch, inner))
-    outers = [whole_blocks(shape.outer, recipe) for shape in shapes]
-    order = 1 if layer.kernel_contracting == "first" else -1
-    kernels = tuple(
-        kernel
-        if isinstance(kernel, QuantizedArray)
-        else regrouped(kernel, (shape.inner, shape.outer)[::order], (inner, outer)[::order])
-        for kernel, shape, outer in zip(kernels, shapes, outers, strict=True)
-    )
-    biases = tuple(
-        None if bias is None else regrouped(bias, (shape.outer,), (outer,))
-        for bias, shape, outer in zip(biases, shapes, outers, strict=True)
-    )
-    layer = dataclasses.replace(layer, batch_ndim=len(batch), contracting_ndim=len(inner))
-    operands = sharding.varying_together((x, x8, kernels, biases, accumulators))
-    ys: Any = _products(layer, *operands, states)
-    return tuple(
-        layout.apply(regrouped(y, (batch, outer), (whole_batch, shape.outer)))
-        for y, layout, shape, outer in zip(ys, layouts, shapes, outers, strict=True)
-    )
-
-
-class _Residuals(NamedTuple):
-    """What is kept for the backward pass."""
-
-    layouts: Layouts
-    x: QuantizedArray  # the copy that sums over tokens; none where no kernel has a gradient
-    kernels: tuple[QuantizedArray, ...]  # the copy that sums over out; none where a quantized kernel came without
-    preactivations: tuple[Array | None, ...]
-    accumulators: tuple[Array | None, ...]
-    states: tuple[DelayedScalingState | None, ...]
-    amaxes: tuple[Array | None, ...]  # of x and of each of the kernels
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(layer: Layer, x, x8, kernels, biases, accumulators, states) -> tuple[Array, ...]:
-    del accumulators
-    layouts = tuple(layer.layout(x if x8 is None else x8, kernel) for kernel in kernels)
-    if x8 is None:
-        x8 = layer.quantize("activation", x, states[0], copies="data").array
-    copies = "transposed" if layer.dgrad_copy == "data" else "data"
-    kernel8s = tuple(
-        layer.quantize("kernel", kernel, state, copies=copies).array
-        for kernel, state in zip(kernels, states, strict=True)
-    )
-    return forward_products(layer, x8, kernel8s, biases, layouts, keep_preactivations=False)[0]
-
-
-def _forward(layer: Layer, *operands):
-    try:
-        validate_differentiated(layer, *operands)
-    except Exception:
-        jitted: Any = _dense  # JAX would take the trace whose rule failed for the next gradient, and not find its parts
-        jitted.clear_cache()
-        raise
-    x, x8, kernels, biases, accumulators, states = custom_vjp_primal_tree_values(operands)
-    given = [isinstance(kernel, QuantizedArray) for kernel in kernels]
-    layouts = tuple(layer.layout(x if x8 is None else x8, kernel) for kernel in kernels)
-    with_wgrad = any(a is not None or not g for a, g in zip(accumulators, given, strict=True))
-    if x8 is not None:
-        x8, _ = differentiated_once((x8, x), layer.fp8.name)
-    x8, x_amax, _ = layer.quantize(
-        "activation", x if x8 is None else x8, states[0], copies="both" if with_wgrad else "data"
-    )
-    kernel8s, amaxes, _ = zip(
-        *(layer.quantize("kernel", kernel, state) for kernel, state in zip(kernels, states, strict=True)), strict=True
-    )
-    ys, preactivations = forward_products(layer, x8, kernel8s, biases, layouts, keep_preactivations=True)
-    return ys, _Residuals(
-        Layouts.of(x, kernels, biases, accumulators),
-        _fp8.kept(x8 if with_wgrad else x8.without_transposed(), "transposed", "te_dense_activation"),
-        tuple(
-            _fp8.kept(kernel8, layer.dgrad_copy, None if g else "te_dense_kernel")
-            for kernel8, g in zip(kernel8s, given, strict=True)
-        ),
-        preactivations,
-        accumulators,
-        states,
-        tuple(
-            None if amax is None else checkpoint_name(amax, f"te_dense_{role}")
-            for amax, role in zip((x_amax, *amaxes), ("activation", *("kernel" for _ in amaxes)), strict=True)
-        ),
-    )
-
-
-def _backward(layer: Layer, residuals: _Residuals, dys):
-    layouts, x8, kernel8s, preactivations, accumulators, states, amaxes = residuals
-    preactivations: Any
-    # A result that is not used has a gradient of zeros, so that accumulators and states still get their next values.
-    dys = [ad.zeros_like_aval(dy.aval) if isinstance(dy, SymbolicZero) else dy for dy in dys]
-    if layer.activation is not None:
-        dys = [activation_gradient(layer.activation, z, dy) for z, dy in zip(preactivations, dys, strict=True)]
-    dy8s, dy_amaxes, dbiases = zip(
-        *(
-            layer.quantize(
-                "gradient",
-                dy,
-                state,
-                copies="both" if x8.transposed is not None and (of_kernel or of_accumulator) else "data",
-                with_dbias=of_bias is not None,
-            )
-            for dy, state, of_kernel, of_bias, of_accumulator in zip(dys, states, *layouts[1:], strict=True)
-        ),
-        strict=True,
-    )
-    dx, dkernels, next_accumulators = backward_products(layer, x8, kernel8s, dy8s, layouts, accumulators)
-    next_states = tuple(
-        None
-        if state is None
-        else _fp8.next_state(
-            state, {"activation": amaxes[0], "kernel": amaxes[i + 1], "gradient": dy_amaxes[i]}, layer.fp8.axis_name
-        )
-        for i, state in enumerate(states)
-    )
-    dbiases = tuple(
-        None if layout is None else layout.apply(dbias) for layout, dbias in zip(layouts.biases, dbiases, strict=True)
-    )
-    return dx, None, dkernels, dbiases, next_accumulators, next_states
-
-
-_products.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-# ---------------------------------------------------------------------------------------------------- quantized kernels
-
-
-def quantize_kernel(
-    kernel: Array,
-    recipe: Recipe,
-    *,
-    row_ndim: int,
-    stacked_ndim: int = 0,
-    amax: Array | None = None,
-    implementation: native.Implementation | None = None,
-) -> QuantizedArray:
-    """Both copies of a kernel [*stacked, *rows, *cols], each stacked one with scales of its own.
-
-    Where blocks would not divide the last dimension of rows or cols, these are one dimension, as `dense` has it.
-
-    Args:
-      amax: float32 [*stacked], the largest magnitudes where scaling is by tensor; None to find them.
-    """
-    stacked, rows, cols = (
-        kernel.shape[:stacked_ndim],
-        kernel.shape[stacked_ndim : stacked_ndim + row_ndim],
-        kernel.shape[stacked_ndim + row_ndim :],
-    )
-    after = whole_blocks(rows, recipe), whole_blocks(cols, recipe)
-
-    def quantized(kernel: Array, amax: Array | None) -> QuantizedArray:
-        quantization = recipe.quantization("kernel")
-        return quantize(kernel, quantization, row_ndim=len(after[0]), amax=amax, implementation=implementation)
-
-    for _ in stacked:
-        quantized = jax.vmap(quantized)
-    return quantized(regrouped(kernel, (stacked, rows, cols), (stacked, *after)), amax)

@@ -19,20 +19,20 @@ from te_jax import native, sharding
 from te_jax._core.arguments import as_flag, is_whole_number
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FP8_ALIGNMENT
-from te_jax.ops import _cross_entropy, _fp8, _plain_dense
+from te_jax.ops import _cross_entropy, _fp8
 from te_jax.ops._cross_entropy import IGNORED, Loss, Reduction, where_counted
-from te_jax.ops._dense_arguments import has_blocks, implementation_for
-from te_jax.ops._fp8 import Fp8
-from te_jax.ops._fp8_products import Layer
 from te_jax.ops._operands import as_array
-from te_jax.ops._plain_dense import KernelContracting, added_once, validate_accumulated, validate_reached
-from te_jax.ops._quantize_kernels import Request
 from te_jax.ops.gemm import gemm
+from te_jax.ops.linear.accumulator import added_once, validate_accumulated, validate_reached
+from te_jax.ops.linear.arguments import KernelContracting, has_blocks, implementation_for
+from te_jax.ops.linear.local import LocalProducts, PlainProducts, multiplied_as_it_is
+from te_jax.ops.linear.rule import Weight
 from te_jax.recipe import DelayedScaling, Product, Recipe
 from te_jax.reference.linear_cross_entropy import loss_of_logits, without_ignored
 from te_jax.reference.softmax_cross_entropy import equals
 from te_jax.sharding import AxisName
 
+_NAME = "te_jax.ops.linear_cross_entropy"
 _REVERSE_MODE = (
     "te_jax.ops.linear_cross_entropy with native kernels has first derivatives in reverse mode (jax.grad, jax.vjp) "
     "only: for forward mode (jax.jvp, jax.jacfwd) or second derivatives use implementation='reference'"
@@ -169,14 +169,19 @@ def linear_cross_entropy(
     sharding.validate_split("kernel", kernel, loss.axis_name, remedy)
     products = () if recipe is None else _validate_fp8(x, recipe, fp8_products)
     if recipe is None:
-        fp8, use_native = None, native.use_native(implementation)
+        layer, use_native = None, native.use_native(implementation)
     else:
-        fp8 = Fp8("te_jax.ops.linear_cross_entropy", recipe, implementation_for(implementation, recipe))
-        use_native = fp8.implementation == "native"
+        layer = LocalProducts(
+            name=_NAME,
+            recipe=recipe,
+            implementation=implementation_for(implementation, recipe),
+            kernel_contracting=kernel_contracting,
+        )
+        use_native = layer.implementation == "native"
     head = _Head(
         loss,
         kernel_contracting,
-        fp8,
+        layer,
         products,
         use_native,
         None if chunk_tokens is None else int(chunk_tokens),
@@ -195,7 +200,7 @@ class _Head:
 
     loss: Loss
     kernel_contracting: KernelContracting
-    fp8: Fp8 | None
+    layer: Any  # LocalProducts; None without a recipe
     fp8_products: tuple[Product, ...]
     use_native: bool
     chunk_tokens: int | None
@@ -212,7 +217,7 @@ class _Head:
     @property
     def in_chunks(self) -> bool:
         """Whether tokens are taken in chunks, by rules of derivatives of its own."""
-        return self.use_native or self.fp8 is not None
+        return self.use_native or self.layer is not None
 
     def in_fp8(self, product: Product) -> bool:
         return product in self.fp8_products
@@ -220,11 +225,6 @@ class _Head:
     @property
     def implementation(self) -> native.Implementation:
         return "native" if self.use_native else "reference"
-
-    @property
-    def layer(self) -> Layer:
-        assert self.fp8 is not None
-        return Layer(self.fp8, 1, 1, self.kernel_contracting)
 
 
 def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, reduction) -> None:
@@ -284,7 +284,15 @@ def _linear_cross_entropy(x, kernel, bias, accumulator, weight, labels, head: _H
     loss = head.loss
     if not head.in_chunks:
         x = without_ignored(x, labels, loss.ignore_index)
-        logits = _plain_dense.dense(x, kernel, bias, accumulator, 1, head.kernel_contracting, None, head.accumulate)
+        products = PlainProducts(
+            name=_NAME,
+            recipe=None,
+            implementation="reference",
+            accumulate=head.accumulate,
+            contracting_ndim=1,
+            kernel_contracting=head.kernel_contracting,
+        )
+        logits = multiplied_as_it_is((products, None), x, Weight(kernel, bias, accumulator))
         options: dict[str, Any] = dataclasses.asdict(loss) | {"reduction": reduction, "weight": weight}
         return loss_of_logits(logits, labels, **options)
     codes = loss.codes(labels, loss.whole_vocab(kernel.shape[head.vocab_axis]))
@@ -510,7 +518,7 @@ def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: di
     pieces = {name: given[name].reshape(-1, *given[name].shape[len(batch) :]) for name in _PER_TOKEN & set(given)}
 
     tokens = math.prod(batch)
-    rows = head.chunk_tokens or chunk_tokens(tokens, vocab + chunks.padding, x.dtype.itemsize, head.fp8 is not None)
+    rows = head.chunk_tokens or chunk_tokens(tokens, vocab + chunks.padding, x.dtype.itemsize, head.layer is not None)
     more = max(0, -(-tokens // rows) - 1)
     first = tokens - more * rows
     totals, found = chunks.step(
@@ -595,7 +603,7 @@ class _Chunks:
     ):
         axis, vocab = head.vocab_axis, kernel.shape[head.vocab_axis]
         self.head, self.wanted, self.vocab_axes, self.dtype = head, wanted, vocab_axes, dtype
-        self.padding = -vocab % _ALIGNMENT if dtype.itemsize == 2 or head.fp8 else 0
+        self.padding = -vocab % _ALIGNMENT if dtype.itemsize == 2 or head.layer else 0
         self.in_place = accumulator is not None and not self.padding and accumulator.dtype == jnp.float32
         self.with_wgrad = wanted.kernel or wanted.accumulator
         # Of all devices: of the shards that Auto and Explicit axes make, and those that axis_name says.
@@ -612,7 +620,7 @@ class _Chunks:
         copies = [copy for product, copy in by_product.items() if self._in_fp8(product)]
         if copies:
             how: Any = copies[0] if len(copies) == 1 else "both"
-            self.kernel8 = head.layer.quantize("kernel", kernel, None, copies=how).array
+            self.kernel8 = head.layer.copies_of("kernel", kernel, None, how).array
 
     def _in_fp8(self, product: Any) -> bool:
         """Whether a product is computed, and in FP8."""
@@ -629,7 +637,7 @@ class _Chunks:
         attributes: Any = loss.gradient_attributes(self.vocab) | {"softcap": loss.softcap, "padding": self.padding}
         weight = where_counted(codes, piece["factor"])
         statistics, dlogits8 = None, None
-        if lse is None and head.fp8 is None and not self.vocab_axes:
+        if lse is None and head.layer is None and not self.vocab_axes:
             with_total = loss.label_smoothing > 0.0
             *statistics, dlogits = _cross_entropy.statistics_and_gradient(
                 logits, codes, weight, with_total=with_total, **attributes
@@ -651,21 +659,21 @@ class _Chunks:
     def _gradient(self, logits: Array, columns: Array, lse: Array, weight: Array, attributes: dict[str, Any]):
         """The gradient of the logits, as it is and in FP8, as far as products read it."""
         head, wanted = self.head, self.wanted
-        if head.fp8 is None:
+        if head.layer is None:
             return _cross_entropy.logits_gradient(logits, columns, lse, weight, axes={}, **attributes)[0], None
         for_dgrad, for_wgrad = self._in_fp8("dgrad"), self._in_fp8("wgrad")
         copies: Any = "both" if for_dgrad and for_wgrad else "data" if for_dgrad else "transposed"
         layer = head.layer
         as_it_is = wanted.bias or for_dgrad != wanted.x or for_wgrad != self.with_wgrad
-        if not as_it_is and has_blocks(head.fp8.recipe) and head.use_native:
-            request = Request(layer.quantization("gradient"), 1, copies, (), (), False, False)
+        if not as_it_is and has_blocks(layer.recipe) and head.use_native:
+            request = layer.request("gradient", copies, with_amax=False)
             return None, _cross_entropy.quantized_gradient(logits, columns, lse, weight, request, **attributes)
         (plain,) = _cross_entropy.logits_gradient(
             logits, columns, lse, weight, axes={}, use_native=head.use_native, **attributes
         )
         if not (for_dgrad or for_wgrad):
             return plain, None
-        return plain, layer.quantize("gradient", plain, None, copies=copies).array
+        return plain, layer.copies_of("gradient", plain, None, copies).array
 
     @property
     def _local_vocab(self) -> int:
@@ -674,7 +682,7 @@ class _Chunks:
     def _logits(self, x: Array) -> Array:
         head = self.head
         if head.in_fp8("forward"):
-            x8 = head.layer.quantize("activation", x, None, copies="data").array
+            x8 = head.layer.copies_of("activation", x, None, "data").array
             return head.layer.gemm("forward", x8, self.kernel8, bias=self.bias, out_dtype=self.dtype)
         logits = _dot(x, self.kernel, (1, 1 - head.vocab_axis), self.dtype)
         return logits if self.bias is None else logits + self.bias[None, :]
@@ -712,7 +720,7 @@ class _Chunks:
             return {}
         order = 1 if head.vocab_axis else -1
         if head.in_fp8("wgrad"):
-            x8 = head.layer.quantize("activation", x, None, copies="transposed").array
+            x8 = head.layer.copies_of("activation", x, None, "transposed").array
             product = functools.partial(head.layer.gemm, "wgrad", *(x8, dlogits8)[::order])
         else:
             product = functools.partial(

@@ -13,7 +13,7 @@ from jax import Array
 
 from te_jax import native
 from te_jax._core.arguments import is_whole_number
-from te_jax.ops.dense import quantize_kernel
+from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 

@@ -12,7 +12,7 @@ gradient of one uses the other. Their residuals have names for `jax.checkpoint` 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,31 @@ import numpy as np
 from jax import Array
 
 from te_jax import native, sharding
-from te_jax._core.arguments import as_dtype
+from te_jax._core.arguments import as_dtype, as_flag
+from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8
-from te_jax.ops._dense_arguments import implementation_for
 from te_jax.ops._operands import as_array, one_for_each
-from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec, Residual, TransportName
-from te_jax.parallel._collective.products import all_gather_products, reduce_scatter_product
+from te_jax.ops.linear.arguments import (
+    Operand,
+    as_operand,
+    implementation_for,
+    split,
+    validate_parts,
+    validate_unobserved,
+)
+from te_jax.ops.linear.rule import Weight, linear, together, traced
+from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec
+from te_jax.parallel._collective.products import AllGatherProducts, CollectiveProducts, ReduceScatterProducts
+from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.sharding import AxisName
 
-Operand = jax.typing.ArrayLike | QuantizedArray
+_REVERSE_MODE = (
+    "{name} has derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, jax.jacfwd) write "
+    "jax.lax collectives around jnp.matmul"
+)
 
 
 # fmt: off
@@ -39,45 +52,19 @@ Operand = jax.typing.ArrayLike | QuantizedArray
 def all_gather_matmul(
     x: Operand, kernel: Operand, *, axis_name: AxisName, bias: jax.typing.ArrayLike | None = None,
     gather_dimension: int = -2, recipe: Recipe | None = None, scaling_state: DelayedScalingState | None = None,
-    transport: TransportName = "auto", bidirectional: bool = False, gather_result: Literal[False] = False,
-    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    wgrad_accumulator: jax.typing.ArrayLike | None = None, accumulate: bool = True,
+    transport: Transport = "auto", residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None,
     implementation: native.Implementation | None = None,
 ) -> Array: ...
 @overload
 def all_gather_matmul(
-    x: Operand, kernel: Operand, *, axis_name: AxisName, bias: jax.typing.ArrayLike | None = None,
-    gather_dimension: int = -2, recipe: Recipe | None = None, scaling_state: DelayedScalingState | None = None,
-    transport: TransportName = "auto", bidirectional: bool = False, gather_result: Literal[True],
-    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
-    implementation: native.Implementation | None = None,
-) -> tuple[Array, Array]: ...
-@overload
-def all_gather_matmul(
     x: Operand, kernel: tuple[Operand, ...], *, axis_name: AxisName,
     bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_dimension: int = -2,
     recipe: Recipe | None = None, scaling_state: tuple[DelayedScalingState, ...] | None = None,
-    transport: TransportName = "auto", bidirectional: bool = False, gather_result: Literal[False] = False,
-    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
+    wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None, accumulate: bool = True,
+    transport: Transport = "auto", residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None,
     implementation: native.Implementation | None = None,
 ) -> tuple[Array, ...]: ...
-@overload
-def all_gather_matmul(
-    x: Operand, kernel: tuple[Operand, ...], *, axis_name: AxisName,
-    bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_dimension: int = -2,
-    recipe: Recipe | None = None, scaling_state: tuple[DelayedScalingState, ...] | None = None,
-    transport: TransportName = "auto", bidirectional: bool = False, gather_result: Literal[True],
-    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
-    implementation: native.Implementation | None = None,
-) -> tuple[tuple[Array, ...], Array]: ...
-@overload
-def all_gather_matmul(
-    x: Operand, kernel: Operand | tuple[Operand, ...], *, axis_name: AxisName,
-    bias: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_dimension: int = -2,
-    recipe: Recipe | None = None, scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
-    transport: TransportName = "auto", bidirectional: bool = False, gather_result: bool = False,
-    residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None, timeout: float = 60.0,
-    implementation: native.Implementation | None = None,
-) -> Any: ...
 # fmt: on
 def all_gather_matmul(
     x: Operand,
@@ -88,12 +75,11 @@ def all_gather_matmul(
     gather_dimension: int = -2,
     recipe: Recipe | None = None,
     scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
-    transport: TransportName = "auto",
-    bidirectional: bool = False,
-    gather_result: bool = False,
+    wgrad_accumulator: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
+    accumulate: bool = True,
+    transport: Transport = "auto",
     residual: Residual = "gathered",
     out_dtype: jax.typing.DTypeLike | None = None,
-    timeout: float = 60.0,
     implementation: native.Implementation | None = None,
 ) -> Any:
     r"""y = all_gather(x) · kernel + bias, where rows of other devices travel while those that are here are multiplied.
@@ -109,36 +95,38 @@ def all_gather_matmul(
     Args:
       x: [*lead, S/D, *mid, K], this device's shard of a tensor whose dimension of size S is split over D devices;
         float32, bfloat16 or float16. Or a QuantizedArray of it with row_ndim = all but the last dimension, from
-        `quantize(x, recipe.quantization("activation"), axis_name=axis_name)`; its own gradient is zero.
+        `quantize(x, recipe.quantization("activation"), axis_name=axis_name, straight_through=True)` or an operation
+        that writes FP8: the cotangent of its straight_through is dx. Not for DelayedScaling.
       kernel: [K, *N], this device's part, float32, bfloat16 or float16; or several in a tuple, which share one gather
         (q, k and v; gate and up). Without a recipe they are cast to the dtype of x. Or a QuantizedArray, from
-        `quantize(kernel, recipe.quantization("kernel"), row_ndim=1)`, whose own gradient is zero.
+        `quantize(kernel, recipe.quantization("kernel"), row_ndim=1)`, which serves several microbatches and whose
+        gradient goes to wgrad_accumulator.
       axis_name: the mesh axis of the devices, or several: the first varies slowest.
       bias: [*N], or None; a tuple of them if kernel is one.
       gather_dimension: the dimension of x that is split, any but the last.
       recipe: how to quantize; None multiplies x and kernel as they are.
       scaling_state: for DelayedScaling, the same on all devices. A tuple of them if kernel is one; the first gives the
         scale of x. Its cotangent is the next state, see docs/collective_matmul.md.
-      transport: "xla" gathers first; "ring" overlaps by `ppermute`; "p2p" copies between GPUs beside the GEMMs, and
-        needs the extension and a shard_map over all axes. "auto" is "p2p" on GPUs of one host if GEMMs last long enough
-        to hide its cost, else "xla".
-      bidirectional: whether a ring sends halves of the rows both ways. Ignored unless transport="ring".
-      gather_result: also return the gathered x. Only without a recipe.
+      wgrad_accumulator, accumulate: as in `te_jax.ops.dense`, of this device's part of the kernel. It is written in
+        place with a recipe.
+      transport: "xla" gathers first; "ring", or a `Ring`, overlaps by `ppermute`; "p2p", or a `P2P`, copies between
+        GPUs beside the GEMMs. "auto" is "p2p" on GPUs of one host if GEMMs last long enough to hide its cost, else
+        "xla".
       residual: the part of x that is kept for dkernel: the "gathered" operand, or this device's "shard" of it, which is
         D times smaller and gathered again in the backward pass.
       out_dtype: of y: float32, bfloat16 or float16; None is the dtype of x.
-      timeout: seconds after which "p2p" gives up on a device that does not arrive.
       implementation: None takes native kernels for FP8 where there are some, else the reference; "native" or
         "reference" never fall back.
 
     Returns:
-      y [*lead, S, *mid, *N], or a tuple of them if kernel is one; with gather_result (y, x [*lead, S, *mid, K]).
+      y [*lead, S, *mid, *N], or a tuple of them if kernel is one.
 
     Raises:
       ValueError: for shapes, dtypes or parameters that break a rule, naming the argument; and for an x that is the same
         on all devices, where JAX tracks that. FP8 needs K and each N in multiples of 16; block scaling needs rows, S/D
         times *mid, in multiples of 4, and of 128 where kernel is differentiated.
-      NotImplementedError: for second derivatives in FP8 or over "p2p".
+      NotImplementedError: for second derivatives with a recipe or a wgrad_accumulator, or over "p2p"; and for
+        derivatives with respect only to a QuantizedArray without straight_through.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     Example:
@@ -150,16 +138,12 @@ def all_gather_matmul(
       >>> y = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=out)(jnp.ones((64, 32)), jnp.ones((32, 64)))
     """
     several = isinstance(kernel, tuple | list)
-    spec, operands, rows, outs = _prepare(
-        x, kernel, bias, scaling_state,
-        name="all_gather_matmul", axis_name=axis_name, dimension=("gather_dimension", gather_dimension),
-        recipe=recipe, transport=transport, bidirectional=bidirectional, gather_result=gather_result,
-        residual=residual, out_dtype=out_dtype, timeout=timeout, implementation=implementation,
+    ys = _multiplied(
+        AllGatherProducts, ("gather_dimension", gather_dimension), x, kernel, bias, scaling_state, wgrad_accumulator,
+        axis_name=axis_name, recipe=recipe, accumulate=accumulate, transport=transport, residual=residual,
+        out_dtype=out_dtype, implementation=implementation,
     )  # fmt: skip
-    products, gathered = all_gather_products(spec, *operands)
-    y: Any = tuple(product.reshape(*rows, *out) for product, out in zip(products, outs, strict=True))
-    y = y if several else y[0]
-    return (y, gathered.reshape(*rows, gathered.shape[-1])) if gather_result else y
+    return ys if several else ys[0]
 
 
 def matmul_reduce_scatter(
@@ -171,10 +155,10 @@ def matmul_reduce_scatter(
     scatter_dimension: int = -2,
     recipe: Recipe | None = None,
     scaling_state: DelayedScalingState | None = None,
-    transport: TransportName = "auto",
-    bidirectional: bool = False,
+    wgrad_accumulator: jax.typing.ArrayLike | None = None,
+    accumulate: bool = True,
+    transport: Transport = "auto",
     out_dtype: jax.typing.DTypeLike | None = None,
-    timeout: float = 60.0,
     implementation: native.Implementation | None = None,
 ) -> Array:
     r"""y = reduce_scatter(x · kernel) + bias: rows for other devices travel while the next ones are multiplied.
@@ -191,14 +175,14 @@ def matmul_reduce_scatter(
     Args:
       x: [*lead, S, *mid, K/D], this device's part of a tensor whose last dimension is split over D devices; float32,
         bfloat16 or float16. Or a QuantizedArray of it with row_ndim = all but the last dimension, from
-        `quantize(x, recipe.quantization("activation"))`; its own gradient is zero.
-      kernel: [K/D, *N], the same part of the kernel, float32, bfloat16 or float16. Without a recipe it is cast to the
-        dtype of x. Or a QuantizedArray, from `quantize(kernel, recipe.quantization("kernel"), row_ndim=1)`, whose own
-        gradient is zero.
+        `quantize(x, recipe.quantization("activation"), straight_through=True)`, as in `all_gather_matmul`.
+      kernel: [K/D, *N], the same part of the kernel, float32, bfloat16 or float16, or a QuantizedArray, as in
+        `all_gather_matmul`.
       axis_name: the mesh axis of the devices, or several: the first varies slowest.
       bias: [*N], the same on all devices, added once, after the sum; or None.
       scatter_dimension: the dimension of x that the result is split along, any but the last; a multiple of D.
-      recipe, scaling_state, transport, bidirectional, out_dtype, timeout, implementation: as in `all_gather_matmul`.
+      recipe, scaling_state, wgrad_accumulator, accumulate, transport, out_dtype, implementation: as in
+        `all_gather_matmul`.
 
     Returns:
       y [*lead, S/D, *mid, *N].
@@ -207,7 +191,8 @@ def matmul_reduce_scatter(
       ValueError: for shapes, dtypes or parameters that break a rule, naming the argument; and for an x or a kernel that
         is the same on all devices, where JAX tracks that. FP8 needs K/D and N in multiples of 16; block scaling needs
         rows, S/D times *mid, in multiples of 4, and of 128 where kernel is differentiated.
-      NotImplementedError: for second derivatives in FP8 or over "p2p".
+      NotImplementedError: for second derivatives with a recipe or a wgrad_accumulator, or over "p2p"; and for
+        derivatives with respect only to a QuantizedArray without straight_through.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     Example:
@@ -222,41 +207,46 @@ def matmul_reduce_scatter(
         raise ValueError(
             "kernel is a tuple; matmul_reduce_scatter takes one, for its products have one sum: pass an array"
         )
-    spec, (x, (matrix,), (vector,), (state,)), rows, (out,) = _prepare(
-        x, kernel, bias, scaling_state,
-        name="matmul_reduce_scatter", axis_name=axis_name, dimension=("scatter_dimension", scatter_dimension),
-        recipe=recipe, transport=transport, bidirectional=bidirectional, gather_result=False,
-        residual="shard", out_dtype=out_dtype, timeout=timeout, implementation=implementation,
+    (y,) = _multiplied(
+        ReduceScatterProducts, ("scatter_dimension", scatter_dimension), x, kernel, bias, scaling_state,
+        wgrad_accumulator,
+        axis_name=axis_name, recipe=recipe, accumulate=accumulate, transport=transport, residual="shard",
+        out_dtype=out_dtype, implementation=implementation,
     )  # fmt: skip
-    return reduce_scatter_product(spec, x, matrix, vector, state).reshape(*rows, *out)
+    return y
 
 
-def _prepare(
+def _multiplied(
+    kind: type[CollectiveProducts],
+    dimension: tuple[str, Any],
     x: Any,
     kernel: Any,
     bias: Any,
     scaling_state: Any,
+    wgrad_accumulator: Any,
     *,
-    name: str,
     axis_name: Any,
-    dimension: tuple[str, Any],
     recipe: Any,
+    accumulate: Any,
+    transport: Any,
+    residual: Any,
     out_dtype: Any,
     implementation: native.Implementation | None,
-    **options: Any,
-) -> tuple[CollectiveSpec, Any, tuple[int, ...], list[tuple[int, ...]]]:
-    """(spec; x, kernels, biases and states in canonical shapes; rows of the results; columns of each result)."""
+) -> tuple[Array, ...]:
+    """The results of a layer whose products are of this kind."""
     several = isinstance(kernel, tuple | list)
     count = len(kernel) if isinstance(kernel, tuple | list) else 1
-    x = _operand("x", x)
-    kernels = {label: _operand(label, value) for label, value in one_for_each("kernel", kernel, count, several)}
-    biases = {
-        label: None if value is None else as_array(label, value)
-        for label, value in one_for_each("bias", bias, count, several)
-    }
+    transport = as_transport(transport)
+    validate_residual(residual)
+    x = as_operand("x", x)
+    kernels = {label: as_operand(label, value) for label, value in one_for_each("kernel", kernel, count, several)}
+    biases, accumulators = (
+        {name: None if a is None else as_array(name, a) for name, a in one_for_each(argument, values, count, several)}
+        for argument, values in (("bias", bias), ("wgrad_accumulator", wgrad_accumulator))
+    )
     axes, size = sharding.mapped_axes(axis_name)
     axis = _axis(*dimension, x)
-    gathers, length = name == "all_gather_matmul", x.shape[axis]
+    gathers, length = kind is AllGatherProducts, x.shape[axis]
     if not gathers and length % size:
         raise ValueError(
             f"x has shape {x.shape}; dimension {axis}, {dimension[0]}, must be a multiple of the {size} devices along "
@@ -264,49 +254,52 @@ def _prepare(
         )
     part = length if gathers else length // size
     lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
-    _validate_operands(x, kernels, biases, recipe)
+    _validate_operands(x, kernels, biases, accumulators, recipe)
     if recipe is None:
-        use_native = native.use_native(implementation)
+        chosen: native.Implementation = "native" if native.use_native(implementation) else "reference"
     else:
-        use_native = implementation_for(implementation, recipe) == "native"
+        chosen = implementation_for(implementation, recipe)
     spec = CollectiveSpec(
-        name=name,
+        name="all_gather_matmul" if gathers else "matmul_reduce_scatter",
         axis_name=axes,
         size=size,
         leading=math.prod(lead),
         rows=part * math.prod(mid),
         x_dtype=np.dtype(x.dtype),
-        x_is_quantized=isinstance(x, QuantizedArray),
-        kernel_dtypes=tuple(None if isinstance(k, QuantizedArray) else np.dtype(k.dtype) for k in kernels.values()),
-        biased=tuple(b is not None for b in biases.values()),
         out_dtype=as_dtype("out_dtype is", x.dtype if out_dtype is None else out_dtype, FLOATS, FLOAT_NAMES),
-        native=use_native,
+        implementation=chosen,
         recipe=recipe,
-        **options,
+        transport=transport,
+        residual=residual,
     )
+    states = dict(one_for_each("scaling_state", scaling_state, count, several))
     if recipe is not None:
         _validate_fp8(spec, x, kernels, dimension[0])
-    states = dict(one_for_each("scaling_state", scaling_state, count, several))
     _validate_states(spec, states)
     _validate_split(spec, x, kernels)
+    products = kind(
+        name=f"te_jax.parallel.{spec.name}",
+        recipe=recipe,
+        implementation=chosen,
+        accumulate=as_flag("accumulate", accumulate),
+        axis_name=axes,
+        spec=spec,
+    )
     sizes = (spec.leading, spec.rows) if gathers else (spec.leading, size, spec.rows)
-    operands = _canonical(spec, x, sizes, kernels, biases)
+    weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators, states))))
+    operands = reverse_mode_only(_canonical(spec, x, sizes, weights), _REVERSE_MODE.format(name=products.name))
+    # shard_map does not run rules of derivatives with symbolic zeros outside of jit.
+    with jax.disable_jit(False):
+        ys = traced(_linear, products, *operands)
     rows = (*lead, length * size if gathers else part, *mid)
-    return spec, (*operands, tuple(states.values())), rows, [kernel.shape[1:] for kernel in kernels.values()]
+    return tuple(y.reshape(*rows, *kernel.shape[1:]) for y, kernel in zip(ys, kernels.values(), strict=True))
+
+
+def _linear(products: CollectiveProducts, x: Any, x8: Any, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
+    return linear(products, x, x8, weights, None)
 
 
 # ----------------------------------------------------------------------------------------------------------- validation
-
-
-def _operand(name: str, x: Any) -> Array | QuantizedArray:
-    if not isinstance(x, QuantizedArray):
-        return as_array(name, x)
-    if x.straight_through is not None:
-        raise ValueError(
-            f"{name} has straight_through, but collective products give a QuantizedArray no gradient: pass {name} "
-            "unquantized"
-        )
-    return x
 
 
 def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
@@ -321,7 +314,7 @@ def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
     return int(axis) % x.ndim
 
 
-def _validate_operands(x: Any, kernels: dict[str, Any], biases: dict[str, Any], recipe: Any) -> None:
+def _validate_operands(x: Any, kernels: dict[str, Any], biases: Any, accumulators: Any, recipe: Any) -> None:
     if recipe is not None:
         _fp8.validate_recipe(recipe)
     if not kernels:
@@ -341,28 +334,19 @@ def _validate_operands(x: Any, kernels: dict[str, Any], biases: dict[str, Any], 
             )
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}; no dimension may be 0: leave out the call")
-    for (name, kernel), (label, bias) in zip(kernels.items(), biases.items(), strict=True):
+    varying = sharding.varying_axes(x, tuple(kernels.values()))
+    for (name, kernel), named_bias, named_accumulator in zip(
+        kernels.items(), biases.items(), accumulators.items(), strict=True
+    ):
         if kernel.ndim < 2 or kernel.shape[0] != x.shape[-1]:
             raise ValueError(
                 f"{name} has shape {kernel.shape}; it must be [{x.shape[-1]}, …], with the last dimension of x, which "
                 f"has shape {x.shape}, and at least one of its own"
             )
-        if bias is None:
-            continue
-        if bias.dtype not in FLOATS:
-            raise ValueError(f"{label} has dtype {bias.dtype}; it must be {FLOAT_NAMES}: cast it")
-        if bias.shape != kernel.shape[1:]:
-            raise ValueError(
-                f"{label} has shape {bias.shape}; for {name} of shape {kernel.shape} it must be {kernel.shape[1:]}"
-            )
+        validate_parts(kernel, kernel.shape[1:], named_bias, named_accumulator, varying)
 
 
 def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimension: str) -> None:
-    if spec.gather_result:
-        raise ValueError(
-            "gather_result is True with a recipe: only FP8 values are gathered; pass several kernels in a tuple to "
-            "share one gather, or use recipe=None"
-        )
     for name, kernel in kernels.items():
         for side, size in (("in", kernel.shape[0]), ("out", math.prod(kernel.shape[1:]))):
             if size % FP8_ALIGNMENT:
@@ -376,6 +360,7 @@ def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimensi
             f"multiple of {BLOCK_PRODUCT_ROWS}: pad them, or use CurrentScaling or RowwiseScaling"
         )
     if isinstance(x, QuantizedArray):
+        validate_unobserved(x, spec.recipe)
         _fp8.validate_quantized("x", x, spec.fp8.recipe, "activation", "data")
         # Scales of rows and blocks travel with them; not so those of features, which the gradient of kernel reads.
         shared = {"tensor": x.scale_inv, "row": x.transposed_scale_inv}.get(spec.scaling)
@@ -420,22 +405,27 @@ def _validate_split(spec: CollectiveSpec, x: Any, kernels: dict[str, Any]) -> No
 # ----------------------------------------------------------------------------------------------------- canonical shapes
 
 
-def _canonical(spec: CollectiveSpec, x: Any, sizes: tuple[int, ...], kernels: dict[str, Any], biases: dict[str, Any]):
-    """x [*sizes, K], kernels [K, N] and biases [N] in float32, in which they are added and their gradients summed.
+def _canonical(spec: CollectiveSpec, x: Any, sizes: tuple[int, ...], weights: tuple[Weight, ...]) -> Any:
+    """(x [*sizes, K], or what its gradient goes through; a quantized x; weights of kernels [K, N] and biases [N] in
+    float32, in which they are added and their gradients summed).
 
     All vary over the same mesh axes: gradients are then summed outside, as those of JAX's own operations are. Quantized
     arrays are matrices.
     """
     inner = x.shape[-1]
-    x = _matrix(x, math.prod(sizes), inner) if isinstance(x, QuantizedArray) else x.reshape(*sizes, inner)
-    matrices = tuple(
-        _matrix(kernel, inner, math.prod(kernel.shape[1:]))
-        if isinstance(kernel, QuantizedArray)
-        else kernel.reshape(inner, math.prod(kernel.shape[1:]))
-        for kernel in kernels.values()
-    )
-    vectors = tuple(None if bias is None else bias.astype(jnp.float32).reshape(bias.size) for bias in biases.values())
-    return sharding.varying_together((x, matrices, vectors), sharding.tracked_axes(spec.axis_name))
+    x, x8 = split(x)
+    x = None if x is None else x.reshape(*sizes, inner)
+    x8 = None if x8 is None else _matrix(x8, math.prod(sizes), inner)
+
+    def canonical(weight: Weight) -> Weight:
+        kernel, bias, outer = weight.kernel, weight.bias, math.prod(weight.kernel.shape[1:])
+        quantized = isinstance(kernel, QuantizedArray)
+        return weight._replace(
+            kernel=_matrix(kernel, inner, outer) if quantized else kernel.reshape(inner, outer),
+            bias=None if bias is None else bias.astype(jnp.float32).reshape(outer),
+        )
+
+    return together((x, x8, tuple(map(canonical, weights))), sharding.tracked_axes(spec.axis_name))
 
 
 def _matrix(x: QuantizedArray, rows: int, cols: int) -> QuantizedArray:

@@ -14,7 +14,7 @@ from parameters import in_turns
 
 from te_jax import ops
 from te_jax.inspect import buffers, collectives
-from te_jax.ops.dense import quantize_kernel
+from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.testing import assert_close
 
 CURRENT = RECIPES["current"]

@@ -7,8 +7,7 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.ops.gemm import gemm
@@ -146,20 +145,37 @@ def in_order(spec: CollectiveSpec, whole: GemmOperand, *, square: bool) -> GemmO
     return dataclasses.replace(whole, data=merged(data), scale_inv=scale_inv)
 
 
-def wgrad(spec: CollectiveSpec, x: GemmOperand | None, dy: GemmOperand | None, dtype: np.dtype | None) -> Array | None:
-    """xᵀ · dy over all rows, [K, N]; None where an operand is missing, or the kernel has no gradient."""
-    if x is None or dy is None or dtype is None:
-        return None
+def wgrad(
+    spec: CollectiveSpec,
+    x: GemmOperand,
+    dy: GemmOperand,
+    *,
+    out_dtype: Any,
+    accumulator: Array | None = None,
+    accumulate: bool = True,
+) -> Array:
+    """xᵀ · dy over all rows, [K, N]; or the next value of an accumulator of as many values."""
     if x.scaling == "none":
         lhs, rhs = (a.data.reshape(-1, a.data.shape[-1]) for a in (x, dy))
-        return dot(lhs, rhs, (0,), (0,), dtype)
+        product = dot(lhs, rhs, (0,), (0,), out_dtype)
+        if accumulator is None:
+            return product
+        product = product.reshape(accumulator.shape)
+        if accumulate:
+            return accumulator + product
+        # The buffer is written over: an argument that is not mentioned at all would not be donated.
+        return lax.dynamic_update_slice(accumulator, product, (0,) * product.ndim)
     padding = -x.data.shape[1] % FP8_ALIGNMENT  # zeros change neither the sum nor the scales
     x, dy = (dataclasses.replace(a, data=jnp.pad(a.data, ((0, 0), (0, padding)))) for a in (x, dy))
-    return gemm(
+    matrix = None if accumulator is None else accumulator.reshape(x.data.shape[0], dy.data.shape[0])
+    product = gemm(
         quantized(x, left=True),
         quantized(dy, left=False),
         rhs_contracting="cols",
-        out_dtype=dtype,
+        out_dtype=out_dtype,
+        accumulator=matrix,
+        accumulate=accumulate,
         fast_accumulation=spec.of("wgrad").fast_accumulation,
         implementation=spec.implementation,
     )
+    return product if accumulator is None else product.reshape(accumulator.shape)

@@ -57,7 +57,7 @@ def is_worthwhile(
       xs, kernels: as of the transport's functions; one x where rows are gathered.
       gathers: whether rows are gathered; otherwise products are scattered.
     """
-    if not spec.native or native.compute_capability() is None:
+    if spec.implementation != "native" or native.compute_capability() is None:
         return False
     if sharding.unmapped_axes() or sharding.axes_without_devices(spec.axis_name):
         return False
@@ -154,7 +154,7 @@ def _native_all_gather_gemm(
     results += [jax.ShapeDtypeStruct((spec.size, *extra.shape), extra.dtype) for extra in extras]
     results.append(_workspace(x, _GATHER_STREAMS))
     # Other processes cannot write to arrays that XLA has allocated.
-    put = spec.protocol != "get" and not group["shared_bytes"]
+    put = spec.p2p.protocol != "get" and not group["shared_bytes"]
     attributes = _attributes(spec, x, kernels) | {"keep_gathered": keep_gathered, "put": put}
     found = native.call("te_all_gather_gemm", results, *map(_present, operands), **attributes, **group)
     ys, (gathered, _, *others) = found[: len(kernels)], found[len(kernels) :]
@@ -218,7 +218,7 @@ def _workspace(x: GemmOperand, streams: int) -> jax.ShapeDtypeStruct:
 def _attributes(spec: CollectiveSpec, x: GemmOperand, kernels: Sequence[GemmOperand]) -> dict[str, Any]:
     return {
         "name": spec.name,
-        "timeout": float(min(spec.timeout, _LONGEST_TIMEOUT)),
+        "timeout": float(min(spec.p2p.timeout, _LONGEST_TIMEOUT)),
         "scaling": x.scaling,
         "summed_first": bool(kernels and kernels[0].summed_first),
         "fast_accumulation": spec.fast_accumulation,
@@ -257,7 +257,7 @@ def _call(spec: CollectiveSpec, function: str, arguments: tuple[Any, ...], resul
       results: what it returns, as shapes and dtypes.
       params: seconds, of multiplying on each device, for `_hides`; shared_bytes; static arguments of the function.
     """
-    if not spec.native:
+    if spec.implementation != "native":
         raise native.NativeUnavailableError(
             "transport='p2p' is a kernel of te_jax's extension, which is not loaded or was not asked for: leave "
             "implementation=None where `te-jax doctor` finds the extension, or use transport='ring' or 'xla'"
@@ -336,7 +336,7 @@ def _group(
     processes.introduce(devices.flat)
     groups = processes.places_of(devices)
     if processes.span_processes(groups):
-        patience = max(min(spec.timeout, _LONGEST_TIMEOUT), processes.SECONDS_TO_COMPILE)
+        patience = max(min(spec.p2p.timeout, _LONGEST_TIMEOUT), processes.SECONDS_TO_COMPILE)
         processes.ensure(groups, shared_bytes, devices.flat[0].platform, patience)
     else:
         shared_bytes = 0

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from te_jax import sharding
 from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec
+from te_jax.parallel.options import Ring
 from te_jax.parallel.transports.exchange import (
     GemmOperand,
     as_bytes,
@@ -95,7 +96,8 @@ def _pieces(spec: CollectiveSpec, x: GemmOperand) -> list[tuple[int, int, int]]:
     half = rows // 2
     if x.scaling == "block":
         half -= half % BLOCK_PRODUCT_ROWS
-    if not spec.bidirectional or half == 0:
+    both_ways = isinstance(spec.transport, Ring) and spec.transport.bidirectional
+    if not both_ways or half == 0:
         return [(1, 0, rows)]
     return [(1, 0, half), (-1, half, rows - half)]
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import numbers
 import operator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import Array, lax
@@ -15,15 +15,17 @@ from jax import Array, lax
 from te_jax import native, sharding
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops import _fp8
-from te_jax.ops._fp8_products import Layer, quantization_of
 from te_jax.ops._operands import as_array, validate_quantized_array
-from te_jax.ops._plain_dense import ACTIVATIONS, validate_accumulated, validate_reached
 from te_jax.ops.gemm import unsupported
+from te_jax.ops.linear.accumulator import validate_reached
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe import DelayedScaling, Quantization, Recipe, Role
 from te_jax.sharding import as_axis_names
 
 Operand = jax.typing.ArrayLike | QuantizedArray
+KernelContracting = Literal["first", "last"]
+
+ACTIVATIONS = ("gelu", "relu", "silu")
 
 
 def as_operand(name: str, x: Any) -> Array | QuantizedArray:
@@ -132,28 +134,37 @@ def validate(
     x: Any, name: str, kernel: Any, shape: Shape, activation: Any, bias: Any, accumulator: Any, varying: frozenset[str]
 ) -> None:
     """`bias` and `accumulator` with their names; `varying`: the mesh axes over which x or the kernel varies."""
-    for label, array, expected in (
-        ("x", x, x.shape),
-        (name, kernel, kernel.shape),
-        (*bias, shape.outer),
-        (*accumulator, _accumulator_shape(kernel, accumulator[1])),
-    ):
-        if array is None:
-            continue
-        if array.dtype not in FLOATS:
-            raise ValueError(f"{label} has dtype {array.dtype}; it must be {FLOAT_NAMES}: cast it")
-        if array.shape != expected:
-            raise ValueError(
-                f"{label} has shape {array.shape}; for a kernel of shape {kernel.shape} it must be {expected}"
-            )
+    for label, array in (("x", x), (name, kernel)):
+        _validate_float(label, array)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be None or one of {ACTIVATIONS}: apply others to y")
     if 0 in (*shape.inner, *shape.outer):
         raise ValueError(f"{name} has shape {kernel.shape}; only the batch may be empty")
-    label, accumulator = accumulator
-    if accumulator is not None:
-        validate_reached(label)
-    if accumulator is not None and (missing := varying - sharding.varying_axes(accumulator)):
+    validate_parts(kernel, shape.outer, bias, accumulator, varying)
+
+
+def _validate_float(label: str, array: Any) -> None:
+    if array.dtype not in FLOATS:
+        raise ValueError(f"{label} has dtype {array.dtype}; it must be {FLOAT_NAMES}: cast it")
+
+
+def validate_parts(
+    kernel: Any, outer: tuple[int, ...], bias: tuple[str, Any], accumulator: tuple[str, Any], varying: frozenset[str]
+) -> None:
+    """Checks what belongs to a kernel, each with its name; for `varying` see `validate`."""
+    for (label, array), expected in ((bias, outer), (accumulator, _accumulator_shape(kernel, accumulator[1]))):
+        if array is None:
+            continue
+        _validate_float(label, array)
+        if array.shape != expected:
+            raise ValueError(
+                f"{label} has shape {array.shape}; for a kernel of shape {kernel.shape} it must be {expected}"
+            )
+    label, array = accumulator
+    if array is None:
+        return
+    validate_reached(label)
+    if missing := varying - sharding.varying_axes(array):
         raise ValueError(
             f"{label} is the same on all devices along {sorted(missing)}, but each has other tokens or "
             "another kernel there and accumulates its own part: make it with lax.pcast(…, to='varying') or pass it in "
@@ -190,11 +201,7 @@ def validate_fp8(
                 f"{FP8_ALIGNMENT}: pad them or use recipe=None"
             )
     if isinstance(x, QuantizedArray):
-        if isinstance(recipe, DelayedScaling):
-            raise ValueError(
-                f"x is a QuantizedArray, but recipe is {recipe!r}, whose state remembers the amax of x: pass x "
-                "unquantized"
-            )
+        validate_unobserved(x, recipe)
         _fp8.validate_quantized(
             "x", x, recipe, "activation", "data", quantization_of(recipe, "activation", kernel_contracting)
         )
@@ -221,6 +228,24 @@ def validate_fp8(
     _fp8.validate_state(recipe, state, label)
 
 
+def validate_unobserved(x: QuantizedArray, recipe: Any) -> None:
+    """Refuses an x that came quantized where a state needs its amax."""
+    if isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            f"x is a QuantizedArray, but recipe is {recipe!r}, whose state remembers the amax of x: pass x unquantized"
+        )
+
+
+def quantization_of(recipe: Recipe, role: Role, kernel_contracting: KernelContracting) -> Quantization:
+    """Block-scaled GEMMs need 1x128 scales on the LHS and 128x128 on the RHS. With kernel_contracting="last" x and the
+    gradient change sides in the weight gradient, and so their transposed copies their scaling."""
+    quantization = recipe.quantization(role)
+    if kernel_contracting == "first" or role == "kernel":
+        return quantization
+    other = recipe.quantization("gradient" if role == "activation" else "activation")
+    return dataclasses.replace(quantization, transposed_scaling=other.transposed_scaling)
+
+
 def sequence_padding(batch: tuple[int, ...], recipe: Recipe, x: Array) -> int:
     """Tokens to append to every sequence, so that devices which split a batch of sequences cut no block of 128."""
     symbolic = any(not isinstance(size, int) for size in batch)  # of jax.export
@@ -236,40 +261,3 @@ def has_blocks(recipe: Recipe) -> bool:
 def whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
     """The group as it is, or as one dimension where blocks do not divide its last one."""
     return (math.prod(sizes),) if has_blocks(recipe) and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
-
-
-def validate_differentiated(layer: Layer, x, x8, kernels, _, accumulators, states) -> None:
-    """Refuses choices of derivatives that would be silently wrong."""
-
-    def perturbed(operand: Any) -> bool:
-        return any(leaf.perturbed for leaf in jax.tree.leaves(operand))
-
-    if perturbed(x8):
-        raise NotImplementedError(
-            "x is a QuantizedArray without straight_through, and has no gradient of its own: quantize it with "
-            "straight_through=True, or pass jax.lax.stop_gradient(x)"
-        )
-    for i, (kernel, accumulator, state) in enumerate(zip(kernels, accumulators, states, strict=True)):
-        for_kernel, for_accumulator = perturbed(kernel), perturbed(accumulator)
-        name = f"kernel[{i}]" if kernels[1:] else "kernel"
-        if accumulator is not None:
-            validate_accumulated(for_kernel, for_accumulator)
-        elif for_kernel and isinstance(kernel, QuantizedArray):
-            raise NotImplementedError(
-                f"{name} is a QuantizedArray, which has no gradient of its own: pass wgrad_accumulator and "
-                "differentiate with respect to it (accumulate_gradients in modules), or do not differentiate with "
-                f"respect to {name}"
-            )
-        if perturbed(x) and isinstance(kernel, QuantizedArray) and getattr(kernel, layer.dgrad_copy) is None:
-            raise ValueError(
-                f"{name} has no {layer.dgrad_copy} copy, which the gradient with respect to x reads; quantize it with "
-                "copies='both'"
-            )
-        if (for_kernel or for_accumulator) and x8 is not None and x8.transposed is None:
-            raise ValueError(
-                f"x has no transposed copy, which the gradient with respect to {name} reads; quantize it with "
-                "copies='both'"
-            )
-        _fp8.validate_advanced(state, trained=for_kernel or for_accumulator)
-    if layer.fp8.axis_name:
-        sharding.mapped_axes(layer.fp8.axis_name)

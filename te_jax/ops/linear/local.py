@@ -1,0 +1,275 @@
+"""Products of linear layers on the arrays of one device, or of an Auto or Explicit mesh, with and without FP8."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax import sharding
+from te_jax.ops._fp8 import Copy
+from te_jax.ops.gemm import gemm
+from te_jax.ops.linear.arguments import KernelContracting, Shape, quantization_of, sequence_padding, whole_blocks
+from te_jax.ops.linear.rule import Products, Weight, Wgrad, linear, together
+from te_jax.ops.quantize import QuantizedParts
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import Product, Quantization, Role
+from te_jax.reference.quantize import Copies
+from te_jax.sharding import Layout, layout_of_product, regrouped, split_in_two
+
+Activation = Literal["gelu", "relu", "silu"]
+
+
+def activate(activation: Activation, x: Array) -> Array:
+    """The activation, computed in float32, in the dtype of x."""
+    functions = {"gelu": functools.partial(jax.nn.gelu, approximate=True), "relu": jax.nn.relu, "silu": jax.nn.silu}
+    return functions[activation](x.astype(jnp.float32)).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalProducts(Products):
+    """Products in FP8.
+
+    Attributes:
+      contracting_ndim: number of dimensions of x that are contracted.
+      kernel_contracting: where in the kernels these dimensions stand.
+      activation: of every result.
+    """
+
+    contracting_ndim: int = 1
+    kernel_contracting: KernelContracting = "first"
+    activation: Activation | None = None
+
+    @property
+    def dgrad_copy(self) -> Copy:
+        return "data" if self.kernel_contracting == "first" else "transposed"
+
+    @property
+    def gelu_is_fused(self) -> bool:
+        assert self.recipe is not None
+        return self.activation == "gelu" and self.recipe.scalings["activation"][0] == "tensor"
+
+    def quantization(self, role: Role) -> Quantization:
+        assert self.recipe is not None
+        return quantization_of(self.recipe, role, self.kernel_contracting)
+
+    def quantize(self, role, x, state=None, group=None, *, second_copy, with_dbias=False) -> QuantizedParts:
+        first = "transposed" if role == "kernel" and self.kernel_contracting == "first" else "data"
+        return self.copies_of(role, x, state, "both" if second_copy else first, with_dbias=with_dbias)
+
+    def copies_of(self, role: Role, x: Any, state: Any, copies: Copies, *, with_dbias: bool = False) -> QuantizedParts:
+        """x in FP8 for the products of this layer; see `Fp8.quantize`."""
+        row_ndim = self.batch_ndim
+        if role == "kernel":
+            row_ndim = self.contracting_ndim if self.kernel_contracting == "first" else x.ndim - self.contracting_ndim
+        return self.fp8.quantize(
+            role,
+            x,
+            state,
+            row_ndim=row_ndim,
+            copies=copies,
+            quantization=self.quantization(role),
+            with_dbias=with_dbias,
+        )
+
+    def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout, ...]:
+        return tuple(self.layout(x, kernel) for kernel in kernels)
+
+    def layout(self, x: Any, kernel: Any) -> Layout:
+        """The batch lies as that of x and out as that of kernel, whichever copies products read, and what they
+        gather."""
+        out_ndim, out_first = kernel.ndim - self.contracting_ndim, self.kernel_contracting == "last"
+        copy: Any = kernel
+        if isinstance(kernel, QuantizedArray):
+            copy, out_first = (kernel.data if out_first else kernel.transposed), True
+        out = slice(out_ndim) if out_first else slice(-out_ndim, None)
+        values: Any = x.data if isinstance(x, QuantizedArray) else x
+        return dataclasses.replace(layout_of_product(values, self.batch_ndim, copy, out), dtype=np.dtype(x.dtype))
+
+    def gemm(self, product: Product, lhs: QuantizedArray, rhs: QuantizedArray, **options: Any) -> Any:
+        """One of the three products: "forward" x · kernel, "dgrad" dy · kernelᵀ, "wgrad" xᵀ · dy or dyᵀ · x."""
+        rows_summed = self.kernel_contracting == ("last" if product == "dgrad" else "first") or product == "wgrad"
+        return gemm(
+            lhs,
+            rhs,
+            lhs_contracting="rows" if product == "wgrad" else "cols",
+            rhs_contracting="rows" if rows_summed else "cols",
+            fast_accumulation=self.fp8.is_fast(product),
+            implementation=self.implementation,
+            **options,
+        )
+
+    def forward(self, x8, kernel8s, biases, layouts, group=None, *, differentiated: bool):
+        product = functools.partial(self._result, x8, keep=differentiated and self.gelu_is_fused)
+        ys, preactivations = zip(*map(product, kernel8s, biases, layouts), strict=True)
+        return ys, x8, preactivations
+
+    def _result(self, x8, kernel8, bias: Array | None, layout: Layout, *, keep: bool) -> tuple[Array, Array | None]:
+        """activation(x · kernel + bias), and what the gradient of the activation reads."""
+        activation = "gelu" if self.gelu_is_fused else None
+        result = self.gemm(
+            "forward",
+            x8,
+            kernel8,
+            bias=bias,
+            activation=activation,
+            save_preactivation=keep,
+            out_dtype=layout.dtype,
+        )
+        if keep:
+            y, preactivation = map(layout.apply, result)
+            return y, checkpoint_name(preactivation, "te_dense_preactivation")
+        y = layout.apply(result)
+        if self.activation is None or self.gelu_is_fused:
+            return y, None
+        preactivation = checkpoint_name(y, "te_dense_preactivation")  # where it is kept, y is computed from it again
+        return activate(self.activation, preactivation), preactivation
+
+    def before_activation(self, preactivation: Any, dy: Array) -> Array:
+        if self.activation is None:
+            return dy
+        return jax.vjp(functools.partial(activate, self.activation), preactivation)[1](dy)[0]
+
+    def dgrad(self, dy8s, kernel8s, group, layout: Layout):
+        products = (
+            layout.apply(self.gemm("dgrad", dy8, kernel8, out_dtype=layout.dtype))
+            for dy8, kernel8 in zip(dy8s, kernel8s, strict=True)
+        )
+        return _sum(*products), dy8s
+
+    def wgrads(self, x8, dy8s, group=None):
+        order = 1 if self.kernel_contracting == "first" else -1
+        sides = ((x8, dy8)[::order] for dy8 in dy8s)
+        return tuple(Wgrad(functools.partial(self._wgrad, *pair), pair) for pair in sides)
+
+    def _wgrad(self, lhs, rhs, *, out_dtype: Any, accumulator: Any = None, accumulate: bool = True) -> Array:
+        """The gradient, or the next value of an accumulator, which may have more dimensions than the kernel that
+        products read. It gets those here: a scan keeps what is reshaped before beside its own inputs, once more for
+        every layer."""
+        if accumulator is None:
+            return self.gemm("wgrad", lhs, rhs, out_dtype=out_dtype)
+        groups = lhs.shape[lhs.row_ndim :], rhs.shape[rhs.row_ndim :]
+        own = split_in_two(accumulator.shape, math.prod(groups[0]))
+        accumulator = regrouped(accumulator, own, groups)
+        return regrouped(self.gemm("wgrad", lhs, rhs, accumulator=accumulator, accumulate=accumulate), groups, own)
+
+
+def _sum(first: Array, *more: Array) -> Array:
+    """Their sum in float32, rounded once."""
+    if not more:
+        return first
+    return functools.reduce(operator.add, (x.astype(jnp.float32) for x in (first, *more))).astype(first.dtype)
+
+
+def multiplied_in_fp8(layer: LocalProducts, x, x8, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
+    """`linear` with groups of dimensions in forms that FP8 products take, and back."""
+    like, recipe = x if x8 is None else x8, layer.recipe
+    assert recipe is not None
+    shapes = [Shape.of(like, "kernel", w.kernel, layer.contracting_ndim, layer.kernel_contracting) for w in weights]
+    layouts = layer.layouts(like, (weight.kernel for weight in weights))  # merging dimensions may gather what was split
+    whole_batch, whole_inner, _ = shapes[0]
+    if x8 is None and (padding := sequence_padding(whole_batch, recipe, x)):
+        axis = len(whole_batch) - 1
+        ys = multiplied_in_fp8(layer, sharding.padded(x, padding, axis), None, weights)
+        return tuple(
+            layout.apply(lax.slice_in_dim(y, 0, whole_batch[-1], axis=axis))
+            for y, layout in zip(ys, layouts, strict=True)
+        )
+    batch, inner = whole_batch, whole_inner
+    if x8 is None:
+        batch, inner = (whole_blocks(sizes, recipe) or (1,) for sizes in (batch, inner))
+        x = regrouped(x, (whole_batch, whole_inner), (batch, inner))
+    order = 1 if layer.kernel_contracting == "first" else -1
+
+    def merged(weight: Weight, shape: Shape) -> Weight:
+        kernel, bias, outer = weight.kernel, weight.bias, whole_blocks(shape.outer, recipe)
+        if not isinstance(kernel, QuantizedArray):
+            kernel = regrouped(kernel, (shape.inner, shape.outer)[::order], (inner, outer)[::order])
+        return weight._replace(
+            kernel=kernel, bias=None if bias is None else regrouped(bias, (shape.outer,), (outer,))
+        )  # fmt: skip
+
+    layer = dataclasses.replace(layer, batch_ndim=len(batch), contracting_ndim=len(inner))
+    x, x8, weights = together((x, x8, tuple(map(merged, weights, shapes))))
+    ys: Any = linear(layer, x, x8, weights, None)
+    return tuple(
+        layout.apply(regrouped(y, (batch, whole_blocks(shape.outer, recipe)), (whole_batch, shape.outer)))
+        for y, layout, shape in zip(ys, layouts, shapes, strict=True)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- without FP8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainProducts(Products):
+    """Products in the dtype of x, by XLA; for attributes see `LocalProducts`."""
+
+    contracting_ndim: int
+    kernel_contracting: KernelContracting
+
+    @property
+    def once(self) -> str:
+        return (
+            f"{self.name} with wgrad_accumulator is differentiated once, by its own rules; for second derivatives do "
+            "without wgrad_accumulator"
+        )
+
+    def quantize(self, role, x, state=None, group=None, *, second_copy=True, with_dbias=False) -> QuantizedParts:
+        return QuantizedParts(x, None, None)
+
+    def forward(self, x8, kernel8s, biases, layouts, group=None, *, differentiated=True):
+        return tuple(self.product(x8, kernel) for kernel in kernel8s), x8, (None,) * len(kernel8s)
+
+    def product(self, x: Array, kernel: Array) -> Array:
+        count = self.contracting_ndim
+        first = 0 if self.kernel_contracting == "first" else kernel.ndim - count
+        dims = (tuple(range(x.ndim - count, x.ndim)), tuple(range(first, first + count)))
+        return sharding.dot(x, kernel.astype(x.dtype), dims, x.dtype)
+
+    def dgrad(self, dy8s, kernel8s, group, layout: Layout):
+        (dy,), (kernel,) = dy8s, kernel8s
+        count = kernel.ndim - self.contracting_ndim
+        first = self.contracting_ndim if self.kernel_contracting == "first" else 0
+        dims = tuple(range(dy.ndim - count, dy.ndim)), tuple(range(first, first + count))
+        return layout.apply(sharding.dot(dy, kernel.astype(dy.dtype), dims, dy.dtype)), dy8s
+
+    def wgrads(self, x8, dy8s, group=None):
+        return tuple(Wgrad(functools.partial(self._next_value, x8, dy), (x8, dy)) for dy in dy8s)
+
+    def _next_value(self, x: Array, dy: Array, *, out_dtype: Any, accumulator: Array, accumulate: bool) -> Array:
+        """Of an accumulator: the gradient of a kernel without one is XLA's."""
+        tokens = tuple(range(x.ndim - self.contracting_ndim))
+        sides = (x, dy) if self.kernel_contracting == "first" else (dy, x)
+        wgrad = Layout.of(accumulator).apply(sharding.dot(*sides, (tokens, tokens), out_dtype))
+        if accumulate:
+            return accumulator + wgrad
+        # The buffer is written over: an argument that is not mentioned at all would not be donated.
+        return lax.dynamic_update_slice(accumulator, wgrad, (0,) * wgrad.ndim)
+
+
+def multiplied_as_it_is(layer: tuple[PlainProducts, Activation | None], x: Array, weight: Weight) -> Array:
+    """A layer without FP8. Its derivatives are XLA's, but for that of a kernel with an accumulator."""
+    products, activation = layer
+    if weight.accumulator is None:
+        y = products.product(x, weight.kernel)
+    else:
+        (y,) = linear(products, x, None, (weight._replace(bias=None),), None)
+    if weight.bias is not None:
+        # In float32, so that the sum that is its gradient is too.
+        wide = sharding.split_as_last(weight.bias, y).astype(jnp.float32)
+        wide = jnp.expand_dims(wide, tuple(range(y.ndim - weight.bias.ndim)))
+        y = (y.astype(jnp.float32) + wide).astype(y.dtype)
+    if activation is not None:
+        # Keeps the values before the activation only, rather than the float32 ones inside it.
+        y = jax.checkpoint(functools.partial(activate, activation))(checkpoint_name(y, "te_dense_preactivation"))
+    return y

@@ -1,0 +1,420 @@
+"""The derivative rule of linear layers, y = x · kernel + bias for several kernels that share one x.
+
+What a layer does beside multiplying is here, once: it quantizes each operand once, names what it keeps, gives the next
+values of accumulators and scaling states, and refuses choices of derivatives that would be silently wrong. How operands
+are quantized and multiplied is the business of `Products`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.interpreters import ad
+
+from te_jax import native, sharding
+from te_jax._core.batching import batched_together
+from te_jax._core.derivatives import not_differentiated
+from te_jax.ops import _fp8
+from te_jax.ops._fp8 import Copy, Fp8
+from te_jax.ops._quantize_kernels import Request
+from te_jax.ops.linear.accumulator import added_once, validate_accumulated
+from te_jax.ops.quantize import QuantizedParts
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import DelayedScalingState, Quantization, Recipe, Role
+from te_jax.reference.quantize import Copies
+from te_jax.sharding import Layout
+
+
+class Weight(NamedTuple):
+    """A kernel of a layer, plain or quantized, and what belongs to it: None for what is not there."""
+
+    kernel: Any
+    bias: Any = None
+    accumulator: Any = None
+    state: DelayedScalingState | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there is anything that the gradient of the kernel can go to."""
+        return self.accumulator is not None or not isinstance(self.kernel, QuantizedArray)
+
+
+def together(operands: Any, axes: frozenset[str] = frozenset()) -> Any:
+    """Operands of a layer, which end with its weights, as `sharding.varying_together` has them, states as they are."""
+    *others, weights = operands
+    stateless = tuple(weight._replace(state=None) for weight in weights)
+    *others, stateless = sharding.varying_together((*others, stateless), axes)
+    return *others, tuple(w._replace(state=weight.state) for w, weight in zip(stateless, weights, strict=True))
+
+
+class Wgrad(NamedTuple):
+    """The gradient of a kernel, not computed yet.
+
+    Attributes:
+      product: `product(out_dtype=…)`, or with `accumulator=…, accumulate=…` its next value.
+      operands: what it multiplies.
+    """
+
+    product: Callable[..., Array]
+    operands: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Products:
+    """How a layer quantizes and multiplies. Hashable, so that a layer is traced once.
+
+    `group` is what products read beside their operands, such as the sizes of groups of rows. It has no gradient.
+
+    Attributes:
+      name: of the public function, for errors.
+      recipe: how operands are quantized; None multiplies them as they are.
+      implementation: of quantization and products.
+      accumulate: whether accumulators are added to, or written over.
+      axis_name: mesh axes over which scaling states are the same, where JAX does not track that.
+      batch_ndim: number of dimensions of x before those that are contracted.
+    """
+
+    name: str
+    recipe: Recipe | None
+    implementation: native.Implementation
+    accumulate: bool = True
+    axis_name: sharding.Axes = ()
+    batch_ndim: int = 1
+
+    prefix: ClassVar[str] = "te_dense"
+    """Of the names of what is kept."""
+
+    @property
+    def once(self) -> str:
+        """Why there are no second derivatives."""
+        return f"{self.name} in FP8 is differentiated once, by its own rules; for second derivatives use recipe=None"
+
+    def differentiated_once(self, operands: Any) -> Any:
+        """Operands of the backward pass, where no quantization lies before them."""
+        return not_differentiated(operands, self.once) if self.recipe is None else operands
+
+    @property
+    def fp8(self) -> Fp8:
+        assert self.recipe is not None
+        return Fp8(self.name, self.recipe, self.implementation, self.axis_name)
+
+    @property
+    def dgrad_copy(self) -> Copy:
+        """The copy of a quantized kernel that the gradient of x reads."""
+        return "data"
+
+    def quantize(
+        self, role: Role, x: Any, state: Any, group: Any, *, second_copy: bool, with_dbias: bool = False
+    ) -> QuantizedParts:
+        """An operand as products read it, its amax where scaling is delayed, and dbias where it is asked for.
+
+        Args:
+          role: of x.
+          x: plain, or quantized, which is returned as it is.
+          state: of delayed scaling, or None.
+          group: see above.
+          second_copy: whether the copy is needed that dgrad reads of a kernel, and wgrad of x and of dy.
+          with_dbias: of a gradient, whether its sum over rows is asked for.
+        """
+        raise NotImplementedError
+
+    def quantization(self, role: Role) -> Quantization:
+        assert self.recipe is not None
+        return self.recipe.quantization(role)
+
+    def request(self, role: Role, copies: Copies, *, with_amax: bool, with_dbias: bool = False) -> Request:
+        """Of a kernel that writes, in FP8, what these products multiply."""
+        return Request(self.quantization(role), self.batch_ndim, copies, (), (), with_amax, with_dbias)
+
+    def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout | None, ...]:
+        """Those of the results, from operands that are not quantized yet; None for as they come."""
+        del x
+        return tuple(None for _ in kernels)
+
+    def forward(self, x8, kernel8s, biases, layouts, group, *, differentiated: bool) -> tuple[Any, Any, Any]:
+        """(ys, x as wgrad reads it, for each y what `before_activation` reads)."""
+        raise NotImplementedError
+
+    def kept(self, x: Any, role: Role, *, is_argument: bool) -> Any:
+        """What the backward pass reads of a quantized operand, None for nothing, with its name unless it is there
+        anyway."""
+        if not isinstance(x, QuantizedArray):
+            return x
+        reads_data = role == "kernel" and self.dgrad_copy == "data"
+        x = x.without_transposed() if reads_data else x.without_data()
+        if x.data is None and x.transposed is None:
+            return None
+        return x if is_argument else x.named(f"{self.prefix}_{role}")
+
+    def before_activation(self, preactivation: Any, dy: Array) -> Array:
+        """The gradient of a result before its activation."""
+        del preactivation
+        return dy
+
+    def dgrad(self, dy8s, kernel8s, group, layout: Layout) -> tuple[Array, Any]:
+        """(dx, dys as wgrad reads them). XLA drops dx where nobody asks for it."""
+        raise NotImplementedError
+
+    def wgrads(self, x8, dy8s, group) -> tuple[Wgrad, ...]:
+        """For each kernel."""
+        raise NotImplementedError
+
+    def validate_x(self, x8: Any, trained: str) -> None:
+        """Checks that an x that came quantized has what the gradient of the kernel `trained` reads.
+
+        Raises:
+          ValueError: it has not.
+        """
+        if x8 is not None and x8.transposed is None:
+            raise ValueError(
+                f"x has no transposed copy, which the gradient with respect to {trained} reads; quantize it with "
+                "copies='both'"
+            )
+
+
+# Under jit even when called eagerly: sharded operands are then partitioned rather than gathered, and XLA removes what
+# nobody asks for.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=sharding.INLINE)
+def traced(layer: Callable[..., Any], static: Any, *operands: Any) -> Any:
+    """`layer(static, *operands)`, which ends in a derivative rule."""
+    return layer(static, *operands)
+
+
+def validated(validate: Callable[..., None], *operands: Any) -> None:
+    """Checks operands in a forward rule."""
+    try:
+        validate(*operands)
+    except Exception:
+        jitted: Any = traced  # JAX would take the trace whose rule failed for the next gradient, and not find its parts
+        jitted.clear_cache()
+        raise
+
+
+class Layouts(NamedTuple):
+    """Layouts of operands, which are those of their gradients; None for what has no gradient."""
+
+    x: Layout | None
+    weights: tuple[Weight, ...]
+
+    @classmethod
+    def of(cls, x: Any, weights: tuple[Weight, ...]) -> Layouts:
+        return cls(
+            _layout(x), tuple(Weight(_layout(w.kernel), _layout(w.bias), _layout(w.accumulator)) for w in weights)
+        )
+
+
+def _layout(x: Any) -> Layout | None:
+    return Layout.of(x) if isinstance(x, Array) else None
+
+
+class _Residuals(NamedTuple):
+    layouts: Layouts
+    x: Any  # as wgrad reads it; None where no kernel has a gradient
+    kernels: tuple[Any, ...]  # as dgrad reads them
+    preactivations: tuple[Any, ...]
+    weights: tuple[Weight, ...]  # accumulators and states
+    amaxes: tuple[Any, ...]  # of x and of each kernel
+    group: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def linear(products: Products, x: Any, x8: Any, weights: tuple[Weight, ...], group: Any) -> tuple[Array, ...]:
+    """The results of a layer, one for each weight.
+
+    Args:
+      products: how operands are quantized and multiplied.
+      x: plain. If x8 is given, what the gradient of x goes through, or None.
+      x8: an x that came quantized, or None.
+      weights: of the kernels.
+      group: see `Products`.
+    """
+    return _multiplied(products, x, x8, weights, group, differentiated=False)[0]
+
+
+def _multiplied(products: Products, x, x8, weights, group, *, differentiated: bool):
+    """(ys; x, kernels and preactivations as the backward pass reads them; amaxes)."""
+    like = x if x8 is None else x8
+    layouts = products.layouts(like, (weight.kernel for weight in weights))
+    with_wgrad = differentiated and any(weight.is_trained for weight in weights)
+    x8, x_amax, _ = products.quantize("activation", like, weights[0].state, group, second_copy=with_wgrad)
+    kernel8s, amaxes = quantized_kernels(products, weights, group, second_copy=differentiated)
+    biases = [weight.bias for weight in weights]
+    ys, x8, preactivations = products.forward(x8, kernel8s, biases, layouts, group, differentiated=differentiated)
+    return batched_together(tuple(ys)), (x8 if with_wgrad else None, kernel8s, preactivations), (x_amax, *amaxes)
+
+
+def _forward(products: Products, *operands):
+    validated(validate_differentiated, products, *operands)
+    x, x8, weights, group = custom_vjp_primal_tree_values(operands)
+    if x8 is not None:
+        x8, _ = not_differentiated((x8, x), products.once)
+    ys, (x_kept, kernel8s, preactivations), amaxes = _multiplied(products, x, x8, weights, group, differentiated=True)
+    return ys, _Residuals(
+        Layouts.of(x, weights),
+        None if x_kept is None else products.kept(x_kept, "activation", is_argument=False),
+        kept_kernels(products, kernel8s, weights),
+        preactivations,
+        tuple(Weight(None, None, *weight[2:]) for weight in weights),
+        named_amaxes(products, amaxes, weights),
+        group,
+    )
+
+
+def _backward(products: Products, residuals: _Residuals, dys):
+    layouts, x8, kernel8s, preactivations, weights, (x_amax, *amaxes), group = residuals
+    # For a result that is not used nothing is computed, unless an accumulator or a state gets its next value.
+    used = [
+        i
+        for i, (dy, weight) in enumerate(zip(dys, weights, strict=True))
+        if not (isinstance(dy, SymbolicZero) and weight.accumulator is None and weight.state is None)
+    ]
+    gradients = [Weight(None)] * len(weights)
+    if not used:
+        return None, None, tuple(gradients), None
+    kernel8s, dys = tuple(kernel8s[i] for i in used), zeros_of_unused(dys[i] for i in used)
+    # Here, for a scan keeps what passes through a function beside what it is passed, once more for every layer.
+    x8, kernel8s, dys = products.differentiated_once((x8, kernel8s, dys))
+    dy8s, dy_amaxes, dbiases = zip(
+        *(
+            products.quantize(
+                "gradient",
+                products.before_activation(preactivations[i], dy),
+                weights[i].state,
+                group,
+                second_copy=x8 is not None and has_gradient(layouts.weights[i]),
+                with_dbias=layouts.weights[i].bias is not None,
+            )
+            for i, dy in zip(used, dys, strict=True)
+        ),
+        strict=True,
+    )
+    dx: Any = None
+    wgrads: Any = [None] * len(used)
+    if layouts.x is not None and all(kernel8 is not None for kernel8 in kernel8s):
+        dx, dy8s = products.dgrad(dy8s, kernel8s, group, layouts.x)
+    if x8 is not None:
+        wgrads = products.wgrads(x8, dy8s, group)
+    for i, wgrad, dbias, dy_amax in zip(used, wgrads, dbiases, dy_amaxes, strict=True):
+        observed = x_amax, amaxes[i], dy_amax
+        gradients[i] = gradients_of(products, weights[i], layouts.weights[i], wgrad, dbias, observed)
+    return dx, None, tuple(gradients), None
+
+
+linear.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+# ----------------------------------------------------------------------------------------- what rules of layers share
+
+
+def validate_differentiated(products: Products, x, x8, weights: tuple[Weight, ...], group=None) -> None:
+    """Refuses choices of derivatives that would be silently wrong; operands are those of a forward rule."""
+    del group
+    if _perturbed(x8):
+        raise NotImplementedError(
+            "x is a QuantizedArray without straight_through, and has no gradient of its own: quantize it with "
+            "straight_through=True, or pass jax.lax.stop_gradient(x)"
+        )
+    for i, weight in enumerate(weights):
+        name = f"kernel[{i}]" if weights[1:] else "kernel"
+        validate_weight(products, name, weight, for_x=_perturbed(x))
+        if _perturbed(weight[:3:2]):
+            products.validate_x(x8, name)
+    if products.axis_name:
+        sharding.mapped_axes(products.axis_name)
+
+
+def validate_weight(products: Products, name: str, weight: Weight, *, for_x: bool) -> None:
+    """Checks what is differentiated of a weight, and that its kernel has what the gradient of x reads."""
+    for_kernel, for_accumulator = _perturbed(weight.kernel), _perturbed(weight.accumulator)
+    quantized = weight.kernel if isinstance(weight.kernel, QuantizedArray) else None
+    if weight.accumulator is not None:
+        validate_accumulated(for_kernel, for_accumulator)
+    elif for_kernel and quantized is not None:
+        raise NotImplementedError(
+            f"{name} is a QuantizedArray, which has no gradient of its own: pass wgrad_accumulator and differentiate "
+            "with respect to it (accumulate_gradients in modules), or do not differentiate with respect to "
+            f"{name}"
+        )
+    if for_x and quantized is not None and getattr(quantized, products.dgrad_copy) is None:
+        raise ValueError(
+            f"{name} has no {products.dgrad_copy} copy, which the gradient with respect to x reads; quantize it with "
+            "copies='both'"
+        )
+    _fp8.validate_advanced(weight.state, trained=for_kernel or for_accumulator)
+
+
+def _perturbed(operand: Any) -> bool:
+    return any(leaf.perturbed for leaf in jax.tree.leaves(operand))
+
+
+def quantized_kernels(products: Products, weights: Iterable[Weight], group: Any, *, second_copy: bool):
+    """(kernels as products read them, their amaxes)."""
+    parts = [products.quantize("kernel", w.kernel, w.state, group, second_copy=second_copy) for w in weights]
+    return tuple(part.array for part in parts), tuple(part.amax for part in parts)
+
+
+def kept_kernels(products: Products, kernel8s: tuple[Any, ...], weights: tuple[Weight, ...]) -> tuple[Any, ...]:
+    return tuple(
+        products.kept(kernel8, "kernel", is_argument=isinstance(weight.kernel, QuantizedArray))
+        for kernel8, weight in zip(kernel8s, weights, strict=True)
+    )
+
+
+def named_amaxes(products: Products, amaxes: tuple[Any, ...], weights: tuple[Weight, ...]) -> tuple[Any, ...]:
+    """Those of activations and, last, of the kernels."""
+    roles = ("activation",) * (len(amaxes) - len(weights)) + ("kernel",) * len(weights)
+    return tuple(
+        None if amax is None else checkpoint_name(amax, f"{products.prefix}_{role}")
+        for amax, role in zip(amaxes, roles, strict=True)
+    )
+
+
+def zeros_of_unused(dys: Iterable[Any]) -> list[Array]:
+    """Gradients of results: of those that are not used zeros, so that accumulators and states get their next values."""
+    return [ad.zeros_like_aval(dy.aval) if isinstance(dy, SymbolicZero) else dy for dy in dys]
+
+
+def has_gradient(layout: Weight) -> bool:
+    """Whether the gradient of a kernel goes anywhere, from the layouts of a weight."""
+    return layout.kernel is not None or layout.accumulator is not None
+
+
+def gradients_of(
+    products: Products,
+    weight: Weight,
+    layout: Weight,
+    wgrad: Wgrad | None,
+    dbias: Array | None,
+    amaxes: tuple[Any, ...],
+) -> Weight:
+    """The cotangents of a weight.
+
+    Args:
+      products: of the layer.
+      weight: its accumulator and state.
+      layout: of its operands.
+      wgrad: the gradient of its kernel; None where it is not computed.
+      dbias: the sum of the gradients of y, or None.
+      amaxes: of x, of the kernel and of the gradient of y, as far as they were observed.
+    """
+    dkernel = following = None
+    if wgrad is not None and (target := layout.accumulator) is not None:
+        accumulator = weight.accumulator
+        if products.accumulate:
+            accumulator = not_differentiated(accumulator, products.once)
+            accumulator = added_once(accumulator, *jax.tree.leaves(wgrad.operands))
+        following = wgrad.product(accumulator=accumulator, accumulate=products.accumulate, out_dtype=target.dtype)
+        following = target.apply(following)
+    elif wgrad is not None and (target := layout.kernel) is not None:
+        dkernel = target.apply(wgrad.product(out_dtype=target.dtype))
+    state = weight.state
+    if state is not None:
+        state = _fp8.next_state(state, dict(zip(_fp8.ROLES, amaxes, strict=True)), products.axis_name)
+    return Weight(dkernel, None if layout.bias is None else layout.bias.apply(dbias), following, state)
