@@ -66,7 +66,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "te_jax": {"transport": "auto"},
     "te_jax_p2p": {"transport": "p2p"},
     "te_jax_ring": {"transport": "ring"},
-    "te_jax_ring_bidirectional": {"transport": "ring", "bidirectional": True},
+    "te_jax_ring_bidirectional": {"transport": parallel.Ring(bidirectional=True)},
     "xla": {"transport": "xla"},
 }
 PEERS = ("te_jax_ring", "te_jax_ring_bidirectional", "xla", "torch")

@@ -27,7 +27,7 @@ from te_jax.models import (
     param_specs,
     requantize,
 )
-from te_jax.parallel.collective_matmul import TransportName
+from te_jax.parallel.options import TransportName
 from te_jax.recipe import DelayedScaling
 from te_jax.sharding import axes_of_entry
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
-from te_jax import checkpoint_policies, ops, parallel
+from te_jax import checkpoint_policies, ops
 from te_jax.inspect import buffers
 from te_jax.testing import assert_close
 
@@ -325,12 +325,3 @@ def test_the_kernel_needs_the_transposed_copy():
     assert jax.grad(loss)(x, KERNEL).straight_through.shape == X.shape
     with pytest.raises(ValueError, match=r"x has no transposed copy, which the gradient with respect to kernel reads"):
         jax.grad(loss, argnums=1)(x, KERNEL)
-
-
-def test_collective_products_refuse_it(make_mesh):
-    """They would drop its gradient."""
-    mesh = make_mesh({"model": AxisType.Auto})
-    x = ops.quantize(jnp.zeros((64, 64)), CURRENT.quantization("activation"), straight_through=True)
-    run = functools.partial(parallel.all_gather_matmul, axis_name="model", recipe=CURRENT)
-    with pytest.raises(ValueError, match=r"x has straight_through, but collective products .*: pass x unquantized"):
-        jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False), x, KERNEL)

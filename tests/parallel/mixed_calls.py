@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from te_jax.parallel import P2P
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel.transports import p2p
 from te_jax.parallel.transports.exchange import GemmOperand
@@ -47,14 +48,9 @@ def spec_of(axes: tuple[str, ...], mesh: Any, protocol: Any = None, timeout: flo
         leading=1,
         rows=1,
         x_dtype=np.dtype(np.float32),
-        x_is_quantized=False,
-        kernel_dtypes=(np.dtype(np.float32),),
-        biased=(False,),
         out_dtype=np.dtype(np.float32),
-        native=True,
-        transport="p2p",
-        timeout=timeout,
-        protocol=protocol,
+        implementation="native",
+        transport=P2P(timeout, protocol),
     )
 
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, oracle, place, random_case, wide
+from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, oracle, place, random_case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
 from te_jax.inspect import collectives
-from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
+from te_jax.parallel import Ring, all_gather_matmul, matmul_reduce_scatter
 from te_jax.recipe import CurrentScaling
 from te_jax.testing import assert_close
 
@@ -88,7 +88,7 @@ def test_any_axis(lead, mid, axis, name, transport, rng, require_devices):
 def test_a_ring_both_ways(size, rows, name, rng, require_devices):
     require_devices(size)
     case = random_case(rng, name, size, lead=(2,), rows=rows)
-    check(case, mesh_of({"tp": size}), transport="ring", bidirectional=True)
+    check(case, mesh_of({"tp": size}), transport=Ring(bidirectional=True))
 
 
 @functions
@@ -98,7 +98,7 @@ def test_a_ring_computes_what_xla_does(bidirectional, name, rng, require_devices
     require_devices(4)
     case, mesh = random_case(rng, name, 4, rows=4, inner=16, outers=((8,),)), mesh_of({"tp": 4})
     xla = computed(case, mesh, transport="xla")
-    ring = computed(case, mesh, transport="ring", bidirectional=bidirectional)
+    ring = computed(case, mesh, transport=Ring(bidirectional))
     for one, other in zip(jax.tree.leaves(vars(ring)), jax.tree.leaves(vars(xla)), strict=True):
         assert_close(one, other, tolerance=1e-6)
 
@@ -126,7 +126,7 @@ def test_collectives(size, name, outers, plain, rng, require_devices):
         ({}, [plain]),
         ({"transport": "xla"}, [plain]),
         ({"transport": "ring"}, ["collective-permute"] * (size - 1)),
-        ({"transport": "ring", "bidirectional": True}, ["collective-permute"] * 2 * (size - 1)),
+        ({"transport": Ring(bidirectional=True)}, ["collective-permute"] * 2 * (size - 1)),
     ):
         compiled = jax.jit(case.mapped(mesh, **options)).lower(*case.placed(mesh).operands).compile()
         assert kinds(compiled) == expected
@@ -204,56 +204,6 @@ def test_products_of_several_weights_are_rounded_together(size, recipe, transpor
     assert_close(
         dx, np.full((8 * size, 32), size * 16 * 512 * 0.5, np.float16), tolerance=0.0 if recipe is None else 0.05
     )
-
-
-# -------------------------------------------------------------------------------------------------- gathered x
-
-
-@last
-@pytest.mark.parametrize("residual", ["gathered", "shard"])
-def test_the_gathered_operand_as_a_result(residual, transport, rng, require_devices):
-    require_devices(4)
-    case, mesh = random_case(rng, "all_gather_matmul", 4, lead=(2,)), mesh_of({"tp": 4})
-
-    def local(x, w):
-        y, whole = all_gather_matmul(
-            x, w, axis_name="tp", gather_dimension=1, gather_result=True, residual=residual, transport=transport
-        )
-        return y, whole[None]
-
-    specs = case.specs[0], case.specs[1][0]
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(case.result_specs[0], P("tp")))
-
-    @jax.jit
-    def run(x, w, dy, dwhole):
-        results, vjp = jax.vjp(mapped, x, w)
-        (only_whole,) = jax.vjp(lambda x: mapped(x, w)[1], x)[1](dwhole)
-        return results, vjp((dy, dwhole)), only_whole
-
-    dwhole = rng.standard_normal((4, *case.x.shape)).astype(np.float32)  # one for each device
-    expected = oracle(dataclasses.replace(case, biases=(None,)))
-    (y, whole), (dx, dw), only_whole = run(case.x, case.weights[0], case.dys[0], dwhole)
-    assert_close(y, expected.ys[0], dtype=jnp.float32)
-    assert_close(whole, np.broadcast_to(wide(case.x), whole.shape), tolerance=0.0, dtype=jnp.float32)
-    assert_close(dw, expected.dweights[0], dtype=jnp.float32)
-    assert_close(dx, expected.dx + dwhole.sum(axis=0), dtype=jnp.float32)
-    assert_close(only_whole, wide(dwhole).sum(axis=0), dtype=jnp.float32)
-
-
-@last
-def test_gradients_of_both_results_are_added_in_float32(transport, require_devices):
-    """257 - 256 is 1, and 0 where 257 was rounded to bfloat16 before."""
-    require_devices(2)
-    x, w = jnp.zeros((2, 2), jnp.bfloat16), jnp.ones((2, 2), jnp.bfloat16)
-
-    def gradient(x, w):
-        gather = functools.partial(all_gather_matmul, axis_name="tp", gather_result=True, transport=transport)
-        (y, whole), vjp = jax.vjp(lambda x: gather(x, w), x)
-        dwhole = jnp.where(jax.lax.axis_index("tp") == 0, 256, 1).astype(x.dtype)
-        return vjp((jnp.full_like(y, -128), jnp.zeros_like(whole) + dwhole))[0]
-
-    run = jax.shard_map(gradient, mesh=mesh_of({"tp": 2}), in_specs=(P("tp"), P(None, "tp")), out_specs=P("tp"))
-    assert_close(jax.jit(run)(x, w), np.ones((2, 2)), tolerance=0.0, dtype=jnp.bfloat16)
 
 
 # -------------------------------------------------------------------------------------- meshes and transformations

@@ -1,6 +1,7 @@
 """What collective products refuse, and what they say."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
+from te_jax.parallel import P2P, Ring, all_gather_matmul, matmul_reduce_scatter
 from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
 
 functions = pytest.mark.parametrize("name", FUNCTIONS)
@@ -50,16 +51,6 @@ def _two_devices(require_devices):
     ("message", "options"),
     [
         ("transport is 'nccl'; it must be one of", {"transport": "nccl"}),
-        ("timeout is 0; it must be a positive, finite number of seconds, such as 60.0", {"timeout": 0}),
-        *(
-            (f"timeout is {value!r}; it must be a positive, finite number of seconds, such as 60.0", {"timeout": value})
-            for value in (-1.0, float("nan"), float("inf"), "60", True)
-        ),
-        ("timeout is True; it must be", {"timeout": True}),
-        ("timeout is nan; it must be", {"timeout": float("nan")}),
-        ("timeout is inf; it must be", {"timeout": float("inf")}),
-        (r"timeout is np.float32\(inf\); it must be", {"timeout": np.float32(np.inf)}),
-        ("bidirectional is 'no'; it must be True or False", {"bidirectional": "no"}),
         ("out_dtype is int32; it must be float32, bfloat16 or float16", {"out_dtype": jnp.int32}),
         ("out_dtype is 'foo'; it must be float32, bfloat16 or float16", {"out_dtype": "foo"}),
         ("axis_name is 3; it must be the name of a mesh axis", {"axis_name": 3}),
@@ -74,7 +65,7 @@ def _two_devices(require_devices):
         (r"x has shape \(0, 16\); no dimension may be 0: leave out the call", {"x": (0, 16)}),
         (r"x has shape \(16,\); it needs a dimension before the last", {"x": (16,)}),
         ("bias has dtype int32; it must be", {"bias": jnp.zeros((16,), jnp.int32)}),
-        (r"bias has shape \(8,\); for kernel of shape \(16, 16\) it must be \(16,\)", {"bias": jnp.zeros((8,))}),
+        (r"bias has shape \(8,\); for a kernel of shape \(16, 16\) it must be \(16,\)", {"bias": jnp.zeros((8,))}),
         ("bias is a tuple, but kernel is not", {"bias": (None,)}),
         ("bias is of type dict; it must be an array", {"bias": {}}),
         ("recipe is 'fp8'; it must be a Recipe", {"recipe": "fp8"}),
@@ -108,8 +99,21 @@ def test_what_is_no_array(value, kind, name):
 @functions
 def test_numbers_and_flags_of_numpy(name):
     axis = {"gather_dimension" if name == GATHER else "scatter_dimension": np.int64(0)}
-    call = functools.partial(FUNCTIONS[name], axis_name="tp", timeout=np.float32(3), bidirectional=np.True_, **axis)
+    call = functools.partial(FUNCTIONS[name], axis_name="tp", accumulate=np.True_, **axis)
     inside(call, zeros(4, 16), zeros(16, 16))
+
+
+def test_transports():
+    assert P2P(np.float32(3)).timeout == 3
+    assert Ring(np.True_).bidirectional
+    with pytest.raises(ValueError, match="bidirectional is 'no'; it must be True or False"):
+        Ring(bidirectional="no")
+    for value in (0, -1.0, float("nan"), float("inf"), "60", True, np.float32(np.inf)):
+        rule = "; it must be a positive, finite number of seconds, such as 60.0"
+        with pytest.raises(ValueError, match=re.escape(f"timeout is {value!r}{rule}")):
+            P2P(timeout=value)
+    with pytest.raises(ValueError, match="protocol is 'push'; it must be 'get', 'put' or None"):
+        P2P(protocol="push")
 
 
 @pytest.mark.parametrize(("name", "axis"), [(GATHER, "gather_dimension"), (SCATTER, "scatter_dimension")])
@@ -121,8 +125,6 @@ def test_axes(name, axis):
 
 def test_arguments_of_a_gather():
     refuses("residual is 'none'; it must be 'gathered' or 'shard'", GATHER, residual="none")
-    refuses("gather_result is 'x'; it must be True or False", GATHER, gather_result="x")
-    refuses("gather_result is True with a recipe", GATHER, gather_result=True, recipe=CurrentScaling())
     x, w = zeros(4, 16), zeros(16, 16)
     gather = functools.partial(all_gather_matmul, axis_name="tp")
     with pytest.raises(ValueError, match="kernel is an empty tuple"):

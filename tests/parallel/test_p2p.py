@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from mixed_calls import run_program, spec_of
 
 from te_jax import native
-from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
+from te_jax.parallel import P2P, all_gather_matmul, matmul_reduce_scatter
 from te_jax.parallel.transports import p2p
 from te_jax.parallel.transports.exchange import GemmOperand
 from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
@@ -287,7 +287,7 @@ def test_a_device_that_does_not_come_in_time(name, rng, require_devices):
     def local(x, w, work):
         spent = lax.fori_loop(0, work[0], lambda _, a: jnp.sin(a) * 1.0001, jnp.ones((4096,)))
         call = all_gather_matmul if name == "all_gather_matmul" else matmul_reduce_scatter
-        return call(x + 0.0 * jnp.sum(spent), w, axis_name="t", transport="p2p", timeout=0.5)
+        return call(x + 0.0 * jnp.sum(spent), w, axis_name="t", transport=P2P(0.5))
 
     specs = (P("t"), P(None, "t")) if name == "all_gather_matmul" else (P(None, "t"), P("t"))
     out = P(None, "t") if name == "all_gather_matmul" else P("t")
@@ -305,7 +305,7 @@ def test_devices_of_one_process_that_make_different_calls(shape, rng, require_de
     require_devices(4)
     names = ("a", "b")[: len(shape)]
     mesh = mesh_of(shape, names)
-    gather = functools.partial(all_gather_matmul, transport="p2p", timeout=600.0)
+    gather = functools.partial(all_gather_matmul, transport=P2P(600.0))
 
     def local(x, w, differs):
         odd = sum(lax.axis_index(name) for name in names) % 2 == 1
@@ -547,7 +547,7 @@ def test_processes_wait_for_each_other_to_compile(monkeypatch, require_devices):
     monkeypatch.setattr(p2p.processes, "span_processes", lambda groups: True)
     monkeypatch.setattr(p2p.processes, "ensure", lambda *arguments: waits.append(arguments[-1]))
     for timeout in (1.0, 1000.0, 1e300):
-        layer = functools.partial(all_gather_matmul, axis_name="t", transport="p2p", timeout=timeout)
+        layer = functools.partial(all_gather_matmul, axis_name="t", transport=P2P(timeout))
         mapped = jax.shard_map(
             layer, mesh=mesh_of((2,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")
         )  # fmt: skip
@@ -560,7 +560,7 @@ def test_extreme_timeouts(timeout, devices, rng, require_devices):
     """They become the longest and the shortest that the handler takes."""
     require_devices(devices)
     x, w = normal(rng, 4, 5), normal(rng, 5, 6)
-    layer = functools.partial(all_gather_matmul, axis_name="t", transport="p2p", timeout=timeout)
+    layer = functools.partial(all_gather_matmul, axis_name="t", transport=P2P(timeout))
     mapped = jax.shard_map(
         layer, mesh=mesh_of((devices,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")
     )  # fmt: skip

@@ -269,13 +269,16 @@ def _forward(products: Products, *operands):
 
 def _backward(products: Products, residuals: _Residuals, dys):
     layouts, x8, kernel8s, preactivations, weights, (x_amax, *amaxes), group = residuals
-    # For a result that is not used nothing is computed, unless an accumulator or a state gets its next value.
+    # Of a result that is not used there is no gradient to observe or multiply; but an accumulator gets its next value.
     used = [
         i
         for i, (dy, weight) in enumerate(zip(dys, weights, strict=True))
-        if not (isinstance(dy, SymbolicZero) and weight.accumulator is None and weight.state is None)
+        if not isinstance(dy, SymbolicZero) or weight.accumulator is not None
     ]
-    gradients = [Weight(None)] * len(weights)
+    gradients = [
+        gradients_of(products, weight, Weight(None), None, None, (x_amax, amax, None))
+        for weight, amax in zip(weights, amaxes, strict=True)
+    ]
     if not used:
         return None, None, tuple(gradients), None
     kernel8s, dys = tuple(kernel8s[i] for i in used), zeros_of_unused(dys[i] for i in used)
