@@ -167,7 +167,7 @@ def test_the_product_that_is_named_accumulates_fast(product, monkeypatch, rng):
             fast.add(names[lhs_contracting, rhs_contracting])
         return ops.gemm(*operands, lhs_contracting=lhs_contracting, rhs_contracting=rhs_contracting, **options)
 
-    monkeypatch.setattr(sys.modules["te_jax.ops._fp8_products"], "gemm", recorded)
+    monkeypatch.setattr(sys.modules["te_jax.ops.linear.local"], "gemm", recorded)
     recipe = DelayedScaling(history_len=3, margin=rng.uniform(-1, 1), fast_accumulation=(product,))  # not traced before
     computed(random_case(rng), recipe=recipe)
     assert fast == {product}

@@ -39,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from te_jax import native, ops  # noqa: E402
-from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter  # noqa: E402
+from te_jax.parallel import P2P, all_gather_matmul, matmul_reduce_scatter  # noqa: E402
 from te_jax.parallel.transports import processes as transport_processes  # noqa: E402
 from te_jax.recipe import BlockScaling, CurrentScaling  # noqa: E402
 from te_jax.testing import assert_close  # noqa: E402
@@ -56,7 +56,7 @@ def local_part(value, expected, tolerance=1e-5, dtype=np.float32):
 
 mesh = Mesh(np.array(jax.devices()), ("t",))
 rng = np.random.default_rng(0)  # the same in all
-options = {"axis_name": "t", "transport": "p2p", "timeout": 10.0}
+options = {"axis_name": "t", "transport": P2P(timeout=10.0)}
 gathers = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t"))
 scatters = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(None, "t"), P("t")), out_specs=P("t"))
 
@@ -260,7 +260,7 @@ for _ in range(300):
 local_part(found, expected, 1e-3)
 
 if task == "leave":
-    options["timeout"] = 2.0
+    options["transport"] = P2P(timeout=2.0)
     last = jax.jit(gathers(lambda x, w: layer(2 * x, w))).lower(gx, gw).compile()  # processes compile together on GPUs
     larger = jax.jit(gathers(layer)).trace(
         *(jax.ShapeDtypeStruct(shape, np.float32) for shape in ((4096, 12), (12, 8 * processes)))
@@ -284,7 +284,7 @@ if task == "leave":
     os._exit(0)
 
 if task == "late":
-    options["timeout"] = 1.0
+    options["transport"] = P2P(timeout=1.0)
     step = jax.jit(gathers(layer)).lower(gx, gw).compile()
     if rank == processes - 1:
         time.sleep(2.5)

@@ -134,7 +134,7 @@ def test_arguments_of_a_gather():
     for bias_of in (lambda w: w[0], lambda w: (w[0],), lambda w: (w[0], None, None)):
         with pytest.raises(ValueError, match="kernel is a tuple of 2, so bias must be one too"):
             inside(lambda x, w, bias_of=bias_of: gather(x, (w, w), bias=bias_of(w)), x, w)
-    with pytest.raises(ValueError, match=r"bias\[1\] has shape \(8,\); for kernel\[1\] of shape"):
+    with pytest.raises(ValueError, match=r"bias\[1\] has shape \(8,\); for a kernel of shape"):
         inside(lambda x, w: gather(x, (w, w), bias=(None, w[0, :8])), x, w)
 
 

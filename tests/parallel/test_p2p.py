@@ -499,7 +499,7 @@ def test_auto_leaves_short_pieces_to_xla(scaling, pieces, gathers, scatters, mon
         ({}, True),
         ({"dtype": jnp.float8_e4m3fn}, False),
         ({"dtype": jnp.float8_e4m3fn, "scaling": "row"}, False),
-        ({"native": False}, False),
+        ({"implementation": "reference"}, False),
     ],
 )
 def test_auto_leaves_fast_products_and_the_reference_to_xla(change, worthwhile, monkeypatch):
@@ -507,7 +507,7 @@ def test_auto_leaves_fast_products_and_the_reference_to_xla(change, worthwhile, 
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(jax, "local_device_count", lambda: 2)
     spec = spec_of(("t",), AbstractMesh((2,), ("t",)))
-    spec = dataclasses.replace(spec, native=change.get("native", True))
+    spec = dataclasses.replace(spec, implementation=change.get("implementation", "native"))
     dtype = change.get("dtype", jnp.bfloat16)
     scaling = change.get("scaling", "none")
     x, w = (

@@ -106,15 +106,15 @@ class GroupedProducts(Products):
 
     def dgrad(self, dy8s, kernel8s, group: Groups, layout: Layout):
         """Of two kernels, such as gate and up, it is one product."""
-        pairs: Any = list(zip(dy8s, kernel8s, strict=True))
-        cols: Any = {"rhs_contracting": "cols"}
+        pairs = list(zip(dy8s, kernel8s, strict=True))
+        options: Any = {"rhs_contracting": "cols", "out_dtype": layout.dtype}
         if len(pairs) == 2:
-            options: Any = cols | {"out_dtype": layout.dtype, "implementation": self.implementation}
-            dx = grouped_gemm_of_pairs(*pairs, group.sizes, **options)
-        else:
-            dtype = jnp.float32 if pairs[1:] else layout.dtype
-            dx = functools.reduce(jnp.add, (self.gemm(*pair, group, out_dtype=dtype, **cols) for pair in pairs))
-        return layout.apply(dx), dy8s
+            options["implementation"] = self.implementation
+            return layout.apply(grouped_gemm_of_pairs(pairs[0], pairs[1], group.sizes, **options)), dy8s
+        if pairs[1:]:
+            options["out_dtype"] = jnp.float32
+        products = (self.gemm(dy8, kernel8, group, **options) for dy8, kernel8 in pairs)
+        return layout.apply(functools.reduce(jnp.add, products)), dy8s
 
     def wgrads(self, x8, dy8s, group: Groups):
         product = functools.partial(self.gemm, group=group, lhs_contracting="rows")

@@ -263,7 +263,8 @@ def multiplied_as_it_is(layer: tuple[PlainProducts, Activation | None], x: Array
     if weight.accumulator is None:
         y = products.product(x, weight.kernel)
     else:
-        (y,) = linear(products, x, None, (weight._replace(bias=None),), None)
+        ys: Any = linear(products, x, None, (weight._replace(bias=None),), None)
+        y = ys[0]
     if weight.bias is not None:
         # In float32, so that the sum that is its gradient is too.
         wide = sharding.split_as_last(weight.bias, y).astype(jnp.float32)
