@@ -41,7 +41,8 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.sharding import AxisName
 
-_REVERSE_MODE = (
+_ACCUMULATOR = "wgrad_accumulator"
+REVERSE_MODE = (
     "{name} has derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, jax.jacfwd) write "
     "jax.lax collectives around jnp.matmul"
 )
@@ -224,6 +225,50 @@ def _multiplied(
     bias: Any,
     scaling_state: Any,
     wgrad_accumulator: Any,
+    **options: Any,
+) -> tuple[Array, ...]:
+    """The results of a layer whose products are of this kind; see `prepared` for options."""
+    x = as_operand("x", x)
+    weights = named_weights(kernel, bias, scaling_state, wgrad_accumulator)
+    products, sizes = prepared(kind, dimension, x, weights, **options)
+    operands = canonical(products.spec, x, tuple(weights.values()))
+    operands = reverse_mode_only(operands, REVERSE_MODE.format(name=products.name))
+    # shard_map does not run rules of derivatives with symbolic zeros outside of jit.
+    with jax.disable_jit(False):
+        ys = traced(_linear, products, *operands)
+    return tuple(y.reshape(*sizes, *w.kernel.shape[1:]) for y, w in zip(ys, weights.values(), strict=True))
+
+
+def _linear(products: CollectiveProducts, x: Any, x8: Any, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
+    return linear(products, x, x8, weights, None)
+
+
+def named_weights(kernel: Any, bias: Any, scaling_state: Any, wgrad_accumulator: Any) -> dict[str, Weight]:
+    """The kernels of a layer with what belongs to them, by the names of their arguments."""
+    several = isinstance(kernel, tuple | list)
+    count = len(kernel) if isinstance(kernel, tuple | list) else 1
+    if not count:
+        raise ValueError("kernel is an empty tuple; pass one array at least")
+    kernels, biases, accumulators, states = (
+        one_for_each(name, values, count, several)
+        for name, values in (
+            ("kernel", kernel),
+            ("bias", bias),
+            ("wgrad_accumulator", wgrad_accumulator),
+            ("scaling_state", scaling_state),
+        )
+    )
+    arrays = ([None if a is None else as_array(label, a) for label, a in named] for named in (biases, accumulators))
+    operands = [as_operand(label, value) for label, value in kernels]
+    parts = zip(operands, *arrays, (state for _, state in states), strict=True)
+    return {label: Weight(*part) for (label, _), part in zip(kernels, parts, strict=True)}
+
+
+def prepared(
+    kind: type[CollectiveProducts],
+    dimension: tuple[str, Any],
+    x: Any,
+    weights: dict[str, Weight],
     *,
     axis_name: Any,
     recipe: Any,
@@ -232,18 +277,22 @@ def _multiplied(
     residual: Any,
     out_dtype: Any,
     implementation: native.Implementation | None,
-) -> tuple[Array, ...]:
-    """The results of a layer whose products are of this kind."""
-    several = isinstance(kernel, tuple | list)
-    count = len(kernel) if isinstance(kernel, tuple | list) else 1
+) -> tuple[CollectiveProducts, tuple[int, ...]]:
+    """(products for checked operands, the dimensions of results before those of the kernels' own).
+
+    Args:
+      kind: of the products.
+      dimension: the name of the argument that says which dimension of x is gathered or scattered, and its value.
+      x: an array, a QuantizedArray, or the shape and dtype of one.
+      weights: by name.
+      axis_name, recipe, accumulate, transport, residual, out_dtype, implementation: see `all_gather_matmul`.
+
+    Raises:
+      ValueError, NativeUnavailableError: as `all_gather_matmul`.
+    """
+    kernels = {name: weight.kernel for name, weight in weights.items()}
     transport = as_transport(transport)
     validate_residual(residual)
-    x = as_operand("x", x)
-    kernels = {label: as_operand(label, value) for label, value in one_for_each("kernel", kernel, count, several)}
-    biases, accumulators = (
-        {name: None if a is None else as_array(name, a) for name, a in one_for_each(argument, values, count, several)}
-        for argument, values in (("bias", bias), ("wgrad_accumulator", wgrad_accumulator))
-    )
     axes, size = sharding.mapped_axes(axis_name)
     axis = _axis(*dimension, x)
     gathers, length = kind is AllGatherProducts, x.shape[axis]
@@ -254,7 +303,7 @@ def _multiplied(
         )
     part = length if gathers else length // size
     lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
-    _validate_operands(x, kernels, biases, accumulators, recipe)
+    _validate_operands(x, weights, recipe)
     if recipe is None:
         chosen: native.Implementation = "native" if native.use_native(implementation) else "reference"
     else:
@@ -272,10 +321,10 @@ def _multiplied(
         transport=transport,
         residual=residual,
     )
-    states = dict(one_for_each("scaling_state", scaling_state, count, several))
     if recipe is not None:
         _validate_fp8(spec, x, kernels, dimension[0])
-    _validate_states(spec, states)
+    for name, weight in weights.items():
+        _validate_state(spec, name.replace("kernel", "scaling_state"), weight.state)
     _validate_split(spec, x, kernels)
     products = kind(
         name=f"te_jax.parallel.{spec.name}",
@@ -285,18 +334,7 @@ def _multiplied(
         axis_name=axes,
         spec=spec,
     )
-    sizes = (spec.leading, spec.rows) if gathers else (spec.leading, size, spec.rows)
-    weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators, states))))
-    operands = reverse_mode_only(_canonical(spec, x, sizes, weights), _REVERSE_MODE.format(name=products.name))
-    # shard_map does not run rules of derivatives with symbolic zeros outside of jit.
-    with jax.disable_jit(False):
-        ys = traced(_linear, products, *operands)
-    rows = (*lead, length * size if gathers else part, *mid)
-    return tuple(y.reshape(*rows, *kernel.shape[1:]) for y, kernel in zip(ys, kernels.values(), strict=True))
-
-
-def _linear(products: CollectiveProducts, x: Any, x8: Any, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
-    return linear(products, x, x8, weights, None)
+    return products, (*lead, length * size if gathers else part, *mid)
 
 
 # ----------------------------------------------------------------------------------------------------------- validation
@@ -314,11 +352,10 @@ def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
     return int(axis) % x.ndim
 
 
-def _validate_operands(x: Any, kernels: dict[str, Any], biases: Any, accumulators: Any, recipe: Any) -> None:
+def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any) -> None:
+    kernels = {name: weight.kernel for name, weight in weights.items()}
     if recipe is not None:
         _fp8.validate_recipe(recipe)
-    if not kernels:
-        raise ValueError("kernel is an empty tuple; pass one array at least")
     for name, array in {"x": x, **kernels}.items():
         for leaf in jax.tree.leaves(array):
             if taken := set(sharding.axes_of_type(leaf)):
@@ -335,15 +372,14 @@ def _validate_operands(x: Any, kernels: dict[str, Any], biases: Any, accumulator
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}; no dimension may be 0: leave out the call")
     varying = sharding.varying_axes(x, tuple(kernels.values()))
-    for (name, kernel), named_bias, named_accumulator in zip(
-        kernels.items(), biases.items(), accumulators.items(), strict=True
-    ):
+    for name, (kernel, bias, accumulator, _) in weights.items():
         if kernel.ndim < 2 or kernel.shape[0] != x.shape[-1]:
             raise ValueError(
                 f"{name} has shape {kernel.shape}; it must be [{x.shape[-1]}, …], with the last dimension of x, which "
                 f"has shape {x.shape}, and at least one of its own"
             )
-        validate_parts(kernel, kernel.shape[1:], named_bias, named_accumulator, varying)
+        named = ((name.replace("kernel", argument), a) for argument, a in (("bias", bias), (_ACCUMULATOR, accumulator)))
+        validate_parts(kernel, kernel.shape[1:], *named, varying)
 
 
 def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimension: str) -> None:
@@ -383,14 +419,13 @@ def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimensi
             _fp8.validate_quantized(name, kernel, spec.fp8.recipe, "kernel", "transposed")
 
 
-def _validate_states(spec: CollectiveSpec, states: dict[str, Any]) -> None:
-    for name, state in states.items():
-        _fp8.validate_state(spec.recipe, state, name)
-        if differing := sharding.varying_axes(state) & set(spec.axis_name):
-            raise ValueError(
-                f"{name} differs from device to device along {sorted(differing)}; scales of tensors must agree: pass "
-                "it into shard_map whole, with PartitionSpec()"
-            )
+def _validate_state(spec: CollectiveSpec, name: str, state: Any) -> None:
+    _fp8.validate_state(spec.recipe, state, name)
+    if differing := sharding.varying_axes(state) & set(spec.axis_name):
+        raise ValueError(
+            f"{name} differs from device to device along {sorted(differing)}; scales of tensors must agree: pass "
+            "it into shard_map whole, with PartitionSpec()"
+        )
 
 
 def _validate_split(spec: CollectiveSpec, x: Any, kernels: dict[str, Any]) -> None:
@@ -405,27 +440,29 @@ def _validate_split(spec: CollectiveSpec, x: Any, kernels: dict[str, Any]) -> No
 # ----------------------------------------------------------------------------------------------------- canonical shapes
 
 
-def _canonical(spec: CollectiveSpec, x: Any, sizes: tuple[int, ...], weights: tuple[Weight, ...]) -> Any:
-    """(x [*sizes, K], or what its gradient goes through; a quantized x; weights of kernels [K, N] and biases [N] in
-    float32, in which they are added and their gradients summed).
+def canonical(spec: CollectiveSpec, x: Any, weights: tuple[Weight, ...]) -> Any:
+    """Operands as products take them: x, or what its gradient goes through; x in FP8, where it came so; and weights of
+    kernels [K, N], whose biases [N] are float32, in which they are added and their gradients summed.
 
     All vary over the same mesh axes: gradients are then summed outside, as those of JAX's own operations are. Quantized
     arrays are matrices.
     """
     inner = x.shape[-1]
     x, x8 = split(x)
-    x = None if x is None else x.reshape(*sizes, inner)
-    x8 = None if x8 is None else _matrix(x8, math.prod(sizes), inner)
+    rows = (spec.leading, spec.rows) if spec.name == "all_gather_matmul" else (spec.leading, spec.size, spec.rows)
+    x = None if x is None else x.reshape(*rows, inner)
+    x8 = None if x8 is None else _matrix(x8, math.prod(rows), inner)
+    return together((x, x8, tuple(map(_canonical_weight, weights))), sharding.tracked_axes(spec.axis_name))
 
-    def canonical(weight: Weight) -> Weight:
-        kernel, bias, outer = weight.kernel, weight.bias, math.prod(weight.kernel.shape[1:])
-        quantized = isinstance(kernel, QuantizedArray)
-        return weight._replace(
-            kernel=_matrix(kernel, inner, outer) if quantized else kernel.reshape(inner, outer),
-            bias=None if bias is None else bias.astype(jnp.float32).reshape(outer),
-        )
 
-    return together((x, x8, tuple(map(canonical, weights))), sharding.tracked_axes(spec.axis_name))
+def _canonical_weight(weight: Weight) -> Weight:
+    kernel, bias = weight.kernel, weight.bias
+    inner, outer = kernel.shape[0], math.prod(kernel.shape[1:])
+    quantized = isinstance(kernel, QuantizedArray)
+    return weight._replace(
+        kernel=_matrix(kernel, inner, outer) if quantized else kernel.reshape(inner, outer),
+        bias=None if bias is None else bias.astype(jnp.float32).reshape(outer),
+    )
 
 
 def _matrix(x: QuantizedArray, rows: int, cols: int) -> QuantizedArray:

@@ -46,6 +46,11 @@ class GatedMLP:
     def once(self, *operands: Array | None) -> Any:
         return not_differentiated(operands, self.down.once)
 
+    def read_by(self, products: Products, role: Role, x: Any, weight: Weight) -> Any:
+        """What an activation kernel has written, as the products read it; NaN where the state is not valid."""
+        x = products.fp8.checked(x, weight.state, role)
+        return products.quantize(role, x, None, None, second_copy=x.transposed is not None).array
+
     def reference_amax(self, weight: Weight, role: Role) -> Array | None:
         return self.down.fp8.reference_amax(weight.state, role)
 
@@ -99,7 +104,7 @@ def _multiplied(mlp: GatedMLP, x, x8, row_weights, weights, group, *, differenti
     h8, h_amax, _ = activate_quantized(
         mlp.function, gate_, up_, reference_amax, request, mlp.use_native(gate), weights=row_weights
     )
-    h8 = mlp.down.fp8.checked(h8, weights[2].state, "activation")
+    h8 = mlp.read_by(mlp.down, "activation", h8, weights[2])
     (y,), *_ = mlp.down.forward(h8, kernel8s[1], biases[2:], layouts[2:], group, differentiated=differentiated)
     residuals = x8 if with_wgrad else None, (*kernel8s[0], *kernel8s[1]), gate, up
     return y, residuals, h_amax if reference_amax is None else reference_amax, (x_amax, h_amax, *amaxes[0], *amaxes[1])
@@ -159,7 +164,7 @@ def _backward(mlp: GatedMLP, residuals: _Residuals, dy: Any):
     )
     of_gate = Layout.of(gate)
     dh, dy8s = mlp.down.dgrad((dy8,), kernel8s[2:], group, of_gate)
-    gate_, up_, dh, row_weights_ = mlp.once(gate, up, dh, row_weights)
+    gate_, up_, dh, row_weights_ = mlp.once(gate, up, dh.reshape(gate.shape), row_weights)
     references = [mlp.reference_amax(weight, "gradient") for weight in weights[:2]]
     parts: Any = activation_gradients_quantized(
         mlp.function,
@@ -180,7 +185,7 @@ def _backward(mlp: GatedMLP, residuals: _Residuals, dy: Any):
     )
     gate_parts, up_parts, h8, *drow_weights = parts
     dgate8_up8 = tuple(
-        mlp.gate_up.fp8.checked(part.array, weight.state, "gradient")
+        mlp.read_by(mlp.gate_up, "gradient", part.array, weight)
         for part, weight in zip((gate_parts, up_parts), weights[:2], strict=True)
     )
     dx: Any = None
@@ -190,7 +195,7 @@ def _backward(mlp: GatedMLP, residuals: _Residuals, dy: Any):
     if x8 is not None:
         wgrads[:2] = mlp.gate_up.wgrads(x8, dgate8_up8, group)
     if h8 is not None:
-        h8 = mlp.down.fp8.checked(h8, weights[2].state, "activation")
+        h8 = mlp.read_by(mlp.down, "activation", h8, weights[2])
         (wgrads[2],) = mlp.down.wgrads(h8, dy8s, group)
     dbiases = gate_parts.dbias, up_parts.dbias, down_dbias
     activations, gradients = (x_amax, x_amax, seen_h_amax), (gate_parts.amax, up_parts.amax, dy_amax)

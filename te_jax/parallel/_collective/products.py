@@ -80,7 +80,7 @@ class CollectiveProducts(Products):
 
 
 class AllGatherProducts(CollectiveProducts):
-    """Products [A, D·R, N] of x [A, R, K], gathered over devices, with the columns of kernels that a device has."""
+    """Products [A·D·R, N] of x [A, R, K], gathered over devices, with the columns of kernels that a device has."""
 
     split = "cols"
 
@@ -104,7 +104,7 @@ class AllGatherProducts(CollectiveProducts):
         )
         if keep:
             by_cols = with_parts(cast(GemmOperand, by_cols), gathered, parts)
-        return ys, by_cols, (None,) * len(ys)
+        return tuple(y.reshape(-1, y.shape[-1]) for y in ys), by_cols, (None,) * len(ys)
 
     def dgrad(self, dy8s, kernel8s, group, layout: Layout):
         lefts = tuple(dy8.by_rows for dy8 in dy8s)
@@ -155,8 +155,9 @@ class ReduceScatterProducts(CollectiveProducts):
         dx = layout.apply(dx.reshape(spec.leading, spec.size, spec.rows, dx.shape[-1]))
         return dx, (None if by_cols is None else with_parts(by_cols, data, parts),)
 
-    def wgrads(self, x8: GemmOperand, dy8s, group):
+    def wgrads(self, x8: GemmOperand | Sides, dy8s, group):
         (dy,) = dy8s
+        x8 = x8.by_cols if isinstance(x8, Sides) else x8
         dy = gather(self.spec, dy.by_cols) if isinstance(dy, Sides) else dy
         return self.wgrads_of(x8, [in_order(self.spec, dy, square=True)])
 
