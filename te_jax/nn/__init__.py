@@ -1,4 +1,4 @@
-"""Layers without a module system: the Linen and NNX modules use them, and models that are plain functions can."""
+"""Layers, and loops over layers, without a module system: for Linen, NNX and models that are plain functions."""
 
 from te_jax.nn.layers import apply_layers, residual_table
 from te_jax.nn.microbatches import accumulate_gradients, dense_kernels
