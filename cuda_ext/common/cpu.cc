@@ -1,3 +1,4 @@
+// `ConversionOf` of cpu_float.h, for each dtype and instruction set.
 #include "common/cpu_float.h"
 
 namespace te {
