@@ -1,4 +1,4 @@
-"""The options of a run of `te-jax train`, where they come from, and which of them can be met together."""
+"""What defines a run of `te-jax train`: its options, where they come from, and which of them can be met together."""
 
 import argparse
 import dataclasses
@@ -55,7 +55,7 @@ def _option(default: Any, text: str, **argument: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The definition of a run: equal options give equal numbers. A run records them, and a resumed run keeps them.
+    """What defines a run: the same options give the same numbers. A run records them, and a resumed run keeps them.
 
     Those whose default is None follow from the text, the model and the devices.
     """
@@ -268,7 +268,7 @@ def _check_experts(options: Options) -> None:
 
 
 def offloaded(options: Options) -> frozenset[str]:
-    """The names in `--offload`; raises UserError for names that are none."""
+    """What `--offload` names; raises UserError for names that are none."""
     named = frozenset(options.offload.split(","))
     unknown = sorted(named - {"activations", "optimizer", "none"})
     if unknown or (len(named) > 1 and "none" in named):
@@ -277,7 +277,7 @@ def offloaded(options: Options) -> frozenset[str]:
 
 
 def _activations(remat: bool) -> "Offload":
-    """Offload of the residuals of a block that take long to compute again for their bytes."""
+    """What a block keeps that takes long to compute again for its bytes."""
     from te_jax.offload import LAYER_INPUT, Offload
 
     names = [LAYER_INPUT] if remat else [LAYER_INPUT, "te_attention_operand", "te_attention_output"]

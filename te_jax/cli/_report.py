@@ -1,4 +1,4 @@
-"""The display of a training run: the progress bar, the lines beneath it, and the figure of the losses."""
+"""What a training run shows: the progress bar, the lines beneath it, and the figure of the losses."""
 
 from __future__ import annotations
 

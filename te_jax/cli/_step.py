@@ -39,7 +39,7 @@ _HOST_DEVICE_FLAG = "xla_force_host_platform_device_count"
 
 
 class TrainState(NamedTuple):
-    """The state of training between steps."""
+    """What one step turns into the next."""
 
     params: Any  # of the decoder, float32
     optimizer: Any  # of the optax transform
@@ -48,7 +48,7 @@ class TrainState(NamedTuple):
 
     @property
     def operands(self) -> Any:
-        """The operands of the decoder: quantized kernels, and all other parameters."""
+        """What the decoder reads: quantized kernels, and all other parameters."""
         return optim.merge_kernels(self.params, self.kernels)
 
 
@@ -88,7 +88,7 @@ class Placement(NamedTuple):
         return jax.tree.map(shardings, state, is_leaf=one_for_each_parameter)
 
     def _like_parameter(self, leaf: Any, spec: PartitionSpec) -> NamedSharding:
-        """The sharding of a parameter, of a moment, or of bounds of its blocks, which may be too few to be split."""
+        """Of a parameter, of a moment, or of the bounds of a moment's blocks, which may be too few to be split."""
         entries = [
             entry if size % math.prod(self.mesh.shape[axis] for axis in axes_of_entry(entry)) == 0 else None
             for entry, size in zip(spec, leaf.shape, strict=False)
