@@ -192,13 +192,6 @@ ffi::Error HandleGradientBlocks(PlatformValue platform, AnyBuffer gate, AnyBuffe
   });
 }
 
-auto Operands() {
-  return ffi::Ffi::Bind()
-      .Ctx<Platform>()
-      .Arg<AnyBuffer>()   // gate
-      .Arg<AnyBuffer>();  // up
-}
-
 template <typename Binding>
 auto WithFunction(Binding binding) {
   return std::move(binding)
@@ -211,93 +204,46 @@ auto WithFunction(Binding binding) {
 }
 
 }  // namespace
-}  // namespace te::activation
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_amax, te::activation::HandleAmax,
-                              te::activation::WithFunction(te::activation::Operands()       //
-                                                               .Ret<xla::ffi::AnyBuffer>()  // amax
-                                                           ),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+// gate, up -> amax
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_amax, HandleAmax, WithFunction(Buffers<2, 1>()),
+                              {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_tensor, te::activation::HandleTensor,
-                              te::activation::WithFunction(te::activation::Operands()
-                                                               .Arg<xla::ffi::AnyBuffer>()  // amax
-                                                               .Ret<xla::ffi::AnyBuffer>()  // data
-                                                               .Ret<xla::ffi::AnyBuffer>()  // transposed
-                                                               .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // amax_out
-                                                           )
-                                  .Attr<bool>("power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+// gate, up, amax -> data, transposed, scale_inv, transposed_scale_inv, amax_out
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_tensor, HandleTensor,
+                              WithFunction(Buffers<3, 5>()).Attr<bool>("power_of_two_scales"),
+                              {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_blocks, te::activation::HandleBlocks,
-                              te::activation::WithFunction(te::activation::Operands()
-                                                               .Arg<xla::ffi::AnyBuffer>()  // weights
-                                                               .Ret<xla::ffi::AnyBuffer>()  // data
-                                                               .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // transposed
-                                                               .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
-                                                           )
+// gate, up, weights -> data, scale_inv, transposed, transposed_scale_inv
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_blocks, HandleBlocks,
+                              WithFunction(Buffers<3, 4>())
                                   .Attr<bool>("data_128x128")
                                   .Attr<bool>("transposed_128x128")
                                   .Attr<bool>("power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+                              {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_gradient_amax, te::activation::HandleGradientAmax,
-                              te::activation::WithFunction(te::activation::Operands()
-                                                               .Arg<xla::ffi::AnyBuffer>()  // dy
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_amax
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_amax
-                                                           ),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+// gate, up, dy -> gate_amax, up_amax
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_gradient_amax, HandleGradientAmax, WithFunction(Buffers<3, 2>()),
+                              {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_gradient_tensor, te::activation::HandleGradientTensor,
-                              te::activation::WithFunction(te::activation::Operands()
-                                                               .Arg<xla::ffi::AnyBuffer>()  // dy
-                                                               .Arg<xla::ffi::AnyBuffer>()  // gate_amax
-                                                               .Arg<xla::ffi::AnyBuffer>()  // up_amax
-                                                               .Arg<xla::ffi::AnyBuffer>()  // y_amax
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_data
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_transposed
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_transposed_scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_amax_out
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_dbias_partial
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_data
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_transposed
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_transposed_scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_amax_out
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_dbias_partial
-                                                               .Ret<xla::ffi::AnyBuffer>()  // y_transposed
-                                                               .Ret<xla::ffi::AnyBuffer>()  // y_transposed_scale_inv
-                                                           )
-                                  .Attr<bool>("power_of_two_scales")
-                                  .Attr<bool>("y_power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+// gate, up, dy, gate_amax, up_amax, y_amax -> gate_data, gate_transposed, gate_scale_inv, gate_transposed_scale_inv,
+// gate_amax_out, gate_dbias_partial, up_data, up_transposed, up_scale_inv, up_transposed_scale_inv, up_amax_out,
+// up_dbias_partial, y_transposed, y_transposed_scale_inv
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    te_activation_gradient_tensor, HandleGradientTensor,
+    WithFunction(Buffers<6, 14>()).Attr<bool>("power_of_two_scales").Attr<bool>("y_power_of_two_scales"),
+    {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_gradient_blocks, te::activation::HandleGradientBlocks,
-                              te::activation::WithFunction(te::activation::Operands()
-                                                               .Arg<xla::ffi::AnyBuffer>()  // dy
-                                                               .Arg<xla::ffi::AnyBuffer>()  // weights
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_data
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_transposed
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_transposed_scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // gate_dbias_partial
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_data
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_transposed
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_transposed_scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // up_dbias_partial
-                                                               .Ret<xla::ffi::AnyBuffer>()  // y_transposed
-                                                               .Ret<xla::ffi::AnyBuffer>()  // y_transposed_scale_inv
-                                                               .Ret<xla::ffi::AnyBuffer>()  // dweights_partial
-                                                           )
+// gate, up, dy, weights -> gate_data, gate_scale_inv, gate_transposed, gate_transposed_scale_inv, gate_dbias_partial,
+// up_data, up_scale_inv, up_transposed, up_transposed_scale_inv, up_dbias_partial, y_transposed,
+// y_transposed_scale_inv, dweights_partial
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_activation_gradient_blocks, HandleGradientBlocks,
+                              WithFunction(Buffers<4, 13>())
                                   .Attr<bool>("data_128x128")
                                   .Attr<bool>("transposed_128x128")
                                   .Attr<bool>("y_transposed_128x128")
                                   .Attr<bool>("power_of_two_scales")
                                   .Attr<bool>("y_power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace te::activation

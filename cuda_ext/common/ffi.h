@@ -2,6 +2,7 @@
 // Only <op>/ffi.cc and module_*.cc include this file; kernels never see XLA.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -33,6 +34,18 @@ inline Executor MakeExecutor(ffi::ThreadPool pool) {
 #endif
 
 using PlatformValue = ffi::CtxDecoding<Platform>::Type;
+
+// The beginning of a binding: the context, operands and results. XLA compares both numbers with those of each call.
+template <size_t kOperands, size_t kResults, ffi::ExecutionStage kStage = ffi::ExecutionStage::kExecute>
+auto Buffers() {
+  if constexpr (kResults > 0) {
+    return Buffers<kOperands, kResults - 1, kStage>().template Ret<ffi::AnyBuffer>();
+  } else if constexpr (kOperands > 0) {
+    return Buffers<kOperands - 1, 0, kStage>().template Arg<ffi::AnyBuffer>();
+  } else {
+    return ffi::Ffi::Bind<kStage>().template Ctx<Platform>();
+  }
+}
 
 // The product of counts, none negative, or INT64_MAX, which no array has, where 64 bits do not hold it. Beside an
 // extent of zero the others can be of any size: products of some of them, and of several arrays', must not wrap.

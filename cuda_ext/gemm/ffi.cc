@@ -116,19 +116,10 @@ struct Handle {
   }
 };
 
+// a, b, a_scale_inv, b_scale_inv, bias, accumulator -> d, preactivation, workspace
 template <ffi::ExecutionStage kStage>
 auto Binding() {
-  return ffi::Ffi::Bind<kStage>()
-      .template Ctx<Platform>()
-      .template Arg<AnyBuffer>()  // a
-      .template Arg<AnyBuffer>()  // b
-      .template Arg<AnyBuffer>()  // a_scale_inv
-      .template Arg<AnyBuffer>()  // b_scale_inv
-      .template Arg<AnyBuffer>()  // bias
-      .template Arg<AnyBuffer>()  // accumulator
-      .template Ret<AnyBuffer>()  // d
-      .template Ret<AnyBuffer>()  // preactivation
-      .template Ret<AnyBuffer>()  // workspace
+  return Buffers<6, 3, kStage>()
       .template Attr<int64_t>("a_outer_ndim")
       .template Attr<int64_t>("b_outer_ndim")
       .template Attr<bool>("a_summed_first")
@@ -141,13 +132,12 @@ auto Binding() {
 }
 
 }  // namespace
-}  // namespace te::gemm
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm, te::gemm::Handle<te::gemm::Run>{},
-                              te::gemm::Binding<xla::ffi::ExecutionStage::kExecute>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm, Handle<Run>{}, Binding<ffi::ExecutionStage::kExecute>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 #ifdef TE_JAX_CUDA
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_initialize, te::gemm::Handle<te::gemm::Prepare>{},
-                              te::gemm::Binding<xla::ffi::ExecutionStage::kInitialize>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_initialize, Handle<Prepare>{}, Binding<ffi::ExecutionStage::kInitialize>());
 #endif
+
+}  // namespace te::gemm

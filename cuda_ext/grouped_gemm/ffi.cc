@@ -145,25 +145,15 @@ ffi::Error Handle(PlatformValue platform, AnyBuffer a, AnyBuffer b, AnyBuffer a_
 }
 
 }  // namespace
-}  // namespace te::grouped_gemm
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_grouped_gemm, te::grouped_gemm::Handle,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<te::Platform>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // a
-                                  .Arg<xla::ffi::AnyBuffer>()  // b
-                                  .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv
-                                  .Arg<xla::ffi::AnyBuffer>()  // b_scale_inv
-                                  .Arg<xla::ffi::AnyBuffer>()  // bounds
-                                  .Arg<xla::ffi::AnyBuffer>()  // bias
-                                  .Arg<xla::ffi::AnyBuffer>()  // accumulator
-                                  .Arg<xla::ffi::AnyBuffer>()  // second_a
-                                  .Arg<xla::ffi::AnyBuffer>()  // second_b
-                                  .Arg<xla::ffi::AnyBuffer>()  // second_a_scale_inv
-                                  .Arg<xla::ffi::AnyBuffer>()  // second_b_scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // d
-                                  .Attr<bool>("grouped_sums")
-                                  .Attr<bool>("b_summed_first")
-                                  .Attr<std::string_view>("scaling")
-                                  .Attr<bool>("accumulate"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+// a, b, a_scale_inv, b_scale_inv, bounds, bias, accumulator, second_a, second_b, second_a_scale_inv, second_b_scale_inv
+// -> d
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_grouped_gemm, Handle,
+                              (Buffers<11, 1>()
+                                   .Attr<bool>("grouped_sums")
+                                   .Attr<bool>("b_summed_first")
+                                   .Attr<std::string_view>("scaling")
+                                   .Attr<bool>("accumulate")),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace te::grouped_gemm

@@ -144,73 +144,25 @@ auto WithNorm(Binding binding) {
 }
 
 }  // namespace
-}  // namespace te::norm
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm, te::norm::HandleNorm,
-                              te::norm::WithNorm(xla::ffi::Ffi::Bind()
-                                                     .Ctx<te::Platform>()
-                                                     .Arg<xla::ffi::AnyBuffer>()  // x
-                                                     .Arg<xla::ffi::AnyBuffer>()  // residual
-                                                     .Arg<xla::ffi::AnyBuffer>()  // gamma
-                                                     .Arg<xla::ffi::AnyBuffer>()  // beta
-                                                     .Arg<xla::ffi::AnyBuffer>()  // reference_amax
-                                                     .Ret<xla::ffi::AnyBuffer>()  // sum
-                                                     .Ret<xla::ffi::AnyBuffer>()  // mean
-                                                     .Ret<xla::ffi::AnyBuffer>()  // rstd
-                                                     .Ret<xla::ffi::AnyBuffer>()  // amax
-                                                     .Ret<xla::ffi::AnyBuffer>()  // data
-                                                     .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                                 )
-                                  .Attr<bool>("power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+// x, residual, gamma, beta, reference_amax -> sum, mean, rstd, amax, data, scale_inv
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm, HandleNorm, WithNorm(Buffers<5, 6>()).Attr<bool>("power_of_two_scales"),
+                              {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm_tensor, te::norm::HandleTensor,
-                              te::norm::WithNorm(xla::ffi::Ffi::Bind()
-                                                     .Ctx<te::Platform>()
-                                                     .Arg<xla::ffi::AnyBuffer>()  // x
-                                                     .Arg<xla::ffi::AnyBuffer>()  // gamma
-                                                     .Arg<xla::ffi::AnyBuffer>()  // beta
-                                                     .Arg<xla::ffi::AnyBuffer>()  // mean
-                                                     .Arg<xla::ffi::AnyBuffer>()  // rstd
-                                                     .Arg<xla::ffi::AnyBuffer>()  // amax
-                                                     .Ret<xla::ffi::AnyBuffer>()  // data
-                                                     .Ret<xla::ffi::AnyBuffer>()  // transposed
-                                                     .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                                     .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
-                                                     .Ret<xla::ffi::AnyBuffer>()  // amax_out
-                                                 )
-                                  .Attr<bool>("power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+// x, gamma, beta, mean, rstd, amax -> data, transposed, scale_inv, transposed_scale_inv, amax_out
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm_tensor, HandleTensor, WithNorm(Buffers<6, 5>()).Attr<bool>("power_of_two_scales"),
+                              {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm_blocks, te::norm::HandleBlocks,
-                              te::norm::WithNorm(xla::ffi::Ffi::Bind()
-                                                     .Ctx<te::Platform>()
-                                                     .Arg<xla::ffi::AnyBuffer>()  // x
-                                                     .Arg<xla::ffi::AnyBuffer>()  // gamma
-                                                     .Arg<xla::ffi::AnyBuffer>()  // beta
-                                                     .Arg<xla::ffi::AnyBuffer>()  // mean
-                                                     .Arg<xla::ffi::AnyBuffer>()  // rstd
-                                                     .Ret<xla::ffi::AnyBuffer>()  // data
-                                                     .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                                     .Ret<xla::ffi::AnyBuffer>()  // transposed
-                                                     .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
-                                                 )
+// x, gamma, beta, mean, rstd -> data, scale_inv, transposed, transposed_scale_inv
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm_blocks, HandleBlocks,
+                              WithNorm(Buffers<5, 4>())
                                   .Attr<bool>("data_128x128")
                                   .Attr<bool>("transposed_128x128")
                                   .Attr<bool>("power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+                              {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm_gradient, te::norm::HandleGradient,
-                              te::norm::WithNorm(xla::ffi::Ffi::Bind()
-                                                     .Ctx<te::Platform>()
-                                                     .Arg<xla::ffi::AnyBuffer>()  // x
-                                                     .Arg<xla::ffi::AnyBuffer>()  // dy
-                                                     .Arg<xla::ffi::AnyBuffer>()  // dsum
-                                                     .Arg<xla::ffi::AnyBuffer>()  // gamma
-                                                     .Arg<xla::ffi::AnyBuffer>()  // mean
-                                                     .Arg<xla::ffi::AnyBuffer>()  // rstd
-                                                     .Ret<xla::ffi::AnyBuffer>()  // dx
-                                                     .Ret<xla::ffi::AnyBuffer>()  // dgamma_partial
-                                                     .Ret<xla::ffi::AnyBuffer>()  // dbeta_partial
-                                                 ),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+// x, dy, dsum, gamma, mean, rstd -> dx, dgamma_partial, dbeta_partial
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm_gradient, HandleGradient, WithNorm(Buffers<6, 3>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace te::norm

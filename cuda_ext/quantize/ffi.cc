@@ -69,88 +69,46 @@ ffi::Error HandleBlocksOfRows(PlatformValue platform, AnyBuffer x, AnyBuffer row
   });
 }
 
+template <typename Binding>
+auto WithDimensions(Binding binding) {
+  return std::move(binding).template Attr<int64_t>("row_ndim").template Attr<int64_t>("batch_ndim");
+}
+
 }  // namespace
+
+// x -> amax
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_amax_tensor, HandleAmaxTensor, WithDimensions(Buffers<1, 1>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// x -> row_amax, col_amax
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_amax_rows, HandleAmaxRows, WithDimensions(Buffers<1, 2>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// x, amax -> data, transposed, scale_inv, transposed_scale_inv, amax_out, dbias_partial
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_tensor, HandleTensor,
+                              WithDimensions(Buffers<2, 6>()).Attr<bool>("power_of_two_scales"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// x, row_amax, col_amax -> data, transposed, row_scale_inv, col_scale_inv, dbias_partial
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_rows, HandleRows,
+                              WithDimensions(Buffers<3, 5>()).Attr<bool>("power_of_two_scales"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// x -> data, scale_inv, transposed, transposed_scale_inv, dbias_partial
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_blocks, HandleBlocks,
+                              WithDimensions(Buffers<1, 5>())
+                                  .Attr<bool>("data_128x128")
+                                  .Attr<bool>("transposed_128x128")
+                                  .Attr<bool>("power_of_two_scales"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// x, rows, order -> data, scale_inv, transposed, transposed_scale_inv
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_blocks_of_rows, HandleBlocksOfRows,
+                              (Buffers<3, 4>()
+                                   .Attr<int64_t>("batch_ndim")
+                                   .Attr<bool>("data_128x128")
+                                   .Attr<bool>("transposed_128x128")
+                                   .Attr<bool>("power_of_two_scales")),
+                              {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace te::quantize
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_amax_tensor, te::quantize::HandleAmaxTensor,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<te::Platform>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .Attr<int64_t>("row_ndim")
-                                  .Attr<int64_t>("batch_ndim"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_amax_rows, te::quantize::HandleAmaxRows,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<te::Platform>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Ret<xla::ffi::AnyBuffer>()  // row_amax
-                                  .Ret<xla::ffi::AnyBuffer>()  // col_amax
-                                  .Attr<int64_t>("row_ndim")
-                                  .Attr<int64_t>("batch_ndim"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_tensor, te::quantize::HandleTensor,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<te::Platform>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // amax
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // transposed
-                                  .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax_out
-                                  .Ret<xla::ffi::AnyBuffer>()  // dbias_partial
-                                  .Attr<int64_t>("row_ndim")
-                                  .Attr<int64_t>("batch_ndim")
-                                  .Attr<bool>("power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_rows, te::quantize::HandleRows,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<te::Platform>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // row_amax
-                                  .Arg<xla::ffi::AnyBuffer>()  // col_amax
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // transposed
-                                  .Ret<xla::ffi::AnyBuffer>()  // row_scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // col_scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // dbias_partial
-                                  .Attr<int64_t>("row_ndim")
-                                  .Attr<int64_t>("batch_ndim")
-                                  .Attr<bool>("power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_blocks, te::quantize::HandleBlocks,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<te::Platform>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // transposed
-                                  .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // dbias_partial
-                                  .Attr<int64_t>("row_ndim")
-                                  .Attr<int64_t>("batch_ndim")
-                                  .Attr<bool>("data_128x128")
-                                  .Attr<bool>("transposed_128x128")
-                                  .Attr<bool>("power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_blocks_of_rows, te::quantize::HandleBlocksOfRows,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<te::Platform>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // rows
-                                  .Arg<xla::ffi::AnyBuffer>()  // order
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // transposed
-                                  .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
-                                  .Attr<int64_t>("batch_ndim")
-                                  .Attr<bool>("data_128x128")
-                                  .Attr<bool>("transposed_128x128")
-                                  .Attr<bool>("power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -100,73 +100,47 @@ ffi::Error HandleQuantized(PlatformValue platform, AnyBuffer logits, AnyBuffer l
 }
 
 }  // namespace
+
+// logits, labels -> lse, target, total
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    te_softmax_cross_entropy_statistics, HandleStatistics,
+    (Buffers<2, 3>().Attr<float>("softcap").Attr<int64_t>("padding").Attr<bool>("with_total")),
+    {ffi::Traits::kCmdBufferCompatible});
+
+// logits, labels, lse, weight -> gradient
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_gradient, HandleGradient,
+                              (Buffers<4, 1>()
+                                   .Attr<float>("softcap")
+                                   .Attr<int64_t>("padding")
+                                   .Attr<float>("label_smoothing")
+                                   .Attr<float>("uniform")
+                                   .Attr<float>("z_loss")),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// logits, labels, weight -> lse, target, total, gradient
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_both, HandleBoth,
+                              (Buffers<3, 4>()
+                                   .Attr<float>("softcap")
+                                   .Attr<int64_t>("padding")
+                                   .Attr<bool>("with_total")
+                                   .Attr<float>("label_smoothing")
+                                   .Attr<float>("uniform")
+                                   .Attr<float>("z_loss")),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// logits, labels, lse, weight -> data, scale_inv, transposed, transposed_scale_inv
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_gradient_blocks, HandleQuantized,
+                              (Buffers<4, 4>()
+                                   .Attr<int64_t>("row_ndim")
+                                   .Attr<int64_t>("batch_ndim")
+                                   .Attr<float>("softcap")
+                                   .Attr<int64_t>("padding")
+                                   .Attr<float>("label_smoothing")
+                                   .Attr<float>("uniform")
+                                   .Attr<float>("z_loss")
+                                   .Attr<bool>("data_128x128")
+                                   .Attr<bool>("transposed_128x128")
+                                   .Attr<bool>("power_of_two_scales")),
+                              {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace te::softmax_cross_entropy
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_statistics, te::softmax_cross_entropy::HandleStatistics,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<te::Platform>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // logits
-                                  .Arg<xla::ffi::AnyBuffer>()  // labels
-                                  .Ret<xla::ffi::AnyBuffer>()  // lse
-                                  .Ret<xla::ffi::AnyBuffer>()  // target
-                                  .Ret<xla::ffi::AnyBuffer>()  // total
-                                  .Attr<float>("softcap")
-                                  .Attr<int64_t>("padding")
-                                  .Attr<bool>("with_total"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_gradient, te::softmax_cross_entropy::HandleGradient,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<te::Platform>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // logits
-                                  .Arg<xla::ffi::AnyBuffer>()  // labels
-                                  .Arg<xla::ffi::AnyBuffer>()  // lse
-                                  .Arg<xla::ffi::AnyBuffer>()  // weight
-                                  .Ret<xla::ffi::AnyBuffer>()  // gradient
-                                  .Attr<float>("softcap")
-                                  .Attr<int64_t>("padding")
-                                  .Attr<float>("label_smoothing")
-                                  .Attr<float>("uniform")
-                                  .Attr<float>("z_loss"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_both, te::softmax_cross_entropy::HandleBoth,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<te::Platform>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // logits
-                                  .Arg<xla::ffi::AnyBuffer>()  // labels
-                                  .Arg<xla::ffi::AnyBuffer>()  // weight
-                                  .Ret<xla::ffi::AnyBuffer>()  // lse
-                                  .Ret<xla::ffi::AnyBuffer>()  // target
-                                  .Ret<xla::ffi::AnyBuffer>()  // total
-                                  .Ret<xla::ffi::AnyBuffer>()  // gradient
-                                  .Attr<float>("softcap")
-                                  .Attr<int64_t>("padding")
-                                  .Attr<bool>("with_total")
-                                  .Attr<float>("label_smoothing")
-                                  .Attr<float>("uniform")
-                                  .Attr<float>("z_loss"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_softmax_cross_entropy_gradient_blocks, te::softmax_cross_entropy::HandleQuantized,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<te::Platform>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // logits
-                                  .Arg<xla::ffi::AnyBuffer>()  // labels
-                                  .Arg<xla::ffi::AnyBuffer>()  // lse
-                                  .Arg<xla::ffi::AnyBuffer>()  // weight
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // transposed
-                                  .Ret<xla::ffi::AnyBuffer>()  // transposed_scale_inv
-                                  .Attr<int64_t>("row_ndim")
-                                  .Attr<int64_t>("batch_ndim")
-                                  .Attr<float>("softcap")
-                                  .Attr<int64_t>("padding")
-                                  .Attr<float>("label_smoothing")
-                                  .Attr<float>("uniform")
-                                  .Attr<float>("z_loss")
-                                  .Attr<bool>("data_128x128")
-                                  .Attr<bool>("transposed_128x128")
-                                  .Attr<bool>("power_of_two_scales"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});

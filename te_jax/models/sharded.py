@@ -9,7 +9,7 @@ from te_jax import sharding
 from te_jax.models import decoder
 from te_jax.models.config import DecoderConfig
 from te_jax.models.decoder import Implementation, ScalingState
-from te_jax.models.tensor_parallel import TensorParallel, param_specs
+from te_jax.models.parallel import TensorParallel, param_specs
 
 _EVERYWHERE = PartitionSpec()
 
@@ -116,7 +116,7 @@ def parallel_losses(
 
 
 def _specs(mesh: Mesh, config: DecoderConfig, parallel: TensorParallel) -> tuple[dict[str, Any], PartitionSpec]:
-    """Of parameters and of tokens."""
+    """The specs of parameters and of tokens."""
     missing = [name for name in (parallel.axis_name, *parallel.batch_axes) if name not in mesh.shape]
     if missing:
         raise ValueError(f"mesh has axes {mesh.axis_names}, and parallel names {missing}: name axes of the mesh")

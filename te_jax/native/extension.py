@@ -115,7 +115,7 @@ def _load(platform: str) -> tuple[types.ModuleType | None, ExtensionStatus]:
 
 
 def _truncation(path: str | None) -> str | None:
-    """What an ELF file lacks of the sections that its header counts, which come last. Loading it would be a SIGBUS."""
+    """The truncation of an ELF file whose header counts sections beyond its end. Loading it would be a SIGBUS."""
     try:
         with open(path or "", "rb") as file:
             header, size = file.read(64), os.fstat(file.fileno()).st_size
@@ -229,6 +229,12 @@ def compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+def validate_implementation(implementation: Any) -> None:
+    """Raises ValueError unless it is None, "native" or "reference"."""
+    if implementation not in (None, "native", "reference"):
+        raise ValueError(f"implementation is {implementation!r}; it must be None, 'native' or 'reference'")
+
+
 def use_native(implementation: Implementation | None, problem: str | None = None) -> bool:
     """Whether to run the native kernel rather than the reference.
 
@@ -241,10 +247,9 @@ def use_native(implementation: Implementation | None, problem: str | None = None
       ValueError: for any other name.
       NativeUnavailableError: for "native" where it cannot run.
     """
+    validate_implementation(implementation)
     if implementation == "reference":
         return False
-    if implementation not in (None, "native"):
-        raise ValueError(f"implementation is {implementation!r}; it must be None, 'native' or 'reference'")
     of_backend, surprising = _problem_on_default_backend()
     problem, surprising = (of_backend, surprising) if of_backend else (problem, True)
     if problem is None:
@@ -292,7 +297,7 @@ def register() -> tuple[str, ...]:
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """What `jax.export.export` needs as `disabled_checks` to export a function that calls native kernels or cuDNN.
+    """The `disabled_checks` that `jax.export.export` needs to export a function that calls native kernels or cuDNN.
 
         exported = jax.export.export(jax.jit(fn), disabled_checks=te_jax.native.export_checks())(*args)
 

@@ -30,7 +30,7 @@ Activation = Literal["gelu", "relu", "silu"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What layers hand on to `te_jax.ops.dense`."""
+    """Options of `te_jax.ops.dense` that layers have."""
 
     recipe: Recipe | None
     axis_name: str | tuple[str, ...] | None
@@ -39,12 +39,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.recipe is not None:
             validate_recipe(self.recipe)
-        if self.implementation not in (None, "native", "reference"):
-            raise ValueError(f"implementation is {self.implementation!r}; it must be None, 'native' or 'reference'")
+        native.validate_implementation(self.implementation)
 
 
 class Layer(NamedTuple):
-    """What a linear layer holds."""
+    """The arrays of a linear layer."""
 
     kernel: Array | QuantizedArray | AccumulatedKernel
     bias: Array | None

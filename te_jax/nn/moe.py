@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax import native, ops, parallel, sharding
+from te_jax import native, ops, parallel
 from te_jax._core.arguments import static_way_out
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
@@ -21,6 +21,7 @@ from te_jax.nn.gated_mlp import Activation
 from te_jax.nn.microbatches import dense_kernels
 from te_jax.ops._experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
+from te_jax.ops.router_logits import router_logits
 from te_jax.parallel.experts import Exchange
 from te_jax.recipe import Quantization, Recipe
 from te_jax.sharding import AxisName
@@ -57,7 +58,7 @@ class Router:
 
 
 class MoEResult(NamedTuple):
-    """What `moe` returns.
+    """The result of `moe`.
 
     Attributes:
       y: [*tokens, out], like x.
@@ -114,8 +115,8 @@ def moe(
 
     Tokens are sorted by expert, and multiplied by grouped GEMMs: no token is dropped unless a capacity is given, and no
     expert computes more than its tokens, padded to 128 with a recipe. The weights are multiplied into the activations,
-    before the last product. Of all that grows with the tokens, the backward pass keeps x, the values before the
-    activation ("te_moe_preactivation"), the weights and the permutation. It computes the rest again, without GEMMs.
+    before the last product. The residuals that grow with the tokens are x, the values before the activation
+    ("te_moe_preactivation"), the weights and the permutation. The backward pass computes the rest again, without GEMMs.
 
     All tokens at hand are sorted together. Where they are split over devices, call this inside `shard_map`. With
     axis_name each device then holds some of the experts only, and rows of tokens travel to them and back
@@ -159,7 +160,8 @@ def moe(
         raise ValueError(f"weighted is {weighted!r}; it must be 'results' or 'inputs'")
     if not isinstance(kernel, tuple | list) or len(kernel) != 3:
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
-    logits = _logits(x, jnp.asarray(router_kernel), router_bias)
+    operands = reverse_mode_only((x, jnp.asarray(router_kernel).astype(jnp.float32)), _REVERSE_MODE)
+    logits = router_logits(*operands, router_bias)
     routing = ops.router(logits, expert_bias=expert_bias, **vars(router))
     experts: Any = {
         "num_experts": logits.shape[-1],
@@ -234,79 +236,10 @@ def for_each_expert(init: Callable[..., Any]) -> Callable[..., Any]:
     return drawn
 
 
-def _logits(x: Array, kernel: Array, bias: Any) -> Array:
-    """Of the router, in float32; of the gradient of x, the part through here is rounded to the dtype of x."""
-    operands = reverse_mode_only((x, kernel.astype(jnp.float32)), _REVERSE_MODE)
-    logits = _product(*sharding.varying_together(operands))
-    if bias is None:
-        return logits
-    return logits + lax.expand_dims(jnp.asarray(bias).astype(jnp.float32), range(logits.ndim - 1))
-
-
 _REVERSE_MODE = (
     "te_jax.nn.moe.moe has first derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, "
     "jax.jacfwd) or second derivatives use te_jax.ops.ragged_dot with implementation='reference'"
 )
-
-
-@jax.custom_vjp
-def _product(x: Array, kernel: Array) -> Array:
-    """x [*tokens, in] · kernel [in, experts], float32 like the kernel. Keeps x in its own dtype."""
-    if x.dtype != jnp.bfloat16:
-        return _plain_product(x, kernel)
-    return lax.platform_dependent(x, kernel, cuda=_product_in_parts, default=_plain_product)
-
-
-def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, kernel), (x, kernel)
-
-
-def _product_backward(kept: tuple[Array, Array], dlogits: Array) -> tuple[Array, Array]:
-    x, kernel = kept
-    if x.dtype != jnp.bfloat16:
-        return _plain_gradients(x, kernel, dlogits)
-    return lax.platform_dependent(x, kernel, dlogits, cuda=_gradients_in_parts, default=_plain_gradients)
-
-
-_product.defvjp(_product_forward, _product_backward)
-
-
-def _plain_product(x: Array, kernel: Array) -> Array:
-    return jnp.matmul(x.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
-
-
-def _plain_gradients(x: Array, kernel: Array, dlogits: Array) -> tuple[Array, Array]:
-    return jax.vjp(_plain_product, x, kernel)[1](dlogits)
-
-
-def _product_in_parts(x: Array, kernel: Array) -> Array:
-    """`_plain_product` of an x in bfloat16, by one GEMM in bfloat16 with three times the columns: GPUs have no tensor
-    cores for float32."""
-    return jnp.sum(_dot(x, _parts(kernel), ((x.ndim - 1,), (1,))), axis=-2)
-
-
-def _gradients_in_parts(x: Array, kernel: Array, dlogits: Array) -> tuple[Array, Array]:
-    d, k = _parts(dlogits), _parts(kernel)
-    tokens = range(x.ndim - 1)
-    dkernel = jnp.sum(_dot(x, d, (tokens, [1 + i for i in tokens])), axis=1)
-    # What is left out is below the rounding to bfloat16.
-    gradients, kernels = (jnp.concatenate(parts, axis=-1) for parts in ((d[0], d[1], d[0]), (k[0], k[0], k[1])))
-    dx = _dot(gradients, kernels, ((x.ndim - 1,), (1,)))
-    return dx.astype(x.dtype), dkernel
-
-
-def _parts(x: Array) -> Array:
-    """[3, *x.shape] in bfloat16, whose sum is x in float32."""
-    parts = []
-    for _ in range(3):
-        part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # XLA may leave out a pair of conversions
-        parts.append(part.astype(jnp.bfloat16))
-        x = x - part
-    return jnp.stack(parts)
-
-
-def _dot(a: Array, b: Array, contracted: tuple[Sequence[int], Sequence[int]]) -> Array:
-    return lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
 def _experts(
@@ -345,7 +278,7 @@ def _experts(
 
 
 def _bias(weights: Array, plan: ops.Permutation | parallel.DispatchPlan, bias: Any, *, weighted: str) -> Array:
-    """What the bias of the last product adds to each token, in float32."""
+    """The weighted sum of the biases of each token's experts, in float32."""
     bias = jnp.asarray(bias)
     if isinstance(plan, parallel.DispatchPlan):
         permutation = plan.permutation

@@ -202,10 +202,6 @@ def attention(name, kv_heads, *, options=None, extra=(), layouts=("batch", "head
         }
         return {name: x for name, x in operands.items() if name in ("query", "key", "value", *extra)}
 
-    def call(implementation=None, **operands):
-        names = {"native": None, "reference": "xla"}
-        return ops.attention(**operands, **options, implementation=names.get(implementation, implementation))
-
     def oracle(query, key, value, bias=None, sinks=None, key_lengths=None, segment_ids=None):
         positions = np.arange(TIME, dtype=np.int32)
         t, s = positions[None, :, None], positions[None, None, :]
@@ -239,12 +235,13 @@ def attention(name, kv_heads, *, options=None, extra=(), layouts=("batch", "head
     return Operation(
         name=f"attention, {name}",
         draw=draw,
-        call=call,
+        call=functools.partial(ops.attention, **options),
         oracle=oracle,
         dtypes=dtypes,
         differentiable=tuple(gradients),
-        refuses={"native": "use implementation='xla'"},
+        refuses={"native": "use implementation='reference'"},
         layouts={name: every[name] for name in layouts},
+        without={"implementations": "the native one is cuDNN, which no CPU has"},
         **fields,
     )
 

@@ -214,7 +214,7 @@ def test_8b_is_llama_3_8b():
 
 
 def test_flops_are_those_of_gemms_and_of_half_the_scores():
-    """Of Llama 3 8B: 7.5e9 parameters in GEMMs, and 32 layers of 4096 features in attention."""
+    """Llama 3 8B has 7.5e9 parameters in GEMMs, and 32 layers of 4096 features in attention."""
     gemms = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128_256
     attention = 32 * 2 * 2 * 4096 * 8192 / 2
     assert PRESETS["8b"].flops_per_token(8192) == 3 * (2 * gemms + attention)
@@ -266,7 +266,7 @@ def test_deeper_decoders_have_no_more_generators_to_compile():
         ({"rope_theta": None}, "rope_theta is None"),
         ({"offload": "activations"}, "offload is 'activations': it needs to be a te_jax.offload.Offload, or None"),
         ({"dtype": "float16"}, "dtype is 'float16': choose one of float32, bfloat16"),
-        ({"attention": "flash"}, "attention is 'flash': choose 'cudnn', 'xla' or None"),
+        ({"attention": "flash"}, "attention is 'flash': choose 'native', 'reference' or None"),
     ],
 )
 def test_config_refuses_what_cannot_be_built(change, words):

@@ -43,7 +43,7 @@ def assert_exchanges_rows_only(compiled, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_name", [("data", "model"), ["model"]], ids=str)
 def test_gradient_outside_of_shard_map(axis_name, mesh, loss, case, implementation):
-    """Of the loss that shard_map returns, replicated."""
+    """The gradient of the replicated loss that shard_map returns."""
     logits, labels = case
     spec = P(None, tuple(axis_name) if isinstance(axis_name, list) else axis_name)
     options = OPTIONS["all"]
