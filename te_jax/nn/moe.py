@@ -19,7 +19,7 @@ from te_jax._core.types import BLOCK
 from te_jax.nn import linear
 from te_jax.nn.gated_mlp import Activation
 from te_jax.nn.microbatches import dense_kernels
-from te_jax.ops._experts_mlp import experts_mlp, is_fused
+from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
 from te_jax.ops.router_logits import router_logits
 from te_jax.parallel.experts import Exchange

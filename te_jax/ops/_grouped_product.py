@@ -16,7 +16,7 @@ from jax import Array, lax
 from te_jax import native, reference, sharding
 from te_jax._core.integers import as_int32
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT
-from te_jax.ops._gemm_product import Scaling
+from te_jax.ops.gemm_product import Scaling
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling as CopyScaling
 

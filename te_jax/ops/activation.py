@@ -15,7 +15,7 @@ from te_jax._core.derivatives import without_gradient
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS
 from te_jax.ops._activation_kernels import activate_quantized, activated
-from te_jax.ops._operands import as_array
+from te_jax.ops.operands import as_array
 from te_jax.ops.quantize import as_request
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization

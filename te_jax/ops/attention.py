@@ -24,7 +24,7 @@ from te_jax._core.integers import as_int32, in_one_dtype
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops import _cudnn_attention
 from te_jax.ops._cudnn_attention import Masks
-from te_jax.ops._operands import as_array
+from te_jax.ops.operands import as_array
 
 Operands = Mapping[str, Array]
 

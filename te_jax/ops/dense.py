@@ -10,7 +10,6 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops._operands import as_array, one_for_each
 from te_jax.ops.linear.arguments import (
     KernelContracting,
     Operand,
@@ -25,6 +24,7 @@ from te_jax.ops.linear.arguments import (
 )
 from te_jax.ops.linear.local import Activation, LocalProducts, PlainProducts, multiplied_as_it_is, multiplied_in_fp8
 from te_jax.ops.linear.rule import Weight, traced
+from te_jax.ops.operands import as_array, one_for_each
 from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.sharding import AxisName
 

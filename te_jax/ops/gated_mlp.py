@@ -11,7 +11,6 @@ from jax import Array, lax
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops._operands import as_array, one_for_each
 from te_jax.ops.activation import as_function, gated_activation
 from te_jax.ops.dense import dense
 from te_jax.ops.linear.arguments import (
@@ -29,6 +28,7 @@ from te_jax.ops.linear.arguments import (
 from te_jax.ops.linear.gated import GatedMLP, gated
 from te_jax.ops.linear.local import LocalProducts
 from te_jax.ops.linear.rule import Weight, together, traced
+from te_jax.ops.operands import as_array, one_for_each
 from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.reference.activation import Function, Kind
 from te_jax.sharding import AxisName, regrouped

@@ -13,7 +13,7 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype, as_flag, is_whole_number
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT
-from te_jax.ops._gemm_product import (
+from te_jax.ops.gemm_product import (
     Algorithm,
     GemmSpec,
     algorithm_for,
@@ -22,8 +22,8 @@ from te_jax.ops._gemm_product import (
     reference_gemm,
     sharded_gemm,
 )
-from te_jax.ops._gemm_product import Scaling as ProductScaling
-from te_jax.ops._operands import as_array, validate_copy
+from te_jax.ops.gemm_product import Scaling as ProductScaling
+from te_jax.ops.operands import as_array, validate_copy
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling
 from te_jax.reference.gemm import GemmResult

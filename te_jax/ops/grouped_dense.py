@@ -12,13 +12,13 @@ from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
-from te_jax.ops import _fp8
-from te_jax.ops._operands import as_array, one_for_each
 from te_jax.ops.grouped_gemm import cuda_problem, grouped_native
+from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_reached
 from te_jax.ops.linear.arguments import implementation_for
 from te_jax.ops.linear.grouped import REVERSE_MODE, GroupedProducts, Groups
 from te_jax.ops.linear.rule import Weight, linear, traced
+from te_jax.ops.operands import as_array, one_for_each
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, Recipe
 
@@ -153,7 +153,7 @@ def validate_rows(recipe: Any, x: Array) -> None:
         raise ValueError(f"x has shape {x.shape} and dtype {x.dtype}; it must be [rows, in], {FLOAT_NAMES}")
     if recipe is None:
         return
-    _fp8.validate_recipe(recipe)
+    fp8.validate_recipe(recipe)
     if isinstance(recipe, DelayedScaling):
         raise ValueError(
             "recipe is DelayedScaling, and experts have no scaling state; use BlockScaling or CurrentScaling"
@@ -179,7 +179,7 @@ def validate_kernel(
     if isinstance(kernel, QuantizedArray):
         if recipe is None:
             raise ValueError(f"{name} is a QuantizedArray and recipe is None; give the recipe that it was quantized by")
-        _fp8.validate_quantized(name, kernel, recipe, "kernel", "transposed")
+        fp8.validate_quantized(name, kernel, recipe, "kernel", "transposed")
     elif kernel.dtype not in FLOATS:
         raise ValueError(f"{name} has dtype {kernel.dtype}; it must be {FLOAT_NAMES}: cast it")
     if accumulator is not None:

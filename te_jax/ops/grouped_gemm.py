@@ -14,9 +14,9 @@ from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype, as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT
-from te_jax.ops._gemm_product import Scaling as ProductScaling
 from te_jax.ops._grouped_product import GroupedSpec, group_bounds, grouped_product
-from te_jax.ops._operands import as_array, validate_copy
+from te_jax.ops.gemm_product import Scaling as ProductScaling
+from te_jax.ops.operands import as_array, validate_copy
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling
 

@@ -19,14 +19,15 @@ from te_jax import native, sharding
 from te_jax._core.arguments import as_flag, is_whole_number
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FP8_ALIGNMENT
-from te_jax.ops import _cross_entropy, _fp8
+from te_jax.ops import _cross_entropy
 from te_jax.ops._cross_entropy import IGNORED, Loss, Reduction, where_counted
-from te_jax.ops._operands import as_array
 from te_jax.ops.gemm import gemm
+from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated, validate_reached
 from te_jax.ops.linear.arguments import KernelContracting, has_blocks, implementation_for
 from te_jax.ops.linear.local import LocalProducts, PlainProducts, multiplied_as_it_is
 from te_jax.ops.linear.rule import Weight
+from te_jax.ops.operands import as_array
 from te_jax.recipe import DelayedScaling, Product, Recipe
 from te_jax.reference.linear_cross_entropy import loss_of_logits, without_ignored
 from te_jax.reference.softmax_cross_entropy import equals
@@ -263,7 +264,7 @@ def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, 
 
 
 def _validate_fp8(x: Array, recipe: Any, products: Any) -> tuple[Product, ...]:
-    _fp8.validate_recipe(recipe)
+    fp8.validate_recipe(recipe)
     if isinstance(recipe, DelayedScaling):
         raise ValueError(f"recipe is {recipe!r}, whose state a loss does not take; use BlockScaling or CurrentScaling")
     known = isinstance(products, tuple | list | set | frozenset) and set(products) <= set(_PRODUCTS)

@@ -20,8 +20,8 @@ from te_jax._core.derivatives import straight_through
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS
 from te_jax.ops._norm_kernels import Norm, Normalized, norm_gradients, normalized
-from te_jax.ops._operands import as_array
 from te_jax.ops._quantize_kernels import Request
+from te_jax.ops.operands import as_array
 from te_jax.ops.quantize import as_request, quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization

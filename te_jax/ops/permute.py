@@ -15,7 +15,7 @@ from te_jax._core.arguments import is_whole_number
 from te_jax._core.integers import as_int32
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS
-from te_jax.ops._operands import as_array
+from te_jax.ops.operands import as_array
 
 __all__ = ["Permutation", "group_by_expert", "permute", "permute_weights", "unpermute"]
 

@@ -17,8 +17,8 @@ from te_jax._core.derivatives import straight_through as zeros_with_gradient
 from te_jax._core.derivatives import without_gradient
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
-from te_jax.ops._operands import as_array, validate_quantization
 from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
+from te_jax.ops.operands import as_array, validate_quantization
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization
 from te_jax.reference.quantize import Copies, GroupAxes, QuantizedParts, blocked_groups, mesh_axes, scalings_of

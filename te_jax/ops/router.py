@@ -13,7 +13,7 @@ from te_jax import sharding
 from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
 from te_jax._core.integers import as_int32
 from te_jax._core.types import FLOAT_NAMES, FLOATS
-from te_jax.ops._operands import as_array
+from te_jax.ops.operands import as_array
 from te_jax.sharding import AxisName
 
 __all__ = [

@@ -22,7 +22,7 @@ from te_jax.ops._cross_entropy import (
     validate_labels,
     where_counted,
 )
-from te_jax.ops._operands import as_array
+from te_jax.ops.operands import as_array
 from te_jax.reference.softmax_cross_entropy import equals, reduce_tokens
 from te_jax.sharding import AxisName
 

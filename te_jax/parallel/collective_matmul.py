@@ -23,8 +23,7 @@ from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype, as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
-from te_jax.ops import _fp8
-from te_jax.ops._operands import as_array, one_for_each
+from te_jax.ops.linear import fp8
 from te_jax.ops.linear.arguments import (
     Operand,
     as_operand,
@@ -34,6 +33,7 @@ from te_jax.ops.linear.arguments import (
     validate_unobserved,
 )
 from te_jax.ops.linear.rule import Weight, linear, together, traced
+from te_jax.ops.operands import as_array, one_for_each
 from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec
 from te_jax.parallel._collective.products import AllGatherProducts, CollectiveProducts, ReduceScatterProducts
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
@@ -355,7 +355,7 @@ def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
 def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any) -> None:
     kernels = {name: weight.kernel for name, weight in weights.items()}
     if recipe is not None:
-        _fp8.validate_recipe(recipe)
+        fp8.validate_recipe(recipe)
     for name, array in {"x": x, **kernels}.items():
         for leaf in jax.tree.leaves(array):
             if taken := set(sharding.axes_of_type(leaf)):
@@ -397,7 +397,7 @@ def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimensi
         )
     if isinstance(x, QuantizedArray):
         validate_unobserved(x, spec.recipe)
-        _fp8.validate_quantized("x", x, spec.fp8.recipe, "activation", "data")
+        fp8.validate_quantized("x", x, spec.fp8.recipe, "activation", "data")
         # Scales of rows and blocks travel with them; not so those of features, which the gradient of kernel reads.
         shared = {"tensor": x.scale_inv, "row": x.transposed_scale_inv}.get(spec.scaling)
         differing = sharding.varying_axes(shared) & set(spec.axis_name)
@@ -416,11 +416,11 @@ def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimensi
             )
     for name, kernel in kernels.items():
         if isinstance(kernel, QuantizedArray):
-            _fp8.validate_quantized(name, kernel, spec.fp8.recipe, "kernel", "transposed")
+            fp8.validate_quantized(name, kernel, spec.fp8.recipe, "kernel", "transposed")
 
 
 def _validate_state(spec: CollectiveSpec, name: str, state: Any) -> None:
-    _fp8.validate_state(spec.recipe, state, name)
+    fp8.validate_state(spec.recipe, state, name)
     if differing := sharding.varying_axes(state) & set(spec.axis_name):
         raise ValueError(
             f"{name} differs from device to device along {sorted(differing)}; scales of tensors must agree: pass "

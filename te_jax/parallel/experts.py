@@ -29,7 +29,7 @@ from te_jax._core.derivatives import differentiated_once
 from te_jax._core.integers import as_int32
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS
-from te_jax.ops._operands import as_array, validate_quantization
+from te_jax.ops.operands import as_array, validate_quantization
 from te_jax.ops.permute import most_rows, values_of_choices
 from te_jax.ops.quantize import quantize_parts
 from te_jax.parallel._exchanges import Segments, all_gather, covered_by, of_experts, send, send_back, sum_over_devices

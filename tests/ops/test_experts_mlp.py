@@ -10,7 +10,7 @@ import pytest
 from ops.quantize_oracle import assert_bits
 
 from te_jax import ops
-from te_jax.ops._experts_mlp import experts_mlp, is_fused
+from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 

@@ -14,10 +14,10 @@ from jax import Array, lax
 
 from te_jax import native, sharding
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
-from te_jax.ops import _fp8
-from te_jax.ops._operands import as_array, validate_quantized_array
 from te_jax.ops.gemm import unsupported
+from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_reached
+from te_jax.ops.operands import as_array, validate_quantized_array
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, Quantization, Recipe, Role
 from te_jax.sharding import as_axis_names
@@ -193,7 +193,7 @@ def validate_plain(x: Any, name: str, kernel: Any, label: str, state: Any) -> No
 def validate_fp8(
     x: Any, name: str, kernel: Any, shape: Shape, recipe: Any, label: str, state: Any, kernel_contracting: Any
 ) -> None:
-    _fp8.validate_recipe(recipe)
+    fp8.validate_recipe(recipe)
     for side, sizes in (("in", shape.inner), ("out", shape.outer)):
         if math.prod(sizes) % FP8_ALIGNMENT:
             raise ValueError(
@@ -202,7 +202,7 @@ def validate_fp8(
             )
     if isinstance(x, QuantizedArray):
         validate_unobserved(x, recipe)
-        _fp8.validate_quantized(
+        fp8.validate_quantized(
             "x", x, recipe, "activation", "data", quantization_of(recipe, "activation", kernel_contracting)
         )
         if x.col_ndim != len(shape.inner):
@@ -216,7 +216,7 @@ def validate_fp8(
                 f"{name} has straight_through, which is for x: the gradient of a kernel goes to wgrad_accumulator; "
                 "quantize it without"
             )
-        _fp8.validate_quantized(
+        fp8.validate_quantized(
             name, kernel, recipe, "kernel", "transposed" if kernel_contracting == "first" else "data"
         )
         groups = kernel.shape[: kernel.row_ndim], kernel.shape[kernel.row_ndim :]
@@ -225,7 +225,7 @@ def validate_fp8(
                 f"{name} was quantized as {kernel.row_ndim} rows and {kernel.col_ndim} cols, shape {kernel.shape}; in "
                 f"and out have sizes {shape.inner} and {shape.outer}: quantize it with that row_ndim"
             )
-    _fp8.validate_state(recipe, state, label)
+    fp8.validate_state(recipe, state, label)
 
 
 def validate_unobserved(x: QuantizedArray, recipe: Any) -> None:

@@ -21,10 +21,10 @@ from jax.interpreters import ad
 from te_jax import native, sharding
 from te_jax._core.batching import batched_together
 from te_jax._core.derivatives import not_differentiated
-from te_jax.ops import _fp8
-from te_jax.ops._fp8 import Copy, Fp8
 from te_jax.ops._quantize_kernels import Request
+from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated
+from te_jax.ops.linear.fp8 import Copy, Fp8
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Quantization, Recipe, Role
@@ -350,7 +350,7 @@ def validate_weight(products: Products, name: str, weight: Weight, *, for_x: boo
             f"{name} has no {products.dgrad_copy} copy, which the gradient with respect to x reads; quantize it with "
             "copies='both'"
         )
-    _fp8.validate_advanced(weight.state, trained=for_kernel or for_accumulator)
+    fp8.validate_advanced(weight.state, trained=for_kernel or for_accumulator)
 
 
 def _perturbed(operand: Any) -> bool:
@@ -419,5 +419,5 @@ def gradients_of(
         dkernel = target.apply(wgrad.product(out_dtype=target.dtype))
     state = weight.state
     if state is not None:
-        state = _fp8.next_state(state, dict(zip(_fp8.ROLES, amaxes, strict=True)), products.axis_name)
+        state = fp8.next_state(state, dict(zip(fp8.ROLES, amaxes, strict=True)), products.axis_name)
     return Weight(dkernel, None if layout.bias is None else layout.bias.apply(dbias), following, state)

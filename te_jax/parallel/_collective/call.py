@@ -9,8 +9,8 @@ import numpy as np
 
 from te_jax import native
 from te_jax._core.types import BLOCK
-from te_jax.ops._fp8 import Fp8
-from te_jax.ops._gemm_product import Scaling
+from te_jax.ops.gemm_product import Scaling
+from te_jax.ops.linear.fp8 import Fp8
 from te_jax.parallel.options import P2P, Residual, Ring
 from te_jax.recipe import Product, Recipe
 

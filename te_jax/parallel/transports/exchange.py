@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from te_jax.ops._gemm_product import Scaling, allowed_dtype
 from te_jax.ops.gemm import gemm
+from te_jax.ops.gemm_product import Scaling, allowed_dtype
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling as CopyScaling

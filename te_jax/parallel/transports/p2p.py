@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 
 from te_jax import native, sharding
-from te_jax.ops._gemm_product import algorithm_for, allowed_dtype
+from te_jax.ops.gemm_product import algorithm_for, allowed_dtype
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel.transports import processes, xla
 from te_jax.parallel.transports.exchange import GemmOperand, with_bias

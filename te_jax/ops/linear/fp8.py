@@ -1,7 +1,7 @@
 """Operands of FP8 products: quantized, validated, kept for the backward pass, and observed by delayed scaling.
 
-A layer makes one `Fp8` of its static arguments. Its derivative rules quantize every operand by `Fp8.quantize`, keep
-what `kept` returns, and end with `next_state`; a layer needs to know nothing else of recipes and scaling state.
+A layer makes one `Fp8` of its static arguments. Its derivative rule quantizes every operand by `Fp8.quantize` and ends
+with `next_state`; a layer needs to know nothing else of recipes and scaling state.
 """
 
 from __future__ import annotations
@@ -94,12 +94,6 @@ class Fp8:
     def checked(self, x: QuantizedArray, state: DelayedScalingState | None, role: Role) -> QuantizedArray:
         """x, which reads as NaN where its scale came from a state that steps cannot have made."""
         return x if state is None else _nan_unless(_is_valid(state, role), x)
-
-
-def kept(x: QuantizedArray, copy: Copy, name: str | None) -> QuantizedArray:
-    """x with one copy alone, as the backward pass reads it. `name` is its checkpoint name; None for arguments."""
-    x = x.without_transposed() if copy == "data" else x.without_data()
-    return x if name is None else x.named(name)
 
 
 def validate_recipe(recipe: Any) -> None:

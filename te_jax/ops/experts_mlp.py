@@ -16,13 +16,13 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops._operands import as_array
 from te_jax.ops.activation import as_function
 from te_jax.ops.grouped_dense import NAME, problem_of, validate_kernel, validate_rows
 from te_jax.ops.linear.arguments import implementation_for
 from te_jax.ops.linear.gated import GatedMLP, gated
 from te_jax.ops.linear.grouped import REVERSE_MODE, GatheredProducts, Groups, ScatteredProducts
 from te_jax.ops.linear.rule import Weight, traced
+from te_jax.ops.operands import as_array
 from te_jax.ops.permute import Permutation, permute_weights
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
