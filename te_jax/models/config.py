@@ -73,7 +73,7 @@ class DecoderConfig:
       recipe: how the projections of attention and MLP are quantized to FP8 (`te_jax.recipe`), whose sizes must then be
         multiples of 16; None computes them in `dtype`. Kernels are quantized from float32.
       head_recipe: how the gradients of the output head are quantized: see `te_jax.ops.linear_cross_entropy`. None
-        computes them in `dtype`. `loss` with `parallel` refuses any other.
+        computes them in `dtype`.
       experts: a mixture of experts in the place of every MLP; None for one MLP.
       attention: the implementation of `te_jax.ops.attention`: "native", "reference", or None, which chooses.
 

@@ -19,7 +19,7 @@ With `config.experts`, every MLP is a mixture of experts (`te_jax.nn.moe`).
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,12 @@ import jax.numpy as jnp
 from te_jax import ops, sharding
 from te_jax.models import tensor_parallel
 from te_jax.models.config import MLP, DecoderConfig
-from te_jax.models.mixture import Balance, mixture
+from te_jax.models.mixture import Balance
 from te_jax.models.parallel import TensorParallel
+from te_jax.models.tensor_parallel import Projections
 from te_jax.nn.attention import rotary_tables, rotate
 from te_jax.nn.layers import apply_layers
-from te_jax.nn.microbatches import AccumulatedKernel, dense_kernels
-from te_jax.nn.norm import handover
-from te_jax.quantized import QuantizedArray
+from te_jax.nn.microbatches import dense_kernels
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
 __all__ = ["Losses", "apply", "init", "init_scaling_state", "loss", "losses", "requantize"]
@@ -58,30 +57,6 @@ class Losses(NamedTuple):
     objective: jax.Array
     cross_entropy: jax.Array
     largest_load: jax.Array | None
-
-
-class Projections(Protocol):
-    """The operations of a block on its parameters, which go by their names in `init`.
-
-    Split over devices, the residual stream is this device's part of the time, and all else its heads and MLP columns.
-    """
-
-    def norm(self, x: jax.Array, name: str, residual: jax.Array | None = None) -> tuple[Any, jax.Array]:
-        """The RMS norm of the residual stream x, or of x + residual, for what follows; and the stream itself."""
-        ...
-
-    def from_stream(self, x: Any, names: tuple[str, ...]) -> tuple[jax.Array, ...]:
-        """A norm's result [batch, time, D] times kernels [D, N]: [batch, time, N] for each."""
-        ...
-
-    def to_stream(self, x: jax.Array, name: str) -> jax.Array:
-        """[batch, time, N] times a kernel [N, D]: what is added to the residual stream."""
-        ...
-
-    def mlp(self, x: Any) -> tuple[jax.Array, Balance | None]:
-        """The gated MLP or the experts of a norm's result: what is added to the residual stream; of experts also how
-        they share the tokens."""
-        ...
 
 
 def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
@@ -222,9 +197,10 @@ def apply(
         use; a size does not fit FP8 products, or does not divide over devices.
     """
     x, _, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
+    arguments = dense_kernels((head,))
     if parallel is not None:
-        return tensor_parallel.logits(x, head, parallel, implementation)
-    return ops.dense(x, **dense_kernels((head,)), implementation=implementation)[0]
+        return tensor_parallel.logits(x, arguments["kernel"][0], parallel, implementation)
+    return ops.dense(x, **arguments, implementation=implementation)[0]
 
 
 def loss(
@@ -293,27 +269,19 @@ def losses(
         raise ValueError(
             f"targets has shape {targets.shape} and tokens has shape {tokens.shape}: give one target for each token"
         )
-    if parallel is not None and config.head_recipe is not None:
-        raise ValueError(
-            f"config.head_recipe is {config.head_recipe!r}, and parallel is given, with which the head is computed in "
-            "config.dtype: use head_recipe=None"
-        )
     x, balance, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
     with jax.named_scope("loss"):
+        arguments = dense_kernels((head,))
+        kernel, accumulator = arguments["kernel"][0], arguments["wgrad_accumulator"][0]
+        options: Any = {"accumulate": arguments["accumulate"], "recipe": config.head_recipe}
         if parallel is not None:
-            logits = tensor_parallel.logits(x, head, parallel, implementation)
-            value = tensor_parallel.mean_cross_entropy(logits, targets, parallel, implementation)
-        else:
-            arguments = dense_kernels((head,))
-            value = ops.linear_cross_entropy(
-                x,
-                arguments["kernel"][0],
-                targets,
-                wgrad_accumulator=arguments["wgrad_accumulator"][0],
-                accumulate=arguments["accumulate"],
-                recipe=config.head_recipe,
-                implementation=implementation,
-            )
+            x = tensor_parallel.all_of_the_time(x, parallel)
+            options |= {"axis_name": parallel.axis_name, "reduction": "sum"}
+        value = ops.linear_cross_entropy(
+            x, kernel, targets, wgrad_accumulator=accumulator, implementation=implementation, **options
+        )
+        if parallel is not None:
+            value = tensor_parallel.mean_of(value, targets, parallel)
     if balance is None:
         return Losses(value, value, None)
     return Losses(value + balance.auxiliary, value, balance.largest_load)
@@ -336,21 +304,13 @@ def _hidden(
             f"{config.recipe!r}: delayed scaling, and nothing else, takes what `init_scaling_state` returns"
         )
     if parallel is not None:
-        if any(isinstance(leaf, QuantizedArray | AccumulatedKernel) for leaf in _kernels(params)):
-            raise ValueError(
-                "params has kernels that are quantized or chosen by in_place, and parallel is given, which takes "
-                "arrays: pass the parameters, and no in_place"
-            )
         params = tensor_parallel.enter(params, tokens, config, parallel)
     cos, sin = rotary_tables(jnp.arange(tokens.shape[1]), config.head_dim, config.rope_theta)
 
     def block(carried: tuple[jax.Array, Balance | None], layer_and_state: Any) -> tuple[jax.Array, Balance | None]:
         x, balance = carried
         layer, state = layer_and_state
-        if parallel is None or parallel.size == 1:
-            projections = _WholeProjections(layer, state, config, parallel, implementation)
-        else:
-            projections = tensor_parallel.SplitProjections(layer, state, config, parallel, implementation)
+        projections = Projections(layer, state, config, parallel, implementation)
         normed, x = projections.norm(x, "attention_norm")
         mixed = _attention(normed, projections, cos, sin, config)
         normed, x = projections.norm(mixed, "mlp_norm", residual=x)
@@ -390,10 +350,6 @@ def is_head(path: tuple[Any, ...], leaf: Any) -> bool:
     return path[-1:] == (jax.tree_util.DictKey("head"),)
 
 
-def _kernels(params: dict[str, Any]) -> list[Any]:
-    return [params["head"], *(layer[name] for layer in params["layers"] for name in _PROJECTIONS)]
-
-
 def _check_tokens(name: str, tokens: jax.Array) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
@@ -402,49 +358,6 @@ def _check_tokens(name: str, tokens: jax.Array) -> None:
         )
     if tokens.size == 0:
         raise ValueError(f"{name} has shape {tokens.shape}: the decoder needs at least one sequence of one token")
-
-
-@dataclasses.dataclass(frozen=True)
-class _WholeProjections:
-    """`Projections` of a block that one device holds; with `parallel` all but its experts, for a part of the batch."""
-
-    layer: dict[str, Any]  # arrays, QuantizedArrays, or what stands for these in `te_jax.nn.accumulate_gradients`
-    scaling_state: dict[str, DelayedScalingState] | None
-    config: DecoderConfig
-    parallel: TensorParallel | None
-    implementation: Implementation | None
-
-    def norm(self, x: jax.Array, name: str, residual: jax.Array | None = None) -> tuple[Any, jax.Array]:
-        reads_values = name == "mlp_norm" and self.config.experts is not None  # the router, which is not quantized
-        found = ops.rms_norm(
-            x,
-            self.layer[name],
-            epsilon=self.config.norm_eps,
-            residual=residual,
-            quantization=None if reads_values else handover(self.config.recipe, x),
-            implementation=self.implementation,
-        )
-        return (found, x) if residual is None else found
-
-    def from_stream(self, x: Any, names: tuple[str, ...]) -> tuple[jax.Array, ...]:
-        return ops.dense(x, **self._of(names))
-
-    def to_stream(self, x: jax.Array, name: str) -> jax.Array:
-        return self.from_stream(x, (name,))[0]
-
-    def mlp(self, x: Any) -> tuple[jax.Array, Balance | None]:
-        if self.config.experts is None:
-            return ops.gated_mlp(x, **self._of(MLP)), None
-        return mixture(x, self.layer, self.config, self.parallel, self.implementation)
-
-    def _of(self, names: tuple[str, ...]) -> dict[str, Any]:
-        state = self.scaling_state
-        return {
-            **dense_kernels([self.layer[name] for name in names]),
-            "recipe": self.config.recipe,
-            "scaling_state": None if state is None else tuple(state[name] for name in names),
-            "implementation": self.implementation,
-        }
 
 
 def _attention(x: Any, projections: Projections, cos: jax.Array, sin: jax.Array, config: DecoderConfig) -> jax.Array:

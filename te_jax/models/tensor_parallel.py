@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax import native, ops, sharding
-from te_jax.models.config import DecoderConfig
+from te_jax.models.config import MLP, DecoderConfig
 from te_jax.models.mixture import Balance, mixture
 from te_jax.models.parallel import TensorParallel, kv_heads
-from te_jax.parallel import all_gather_matmul, matmul_reduce_scatter
-from te_jax.recipe import DelayedScalingState
+from te_jax.nn.microbatches import AccumulatedKernel, dense_kernels
+from te_jax.nn.norm import handover
+from te_jax.parallel import all_gather_matmul, gated_mlp, matmul_reduce_scatter
+from te_jax.recipe import DelayedScalingState, Quantization
 from te_jax.reference.softmax_cross_entropy import equals
 
 _TIME_AXIS = 1
@@ -48,8 +50,15 @@ def enter(params: dict[str, Any], tokens: Array, config: DecoderConfig, parallel
             f"tokens has shape {tokens.shape}, a time of {tokens.shape[_TIME_AXIS]}, which the {size} devices of "
             "`parallel` do not divide: pad it, with -100 for targets"
         )
+
+    def varying(leaf: Any) -> Any:
+        if isinstance(leaf, AccumulatedKernel):  # whose uses all devices count alike
+            kernel, gradient = jax.tree.map(varying, (leaf.kernel, leaf.gradient))
+            return dataclasses.replace(leaf, kernel=kernel, gradient=gradient)
+        return sharding.varying_over(leaf, frozenset((axis,)))
+
     # Here rather than where they are used, which may be in several places, and twice where blocks are recomputed.
-    return jax.tree.map(lambda leaf: sharding.varying_over(leaf, frozenset((axis,))), params)
+    return jax.tree.map(varying, params, is_leaf=lambda leaf: isinstance(leaf, AccumulatedKernel))
 
 
 def features_to_time(x: Array, parallel: TensorParallel) -> Array:
@@ -57,60 +66,107 @@ def features_to_time(x: Array, parallel: TensorParallel) -> Array:
     return lax.all_to_all(x, parallel.axis_name, split_axis=_TIME_AXIS, concat_axis=2, tiled=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitProjections:
-    """`te_jax.models.decoder.Projections` of a block that devices share."""
+def all_of_the_time(x: Array, parallel: TensorParallel) -> Array:
+    """[batch, time/N, D] → [batch, time, D]."""
+    return lax.all_gather(x, parallel.axis_name, axis=_TIME_AXIS, tiled=True)
 
-    layer: dict[str, Array]
+
+@dataclasses.dataclass(frozen=True)
+class Projections:
+    """What a block does with its parameters, which are called by their names in `te_jax.models.init`.
+
+    Where devices share the block, the residual stream is this device's part of the time, and all else its heads and
+    columns of the MLP.
+    """
+
+    layer: dict[str, Any]  # arrays, QuantizedArrays, or what stands for these in `te_jax.nn.accumulate_gradients`
     scaling_state: dict[str, DelayedScalingState] | None
     config: DecoderConfig
-    parallel: TensorParallel
+    parallel: TensorParallel | None
     implementation: native.Implementation | None
 
-    def norm(self, x: Array, name: str, residual: Array | None = None) -> tuple[Array, Array]:
+    @property
+    def is_split(self) -> bool:
+        return self.parallel is not None and self.parallel.size > 1
+
+    def norm(self, x: Array, name: str, residual: Array | None = None) -> tuple[Any, Array]:
+        """The RMS norm of the residual stream x, or of x + residual, for what follows; and the stream itself."""
         found = ops.rms_norm(
             x,
             self.layer[name],
             epsilon=self.config.norm_eps,
             residual=residual,
+            quantization=self._handover(name, x),
             implementation=self.implementation,
         )
         return (found, x) if residual is None else found
 
-    def from_stream(self, x: Array, names: tuple[str, ...]) -> tuple[Array, ...]:
+    def _handover(self, name: str, x: Array) -> Quantization | None:
+        if name == "mlp_norm" and self.config.experts is not None:  # the router reads values
+            return None
+        quantization = handover(self.config.recipe, x)
+        # Devices would have to agree on other scales than those of blocks before they quantize.
+        blocked = quantization is not None and quantization.scaling.startswith("block")
+        return quantization if blocked or not self.is_split else None
+
+    def from_stream(self, x: Any, names: tuple[str, ...]) -> tuple[Array, ...]:
+        """A norm's result [batch, time, D] times kernels [D, N]: [batch, time, N] for each."""
+        if not self.is_split:
+            return ops.dense(x, **self._of(names))
         return all_gather_matmul(
-            x,
-            tuple(self._kernel(name) for name in names),
-            gather_dimension=_TIME_AXIS,
-            recipe=self.config.recipe,
-            scaling_state=None if self.scaling_state is None else tuple(self.scaling_state[name] for name in names),
-            residual=self.parallel.residual,
-            implementation=self.implementation,
-            **_exchange(self.parallel),
+            x, gather_dimension=_TIME_AXIS, residual=self._shared.residual, **self._exchange, **self._of(names)
         )
 
     def to_stream(self, x: Array, name: str) -> Array:
-        return matmul_reduce_scatter(
-            x,
-            self._kernel(name),
-            scatter_dimension=_TIME_AXIS,
-            recipe=self.config.recipe,
-            scaling_state=None if self.scaling_state is None else self.scaling_state[name],
-            implementation=self.implementation,
-            **_exchange(self.parallel),
-        )
+        """[batch, time, N] times a kernel [N, D]: what is added to the residual stream."""
+        of = self._of((name,))
+        if not self.is_split:
+            return ops.dense(x, **of)[0]
+        of |= {key: None if of[key] is None else of[key][0] for key in ("kernel", "wgrad_accumulator", "scaling_state")}
+        return matmul_reduce_scatter(x, scatter_dimension=_TIME_AXIS, **self._exchange, **of)
 
-    def mlp(self, x: Array) -> tuple[Array, Balance | None]:
+    def mlp(self, x: Any) -> tuple[Array, Balance | None]:
+        """The gated MLP or the experts of a norm's result: what is added to the residual stream; of experts also how
+        they share the tokens."""
         if self.config.experts is not None:
             return mixture(x, self.layer, self.config, self.parallel, self.implementation)
-        gate, up = self.from_stream(x, ("gate", "up"))
-        return self.to_stream(ops.gated_activation(gate, up), "down"), None
+        if not self.is_split:
+            return ops.gated_mlp(x, **self._of(MLP)), None
+        options: Any = self._exchange | self._of(MLP)
+        return gated_mlp(x, dimension=_TIME_AXIS, residual=self._shared.residual, **options), None
 
-    def _kernel(self, name: str) -> Array:
-        kernel, heads = self.layer[name], kv_heads(self.config, self.parallel.size)
-        if name not in ("key", "value") or heads.is_split:
+    def _of(self, names: tuple[str, ...]) -> dict[str, Any]:
+        state = self.scaling_state
+        return {
+            **dense_kernels([self._kernel(name) for name in names]),
+            "recipe": self.config.recipe,
+            "scaling_state": None if state is None else tuple(state[name] for name in names),
+            "implementation": self.implementation,
+        }
+
+    @property
+    def _shared(self) -> TensorParallel:
+        assert self.parallel is not None
+        return self.parallel
+
+    @property
+    def _exchange(self) -> dict[str, Any]:
+        return {"axis_name": self._shared.axis_name, "transport": self._shared.transport}
+
+    def _kernel(self, name: str) -> Any:
+        kernel = self.layer[name]
+        if name not in ("key", "value") or not self.is_split:
             return kernel
-        first, width = lax.axis_index(self.parallel.axis_name) * heads.per_device, self.config.head_dim
+        heads = kv_heads(self.config, self._shared.size)
+        if heads.is_split:
+            return kernel
+        if not isinstance(kernel, Array):
+            raise ValueError(
+                f"{name} is quantized or chosen by in_place, and parallel.size is {self._shared.size}: devices take "
+                f"parts of it, since {self.config.num_kv_heads} heads of key and value cannot be split; leave it as it "
+                "is (te_jax.models.requantize with parallel does)"
+            )
+        first, width = lax.axis_index(self._shared.axis_name) * heads.per_device, self.config.head_dim
         return jnp.concatenate(
             [
                 lax.dynamic_slice_in_dim(kernel, (first + i) // heads.repeats * width, width, axis=1)
@@ -125,26 +181,17 @@ def logits(x: Array, head: Array, parallel: TensorParallel, implementation: nati
     return all_gather_matmul(
         x,
         head,
+        axis_name=parallel.axis_name,
         gather_dimension=_TIME_AXIS,
         residual=parallel.residual,
+        transport=parallel.transport,
         implementation=implementation,
-        **_exchange(parallel),
     )
 
 
-def mean_cross_entropy(
-    logits: Array, targets: Array, parallel: TensorParallel, implementation: native.Implementation | None
-) -> Array:
-    """The mean over all tokens with a target, of all devices; logits are [batch, time, V/N]."""
-    total = ops.softmax_cross_entropy(
-        logits, targets, reduction="sum", axis_name=parallel.axis_name, implementation=implementation
-    )
+def mean_of(total: Array, targets: Array, parallel: TensorParallel) -> Array:
+    """The mean over all tokens with a target, of all devices, from the sum over this device's part of the batch."""
     counted = jnp.sum(~equals(targets, _NO_TARGET), dtype=jnp.int32)
     if parallel.batch_axes:
         total, counted = lax.psum((total, counted), parallel.batch_axes)
     return total / jnp.maximum(counted, 1).astype(total.dtype)
-
-
-def _exchange(parallel: TensorParallel) -> dict[str, Any]:
-    """Arguments that all collective products have."""
-    return {"axis_name": parallel.axis_name, "transport": parallel.transport}

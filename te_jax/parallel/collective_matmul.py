@@ -41,7 +41,6 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.sharding import AxisName
 
-_ACCUMULATOR = "wgrad_accumulator"
 REVERSE_MODE = (
     "{name} has derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, jax.jacfwd) write "
     "jax.lax collectives around jnp.matmul"
@@ -378,8 +377,8 @@ def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any) -> None:
                 f"{name} has shape {kernel.shape}; it must be [{x.shape[-1]}, …], with the last dimension of x, which "
                 f"has shape {x.shape}, and at least one of its own"
             )
-        named = ((name.replace("kernel", argument), a) for argument, a in (("bias", bias), (_ACCUMULATOR, accumulator)))
-        validate_parts(kernel, kernel.shape[1:], *named, varying)
+        of_bias, of_accumulator = (name.replace("kernel", argument) for argument in ("bias", "wgrad_accumulator"))
+        validate_parts(kernel, kernel.shape[1:], (of_bias, bias), (of_accumulator, accumulator), varying)
 
 
 def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimension: str) -> None:

@@ -155,7 +155,7 @@ class ReduceScatterProducts(CollectiveProducts):
         dx = layout.apply(dx.reshape(spec.leading, spec.size, spec.rows, dx.shape[-1]))
         return dx, (None if by_cols is None else with_parts(by_cols, data, parts),)
 
-    def wgrads(self, x8: GemmOperand | Sides, dy8s, group):
+    def wgrads(self, x8: Any, dy8s, group):
         (dy,) = dy8s
         x8 = x8.by_cols if isinstance(x8, Sides) else x8
         dy = gather(self.spec, dy.by_cols) if isinstance(dy, Sides) else dy
