@@ -56,11 +56,12 @@ class Recipe:
     """The base of all recipes.
 
     Args:
-      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      forward_dtype: FP8 format of activations and kernels.
       gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
         to 57344).
       fast_accumulation: products whose sums stay inside the tensor cores (about 14 bits of mantissa) instead of
-        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad".
+        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad". Block scaling always
+        adds up in float32.
       power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
 
     Raises:
@@ -113,7 +114,12 @@ class CurrentScaling(Recipe):
     """One scale for each tensor, from its own amax (largest magnitude): quantization reads the tensor twice.
 
     Args:
-      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
+      fast_accumulation: products whose sums stay inside the tensor cores (about 14 bits of mantissa) instead of
+        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad".
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
     """
 
     scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("tensor", "tensor"))
@@ -124,7 +130,12 @@ class RowwiseScaling(Recipe):
     """One scale for each row of both copies, so that tokens and features with outliers do not disturb others.
 
     Args:
-      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
+      fast_accumulation: products whose sums stay inside the tensor cores (about 14 bits of mantissa) instead of
+        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad".
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
     """
 
     gradient_dtype: jax.typing.DTypeLike = E4M3
@@ -139,8 +150,11 @@ class BlockScaling(Recipe):
     × 128 on the other, and the weight gradient is as fast as the forward pass.
 
     Args:
-      forward_dtype, gradient_dtype, power_of_two_scales: see `Recipe`.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
       fast_accumulation: has no effect: sums are always added up in float32.
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
 
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3.
@@ -163,7 +177,12 @@ class DelayedScaling(Recipe):
     steps no precision, and if values grow by 1000 in one step, the scale follows in three.
 
     Args:
-      forward_dtype, gradient_dtype, fast_accumulation, power_of_two_scales: see `Recipe`.
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
+      fast_accumulation: products whose sums stay inside the tensor cores (about 14 bits of mantissa) instead of
+        being added up in float32 every 128 values: any of "forward", "dgrad", "wgrad".
+      power_of_two_scales: round scales down to powers of two, so that scaling itself never rounds.
       history_len: number of earlier steps that are remembered.
       algorithm: "max" over the history, or the "most_recent" step that was not all zeros.
       margin: scales are divided by 2^margin, room for values to grow from step to step; in [-64, 64].
