@@ -19,28 +19,6 @@ constexpr int64_t kChunksPerTask = 32;
 
 // -------------------------------------------------------------------------------------------------------------- loops
 
-template <typename T>
-TE_JAX_INLINE void Load(const void* from, int64_t count, float* to) {
-  const T* values = static_cast<const T*>(from);
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) to[i] = ToFloat(values[i]);
-}
-
-template <typename T>
-TE_JAX_INLINE void Store(const float* from, int64_t count, void* to) {
-  T* values = static_cast<T*>(to);
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) FromFloat(from[i], &values[i]);
-}
-
-#define TE_JAX_CONVERT(T)                                                                              \
-  TE_JAX_CLONES void Load##T(const void* from, int64_t count, float* to) { Load<T>(from, count, to); } \
-  TE_JAX_CLONES void Store##T(const float* from, int64_t count, void* to) { Store<T>(from, count, to); }
-TE_JAX_CONVERT(Float32)
-TE_JAX_CONVERT(BFloat16)
-TE_JAX_CONVERT(Float16)
-#undef TE_JAX_CONVERT
-
 struct Sigmoid {
   float value;
   float rest;  // 1 - value, without cancellation
@@ -147,24 +125,6 @@ TE_JAX_CLONES void Differentiate(int64_t count, Scratch& scratch) {
 }
 
 // ------------------------------------------------------------------------------------------------------------- arrays
-
-// How a dtype is read and written.
-struct Conversion {
-  int64_t bytes;
-  void (*load)(const void*, int64_t, float*);
-  void (*store)(const float*, int64_t, void*);
-};
-
-Conversion ConversionOf(DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return {2, LoadBFloat16, StoreBFloat16};
-    case DType::kFloat16:
-      return {2, LoadFloat16, StoreFloat16};
-    default:
-      return {4, LoadFloat32, StoreFloat32};
-  }
-}
 
 auto* LoopOf(Kind kind) {
   return kind == Kind::kSilu ? Silu : kind == Kind::kGelu ? Gelu : kind == Kind::kRelu ? Relu : SquaredRelu;

@@ -5,6 +5,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "common/dtype.h"
+
 // Marks a function that is compiled for each instruction set. It does not apply to templates: one plain function for
 // each type. Sanitizers cannot instrument the resolvers that it makes.
 #if defined(__x86_64__) && defined(__linux__) && !defined(TE_JAX_SANITIZE) && \
@@ -58,5 +60,15 @@ TE_JAX_INLINE void FromFloat(float x, Float16* out) {
   const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
   out->bits = static_cast<uint16_t>((magnitude >= (143u << 23) ? special : finite) | ((bits >> 16) & 0x8000u));
 }
+
+// How arrays of a dtype become floats, and floats such arrays.
+struct Conversion {
+  int64_t bytes;  // of one value
+  void (*load)(const void* from, int64_t count, float* to);
+  void (*store)(const float* from, int64_t count, void* to);
+  void (*add)(const void* from, int64_t count, float* to);  // adds, and rounds each sum to the dtype
+};
+
+Conversion ConversionOf(DType dtype);
 
 }  // namespace te
