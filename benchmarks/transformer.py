@@ -65,7 +65,6 @@ Parameters = dict[str, jax.Array]
 
 _FP8 = CurrentScaling(fast_accumulation=("forward", "dgrad", "wgrad"))
 _NORM_EPS, _ROPE_THETA = 1e-5, 500_000.0
-_ATTENTION: dict[str, Literal["cudnn", "xla"]] = {"gpu": "cudnn", "cpu": "xla"}
 _CALLS = {"gpu": 4, "cpu": 1}
 """Calls that are enqueued together, so that the dispatch of a few milliseconds hides behind one call at most."""
 
@@ -172,7 +171,7 @@ def _measure(
                 "implementation": name,
                 **row,
                 **relative,
-                "attention": _ATTENTION[jax.default_backend()],
+                "attention": "cudnn" if jax.default_backend() == "gpu" else "xla",
                 **errors[name],
             }
         )
@@ -311,7 +310,8 @@ def _block(parameters: Parameters, x: jax.Array, *, case: shapes.BlockShape, set
     projected = _from_stream(setup, h, tuple(parameters[name] for name in ("query", "key", "value")))
     query, key, value = (each.reshape(1, case.sequence, -1, case.head_dim) for each in projected)
     query, key = _rotated(query), _rotated(key)
-    mixed = ops.attention(query, key, value, causal=True, implementation=_ATTENTION[jax.default_backend()])
+    implementation = "native" if jax.default_backend() == "gpu" else "reference"
+    mixed = ops.attention(query, key, value, causal=True, implementation=implementation)
     x = x + _to_stream(setup, mixed.reshape(1, case.sequence, -1), parameters["out"])
     h = _rms_norm(x, parameters["mlp_norm"])
     gate, up = _from_stream(setup, h, (parameters["gate"], parameters["up"]))

@@ -248,7 +248,7 @@ def build_config(options: Options, tokenizer: "Tokenizer | None" = None) -> "Dec
         remat=remat,
         offload=_activations(remat) if "activations" in offloaded(options) else None,
         # XLA stops with an IndexError where cuDNN's attention meets xla_gpu_deterministic_ops (jax 0.11.2).
-        attention="xla" if options.deterministic else None,
+        attention="reference" if options.deterministic else None,
         vocab_size=preset.vocab_size if tokenizer is None else _rounded_up(tokenizer.vocab_size),
     )
 

@@ -15,7 +15,6 @@ from te_jax import native
 from te_jax.flax.linear import DenseGeneral, Initializer, layer_options
 from te_jax.flax.norm import RMSNorm
 from te_jax.nn import attention, linear
-from te_jax.ops.attention import Implementation
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 
@@ -78,7 +77,7 @@ class Attention(nn.Module):
     recipe: Recipe | None = None
     axis_name: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
-    attention_implementation: Implementation | None = None
+    attention_implementation: native.Implementation | None = None
     max_score_bytes: int = 2**30
 
     def __post_init__(self) -> None:

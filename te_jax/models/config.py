@@ -1,8 +1,9 @@
 """The shape of a decoder, and shapes with names."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
+from te_jax import native
 from te_jax._core.arguments import is_finite_number, is_whole_number, static_way_out
 from te_jax.nn.moe import Router
 from te_jax.offload import Offload
@@ -71,7 +72,7 @@ class DecoderConfig:
       head_recipe: how the gradients of the output head are quantized: see `te_jax.ops.linear_cross_entropy`. None
         computes them in `dtype`. `loss` with `parallel` refuses any other.
       experts: a mixture of experts in the place of every MLP; None for one MLP.
-      attention: the implementation of `te_jax.ops.attention`: "cudnn", "xla", or None, which chooses.
+      attention: the implementation of `te_jax.ops.attention`: "native", "reference", or None, which chooses.
 
     Raises:
       ValueError: a size is below 1, heads do not divide, a name is unknown, `recipe` is no recipe, `offload` no
@@ -93,7 +94,7 @@ class DecoderConfig:
     head_recipe: Recipe | None = None
     offload: Offload | None = None
     experts: Experts | None = None
-    attention: Literal["cudnn", "xla"] | None = None
+    attention: native.Implementation | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
@@ -125,8 +126,8 @@ class DecoderConfig:
             raise ValueError(f"offload is {self.offload!r}: it needs to be a te_jax.offload.Offload, or None")
         if self.experts is not None and not isinstance(self.experts, Experts):
             raise ValueError(f"experts is {self.experts!r}: it needs to be a te_jax.models.Experts, or None")
-        if self.attention not in (None, "cudnn", "xla"):
-            raise ValueError(f"attention is {self.attention!r}: choose 'cudnn', 'xla' or None")
+        if self.attention not in (None, "native", "reference"):
+            raise ValueError(f"attention is {self.attention!r}: choose 'native', 'reference' or None")
         if self.experts is not None and isinstance(self.recipe, DelayedScaling):
             raise ValueError(
                 "recipe is DelayedScaling, and experts have no scaling state: choose BlockScaling() or CurrentScaling()"

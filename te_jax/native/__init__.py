@@ -18,6 +18,7 @@ from te_jax.native.extension import (
     runtime_ffi_api,
     status,
     use_native,
+    validate_implementation,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "runtime_ffi_api",
     "status",
     "use_native",
+    "validate_implementation",
 ]

@@ -229,6 +229,12 @@ def compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+def validate_implementation(implementation: Any) -> None:
+    """Raises ValueError unless it is None, "native" or "reference"."""
+    if implementation not in (None, "native", "reference"):
+        raise ValueError(f"implementation is {implementation!r}; it must be None, 'native' or 'reference'")
+
+
 def use_native(implementation: Implementation | None, problem: str | None = None) -> bool:
     """Whether to run the native kernel rather than the reference.
 
@@ -241,10 +247,9 @@ def use_native(implementation: Implementation | None, problem: str | None = None
       ValueError: for any other name.
       NativeUnavailableError: for "native" where it cannot run.
     """
+    validate_implementation(implementation)
     if implementation == "reference":
         return False
-    if implementation not in (None, "native"):
-        raise ValueError(f"implementation is {implementation!r}; it must be None, 'native' or 'reference'")
     of_backend, surprising = _problem_on_default_backend()
     problem, surprising = (of_backend, surprising) if of_backend else (problem, True)
     if problem is None:

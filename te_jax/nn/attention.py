@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
 
-from te_jax import ops, sharding
+from te_jax import native, ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax._core.integers import validate_integers
 from te_jax.nn import linear
-from te_jax.ops.attention import Implementation
 from te_jax.quantized import QuantizedArray
 
 
@@ -66,7 +65,7 @@ class Settings:
     causal: bool
     window: int | None
     rope_theta: float | None
-    implementation: Implementation | None
+    implementation: native.Implementation | None
     max_score_bytes: int
 
     def __post_init__(self):

@@ -39,8 +39,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.recipe is not None:
             validate_recipe(self.recipe)
-        if self.implementation not in (None, "native", "reference"):
-            raise ValueError(f"implementation is {self.implementation!r}; it must be None, 'native' or 'reference'")
+        native.validate_implementation(self.implementation)
 
 
 class Layer(NamedTuple):

@@ -14,7 +14,6 @@ from te_jax import native
 from te_jax.nn import attention
 from te_jax.nnx.linear import Initializer, LinearGeneral
 from te_jax.nnx.norm import RMSNorm
-from te_jax.ops.attention import Implementation
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 
@@ -82,7 +81,7 @@ class Attention(nnx.Module):
         recipe: Recipe | None = None,
         axis_name: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
-        attention_implementation: Implementation | None = None,
+        attention_implementation: native.Implementation | None = None,
         max_score_bytes: int = 2**30,
         rngs: nnx.Rngs,
     ):

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from te_jax import reference, sharding
+from te_jax import native, reference, sharding
 from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
 from te_jax._core.derivatives import not_differentiated
 from te_jax._core.integers import as_int32, in_one_dtype
@@ -26,13 +26,12 @@ from te_jax.ops import _cudnn_attention
 from te_jax.ops._cudnn_attention import Masks
 from te_jax.ops._operands import as_array
 
-Implementation = Literal["cudnn", "xla"]
 Operands = Mapping[str, Array]
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _REVERSE_MODE = (
     "te_jax.ops.attention has first derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, "
-    "jax.jacfwd) or second derivatives use implementation='xla'"
+    "jax.jacfwd) or second derivatives use implementation='reference'"
 )
 
 
@@ -44,7 +43,8 @@ def attention(
     query_lengths: jax.typing.ArrayLike | None = None, key_lengths: jax.typing.ArrayLike | None = None,
     segment_ids: jax.typing.ArrayLike | None = None, key_segment_ids: jax.typing.ArrayLike | None = None,
     scale: float | None = None, bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
-    return_lse: Literal[False] = False, max_score_bytes: int = 2**30, implementation: Implementation | None = None,
+    return_lse: Literal[False] = False, max_score_bytes: int = 2**30,
+    implementation: native.Implementation | None = None,
 ) -> Array: ...
 @overload
 def attention(
@@ -53,7 +53,8 @@ def attention(
     query_lengths: jax.typing.ArrayLike | None = None, key_lengths: jax.typing.ArrayLike | None = None,
     segment_ids: jax.typing.ArrayLike | None = None, key_segment_ids: jax.typing.ArrayLike | None = None,
     scale: float | None = None, bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
-    return_lse: Literal[True], max_score_bytes: int = 2**30, implementation: Implementation | None = None,
+    return_lse: Literal[True], max_score_bytes: int = 2**30,
+    implementation: native.Implementation | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def attention(
@@ -72,7 +73,7 @@ def attention(
     sinks: jax.typing.ArrayLike | None = None,
     return_lse: bool = False,
     max_score_bytes: int = 2**30,
-    implementation: Implementation | None = None,
+    implementation: native.Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
     r"""softmax(scale · query keyᵀ + bias) value, of each head; a query that sees no key gives 0.
 
@@ -98,17 +99,17 @@ def attention(
         keys from a query.
       sinks: floats [N]: a further score of every query, without a value.
       return_lse: also return the log-sum-exp of the scores, with the sinks. Its gradient is right, but costs time.
-      max_score_bytes: limit of XLA's float32 scores of one device on CUDA; ignored with implementation="xla".
-      implementation: None chooses; "cudnn" and "xla" never fall back. "xla" has all derivatives, not only first ones
-        in reverse mode.
+      max_score_bytes: limit of XLA's float32 scores of one device on CUDA; ignored with implementation="reference".
+      implementation: "native" is cuDNN, "reference" XLA with all derivatives, not only first ones in reverse mode;
+        neither falls back. None chooses.
 
     Returns:
       [B, T, N, H] in the dtype of query; with return_lse also float32 [B, T, N].
 
     Raises:
       ValueError: an argument breaks a rule above. While lowering: neither cuDNN nor XLA within `max_score_bytes` can
-        compute it, or implementation="cudnn" cannot.
-      NotImplementedError: forward mode and second derivatives, unless implementation="xla".
+        compute it, or implementation="native" cannot.
+      NotImplementedError: forward mode and second derivatives, unless implementation="reference".
 
     Example:
       >>> import jax.numpy as jnp
@@ -119,8 +120,7 @@ def attention(
       >>> out[0, :, 0, 0].tolist()
       [0.0, 8.0, 24.0, 40.0, 56.0]
     """
-    if implementation not in (None, "cudnn", "xla"):
-        raise ValueError(f"implementation is {implementation!r}; it must be None, 'cudnn' or 'xla'")
+    native.validate_implementation(implementation)
     given = {
         "query": query,
         "key": key,
@@ -149,7 +149,7 @@ def attention(
     masks = Masks(causal, None if window is None else int(window), head_dim**-0.5 if scale is None else float(scale))
     settings = _Settings(masks, implementation, int(max_score_bytes))
     operands = _prepared(arrays, t, s)
-    if implementation != "xla":
+    if implementation != "reference":
         operands = reverse_mode_only(operands, _REVERSE_MODE)
     out, lse = _run(operands, settings, return_lse)
     return (out, lse) if return_lse else out
@@ -234,7 +234,7 @@ class _Settings:
     """The static arguments, together."""
 
     masks: Masks
-    implementation: Implementation | None
+    implementation: native.Implementation | None
     max_score_bytes: int
 
     def by_xla(self, operands: Operands) -> tuple[Array, Array]:
@@ -244,7 +244,7 @@ class _Settings:
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=sharding.INLINE)
 def _run(operands: dict[str, Array], settings: _Settings, return_lse: bool) -> tuple[Array, Array | None]:
-    attend = settings.by_xla if settings.implementation == "xla" else functools.partial(_attention, settings)
+    attend = settings.by_xla if settings.implementation == "reference" else functools.partial(_attention, settings)
     out, lse = attend(operands)
     return out, jnp.swapaxes(lse, 1, 2) if return_lse else None
 
@@ -420,7 +420,7 @@ def _by_platform(
     elsewhere = on_cuda = xla = traced(by_xla)
     if problem is None:
         on_cuda = traced(by_cudnn)
-    elif settings.implementation == "cudnn":
+    elif settings.implementation == "native":
         on_cuda = f"{problem}; or use implementation=None"
     else:
         *batch_and_time, heads, _ = operands["query"].shape
@@ -430,10 +430,10 @@ def _by_platform(
             size = f"{4 * math.prod(sizes)} bytes" if known else "an unknown size"
             on_cuda = (
                 f"{problem}; or let XLA hold scores of {size}, more than max_score_bytes={settings.max_score_bytes}: "
-                "raise it, or use implementation='xla'"
+                "raise it, or use implementation='reference'"
             )
-    if settings.implementation == "cudnn":
-        elsewhere = "implementation is 'cudnn', and the program is not lowered for CUDA: use None"
+    if settings.implementation == "native":
+        elsewhere = "implementation is 'native', cuDNN, and the program is not lowered for CUDA: use None"
     return tuple(_platform_p.bind(*inputs.values(), types=tuple(xla.out_avals), cuda=on_cuda, default=elsewhere))
 
 

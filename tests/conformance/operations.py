@@ -26,7 +26,6 @@ from ops.quantize_oracle import random_case as random_magnitudes
 from te_jax import checkpoint_policies, ops, parallel
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 
-
 # Tensor cores add products of FP8 up with about 14 bits: how devices share a sum shows.
 FP8_SUMS = 1e-3 if jax.default_backend() == "gpu" else None
 
@@ -203,10 +202,6 @@ def attention(name, kv_heads, *, options=None, extra=(), layouts=("batch", "head
         }
         return {name: x for name, x in operands.items() if name in ("query", "key", "value", *extra)}
 
-    def call(implementation=None, **operands):
-        names = {"native": None, "reference": "xla"}
-        return ops.attention(**operands, **options, implementation=names.get(implementation, implementation))
-
     def oracle(query, key, value, bias=None, sinks=None, key_lengths=None, segment_ids=None):
         positions = np.arange(TIME, dtype=np.int32)
         t, s = positions[None, :, None], positions[None, None, :]
@@ -240,12 +235,13 @@ def attention(name, kv_heads, *, options=None, extra=(), layouts=("batch", "head
     return Operation(
         name=f"attention, {name}",
         draw=draw,
-        call=call,
+        call=functools.partial(ops.attention, **options),
         oracle=oracle,
         dtypes=dtypes,
         differentiable=tuple(gradients),
-        refuses={"native": "use implementation='xla'"},
+        refuses={"native": "use implementation='reference'"},
         layouts={name: every[name] for name in layouts},
+        without={"implementations": "the native one is cuDNN, which no CPU has"},
         **fields,
     )
 

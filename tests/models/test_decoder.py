@@ -266,7 +266,7 @@ def test_deeper_decoders_have_no_more_generators_to_compile():
         ({"rope_theta": None}, "rope_theta is None"),
         ({"offload": "activations"}, "offload is 'activations': it needs to be a te_jax.offload.Offload, or None"),
         ({"dtype": "float16"}, "dtype is 'float16': choose one of float32, bfloat16"),
-        ({"attention": "flash"}, "attention is 'flash': choose 'cudnn', 'xla' or None"),
+        ({"attention": "flash"}, "attention is 'flash': choose 'native', 'reference' or None"),
     ],
 )
 def test_config_refuses_what_cannot_be_built(change, words):

@@ -20,7 +20,7 @@ from te_jax.ops._cudnn_attention import Masks
 from te_jax.testing import assert_close
 
 B, T, S, H = 3, 12, 20, 8
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, "xla"])
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, "reference"])
 
 
 def normal(rng, *shape, dtype="float32"):
@@ -81,7 +81,7 @@ AROUND = [("", (B,), False), ("bias", (B,), True), ("bias", (2, B), False), ("si
 
 @pytest.mark.parametrize(
     ("name", "implementation", "kv_heads", "extra"),
-    [(name, (None, "xla")[i % 2], *OPERANDS[i % len(OPERANDS)]) for i, name in enumerate(MASKS)],
+    [(name, (None, "reference")[i % 2], *OPERANDS[i % len(OPERANDS)]) for i, name in enumerate(MASKS)],
 )
 def test_values_and_gradients(name, kv_heads, extra, implementation, rng):
     """With a log-sum-exp that has a gradient, too."""
@@ -329,9 +329,9 @@ def test_scores_on_a_gpu_are_limited(change, message):
     ):
         for_cuda(run, query, query, query)
     with pytest.raises(ValueError, match=message + ".*or use implementation=None"):
-        for_cuda(functools.partial(run, implementation="cudnn"), query, query, query)
+        for_cuda(functools.partial(run, implementation="native"), query, query, query)
     jax.jit(run).trace(query, query, query).lower(lowering_platforms=("cpu",))
-    for options in ({"max_score_bytes": 2**33}, {"implementation": "xla"}):
+    for options in ({"max_score_bytes": 2**33}, {"implementation": "reference"}):
         program = for_cuda(functools.partial(run, **options), query, query, query)
         assert calls(program) == []
     small = jax.ShapeDtypeStruct((1, 1024, *query.shape[2:]), query.dtype)
@@ -339,9 +339,9 @@ def test_scores_on_a_gpu_are_limited(change, message):
 
 
 def test_named_cudnn_is_not_for_cpus(rng):
-    message = r"^implementation is 'cudnn', and the program is not lowered for CUDA: use None"
+    message = r"^implementation is 'native', cuDNN, and the program is not lowered for CUDA: use None"
     with jax.default_device(jax.devices("cpu")[0]), pytest.raises(ValueError, match=message):
-        ops.attention(**draw(rng, dtype="bfloat16"), implementation="cudnn")
+        ops.attention(**draw(rng, dtype="bfloat16"), implementation="native")
 
 
 BF16 = {"query": (1, 256, 4, 64), "key": (1, 256, 2, 64)}
