@@ -2,8 +2,8 @@
 
 from te_jax.models.config import PRESETS, DecoderConfig, Experts
 from te_jax.models.decoder import Losses, apply, init, init_scaling_state, is_head, loss, losses, requantize
+from te_jax.models.parallel import TensorParallel, param_specs
 from te_jax.models.sharded import parallel_apply, parallel_loss, parallel_losses
-from te_jax.models.tensor_parallel import TensorParallel, param_specs
 
 __all__ = [
     "PRESETS",

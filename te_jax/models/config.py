@@ -9,6 +9,9 @@ from te_jax.nn.moe import Router
 from te_jax.offload import Offload
 from te_jax.recipe import DelayedScaling, Recipe
 
+MLP = ("gate", "up", "down")
+"""The names of a block's kernels that a mixture of experts has one of for each expert."""
+
 _DTYPES = ("float32", "bfloat16")
 
 

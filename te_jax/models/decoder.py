@@ -26,9 +26,9 @@ import jax.numpy as jnp
 
 from te_jax import ops, sharding
 from te_jax.models import tensor_parallel
-from te_jax.models.config import DecoderConfig
-from te_jax.models.mixture import MLP, Balance, mixture
-from te_jax.models.tensor_parallel import TensorParallel
+from te_jax.models.config import MLP, DecoderConfig
+from te_jax.models.mixture import Balance, mixture
+from te_jax.models.parallel import TensorParallel
 from te_jax.nn.attention import rotary_tables, rotate
 from te_jax.nn.layers import apply_layers
 from te_jax.nn.microbatches import AccumulatedKernel, dense_kernels

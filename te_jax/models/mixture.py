@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from te_jax import native, ops
-from te_jax.models.config import DecoderConfig
+from te_jax.models.config import MLP, DecoderConfig
+from te_jax.models.parallel import TensorParallel
 from te_jax.nn.microbatches import dense_kernels
 from te_jax.nn.moe import moe
-
-if TYPE_CHECKING:
-    from te_jax.models.tensor_parallel import TensorParallel
-
-MLP = ("gate", "up", "down")
-"""The names of a block's kernels that a mixture of experts has one of for each expert."""
 
 
 class Balance(NamedTuple):

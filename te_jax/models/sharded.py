@@ -9,7 +9,7 @@ from te_jax import sharding
 from te_jax.models import decoder
 from te_jax.models.config import DecoderConfig
 from te_jax.models.decoder import Implementation, ScalingState
-from te_jax.models.tensor_parallel import TensorParallel, param_specs
+from te_jax.models.parallel import TensorParallel, param_specs
 
 _EVERYWHERE = PartitionSpec()
 
