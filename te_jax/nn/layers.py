@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax.offload import Offload
-from te_jax.offload._stack import describe, run_layers
+from te_jax.offload.stack import describe, run_layers
 
 X = TypeVar("X")
 

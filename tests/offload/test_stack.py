@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
 from te_jax.nn import accumulate_gradients, apply_layers, dense_kernels, residual_table
-from te_jax.offload import LAYER_INPUT, Offload, _stack
+from te_jax.offload import LAYER_INPUT, Offload, stack
 from te_jax.recipe import BlockScaling, DelayedScaling
 from te_jax.testing import assert_close
 
@@ -112,7 +112,7 @@ def copies(function, *operands):
     [("input", 1), ("input and hidden", 2), ("hidden", 1), ("two stay", 1), ("all stay", 0), ("everything", None)],
 )
 def test_what_leaves_comes_back_once(case, leaves, params, stream, monkeypatch):
-    monkeypatch.setattr(_stack, "_is_whole", lambda: False)
+    monkeypatch.setattr(stack, "_is_whole", lambda: False)
     remat, offload = CASES[case]
     there, back = copies(gradient(remat, offload), params, stream)
     assert there == back
@@ -139,9 +139,9 @@ def test_many_residuals_of_a_layer_leave_as_one_array(quantize, params, stream, 
     keep = jax.checkpoint_policies.save_only_these_names("a", "b", "c", "d")
     offload = Offload(names=("a", "b", "c", "d"), min_size=0, quantize=("b",) if quantize else False)
     gradient = jax.grad(functools.partial(loss, offload=offload), argnums=(0, 1))
-    monkeypatch.setattr(_stack, "_is_whole", lambda: False)
+    monkeypatch.setattr(stack, "_is_whole", lambda: False)
     expected = gradient(params, stream)
-    monkeypatch.setattr(_stack, "_is_whole", lambda: True)
+    monkeypatch.setattr(stack, "_is_whole", lambda: True)
     one = ("float32", ((3 if quantize else 4) * stream.size,))
     fp8 = [("float8_e4m3fn", (ROWS, WIDTH))] if quantize else []
     there, back = copies(gradient, params, stream)
