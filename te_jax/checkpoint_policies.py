@@ -1,4 +1,4 @@
-"""What `jax.checkpoint` keeps of layers: FP8 operands in one byte a value, and results of attention.
+"""Policies for `jax.checkpoint` that keep FP8 operands, one byte a value, and results of attention.
 
 The rest is recomputed.
 

@@ -61,7 +61,7 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array that it stands for."""
+        """Shape of the array that it stands for."""
         if self.data is not None:
             return self.data.shape
         assert self.transposed is not None
@@ -70,7 +70,7 @@ class QuantizedArray:
 
     @property
     def ndim(self) -> int:
-        """Of the array that it stands for."""
+        """Number of dimensions of the array that it stands for."""
         return len(self.shape)
 
     @property

@@ -53,7 +53,7 @@ class Quantization:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What all recipes have in common.
+    """The base of all recipes.
 
     Args:
       forward_dtype: FP8 format of activations and kernels.

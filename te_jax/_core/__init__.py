@@ -1,1 +1,1 @@
-"""What every other package of te_jax may import, and what imports none of them."""
+"""Helpers that every other package of te_jax may import, and that import none of them."""

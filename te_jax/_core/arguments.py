@@ -58,5 +58,5 @@ def static_way_out(value: Any) -> str:
 
 
 def kind_of(x: Any) -> str:
-    """What x is, for errors, without its values."""
+    """A description of x for errors, without its values."""
     return "None" if x is None else f"of type {type(x).__name__}"

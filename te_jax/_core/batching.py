@@ -1,4 +1,4 @@
-"""What `jax.vmap` must be told about results of a `jax.custom_vjp`."""
+"""A rule of `jax.vmap` for results of a `jax.custom_vjp`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jax import Array
 def batched_together(results: tuple[Array, ...]) -> tuple[Array, ...]:
     """The results of a function with a rule of its own for gradients, all mapped by vmap if one of them is.
 
-    Of a result that is the same for all examples JAX adds up the cotangents before it calls the rule. Where the rule
-    adds to them those of mapped results, as in a sum over several products, the former count once for each example.
+    If a result is the same for all examples, JAX adds up its cotangents before it calls the rule. If the rule then adds
+    cotangents of mapped results, as in a sum over several products, the former count once for each example.
     """
     return tuple(_together(*results)) if len(results) > 1 else results
 

@@ -1,4 +1,4 @@
-"""What kernels, and the programs that call them, know a device by in all processes of a job; and how fast it may be."""
+"""The identity of a device for kernels and programs, the same in all processes of a job; and its peak speed."""
 
 from __future__ import annotations
 

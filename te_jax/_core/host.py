@@ -1,4 +1,4 @@
-"""What the host itself says about its processors, NVIDIA driver and CUDA toolkit, without JAX.
+"""Facts of the host about its processors, NVIDIA driver and CUDA toolkit, without JAX.
 
 Every function answers "not there" with None or an empty result and raises nothing: `te-jax doctor` exists for broken
 machines, and a benchmark's record must not fail for want of a driver version.

@@ -125,7 +125,7 @@ def _family(name: str) -> "Family | None":
 
 
 def _line(name: str) -> str | None:
-    """What the list says of a module of benchmarks; None for the helpers among them."""
+    """The line of a module of benchmarks in the list; None for the helpers among them."""
     try:
         family = _family(name)
     except UserError as error:

@@ -62,7 +62,7 @@ class Device:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What offload can use.
+    """The host memory that offload can use.
 
     Attributes:
       gib: of the machine.
@@ -160,7 +160,7 @@ def gather() -> Report:
 
 
 def advise(report: Report) -> tuple[Advice, ...]:
-    """What is missing from the GPU path and the optional parts, in the order in which to mend it."""
+    """Advice on missing parts of the GPU path and on optional parts, in the order in which to mend them."""
     parts = (_package_advice, _device_advice, _extension_advice, _train_advice)
     return tuple(advice for part in parts for advice in part(report))
 
@@ -224,7 +224,7 @@ def _describe(device: Any) -> Device:
 
 
 def _ask(question: Callable[[], _Value], otherwise: _Value) -> _Value:
-    """What a device answers. Not every backend has an answer, and each says so with an error of its own."""
+    """The answer of a device. Not every backend has an answer, and each says so with an error of its own."""
     try:
         return question()
     except Exception:
@@ -431,7 +431,7 @@ def _train_text(report: Report) -> str:
 
 
 def _verdict(report: Report) -> str:
-    """What works, and what to type next, in one line."""
+    """One line that says whether te_jax works here, and what to type next."""
     if report.gpu_path_usable:
         works, trial = "te_jax works on this machine's GPU.", "te-jax train --recipe block --compare"
     elif any(extension.platform == "cpu" and extension.loaded for extension in report.extensions):

@@ -1,4 +1,4 @@
-"""What `te-jax` tells its user on stderr: one sentence, without a traceback."""
+"""Errors of `te-jax` on stderr: one sentence, without a traceback."""
 
 import sys
 

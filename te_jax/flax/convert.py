@@ -297,7 +297,7 @@ def _has_kernel(context: InterceptorContext) -> bool:
 def _compute(
     module: Any, options: linear.Options, inputs: jax.typing.ArrayLike, einsum_str: str | None = None
 ) -> Array:
-    """What a layer of Flax returns, on te_jax's products."""
+    """The result of a layer of Flax, by te_jax's products."""
     if isinstance(module, nn.Einsum):
         return layers.einsum(module, inputs, einsum_str, options)
     inputs = jnp.asarray(inputs)
@@ -314,7 +314,7 @@ def _compute(
 
 
 def _foreign_part(module: Any, call: Callable[..., Any], context: InterceptorContext) -> str | None:
-    """What another library adds to a call of a layer, if so: te_jax's product would disconnect it."""
+    """A part that another library adds to a call of a layer, if any: te_jax's product would disconnect it."""
     if call is not context.orig_method:
         return "it runs in a nn.intercept_methods of the model"
     holder = module
@@ -326,7 +326,7 @@ def _foreign_part(module: Any, call: Callable[..., Any], context: InterceptorCon
 
 
 def _own_behaviour(module: Any) -> str | None:
-    """What a layer of Flax does otherwise than te_jax's, if so."""
+    """How a layer of Flax behaves otherwise than te_jax's, if so."""
     flax = next(layer for layer in _FLAX if isinstance(module, layer))
     if type(module).__call__ is not flax.__call__:
         return f"{type(module).__name__} has a __call__ of its own"

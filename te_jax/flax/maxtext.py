@@ -57,7 +57,7 @@ class MaxTextQuantization:
     _log: _Log = dataclasses.field(default_factory=_Log, init=False, repr=False, compare=False)
 
     def dot_general_cls(self, mesh_axes: Sequence[str | None] = ()) -> Callable[[], DotGeneral]:
-        """What makes the Linen module that multiplies the inputs and the kernel of one layer.
+        """Returns the class of the Linen module that multiplies the inputs and the kernel of one layer.
 
         Args:
           mesh_axes: the logical names of the kernel's dimensions.

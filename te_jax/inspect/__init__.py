@@ -1,4 +1,4 @@
-"""What a compiled program does: which collectives it runs, and how large its arrays are."""
+"""Collectives and arrays of a compiled program."""
 
 from te_jax.inspect.buffers import Buffer, buffers
 from te_jax.inspect.collectives import KINDS, Collective, assert_no_resharding, collectives, parse, table

@@ -45,7 +45,7 @@ ScalingState = list[dict[str, DelayedScalingState]]
 
 
 class Losses(NamedTuple):
-    """What `losses` returns.
+    """The result of `losses`.
 
     Attributes:
       objective: float32 scalar, what training minimises: the cross-entropy, and the experts' auxiliary losses times
@@ -61,7 +61,7 @@ class Losses(NamedTuple):
 
 
 class Projections(Protocol):
-    """What a block does with its parameters, which are called by their names in `init`.
+    """The operations of a block on its parameters, which go by their names in `init`.
 
     Split over devices, the residual stream is this device's part of the time, and all else its heads and MLP columns.
     """
@@ -327,7 +327,7 @@ def _hidden(
     parallel: TensorParallel | None,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, Balance | None, jax.Array]:
-    """What the head reads, how experts share the tokens, and the head."""
+    """The input of the head, the balance of the experts, and the head."""
     DecoderConfig.check(config)
     _check_tokens("tokens", tokens)
     if (scaling_state is not None) != isinstance(config.recipe, DelayedScaling):

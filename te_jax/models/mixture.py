@@ -15,7 +15,7 @@ from te_jax.nn.moe import moe
 
 
 class Balance(NamedTuple):
-    """What experts add to losses, of the blocks so far: float32 scalars."""
+    """The auxiliary loss and the largest load of the experts of the blocks so far: float32 scalars."""
 
     auxiliary: jax.Array
     largest_load: jax.Array

@@ -116,7 +116,7 @@ def parallel_losses(
 
 
 def _specs(mesh: Mesh, config: DecoderConfig, parallel: TensorParallel) -> tuple[dict[str, Any], PartitionSpec]:
-    """Of parameters and of tokens."""
+    """The specs of parameters and of tokens."""
     missing = [name for name in (parallel.axis_name, *parallel.batch_axes) if name not in mesh.shape]
     if missing:
         raise ValueError(f"mesh has axes {mesh.axis_names}, and parallel names {missing}: name axes of the mesh")

@@ -115,7 +115,7 @@ def _load(platform: str) -> tuple[types.ModuleType | None, ExtensionStatus]:
 
 
 def _truncation(path: str | None) -> str | None:
-    """What an ELF file lacks of the sections that its header counts, which come last. Loading it would be a SIGBUS."""
+    """The truncation of an ELF file whose header counts sections beyond its end. Loading it would be a SIGBUS."""
     try:
         with open(path or "", "rb") as file:
             header, size = file.read(64), os.fstat(file.fileno()).st_size
@@ -297,7 +297,7 @@ def register() -> tuple[str, ...]:
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """What `jax.export.export` needs as `disabled_checks` to export a function that calls native kernels or cuDNN.
+    """The `disabled_checks` that `jax.export.export` needs to export a function that calls native kernels or cuDNN.
 
         exported = jax.export.export(jax.jit(fn), disabled_checks=te_jax.native.export_checks())(*args)
 

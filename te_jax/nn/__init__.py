@@ -1,4 +1,4 @@
-"""What the Linen and NNX modules share, without a module system: also for models that are plain functions."""
+"""Layers, and loops over layers, without a module system: for Linen, NNX and models that are plain functions."""
 
 from te_jax.nn.layers import apply_layers, residual_table
 from te_jax.nn.microbatches import accumulate_gradients, dense_kernels

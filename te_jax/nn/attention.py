@@ -60,7 +60,7 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What an attention layer says to all calls: see `te_jax.nnx.Attention`."""
+    """The options of an attention layer, the same for all calls: see `te_jax.nnx.Attention`."""
 
     causal: bool
     window: int | None

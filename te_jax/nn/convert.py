@@ -1,4 +1,4 @@
-"""What `te_jax.nnx.convert` and `te_jax.flax.convert` share: which layers are converted, and the report of it."""
+"""The common part of `te_jax.nnx.convert` and `te_jax.flax.convert`: which layers are converted, and the report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """What a conversion did with each layer. Printed, it is a table: layers that differ in numbers are one row.
+    """The outcome of a conversion for each layer. Printed, it is a table: layers that differ in numbers are one row.
 
     A conversion does not fuse norms with the layers after them, nor gate, up and down of an MLP: which results go where
     stands in the functions of a model, and not in its structure. Use te_jax's modules for that.

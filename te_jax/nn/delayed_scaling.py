@@ -13,7 +13,7 @@ STATE_NAMES = ("activation_amax_history", "kernel_amax_history", "gradient_amax_
 
 
 def initial_state(recipe: DelayedScaling) -> dict[str, Array]:
-    """What a layer keeps between steps, by name."""
+    """The state of a layer between steps, by name."""
     state = recipe.init()
     return dict(zip(STATE_NAMES, (state.activation, state.kernel, state.gradient, state.uses), strict=True))
 

@@ -30,7 +30,7 @@ Activation = Literal["gelu", "relu", "silu"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What layers hand on to `te_jax.ops.dense`."""
+    """Options of `te_jax.ops.dense` that layers have."""
 
     recipe: Recipe | None
     axis_name: str | tuple[str, ...] | None
@@ -43,7 +43,7 @@ class Options:
 
 
 class Layer(NamedTuple):
-    """What a linear layer holds."""
+    """The arrays of a linear layer."""
 
     kernel: Array | QuantizedArray | AccumulatedKernel
     bias: Array | None

@@ -57,7 +57,7 @@ class Router:
 
 
 class MoEResult(NamedTuple):
-    """What `moe` returns.
+    """The result of `moe`.
 
     Attributes:
       y: [*tokens, out], like x.
@@ -114,8 +114,8 @@ def moe(
 
     Tokens are sorted by expert, and multiplied by grouped GEMMs: no token is dropped unless a capacity is given, and no
     expert computes more than its tokens, padded to 128 with a recipe. The weights are multiplied into the activations,
-    before the last product. Of all that grows with the tokens, the backward pass keeps x, the values before the
-    activation ("te_moe_preactivation"), the weights and the permutation. It computes the rest again, without GEMMs.
+    before the last product. The residuals that grow with the tokens are x, the values before the activation
+    ("te_moe_preactivation"), the weights and the permutation. The backward pass computes the rest again, without GEMMs.
 
     All tokens at hand are sorted together. Where they are split over devices, call this inside `shard_map`. With
     axis_name each device then holds some of the experts only, and rows of tokens travel to them and back
@@ -235,7 +235,7 @@ def for_each_expert(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _logits(x: Array, kernel: Array, bias: Any) -> Array:
-    """Of the router, in float32; of the gradient of x, the part through here is rounded to the dtype of x."""
+    """The router's logits in float32. Their part of the gradient of x is rounded to the dtype of x."""
     operands = reverse_mode_only((x, kernel.astype(jnp.float32)), _REVERSE_MODE)
     logits = _product(*sharding.varying_together(operands))
     if bias is None:
@@ -345,7 +345,7 @@ def _experts(
 
 
 def _bias(weights: Array, plan: ops.Permutation | parallel.DispatchPlan, bias: Any, *, weighted: str) -> Array:
-    """What the bias of the last product adds to each token, in float32."""
+    """The weighted sum of the biases of each token's experts, in float32."""
     bias = jnp.asarray(bias)
     if isinstance(plan, parallel.DispatchPlan):
         permutation = plan.permutation

@@ -21,7 +21,7 @@ Kind = Literal["rms", "layer"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What norms hand on to `te_jax.ops.rms_norm` or `te_jax.ops.layer_norm`.
+    """Options of `te_jax.ops.rms_norm` or `te_jax.ops.layer_norm`.
 
     Attributes:
       kind: which of the two.

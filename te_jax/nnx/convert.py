@@ -125,7 +125,7 @@ def revert(model: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Before:
-    """What a layer was before its conversion: its class, and its options if it was one of te_jax."""
+    """The class of a layer before its conversion, and its options if it was one of te_jax."""
 
     layer: type[nnx.Module]
     options: linear.Options | None
@@ -200,7 +200,7 @@ def _kernels_of_another_class(paths: tuple[str, ...], module: nnx.Module) -> Ite
 
 
 def _foreign_part(module: Any) -> str | None:
-    """What another library added to a layer of Flax, if so: te_jax's product would disconnect it."""
+    """A part that another library added to a layer of Flax, if any: te_jax's product would disconnect it."""
     if isinstance(module, LinearGeneral | Einsum):
         return None
     if hasattr(module, "qwix_path"):  # qwix marks all modules of its models

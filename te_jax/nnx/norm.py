@@ -16,7 +16,7 @@ from te_jax.recipe import Quantization, Recipe
 
 
 class _Norm(nnx.Module):
-    """What both norms have."""
+    """The parameters and options of both norms."""
 
     scale: nnx.Param[Any] | None
     bias: nnx.Param[Any] | None

@@ -1,4 +1,4 @@
-"""What a training step keeps in host memory, and copies while the GPU computes.
+"""Residuals and optimizer states in host memory, copied while the GPU computes.
 
 `te_jax.nn.apply_layers` with an `Offload` moves what layers keep for the backward pass, and `te_jax.nn.residual_table`
 shows what that is. `te_jax.optim.offload` moves the state of an optimizer.

@@ -28,7 +28,7 @@ class Residual:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole array, on all devices."""
+        """Bytes of the whole array, on all devices."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ _CALLS = frozenset(
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """What is known of a variable.
+    """Facts about a variable.
 
     Attributes:
       array: the same object for values that are the same array but for their shape.
@@ -48,7 +48,7 @@ class Value:
 
 
 def values_of(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-    """What is known of the jaxpr's outputs.
+    """The facts about the jaxpr's outputs.
 
     Args:
       jaxpr: the program. Calls are looked into; of loops and `shard_map` only names come out.

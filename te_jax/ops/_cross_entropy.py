@@ -1,4 +1,4 @@
-"""What losses of a softmax have in common: their parameters, codes of labels, and the kernels on logits."""
+"""The common parts of softmax losses: their parameters, codes of labels, and the kernels on logits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Loss:
         return where_counted(codes, value)
 
     def gradient_attributes(self, vocab: int) -> dict[str, float]:
-        """What the gradient's kernels need beside `softcap`."""
+        """Attributes of the gradient's kernels, beside `softcap`."""
         return {
             "label_smoothing": self.label_smoothing,
             "uniform": self.label_smoothing / vocab,

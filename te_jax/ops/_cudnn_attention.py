@@ -290,7 +290,7 @@ class _Call:
 
 
 def _lowest(dtype) -> float:
-    """What stands for -inf, from which cuDNN may subtract another one."""
+    """The number in the place of -inf: cuDNN may subtract two of them."""
     return -(2.0**15) if dtype == jnp.float16 else -(2.0**41)
 
 

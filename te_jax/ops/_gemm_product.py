@@ -22,7 +22,7 @@ from te_jax.reference.gemm import epilogue
 
 Algorithm = Literal["auto", "cublaslt", "te_jax"]
 Scaling = Literal["none", "tensor", "row", "block"]
-"""Of a product: both operands' scales together."""
+"""The scales of both operands of a product."""
 Group = Literal["m", "n", "k"]
 """The outer dimensions of lhs and of rhs, and those summed over."""
 

@@ -41,7 +41,7 @@ _MOST_PARTIALS = 264  # sums of dgamma and dbeta: two for each multiprocessor of
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """What is computed: hashable, a static argument.
+    """The static arguments of a norm; hashable.
 
     Attributes:
       epsilon: added to the variance.

@@ -1,4 +1,4 @@
-"""What several operations ask of an operand, each with an error that names it."""
+"""Checks of operands that several operations share; each error names the operand."""
 
 from __future__ import annotations
 

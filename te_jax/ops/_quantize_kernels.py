@@ -61,7 +61,7 @@ def quantize_by_kernels(x: Array, amax: Array | None, request: Request) -> Quant
 
 
 def families_of(quantization: Quantization, copies: Copies) -> frozenset[str]:
-    """Which of "tensor", "row" and "block" the scalings of the copies are."""
+    """The scalings of the copies: "tensor", "row" or "block"."""
     return frozenset(scaling.partition("_")[0] for scaling in scalings_of(quantization, copies))
 
 

@@ -35,7 +35,7 @@ from te_jax.reference.quantize import Copies, blocked_groups
 def quantize_rows(
     x: Array, rows: Array, quantization: Quantization, copies: Copies, use_native: bool
 ) -> QuantizedArray:
-    """What `ops.quantize` gives for x[rows], bit for bit, with zeros for rows that x does not have.
+    """`ops.quantize` of x[rows], bit for bit, with zeros for rows that x does not have.
 
     Args:
       x: [count, cols], float32, bfloat16 or float16.

@@ -318,7 +318,7 @@ class _Split:
         return cls(tuple(operands), wanted, heads // kv_heads, shared, kv_heads == 1 < heads)
 
     def rule(self, results: tuple[str, ...]) -> str:
-        """What `sharding.per_shard` takes."""
+        """The rule for `sharding.per_shard`."""
         terms = self.terms()
         left, right = (", ".join(terms[name] for name in names) for names in (self.names, results))
         return f"{left} -> {right}"
@@ -409,7 +409,7 @@ def _by_platform(
     *,
     backward: bool = False,
 ) -> tuple[Array, ...]:
-    """What a program runs on the platform that it is lowered for."""
+    """The results of cuDNN or of XLA, chosen when the program is lowered for a platform."""
     problem = _cudnn_attention.problem(
         operands, backward=backward, lse_cotangent="dlse" in inputs, max_mask_bytes=settings.max_score_bytes
     )

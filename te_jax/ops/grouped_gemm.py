@@ -321,7 +321,7 @@ def cuda_problem(scaling: Scaling | None, dtype: np.dtype, groups: int, of_lhs: 
 
 
 _MOST_GROUPS = 1500
-"""Whose bounds have room in shared memory beside the tiles."""
+"""The bounds of more groups have no room in shared memory beside the tiles."""
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
@@ -346,7 +346,7 @@ def _forward(lhs: Array, rhs: Array, bounds: Array, dtype: np.dtype, use_native:
 def _backward(dtype: np.dtype, use_native: bool, residuals, dout: Array):
     lhs, rhs, bounds = residuals
     layouts = [sharding.Layout.of(x) for x in (lhs, rhs)]
-    # Of two dtypes the products are in float32: neither the gradient nor an operand is rounded.
+    # Products of two dtypes are in float32: neither the gradient nor an operand is rounded.
     common = lhs.dtype if lhs.dtype == dtype else np.dtype(np.float32)
     lhs, rhs, dout = (x.astype(common) for x in (lhs, rhs, dout))
     dgrad = _rows_spec(layouts[0].dtype, native=use_native, transposed=True)

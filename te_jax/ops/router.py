@@ -62,9 +62,9 @@ def router(
 
     A normalized softmax is the softmax of the chosen logits, as in Mixtral, Qwen3-MoE and gpt-oss. score="sigmoid" with
     groups, bias and a scaling factor of 2.5 is DeepSeek-V3's router; with top_k=1 and normalize=False it is Llama-4's,
-    whose weights multiply the experts' inputs. All of it is computed in float32. Of equal c the expert with the lower
-    index is chosen, and NaN counts as the highest. Scores and sums are those of the chosen experts in the backward
-    pass too: the choice and the bias have no gradient.
+    whose weights multiply the experts' inputs. All of it is computed in float32. If values of c are equal, the expert
+    with the lowest index is chosen; NaN counts as the highest. Scores and sums are those of the chosen experts in the
+    backward pass too: the choice and the bias have no gradient.
 
     Args:
       logits: [*tokens, experts], float32, bfloat16 or float16. Tokens may be split over devices; experts must not.

@@ -20,8 +20,8 @@ _NNX_NAMES = ("out_sharding", "optimizer_sharding")
 def zeros(params: Any) -> Any:
     """float32 zeros, one for each block of a parameter, of the structure of `params`.
 
-    They are split as their parameters where the devices divide the blocks. Of boxes with names of axes this is known
-    where a mesh is: that of the box, of the array, or of the context. Otherwise the last dimension is whole.
+    They are split as their parameters where the devices divide the blocks. Boxes with names of axes need a mesh for
+    this: that of the box, of the array, or of the context. Without one the last dimension is whole.
     """
     return jax.tree.map(_of_box, params, is_leaf=_is_box)
 

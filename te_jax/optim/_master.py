@@ -176,7 +176,7 @@ def _weight(param: Array, master: Any) -> Array:
 
 
 def _step(param: Array, master: Any, weight: Array, step: Array) -> tuple[Array, Any]:
-    """What to add to a parameter, and what to keep beside it."""
+    """The update of a parameter, and its next master."""
     if _is_masked(master):
         return step, master
     weight = weight + step.astype(jnp.float32)

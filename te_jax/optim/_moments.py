@@ -93,7 +93,7 @@ def encode(x: Array, bounds: Array | None, dtype: np.dtype, bits: Array | None, 
 
 
 def _scales(bounds: Array, dtype: Any, *, inverse: bool = False) -> Array:
-    """What codes of each block are multiplied by to get values: the bound's next power of two by the target's."""
+    """Factors from codes to values, one for each block: the bound's next power of two by the target's."""
     target = int(np.float32(_TARGET[np.dtype(dtype)]).view(np.int32))
     exponent = (lax.bitcast_convert_type(bounds, jnp.int32) + _MANTISSA) & _INFINITY
     # The scale and its inverse are normal numbers, and so is a scale that XLA has multiplied by a decay first.

@@ -100,7 +100,7 @@ def _streamed(update: Any, arguments: Any, state: Any, leaves_device: Any) -> tu
     before: list[Array] = []  # the copies that are under way
     pieces = _pieces(program, count, waiting)
     for place in range(-1, len(pieces) + 1):
-        # Of the piece before this one the state leaves, and that of the next comes: an array each way at a time, so
+        # The state of the piece before this one leaves, and that of the next comes: an array each way at a time, so
         # that both directions of the bus are busy.
         leaves = [var for var in pieces[place - 1].results if var in leaving] if place > 0 else []
         comes = pieces[place + 1].fetched if place + 1 < len(pieces) else ()

@@ -101,7 +101,7 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
 
 
 def merge_kernels(params: Any, kernels: Any) -> Any:
-    """What layers read: the parameters, with quantized kernels in the place of those that have one.
+    """Puts quantized kernels in the place of their parameters, for layers to read.
 
     Args:
       params: the parameters.

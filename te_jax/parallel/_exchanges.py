@@ -42,7 +42,7 @@ class Segments:
 
 
 class _Slices(NamedTuple):
-    """What one device exchanges, in the order of its peers: rows, first row here, and first row on the peer."""
+    """The exchanges of one device, in the order of its peers: rows, first row here, and first row on the peer."""
 
     sizes: Array
     here: Array

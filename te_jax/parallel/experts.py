@@ -78,7 +78,7 @@ class DispatchPlan:
 
     @property
     def exchange(self) -> Exchange:
-        """What `plan_dispatch` was given, or has chosen."""
+        """The exchange that `plan_dispatch` was given, or has chosen."""
         return "all_to_all" if self.gathered is None else "all_gather"
 
 

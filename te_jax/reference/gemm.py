@@ -14,7 +14,7 @@ from te_jax.quantized import QuantizedArray
 
 
 class GemmResult(NamedTuple):
-    """What `gemm` returns with save_preactivation=True.
+    """The result of `gemm` with save_preactivation=True.
 
     Attributes:
       value: gelu(preactivation).
@@ -79,7 +79,7 @@ def epilogue(
     dtype: jax.typing.DTypeLike,
     accumulator: Array | None,
 ) -> tuple[Array, ...]:
-    """What follows the product `value` [*lhs outer, *rhs outer]: the result and, if saved, the preactivation."""
+    """The epilogue of the product `value` [*lhs outer, *rhs outer]: the result and, if saved, the preactivation."""
     value = value.astype(jnp.float32)
     if accumulator is not None:
         value = value + accumulator.astype(jnp.float32)

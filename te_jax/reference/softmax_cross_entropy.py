@@ -67,7 +67,7 @@ def softmax_cross_entropy(
 def row_statistics(
     logits: Array, codes: Array, *, with_total: bool, softcap: float, padding: int
 ) -> tuple[Array, Array, Array]:
-    """What te_softmax_cross_entropy_statistics computes: (lse, z[code], Σz) of each row, float32 [*batch].
+    """Definition of te_softmax_cross_entropy_statistics: (lse, z[code], Σz) of each row, float32 [*batch].
 
     Args:
       logits: [*batch, vocab + padding].
@@ -97,7 +97,7 @@ def logits_gradient(
     softcap: float,
     padding: int,
 ) -> Array:
-    """What te_softmax_cross_entropy_gradient computes: the gradient of Σ weight · loss, in the dtype of the logits.
+    """Definition of te_softmax_cross_entropy_gradient: the gradient of Σ weight · loss, in the dtype of the logits.
 
     Args:
       logits, codes, softcap, padding: as in `row_statistics`.

@@ -18,7 +18,7 @@ from te_jax.sharding.layout import is_explicit, moved, shards_of
 
 
 def size_of(length: int) -> int:
-    """Of the blocks of a dimension: 128, or all of a shorter one."""
+    """The size of the blocks of a dimension: 128, or all of a shorter one."""
     return max(1, min(BLOCK, length))
 
 

@@ -233,7 +233,7 @@ class _Dispatch:
             return whole(*operands)[scalars:]
 
     def _digest(self, function: Callable[..., Results], reuse: dict[str, Any], body: ClosedJaxpr) -> str:
-        """What the call consists of, and how it is split, in a few characters that are the same in every process."""
+        """A hash of the call and of how it is split, the same in every process."""
         settings = (self.rule.text, self.axes_of, self.replicated, sorted(self.sizes.items()), self.reuse)
         static = _static_values(function)
         text = _ADDRESS.sub("", f"{__version__} {settings} {sorted(reuse.items())} {static} {body}")
