@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax import native, ops, parallel, sharding
+from te_jax import native, ops, parallel
 from te_jax._core.arguments import static_way_out
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
@@ -21,6 +21,7 @@ from te_jax.nn.gated_mlp import Activation
 from te_jax.nn.microbatches import dense_kernels
 from te_jax.ops._experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
+from te_jax.ops.router_logits import router_logits
 from te_jax.parallel.experts import Exchange
 from te_jax.recipe import Quantization, Recipe
 from te_jax.sharding import AxisName
@@ -159,7 +160,8 @@ def moe(
         raise ValueError(f"weighted is {weighted!r}; it must be 'results' or 'inputs'")
     if not isinstance(kernel, tuple | list) or len(kernel) != 3:
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
-    logits = _logits(x, jnp.asarray(router_kernel), router_bias)
+    operands = reverse_mode_only((x, jnp.asarray(router_kernel).astype(jnp.float32)), _REVERSE_MODE)
+    logits = router_logits(*operands, router_bias)
     routing = ops.router(logits, expert_bias=expert_bias, **vars(router))
     experts: Any = {
         "num_experts": logits.shape[-1],
@@ -234,79 +236,10 @@ def for_each_expert(init: Callable[..., Any]) -> Callable[..., Any]:
     return drawn
 
 
-def _logits(x: Array, kernel: Array, bias: Any) -> Array:
-    """The router's logits in float32. Their part of the gradient of x is rounded to the dtype of x."""
-    operands = reverse_mode_only((x, kernel.astype(jnp.float32)), _REVERSE_MODE)
-    logits = _product(*sharding.varying_together(operands))
-    if bias is None:
-        return logits
-    return logits + lax.expand_dims(jnp.asarray(bias).astype(jnp.float32), range(logits.ndim - 1))
-
-
 _REVERSE_MODE = (
     "te_jax.nn.moe.moe has first derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, "
     "jax.jacfwd) or second derivatives use te_jax.ops.ragged_dot with implementation='reference'"
 )
-
-
-@jax.custom_vjp
-def _product(x: Array, kernel: Array) -> Array:
-    """x [*tokens, in] · kernel [in, experts], float32 like the kernel. Keeps x in its own dtype."""
-    if x.dtype != jnp.bfloat16:
-        return _plain_product(x, kernel)
-    return lax.platform_dependent(x, kernel, cuda=_product_in_parts, default=_plain_product)
-
-
-def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, kernel), (x, kernel)
-
-
-def _product_backward(kept: tuple[Array, Array], dlogits: Array) -> tuple[Array, Array]:
-    x, kernel = kept
-    if x.dtype != jnp.bfloat16:
-        return _plain_gradients(x, kernel, dlogits)
-    return lax.platform_dependent(x, kernel, dlogits, cuda=_gradients_in_parts, default=_plain_gradients)
-
-
-_product.defvjp(_product_forward, _product_backward)
-
-
-def _plain_product(x: Array, kernel: Array) -> Array:
-    return jnp.matmul(x.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
-
-
-def _plain_gradients(x: Array, kernel: Array, dlogits: Array) -> tuple[Array, Array]:
-    return jax.vjp(_plain_product, x, kernel)[1](dlogits)
-
-
-def _product_in_parts(x: Array, kernel: Array) -> Array:
-    """`_plain_product` of an x in bfloat16, by one GEMM in bfloat16 with three times the columns: GPUs have no tensor
-    cores for float32."""
-    return jnp.sum(_dot(x, _parts(kernel), ((x.ndim - 1,), (1,))), axis=-2)
-
-
-def _gradients_in_parts(x: Array, kernel: Array, dlogits: Array) -> tuple[Array, Array]:
-    d, k = _parts(dlogits), _parts(kernel)
-    tokens = range(x.ndim - 1)
-    dkernel = jnp.sum(_dot(x, d, (tokens, [1 + i for i in tokens])), axis=1)
-    # What is left out is below the rounding to bfloat16.
-    gradients, kernels = (jnp.concatenate(parts, axis=-1) for parts in ((d[0], d[1], d[0]), (k[0], k[0], k[1])))
-    dx = _dot(gradients, kernels, ((x.ndim - 1,), (1,)))
-    return dx.astype(x.dtype), dkernel
-
-
-def _parts(x: Array) -> Array:
-    """[3, *x.shape] in bfloat16, whose sum is x in float32."""
-    parts = []
-    for _ in range(3):
-        part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # XLA may leave out a pair of conversions
-        parts.append(part.astype(jnp.bfloat16))
-        x = x - part
-    return jnp.stack(parts)
-
-
-def _dot(a: Array, b: Array, contracted: tuple[Sequence[int], Sequence[int]]) -> Array:
-    return lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
 def _experts(
