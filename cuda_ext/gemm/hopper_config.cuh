@@ -35,25 +35,37 @@ struct PairsArguments : Arguments {
   int b_scales_apart;  // from where b's scales of the first pair would go on to where the second's begin
 };
 
-template <Formats kFormats_, Mode kMode_, int kGroups_, int kSubtiles_, int kStages_, int kStagedBoxes_,
-          Grouping kGrouping_ = Grouping::kNone, bool kASummedFirst_ = false, bool kBSummedFirst_ = false,
-          int kPairs_ = 1>
-struct Config {
-  static constexpr Formats kFormats = kFormats_;
-  static constexpr Mode kMode = kMode_;
-  static constexpr Grouping kGrouping = kGrouping_;
-  static constexpr bool kASummedFirst = kASummedFirst_, kBSummedFirst = kBSummedFirst_;
+// The products that an instance computes.
+struct Product {
+  Formats formats;
+  Mode mode;
+  Grouping grouping = Grouping::kNone;
+  bool a_summed_first = false, b_summed_first = false;
   // How many pairs of operands are multiplied and added, one pair's steps after the other's. Scales that are applied
   // after the last step know one pair only.
-  static constexpr int kPairs = kPairs_;
+  int pairs = 1;
+};
+
+struct TileShape {
+  int groups;        // warpgroups that multiply
+  int subtiles;      // of 64 rows, for each of them
+  int stages;        // of the ring of loaded operands
+  int staged_boxes;  // of 16 rows and 128 bytes of d, for each warp
+};
+
+template <Product kProduct, TileShape kTile>
+struct Config {
+  static constexpr Formats kFormats = kProduct.formats;
+  static constexpr Mode kMode = kProduct.mode;
+  static constexpr Grouping kGrouping = kProduct.grouping;
+  static constexpr bool kASummedFirst = kProduct.a_summed_first, kBSummedFirst = kProduct.b_summed_first;
+  static constexpr int kPairs = kProduct.pairs;
   static_assert(kPairs == 1 || (kPairs == 2 && kGrouping == Grouping::kRows && kMode != Mode::kPromote));
-  static constexpr int kGroups = kGroups_;      // warpgroups that multiply
-  static constexpr int kSubtiles = kSubtiles_;  // of 64 rows, for each of them
+  static constexpr int kGroups = kTile.groups, kSubtiles = kTile.subtiles;
   static constexpr int kLine =
       128;  // bytes of a line of a tile: a row of it, or with the summed values first 64 of one
   static constexpr int kBM = 64 * kGroups * kSubtiles, kBN = 128, kBK = kLine / BytesOf(kFormats);
-  static constexpr int kStages = kStages_;
-  static constexpr int kStagedBoxes = kStagedBoxes_;  // of 16 rows and 128 bytes of d, for each warp
+  static constexpr int kStages = kTile.stages, kStagedBoxes = kTile.staged_boxes;
   static constexpr int kBand = 8;
   static constexpr int kSlots = kGrouping == Grouping::kNone ? 0 : 4;  // see `TileSlots`
   static constexpr int kMathWarps = 4 * kGroups;
@@ -64,7 +76,7 @@ struct Config {
   static constexpr int kBytesZeros = kMode == Mode::kFast ? 0 : 1024;
   static constexpr int kBytesA = kBM * kLine, kBytesB = kBN * kLine, kBytesBox = 16 * 128;
   static constexpr int kBytesStaging = kMathWarps * kStagedBoxes * kBytesBox;
-  // Of a step, the scales of its rows, and four, of which one is that of all columns: TMA traps where a box
+  // A step loads the scales of its rows, and four more, of which one is that of all columns: TMA traps where a box
   // begins with anything but a multiple of 16 bytes. Rows come in multiples of four (hopper.h). In shared memory a box
   // begins at 128 bytes.
   static constexpr int kBoxScalesA = kBM, kBoxScalesB = 4;

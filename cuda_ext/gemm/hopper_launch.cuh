@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 #include <utility>
 
 #include "common/cuda_status.h"
@@ -133,20 +132,26 @@ Status LaunchBest(cudaStream_t stream, const Problem& problem) {
   return Launch<First>(stream, problem, device);
 }
 
-// Three warpgroups with 64 rows each, or two with 128: 192 and 256 rows. Where one scale follows all sums and they are
-// promoted, three stages are enough; what the fourth would take lets a tile of 16-bit values leave at once.
-template <Formats kFormats, Mode kMode>
-Status RunMode(cudaStream_t stream, const Problem& problem) {
-  using Second = std::conditional_t<kMode == Mode::kPromote, Config<kFormats, kMode, 2, 2, 3, 4>,
-                                    Config<kFormats, kMode, 2, 2, 4, 1>>;
-  return LaunchBest<Config<kFormats, kMode, 3, 1, 4, 2>, Second>(stream, problem);
+// Three warpgroups with 64 rows each, or two with 128. Where one scale follows all sums and they are promoted, three
+// stages are enough; what the fourth would take lets a tile of 16-bit values leave at once.
+template <Product kProduct>
+using Tile192 = Config<kProduct, TileShape{.groups = 3, .subtiles = 1, .stages = 4, .staged_boxes = 2}>;
+template <Product kProduct>
+using Tile256 = Config<kProduct, TileShape{.groups = 2,
+                                           .subtiles = 2,
+                                           .stages = kProduct.mode == Mode::kPromote ? 3 : 4,
+                                           .staged_boxes = kProduct.mode == Mode::kPromote ? 4 : 1}>;
+
+template <Product kProduct>
+Status RunProduct(cudaStream_t stream, const Problem& problem) {
+  return LaunchBest<Tile192<kProduct>, Tile256<kProduct>>(stream, problem);
 }
 
 template <Mode kMode>
 Status RunFormats(cudaStream_t stream, const Problem& problem) {
-  if (problem.a.type == Type::kE5M2) return RunMode<Formats::kE5M2E4M3, kMode>(stream, problem);
-  if (problem.b.type == Type::kE5M2) return RunMode<Formats::kE4M3E5M2, kMode>(stream, problem);
-  return RunMode<Formats::kE4M3E4M3, kMode>(stream, problem);
+  if (problem.a.type == Type::kE5M2) return RunProduct<Product{Formats::kE5M2E4M3, kMode}>(stream, problem);
+  if (problem.b.type == Type::kE5M2) return RunProduct<Product{Formats::kE4M3E5M2, kMode}>(stream, problem);
+  return RunProduct<Product{Formats::kE4M3E4M3, kMode}>(stream, problem);
 }
 
 // One for each mode, in a file of its own: they compile side by side.

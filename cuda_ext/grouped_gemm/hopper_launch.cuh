@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "gemm/hopper_launch.cuh"
 #include "grouped_gemm/hopper.h"
@@ -73,14 +72,12 @@ Status LaunchGrouped(cudaStream_t stream, const Problem& problem, Groups groups,
   return Status::Ok();
 }
 
-// The tiles of `RunMode`; with `second`, the sum of two pairs.
-template <Grouping kGrouping, Formats kFormats, Mode kMode, int kPairs = 1, bool kASummedFirst = false,
-          bool kBSummedFirst = false>
-Status RunGroupedMode(cudaStream_t stream, const Problem& problem, const Groups& groups,
-                      const OperandPair* second = nullptr) {
-  using First = Config<kFormats, kMode, 3, 1, 4, 2, kGrouping, kASummedFirst, kBSummedFirst, kPairs>;
-  constexpr int kStages = kMode == Mode::kPromote ? 3 : 4, kStagedBoxes = kMode == Mode::kPromote ? 4 : 1;
-  using Second = Config<kFormats, kMode, 2, 2, kStages, kStagedBoxes, kGrouping, kASummedFirst, kBSummedFirst, kPairs>;
+// With `second`, the sum of two pairs.
+template <Product kProduct>
+Status RunGroupedProduct(cudaStream_t stream, const Problem& problem, const Groups& groups,
+                         const OperandPair* second = nullptr) {
+  using First = Tile192<kProduct>;
+  using Second = Tile256<kProduct>;
   Device device;
   if (Status s = Check(CurrentDevice(&device), "cudaGetDevice"); !s.ok()) return s;
   if (GroupedCycles<Second>(problem, groups, device.clusters) <
@@ -93,11 +90,14 @@ Status RunGroupedMode(cudaStream_t stream, const Problem& problem, const Groups&
 template <Grouping kGrouping, Mode kMode, int kPairs = 1>
 Status RunGroupedFormats(cudaStream_t stream, const Problem& problem, const Groups& groups,
                          const OperandPair* second = nullptr) {
+  constexpr auto product = [](Formats formats) {
+    return Product{.formats = formats, .mode = kMode, .grouping = kGrouping, .pairs = kPairs};
+  };
   if (problem.a.type == Type::kE5M2)
-    return RunGroupedMode<kGrouping, Formats::kE5M2E4M3, kMode, kPairs>(stream, problem, groups, second);
+    return RunGroupedProduct<product(Formats::kE5M2E4M3)>(stream, problem, groups, second);
   if (problem.b.type == Type::kE5M2)
-    return RunGroupedMode<kGrouping, Formats::kE4M3E5M2, kMode, kPairs>(stream, problem, groups, second);
-  return RunGroupedMode<kGrouping, Formats::kE4M3E4M3, kMode, kPairs>(stream, problem, groups, second);
+    return RunGroupedProduct<product(Formats::kE4M3E5M2)>(stream, problem, groups, second);
+  return RunGroupedProduct<product(Formats::kE4M3E4M3)>(stream, problem, groups, second);
 }
 
 }  // namespace te::gemm::hopper
