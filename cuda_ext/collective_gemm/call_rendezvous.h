@@ -13,7 +13,7 @@
 
 namespace te::collective_gemm {
 
-// What a device contributes to a rendezvous.
+// The contribution of a device to a rendezvous.
 struct Contribution {
   const Group* group = nullptr;  // of a device that waits; used within a process only
   Terms terms = {};
@@ -99,7 +99,7 @@ class CallRendezvous {
     return Status::Ok();
   }
 
-  // What a device has contributed to either.
+  // The contribution of a device to either.
   const Contribution& AtStart(int rank) const { return contributions_[0][rank]; }
   const Contribution& AtEnd(int rank) const { return contributions_[1][rank]; }
 

@@ -15,7 +15,7 @@ inline Status Check(cudaError_t error, const char* what) {
   return Status::Failed(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// Of the current device.
+// Counts those of the current device.
 inline Status CountMultiprocessors(int* count) {
   int device = 0;
   if (Status s = Check(cudaGetDevice(&device), "cudaGetDevice"); !s.ok()) return s;

@@ -72,7 +72,7 @@ TE_JAX_HOST_DEVICE float ScaleOf(float amax, bool power_of_two) {
   return bits < kFloatSmallestNormalBits || bits >= kFloatInfinityBits ? 1.0f : FloatFromBits(rounded);
 }
 
-// What codes are multiplied by, for the scale of `amax`: NaN where amax is not finite, so that all values that share
+// The factor from codes to values, for the scale of `amax`: NaN where amax is not finite, so that all values that share
 // the scale read as NaN, those too that saturated under a scale of 1.
 TE_JAX_HOST_DEVICE float ScaleInvOf(float amax, float scale) {
   const bool finite = (FloatBits(amax) & 0x7fffffffu) < kFloatInfinityBits;

@@ -1,4 +1,4 @@
-// What other CPU products build on.
+// The parts of the CPU GEMM that other CPU products build on.
 #pragma once
 
 #include <cstdint>

@@ -92,7 +92,7 @@ Status DeviceOf(int ordinal, Device*& device) {
   return Status::Ok();
 }
 
-// What was found fastest, for all GPUs of one kind: on the same values they must compute the same bits, or replicas
+// The fastest algorithms, for all GPUs of one kind: on the same values they must compute the same bits, or replicas
 // would drift apart.
 struct Choices {
   using KindAndKey = std::pair<std::string, Key>;
@@ -110,8 +110,8 @@ Choices& TheChoices() {
   return *choices;
 }
 
-// Of the plan and, where the product has them, that of the package's kernel and that which spreads scales: the fastest
-// one stays.
+// Keeps the fastest plan: the given one or, where the product has them, that of the package's kernel or that which
+// spreads scales.
 void ChooseAlgorithm(Device& device, const Arrays& arrays, std::unique_ptr<Plan>& plan) {
   const Choices::KindAndKey key{device.kind, plan->key()};
   std::vector<std::unique_ptr<Plan>> plans;

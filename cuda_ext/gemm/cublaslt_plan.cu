@@ -20,7 +20,7 @@ constexpr int64_t AlignedCount(int64_t count) {
   return (count + kSpreadAlignment - 1) / kSpreadAlignment * kSpreadAlignment;
 }
 
-// Of an array, or of all that are so many bytes apart.
+// The alignment of an array, or of all that are so many bytes apart.
 uint8_t AlignmentOf(const void* pointer, int64_t stride = 0) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(pointer) | static_cast<uintptr_t>(stride) | kUsualAlignment;
   return static_cast<uint8_t>(address & (~address + 1));

@@ -1,4 +1,4 @@
-// What the handlers of all products decode alike.
+// Decoding that the handlers of all products share.
 #pragma once
 
 #include "common/ffi.h"

@@ -30,7 +30,7 @@ __host__ __device__ constexpr int BytesOfTable(const Groups& groups) {
   return 4 * (RangesOf(groups) + 1) * (C::kGrouping == Grouping::kRows ? 2 : 1);
 }
 
-// What a tile of a range is computed of, and which of it is written.
+// The operands of a tile of a range, and the rows of it that are written.
 struct Place {
   int product;            // whose b, bias and d it is
   int m0;                 // of the tile

@@ -104,7 +104,7 @@ __device__ __forceinline__ int FirstColumnScale(const Arguments& arguments, int 
   return C::kGrouping == Grouping::kNone ? first : first + arguments.groups.b_scales_before;
 }
 
-// What TMA knows of a pair of operands, and how many values further b's scales begin than those of the first pair.
+// The tensor maps of a pair of operands, and how many values further b's scales begin than those of the first pair.
 struct OperandMaps {
   const CUtensorMap *a, *b, *a_scales, *b_scales;
   int scales_apart;
@@ -351,7 +351,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
               scale[0] = scale_b * LoadShared(of_rows + 4 * (s * 64));
               scale[1] = scale_b * LoadShared(of_rows + 4 * (s * 64 + 8));
             };
-            // Of two products a step, best while the first runs and before the second, among the additions in between.
+            // With two products a step, best while the first runs: among the additions before the second.
             const bool before = C::kSubtiles == 1 || s > 0;
             if (C::kMode == Mode::kBlock && before) read_scales();
             Pin(partial);

@@ -35,7 +35,7 @@ struct Statistics {
   float* rstd;
 };
 
-// What one pass over x writes; every pointer may be null. The amax of `rows` is set to zero first.
+// The results of one pass over x; every pointer may be null. The amax of `rows` is set to zero first.
 struct Outputs {
   void* sum;              // s, [count, rows, cols]
   Statistics statistics;  // rstd is there

@@ -54,7 +54,7 @@ struct Arguments {
 template <typename T>
 using TileVectors = uint4[kTile][kTile / Words<T>::kPerVector];
 
-// What threads tell each other while they encode a tile.
+// Shared memory by which threads exchange values while they encode a tile.
 template <typename T>
 struct Scratch {
   float row_scale[kTile];

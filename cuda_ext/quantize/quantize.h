@@ -70,8 +70,8 @@ struct Gather {
   const int32_t* order;  // [count, rows / 128 rounded up]: in which order to take them, each once; or null: as they lie
 };
 
-// What kernels that compute y row by row write of it, as it is, in FP8. With tensor scaling `reference_amax` says from
-// which amax the scale follows; otherwise it is null and every 1×128 values of a row share a scale.
+// The results of kernels that compute y row by row: y in FP8, not transposed. With tensor scaling `reference_amax` says
+// from which amax the scale follows; otherwise it is null and every 1×128 values of a row share a scale.
 struct RowOutputs {
   Fp8 format;
   bool power_of_two_scales;
