@@ -69,5 +69,5 @@ class Layer:
 
     @property
     def flops(self) -> int:
-        """Of one device."""
+        """Operations of one device."""
         return (6 if self.operation.backward else 2) * self.rows * self.inner * self.columns // self.devices

@@ -214,7 +214,7 @@ def test_8b_is_llama_3_8b():
 
 
 def test_flops_are_those_of_gemms_and_of_half_the_scores():
-    """Of Llama 3 8B: 7.5e9 parameters in GEMMs, and 32 layers of 4096 features in attention."""
+    """Llama 3 8B has 7.5e9 parameters in GEMMs, and 32 layers of 4096 features in attention."""
     gemms = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128_256
     attention = 32 * 2 * 2 * 4096 * 8192 / 2
     assert PRESETS["8b"].flops_per_token(8192) == 3 * (2 * gemms + attention)

@@ -143,7 +143,7 @@ def test_losses_and_gradients_are_those_of_every_token_by_itself(tokens):
     ids=lambda recipe: type(recipe).__name__,
 )
 def test_kernels_quantized_once_give_the_gradients_of_those_quantized_in_the_call(recipe, rng):
-    """Of two microbatches. In float32 both quantize the same values."""
+    """The gradients are those of two microbatches. In float32 both quantize the same values."""
     config = dataclasses.replace(ONE_BLOCK, recipe=recipe)
     params = jit_init(config, jax.random.key(3))
     batches = jax.device_put(np.asarray(rng.integers(0, config.vocab_size, (2, 2, 16)), jnp.int32))
@@ -196,7 +196,7 @@ def test_activations_in_bfloat16_have_kernels_in_bfloat16_or_quantized(promotion
 
 @pytest.mark.slow  # tests/cli/test_train_experts.py trains in fewer seconds
 def test_training_lowers_the_loss(rng):
-    """Of tokens that follow each other in a circle."""
+    """The tokens follow each other in a circle."""
     start = rng.integers(0, CONFIG.vocab_size, 8)[:, None]
     text = jax.device_put(np.asarray((start + np.arange(17)) % CONFIG.vocab_size, jnp.int32))
     params = jit_init(ONE_BLOCK, jax.random.key(3))

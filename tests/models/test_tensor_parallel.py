@@ -66,7 +66,7 @@ def mesh_of(require_devices):
 
 
 def random_params(config, rng):
-    """Of the sizes of those of `init`, but with norms that are not 1."""
+    """Parameters as `init` has them, but with norms that are not 1."""
 
     def draw(path, leaf):
         if "norm" in path[-1].key:

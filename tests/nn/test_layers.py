@@ -168,7 +168,7 @@ def scanned(params, x):
 
 @pytest.mark.parametrize("form", ["list", "stacked", "scan"])
 def test_no_loop_and_no_stack_that_is_filled_layer_by_layer(form, params, stream):
-    """Of a train step; the last form shows that the test finds what it looks for."""
+    """A train step has neither; the last form shows that the test finds what it looks for."""
 
     def step(params, stream):
         run = scanned if form == "scan" else (lambda p, x: apply_layers(layer, p, x))

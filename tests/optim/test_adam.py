@@ -122,7 +122,7 @@ def test_decays_that_are_arrays(dtype, x64, rng):
 
 
 def rounding_error(dtype, decay, steps):
-    """Of a moment that was rounded at random after every step: half a digit each, forgotten as the moment forgets."""
+    """The error of a moment that was rounded at random after every step: half a digit each, decaying as the moment."""
     if dtype == jnp.float32:
         return 1e-5
     return float(jnp.finfo(dtype).eps) / 2 * np.sqrt(sum(decay ** (2 * k) for k in range(steps)))
@@ -417,7 +417,7 @@ def test_seeds_out_of_range(seed):
 
 @pytest.mark.parametrize("make", [lambda: jnp.arange(3), lambda: np.array(1.5), lambda: jax.random.key(0)])
 def test_arrays_that_are_no_seed(make):
-    """Of several numbers the first parameter would take the first."""
+    """An array of several numbers would give each parameter another seed."""
     with pytest.raises(ValueError, match=r"(?s)seed is .*; it must be an integer from 0 to 2\^32 - 1"):
         optim.adam(1e-3, mu_dtype="bfloat16", seed=make())
 

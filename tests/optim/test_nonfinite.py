@@ -211,7 +211,7 @@ def test_defaults_of_the_scale():
 
 
 def test_float16_gradients_that_would_vanish():
-    """Of 2e-8, which float16 does not hold: the scale lifts them, and falls until the large ones do not overflow."""
+    """float16 does not hold 2e-8: the scale lifts such gradients, and falls until the large ones do not overflow."""
     w = {"small": jnp.float16(1.0), "large": jnp.float16(1.0)}
     transform = optim.dynamic_loss_scale(optax.sgd(1.0), 2.0**24, growth_interval=10**6)
     state = transform.init(w)

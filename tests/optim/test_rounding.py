@@ -66,7 +66,7 @@ def test_right_on_average_and_never_further_than_a_neighbour(dtype, rng):
 
 
 def test_derivatives_come_through_moments_in_bfloat16(rng):
-    """Of what two steps lead to, as if nothing were rounded, which on average nothing is."""
+    """Gradients of two steps are as if nothing were rounded, which on average nothing is."""
 
     def moment(gradients, dtype):
         adam = optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype, seed=seed)

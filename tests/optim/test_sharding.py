@@ -222,7 +222,7 @@ def test_tree_map_params_gives_shardings(mesh):
 
 
 class Parameters(nnx.Module):
-    """Of 4 × 2 devices; blocks that divide, and blocks that do not, in two dimensions and in one."""
+    """Parameters on 4 × 2 devices: blocks that divide, and blocks that do not, in two dimensions and in one."""
 
     def __init__(self, values, names):
         for name, value in values.items():

@@ -154,7 +154,7 @@ def test_mesh_of_explicit_and_auto_axes_on_devices_in_another_order(explicit, ma
 
 
 def test_manual_explicit_and_auto_axes(make_mesh, rng):
-    """Of devices in another order, which only `jax.set_mesh` tells."""
+    """The devices are in another order, which only `jax.set_mesh` tells."""
     mesh = make_mesh({"x": AUTO, "y": EXPLICIT, "z": AUTO})
     mesh = Mesh(mesh.devices[::-1], mesh.axis_names, axis_types=mesh.axis_types)
     x, weights = random(rng, 8, 4, 16), random(rng, 16, 6)
