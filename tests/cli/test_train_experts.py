@@ -7,6 +7,7 @@ import re
 
 import jax
 import pytest
+from runs import plan_of
 
 from te_jax.cli import _report, _step
 from te_jax.cli._run_folder import read_header
@@ -82,9 +83,8 @@ def test_what_experts_cannot_do_is_refused(argv, words, tmp_path, capsys):
 @pytest.mark.parametrize(("devices", "tp", "parts"), [(1, 1, 1), (2, 1, 2), (4, 2, 4), (6, 2, 2), (3, 1, 1)])
 def test_experts_are_divided_among_devices_where_their_number_allows_it(devices, tp, parts, require_devices):
     require_devices(devices)
-    config, optimizer = dataclasses.replace(PRESETS["moe"], num_heads=4), _step.build_optimizer(1e-3, 4)
-    placement = _step.build_placement(jax.devices()[:devices], tp, experts=config.experts)
-    learner = _step.build_learner(config, _step.te_jax_loss(config, None, placement), optimizer, placement)
+    plan = plan_of(preset="moe", devices=devices, tp=tp, batch=devices)
+    learner = _step.build_learner(plan, *plan.models)
     state = learner.abstract_state()
     for tree in (
         state.params,

@@ -1,6 +1,5 @@
 """`te-jax train --optimizer-state`: Adam's moments in fewer bytes, kept by the run, its twin and its checkpoints."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -12,19 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import plan_of
 
 from te_jax.cli import _step, train
 from te_jax.cli._run_folder import RunFolder, read_header
 from te_jax.cli.main import main
-from te_jax.models import PRESETS
 from te_jax.optim import ScaleByAdamState
-from te_jax.recipe import CurrentScaling
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone", "programs_of_equal_runs")
 
 STEPS = 8
 ARGV = ["train", "--preset", "nano", "--seq-len", "16", "--batch", "4", "--steps", str(STEPS), "--seed", str(2**32 - 1)]
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 def run(out, *options, devices=1):
@@ -60,8 +58,9 @@ def losses(out, name="loss"):
 def by_optax(tmp_path_factory, as_in_a_process_of_its_own):
     """A run whose optimizer is optax's own."""
 
-    def build_optimizer(learning_rate, steps, **_):
-        rates = optax.warmup_cosine_decay_schedule(learning_rate, learning_rate, 0, steps, learning_rate / 20)
+    def build_optimizer(plan, model):
+        peak = plan.learning_rate
+        rates = optax.warmup_cosine_decay_schedule(peak, peak, 0, STEPS, peak / 20)
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.95, weight_decay=0.1))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -121,9 +120,8 @@ def checkpoint(out, states, devices):
 @functools.cache
 def like(state, devices):
     """Shapes and shardings of what a checkpoint holds."""
-    optimizer = _step.build_optimizer(1e-2, STEPS, state_dtype=jnp.dtype(DTYPES[state]).name)
-    placement = _step.build_placement(jax.devices()[:devices])
-    learner = _step.build_learner(PRESETS["nano"], lambda *_: 0, optimizer, placement)
+    plan = plan_of(optimizer_state=state, devices=devices)
+    learner = _step.build_learner(plan, *plan.models)
     return learner.stored(learner.abstract_state())
 
 
@@ -145,29 +143,28 @@ def adam_of(state):
 )
 def test_a_twin_differs_in_one_thing(recipe, state, twin, twin_state):
     """The recipe first, and then the moments. Beside both there is the loss."""
-    config = dataclasses.replace(
-        PRESETS["nano"], dtype="bfloat16", recipe=CurrentScaling() if recipe == "current" else None
-    )
-    options = train.Options(preset="nano", recipe=recipe, optimizer_state=state, compare=True)
-    learners = train._learners(options, config, _step.build_placement(jax.devices()[:1]), "reference")
-    assert list(learners) == ["loss", twin]
-    for name, expected in {"loss": state, twin: twin_state}.items():
-        adam = adam_of(learners[name].abstract_state())
-        assert {leaf.dtype for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {jnp.dtype(DTYPES[expected])}
+    own, other = plan_of(dtype="bfloat16", recipe=recipe, optimizer_state=state, compare=True).models
+    assert (own.loss_name, other.loss_name) == ("loss", twin)
+    assert (own.state_dtype, other.state_dtype) == (DTYPES[state], DTYPES[twin_state])
+    assert (own.config.recipe is None, other.config.recipe) == (recipe == "none", None)
+    assert (own.by_optax, other.by_optax) == (False, twin == "optax_loss")
 
 
 def test_a_run_is_called_by_what_its_twin_lacks(tmp_path, capsys):
     record = {"step": 1, "loss": 2.0, "float32_loss": 2.0}
     folder = types.SimpleNamespace(path=tmp_path, records=lambda kind: [record])
-    options = train.Options(recipe="current", optimizer_state="fp8")
-    config = dataclasses.replace(PRESETS["nano"], recipe=CurrentScaling())
-    train._conclude(folder, options, config, dict.fromkeys(("loss", "float32_loss")), "byte", "")
+    train._conclude(plan_of(recipe="current", optimizer_state="fp8", compare=True), folder, "")
     assert capsys.readouterr().out.startswith("current scaling ")
+
+
+def optimizer_of(**options):
+    plan = plan_of(learning_rate=0.5, steps=40, **options)
+    return _step.build_optimizer(plan, *plan.models)
 
 
 def test_the_rate_rises_for_a_twentieth_of_the_run_and_then_falls_to_a_twentieth_of_its_peak():
     """Parameters of zero do not decay, and Adam's step is the rate where gradients are always the same."""
-    optimizer, params = _step.build_optimizer(0.5, 40), jnp.zeros(1)
+    optimizer, params = optimizer_of(), jnp.zeros(1)
     update, state, rates = jax.jit(optimizer.update), optimizer.init(params), []
     for _ in range(41):
         updates, state = update(jnp.ones(1), state, params)
@@ -178,7 +175,7 @@ def test_the_rate_rises_for_a_twentieth_of_the_run_and_then_falls_to_a_twentieth
 
 
 def test_the_rate_rises_for_as_many_steps_as_are_asked_for():
-    optimizer, params = _step.build_optimizer(0.5, 40, warmup_steps=9), jnp.zeros(1)
+    optimizer, params = optimizer_of(warmup_steps=9), jnp.zeros(1)
     state, rates = optimizer.init(params), []
     for _ in range(11):
         updates, state = jax.jit(optimizer.update)(jnp.ones(1), state, params)
@@ -190,7 +187,7 @@ def test_the_rate_rises_for_as_many_steps_as_are_asked_for():
 @pytest.mark.parametrize(("clip_norm", "scale"), [(0.0, 1), (1.0, 1 / 5), (2.0, 2 / 5), (100.0, 1)])
 def test_gradients_are_clipped_to_a_norm(clip_norm, scale):
     gradient = jnp.array([3.0, 4.0])
-    optimizer = _step.build_optimizer(0.5, 40, clip_norm=clip_norm)
+    optimizer = optimizer_of(clip_norm=clip_norm)
     _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
     np.testing.assert_allclose(adam_of(types.SimpleNamespace(optimizer=state)).mu, 0.1 * scale * gradient, rtol=1e-5)
 

@@ -1,6 +1,5 @@
 """`te-jax train` in FP8: every recipe learns as the run without one, and delayed scaling's state is kept apart."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -11,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import EVERY, SMALL, STEPS
+from runs import EVERY, SMALL, STEPS, plan_of
 
 from te_jax import ops
-from te_jax.cli import _options, _step, train
+from te_jax.cli import _step
 from te_jax.cli._run_folder import RunFolder, read_header
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, Losses
@@ -88,10 +87,8 @@ def _check_twin(out, whole, shown):
 
 def learner_of(out):
     """What a run trained, and where: its programs are compiled."""
-    options = train.Options(**read_header(out)["options"])
-    config = dataclasses.replace(_options.build_config(options), dtype=options.dtype)
-    placement = _step.build_placement(jax.devices()[:1])
-    return train._learners(options, config, placement, train._implementation(options))["loss"], placement
+    plan = plan_of(**read_header(out)["options"])
+    return _step.build_learner(plan, plan.models[0]), plan.placement
 
 
 def histories(state):
