@@ -1,5 +1,6 @@
 """The compiled parts of a training run: optimizer, train step and evaluation."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -122,7 +123,8 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     config, placement = model.config, plan.placement
     optimizer, loss = build_optimizer(plan, model), build_loss(plan, model)
     on_gpu = placement.devices[0].platform == "gpu"
-    options = {"xla_gpu_deterministic_ops": True} if plan.options.deterministic and on_gpu else None
+    deterministic = {"xla_gpu_deterministic_ops": True} if plan.options.deterministic and on_gpu else None
+    jit = functools.partial(jax.jit, compiler_options=deterministic)
 
     in_optimizer = placement.parallel is None and not isinstance(config.recipe, DelayedScaling | None)
     how = requantize(config, implementation=plan.implementation) if in_optimizer else None
@@ -152,15 +154,15 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     def stored(state: TrainState) -> TrainState:
         return state._replace(kernels=None)
 
-    quantize = jax.jit(kernels_of, out_shardings=shardings.kernels, compiler_options=options)
+    quantize = jit(kernels_of, out_shardings=shardings.kernels)
 
     def resumed(state: TrainState) -> TrainState:
         return state._replace(kernels=quantize(state.params))
 
     return Learner(
-        init=jax.jit(init, out_shardings=shardings, compiler_options=options),
-        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, placement.state), compiler_options=options),
-        evaluate=jax.jit(evaluate, out_shardings=placement.state, compiler_options=options),
+        init=jit(init, out_shardings=shardings),
+        step=jit(step, donate_argnums=0, out_shardings=(shardings, placement.state)),
+        evaluate=jit(evaluate, out_shardings=placement.state),
         stored=stored,
         resumed=resumed,
     )

@@ -1,12 +1,16 @@
-"""Runs of `te-jax train` in tests: their arguments, and a toy that trains an array in place of a model."""
+"""Runs of `te-jax train` in tests: their arguments, what they leave, and a toy that trains an array."""
 
+import json
+import shutil
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from te_jax.cli import _plan, _step
 from te_jax.cli._options import Options
+from te_jax.cli.main import main
 from te_jax.models import Losses
 
 SMALL = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "1"]
@@ -18,6 +22,32 @@ def plan_of(**options):
     """The plan of a run of a small model, on one device unless more are asked for."""
     plan, _ = _plan.decide(Options(**{"preset": "nano", "devices": 1, **options}))
     return plan
+
+
+def refused(argv, capsys):
+    """The sentence with which `te-jax train` refuses its arguments."""
+    assert main(["train", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("te-jax: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def records(out, *kinds):
+    """Those of the log of a run; without kinds, those of every step and validation."""
+    lines = (out / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] in (kinds or ("train", "validation"))]
+
+
+def losses(out, *kinds, name="loss"):
+    return np.array([record[name] for record in records(out, *kinds)])
+
+
+def without_last_checkpoint(whole, out):
+    """A copy of a run that has ended, as if it had been killed before it saved its last step."""
+    shutil.copytree(whole, out)
+    shutil.rmtree(max((out / "checkpoints").iterdir(), key=lambda step: int(step.name)))
+    return out
 
 
 class Toy:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 import random
@@ -22,7 +21,7 @@ import numpy as np
 import optax
 import processes
 import pytest
-from runs import EVERY, SMALL, STEPS, Toy, plan_of, train_slowly
+from runs import EVERY, SMALL, STEPS, Toy, plan_of, records, refused, train_slowly
 
 from te_jax import native, optim
 from te_jax.cli import _options, _placement, _plan, _report, _step, _text, train
@@ -56,11 +55,6 @@ def toy(monkeypatch):
     toy = Toy()
     monkeypatch.setattr(_step, "build_learner", toy.build_learner)
     return toy
-
-
-def records(out, kind):
-    lines = (out / "log.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def shown_by(whole):
@@ -118,6 +112,34 @@ def test_the_figure_shows_means_in_the_middle_of_their_steps_and_how_far_above_t
     assert (steps[0], steps[-1]) == (2, 89)
     np.testing.assert_allclose(means, 3.0 * np.asarray(steps))
     np.testing.assert_allclose(bottom.lines[1].get_ydata(), range(1, 91))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"tp": 2, "devices": 2, "transport": "ring", "optimizer_state": "bf16", "compare": True, "learning_rate": 0.5},
+        {"preset": "moe", "recipe": "current", "offload": "activations,optimizer", "deterministic": True},
+    ],
+)
+def test_the_options_that_a_run_records_decide_the_same_plan(given, require_devices):
+    require_devices(2)
+    plan = plan_of(**given)
+    recorded = plan.recorded_options()
+    assert {name for name, value in recorded.items() if value is None} == {"tokenizer", "warmup_steps"}
+    again = plan_of(**recorded)
+    assert again.recorded_options() == recorded
+    again = dataclasses.replace(again, options=plan.options)
+    assert (again, hash(again)) == (plan, hash(plan))
+
+
+@pytest.mark.parametrize(("platform", "dtype", "steps"), [("cpu", "float32", 100), ("gpu", "bfloat16", 1000)])
+def test_the_platform_decides_what_is_left_open(platform, dtype, steps, monkeypatch):
+    monkeypatch.setattr(_placement, "take_devices", lambda *_: [types.SimpleNamespace(platform=platform)])
+    monkeypatch.setattr(_placement, "build_placement", lambda *_: None)
+    plan, chosen = plan_of(preset="8b"), plan_of(dtype="float32", checkpoint_every=7)
+    assert (plan.config.dtype, plan.checkpoint_every) == (dtype, steps)
+    assert (chosen.config.dtype, chosen.checkpoint_every) == ("float32", 7)
 
 
 def test_the_seed_is_that_of_parameters_data_and_rounding(toy_run, toy, out, monkeypatch):
@@ -469,14 +491,6 @@ def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(out,
     assert not out.exists()
 
 
-def refused(argv, capsys):
-    assert main(["train", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("te-jax: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -512,6 +526,15 @@ def refused(argv, capsys):
             "--offload is moments: choose activations, optimizer, activations,optimizer or none",
         ),
         (["--recipe", ""], "--recipe  is unknown: choose one of block"),
+        (["--optimizer-state", "float32"], "--optimizer-state float32 is unknown: choose one of f32, bf16, fp8\n"),
+        (
+            ["--preset", "moe", "--recipe", "delayed"],
+            "--recipe delayed keeps no state for the experts of --preset moe: choose block",
+        ),
+        (
+            ["--preset", "moe", "--compare"],
+            "--compare has no twin for --preset moe, since optax has no loss of experts: add --recipe",
+        ),
         (["--text", "nowhere.txt"], "--text nowhere.txt does not exist"),
         (["--text", ""], "--text: is empty"),
         (["--resume"], "holds no run to resume"),

@@ -1,9 +1,7 @@
 """`te-jax train --optimizer-state`: Adam's moments in fewer bytes, kept by the run, its twin and its checkpoints."""
 
 import functools
-import json
 import re
-import shutil
 import types
 
 import jax
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import plan_of
+from runs import losses, plan_of, refused, without_last_checkpoint
 
 from te_jax.cli import _step, train
 from te_jax.cli._run_folder import RunFolder, read_header
@@ -31,27 +29,12 @@ def run(out, *options, devices=1):
     return out
 
 
-def without_last_checkpoint(whole, out):
-    shutil.copytree(whole, out)
-    shutil.rmtree(out / "checkpoints" / str(STEPS))
-    return out
-
-
 def resume(out, *options):
     assert main(["train", "--resume", "--out", str(out), *options]) == 0
 
 
-def refused(argv, capsys):
-    assert main(["train", *argv]) == 2
-    return capsys.readouterr().err
-
-
 def log(out):
     return (out / "log.jsonl").read_text().splitlines()
-
-
-def losses(out, name="loss"):
-    return [(record["step"], record[name]) for record in map(json.loads, log(out)) if record["kind"] != "header"]
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +55,13 @@ def test_few_bytes_learn_beside_a_float32_twin_and_resume_with_the_same_bits(by_
     whole = run(tmp_path / "whole", "--optimizer-state", "fp8", "--compare")
     shown = capsys.readouterr().out
     assert read_header(whole)["options"]["optimizer_state"] == "fp8"
-    assert losses(whole, "f32_states_loss") == losses(by_optax)
-    (_, last), (_, expected) = losses(whole)[-1], losses(by_optax)[-1]
-    assert last != expected
-    assert last == pytest.approx(expected, rel=1e-2)
-    assert last < losses(whole)[0][1] - 1
+    found, expected = losses(whole), losses(by_optax)
+    np.testing.assert_array_equal(losses(whole, name="f32_states_loss"), expected)
+    assert found[-1] != expected[-1]
+    assert found[-1] == pytest.approx(expected[-1], rel=1e-2)
+    assert found[-1] < found[0] - 1
     for loss, label in {"loss": "fp8 states", "f32_states_loss": "f32 states twin"}.items():
-        assert re.search(rf"^{label} .* → {losses(whole, loss)[-1][1]:.6f} nats per byte$", shown, re.MULTILINE)
+        assert re.search(rf"^{label} .* → {losses(whole, name=loss)[-1]:.6f} nats per byte$", shown, re.MULTILINE)
 
     _check_resuming(whole, tmp_path / "cut", {"loss": "fp8", "f32_states_loss": "f32"}, devices=1)
     error = refused(["--resume", "--out", str(whole), "--optimizer-state", "f32"], capsys)
@@ -88,7 +71,7 @@ def test_few_bytes_learn_beside_a_float32_twin_and_resume_with_the_same_bits(by_
 def test_bfloat16_on_two_devices_learns_the_same_and_resumes_with_the_same_bits(by_optax, tmp_path):
     whole = run(tmp_path / "whole", "--optimizer-state", "bf16", devices=2)
     assert read_header(whole)["device"]["count"] == 2
-    np.testing.assert_allclose(losses(whole), losses(by_optax), rtol=0, atol=1e-3)  # and the same steps
+    np.testing.assert_allclose(losses(whole), losses(by_optax), rtol=0, atol=1e-3)
     _check_resuming(whole, tmp_path / "cut", {"loss": "bf16"}, devices=2)
 
 
@@ -190,10 +173,3 @@ def test_gradients_are_clipped_to_a_norm(clip_norm, scale):
     optimizer = optimizer_of(clip_norm=clip_norm)
     _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
     np.testing.assert_allclose(adam_of(types.SimpleNamespace(optimizer=state)).mu, 0.1 * scale * gradient, rtol=1e-5)
-
-
-@pytest.mark.parametrize("state", ["fp4", "", "float32"])
-def test_an_unknown_state_is_refused(state, tmp_path, capsys):
-    error = refused(["--optimizer-state", state, "--out", str(tmp_path / "run")], capsys)
-    assert error == f"te-jax: error: --optimizer-state {state} is unknown: choose one of f32, bf16, fp8\n"
-    assert not (tmp_path / "run").exists()

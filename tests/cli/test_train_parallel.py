@@ -4,14 +4,13 @@ import argparse
 import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import processes
 import pytest
-from runs import plan_of
+from runs import losses, plan_of, refused, without_last_checkpoint
 
 from te_jax import inspect, native
 from te_jax.cli import _options, _placement, _step
@@ -42,18 +41,6 @@ ARGV = [
 @pytest.fixture(autouse=True)
 def _eight_devices(require_devices):
     require_devices(8)
-
-
-def losses(out, name="loss"):
-    """Of every step and validation."""
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return np.array([record[name] for record in records if record["kind"] != "header"])
-
-
-def without_last_checkpoint(whole, out):
-    shutil.copytree(whole, out)
-    shutil.rmtree(out / "checkpoints" / str(STEPS))
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -206,9 +193,9 @@ def test_recipe_and_twin_on_a_mesh_of_data_and_parts(on_one_device, tmp_path, ca
     out = tmp_path / "run"
     options = ["--tp", "2", "--devices", "4", "--recipe", "current", "--compare"]
     assert main([*ARGV, *options, "--out", str(out)]) == 0
-    np.testing.assert_allclose(losses(out, "float32_loss"), losses(on_one_device), rtol=1e-4)
+    np.testing.assert_allclose(losses(out, name="float32_loss"), losses(on_one_device), rtol=1e-4)
     np.testing.assert_allclose(losses(out), losses(on_one_device), rtol=5e-2)
-    assert (losses(out) != losses(out, "float32_loss")).all()
+    assert (losses(out) != losses(out, name="float32_loss")).all()
     assert "4 cpu devices, 2 share the model: transport auto" in capsys.readouterr().out
 
 
@@ -280,14 +267,6 @@ def test_the_twin_with_the_loss_of_optax(rng):
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused
-
-
-def refused(argv, capsys):
-    assert main(["train", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("te-jax: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 @pytest.mark.parametrize(
