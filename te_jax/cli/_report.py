@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tqdm
+
 from te_jax._core.devices import bf16_peak
 
 _INK, _MUTED, _BLUE, _ORANGE = "#1f2430", "#7a8294", "#2563c9", "#d9641e"
@@ -30,8 +32,6 @@ class Progress:
     """
 
     def __init__(self, total: int, done: int, tokens_per_step: int, flops_per_token: int, devices: Sequence[Any]):
-        import tqdm
-
         # disable=None: no bar where stderr is a file, which would fill up with copies of it.
         self._bar = tqdm.tqdm(total=total, initial=done, unit="step", disable=None, dynamic_ncols=True)
         self._tokens_per_step = tokens_per_step

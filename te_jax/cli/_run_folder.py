@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -34,6 +34,13 @@ _CHECKPOINTS = "checkpoints"
 _CRC = b', "crc32": '
 _RUNS = Path("runs")
 _GO_ON = "while the run went on, so the run stops: continue from its last checkpoint with --resume"
+
+
+class StoredRun(NamedTuple):
+    """A run that can go on."""
+
+    path: Path
+    header: dict[str, Any]  # the last one of its log
 
 
 class RunFolder:
@@ -90,8 +97,6 @@ class RunFolder:
             if path.is_dir():
                 _lock_folder(path, undo)
             stored = read_header(path)
-            if stored is None:
-                raise UserError(f"--out {path} holds no run to resume: leave --resume out to start one")
             folder = cls(path, header or stored, undo)
             if not folder.latest_step:
                 folder._cut_after(0)
@@ -274,17 +279,19 @@ def _numbered() -> dict[int, Path]:
     return {int(number): path for number, path in found.items() if number.isdecimal() and f"{int(number):03}" == number}
 
 
-def read_header(path: Path) -> dict[str, Any] | None:
-    """The last header of the run in a folder, None where there is no run.
+def read_header(path: Path) -> dict[str, Any]:
+    """The last header of the run in a folder.
 
     Raises:
-      UserError: the folder cannot be read, or its log has lost the header.
+      UserError: the folder holds no run or cannot be read, or its log has lost the header.
     """
     records = [record for _, record in _read(path)]
     headers = [record for record in records if record is not None and record["kind"] == "header"]
     if not headers and (records or _has_checkpoints(path)):
         raise UserError(f"{path / _LOG} has lost its header, without which no run goes on: start another run")
-    return headers[-1] if headers else None
+    if not headers:
+        raise UserError(f"--out {path} holds no run to resume: leave --resume out to start one")
+    return headers[-1]
 
 
 def _has_checkpoints(path: Path) -> bool:

@@ -1,41 +1,23 @@
-"""The compiled parts of a training run: optimizer, placement on devices, train step and evaluation."""
+"""The compiled parts of a training run: optimizer, train step and evaluation."""
 
-import contextlib
-import math
-import os
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from te_jax import nn, optim
-from te_jax.cli import _options
-from te_jax.cli.errors import UserError
-from te_jax.models import (
-    DecoderConfig,
-    Experts,
-    Losses,
-    TensorParallel,
-    decoder,
-    parallel_apply,
-    parallel_losses,
-    param_specs,
-    requantize,
-)
-from te_jax.parallel.options import TransportName
+from te_jax.cli import _plan
+from te_jax.cli._placement import Placement
+from te_jax.cli._plan import Model, Plan
+from te_jax.models import DecoderConfig, Losses, decoder, parallel_apply, parallel_losses, requantize
 from te_jax.recipe import DelayedScaling
-from te_jax.sharding import axes_of_entry
 
 LossFunction = Callable[[Any, Any, jax.Array, jax.Array], Losses]
 """(params, scaling state, tokens [batch, time], targets [batch, time]) → losses."""
-
-_BATCH_AXIS, _TENSOR_AXIS = "data", "tensor"
-_HOST_DEVICE_FLAG = "xla_force_host_platform_device_count"
 
 
 class TrainState(NamedTuple):
@@ -50,50 +32,6 @@ class TrainState(NamedTuple):
     def operands(self) -> Any:
         """What the decoder reads: quantized kernels, and all other parameters."""
         return optim.merge_kernels(self.params, self.kernels)
-
-
-class Placement(NamedTuple):
-    """Shardings of the arrays of a run."""
-
-    state: NamedSharding  # replicated: losses, and every leaf of `TrainState` unless devices share a decoder
-    windows: NamedSharding  # integer [batches, batch, seq_len + 1]: microbatches of a step, or batches of a validation
-    parallel: TensorParallel | None  # how devices share a decoder; None where each has all of it
-
-    @property
-    def mesh(self) -> Mesh:
-        assert isinstance(self.state.mesh, Mesh)
-        return self.state.mesh
-
-    def of_state(self, state: TrainState, on_host: TrainState, config: DecoderConfig) -> Any:
-        """A tree of shardings like the state; `on_host` says which leaves are in host memory."""
-        return jax.tree.map(
-            lambda sharding, host: sharding.with_memory_kind("pinned_host") if host else sharding,
-            jax.tree.broadcast(self._on_device(state, config), state),
-            on_host,
-        )
-
-    def _on_device(self, state: TrainState, config: DecoderConfig) -> Any:
-        if self.parallel is None:
-            return self.state
-        specs, structure = param_specs(config, self.parallel), jax.tree.structure(state.params)
-
-        def one_for_each_parameter(part: Any) -> bool:
-            return jax.tree.structure(part) == structure
-
-        def shardings(part: Any) -> Any:
-            if not one_for_each_parameter(part):
-                return self.state
-            return jax.tree.map(self._like_parameter, part, specs)
-
-        return jax.tree.map(shardings, state, is_leaf=one_for_each_parameter)
-
-    def _like_parameter(self, leaf: Any, spec: PartitionSpec) -> NamedSharding:
-        """Of a parameter, of a moment, or of the bounds of a moment's blocks, which may be too few to be split."""
-        entries = [
-            entry if size % math.prod(self.mesh.shape[axis] for axis in axes_of_entry(entry)) == 0 else None
-            for entry, size in zip(spec, leaf.shape, strict=False)
-        ]
-        return NamedSharding(self.mesh, PartitionSpec(*entries))
 
 
 class Learner(NamedTuple):
@@ -118,106 +56,38 @@ class Learner(NamedTuple):
         return jax.eval_shape(self.init, jax.random.key(0))
 
 
-def take_devices(count: int | None, tp: int = 1) -> list[Any]:
-    """The devices to train on. Starts JAX's backend.
+def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
+    """AdamW after clipping the gradient's norm, with moments in `model.state_dtype` that are rounded at random.
 
-    Args:
-      count: the first so many GPUs, or so many CPU devices cut out of one host; None for all that JAX shows, or for
-        `tp` of them where devices share a decoder.
-      tp: how many devices share a decoder.
-
-    Raises:
-      UserError: there are fewer, or they cannot be divided into groups of `tp`.
+    After warming up, the rate falls along a cosine to a twentieth of its peak. A norm of 0 clips nothing.
     """
-    if count is not None and count % tp:
-        raise UserError(f"--devices {count} cannot be divided into groups of --tp {tp}: choose a multiple of {tp}")
-    wanted = tp if count is None and tp > 1 else count
-    # JAX refuses both ways of asking for CPU devices at once; a user who set the flag has asked already.
-    if wanted is not None and _HOST_DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        # Raised where a backend runs in this process already: its devices are what there is.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", wanted)
-    devices = jax.devices()
-    if wanted is not None and wanted > len(devices):
-        platform = devices[0].platform
-        option = f"--devices {wanted}" if count is not None else f"--tp {tp}"
-        way_out = f": start it with XLA_FLAGS=--{_HOST_DEVICE_FLAG}={wanted}" if platform == "cpu" else ""
-        raise UserError(f"{option} is more than the {len(devices)} {platform} devices present{way_out}")
-    return devices[:wanted]
-
-
-def memory_of(devices: Sequence[Any]) -> int:
-    """Bytes that one of these devices may use: a GPU's limit in JAX, or this host's memory divided by the devices."""
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    return limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
-
-
-def build_placement(
-    devices: Sequence[Any], tp: int = 1, transport: TransportName = "auto", experts: Experts | None = None
-) -> Placement:
-    """Each group of `tp` devices that share a decoder has the whole state and an equal part of every batch.
-
-    Experts are divided among all devices where their number allows it, else among those of a group.
-    """
-    axes = (_BATCH_AXIS, _TENSOR_AXIS)
-    mesh = Mesh(np.asarray(devices).reshape(-1, tp), axes, axis_types=(AxisType.Auto,) * 2)
-    by_all = experts is not None and experts.num_experts % len(devices) == 0
-    shared = tp > 1 or (experts is not None and len(devices) > 1)
-    parallel = TensorParallel(
-        tp,
-        axis_name=_TENSOR_AXIS,
-        batch_axes=(_BATCH_AXIS,),
-        expert_axes=axes if by_all else None,
-        transport=transport,
-    )
-    return Placement(
-        state=NamedSharding(mesh, PartitionSpec()),
-        windows=NamedSharding(mesh, PartitionSpec(None, _BATCH_AXIS)),
-        parallel=parallel if shared else None,
-    )
-
-
-def build_optimizer(
-    learning_rate: float,
-    steps: int,
-    *,
-    warmup_steps: int | None = None,
-    clip_norm: float = 1.0,
-    state_dtype: str = "float32",
-    seed: int = 0,
-    offload: bool = False,
-) -> optax.GradientTransformation:
-    """AdamW after clipping the gradient's norm, with both moments in `state_dtype`, rounded at random by `seed`.
-
-    The rate rises to `learning_rate` for `warmup_steps`, None for a twentieth of the steps, and then falls along a
-    cosine to a twentieth of it. A `clip_norm` of 0 clips nothing. With `offload` the moments are in host memory.
-    """
-    warmup = steps // 20 if warmup_steps is None else warmup_steps
+    options = plan.options
     schedule = optax.warmup_cosine_decay_schedule(
-        init_value=learning_rate / (warmup + 1),
-        peak_value=learning_rate,
-        warmup_steps=warmup,
-        decay_steps=steps,
-        end_value=learning_rate / 20,
+        init_value=plan.learning_rate / (plan.warmup_steps + 1),
+        peak_value=plan.learning_rate,
+        warmup_steps=plan.warmup_steps,
+        decay_steps=options.steps,
+        end_value=plan.learning_rate / 20,
     )
     adamw = optim.adamw(
         schedule,
         b2=0.95,
         weight_decay=0.1,
-        mu_dtype=state_dtype,
-        nu_dtype=state_dtype,
-        seed=jnp.uint32(seed),
+        mu_dtype=model.state_dtype,
+        nu_dtype=model.state_dtype,
+        seed=jnp.uint32(options.seed),
     )
-    if offload:
-        adamw = optim.offload(adamw, min_size=_options.OFFLOAD_MIN_SIZE)
-    return optax.chain(optax.clip_by_global_norm(clip_norm), adamw) if clip_norm else optax.chain(adamw)
+    if "optimizer" in options.offloaded:
+        adamw = optim.offload(adamw, min_size=_plan.OFFLOAD_MIN_SIZE)
+    return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw) if options.clip_norm else optax.chain(adamw)
 
 
-def te_jax_loss(
-    config: DecoderConfig, implementation: Literal["native", "reference"] | None, placement: Placement | None = None
-) -> LossFunction:
-    """The decoder with te_jax's fused cross-entropy and, where its recipe says so, projections in FP8."""
-    if placement is not None and placement.parallel is not None:
+def build_loss(plan: Plan, model: Model) -> LossFunction:
+    """The decoder with te_jax's fused cross-entropy, or with optax's, which knows no experts."""
+    config, implementation, placement = model.config, plan.implementation, plan.placement
+    if model.by_optax:
+        return _optax_loss(config, placement)
+    if placement.parallel is not None:
         split = parallel_losses(placement.mesh, config, placement.parallel, implementation=implementation)
         return lambda params, scaling, tokens, targets: split(params, tokens, targets, scaling)
 
@@ -227,10 +97,9 @@ def te_jax_loss(
     return loss
 
 
-def optax_loss(config: DecoderConfig, placement: Placement | None = None) -> LossFunction:
-    """The same decoder with optax's cross-entropy: the twin of `--compare` without a recipe."""
+def _optax_loss(config: DecoderConfig, placement: Placement) -> LossFunction:
     split = None
-    if placement is not None and placement.parallel is not None:
+    if placement.parallel is not None:
         split = parallel_apply(placement.mesh, config, placement.parallel)
 
     def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> Losses:
@@ -242,30 +111,23 @@ def optax_loss(config: DecoderConfig, placement: Placement | None = None) -> Los
     return loss
 
 
-def build_learner(
-    config: DecoderConfig,
-    loss: LossFunction,
-    optimizer: optax.GradientTransformation,
-    placement: Placement,
-    *,
-    deterministic: bool = False,
-    implementation: Literal["native", "reference"] | None = None,
-) -> Learner:
-    """The functions of a run that minimises a loss.
+def build_learner(plan: Plan, model: Model) -> Learner:
+    """The functions of a run that trains a model.
 
     With a recipe that has no state, each step quantizes all kernels once, for all microbatches of the next one. Devices
     that share a decoder quantize their parts themselves, in every microbatch.
 
-    Args:
-      deterministic: on GPUs, without XLA's autotuning and atomic additions, which would keep a resumed run from
-        repeating the bits of an uninterrupted one.
-      implementation: that quantizes kernels.
+    Deterministic runs on GPUs do without XLA's autotuning and atomic additions, which would keep a resumed run from
+    repeating the bits of an uninterrupted one.
     """
-    platform = next(iter(placement.state.device_set)).platform
-    options = {"xla_gpu_deterministic_ops": True} if deterministic and platform == "gpu" else None
+    config, placement = model.config, plan.placement
+    optimizer, loss = build_optimizer(plan, model), build_loss(plan, model)
+    on_gpu = placement.devices[0].platform == "gpu"
+    deterministic = {"xla_gpu_deterministic_ops": True} if plan.options.deterministic and on_gpu else None
+    jit = functools.partial(jax.jit, compiler_options=deterministic)
 
     in_optimizer = placement.parallel is None and not isinstance(config.recipe, DelayedScaling | None)
-    how = requantize(config, implementation=implementation) if in_optimizer else None
+    how = requantize(config, implementation=plan.implementation) if in_optimizer else None
 
     def kernels_of(params: Any) -> Any:
         # Adding -0.0 changes no bit, that of zeros included.
@@ -292,15 +154,15 @@ def build_learner(
     def stored(state: TrainState) -> TrainState:
         return state._replace(kernels=None)
 
-    quantize = jax.jit(kernels_of, out_shardings=shardings.kernels, compiler_options=options)
+    quantize = jit(kernels_of, out_shardings=shardings.kernels)
 
     def resumed(state: TrainState) -> TrainState:
         return state._replace(kernels=quantize(state.params))
 
     return Learner(
-        init=jax.jit(init, out_shardings=shardings, compiler_options=options),
-        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, placement.state), compiler_options=options),
-        evaluate=jax.jit(evaluate, out_shardings=placement.state, compiler_options=options),
+        init=jit(init, out_shardings=shardings),
+        step=jit(step, donate_argnums=0, out_shardings=(shardings, placement.state)),
+        evaluate=jit(evaluate, out_shardings=placement.state),
         stored=stored,
         resumed=resumed,
     )

@@ -2,25 +2,31 @@
 
 import argparse
 import errno
+import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NoReturn
 
 from te_jax._version import __version__
-from te_jax.cli import bench, doctor, train
+from te_jax.cli import _options, bench, doctor
 from te_jax.cli.errors import UserError
 
 __all__ = ["main"]
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+# Modules with `add_arguments`. `run` is in the module of the command's name, which is imported when it is called.
 _COMMANDS = {
-    "train": (train, "train a small language model on text"),
+    "train": (_options, "train a small language model on text"),
     "doctor": (doctor, "report what works on this machine and how to get what does not"),
     "bench": (bench, "measure an operation against its peers"),
 }
+
+# The extra [train] by its modules.
+_PACKAGES = {"optax": "optax", "orbax": "orbax-checkpoint", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             args = _parser().parse_args(argv)
-            return args.run(args)
+            return _run(args)
         finally:
             print(end="", flush=True)
     except UserError as error:
@@ -87,13 +93,19 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "train" and (missing := [_PACKAGES[name] for name in _PACKAGES if not find_spec(name)]):
+        raise UserError(f"te-jax train needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    return importlib.import_module(f"te_jax.cli.{args.command}").run(args)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="te-jax", description="Fused kernels and FP8 training for JAX.")
     parser.add_argument("--version", action="version", version=f"te_jax {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (module, summary) in _COMMANDS.items():
         # Abbreviated options would change their meaning whenever an option is added.
-        command = commands.add_parser(name, help=summary, description=module.__doc__, allow_abbrev=False)
+        command = commands.add_parser(name, help=summary, allow_abbrev=False)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(command=name)
     return parser

@@ -1,48 +1,37 @@
-"""Trains a small language model on text, on whatever devices JAX finds, and writes a log, checkpoints and the loss
-curves to a folder. Ctrl-C and SIGTERM save a checkpoint first. A run that was stopped or killed goes on with --resume,
-and ends with the same bits on CPUs and, with --deterministic, on GPUs."""
+"""A run of `te-jax train`: planned, trained, written to its folder."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
-import functools
-import importlib.util
 import math
 import os
 import platform
 import shlex
+import signal
 import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jaxlib.version
+import numpy as np
+import optax
 
 import te_jax
-from te_jax import native, ops
 from te_jax._core.terminal import reason_of
-from te_jax.cli import _interruption, _options, _report, _run_folder, _text
-from te_jax.cli._options import Options, add_arguments
-from te_jax.cli._run_folder import RunFolder
+from te_jax.cli import _interruption, _options, _placement, _plan, _report, _run_folder, _step, _text
+from te_jax.cli._plan import Plan
+from te_jax.cli._run_folder import RunFolder, StoredRun
+from te_jax.cli._step import Learner
 from te_jax.cli.errors import UserError, is_out_of_memory, note
-from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.models import Losses
+from te_jax.recipe import Recipe
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from te_jax.cli._step import Learner, LossFunction, Placement
-    from te_jax.cli._text import Corpus
-    from te_jax.models import DecoderConfig, Losses
-
-__all__ = ["add_arguments", "run"]
-
-# By their modules, as in the extra [train].
-_PACKAGES = {"optax": "optax", "orbax": "orbax-checkpoint", "matplotlib": "matplotlib", "tqdm": "tqdm"}
+__all__ = ["run"]
 
 _EVALUATION_WINDOWS = 64
 
@@ -55,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains, or continues to, until `--steps`.
 
     Args:
-      args: parsed options of `add_arguments`.
+      args: parsed options of `_options.add_arguments`.
 
     Returns:
       0, or 128 + the number of the signal that stopped the run before.
@@ -63,159 +52,83 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       UserError: an option cannot be met, or memory ran out.
     """
-    missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise UserError(f"te-jax train needs {', '.join(missing)}: pip install {' '.join(missing)}")
-    from te_jax.cli import _step
-
     out = None if args.out is None else Path(args.out)
     stored = None
     if args.resume:
         out = out or _run_folder.newest_path()
-        stored = _run_folder.read_header(out)
-        if stored is None:
-            raise UserError(f"--out {out} holds no run to resume: leave --resume out to start one")
-    options = _options.resolve(args, out, stored)
-    _options.check(options)
+        stored = StoredRun(out, _run_folder.read_header(out))
+    options = _options.resolve(args, stored)
     if options.deterministic:
         os.environ.setdefault("TE_JAX_AUTOTUNE", "0")  # another process could choose other GEMMs, with other bits
-    tokenizer = None if options.tokenizer is None else _text.Tokenizer(options.tokenizer)
-    config = _options.build_config(options, tokenizer)
-    _options.check_parallel(options, config)
-    corpus = _text.load(options.text, tokenizer)
-    if stored is not None and corpus.sha256 != stored.get("text", {}).get("sha256"):
-        by = "" if tokenizer is None else f" with --tokenizer {options.tokenizer}"
-        raise UserError(f"--text {corpus.source}{by} is not, or no longer, what the run in {out} was trained on")
-    if stored is not None and config.vocab_size != (before := _vocab_size(stored, config)):
-        raise UserError(
-            f"--tokenizer {options.tokenizer} needs a vocabulary of {config.vocab_size}, and the model of the run in "
-            f"{out} has {before}: give the run's own tokenizer, or start another run without --resume"
-        )
-    data = _text.split(corpus, options.seq_len)
+    plan, data = _plan.decide(options, stored)
+    learners = {model.loss_name: _step.build_learner(plan, model) for model in plan.models}
+    _check_memory(plan, learners)
 
-    devices = _step.take_devices(options.devices, options.tp)
-    parts = len(devices) // options.tp
-    if options.batch % (parts * options.microbatches):
-        over = f"{parts} devices" if options.tp == 1 else f"{parts} groups of --tp {options.tp}"
-        over = over if options.microbatches == 1 else f"--microbatches {options.microbatches} on {over}"
-        multiple = parts * options.microbatches
-        raise UserError(f"--batch {options.batch} does not divide over {over}: choose a multiple of {multiple}")
-    options = _options.settle(options, config, corpus, devices)
-    config = dataclasses.replace(config, dtype=options.dtype)
-    placement = _step.build_placement(devices, options.tp, options.transport, config.experts)
-    implementation = _implementation(options)
-    learners = _learners(options, config, placement, implementation)
-    _check_memory(options, learners, devices)
-
-    header = _header(options, config, corpus, devices, implementation)
-    if out is None or stored is None:
+    header = _header(plan)
+    if stored is None:
         folder = RunFolder.create(out or _run_folder.new_path(), header)
     else:
-        folder = RunFolder.resume(out, header)
-        _note_changes(stored, header)
+        folder = RunFolder.resume(stored.path, header)
+        _note_changes(stored.header, header)
     try:
         if args.out is None:
             print(f"run in {folder.path}")
-        if options.tp > 1:
+        if plan.options.tp > 1:
             print(
-                f"{len(devices)} {devices[0].platform} devices, {options.tp} share the model: "
-                f"transport {options.transport}"
+                f"{len(plan.placement.devices)} {plan.placement.devices[0].platform} devices, {plan.options.tp} share "
+                f"the model: transport {plan.options.transport}"
             )
         stopped = ""
-        with _interruption.watching() as signals, _memory(options, config):
+        with _interruption.watching() as signals, _memory(plan):
             try:
-                step, cost = _train(folder, options, config, learners, placement, data, devices, signals)
+                step, cost = _train(plan, folder, learners, data, signals)
             except Exception as error:
                 # A signal to the process group ends compilers that XLA has started, and what reads a pipe.
                 if not signals or isinstance(error, UserError) or is_out_of_memory(error):
                     raise
                 folder.finish_saving()
                 step, cost, stopped = folder.latest_step, "", f"stopped in a step ({reason_of(error)}); "
-        if step < options.steps:
-            saved = f"step {step} of {options.steps} is saved" if step else "no step is saved"
+        if step < plan.options.steps:
+            saved = f"step {step} of {plan.options.steps} is saved" if step else "no step is saved"
             print(
                 f"te-jax: {signals[0].name}: {stopped}{saved}; continue with "
                 f"te-jax train --resume --out {shlex.quote(str(folder.path))}",
                 file=sys.stderr,
             )
             return 128 + signals[0]
-        _conclude(folder, options, config, learners, corpus.unit, cost)
+        _conclude(plan, folder, cost)
     finally:
         folder.close()
     return 0
 
 
-def _vocab_size(stored: dict[str, Any], config: DecoderConfig) -> int:
-    """That of the run that is resumed."""
-    return stored.get("model", {}).get("vocab_size", config.vocab_size)
-
-
-def _learners(
-    options: Options, config: DecoderConfig, placement: Placement, implementation: native.Implementation
-) -> dict[str, Learner]:
-    """The run's own, and its twin's with --compare, by the name of their losses in the log."""
-    from te_jax.cli import _step
-
-    def learner(config: DecoderConfig, loss: LossFunction, states: str = options.optimizer_state) -> Learner:
-        optimizer = _step.build_optimizer(
-            _options.peak_rate(options, config),
-            options.steps,
-            warmup_steps=options.warmup_steps,
-            clip_norm=options.clip_norm,
-            state_dtype=_options.STATE_DTYPES[states],
-            seed=options.seed,
-            offload="optimizer" in _options.offloaded(options),
-        )
-        return _step.build_learner(
-            config,
-            loss,
-            optimizer,
-            placement,
-            deterministic=options.deterministic,
-            implementation=implementation,
-        )
-
-    loss = _step.te_jax_loss(config, implementation, placement)
-    learners = {"loss": learner(config, loss)}
-    # A twin differs in one thing, so that the distance of the two curves is what that costs.
-    if options.compare and config.recipe is not None:
-        plain = dataclasses.replace(config, recipe=None)
-        learners[f"{config.dtype}_loss"] = learner(plain, _step.te_jax_loss(plain, implementation, placement))
-    elif options.compare and options.optimizer_state != "f32":
-        learners["f32_states_loss"] = learner(config, loss, "f32")
-    elif options.compare:
-        learners["optax_loss"] = learner(config, _step.optax_loss(config, placement))
-    return learners
-
-
-def _check_memory(options: Options, learners: dict[str, Learner], devices: list[Any]) -> None:
+def _check_memory(plan: Plan, learners: dict[str, Learner]) -> None:
     """Refuses a model whose state alone exceeds a device's memory. On a CPU the kernel would kill the process."""
-    from te_jax.cli import _step
-
     leaves = jax.tree.leaves([learner.abstract_state() for learner in learners.values()])
     on_device = [leaf for leaf in leaves if leaf.sharding.memory_kind != "pinned_host"]
     needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in on_device)
-    present = _step.memory_of(devices)
+    present = _placement.memory_of(plan.placement.devices)
     if needed > present:
-        held = "parameters and Adam's moments" if options.recipe == "none" else "parameters, moments and the recipe"
+        held = "parameters and Adam's moments" if plan.config.recipe is None else "parameters, moments and the recipe"
         raise UserError(
-            f"--preset {options.preset} needs {needed / 2**30:,.2f} GiB on each device for {held}, and a device has "
-            f"{present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, --offload optimizer, or a "
-            "larger --tp, which divides the model among devices"
+            f"--preset {plan.options.preset} needs {needed / 2**30:,.2f} GiB on each device for {held}, and a device "
+            f"has {present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, --offload optimizer, "
+            "or a larger --tp, which divides the model among devices"
         )
 
 
 @contextlib.contextmanager
-def _memory(options: Options, config: DecoderConfig) -> Iterator[None]:
+def _memory(plan: Plan) -> Iterator[None]:
     """Turns an error of exhausted memory into one that names the ways out."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        others = [] if config.remat else ["--remat"]
+        options = plan.options
+        others = [] if plan.config.remat else ["--remat"]
         others += [] if options.optimizer_state == "fp8" else ["--optimizer-state fp8"]
-        others += [] if len(_options.offloaded(options)) == 2 else ["--offload activations,optimizer"]
+        others += [] if len(options.offloaded) == 2 else ["--offload activations,optimizer"]
         raise UserError(
             f"--preset {options.preset} with --batch {options.batch} and --seq-len {options.seq_len} is out of memory "
             f"({reason_of(error)}): choose a smaller --preset, --batch or --seq-len, or "
@@ -223,54 +136,20 @@ def _memory(options: Options, config: DecoderConfig) -> Iterator[None]:
         ) from error
 
 
-def _implementation(options: Options) -> native.Implementation:
-    """Which implementation of te_jax's operations runs. Raises UserError where the one that was asked for cannot."""
-    try:
-        use_native = native.use_native(None if options.implementation == "auto" else options.implementation)
-    except native.NativeUnavailableError as error:
-        raise UserError(f"--implementation {options.implementation} cannot run here: {error}") from error
-    if options.transport == "p2p":
-        if options.implementation == "reference":
-            raise UserError("--transport p2p is native, and --implementation is reference: leave one of them out")
-        try:
-            native.use_native("native")
-        except native.NativeUnavailableError as error:
-            raise UserError(f"--transport p2p cannot run here: {error}") from error
-    _check_recipe(options)
-    return "native" if use_native else "reference"
-
-
-def _check_recipe(options: Options) -> None:
-    """Refuses a recipe for which this GPU has no kernels, unless the reference is asked for by name."""
-    recipe = _options.RECIPES[options.recipe]
-    if recipe is None:
-        return
-    state = recipe.init() if isinstance(recipe, DelayedScaling) else None
-    implementation = None if options.implementation == "auto" else options.implementation
-    layer = functools.partial(ops.dense, recipe=recipe, scaling_state=state, implementation=implementation)
-    try:
-        jax.eval_shape(layer, *[jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2)
-    except native.NativeUnavailableError as error:
-        raise UserError(f"--recipe {options.recipe} cannot run here: {error}") from error
-
-
-def _header(
-    options: Options, config: DecoderConfig, corpus: Corpus, devices: list[Any], implementation: native.Implementation
-) -> dict[str, Any]:
-    import optax
-
+def _header(plan: Plan) -> dict[str, Any]:
+    config, devices = plan.config, plan.placement.devices
     return {
         "kind": "header",
-        "options": dataclasses.asdict(options),
+        "options": plan.recorded_options(),
         "model": {
             **dataclasses.asdict(config),
             "recipe": _describe(config.recipe),
             "num_parameters": config.num_parameters,
             "num_active_parameters": config.num_active_parameters,
         },
-        "text": {"source": corpus.source, f"{corpus.unit}s": corpus.data.size, "sha256": corpus.sha256},
-        "implementation": implementation,
-        "parallel": {"tp": options.tp, "transport": options.transport},
+        "text": {"source": plan.text, f"{plan.token}s": plan.num_tokens, "sha256": plan.sha256},
+        "implementation": plan.implementation,
+        "parallel": {"tp": plan.options.tp, "transport": plan.options.transport},
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
         "versions": {
             "te_jax": te_jax.__version__,
@@ -301,18 +180,15 @@ def _note_changes(stored: dict[str, Any], header: dict[str, Any]) -> None:
 
 
 def _train(
+    plan: Plan,
     folder: RunFolder,
-    options: Options,
-    config: DecoderConfig,
     learners: dict[str, Learner],
-    placement: Placement,
     data: tuple[np.ndarray, np.ndarray],
-    devices: list[Any],
-    signals: list[Any],
+    signals: list[signal.Signals],
 ) -> tuple[int, str]:
     """Trains until the last step or a signal. Returns the last step that was taken and saved, and what its
     steps cost: "" where it took none."""
-    assert options.checkpoint_every is not None  # since `settle`
+    options, sharding = plan.options, plan.placement.windows
     training, held_out = data
     if folder.latest_step:
         restored = folder.restore({name: each.stored(each.abstract_state()) for name, each in learners.items()})
@@ -323,10 +199,11 @@ def _train(
     microbatch = options.batch // options.microbatches
     batches = math.ceil(_EVALUATION_WINDOWS / microbatch)
     windows = _text.evaluation_windows(held_out, count=batches * microbatch, seq_len=options.seq_len)
-    windows = jax.device_put(windows.reshape(batches, microbatch, -1), placement.windows)
+    windows = jax.device_put(windows.reshape(batches, microbatch, -1), sharding)
 
-    flops = len(learners) * config.flops_per_token(options.seq_len)
-    progress = _report.Progress(options.steps, done, options.batch * options.seq_len, flops, devices)
+    flops = len(learners) * plan.config.flops_per_token(options.seq_len)
+    tokens = options.batch * options.seq_len
+    progress = _report.Progress(options.steps, done, tokens, flops, plan.placement.devices)
     records = _Records(folder, progress)
 
     def evaluate(step: int) -> None:
@@ -341,14 +218,14 @@ def _train(
             batch = _text.training_windows(
                 training, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
             )
-            batch = jax.device_put(batch.reshape(options.microbatches, microbatch, -1), placement.windows)
+            batch = jax.device_put(batch.reshape(options.microbatches, microbatch, -1), sharding)
             losses = {}
             for name, learner in learners.items():
                 states[name], losses[name] = learner.step(states[name], batch)
             records.add("train", step, losses)
             stops = step == options.steps or bool(signals)
             evaluates = step % options.eval_every == 0 or step == options.steps
-            saves = step % options.checkpoint_every == 0 or stops
+            saves = step % plan.checkpoint_every == 0 or stops
             # Not timed: the first step, which waits for the compiler, validations, and copies for checkpoints.
             if step == done + 1 or evaluates or saves:
                 records.flush()
@@ -398,11 +275,11 @@ class _Records:
             self._progress.validation(step, record)
 
 
-def _conclude(
-    folder: RunFolder, options: Options, config: DecoderConfig, learners: dict[str, Learner], unit: str, cost: str
-) -> None:
+def _conclude(plan: Plan, folder: RunFolder, cost: str) -> None:
+    options, config = plan.options, plan.config
+    names = {model.loss_name for model in plan.models}
     training, validation = (
-        [record for record in folder.records(kind) if learners.keys() <= record.keys()]  # damage may cost one its twin
+        [record for record in folder.records(kind) if names <= record.keys()]  # damage may cost one its twin
         for kind in ("train", "validation")
     )
     figure = folder.path / "loss.png"
@@ -418,8 +295,8 @@ def _conclude(
     if training and validation:  # a damaged log may have neither
         if cost or not figure.exists():  # a finished run keeps the figure with what its steps cost
             with _run_folder.writing(folder.path):
-                _report.draw_losses(figure, title, label, training, validation, unit, cost)
-        print(_report.summary(label, training, validation, unit))
+                _report.draw_losses(figure, title, label, training, validation, plan.token, cost)
+        print(_report.summary(label, training, validation, plan.token))
         files.append(figure.name)
     how = "" if options.tp == 1 else f" with tp {options.tp}, transport {options.transport},"
     print(f"{options.steps} steps{how} in {folder.path}: {', '.join(files)}")

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from runs import EVERY, SMALL, STEPS
 
-from te_jax.cli import _report, _step, train
+from te_jax.cli import _report, _step
 from te_jax.cli.main import main
 
 
@@ -64,23 +64,23 @@ def as_in_a_process_of_its_own():
 
 
 @functools.cache
-def _learners_of(build_optimizer, options, *arguments, learners=train._learners):
+def _learner_of(build_optimizer, plan, model, build_learner=_step.build_learner):
     del build_optimizer  # which tests replace
-    return learners(options, *arguments)
+    return build_learner(plan, model)
 
 
 @pytest.fixture(scope="module")
 def programs_of_equal_runs():
     """Runs that differ in what they read and write, but not in what they compute, trace it once."""
 
-    def learners(options, *arguments):
-        options = dataclasses.replace(options, text=None, checkpoint_every=1, eval_every=1)
-        alone = dataclasses.replace(options, compare=False)
-        both = [_learners_of(_step.build_optimizer, each, *arguments) for each in (options, alone)]
-        return both[0] | both[1]
+    def build_learner(plan, model):
+        options = dataclasses.replace(plan.options, text=None, compare=False, checkpoint_every=1, eval_every=1)
+        of_text = {"text": "", "num_tokens": 0, "sha256": ""}
+        plan = dataclasses.replace(plan, options=options, models=(), checkpoint_every=1, **of_text)
+        return _learner_of(_step.build_optimizer, plan, model)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "_learners", learners)
+        patch.setattr(_step, "build_learner", build_learner)
         yield
 
 

@@ -12,7 +12,7 @@ import pytest
 from xla_flags import environment_without_devices
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["te_jax.cli.train", "te_jax.cli._step", "orbax.checkpoint", "matplotlib.figure"])
+_CONTEXT.set_forkserver_preload(["te_jax.cli.train", "orbax.checkpoint", "matplotlib.figure"])
 
 
 def start(argv, shown, before=None):

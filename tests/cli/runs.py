@@ -1,16 +1,53 @@
-"""Runs of `te-jax train` in tests: their arguments, and a toy that trains an array in place of a model."""
+"""Runs of `te-jax train` in tests: their arguments, what they leave, and a toy that trains an array."""
 
+import json
+import shutil
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from te_jax.cli import _step, train
+from te_jax.cli import _plan, _step
+from te_jax.cli._options import Options
+from te_jax.cli.main import main
 from te_jax.models import Losses
 
 SMALL = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "1"]
 STEPS = 40  # the same for most runs: it is part of the program
 EVERY = ["--eval-every", "15", "--checkpoint-every", "15"]
+
+
+def plan_of(**options):
+    """The plan of a run of a small model, on one device unless more are asked for."""
+    plan, _ = _plan.decide(Options(**{"preset": "nano", "devices": 1, **options}))
+    return plan
+
+
+def refused(argv, capsys):
+    """The sentence with which `te-jax train` refuses its arguments."""
+    assert main(["train", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("te-jax: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def records(out, *kinds):
+    """Those of the log of a run; without kinds, those of every step and validation."""
+    lines = (out / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] in (kinds or ("train", "validation"))]
+
+
+def losses(out, *kinds, name="loss"):
+    return np.array([record[name] for record in records(out, *kinds)])
+
+
+def without_last_checkpoint(whole, out):
+    """A copy of a run that has ended, as if it had been killed before it saved its last step."""
+    shutil.copytree(whole, out)
+    shutil.rmtree(max((out / "checkpoints").iterdir(), key=lambda step: int(step.name)))
+    return out
 
 
 class Toy:
@@ -21,9 +58,9 @@ class Toy:
         self.evaluate = lambda: None
         self.factor = 0.9
 
-    def learners(self, options, config, placement, implementation):
+    def build_learner(self, plan, model):
         def compiled(function):
-            return jax.jit(function, out_shardings=placement.state)
+            return jax.jit(function, out_shardings=plan.placement.state)
 
         def called_after(name, function):
             return lambda *args: (getattr(self, name)(), function(*args))[1]
@@ -35,13 +72,9 @@ class Toy:
         step = compiled(lambda state, windows: (state * factor + windows.mean() / 255, losses(jnp.abs(state).mean())))
         evaluate = compiled(lambda state, windows: losses(jnp.abs(state).mean() + windows.mean()))
         init = compiled(lambda key: jax.random.normal(key, (1000,)))
-        return {
-            "loss": _step.Learner(
-                init, called_after("step", step), called_after("evaluate", evaluate), *(lambda x: x,) * 2
-            )
-        }
+        return _step.Learner(init, called_after("step", step), called_after("evaluate", evaluate), *(lambda x: x,) * 2)
 
 
 def train_slowly():
     """For a process that is to be killed at a step."""
-    train._learners = Toy(lambda: time.sleep(0.02)).learners
+    _step.build_learner = Toy(lambda: time.sleep(0.02)).build_learner

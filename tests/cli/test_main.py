@@ -7,10 +7,11 @@ import sys
 import pytest
 
 import te_jax
-from te_jax.cli import bench, doctor, main, train
+from te_jax.cli import _options, bench, doctor, main, train
 from te_jax.cli.errors import UserError
 
-COMMANDS = {"train": train, "doctor": doctor, "bench": bench}
+# The modules that have a command's arguments, and its `run`.
+COMMANDS = {"train": (_options, train), "doctor": (doctor, doctor), "bench": (bench, bench)}
 
 
 def test_help_names_every_command_and_starts_no_backend():
@@ -38,8 +39,9 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_runs_its_module_and_returns_its_status(name, monkeypatch):
-    monkeypatch.setattr(COMMANDS[name], "run", lambda args: 7)
-    monkeypatch.setattr(COMMANDS[name], "add_arguments", lambda parser: parser.add_argument("--word"))
+    arguments, command = COMMANDS[name]
+    monkeypatch.setattr(command, "run", lambda args: 7 if args.word == "x" else 1)
+    monkeypatch.setattr(arguments, "add_arguments", lambda parser: parser.add_argument("--word"))
     assert main.main([name, "--word", "x"]) == 7
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 import random
@@ -22,21 +21,21 @@ import numpy as np
 import optax
 import processes
 import pytest
-from runs import EVERY, SMALL, STEPS, Toy, train_slowly
+from runs import EVERY, SMALL, STEPS, Toy, plan_of, records, refused, train_slowly
 
 from te_jax import native, optim
-from te_jax.cli import _options, _report, _step, _text, train
+from te_jax.cli import _options, _placement, _plan, _report, _step, _text, train
 from te_jax.cli._report import draw_losses
 from te_jax.cli._run_folder import RunFolder, new_path, newest_path, read_header
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
-from te_jax.models import PRESETS, Losses
+from te_jax.models import Losses
 from te_jax.native import extension
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "programs_of_equal_runs")
 
 ROOT = Path(__file__).resolve().parents[2]
-_learners = train._learners
+build_learner = _step.build_learner
 
 
 @pytest.fixture
@@ -54,13 +53,8 @@ def _no_figures(monkeypatch):
 def toy(monkeypatch):
     """Runs whose subject is no model train an array."""
     toy = Toy()
-    monkeypatch.setattr(train, "_learners", toy.learners)
+    monkeypatch.setattr(_step, "build_learner", toy.build_learner)
     return toy
-
-
-def records(out, kind):
-    lines = (out / "log.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def shown_by(whole):
@@ -120,7 +114,35 @@ def test_the_figure_shows_means_in_the_middle_of_their_steps_and_how_far_above_t
     np.testing.assert_allclose(bottom.lines[1].get_ydata(), range(1, 91))
 
 
-def test_the_seed_is_that_of_parameters_data_and_rounding(toy_run, out, monkeypatch):
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"tp": 2, "devices": 2, "transport": "ring", "optimizer_state": "bf16", "compare": True, "learning_rate": 0.5},
+        {"preset": "moe", "recipe": "current", "offload": "activations,optimizer", "deterministic": True},
+    ],
+)
+def test_the_options_that_a_run_records_decide_the_same_plan(given, require_devices):
+    require_devices(2)
+    plan = plan_of(**given)
+    recorded = plan.recorded_options()
+    assert {name for name, value in recorded.items() if value is None} == {"tokenizer", "warmup_steps"}
+    again = plan_of(**recorded)
+    assert again.recorded_options() == recorded
+    again = dataclasses.replace(again, options=plan.options)
+    assert (again, hash(again)) == (plan, hash(plan))
+
+
+@pytest.mark.parametrize(("platform", "dtype", "steps"), [("cpu", "float32", 100), ("gpu", "bfloat16", 1000)])
+def test_the_platform_decides_what_is_left_open(platform, dtype, steps, monkeypatch):
+    monkeypatch.setattr(_placement, "take_devices", lambda *_: [types.SimpleNamespace(platform=platform)])
+    monkeypatch.setattr(_placement, "build_placement", lambda *_: None)
+    plan, chosen = plan_of(preset="8b"), plan_of(dtype="float32", checkpoint_every=7)
+    assert (plan.config.dtype, plan.checkpoint_every) == (dtype, steps)
+    assert (chosen.config.dtype, chosen.checkpoint_every) == ("float32", 7)
+
+
+def test_the_seed_is_that_of_parameters_data_and_rounding(toy_run, toy, out, monkeypatch):
     def record_seed(module, name, function):
         def recorded(*args, seed, **options):
             seen.add((name, int(seed)))
@@ -128,12 +150,12 @@ def test_the_seed_is_that_of_parameters_data_and_rounding(toy_run, out, monkeypa
 
         monkeypatch.setattr(module, name, recorded)
 
-    def learners(options, *arguments):
-        of_a_model(options, *arguments)
-        return toy_learners(options, *arguments)
+    def build_learner(plan, model):
+        _step.build_optimizer(plan, model)
+        return toy.build_learner(plan, model)
 
-    seen, of_a_model, toy_learners = set(), _learners, train._learners
-    monkeypatch.setattr(train, "_learners", learners)
+    seen = set()
+    monkeypatch.setattr(_step, "build_learner", build_learner)
     record_seed(_text, "training_windows", _text.training_windows)
     record_seed(optim, "adamw", optim.adamw)
     whole, argv = toy_run
@@ -179,16 +201,10 @@ def test_gemms_are_tuned_unless_the_run_is_deterministic(before, after, out, pat
     ],
 )
 def test_xla_is_told_to_be_deterministic(deterministic, platform, expected, monkeypatch):
-    told = []
+    told, plan = [], plan_of(deterministic=deterministic)
     monkeypatch.setattr(jax, "jit", lambda function, compiler_options, **_: told.append(compiler_options))
-    devices = [types.SimpleNamespace(platform=platform)]
-    placement = types.SimpleNamespace(
-        state=types.SimpleNamespace(device_set=devices),
-        of_state=lambda *_: types.SimpleNamespace(kernels=None),
-        parallel=None,
-    )
-    config = dataclasses.replace(PRESETS["nano"], num_layers=1)
-    _step.build_learner(config, None, optax.identity(), placement, deterministic=deterministic)
+    monkeypatch.setattr(_placement.Placement, "devices", [types.SimpleNamespace(platform=platform)])
+    build_learner(plan, *plan.models)
     assert told == [expected] * 4
 
 
@@ -249,11 +265,11 @@ def test_without_a_terminal_the_first_step_and_one_a_minute_are_shown(seconds, s
     assert [line.partition(" · training loss 0.5000 · ")[0] for line in shown] == [f"step {step}" for step in steps]
 
 
-def test_microbatches_have_the_gradient_of_the_batch(rng):
+def test_microbatches_have_the_gradient_of_the_batch(rng, monkeypatch):
     """A step of 1 against the gradient shows it."""
-    config, placement = PRESETS["nano"], _step.build_placement(jax.devices()[:1])
-    loss = _step.te_jax_loss(config, "reference")
-    learner = _step.build_learner(config, loss, optax.sgd(1.0), placement)
+    monkeypatch.setattr(_step, "build_optimizer", lambda *_: optax.sgd(1.0))
+    plan = plan_of(implementation="reference")
+    learner = _step.build_learner(plan, *plan.models)
     windows = rng.integers(0, 256, (4, 17)).astype(np.uint16)
     before = jax.device_get(learner.init(jax.random.key(0)).params)
     steps = [learner.step(learner.init(jax.random.key(0)), windows.reshape(n, 4 // n, 17)) for n in (1, 4)]
@@ -284,7 +300,7 @@ def test_microbatches_are_parts_of_the_same_batch(toy_run, toy, out, monkeypatch
 
 
 def test_offload_changes_where_the_state_is_and_no_number(whole, out, monkeypatch):
-    monkeypatch.setattr(_options, "OFFLOAD_MIN_SIZE", 1)
+    monkeypatch.setattr(_plan, "OFFLOAD_MIN_SIZE", 1)
     kinds, save = [], RunFolder.save_behind
 
     def saved(self, step, state):
@@ -302,16 +318,16 @@ def test_offload_changes_where_the_state_is_and_no_number(whole, out, monkeypatc
 
 
 def test_the_optimizer_is_the_one_that_was_asked_for(out, paths, monkeypatch):
-    def build_optimizer(rate, steps, **options):
-        asked.append((rate, steps, options["warmup_steps"], options["clip_norm"]))
+    def build_optimizer(plan, model):
+        asked.append((plan.learning_rate, plan.warmup_steps, plan.options.clip_norm))
         return optax.identity()
 
     asked = []
     monkeypatch.setattr(_step, "build_optimizer", build_optimizer)
     argv = ["train", "--preset", "nano", "--seq-len", "16", "--batch", "8", "--devices", "1"]
     assert main([*argv, "--out", str(out)]) == 0
-    assert main([*argv, "--warmup-steps", "0", "--clip-norm", "0", "--steps", "9", "--out", str(out.parent / "b")]) == 0
-    assert asked == [(0.012, 200, None, 1.0), (0.012, 9, 0, 0.0)]
+    assert main([*argv, "--warmup-steps", "0", "--clip-norm", "0", "--steps", "60", "--out", f"{out}2"]) == 0
+    assert asked == [(0.012, 10, 1.0), (0.012, 0, 0.0)]
 
 
 @pytest.mark.parametrize("batch", ["1", "65"])
@@ -465,7 +481,7 @@ def test_a_host_that_is_out_of_memory_is_one_sentence(out, capsys):
 
 
 def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(out, capsys, monkeypatch):
-    monkeypatch.setattr(_step, "memory_of", lambda devices: 2**30)
+    monkeypatch.setattr(_placement, "memory_of", lambda devices: 2**30)
     error = refused(["--preset", "8b", "--devices", "1", "--out", str(out)], capsys)
     assert "--preset 8b needs 89.75 GiB on each device for parameters and Adam's moments" in error
     ways_out = "a smaller --preset, --optimizer-state fp8, --offload optimizer, or a larger --tp"
@@ -473,14 +489,6 @@ def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(out,
     error = refused(["--preset", "8b", "--tp", "2", "--optimizer-state", "fp8", "--out", str(out)], capsys)
     assert "--preset 8b needs 22.67 GiB on each device" in error
     assert not out.exists()
-
-
-def refused(argv, capsys):
-    assert main(["train", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("te-jax: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 @pytest.mark.parametrize(
@@ -518,6 +526,15 @@ def refused(argv, capsys):
             "--offload is moments: choose activations, optimizer, activations,optimizer or none",
         ),
         (["--recipe", ""], "--recipe  is unknown: choose one of block"),
+        (["--optimizer-state", "float32"], "--optimizer-state float32 is unknown: choose one of f32, bf16, fp8\n"),
+        (
+            ["--preset", "moe", "--recipe", "delayed"],
+            "--recipe delayed keeps no state for the experts of --preset moe: choose block",
+        ),
+        (
+            ["--preset", "moe", "--compare"],
+            "--compare has no twin for --preset moe, since optax has no loss of experts: add --recipe",
+        ),
         (["--text", "nowhere.txt"], "--text nowhere.txt does not exist"),
         (["--text", ""], "--text: is empty"),
         (["--resume"], "holds no run to resume"),
@@ -556,7 +573,7 @@ def paths(monkeypatch):
     """Folders of runs that take no step."""
     paths = []
     monkeypatch.setattr(
-        train, "_train", lambda folder, options, *_: paths.append(folder.path.as_posix()) or (options.steps, "")
+        train, "_train", lambda plan, folder, *_: paths.append(folder.path.as_posix()) or (plan.options.steps, "")
     )
     monkeypatch.setattr(train, "_conclude", lambda *_: None)
     return paths
@@ -609,7 +626,7 @@ def test_a_recipe_that_the_gpu_cannot_multiply_is_refused(out, capsys, monkeypat
 
 
 def test_missing_packages_are_named_as_the_extra_names_them(out, capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("te_jax.cli.main.find_spec", lambda name: None)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [requirement.partition(">")[0] for requirement in project["optional-dependencies"]["train"]]
     error = refused(["--out", str(out)], capsys)
@@ -748,8 +765,7 @@ def test_a_record_that_has_lost_its_twin_is_left_out(tmp_path, monkeypatch, caps
         "validation": [{"step": 0, "loss": 3.0}, {"step": 2, "loss": 1.0, "optax_loss": 1.0}],
     }
     folder = types.SimpleNamespace(path=tmp_path, records=records.get)
-    learners = dict.fromkeys(("loss", "optax_loss"))
-    train._conclude(folder, _options.Options(), PRESETS["nano"], learners, "byte", "")
+    train._conclude(plan_of(compare=True), folder, "")
     assert drawn == [records["train"][:1], records["validation"][1:]]
     assert "difference" in capsys.readouterr().out
 

@@ -1,12 +1,12 @@
 """`te-jax train --preset moe`, with a smaller preset of that name."""
 
 import dataclasses
-import json
 import math
 import re
 
 import jax
 import pytest
+from runs import plan_of, records
 
 from te_jax.cli import _report, _step
 from te_jax.cli._run_folder import read_header
@@ -25,12 +25,6 @@ def _small(monkeypatch):
     experts = Experts(num_experts=4, router=Router(top_k=2), balance_weight=0.25)
     monkeypatch.setitem(PRESETS, "moe", dataclasses.replace(PRESETS["nano"], num_layers=1, experts=experts))
     monkeypatch.setattr(_report, "draw_losses", lambda path, title, *_: path.write_text(title))
-
-
-def records(out):
-    """The records that hold losses."""
-    lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
-    return [record for record in lines if record["kind"] in ("train", "validation")]
 
 
 def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, capsys, monkeypatch):
@@ -65,26 +59,11 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, capsys, monkeyp
     assert records(killed) == records(whole)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--recipe", "delayed"], "--recipe delayed keeps no state for the experts of --preset moe: choose block"),
-        (["--compare"], "--compare has no twin for --preset moe, since optax has no loss of experts: add --recipe"),
-    ],
-)
-def test_what_experts_cannot_do_is_refused(argv, words, tmp_path, capsys):
-    assert main([*ARGUMENTS, *argv, "--out", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("te-jax: error: ")
-    assert words in error
-
-
 @pytest.mark.parametrize(("devices", "tp", "parts"), [(1, 1, 1), (2, 1, 2), (4, 2, 4), (6, 2, 2), (3, 1, 1)])
 def test_experts_are_divided_among_devices_where_their_number_allows_it(devices, tp, parts, require_devices):
     require_devices(devices)
-    config, optimizer = dataclasses.replace(PRESETS["moe"], num_heads=4), _step.build_optimizer(1e-3, 4)
-    placement = _step.build_placement(jax.devices()[:devices], tp, experts=config.experts)
-    learner = _step.build_learner(config, _step.te_jax_loss(config, None, placement), optimizer, placement)
+    plan = plan_of(preset="moe", devices=devices, tp=tp, batch=devices)
+    learner = _step.build_learner(plan, *plan.models)
     state = learner.abstract_state()
     for tree in (
         state.params,

@@ -1,10 +1,7 @@
 """`te-jax train --optimizer-state`: Adam's moments in fewer bytes, kept by the run, its twin and its checkpoints."""
 
-import dataclasses
 import functools
-import json
 import re
-import shutil
 import types
 
 import jax
@@ -12,19 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import losses, plan_of, refused, without_last_checkpoint
 
 from te_jax.cli import _step, train
 from te_jax.cli._run_folder import RunFolder, read_header
 from te_jax.cli.main import main
-from te_jax.models import PRESETS
 from te_jax.optim import ScaleByAdamState
-from te_jax.recipe import CurrentScaling
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone", "programs_of_equal_runs")
 
 STEPS = 8
 ARGV = ["train", "--preset", "nano", "--seq-len", "16", "--batch", "4", "--steps", str(STEPS), "--seed", str(2**32 - 1)]
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 def run(out, *options, devices=1):
@@ -33,35 +29,21 @@ def run(out, *options, devices=1):
     return out
 
 
-def without_last_checkpoint(whole, out):
-    shutil.copytree(whole, out)
-    shutil.rmtree(out / "checkpoints" / str(STEPS))
-    return out
-
-
 def resume(out, *options):
     assert main(["train", "--resume", "--out", str(out), *options]) == 0
-
-
-def refused(argv, capsys):
-    assert main(["train", *argv]) == 2
-    return capsys.readouterr().err
 
 
 def log(out):
     return (out / "log.jsonl").read_text().splitlines()
 
 
-def losses(out, name="loss"):
-    return [(record["step"], record[name]) for record in map(json.loads, log(out)) if record["kind"] != "header"]
-
-
 @pytest.fixture(scope="module")
 def by_optax(tmp_path_factory, as_in_a_process_of_its_own):
     """A run whose optimizer is optax's own."""
 
-    def build_optimizer(learning_rate, steps, **_):
-        rates = optax.warmup_cosine_decay_schedule(learning_rate, learning_rate, 0, steps, learning_rate / 20)
+    def build_optimizer(plan, model):
+        peak = plan.learning_rate
+        rates = optax.warmup_cosine_decay_schedule(peak, peak, 0, STEPS, peak / 20)
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.95, weight_decay=0.1))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -73,13 +55,13 @@ def test_few_bytes_learn_beside_a_float32_twin_and_resume_with_the_same_bits(by_
     whole = run(tmp_path / "whole", "--optimizer-state", "fp8", "--compare")
     shown = capsys.readouterr().out
     assert read_header(whole)["options"]["optimizer_state"] == "fp8"
-    assert losses(whole, "f32_states_loss") == losses(by_optax)
-    (_, last), (_, expected) = losses(whole)[-1], losses(by_optax)[-1]
-    assert last != expected
-    assert last == pytest.approx(expected, rel=1e-2)
-    assert last < losses(whole)[0][1] - 1
+    found, expected = losses(whole), losses(by_optax)
+    np.testing.assert_array_equal(losses(whole, name="f32_states_loss"), expected)
+    assert found[-1] != expected[-1]
+    assert found[-1] == pytest.approx(expected[-1], rel=1e-2)
+    assert found[-1] < found[0] - 1
     for loss, label in {"loss": "fp8 states", "f32_states_loss": "f32 states twin"}.items():
-        assert re.search(rf"^{label} .* → {losses(whole, loss)[-1][1]:.6f} nats per byte$", shown, re.MULTILINE)
+        assert re.search(rf"^{label} .* → {losses(whole, name=loss)[-1]:.6f} nats per byte$", shown, re.MULTILINE)
 
     _check_resuming(whole, tmp_path / "cut", {"loss": "fp8", "f32_states_loss": "f32"}, devices=1)
     error = refused(["--resume", "--out", str(whole), "--optimizer-state", "f32"], capsys)
@@ -89,7 +71,7 @@ def test_few_bytes_learn_beside_a_float32_twin_and_resume_with_the_same_bits(by_
 def test_bfloat16_on_two_devices_learns_the_same_and_resumes_with_the_same_bits(by_optax, tmp_path):
     whole = run(tmp_path / "whole", "--optimizer-state", "bf16", devices=2)
     assert read_header(whole)["device"]["count"] == 2
-    np.testing.assert_allclose(losses(whole), losses(by_optax), rtol=0, atol=1e-3)  # and the same steps
+    np.testing.assert_allclose(losses(whole), losses(by_optax), rtol=0, atol=1e-3)
     _check_resuming(whole, tmp_path / "cut", {"loss": "bf16"}, devices=2)
 
 
@@ -121,9 +103,8 @@ def checkpoint(out, states, devices):
 @functools.cache
 def like(state, devices):
     """Shapes and shardings of what a checkpoint holds."""
-    optimizer = _step.build_optimizer(1e-2, STEPS, state_dtype=jnp.dtype(DTYPES[state]).name)
-    placement = _step.build_placement(jax.devices()[:devices])
-    learner = _step.build_learner(PRESETS["nano"], lambda *_: 0, optimizer, placement)
+    plan = plan_of(optimizer_state=state, devices=devices)
+    learner = _step.build_learner(plan, *plan.models)
     return learner.stored(learner.abstract_state())
 
 
@@ -145,29 +126,28 @@ def adam_of(state):
 )
 def test_a_twin_differs_in_one_thing(recipe, state, twin, twin_state):
     """The recipe first, and then the moments. Beside both there is the loss."""
-    config = dataclasses.replace(
-        PRESETS["nano"], dtype="bfloat16", recipe=CurrentScaling() if recipe == "current" else None
-    )
-    options = train.Options(preset="nano", recipe=recipe, optimizer_state=state, compare=True)
-    learners = train._learners(options, config, _step.build_placement(jax.devices()[:1]), "reference")
-    assert list(learners) == ["loss", twin]
-    for name, expected in {"loss": state, twin: twin_state}.items():
-        adam = adam_of(learners[name].abstract_state())
-        assert {leaf.dtype for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {jnp.dtype(DTYPES[expected])}
+    own, other = plan_of(dtype="bfloat16", recipe=recipe, optimizer_state=state, compare=True).models
+    assert (own.loss_name, other.loss_name) == ("loss", twin)
+    assert (own.state_dtype, other.state_dtype) == (DTYPES[state], DTYPES[twin_state])
+    assert (own.config.recipe is None, other.config.recipe) == (recipe == "none", None)
+    assert (own.by_optax, other.by_optax) == (False, twin == "optax_loss")
 
 
 def test_a_run_is_called_by_what_its_twin_lacks(tmp_path, capsys):
     record = {"step": 1, "loss": 2.0, "float32_loss": 2.0}
     folder = types.SimpleNamespace(path=tmp_path, records=lambda kind: [record])
-    options = train.Options(recipe="current", optimizer_state="fp8")
-    config = dataclasses.replace(PRESETS["nano"], recipe=CurrentScaling())
-    train._conclude(folder, options, config, dict.fromkeys(("loss", "float32_loss")), "byte", "")
+    train._conclude(plan_of(recipe="current", optimizer_state="fp8", compare=True), folder, "")
     assert capsys.readouterr().out.startswith("current scaling ")
+
+
+def optimizer_of(**options):
+    plan = plan_of(learning_rate=0.5, steps=40, **options)
+    return _step.build_optimizer(plan, *plan.models)
 
 
 def test_the_rate_rises_for_a_twentieth_of_the_run_and_then_falls_to_a_twentieth_of_its_peak():
     """Parameters of zero do not decay, and Adam's step is the rate where gradients are always the same."""
-    optimizer, params = _step.build_optimizer(0.5, 40), jnp.zeros(1)
+    optimizer, params = optimizer_of(), jnp.zeros(1)
     update, state, rates = jax.jit(optimizer.update), optimizer.init(params), []
     for _ in range(41):
         updates, state = update(jnp.ones(1), state, params)
@@ -178,7 +158,7 @@ def test_the_rate_rises_for_a_twentieth_of_the_run_and_then_falls_to_a_twentieth
 
 
 def test_the_rate_rises_for_as_many_steps_as_are_asked_for():
-    optimizer, params = _step.build_optimizer(0.5, 40, warmup_steps=9), jnp.zeros(1)
+    optimizer, params = optimizer_of(warmup_steps=9), jnp.zeros(1)
     state, rates = optimizer.init(params), []
     for _ in range(11):
         updates, state = jax.jit(optimizer.update)(jnp.ones(1), state, params)
@@ -190,13 +170,6 @@ def test_the_rate_rises_for_as_many_steps_as_are_asked_for():
 @pytest.mark.parametrize(("clip_norm", "scale"), [(0.0, 1), (1.0, 1 / 5), (2.0, 2 / 5), (100.0, 1)])
 def test_gradients_are_clipped_to_a_norm(clip_norm, scale):
     gradient = jnp.array([3.0, 4.0])
-    optimizer = _step.build_optimizer(0.5, 40, clip_norm=clip_norm)
+    optimizer = optimizer_of(clip_norm=clip_norm)
     _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
     np.testing.assert_allclose(adam_of(types.SimpleNamespace(optimizer=state)).mu, 0.1 * scale * gradient, rtol=1e-5)
-
-
-@pytest.mark.parametrize("state", ["fp4", "", "float32"])
-def test_an_unknown_state_is_refused(state, tmp_path, capsys):
-    error = refused(["--optimizer-state", state, "--out", str(tmp_path / "run")], capsys)
-    assert error == f"te-jax: error: --optimizer-state {state} is unknown: choose one of f32, bf16, fp8\n"
-    assert not (tmp_path / "run").exists()

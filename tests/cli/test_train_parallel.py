@@ -4,25 +4,24 @@ import argparse
 import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import processes
 import pytest
+from runs import losses, plan_of, refused, without_last_checkpoint
 
 from te_jax import inspect, native
-from te_jax.cli import _options, _step, train
-from te_jax.cli._run_folder import RunFolder, read_header
+from te_jax.cli import _options, _placement, _step
+from te_jax.cli._run_folder import RunFolder, StoredRun, read_header
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, init
-from te_jax.recipe import BlockScaling, DelayedScaling
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone", "programs_of_equal_runs")
 
-of_options = train._learners
+build_learner = _step.build_learner
 STEPS = 12
 ARGV = [
     "train",
@@ -42,18 +41,6 @@ ARGV = [
 @pytest.fixture(autouse=True)
 def _eight_devices(require_devices):
     require_devices(8)
-
-
-def losses(out, name="loss"):
-    """Of every step and validation."""
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return np.array([record[name] for record in records if record["kind"] != "header"])
-
-
-def without_last_checkpoint(whole, out):
-    shutil.copytree(whole, out)
-    shutil.rmtree(out / "checkpoints" / str(STEPS))
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +108,9 @@ def test_a_checkpoint_fits_whatever_options_a_resumed_run_changes(preset, recipe
 
     def stored(**changes):
         given = {"preset": preset, "recipe": recipe, "optimizer_state": optimizer_state, "compare": recipe != "none"}
-        options = _options.Options(devices=changes.get("tp", 1), seq_len=256, **given, **changes)
-        config = dataclasses.replace(_options.build_config(options), num_layers=1)
-        placement = _step.build_placement(jax.devices()[: options.devices], options.tp, "auto", config.experts)
-        learners = of_options(options, config, placement, "reference")
+        plan = plan_of(devices=changes.get("tp", 1), seq_len=256, **given, **changes)
+        smaller = [model._replace(config=dataclasses.replace(model.config, num_layers=1)) for model in plan.models]
+        learners = {model.loss_name: build_learner(plan, model) for model in smaller}
         return {name: kinds_of(each.stored(each.abstract_state())) for name, each in learners.items()}
 
     expected = stored()
@@ -151,13 +137,13 @@ def test_a_run_with_quantized_kernels_goes_on_with_more_or_with_fewer(before, af
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_checkpoint_that_holds_quantized_kernels_is_restored_without_them(tp, tmp_path):
     """As older versions wrote it."""
-    learner, _ = learner_of(1, recipe=BlockScaling())
+    learner, _ = learner_of(1, recipe="block")
     state = learner.init(jax.random.key(0))
     assert jax.tree.leaves(state.kernels)
     folder = RunFolder.create(tmp_path / "run", {"kind": "header", "options": {}})
     try:
         folder.save(1, {"loss": state})
-        resumed, _ = learner_of(tp, recipe=BlockScaling())
+        resumed, _ = learner_of(tp, recipe="block")
         stored = folder.restore({"loss": resumed.stored(resumed.abstract_state())})["loss"]
     finally:
         folder.close()
@@ -167,6 +153,11 @@ def test_a_checkpoint_that_holds_quantized_kernels_is_restored_without_them(tp, 
     expected = state if tp == 1 else state._replace(kernels=found.kernels)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def resolve(given, stored):
+    arguments = {field.name: None for field in dataclasses.fields(_options.Options)}
+    return _options.resolve(argparse.Namespace(**arguments | given), StoredRun(Path("run"), {"options": stored}))
 
 
 @pytest.mark.parametrize(
@@ -181,23 +172,18 @@ def test_a_checkpoint_that_holds_quantized_kernels_is_restored_without_them(tp, 
 )
 def test_parts_of_the_batch_stay_what_they_are(stored, given, expected):
     """And as many devices as are asked for share the model for each of them."""
-    arguments = {field.name: None for field in dataclasses.fields(_options.Options)}
-    options = _options.resolve(argparse.Namespace(**{**arguments, **given}), Path("run"), {"options": stored})
+    options = resolve(given, stored)
     assert (options.devices, options.tp, options.transport) == expected
 
 
 def test_devices_that_do_not_go_with_tp_are_refused():
-    arguments = {field.name: None for field in dataclasses.fields(_options.Options)}
-    given = argparse.Namespace(**{**arguments, "tp": 2, "devices": 4})
     with pytest.raises(UserError, match="--devices is 4, but the run in run divides its batch so that --tp 2 needs 2"):
-        _options.resolve(given, Path("run"), {"options": {"devices": 1}})
+        resolve({"tp": 2, "devices": 4}, {"devices": 1})
 
 
 def test_auto_leaves_a_run_what_it_has():
     stored = {"dtype": "bfloat16", "implementation": "reference"}
-    arguments = {field.name: None for field in dataclasses.fields(_options.Options)}
-    given = argparse.Namespace(**{**arguments, "dtype": "auto", "implementation": "auto"})
-    options = _options.resolve(given, Path("run"), {"options": stored})
+    options = resolve({"dtype": "auto", "implementation": "auto"}, stored)
     assert {name: getattr(options, name) for name in stored} == stored
 
 
@@ -207,22 +193,18 @@ def test_recipe_and_twin_on_a_mesh_of_data_and_parts(on_one_device, tmp_path, ca
     out = tmp_path / "run"
     options = ["--tp", "2", "--devices", "4", "--recipe", "current", "--compare"]
     assert main([*ARGV, *options, "--out", str(out)]) == 0
-    np.testing.assert_allclose(losses(out, "float32_loss"), losses(on_one_device), rtol=1e-4)
+    np.testing.assert_allclose(losses(out, name="float32_loss"), losses(on_one_device), rtol=1e-4)
     np.testing.assert_allclose(losses(out), losses(on_one_device), rtol=5e-2)
-    assert (losses(out) != losses(out, "float32_loss")).all()
+    assert (losses(out) != losses(out, name="float32_loss")).all()
     assert "4 cpu devices, 2 share the model: transport auto" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ the compiled parts
 
 
-def learner_of(tp, state_dtype="float32", recipe=None):
-    config = dataclasses.replace(PRESETS["nano"], recipe=recipe)
-    placement = _step.build_placement(jax.devices()[:tp], tp)
-    loss = _step.te_jax_loss(config, "native" if native.available() else "reference", placement)
-    # Of the runs above, whose step is then compiled already.
-    optimizer = _step.build_optimizer(0.384 / config.hidden_size, STEPS, state_dtype=state_dtype)
-    return _step.build_learner(config, loss, optimizer, placement), placement
+def learner_of(tp, **options):
+    plan = plan_of(tp=tp, devices=tp, **{"seq_len": 256, "batch": 4, "steps": STEPS, **options})
+    return build_learner(plan, *plan.models), plan.placement
 
 
 def steps_of(learner, placement, batches):
@@ -236,7 +218,7 @@ def steps_of(learner, placement, batches):
 @pytest.mark.slow
 def test_the_states_of_adam_and_of_delayed_scaling_are_those_of_one_device(rng):
     batches = rng.integers(0, 256, (3, 4, 33)).astype(np.uint8)
-    learners = (learner_of(tp, "float8_e4m3fn", DelayedScaling(history_len=4)) for tp in (1, 2))
+    learners = (learner_of(tp, optimizer_state="fp8", recipe="delayed") for tp in (1, 2))
     (before, expected), (after, found) = (steps_of(*learner, batches) for learner in learners)
     np.testing.assert_allclose(found, expected, rtol=1e-2)
     for of_layer, wanted in zip(after.scaling, before.scaling, strict=True):
@@ -265,7 +247,7 @@ def test_a_step_moves_no_parameters(rng):
 def test_devices_that_do_not_share_the_model_share_the_batch(require_devices):
     require_devices(4)
     for tp, windows in ((1, 2), (2, 4)):
-        placement = _step.build_placement(jax.devices()[:4], tp)
+        placement = _placement.build_placement(jax.devices()[:4], tp)
         assert placement.windows.shard_shape((3, 8, 33)) == (3, windows, 33)
 
 
@@ -273,24 +255,18 @@ def test_the_twin_with_the_loss_of_optax(rng):
     config = PRESETS["nano"]
     params = jax.jit(init, static_argnums=0)(config, jax.random.key(0))
     tokens, targets = rng.integers(0, 256, (2, 4, 32), np.int32)
-    found, expected = (
-        jax.jit(_step.optax_loss(config, _step.build_placement(jax.devices()[:tp], tp)))(params, None, tokens, targets)
-        for tp in (2, 1)
-    )
+
+    def loss_of(**options):
+        plan = plan_of(compare=True, **options)
+        return _step.build_loss(plan, plan.models[1])
+
+    found, expected = (jax.jit(loss_of(tp=tp, devices=tp))(params, None, tokens, targets) for tp in (2, 1))
     assert float(found.objective) == pytest.approx(float(expected.objective), rel=1e-6)
-    in_bfloat16 = _step.optax_loss(dataclasses.replace(config, dtype="bfloat16"))
+    in_bfloat16 = loss_of(dtype="bfloat16")
     assert jax.eval_shape(in_bfloat16, params, None, tokens, targets).objective.dtype == "float32"
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused
-
-
-def refused(argv, capsys):
-    assert main(["train", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("te-jax: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 @pytest.mark.parametrize(
@@ -325,9 +301,9 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(argv, words, t
 def test_devices_are_all_that_there_are_unless_fewer_are_asked_for(require_devices):
     require_devices(2)
     devices = jax.devices()
-    assert _step.take_devices(None) == _step.take_devices(len(devices)) == devices
-    assert _step.take_devices(1) == devices[:1]
-    assert _step.take_devices(None, tp=2) == _step.take_devices(2, tp=2) == devices[:2]
+    assert _placement.take_devices(None) == _placement.take_devices(len(devices)) == devices
+    assert _placement.take_devices(1) == devices[:1]
+    assert _placement.take_devices(None, tp=2) == _placement.take_devices(2, tp=2) == devices[:2]
 
 
 def test_too_few_devices_are_refused_with_the_flag_that_makes_them(tmp_path, capsys):

@@ -1,20 +1,17 @@
 """`te-jax train` in FP8: every recipe learns as the run without one, and delayed scaling's state is kept apart."""
 
-import dataclasses
 import functools
 import itertools
-import json
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import EVERY, SMALL, STEPS
+from runs import EVERY, SMALL, STEPS, losses, plan_of, without_last_checkpoint
 
 from te_jax import ops
-from te_jax.cli import _options, _step, train
+from te_jax.cli import _step
 from te_jax.cli._run_folder import RunFolder, read_header
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, Losses
@@ -24,11 +21,6 @@ from te_jax.recipe import BlockScaling, DelayedScaling
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "figures_of_twins_alone", "programs_of_equal_runs")
 
 RECIPES = ("block", "current", "rowwise", "delayed")
-
-
-def losses(out, kind, name="loss"):
-    lines = (out / "log.jsonl").read_text().splitlines()
-    return np.array([record[name] for record in map(json.loads, lines) if record["kind"] == kind])
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +64,14 @@ def test_every_recipe_ends_where_the_run_without_one_does(recipe, whole, tmp_pat
 
 def _check_twin(out, whole, shown):
     for kind in ("train", "validation"):
-        np.testing.assert_allclose(losses(out, kind, "float32_loss"), losses(whole, kind), rtol=1e-4)
+        np.testing.assert_allclose(losses(out, kind, name="float32_loss"), losses(whole, kind), rtol=1e-4)
     for name, label in {"loss": "current scaling", "float32_loss": "float32 twin"}.items():
         assert re.search(
-            rf"^{label} .* → {losses(out, 'validation', name)[-1]:.6f} nats per byte$", shown, re.MULTILINE
+            rf"^{label} .* → {losses(out, 'validation', name=name)[-1]:.6f} nats per byte$", shown, re.MULTILINE
         )
     difference = re.search(r"^difference +training (.*)% +validation (.*)%$", shown, re.MULTILINE)
     for kind, found in zip(("train", "validation"), difference.groups(), strict=True):
-        ratio = losses(out, kind)[-1] / losses(out, kind, "float32_loss")[-1]
+        ratio = losses(out, kind)[-1] / losses(out, kind, name="float32_loss")[-1]
         assert float(found) == pytest.approx(100 * (ratio - 1), abs=1e-3)
 
 
@@ -88,10 +80,8 @@ def _check_twin(out, whole, shown):
 
 def learner_of(out):
     """What a run trained, and where: its programs are compiled."""
-    options = train.Options(**read_header(out)["options"])
-    config = dataclasses.replace(_options.build_config(options), dtype=options.dtype)
-    placement = _step.build_placement(jax.devices()[:1])
-    return train._learners(options, config, placement, train._implementation(options))["loss"], placement
+    plan = plan_of(**read_header(out)["options"])
+    return _step.build_learner(plan, plan.models[0]), plan.placement
 
 
 def histories(state):
@@ -194,8 +184,7 @@ def test_a_checkpoint_holds_the_state(delayed, tmp_path, rng):
 @pytest.mark.parametrize("recipe", ["block", "delayed"])
 def test_a_resumed_run_repeats_the_bits(recipe, tmp_path, request):
     whole = request.getfixturevalue(recipe)
-    out = shutil.copytree(whole, tmp_path / "run")
-    shutil.rmtree(out / "checkpoints" / str(STEPS))
+    out = without_last_checkpoint(whole, tmp_path / "run")
     assert main(["train", "--resume", "--out", str(out)]) == 0
     assert (out / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
 

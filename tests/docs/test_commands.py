@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from te_jax.cli import _options, bench, main
+from te_jax.cli import _options, _plan, bench, main
 from te_jax.cli.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,9 +41,7 @@ def commands(page, program):
 def check_te_jax(words):
     args = main._parser().parse_args(words)
     if words[0] == "train":
-        options = _options.resolve(args, None, None)
-        _options.check(options)
-        _options.check_parallel(options, _options.build_config(options))
+        _plan.build_config(_options.resolve(args, None))
     if words[0] == "bench" and args.family is not None:
         assert bench._family(args.family) is not None
 

@@ -1,0 +1,258 @@
+"""What a run of `te-jax train` is, decided once: by its options, its text, the devices and the run that it resumes."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from te_jax import native, ops
+from te_jax._core.types import BLOCK
+from te_jax.cli import _placement, _text
+from te_jax.cli._options import RECIPES, STATE_DTYPES, Options
+from te_jax.cli._placement import Placement
+from te_jax.cli._run_folder import StoredRun
+from te_jax.cli.errors import UserError
+from te_jax.models import PRESETS, DecoderConfig, TensorParallel
+from te_jax.offload import LAYER_INPUT, Offload
+from te_jax.recipe import BlockScaling, DelayedScaling
+
+OFFLOAD_MIN_SIZE = 2**16
+"""Bytes: what is smaller stays on the device."""
+
+_VOCAB_MULTIPLE = 128  # suits GEMMs, and devices that share the model
+
+
+class Model(NamedTuple):
+    """A model that a run trains, and how."""
+
+    loss_name: str  # in the log
+    config: DecoderConfig
+    state_dtype: str  # of Adam's moments
+    by_optax: bool = False  # whether optax computes the loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run, decided once. Hashable: runs of equal plans compile equal programs.
+
+    What depends on more than one option, such as a default by platform, is a field: read that and not the option.
+    """
+
+    options: Options  # as asked for, so that None and "auto" are undecided
+    models: tuple[Model, ...]  # the run's own, and its twin with --compare
+    learning_rate: float  # after warming up
+    warmup_steps: int
+    checkpoint_every: int  # steps
+    placement: Placement
+    implementation: native.Implementation
+    text: str  # its path, or `_text.DEFAULT_TEXT`
+    token: str  # what a token of the text is called, in the singular
+    num_tokens: int  # of the text
+    sha256: str  # of these tokens
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The run's own."""
+        return self.models[0].config
+
+    def recorded_options(self) -> dict[str, Any]:
+        """Options as a resumed run finds them. `warmup_steps` is left open where it was: a longer run takes more."""
+        tokenizer = self.options.tokenizer
+        return dataclasses.asdict(self.options) | {
+            "text": self.text,
+            "tokenizer": None if tokenizer is None else str(Path(tokenizer).resolve()),
+            "devices": len(self.placement.devices),
+            "checkpoint_every": self.checkpoint_every,
+            "learning_rate": self.learning_rate,
+            "dtype": self.config.dtype,
+        }
+
+
+def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tuple[np.ndarray, np.ndarray]]:
+    """The plan, and the tokens to train on and to validate on. Starts JAX's backend.
+
+    Args:
+      options: of `_options.resolve`.
+      stored: the run that is resumed; None for a new one.
+
+    Raises:
+      UserError: options name what there is not, do not go together, or need another text or other devices.
+    """
+    tokenizer = None if options.tokenizer is None else _text.Tokenizer(options.tokenizer)
+    config = build_config(options, None if tokenizer is None else tokenizer.vocab_size)
+    corpus = _text.load(options.text, tokenizer)
+    if stored is not None:
+        _check_stored(stored, options, config, corpus)
+    data = _text.split(corpus, options.seq_len)
+    devices = _placement.take_devices(options.devices, options.tp)
+    _check_batch(options, len(devices) // options.tp)
+    on_gpu = devices[0].platform == "gpu"
+    by_platform = "bfloat16" if on_gpu else "float32"
+    config = dataclasses.replace(config, dtype=by_platform if options.dtype == "auto" else options.dtype)
+    plan = Plan(
+        options,
+        models=_models(options, config),
+        # Falls with the width, as the gradients of wider layers add up: 0.003 for `tiny`, 0.0005 for `small`.
+        learning_rate=options.learning_rate or 0.384 / config.hidden_size,
+        warmup_steps=options.steps // 20 if options.warmup_steps is None else options.warmup_steps,
+        checkpoint_every=options.checkpoint_every or (1000 if on_gpu else 100),
+        placement=_placement.build_placement(devices, options.tp, options.transport, config.experts),
+        implementation=_implementation(options, config),
+        text=corpus.source,
+        token=corpus.unit,
+        num_tokens=corpus.data.size,
+        sha256=corpus.sha256,
+    )
+    return plan, data
+
+
+def build_config(options: Options, vocab_size: int | None = None) -> DecoderConfig:
+    """The model's shape, recipe and offload, and whether devices can share it.
+
+    Args:
+      options: of `_options.resolve`. `dtype`, which may depend on devices, is left to `decide`.
+      vocab_size: number of tokens of the tokenizer; None for bytes.
+
+    Raises:
+      UserError: options name what there is not, or do not go together.
+    """
+    for name, known in (("preset", PRESETS), ("recipe", RECIPES), ("optimizer_state", STATE_DTYPES)):
+        if (value := getattr(options, name)) not in known:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} {value} is unknown: choose one of {', '.join(known)}")
+    preset = PRESETS[options.preset]
+    if preset.experts is not None:
+        _check_experts(options)
+    remat = preset.remat or options.remat
+    config = dataclasses.replace(
+        preset,
+        recipe=RECIPES[options.recipe],
+        remat=remat,
+        offload=_activations(remat) if "activations" in options.offloaded else None,
+        # XLA stops with an IndexError where cuDNN's attention meets xla_gpu_deterministic_ops (jax 0.11.2).
+        attention="reference" if options.deterministic else None,
+        vocab_size=preset.vocab_size if vocab_size is None else -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
+    )
+    _check_parallel(options, config)
+    return config
+
+
+def _check_experts(options: Options) -> None:
+    """Refuses what a model with experts cannot do."""
+    if options.recipe == "delayed":
+        raise UserError(
+            f"--recipe delayed keeps no state for the experts of --preset {options.preset}: choose block, current, "
+            "rowwise or none"
+        )
+    if options.compare and options.recipe == "none" and options.optimizer_state == "f32":
+        raise UserError(
+            f"--compare has no twin for --preset {options.preset}, since optax has no loss of experts: add --recipe or "
+            "--optimizer-state, or leave it out"
+        )
+
+
+def _activations(remat: bool) -> Offload:
+    """What a block keeps that takes long to compute again for its bytes."""
+    names = [LAYER_INPUT] if remat else [LAYER_INPUT, "te_attention_operand", "te_attention_output"]
+    return Offload(names=names, min_size=OFFLOAD_MIN_SIZE)
+
+
+def _check_parallel(options: Options, config: DecoderConfig) -> None:
+    """Refuses a model and windows that as many devices as `--tp` asks for cannot share."""
+    if options.tp == 1:
+        if options.transport != "auto":
+            raise UserError(f"--transport {options.transport} is for devices that share a model: add --tp N")
+        return
+    parallel = TensorParallel(options.tp)
+    same: dict[str, Any] = {"recipe": config.recipe}
+    if options.tokenizer is not None:
+        same["vocab_size"] = config.vocab_size
+
+    def problem(preset: str) -> str | None:
+        try:
+            parallel.check(dataclasses.replace(PRESETS[preset], **same))
+        except ValueError as error:
+            return str(error).removeprefix(f"parallel.size is {options.tp}: ")  # --tp, on the command line
+
+    if misfit := problem(options.preset):
+        fitting = ", ".join(preset for preset in PRESETS if not problem(preset)) or "none"
+        raise UserError(
+            f"--tp {options.tp} does not fit --preset {options.preset}: {misfit}; presets that {options.tp} fits: "
+            f"{fitting}"
+        )
+    # Blocks of the weight gradients' operands lie along the time that a device has.
+    multiple = options.tp * (BLOCK if isinstance(config.recipe, BlockScaling) else 1)
+    if options.seq_len % multiple:
+        raise UserError(
+            f"--seq-len {options.seq_len} does not divide over --tp {options.tp}"
+            f"{'' if multiple == options.tp else f' in blocks of {BLOCK}'}: choose a multiple of {multiple}"
+        )
+
+
+def _check_stored(stored: StoredRun, options: Options, config: DecoderConfig, corpus: _text.Corpus) -> None:
+    """Refuses another text than that of the run which is resumed, or other tokens."""
+    if corpus.sha256 != stored.header.get("text", {}).get("sha256"):
+        by = "" if options.tokenizer is None else f" with --tokenizer {options.tokenizer}"
+        raise UserError(
+            f"--text {corpus.source}{by} is not, or no longer, what the run in {stored.path} was trained on"
+        )
+    before = stored.header.get("model", {}).get("vocab_size", config.vocab_size)
+    if config.vocab_size != before:
+        raise UserError(
+            f"--tokenizer {options.tokenizer} needs a vocabulary of {config.vocab_size}, and the model of the run in "
+            f"{stored.path} has {before}: give the run's own tokenizer, or start another run without --resume"
+        )
+
+
+def _check_batch(options: Options, parts: int) -> None:
+    """Refuses a batch that groups of devices cannot share equally."""
+    multiple = parts * options.microbatches
+    if options.batch % multiple:
+        over = f"{parts} devices" if options.tp == 1 else f"{parts} groups of --tp {options.tp}"
+        over = over if options.microbatches == 1 else f"--microbatches {options.microbatches} on {over}"
+        raise UserError(f"--batch {options.batch} does not divide over {over}: choose a multiple of {multiple}")
+
+
+def _models(options: Options, config: DecoderConfig) -> tuple[Model, ...]:
+    own = Model("loss", config, STATE_DTYPES[options.optimizer_state])
+    if not options.compare:
+        return (own,)
+    # A twin differs in one thing, so that the distance of the two curves is what that costs.
+    if config.recipe is not None:
+        plain = dataclasses.replace(config, recipe=None)
+        return own, own._replace(loss_name=f"{config.dtype}_loss", config=plain)
+    if options.optimizer_state != "f32":
+        return own, own._replace(loss_name="f32_states_loss", state_dtype=STATE_DTYPES["f32"])
+    return own, own._replace(loss_name="optax_loss", by_optax=True)
+
+
+def _implementation(options: Options, config: DecoderConfig) -> native.Implementation:
+    """Which implementation of te_jax's operations runs. Raises UserError where what was asked for cannot run."""
+    asked = None if options.implementation == "auto" else options.implementation
+    with _available(f"--implementation {options.implementation}"):
+        use_native = native.use_native(asked)
+    if options.transport == "p2p":
+        if asked == "reference":
+            raise UserError("--transport p2p is native, and --implementation is reference: leave one of them out")
+        with _available("--transport p2p"):
+            native.use_native("native")
+    if (recipe := config.recipe) is not None:
+        state = recipe.init() if isinstance(recipe, DelayedScaling) else None
+        layer = functools.partial(ops.dense, recipe=recipe, scaling_state=state, implementation=asked)
+        with _available(f"--recipe {options.recipe}"):  # not every GPU has kernels for it
+            jax.eval_shape(layer, *[jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2)
+    return "native" if use_native else "reference"
+
+
+@contextlib.contextmanager
+def _available(option: str) -> Iterator[None]:
+    try:
+        yield
+    except native.NativeUnavailableError as error:
+        raise UserError(f"{option} cannot run here: {error}") from error
