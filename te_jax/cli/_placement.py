@@ -12,7 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from te_jax.cli.errors import UserError
 from te_jax.models import DecoderConfig, Experts, TensorParallel, param_specs
+from te_jax.models.parallel import operand_specs
 from te_jax.parallel.options import TransportName
+from te_jax.quantized import QuantizedArray
 from te_jax.sharding import axes_of_entry
 
 if TYPE_CHECKING:
@@ -33,6 +35,11 @@ class Placement(NamedTuple):
     def mesh(self) -> Mesh:
         assert isinstance(self.state.mesh, Mesh)
         return self.state.mesh
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of devices that share a decoder."""
+        return self.mesh.shape[_BATCH_AXIS]
 
     @property
     def devices(self) -> list[Any]:
@@ -59,7 +66,13 @@ class Placement(NamedTuple):
                 return self.state
             return jax.tree.map(self._like_parameter, part, specs)
 
-        return jax.tree.map(shardings, state, is_leaf=one_for_each_parameter)
+        # Without the kernels that are not quantized these would be no tree like the parameters.
+        kernels = jax.tree.map(
+            lambda kernel, param, spec: None if kernel is None else operand_specs(spec, kernel),
+            state.kernels, state.params, specs, is_leaf=lambda x: x is None or isinstance(x, QuantizedArray),
+        )  # fmt: skip
+        found = jax.tree.map(shardings, state._replace(kernels=None), is_leaf=one_for_each_parameter)
+        return found._replace(kernels=jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), kernels))
 
     def _like_parameter(self, leaf: Any, spec: PartitionSpec) -> NamedSharding:
         """Of a parameter, of a moment, or of the bounds of a moment's blocks, which may be too few to be split."""

@@ -137,7 +137,9 @@ def init_scaling_state(config: DecoderConfig) -> ScalingState | None:
     return [{name: recipe.init() for name in _PROJECTIONS} for _ in range(config.num_layers)]
 
 
-def requantize(config: DecoderConfig, *, implementation: Implementation | None = None) -> Any:
+def requantize(
+    config: DecoderConfig, *, parallel: TensorParallel | None = None, implementation: Implementation | None = None
+) -> Any:
     """Which kernels `te_jax.optim.apply_updates` quantizes for the next step, and how.
 
     A step then quantizes each kernel once, however many microbatches it has:
@@ -148,6 +150,8 @@ def requantize(config: DecoderConfig, *, implementation: Implementation | None =
 
     Args:
       config: the shape, with a recipe.
+      parallel: the devices that share the decoder, if any. Kernels of which they cut blocks, and those of key and value
+        where devices share heads, are left to the layers.
       implementation: see `te_jax.ops.quantize`.
 
     Returns:
@@ -166,6 +170,9 @@ def requantize(config: DecoderConfig, *, implementation: Implementation | None =
     if config.experts is not None:
         of_experts = dataclasses.replace(how, stacked_ndim=1)
         layer |= {"router": None, **dict.fromkeys(MLP, of_experts)}
+    if parallel is not None:
+        left = tensor_parallel.quantized_in_layers(config, parallel)
+        layer |= dict.fromkeys(left)
     return {"embedding": None, "layers": [layer] * config.num_layers, "final_norm": None, "head": None}
 
 

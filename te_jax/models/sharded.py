@@ -1,5 +1,6 @@
 """The decoder over several devices of a mesh: functions of whole arrays, for `jax.jit` and `jax.grad`."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from te_jax import sharding
 from te_jax.models import decoder
 from te_jax.models.config import DecoderConfig
 from te_jax.models.decoder import Implementation, ScalingState
-from te_jax.models.parallel import TensorParallel, param_specs
+from te_jax.models.parallel import TensorParallel, operand_specs, param_specs
 
 _EVERYWHERE = PartitionSpec()
 
@@ -34,17 +35,16 @@ def parallel_apply(
     Raises:
       ValueError: `parallel` does not fit the mesh or the decoder; and, when called, for what `apply` refuses.
     """
-    specs, batch = _specs(mesh, config, parallel)
+    parallel, specs, batch = _specs(mesh, config, parallel)
 
     def local(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState | None) -> jax.Array:
         return decoder.apply(params, tokens, config, scaling_state, parallel=parallel, implementation=implementation)
 
-    mapped = sharding.shard_map(
-        local, mesh, (specs, batch, _EVERYWHERE), PartitionSpec(*batch, None, parallel.axis_name)
-    )
+    logits = PartitionSpec(*batch, None, parallel.axis_name)
 
     def whole(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState | None = None) -> jax.Array:
-        return mapped(params, tokens, scaling_state)
+        in_specs = operand_specs(specs, params), batch, _EVERYWHERE
+        return sharding.shard_map(local, mesh, in_specs, logits)(params, tokens, scaling_state)
 
     return jax.jit(whole)
 
@@ -96,7 +96,7 @@ def parallel_losses(
     Raises:
       ValueError: as for `parallel_loss`.
     """
-    specs, batch = _specs(mesh, config, parallel)
+    parallel, specs, batch = _specs(mesh, config, parallel)
 
     def local(
         params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState | None
@@ -105,18 +105,20 @@ def parallel_losses(
             params, tokens, targets, config, scaling_state, parallel=parallel, implementation=implementation
         )
 
-    mapped = sharding.shard_map(local, mesh, (specs, batch, batch, _EVERYWHERE), _EVERYWHERE)
-
     def whole(
         params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState | None = None
     ) -> decoder.Losses:
-        return mapped(params, tokens, targets, scaling_state)
+        in_specs = operand_specs(specs, params), batch, batch, _EVERYWHERE
+        return sharding.shard_map(local, mesh, in_specs, _EVERYWHERE)(params, tokens, targets, scaling_state)
 
     return jax.jit(whole)
 
 
-def _specs(mesh: Mesh, config: DecoderConfig, parallel: TensorParallel) -> tuple[dict[str, Any], PartitionSpec]:
-    """The specs of parameters and of tokens."""
+def _specs(
+    mesh: Mesh, config: DecoderConfig, parallel: TensorParallel
+) -> tuple[TensorParallel, dict[str, Any], PartitionSpec]:
+    """`parallel` without axes of one device, over which JAX would take gradients to differ; the specs of parameters and
+    of tokens."""
     missing = [name for name in (parallel.axis_name, *parallel.batch_axes) if name not in mesh.shape]
     if missing:
         raise ValueError(f"mesh has axes {mesh.axis_names}, and parallel names {missing}: name axes of the mesh")
@@ -126,4 +128,10 @@ def _specs(mesh: Mesh, config: DecoderConfig, parallel: TensorParallel) -> tuple
             f"parallel.size is {parallel.size}, and the mesh has {size} devices along {parallel.axis_name!r}: "
             "they must be the same"
         )
-    return param_specs(config, parallel), PartitionSpec(parallel.batch_axes or None)
+    several = {parallel.axis_name, *(name for name in parallel.batch_axes if mesh.shape[name] > 1)}
+    parallel = dataclasses.replace(
+        parallel,
+        batch_axes=tuple(name for name in parallel.batch_axes if name in several),
+        expert_axes=tuple(name for name in parallel.expert_axes or () if name in several),
+    )
+    return parallel, param_specs(config, parallel), PartitionSpec(parallel.batch_axes or None)

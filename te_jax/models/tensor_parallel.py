@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax import native, ops, sharding
+from te_jax._core.types import BLOCK
 from te_jax.models.config import MLP, DecoderConfig
 from te_jax.models.mixture import Balance, mixture
 from te_jax.models.parallel import TensorParallel, kv_heads
@@ -59,6 +60,23 @@ def enter(params: dict[str, Any], tokens: Array, config: DecoderConfig, parallel
 
     # Here rather than where they are used, which may be in several places, and twice where blocks are recomputed.
     return jax.tree.map(varying, params, is_leaf=lambda leaf: isinstance(leaf, AccumulatedKernel))
+
+
+def quantized_in_layers(config: DecoderConfig, parallel: TensorParallel) -> tuple[str, ...]:
+    """The names of a block's kernels that cannot be quantized before devices take their parts."""
+    parallel.check(config)
+    heads, size = kv_heads(config, parallel.size), parallel.size
+    left = () if heads.is_split else ("key", "value")
+    if config.recipe is not None and config.recipe.scalings["kernel"][0].startswith("block"):
+        split = {
+            "query": config.num_heads * config.head_dim,
+            "key": config.num_kv_heads * config.head_dim,
+            "value": config.num_kv_heads * config.head_dim,
+            "out": config.num_heads * config.head_dim,
+            **({} if config.experts is not None else dict.fromkeys(MLP, config.mlp_size)),
+        }
+        left += tuple(name for name, count in split.items() if count // size % BLOCK)
+    return left
 
 
 def features_to_time(x: Array, parallel: TensorParallel) -> Array:
