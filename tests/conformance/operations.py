@@ -26,7 +26,6 @@ from ops.quantize_oracle import random_case as random_magnitudes
 from te_jax import checkpoint_policies, ops, parallel
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 
-
 # Tensor cores add products of FP8 up with about 14 bits: how devices share a sum shows.
 FP8_SUMS = 1e-3 if jax.default_backend() == "gpu" else None
 
