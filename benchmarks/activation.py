@@ -26,9 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import shapes
-from benchmarks.elementwise import Checked, buffers_for, build_jax, fresh, run_operation
-from benchmarks.harness import CaseResult, Family, Headline, Timing
-from benchmarks.quantize import relative
+from benchmarks.elementwise import buffers_for, build_jax, fresh, relative, run_beside_copy
+from benchmarks.harness import Candidate, CaseResult, Family, Headline, Timing
 from te_jax import ops
 from te_jax.ops._activation_kernels import activated, activation_gradients_quantized
 from te_jax.ops._quantize_kernels import Request
@@ -102,11 +101,11 @@ def run_case(case: shapes.MatrixShape, implementations: Sequence[str], timing: T
     result = CaseResult()
     for name, operation in OPERATIONS.items():
         builds = {each: functools.partial(_build, each, operation, operands) for each in names}
-        run_operation(case, name, builds, timing, case.elements * operation.bytes, PEERS, result)
+        run_beside_copy(case, name, builds, timing, case.elements * operation.bytes, PEERS, result)
     return result
 
 
-def _build(name: str, operation: _Operation, operands: list[_Operands]) -> Checked:
+def _build(name: str, operation: _Operation, operands: list[_Operands]) -> Candidate:
     function = {"te_jax": _fused, "unfused": _unfused, "xla": _plain}[name]
     expected = jax.jit(functools.partial(_plain, operation))(*operands[0])
     return build_jax(

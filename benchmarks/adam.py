@@ -21,7 +21,7 @@ No time is reported for a result that is wrong: three steps from random paramete
 those of `optax.adamw` in float32.
 """
 
-import importlib.util
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +38,11 @@ from benchmarks.harness import (
     Headline,
     Timing,
     calls_that_fit,
-    measure,
-    reason_of,
+    run_operation,
     temporary_bytes,
     timing_row,
 )
+from benchmarks.torch_peer import torch_on_gpu
 from te_jax import optim
 
 IMPLEMENTATIONS = ("te_jax", "optax", "optax_mu_bf16", "torch", "copy")
@@ -95,69 +95,57 @@ OPERATIONS = {
 
 def run_case(case: shapes.LeavesShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
     """Measure all operations of one case with the named implementations; see `harness.Family.run_case`."""
+    names = [
+        name
+        for name in implementations
+        if not (name == "torch" and jax.default_backend() != "gpu")
+        and not (name.startswith("optax") and case.leaves > _MOST_LEAVES)
+    ]
     result = CaseResult()
     for name, operation in OPERATIONS.items():
-        _run_operation(case, name, operation, implementations, timing, result)
+        run_operation(
+            {"case": case.name, "model": case.model, "operation": name},
+            names,
+            timing,
+            result,
+            build=functools.partial(_build, operation=operation, case=case),
+            errors=lambda name, *_, operation=operation: ({}, _problem(operation) if name == "te_jax" else None),
+            row=functools.partial(_row, operation=operation, case=case),
+            yardstick="copy",
+        )
     return result
 
 
-def _run_operation(
-    case: shapes.LeavesShape,
-    operation_name: str,
-    operation: _Operation,
-    implementations: Sequence[str],
-    timing: Timing,
-    result: CaseResult,
-) -> None:
-    def entry(name: str, reason: str) -> dict[str, str]:
-        return {"case": case.name, "operation": operation_name, "implementation": name, "reason": reason}
-
-    copy_bytes = min(operation.bytes_of(case), _MOST_BYTES_TO_COPY)
-    wrong = _problem(operation) if "te_jax" in implementations else None
-    candidates: list[Candidate] = []
-    for name in implementations:
-        if name == "torch" and jax.default_backend() != "gpu":
-            continue
-        if name.startswith("optax") and case.leaves > _MOST_LEAVES:
-            continue
-        if name == "te_jax" and wrong:
-            result.wrong.append(entry(name, wrong))
-            continue
-        try:
-            candidates.append(_build_copy(copy_bytes) if name == "copy" else _build(name, operation, case))
-        except Exception as error:  # one peer that is missing or out of memory must not cost the others theirs
-            result.skipped.append(entry(name, reason_of(error)))
-
-    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
-    result.skipped += [entry(name, reason) for name, reason in failed.items()]
-    if "copy" not in seconds:
-        raise RuntimeError(f"the copy, the yardstick of {case.name}, was not measured: {failed}")
-    for candidate in candidates:
-        if candidate.name not in seconds:
-            continue
-        floor_bytes = operation.bytes_of(case) if candidate.name in ("te_jax", "copy") else _peer_bytes(candidate, case)
-        row = timing_row(
-            seconds,
-            candidate.name,
-            floor_bytes=floor_bytes,
-            copy_bytes=copy_bytes,
-            peers=() if candidate.name == "copy" else PEERS,
-        )
-        del row["ratio_to_copy"]
-        if candidate.name == "copy":
-            row |= {"bytes": copy_bytes, "share_of_floor": 1.0}
-        head = {"case": case.name, "model": case.model, "operation": operation_name, "implementation": candidate.name}
-        result.rows.append(head | row | {"temporary_bytes": candidate.temporary_bytes})
+def _row(
+    candidate: Candidate, seconds: dict[str, list[float]], *, operation: _Operation, case: shapes.LeavesShape
+) -> dict[str, Any]:
+    copy_bytes = _copy_bytes(operation, case)
+    floor_bytes = {
+        "te_jax": operation.bytes_of(case),
+        "copy": copy_bytes,
+        "optax_mu_bf16": 24 * case.elements,
+    }.get(candidate.name, 28 * case.elements)
+    row = timing_row(
+        seconds,
+        candidate.name,
+        floor_bytes=floor_bytes,
+        copy_bytes=copy_bytes,
+        peers=() if candidate.name == "copy" else PEERS,
+    )
+    del row["ratio_to_copy"]
+    return row | {"temporary_bytes": candidate.temporary_bytes}
 
 
-def _peer_bytes(candidate: Candidate, case: shapes.LeavesShape) -> int:
-    return case.elements * (24 if candidate.name == "optax_mu_bf16" else 28)
+def _copy_bytes(operation: _Operation, case: shapes.LeavesShape) -> int:
+    return min(operation.bytes_of(case), _MOST_BYTES_TO_COPY)
 
 
 # Implementations
 
 
 def _build(name: str, operation: _Operation, case: shapes.LeavesShape) -> Candidate:
+    if name == "copy":
+        return _build_copy(_copy_bytes(operation, case))
     if name == "torch":
         return _build_torch(case)
     if name == "te_jax":
@@ -214,12 +202,7 @@ def _build_copy(size: int) -> Candidate:
 
 
 def _build_torch(case: shapes.LeavesShape) -> Candidate:
-    if importlib.util.find_spec("torch") is None:
-        raise RuntimeError("torch is not installed")
-    import torch  # pyright: ignore[reportMissingImports]
-
-    if not torch.cuda.is_available():
-        raise RuntimeError("this torch has no CUDA support")
+    torch = torch_on_gpu()
     params = [torch.randn(case.rows, case.cols, device="cuda", requires_grad=True) for _ in range(case.leaves)]
     for param in params:
         param.grad = torch.randn(case.rows, case.cols, device="cuda")

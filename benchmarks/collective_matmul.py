@@ -45,13 +45,16 @@ from benchmarks.collective_layers import AXIS, Layer, Operation
 from benchmarks.harness import (
     Candidate,
     CaseResult,
+    Checked,
     Family,
     Headline,
     Timing,
     calls_that_fit,
     compute_row,
-    measure,
-    reason_of,
+    out_of_bounds,
+    problem,
+    rounded,
+    run_operation,
     temporary_bytes,
 )
 from benchmarks.workers import Workers
@@ -83,18 +86,16 @@ def run_case(case: shapes.TensorParallelShape, implementations: Sequence[str], t
     """Measure all operations of one case with the named implementations; see `harness.Family.run_case`."""
     result = CaseResult()
     devices = jax.local_devices()
-    if problem := _misfit(case, devices):
-        entry = {"case": case.name, "operation": "all", "implementation": "all"}
-        result.skipped.append(entry | {"reason": problem})
+    if reason := _misfit(case, devices):
+        result.skipped.append(problem(case.name, "all", "all", reason))
         return result
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     operations = [operation for operation in OPERATIONS if not (case.sweep and (operation.backward or operation.fp8))]
     if case.sweep:
         implementations = [name for name in implementations if name in _IN_SWEEPS]
-    problems = {name: problem for name in implementations if (problem := _unavailable(name, len(devices)))}
-    entry = {"case": case.name, "operation": "all"}
-    result.skipped += [entry | {"implementation": name, "reason": problem} for name, problem in problems.items()]
-    implementations = [name for name in implementations if name not in problems]
+    reasons = {name: reason for name in implementations if (reason := _unavailable(name, len(devices)))}
+    result.skipped += [problem(case.name, "all", name, reason) for name, reason in reasons.items()]
+    implementations = [name for name in implementations if name not in reasons]
     for gathers in sorted({operation.gathers for operation in operations}, reverse=True):
         same = [operation for operation in operations if operation.gathers == gathers]
         inputs = _inputs(Layer.of(same[0], case, len(devices)), mesh)
@@ -117,8 +118,8 @@ def too_few(devices: Sequence[Any]) -> str | None:
 
 def _misfit(case: shapes.TensorParallelShape, devices: Sequence[Any]) -> str | None:
     count = len(devices)
-    if problem := too_few(devices):
-        return problem
+    if reason := too_few(devices):
+        return reason
     if case.tensor_parallel is not None and count >= case.tensor_parallel:
         return f"it is for fewer than {case.tensor_parallel} devices, and there are {count}"
     if case.tokens % (case.sequences * count) or case.features % (16 * count):
@@ -146,52 +147,37 @@ def _run_operation(
     result: CaseResult,
 ) -> None:
     operation = layer.operation
-
-    def entry(name: str, reason: str) -> dict[str, str]:
-        return {"case": case.name, "operation": operation.name, "implementation": name, "reason": reason}
-
     operands: _Operands | None = None
-    errors: dict[str, dict[str, float]] = {}
-    built: dict[str, _Built] = {}
-    for name in implementations:
-        try:
-            if name == "torch":
-                candidate = _build_torch(layer, collective_torch.workers(layer.devices))
-            else:
-                operands = operands or _operands(layer, inputs)
-                candidate = _build(name, layer, inputs.mesh, operands)
-            errors[name] = candidate.errors(exact)
-        except Exception as error:  # one that is missing or out of memory must not cost the others theirs
-            result.skipped.append(entry(name, reason_of(error)))
-            continue
-        if wrong := dense._out_of_bounds(errors[name], fp8=operation.fp8):
-            result.wrong.append(entry(name, wrong))
-        else:
-            built[name] = candidate
 
-    candidates = [each.candidate for each in built.values()]
-    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
-    result.skipped += [entry(name, reason) for name, reason in failed.items()]
-    seconds = {name: built[name].seconds_of_a_call(samples) for name, samples in seconds.items()}
-    if "gemm_alone" not in seconds:
-        reason = "gemm_alone was not measured, and all others are compared with it"
-        result.skipped += [entry(name, reason) for name in seconds]
-        return
-    alone = statistics.median(seconds["gemm_alone"])
-    for name in seconds:
-        result.rows.append(
-            {
-                "case": case.name,
-                "model": case.model,
-                "devices": layer.devices,
-                "operation": operation.name,
-                "implementation": name,
-                **compute_row(seconds, name, flops=layer.flops, peers=_COMPARED),
-                "over_gemm": float(f"{statistics.median(seconds[name]) / alone:.5g}"),
-                "temporary_bytes": built[name].candidate.temporary_bytes,
-                **errors[name],
-            }
-        )
+    def build(name: str) -> Candidate:
+        nonlocal operands
+        if name == "torch":
+            return _build_torch(layer, collective_torch.workers(layer.devices))
+        operands = operands or _operands(layer, inputs)
+        return _build(name, layer, inputs.mesh, operands)
+
+    def errors(name: str, output: Any, _: Any) -> Checked:
+        errors = output if name == "torch" else dense.errors_of(output, exact)
+        return errors, out_of_bounds(errors, dense.FP8_ERROR_BOUNDS if operation.fp8 else dense.ERROR_BOUNDS)
+
+    def row(candidate: Candidate, seconds: dict[str, list[float]]) -> dict[str, Any]:
+        mine, alone = (statistics.median(seconds[name]) for name in (candidate.name, "gemm_alone"))
+        return {
+            **compute_row(seconds, candidate.name, flops=layer.flops, peers=_COMPARED),
+            "over_gemm": rounded(mine / alone),
+            "temporary_bytes": candidate.temporary_bytes,
+        }
+
+    run_operation(
+        {"case": case.name, "model": case.model, "devices": layer.devices, "operation": operation.name},
+        implementations,
+        timing,
+        result,
+        build=build,
+        errors=errors,
+        row=row,
+        yardstick="gemm_alone",
+    )
 
 
 # Operands
@@ -280,22 +266,7 @@ _Call = Callable[..., _Results]
 """(x, w, dy or None) on one device → results."""
 
 
-@dataclass(frozen=True)
-class _Built:
-    """A candidate, and how to read what it does.
-
-    Attributes:
-      candidate: one call of it is a program.
-      errors: calls it once and compares the results with exact rows.
-      seconds_of_a_call: from samples of its programs.
-    """
-
-    candidate: Candidate
-    errors: Callable[[Any], dict[str, float]]
-    seconds_of_a_call: Callable[[list[float]], list[float]]
-
-
-def _build(name: str, layer: Layer, mesh: Mesh, operands: _Operands) -> _Built:
+def _build(name: str, layer: Layer, mesh: Mesh, operands: _Operands) -> Candidate:
     x, dy = layer.x, layer.y
     results = {"y": layer.y, "dx": layer.x, "dkernel": layer.w} if layer.operation.backward else {"y": layer.y}
     unsummed = None
@@ -322,22 +293,22 @@ def _build(name: str, layer: Layer, mesh: Mesh, operands: _Operands) -> _Built:
         *state, results = compiled(*state, operands.w)
         return results
 
-    def errors(exact: Any) -> dict[str, float]:
-        output = program()
+    def read(output: _Results) -> _Results:
         if unsummed in output:
             output[unsummed] = jnp.sum(output[unsummed].astype(jnp.float32), axis=0)
         if name != "gemm_alone":
             output["y"] = _in_order_of_x(output["y"], layer)
-        return dense._errors(output, exact)
+        return output
 
-    candidate = Candidate(
+    return Candidate(
         name=name,
         call=program,
         arguments=lambda programs: [()] * programs,
         most_calls=calls_that_fit(2 * (layer.rows * (layer.inner + layer.columns) + layer.inner * layer.columns)),
         temporary_bytes=temporary_bytes(compiled),
+        read=read,
+        seconds=lambda samples: [sample / len(operands.xs) for sample in samples],
     )
-    return _Built(candidate, errors, lambda samples: [sample / len(operands.xs) for sample in samples])
 
 
 def _specs_of(operands: Any) -> Any:
@@ -430,8 +401,11 @@ def _products_alone(layer: Layer) -> tuple[_Call, str | None]:
 # Torch
 
 
-def _build_torch(layer: Layer, workers: Workers) -> _Built:
+def _build_torch(layer: Layer, workers: Workers) -> Candidate:
+    """What the candidate reads are errors: each process compares its part of the results."""
     calls = _CALLS[jax.default_backend()]
+    workers.ask("ready")
+    errors = workers.ask("prepare", layer, calls)
     programs = 0
     clocked: list[tuple[int, float]] = []
 
@@ -444,18 +418,18 @@ def _build_torch(layer: Layer, workers: Workers) -> _Built:
         count, programs = programs * calls, 0
         clocked.append((count, max(workers.ask("time", count))))
 
-    def errors(_: Any) -> dict[str, float]:
-        workers.ask("ready")
-        found = workers.ask("prepare", layer, calls)
-        return {name: max(each[name] for each in found) for name in found[0]}
-
-    candidate = Candidate(name="torch", call=enqueue, arguments=lambda programs: [()] * programs, wait=wait)
-
-    def seconds_of_a_call(samples: list[float]) -> list[float]:
+    def seconds(samples: list[float]) -> list[float]:
         # Those as long as the last: before each of them fewer ran.
         return [seconds for count, seconds in clocked if count == clocked[-1][0]][-len(samples) :]
 
-    return _Built(candidate, errors, seconds_of_a_call)
+    return Candidate(
+        name="torch",
+        call=enqueue,
+        arguments=lambda programs: [()] * programs,
+        wait=wait,
+        read=lambda _: {name: max(each[name] for each in errors) for name in errors[0]},
+        seconds=seconds,
+    )
 
 
 FAMILY = Family(

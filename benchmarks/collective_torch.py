@@ -161,7 +161,7 @@ class TorchRank:
         return whole
 
     def _rows(self, count: int) -> Any:
-        return self.torch.linspace(0, count - 1, dense._CHECKED_ROWS, device=self.device).long().unique()
+        return self.torch.linspace(0, count - 1, dense.CHECKED_ROWS, device=self.device).long().unique()
 
     def _own(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         """(indices, exact rows) of a product of what this device has."""

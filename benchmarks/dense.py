@@ -19,9 +19,7 @@ arithmetic on the values before quantization.
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,28 +28,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import flax_fp8, shapes
+from benchmarks.gemm import product
 from benchmarks.harness import (
     Candidate,
     CaseResult,
+    Checked,
     Family,
     Headline,
     Timing,
     calls_that_fit,
     compute_row,
-    measure,
-    reason_of,
+    out_of_bounds,
+    relative_error,
+    run_operation,
     temporary_bytes,
 )
 from te_jax import ops
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, Recipe, RowwiseScaling
 
 OPERATIONS = ("forward", "forward_backward")
-FORWARD_BOUND, GRADIENT_BOUND = 0.045, 0.065
+FP8_ERROR_BOUNDS = {"y_error": 0.045, "dx_error": 0.065, "dkernel_error": 0.065}
 """Relative L2 errors of FP8 against float64 beyond which no time is reported."""
-EXACT_BOUND = 1e-2
+ERROR_BOUNDS = dict.fromkeys(FP8_ERROR_BOUNDS, 1e-2)
 """The same without FP8."""
 
-_CHECKED_ROWS = 64
+CHECKED_ROWS = 64
 _ALL = ("forward", "dgrad", "wgrad")
 
 
@@ -116,62 +117,22 @@ def run_case(case: shapes.GemmShape, implementations: Sequence[str], timing: Tim
     exact = _exact(inputs)
     result = CaseResult()
     for operation in OPERATIONS:
-        _run_operation(case, operation, implementations, timing, inputs, exact, result)
+        flops = {"forward": 2, "forward_backward": 6}[operation] * case.m * case.n * case.k
+        run_operation(
+            {"case": case.name, "model": case.model, "operation": operation},
+            [name for name in implementations if name not in VARIANTS or operation in VARIANTS[name].operations],
+            timing,
+            result,
+            build=functools.partial(_build, operation=operation, inputs=inputs),
+            errors=functools.partial(_checked, exact),
+            row=functools.partial(_row, flops=flops),
+        )
     return result
 
 
-def _run_operation(
-    case: shapes.GemmShape,
-    operation: str,
-    implementations: Sequence[str],
-    timing: Timing,
-    inputs: _Inputs,
-    exact: _Exact,
-    result: CaseResult,
-) -> None:
-    def entry(name: str, reason: str) -> dict[str, str]:
-        return {"case": case.name, "operation": operation, "implementation": name, "reason": reason}
-
-    errors: dict[str, dict[str, float]] = {}
-    candidates: list[Candidate] = []
-    for name in implementations:
-        if name in VARIANTS and operation not in VARIANTS[name].operations:
-            continue
-        try:
-            candidate = _build(name, operation, inputs)
-            output = candidate.call(*candidate.arguments(1)[0])
-            candidate.wait(output)
-            errors[name] = _errors(output, exact)
-            del output
-        except Exception as error:  # one peer that is missing or out of memory must not cost the others theirs
-            result.skipped.append(entry(name, reason_of(error)))
-            continue
-        wrong = _out_of_bounds(errors[name], fp8=name != "jnp")
-        if wrong:
-            result.wrong.append(entry(name, wrong))
-        else:
-            candidates.append(candidate)
-
-    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
-    result.skipped += [entry(name, reason) for name, reason in failed.items()]
-    flops = {"forward": 2, "forward_backward": 6}[operation] * case.m * case.n * case.k
-    for candidate in candidates:
-        if candidate.name not in seconds:
-            continue
-        row = compute_row(seconds, candidate.name, flops=flops, peers=PEERS)
-        relative = {"time_over_jnp": 1 / row["speedup_over"]["jnp"]} if "jnp" in row["speedup_over"] else {}
-        result.rows.append(
-            {
-                "case": case.name,
-                "model": case.model,
-                "operation": operation,
-                "implementation": candidate.name,
-                **row,
-                **relative,
-                "temporary_bytes": candidate.temporary_bytes,
-                **errors[candidate.name],
-            }
-        )
+def _row(candidate: Candidate, seconds: dict[str, list[float]], *, flops: int) -> dict[str, Any]:
+    row = compute_row(seconds, candidate.name, flops=flops, peers=PEERS, over="jnp")
+    return row | {"temporary_bytes": candidate.temporary_bytes}
 
 
 # Inputs and exact results
@@ -186,44 +147,29 @@ def _inputs(case: shapes.GemmShape) -> _Inputs:
 
 def _exact(inputs: _Inputs) -> _Exact:
     x, kernel, dy = (np.asarray(a) for a in (inputs.x, inputs.kernel, inputs.dy))
-    tokens, features = (np.unique(np.linspace(0, n - 1, _CHECKED_ROWS).astype(np.int32)) for n in x.shape)
+    tokens, features = (np.unique(np.linspace(0, n - 1, CHECKED_ROWS).astype(np.int32)) for n in x.shape)
     return _Exact(
         tokens,
         features,
-        _product(x[tokens], kernel.T),
-        _product(dy[tokens], kernel),
-        _product(x[:, features].T, dy.T),
+        product(x[tokens], kernel.T),
+        product(dy[tokens], kernel),
+        product(x[:, features].T, dy.T),
     )
 
 
-def _product(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """lhs · rhsᵀ in float64, a part of rhs at a time."""
-    lhs = lhs.astype(np.float64)
-    step = max(1, 2**24 // rhs.shape[1])
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = pool.map(lambda i: lhs @ rhs[i : i + step].astype(np.float64).T, range(0, len(rhs), step))
-        return np.concatenate(list(parts), axis=1)
+def _checked(exact: _Exact, name: str, output: dict[str, jax.Array], _: Any) -> Checked:
+    errors = errors_of(output, exact)
+    return errors, out_of_bounds(errors, ERROR_BOUNDS if name == "jnp" else FP8_ERROR_BOUNDS)
 
 
-def _errors(output: dict[str, jax.Array], exact: _Exact) -> dict[str, float]:
+def errors_of(output: dict[str, jax.Array], exact: _Exact) -> dict[str, float]:
     """Relative L2 errors by name, of the rows that are checked."""
     rows = {"y": exact.tokens, "dx": exact.tokens, "dkernel": exact.features}
-    errors = {}
-    for name, indices in rows.items():
-        if name in output:
-            expected = getattr(exact, name)
-            difference = np.linalg.norm(np.asarray(output[name][indices]).astype(np.float64) - expected)
-            errors[f"{name}_error"] = float(f"{difference / np.linalg.norm(expected):.3g}")
-    return errors
-
-
-def _out_of_bounds(errors: dict[str, float], *, fp8: bool) -> str | None:
-    """Says which error is too large. Written so that NaN is too large."""
-    for name, error in errors.items():
-        bound = (FORWARD_BOUND if name == "y_error" else GRADIENT_BOUND) if fp8 else EXACT_BOUND
-        if not error <= bound:
-            return f"{name.removesuffix('_error')} is wrong: relative L2 error {error:.3g}, bound {bound:.3g}"
-    return None
+    return {
+        f"{name}_error": relative_error(output[name][rows[name]], getattr(exact, name))
+        for name in rows
+        if name in output
+    }
 
 
 # Implementations

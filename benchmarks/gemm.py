@@ -34,7 +34,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import shapes
-from benchmarks.harness import Candidate, CaseResult, Family, Headline, Timing, compute_row, measure, reason_of
+from benchmarks.harness import (
+    Candidate,
+    CaseResult,
+    Checked,
+    Family,
+    Headline,
+    Timing,
+    compute_row,
+    measure,
+    out_of_bounds,
+    relative_error,
+    run_operation,
+)
+from benchmarks.torch_peer import as_torch, rows_of, torch_on_gpu
 from te_jax import ops
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization, Scaling
@@ -94,19 +107,11 @@ class _Inputs:
         return self.quantized[{"torch_tensor": _TENSOR, "torch_row": _ROW, "torch_block": _BLOCK}[name]]
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """A candidate, and how to read the rows at given indices of its first result."""
-
-    candidate: Candidate
-    read: Callable[[Any, np.ndarray], np.ndarray]
-
-
 def run_case(case: shapes.GemmShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
     """Measure both operations of one case with the named implementations; see `harness.Family.run_case`."""
     inputs = _inputs(case, implementations)
     rows = np.unique(np.linspace(0, case.m - 1, _CHECKED_ROWS).astype(np.int32))
-    exact = {}  # by the operands' identity: implementations share them
+    exact: dict[int, np.ndarray] = {}  # by the operands' identity: implementations share them
     result = CaseResult()
     for operation in OPERATIONS if case.products is None else OPERATIONS[:1]:
         _run_operation(case, operation, implementations, timing, inputs, rows, exact, result)
@@ -123,54 +128,33 @@ def _run_operation(
     exact: dict[int, np.ndarray],
     result: CaseResult,
 ) -> None:
-    def entry(name: str, reason: str) -> dict[str, str]:
-        return {"case": case.name, "operation": operation, "implementation": name, "reason": reason}
-
-    errors: dict[str, float] = {}
-    candidates: list[Candidate] = []
-    for name in implementations:
-        if not _applies(name, operation):
-            continue
-        try:
-            operands = inputs.of(name)
-            checked = _build(name, operation, case, operands)
-            output = checked.candidate.call(*checked.candidate.arguments(1)[0])
-            checked.candidate.wait(output)
-            if id(operands) not in exact:
-                exact[id(operands)] = _exact(operands, rows)
-            errors[name] = _error(checked.read(output, rows), exact[id(operands)])
-            del output
-        except Exception as error:  # one peer that is missing or out of memory must not cost the others theirs
-            result.skipped.append(entry(name, reason_of(error)))
-            continue
-        if errors[name] <= ERROR_BOUND:  # NaN is not
-            candidates.append(checked.candidate)
-        else:
-            reason = f"the product is wrong: relative L2 error {errors[name]:.3g}, bound {ERROR_BOUND:.3g}"
-            result.wrong.append(entry(name, reason))
-
-    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
-    result.skipped += [entry(name, reason) for name, reason in failed.items()]
-    rested: dict[str, list[float]] = {}
-    if operation == "forward" and jax.default_backend() == "gpu":
-        rested, _ = measure([each for each in candidates if each.name in seconds], timing.rested, pipelined=True)
+    candidates: dict[str, Candidate] = {}
     flops = 2 * (case.products or 1) * case.m * case.n * case.k
-    for name in seconds:
-        row = compute_row(seconds, name, flops=flops, peers=PEERS)
-        if name in rested:
-            row["tflops_rested"] = compute_row(rested, name, flops=flops, peers=())["tflops"]
-        relative = {"time_over_jnp": 1 / row["speedup_over"]["jnp"]} if "jnp" in row["speedup_over"] else {}
-        result.rows.append(
-            {
-                "case": case.name,
-                "model": case.model,
-                "operation": operation,
-                "implementation": name,
-                **row,
-                **relative,
-                "error": errors[name],
-            }
-        )
+
+    def build(name: str) -> Candidate:
+        candidates[name] = _build(name, operation, case, inputs.of(name), rows)
+        return candidates[name]
+
+    def errors(name: str, output: np.ndarray, _: Any) -> Checked:
+        operands = inputs.of(name)
+        if id(operands) not in exact:
+            exact[id(operands)] = _exact(operands, rows)
+        found = {"error": relative_error(output, exact[id(operands)])}
+        return found, out_of_bounds(found, {"error": ERROR_BOUND})
+
+    measured = run_operation(
+        {"case": case.name, "model": case.model, "operation": operation},
+        [name for name in implementations if _applies(name, operation)],
+        timing,
+        result,
+        build=build,
+        errors=errors,
+        row=lambda candidate, seconds: compute_row(seconds, candidate.name, flops=flops, peers=PEERS, over="jnp"),
+    )
+    if operation == "forward" and jax.default_backend() == "gpu":
+        rested, _ = measure([candidates[name] for name in measured], timing.rested, pipelined=True)
+        for name in rested:
+            measured[name]["tflops_rested"] = compute_row(rested, name, flops=flops, peers=())["tflops"]
 
 
 def _applies(name: str, operation: str) -> bool:
@@ -213,14 +197,19 @@ def _inputs(case: shapes.GemmShape, implementations: Sequence[str]) -> _Inputs:
 def _exact(operands: tuple[Any, Any], rows: np.ndarray) -> np.ndarray:
     """The rows of the first product and, of several, of the last one, in float64: [products, rows, N]."""
     lhs, rhs = (_ends(np.asarray(_values(x))) for x in operands)
-    lhs = lhs[:, rows].astype(np.float64)
-    step = max(1, 2**24 // rhs.shape[2])
+    return product(lhs[:, rows], rhs)
 
-    def product(start: int) -> np.ndarray:
-        return lhs @ rhs[:, start : start + step].astype(np.float64).mT
+
+def product(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    """lhs · rhsᵀ in float64, a part of rhs at a time."""
+    lhs = lhs.astype(np.float64)
+    step = max(1, 2**24 // rhs.shape[-1])
+
+    def part(start: int) -> np.ndarray:
+        return lhs @ rhs[..., start : start + step, :].astype(np.float64).mT
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return np.concatenate(list(pool.map(product, range(0, rhs.shape[1], step))), axis=2)
+        return np.concatenate(list(pool.map(part, range(0, rhs.shape[-2], step))), axis=-1)
 
 
 def _ends(matrices: np.ndarray) -> np.ndarray:
@@ -243,21 +232,23 @@ def _values(x: Any) -> jax.Array:
     return jax.jit(QuantizedArray.dequantize)(wide)
 
 
-def _error(actual: np.ndarray, expected: np.ndarray) -> float:
-    difference = np.linalg.norm(actual.astype(np.float64) - expected)
-    return float(f"{difference / np.linalg.norm(expected):.3g}")
-
-
 # Implementations
 
 
-def _build(name: str, operation: str, case: shapes.GemmShape, operands: tuple[Any, Any]) -> _Checked:
+def _build(name: str, operation: str, case: shapes.GemmShape, operands: tuple[Any, Any], rows: np.ndarray) -> Candidate:
     if name.startswith("torch"):
-        return _build_torch(name, operands)
-    product = _jnp_product if name == "jnp" else functools.partial(_te_jax_product, VARIANTS[name])
+        return _build_torch(name, operands, rows)
+    multiply = _jnp_product if name == "jnp" else functools.partial(_te_jax_product, VARIANTS[name])
     if operation == "forward":
-        return _build_forward(name, product, operands)
-    return _build_accumulate(name, product, case, operands)
+        call = jax.jit(lambda lhs, rhs: multiply(lhs, rhs)).lower(*operands).compile()
+    else:
+        call = _accumulating(multiply, case, operands)
+    return Candidate(
+        name=name,
+        call=call,
+        arguments=lambda calls: [operands] * calls,
+        read=lambda output: _ends(np.asarray(output[..., rows, :])),
+    )
 
 
 def _jnp_product(lhs: jax.Array, rhs: jax.Array, total: jax.Array | None = None) -> jax.Array:
@@ -274,18 +265,12 @@ def _te_jax_product(
     return gemm(lhs, rhs, accumulator=total) if total is not None else _mapped(gemm, lhs)(lhs, rhs)
 
 
-def _build_forward(name: str, product: Callable[..., jax.Array], operands: tuple[Any, Any]) -> _Checked:
-    compiled = jax.jit(lambda lhs, rhs: product(lhs, rhs)).lower(*operands).compile()
-    candidate = Candidate(name=name, call=compiled, arguments=lambda calls: [operands] * calls)
-    return _Checked(candidate, lambda output, rows: _ends(np.asarray(output[..., rows, :])))
-
-
-def _build_accumulate(
-    name: str, product: Callable[..., jax.Array], case: shapes.GemmShape, operands: tuple[Any, Any]
-) -> _Checked:
+def _accumulating(
+    multiply: Callable[..., jax.Array], case: shapes.GemmShape, operands: tuple[Any, Any]
+) -> Callable[[Any, Any], jax.Array]:
     totals = [jnp.zeros((case.m, case.n), jnp.float32)]
     compiled = (
-        jax.jit(lambda lhs, rhs, total: product(lhs, rhs, total), donate_argnums=2)
+        jax.jit(lambda lhs, rhs, total: multiply(lhs, rhs, total), donate_argnums=2)
         .lower(*operands, totals[0])
         .compile()
     )
@@ -294,21 +279,17 @@ def _build_accumulate(
         totals[0] = compiled(lhs, rhs, totals[0])
         return totals[0]
 
-    candidate = Candidate(name=name, call=call, arguments=lambda calls: [operands] * calls)
-    return _Checked(candidate, lambda output, rows: _ends(np.asarray(output[rows])))
+    return call
 
 
-def _build_torch(name: str, operands: tuple[QuantizedArray, QuantizedArray]) -> _Checked:
-    import torch  # pyright: ignore[reportMissingImports]
-
-    if not torch.cuda.is_available():
-        raise RuntimeError("this torch has no CUDA support")
+def _build_torch(name: str, operands: tuple[QuantizedArray, QuantizedArray], rows: np.ndarray) -> Candidate:
+    torch = torch_on_gpu()
     lhs, rhs = operands
     if lhs.ndim == 3:
         raise RuntimeError("torch has no FP8 product of several matrices")
     assert rhs.scale_inv is not None
     a, b = _fp8_as_torch(lhs.data), _fp8_as_torch(rhs.data).t()
-    a_scale, b_scale = _as_torch(lhs.scale_inv), _as_torch(rhs.scale_inv)
+    a_scale, b_scale = as_torch(lhs.scale_inv), as_torch(rhs.scale_inv)
     if name == "torch_block":
         functional: Any = torch.nn.functional
         if not (hasattr(functional, "scaled_mm") and hasattr(functional, "ScalingType")):
@@ -331,31 +312,19 @@ def _build_torch(name: str, operands: tuple[QuantizedArray, QuantizedArray]) -> 
             torch._scaled_mm, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
-    def read(output: Any, rows: np.ndarray) -> np.ndarray:
-        return _ends(output[torch.as_tensor(rows.astype(np.int64), device=output.device)].float().cpu().numpy())
-
-    candidate = Candidate(
+    return Candidate(
         name=name,
         call=scaled,
         arguments=lambda calls: [(a, b)] * calls,
         wait=lambda output: torch.cuda.synchronize(),
+        read=lambda output: _ends(rows_of(output, rows)),
     )
-    return _Checked(candidate, read)
-
-
-def _as_torch(array: jax.Array | None) -> Any:
-    """The same device memory as a torch tensor."""
-    import torch  # pyright: ignore[reportMissingImports]
-
-    return torch.utils.dlpack.from_dlpack(jax.block_until_ready(array))
 
 
 def _fp8_as_torch(array: jax.Array | None) -> Any:
-    """The same for FP8, as bytes: not every DLPack knows the type."""
-    import torch  # pyright: ignore[reportMissingImports]
-
+    """`as_torch` of FP8, as bytes: not every DLPack knows the type."""
     assert array is not None
-    return _as_torch(jax.lax.bitcast_convert_type(array, jnp.uint8)).view(torch.float8_e4m3fn)
+    return as_torch(jax.lax.bitcast_convert_type(array, jnp.uint8)).view(torch_on_gpu().float8_e4m3fn)
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""Timing, the record of the environment, and result files: what every benchmark family shares.
+"""Checks, timing, the record of the environment, and result files: what every benchmark family shares.
 
 How a call is timed. All candidates of a case run in one process on the same values. A sample enqueues as many calls as
 last about `Timing.sample_seconds` and waits once, at their end. We time n and n/8 calls and divide the difference: that
@@ -19,13 +19,15 @@ import platform
 import random
 import re
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 import te_jax
 from te_jax import native
@@ -78,6 +80,8 @@ class Candidate:
       wait: blocks until the call that returned its argument, and all before it on the same stream, have finished.
       most_calls: of one sample, for the memory that `arguments` takes.
       temporary_bytes: what the compiled program allocates beside arguments and results; None where unknown.
+      read: turns a result into what is checked.
+      seconds: turns samples of `call` into those of the operation, where a call holds several.
     """
 
     name: str
@@ -86,6 +90,8 @@ class Candidate:
     wait: Callable[[Any], Any] = jax.block_until_ready
     most_calls: int = 1000
     temporary_bytes: int | None = None
+    read: Callable[[Any], Any] = lambda result: result
+    seconds: Callable[[list[float]], list[float]] = lambda samples: samples
 
 
 @dataclass
@@ -138,6 +144,109 @@ class Family:
     memory_fraction: float | None = None
 
 
+# One operation
+
+Checked = tuple[Mapping[str, float | None], str | None]
+"""Errors of a result by the name that they have in rows, and what is wrong with it, or None."""
+
+
+def run_operation(
+    labels: Mapping[str, Any],
+    names: Sequence[str],
+    timing: Timing,
+    result: CaseResult,
+    *,
+    build: Callable[[str], Candidate],
+    errors: Callable[[str, Any, Any], Checked],
+    row: Callable[[Candidate, dict[str, list[float]]], dict[str, Any]],
+    references: Sequence[str] = (),
+    yardstick: str | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Build, check and time the implementations of one operation.
+
+    An implementation that raises costs the others nothing, and no time is reported for a wrong result.
+
+    Args:
+      labels: what all rows begin with: "case", "operation" and more.
+      names: the implementations, in the order of the rows.
+      timing: how long to measure.
+      result: rows and problems are added to it.
+      build: makes the candidate of a name.
+      errors: (name, what the candidate reads of its first result, the same of the reference or None) → errors, which
+        end the row, and what is wrong.
+      row: (candidate, samples of all by name) → the figures of its row.
+      references: run first; results are compared with that of the first of them that runs.
+      yardstick: times are compared with that of this name; without it there are no rows.
+
+    Returns:
+      The new rows, by implementation.
+    """
+
+    def note(problems: list[dict[str, str]], name: str, reason: str) -> None:
+        problems.append(problem(labels["case"], labels["operation"], name, reason))
+
+    candidates: dict[str, Candidate] = {}
+    errors_of: dict[str, Mapping[str, float | None]] = {}
+    expected = None
+    for name in sorted(names, key=lambda name: name not in references):
+        try:
+            candidate = build(name)
+            output = candidate.call(*candidate.arguments(1)[0])
+            candidate.wait(output)
+            output = candidate.read(output)
+            if expected is None and name in references:
+                expected = output
+            if expected is None and references:
+                raise RuntimeError(f"{' or '.join(references)}, with which results are compared, failed")
+            errors_of[name], wrong = errors(name, output, expected)
+            del output
+        except Exception as error:  # one that is missing or out of memory must not cost the others theirs
+            note(result.skipped, name, reason_of(error))
+            continue
+        if wrong:
+            note(result.wrong, name, wrong)
+        else:
+            candidates[name] = candidate
+    del expected
+
+    seconds, failed = measure(list(candidates.values()), timing, pipelined=jax.default_backend() != "cpu")
+    for name, reason in failed.items():
+        note(result.skipped, name, reason)
+    if yardstick is not None and yardstick not in seconds:
+        for name in seconds:
+            note(result.skipped, name, f"{yardstick} was not measured, and all others are compared with it")
+        seconds = {}
+    rows = {
+        name: {**labels, "implementation": name, **row(candidates[name], seconds), **errors_of[name]}
+        for name in names
+        if name in seconds
+    }
+    result.rows += rows.values()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()  # of memory that the next operation needs in other sizes
+    return rows
+
+
+def problem(case: str, operation: str, implementation: str, reason: str) -> dict[str, str]:
+    """An entry of `CaseResult.skipped` or `wrong`."""
+    return {"case": case, "operation": operation, "implementation": implementation, "reason": reason}
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """The relative L2 error in float64, to three digits."""
+    difference = np.asarray(actual).astype(np.float64) - expected
+    return float(f"{np.linalg.norm(difference) / np.linalg.norm(expected):.3g}")
+
+
+def out_of_bounds(errors: Mapping[str, float | None], bounds: Mapping[str, float]) -> str | None:
+    """Says which errors are too large. Written so that NaN is too large."""
+    return "; ".join(
+        f"{name} is {error:.3g}, and its bound {bounds[name]:.3g}"
+        for name, error in errors.items()
+        if error is not None and not error <= bounds[name]
+    ) or None  # fmt: skip
+
+
 # Timing
 
 
@@ -152,7 +261,7 @@ def measure(
       pipelined: enqueue all calls of a sample before waiting, for backends that run them one after another.
 
     Returns:
-      Seconds per call, one for each sample, by candidate; and, for candidates that failed, the reason.
+      Seconds of the operation, one for each sample, by candidate; and, for candidates that failed, the reason.
     """
     seconds: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
@@ -179,7 +288,7 @@ def measure(
                 else:
                     if turn >= 0:
                         seconds[candidate.name].append(sample)
-    return seconds, failed
+    return {each.name: each.seconds(seconds[each.name]) for each in candidates if each.name in seconds}, failed
 
 
 @contextlib.contextmanager
@@ -231,18 +340,23 @@ def timing_row(
     }
 
 
-def compute_row(seconds: dict[str, list[float]], name: str, *, flops: int, peers: Sequence[str]) -> dict[str, Any]:
+def compute_row(
+    seconds: dict[str, list[float]], name: str, *, flops: int, peers: Sequence[str], over: str | None = None
+) -> dict[str, Any]:
     """The derived figures of one compute-bound candidate whose call takes `flops` floating-point operations.
 
-    Returns `median_ms`, `spread`, `flops`, `tflops` and `speedup_over`; see `timing_row`.
+    Returns `median_ms`, `spread`, `flops`, `tflops` and `speedup_over`, see `timing_row`; and with `over`, one of the
+    peers, `time_over_…`, the time as a multiple of its time.
     """
     median = statistics.median(seconds[name])
+    speedups = _speedups(seconds, name, peers)
     return {
         "median_ms": rounded(median * 1e3),
         "spread": spread_of(seconds[name]),
         "flops": flops,
         "tflops": rounded(flops / median / 1e12),
-        "speedup_over": _speedups(seconds, name, peers),
+        "speedup_over": speedups,
+        **({f"time_over_{over}": rounded(median / statistics.median(seconds[over]))} if over in speedups else {}),
     }
 
 

@@ -25,7 +25,6 @@ are compared bit by bit with what the receivers compute for themselves.
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -42,9 +41,9 @@ from benchmarks.harness import (
     Family,
     Headline,
     Timing,
-    measure,
-    reason_of,
+    problem,
     rounded,
+    run_operation,
     spread_of,
 )
 
@@ -54,26 +53,12 @@ OPERATIONS = {
     "all_gather": ("ppermute_ring", "all_gather"),
     "reduce_scatter": ("psum_scatter",),
 }
+_PAIRS = [(operation, name) for operation, names in OPERATIONS.items() for name in names]
 PEERS = ("ppermute", "ppermute_ring", "all_gather", "psum_scatter")
 
 _AXIS = "device"
 _MOST_BYTES_IN_FLIGHT = 2**33  # that a device receives before anybody waits
 _MOST_CALLS_ON_CPU = 20  # each is waited for, and more would only take longer
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """A candidate, and what it does.
-
-    Attributes:
-      candidate: moves the data.
-      bytes: that a device receives in a call.
-      arrived: whether a result of `candidate` holds what was sent.
-    """
-
-    candidate: Candidate
-    bytes: int
-    arrived: Callable[[Any], bool]
 
 
 def run_case(case: shapes.MessageSizes, implementations: Sequence[str], timing: Timing) -> CaseResult:
@@ -82,11 +67,11 @@ def run_case(case: shapes.MessageSizes, implementations: Sequence[str], timing: 
     available = jax.local_devices()
     wanted = case.devices or max(2, len(available))
     if len(available) < wanted:
-        entry = {"case": case.name, "operation": "all", "implementation": "all"}
-        result.skipped.append(entry | {"reason": _too_few(wanted, available)})
+        result.skipped.append(problem(case.name, "all", "all", _too_few(wanted, available)))
         return result
     for size in case.sizes:
-        _run_size(size, available[:wanted], implementations, timing, result)
+        for operation in OPERATIONS:
+            _run_operation(operation, size, available[:wanted], implementations, timing, result)
     _compare_with_link(result)
     return result
 
@@ -98,54 +83,50 @@ def _too_few(wanted: int, available: Sequence[Any]) -> str:
     return reason
 
 
-def _run_size(
-    size: int, devices: Sequence[Any], implementations: Sequence[str], timing: Timing, result: CaseResult
+def _run_operation(
+    operation: str,
+    size: int,
+    devices: Sequence[Any],
+    implementations: Sequence[str],
+    timing: Timing,
+    result: CaseResult,
 ) -> None:
-    case = f"{len(devices)}x{shapes.bytes_as_text(size)}"
-    pairs = [(operation, name) for operation, names in OPERATIONS.items() for name in names if name in implementations]
+    received = _received_bytes(operation, size, len(devices))
 
-    def entry(pair: tuple[str, str], reason: str) -> dict[str, str]:
-        return {"case": case, "operation": pair[0], "implementation": pair[1], "reason": reason}
+    def row(candidate: Candidate, seconds: dict[str, list[float]]) -> dict[str, Any]:
+        medians = {name: statistics.median(samples) for name, samples in seconds.items()}
+        median = medians[candidate.name]
+        return {
+            "median_ms": rounded(median * 1e3),
+            "spread": spread_of(seconds[candidate.name]),
+            "bytes": received,
+            "gigabytes_per_second": rounded(received / median / 1e9),
+            "speedup_over": {
+                peer: rounded(medians[peer] / median)
+                for peer in OPERATIONS[operation]
+                if peer != candidate.name and peer in medians
+            },
+        }
 
-    transfers: dict[str, tuple[tuple[str, str], _Transfer]] = {}
-    for number, pair in enumerate(pairs):
-        try:
-            transfer = _build(pair, size, (size, number), devices)
-            output = transfer.candidate.call(*transfer.candidate.arguments(1)[0])
-            arrived = transfer.arrived(output)
-            del output
-        except Exception as error:  # one that is out of memory must not cost the others theirs
-            result.skipped.append(entry(pair, reason_of(error)))
-            continue
-        if arrived:
-            transfers[transfer.candidate.name] = pair, transfer
-        else:
-            result.wrong.append(entry(pair, "what arrived is not what was sent"))
+    run_operation(
+        {
+            "case": f"{len(devices)}x{shapes.bytes_as_text(size)}",
+            "devices": len(devices),
+            "operation": operation,
+        },
+        [name for name in OPERATIONS[operation] if name in implementations],
+        timing,
+        result,
+        build=functools.partial(_build, operation, size=size, devices=devices),
+        errors=lambda name, arrived, _: ({}, None if arrived else "what arrived is not what was sent"),
+        row=row,
+    )
 
-    candidates = [transfer.candidate for _, transfer in transfers.values()]
-    seconds, failed = measure(candidates, timing, pipelined=devices[0].platform != "cpu")
-    result.skipped += [entry(transfers[name][0], reason) for name, reason in failed.items()]
-    medians = {transfers[name][0]: statistics.median(samples) for name, samples in seconds.items()}
-    for name, samples in seconds.items():
-        (operation, implementation), transfer = transfers[name]
-        median = statistics.median(samples)
-        result.rows.append(
-            {
-                "case": case,
-                "devices": len(devices),
-                "operation": operation,
-                "implementation": implementation,
-                "median_ms": rounded(median * 1e3),
-                "spread": spread_of(samples),
-                "bytes": transfer.bytes,
-                "gigabytes_per_second": rounded(transfer.bytes / median / 1e9),
-                "speedup_over": {
-                    peer: rounded(medians[operation, peer] / median)
-                    for peer in OPERATIONS[operation]
-                    if peer != implementation and (operation, peer) in medians
-                },
-            }
-        )
+
+def _received_bytes(operation: str, size: int, devices: int) -> int:
+    """That a device receives in a call."""
+    words = size // 4
+    return 4 * (words if operation in ("one_way", "both_ways") else words // devices * (devices - 1))
 
 
 def _compare_with_link(result: CaseResult) -> None:
@@ -153,8 +134,7 @@ def _compare_with_link(result: CaseResult) -> None:
     link = max((row["gigabytes_per_second"] for row in result.rows if row["operation"] == "one_way"), default=None)
     if link is None:
         reason = "no one-way copy was measured, and the others are compared with the best of them"
-        keys = ("case", "operation", "implementation")
-        result.skipped += [{key: row[key] for key in keys} | {"reason": reason} for row in result.rows]
+        result.skipped += [problem(row["case"], row["operation"], row["implementation"], reason) for row in result.rows]
         result.rows = []
     for row in result.rows:
         row["share_of_link"] = rounded(row["gigabytes_per_second"] / link)
@@ -185,36 +165,24 @@ def _mixed(word: jax.Array) -> jax.Array:
 # Implementations
 
 
-def _build(pair: tuple[str, str], size: int, salt: tuple[int, int], devices: Sequence[Any]) -> _Transfer:
-    operation, implementation = pair
+def _build(operation: str, implementation: str, *, size: int, devices: Sequence[Any]) -> Candidate:
+    """The candidate reads whether a result holds what was sent."""
+    salt = size, _PAIRS.index((operation, implementation))
     if implementation == "device_put":
         return _build_copies(operation, size, salt, devices[:2])
     return _build_mapped(operation, implementation, size, salt, devices)
 
 
-def _candidate(
-    operation: str,
-    implementation: str,
-    received: int,
-    call: Callable[..., Any],
-    sent: Any,
-    wait: Callable[[Any], Any] = jax.block_until_ready,
-) -> Candidate:
+def _most_calls(received: int) -> int:
     most_calls = 1000 if jax.default_backend() != "cpu" else _MOST_CALLS_ON_CPU
-    return Candidate(
-        name=f"{operation} {implementation}",
-        call=call,
-        arguments=lambda calls: [(sent,)] * calls,
-        wait=wait,
-        most_calls=max(1, min(most_calls, _MOST_BYTES_IN_FLIGHT // received)),
-    )
+    return max(1, min(most_calls, _MOST_BYTES_IN_FLIGHT // received))
 
 
 _drawn = jax.jit(_words, static_argnums=2)
 _holds = jax.jit(lambda message, salt, rank: (message == _words(salt, rank, message.size)).all())
 
 
-def _build_copies(operation: str, size: int, salt: tuple[int, int], devices: Sequence[Any]) -> _Transfer:
+def _build_copies(operation: str, size: int, salt: tuple[int, int], devices: Sequence[Any]) -> Candidate:
     count = size // 4
     ways = [(0, 1)] if operation == "one_way" else [(0, 1), (1, 0)]
 
@@ -241,16 +209,22 @@ def _build_copies(operation: str, size: int, salt: tuple[int, int], devices: Seq
         )
 
     sent = jax.block_until_ready([draw(source, devices[source]) for source, _ in ways])
-    return _Transfer(_candidate(operation, "device_put", 4 * count, copy, sent, wait), 4 * count, arrived)
+    return Candidate(
+        name="device_put",
+        call=copy,
+        arguments=lambda calls: [(sent,)] * calls,
+        wait=wait,
+        most_calls=_most_calls(_received_bytes(operation, size, len(devices))),
+        read=arrived,
+    )
 
 
 def _build_mapped(
     operation: str, implementation: str, size: int, salt: tuple[int, int], devices: Sequence[Any]
-) -> _Transfer:
+) -> Candidate:
     many = len(devices)
     part = size // 4 // many
     count = {"both_ways": size // 4, "all_gather": part, "reduce_scatter": part * many}[operation]
-    received = 4 * (count if operation == "both_ways" else part * (many - 1))
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
 
     def mapped(fn: Callable[..., Any], operands: int) -> Any:
@@ -273,10 +247,12 @@ def _build_mapped(
 
     sent = jax.block_until_ready(mapped(lambda: _words(salt, lax.axis_index(_AXIS), count), 0)())
     compiled = mapped(_MAPPED[implementation], 1).lower(sent).compile()
-    return _Transfer(
-        _candidate(operation, implementation, received, compiled, sent),
-        received,
-        lambda output: bool(np.asarray(mapped(same, 1)(output)).all()),
+    return Candidate(
+        name=implementation,
+        call=compiled,
+        arguments=lambda calls: [(sent,)] * calls,
+        most_calls=_most_calls(_received_bytes(operation, size, many)),
+        read=lambda output: bool(np.asarray(mapped(same, 1)(output)).all()),
     )
 
 

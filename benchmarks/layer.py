@@ -35,15 +35,16 @@ from benchmarks import flax_fp8, shapes
 from benchmarks.harness import (
     Candidate,
     CaseResult,
+    Checked,
     Family,
     Headline,
     Timing,
     compute_row,
-    measure,
-    reason_of,
+    out_of_bounds,
+    run_operation,
     temporary_bytes,
 )
-from benchmarks.transformer import errors_of, out_of_bounds
+from benchmarks.transformer import errors_of
 from te_jax import ops
 from te_jax.nn.attention import rotary_tables, rotate
 from te_jax.nn.norm import handover
@@ -85,61 +86,28 @@ def run_case(case: shapes.LayerShape, implementations: Sequence[str], timing: Ti
     """Measure the operations of one case with the named implementations; see `harness.Family.run_case`."""
     result = CaseResult()
     for operation in case.operations:
-        _run_operation(case, operation, implementations, timing, result)
+        parameters, x, dy = _drawn(case, operation)
+        run_operation(
+            {"case": case.name, "model": case.model, "operation": operation},
+            list(dict.fromkeys(("bf16", *implementations))),
+            timing,
+            result,
+            build=functools.partial(_build, case=case, operation=operation, parameters=parameters, x=x, dy=dy),
+            errors=_checked,
+            row=functools.partial(_row, flops=_flops(case, operation)),
+            references=("bf16",),
+        )
     return result
 
 
-def _run_operation(
-    case: shapes.LayerShape, operation: str, implementations: Sequence[str], timing: Timing, result: CaseResult
-) -> None:
-    def entry(name: str, reason: str) -> dict[str, str]:
-        return {"case": case.name, "operation": operation, "implementation": name, "reason": reason}
+def _checked(name: str, output: Any, expected: Any) -> Checked:
+    errors = errors_of(output, expected)
+    return errors, out_of_bounds(errors, ERROR_BOUNDS if name in ("bf16", "te_jax") else FP8_ERROR_BOUNDS)
 
-    parameters, x, dy = _drawn(case, operation)
-    expected = None
-    errors: dict[str, dict[str, float]] = {}
-    candidates: list[Candidate] = []
-    for name in dict.fromkeys(("bf16", *implementations)):  # bf16, with which all are compared, first
-        try:
-            candidate = _build(name, case, operation, parameters, x, dy)
-            output = candidate.call(*candidate.arguments(1)[0])
-            candidate.wait(output)
-            found = output["y"], output["dx"], output["parameters"]
-            if name == "bf16":
-                expected = found
-            if expected is None:
-                raise RuntimeError("bf16, with which results are compared, failed")
-            errors[name] = errors_of(found, expected)
-            del output, found
-        except Exception as error:  # one that is missing or out of memory must not cost the others theirs
-            result.skipped.append(entry(name, reason_of(error)))
-            continue
-        bounds = ERROR_BOUNDS if name in ("bf16", "te_jax") else FP8_ERROR_BOUNDS
-        if wrong := out_of_bounds(errors[name], bounds, "bf16"):
-            result.wrong.append(entry(name, wrong))
-        else:
-            candidates.append(candidate)
-    del expected
 
-    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
-    result.skipped += [entry(name, reason) for name, reason in failed.items()]
-    for candidate in candidates:
-        if candidate.name not in seconds:
-            continue
-        row = compute_row(seconds, candidate.name, flops=_flops(case, operation), peers=PEERS)
-        relative = {"time_over_bf16": 1 / row["speedup_over"]["bf16"]} if "bf16" in row["speedup_over"] else {}
-        result.rows.append(
-            {
-                "case": case.name,
-                "model": case.model,
-                "operation": operation,
-                "implementation": candidate.name,
-                **row,
-                **relative,
-                "temporary_bytes": candidate.temporary_bytes,
-                **errors[candidate.name],
-            }
-        )
+def _row(candidate: Candidate, seconds: dict[str, list[float]], *, flops: int) -> dict[str, Any]:
+    row = compute_row(seconds, candidate.name, flops=flops, peers=PEERS, over="bf16")
+    return row | {"temporary_bytes": candidate.temporary_bytes}
 
 
 def _flops(case: shapes.LayerShape, operation: str) -> int:
@@ -320,6 +288,7 @@ def _build(
         arguments=lambda calls: [(parameters, x, dy, state)] * calls,
         most_calls=8,
         temporary_bytes=temporary_bytes(compiled),
+        read=lambda output: (output["y"], output["dx"], output["parameters"]),
     )
 
 

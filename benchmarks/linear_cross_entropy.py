@@ -24,6 +24,7 @@ TFLOP/s are for 6 · tokens · hidden · vocab operations. Errors are relative: 
 64 columns of dkernel, against float64 arithmetic on the host. No time is reported for a result beyond the bounds.
 """
 
+import functools
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
@@ -39,15 +40,18 @@ from benchmarks import shapes
 from benchmarks.harness import (
     Candidate,
     CaseResult,
+    Checked,
     Family,
     Headline,
     Timing,
     compute_row,
-    measure,
-    reason_of,
+    out_of_bounds,
+    relative_error,
     rounded,
+    run_operation,
     temporary_bytes,
 )
+from benchmarks.torch_peer import as_torch, rows_of, temporaries, torch_on_gpu
 from te_jax import ops
 from te_jax.recipe import BlockScaling, CurrentScaling
 
@@ -95,14 +99,6 @@ class _Exact:
     dkernel: np.ndarray
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """A candidate, and how to read its result: the loss, rows of dx and columns of dkernel."""
-
-    candidate: Candidate
-    read: Callable[[Any, _Exact], tuple[Any, Any, Any]]
-
-
 def run_case(case: shapes.HeadShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
     """Measure the operations of one case with the named implementations; see `harness.Family.run_case`."""
     result = CaseResult()
@@ -126,55 +122,29 @@ def _run_operation(
     exact: _Exact,
     result: CaseResult,
 ) -> None:
-    def entry(name: str, reason: str) -> dict[str, str]:
-        return {"case": case.name, "operation": operation, "implementation": name, "reason": reason}
-
     if operation == "bf16":
         inputs = _Inputs(inputs.x, inputs.kernel.astype(jnp.bfloat16), inputs.labels)
-    errors: dict[str, dict[str, float]] = {}
-    candidates: list[Candidate] = []
     accumulator = _Accumulator(inputs.kernel) if operation == "bf16" else None
-    for name in implementations:
-        if not _applies(name, case):
-            continue
-        try:
-            checked = _build(name, inputs, accumulator)
-            output = checked.candidate.call(*checked.candidate.arguments(1)[0])
-            checked.candidate.wait(output)
-            errors[name] = _errors(checked.read(output, exact), exact)
-            del output
-        except Exception as error:  # one that is missing or out of memory must not cost the others theirs
-            result.skipped.append(entry(name, reason_of(error)))
-            continue
-        if wrong := _out_of_bounds(errors[name], FP8_ERROR_BOUNDS if "fp8" in name else ERROR_BOUNDS):
-            result.wrong.append(entry(name, wrong))
-        else:
-            candidates.append(checked.candidate)
 
-    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
-    result.skipped += [entry(name, reason) for name, reason in failed.items()]
-    for candidate in candidates:
-        if candidate.name not in seconds:
-            continue
-        row = compute_row(seconds, candidate.name, flops=6 * case.tokens * case.hidden * case.vocab, peers=PEERS)
-        over = row["speedup_over"].get("full_logits")
-        size = candidate.temporary_bytes
-        result.rows.append(
-            {
-                "case": case.name,
-                "model": case.model,
-                "operation": operation,
-                "implementation": candidate.name,
-                **row,
-                **({} if over is None else {"time_over_full_logits": rounded(1 / over)}),
-                "temporaries_gb": None if size is None else rounded(size / 1e9),
-                **errors[candidate.name],
-            }
-        )
-    if "liger" in seconds:
-        import torch  # pyright: ignore[reportMissingImports]
+    def errors(name: str, found: tuple[Any, Any, Any], _: Any) -> Checked:
+        pairs = zip(ERROR_BOUNDS, found, (exact.loss, exact.dx, exact.dkernel), strict=True)
+        errors = {key: relative_error(one, other) for key, one, other in pairs}
+        return errors, out_of_bounds(errors, FP8_ERROR_BOUNDS if "fp8" in name else ERROR_BOUNDS)
 
-        torch.cuda.empty_cache()  # which the next operation needs
+    def row(candidate: Candidate, seconds: dict[str, list[float]]) -> dict[str, Any]:
+        flops, size = 6 * case.tokens * case.hidden * case.vocab, candidate.temporary_bytes
+        row = compute_row(seconds, candidate.name, flops=flops, peers=PEERS, over="full_logits")
+        return row | {"temporaries_gb": None if size is None else rounded(size / 1e9)}
+
+    run_operation(
+        {"case": case.name, "model": case.model, "operation": operation},
+        [name for name in implementations if _applies(name, case)],
+        timing,
+        result,
+        build=functools.partial(_build, inputs=inputs, accumulator=accumulator, exact=exact),
+        errors=errors,
+        row=row,
+    )
 
 
 def _applies(name: str, case: shapes.HeadShape) -> bool:
@@ -250,21 +220,6 @@ def _exact(inputs: _Inputs) -> _Exact:
     return _Exact(float(np.mean(lse - target)), rows, dx, columns, x.T @ gradient / tokens)
 
 
-def _errors(found: tuple[Any, Any, Any], exact: _Exact) -> dict[str, float]:
-    expected = exact.loss, exact.dx, exact.dkernel
-    errors = {}
-    for name, one, other in zip(("loss_error", "dx_error", "dkernel_error"), found, expected, strict=True):
-        difference = np.asarray(one).astype(np.float64) - other
-        errors[name] = float(f"{np.linalg.norm(difference) / np.linalg.norm(other):.3g}")
-    return errors
-
-
-def _out_of_bounds(errors: dict[str, float], bounds: dict[str, float]) -> str | None:
-    """Says which errors are too large. Written so that NaN is too large."""
-    wrong = [f"{name} {errors[name]:.3g}, bound {bound}" for name, bound in bounds.items() if not errors[name] <= bound]
-    return "against float64: " + "; ".join(wrong) if wrong else None
-
-
 # Implementations
 
 
@@ -280,45 +235,45 @@ class _Accumulator:
         return jnp.zeros(self.like.shape, self.like.dtype) if buffer is None else buffer
 
 
-def _build(name: str, inputs: _Inputs, accumulator: _Accumulator | None) -> _Checked:
+def _build(name: str, inputs: _Inputs, accumulator: _Accumulator | None, exact: _Exact) -> Candidate:
+    """What the candidate reads are the loss, and the exact result's rows of dx and columns of dkernel."""
     if name == "liger":
-        return _build_liger(inputs)
-    if name in OURS and accumulator is not None:
-        return _build_accumulating(name, inputs, accumulator)
+        return _build_liger(inputs, exact)
     operands = inputs.x, inputs.kernel, inputs.labels
-    compiled = jax.jit(jax.value_and_grad(_loss(name), argnums=(0, 1))).lower(*operands).compile()
-    return _checked(name, compiled, operands, compiled)
+    if name in OURS and accumulator is not None:
+        call, compiled = _accumulating(name, inputs, accumulator)
+    else:
+        call = compiled = jax.jit(jax.value_and_grad(_loss(name), argnums=(0, 1))).lower(*operands).compile()
+
+    def read(output: Any) -> tuple[Any, Any, Any]:
+        loss, (dx, dkernel) = output
+        return loss, dx[exact.rows].astype(jnp.float32), dkernel[:, exact.columns].astype(jnp.float32)
+
+    return Candidate(
+        name=name,
+        call=call,
+        arguments=lambda calls: [operands] * calls,
+        most_calls=8,
+        temporary_bytes=temporary_bytes(compiled),
+        read=read,
+    )
 
 
-def _build_accumulating(name: str, inputs: _Inputs, accumulator: _Accumulator) -> _Checked:
+def _accumulating(name: str, inputs: _Inputs, accumulator: _Accumulator) -> tuple[Callable[..., Any], Any]:
+    """A call that hands the accumulator on, and its compiled program."""
+
     def loss(x: jax.Array, buffer: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
         return _ours(name, x, kernel, labels, wgrad_accumulator=buffer, accumulate=False)
 
-    operands = inputs.x, inputs.kernel, inputs.labels
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), donate_argnums=1)
-    compiled = step.lower(inputs.x, accumulator.like, *operands[1:]).compile()
+    compiled = step.lower(inputs.x, accumulator.like, inputs.kernel, inputs.labels).compile()
 
     def call(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> Any:
         output = compiled(x, accumulator.take(), kernel, labels)
         accumulator.buffer = output[1][1]
         return output
 
-    return _checked(name, call, operands, compiled)
-
-
-def _checked(name: str, call: Callable[..., Any], operands: tuple[jax.Array, ...], compiled: Any) -> _Checked:
-    def read(output: Any, exact: _Exact) -> tuple[Any, Any, Any]:
-        loss, (dx, dkernel) = output
-        return loss, dx[exact.rows].astype(jnp.float32), dkernel[:, exact.columns].astype(jnp.float32)
-
-    candidate = Candidate(
-        name=name,
-        call=call,
-        arguments=lambda calls: [operands] * calls,
-        most_calls=8,
-        temporary_bytes=temporary_bytes(compiled),
-    )
-    return _Checked(candidate, read)
+    return call, compiled
 
 
 def _ours(name: str, x: jax.Array, kernel: jax.Array, labels: jax.Array, **options: Any) -> jax.Array:
@@ -356,12 +311,9 @@ def _tiled_loss(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array
     return lax.scan(add, jnp.zeros(()), _tiles(x, labels))[0] / len(x)
 
 
-def _build_liger(inputs: _Inputs) -> _Checked:
-    import torch  # pyright: ignore[reportMissingImports]
+def _build_liger(inputs: _Inputs, exact: _Exact) -> Candidate:
+    torch = torch_on_gpu()
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
-
-    def as_torch(array: jax.Array) -> Any:
-        return torch.utils.dlpack.from_dlpack(jax.block_until_ready(array)).detach()
 
     fused = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
     x, labels = as_torch(inputs.x).requires_grad_(), as_torch(inputs.labels).long()
@@ -369,32 +321,21 @@ def _build_liger(inputs: _Inputs) -> _Checked:
 
     def call() -> Any:
         loss = fused(weight.to(x.dtype), x, labels)
-        return loss.detach(), torch.autograd.grad(loss, (x, weight))
+        return loss.detach(), *torch.autograd.grad(loss, (x, weight))
 
-    def temporaries() -> int:
-        call()  # compiles, and keeps workspaces that outlive the call out of the figure
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss, gradients = call()
-        torch.cuda.synchronize()
-        return max(0, torch.cuda.max_memory_allocated() - before - sum(a.nbytes for a in (loss, *gradients)))
+    def read(output: Any) -> tuple[Any, Any, Any]:
+        loss, dx, dweight = output
+        return float(loss), rows_of(dx, exact.rows), rows_of(dweight, exact.columns).T
 
-    def read(output: Any, exact: _Exact) -> tuple[Any, Any, Any]:
-        loss, (dx, dweight) = output
-        at = (torch.as_tensor(index.astype(np.int64), device=dx.device) for index in (exact.rows, exact.columns))
-        rows, columns = (a[index].float().cpu().numpy() for a, index in zip((dx, dweight), at, strict=True))
-        return float(loss), rows, columns.T
-
-    candidate = Candidate(
+    return Candidate(
         name="liger",
         call=call,
         arguments=lambda calls: [()] * calls,
         wait=lambda output: torch.cuda.synchronize(),
         most_calls=8,
-        temporary_bytes=temporaries(),
+        temporary_bytes=temporaries(call),
+        read=read,
     )
-    return _Checked(candidate, read)
 
 
 FAMILY = Family(

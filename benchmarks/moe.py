@@ -39,20 +39,23 @@ import numpy as np
 from jax import lax
 
 from benchmarks import shapes
-from benchmarks.elementwise import buffers_for, build_jax, fresh, run_operation
+from benchmarks.elementwise import buffers_for, build_jax, fresh, run_beside_copy
 from benchmarks.harness import (
     Candidate,
     CaseResult,
+    Checked,
     Family,
     Headline,
     Timing,
     compute_row,
-    measure,
-    reason_of,
+    out_of_bounds,
+    relative_error,
     rounded,
+    run_operation,
     temporary_bytes,
 )
-from benchmarks.transformer import errors_of, out_of_bounds
+from benchmarks.torch_peer import as_torch, torch_on_gpu
+from benchmarks.transformer import errors_of
 from te_jax import ops
 from te_jax.nn.moe import Router, moe
 from te_jax.ops._quantize_rows import quantize_rows
@@ -92,36 +95,23 @@ def run_case(case: shapes.ExpertsShape, implementations: Sequence[str], timing: 
     return result
 
 
-def _measured(
-    case: shapes.ExpertsShape,
-    operation: str,
-    candidates: Sequence[Candidate],
-    errors: dict[str, dict[str, float]],
-    flops: int,
-    timing: Timing,
-    result: CaseResult,
-) -> None:
-    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
-    result.skipped += [_entry(case, operation, name, reason) for name, reason in failed.items()]
-    for name in seconds:
-        row = compute_row(seconds, name, flops=flops, peers=_COMPARED)
-        relative = {"time_over_te_jax": 1 / row["speedup_over"]["te_jax"]} if "te_jax" in row["speedup_over"] else {}
-        head = {"case": case.name, "model": case.model, "operation": operation, "implementation": name}
-        result.rows.append(head | row | relative | errors[name])
+def _labels(case: shapes.ExpertsShape, operation: str) -> dict[str, str]:
+    return {"case": case.name, "model": case.model, "operation": operation}
 
 
-def _entry(case: shapes.ExpertsShape, operation: str, name: str, reason: str) -> dict[str, str]:
-    return {"case": case.name, "operation": operation, "implementation": name, "reason": reason}
+def _row(candidate: Candidate, seconds: dict[str, list[float]], *, flops: int) -> dict[str, Any]:
+    return compute_row(seconds, candidate.name, flops=flops, peers=_COMPARED, over="te_jax")
 
 
-def _no_room(case: shapes.ExpertsShape, operation: str) -> str | None:
-    """Why a GPU has no memory for `lax.ragged_dot`, which repeats the rows for every expert; compiling it to find out
-    takes minutes."""
+def _check_room(case: shapes.ExpertsShape, operation: str) -> None:
+    """Raises if a GPU has no memory for `lax.ragged_dot`, which repeats the rows for every expert: compiling it to find
+    out takes minutes."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) if jax.default_backend() == "gpu" else 0
     repeated = 2 * case.experts * case.rows * (case.mlp if operation == "dgrad" else case.hidden)
     if limit and 2 * repeated > 0.8 * limit:
-        return f"lax.ragged_dot holds two arrays of {repeated / 2**30:.0f} GiB, and the GPU has {limit / 2**30:.0f} GiB"
-    return None
+        raise MemoryError(
+            f"lax.ragged_dot holds two arrays of {repeated / 2**30:.0f} GiB, and the GPU has {limit / 2**30:.0f} GiB"
+        )
 
 
 # Loads
@@ -156,33 +146,15 @@ def _run_products(
     operands = _drawn(case)
     given = {name: _GIVEN[name](case, operands) for name in implementations if name in _GIVEN}
     for operation in operations:
-        expected = _exact(case, operation, operands)
-        candidates: list[Candidate] = []
-        errors: dict[str, dict[str, float]] = {}
-        for name, made in given.items():
-            if name == "torch" and jax.default_backend() != "gpu":
-                continue
-            if name == "ragged_dot" and (reason := _no_room(case, operation)):
-                result.skipped.append(_entry(case, operation, name, reason))
-                continue
-            try:
-                build = _torch_product if name == "torch" else _jax_product
-                candidate, read = build(name, operation, made)
-                output = candidate.call(*candidate.arguments(1)[0])
-                candidate.wait(output)
-                error = _relative_error(_picked(case, operation, read(output), padded=name == "te_jax_block"), expected)
-                del output
-            except Exception as error:  # one that is missing or out of memory must not cost the others theirs
-                result.skipped.append(_entry(case, operation, name, reason_of(error)))
-                continue
-            if error <= ERROR_BOUNDS[name]:  # NaN is not
-                candidates.append(candidate)
-                errors[name] = {"error": error}
-            else:
-                reason = f"the product is wrong: relative L2 error {error:.3g}, bound {ERROR_BOUNDS[name]:.3g}"
-                result.wrong.append(_entry(case, operation, name, reason))
-        flops = 2 * case.rows * case.hidden * case.mlp
-        _measured(case, operation, candidates, errors, flops, timing, result)
+        run_operation(
+            _labels(case, operation),
+            [name for name in given if name != "torch" or jax.default_backend() == "gpu"],
+            timing,
+            result,
+            build=functools.partial(_build_product, case=case, operation=operation, given=given),
+            errors=functools.partial(_checked_product, case, operation, _exact(case, operation, operands)),
+            row=functools.partial(_row, flops=2 * case.rows * case.hidden * case.mlp),
+        )
 
 
 def _drawn(case: shapes.ExpertsShape) -> Operands:
@@ -251,7 +223,15 @@ _CONTRACTING = {
 }
 
 
-def _jax_product(name: str, operation: str, operands: Operands) -> tuple[Candidate, Callable[[Any], np.ndarray]]:
+def _build_product(name: str, case: shapes.ExpertsShape, operation: str, given: dict[str, Operands]) -> Candidate:
+    if name == "torch":
+        return _torch_product(operation, given[name])
+    if name == "ragged_dot":
+        _check_room(case, operation)
+    return _jax_product(name, operation, given[name])
+
+
+def _jax_product(name: str, operation: str, operands: Operands) -> Candidate:
     def te_jax(lhs: Any, rhs: Any, sizes: jax.Array) -> jax.Array:
         # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
         options: dict[str, Any] = {"out_dtype": jnp.bfloat16, "implementation": "native", **_CONTRACTING[operation]}
@@ -269,36 +249,33 @@ def _jax_product(name: str, operation: str, operands: Operands) -> tuple[Candida
     left, right = _PRODUCTS[operation]
     arguments = operands[left], operands[right], operands["sizes"]
     compiled = jax.jit(ragged_dot if name == "ragged_dot" else te_jax).lower(*arguments).compile()
-    candidate = Candidate(
+    return Candidate(
         name=name,
         call=compiled,
         arguments=lambda calls: [arguments] * calls,
         most_calls=16,
         temporary_bytes=temporary_bytes(compiled),
+        read=np.asarray,
     )
-    return candidate, np.asarray
 
 
-def _torch_product(name: str, operation: str, operands: Operands) -> tuple[Candidate, Callable[[Any], np.ndarray]]:
-    import torch  # pyright: ignore[reportMissingImports]
-
-    if not torch.cuda.is_available():
-        raise RuntimeError("this torch has no CUDA support")
-    x, kernel, dy, sizes = (torch.utils.dlpack.from_dlpack(operands[each]) for each in ("x", "kernel", "dy", "sizes"))
+def _torch_product(operation: str, operands: Operands) -> Candidate:
+    torch = torch_on_gpu()
+    x, kernel, dy, sizes = (as_torch(operands[each]) for each in ("x", "kernel", "dy", "sizes"))
     left, right = {
         "forward": (x, kernel),
         "dgrad": (dy, kernel.transpose(-2, -1)),
         "wgrad": (x.t(), dy),
     }[operation]
     ends = torch.cumsum(sizes, dim=0, dtype=torch.int32)
-    candidate = Candidate(
-        name=name,
+    return Candidate(
+        name="torch",
         call=functools.partial(torch._grouped_mm, offs=ends, out_dtype=torch.bfloat16),
         arguments=lambda calls: [(left, right)] * calls,
         wait=lambda output: torch.cuda.synchronize(),
         most_calls=16,
+        read=lambda output: output.float().cpu().numpy(),
     )
-    return candidate, lambda output: output.float().cpu().numpy()
 
 
 def _checked(case: shapes.ExpertsShape) -> np.ndarray:
@@ -344,8 +321,11 @@ def _picked(case: shapes.ExpertsShape, operation: str, output: np.ndarray, *, pa
     return output[rows]
 
 
-def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    return float(f"{np.linalg.norm(actual.astype(np.float64) - expected) / np.linalg.norm(expected):.3g}")
+def _checked_product(
+    case: shapes.ExpertsShape, operation: str, exact: np.ndarray, name: str, output: np.ndarray, _: Any
+) -> Checked:
+    errors = {"error": relative_error(_picked(case, operation, output, padded=name == "te_jax_block"), exact)}
+    return errors, out_of_bounds(errors, {"error": ERROR_BOUNDS[name]})
 
 
 # Layers
@@ -353,40 +333,27 @@ def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 def _run_layer(case: shapes.ExpertsShape, implementations: Sequence[str], timing: Timing, result: CaseResult) -> None:
     operands = _drawn_layer(case)
-    expected = None
-    candidates: list[Candidate] = []
-    found: dict[str, dict[str, float]] = {}
-    in_bf16_first = sorted((name for name in implementations if name in _LAYERS), key=lambda name: "block" in name)
-    for name in in_bf16_first:
-        if name == "ragged_dot" and (reason := _no_room(case, "layer")):
-            result.skipped.append(_entry(case, "layer", name, reason))
-            continue
-        try:
-            candidate = _build_layer(name, case, operands)
-            output = jax.block_until_ready(candidate.call(*candidate.arguments(1)[0]))
-            if "block" not in name and expected is None:
-                expected = output
-            if expected is None:
-                raise RuntimeError("no layer in bfloat16 runs, with which results are compared")
-            errors = errors_of(output, expected)
-            del output
-        except Exception as error:  # one that is missing or out of memory must not cost the others theirs
-            result.skipped.append(_entry(case, "layer", name, reason_of(error)))
-            continue
-        bounds = FP8_LAYER_BOUNDS if "block" in name else LAYER_BOUNDS
-        if wrong := out_of_bounds(errors, bounds, "the first layer in bfloat16"):
-            result.wrong.append(_entry(case, "layer", name, wrong))
-        else:
-            candidates.append(candidate)
-            kept = rounded(kept_bytes(name, case) / (2 * case.hidden + 4 * case.top_k * case.mlp))
-            found[name] = errors | {"kept_over_least": kept}
-    del expected
-    flops = 3 * 3 * 2 * case.rows * case.hidden * case.mlp
-    _measured(case, "layer", candidates, found, flops, timing, result)
-    memory = {candidate.name: candidate.temporary_bytes for candidate in candidates}
-    for row in result.rows:
-        if row["operation"] == "layer" and (size := memory[row["implementation"]]) is not None:
-            row["temporaries_gb"] = rounded(size / 1e9)
+
+    def errors(name: str, output: Any, expected: Any) -> Checked:
+        errors = errors_of(output, expected)
+        return errors, out_of_bounds(errors, FP8_LAYER_BOUNDS if "block" in name else LAYER_BOUNDS)
+
+    def row(candidate: Candidate, seconds: dict[str, list[float]]) -> dict[str, Any]:
+        row = _row(candidate, seconds, flops=3 * 3 * 2 * case.rows * case.hidden * case.mlp)
+        least, size = 2 * case.hidden + 4 * case.top_k * case.mlp, candidate.temporary_bytes
+        row["kept_over_least"] = rounded(kept_bytes(candidate.name, case) / least)
+        return row if size is None else row | {"temporaries_gb": rounded(size / 1e9)}
+
+    run_operation(
+        _labels(case, "layer"),
+        sorted((name for name in implementations if name in _LAYERS), key=lambda name: "block" in name),
+        timing,
+        result,
+        build=functools.partial(_build_layer, case=case, operands=operands),
+        errors=errors,
+        row=row,
+        references=("te_jax", "ragged_dot"),
+    )
 
 
 def _drawn_layer(case: shapes.ExpertsShape) -> Operands:
@@ -447,6 +414,8 @@ _LAYERS: dict[str, Callable[[shapes.ExpertsShape], Callable[..., jax.Array]]] = 
 
 
 def _build_layer(name: str, case: shapes.ExpertsShape, operands: Operands) -> Candidate:
+    if name == "ragged_dot":
+        _check_room(case, "layer")
     layer = _LAYERS[name](case)
     parameters = {name: operands[name] for name in ("router", *_KERNELS)}
     quantized: Operands = {}
@@ -549,7 +518,7 @@ def _run_permutation(
         for name, function in functions.items()
         if name in implementations
     }
-    run_operation(case, operation, builds, timing, x.nbytes + written, PEERS, result)
+    run_beside_copy(case, operation, builds, timing, x.nbytes + written, PEERS, result)
 
 
 FAMILY = Family(

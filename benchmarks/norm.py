@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import shapes
-from benchmarks.elementwise import Checked, buffers_for, build_jax, fresh, run_operation
-from benchmarks.harness import CaseResult, Family, Headline, Timing
+from benchmarks.elementwise import buffers_for, build_jax, fresh, relative, run_beside_copy
+from benchmarks.harness import Candidate, CaseResult, Family, Headline, Timing
 from te_jax import ops
 from te_jax.recipe import BlockScaling, CurrentScaling, Recipe
 from te_jax.reference.quantize import Copies
@@ -73,10 +73,10 @@ def run_case(case: shapes.MatrixShape, implementations: Sequence[str], timing: T
         operands = (x, residual) if operation.residual else (x,)
         builds = {each: functools.partial(_build_forward, each, operation, operands, scale, count) for each in names}
         floor_bytes = case.elements * (operation.wide * x.itemsize + operation.codes)
-        run_operation(case, name, builds, timing, floor_bytes, PEERS, result)
+        run_beside_copy(case, name, builds, timing, floor_bytes, PEERS, result)
     operands = x, residual, dy, dtotal
     builds = {each: functools.partial(_build_backward, each, operands, scale, count) for each in names}
-    run_operation(case, "backward", builds, timing, case.elements * 4 * x.itemsize, PEERS, result)
+    run_beside_copy(case, "backward", builds, timing, case.elements * 4 * x.itemsize, PEERS, result)
     return result
 
 
@@ -86,7 +86,7 @@ def _copies(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
 
 def _build_forward(
     name: str, operation: _Operation, operands: tuple[jax.Array, ...], scale: jax.Array, count: int
-) -> Checked:
+) -> Candidate:
     quantization = operation.recipe.quantization("activation")
 
     def fused(operands: tuple[jax.Array, ...], scale: jax.Array) -> Any:
@@ -111,9 +111,9 @@ def _build_forward(
         found = [y8.without_transposed().dequantize()]
         if operation.copies == "both":
             found.append(y8.without_data().dequantize())
-        errors = [_relative(value, expected) for value in found]
+        errors = [relative(value, expected) for value in found]
         if total is not None:
-            errors.append(_relative(total, expected_total))
+            errors.append(relative(total, expected_total))
         return _too_far_off(errors, ERROR_BOUND["forward"])
 
     function = {"te_jax": fused, "xla": apart}[name]
@@ -122,7 +122,7 @@ def _build_forward(
     )
 
 
-def _build_backward(name: str, operands: tuple[jax.Array, ...], scale: jax.Array, count: int) -> Checked:
+def _build_backward(name: str, operands: tuple[jax.Array, ...], scale: jax.Array, count: int) -> Candidate:
     x, residual, dy, dtotal = operands
     total = x + residual
     forward = functools.partial(ops.rms_norm, epsilon=_EPSILON, implementation="native")
@@ -148,7 +148,7 @@ def _build_backward(name: str, operands: tuple[jax.Array, ...], scale: jax.Array
     def problem(output: Any) -> str | None:
         wide = total.astype(jnp.float32)
         expected = _gradients(wide, _norm(wide, scale)[1], scale, dy, dtotal.astype(jnp.float32))
-        return _too_far_off([_relative(*pair) for pair in zip(output, expected, strict=True)], ERROR_BOUND["backward"])
+        return _too_far_off([relative(*pair) for pair in zip(output, expected, strict=True)], ERROR_BOUND["backward"])
 
     tensors = _copies((kept, dy, dtotal), count)
     return build_jax(name, function, problem, shared=scale, tensors=tensors, result_bytes=x.nbytes)
@@ -172,12 +172,6 @@ def _gradients(
     mean = jnp.mean(scaled * normalized, axis=-1, keepdims=True)
     dx = rstd * (scaled - normalized * mean) + dtotal.astype(jnp.float32)
     return dx.astype(total.dtype), jnp.sum(dy * normalized, axis=0)
-
-
-@jax.jit
-def _relative(actual: jax.Array, expected: jax.Array) -> jax.Array:
-    actual, expected = actual.astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected)
 
 
 def _too_far_off(errors: Sequence[jax.Array], bound: float) -> str | None:

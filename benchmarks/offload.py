@@ -20,8 +20,7 @@ import ctypes
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,13 +34,17 @@ from benchmarks import shapes
 from benchmarks.harness import (
     Candidate,
     CaseResult,
+    Checked,
     Family,
     Headline,
     Timing,
     measure,
-    reason_of,
+    out_of_bounds,
+    relative_error,
     rounded,
+    run_operation,
     spread_of,
+    temporary_bytes,
 )
 from te_jax import nn, optim
 from te_jax.offload import LAYER_INPUT, Offload
@@ -61,21 +64,6 @@ BOUNDS = {"te_jax_fp8": 0.05, "xla_scan": 0.01}
 _KEEP_HIDDEN = jax.checkpoint_policies.save_only_these_names("hidden")
 
 
-@dataclass(frozen=True)
-class _Built:
-    """A compiled implementation.
-
-    Attributes:
-      candidate: to be timed.
-      read: the values of a call's result that are compared.
-      compiled: the program.
-    """
-
-    candidate: Candidate
-    read: Callable[[Any], np.ndarray]
-    compiled: Any
-
-
 def run_case(case: shapes.OffloadShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
     """Measure the operations of one case with the named implementations; see `harness.Family.run_case`."""
     result = CaseResult()
@@ -88,78 +76,54 @@ def run_case(case: shapes.OffloadShape, implementations: Sequence[str], timing: 
 def _run_operation(
     case: shapes.OffloadShape, operation: str, names: Sequence[str], timing: Timing, result: CaseResult
 ) -> None:
-    def entry(name: str, reason: str) -> dict[str, str]:
-        return {"case": case.name, "operation": operation, "implementation": name, "reason": reason}
-
     first = OF_OPERATION[operation][0]
-    built: dict[str, _Built] = {}
-    differences: dict[str, float] = {}
-    expected: np.ndarray | None = None
-    for name in names:
+    host_bytes: dict[str, int] = {}
+
+    def build(name: str) -> Candidate:
         begin = time.perf_counter()
-        try:
-            one = _optimizer(name, case) if operation == "optimizer" else _layers(operation, name, case)
-            values = one.read(one.candidate.call(*one.candidate.arguments(1)[0]))
-        except Exception as error:  # one that is out of memory must not cost the others theirs
-            result.skipped.append(entry(name, reason_of(error)))
-            continue
-        expected = values if name == first else expected
+        built, compiled = _optimizer(name, case) if operation == "optimizer" else _layers(operation, name, case)
         took = time.perf_counter() - begin
-        print(f"  {case.name} {operation} {name}: a result after {took:.1f} s", file=sys.stderr, flush=True)
-        if expected is None:
-            result.skipped.append(entry(name, f"nothing to compare with: {first} did not run"))
-            continue
-        difference = float(np.linalg.norm(values - expected) / np.linalg.norm(expected))
+        print(f"  {case.name} {operation} {name}: compiled in {took:.1f} s", file=sys.stderr, flush=True)
+        in_host = case.state_bytes if operation == "optimizer" else compiled.memory_analysis().host_temp_size_in_bytes
+        host_bytes[name] = 0 if name in _ON_DEVICE else int(in_host)
+        return built
+
+    def errors(name: str, values: np.ndarray, expected: np.ndarray) -> Checked:
+        errors = {"difference": relative_error(values, expected)}
         bound = BOUNDS.get(name, 0.0 if operation == "optimizer" else 0.01)
-        if difference <= bound:  # which NaN is not
-            built[name], differences[name] = one, difference
-        else:
-            result.wrong.append(entry(name, f"differs by {difference:.3g} from {first}, bound {bound}"))
+        return errors, out_of_bounds(errors, {"difference": bound})
 
-    sizes = {name: _memory(one.compiled) for name, one in built.items()}
-    candidates = [one.candidate for one in built.values()]
-    moved = {
-        name: case.state_bytes if operation == "optimizer" else size["host_temporaries"]
-        for name, size in sizes.items()
-        if name not in _HERE
-    }
-    candidates += [_copies(name, moved[name], both=operation == "optimizer") for name in moved if moved[name]]
-    seconds, failed = measure(candidates, timing, pipelined=jax.default_backend() != "cpu")
-    result.skipped += [entry(name, reason) for name, reason in failed.items() if name in built]
-    for name in built:
-        if name not in seconds:
-            continue
-        median = statistics.median(seconds[name])
-        peers = {peer: statistics.median(seconds[peer]) for peer in (first, *PEERS) if peer in seconds}
-        floor = seconds.get(f"copies of {name}")
-        result.rows.append(
-            {
-                "case": case.name,
-                "model": case.model,
-                "operation": operation,
-                "implementation": name,
-                "median_ms": rounded(median * 1e3),
-                "spread": spread_of(seconds[name]),
-                "speedup_over": {peer: rounded(time / median) for peer, time in peers.items() if peer != name},
-                **({f"time_over_{first}": rounded(median / peers[first])} if first in peers else {}),
-                **({} if floor is None else {"floor_ms": rounded(statistics.median(floor) * 1e3)}),
-                "temporaries_gb": rounded(sizes[name]["temporaries"] / 1e9),
-                "host_gb": rounded(moved.get(name, 0) / 1e9),
-                "difference": float(f"{differences[name]:.3g}"),
-            }
-        )
+    def row(candidate: Candidate, seconds: dict[str, list[float]]) -> dict[str, Any]:
+        name = candidate.name
+        median = {each: statistics.median(samples) for each, samples in seconds.items()}
+        peers = [peer for peer in (first, *PEERS) if peer in median]
+        return {
+            "median_ms": rounded(median[name] * 1e3),
+            "spread": spread_of(seconds[name]),
+            "speedup_over": {peer: rounded(median[peer] / median[name]) for peer in peers if peer != name},
+            **({f"time_over_{first}": rounded(median[name] / median[first])} if first in median else {}),
+            "temporaries_gb": rounded((candidate.temporary_bytes or 0) / 1e9),
+            "host_gb": rounded(host_bytes[name] / 1e9),
+        }
+
+    rows = run_operation(
+        {"case": case.name, "model": case.model, "operation": operation},
+        names,
+        timing,
+        result,
+        build=build,
+        errors=errors,
+        row=row,
+        references=(first,),
+    )
+    copies = [_copies(name, host_bytes[name], both=operation == "optimizer") for name in rows if host_bytes[name]]
+    floors, _ = measure(copies, timing, pipelined=jax.default_backend() != "cpu")
+    for name, samples in floors.items():
+        rows[name]["floor_ms"] = rounded(statistics.median(samples) * 1e3)
 
 
-_HERE = ("remat", "saved", "device")
-"""What uses no host memory."""
-
-
-def _memory(compiled: Any) -> dict[str, int]:
-    found = compiled.memory_analysis()
-    return {
-        "temporaries": int(found.temp_size_in_bytes),
-        "host_temporaries": int(found.host_temp_size_in_bytes),
-    }
+_ON_DEVICE = ("remat", "saved", "device")
+"""Implementations that use no host memory."""
 
 
 # Layers
@@ -170,7 +134,8 @@ def _layer(x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
     return x + jax.nn.silu(hidden) @ params["down"]
 
 
-def _layers(operation: str, name: str, case: shapes.OffloadShape) -> _Built:
+def _layers(operation: str, name: str, case: shapes.OffloadShape) -> tuple[Candidate, Any]:
+    """The candidate, which reads values of the first and the last kernel's gradients, and its compiled program."""
     remat, offload = {
         ("input", "remat"): (True, None),
         ("input", "te_jax"): (True, Offload(names=[LAYER_INPUT], min_size=0)),
@@ -195,8 +160,15 @@ def _layers(operation: str, name: str, case: shapes.OffloadShape) -> _Built:
         first = of_params["up"][0] if name == "xla_scan" else of_params[0]["up"]
         return np.stack([np.asarray(a[:64, :64].astype(jnp.float32)) for a in (first, last)])
 
-    candidate = Candidate(name=name, call=compiled, arguments=lambda calls: [(params, x)] * calls, most_calls=2)
-    return _Built(candidate, read, compiled)
+    candidate = Candidate(
+        name=name,
+        call=compiled,
+        arguments=lambda calls: [(params, x)] * calls,
+        most_calls=2,
+        temporary_bytes=temporary_bytes(compiled),
+        read=read,
+    )
+    return candidate, compiled
 
 
 def _scanned(operation: str, params: Any, x: jax.Array) -> jax.Array:
@@ -233,7 +205,8 @@ def _drawn(case: shapes.OffloadShape, *, stacked: bool) -> tuple[Any, jax.Array]
 # The optimizer
 
 
-def _optimizer(name: str, case: shapes.OffloadShape) -> _Built:
+def _optimizer(name: str, case: shapes.OffloadShape) -> tuple[Candidate, Any]:
+    """The candidate, which reads values of a parameter and of its state after three steps, and its compiled program."""
     adamw = optim.adamw(1e-3)
     optimizer = adamw if name == "device" else optim.offload(adamw)
 
@@ -251,30 +224,32 @@ def _optimizer(name: str, case: shapes.OffloadShape) -> _Built:
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, optimizer.init(params), gradients).compile()
     held: list[Any] = []  # what the last step returned, which the next consumes
 
-    def start() -> None:
-        held.clear()
-        params = draw(jax.random.key(0))
-        held.append((params, optimizer.init(params)))
-
     def call() -> Any:
         if not held:  # a step that failed may have consumed it
-            start()
+            params = draw(jax.random.key(0))
+            held.append((params, optimizer.init(params)))
         params, state = held.pop()
         held.append(compiled(params, state, gradients))
         return held[0]
 
-    def read(result: Any) -> np.ndarray:
-        del result
-        start()
-        for _ in range(3):
-            call()
+    def read(_: Any) -> np.ndarray:
+        call()
+        call()
         params, state = held[0]
         leaves = [params["0"], *(leaf for leaf in jax.tree.leaves(state) if leaf.ndim)]
         values = np.stack([np.asarray(leaf[:64, :64]) for leaf in leaves])
         held.clear()  # the memory, for the others
         return values
 
-    return _Built(Candidate(name, call, lambda calls: [()] * calls, most_calls=4), read, compiled)
+    candidate = Candidate(
+        name=name,
+        call=call,
+        arguments=lambda calls: [()] * calls,
+        most_calls=4,
+        temporary_bytes=temporary_bytes(compiled),
+        read=read,
+    )
+    return candidate, compiled
 
 
 # Copies
@@ -285,7 +260,7 @@ def _copies(name: str, size: int, *, both: bool) -> Candidate:
     pieces = max(1, size // 2**28)
     if both and jax.default_backend() != "cpu":
         copies = _CopiesBothWays(size // pieces)
-        return Candidate(f"copies of {name}", lambda: copies.run(pieces), lambda calls: [()] * calls, most_calls=2)
+        return Candidate(name, lambda: copies.run(pieces), lambda calls: [()] * calls, most_calls=2)
     there = jnp.zeros((size // pieces // 4,), jnp.float32)
     back = jax.device_put(there, jax.memory.Space.Host)
 
@@ -297,7 +272,7 @@ def _copies(name: str, size: int, *, both: bool) -> Candidate:
                 found.append(jax.device_put(back, jax.memory.Space.Device))
         return found
 
-    return Candidate(f"copies of {name}", run, lambda calls: [()] * calls, most_calls=2)
+    return Candidate(name, run, lambda calls: [()] * calls, most_calls=2)
 
 
 class _CopiesBothWays:

@@ -24,7 +24,6 @@ its definition, of the others both copies by their relative error.
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +33,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import shapes
-from benchmarks.elementwise import Checked, buffers_for, build_jax, fresh, in_turns, run_operation
+from benchmarks.elementwise import buffers_for, build_jax, candidate, fresh, in_turns, relative, run_beside_copy
 from benchmarks.harness import Candidate, CaseResult, Family, Headline, Timing
+from benchmarks.torch_peer import as_torch, torch_on_gpu
 from te_jax import ops
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization, Scaling
@@ -95,7 +95,7 @@ def run_case(case: shapes.MatrixShape, implementations: Sequence[str], timing: T
             for implementation in implementations
             if implementation != "copy" and (implementation != "torch.compile" or jax.default_backend() == "gpu")
         }
-        run_operation(case, name, builds, timing, floor_bytes, PEERS, result)
+        run_beside_copy(case, name, builds, timing, floor_bytes, PEERS, result)
     return result
 
 
@@ -115,7 +115,7 @@ def _amax(x: jax.Array) -> jax.Array:
 # Implementations
 
 
-def _build(name: str, operation: _Operation, buffers: list[jax.Array]) -> Checked:
+def _build(name: str, operation: _Operation, buffers: list[jax.Array]) -> Candidate:
     mapped = jax.vmap if buffers[0].ndim == 3 else lambda function: function
     build = functools.partial(build_jax, shared=_amax(buffers[0]), tensors=buffers, result_bytes=2 * buffers[0].size)
     if name == "torch.compile":
@@ -188,13 +188,8 @@ def _jnp(operation: _Operation) -> Callable[[jax.Array, jax.Array], Any]:
     return quantize
 
 
-def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> Checked:
-    if importlib.util.find_spec("torch") is None:
-        raise RuntimeError("torch is not installed")
-    import torch  # pyright: ignore[reportMissingImports]
-
-    if not torch.cuda.is_available():
-        raise RuntimeError("this torch has no CUDA support")
+def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> Candidate:
+    torch = torch_on_gpu()
     torch.compiler.reset()  # otherwise the next shape is compiled as a dynamic one
 
     def scale_of(amax: Any) -> Any:
@@ -232,22 +227,19 @@ def _build_torch(operation: _Operation, buffers: list[jax.Array]) -> Checked:
     def run(amax: Any, *tensors: Any) -> list[Any]:
         return [quantize(x, amax) for x in tensors]
 
-    def as_torch(array: jax.Array) -> Any:
-        return torch.utils.dlpack.from_dlpack(jax.block_until_ready(array)).detach()
-
     def as_jax(tensor: Any) -> jax.Array:
         if tensor.dtype == torch.float8_e4m3fn:
             return jax.lax.bitcast_convert_type(as_jax(tensor.view(torch.uint8)), _E4M3)
         return jnp.from_dlpack(tensor.contiguous())
 
     turns, amax = in_turns([as_torch(x) for x in buffers]), as_torch(_amax(buffers[0]))
-    candidate = Candidate(
-        name="torch.compile",
-        call=lambda *arguments: run(*arguments),
-        arguments=lambda calls: [(amax, *tensors) for tensors in turns(calls)],
+    return candidate(
+        "torch.compile",
+        lambda *arguments: run(*arguments),
+        lambda calls: [(amax, *tensors) for tensors in turns(calls)],
+        lambda output: _too_far_off(_errors([as_jax(part) for part in output[:4]], buffers[0])),
         wait=lambda output: torch.cuda.synchronize(),
     )
-    return Checked(candidate, lambda output: _too_far_off(_errors([as_jax(part) for part in output[:4]], buffers[0])))
 
 
 # Checks
@@ -275,11 +267,6 @@ def _error_of_codes(codes: jax.Array, scale_inv: jax.Array, x: jax.Array) -> jax
 @jax.jit
 def _error_of_copy(copy: QuantizedArray, x: jax.Array) -> jax.Array:
     return relative(copy.dequantize(), x)
-
-
-def relative(actual: jax.Array, expected: jax.Array) -> jax.Array:
-    actual, expected = actual.astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected)
 
 
 def _too_far_off(errors: tuple[float, float]) -> str | None:

@@ -1,32 +1,52 @@
 """Shapes of real models, shared by every benchmark family.
 
 `GPU` cases are the sizes that training on a Hopper GPU meets; `CPU` cases are small enough that a family finishes in
-about a minute on two cores.
+about a minute on two cores. The `name` of a shape is the case's name in result files and on the command line.
 """
 
 import math
 from dataclasses import dataclass, replace
 
 
+@dataclass(frozen=True, kw_only=True)
+class _OfModel:
+    """The shape of a part of `model`, or of one like it."""
+
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfDecoder(_OfModel):
+    """The shape of blocks of a decoder of the Llama family.
+
+    Attributes:
+      hidden, mlp: widths of the residual stream and between the gated projections.
+      heads, kv_heads, head_dim: of attention.
+    """
+
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True)
-class LogitsShape:
+class LogitsShape(_OfModel):
     """Logits of one language-model step: `rows` tokens by `vocab` classes of `dtype`.
 
     Attributes:
       rows: tokens in the step, all sequences of the batch together.
       vocab: size of the vocabulary.
       dtype: dtype of the logits, as NumPy names it.
-      model: a model whose output layer has this vocabulary.
     """
 
     rows: int
     vocab: int
     dtype: str
-    model: str
 
     @property
-    def name(self) -> str:
-        """The case's name in result files and on the command line, such as "8192x32768-bfloat16"."""
+    def name(self) -> str:  # "8192x32768-bfloat16"
         return f"{self.rows}x{self.vocab}-{self.dtype}"
 
     @property
@@ -49,14 +69,13 @@ LOGITS_CPU = (
 
 
 @dataclass(frozen=True)
-class HeadShape:
+class HeadShape(_OfModel):
     """The output head of a language model, of float32 or bfloat16 kernels [hidden, vocab], and its loss.
 
     Attributes:
       tokens: in the step, all sequences of the batch together.
       hidden, vocab: width of the hidden states, and size of the vocabulary.
       operations: of `benchmarks.linear_cross_entropy`.
-      model: a model whose output layer has this vocabulary.
       full_logits: whether implementations that hold all logits are measured, too.
     """
 
@@ -64,12 +83,10 @@ class HeadShape:
     hidden: int
     vocab: int
     operations: tuple[str, ...]
-    model: str
     full_logits: bool = True
 
     @property
-    def name(self) -> str:
-        """The case's name in result files and on the command line, such as "8192x4096x128256"."""
+    def name(self) -> str:  # "8192x4096x128256"
         return f"{self.tokens}x{self.hidden}x{self.vocab}"
 
 
@@ -89,26 +106,23 @@ HEAD_CPU = (
 
 
 @dataclass(frozen=True)
-class GemmShape:
+class GemmShape(_OfModel):
     """A product of [m, k] and [k, n].
 
     Attributes:
       m: rows of the result: tokens.
       n: columns of the result: features out.
       k: values summed over: features in.
-      model: a model that has a layer of this size.
       products: of that size, under `jax.vmap`: experts; None without it.
     """
 
     m: int
     n: int
     k: int
-    model: str
     products: int | None = None
 
     @property
-    def name(self) -> str:
-        """The case's name in result files and on the command line: "8192x28672x8192", "64x512x1024x2048"."""
+    def name(self) -> str:  # "8192x28672x8192", "64x512x1024x2048"
         return "x".join(map(str, (*self.batch, self.m, self.n, self.k)))
 
     @property
@@ -139,26 +153,23 @@ DENSE_CPU = GEMM_CPU[:2]
 
 
 @dataclass(frozen=True)
-class MatrixShape:
+class MatrixShape(_OfModel):
     """A tensor of a linear layer, as a matrix.
 
     Attributes:
       rows: tokens, or features of a kernel.
       cols: features.
       dtype: as NumPy names it.
-      model: a model that has a tensor of this size.
       examples: of that size, under `jax.vmap`: experts; None without it.
     """
 
     rows: int
     cols: int
     dtype: str
-    model: str
     examples: int | None = None
 
     @property
-    def name(self) -> str:
-        """The case's name in result files and on the command line: "8192x8192-bfloat16", "64x512x2048-bfloat16"."""
+    def name(self) -> str:  # "8192x8192-bfloat16", "64x512x2048-bfloat16"
         return "x".join(map(str, self.shape)) + f"-{self.dtype}"
 
     @property
@@ -212,23 +223,20 @@ NORM_CPU = (
 
 
 @dataclass(frozen=True)
-class LeavesShape:
+class LeavesShape(_OfModel):
     """Parameters of a model: as many matrices of one shape.
 
     Attributes:
       leaves: number of matrices.
       rows, cols: of each.
-      model: what has about as many parameters.
     """
 
     leaves: int
     rows: int
     cols: int
-    model: str
 
     @property
-    def name(self) -> str:
-        """The case's name in result files and on the command line, such as "16x4096x4096"."""
+    def name(self) -> str:  # "16x4096x4096"
         return f"{self.leaves}x{self.rows}x{self.cols}"
 
     @property
@@ -260,8 +268,7 @@ class MessageSizes:
     devices: int | None
 
     @property
-    def name(self) -> str:
-        """The case's name on the command line, such as "2x4KiB-4MiB", or "4KiB-1GiB" for all devices."""
+    def name(self) -> str:  # "2x4KiB-4MiB", or "4KiB-1GiB" for all devices
         head = "" if self.devices is None else f"{self.devices}x"
         return f"{head}{bytes_as_text(self.smallest)}-{bytes_as_text(self.largest)}"
 
@@ -292,12 +299,11 @@ MESSAGES_CPU = (
 
 
 @dataclass(frozen=True)
-class TensorParallelShape:
+class TensorParallelShape(_OfModel):
     """Two linear layers that are split over devices: into the features, and back to the hidden size.
 
     Attributes:
       tokens, hidden, features: of the whole layers.
-      model: a model that has a pair of layers of this size.
       tensor_parallel: the number of devices whose share of the layers each device has; None for all that are there.
       sequences: that the tokens are of, all of one length; every device has a part of each. Several in sweeps only.
       sweep: whether the case is one of a series that shows which way to communicate is best for how many tokens.
@@ -306,66 +312,50 @@ class TensorParallelShape:
     tokens: int
     hidden: int
     features: int
-    model: str
     tensor_parallel: int | None = None
     sequences: int = 1
     sweep: bool = False
 
     @property
-    def name(self) -> str:
-        """The case's name in result files and on the command line: "8192x8192x28672", "…-tp4", "8x1024x8192x28672"."""
+    def name(self) -> str:  # "8192x8192x28672", "…-tp4", "8x1024x8192x28672"
         tokens = self.tokens if self.sequences == 1 else f"{self.sequences}x{self.tokens // self.sequences}"
         tail = "" if self.tensor_parallel is None else f"-tp{self.tensor_parallel}"
         return f"{tokens}x{self.hidden}x{self.features}{tail}"
 
 
+_MLP_70B = TensorParallelShape(8192, 8192, 28672, model="Llama 3 70B, MLP up and down")
 _TENSOR_PARALLEL = (
-    (8192, 8192, 28672, "Llama 3 70B, MLP up and down"),
-    (8192, 8192, 10240, "Llama 3 70B, queries, keys and values"),
-    (16384, 4096, 14336, "Llama 3 8B, MLP up and down"),
+    _MLP_70B,
+    TensorParallelShape(8192, 8192, 10240, model="Llama 3 70B, queries, keys and values"),
+    TensorParallelShape(16384, 4096, 14336, model="Llama 3 8B, MLP up and down"),
 )
 
 TENSOR_PARALLEL_GPU = (
-    *(TensorParallelShape(*shape) for shape in _TENSOR_PARALLEL),
-    *(TensorParallelShape(*shape, tensor_parallel=4) for shape in _TENSOR_PARALLEL),
-    *(
-        TensorParallelShape(tokens, 8192, 28672, "Llama 3 70B, MLP up and down", sweep=True)
-        for tokens in (512, 1024, 2048, 4096, 16384)
-    ),
-    *(
-        TensorParallelShape(8192, 8192, 28672, "Llama 3 70B, MLP up and down", sequences=sequences, sweep=True)
-        for sequences in (2, 8, 16)
-    ),
+    *_TENSOR_PARALLEL,
+    *(replace(case, tensor_parallel=4) for case in _TENSOR_PARALLEL),
+    *(replace(_MLP_70B, tokens=tokens, sweep=True) for tokens in (512, 1024, 2048, 4096, 16384)),
+    *(replace(_MLP_70B, sequences=sequences, sweep=True) for sequences in (2, 8, 16)),
 )
 
 TENSOR_PARALLEL_CPU = (
     TensorParallelShape(tokens=512, hidden=256, features=512, model="te-jax train, MLP up and down"),
     TensorParallelShape(tokens=1024, hidden=256, features=512, model="te-jax train, MLP up and down", sweep=True),
-    TensorParallelShape(1024, 256, 512, "te-jax train, MLP up and down", sequences=4, sweep=True),
+    TensorParallelShape(1024, 256, 512, model="te-jax train, MLP up and down", sequences=4, sweep=True),
 )
 
 
-@dataclass(frozen=True)
-class BlockShape:
+@dataclass(frozen=True, kw_only=True)
+class BlockShape(_OfDecoder):
     """A block of a decoder of the Llama family, for one sequence.
 
     Attributes:
-      sequence, hidden, mlp: tokens, and widths of the residual stream and between the gated projections.
-      heads, kv_heads, head_dim: of attention.
-      model: a model that has such blocks.
+      sequence: tokens.
     """
 
     sequence: int
-    hidden: int
-    mlp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    model: str
 
     @property
-    def name(self) -> str:
-        """The case's name in result files and on the command line, such as "8192x8192x28672"."""
+    def name(self) -> str:  # "8192x8192x28672"
         return f"{self.sequence}x{self.hidden}x{self.mlp}"
 
 
@@ -376,46 +366,33 @@ BLOCK_GPU = (
 BLOCK_CPU = (BlockShape(sequence=128, hidden=128, mlp=256, heads=16, kv_heads=8, head_dim=16, model="te-jax train"),)
 
 
-@dataclass(frozen=True)
-class LayerShape:
+@dataclass(frozen=True, kw_only=True)
+class LayerShape(_OfDecoder):
     """Layers of a decoder of the Llama family on one device.
 
     Attributes:
       batch, sequence: sequences, and tokens of each.
-      hidden, mlp: widths of the residual stream and between the gated projections.
-      heads, kv_heads, head_dim: of attention.
       operations: which layers, of `benchmarks.layer`.
-      model: a model that has such layers.
     """
 
     batch: int
     sequence: int
-    hidden: int
-    mlp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     operations: tuple[str, ...]
-    model: str
 
     @property
-    def name(self) -> str:
-        """The case's name in result files and on the command line, such as "1x8192x4096x14336"."""
+    def name(self) -> str:  # "1x8192x4096x14336"
         return f"{self.batch}x{self.sequence}x{self.hidden}x{self.mlp}"
 
 
-@dataclass(frozen=True)
-class StepShape:
+@dataclass(frozen=True, kw_only=True)
+class StepShape(_OfDecoder):
     """A train step of a decoder of the Llama family on one device.
 
     Attributes:
       short: names the model in the case's name.
       depths: numbers of layers. The first is the case's; the time of one layer follows from the last.
       batch, sequence: sequences of a microbatch, and tokens of each.
-      hidden, mlp: widths of the residual stream and between the gated projections.
-      heads, kv_heads, head_dim: of attention.
       vocab: number of tokens that there are.
-      model: a model that has such layers.
       microbatches: whose gradients are added up before the optimizer's step.
       experts, top_k: of the mixture in the place of each MLP, whose width is then that of one expert; 0 for none.
     """
@@ -424,20 +401,13 @@ class StepShape:
     depths: tuple[int, ...]
     batch: int
     sequence: int
-    hidden: int
-    mlp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocab: int
-    model: str
     microbatches: int = 1
     experts: int = 0
     top_k: int = 0
 
     @property
-    def name(self) -> str:
-        """The case's name in result files and on the command line: "8b-8x1x8192", "8b-8x1x8192-4microbatches"."""
+    def name(self) -> str:  # "8b-8x1x8192", "8b-8x1x8192-4microbatches"
         tail = "" if self.microbatches == 1 else f"-{self.microbatches}microbatches"
         return f"{self.short}-{self.depths[0]}x{self.batch}x{self.sequence}{tail}"
 
@@ -509,7 +479,7 @@ STEP_CPU = (
 
 
 @dataclass(frozen=True)
-class OffloadShape:
+class OffloadShape(_OfModel):
     """Layers, or an optimizer, of which a part is in host memory.
 
     Attributes:
@@ -518,7 +488,6 @@ class OffloadShape:
       tokens: rows of x.
       hidden, mlp: widths of a layer, and sizes of a kernel.
       kernels: of the optimizer.
-      model: a model that has such layers.
     """
 
     operations: tuple[str, ...]
@@ -527,11 +496,9 @@ class OffloadShape:
     hidden: int
     mlp: int
     kernels: int
-    model: str
 
     @property
-    def name(self) -> str:
-        """The case's name in result files and on the command line: "input-16x16384x4096x14336"."""
+    def name(self) -> str:  # "input-16x16384x4096x14336"
         of_layers = f"{self.layers}x{self.tokens}" if self.operations != ("optimizer",) else f"{self.kernels}"
         return f"{'-'.join(self.operations)}-{of_layers}x{self.hidden}x{self.mlp}"
 
@@ -550,7 +517,7 @@ OFFLOAD_GPU, OFFLOAD_CPU = (
 
 
 @dataclass(frozen=True)
-class ExpertsShape:
+class ExpertsShape(_OfModel):
     """Experts of one layer, and how tokens are spread over them.
 
     Attributes:
@@ -559,7 +526,6 @@ class ExpertsShape:
       tokens, top_k: tokens, and experts of each.
       hidden, mlp: widths of the residual stream and of an expert.
       load: "balanced", "zipf" (the n-th expert has 1/n of the first one's tokens), or "one_hot" (one has all).
-      model: a model that has such a layer.
     """
 
     operations: tuple[str, ...]
@@ -569,11 +535,9 @@ class ExpertsShape:
     hidden: int
     mlp: int
     load: str
-    model: str
 
     @property
-    def name(self) -> str:
-        """The case's name in result files and on the command line: "8x32768x4096x14336-zipf", with rows of experts."""
+    def name(self) -> str:  # "8x32768x4096x14336-zipf"
         return f"{self.experts}x{self.rows}x{self.hidden}x{self.mlp}-{self.load}"
 
     @property

@@ -17,7 +17,6 @@ float64 arithmetic on the host.
 """
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,19 +28,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import shapes
+from benchmarks.elementwise import buffers_for, fresh
 from benchmarks.harness import (
     Candidate,
     CaseResult,
+    Checked,
     Family,
     Headline,
     Timing,
     calls_that_fit,
-    measure,
-    reason_of,
+    out_of_bounds,
+    relative_error,
     rounded,
+    run_operation,
     temporary_bytes,
     timing_row,
 )
+from benchmarks.torch_peer import as_torch, rows_of, temporaries, torch_on_gpu
 from te_jax import ops
 
 OPERATIONS = ("forward", "forward_backward")
@@ -54,8 +57,6 @@ GRADIENT_BOUND = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 """Relative L2 errors against float64 beyond which no time is reported, the gradient's by dtype of the logits."""
 
 _CHECKED_ROWS = 64
-_BYTES_BEYOND_CACHES = 256 * 2**20
-_MOST_BUFFERS = 64
 
 
 @dataclass(frozen=True)
@@ -67,19 +68,11 @@ class _Exact:
     gradient: np.ndarray
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """A candidate and how to read its result: the loss, and the gradient's rows at the given indices or None."""
-
-    candidate: Candidate
-    read: Callable[[Any, np.ndarray], tuple[float, np.ndarray | None]]
-
-
 def run_case(case: shapes.LogitsShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
     """Measure both operations of one case with the named implementations; see `harness.Family.run_case`."""
     logits, labels = _inputs(case)
     exact = _exact(np.asarray(logits), np.asarray(labels))
-    buffers = [logits, *(_fresh(logits) for _ in range(_buffers_for(case.bytes) - 1))]
+    buffers = [logits, *(fresh(logits) for _ in range(buffers_for(case.bytes, least=1) - 1))]
     result = CaseResult()
     for operation in OPERATIONS:
         _run_operation(case, operation, implementations, timing, buffers, labels, exact, result)
@@ -96,61 +89,39 @@ def _run_operation(
     exact: _Exact,
     result: CaseResult,
 ) -> None:
-    def entry(name: str, reason: str) -> dict[str, str]:
-        return {"case": case.name, "operation": operation, "implementation": name, "reason": reason}
-
-    errors: dict[str, tuple[float | None, float | None]] = {}
-    candidates: list[Candidate] = []
-    for name in implementations:
-        if not _applies(name, operation, case.dtype):
-            continue
-        try:
-            checked = _build(name, operation, buffers, labels)
-            output = checked.candidate.call(*checked.candidate.arguments(1)[0])
-            checked.candidate.wait(output)
-            errors[name] = _errors(checked, output, exact) if name != "copy" else (None, None)
-            del output
-        except Exception as error:  # one peer that is missing or out of memory must not cost the others theirs
-            result.skipped.append(entry(name, reason_of(error)))
-            continue
+    def errors(name: str, output: Any, _: Any) -> Checked:
+        if name == "copy":
+            return {"loss_error": None, "gradient_error": None}, None
+        loss, gradient = output
+        errors = {
+            "loss_error": relative_error(loss, exact.loss),
+            "gradient_error": None if gradient is None else relative_error(gradient, exact.gradient),
+        }
         bound = UNCAST_LOSS_BOUND if name == "optax_uncast" else LOSS_BOUND
-        wrong = _out_of_bounds(errors[name], case.dtype, bound)
-        if wrong:
-            result.wrong.append(entry(name, wrong))
-        else:
-            candidates.append(checked.candidate)
+        return errors, out_of_bounds(errors, {"loss_error": bound, "gradient_error": GRADIENT_BOUND[case.dtype]})
 
-    seconds, failed = measure(candidates, timing, pipelined=buffers[0].devices().pop().platform != "cpu")
-    result.skipped += [entry(name, reason) for name, reason in failed.items()]
-    if "copy" not in seconds:
-        raise RuntimeError(f"the copy of the logits, the yardstick of {case.name}, was not measured: {failed}")
-    for candidate in candidates:
-        if candidate.name not in seconds:
-            continue
-        is_copy = candidate.name == "copy"
-        temporaries, (loss_error, gradient_error) = candidate.temporary_bytes, errors[candidate.name]
-        result.rows.append(
-            {
-                "case": case.name,
-                "model": case.model,
-                "operation": operation,
-                "implementation": candidate.name,
-                **timing_row(
-                    seconds,
-                    candidate.name,
-                    floor_bytes={"forward": 1, "forward_backward": 3}[operation] * case.bytes
-                    if not is_copy
-                    else 2 * case.bytes,
-                    copy_bytes=2 * case.bytes,
-                    peers=() if is_copy else PEERS,
-                ),
-                "temporaries_over_logits": None if temporaries is None else rounded(temporaries / case.bytes),
-                "loss_error": loss_error,
-                "gradient_error": gradient_error,
-            }
+    def row(candidate: Candidate, seconds: dict[str, list[float]]) -> dict[str, Any]:
+        is_copy, temporaries = candidate.name == "copy", candidate.temporary_bytes
+        passes = 2 if is_copy else {"forward": 1, "forward_backward": 3}[operation]
+        row = timing_row(
+            seconds,
+            candidate.name,
+            floor_bytes=passes * case.bytes,
+            copy_bytes=2 * case.bytes,
+            peers=() if is_copy else PEERS,
         )
-    if importlib.util.find_spec("torch") is not None and any(name.startswith("torch") for name in seconds):
-        _release_torch()
+        return row | {"temporaries_over_logits": None if temporaries is None else rounded(temporaries / case.bytes)}
+
+    run_operation(
+        {"case": case.name, "model": case.model, "operation": operation},
+        [name for name in implementations if _applies(name, operation, case.dtype)],
+        timing,
+        result,
+        build=functools.partial(_build, operation=operation, buffers=buffers, labels=labels, rows=exact.rows),
+        errors=errors,
+        row=row,
+        yardstick="copy",
+    )
 
 
 def _applies(name: str, operation: str, dtype: str) -> bool:
@@ -172,15 +143,6 @@ def _inputs(case: shapes.LogitsShape) -> tuple[jax.Array, jax.Array]:
     draw = jax.jit(functools.partial(jax.random.normal, shape=(case.rows, case.vocab), dtype=jnp.dtype(case.dtype)))
     labels = jax.random.randint(labels_key, (case.rows,), 0, case.vocab, jnp.int32)
     return jax.block_until_ready((draw(logits_key), labels))
-
-
-_fresh = jax.jit(jnp.copy)
-"""A new array with the same values, copied on the device."""
-
-
-def _buffers_for(logits_bytes: int) -> int:
-    """How many copies of the logits to rotate through so that no cache serves the next call."""
-    return max(1, min(_MOST_BUFFERS, -(-_BYTES_BEYOND_CACHES // logits_bytes)))
 
 
 def _exact(logits: np.ndarray, labels: np.ndarray) -> _Exact:
@@ -205,53 +167,32 @@ def _log_sum_exp(wide: np.ndarray) -> np.ndarray:
     return largest + np.log(np.exp(wide - largest[:, None]).sum(axis=1))
 
 
-def _errors(checked: _Checked, output: Any, exact: _Exact) -> tuple[float, float | None]:
-    """Relative errors of the loss and, where there is one, of the gradient's checked rows (L2)."""
-    loss, gradient = checked.read(output, exact.rows)
-    loss_error = float(f"{abs(loss - exact.loss) / abs(exact.loss):.3g}")
-    if gradient is None:
-        return loss_error, None
-    difference = np.linalg.norm(gradient.astype(np.float64) - exact.gradient)
-    return loss_error, float(f"{difference / np.linalg.norm(exact.gradient):.3g}")
-
-
-def _out_of_bounds(errors: tuple[float | None, float | None], dtype: str, loss_bound: float = LOSS_BOUND) -> str | None:
-    """Says which error is too large. Written so that NaN is too large."""
-    loss, gradient = errors
-    if loss is not None and not loss <= loss_bound:
-        return f"the loss is wrong: relative error {loss:.3g}, bound {loss_bound:.3g}"
-    if gradient is not None and not gradient <= GRADIENT_BOUND[dtype]:
-        return f"the gradient is wrong: relative L2 error {gradient:.3g}, bound {GRADIENT_BOUND[dtype]:.3g}"
-    return None
-
-
 # Implementations
 
 
-def _build(name: str, operation: str, buffers: list[jax.Array], labels: jax.Array) -> _Checked:
+def _build(name: str, operation: str, buffers: list[jax.Array], labels: jax.Array, rows: np.ndarray) -> Candidate:
+    """What the candidate reads are the loss, and the gradient's rows at these indices or None."""
     if name == "copy":
         return _build_copy(buffers)
-    if name.startswith("torch"):
-        return _build_torch(name, operation, buffers, labels)
-    return _build_jax(name, operation, buffers, labels)
+    build = _build_torch if name.startswith("torch") else _build_jax
+    return build(name, operation, buffers, labels, rows)
 
 
-def _build_copy(buffers: list[jax.Array]) -> _Checked:
-    compiled = _fresh.lower(buffers[0]).compile()
+def _build_copy(buffers: list[jax.Array]) -> Candidate:
+    compiled = fresh.lower(buffers[0]).compile()
     copied = compiled(buffers[0])
     if copied.unsafe_buffer_pointer() == buffers[0].unsafe_buffer_pointer():
         raise RuntimeError("XLA returned the logits themselves instead of a copy")
-    candidate = Candidate(
+    return Candidate(
         name="copy",
         call=compiled,
         arguments=lambda calls: [(buffers[index % len(buffers)],) for index in range(calls)],
         most_calls=calls_that_fit(buffers[0].nbytes),
         temporary_bytes=temporary_bytes(compiled),
     )
-    return _Checked(candidate, lambda output, rows: (0.0, None))
 
 
-def _build_jax(name: str, operation: str, buffers: list[jax.Array], labels: jax.Array) -> _Checked:
+def _build_jax(name: str, operation: str, buffers: list[jax.Array], labels: jax.Array, rows: np.ndarray) -> Candidate:
     loss = _jax_loss(name)
     donated = name == "te_jax_donated"
     function = loss if operation == "forward" else jax.value_and_grad(loss)
@@ -259,21 +200,21 @@ def _build_jax(name: str, operation: str, buffers: list[jax.Array], labels: jax.
 
     def arguments(calls: int) -> list[tuple[Any, ...]]:
         used = (buffers[index % len(buffers)] for index in range(calls))
-        return jax.block_until_ready([(_fresh(logits) if donated else logits, labels) for logits in used])
+        return jax.block_until_ready([(fresh(logits) if donated else logits, labels) for logits in used])
 
-    def read(output: Any, rows: np.ndarray) -> tuple[float, np.ndarray | None]:
+    def read(output: Any) -> tuple[float, np.ndarray | None]:
         if operation == "forward":
             return float(output), None
         return float(output[0]), np.asarray(output[1][rows])
 
-    candidate = Candidate(
+    return Candidate(
         name=name,
         call=compiled,
         arguments=arguments,
         most_calls=calls_that_fit(buffers[0].nbytes),
         temporary_bytes=temporary_bytes(compiled),
+        read=read,
     )
-    return _Checked(candidate, read)
 
 
 def _jax_loss(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -292,11 +233,8 @@ def _jax_loss(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return lambda logits, labels: ops.softmax_cross_entropy(logits, labels, implementation="native")
 
 
-def _build_torch(name: str, operation: str, buffers: list[jax.Array], labels: jax.Array) -> _Checked:
-    import torch  # pyright: ignore[reportMissingImports]
-
-    if not torch.cuda.is_available():
-        raise RuntimeError("this torch has no CUDA support")
+def _build_torch(name: str, operation: str, buffers: list[jax.Array], labels: jax.Array, rows: np.ndarray) -> Candidate:
+    torch = torch_on_gpu()
 
     def loss(logits: Any, targets: Any) -> Any:
         return torch.nn.functional.cross_entropy(logits.float(), targets)
@@ -307,58 +245,24 @@ def _build_torch(name: str, operation: str, buffers: list[jax.Array], labels: ja
 
     def forward(logits: Any, targets: Any) -> Any:
         with torch.no_grad():
-            return loss(logits, targets)
+            return (loss(logits, targets),)
 
     def forward_backward(logits: Any, targets: Any) -> Any:
         value = loss(logits, targets)
         return value.detach(), torch.autograd.grad(value, logits)[0]
 
     call = forward if operation == "forward" else forward_backward
-    targets = _as_torch(labels).long()
-    tensors = [_as_torch(logits).requires_grad_(operation != "forward") for logits in buffers]
+    targets = as_torch(labels).long()
+    tensors = [as_torch(logits).requires_grad_(operation != "forward") for logits in buffers]
 
-    def read(output: Any, rows: np.ndarray) -> tuple[float, np.ndarray | None]:
-        if operation == "forward":
-            return float(output), None
-        index = torch.as_tensor(rows.astype(np.int64), device=output[1].device)
-        return float(output[0]), output[1][index].float().cpu().numpy()
-
-    candidate = Candidate(
+    return Candidate(
         name=name,
         call=call,
         arguments=lambda calls: [(tensors[index % len(tensors)], targets) for index in range(calls)],
         wait=lambda output: torch.cuda.synchronize(),
-        temporary_bytes=_torch_temporaries(lambda: call(tensors[0], targets)),
+        temporary_bytes=temporaries(lambda: call(tensors[0], targets)),
+        read=lambda output: (float(output[0]), rows_of(output[1], rows) if output[1:] else None),
     )
-    return _Checked(candidate, read)
-
-
-def _as_torch(array: jax.Array) -> Any:
-    """The same device memory as a torch tensor that needs no gradient."""
-    import torch  # pyright: ignore[reportMissingImports]
-
-    return torch.utils.dlpack.from_dlpack(jax.block_until_ready(array)).detach()
-
-
-def _torch_temporaries(call: Callable[[], Any]) -> int:
-    """Peak bytes that one call allocates beside its results, once warm."""
-    import torch  # pyright: ignore[reportMissingImports]
-
-    call()  # compiles, and keeps workspaces that outlive the call out of the figure
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = call()
-    torch.cuda.synchronize()
-    kept = sum(tensor.nbytes for tensor in (results if isinstance(results, tuple) else (results,)))
-    return max(0, torch.cuda.max_memory_allocated() - before - kept)
-
-
-def _release_torch() -> None:
-    """Return torch's cached memory, which the next case needs in other sizes."""
-    import torch  # pyright: ignore[reportMissingImports]
-
-    torch.cuda.empty_cache()
 
 
 FAMILY = Family(

@@ -46,7 +46,7 @@ import optax
 from jax import lax
 
 from benchmarks import flax_fp8, layer, shapes
-from benchmarks.harness import CaseResult, Family, Headline, Timing, compute_row, reason_of, rounded
+from benchmarks.harness import CaseResult, Family, Headline, Timing, compute_row, problem, reason_of, rounded
 from benchmarks.moe import plain_experts
 from benchmarks.profile import traced
 from te_jax import models, nn, optim
@@ -172,9 +172,6 @@ def _run_depth(
 ) -> None:
     operation = _operation(case, depth)
 
-    def entry(name: str, reason: str) -> dict[str, str]:
-        return {"case": case.name, "operation": operation, "implementation": name, "reason": reason}
-
     tokens, targets = _drawn(case)
     programs: dict[str, _Program] = {}
     expected: list[float] | None = None
@@ -184,7 +181,7 @@ def _run_depth(
             program = _built(name, case, depth, tokens, targets)
             _learn_and_check(program, tokens, targets)
         except Exception as error:  # one that is missing or out of memory must not cost the others theirs
-            result.skipped.append(entry(name, reason_of(error)))
+            result.skipped.append(problem(case.name, operation, name, reason_of(error)))
             del error
             gc.collect()  # its traceback held a train state
             continue
@@ -195,10 +192,12 @@ def _run_depth(
         if all(difference <= LOSS_BOUND for difference in differences):  # which NaN is not
             programs[name] = program
         else:
-            result.wrong.append(entry(name, f"losses {program.losses} differ from {expected}, those of bf16"))
+            result.wrong.append(
+                problem(case.name, operation, name, f"losses {program.losses} differ from {expected}, those of bf16")
+            )
 
     seconds, failed = _measured(programs, tokens, targets, timing)
-    result.skipped += [entry(name, reason) for name, reason in failed.items()]
+    result.skipped += [problem(case.name, operation, name, reason) for name, reason in failed.items()]
     for name in seconds:
         breakdown = None
         if depth == case.depths[0]:

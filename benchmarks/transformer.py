@@ -40,12 +40,14 @@ from benchmarks.harness import (
     QUICK,
     Candidate,
     CaseResult,
+    Checked,
     Family,
     Headline,
     Timing,
     compute_row,
-    measure,
-    reason_of,
+    out_of_bounds,
+    problem,
+    run_operation,
     screen_table,
 )
 from te_jax import ops
@@ -98,9 +100,8 @@ PEERS = ("te_jax_ring", "te_jax_current_xla")
 def run_case(case: shapes.BlockShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
     """Measure one case with the named implementations; see `harness.Family.run_case`."""
     devices = jax.local_devices()
-    if problem := too_few(devices) or _misfit(case, len(devices)):
-        entry = {"case": case.name, "operation": "all", "implementation": "all"}
-        return CaseResult(skipped=[entry | {"reason": problem}])
+    if reason := too_few(devices) or _misfit(case, len(devices)):
+        return CaseResult(skipped=[problem(case.name, "all", "all", reason)])
     result, _ = _measure(case, {name: SETUPS[name] for name in implementations}, mesh_of(devices), timing)
     return result
 
@@ -128,64 +129,50 @@ def _measure(
 ) -> tuple[CaseResult, dict[str, Candidate]]:
     """(rows of the setups by name, and what was measured). "xla", which all are compared with, is one of them."""
     result = CaseResult()
-
-    def entry(name: str, reason: str) -> dict[str, str]:
-        return {"case": case.name, "operation": OPERATION, "implementation": name, "reason": reason}
-
-    expected = None
-    errors: dict[str, dict[str, float]] = {}
     candidates: dict[str, Candidate] = {}
-    for name in sorted(setups, key=lambda name: name != "xla"):
-        try:
-            call, arguments = compiled(case, setups[name], mesh)
-            output = jax.block_until_ready(call(*arguments))
-            expected = output if name == "xla" else expected
-            if expected is None:
-                raise RuntimeError("there is no result of xla to compare with")
-            errors[name] = errors_of(output, expected)
-            del output
-        except Exception as error:  # one that is missing or out of memory must not cost the others theirs
-            result.skipped.append(entry(name, reason_of(error)))
-            continue
-        bounds = ERROR_BOUNDS if setups[name].recipe is None else FP8_ERROR_BOUNDS
-        if wrong := out_of_bounds(errors[name], bounds, "xla"):
-            result.wrong.append(entry(name, wrong))
-        else:
-            candidates[name] = _candidate(name, call, arguments)
-    del expected
 
-    on_cpu = jax.default_backend() == "cpu"
-    seconds, failed = measure(list(candidates.values()), timing, pipelined=not on_cpu)
-    result.skipped += [entry(name, reason) for name, reason in failed.items()]
-    calls = _CALLS[jax.default_backend()]
-    seconds = {name: [sample / calls for sample in seconds[name]] for name in setups if name in seconds}
-    for name in seconds:
-        row = compute_row(seconds, name, flops=_flops(case) // mesh.size, peers=("xla", "te_jax_current_xla"))
-        relative = {"time_over_xla": 1 / row["speedup_over"]["xla"]} if "xla" in row["speedup_over"] else {}
-        result.rows.append(
-            {
-                "case": case.name,
-                "model": case.model,
-                "devices": mesh.size,
-                "operation": OPERATION,
-                "implementation": name,
-                **row,
-                **relative,
-                "attention": "cudnn" if jax.default_backend() == "gpu" else "xla",
-                **errors[name],
-            }
-        )
+    def build(name: str) -> Candidate:
+        candidates[name] = _candidate(name, *compiled(case, setups[name], mesh))
+        return candidates[name]
+
+    def errors(name: str, output: Any, expected: Any) -> Checked:
+        errors = errors_of(output, expected)
+        return errors, out_of_bounds(errors, ERROR_BOUNDS if setups[name].recipe is None else FP8_ERROR_BOUNDS)
+
+    def row(candidate: Candidate, seconds: dict[str, list[float]]) -> dict[str, Any]:
+        flops, peers = _flops(case) // mesh.size, ("xla", "te_jax_current_xla")
+        row = compute_row(seconds, candidate.name, flops=flops, peers=peers, over="xla")
+        return row | {"attention": "cudnn" if jax.default_backend() == "gpu" else "xla"}
+
+    run_operation(
+        {"case": case.name, "model": case.model, "devices": mesh.size, "operation": OPERATION},
+        list(setups),
+        timing,
+        result,
+        build=build,
+        errors=errors,
+        row=row,
+        references=("xla",),
+    )
     return result, candidates
 
 
 def _candidate(name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Candidate:
+    count = _CALLS[jax.default_backend()]
+
     def calls(*arguments: Any) -> Any:
         result = None
-        for _ in range(_CALLS[jax.default_backend()]):
+        for _ in range(count):
             result = call(*arguments)
         return result
 
-    return Candidate(name=name, call=calls, arguments=lambda calls: [arguments] * calls, most_calls=4)
+    return Candidate(
+        name=name,
+        call=calls,
+        arguments=lambda calls: [arguments] * calls,
+        most_calls=4,
+        seconds=lambda samples: [sample / count for sample in samples],
+    )
 
 
 def _flops(case: shapes.BlockShape) -> int:
@@ -210,15 +197,6 @@ def _differences(output: Any, expected: Any) -> Any:
         return jnp.sqrt(jnp.sum((one - other) ** 2) / jnp.sum(other**2))
 
     return jax.tree.map(difference, output, expected)
-
-
-def out_of_bounds(errors: dict[str, float], bounds: dict[str, float], peer: str) -> str | None:
-    """Says which error to the peer is too large. Written so that NaN is too large."""
-    for name, bound in bounds.items():
-        if not errors[name] <= bound:
-            what = "the result" if name == "y_error" else "a gradient"
-            return f"{what} is wrong: relative L2 difference to {peer} {errors[name]:.3g}, bound {bound:.3g}"
-    return None
 
 
 # The block
@@ -399,8 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 1 <= count <= len(devices):
         flag = "; set XLA_FLAGS=--xla_force_host_platform_device_count to have more" if platform == "cpu" else ""
         parser.error(f"--tp is {args.tp}; it must be 1 to {len(devices)}, the devices here{flag}")
-    if problem := _misfit(case, count):
-        parser.error(f"--tp is {count}: {problem}")
+    if reason := _misfit(case, count):
+        parser.error(f"--tp is {count}: {reason}")
 
     setup = Setup(args.transport, _FP8 if args.recipe == "current" else None, args.sp)
     name = _name_of(setup)
@@ -408,8 +386,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     result, candidates = _measure(case, setups, mesh_of(devices[:count]), QUICK if args.quick else FULL)
     print(f"transformer on {count} × {devices[0].device_kind}: {_described(args)}")
     print(screen_table(result.rows))
-    for problem in (*result.skipped, *result.wrong):
-        print(f"  {problem['implementation']}: not measured, {problem['reason']}")
+    for each in (*result.skipped, *result.wrong):
+        print(f"  {each['implementation']}: not measured, {each['reason']}")
     measured = name in {row["implementation"] for row in result.rows}
     if measured and args.profile is not None:
         print(f"Perfetto trace: {_traced(candidates[name], args.profile)}")

@@ -1,8 +1,10 @@
 """The harness: turns, failures, derived figures and result files. Nothing here depends on how long anything takes."""
 
+import dataclasses
 import gc
 import itertools
 import json
+import math
 import types
 
 import jax
@@ -30,6 +32,85 @@ def candidate(name, log, *, fails_at=None, **fields):
         wait=lambda _: None,
         **fields,
     )
+
+
+LABELS = {"case": "small", "model": "test", "operation": "forward"}
+
+
+def run_operation(names, *, fails=(), **options):
+    """A result of implementations that return twice their number, but for those that fail to be built."""
+    result = CaseResult()
+
+    def build(name):
+        if name in fails:
+            raise MemoryError(f"{name} is out of memory")
+        made = candidate(name, [])
+        return dataclasses.replace(made, call=lambda _: names.index(name), read=lambda output: 2 * output)
+
+    options = {
+        "errors": lambda name, output, expected: ({"error": 0.0}, None),
+        "row": lambda candidate, seconds: {"samples": len(seconds[candidate.name])},
+    } | options
+    harness.run_operation(LABELS, names, FEW, result, build=build, **options)
+    return result
+
+
+def reasons(problems):
+    assert all((problem["case"], problem["operation"]) == ("small", "forward") for problem in problems)
+    return {problem["implementation"]: problem["reason"] for problem in problems}
+
+
+@pytest.mark.parametrize(("error", "bound"), [(0.0625, 0.5), (1.5, 0.5), (math.nan, 0.5), (None, 0.5), (0.25, 0.0)])
+def test_a_wrong_result_is_not_timed_and_nan_is_wrong(error, bound):
+    def errors(name, output, expected):
+        found = {"y_error": 0.25, "dx_error": error if name == "b" else 0.0}
+        return found, harness.out_of_bounds(found, {"y_error": 0.25, "dx_error": bound})
+
+    result = run_operation(["a", "b"], errors=errors)
+    right = error is None or error <= bound
+    assert reasons(result.wrong) == ({} if right else {"b": f"dx_error is {error:.3g}, and its bound {bound:.3g}"})
+    assert not result.skipped
+    assert result.rows[0] == {**LABELS, "implementation": "a", "samples": 6, "y_error": 0.25, "dx_error": 0.0}
+    assert list(result.rows[0]) == [*LABELS, "implementation", "samples", "y_error", "dx_error"]
+    assert [row["implementation"] for row in result.rows] == (["a", "b"] if right else ["a"])
+
+
+def test_results_are_compared_with_the_first_reference_that_runs():
+    seen = {}
+
+    def errors(name, output, expected):
+        seen[name] = output, expected
+        return {}, None
+
+    result = run_operation(["a", "b", "c"], errors=errors, references=("c",))
+    assert list(seen.items()) == [("c", (4, 4)), ("a", (0, 4)), ("b", (2, 4))]  # what `read` makes of results
+    assert [row["implementation"] for row in result.rows] == ["a", "b", "c"]
+    run_operation(["a", "b", "c"], errors=errors, references=("b", "c"), fails="b")
+    assert seen["a"] == (0, 4)
+    result = run_operation(["a", "b", "c"], errors=errors, references=("b", "c"), fails="bc")
+    assert not result.rows
+    assert reasons(result.skipped) == {
+        "a": "RuntimeError: b or c, with which results are compared, failed",
+        "b": "MemoryError: b is out of memory",
+        "c": "MemoryError: c is out of memory",
+    }
+
+
+def test_there_are_no_rows_without_the_yardstick():
+    result = run_operation(["a", "copy"], yardstick="copy", fails=["copy"])
+    assert not result.rows
+    assert reasons(result.skipped) == {
+        "a": "copy was not measured, and all others are compared with it",
+        "copy": "MemoryError: copy is out of memory",
+    }
+    assert len(run_operation(["a", "copy"], yardstick="copy").rows) == 2
+
+
+def test_seconds_are_those_of_a_call_of_several_in_a_program(spend):
+    four = Candidate(
+        "a", lambda: spend(4.0), lambda calls: [()] * calls, seconds=lambda samples: [s / 4 for s in samples]
+    )
+    assert harness.measure([four], Timing(samples=2), pipelined=False)[0] == {"a": [1.0, 1.0]}
 
 
 def test_candidates_are_sampled_in_rounds_and_follow_one_another_in_every_order():

@@ -111,7 +111,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     assert rows["te_jax"]["flops"] == family._flops(CASE) // 4
     (problem,) = result.wrong
     assert problem["implementation"] == "te_jax_ring"
-    assert "the result is wrong" in problem["reason"]
+    assert problem["reason"] == "y_error is 0.1, and its bound 0.02"
     assert "te_jax" in screen_table(result.rows)
 
 
@@ -127,13 +127,6 @@ def test_errors_see_what_is_wrong_anywhere():
         errors = family.errors_of(spoilt, expected)
         assert not errors.pop(name) <= 0.4
         assert list(errors.values()) == [0]
-    assert "the result is wrong" in str(
-        family.out_of_bounds({"y_error": math.nan, "gradient_error": 0}, family.FP8_ERROR_BOUNDS, "xla")
-    )
-    assert family.out_of_bounds({"y_error": 0.05, "gradient_error": 0.15}, family.FP8_ERROR_BOUNDS, "xla") is None
-    assert "a gradient is wrong" in str(
-        family.out_of_bounds({"y_error": 0, "gradient_error": 0.15}, family.ERROR_BOUNDS, "xla")
-    )
 
 
 def test_operations_are_counted_as_in_a_program_that_wastes_none():

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import textwrap
 import threading
 from pathlib import Path
 
+import cuda_graphs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -339,22 +339,8 @@ def test_cuda_graphs_do_not_change_a_bit():
     """With command buffers that take custom calls, with the default, and with none: the same products and sums."""
     seed = int.from_bytes(os.urandom(4), "little")
     cases = [("tensor", 256, 512, 512, seed), ("row", 512, 1024, 1024, seed), ("block", 256, 1024, 1024, seed)]
-    code = textwrap.dedent(_HASHES).format(cases=cases)
-    digests = {}
-    for flags in ("", "--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_command_buffer=+CUSTOM_CALL"):
-        environment = {
-            **os.environ,
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_gpu_graph_min_graph_size=1 "
-            "--xla_gpu_autotune_level=0",
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "PYTHONPATH": os.pathsep.join([str(Path(te_jax.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
-        }
-        result = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=250
-        )
-        assert result.returncode == 0, result.stderr[-4000:]
-        digests[flags] = json.loads(result.stdout.splitlines()[-1])
-    assert len({tuple(digest) for digest in digests.values()}) == 1, (seed, digests)
+    digests = cuda_graphs.outputs(_HASHES.format(cases=cases))
+    assert len(set(digests.values())) == 1, (seed, digests)
 
 
 def test_one_plan_from_many_threads(rng):

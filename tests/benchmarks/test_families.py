@@ -1,0 +1,478 @@
+"""Every family at a small size: what it measures, that it checks each value of a result, and that kernels are native.
+
+Below them is what families compute beside that. Those that start processes or several devices have files of their own.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import (
+    activation,
+    adam,
+    collective_matmul,
+    dense,
+    elementwise,
+    gemm,
+    harness,
+    interconnect,
+    layer,
+    linear_cross_entropy,
+    moe,
+    norm,
+    offload,
+    quantize,
+    shapes,
+    softmax_cross_entropy,
+)
+from benchmarks.harness import Timing
+from te_jax import optim
+from te_jax.native import extension
+
+FEW = Timing(samples=2, sample_seconds=1e-6)
+COPY = " copy "
+OTHER_TENSORS = rf" \[[012]\]|{COPY}"  # of a program of elementwise operations, which are checked alike
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What a test runs of a family.
+
+    Attributes:
+      module, case, names: of the family, a small case of it, and implementations.
+      rows: implementations of each operation that are measured.
+      figures: that rows have, by "operation", "operation implementation" or "" for all.
+      operations: those of the module's that take part, if not all.
+      unchecked: a pattern of "operation implementation path" of leaves that are no results to check.
+      no_reference: a pattern of "operation implementation" that names no kernels, or calls them itself.
+    """
+
+    module: Any
+    case: Any
+    names: tuple[str, ...]
+    rows: dict[str, tuple[str, ...]]
+    figures: dict[str, dict[str, Any]]
+    operations: tuple[str, ...] | None = None
+    unchecked: str = COPY
+    no_reference: str = "te_jax_reference"
+
+
+MATRIX = shapes.MatrixShape(rows=128, cols=256, dtype="bfloat16", model="test")
+GEMM = shapes.GemmShape(m=96, n=128, k=256, model="test")
+EXPERTS = shapes.ExpertsShape(
+    ("forward", "dgrad", "wgrad"), experts=4, tokens=96, top_k=1, hidden=64, mlp=48, load="zipf", model="test"
+)
+LAYER = shapes.LayerShape(
+    batch=1, sequence=128, hidden=128, mlp=256, heads=8, kv_heads=4, head_dim=16, operations=("mlp",), model="test"
+)
+TENSOR_PARALLEL = shapes.TensorParallelShape(tokens=64, hidden=64, features=128, model="test")
+COLLECTIVE = tuple(name for name in collective_matmul.IMPLEMENTATIONS if name != "torch")
+
+_ADAM = ("te_jax", "optax", "optax_mu_bf16", "copy")
+_DENSE = ("te_jax_current", "te_jax_current_split", "te_jax_delayed_once", "te_jax_block", "jnp")
+_GEMM = ("te_jax_tensor_split", "te_jax_row", "te_jax_block", "jnp")
+_LAYER = ("bf16", "flax_fp8", "te_jax_delayed", "te_jax_block_once")
+_HEAD = ("te_jax", "te_jax_fp8_backward", "full_logits", "optax", "maxtext_tiling")
+_LOSSES = ("te_jax", "te_jax_donated", "jnp", "optax", "copy")
+_QUANTIZE = ("te_jax", "te_jax_reference", "jnp", "copy")
+_PRODUCTS = ("te_jax_block", "te_jax", "ragged_dot")
+
+FAMILIES = {
+    "activation": Family(
+        activation,
+        MATRIX,
+        activation.IMPLEMENTATIONS,
+        dict.fromkeys(("forward_data_delayed", "backward_y_current"), activation.IMPLEMENTATIONS),
+        {"forward_data_delayed": {"bytes": 5 * 128 * 256}, "backward_y_current": {"bytes": 17 * 128 * 256}},
+        operations=("forward_data_delayed", "backward_y_current"),
+        unchecked=f"{OTHER_TENSORS}| xla ",
+        no_reference="backward",
+    ),
+    "adam": Family(
+        adam,
+        shapes.LeavesShape(leaves=2, rows=32, cols=128, model="test"),
+        _ADAM,
+        {"float8": _ADAM},
+        {
+            "float8 te_jax": {"bytes": 2 * 32 * (128 * 14 + 16)},
+            "float8 optax": {"bytes": 2 * 32 * 128 * 28},
+            "float8 optax_mu_bf16": {"bytes": 2 * 32 * 128 * 24},
+            "float8 copy": {"bytes": 2 * 32 * (128 * 14 + 16), "share_of_floor": 1.0},
+        },
+        operations=("float8",),
+        unchecked="",  # three steps with another parameter are
+        no_reference="",
+    ),
+    "collective_matmul": Family(
+        collective_matmul,
+        TENSOR_PARALLEL,
+        COLLECTIVE,
+        {"all_gather_matmul_forward_backward": COLLECTIVE},
+        {"": {"devices": 4, "flops": 6 * 64 * 64 * 128 // 4}},
+        operations=("all_gather_matmul_forward_backward",),
+        no_reference="",
+    ),
+    "collective_matmul, FP8": Family(
+        collective_matmul,
+        TENSOR_PARALLEL,
+        ("te_jax", "gemm_alone"),
+        dict.fromkeys(("fp8_all_gather_matmul", "fp8_matmul_reduce_scatter"), ("te_jax", "gemm_alone")),
+        {"": {"devices": 4, "flops": 2 * 64 * 64 * 128 // 4}},
+        operations=("fp8_all_gather_matmul", "fp8_matmul_reduce_scatter"),
+    ),
+    "dense": Family(
+        dense,
+        GEMM,
+        _DENSE,
+        {"forward": tuple(name for name in _DENSE if name != "te_jax_current_split"), "forward_backward": _DENSE},
+        {"forward": {"flops": 2 * 96 * 128 * 256}, "forward_backward": {"flops": 6 * 96 * 128 * 256}},
+        unchecked=r"\['state'\]",
+    ),
+    "gemm": Family(
+        gemm,
+        GEMM,
+        _GEMM,
+        {"forward": _GEMM, "accumulate": ("te_jax_tensor_split", "te_jax_block", "jnp")},
+        {"": {"flops": 2 * 96 * 128 * 256}},
+    ),
+    "gemm of several products": Family(
+        gemm,
+        dataclasses.replace(GEMM, products=3),
+        ("te_jax_block", "jnp"),
+        {"forward": ("te_jax_block", "jnp")},
+        {"": {"case": "3x96x128x256", "flops": 3 * 2 * 96 * 128 * 256}},
+    ),
+    "interconnect": Family(
+        interconnect,
+        shapes.MessageSizes(smallest=4096, largest=4096, devices=3),
+        interconnect.FAMILY.implementations,
+        interconnect.OPERATIONS,
+        {
+            "": {"case": "3x4KiB", "devices": 3},
+            "one_way": {"bytes": 4096},
+            "both_ways": {"bytes": 4096},
+            "all_gather": {"bytes": 2 * 1364},
+            "reduce_scatter": {"bytes": 2 * 1364},
+        },
+        no_reference="",
+    ),
+    "layer": Family(
+        layer,
+        LAYER,
+        _LAYER,
+        {"mlp": _LAYER},
+        {"": {"flops": 3 * 2 * 128 * 3 * 128 * 256}},
+        unchecked=r"\['state'\]",
+    ),
+    "layer, block": Family(
+        layer,
+        dataclasses.replace(LAYER, operations=("block",)),
+        ("te_jax_block_once",),
+        {"block": ("bf16", "te_jax_block_once")},
+        {"": {"flops": 3 * (2 * 128 * 128 * (2 * 128 + 2 * 64 + 3 * 256) + 4 * 128 * 129 // 2 * 128)}},
+        unchecked=r"\['state'\]",
+    ),
+    "linear_cross_entropy": Family(
+        linear_cross_entropy,
+        shapes.HeadShape(tokens=256, hidden=128, vocab=1024, operations=("master", "bf16"), model="test"),
+        (*_HEAD, "liger"),  # which needs a GPU
+        {"master": _HEAD, "bf16": _HEAD},
+        {"": {"flops": 6 * 256 * 128 * 1024}},
+    ),
+    "moe": Family(
+        moe,
+        EXPERTS,
+        moe.IMPLEMENTATIONS,
+        dict.fromkeys(("forward", "dgrad", "wgrad"), _PRODUCTS),
+        {"": {"flops": 2 * 96 * 64 * 48}},  # not of the 4 × 128 rows in FP8
+    ),
+    "moe, layer": Family(
+        moe,
+        dataclasses.replace(EXPERTS, operations=("layer", "permute", "permute_quantize"), top_k=2, load="balanced"),
+        ("te_jax_block_once", "te_jax", "ragged_dot", "jnp", "te_jax_block"),
+        {
+            "layer": ("te_jax", "ragged_dot", "te_jax_block_once", "te_jax_block"),
+            "permute": ("te_jax", "jnp", "copy"),
+            "permute_quantize": ("te_jax_block", "copy"),
+        },
+        # Bytes of x and 640 rows: 192 choices of 4 experts, and up to 127 more for each, in whole blocks of 128.
+        {"layer": {"flops": 18 * 192 * 64 * 48}, "permute": {"bytes": 2 * 64 * (96 + 640)}},
+        unchecked=rf"permute.*({OTHER_TENSORS})",
+        no_reference="permute",
+    ),
+    "norm": Family(
+        norm,
+        MATRIX,
+        norm.IMPLEMENTATIONS,
+        dict.fromkeys(("residual_both", "current_both", "backward"), norm.IMPLEMENTATIONS),
+        {"residual_both": {"bytes": 8 * 128 * 256}, "backward": {"bytes": 8 * 128 * 256}},
+        operations=("residual_both", "current_both"),
+        unchecked=OTHER_TENSORS,
+    ),
+    "offload": Family(
+        offload,
+        shapes.OffloadShape(
+            ("input", "hidden", "optimizer"), layers=2, tokens=128, hidden=64, mlp=128, kernels=2, model="test"
+        ),
+        offload.IMPLEMENTATIONS,
+        offload.OF_OPERATION,
+        {
+            "input remat": {"difference": 0.0, "time_over_remat": 1.0},
+            "optimizer te_jax": {"difference": 0.0, "host_gb": harness.rounded(2 * 8 * 64 * 128 / 1e9)},
+        },
+        # Of gradients the first up and the last down are checked; the optimizer runs more steps.
+        unchecked=r" \[1\]$|\[0\]\[0\]\['down'\]|\[0\]\[1\]\['up'\]|optimizer",
+        no_reference="",
+    ),
+    "quantize": Family(
+        quantize,
+        MATRIX,
+        _QUANTIZE,
+        dict.fromkeys(("block_gradient", "current_dbias"), _QUANTIZE),
+        {"block_gradient": {"bytes": 4 * 128 * 256}, "current_dbias": {"bytes": 6 * 128 * 256}},
+        operations=("block_gradient", "current_dbias"),
+        unchecked=rf"{OTHER_TENSORS}|current_dbias (te_jax\w* \[3\]\[1\]|jnp \[3\]\[4\])",
+    ),
+    "quantize of examples": Family(
+        quantize,
+        dataclasses.replace(MATRIX, examples=3),
+        _QUANTIZE,
+        {"delayed": _QUANTIZE},
+        {"": {"bytes": 3 * 4 * 128 * 256}},
+        operations=("delayed",),
+        unchecked=rf"{OTHER_TENSORS}|te_jax_reference \[3\]\[1\]|jnp \[3\]\[4\]",
+    ),
+    "softmax_cross_entropy": Family(
+        softmax_cross_entropy,
+        shapes.LogitsShape(rows=96, vocab=384, dtype="bfloat16", model="test"),
+        _LOSSES,
+        {"forward": ("te_jax", "jnp", "optax", "copy"), "forward_backward": _LOSSES},
+        {"forward_backward jnp": {"bytes": 3 * 96 * 384 * 2}, "forward copy": {"loss_error": None}},
+    ),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request, monkeypatch, require_devices):
+    """A family, with the operations that take part alone, on four devices if it is about several."""
+    family = FAMILIES[request.param]
+    if family.operations is not None:
+        every = family.module.OPERATIONS
+        few = (
+            {name: every[name] for name in family.operations}
+            if isinstance(every, dict)
+            else tuple(each for each in every if each.name in family.operations)
+        )
+        monkeypatch.setattr(family.module, "OPERATIONS", few)
+    if family.module in (collective_matmul, interconnect):
+        require_devices(4)
+        devices = jax.local_devices()[:4]
+        monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
+    monkeypatch.setattr(optim, "offload", lambda optimizer, offload=optim.offload: offload(optimizer, min_size=0))
+    with jax.numpy_dtype_promotion("standard"):  # as peers need it
+        yield family
+
+
+@pytest.mark.usefixtures("native_kernels")
+def test_all_is_measured_and_no_wrong_value_of_a_result_is_overlooked(family, monkeypatch):
+    run_operation = _spoiling(harness.run_operation, family.unchecked)
+    monkeypatch.setattr(harness, "run_operation", run_operation)
+    monkeypatch.setattr(family.module, "run_operation", run_operation, raising=False)
+    result = family.module.run_case(family.case, family.names, FEW)
+    assert not result.wrong
+    assert not result.skipped
+    found = [(row["operation"], row["implementation"]) for row in result.rows]
+    assert found == [(operation, name) for operation, names in family.rows.items() for name in names]
+    for row in result.rows:
+        for key in ("", row["operation"], f"{row['operation']} {row['implementation']}"):
+            figures = family.figures.get(key, {})
+            assert {figure: row[figure] for figure in figures} == figures
+    assert harness.screen_table(result.rows)
+
+
+def _spoiling(run_operation, unchecked):
+    """run_operation, which also hands every implementation's check its result with each leaf spoilt in turn."""
+
+    def run(labels, *arguments, build, errors, **options):
+        results = {}
+
+        def building(name):
+            candidate = build(name)
+
+            def read(output):
+                results[name] = candidate, jax.tree.map(lambda leaf: leaf, output)
+                return candidate.read(output)
+
+            return dataclasses.replace(candidate, read=read)
+
+        def checking(name, output, expected):
+            candidate, result = results.pop(name)
+            leaves, tree = jax.tree.flatten_with_path(result)
+            for i, (path, leaf) in enumerate(leaves):
+                where = f"{labels['operation']} {name} {jax.tree_util.keystr(path)}"
+                for wrong in _spoilt(leaf) if not re.search(unchecked, where) else ():
+                    values = [wrong if i == j else value for j, (_, value) in enumerate(leaves)]
+                    assert errors(name, candidate.read(tree.unflatten(values)), expected)[1], f"{where} may be wrong"
+            return errors(name, output, expected)
+
+        return run_operation(labels, *arguments, build=building, errors=checking, **options)
+
+    return run
+
+
+def _spoilt(leaf):
+    if leaf.dtype.itemsize == 1:
+        codes = jax.lax.bitcast_convert_type(leaf, jnp.uint8) ^ jnp.uint8(0x80)
+        return [jax.lax.bitcast_convert_type(codes, leaf.dtype)]
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return [leaf.at[-1].add(1), leaf.at[0].set(leaf[1])]
+    return [leaf * jnp.asarray(factor, leaf.dtype) for factor in (3, jnp.nan)]
+
+
+def test_the_reference_is_not_published_as_the_native_kernel(family, monkeypatch):
+    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: ("the kernels are not loaded", False))
+    jax.clear_caches()  # of what was traced with the kernels
+    kernels = {
+        (operation, name)
+        for operation, names in family.rows.items()
+        for name in names
+        if name.startswith("te_jax") and not re.search(family.no_reference, f"{operation} {name}")
+    }
+    if not kernels:
+        pytest.skip("it names no kernels")
+    result = family.module.run_case(family.case, tuple(dict(map(reversed, kernels))), FEW)
+    reasons = {(problem["operation"], problem["implementation"]): problem["reason"] for problem in result.skipped}
+    assert {pair for pair in kernels if reasons.get(pair, "").startswith("NativeUnavailableError")} == kernels
+
+
+def test_bytes_that_every_operation_must_move():
+    of_norms = {"rows": 3, "both": 4, "residual_rows": 7, "residual_both": 8, "current_both": 6}
+    assert {name: 2 * each.wide + each.codes for name, each in norm.OPERATIONS.items()} == of_norms
+    of_activations = {"forward_data": 5, "forward": 6, "backward": 10, "backward_y": 11}
+    for name, operation in activation.OPERATIONS.items():
+        direction, _, scales = name.rpartition("_")
+        again = (6 if operation.backward else 4) if scales == "current" else 0
+        assert operation.bytes == of_activations[direction] + again
+
+
+def test_where_full_logits_do_not_fit_they_are_left_out():
+    case = dataclasses.replace(FAMILIES["linear_cross_entropy"].case, full_logits=False)
+    applies = {name for name in linear_cross_entropy.IMPLEMENTATIONS if linear_cross_entropy._applies(name, case)}
+    assert applies >= {"te_jax", "maxtext_tiling"}
+    assert not applies & {"full_logits", "optax"}
+
+
+def test_products_are_measured_after_rests_on_a_gpu(monkeypatch):
+    """On any backend that says it is one."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gemm, "_applies", lambda name, operation: name == "jnp")
+    timings = []
+
+    def measure(candidates, timing, *, pipelined):
+        timings.append(timing)
+        return {each.name: [1e-6 if timing.rest_seconds else 2e-6] for each in candidates}, {}
+
+    monkeypatch.setattr(harness, "measure", measure)
+    monkeypatch.setattr(gemm, "measure", measure)
+    forward, accumulate = gemm.run_case(GEMM, ("jnp",), FEW).rows
+    assert timings == [FEW, FEW.rested, FEW]
+    assert forward["tflops_rested"] == pytest.approx(2 * forward["tflops"], rel=1e-3)
+    assert "tflops_rested" not in accumulate
+
+
+def test_small_logits_rotate_through_more_memory_than_caches_hold():
+    assert elementwise.buffers_for(2 * 2**30, least=1) == 1
+    assert elementwise.buffers_for(64 * 2**20) * 64 * 2**20 >= 256 * 2**20
+    assert elementwise.buffers_for(1) == elementwise._MOST_BUFFERS
+
+
+def test_a_layer_of_experts_keeps_x_and_what_is_before_the_activation():
+    """Beside these, 4 bytes for the logit of each expert, and 16 for each choice."""
+    case = shapes.ExpertsShape(("layer",), 64, 1024, 8, hidden=2048, mlp=1024, load="balanced", model="test")
+    least = 2 * 2048 + 4 * 8 * 1024
+    for name in ("te_jax", "te_jax_block"):
+        assert least <= moe.kept_bytes(name, case) <= least + 4 * 64 + 16 * 8
+
+
+@pytest.mark.parametrize(("load", "last"), [("balanced", 24), ("zipf", 12), ("one_hot", 0)])
+def test_loads_of_experts_have_all_rows(load, last):
+    sizes = moe._sizes(dataclasses.replace(EXPERTS, load=load))
+    assert sizes.sum() == EXPERTS.rows
+    assert sizes[-1] == pytest.approx(last, abs=1)
+
+
+# What results are compared with
+
+
+def test_exact_rows_of_a_layer():
+    inputs = dense._inputs(GEMM)
+    exact = dense._exact(inputs)
+    x, kernel, dy = (np.asarray(a).astype(np.float64) for a in (inputs.x, inputs.kernel, inputs.dy))
+    np.testing.assert_allclose(exact.y, (x @ kernel)[exact.tokens], rtol=1e-12, atol=1e-9)
+    np.testing.assert_allclose(exact.dx, (dy @ kernel.T)[exact.tokens], rtol=1e-12, atol=1e-9)
+    np.testing.assert_allclose(exact.dkernel, (x.T @ dy)[exact.features], rtol=1e-12, atol=1e-9)
+    assert len(exact.tokens) == len(exact.features) == 64
+
+
+@pytest.mark.parametrize("products", [None, 3])
+def test_exact_rows_of_products(products):
+    """Of several those of the first and the last."""
+    inputs = gemm._inputs(dataclasses.replace(GEMM, products=products), _GEMM if products is None else ("jnp",))
+    rows = np.array([0, 7, 95])
+    lhs, rhs = (gemm._ends(np.asarray(x).astype(np.float64)) for x in inputs.plain)
+    np.testing.assert_allclose(gemm._exact(inputs.plain, rows), lhs[:, rows] @ rhs.mT, rtol=0, atol=1e-10)
+    assert lhs.std() == pytest.approx(1, abs=0.05)
+    for scalings, (lhs, rhs) in inputs.quantized.items():
+        wide = [np.asarray(x.dequantize()).astype(np.float64) for x in (lhs, rhs)]
+        expected = wide[0][rows] @ wide[1].T  # of bfloat16 values, which differ a little from FP8 times a scale
+        found = gemm._exact((lhs, rhs), rows)
+        assert np.allclose(found, expected[None], rtol=0, atol=0.05 * np.abs(expected).max())
+        assert (lhs.scaling, rhs.scaling) == scalings
+
+
+def test_the_exact_loss_agrees_with_central_differences():
+    rng = np.random.default_rng()
+    logits = rng.normal(size=(5, 7)).astype(np.float32)
+    labels = rng.integers(0, 7, 5).astype(np.int32)
+
+    def mean_loss(z):
+        p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+        return -np.mean(np.log(p[np.arange(5), labels]))
+
+    exact = softmax_cross_entropy._exact(logits, labels)
+    assert exact.loss == pytest.approx(mean_loss(logits.astype(np.float64)), rel=1e-12)
+    assert list(exact.rows) == list(range(5))
+    for row in range(5):
+        for column in range(7):
+            step = np.zeros((5, 7))
+            step[row, column] = 1e-5
+            wide = logits.astype(np.float64)
+            slope = (mean_loss(wide + step) - mean_loss(wide - step)) / 2e-5
+            assert exact.gradient[row, column] == pytest.approx(slope, abs=1e-9)
+
+
+def test_logits_are_random_and_labels_within_the_vocabulary():
+    case = FAMILIES["softmax_cross_entropy"].case
+    logits, labels = softmax_cross_entropy._inputs(case)
+    assert logits.dtype == jnp.bfloat16
+    assert np.asarray(logits, np.float32).std() == pytest.approx(1, abs=0.05)
+    assert np.all((np.asarray(labels) >= 0) & (np.asarray(labels) < case.vocab))
+
+
+def test_trained_hidden_states_know_their_labels():
+    case = FAMILIES["linear_cross_entropy"].case
+    random, trained = (
+        linear_cross_entropy._exact(linear_cross_entropy._drawn(case, trained=trained)) for trained in (False, True)
+    )
+    assert 7 < random.loss < 8  # log(1024) + 0.5
+    assert 1 < trained.loss < 3
+
+
+def test_one_code_that_differs_is_counted():
+    codes = jnp.arange(6, dtype=jnp.uint8).reshape(2, 3)
+    assert int(quantize._differing_bits((codes, jnp.ones(2)), (codes.at[1, 2].add(1), jnp.ones(2)))) == 1
