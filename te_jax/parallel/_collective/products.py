@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from te_jax import sharding
+from te_jax._core.batching import batched_together
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
 from te_jax.ops import _fp8
@@ -120,7 +121,10 @@ def _all_gather_and_residuals(spec: CollectiveSpec, x, kernels, biases, states, 
         assert by_cols is not None
         by_cols = with_parts(by_cols, gathered, parts)
     residuals = Residuals(_named(by_cols, "activation"), kept, states, _named((x_sides.amax, *amaxes), "activation"))
-    return (products, gathered if spec.gather_result else None), residuals
+    if spec.gather_result:
+        *products, gathered = batched_together((*products, gathered))
+        return (tuple(products), gathered), residuals
+    return (batched_together(products), None), residuals
 
 
 def _all_gather_backward(spec: CollectiveSpec, residuals: Residuals, cotangents):
