@@ -874,17 +874,19 @@ def dense(name, recipe, layouts, *, dtype="float32", bias=False, accumulator=Fal
         donates=("wgrad_accumulator",) if accumulator else (),
         unshared=("wgrad_accumulator", "scaling_state"),
         merged={"scaling_state": largest} if delayed else {},
-        layouts={layout: dense_layout(layout, small, accumulator) for layout in layouts},
+        layouts={layout: dense_layout(layout, recipe, small, accumulator) for layout in layouts},
         left_to_xla=recipe is None,
         **fields,
     )
 
 
-def dense_layout(name, small, accumulator):
+def dense_layout(name, recipe, small, accumulator):
     x, kernel, y, collectives = DENSE_LAYOUTS[name]
     (out,) = (*y, None, None)[2:3]
-    if accumulator and name == "fsdp":  # the mesh axis of the accumulator is that of the tokens
+    if GATHERED in collectives and (accumulator or recipe is None):
+        # The mesh axis of the accumulator is that of the tokens; and XLA may gather a plain kernel for both products.
         small = small | {"all-gather": IN * OUT}
+        collectives = collectives[1:] if recipe is None else collectives
     return Layout(
         {"x": x, "kernel": kernel, "bias": P(out), "wgrad_accumulator": kernel}, y, tuple(collectives), small,
         own=() if accumulator else OWN.get(name, ()),  # devices cannot share one
