@@ -3,8 +3,10 @@
 Everything here happens before a backend starts. The same tests run on a GPU with `JAX_PLATFORMS=cuda`.
 """
 
+import collections
 import gc
 import os
+import pathlib
 import secrets
 
 # Oracles in NumPy: threads of its BLAS wait for work by spinning, on cores that XLA and other workers compute on.
@@ -40,6 +42,24 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("te_jax")
 
 _SEED = pytest.StashKey[int]()
+_TESTS = pathlib.Path(__file__).parent
+
+# Files that are `slow` as a whole, unless they are named on the command line.
+_SLOW = {
+    *("benchmarks/*_family.py", "benchmarks/test_profile.py"),  # each family, with its peers
+    *("cli/test_train*.py", "cli/test_bench.py"),  # processes that are killed and resumed, trainings
+    *("docs/test_examples.py", "docs/test_commands.py"),
+    *("models/test_decoder_*.py", "offload/test_stack.py", "offload/test_values.py", "optim/test_offload.py"),
+    *("ops/*_sharding.py", "ops/*_shard_map.py"),  # tests/conformance has the usual meshes
+    *("parallel/test_p2p.py", "parallel/test_processes.py", "parallel/test_protocol.py", "parallel/*_segments.py"),
+    "test_notebooks.py",
+}
+
+# What `make test` compiles of each folder at most: a count of programs is the same on every machine, where times are
+# not. It fails above. Tests that need more programs take the place of others, or are slow; else raise the number.
+_MOST_PROGRAMS = {}
+_programs = collections.Counter()
+_folder = None
 
 
 class _FailuresAtOnce:
@@ -66,10 +86,19 @@ def pytest_sessionstart(session):
         pytest.exit(f"TE_JAX_TEST_REQUIRE_NATIVE=1, but on {jax.default_backend()}: {problems}", returncode=3)
 
 
+def pytest_ignore_collect(collection_path):
+    """Elsewhere every worker would import tests/gpu only to skip it, unless it is named."""
+    return True if collection_path == _TESTS / "gpu" and jax.default_backend() != "gpu" else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     if jax.default_backend() == "cpu":
         mark_products([item for item in items if "gpu" not in item.keywords])
+        named = {pathlib.Path(argument.partition("::")[0]).resolve() for argument in config.args}
+        for item in items:
+            if item.path not in named and any(item.path.relative_to(_TESTS).match(pattern) for pattern in _SLOW):
+                item.add_marker(pytest.mark.slow)
     # With --no-loadscope-reorder workers share files in this order: one that takes minutes would end alone.
     items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_train.py", "test_meshes.py"))
     on_gpu = [item for item in items if "gpu" in item.keywords]
@@ -77,6 +106,50 @@ def pytest_collection_modifyitems(items):
         skip = pytest.mark.skip(reason="needs a GPU and the CUDA extension")
         for item in on_gpu:
             item.add_marker(skip)
+
+
+# ------------------------------------------------------------------------------------------------- compiled programs
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    global _folder
+    _folder = None if item.get_closest_marker("slow") else item.path.parent.name
+    return (yield)
+
+
+@jax.monitoring.register_event_duration_secs_listener
+def _count_program(event, duration, **_):
+    if event == "/jax/core/compile/backend_compile_duration" and _folder:
+        _programs[_folder] += 1
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist
+        session.config.workeroutput["programs"] = dict(_programs)
+    elif _too_many() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    _programs.update(getattr(node, "workeroutput", {}).get("programs", {}))
+
+
+def _too_many():
+    """{folder: number of programs} of those above the limit."""
+    on_cpu = jax.default_backend() == "cpu"
+    return {folder: count for folder, count in _programs.items() if on_cpu and count > _MOST_PROGRAMS.get(folder, 0)}
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not _programs:
+        return
+    counts = ", ".join(f"{folder} {count}" for folder, count in sorted(_programs.items()))
+    terminalreporter.write_line(f"Compiled by tests that are not slow: {counts}; {_programs.total()} programs in all")
+    for folder, count in _too_many().items():
+        limit = f"_MOST_PROGRAMS in tests/conftest.py allows {_MOST_PROGRAMS.get(folder, 0)}"
+        terminalreporter.write_line(f"FAILED {folder} compiles {count} programs, and {limit}")
 
 
 @pytest.fixture(autouse=True, scope="module")
