@@ -47,17 +47,27 @@ _TESTS = pathlib.Path(__file__).parent
 # Files that are `slow` as a whole, unless they are named on the command line.
 _SLOW = {
     *("benchmarks/*_family.py", "benchmarks/test_profile.py"),  # each family, with its peers
-    *("cli/test_train*.py", "cli/test_bench.py"),  # processes that are killed and resumed, trainings
+    *("cli/test_train*.py", "cli/test_bench.py"),  # trainings, and processes that are killed and resumed
     *("docs/test_examples.py", "docs/test_commands.py"),
     *("models/test_decoder_*.py", "offload/test_stack.py", "offload/test_values.py", "optim/test_offload.py"),
-    *("ops/*_sharding.py", "ops/*_shard_map.py"),  # tests/conformance has the usual meshes
+    # Modules share their arithmetic with the operations, and Linen's with NNX's.
+    *("flax/*.py", "*/test_*_attention.py", "*/test_*_moe.py", "*/test_*_transformer_block.py"),
+    *("*/test_*_convert.py", "*/test_*_delayed_scaling.py", "*/test_*_microbatches.py"),
+    # Of these, tests/conformance has a row or a mesh each.
+    *("ops/test_dense_accumulator.py", "ops/test_dense_several_kernels.py", "ops/test_dense_state.py"),
+    *("ops/test_dense_quantized_*.py", "ops/test_dense_transformations.py", "ops/test_dense_data_parallel.py"),
+    *("ops/*_of_pairs.py", "ops/*_regressions.py", "ops/*_sharding.py", "ops/*_shard_map.py"),
     *("parallel/test_p2p.py", "parallel/test_processes.py", "parallel/test_protocol.py", "parallel/*_segments.py"),
-    "test_notebooks.py",
+    *("parallel/*_delayed.py", "test_notebooks.py"),
 }
 
-# What `make test` compiles of each folder at most: a count of programs is the same on every machine, where times are
-# not. It fails above. Tests that need more programs take the place of others, or are slow; else raise the number.
-_MOST_PROGRAMS = {}
+# What tests that are not slow compile of each folder at most: a number of programs is the same on every machine, where
+# times are not. A run above fails: let tests share programs, mark some as slow, or raise the number.
+_MOST_PROGRAMS = {
+    "benchmarks": 100, "cli": 200, "conformance": 4200, "docs": 700, "inspect": 250, "models": 700, "modules": 2500,
+    "native": 200, "nn": 900, "nnx": 900, "offload": 50, "ops": 4600, "optim": 1800, "parallel": 600, "sharding": 300,
+    "tests": 800,
+}  # fmt: skip
 _programs = collections.Counter()
 _folder = None
 
@@ -86,6 +96,10 @@ def pytest_sessionstart(session):
         pytest.exit(f"TE_JAX_TEST_REQUIRE_NATIVE=1, but on {jax.default_backend()}: {problems}", returncode=3)
 
 
+def _is_slow(path):
+    return any(path.relative_to(_TESTS).match(pattern) for pattern in _SLOW)
+
+
 def pytest_ignore_collect(collection_path):
     """Elsewhere every worker would import tests/gpu only to skip it, unless it is named."""
     return True if collection_path == _TESTS / "gpu" and jax.default_backend() != "gpu" else None
@@ -97,7 +111,7 @@ def pytest_collection_modifyitems(config, items):
         mark_products([item for item in items if "gpu" not in item.keywords])
         named = {pathlib.Path(argument.partition("::")[0]).resolve() for argument in config.args}
         for item in items:
-            if item.path not in named and any(item.path.relative_to(_TESTS).match(pattern) for pattern in _SLOW):
+            if item.path not in named and _is_slow(item.path):
                 item.add_marker(pytest.mark.slow)
     # With --no-loadscope-reorder workers share files in this order: one that takes minutes would end alone.
     items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_train.py", "test_meshes.py"))
@@ -114,7 +128,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     global _folder
-    _folder = None if item.get_closest_marker("slow") else item.path.parent.name
+    _folder = None if item.get_closest_marker("slow") or _is_slow(item.path) else item.path.parent.name
     return (yield)
 
 
