@@ -58,7 +58,7 @@ _SLOW = {
     *("ops/test_dense_quantized_*.py", "ops/test_dense_transformations.py", "ops/test_dense_data_parallel.py"),
     *("ops/*_of_pairs.py", "ops/*_regressions.py", "ops/*_sharding.py", "ops/*_shard_map.py"),
     *("parallel/test_p2p.py", "parallel/test_processes.py", "parallel/test_protocol.py", "parallel/*_segments.py"),
-    *("parallel/*_delayed.py", "test_notebooks.py"),
+    "test_notebooks.py",
 }
 
 # What tests that are not slow compile of each folder at most: a number of programs is the same on every machine, where
