@@ -17,13 +17,13 @@ PYTEST   = $(PY) -m pytest
 RUN_OUT ?= runs/demo
 DIST    ?= dist
 
-.PHONY: help demo test test-slow test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables docs notebooks wheel \
+.PHONY: help demo test test-all test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables docs notebooks wheel \
         wheels try-wheel clean
 
 help:
 	@echo "make demo          train a small language model on text that ships with Python"
-	@echo "make test          tests on the CPU, with eight simulated devices"
-	@echo "make test-slow     the tests that make test leaves out: notebooks, long trainings, whole products of parameters"
+	@echo "make test          tests on the CPU, with eight simulated devices: every operation, transformation and kind of mesh"
+	@echo "make test-all      those and the slow ones: notebooks, trainings, benchmarks, processes, products of parameters"
 	@echo "make test-gpu      tests of operations, layers, optimizers and models on the GPUs of this machine"
 	@echo "make bench         every benchmark on this machine"
 	@echo "make lint          ruff, pyright, clang-format, import-linter, tables"
@@ -65,8 +65,8 @@ demo: $(PACKAGE)
 test: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-slow: $(PACKAGE) $(TOOLS)
-	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu $(PYTEST) -m slow -n auto $(ARGS)
+test-all:
+	$(MAKE) test ARGS="-m '' $(ARGS)"
 
 GPU_TESTS ?= $(addprefix tests/,ops conformance native sharding inspect optim flax nnx nn offload models parallel gpu)
 test-gpu: $(PACKAGE) $(TOOLS)

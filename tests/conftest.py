@@ -3,8 +3,10 @@
 Everything here happens before a backend starts. The same tests run on a GPU with `JAX_PLATFORMS=cuda`.
 """
 
+import collections
 import gc
 import os
+import pathlib
 import secrets
 
 # Oracles in NumPy: threads of its BLAS wait for work by spinning, on cores that XLA and other workers compute on.
@@ -40,6 +42,35 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("te_jax")
 
 _SEED = pytest.StashKey[int]()
+_TESTS = pathlib.Path(__file__).parent
+
+# Files that are `slow` as a whole, unless they are named on the command line.
+_SLOW = {
+    *("benchmarks/*_family.py", "benchmarks/test_profile.py"),  # each family, with its peers
+    *("cli/test_train*.py", "cli/test_bench.py"),  # trainings, and processes that are killed and resumed
+    *("docs/test_examples.py", "docs/test_commands.py"),
+    *("models/test_decoder_*.py", "models/test_tensor_parallel.py", "offload/test_stack.py", "offload/test_values.py"),
+    *("optim/test_buckets.py", "optim/test_convert.py", "optim/test_offload.py", "optim/test_sharding.py"),
+    # Modules share their arithmetic with the operations, and Linen's with NNX's.
+    *("flax/*.py", "*/test_*_attention.py", "*/test_*_moe.py", "*/test_*_transformer_block.py", "nn/test_moe.py"),
+    *("*/test_*_convert.py", "*/test_*_delayed_scaling.py", "*/test_*_microbatches.py"),
+    # Of these, tests/conformance has a row or a mesh each.
+    *("ops/test_dense_accumulator.py", "ops/test_dense_several_kernels.py", "ops/test_dense_state.py"),
+    *("ops/test_dense_quantized_*.py", "ops/test_dense_transformations.py", "ops/test_dense_data_parallel.py"),
+    *("ops/*_of_pairs.py", "ops/*_regressions.py", "ops/*_sharding.py", "ops/*_shard_map.py"),
+    *("parallel/test_p2p.py", "parallel/test_processes.py", "parallel/test_protocol.py", "parallel/*_segments.py"),
+    *("parallel/*_fp8.py", "test_notebooks.py"),
+}
+
+# What tests that are not slow compile of each folder at most: a number of programs is the same on every machine, where
+# times are not. A run above fails: let tests share programs, mark some as slow, or raise the number.
+_MOST_PROGRAMS = {
+    "benchmarks": 100, "cli": 200, "conformance": 4200, "docs": 1500, "inspect": 250, "models": 400, "modules": 2500,
+    "native": 200, "nn": 600, "nnx": 900, "offload": 50, "ops": 4200, "optim": 2600, "parallel": 500, "sharding": 300,
+    "tests": 800,
+}  # fmt: skip
+_programs = collections.Counter()
+_folder = None
 
 
 class _FailuresAtOnce:
@@ -66,10 +97,23 @@ def pytest_sessionstart(session):
         pytest.exit(f"TE_JAX_TEST_REQUIRE_NATIVE=1, but on {jax.default_backend()}: {problems}", returncode=3)
 
 
+def _is_slow(path):
+    return any(path.relative_to(_TESTS).match(pattern) for pattern in _SLOW)
+
+
+def pytest_ignore_collect(collection_path):
+    """Elsewhere every worker would import tests/gpu only to skip it, unless it is named."""
+    return True if collection_path == _TESTS / "gpu" and jax.default_backend() != "gpu" else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     if jax.default_backend() == "cpu":
         mark_products([item for item in items if "gpu" not in item.keywords])
+        named = {pathlib.Path(argument.partition("::")[0]).resolve() for argument in config.args}
+        for item in items:
+            if item.path not in named and _is_slow(item.path):
+                item.add_marker(pytest.mark.slow)
     # With --no-loadscope-reorder workers share files in this order: one that takes minutes would end alone.
     items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_train.py", "test_meshes.py"))
     on_gpu = [item for item in items if "gpu" in item.keywords]
@@ -77,6 +121,50 @@ def pytest_collection_modifyitems(items):
         skip = pytest.mark.skip(reason="needs a GPU and the CUDA extension")
         for item in on_gpu:
             item.add_marker(skip)
+
+
+# ------------------------------------------------------------------------------------------------- compiled programs
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    global _folder
+    _folder = None if item.get_closest_marker("slow") or _is_slow(item.path) else item.path.parent.name
+    return (yield)
+
+
+@jax.monitoring.register_event_duration_secs_listener
+def _count_program(event, duration, **_):
+    if event == "/jax/core/compile/backend_compile_duration" and _folder:
+        _programs[_folder] += 1
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist
+        session.config.workeroutput["programs"] = dict(_programs)
+    elif _too_many() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    _programs.update(getattr(node, "workeroutput", {}).get("programs", {}))
+
+
+def _too_many():
+    """{folder: number of programs} of those above the limit."""
+    on_cpu = jax.default_backend() == "cpu"
+    return {folder: count for folder, count in _programs.items() if on_cpu and count > _MOST_PROGRAMS.get(folder, 0)}
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not _programs:
+        return
+    counts = ", ".join(f"{folder} {count}" for folder, count in sorted(_programs.items()))
+    terminalreporter.write_line(f"Compiled by tests that are not slow: {counts}; {_programs.total()} programs in all")
+    for folder, count in _too_many().items():
+        limit = f"_MOST_PROGRAMS in tests/conftest.py allows {_MOST_PROGRAMS.get(folder, 0)}"
+        terminalreporter.write_line(f"FAILED {folder} compiles {count} programs, and {limit}")
 
 
 @pytest.fixture(autouse=True, scope="module")

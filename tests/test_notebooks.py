@@ -1,4 +1,4 @@
-"""Stored notebooks show what their code prints: the cheapest is run and compared, the others in `make test-slow`."""
+"""Stored notebooks show what their code prints: the cheapest is run and compared, the others in `make test-all`."""
 
 import ast
 import importlib

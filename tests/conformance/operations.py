@@ -24,6 +24,7 @@ from ops.quantize_oracle import quantization_of
 from ops.quantize_oracle import random_case as random_magnitudes
 
 from te_jax import checkpoint_policies, ops, parallel
+from te_jax.ops.experts_mlp import experts_mlp as fused_experts_mlp
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 
 # Tensor cores add products of FP8 up with about 14 bits: how devices share a sum shows.
@@ -33,6 +34,11 @@ FP8_SUMS = 1e-3 if jax.default_backend() == "gpu" else None
 def normal(rng, *shape, dtype="float32", scale=1.0):
     values = (scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype))
     return jnp.array(values)  # a copy: XLA does not write over what NumPy holds
+
+
+def checked_by(operation):
+    """For `Operation.without`."""
+    return dict.fromkeys(("dtypes", "shapes", "what_is_no_array"), f"{operation} refuses its operands")
 
 
 # ------------------------------------------------------------------------------------------------ softmax_cross_entropy
@@ -558,6 +564,82 @@ def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields)
     )  # fmt: skip
 
 
+def grouped_dense_of_several(name, recipe, **fields):
+    """Two kernels, as gate and up of experts, one of them with a bias. dx is one product."""
+    one = grouped_dense(name, recipe, **fields)
+
+    def draw(rng):
+        operands = one.draw(rng)
+        kernel, bias = operands["kernel"], operands["bias"]
+        return operands | {"kernel": (kernel, one.draw(rng)["kernel"]), "bias": (None, bias)}
+
+    def oracle(kernel, bias, **others):
+        first, second = kernel
+        return one.oracle(kernel=first, bias=jnp.zeros_like(bias[1]), **others), one.oracle(
+            kernel=second, bias=bias[1], **others
+        )
+
+    return dataclasses.replace(
+        one,
+        name=f"grouped_dense of several kernels, {name}",
+        draw=draw,
+        oracle=oracle,
+        dtypes=one.dtypes * 2,
+        layouts={name: one.layouts[name] for name in ("column parallel", "nothing")},
+    )
+
+
+EXPERT_TOKENS, TOP_K = (2, 40), 2
+
+
+def draw_choices(rng):
+    """Distinct experts of each token."""
+    chosen = np.argsort(rng.random((*EXPERT_TOKENS, GROUPS)), axis=-1)[..., :TOP_K]
+    return jax.device_put(np.asarray(chosen, jnp.int32))
+
+
+def experts_mlp(name, recipe, **fields):
+    """Gated MLPs of experts: tokens are gathered where they are quantized, and weighted before the last product."""
+    inner, hidden, outer = 128, 256, 128
+
+    def draw(rng):
+        shapes = (inner, hidden), (inner, hidden), (hidden, outer)
+        return {
+            "x": normal(rng, *EXPERT_TOKENS, inner),
+            "weights": jnp.asarray(rng.uniform(0.1, 1.0, (*EXPERT_TOKENS, TOP_K)), jnp.float32),
+            "experts": draw_choices(rng),
+            "kernel": tuple(normal(rng, GROUPS, *shape, scale=shape[0] ** -0.5) for shape in shapes),
+        }
+
+    def call(x, weights, experts, kernel, implementation=None):
+        permutation = ops.group_by_expert(experts, GROUPS, align=128)
+        return fused_experts_mlp(
+            x, weights, permutation.group_sizes, permutation, kernel, recipe=recipe, kind="silu", alpha=1.0, limit=None,
+            offset=0.0, wgrad_accumulator=(None,) * 3, accumulate=True, implementation=implementation,
+        )  # fmt: skip
+
+    def oracle(x, weights, experts, kernel):
+        gate, up, down = kernel
+        chosen = jnp.einsum("btk,btke->bte", weights, jax.nn.one_hot(experts, GROUPS, dtype=x.dtype))
+        h = jax.nn.silu(jnp.einsum("bti,eih->bteh", x, gate)) * jnp.einsum("bti,eih->bteh", x, up)
+        return jnp.einsum("bteh,eho,bte->bto", h, down, chosen)
+
+    return Operation(
+        name=f"experts_mlp, {name}",
+        draw=draw,
+        call=call,
+        oracle=oracle,
+        dtypes=("float32",),
+        tolerance=(0.09, 0.15),
+        differentiable=("x", "weights", "kernel"),
+        refuses=dict.fromkeys(("native", "reference"), "grouped_dense"),
+        policy=jax.checkpoint_policies.save_only_these_names("te_moe_preactivation", "te_dense_kernel"),
+        layouts={"nothing": Layout({}, options={})},
+        without=checked_by("te_jax.nn.moe"),
+        **fields,
+    )
+
+
 # On a GPU there is no kernel of float32, which these have.
 GROUPED = (
     []
@@ -569,7 +651,86 @@ GROUPED = (
         grouped_gemm("block", "wgrad", variant=True),
         grouped_dense("block", BlockScaling()),
         grouped_dense("none, accumulator", None, dtype="bfloat16", accumulator=True, variant=True),
+        grouped_dense_of_several("block", BlockScaling(), variant=True),
+        experts_mlp("block", BlockScaling()),
     ]
+)
+
+
+# -------------------------------------------------------------------------------------------------- router, permutation
+
+EXPERTS, ROUTING = 8, {"top_k": 2, "score": "sigmoid", "num_groups": 4, "top_groups": 2, "scaling_factor": 2.5}
+BY_XLA = {"implementations": "XLA computes it"}
+
+
+def route(logits, expert_bias, implementation=None):
+    del implementation
+    return ops.router(logits, expert_bias=expert_bias, **ROUTING).weights
+
+
+def weights_of_chosen(logits, expert_bias):
+    """Of two groups with the highest experts, the highest of all, one from each group or both from one."""
+    scores = jax.nn.sigmoid(logits)
+    grouped = (scores + expert_bias[None, None]).reshape(*logits.shape[:-1], 4, 2)
+    best = jax.lax.top_k(jnp.max(grouped, axis=-1), 2)[1]
+    kept = jnp.any(best[..., None] == jnp.arange(4, dtype=best.dtype)[None, None, None], axis=-2)[..., None]
+    chosen = jax.lax.top_k(jnp.where(kept, grouped, -jnp.inf).reshape(logits.shape), 2)[1]
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    return 2.5 * weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+ROUTER = Operation(
+    name="router",
+    draw=lambda rng: {"logits": normal(rng, 8, 16, EXPERTS), "expert_bias": normal(rng, EXPERTS, scale=0.1)},
+    call=route,
+    oracle=weights_of_chosen,
+    dtypes=("float32",),
+    differentiable=("logits",),
+    layouts={
+        "tokens": Layout({"logits": P("data", "model")}, P("data", "model"), options={}, own=("data", "model")),
+        "time": Layout({"logits": P(None, "model")}, P(None, "model"), options={}),
+    },
+    small={"all-gather": 60 * 8 * 16},  # XLA gathers what the top_k of split tokens reads
+    without=BY_XLA,
+)
+
+
+def draw_tokens(rng):
+    return {
+        "x": normal(rng, *EXPERT_TOKENS, 64),
+        "weights": jnp.asarray(rng.uniform(0.1, 1.0, (*EXPERT_TOKENS, TOP_K)), jnp.float32),
+        "experts": draw_choices(rng),
+        "factors": (normal(rng, GROUPS),),
+    }
+
+
+def through_rows(x, weights, experts, factors, implementation=None):
+    """Each expert multiplies its rows by a factor."""
+    del implementation
+    permutation = ops.group_by_expert(experts, GROUPS)
+    rows = ops.permute(x, permutation)
+    of_rows = jnp.repeat(factors[0], permutation.group_sizes, total_repeat_length=len(rows))
+    return ops.unpermute(rows * of_rows[:, None], permutation, weights)
+
+
+def without_rows(x, weights, experts, factors):
+    chosen = jax.nn.one_hot(experts, GROUPS, dtype=x.dtype)
+    return x * jnp.einsum("btk,btke,e->bt", weights, chosen, factors[0])[..., None]
+
+
+PERMUTE = Operation(
+    name="permute and unpermute",
+    draw=draw_tokens,
+    call=through_rows,
+    oracle=without_rows,
+    dtypes=("float32",),
+    differentiable=("x", "weights", "factors"),
+    layouts={
+        "features": Layout({"x": P(None, None, "model")}, P(None, None, "model"), options={}),
+        "nothing": Layout({}, options={}),
+    },
+    small={"all-reduce": 2 * math.prod(EXPERT_TOKENS) * TOP_K},  # gradients of the weights and of every row's factor
+    without=BY_XLA | {"dtypes": "permute takes any"},
 )
 
 
@@ -710,17 +871,19 @@ def dense(name, recipe, layouts, *, dtype="float32", bias=False, accumulator=Fal
         donates=("wgrad_accumulator",) if accumulator else (),
         unshared=("wgrad_accumulator", "scaling_state"),
         merged={"scaling_state": largest} if delayed else {},
-        layouts={layout: dense_layout(layout, small, accumulator) for layout in layouts},
+        layouts={layout: dense_layout(layout, recipe, small, accumulator) for layout in layouts},
         left_to_xla=recipe is None,
         **fields,
     )
 
 
-def dense_layout(name, small, accumulator):
+def dense_layout(name, recipe, small, accumulator):
     x, kernel, y, collectives = DENSE_LAYOUTS[name]
     (out,) = (*y, None, None)[2:3]
-    if accumulator and name == "fsdp":  # the mesh axis of the accumulator is that of the tokens
+    if GATHERED in collectives and (accumulator or recipe is None):
+        # The mesh axis of the accumulator is that of the tokens; and XLA may gather a plain kernel for both products.
         small = small | {"all-gather": IN * OUT}
+        collectives = collectives[1:] if recipe is None else collectives
     return Layout(
         {"x": x, "kernel": kernel, "bias": P(out), "wgrad_accumulator": kernel}, y, tuple(collectives), small,
         own=() if accumulator else OWN.get(name, ()),  # devices cannot share one
@@ -762,6 +925,40 @@ def dense_of_several(name, recipe, layouts, **fields):
         next_values=one.next_values and next_values,
         layouts={name: layout(name) for name in layouts},
     )
+
+
+def dense_of_transposed(name, recipe, layouts, **fields):
+    """A layer whose kernel is [out, in]."""
+    one = dense(name, recipe, layouts, **fields)
+
+    def draw(rng):
+        operands = one.draw(rng)
+        return operands | {"kernel": jnp.array(np.asarray(operands["kernel"]).T)}
+
+    def layout(single):
+        inner, outer = (*single.operands["kernel"], None, None)[:2]
+        return dataclasses.replace(single, operands={**single.operands, "kernel": P(outer, inner)})
+
+    return dataclasses.replace(
+        one,
+        name=f"dense of a transposed kernel, {name}",
+        draw=draw,
+        call=functools.partial(one.call, kernel_contracting="last"),
+        oracle=lambda x, kernel, **others: one.oracle(x, kernel.T, **others),
+        layouts={name: layout(single) for name, single in one.layouts.items()},
+    )
+
+
+def with_kernels_quantized(one, recipe):
+    """A layer with an accumulator, whose kernels come in FP8: all microbatches use what was quantized once."""
+
+    def call(kernel, implementation=None, **others):
+        quantization = recipe.quantization("kernel")
+        quantize = functools.partial(ops.quantize, quantization=quantization, implementation=implementation)
+        return one.call(kernel=jax.tree.map(quantize, kernel), implementation=implementation, **others)
+
+    # It is quantized outside of what is computed again.
+    return dataclasses.replace(one, call=call, policy=None, without=checked_by("quantize"))
 
 
 def _drawn_again(rng, x):
@@ -838,21 +1035,31 @@ MLP_LAYOUTS = {
 }
 
 
-def gated_mlp(name, recipe, **fields):
+def gated_mlp(name, recipe, *, accumulator=False, **fields):
+    """A gated MLP; `accumulator` gives it three for the gradients of its kernels."""
+
     def draw(rng):
         shapes = (IN, HIDDEN), (IN, HIDDEN), (HIDDEN, OUT)
-        return {
+        operands = {
             "x": normal(rng, *BATCH, IN),
             "kernel": tuple(normal(rng, *shape, scale=shape[0] ** -0.5) for shape in shapes),
         }
+        if accumulator:
+            operands["wgrad_accumulator"] = tuple(normal(rng, *shape, scale=20.0) for shape in shapes)
+        return operands
 
-    def oracle(x, kernel):
+    def oracle(x, kernel, **_):
         gate, up, down = kernel
         return jnp.matmul(jax.nn.silu(jnp.matmul(x, gate)) * jnp.matmul(x, up), down)
 
+    def next_values(operands, cotangents):
+        _, vjp = jax.vjp(functools.partial(oracle, operands["x"]), operands["kernel"])
+        (gradients,) = vjp(jnp.asarray(cotangents, jnp.float32))
+        return {"wgrad_accumulator": jax.tree.map(jnp.add, operands["wgrad_accumulator"], gradients)}
+
     def layout(x, kernels, collectives):
         small = dict.fromkeys(("all-reduce", "all-gather"), 4 * (TOKENS + IN + HIDDEN + OUT))
-        return Layout({"x": x, "kernel": kernels}, x, tuple(collectives), small)
+        return Layout({"x": x, "kernel": kernels, "wgrad_accumulator": kernels}, x, tuple(collectives), small)
 
     return Operation(
         name=f"gated_mlp, {name}",
@@ -862,9 +1069,12 @@ def gated_mlp(name, recipe, **fields):
         dtypes=("float32",),
         tolerance=(0.09, 0.15),
         agreement=2e-2,  # where a sum over devices precedes the activation, its last bits decide how values are rounded
-        differentiable=("x", "kernel"),
+        differentiable=("x", "wgrad_accumulator" if accumulator else "kernel"),
+        next_values=next_values if accumulator else None,
         refuses=dict.fromkeys(("native", "reference"), r"is differentiated once|use recipe=None"),
         policy=checkpoint_policies.save_fp8_operands_and_preactivations,
+        donates=("wgrad_accumulator",) if accumulator else (),
+        unshared=("wgrad_accumulator",),
         layouts={name: layout(*of) for name, of in MLP_LAYOUTS.items()},
         **fields,
     )
@@ -911,6 +1121,29 @@ def all_gather_matmul(name, recipe, **fields):
         ),
         recipe,
         **fields,
+    )
+
+
+def all_gather_matmul_of_several(name, recipe, **fields):
+    """Two kernels share one gather; one of them has a bias."""
+    one = all_gather_matmul(name, recipe, **fields)
+    (layout,) = one.layouts.values()
+
+    def draw(rng):
+        operands = one.draw(rng)
+        kernel, bias = operands["kernel"], operands["bias"]
+        return operands | {"kernel": (kernel, _drawn_again(rng, kernel)), "bias": (None, bias)}
+
+    gather, scatter, wgrad = layout.collectives
+    return dataclasses.replace(
+        one,
+        name=f"all_gather_matmul of several kernels, {name}",
+        draw=draw,
+        oracle=lambda x, kernel, bias: (jnp.matmul(x, kernel[0]), jnp.matmul(x, kernel[1]) + bias[1][None, None]),
+        dtypes=one.dtypes * 2,
+        layouts={
+            "tensor and sequence parallel": dataclasses.replace(layout, collectives=(gather, scatter, wgrad, wgrad))
+        },
     )
 
 
@@ -993,6 +1226,8 @@ OPERATIONS = [
     gemm("tensor", dtype="bfloat16", followup="gelu", variant=True),
     gemm("plain", followup="accumulator", variant=True),
     *GROUPED,
+    ROUTER,
+    PERMUTE,
     norm(ops.rms_norm, rms_norm_of, residual=True),
     norm(ops.layer_norm, layer_norm_of, dtype="bfloat16", bias=True, variant=True),
     dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),
@@ -1001,6 +1236,10 @@ OPERATIONS = [
     dense("delayed", DelayedScaling(history_len=3), (*TENSOR, "fsdp of columns", "fsdp, row parallel"), variant=True),
     dense("bias and gelu", CURRENT, TENSOR, bias=True, variant=True),
     dense("accumulator", CURRENT, (*TENSOR, *FSDP), accumulator=True, variant=True),
+    with_kernels_quantized(
+        dense("accumulator of a quantized kernel", CURRENT, TENSOR, accumulator=True, variant=True), CURRENT
+    ),
+    dense_of_transposed("block", BlockScaling(), TENSOR, variant=True),
     dense_of_several("current", CURRENT, ("data parallel", *TENSOR, *FSDP)),
     dense_of_several("block", BlockScaling(), TENSOR, variant=True),
     dense_of_several("delayed", DelayedScaling(history_len=3), TENSOR, variant=True),
@@ -1010,11 +1249,15 @@ OPERATIONS = [
     dense_of_norm("current", CURRENT, variant=True),
     gated_mlp("block", BlockScaling()),
     gated_mlp("current", CURRENT, variant=True),
+    with_kernels_quantized(
+        gated_mlp("accumulators of quantized kernels", BlockScaling(), accumulator=True, variant=True), BlockScaling()
+    ),
     dense("none", None, (*TENSOR, *FSDP), bias=True, variant=True),
     dense("none, accumulator", None, ("row parallel", *FSDP), dtype="bfloat16", accumulator=True, variant=True),
     dense_of_several("none", None, TENSOR, variant=True),
     all_gather_matmul("plain", None),
     all_gather_matmul("current", CURRENT, variant=True),
+    all_gather_matmul_of_several("current", CURRENT, variant=True),
     matmul_reduce_scatter("plain", None, variant=True),
     matmul_reduce_scatter("current", CURRENT, variant=True),
 ]

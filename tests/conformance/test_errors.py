@@ -13,8 +13,11 @@ every = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: o
 
 @pytest.fixture(autouse=True)
 def _enough_devices(request, require_devices):
-    if request.node.callspec.params["operation"].collective:
+    operation = request.node.callspec.params["operation"]
+    if operation.collective:
         require_devices(4)
+    if reason := operation.without.get(request.node.originalname.removeprefix("test_")):
+        pytest.skip(reason)
 
 
 def _call(operation, **options):

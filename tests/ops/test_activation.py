@@ -174,21 +174,6 @@ def test_values_that_are_not_finite(limit, implementation, rng):
     np.testing.assert_array_equal(poisoned, [[0, 0], [0, 1]] if limit else [[0, 0], [0, 1], [1, 2], [1, 3]])
 
 
-@pytest.mark.parametrize("pair", ["tensor", "1x128", "row"])
-def test_vmap_gives_each_example_its_scales(pair, implementation, rng):
-    gate, up = draw(rng, (3, 140, 72))
-    gate = np.asarray(gate) * np.asarray([1, 100, 0.01], gate.dtype)[:, None, None]
-    run = functools.partial(
-        ops.gated_activation, quantization=quantization_of(pair), with_amax=True, implementation=implementation
-    )
-    gate, up, run = np.asarray(gate), np.asarray(up), jax.jit(run)
-    found = jax.jit(jax.vmap(run))(gate, up)
-    alone = [run(*example) for example in zip(gate, up, strict=True)]
-    jax.tree.map(lambda whole, *parts: assert_bits(whole, np.stack(parts)), found, *alone)
-    shared = jax.jit(jax.vmap(run, in_axes=(0, None)))(gate, up[0])
-    jax.tree.map(lambda whole, part: assert_bits(np.asarray(whole)[0], part), shared, alone[0])
-
-
 def test_nothing_to_compute(implementation):
     x = jnp.zeros((0, 8), jnp.bfloat16)
     found, amax = ops.gated_activation(
@@ -330,30 +315,6 @@ def test_rows_that_hold_anything_leave_others_alone(implementation, rng):
         assert np.isnan(found[190:]).all()
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-def test_vmap_with_weights(mapped, implementation, rng):
-    gate, up, dy = draw(rng, (3, 140, 72), count=3)
-    weights, use_native = draw_weights(rng, (3, 140) if mapped else 140), implementation == "native"
-    gradient, activation = GRADIENTS["blocks"]
-
-    def run(gate, up, dy, weights):
-        return (
-            activate_quantized(Function("silu"), gate, up, None, request(activation), use_native, weights),
-            activation_gradients_quantized(
-                Function("silu"), gate, up, dy, None, None, None, request(gradient), activation, use_native, weights
-            ),
-        )  # fmt: skip
-
-    found = jax.jit(jax.vmap(run, in_axes=(0, 0, 0, 0 if mapped else None)))(gate, up, dy, weights)
-    for i in range(3):
-        alone = jax.jit(run)(gate[i], up[i], dy[i], weights[i] if mapped else weights)
-        for whole, part in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
-            if part.dtype == np.float32 and part.shape == (140,):  # sums, in another order
-                np.testing.assert_allclose(whole[i], part, atol=1e-3)
-            else:
-                assert_bits(whole[i], part)
-
-
 # ------------------------------------------------------------------------------------------------------------ sharded
 
 
@@ -450,23 +411,6 @@ def test_operands_that_lie_differently(axis_type, make_mesh, native_kernels, rng
     run = functools.partial(ops.gated_activation, quantization=quantization_of("1x128"), implementation="native")
     found = jax.jit(run)(place(gate, mesh, P("data")), place(up, mesh, P("data", "model")))
     jax.tree.map(assert_bits, found, run(gate, up))
-
-
-def test_inside_shard_map(make_mesh, implementation, rng):
-    mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
-    gate, up = draw(rng, (1024, 512))
-
-    def local(gate, up):
-        _, amax = ops.gated_activation(
-            gate, up, quantization=quantization_of("tensor"), axis_name={"rows": "data", "cols": "model"},
-            with_amax=True, implementation=implementation,
-        )  # fmt: skip
-        return amax
-
-    specs = P("data", "model")
-    amax = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, specs), out_specs=P()))(gate, up)
-    plain = np.asarray(ops.gated_activation(gate, up)).astype(np.float32)
-    np.testing.assert_allclose(float(amax), np.abs(plain).max(), rtol=0.01)
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

@@ -18,7 +18,6 @@ from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.testing import assert_close
 
 CURRENT = RECIPES["current"]
-recipes = pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "none"])
 axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 few_recipes = pytest.mark.parametrize("recipe", [CURRENT, RECIPES["block"], None], ids=["current", "block", "none"])
 
@@ -342,31 +341,6 @@ def test_stacked_layers_keep_no_copy_of_kernels_and_accumulators(quantized, reci
 
 
 # ------------------------------------------------------------------------------------------------------------ sharding
-
-
-@axis_types
-@pytest.mark.parametrize(
-    ("spec", "recipe"),
-    [
-        pytest.param(P(None, "model"), RECIPES["block"], id="columns-block"),
-        pytest.param(P("model"), RECIPES["block"], id="rows-block"),
-    ],
-)
-def test_sharded_accumulator(recipe, spec, axis_type, native_kernels, make_mesh, rng):
-    mesh = make_mesh({"data": axis_type, "model": axis_type})
-    case = random_case(rng, (16 * mesh.shape["data"],), SHAPE[:1], SHAPE[1:], with_bias=False)
-    accumulator = draw(rng, case.kernel)
-    before = np.array(accumulator)
-    x, kernel, accumulator, dy = (
-        jax.device_put(a, NamedSharding(mesh, s))
-        for a, s in zip((case.x, case.kernel, accumulator, case.dy), (P("data"), spec, spec, P("data")), strict=True)
-    )
-    step = jax.jit(jax.grad(functools.partial(loss, recipe=recipe), argnums=2), donate_argnums=2)
-    after = step(x, kernel, accumulator, dy)
-    tolerance = PLAIN["bfloat16"] if recipe is None else GRADIENT
-    assert_close(np.asarray(after) - before, oracle(case).dkernel, dtype="float32", tolerance=tolerance)
-    if axis_type is AxisType.Explicit:
-        assert after.sharding.is_equivalent_to(kernel.sharding, 2)
 
 
 def test_shards_without_sums_accumulate_in_place(native_kernels, make_mesh, rng):

@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 from dense_oracle import GRADIENT, RECIPES, oracle, random_case
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
-from te_jax import checkpoint_policies, ops
+from te_jax import ops
 from te_jax.inspect import buffers
 from te_jax.testing import assert_close
 
 WITHOUT_STATE = {name: recipe for name, recipe in RECIPES.items() if name != "delayed"}
-recipes = pytest.mark.parametrize("recipe", WITHOUT_STATE.values(), ids=WITHOUT_STATE)
 CURRENT, BLOCK, DELAYED = RECIPES["current"], RECIPES["block"], RECIPES["delayed"]
 
 
@@ -81,53 +78,6 @@ def test_the_same_bits(kernel_contracting, recipe, implementation, rng):
     assert_near(found[2], oracle(case).dkernel, tolerance=GRADIENT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "wrap"), in_turns(WITHOUT_STATE, {"eager": lambda f: f, "remat": jax.checkpoint, "jit": jax.jit})
-)
-def test_eager_remat_and_jit(wrap, recipe, case):
-    found, wanted = (
-        step(wrap(functools.partial(f, recipe=recipe)), case.x, case.kernel, case.dy) for f in (quantized, plain)
-    )
-    assert_same_bits(found, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "axes"), in_turns(WITHOUT_STATE, ((0, None), (None, 0), (0, 0))))
-def test_vmap(axes, recipe, rng):
-    """Examples do not share a gradient, unless they share the array."""
-    case = random_case(rng, (3, 64), (128,), (64,), with_bias=False)
-    x = case.x if axes[0] == 0 else case.x[0]
-    kernel = case.kernel if axes[1] is None else jnp.stack([case.kernel, 2 * case.kernel, -case.kernel])
-    found, wanted = (
-        step(jax.jit(jax.vmap(functools.partial(f, recipe=recipe), in_axes=axes)), x, kernel, case.dy)
-        for f in (quantized, plain)
-    )
-    assert_same_bits(found, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "policy"), in_turns(WITHOUT_STATE, {"plain": None, "remat": checkpoint_policies.save_fp8_operands})
-)
-def test_scan(recipe, policy, rng):
-    """As the layers of a stack, with remat and without."""
-    case = random_case(rng, (128,), (128,), (128,), with_bias=False)
-    kernels = jnp.stack([case.kernel, -case.kernel])
-
-    def run(layer, policy, x, kernels):
-        def body(x, kernel):
-            return jnp.sin(layer(x, kernel, recipe)), None
-
-        return lax.scan(jax.checkpoint(body, policy=policy) if policy else body, x, kernels)[0]
-
-    found, wanted = (
-        jax.jit(functools.partial(step, functools.partial(run, f, policy)))(case.x, kernels, case.dy)
-        for f in (quantized, plain)
-    )
-    assert_same_bits(found, wanted)
-
-
 def test_into_a_scan_and_out_of_remat(case):
     """The QuantizedArray may pass into a loop over kernels, where cotangents of zeros are arrays."""
     kernels = jnp.stack([case.kernel, -2 * case.kernel])
@@ -142,42 +92,6 @@ def test_into_a_scan_and_out_of_remat(case):
     dy = jnp.stack([case.dy, case.dy])
     found = jax.jit(functools.partial(step, run))(case.x, kernels, dy)
     wanted = jax.jit(functools.partial(step, functools.partial(run, layer=plain)))(case.x, kernels, dy)
-    assert_same_bits(found, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "check_vma"), in_turns(WITHOUT_STATE, (True, False)))
-def test_shard_map(recipe, check_vma, case, make_mesh):
-    """Each device has its own tokens and the same kernel."""
-    mesh = make_mesh({"data": AxisType.Auto})
-    devices = mesh.shape["data"]
-    x, dy = (jnp.concatenate([array] * devices) * jnp.bfloat16(0.5) for array in (case.x, case.dy))
-
-    def run(layer, x, kernel):
-        local = functools.partial(layer, recipe=recipe)
-        specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": check_vma}
-        return jax.shard_map(local, mesh=mesh, **specs)(x, kernel)
-
-    for wrap in (lambda f: f, jax.jit) if recipe is CURRENT else (jax.jit,):
-        found, wanted = (step(wrap(functools.partial(run, f)), x, case.kernel, dy) for f in (quantized, plain))
-        assert_same_bits(found, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "axis_type"), in_turns(WITHOUT_STATE, (AxisType.Auto, AxisType.Explicit)))
-def test_sharded_x(recipe, axis_type, case, make_mesh):
-    mesh = make_mesh({"data": axis_type})
-    devices = mesh.shape["data"]
-    x, dy = (
-        jax.device_put(jnp.concatenate([array] * devices), NamedSharding(mesh, P("data")))
-        for array in (case.x, case.dy)
-    )
-    kernel = jax.device_put(case.kernel, NamedSharding(mesh, P()))
-    with jax.set_mesh(mesh):
-        found, wanted = (
-            jax.jit(functools.partial(step, functools.partial(f, recipe=recipe)))(x, kernel, dy)
-            for f in (quantized, plain)
-        )
     assert_same_bits(found, wanted)
 
 

@@ -9,14 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_oracle import FORWARD, GRADIENT, RECIPES, oracle, random_case, warm_state, wide
-from jax import lax
 from parameters import in_turns
 
 from te_jax import ops
 from te_jax.recipe import DelayedScaling
 from te_jax.testing import assert_close
 
-recipes = pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "none"])
 CURRENT, BLOCK, DELAYED = RECIPES["current"], RECIPES["block"], RECIPES["delayed"]
 X, KERNEL = jnp.zeros((32, 64), jnp.bfloat16), jnp.zeros((64, 48), jnp.bfloat16)
 
@@ -178,27 +176,6 @@ def test_the_first_state_says_how_x_is_quantized(rng):
     np.testing.assert_array_equal(y, again)
     assert_near(y, oracle(cases[0]).y, tolerance=FORWARD)
     assert np.max(np.abs(wide(run(tiny, state)[1]))) < 1e-3  # x saturates
-
-
-def test_scan_of_layers(rng):
-    cases = random_cases(rng, (128,), (128,), with_bias=False)
-    x, kernels, _ = operands(cases)
-    stacked = jax.tree.map(lambda kernel: jnp.stack([kernel, kernel / 2]), kernels)
-
-    def layer(x, kernels):
-        y, z = ops.dense(x, kernels, recipe=BLOCK)
-        return y + z, None
-
-    def looped(x, kernels):
-        return jnp.sum(lax.scan(jax.checkpoint(layer), x, kernels)[0].astype(jnp.float32))
-
-    def unrolled(x, kernels):
-        for i in range(2):
-            x, _ = layer(x, jax.tree.map(lambda kernel, i=i: kernel[i], kernels))
-        return jnp.sum(x.astype(jnp.float32))
-
-    found, wanted = (jax.jit(jax.grad(run, argnums=(0, 1)))(x, stacked) for run in (looped, unrolled))
-    jax.tree.map(lambda a, b: assert_near(a, b, tolerance=5e-3), found, wanted)
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,6 @@ def state_of(*histories, uses=1.0):
     return DelayedScalingState(*(jnp.asarray(value, jnp.float32) for value in (*histories, uses)))
 
 
-def state_like(state, function):
-    """Histories that a function makes of those of a state; used once."""
-    filled = jax.tree.map(function, state)
-    return dataclasses.replace(filled, uses=jnp.ones_like(filled.uses))
-
-
 def histories(state):
     return [np.asarray(getattr(state, role)).tolist() for role in ROLES]
 
@@ -363,26 +357,6 @@ def test_export(case):
     assert histories(exported.call(*operands)) == histories(step(*operands))
 
 
-def test_states_of_layers_in_a_scan(rng):
-    """Stacked states, as stacked kernels: each layer advances its own."""
-    x = jax.device_put(np.asarray(rng.standard_normal((32, 32)), jnp.bfloat16))
-    kernels = jax.device_put(np.asarray(rng.standard_normal((3, 32, 32)) / 6, jnp.bfloat16))
-    states = state_like(RECIPE.init(), lambda h: jnp.broadcast_to(h + 10, (3, *h.shape)))
-
-    def run(states):
-        def body(x, layer):
-            kernel, state = layer
-            return ops.dense(x, kernel, recipe=RECIPE, scaling_state=state), None
-
-        return jnp.sum(lax.scan(body, x, (kernels, states))[0].astype(jnp.float32))
-
-    found = jax.jit(jax.grad(run))(states)
-    assert_close(found.kernel[:, 0], np.abs(wide(kernels)).max(axis=(1, 2)), dtype="float32")
-    assert_close(found.activation[0, 0], jnp.float32(amax(x)))
-    assert_close(found.gradient[2, 0], jnp.float32(1))
-    assert_close(found.gradient[:, 1:], jnp.full((3, 3), 10.0))
-
-
 def test_vmap_over_examples_that_share_a_state(rng):
     case = random_case(rng, (3, 32), (32,), (32,), with_bias=False)
     state = state_of([5] * 4, [1] * 4, [5] * 4)
@@ -420,23 +394,6 @@ def test_a_shared_state_stays_finite(share, poison, rng):
         found = merge(*(next_state_of(x[i], case.kernel, state, case.dy[i]) for i in range(3)))
         seen = max(2.0, amax(x[1:]))
     assert histories(found) == [[seen, 2, 2, 2], [amax(case.kernel), 1, 1, 1], [amax(case.dy), 3, 3, 3]]
-
-
-def test_vmap_over_states(rng):
-    case = random_case(rng, (3, 32), (32,), (32,), with_bias=False)
-    states = state_like(RECIPE.init(), lambda h: jnp.stack([h + i for i in (4.0, 5.0, 6.0)]))
-    found = jax.vmap(jax.grad(loss, argnums=2), in_axes=(0, None, 0, 0))(case.x, case.kernel, states, case.dy)
-    for i in range(3):
-        assert np.asarray(found.activation[i]).tolist() == [amax(case.x[i]), *[4.0 + i] * 3]
-
-
-def test_vmap_over_states_alone(implementation, case):
-    states = state_like(RECIPE.init(), lambda h: jnp.stack([h + i for i in (4.0, 5.0)]))
-    next_states = jax.grad(functools.partial(loss, implementation=implementation), argnums=2)
-    found = jax.vmap(next_states, in_axes=(None, None, 0, None))(case.x, case.kernel, states, case.dy)
-    for i in range(2):
-        assert found.activation[i].tolist() == [amax(case.x), *[4.0 + i] * 3]
-        assert found.kernel[i].tolist() == [amax(case.kernel), *[4.0 + i] * 3]
 
 
 # ------------------------------------------------------------------------------------------------------------ wrong use
@@ -499,20 +456,6 @@ def test_an_optimizer_that_updates_the_state_ends_in_nan(optimizer, case):
 
 
 # -------------------------------------------------------------------------------------------------------- data parallel
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_data_parallel(axis_type, native_kernels, make_mesh, rng):
-    """What is observed is the magnitude of the whole batch, on every device."""
-    mesh = make_mesh({"data": axis_type})
-    case = random_case(rng, (16 * mesh.size,), (32,), (32,), with_bias=False)
-    x = case.x.at[-1, 3].set(77.0)  # on the last device
-    placed = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, case.dy)]
-    kernel, state = jax.device_put((case.kernel, RECIPE.init()), NamedSharding(mesh, P()))
-    found = next_state_of(placed[0], kernel, state, placed[1])
-    assert histories(found) == [[77, 0, 0, 0], [amax(case.kernel), 0, 0, 0], [amax(case.dy), 0, 0, 0]]
-    for leaf in jax.tree.leaves(found):
-        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
 @pytest.mark.parametrize("poison", [np.inf, np.nan])

@@ -68,9 +68,6 @@ def test_gradients_of_symbolic_sizes(recipe, native_kernels, rng):
     assert_gradients(exported.call(case.x, case.kernel, case.dy), case, recipe)
 
 
-# --------------------------------------------------------------------------------------------------- second derivatives
-
-
 # -------------------------------------------------------------------------------------- what is computed, and what kept
 
 

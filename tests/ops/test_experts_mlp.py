@@ -224,26 +224,6 @@ def test_policies_keep_what_the_backward_pass_reads(rng):
     jax.tree.map(assert_bits, step(x, weights, kernels), wanted)
 
 
-def test_vmap(rng):
-    cases = [draw(rng, "float32") for _ in range(2)]
-    kernels = cases[0][2]
-    xs, weights, choices, dys = (jnp.stack([case[i] for case in cases]) for i in (0, 1, 3, 4))
-    step = step_of(fused)
-    found = jax.vmap(step, in_axes=(0, 0, None, 0, 0))(xs, weights, kernels, choices, dys)
-    for i in range(2):
-        wanted = step(xs[i], weights[i], kernels, choices[i], dys[i])
-        assert_near(jax.tree.map(lambda leaf, i=i: leaf[i], found), wanted, 1e-5)
-
-
-def test_other_derivatives(rng):
-    x, weights, kernels, choices, _ = draw(rng, "float32")
-    run = functools.partial(fused, weights=weights, kernels=kernels, permutation=permutation_of(choices))
-    with pytest.raises(NotImplementedError, match="reverse mode"):
-        jax.jvp(run, (x,), (x,))
-    with pytest.raises(NotImplementedError):
-        jax.grad(lambda x: jax.grad(lambda x: run(x).sum())(x).sum())(x)
-
-
 def test_recipes():
     assert is_fused(BlockScaling())
     assert not any(map(is_fused, (None, CurrentScaling(), RowwiseScaling(), DelayedScaling())))

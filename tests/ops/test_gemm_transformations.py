@@ -1,4 +1,4 @@
-"""Matrix products under jit, vmap, scan, grad and from threads, and what they do to the buffers of accumulators."""
+"""Matrix products and threads, and what they do to the buffers of accumulators."""
 
 import functools
 import threading
@@ -26,9 +26,6 @@ def draw(rng, kind, m, n, k):
 
 def stack(*trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-# ---------------------------------------------------------------------------------------------------------------- vmap
 
 
 # --------------------------------------------------------------------------------------------------- buffers, and scan
@@ -106,15 +103,7 @@ def test_accumulator_that_is_used_again_keeps_its_values(native_kernels, rng):
     assert_product(total, expected + product(lhs, rhs), dtype="float32")
 
 
-# ------------------------------------------------------------------------------------------ derivatives, threads, bits
-
-
-def test_native_products_are_not_differentiated(native_kernels, rng):
-    x, w = random_array(rng, (4, 8)), random_array(rng, (8, 3))
-    with pytest.raises(NotImplementedError, match=r"no derivatives.*te_gemm.*use implementation='reference'"):
-        jax.grad(lambda x: ops.gemm(x, w, implementation="native").sum())(x)
-    gradient = jax.grad(lambda x: ops.gemm(x, w, implementation="reference").sum())(x)
-    assert_close(gradient, np.broadcast_to(wide(w).sum(axis=1), (4, 8)), dtype="float32")
+# -------------------------------------------------------------------------------------------------------- threads, bits
 
 
 @kinds

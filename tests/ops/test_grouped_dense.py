@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from ops.gemm_oracle import random_array, wide
 from parameters import in_turns
 
-from te_jax import checkpoint_policies, ops
+from te_jax import ops
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -211,36 +211,6 @@ def test_quantized_kernel(rng):
     assert_close(of_kernel, dkernel, tolerance=1e-6)
     with pytest.raises(NotImplementedError, match="kernel is a QuantizedArray, which has no gradient"):
         jax.grad(lambda k: ops.grouped_dense(x, k, sizes, recipe=recipe).sum(), allow_int=True)(kernel8)
-
-
-def test_remat_keeps_fp8_operands(rng):
-    x, kernel, bias, dy = draw(rng)
-    sizes, recipe = jnp.asarray(SIZES["uneven"]), BlockScaling()
-
-    @functools.partial(jax.checkpoint, policy=checkpoint_policies.save_fp8_operands)
-    def layer(x, kernel):
-        return ops.grouped_dense(x, kernel, sizes, recipe=recipe)
-
-    step = jax.jit(lambda x, k: jax.vjp(layer, x, k)[1](dy))
-    found, wanted = step(x, kernel), step_of(recipe=recipe)(x, kernel, jnp.zeros_like(bias), dy, sizes)[1]
-    for one, other in zip(found, wanted, strict=False):
-        np.testing.assert_array_equal(one, other)
-    assert step.lower(x, kernel).as_text().count("@te_grouped_gemm") == 2, "the forward product is run again"
-
-
-@pytest.mark.parametrize("recipe", ["none", "block"])
-def test_vmap(rng, recipe):
-    """Over everything but the kernel."""
-    cases = [draw(rng) for _ in range(2)]
-    sizes = jnp.asarray([SIZES["aligned"], SIZES["uneven"]])
-    x, dy = (jnp.stack([case[i] for case in cases]) for i in (0, 3))
-    kernel, bias = cases[0][1:3]
-    step = step_of(recipe=RECIPES[recipe])
-    found = jax.jit(jax.vmap(step, in_axes=(0, None, None, 0, 0)))(x, kernel, bias, dy, sizes)
-    for i in range(2):
-        alone = step(x[i], kernel, bias, dy[i], sizes[i])
-        for many, one in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
-            assert_close(many[i], one, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["none", "block"])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from activation_oracle import assert_quantized_from
 from compiled import results_and_gradients
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from norm_oracle import assert_rounded, oracle
@@ -18,7 +17,6 @@ from parameters import in_turns
 from quantize_oracle import E5M2, assert_bits, quantization_of
 
 from te_jax import native, ops
-from te_jax.inspect import collectives
 from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -357,82 +355,11 @@ def test_a_layer_takes_it_with_its_gradient(norm, recipe, residual, implementati
     jax.tree.map(lambda a, b: assert_close(a, b, tolerance=1e-2), found, expected)
 
 
-@pytest.mark.parametrize(("pair", "mapped"), in_turns(["tensor", "1x128", "row"], ["x", "scale", "all"]))
-def test_vmap_gives_each_example_its_scales(mapped, pair, implementation, rng):
-    x, _, _, residual = draw_operands(rng, "rms_norm", (3, 140, 72), residual=True)
-    (scale,) = draw(rng, (3, 72), "float32")
-    operands = {"x": x, "scale": scale, "residual": residual}
-    axes = {name: 0 if mapped in ("all", name) else None for name in operands}
-    shared = {name: operand if axes[name] == 0 else operand[0] for name, operand in operands.items()}
-    call = functools.partial(ops.rms_norm, quantization=quantization_of(pair), implementation=implementation)
-    run_alone = jax.jit(lambda operands: call(**operands))
-    found = jax.jit(jax.vmap(run_alone, in_axes=(axes,)))(shared)
-    for i in range(3):
-        alone = run_alone({name: x if axes[name] is None else np.asarray(x)[i] for name, x in shared.items()})
-        jax.tree.map(lambda whole, part, i=i: assert_bits(np.asarray(whole)[i], part), found, alone)
-
-
-@pytest.mark.slow
-def test_gradients_pass_scan_and_remat(implementation, rng):
-    """A stack of blocks, each a norm with a residual and a layer, as a model has them."""
-    recipe = BlockScaling()
-    x = draw(rng, (256, 128), "float32")[0]
-    scales, kernels = draw(rng, (2, 128), "float32")[0], draw(rng, (2, 128, 128), "float32", scale=0.1)[0]
-
-    def block(carry, parameters, quantization):
-        y, total = ops.rms_norm(
-            carry[0], parameters[0], residual=carry[1], quantization=quantization, implementation=implementation
-        )
-        return (ops.dense(y, parameters[1], recipe=recipe, implementation=implementation), total), None
-
-    def loss(x, scales, kernels, *, quantization, remat, loop):
-        run = functools.partial(block, quantization=quantization)
-        run = jax.checkpoint(run) if remat else run
-        carry = x, x
-        if loop:
-            carry, _ = lax.scan(run, carry, (scales, kernels))
-        else:
-            for i in range(2):
-                carry, _ = run(carry, (scales[i], kernels[i]))
-        return jnp.sum(carry[0] ** 2) + jnp.sum(jnp.sin(carry[1]))
-
-    def gradients(**options):
-        return jax.jit(jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2)))(x, scales, kernels)
-
-    quantization = recipe.quantization("activation")
-    expected = gradients(quantization=None, remat=False, loop=False)
-    for options in ({"remat": True, "loop": False}, {"remat": False, "loop": True}, {"remat": True, "loop": True}):
-        jax.tree.map(
-            lambda a, b: assert_close(a, b, tolerance=3e-2), gradients(quantization=quantization, **options), expected
-        )
-
-
 # ------------------------------------------------------------------------------------------------------------ sharded
 
 
 def place(x, mesh, spec):
     return jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
-
-
-@pytest.mark.parametrize("pair", ["tensor", "1x128"])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_sharded(axis_type, pair, make_mesh, native_kernels, rng):
-    """Scales are those of the whole array; devices exchange an amax."""
-    mesh = make_mesh({"data": axis_type, "model": axis_type})
-    x, scale, _, residual = draw_operands(rng, "rms_norm", (1024, 256), residual=True)
-    quantization = quantization_of(pair)
-
-    def call(x, scale, residual):
-        return ops.rms_norm(x, scale, residual=residual, quantization=quantization, implementation="native")
-
-    rows = P(("data", "model"))
-    placed = place(x, mesh, rows), place(scale, mesh, P()), place(residual, mesh, rows)
-    compiled = jax.jit(call).lower(*placed).compile()
-    found = collectives(compiled)
-    assert sum(array.elements for entry in found for array in entry.results) <= 1, found
-    results = compiled(*placed)
-    jax.tree.map(assert_bits, results, jax.jit(call)(x, scale, residual))
-    assert results[0].data.sharding.is_equivalent_to(NamedSharding(mesh, rows), 2)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -455,25 +382,6 @@ def test_features_that_are_split_are_gathered(axis_type, make_mesh, implementati
             assert_bits(ours, wanted)
         else:
             assert ours.shape == wanted.shape
-
-
-def test_inside_shard_map(make_mesh, implementation, rng):
-    """JAX sums the gradient of a scale that devices share."""
-    mesh = make_mesh({"data": AxisType.Auto})
-    x, scale, _, _ = draw_operands(rng, "rms_norm", (64, 96), "float32")
-
-    def loss(x, scale):
-        def local(x, scale):
-            return ops.rms_norm(x, scale, implementation=implementation)
-
-        y = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(x, scale)
-        return jnp.sum(jnp.sin(y))
-
-    def whole(x, scale):
-        return jnp.sum(jnp.sin(ops.rms_norm(x, scale, implementation="reference")))
-
-    found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(x, scale) for f in (loss, whole))
-    jax.tree.map(lambda a, b: assert_close(a, b, tolerance=1e-5), found, expected)
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

@@ -219,19 +219,6 @@ def step(x, weights, experts):
     return jax.value_and_grad(lambda x, w: jnp.sum(layer(x, w, experts) ** 2), argnums=(0, 1))(x, weights)
 
 
-def test_vmap(rng):
-    """All of it, and the permutation alone with x the same for all."""
-    x, weights = numbers(rng, 4, *TOKENS, FEATURES), numbers(rng, 4, *TOKENS, TOP_K)
-    experts = jnp.stack([draw(rng) for _ in range(4)])
-    found = jax.jit(jax.vmap(step))(x, weights, experts)
-    shared = jax.jit(jax.vmap(step, in_axes=(None, 0, 0)))(x[0], weights, experts)
-    alone = jax.jit(step)
-    for i in range(4):
-        for many, one in ((found, alone(x[i], weights[i], experts[i])), (shared, alone(x[0], weights[i], experts[i]))):
-            for leaf, expected in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
-                assert_close(leaf[i], expected, tolerance=1e-6)
-
-
 def test_shard_map(rng, require_devices):
     """Each device sorts its own tokens; x that all devices share gets the sum of their gradients."""
     require_devices(2)

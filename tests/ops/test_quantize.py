@@ -17,7 +17,6 @@ from quantize_oracle import (
     LARGEST,
     PAIRS,
     assert_bits,
-    assert_dbias,
     assert_quantized,
     check,
     oracle,
@@ -305,68 +304,6 @@ def test_a_program_that_returns_the_results_copies_none(pair, native_kernels, rn
     text = run.lower(x).compile().as_text()
     assert "custom-call" in text
     assert not re.findall(r"= \S+ copy\(.*", text)
-
-
-@pytest.mark.parametrize(
-    ("pair", "shape", "dtype"),
-    [
-        ("tensor", (131, 135), "float16"),
-        ("row", (144, 272), "float32"),
-        ("1x128", (3, 5), "float32"),
-        ("1x128 and square", (128, 160), "bfloat16"),
-        ("1x128", (131, 135), "bfloat16"),
-    ],
-    ids=str,
-)
-def test_vmap(pair, shape, dtype, implementation, rng):
-    """Every example is a tensor of its own."""
-    x = random_case(rng, (3, 2, *shape), dtype)
-    quantization = quantization_of(pair)
-
-    @jax.jit
-    @jax.vmap
-    @jax.vmap
-    def run(x):
-        return ops.quantize(x, quantization, with_amax=True, with_dbias=True, implementation=implementation)
-
-    quantized, amax, dbias = run(x)
-    assert quantized.shape == x.shape
-    values = np.asarray(quantized.dequantize())
-    # Cut by NumPy: each cut of another shape would be a compilation.
-    x, found = jax.tree.map(np.asarray, (x, (quantized, amax, dbias)))
-    for i in range(3):
-        for j in range(2):
-            expected = oracle(x[i, j], quantization)
-            quantized, amax, dbias = jax.tree.map(lambda leaf: leaf[i, j], found)  # noqa: B023
-            assert_quantized(quantized, expected)
-            assert_bits(amax, expected.amax)
-            assert_dbias(dbias, x[i, j], expected)
-        assert_bits(jax.tree.map(lambda leaf: jnp.asarray(leaf[i]), found[0]).dequantize(), values[i])  # noqa: B023
-
-
-def test_vmap_over_given_amaxes(implementation, rng):
-    x = random_case(rng, (128, 32), "float32")
-    amaxes = jnp.asarray([1.0, 100.0, 0.0])
-    quantized = jax.vmap(
-        lambda amax: ops.quantize(x, quantization_of("tensor"), amax=amax, implementation=implementation)
-    )(amaxes)
-    for i, amax in enumerate(np.asarray(amaxes)):
-        assert_quantized(
-            jax.tree.map(lambda leaf: leaf[i], quantized), oracle(x, quantization_of("tensor"), amax=amax)  # noqa: B023
-        )  # fmt: skip
-
-
-def test_scan_and_remat(implementation, rng):
-    x = random_case(rng, (3, 130, 48), "bfloat16")
-    quantization = recipe.BlockScaling().quantization("activation")
-
-    @jax.checkpoint
-    def step(carry, x):
-        return carry, ops.quantize(x, quantization, implementation=implementation)
-
-    _, quantized = jax.jit(lambda x: jax.lax.scan(step, 0, x))(x)
-    for i in range(3):
-        assert_quantized(jax.tree.map(lambda leaf: leaf[i], quantized), oracle(x[i], quantization))  # noqa: B023
 
 
 def test_it_has_no_gradient(implementation, rng):

@@ -13,7 +13,6 @@ import pytest
 from cross_entropy_oracle import OPTIONS, check, loss_of, oracle, random_case
 from hypothesis import given
 from hypothesis import strategies as st
-from jax import lax
 from parameters import in_turns
 
 import te_jax
@@ -348,26 +347,3 @@ def test_a_row_does_not_depend_on_its_neighbours(native_kernels, rng):
     for begin, end in ((0, 1), (100, 120), (256, 257)):
         part = loss_of(logits[begin:end], labels[begin:end], **options)
         assert np.asarray(part).tobytes() == whole[begin:end].tobytes()
-
-
-def test_scan_with_logits_from_the_body(implementation, rng):
-    """As a language model does that computes its loss in chunks of the sequence."""
-    hidden = jax.device_put(np.asarray(rng.standard_normal((3, 5, 8)), jnp.float32))
-    weights = jax.device_put(np.asarray(rng.standard_normal((8, 40)), jnp.float32))
-    labels = jax.device_put(np.asarray(rng.integers(0, 40, (3, 5)), jnp.int32))
-
-    def total(weights, hidden):
-        def chunk(carry, x):
-            hidden, labels = x
-            return carry + ops.softmax_cross_entropy(
-                hidden @ weights, labels, reduction="sum", implementation=implementation
-            ), None
-
-        return lax.scan(chunk, jnp.float32(0), (hidden, labels))[0]
-
-    value, (to_weights, to_hidden) = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(weights, hidden)
-    logits = np.asarray(hidden, np.float64) @ np.asarray(weights, np.float64)
-    expected = oracle(logits, labels, reduction="sum")
-    assert_close(value, expected.loss, dtype="float32")
-    assert_close(to_weights, np.einsum("csh,csv->hv", hidden, expected.gradient), dtype="float32")
-    assert_close(to_hidden, np.einsum("csv,hv->csh", expected.gradient, weights), dtype="float32")

@@ -40,29 +40,6 @@ def assert_exchanges_rows_only(compiled, rows):
     assert sum(array.elements for entry in found for array in entry.results) <= 4 * rows + 8, found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_name", [("data", "model"), ["model"]], ids=str)
-def test_gradient_outside_of_shard_map(axis_name, mesh, loss, case, implementation):
-    """The gradient of the replicated loss that shard_map returns."""
-    logits, labels = case
-    spec = P(None, tuple(axis_name) if isinstance(axis_name, list) else axis_name)
-    options = OPTIONS["all"]
-
-    def total(logits, labels):
-        local = functools.partial(loss, axis_name=axis_name, **options)
-        return jax.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=P())(logits, labels)
-
-    expected = oracle(logits, labels, **options)
-    placed = jax.device_put(logits, NamedSharding(mesh, spec))
-    compiled = jax.jit(jax.value_and_grad(total)).lower(placed, labels).compile()
-    value, gradient = compiled(placed, labels)
-    assert_close(value, expected.loss, dtype="float32")
-    assert_close(gradient, expected.gradient, dtype="float32")
-    assert gradient.sharding.is_equivalent_to(placed.sharding, 2)
-    if implementation == "native":
-        assert_exchanges_rows_only(compiled, SHAPE[0])
-
-
 def test_gradient_inside_of_shard_map(mesh, loss, case, implementation):
     """As a training loop does: each device differentiates, rows over "data" are summed by hand."""
     logits, labels = case
@@ -112,24 +89,6 @@ def test_special_rows_of_a_split_vocabulary(mesh, loss):
     value, gradient = run(jnp.asarray(logits))
     assert_close(value, expected.loss, dtype="float32", equal_nan=True)
     assert_close(gradient, expected.gradient, dtype="float32", equal_nan=True)
-
-
-@pytest.mark.slow
-def test_scan_inside_of_shard_map(mesh, loss, rng):
-    logits, labels = random_case(rng, (3, 8, 64), "float32")
-
-    def local(logits, labels):
-        def body(total, x):
-            return total + loss(*x, axis_name="model", reduction="sum"), None
-
-        initial = lax.pcast(jnp.float32(0), "data", to="varying")
-        return lax.psum(lax.scan(body, initial, (logits, labels))[0], "data")
-
-    total = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "data", "model"), P(None, "data")), out_specs=P())
-    value, gradient = jax.jit(jax.value_and_grad(total))(logits, labels)
-    expected = oracle(logits, labels, reduction="sum")
-    assert_close(value, expected.loss, dtype="float32")
-    assert_close(gradient, expected.gradient, dtype="float32")
 
 
 # -------------------------------------------------------------------------------------------------------- partly manual

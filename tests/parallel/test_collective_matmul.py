@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, oracle, place, random_case
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
@@ -274,14 +273,6 @@ def test_a_kernel_that_all_devices_share(transport, rng, require_devices):
     assert_close(dw, 2 * np.broadcast_to(x.sum(axis=0)[:, None], w.shape), tolerance=1e-5)
 
 
-@last
-@functions
-def test_explicit_mesh(name, transport, rng, require_devices):
-    require_devices(4)
-    case = random_case(rng, name, 2, lead=(4,), batch="dp")
-    check(case, mesh_of({"dp": 2, "tp": 2}, AxisType.Explicit), transport=transport)
-
-
 @functions
 @pytest.mark.parametrize("transport", ["auto", "xla", "ring"])
 def test_partly_manual(transport, name, rng, require_devices):
@@ -297,91 +288,10 @@ def test_partly_manual(transport, name, rng, require_devices):
     assert_close(y, expected.ys[0], dtype=jnp.float32)
 
 
-@last
-@functions
-def test_pmap(name, transport, rng, require_devices):
-    require_devices(4)
-    case = random_case(rng, name, 4)
-
-    def local(x, w, b, dy):
-        (y,), vjp = jax.vjp(lambda *a: case.call(a[0], a[1:2], a[2:], transport=transport), x, w, b)
-        return y, vjp((dy,))
-
-    def shards(a, axis):
-        return jnp.stack(jnp.split(a, 4, axis=axis))
-
-    rows, cols = (0, 1) if case.gathers else (1, 0)
-    (w,), (b,), (dy,) = case.weights, case.biases, case.dys
-    bias = shards(b, 0) if case.gathers else jnp.stack([b] * 4)
-    arguments = shards(case.x, rows), shards(w, cols), bias, shards(dy, cols)
-    y, (dx, dw, db) = jax.pmap(local, axis_name="tp", devices=jax.devices()[:4])(*arguments)
-    expected = oracle(case)
-    assert_close(jnp.concatenate(y, axis=cols), expected.ys[0], dtype=jnp.float32)
-    assert_close(jnp.concatenate(dx, axis=rows), expected.dx, dtype=jnp.float32)
-    assert_close(jnp.concatenate(dw, axis=cols), expected.dweights[0], dtype=jnp.float32)
-    # Untracked, the bias that all devices share has a part of its gradient on each.
-    whole = jnp.concatenate(db) if case.gathers else jnp.sum(db, axis=0)
-    assert_close(whole, expected.dbiases[0], dtype=jnp.float32)
-
-
-@last
-@pytest.mark.parametrize(("wanted", "name"), in_turns(["x", "w", "bias"], NAMES))
-def test_a_choice_of_gradients(wanted, name, transport, rng, require_devices):
-    require_devices(2)
-    case, mesh = random_case(rng, name, 2), mesh_of({"tp": 2})
-    place = ["x", "w", "bias"].index(wanted)
-    expected = oracle(case)
-
-    def of_one(operand):
-        operands = list(case.operands)
-        operands[place] = operand
-        return case.mapped(mesh, transport=transport)(*operands)
-
-    (found,) = jax.jit(lambda operand, dys: jax.vjp(of_one, operand)[1](dys))(case.operands[place], case.dys)
-    found, wide = jax.tree.leaves(found), jax.tree.leaves((expected.dx, expected.dweights, expected.dbiases)[place])
-    assert_close(found[0], wide[0], dtype=jnp.float32)
-
-
 def block(x, up, down, **options):
     """A layer as tensor and sequence parallel ones are."""
     h = all_gather_matmul(x, up, axis_name="tp", **options)
     return x + matmul_reduce_scatter(jnp.tanh(h), down, axis_name="tp", **options)
-
-
-@last
-@pytest.mark.parametrize("policy", [None, "names", "nothing"])
-def test_scan_and_remat(policy, transport, rng, require_devices):
-    require_devices(4)
-    mesh = mesh_of({"tp": 4})
-    x = rng.standard_normal((8, 6)).astype(np.float32)
-    up = (0.5 * rng.standard_normal((3, 6, 8))).astype(np.float32)
-    down = (0.5 * rng.standard_normal((3, 8, 6))).astype(np.float32)
-
-    def layer(x, kernels):
-        return block(x, *kernels, transport=transport), None
-
-    if policy is not None:
-        names = ("te_collective_activation", "te_collective_kernel")
-        policies = jax.checkpoint_policies
-        layer = jax.checkpoint(
-            layer, policy=policies.save_only_these_names(*names) if policy == "names" else policies.nothing_saveable
-        )
-    mapped = jax.shard_map(
-        lambda x, up, down: jax.lax.scan(layer, x, (up, down))[0],
-        mesh=mesh, in_specs=(P("tp"), P(None, None, "tp"), P(None, "tp")), out_specs=P("tp"),
-    )  # fmt: skip
-
-    def loss(x, up, down):
-        return jnp.sum(jnp.square(mapped(x, up, down)))
-
-    def expected_loss(x, up, down):
-        for i in range(3):
-            x = x + jnp.tanh(x @ up[i]) @ down[i]
-        return jnp.sum(jnp.square(x))
-
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, up, down)
-    for found, wanted in zip(gradients, jax.grad(expected_loss, argnums=(0, 1, 2))(x, up, down), strict=True):
-        assert_close(found, wanted, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("policy", "gathers"), [("names", 1), ("nothing", 2)])
@@ -419,11 +329,3 @@ def test_vmap(transport, rng, require_devices):
         )
         expected = x + np.tanh(x @ weights[0]) @ weights[1]
         assert_close(jax.jit(mapped)(x, *weights), expected, tolerance=1e-5)
-
-
-@last
-def test_eager_calls(transport, rng, require_devices):
-    require_devices(2)
-    case, mesh = random_case(rng, "all_gather_matmul", 2), mesh_of({"tp": 2})
-    (y,) = case.mapped(mesh, transport=transport)(*case.operands)
-    assert_close(y, oracle(case).ys[0], dtype=jnp.float32)
