@@ -1166,6 +1166,83 @@ def matmul_reduce_scatter(name, recipe, **fields):
     )
 
 
+def with_accumulator(one):
+    """The same with an accumulator, which takes the gradient of the kernel; no axis splits sequences then, over which
+    devices would have to sum it."""
+    name, layout = one.name.split(",")[0], next(iter(one.layouts.values()))
+    gathers = name == "all_gather_matmul"
+
+    def whole(specs):
+        return P(None, *specs[1:])
+
+    def next_values(operands, cotangents):
+        dkernel = np.einsum("bti,bto->io", *(np.asarray(a, np.float64) for a in (operands["x"], cotangents)))
+        return {"wgrad_accumulator": operands["wgrad_accumulator"] + dkernel}
+
+    rows = 2 * SEQUENCE
+    widths = (IN, IN) if gathers else (OUT, OUT)
+    kinds = ("all-gather", "all-reduce") if gathers else ("all-reduce", "all-gather")
+    layout = Layout(
+        {**layout.operands, "x": whole(layout.operands["x"]), "wgrad_accumulator": layout.operands["kernel"]},
+        whole(layout.results),
+        tuple((kind, rows * width) for kind, width in zip(kinds, widths, strict=True)),
+        options={},
+    )
+    return dataclasses.replace(
+        one,
+        name=f"{name}, accumulator",
+        draw=lambda rng: one.draw(rng) | {"wgrad_accumulator": normal(rng, IN, OUT, scale=20.0)},
+        oracle=lambda wgrad_accumulator, **others: one.oracle(**others),
+        differentiable=("x", "wgrad_accumulator", "bias"),
+        next_values=next_values,
+        refuses=dict.fromkeys(("native", "reference"), r"is differentiated once"),
+        donates=("wgrad_accumulator",),
+        unshared=("wgrad_accumulator",),
+        layouts={"tensor and sequence parallel": layout},
+    )
+
+
+def collective_gated_mlp(name, recipe, **fields):
+    def draw(rng):
+        shapes = (IN, HIDDEN), (IN, HIDDEN), (HIDDEN, OUT)
+        kernels = tuple(normal(rng, *shape, scale=shape[0] ** -0.5) for shape in shapes)
+        return {"x": normal(rng, 2, SEQUENCE, IN), "kernel": kernels}
+
+    def oracle(x, kernel):
+        gate, up, down = kernel
+        return jnp.matmul(jax.nn.silu(jnp.matmul(x, gate)) * jnp.matmul(x, up), down)
+
+    columns, rows = P(None, "model"), P("model")
+    exchanged = [("all-gather", SEQUENCE * IN), ("all-reduce", SEQUENCE * OUT)]
+    exchanged += [("all-gather", SEQUENCE * OUT), ("all-reduce", SEQUENCE * IN)]
+    gradients = [("all-reduce", IN * HIDDEN // 2)] * 2 + [("all-reduce", HIDDEN * OUT // 2)]
+    layout = Layout(
+        {"x": P("data", "model"), "kernel": (columns, columns, rows)},
+        P("data", "model"),
+        (*exchanged, *gradients),
+        options={},
+    )
+    return Operation(
+        name=f"parallel.gated_mlp, {name}",
+        draw=draw,
+        call=functools.partial(parallel.gated_mlp, axis_name="model", recipe=recipe),
+        oracle=oracle,
+        dtypes=("float32",),
+        tolerance=(0.09, 0.15),
+        agreement=2e-2,  # devices may sum in another order before the activation
+        differentiable=("x", "kernel"),
+        refuses=dict.fromkeys(("native", "reference"), "is differentiated once"),
+        policy=jax.checkpoint_policies.save_only_these_names(
+            "te_collective_activation", "te_collective_kernel", "te_collective_preactivation"
+        ),
+        layouts={"tensor and sequence parallel": layout},
+        small={"all-reduce": 16},
+        collective=True,
+        without={"without_jit": "JAX finds no NaN inside an eager shard_map: it recurses"},
+        **fields,
+    )
+
+
 def _collective_product(name, call, layout, recipe, **fields):
     def draw(rng):
         return {
@@ -1259,5 +1336,8 @@ OPERATIONS = [
     all_gather_matmul("current", CURRENT, variant=True),
     all_gather_matmul_of_several("current", CURRENT, variant=True),
     matmul_reduce_scatter("plain", None, variant=True),
+    with_accumulator(all_gather_matmul("current", CURRENT, variant=True)),
     matmul_reduce_scatter("current", CURRENT, variant=True),
+    with_accumulator(matmul_reduce_scatter("current", CURRENT, variant=True)),
+    collective_gated_mlp("current", CURRENT),
 ]
