@@ -102,9 +102,9 @@ class Linen:
         """A layer of Flax."""
         return self.layer(name, *sizes, library=nn, **arguments)
 
-    def flax_with_products(self, recipe, *sizes, **options):
+    def flax_with_products(self, options, *sizes, **arguments):
         """A linear layer of Flax with te_jax's products."""
-        return self.flax("Linear", *sizes, dot_general_cls=te_jax.flax.make_dot_general_cls(recipe, **options))
+        return self.flax("Linear", *sizes, dot_general_cls=te_jax.flax.make_dot_general_cls(**options), **arguments)
 
     def function(self, f):
         """A layer without variables."""
@@ -124,13 +124,17 @@ class Linen:
         init = jax.jit(functools.partial(module.init, **kwargs))
         return Bound(module, nn.unbox(init(jax.random.key(int(rng.integers(2**31))), *args)))
 
+    def trace(self, layer, **call):
+        """Makes a model and calls it, without values."""
+        return jax.eval_shape(lambda call: layer().init(jax.random.key(0), **call), call)
+
     def names(self, layer, *args):
         """The names of the dimensions of all parameters."""
         return nn.get_partition_spec(jax.eval_shape(layer().init, jax.random.key(0), *args))["params"]
 
     def parameters(self, tree):
         """Those of a model or of gradients, in dicts."""
-        return (tree.variables if isinstance(tree, Bound) else tree)["params"]
+        return (tree.variables if isinstance(tree, Bound) else tree).get("params", {})
 
     def replaced(self, model, parameters):
         """The model with other values of its parameters."""
@@ -140,6 +144,13 @@ class Linen:
         """{path: value} of the state of delayed scaling."""
         variables = tree.variables if isinstance(tree, Bound) else tree
         return _by_path(variables.get(OVERWRITE, {}))
+
+    def expert_bias(self, model, *path):
+        """That of a `MoE` at the path in the model."""
+        return functools.reduce(lambda tree, name: tree[name], path, model.variables["router_state"])["expert_bias"]
+
+    def with_expert_bias(self, model, bias):
+        return Bound(model.module, {**model.variables, "router_state": {"expert_bias": bias}})
 
     def value_and_grad(self, loss_fn, argnums=0, has_aux=False):
         """Of a loss_fn(model, *args)."""
@@ -183,6 +194,9 @@ class Linen:
         return of_model
 
     merge_gradients = staticmethod(te_jax.flax.merge_gradients)
+
+    def call(self, model, method, *args):
+        return model(*args, method=method)
 
     def with_dropout(self, model, x, rng):
         key = jax.random.key(int(rng.integers(2**31)))
@@ -261,9 +275,9 @@ class Nnx:
     def flax(self, name, *sizes, **arguments):
         return self.layer(name, *sizes, library=nnx, **arguments)
 
-    def flax_with_products(self, recipe, *sizes, **options):
+    def flax_with_products(self, options, *sizes, **arguments):
         def make(*, rngs):
-            return nnx.Linear(*sizes, dot_general=te_jax.nnx.DotGeneral(recipe, **options), rngs=rngs)
+            return nnx.Linear(*sizes, dot_general=te_jax.nnx.DotGeneral(**options), **arguments, rngs=rngs)
 
         return make
 
@@ -279,6 +293,9 @@ class Nnx:
     def make(self, layer, rng, *args, **kwargs):
         del args, kwargs
         return layer(rngs=nnx.Rngs(int(rng.integers(2**31))))
+
+    def trace(self, layer, **call):
+        return nnx.eval_shape(lambda call: layer(rngs=nnx.Rngs(0))(**call), call)
 
     def names(self, layer, *args):
         del args
@@ -297,6 +314,13 @@ class Nnx:
 
     def states(self, tree):
         return _by_path(nnx.to_pure_dict(nnx.state(tree, OverwriteWithGradient)))
+
+    def expert_bias(self, model, *path):
+        return functools.reduce(getattr, path, model).expert_bias.get_value()
+
+    def with_expert_bias(self, model, bias):
+        model.expert_bias.set_value(bias)
+        return model
 
     def value_and_grad(self, loss_fn, argnums=0, has_aux=False):
         places = nnx.DiffState(0, TRAINED)
@@ -324,6 +348,9 @@ class Nnx:
 
     accumulate_gradients = staticmethod(te_jax.nnx.accumulate_gradients)
     merge_gradients = staticmethod(te_jax.nnx.merge_gradients)
+
+    def call(self, model, method, *args):
+        return getattr(model, method)(*args)
 
     def with_dropout(self, model, x, rng):
         del rng
@@ -366,7 +393,8 @@ def normal(rng, shape, dtype=jnp.float32):
 
 
 def mean_square(model, x):
-    return jnp.mean(jnp.square(model(x)))
+    y = model(x)
+    return jnp.mean(jnp.square(getattr(y, "y", y)))
 
 
 def perturbed(api, model, rng):
@@ -374,14 +402,18 @@ def perturbed(api, model, rng):
     return api.replaced(model, jax.tree.map(lambda p: p + 0.2 * normal(rng, p.shape, p.dtype), api.parameters(model)))
 
 
-def value_and_gradients(api, model, *args, **call):
+def sum_of_sines(tree):
+    return sum(jnp.sum(jnp.sin(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree))
+
+
+def value_and_gradients(api, model, *args, cotangent=None, **call):
     """(results, gradients of parameters, next states, gradients of args), of one compiled program."""
 
     @api.jit
     def found(model, *args):
         def loss(model, *args):
             y = model(*args, **call)
-            return sum(jnp.sum(jnp.sin(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(y)), y
+            return sum_of_sines(y) if cotangent is None else jnp.sum(y * cotangent), y
 
         places = tuple(range(1 + len(args)))
         (_, y), (gradients, *others) = api.value_and_grad(loss, argnums=places, has_aux=True)(model, *args)

@@ -47,6 +47,15 @@ def test_kernels_below_what_nn_jit_has_traced_before(times, rng):
     assert isinstance(quantized["params"]["Dense_0"]["kernel"], QuantizedArray)
 
 
+def test_other_collections_keep_their_values(rng):
+    """Such as averages of the parameters."""
+    model, x = Dense(32, recipe=CurrentScaling()), normal(rng, (16, 32))
+    params = jax.jit(model.init)(jax.random.key(0), x)["params"]
+    quantized = quantize_kernels(model, {"params": params, "averages": params}, x)
+    assert isinstance(quantized["params"]["kernel"], QuantizedArray)
+    jax.tree.map(np.testing.assert_array_equal, quantized["averages"], params)
+
+
 def test_gradients_are_written_over_the_former_sum(rng):
     """Donated gradients are not copied."""
     model, x = Dense(256, use_bias=False, recipe=CurrentScaling()), normal(rng, (16, 256))

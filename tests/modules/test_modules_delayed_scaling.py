@@ -25,9 +25,9 @@ def chain(api):
 def of_flax(api):
     """The same of Flax's layers, with te_jax's products in them."""
     return api.chain(
-        up=api.flax_with_products(RECIPE, 32, 48),
+        up=api.flax_with_products({"recipe": RECIPE}, 32, 48),
         silu=api.function(jax.nn.silu),
-        down=api.flax_with_products(RECIPE, 48, 32),
+        down=api.flax_with_products({"recipe": RECIPE}, 48, 32),
     )
 
 

@@ -6,7 +6,9 @@ import numpy as np
 import optax
 import pytest
 from flax_apis import LINEN, NNX, both, mean_square, normal, observed, quantized_paths
+from parameters import in_turns
 
+from te_jax.nn.moe import Router
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close
 
@@ -61,6 +63,50 @@ def test_gradients_are_those_of_kernels_quantized_in_each_microbatch(rng, api, l
     for path, state in states.items():
         if "kernel_amax_history" not in path:  # quantized kernels are not observed
             np.testing.assert_allclose(state, np.max([api.states(g)[path] for g in single], axis=0), rtol=1e-3)
+
+
+# Layers, the number of their kernels, and the shape of an input.
+LAYERS = {
+    "GatedMLP": (("GatedMLP", 32, 64), {"norm": "rms"}, 3, (128, 32)),
+    "NormLinear": (("NormLinear", 32, 64), {}, 1, (128, 32)),
+    "MoE": (("MoE", 32, 4, 48, Router(2)), {"shared_features": 64}, 6, (24, 32)),
+    "TransformerBlock": (
+        ("TransformerBlock", 64, 96, 4),
+        {"num_kv_heads": 2, "recipe": {"attention": RECIPES["block"], "mlp": RECIPES["delayed"]}},
+        7,
+        (2, 128, 64),
+    ),
+    "Attention": (("Attention", 64, 4), {"num_kv_heads": 2}, 4, (2, 16, 64)),
+    "Einsum": (("Einsum", "btd,dhk->bhtk", (32, 4, 8), (4, 8)), {}, 1, (3, 5, 32)),
+    "stacked Einsum": (("Einsum", "ebd,edf->ebf", (4, 32, 32), (4, 32)), {}, 1, (4, 6, 32)),
+}
+
+
+if jax.default_backend() == "gpu":
+    del LAYERS["MoE"]  # float32, which has no kernel there: see tests/gpu
+
+
+@pytest.mark.parametrize(("layer", "api"), in_turns(LAYERS, {"linen": LINEN, "nnx": NNX}))
+def test_kernels_of_modules(rng, layer, api):
+    (kind, *sizes), arguments, count, shape = layer
+    microbatches = normal(rng, (2, *shape))
+    made = api.layer(kind, *sizes, **{"recipe": RECIPES["block"], **arguments})
+    made = api.stack(made, 2) if sizes[0] == "ebd,edf->ebf" else made
+    model = observed(api, api.make(made, rng, microbatches[0]), microbatches[0])
+
+    @api.jit
+    def accumulated(model, microbatches):
+        quantized, gradients = api.quantize_kernels(model, microbatches[0]), api.zeros(model)
+        assert len(quantized_paths(api.parameters(quantized))) == count
+        for x in microbatches:
+            loss, gradients = api.accumulate_gradients(mean_square)(quantized, gradients, x)
+        return loss, gradients
+
+    loss, actual = accumulated(model, microbatches)
+    assert jnp.isfinite(loss)  # NaN says that a kernel was used twice
+    gradient = api.jit(lambda model, x: api.value_and_grad(mean_square)(model, x)[1])
+    single = [api.parameters(gradient(model, x)) for x in microbatches]
+    assert_all_close(api.parameters(actual), jax.tree.map(jnp.add, *single), 5e-3)
 
 
 @pytest.mark.parametrize(("api", "recipe"), [(LINEN, "delayed"), (NNX, "block")], ids=str)
