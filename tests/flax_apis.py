@@ -165,8 +165,6 @@ class Linen:
 
     def overwrite(self, model, gradients):
         """The model with the next state of delayed scaling."""
-        if OVERWRITE not in model.variables:
-            return model
         return Bound(model.module, {**model.variables, OVERWRITE: gradients[OVERWRITE]})
 
     def optimizer(self, model, tx):
@@ -424,6 +422,8 @@ def value_and_gradients(api, model, *args, cotangent=None, **call):
 
 
 def observed(api, model, x):
-    """The model with the scales that a step has found."""
+    """The model with the scales that a step has found, where it has any: those of quantized kernels are up to date."""
+    if not api.states(model):
+        return model
     gradients = api.jit(lambda model, x: api.value_and_grad(mean_square)(model, x)[1])(model, x)
     return api.overwrite(model, gradients)

@@ -40,9 +40,7 @@ def assert_all_close(actual, expected, tolerance):
 )
 def test_gradients_are_those_of_kernels_quantized_in_each_microbatch(rng, api, layer, recipe):
     microbatches = normal(rng, (2, 16, 32))
-    model = api.make(layer(api, RECIPES[recipe]), rng, microbatches[0])
-    if recipe == "delayed":  # kernels quantized once have scales that are always up to date
-        model = observed(api, model, microbatches[0])
+    model = observed(api, api.make(layer(api, RECIPES[recipe]), rng, microbatches[0]), microbatches[0])
 
     @api.jit
     def accumulated(model, microbatches):

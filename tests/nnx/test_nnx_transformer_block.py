@@ -128,29 +128,3 @@ def test_x_keeps_its_dtype(rng):
         kernel[...] *= 0
     np.testing.assert_array_equal(block(x), x, strict=True)  # the residual stream is not rounded to `dtype`
     assert made(rng, dtype=jnp.float32)(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
-
-
-@pytest.mark.slow
-def test_blocks_are_stacked_and_rematerialized(rng):
-    x = normal(rng, (2, 128, 64))
-
-    @nnx.split_rngs(splits=2)
-    @nnx.vmap
-    def stacked(rngs):
-        return TransformerBlock(**SHAPE, recipe=RECIPES["delayed"], rngs=rngs)
-
-    blocks = stacked(nnx.Rngs(int(rng.integers(2**31))))
-    graph, state = nnx.split(blocks)
-
-    def scanned(state, x):
-        layer = jax.checkpoint(lambda x, state: (nnx.merge(graph, state)(x), None), prevent_cse=False)
-        return jax.lax.scan(layer, x, state)[0]
-
-    def unrolled(state, x):
-        for i in range(2):
-            x = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))(x)
-        return x
-
-    cotangent = normal(rng, x.shape)
-    for a, e in zip(*(jax.tree.leaves(found(f, state, x, cotangent)) for f in (scanned, unrolled)), strict=True):
-        assert_close(a, e, tolerance=5e-3)
