@@ -107,7 +107,7 @@ def test_value_and_gradients_in_fp8(rng, recipe):
     expected_y, of_plain, _, (expected_dx,) = value_and_gradients(NNX, plain, x, cotangent=cotangent)
     errors = [relative_error(y, expected_y), relative_error(dx, expected_dx)]
     errors += [relative_error(of_layer[name]["kernel"], of_plain[name]["kernel"]) for name in of_plain]
-    assert all(0.01 < error < 0.12 for error in errors), errors
+    assert all(0.01 < error < 0.16 for error in errors), errors
 
 
 @pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
