@@ -1,4 +1,4 @@
-"""te_jax.flax.convert: the same parameters with products in FP8, through Flax's transforms, and its report."""
+"""te_jax.flax.convert through Flax's transforms, other libraries' layers, and its report. Else: tests/modules."""
 
 import abc
 import copy
@@ -17,9 +17,8 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITE
 from flax.training.train_state import TrainState
 
 import te_jax.flax
-from te_jax import ops
 from te_jax.flax import accumulate_gradients, convert, quantize_kernels, report
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import relative_error
 
 DELAYED = DelayedScaling(history_len=4)
@@ -181,8 +180,6 @@ def test_it_multiplies_in_fp8_with_the_same_parameters(rng, name, recipe):
         jnp.concatenate([g.ravel() for g in jax.tree.leaves(tree["params"])]) for tree in (gradients, expected)
     )
     assert 1e-3 < relative_error(found, expected) < 0.3
-    y, exact = jax.jit(model.apply)(variables, x), jax.jit(plain.apply)({"params": params}, x)
-    assert 1e-3 < relative_error(y, exact) < 0.2
 
 
 OTHERS = "nn.Dense, nn.DenseGeneral and nn.Einsum: use one of these in it, or te_jax.ops.dense"
@@ -255,25 +252,6 @@ def test_experts_by_nn_vmap_are_those_of_an_einsum(rng):
     assert 1e-3 < relative_error(y, Stacked().apply({"params": {"experts": params}}, x)) < 0.1
 
 
-def test_a_layer_is_that_of_te_jax_and_calls_its_operation(rng, monkeypatch):
-    x = normal(rng, (4, 3, 32))
-    given, dense = [], ops.dense
-    monkeypatch.setattr(ops, "dense", lambda *args, **options: given.append(options) or dense(*args, **options))
-    options = {"recipe": CurrentScaling(), "implementation": "reference"}
-    pairs = [
-        (nn.Dense(48, bias_init=nn.initializers.normal()), te_jax.flax.Dense(48, **options)),
-        (nn.DenseGeneral((4, 12), axis=(2, 1)), te_jax.flax.DenseGeneral((4, 12), axis=(2, 1), **options)),
-        (nn.Einsum((32, 16), "btd,df->btf"), te_jax.flax.Einsum((32, 16), "btd,df->btf", **options)),
-    ]
-    for flax, ours in pairs:
-        model = convert(flax, **options)
-        variables = jax.jit(ours.init)(jax.random.key(0), x)
-        given.clear()
-        y = model.apply(variables, x)
-        assert [{name: call[name] for name in options} for call in given] == [options]
-        np.testing.assert_array_equal(y, ours.apply(variables, x), strict=True)
-
-
 @pytest.mark.parametrize("recipe", [CurrentScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
 def test_logical_axes_and_dtypes_of_the_plain_layer(rng, recipe):
     init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
@@ -309,21 +287,6 @@ def test_what_is_left_alone_by_default_and_why():
         "odd": "32 features in, 10 out: FP8 products need multiples of 16",
     }
     assert {layer.path for layer in report(model).converted} == {"layer/up", "layer/down"}
-
-
-def test_the_first_rule_that_matches_holds():
-    rules = [("layer/up", RowwiseScaling()), ("layer/*", None), ("logit*", CurrentScaling()), ("odd", BlockScaling())]
-    model = convert(Decoder(), BlockScaling(), rules=[*rules, ("nothing", None)])
-    jax.eval_shape(model.init, jax.random.key(0), jnp.arange(8).reshape(2, 4))
-    assert recipes(model) == {
-        **{"": None, "embed": None, "layer/up": RowwiseScaling(), "layer/down": None, "router": None},
-        **{"logitdense": CurrentScaling(), "odd": None},
-    }
-    assert reasons(model)["layer/down"] == "rule 'layer/*'"
-    assert reasons(model)["odd"].startswith("32 features in, 10 out")
-    assert report(model).unused_rules == ("nothing",)
-    lines = repr(report(model)).splitlines()
-    assert any(line.split() == ["logitdense", "Dense", "(32,", "64)", "CurrentScaling()"] for line in lines)
 
 
 class OwnCall(nn.Dense):
@@ -472,23 +435,6 @@ def test_the_report_has_a_row_for_each_kernel():
     assert {layer.path: layer.kind for layer in report(model).layers} == expected
 
 
-@pytest.mark.parametrize(
-    ("precision", "note"), [("highest", "in place of precision highest"), ("default", ""), (None, "")]
-)
-def test_the_report_says_which_precision_fp8_replaces(precision, note):
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(32, precision=precision, name="fp8")(x)
-            return nn.DenseGeneral(32, precision=precision, name="lm_head")(x)
-
-    model = convert(Model(), BlockScaling())
-    jax.eval_shape(model.init, jax.random.key(0), jnp.ones((16, 32)))
-    assert {layer.path: layer.reason for layer in report(model).converted} == {"fp8": note}
-    assert reasons(model) == {"lm_head": "an output head by its name"}
-    assert (f"BlockScaling() ({note})" in repr(report(model))) is bool(note)
-
-
 class Abstract(Compact, abc.ABC):
     """A class with a metaclass of its own."""
 
@@ -513,30 +459,6 @@ def test_a_subclass_that_inherits_the_call_is_converted(rng):
     np.testing.assert_array_equal(model.apply(variables, x), convert(nn.Dense(32), BlockScaling()).apply(variables, x))
     assert isinstance(model, Inherited)
     assert recipes(model) == {"": BlockScaling()}
-
-
-def test_layers_of_te_jax_get_the_recipe(rng):
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = te_jax.flax.Dense(32, activation="relu", name="up")(x)
-            x = te_jax.flax.Einsum((32, 32), "bd,df->bf", recipe=DELAYED, name="einsum")(x)
-            x = te_jax.flax.Dense(32, recipe=RowwiseScaling(), name="head")(x)
-            x = te_jax.flax.Dense(32, recipe=RowwiseScaling(), name="off")(x)
-            return te_jax.flax.GatedMLP(32, recipe=CurrentScaling(), norm="rms", name="mlp")(x)
-
-    model, x = convert(Model(), BlockScaling(), rules=[("off", None)]), normal(rng, (16, 32))
-    variables = jax.jit(model.init)(jax.random.key(0), x)
-    parts = {f"mlp/{name}_proj": CurrentScaling() for name in ("gate", "up", "down")}  # one operation: they keep it
-    expected = {"up": BlockScaling(), "einsum": BlockScaling(), "head": RowwiseScaling(), "off": None}
-    assert recipes(model) == {**expected, **parts}
-    reason = "part of te_jax's GatedMLP, which has a recipe argument"
-    assert {layer.reason for layer in report(model).layers if layer.path in parts} == {reason}
-    assert set(variables) == {"params"}
-    quantized = jax.jit(lambda variables: quantize_kernels(model, variables, x))(variables)["params"]
-    with_scales = {name for name in expected if hasattr(quantized[name]["kernel"], "scale_inv")}
-    assert with_scales == {"up", "einsum", "head"}
-    np.testing.assert_array_equal(quantized["off"]["kernel"], variables["params"]["off"]["kernel"])
 
 
 def test_a_second_call_takes_the_place_of_the_first(rng):
@@ -654,7 +576,7 @@ def test_delayed_scaling_without_a_place_for_its_state_says_what_to_do(rng):
         model.apply({"params": variables["params"]}, x)
 
 
-@pytest.mark.parametrize("name", ["compact", "scan", "attention"])
+@pytest.mark.parametrize("name", ["scan", "attention"])
 def test_converted_kernels_are_quantized_once(rng, name):
     plain, layers = MODELS[name]
     model, xs = convert(plain, CurrentScaling()), normal(rng, (2, 16, 32))
@@ -695,8 +617,6 @@ def test_the_report_needs_a_run():
     ("arguments", "message"),
     [
         ((3, BlockScaling()), r"module is of type int; it must be a flax\.linen\.Module"),
-        ((nn.Dense(3), "block"), r"recipe is 'block'; it must be a recipe of te_jax\.recipe, or None"),
-        ((nn.Dense(3), None, [("*", 1)]), r"rules are \(\('\*', 1\),\); they must be pairs of a pattern"),
         (
             (nn.Dense(16).bind({}), None),
             "module Dense is bound or was made inside of another module; convert",
@@ -704,6 +624,5 @@ def test_the_report_needs_a_run():
     ],
 )
 def test_arguments_that_do_not_fit_are_named(arguments, message):
-    module, recipe, *rules = arguments
     with pytest.raises(ValueError, match=message):
-        convert(module, recipe, rules=rules[0] if rules else ())
+        convert(*arguments)

@@ -1,56 +1,17 @@
-"""te_jax.flax.DenseGeneral against Flax's own, and against the operation that it calls."""
-
-import functools
+"""te_jax.flax.Dense in models and on meshes with names of axes, and products for Flax's layers. Else: tests/modules."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.core import meta
+from flax_apis import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from parameters import in_turns
 
-from te_jax import ops
 from te_jax.flax import Dense, DenseGeneral, make_dot_general_cls
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close, relative_error
-
-RECIPES = {
-    "current": CurrentScaling(),
-    "rowwise": RowwiseScaling(),
-    "block": BlockScaling(),
-    "delayed": DelayedScaling(history_len=4),
-}
-OVERWRITE = "_overwrite_with_gradient"
-
-# Arguments of both modules, and the shape of an input.
-LAYERS = {
-    "matrix": ({"features": 48}, (3, 5, 32)),
-    "no bias": ({"features": 48, "use_bias": False}, (3, 32)),
-    "heads": ({"features": (4, 8)}, (3, 5, 32)),
-    "from heads": ({"features": 32, "axis": (-2, -1)}, (3, 5, 4, 8)),
-    "axes apart, out of order": ({"features": (2, 16), "axis": (-1, 0)}, (4, 3, 8)),
-    "bfloat16 parameters": ({"features": 48, "param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}, (3, 32)),
-    "other initializers": (
-        {"features": 48, "kernel_init": nn.initializers.orthogonal(), "bias_init": nn.initializers.normal()},
-        (3, 32),
-    ),
-}
-
-
-def normal(rng, shape, dtype=jnp.float32):
-    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_parameters_are_those_of_flax(rng, name):
-    arguments, shape = LAYERS[name]
-    x, key = normal(rng, shape, arguments.get("dtype", jnp.float32)), jax.random.key(int(rng.integers(2**31)))
-    ours, theirs = DenseGeneral(**arguments).init(key, x), nn.DenseGeneral(**arguments).init(key, x)
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), ours, theirs)
 
 
 def test_names_inside_a_model_are_those_of_flax(rng):
@@ -74,136 +35,6 @@ def test_positional_arguments_are_those_of_flax(rng):
     np.testing.assert_array_equal(*(layer(32, False).init_with_output(key, x)[0] for layer in (Dense, nn.Dense)))
     with pytest.raises(TypeError, match="positional"):
         DenseGeneral(32, -1, False)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, jnp.float32) for name in LAYERS), ("matrix", jnp.bfloat16), ("heads", jnp.bfloat16)]
-)
-def test_without_recipe_it_computes_what_flax_does(rng, name, dtype):
-    arguments, shape = LAYERS[name]
-    arguments = arguments | {"dtype": dtype}
-    x = normal(rng, shape, dtype)
-    theirs = nn.DenseGeneral(**arguments)
-    variables = jax.jit(theirs.init)(jax.random.key(int(rng.integers(2**31))), x)
-    cotangent = normal(rng, jax.eval_shape(theirs.apply, variables, x).shape, dtype)
-
-    def value_and_gradients(module):
-        y, pullback = jax.vjp(jax.jit(module.apply), variables, x)
-        return y, pullback(cotangent)
-
-    actual, expected = value_and_gradients(DenseGeneral(**arguments)), value_and_gradients(theirs)
-    tolerance = 1e-5 if dtype == jnp.float32 else 1e-2  # gradients of float32 parameters went through bfloat16
-    jax.tree.map(lambda a, e: assert_close(a, e, tolerance=tolerance), actual, expected)
-
-
-@pytest.mark.parametrize("name", ["heads", "axes apart, out of order"])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_it_is_the_operation(rng, name, recipe):
-    arguments, shape = LAYERS[name]
-    module = DenseGeneral(**arguments, recipe=recipe, activation="silu", dtype=jnp.bfloat16)
-    x = normal(rng, shape, jnp.bfloat16)
-    variables = jax.jit(module.init)(jax.random.key(int(rng.integers(2**31))), x)
-    variables["params"]["bias"] = normal(rng, variables["params"]["bias"].shape)
-
-    axes = sorted(axis % x.ndim for axis in np.atleast_1d(arguments.get("axis", -1)))
-    moved = jnp.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
-    expected = ops.dense(
-        moved,
-        variables["params"]["kernel"],
-        variables["params"]["bias"],
-        recipe=recipe,
-        contracting_ndim=len(axes),
-        activation="silu",
-        scaling_state=recipe.init() if isinstance(recipe, DelayedScaling) else None,
-    )
-    np.testing.assert_array_equal(module.apply(variables, x), expected, strict=True)
-
-
-OPTIONS = {"recipe": CurrentScaling(), "axis_name": "data", "implementation": "reference"}
-
-
-@pytest.mark.parametrize(
-    "module",
-    [DenseGeneral(16, **OPTIONS), nn.Dense(16, dot_general_cls=make_dot_general_cls(**OPTIONS))],
-    ids=["DenseGeneral", "dot_general_cls"],
-)
-def test_options_reach_the_operation(rng, module, options_of_dense):
-    module.init_with_output(jax.random.key(0), normal(rng, (3, 16)))
-    assert options_of_dense.items() >= OPTIONS.items()
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_value_and_gradients_in_fp8(rng, recipe):
-    module = DenseGeneral((4, 32), axis=(1, 2), recipe=recipe)
-    x, cotangent = normal(rng, (64, 4, 48)), normal(rng, (64, 4, 32))
-    variables = jax.jit(module.init)(jax.random.key(int(rng.integers(2**31))), x)
-
-    @jax.jit
-    def value_and_gradients(variables, x):
-        y, pullback = jax.vjp(module.apply, variables, x)
-        return y, *pullback(cotangent)
-
-    if OVERWRITE in variables:  # the first step finds the scales
-        variables |= {OVERWRITE: value_and_gradients(variables, x)[1][OVERWRITE]}
-    y, gradients, dx = value_and_gradients(variables, x)
-
-    kernel = np.asarray(variables["params"]["kernel"], np.float64)
-    x64, g64 = np.asarray(x, np.float64), np.asarray(cotangent, np.float64)
-    assert relative_error(y, np.einsum("bij,ijkl->bkl", x64, kernel)) < 0.055
-    assert relative_error(dx, np.einsum("bkl,ijkl->bij", g64, kernel)) < 0.085
-    assert relative_error(gradients["params"]["kernel"], np.einsum("bij,bkl->ijkl", x64, g64)) < 0.085
-    assert_close(gradients["params"]["bias"], g64.sum(0), dtype=jnp.float32)
-
-
-@pytest.mark.parametrize("recipe", [RECIPES["rowwise"], RECIPES["delayed"]], ids=["rowwise", "delayed"])
-def test_scan_and_remat_over_layers(rng, recipe):
-    """Stacked layers give what the same layers give one by one."""
-    layers = 3
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return x + Dense(32, recipe=recipe, activation="gelu")(x), None
-
-    stack = nn.scan(
-        nn.remat(Block),
-        variable_axes={"params": 0, OVERWRITE: 0},
-        split_rngs={"params": True},
-        length=layers,
-    )()
-    x = normal(rng, (16, 32))
-    variables = stack.init(jax.random.key(int(rng.integers(2**31))), x, None)
-
-    def loss(variables, x):
-        return jnp.sum(stack.apply(variables, x, None)[0] ** 2)
-
-    def loss_one_by_one(variables, x):
-        for layer in range(layers):
-            x, _ = Block().apply(jax.tree.map(lambda leaf, i=layer: leaf[i], variables), x, None)
-        return jnp.sum(x**2)
-
-    actual, expected = (jax.jit(jax.value_and_grad(f))(variables, x) for f in (loss, loss_one_by_one))
-    jax.tree.map(lambda a, e: assert_close(a, e, tolerance=2e-3), actual, expected)
-    assert variables["params"]["Dense_0"]["kernel"].shape == (layers, 32, 32)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "module"), in_turns({"none": None, **RECIPES}, {"Dense": nn.Dense, "DenseGeneral": nn.DenseGeneral})
-)
-def test_dot_general_cls_of_flax_layers(rng, module, recipe):
-    x = normal(rng, (16, 32), jnp.bfloat16)
-    # Flax rounds kernels to the dtype of the computation before the product; these are rounded already.
-    dtypes = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    theirs = module(48, **dtypes, dot_general_cls=make_dot_general_cls(recipe))
-    ours = Dense(48, **dtypes, recipe=recipe)
-    variables = jax.jit(theirs.init)(jax.random.key(int(rng.integers(2**31))), x)
-    expected = ours.apply(ours.init(jax.random.key(0), x) | {"params": variables["params"]}, x)
-    np.testing.assert_array_equal(theirs.apply(variables, x), expected, strict=True)
-    gradients = jax.grad(lambda variables: jnp.sum(theirs.apply(variables, x).astype(jnp.float32) ** 2))(variables)
-    assert jnp.linalg.norm(gradients["params"]["kernel"].astype(jnp.float32)) > 0
-    if isinstance(recipe, DelayedScaling):
-        (state,) = gradients[OVERWRITE].values()
-        np.testing.assert_allclose(state["activation_amax_history"][0], np.abs(np.asarray(x, np.float32)).max())
 
 
 @pytest.mark.parametrize(
@@ -240,17 +71,10 @@ def test_dot_general_cls_is_one_object_for_each_recipe():
 RULES = (("embed", None), ("mlp", "model"), ("heads", "model"), ("kv", None))
 
 
-def test_logical_axes_name_the_dimensions(rng):
-    module = DenseGeneral((4, 8), kernel_axes=("embed", "heads", "kv"), bias_axes=("heads", "kv"))
-    params = jax.jit(module.init)(jax.random.key(0), normal(rng, (3, 32)))["params"]
-    assert isinstance(params["kernel"], meta.AxisMetadata)
-    assert nn.get_partition_spec(params) == {"kernel": P("embed", "heads", "kv"), "bias": P("heads", "kv")}
-    plain = DenseGeneral((4, 8)).init(jax.random.key(0), normal(rng, (3, 32)))["params"]
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), nn.unbox(params), plain)
-
-
 @pytest.mark.parametrize(
-    ("recipe", "axis_type"), in_turns({"none": None, **RECIPES}, (AxisType.Auto, AxisType.Explicit))
+    ("recipe", "axis_type"),
+    [(None, AxisType.Auto), (BlockScaling(), AxisType.Explicit), (DelayedScaling(history_len=4), AxisType.Auto)],
+    ids=["none", "block", "delayed"],
 )
 def test_sharded_by_logical_axes(request, rng, make_mesh, axis_type, recipe):
     if axis_type == AxisType.Explicit and recipe is not None:
@@ -315,36 +139,16 @@ def test_initializers_with_names_of_several_axes_under_a_mesh(rng, make_mesh):
         assert_close(jax.jit(module.apply)(jax.jit(module.init)(key, x), x), expected, tolerance=1e-5)
 
 
-BAD = {
-    "axis": (lambda: Dense(16, axis=2), (3, 16), "axis is .2,.; for an input with 2 dimensions"),
-    "axis twice": (lambda: DenseGeneral(16, axis=(1, -1)), (3, 16), "must name different ones"),
-    "names": (lambda: Dense(16, kernel_axes=("embed",)), (3, 16), r"kernel_axes is \('embed',\); for shape \(16, 16\)"),
-    "bias names": (lambda: Dense(16, bias_axes=("a", "b")), (3, 16), "bias_axes is"),
-    "no axis": (
-        lambda: DenseGeneral(16, axis=()),
-        (3, 16),
-        r"axis is \(\); .* must name different ones of them, at least",
-    ),
-    "axis of float": (lambda: DenseGeneral(16, axis=1.0), (3, 16), r"axis is \(1.0,\); .* by integers in \[-2, 1\]"),
-    "axis of bool": (lambda: DenseGeneral(16, axis=True), (3, 16), r"axis is \(True,\)"),
-    "no features": (lambda: Dense(0), (3, 16), "features is 0; it must be an integer of at least 1, or several"),
-    "negative features": (lambda: Dense(-1), (3, 16), "features is -1; it must be"),
-    "features of float": (lambda: Dense(1.5), (3, 16), "features is 1.5; it must be"),
-    "features of bool": (lambda: Dense(True), (3, 16), "features is True; it must be"),
-    "None for features": (lambda: Dense(None), (3, 16), "features is None; it must be"),
-    "one of the features": (lambda: DenseGeneral((16, 0)), (3, 16), r"features is \(16, 0\); it must be"),
-    "features": (lambda: Dense(20, recipe=CurrentScaling()), (3, 16), "multiple of 16"),
-    "activation": (lambda: Dense(16, activation="tanh"), (3, 16), "activation is 'tanh'"),
-    "recipe": (lambda: Dense(16, recipe="fp8"), (3, 16), "recipe is 'fp8'"),
-    "dtype": (lambda: Dense(16, dtype=jnp.int8), (3, 16), "dtype is int8; it must be float32"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_named(rng, name):
-    make, shape, message = BAD[name]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kernel_axes": ("embed",)}, r"kernel_axes is \('embed',\); for shape \(16, 16\) it must have 2 names"),
+        ({"bias_axes": ("a", "b")}, "bias_axes is"),
+    ],
+)
+def test_names_that_do_not_fit(rng, arguments, message):
     with pytest.raises(ValueError, match=message):
-        make().init(jax.random.key(0), normal(rng, shape))
+        jax.eval_shape(Dense(16, **arguments).init, jax.random.key(0), normal(rng, (3, 16)))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""te_jax.nnx.Linear and LinearGeneral against Flax's own, and against the operation that they call."""
+"""te_jax.nnx.Linear and LinearGeneral against the operation that they call, and on meshes. Else: tests/modules."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax_apis import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,55 +22,10 @@ RECIPES = {
     "delayed": DelayedScaling(history_len=4),
 }
 
-# Sizes, arguments of both modules, and the shape of an input.
-LAYERS = {
-    "heads": ((32, (4, 8)), {}, (3, 5, 32)),
-    "from heads": (((4, 8), 32), {"axis": (-2, -1)}, (3, 5, 4, 8)),
-    "axes out of order": (((4, 8), (2, 16)), {"axis": (-1, 0)}, (4, 3, 8)),
-    "no bias": (((4, 8), (2, 16)), {"axis": (0, -1), "use_bias": False}, (4, 3, 8)),
-    "bfloat16": ((32, 48), {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}, (3, 32)),
-    "other initializers": (
-        (32, 48),
-        {"kernel_init": nnx.initializers.orthogonal(), "bias_init": nnx.initializers.normal()},
-        (3, 32),
-    ),
-}
-
-
-def normal(rng, shape, dtype=jnp.float32):
-    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
-
 
 def seeded(rng):
     seed = int(rng.integers(2**31))
     return lambda: nnx.Rngs(seed)
-
-
-def assert_same_state(ours, theirs):
-    ours, theirs = (dict(nnx.to_flat_state(nnx.state(module))) for module in (ours, theirs))
-    assert ours.keys() == theirs.keys()
-    for path, variable in ours.items():
-        assert type(variable) is type(theirs[path])
-        np.testing.assert_array_equal(variable[...], theirs[path][...], strict=True)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_parameters_are_those_of_flax(rng, name):
-    sizes, arguments, _ = LAYERS[name]
-    rngs = seeded(rng)
-    assert_same_state(
-        LinearGeneral(*sizes, **arguments, rngs=rngs()), nnx.LinearGeneral(*sizes, **arguments, rngs=rngs())
-    )
-
-
-@pytest.mark.parametrize("arguments", [{}, {"use_bias": False}, {"param_dtype": jnp.bfloat16}])
-def test_parameters_of_linear_are_those_of_flax(rng, arguments):
-    rngs = seeded(rng)
-    ours, theirs = Linear(32, 48, **arguments, rngs=rngs()), nnx.Linear(32, 48, **arguments, rngs=rngs())
-    assert_same_state(ours, theirs)
-    ours.kernel[...] = jnp.zeros_like(ours.kernel[...])
-    nnx.update(ours, nnx.state(theirs))  # a checkpoint of the one is one of the other
-    assert_same_state(ours, theirs)
 
 
 def test_sizes_are_those_of_flax():
@@ -79,28 +35,6 @@ def test_sizes_are_those_of_flax():
         assert (actual.in_features, actual.out_features) == (expected.in_features, expected.out_features)
     with pytest.raises(ValueError, match=r"out_features is \(4, 12\); Linear takes one number: use LinearGeneral"):
         Linear(32, (4, 12), rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(("name", "dtype"), [*((name, jnp.float32) for name in LAYERS), ("from heads", jnp.bfloat16)])
-def test_without_recipe_it_computes_what_flax_does(rng, name, dtype):
-    sizes, arguments, shape = LAYERS[name]
-    arguments, rngs = arguments | {"dtype": dtype}, seeded(rng)
-    x = normal(rng, shape, dtype)
-    theirs = nnx.LinearGeneral(*sizes, **arguments, rngs=rngs())
-    cotangent = normal(rng, theirs(x).shape, dtype)
-
-    def value_and_gradients(module):
-        def loss(module, x):
-            return jnp.sum((module(x) * cotangent).astype(jnp.float32)), module(x)
-
-        (_, y), gradients = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True))(module, x)
-        return y, nnx.to_pure_dict(gradients[0]), gradients[1]
-
-    ours = LinearGeneral(*sizes, **arguments, rngs=rngs())
-    tolerance = 1e-5 if dtype == jnp.float32 else 1e-2  # gradients of float32 parameters went through bfloat16
-    jax.tree.map(
-        lambda a, e: assert_close(a, e, tolerance=tolerance), value_and_gradients(ours), value_and_gradients(theirs)
-    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -120,23 +54,6 @@ def test_it_is_the_operation(rng, recipe):
         scaling_state=recipe.init() if isinstance(recipe, DelayedScaling) else None,
     )
     np.testing.assert_array_equal(module(x), expected, strict=True)
-    np.testing.assert_array_equal(nnx.jit(lambda module, x: module(x))(module, x), expected, strict=True)
-
-
-OPTIONS = {"recipe": CurrentScaling(), "axis_name": "data", "implementation": "reference"}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda rngs: LinearGeneral(16, 16, **OPTIONS, rngs=rngs),
-        lambda rngs: nnx.Linear(16, 16, dot_general=DotGeneral(**OPTIONS), rngs=rngs),
-    ],
-    ids=["LinearGeneral", "DotGeneral"],
-)
-def test_options_reach_the_operation(rng, make, options_of_dense):
-    make(nnx.Rngs(0))(normal(rng, (3, 16)))
-    assert options_of_dense.items() >= OPTIONS.items()
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -163,56 +80,6 @@ def test_value_and_gradients_in_fp8(rng, recipe):
     assert_close(gradients["bias"][...], g64.sum(0), dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["block", "delayed"])
-def test_scan_and_remat_over_layers(rng, name):
-    layers, recipe = 3, RECIPES[name]
-
-    class Block(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = Linear(32, 32, recipe=recipe, activation="gelu", rngs=rngs)
-
-        def __call__(self, x):
-            return x + self.linear(x)
-
-    stack = nnx.split_rngs(splits=layers)(nnx.vmap(Block))(seeded(rng)())
-    assert stack.linear.kernel.shape == (layers, 32, 32)
-    x = normal(rng, (16, 32))
-    wrt = nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient))
-
-    def loss(stack, x):
-        forward = nnx.scan(nnx.remat(lambda x, block: block(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        return jnp.sum(forward(x, stack) ** 2)
-
-    def loss_one_by_one(stack, x):
-        graphdef, state = nnx.split(stack)
-        for layer in range(layers):
-            x = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=layer: leaf[i], state))(x)
-        return jnp.sum(x**2)
-
-    actual, expected = (nnx.jit(nnx.value_and_grad(f, argnums=(wrt, 1)))(stack, x) for f in (loss, loss_one_by_one))
-    actual, expected = ((loss, nnx.to_pure_dict(g), dx) for loss, (g, dx) in (actual, expected))
-    jax.tree.map(lambda a, e: assert_close(a, e, tolerance=2e-3), actual, expected)
-
-
-@pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["none", *RECIPES])
-def test_dot_general_of_flax_layers(rng, recipe):
-    rngs, x = seeded(rng), normal(rng, (16, 32), jnp.bfloat16)
-    # Flax rounds kernels to the dtype of the computation before the product; these are rounded already.
-    dtypes = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    theirs = nnx.Linear(32, 48, **dtypes, dot_general=DotGeneral(recipe), rngs=rngs())
-    general = nnx.LinearGeneral(32, 48, **dtypes, dot_general=DotGeneral(recipe), rngs=rngs())
-    ours = Linear(32, 48, **dtypes, recipe=recipe, rngs=rngs())
-    np.testing.assert_array_equal(theirs(x), ours(x), strict=True)
-    np.testing.assert_array_equal(general(x), ours(x), strict=True)
-
-    wrt = nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient))
-    gradients = nnx.grad(lambda module: jnp.sum(module(x).astype(jnp.float32) ** 2), argnums=wrt)(theirs)
-    assert jnp.linalg.norm(gradients["kernel"][...].astype(jnp.float32)) > 0
-    if isinstance(recipe, DelayedScaling):
-        history = gradients["dot_general"]["activation_amax_history"][...]
-        np.testing.assert_allclose(history[0], np.abs(np.asarray(x, np.float32)).max())
-
-
 def test_linen_products_inside_nnx(rng):
     """As bridges between the two APIs use them: the state becomes variables of the module."""
     x, kernel = normal(rng, (16, 32)), normal(rng, (32, 48))
@@ -225,16 +92,7 @@ def test_linen_products_inside_nnx(rng):
     assert_close(product(x, kernel, numbers), linen.apply(variables, x, kernel, numbers), tolerance=1e-6)
 
 
-def test_metadata_reaches_the_parameters(rng):
-    module = Linear(
-        32,
-        48,
-        kernel_metadata={"out_sharding": ("embed", "mlp"), "eager_sharding": False},
-        bias_metadata={"out_sharding": ("mlp",), "eager_sharding": False},
-        rngs=seeded(rng)(),
-    )
-    assert nnx.get_partition_spec(nnx.state(module))["kernel"].get_value() == P("embed", "mlp")
-    assert module.bias.out_sharding == ("mlp",)
+def test_metadata_of_an_initializer_reaches_the_parameter(rng):
     partitioned = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"), eager_sharding=False)
     module = LinearGeneral(32, (4, 12), kernel_init=partitioned, rngs=seeded(rng)())
     assert module.kernel.out_sharding == ("embed", "mlp")
@@ -296,17 +154,8 @@ def test_out_sharding_on_an_explicit_mesh(rng, make_mesh, module):
     ("make", "message"),
     [
         (lambda rngs: LinearGeneral((4, 8), 32, rngs=rngs), r"in_features is \(4, 8\) and axis is \(-1,\)"),
-        (lambda rngs: LinearGeneral(16, 32, axis=2, rngs=rngs), r"axis is \(2,\); for an input with 2 dimensions"),
-        (lambda rngs: LinearGeneral((16, 16), 32, axis=(1, -1), rngs=rngs), "must name different ones"),
-        (lambda rngs: LinearGeneral(16, 32, axis=1.0, rngs=rngs), r"axis is \(1.0,\); .* by integers in \[-2, 1\]"),
-        (lambda rngs: Linear(64, 0, rngs=rngs), "out_features is 0; it must be an integer of at least 1, or several"),
-        (lambda rngs: Linear(64, None, rngs=rngs), "out_features is None; it must be"),
         (lambda rngs: LinearGeneral((16, -1), 32, rngs=rngs), r"in_features is \(16, -1\); it must be"),
         (lambda rngs: Linear(8, 32, rngs=rngs), r"the last ones of x .* must be the same"),
-        (lambda rngs: Linear(16, 20, recipe=CurrentScaling(), rngs=rngs), "multiple of 16"),
-        (lambda rngs: Linear(16, 32, activation="tanh", rngs=rngs), "activation is 'tanh'"),
-        (lambda rngs: Linear(16, 32, recipe="fp8", rngs=rngs), "recipe is 'fp8'"),
-        (lambda rngs: Linear(16, 32, dtype=jnp.int8, rngs=rngs), "dtype is int8; it must be float32"),
     ],
 )
 def test_bad_arguments_are_named(rng, make, message):

@@ -1,0 +1,28 @@
+"""Decoding with a cache."""
+
+import jax.numpy as jnp
+import pytest
+from flax_apis import LINEN, NNX, normal
+
+from te_jax.recipe import BlockScaling
+from te_jax.testing import assert_close
+
+GROUPED = {"num_kv_heads": 2, "rope_theta": 100.0, "window": 3}
+LAYERS = {
+    "Attention": (("Attention", 64, 4), {**GROUPED, "recipe": BlockScaling()}),
+    "TransformerBlock": (("TransformerBlock", 64, 96, 4), GROUPED),
+}
+
+
+@pytest.mark.parametrize(("api", "name"), [(api, name) for name in LAYERS for api in (LINEN, NNX)], ids=str)
+def test_decoding_gives_what_the_whole_sequence_does(rng, api, name):
+    layer, arguments = LAYERS[name]
+    x = normal(rng, (2, 9, 64))
+    model = api.make(api.layer(*layer, **arguments), rng, x)
+    step = api.decoding(model, 2, 10, 64)
+    actual = jnp.concatenate([step(part) for part in (x[:, :5], *(x[:, t : t + 1] for t in range(5, 9)))], axis=1)
+    # In FP8 a value next to the middle of two may be rounded either way.
+    assert_close(actual, model(x), tolerance=5e-3 if "recipe" in arguments else 1e-5)
+    with pytest.raises(ValueError, match="x has 2 tokens, and the cache of length 10 holds 9 already: make a longer"):
+        step(x[:, :2], jit=False)
+    assert jnp.isnan(step(x[:, :2])).all()
