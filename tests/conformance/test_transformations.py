@@ -141,11 +141,11 @@ def test_vmap_of_gradients(operation, rng):
 @variants_in_turn(1)
 def test_gradients_of_vmap(operation, rng):
     """One operand mapped, along its last dimension, inside a vmap of one example; the other operands are shared. It is
-    the first one, and of a variant the last."""
+    the first one, and of variants and where there are several results the last."""
     cases = operation.cases(rng, 2)
     shareable = [name for name in cases[0][0] if name not in operation.unshared]
     mapped = {name: 0 for name in cases[0][0] if name in operation.unshared}
-    mapped[shareable[-1 if operation.variant else 0]] = -1
+    mapped[shareable[-1 if operation.variant or len(operation.dtypes) > 1 else 0]] = -1
     operands = {
         name: stack([case[0][name] for case in cases], mapped[name]) if name in mapped else x
         for name, x in cases[0][0].items()
