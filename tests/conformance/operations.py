@@ -1339,5 +1339,5 @@ OPERATIONS = [
     with_accumulator(all_gather_matmul("current", CURRENT, variant=True)),
     matmul_reduce_scatter("current", CURRENT, variant=True),
     with_accumulator(matmul_reduce_scatter("current", CURRENT, variant=True)),
-    collective_gated_mlp("current", CURRENT),
+    collective_gated_mlp("current", CURRENT, variant=True),
 ]

@@ -190,6 +190,11 @@ def test_part_of_the_whole(operation, layout, axis_type, rng):
     operation.assert_agree(compiled(*case), expected)
     if tracked:  # elsewhere JAX sums cotangents of what devices share
         _assert_exchanges(operation, layout, compiled)
+    if operation.collective and operation.donates:
+        donated = _only(operation.donates, case[0])
+        run = jax.jit(lambda donated, operands, dys: step({**operands, **donated}, dys), donate_argnums=0)
+        parts = (leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(donated))
+        assert run.lower(donated, *case).compile().memory_analysis().alias_size_in_bytes == sum(parts)
 
 
 def _part(mesh, spec, x, device):
