@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import re
 
 import jax
 import jax.numpy as jnp
@@ -157,9 +158,10 @@ def test_the_head_adds_its_gradient_in_place(recipe, apply, tokens):
     for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
         assert_close(one, other, tolerance=1e-5)
     if recipe is not None and not apply:
-        sum_ = f"f32[{CONFIG.hidden_size},{CONFIG.vocab_size}] = add"  # or add_any
-        programs = [jax.make_jaxpr(functools.partial(run, how))(operands, tokens[0]) for how in (models.is_head, None)]
-        assert [sum_ in str(program) for program in programs] == [False, True]
+        sum_ = re.compile(rf"= f32\[{CONFIG.hidden_size},{CONFIG.vocab_size}\]\S* add\(")
+        jitted = (jax.jit(functools.partial(run, how)) for how in (models.is_head, None))
+        programs = [each.lower(operands, tokens[0]).compile().as_text() for each in jitted]
+        assert [bool(sum_.search(program)) for program in programs] == [False, True]
 
 
 def test_a_head_that_is_used_twice_is_visible(tokens):
@@ -209,15 +211,6 @@ def test_what_is_refused():
     state = first_state(config)
     operands = optim.merge_kernels(state[0], state[2])
     tokens = jnp.zeros((2, 8), jnp.int32)
-    with pytest.raises(ValueError, match=r"kernels that are quantized .* and parallel is given"):
-        models.loss(operands, tokens, tokens, config, parallel=models.TensorParallel(2))
-    params = models.init(CONFIG, jax.random.key(0))
-    split = nn.accumulate_gradients(
-        lambda params: models.loss(params, tokens, tokens, CONFIG, parallel=models.TensorParallel(2)),
-        in_place=models.is_head,
-    )
-    with pytest.raises(ValueError, match="no in_place"):
-        split(params, jax.tree.map(jnp.zeros_like, params))
     with pytest.raises(NotImplementedError, match="has no gradient of its own"):
         jax.grad(lambda operands: models.loss(operands, tokens, tokens, config), allow_int=True)(operands)
 

@@ -293,7 +293,7 @@ def test_quantized_operands(recipe, name, transport, rng, require_devices):
         local, mesh=mesh, in_specs=(x_spec, w_spec, case.result_specs[0]), out_specs=(results, results)
     )
     for one, other in zip(*jax.jit(mapped)(case.x, case.weights[0], case.dys[0]), strict=True):
-        assert_close(one, other, tolerance=1e-3)
+        assert_close(one, other, tolerance=3e-3)  # an accumulator in 16 bits rounds what it adds to
 
 
 @functions

@@ -71,7 +71,7 @@ class GroupedProducts(Products):
             return QuantizedParts(x, None, None)
         dbias = self._sum_of_rows(x, group.sizes) if with_dbias else None
         if self.recipe is None:
-            return QuantizedParts(x, None, dbias)
+            return QuantizedParts(not_differentiated(x, self.once), None, dbias)
         return QuantizedParts(self._rows(role, x, group, "both" if second_copy else "data"), None, dbias)
 
     def _rows(self, role: Role, x: Array, group: Groups, copies: Copies) -> QuantizedArray:
