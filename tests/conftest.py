@@ -48,7 +48,7 @@ _TESTS = pathlib.Path(__file__).parent
 _SLOW = {
     *("benchmarks/test_families.py", "benchmarks/test_profile.py"),  # each family, with its peers
     *("cli/test_train*.py", "cli/test_bench.py"),  # trainings, and processes that are killed and resumed
-    *("docs/test_examples.py", "docs/test_commands.py"),
+    *("docs/test_examples.py", "docs/test_commands.py", "conformance/test_golden.py"),
     *("models/test_decoder_*.py", "models/test_tensor_parallel.py", "offload/test_stack.py", "offload/test_values.py"),
     *("optim/test_buckets.py", "optim/test_convert.py", "optim/test_offload.py", "optim/test_sharding.py"),
     # Modules share their arithmetic with the operations, and Linen's with NNX's.

@@ -225,13 +225,14 @@ def test_kernels_that_are_quantized_once(rng, mesh_of):
             losses.append(value)
         return losses, sums
 
+    tolerance = 1e-5 if jax.default_backend() == "cpu" else 1e-3  # FP8 tensor cores add up with about 14 bits
     values, sums = jit(both)(operands, zeros)
     expected = [on_mesh(mesh, config, parallel)(params, *batch) for batch in batches]
     for value, (wanted, _) in zip(values, expected, strict=True):
-        assert_close(value, wanted, tolerance=1e-6)
+        assert_close(value, wanted, tolerance=tolerance)
     totals = jax.tree.map(jnp.add, *(gradients for _, gradients in expected))
     for found, wanted in zip(jax.tree.leaves(sums), jax.tree.leaves(totals), strict=True):
-        assert_close(found, wanted, tolerance=1e-5)
+        assert_close(found, wanted, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit])
