@@ -284,11 +284,12 @@ def losses(
         if parallel is not None:
             x = tensor_parallel.all_of_the_time(x, parallel)
             options |= {"axis_name": parallel.axis_name, "reduction": "sum"}
+            options["weight"] = tensor_parallel.shares_of_the_mean(targets, parallel)
         value = ops.linear_cross_entropy(
             x, kernel, targets, wgrad_accumulator=accumulator, implementation=implementation, **options
         )
-        if parallel is not None:
-            value = tensor_parallel.mean_of(value, targets, parallel)
+        if parallel is not None and parallel.batch_axes:
+            value = jax.lax.psum(value, parallel.batch_axes)
     if balance is None:
         return Losses(value, value, None)
     return Losses(value + balance.auxiliary, value, balance.largest_load)

@@ -207,9 +207,13 @@ def logits(x: Array, head: Array, parallel: TensorParallel, implementation: nati
     )
 
 
-def mean_of(total: Array, targets: Array, parallel: TensorParallel) -> Array:
-    """The mean over all tokens with a target, of all devices, from the sum over this device's part of the batch."""
+def shares_of_the_mean(targets: Array, parallel: TensorParallel) -> Array:
+    """The weights with which the losses of all devices add up to the mean over tokens with a target.
+
+    As weights: a sum that is divided afterwards has another cotangent than 1, for which the head's gradient would be
+    scaled after it was added to an accumulator.
+    """
     counted = jnp.sum(~equals(targets, _NO_TARGET), dtype=jnp.int32)
     if parallel.batch_axes:
-        total, counted = lax.psum((total, counted), parallel.batch_axes)
-    return total / jnp.maximum(counted, 1).astype(total.dtype)
+        counted = lax.psum(counted, parallel.batch_axes)
+    return jnp.full(targets.shape, 1.0 / jnp.maximum(counted, 1).astype(jnp.float32))
