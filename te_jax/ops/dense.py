@@ -23,7 +23,8 @@ from te_jax.ops.linear.arguments import (
     validate_plain,
 )
 from te_jax.ops.linear.local import Activation, LocalProducts, PlainProducts, multiplied_as_it_is, multiplied_in_fp8
-from te_jax.ops.linear.rule import Weight, traced
+from te_jax.ops.linear.products import Weight
+from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array, one_for_each
 from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.sharding import AxisName

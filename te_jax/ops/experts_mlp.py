@@ -21,7 +21,8 @@ from te_jax.ops.grouped_dense import NAME, problem_of, validate_kernel, validate
 from te_jax.ops.linear.arguments import implementation_for
 from te_jax.ops.linear.gated import GatedMLP, gated
 from te_jax.ops.linear.grouped import REVERSE_MODE, GatheredProducts, Groups, ScatteredProducts
-from te_jax.ops.linear.rule import Weight, traced
+from te_jax.ops.linear.products import Weight
+from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array
 from te_jax.ops.permute import Permutation, permute_weights
 from te_jax.quantized import QuantizedArray

@@ -27,7 +27,8 @@ from te_jax.ops.linear.arguments import (
 )
 from te_jax.ops.linear.gated import GatedMLP, gated
 from te_jax.ops.linear.local import LocalProducts
-from te_jax.ops.linear.rule import Weight, together, traced
+from te_jax.ops.linear.products import Weight, together
+from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array, one_for_each
 from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.reference.activation import Function, Kind

@@ -17,7 +17,8 @@ from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_reached
 from te_jax.ops.linear.arguments import implementation_for
 from te_jax.ops.linear.grouped import REVERSE_MODE, GroupedProducts, Groups
-from te_jax.ops.linear.rule import Weight, linear, traced
+from te_jax.ops.linear.products import Weight
+from te_jax.ops.linear.rule import linear, traced
 from te_jax.ops.operands import as_array, one_for_each
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, Recipe

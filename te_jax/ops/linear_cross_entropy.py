@@ -26,7 +26,7 @@ from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated, validate_reached
 from te_jax.ops.linear.arguments import KernelContracting, has_blocks, implementation_for
 from te_jax.ops.linear.local import LocalProducts, PlainProducts, multiplied_as_it_is
-from te_jax.ops.linear.rule import Weight
+from te_jax.ops.linear.products import Weight
 from te_jax.ops.operands import as_array
 from te_jax.recipe import DelayedScaling, Product, Recipe
 from te_jax.reference.linear_cross_entropy import loss_of_logits, without_ignored

@@ -32,7 +32,8 @@ from te_jax.ops.linear.arguments import (
     validate_parts,
     validate_unobserved,
 )
-from te_jax.ops.linear.rule import Weight, linear, together, traced
+from te_jax.ops.linear.products import Weight, together
+from te_jax.ops.linear.rule import linear, traced
 from te_jax.ops.operands import as_array, one_for_each
 from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec
 from te_jax.parallel._collective.products import AllGatherProducts, CollectiveProducts, ReduceScatterProducts

@@ -13,7 +13,8 @@ from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops.activation import as_function, gated_activation
 from te_jax.ops.linear.arguments import Operand, as_operand
 from te_jax.ops.linear.gated import GatedMLP, gated
-from te_jax.ops.linear.rule import Weight, traced
+from te_jax.ops.linear.products import Weight
+from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import one_for_each
 from te_jax.parallel._collective.products import AllGatherProducts, ReduceScatterProducts
 from te_jax.parallel.collective_matmul import (

@@ -18,7 +18,8 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from te_jax._core.derivatives import not_differentiated
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
 from te_jax.ops.linear import rule
-from te_jax.ops.linear.rule import Layouts, Products, Weight, gradients_of, has_gradient, named_amaxes
+from te_jax.ops.linear.products import Products, Weight
+from te_jax.ops.linear.rule import Layouts, gradients_of, has_gradient, named_amaxes
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Role
 from te_jax.reference.activation import Function

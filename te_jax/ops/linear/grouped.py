@@ -20,7 +20,7 @@ from te_jax.ops._grouped_product import rows_in_groups
 from te_jax.ops._quantize_rows import quantize_rows
 from te_jax.ops.grouped_gemm import cuda_problem, grouped_gemm, grouped_gemm_of_pairs
 from te_jax.ops.linear.kernels import quantize_kernel
-from te_jax.ops.linear.rule import Products, Wgrad
+from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.permute import Permutation, unpermute
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray

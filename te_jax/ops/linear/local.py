@@ -19,7 +19,8 @@ from te_jax import sharding
 from te_jax.ops.gemm import gemm
 from te_jax.ops.linear.arguments import KernelContracting, Shape, quantization_of, sequence_padding, whole_blocks
 from te_jax.ops.linear.fp8 import Copy
-from te_jax.ops.linear.rule import Products, Weight, Wgrad, linear, together
+from te_jax.ops.linear.products import Products, Weight, Wgrad, together
+from te_jax.ops.linear.rule import linear
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Product, Quantization, Role

@@ -7,10 +7,9 @@ are quantized and multiplied is the business of `Products`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -18,165 +17,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.interpreters import ad
 
-from te_jax import native, sharding
+from te_jax import sharding
 from te_jax._core.batching import batched_together
 from te_jax._core.derivatives import not_differentiated
-from te_jax.ops._quantize_kernels import Request
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated
-from te_jax.ops.linear.fp8 import Copy, Fp8
-from te_jax.ops.quantize import QuantizedParts
+from te_jax.ops.linear.products import Products, Weight, Wgrad
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Quantization, Recipe, Role
-from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout
-
-
-class Weight(NamedTuple):
-    """A kernel of a layer, plain or quantized, and what belongs to it: None for what is not there."""
-
-    kernel: Any
-    bias: Any = None
-    accumulator: Any = None
-    state: DelayedScalingState | None = None
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether there is anything that the gradient of the kernel can go to."""
-        return self.accumulator is not None or not isinstance(self.kernel, QuantizedArray)
-
-
-def together(operands: Any, axes: frozenset[str] = frozenset()) -> Any:
-    """Operands of a layer, which end with its weights, as `sharding.varying_together` has them, states as they are."""
-    *others, weights = operands
-    stateless = tuple(weight._replace(state=None) for weight in weights)
-    *others, stateless = sharding.varying_together((*others, stateless), axes)
-    return *others, tuple(w._replace(state=weight.state) for w, weight in zip(stateless, weights, strict=True))
-
-
-class Wgrad(NamedTuple):
-    """The gradient of a kernel, not computed yet.
-
-    Attributes:
-      product: `product(out_dtype=…)`, or with `accumulator=…, accumulate=…` its next value.
-      operands: what it multiplies.
-    """
-
-    product: Callable[..., Array]
-    operands: Any
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Products:
-    """How a layer quantizes and multiplies. Hashable, so that a layer is traced once.
-
-    `group` is what products read beside their operands, such as the sizes of groups of rows. It has no gradient.
-
-    Attributes:
-      name: of the public function, for errors.
-      recipe: how operands are quantized; None multiplies them as they are.
-      implementation: of quantization and products.
-      accumulate: whether accumulators are added to, or written over.
-      axis_name: mesh axes over which scaling states are the same, where JAX does not track that.
-      batch_ndim: number of dimensions of x before those that are contracted.
-    """
-
-    name: str
-    recipe: Recipe | None
-    implementation: native.Implementation
-    accumulate: bool = True
-    axis_name: sharding.Axes = ()
-    batch_ndim: int = 1
-
-    prefix: ClassVar[str] = "te_dense"
-    """Of the names of what is kept."""
-
-    @property
-    def once(self) -> str:
-        """Why there are no second derivatives."""
-        return f"{self.name} in FP8 is differentiated once, by its own rules; for second derivatives use recipe=None"
-
-    def differentiated_once(self, operands: Any) -> Any:
-        """Operands of the backward pass, where no quantization lies before them."""
-        return not_differentiated(operands, self.once) if self.recipe is None else operands
-
-    @property
-    def fp8(self) -> Fp8:
-        assert self.recipe is not None
-        return Fp8(self.name, self.recipe, self.implementation, self.axis_name)
-
-    @property
-    def dgrad_copy(self) -> Copy:
-        """The copy of a quantized kernel that the gradient of x reads."""
-        return "data"
-
-    def quantize(
-        self, role: Role, x: Any, state: Any, group: Any, *, second_copy: bool, with_dbias: bool = False
-    ) -> QuantizedParts:
-        """An operand as products read it, its amax where scaling is delayed, and dbias where it is asked for.
-
-        Args:
-          role: of x.
-          x: plain, or quantized, which is returned as it is.
-          state: of delayed scaling, or None.
-          group: see above.
-          second_copy: whether the copy is needed that dgrad reads of a kernel, and wgrad of x and of dy.
-          with_dbias: of a gradient, whether its sum over rows is asked for.
-        """
-        raise NotImplementedError
-
-    def quantization(self, role: Role) -> Quantization:
-        assert self.recipe is not None
-        return self.recipe.quantization(role)
-
-    def request(self, role: Role, copies: Copies, *, with_amax: bool, with_dbias: bool = False) -> Request:
-        """Of a kernel that writes, in FP8, what these products multiply."""
-        return Request(self.quantization(role), self.batch_ndim, copies, (), (), with_amax, with_dbias)
-
-    def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout | None, ...]:
-        """Those of the results, from operands that are not quantized yet; None for as they come."""
-        del x
-        return tuple(None for _ in kernels)
-
-    def forward(self, x8, kernel8s, biases, layouts, group, *, differentiated: bool) -> tuple[Any, Any, Any]:
-        """(ys, x as wgrad reads it, for each y what `before_activation` reads)."""
-        raise NotImplementedError
-
-    def kept(self, x: Any, role: Role, *, is_argument: bool) -> Any:
-        """What the backward pass reads of a quantized operand, None for nothing, with its name unless it is there
-        anyway."""
-        if not isinstance(x, QuantizedArray):
-            return x
-        reads_data = role == "kernel" and self.dgrad_copy == "data"
-        x = x.without_transposed() if reads_data else x.without_data()
-        if x.data is None and x.transposed is None:
-            return None
-        return x if is_argument else x.named(f"{self.prefix}_{role}")
-
-    def before_activation(self, preactivation: Any, dy: Array) -> Array:
-        """The gradient of a result before its activation."""
-        del preactivation
-        return dy
-
-    def dgrad(self, dy8s, kernel8s, group, layout: Layout) -> tuple[Array, Any]:
-        """(dx, dys as wgrad reads them). XLA drops dx where nobody asks for it."""
-        raise NotImplementedError
-
-    def wgrads(self, x8, dy8s, group) -> tuple[Wgrad, ...]:
-        """For each kernel."""
-        raise NotImplementedError
-
-    def validate_x(self, x8: Any, trained: str) -> None:
-        """Checks that an x that came quantized has what the gradient of the kernel `trained` reads.
-
-        Raises:
-          ValueError: it has not.
-        """
-        if x8 is not None and x8.transposed is None:
-            raise ValueError(
-                f"x has no transposed copy, which the gradient with respect to {trained} reads; quantize it with "
-                "copies='both'"
-            )
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered, and XLA removes what

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import sharding
 from te_jax._core.types import BLOCK
-from te_jax.ops.linear.rule import Products, Wgrad
+from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel._collective.sides import Sides, gather, in_order, sides_of, travelling, wgrad, with_parts
