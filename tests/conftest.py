@@ -129,7 +129,8 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     global _folder
-    _folder = None if item.get_closest_marker("slow") or _is_slow(item.path) else item.path.parent.name
+    left_out = item.get_closest_marker("slow") or item.get_closest_marker("product") or _is_slow(item.path)
+    _folder = None if left_out else item.path.parent.name
     return (yield)
 
 

@@ -24,7 +24,7 @@ def in_turns(every, *others):
 
 
 def mark_products(items):
-    """Marks most of every product of parameters `slow`.
+    """Marks most of every product of parameters `product`.
 
     Of independent parameters (several `parametrize`, or one and a fixture) combinations stay in which the positions of
     the values add up to a multiple of the second largest number of values: of two parameters each value once, beside
@@ -47,4 +47,4 @@ def mark_products(items):
             every = sorted(len(positions) for positions in seen.values())[-2]
             for item, positions in zip(alike, places, strict=True):
                 if sum(positions) % every:
-                    item.add_marker(pytest.mark.slow)
+                    item.add_marker(pytest.mark.product)
