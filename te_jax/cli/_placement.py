@@ -66,16 +66,15 @@ class Placement(NamedTuple):
                 return self.state
             return jax.tree.map(self._like_parameter, part, specs)
 
-        # Without the kernels that are not quantized these would be no tree like the parameters.
         kernels = jax.tree.map(
-            lambda kernel, param, spec: None if kernel is None else operand_specs(spec, kernel),
-            state.kernels, state.params, specs, is_leaf=lambda x: x is None or isinstance(x, QuantizedArray),
+            lambda kernel, spec: None if kernel is None else operand_specs(spec, kernel),
+            state.kernels, specs, is_leaf=lambda x: x is None or isinstance(x, QuantizedArray),
         )  # fmt: skip
         found = jax.tree.map(shardings, state._replace(kernels=None), is_leaf=one_for_each_parameter)
         return found._replace(kernels=jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), kernels))
 
     def _like_parameter(self, leaf: Any, spec: PartitionSpec) -> NamedSharding:
-        """Of a parameter, of a moment, or of the bounds of a moment's blocks, which may be too few to be split."""
+        """The sharding of a parameter, a moment or the bounds of its blocks, which may be too few to be split."""
         entries = [
             entry if size % math.prod(self.mesh.shape[axis] for axis in axes_of_entry(entry)) == 0 else None
             for entry, size in zip(spec, leaf.shape, strict=False)

@@ -113,6 +113,11 @@ def gated_mlp(
             f"kernel has shapes {[weight.kernel.shape for weight in weights.values()]}; they must be [in, hidden/D], "
             "[in, hidden/D] and [hidden/D, out]"
         )
+    if down.kernel.shape[0] != up.kernel.shape[1]:
+        raise ValueError(
+            f"kernel[2] has shape {down.kernel.shape}, and kernel[1] {up.kernel.shape}; its first dimension must be the "
+            "last of kernel[1], this device's hidden features"
+        )
     options |= {"residual": residual, "out_dtype": None}
     pair = {name: weights[name] for name in ("kernel[0]", "kernel[1]")}
     gate_up, rows = prepared(AllGatherProducts, ("dimension", dimension), x, pair, **options)

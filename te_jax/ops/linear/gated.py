@@ -195,7 +195,7 @@ def _backward(mlp: GatedMLP, residuals: _Residuals, dy: Any):
         dx, dgate8_up8 = mlp.gate_up.dgrad(dgate8_up8, kernel8s[:2], group, layouts.x)
     if x8 is not None:
         wgrads[:2] = mlp.gate_up.wgrads(x8, dgate8_up8, group)
-    if h8 is not None:
+    if h8 is not None and dy8s[0] is not None:
         h8 = mlp.read_by(mlp.down, "activation", h8, weights[2])
         (wgrads[2],) = mlp.down.wgrads(h8, dy8s, group)
     dbiases = gate_parts.dbias, up_parts.dbias, down_dbias

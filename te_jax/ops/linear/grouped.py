@@ -105,7 +105,7 @@ class GroupedProducts(Products):
         return ys, x8, (None,) * len(ys)
 
     def dgrad(self, dy8s, kernel8s, group: Groups, layout: Layout):
-        """Of two kernels, such as gate and up, it is one product."""
+        """One product for two kernels, such as gate and up."""
         pairs = list(zip(dy8s, kernel8s, strict=True))
         options: Any = {"rhs_contracting": "cols", "out_dtype": layout.dtype}
         if len(pairs) == 2:

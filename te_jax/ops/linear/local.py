@@ -248,7 +248,7 @@ class PlainProducts(Products):
         return tuple(Wgrad(functools.partial(self._next_value, x8, dy), (x8, dy)) for dy in dy8s)
 
     def _next_value(self, x: Array, dy: Array, *, out_dtype: Any, accumulator: Array, accumulate: bool) -> Array:
-        """Of an accumulator: the gradient of a kernel without one is XLA's."""
+        """The next value of an accumulator. Without one the gradient of a kernel is XLA's."""
         tokens = tuple(range(x.ndim - self.contracting_ndim))
         sides = (x, dy) if self.kernel_contracting == "first" else (dy, x)
         wgrad = Layout.of(accumulator).apply(sharding.dot(*sides, (tokens, tokens), out_dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -54,7 +55,7 @@ class Wgrad(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Products:
+class Products(abc.ABC):
     """How a layer quantizes and multiplies. Hashable, so that a layer is traced once.
 
     `group` is what products read beside their operands, such as the sizes of groups of rows. It has no gradient.
@@ -76,7 +77,7 @@ class Products:
     batch_ndim: int = 1
 
     prefix: ClassVar[str] = "te_dense"
-    """Of the names of what is kept."""
+    """The names of what is kept begin with it."""
 
     @property
     def once(self) -> str:
@@ -97,6 +98,7 @@ class Products:
         """The copy of a quantized kernel that the gradient of x reads."""
         return "data"
 
+    @abc.abstractmethod
     def quantize(
         self, role: Role, x: Any, state: Any, group: Any, *, second_copy: bool, with_dbias: bool = False
     ) -> QuantizedParts:
@@ -110,14 +112,13 @@ class Products:
           second_copy: whether the copy is needed that dgrad reads of a kernel, and wgrad of x and of dy.
           with_dbias: of a gradient, whether its sum over rows is asked for.
         """
-        raise NotImplementedError
 
     def quantization(self, role: Role) -> Quantization:
         assert self.recipe is not None
         return self.recipe.quantization(role)
 
     def request(self, role: Role, copies: Copies, *, with_amax: bool, with_dbias: bool = False) -> Request:
-        """Of a kernel that writes, in FP8, what these products multiply."""
+        """The arguments of a kernel that writes, in FP8, what these products multiply."""
         return Request(self.quantization(role), self.batch_ndim, copies, (), (), with_amax, with_dbias)
 
     def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout | None, ...]:
@@ -125,9 +126,9 @@ class Products:
         del x
         return tuple(None for _ in kernels)
 
+    @abc.abstractmethod
     def forward(self, x8, kernel8s, biases, layouts, group, *, differentiated: bool) -> tuple[Any, Any, Any]:
         """(ys, x as wgrad reads it, for each y what `before_activation` reads)."""
-        raise NotImplementedError
 
     def kept(self, x: Any, role: Role, *, is_argument: bool) -> Any:
         """What the backward pass reads of a quantized operand, None for nothing, with its name unless it is there
@@ -145,13 +146,13 @@ class Products:
         del preactivation
         return dy
 
+    @abc.abstractmethod
     def dgrad(self, dy8s, kernel8s, group, layout: Layout) -> tuple[Array, Any]:
-        """(dx, dys as wgrad reads them). XLA drops dx where nobody asks for it."""
-        raise NotImplementedError
+        """(dx, dys as wgrad reads them, None where it cannot). XLA drops dx where nobody asks for it."""
 
+    @abc.abstractmethod
     def wgrads(self, x8, dy8s, group) -> tuple[Wgrad, ...]:
         """For each kernel."""
-        raise NotImplementedError
 
     def validate_x(self, x8: Any, trained: str) -> None:
         """Checks that an x that came quantized has what the gradient of the kernel `trained` reads.

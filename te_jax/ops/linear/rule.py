@@ -124,8 +124,8 @@ def _backward(products: Products, residuals: _Residuals, dys):
         if not isinstance(dy, SymbolicZero) or weight.accumulator is not None
     ]
     gradients = [
-        gradients_of(products, weight, Weight(None), None, None, (x_amax, amax, None))
-        for weight, amax in zip(weights, amaxes, strict=True)
+        None if i in used else gradients_of(products, weight, Weight(None), None, None, (x_amax, amax, None))
+        for i, (weight, amax) in enumerate(zip(weights, amaxes, strict=True))
     ]
     if not used:
         return None, None, tuple(gradients), None
@@ -228,7 +228,7 @@ def named_amaxes(products: Products, amaxes: tuple[Any, ...], weights: tuple[Wei
 
 
 def zeros_of_unused(dys: Iterable[Any]) -> list[Array]:
-    """Gradients of results: of those that are not used zeros, so that accumulators and states get their next values."""
+    """Gradients of results, zeros for those that are not used."""
     return [ad.zeros_like_aval(dy.aval) if isinstance(dy, SymbolicZero) else dy for dy in dys]
 
 
