@@ -115,8 +115,8 @@ def gated_mlp(
         )
     if down.kernel.shape[0] != up.kernel.shape[1]:
         raise ValueError(
-            f"kernel[2] has shape {down.kernel.shape}, and kernel[1] {up.kernel.shape}; its first dimension must be the "
-            "last of kernel[1], this device's hidden features"
+            f"kernel[2] has shape {down.kernel.shape}, and kernel[1] {up.kernel.shape}; its first dimension must "
+            "be the last of kernel[1], this device's hidden features"
         )
     options |= {"residual": residual, "out_dtype": None}
     pair = {name: weights[name] for name in ("kernel[0]", "kernel[1]")}
