@@ -46,8 +46,8 @@ from benchmarks.harness import (
 )
 from benchmarks.transformer import errors_of
 from te_jax import ops
-from te_jax.nn.attention import rotary_tables, rotate
-from te_jax.nn.norm import handover
+from te_jax.layers.attention import rotary_tables, rotate
+from te_jax.layers.norm import handover
 from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, Recipe
 

@@ -57,7 +57,7 @@ from benchmarks.harness import (
 from benchmarks.torch_peer import as_torch, torch_on_gpu
 from benchmarks.transformer import errors_of
 from te_jax import ops
-from te_jax.nn.moe import Router, moe
+from te_jax.layers import Router, moe
 from te_jax.ops._quantize_rows import quantize_rows
 from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.quantized import QuantizedArray

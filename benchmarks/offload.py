@@ -1,7 +1,7 @@
 """What host memory costs: layers whose residuals wait there for the backward pass, and AdamW whose state lives there.
 
-Layers are x + silu(x @ up) @ down in bfloat16, run by `te_jax.nn.apply_layers`; a call computes the gradients of x and
-of all kernels. Operations and their implementations:
+Layers are x + silu(x @ up) @ down in bfloat16, run by `te_jax.layers.apply_layers`; a call computes the gradients of x
+and of all kernels. Operations and their implementations:
 
 - input: the backward pass recomputes all of a layer but its input. remat keeps the inputs on the device, te_jax in
   host memory, and xla_scan as well, by JAX's own policy `save_and_offload_only_these_names` in a `lax.scan`.
@@ -46,7 +46,7 @@ from benchmarks.harness import (
     spread_of,
     temporary_bytes,
 )
-from te_jax import nn, optim
+from te_jax import layers, optim
 from te_jax.offload import LAYER_INPUT, Offload
 
 PEERS = ("xla_scan",)
@@ -148,7 +148,7 @@ def _layers(operation: str, name: str, case: shapes.OffloadShape) -> tuple[Candi
         if name == "xla_scan":
             y = _scanned(operation, params, x)
         else:
-            y = nn.apply_layers(_layer, params, x, remat=remat, offload=offload)
+            y = layers.apply_layers(_layer, params, x, remat=remat, offload=offload)
         return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
     params, x = _drawn(case, stacked=name == "xla_scan")

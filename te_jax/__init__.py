@@ -7,22 +7,22 @@ imported with te_jax.flax, te_jax.nnx and te_jax.optim, at their first use.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from te_jax import checkpoint_policies, inspect, ops, parallel, recipe
+from te_jax import checkpoint_policies, hlo, ops, parallel, recipe
 from te_jax._version import __version__
 
 if TYPE_CHECKING:
     from te_jax import flax as flax
+    from te_jax import layers as layers
     from te_jax import models as models
-    from te_jax import nn as nn
     from te_jax import nnx as nnx
     from te_jax import offload as offload
     from te_jax import optim as optim
     from te_jax import reference as reference
     from te_jax import testing as testing
 
-__all__ = ["__version__", "checkpoint_policies", "inspect", "ops", "parallel", "recipe"]
+__all__ = ["__version__", "checkpoint_policies", "hlo", "ops", "parallel", "recipe"]
 
-_AT_FIRST_USE = ("flax", "models", "nn", "nnx", "offload", "optim", "reference", "testing")
+_AT_FIRST_USE = ("flax", "layers", "models", "nnx", "offload", "optim", "reference", "testing")
 
 
 def __getattr__(name: str) -> Any:

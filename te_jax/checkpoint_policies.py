@@ -22,7 +22,7 @@ Norms name what they normalize, which is the sum where they are given a residual
 
     te_norm_input            in the dtype of x
 
-`te_jax.ops.grouped_dense` has the first two names of `dense`, and `te_jax.nn.moe.moe` one more:
+`te_jax.ops.grouped_dense` has the first two names of `dense`, and `te_jax.layers.moe` one more:
 
     te_moe_preactivation     gate and up [rows, hidden] of the experts, in the dtype of x: all that it keeps of rows
 

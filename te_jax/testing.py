@@ -1,6 +1,6 @@
 """One measure of error for tests of numerical code: the relative L2 error.
 
-`te_jax.inspect` lists the collectives and arrays of a compiled program, for tests as well.
+`te_jax.hlo` lists the collectives and arrays of a compiled program, for tests as well.
 """
 
 from __future__ import annotations

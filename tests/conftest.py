@@ -53,7 +53,7 @@ _SLOW = {
     *("optim/test_buckets.py", "optim/test_convert.py", "optim/test_offload.py", "optim/test_sharding.py"),
     *("optim/test_optax_manners.py", "optim/test_rounding.py", "optim/test_overwrite.py"),
     # Modules share their arithmetic with the operations, and Linen's with NNX's.
-    *("flax/*.py", "*/test_*_attention.py", "*/test_*_moe.py", "*/test_*_transformer_block.py", "nn/test_moe.py"),
+    *("flax/*.py", "*/test_*_attention.py", "*/test_*_moe.py", "*/test_*_transformer_block.py", "layers/test_moe.py"),
     *("*/test_*_convert.py", "*/test_*_delayed_scaling.py", "*/test_*_microbatches.py"),
     # Of these, tests/conformance has a row or a mesh each.
     *("ops/test_dense_accumulator.py", "ops/test_dense_several_kernels.py", "ops/test_dense_state.py"),
@@ -66,9 +66,9 @@ _SLOW = {
 # What tests that are not slow compile of each folder at most: a number of programs is the same on every machine, where
 # times are not. A run above fails: let tests share programs, mark some as slow, or raise the number.
 _MOST_PROGRAMS = {
-    "benchmarks": 100, "cli": 20, "conformance": 2200, "docs": 260, "inspect": 60, "models": 170, "modules": 650,
-    "native": 110, "nn": 170, "nnx": 440, "offload": 20, "ops": 4000, "optim": 1500, "parallel": 350, "sharding": 170,
-    "tests": 580,
+    "benchmarks": 100, "cli": 20, "conformance": 2200, "docs": 260, "hlo": 60, "layers": 170, "models": 170,
+    "modules": 650, "native": 110, "nnx": 440, "offload": 20, "ops": 4000, "optim": 1500, "parallel": 350,
+    "sharding": 170, "tests": 580,
 }  # fmt: skip
 _programs = collections.Counter()
 _folder = None

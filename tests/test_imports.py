@@ -6,7 +6,7 @@ import sys
 CODE = """
 import sys, te_jax
 
-names = "flax", "models", "nn", "nnx", "optim", "reference", "testing"
+names = "flax", "layers", "models", "nnx", "optim", "reference", "testing"
 assert not {"flax", "optax", "te_jax.models", "te_jax.testing"} & set(sys.modules)
 assert set(dir(te_jax)) >= {*names, "ops", "recipe"}
 for name in names:

@@ -10,7 +10,7 @@ import pytest
 
 from te_jax import ops, sharding
 from te_jax._core.integers import as_int32, in_one_dtype
-from te_jax.nn import attention, embed
+from te_jax.layers import attention, embed
 
 DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 NUMBERS = sorted({sign * 2**power + more for power in range(65) for sign in (1, -1) for more in (-2, -1, 0, 1)})

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from te_jax import nn, optim
+from te_jax import layers, optim
 from te_jax.cli import _plan
 from te_jax.cli._placement import Placement
 from te_jax.cli._plan import Model, Plan
@@ -194,7 +194,7 @@ def _value_and_gradients(
 ) -> tuple[Losses, Any, Any]:
     """(mean losses, gradients, next scaling state) of microbatches of windows [microbatches, batch, seq_len + 1].
 
-    `in_place` is that of `te_jax.nn.accumulate_gradients`.
+    `in_place` is that of `te_jax.layers.accumulate_gradients`.
     """
     count = windows.shape[0]
 
@@ -203,7 +203,7 @@ def _value_and_gradients(
         losses = loss(*variables, *batch)
         return losses.objective, losses
 
-    gradient = nn.accumulate_gradients(objective, has_aux=True, in_place=in_place)
+    gradient = layers.accumulate_gradients(objective, has_aux=True, in_place=in_place)
 
     def add(sums: Any, windows: jax.Array) -> tuple[Any, Losses]:
         (value, losses), sums = gradient((state.operands, state.scaling), sums, *_tokens_and_targets(windows))

@@ -16,7 +16,7 @@ from te_jax.flax.microbatches import merge_gradients, quantize_kernels
 from te_jax.flax.moe import MoE
 from te_jax.flax.norm import LayerNorm, NormLinear, RMSNorm
 from te_jax.flax.transformer_block import TransformerBlock
-from te_jax.nn.microbatches import accumulate_gradients
+from te_jax.layers.microbatches import accumulate_gradients
 
 __all__ = [
     "Attention",

@@ -14,7 +14,7 @@ from jax import Array
 from te_jax import native
 from te_jax.flax.linear import DenseGeneral, Initializer, layer_options
 from te_jax.flax.norm import RMSNorm
-from te_jax.nn import attention, linear
+from te_jax.layers import attention, linear
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 
@@ -158,7 +158,7 @@ class Attention(nn.Module):
         return nn.Dropout(self.dropout_rate, name="dropout")(y, deterministic=deterministic)
 
     def _attend(self, query: Array, key: Array, value: Array, settings: attention.Settings, **arguments: Any) -> Array:
-        """`te_jax.nn.attention.attend`, with the cache as variables; `init` only makes them."""
+        """`te_jax.layers.attention.attend`, with the cache as variables; `init` only makes them."""
         if not self.decode:
             return attention.attend(query, key, value, settings, **arguments)[0]
         exists = self.has_variable("cache", "cached_key")

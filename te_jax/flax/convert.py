@@ -19,8 +19,8 @@ from jax import Array
 
 from te_jax import native
 from te_jax.flax import linear as layers
-from te_jax.nn import convert as conversion
-from te_jax.nn import linear
+from te_jax.layers import convert as conversion
+from te_jax.layers import linear
 from te_jax.recipe import Recipe
 
 Model = TypeVar("Model", bound=nn.Module)

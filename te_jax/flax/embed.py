@@ -12,7 +12,7 @@ from jax import Array
 
 from te_jax import native
 from te_jax.flax.linear import Initializer, named_initializer
-from te_jax.nn import embed, linear
+from te_jax.layers import embed, linear
 from te_jax.recipe import Recipe
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from te_jax import native
 from te_jax.flax.linear import Dense, Initializer, layer_options
 from te_jax.flax.norm import make_norm
-from te_jax.nn import gated_mlp, linear, norm
+from te_jax.layers import gated_mlp, linear, norm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Kind

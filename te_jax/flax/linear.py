@@ -16,7 +16,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import Array
 
 from te_jax import native
-from te_jax.nn import delayed_scaling, linear, microbatches
+from te_jax.layers import delayed_scaling, linear, microbatches
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
 

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from te_jax import native
 from te_jax.flax import linear
-from te_jax.nn import convert as conversion
+from te_jax.layers import convert as conversion
 from te_jax.recipe import Recipe
 
 

@@ -12,7 +12,7 @@ from flax.core import meta
 
 from te_jax.flax.convert import options_in_call
 from te_jax.flax.linear import Einsum, unboxed
-from te_jax.nn import linear, microbatches
+from te_jax.layers import linear, microbatches
 from te_jax.quantized import QuantizedArray
 
 Variables = Any

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from te_jax import native
 from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.linear import Dense, Einsum, Initializer
-from te_jax.nn import linear, moe
-from te_jax.nn.gated_mlp import Activation
+from te_jax.layers import linear, mixture
+from te_jax.layers.gated_mlp import Activation
 from te_jax.parallel.experts import Exchange, experts_of_device
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Kind
@@ -24,9 +24,9 @@ ROUTER_STATE = "router_state"
 
 
 class MoE(nn.Module):
-    """A mixture of gated MLPs, the experts, of which a router chooses some for every token: `te_jax.nn.moe.moe`.
+    """A mixture of gated MLPs, the experts, of which a router chooses some for every token: `te_jax.layers.moe`.
 
-        layer = MoE(num_experts=8, hidden_features=256, router=te_jax.nn.moe.Router(top_k=2))
+        layer = MoE(num_experts=8, hidden_features=256, router=te_jax.layers.Router(top_k=2))
         result = layer.apply(variables, x)
         loss = loss_of(result.y) + 1e-2 * ops.load_balancing_loss(result.logits, result.routing.experts)
 
@@ -50,10 +50,10 @@ class MoE(nn.Module):
     Attributes:
       num_experts: number of experts, without shared ones.
       hidden_features: of each expert.
-      router: how experts are chosen, a `te_jax.nn.moe.Router`.
+      router: how experts are chosen, a `te_jax.layers.Router`.
       out_features: None is the number of input features.
       kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
-      weighted, capacity, axis_name, buffer_factor, exchange: as in `te_jax.nn.moe.moe`.
+      weighted, capacity, axis_name, buffer_factor, exchange: as in `te_jax.layers.moe`.
       shared_features: hidden features of all shared experts together; None for no shared experts.
       expert_bias: whether there is a bias of the choice, `te_jax.ops.update_expert_bias`. It is zero at first.
       use_bias: whether the router and the experts have biases. Shared experts have none.
@@ -71,7 +71,7 @@ class MoE(nn.Module):
 
     num_experts: int
     hidden_features: int
-    router: moe.Router
+    router: mixture.Router
     out_features: int | None = None
     _: dataclasses.KW_ONLY
     kind: Kind = "silu"
@@ -104,19 +104,19 @@ class MoE(nn.Module):
     implementation: native.Implementation | None = None
 
     def __post_init__(self) -> None:
-        moe.Router.check(self.router)
+        mixture.Router.check(self.router)
         linear.Options(self.recipe, None, self.implementation)
         super().__post_init__()
 
     @nn.compact
-    def __call__(self, x: jax.typing.ArrayLike) -> moe.MoEResult:
+    def __call__(self, x: jax.typing.ArrayLike) -> mixture.MoEResult:
         """Applies the layer to all tokens of x together; inside `shard_map` to those of a device.
 
         Args:
           x: [*tokens, in], floating point.
 
         Returns:
-          `te_jax.nn.moe.MoEResult`: y [*tokens, out_features], logits, routing, and the number of dropped choices.
+          `te_jax.layers.MoEResult`: y [*tokens, out_features], logits, routing, and the number of dropped choices.
 
         Raises:
           ValueError: for shapes, dtypes or options that do not fit, naming the argument.
@@ -138,11 +138,11 @@ class MoE(nn.Module):
             "use_bias": self.use_bias,
             "dtype": self.dtype,
             "param_dtype": self.param_dtype,
-            "bias_init": moe.for_each_expert(self.bias_init),
+            "bias_init": mixture.for_each_expert(self.bias_init),
             **quantized,
         }
         wide: Any = {
-            "kernel_init": moe.for_each_expert(self.kernel_init),
+            "kernel_init": mixture.for_each_expert(self.kernel_init),
             "kernel_axes": self.kernel_axes,
             "bias_axes": self.bias_axes,
         }
@@ -157,12 +157,12 @@ class MoE(nn.Module):
             bias_axes=self.router_bias_axes,
             name="router",
         )
-        gate = Einsum((held, features, hidden), moe.EINSUM, name="gate_proj", **wide, **layer)
-        up = Einsum((held, features, hidden), moe.EINSUM, name="up_proj", **wide, **layer)
+        gate = Einsum((held, features, hidden), mixture.EINSUM, name="gate_proj", **wide, **layer)
+        up = Einsum((held, features, hidden), mixture.EINSUM, name="up_proj", **wide, **layer)
         down = Einsum(
             (held, hidden, out_features),
-            moe.EINSUM,
-            kernel_init=moe.for_each_expert(down_kernel_init),
+            mixture.EINSUM,
+            kernel_init=mixture.for_each_expert(down_kernel_init),
             kernel_axes=self.down_kernel_axes,
             bias_axes=self.down_bias_axes,
             name="down_proj",
@@ -171,14 +171,14 @@ class MoE(nn.Module):
         expert_bias = None
         if self.expert_bias:
             expert_bias = self.variable(ROUTER_STATE, "expert_bias", jnp.zeros, (experts,), jnp.float32).value
-        result = moe.moe_of_layers(
+        result = mixture.moe_of_layers(
             x,
             router.held((features,)),
             (gate.held(), up.held(), down.held()),
             self.router,
             expert_bias=expert_bias,
             dtype=self.dtype,
-            options=moe.Options(activation, self.weighted, self.capacity, *apart, **quantized),
+            options=mixture.Options(activation, self.weighted, self.capacity, *apart, **quantized),
         )
         if self.shared_features is None:
             return result

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from te_jax import native
 from te_jax.flax.linear import DenseGeneral, Initializer, named_initializer
-from te_jax.nn import linear, norm
+from te_jax.layers import linear, norm
 from te_jax.recipe import Quantization, Recipe
 
 

@@ -16,7 +16,7 @@ from te_jax import native
 from te_jax.flax.attention import Attention
 from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.norm import make_norm
-from te_jax.nn import linear, norm, transformer_block
+from te_jax.layers import linear, norm, transformer_block
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Kind
 

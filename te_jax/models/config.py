@@ -5,7 +5,7 @@ from typing import Any
 
 from te_jax import native
 from te_jax._core.arguments import is_finite_number, is_whole_number, static_way_out
-from te_jax.nn.moe import Router
+from te_jax.layers.mixture import Router
 from te_jax.offload import Offload
 from te_jax.recipe import DelayedScaling, Recipe
 
@@ -17,7 +17,7 @@ _DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The mixture of experts in the place of every MLP: see `te_jax.nn.moe.moe`. No token is dropped.
+    """The mixture of experts in the place of every MLP: see `te_jax.layers.moe`. No token is dropped.
 
     Args:
       num_experts: MLPs of each block, of which a token meets `router.top_k`.
@@ -36,7 +36,7 @@ class Experts:
 
     def __post_init__(self):
         if not isinstance(self.router, Router):
-            raise ValueError(f"router is {self.router!r}: it needs to be a te_jax.nn.moe.Router, as Router(top_k=2) is")
+            raise ValueError(f"router is {self.router!r}: it needs to be a te_jax.layers.Router, as Router(top_k=2) is")
         if not is_whole_number(self.num_experts) or self.num_experts < self.router.top_k:
             raise ValueError(
                 f"num_experts is {self.num_experts!r}: it needs to be a whole number of at least router.top_k, "

@@ -1,7 +1,7 @@
 """A decoder-only transformer of the Llama family as pure functions: `init`, `apply` and `loss`.
 
 RMSNorm before each block, rotary positions, grouped-query attention, a SiLU-gated MLP, no biases. Each layer has
-parameters of its own, in a list, and `te_jax.nn.apply_layers` runs them. Norms, attention and MLP are
+parameters of its own, in a list, and `te_jax.layers.apply_layers` runs them. Norms, attention and MLP are
 `te_jax.ops.rms_norm`, `attention` and `gated_mlp`.
 
 With a recipe, the projections of attention and MLP run in FP8. The output head stays in `dtype`, where the rounding of
@@ -14,7 +14,7 @@ layout as the others, and split over devices in the same way.
 Inside `shard_map`, `apply` and `loss` take `parallel`, and run on a part of every parameter: see
 `te_jax.models.TensorParallel`. `te_jax.models.parallel_loss` is the same for whole arrays on a mesh.
 
-With `config.experts`, every MLP is a mixture of experts (`te_jax.nn.moe`).
+With `config.experts`, every MLP is a mixture of experts (`te_jax.layers.moe`).
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import ops, sharding
+from te_jax.layers.attention import rotary_tables, rotate
+from te_jax.layers.microbatches import dense_kernels
+from te_jax.layers.stack import apply_layers
 from te_jax.models import tensor_parallel
 from te_jax.models.config import MLP, DecoderConfig
 from te_jax.models.mixture import Balance
 from te_jax.models.parallel import TensorParallel
 from te_jax.models.tensor_parallel import Projections
-from te_jax.nn.attention import rotary_tables, rotate
-from te_jax.nn.layers import apply_layers
-from te_jax.nn.microbatches import dense_kernels
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
 __all__ = ["Losses", "apply", "init", "init_scaling_state", "loss", "losses", "requantize"]
@@ -146,7 +146,7 @@ def requantize(
 
         params, kernels = te_jax.optim.apply_updates(params, updates, requantize=models.requantize(config))
         operands = te_jax.optim.merge_kernels(params, kernels)  # of the next step
-        loss, gradients = te_jax.nn.accumulate_gradients(loss)(operands, gradients, …)
+        loss, gradients = te_jax.layers.accumulate_gradients(loss)(operands, gradients, …)
 
     Args:
       config: the shape, with a recipe.
@@ -230,7 +230,7 @@ def loss(
 
     Args:
       params: what `init` returned for this `config`. Kernels of blocks may be quantized (`requantize`); gradients with
-        respect to these need `te_jax.nn.accumulate_gradients`.
+        respect to these need `te_jax.layers.accumulate_gradients`.
       tokens: integer [batch, time].
       targets: integer [batch, time]: the token that follows each position, or -100 where none is to be predicted.
       config: the shape.
@@ -352,7 +352,7 @@ def is_head(path: tuple[Any, ...], leaf: Any) -> bool:
 
     Examples:
       >>> import te_jax
-      >>> gradient = te_jax.nn.accumulate_gradients(te_jax.models.loss, in_place=te_jax.models.is_head)
+      >>> gradient = te_jax.layers.accumulate_gradients(te_jax.models.loss, in_place=te_jax.models.is_head)
     """
     del leaf
     return path[-1:] == (jax.tree_util.DictKey("head"),)

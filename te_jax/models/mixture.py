@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import native, ops
+from te_jax.layers.microbatches import dense_kernels
+from te_jax.layers.mixture import moe
 from te_jax.models.config import MLP, DecoderConfig
 from te_jax.models.parallel import TensorParallel
-from te_jax.nn.microbatches import dense_kernels
-from te_jax.nn.moe import moe
 
 
 class Balance(NamedTuple):
@@ -32,7 +32,7 @@ def mixture(
 
     Args:
       x, layer, config, parallel: of a block.
-      implementation: see `te_jax.nn.moe.moe`.
+      implementation: see `te_jax.layers.moe`.
     """
     token_axes = expert_axes = None
     if parallel is not None:

@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec
 
 from te_jax._core.arguments import is_whole_number
 from te_jax._core.types import FP8_ALIGNMENT
+from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.models.config import MLP, DecoderConfig
-from te_jax.nn.microbatches import AccumulatedKernel
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
 from te_jax.quantized import QuantizedArray
 
@@ -145,7 +145,8 @@ def operand_specs(specs: Any, operands: Any) -> Any:
 
     Args:
       specs: what `param_specs` returns.
-      operands: parameters whose kernels may be quantized, or stand-ins for these of `te_jax.nn.accumulate_gradients`.
+      operands: parameters whose kernels may be quantized, or stand-ins for these of
+        `te_jax.layers.accumulate_gradients`.
 
     Returns:
       A tree like the operands, with a PartitionSpec for every array; fields that are None stay None.

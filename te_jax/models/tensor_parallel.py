@@ -11,11 +11,11 @@ from jax import Array, lax
 
 from te_jax import native, ops, sharding
 from te_jax._core.types import BLOCK
+from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
+from te_jax.layers.norm import handover
 from te_jax.models.config import MLP, DecoderConfig
 from te_jax.models.mixture import Balance, mixture
 from te_jax.models.parallel import TensorParallel, kv_heads
-from te_jax.nn.microbatches import AccumulatedKernel, dense_kernels
-from te_jax.nn.norm import handover
 from te_jax.parallel import all_gather_matmul, gated_mlp, matmul_reduce_scatter
 from te_jax.recipe import DelayedScalingState, Quantization
 from te_jax.reference.softmax_cross_entropy import equals
@@ -97,7 +97,7 @@ class Projections:
     columns of the MLP.
     """
 
-    layer: dict[str, Any]  # arrays, QuantizedArrays, or what stands for these in `te_jax.nn.accumulate_gradients`
+    layer: dict[str, Any]  # arrays, QuantizedArrays, or what stands for these in `te_jax.layers.accumulate_gradients`
     scaling_state: dict[str, DelayedScalingState] | None
     config: DecoderConfig
     parallel: TensorParallel | None

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from te_jax import native
-from te_jax.nn import attention
+from te_jax.layers import attention
 from te_jax.nnx.linear import Initializer, LinearGeneral
 from te_jax.nnx.norm import RMSNorm
 from te_jax.quantized import QuantizedArray

@@ -15,8 +15,8 @@ from flax.nnx.nn import dtypes
 from jax import lax
 
 from te_jax import native
-from te_jax.nn import convert as conversion
-from te_jax.nn import delayed_scaling, linear
+from te_jax.layers import convert as conversion
+from te_jax.layers import delayed_scaling, linear
 from te_jax.nnx.linear import Einsum, Linear, LinearGeneral
 from te_jax.nnx.variables import OverwriteWithGradient
 from te_jax.quantized import QuantizedArray

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from te_jax import native
-from te_jax.nn import embed, linear
+from te_jax.layers import embed, linear
 from te_jax.nnx.linear import Initializer
 from te_jax.recipe import Recipe
 

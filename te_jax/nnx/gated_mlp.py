@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from te_jax import native
-from te_jax.nn import gated_mlp, norm
+from te_jax.layers import gated_mlp, norm
 from te_jax.nnx.linear import Initializer, Linear
 from te_jax.nnx.norm import LayerNorm, RMSNorm, make_norm
 from te_jax.quantized import QuantizedArray

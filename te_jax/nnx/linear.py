@@ -13,7 +13,7 @@ from flax.nnx import variablelib
 from jax import Array
 
 from te_jax import native
-from te_jax.nn import delayed_scaling, linear
+from te_jax.layers import delayed_scaling, linear
 from te_jax.nnx.variables import OverwriteWithGradient
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from te_jax.nn import linear, microbatches
+from te_jax.layers import linear, microbatches
 from te_jax.nnx.linear import Einsum, LinearGeneral
 from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel
 from te_jax.quantized import QuantizedArray

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from te_jax import native
-from te_jax.nn import linear, moe
-from te_jax.nn.gated_mlp import Activation
+from te_jax.layers import linear, mixture
+from te_jax.layers.gated_mlp import Activation
 from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.linear import Einsum, Initializer, Linear
 from te_jax.nnx.variables import ExpertBias
@@ -22,9 +22,9 @@ from te_jax.sharding import AxisName
 
 
 class MoE(nnx.Module):
-    """A mixture of gated MLPs, the experts, of which a router chooses some for every token: `te_jax.nn.moe.moe`.
+    """A mixture of gated MLPs, the experts, of which a router chooses some for every token: `te_jax.layers.moe`.
 
-        layer = MoE(64, num_experts=8, hidden_features=256, router=te_jax.nn.moe.Router(top_k=2), rngs=nnx.Rngs(0))
+        layer = MoE(64, num_experts=8, hidden_features=256, router=te_jax.layers.Router(top_k=2), rngs=nnx.Rngs(0))
         result = layer(x)
         loss = loss_of(result.y) + 1e-2 * ops.load_balancing_loss(result.logits, result.routing.experts)
 
@@ -48,10 +48,10 @@ class MoE(nnx.Module):
       in_features: of x.
       num_experts: number of experts, without shared ones.
       hidden_features: of each expert.
-      router: how experts are chosen, a `te_jax.nn.moe.Router`.
+      router: how experts are chosen, a `te_jax.layers.Router`.
       out_features: None is in_features.
       kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
-      weighted, capacity, axis_name, buffer_factor, exchange: as in `te_jax.nn.moe.moe`.
+      weighted, capacity, axis_name, buffer_factor, exchange: as in `te_jax.layers.moe`.
       shared_features: hidden features of all shared experts together; None for no shared experts.
       expert_bias: whether there is a bias of the choice, `te_jax.ops.update_expert_bias`. It is zero at first.
       use_bias: whether the router and the experts have biases. Shared experts have none.
@@ -76,7 +76,7 @@ class MoE(nnx.Module):
         in_features: int,
         num_experts: int,
         hidden_features: int,
-        router: moe.Router,
+        router: mixture.Router,
         out_features: int | None = None,
         *,
         kind: Kind = "silu",
@@ -109,7 +109,7 @@ class MoE(nnx.Module):
         implementation: native.Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        moe.Router.check(router)
+        mixture.Router.check(router)
         (features,) = linear.sizes("in_features", in_features)
         (experts,) = linear.sizes("num_experts", num_experts)
         (hidden,) = linear.sizes("hidden_features", hidden_features)
@@ -118,17 +118,17 @@ class MoE(nnx.Module):
         quantized: Any = {"recipe": recipe, "implementation": implementation}
         self.dtype = dtype
         self.choice = router  # `router` is the layer
-        self.options = moe.Options(
+        self.options = mixture.Options(
             activation, weighted, capacity, axis_name, buffer_factor, exchange, recipe, implementation
         )
 
         down_kernel_init = down_kernel_init or kernel_init
         shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs, **quantized}
-        biased: Any = {"bias_init": moe.for_each_expert(bias_init), **shared}
+        biased: Any = {"bias_init": mixture.for_each_expert(bias_init), **shared}
         wide: Any = {
             "kernel_shape": (experts, features, hidden),
             "bias_shape": (experts, hidden) if use_bias else None,
-            "kernel_init": moe.for_each_expert(kernel_init),
+            "kernel_init": mixture.for_each_expert(kernel_init),
             "kernel_metadata": kernel_metadata,
             "bias_metadata": bias_metadata,
         }
@@ -143,13 +143,13 @@ class MoE(nnx.Module):
             bias_metadata=router_bias_metadata,
             rngs=rngs,
         )
-        self.gate_proj = Einsum(moe.EINSUM, **wide, **biased)
-        self.up_proj = Einsum(moe.EINSUM, **wide, **biased)
+        self.gate_proj = Einsum(mixture.EINSUM, **wide, **biased)
+        self.up_proj = Einsum(mixture.EINSUM, **wide, **biased)
         self.down_proj = Einsum(
-            moe.EINSUM,
+            mixture.EINSUM,
             (experts, hidden, out_features),
             (experts, out_features) if use_bias else None,
-            kernel_init=moe.for_each_expert(down_kernel_init),
+            kernel_init=mixture.for_each_expert(down_kernel_init),
             kernel_metadata=down_kernel_metadata,
             bias_metadata=down_bias_metadata,
             **biased,
@@ -171,20 +171,20 @@ class MoE(nnx.Module):
                 **shared,
             )
 
-    def __call__(self, x: jax.typing.ArrayLike) -> moe.MoEResult:
+    def __call__(self, x: jax.typing.ArrayLike) -> mixture.MoEResult:
         """Applies the layer to all tokens of x together; inside `shard_map` to those of a device.
 
         Args:
           x: [*tokens, in_features], floating point.
 
         Returns:
-          `te_jax.nn.moe.MoEResult`: y [*tokens, out_features], logits, routing, and the number of dropped choices.
+          `te_jax.layers.MoEResult`: y [*tokens, out_features], logits, routing, and the number of dropped choices.
 
         Raises:
           ValueError: for shapes, dtypes or options that do not fit, naming the argument.
         """
         x = linear.as_array("x", x)
-        result = moe.moe_of_layers(
+        result = mixture.moe_of_layers(
             x,
             self.router.held(),
             (self.gate_proj.held(), self.up_proj.held(), self.down_proj.held()),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from te_jax import native
-from te_jax.nn import linear, norm
+from te_jax.layers import linear, norm
 from te_jax.nnx.linear import Initializer, LinearGeneral
 from te_jax.recipe import Quantization, Recipe
 

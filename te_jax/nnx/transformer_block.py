@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from te_jax import native
-from te_jax.nn import norm, transformer_block
+from te_jax.layers import norm, transformer_block
 from te_jax.nnx.attention import Attention
 from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.norm import make_norm

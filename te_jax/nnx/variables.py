@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from te_jax.nn import delayed_scaling
+from te_jax.layers import delayed_scaling
 
 OverwriteWithGradient: type[nnx.Variable[Any]] = nnx.variable_type_from_name(
     OVERWRITE_WITH_GRADIENT, allow_register=True

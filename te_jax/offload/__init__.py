@@ -1,7 +1,7 @@
 """Residuals and optimizer states in host memory, copied while the GPU computes.
 
-`te_jax.nn.apply_layers` with an `Offload` moves what layers keep for the backward pass, and `te_jax.nn.residual_table`
-shows what that is. `te_jax.optim.offload` moves the state of an optimizer.
+`te_jax.layers.apply_layers` with an `Offload` moves what layers keep for the backward pass, and
+`te_jax.layers.residual_table` shows what that is. `te_jax.optim.offload` moves the state of an optimizer.
 """
 
 from te_jax.offload._options import LAYER_INPUT, Offload, Residual

@@ -56,7 +56,8 @@ class Offload:
       >>> import jax, jax.numpy as jnp, te_jax
       >>> offload = te_jax.offload.Offload(names=[te_jax.offload.LAYER_INPUT], min_size=0)
       >>> def loss(kernels, x):
-      ...     return te_jax.nn.apply_layers(lambda x, k: jnp.tanh(x @ k), kernels, x, remat=True, offload=offload).sum()
+      ...     layer = lambda x, k: jnp.tanh(x @ k)
+      ...     return te_jax.layers.apply_layers(layer, kernels, x, remat=True, offload=offload).sum()
       >>> jax.grad(loss)([jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2)))[0].shape
       (2, 2)
     """

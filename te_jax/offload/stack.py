@@ -39,7 +39,7 @@ Layer = Callable[[Any, Any], Any]
 
 
 def run_layers(layers: Sequence[Layer], params: Sequence[Any], x: Any, offload: Offload) -> Any:
-    """x through the layers, as `te_jax.nn.apply_layers` describes it."""
+    """x through the layers, as `te_jax.layers.apply_layers` describes it."""
     stack, constants = _trace(layers, params, x)
 
     @jax.custom_vjp
@@ -55,7 +55,7 @@ def run_layers(layers: Sequence[Layer], params: Sequence[Any], x: Any, offload: 
 
 
 def describe(layers: Sequence[Layer], params: Sequence[Any], x: Any, offload: Offload | None) -> str:
-    """See `te_jax.nn.residual_table`."""
+    """See `te_jax.layers.residual_table`."""
     plans: list[_Plan] = []
 
     def run(params: list[Any], x: Any) -> None:

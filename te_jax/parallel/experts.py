@@ -4,7 +4,7 @@
     rows, weights = dispatch(x, routing.weights, plan)
     y = combine(experts_of_this_device(rows, weights, plan.group_sizes), plan)
 
-For use inside `shard_map` over the mesh axes that split the tokens. `te_jax.nn.moe.moe` does it with axis_name. What
+For use inside `shard_map` over the mesh axes that split the tokens. `te_jax.layers.moe` does it with axis_name. What
 travels, and the backward pass would have to fetch again, has a name for `jax.checkpoint` policies:
 
     te_dispatched_rows    what `dispatch` receives, rows and their weights, or all tokens and weights with

@@ -11,8 +11,8 @@ from runs import plan_of, records
 from te_jax.cli import _report, _step
 from te_jax.cli._run_folder import read_header
 from te_jax.cli.main import main
+from te_jax.layers import Router
 from te_jax.models import PRESETS, Experts
-from te_jax.nn.moe import Router
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
 

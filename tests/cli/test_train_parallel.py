@@ -12,7 +12,7 @@ import processes
 import pytest
 from runs import losses, plan_of, refused, without_last_checkpoint
 
-from te_jax import inspect, native
+from te_jax import hlo, native
 from te_jax.cli import _options, _placement, _step
 from te_jax.cli._run_folder import RunFolder, StoredRun, read_header
 from te_jax.cli.errors import UserError
@@ -241,7 +241,7 @@ def test_the_states_of_adam_and_of_delayed_scaling_are_those_of_one_device(rng):
 def test_a_step_moves_no_parameters(rng):
     learner, placement = learner_of(2)
     windows = jax.ShapeDtypeStruct((1, 4, 33), np.uint8, sharding=placement.windows)
-    inspect.assert_no_resharding(learner.step, learner.abstract_state(), windows, allowed=("all-reduce",))
+    hlo.assert_no_resharding(learner.step, learner.abstract_state(), windows, allowed=("all-reduce",))
 
 
 def test_devices_that_do_not_share_the_model_share_the_batch(require_devices):

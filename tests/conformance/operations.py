@@ -635,7 +635,7 @@ def experts_mlp(name, recipe, **fields):
         refuses=dict.fromkeys(("native", "reference"), "grouped_dense"),
         policy=jax.checkpoint_policies.save_only_these_names("te_moe_preactivation", "te_dense_kernel"),
         layouts={"nothing": Layout({}, options={})},
-        without=checked_by("te_jax.nn.moe"),
+        without=checked_by("te_jax.layers.moe"),
         **fields,
     )
 

@@ -26,9 +26,9 @@ from jax.sharding import AxisType
 from operation import mesh_of, placed, specs_of
 from operations import OPERATIONS
 
-from te_jax.inspect import _hlo, collectives
-from te_jax.inspect._program import Program
-from te_jax.inspect.collectives import _type_of
+from te_jax.hlo import _hlo, collectives
+from te_jax.hlo._program import Program
+from te_jax.hlo.collectives import _type_of
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 JAX = (FOLDER / "jax").read_text().strip()

@@ -14,7 +14,7 @@ from operation import DEVICES, Layout, mesh_of, placed, specs_of, spread, stack,
 from operations import OPERATIONS
 from parameters import in_turns
 
-from te_jax.inspect import collectives
+from te_jax.hlo import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 

@@ -11,7 +11,7 @@ from operation import placed, specs_of, stack, take, total
 from operations import OPERATIONS
 
 from te_jax import native
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("native_kernels")

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax.flax import Dense, accumulate_gradients, quantize_kernels
-from te_jax.inspect import Buffer, buffers
+from te_jax.hlo import Buffer, buffers
 from te_jax.ops import quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from te_jax.flax import MoE
-from te_jax.nn.moe import Router
+from te_jax.layers import Router
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.skipif(

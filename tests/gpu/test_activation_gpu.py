@@ -17,7 +17,7 @@ from ops.activation_oracle import (
 from ops.quantize_oracle import E5M2, quantization_of
 
 from te_jax import ops
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
 from te_jax.ops._quantize_kernels import Request
 from te_jax.reference.activation import Function

@@ -17,7 +17,7 @@ import pytest
 
 import te_jax
 from te_jax import native, ops, recipe
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 from te_jax.quantized import QuantizedArray
 from te_jax.testing import assert_close, relative_error
 

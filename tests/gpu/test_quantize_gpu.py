@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from te_jax import ops, recipe
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 from te_jax.recipe import Quantization
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 from ops.quantize_oracle import E4M3, E5M2, assert_bits, quantization_of, random_case
 
 from te_jax import ops
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 from te_jax.ops._quantize_rows import quantize_rows
 from te_jax.recipe import BlockScaling
 

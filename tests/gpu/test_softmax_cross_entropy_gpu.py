@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from te_jax import ops
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.gpu

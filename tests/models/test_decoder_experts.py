@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax import models, nn, optim
+from te_jax import layers, models, optim
+from te_jax.layers import Router
 from te_jax.models import PRESETS, DecoderConfig, Experts, TensorParallel
-from te_jax.nn.moe import Router
 from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
@@ -160,7 +160,7 @@ def test_kernels_quantized_once_give_the_gradients_of_those_quantized_in_the_cal
 
     @jax.jit
     def summed(operands, batches):
-        gradient = nn.accumulate_gradients(
+        gradient = layers.accumulate_gradients(
             lambda params, tokens: models.loss(params, tokens, tokens, config, implementation=implementation(config))
         )
         total, sums = 0.0, None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax import models, nn, optim
+from te_jax import layers, models, optim
 from te_jax.models import DecoderConfig
 from te_jax.offload import Offload
 from te_jax.quantized import QuantizedArray
@@ -47,7 +47,7 @@ def step(config, state, tokens):
     """tokens is [microbatches, batch, time]."""
     params, optimizer, kernels, scaling = state
     operands = optim.merge_kernels(params, kernels)
-    gradient = nn.accumulate_gradients(loss_of(config))
+    gradient = layers.accumulate_gradients(loss_of(config))
     gradients, losses = None, []
     for microbatch in tokens:
         loss, gradients = gradient((operands, scaling), gradients, microbatch)
@@ -147,7 +147,7 @@ def test_the_head_adds_its_gradient_in_place(recipe, apply, tokens):
 
     def run(in_place, operands, tokens):
         loss = with_logits if apply else lambda params, tokens: models.loss(params, tokens, tokens, config)
-        gradient = nn.accumulate_gradients(loss, in_place=in_place)
+        gradient = layers.accumulate_gradients(loss, in_place=in_place)
         first, gradients = gradient(operands, None, tokens[0])
         second, gradients = gradient(operands, gradients, tokens[1])
         return first + second, gradients
@@ -170,7 +170,7 @@ def test_a_head_that_is_used_twice_is_visible(tokens):
     def loss(params, tokens):
         return sum(models.loss(params, each, each, CONFIG) for each in (tokens[:1], tokens[1:]))
 
-    gradient = nn.accumulate_gradients(loss, in_place=models.is_head)
+    gradient = layers.accumulate_gradients(loss, in_place=models.is_head)
     zeros = jax.tree.map(jnp.zeros_like, params)
     with pytest.raises(ValueError, match=r"kernel \['head'\] is chosen by in_place and was used 2"):
         gradient(params, zeros, tokens[0, 0])
@@ -179,14 +179,14 @@ def test_a_head_that_is_used_twice_is_visible(tokens):
 
 def test_where_gradients_can_be_added_in_place():
     kernel = {"kernel": jnp.ones((4, 3))}
-    gradient = nn.accumulate_gradients(
+    gradient = layers.accumulate_gradients(
         lambda params: (jnp.ones((2, 4)) @ params["kernel"]).sum(), in_place=lambda *_: True
     )
     np.testing.assert_array_equal(gradient(kernel, None)[1]["kernel"], 2.0)  # there is no sum yet
     with pytest.raises(TypeError, match=r"take it apart by te_jax\.nn\.dense_kernels"):
         gradient(kernel, kernel)
     with pytest.raises(ValueError, match="in_place is True; it must be a function"):
-        nn.accumulate_gradients(lambda params: 0.0, in_place=True)
+        layers.accumulate_gradients(lambda params: 0.0, in_place=True)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
-from te_jax import inspect, nn, optim
+from te_jax import hlo, layers, optim
 from te_jax.models import (
     PRESETS,
     DecoderConfig,
@@ -216,7 +216,7 @@ def test_kernels_that_are_quantized_once(rng, mesh_of):
     zeros = jax.tree.map(jnp.zeros_like, params)
     _, kernels = jit(lambda params: optim.apply_updates(params, zeros, requantize=how))(params)
     operands = optim.merge_kernels(params, kernels)
-    gradient = nn.accumulate_gradients(parallel_loss(mesh, config, parallel), in_place=is_head)
+    gradient = layers.accumulate_gradients(parallel_loss(mesh, config, parallel), in_place=is_head)
 
     def both(operands, sums):
         losses = []
@@ -302,7 +302,7 @@ def abstract_params(config, parallel, mesh):
 def test_a_block_gathers_twice_and_scatters_twice_each_way(rng, mesh_of):
     config, parallel, mesh = dataclasses.replace(CONFIG, num_layers=3), TensorParallel(4), mesh_of(tensor=4)
     tokens, _ = random_batch(config, rng)
-    found = inspect.collectives(
+    found = hlo.collectives(
         jit(jax.value_and_grad(parallel_loss(mesh, config, dataclasses.replace(parallel, transport="xla")))),
         abstract_params(config, parallel, mesh),
         tokens,

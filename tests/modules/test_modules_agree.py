@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax_apis import LINEN, NNX, normal, perturbed, value_and_gradients
 
-from te_jax.nn.moe import Router
+from te_jax.layers import Router
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 

@@ -8,7 +8,7 @@ from flax_apis import LINEN, NNX, both, normal
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.nn.moe import Router
+from te_jax.layers import Router
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close
 
@@ -255,7 +255,7 @@ REFUSED = {
     ),
     "experts": (("MoE", 32, 0, 16, Router(2)), {}, {}, "num_experts is 0"),
     "hidden features": (("MoE", 32, 4, -1, Router(2)), {}, {}, "hidden_features is -1"),
-    "router": ((*MOE, 2), {}, {}, "router is 2; it must be a te_jax.nn.moe.Router, such as"),
+    "router": ((*MOE, 2), {}, {}, "router is 2; it must be a te_jax.layers.Router, such as"),
     "top_k": ((*MOE, Router(5)), {}, {}, "top_k is 5"),
     "weighted": ((*MOE, Router(2)), {"weighted": "both"}, {}, "weighted is 'both'"),
     "recipe of experts": ((*MOE, Router(2)), {"recipe": DelayedScaling()}, {}, "recipe is DelayedScaling"),

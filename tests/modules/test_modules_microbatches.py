@@ -8,7 +8,7 @@ import pytest
 from flax_apis import LINEN, NNX, both, mean_square, normal, observed, quantized_paths
 from parameters import in_turns
 
-from te_jax.nn.moe import Router
+from te_jax.layers import Router
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close
 

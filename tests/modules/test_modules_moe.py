@@ -1,4 +1,4 @@
-"""The mixture of experts against `te_jax.nn.moe` with its parameters, and in stacked layers."""
+"""The mixture of experts against `te_jax.layers.moe` with its parameters, and in stacked layers."""
 
 import functools
 
@@ -9,8 +9,8 @@ import pytest
 from flax_apis import both, normal, perturbed, sum_of_sines, value_and_gradients
 
 from te_jax import ops
-from te_jax.nn.gated_mlp import Activation
-from te_jax.nn.moe import Router, moe
+from te_jax.layers import Router, moe
+from te_jax.layers.gated_mlp import Activation
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.skipif(

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import native, sharding
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("native_kernels")

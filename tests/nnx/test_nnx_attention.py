@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from layer_oracle import attention_layer, visible
 
 from te_jax import ops
-from te_jax.nn.attention import rotary_tables, rotate
+from te_jax.layers.attention import rotary_tables, rotate
 from te_jax.nnx import Attention, OverwriteWithGradient, overwrite_with_gradient
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close, relative_error

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import te_jax.nnx
-from te_jax.inspect import collectives
+from te_jax.hlo import collectives
 from te_jax.nnx import OverwriteWithGradient, convert, overwrite_with_gradient, quantize_kernels, revert
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import relative_error

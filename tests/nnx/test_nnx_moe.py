@@ -7,7 +7,7 @@ from flax_apis import normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from te_jax.nn.moe import Router
+from te_jax.layers import Router
 from te_jax.nnx import MoE
 from te_jax.testing import assert_close
 

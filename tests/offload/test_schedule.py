@@ -8,7 +8,7 @@ from h200 import compiled, copies, needs_compiler
 from jax.ad_checkpoint import checkpoint_name
 
 import te_jax.optim
-from te_jax.nn import apply_layers
+from te_jax.layers import apply_layers
 from te_jax.offload import LAYER_INPUT, Offload, stack
 
 LAYERS, HIDDEN, MLP, TOKENS = 10, 1024, 4096, 8192

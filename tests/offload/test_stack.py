@@ -1,4 +1,4 @@
-"""`te_jax.nn.apply_layers(offload=…)` against the same loop without it, and what leaves for the host."""
+"""`te_jax.layers.apply_layers(offload=…)` against the same loop without it, and what leaves for the host."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.nn import accumulate_gradients, apply_layers, dense_kernels, residual_table
+from te_jax.layers import accumulate_gradients, apply_layers, dense_kernels, residual_table
 from te_jax.offload import LAYER_INPUT, Offload, stack
 from te_jax.recipe import BlockScaling, DelayedScaling
 from te_jax.testing import assert_close

@@ -29,7 +29,7 @@ from parameters import in_turns
 from quantize_oracle import E4M3, E5M2, assert_bits, quantization_of
 
 from te_jax import native, ops
-from te_jax.inspect import collectives
+from te_jax.hlo import collectives
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
 from te_jax.reference.activation import Function
 

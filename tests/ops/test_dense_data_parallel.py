@@ -7,7 +7,7 @@ from dense_oracle import RECIPES, random_case, warm_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax import inspect, ops
+from te_jax import hlo, ops
 from te_jax.testing import assert_close
 
 IN, OUT = 64, 32
@@ -39,7 +39,7 @@ def test_sequences_of_any_length(name, length, axis_type, make_mesh, rng):
     x, dy = (jax.device_put(a, split) for a in (case.x, case.dy))
     run = gradients_of(RECIPES[name])
     compiled = run.lower(x, *jax.device_put((case.kernel,), whole), dy, jax.device_put(state, whole)).compile()
-    found = inspect.collectives(compiled)
+    found = hlo.collectives(compiled)
     assert {collective.kind for collective in found} == {"all-reduce"}
     assert max(collective.bytes for collective in found) <= 4 * IN * OUT
     actual = compiled(x, *jax.device_put((case.kernel,), whole), dy, jax.device_put(state, whole))

@@ -13,7 +13,7 @@ from jax import lax
 from parameters import in_turns
 
 from te_jax import ops
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 from te_jax.testing import assert_close
 
 WITHOUT_STATE = {name: recipe for name, recipe in RECIPES.items() if name != "delayed"}

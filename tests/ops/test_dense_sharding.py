@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.inspect import collectives, parse
+from te_jax.hlo import collectives, parse
 from te_jax.sharding import regrouped
 from te_jax.testing import assert_close
 

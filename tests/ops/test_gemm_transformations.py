@@ -11,7 +11,7 @@ from gemm_oracle import SCALINGS, assert_product, product, random_array, random_
 from jax import lax
 
 from te_jax import ops
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 from te_jax.testing import assert_close
 
 KINDS = [*SCALINGS, "plain"]

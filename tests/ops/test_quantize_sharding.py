@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from quantize_oracle import E5M2, assert_bits, assert_dbias, assert_quantized, oracle, quantization_of, random_case
 
 from te_jax import ops
-from te_jax.inspect import collectives
+from te_jax.hlo import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPE = (1024, 512)  # whole blocks on every one of 8 × 1 or 4 × 2 devices

@@ -1,4 +1,4 @@
-"""Logits of routers on GPUs: float32 by tensor cores of bfloat16. tests/nn/test_moe.py tests the rest, in layers."""
+"""Logits of routers on GPUs: float32 by tensor cores of bfloat16. tests/layers/test_moe.py tests the rest."""
 
 import jax
 import jax.numpy as jnp

@@ -7,7 +7,7 @@ import pytest
 from cross_entropy_oracle import oracle, random_case
 
 from te_jax import ops
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("native_kernels")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
 from te_jax import ops
-from te_jax.inspect import buffers, collectives
+from te_jax.hlo import buffers, collectives
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("native_kernels")

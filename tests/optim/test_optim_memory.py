@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from te_jax import optim
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 
 ROWS, COLS = 512, 1024
 

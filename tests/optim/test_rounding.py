@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from optim_cases import FLOAT8, NAN_OF_GPUS, assert_same, moments, normal_like
 
 from te_jax import optim
-from te_jax.inspect import buffers
+from te_jax.hlo import buffers
 from te_jax.optim import _moments, _rounding
 from te_jax.testing import assert_close
 

@@ -12,7 +12,7 @@ from optim_cases import FLOAT8, adam_state, assert_same, normal_like
 from parameters import in_turns
 
 from te_jax import optim
-from te_jax.inspect import collectives
+from te_jax.hlo import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 AXIS_TYPES = {"explicit": EXPLICIT, "auto": AUTO}

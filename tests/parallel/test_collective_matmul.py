@@ -12,7 +12,7 @@ from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, o
 from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
-from te_jax.inspect import collectives
+from te_jax.hlo import collectives
 from te_jax.parallel import Ring, all_gather_matmul, matmul_reduce_scatter
 from te_jax.recipe import CurrentScaling
 from te_jax.testing import assert_close

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import te_jax
 from te_jax import sharding
-from te_jax.inspect import collectives
+from te_jax.hlo import collectives
 from te_jax.testing import assert_close
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from te_jax import native, ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax._core.integers import validate_integers
-from te_jax.nn import linear
+from te_jax.layers import linear
 from te_jax.quantized import QuantizedArray
 
 

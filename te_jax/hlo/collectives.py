@@ -29,10 +29,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from te_jax._core.devices import place_of
-from te_jax.inspect import _replica_groups
-from te_jax.inspect._hlo import COLLECTIVES, Buffer, Instruction, arrays, split_at_commas, unquoted
-from te_jax.inspect._program import Program, name_of
-from te_jax.inspect.buffers import text_of
+from te_jax.hlo import _replica_groups
+from te_jax.hlo._hlo import COLLECTIVES, Buffer, Instruction, arrays, split_at_commas, unquoted
+from te_jax.hlo._program import Program, name_of
+from te_jax.hlo.buffers import text_of
 
 __all__ = ["KINDS", "Collective", "assert_no_resharding", "collectives", "parse", "table"]
 

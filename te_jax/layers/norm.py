@@ -12,7 +12,7 @@ from jax import Array
 
 from te_jax import native, ops
 from te_jax._core.types import BLOCK
-from te_jax.nn import linear
+from te_jax.layers import linear
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, Quantization, Recipe
 

@@ -16,9 +16,9 @@ from te_jax import native, ops, parallel
 from te_jax._core.arguments import static_way_out
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
-from te_jax.nn import linear
-from te_jax.nn.gated_mlp import Activation
-from te_jax.nn.microbatches import dense_kernels
+from te_jax.layers import linear
+from te_jax.layers.gated_mlp import Activation
+from te_jax.layers.microbatches import dense_kernels
 from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
 from te_jax.ops.router_logits import router_logits
@@ -52,7 +52,7 @@ class Router:
         """Raises a ValueError unless it is a Router."""
         if not isinstance(router, Router):
             raise ValueError(
-                f"router is {router!r}; it must be a te_jax.nn.moe.Router, such as Router(top_k=2)"
+                f"router is {router!r}; it must be a te_jax.layers.Router, such as Router(top_k=2)"
                 f"{static_way_out(router)}"
             )
 
@@ -237,7 +237,7 @@ def for_each_expert(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REVERSE_MODE = (
-    "te_jax.nn.moe.moe has first derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, "
+    "te_jax.layers.moe has first derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode (jax.jvp, "
     "jax.jacfwd) or second derivatives use te_jax.ops.ragged_dot with implementation='reference'"
 )
 

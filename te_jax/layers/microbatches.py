@@ -48,7 +48,7 @@ class AccumulatedKernel:
     def __jax_array__(self) -> Array:
         raise TypeError(
             "a kernel whose gradient accumulate_gradients adds in place is no array: take it apart by "
-            "te_jax.nn.dense_kernels for an operation with wgrad_accumulator, or do not choose it by in_place"
+            "te_jax.layers.dense_kernels for an operation with wgrad_accumulator, or do not choose it by in_place"
         )
 
 
@@ -201,8 +201,8 @@ def accumulate_gradients(
       >>> recipe = te_jax.recipe.CurrentScaling()
       >>> kernel = te_jax.ops.quantize(jnp.ones((32, 16)), recipe.quantization("kernel"))
       >>> def loss(variables, x):
-      ...     return te_jax.ops.dense(x, **te_jax.nn.dense_kernels((variables["kernel"],)), recipe=recipe)[0].sum()
-      >>> gradient = te_jax.nn.accumulate_gradients(loss)
+      ...     return te_jax.ops.dense(x, **te_jax.layers.dense_kernels((variables["kernel"],)), recipe=recipe)[0].sum()
+      >>> gradient = te_jax.layers.accumulate_gradients(loss)
       >>> _, gradients = gradient({"kernel": kernel}, None, jnp.ones((4, 32)))
       >>> _, gradients = gradient({"kernel": kernel}, gradients, jnp.ones((4, 32)))
       >>> float(gradients["kernel"][0, 0])

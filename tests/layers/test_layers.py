@@ -1,4 +1,4 @@
-"""`te_jax.nn.apply_layers` against a loop in Python, and the program that XLA makes of it."""
+"""`te_jax.layers.apply_layers` against a loop in Python, and the program that XLA makes of it."""
 
 import itertools
 import re
@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from te_jax import checkpoint_policies, ops
-from te_jax.nn import apply_layers
+from te_jax.layers import apply_layers
 from te_jax.recipe import CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close
 

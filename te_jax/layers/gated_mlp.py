@@ -8,8 +8,8 @@ import jax
 from jax import Array
 
 from te_jax import ops
-from te_jax.nn import linear
-from te_jax.nn.microbatches import dense_kernels
+from te_jax.layers import linear
+from te_jax.layers.microbatches import dense_kernels
 from te_jax.quantized import QuantizedArray
 from te_jax.reference.activation import Kind
 

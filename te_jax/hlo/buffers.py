@@ -6,7 +6,7 @@ import re
 
 import jax
 
-from te_jax.inspect._hlo import Buffer, arrays
+from te_jax.hlo._hlo import Buffer, arrays
 
 __all__ = ["Buffer", "buffers"]
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 import te_jax.flax
 import te_jax.nnx
-from te_jax.nn.moe import Router, moe
+from te_jax.layers import Router, moe
 from te_jax.recipe import CurrentScaling
 
 # The arguments that make each module: of Linen, and what NNX needs besides.

@@ -59,7 +59,7 @@ def apply_layers(
       >>> import jax, jax.numpy as jnp, te_jax
       >>> layers = [{"kernel": jnp.eye(4)}, {"kernel": 2 * jnp.eye(4)}]
       >>> def run(layers, x):
-      ...     return te_jax.nn.apply_layers(lambda x, p: x @ p["kernel"], layers, x, remat=True)
+      ...     return te_jax.layers.apply_layers(lambda x, p: x @ p["kernel"], layers, x, remat=True)
       >>> run(layers, jnp.ones((1, 4))).tolist()
       [[2.0, 2.0, 2.0, 2.0]]
       >>> [gradient["kernel"].shape for gradient in jax.grad(lambda *a: run(*a).sum())(layers, jnp.ones((1, 4)))]
@@ -102,7 +102,7 @@ def residual_table(
       >>> kernels = [jnp.zeros((256, 256))] * 3
       >>> offload = te_jax.offload.Offload(names=[te_jax.offload.LAYER_INPUT])
       >>> layer = lambda x, kernel: jnp.sin(x @ kernel)
-      >>> print(te_jax.nn.residual_table(layer, kernels, jnp.zeros((2048, 256)), remat=True, offload=offload))
+      >>> print(te_jax.layers.residual_table(layer, kernels, jnp.zeros((2048, 256)), remat=True, offload=offload))
       layers 0 to 1, each
         host         2.1 MB  layer_input: float32[2048, 256]
       layer 2

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from te_jax.inspect._hlo import Instruction, unquoted
+from te_jax.hlo._hlo import Instruction, unquoted
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:.*)?\{")
 _LINE = re.compile(r"\s+(?:ROOT )?%?(?P<name>[^\s=]+) = (?P<rest>.*)")

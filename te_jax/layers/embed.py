@@ -10,7 +10,7 @@ from jax import Array
 
 from te_jax import ops, sharding
 from te_jax._core.integers import validate_integers
-from te_jax.nn import linear
+from te_jax.layers import linear
 from te_jax.recipe import DelayedScaling, Recipe
 
 INIT = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)

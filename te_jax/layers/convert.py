@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from te_jax._core.types import FP8_ALIGNMENT
-from te_jax.nn import linear
+from te_jax.layers import linear
 from te_jax.recipe import Recipe
 
 Rules = Sequence[tuple[str, Recipe | None]]

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.nn.gated_mlp import Activation
-from te_jax.nn.moe import SWIGLU, Router, moe
+from te_jax.layers.gated_mlp import Activation
+from te_jax.layers.mixture import SWIGLU, Router, moe
 from te_jax.recipe import BlockScaling, CurrentScaling
 from te_jax.testing import assert_close
 

@@ -17,7 +17,7 @@ from jax import Array
 from te_jax import native, ops
 from te_jax._core.arguments import as_dtype, is_whole_number
 from te_jax._core.types import FLOAT_NAMES, FLOATS
-from te_jax.nn.microbatches import AccumulatedKernel, dense_kernels
+from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.ops.linear.arguments import KernelContracting
 from te_jax.ops.linear.fp8 import validate_recipe
 from te_jax.ops.linear.kernels import quantize_kernel as _quantize_kernel

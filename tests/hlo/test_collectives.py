@@ -16,7 +16,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax import inspect, native, ops
+from te_jax import hlo, native, ops
 from te_jax.parallel import all_gather_matmul
 
 HERE = os.path.relpath(__file__)
@@ -91,7 +91,7 @@ def test_kinds_and_payloads(line, kind, shape, size):
         "  %made = (f32[4]{0}, /*index=1*/s32[16]{0}, token[]) opt-barrier(%x)\n"
         f"  ROOT %r = {line}"
     )
-    (found,) = inspect.parse(text)
+    (found,) = hlo.parse(text)
     assert (found.kind, found.shape, found.bytes) == (kind, shape, size)
     assert found.dtype == re.sub(r"\d+ × |\[[^]]*\]", "", shape)
     assert found.times == 1
@@ -125,8 +125,8 @@ def test_kinds_and_payloads(line, kind, shape, size):
     ],
 )
 def test_results(line, results):
-    (found,) = inspect.parse(program(f"  ROOT %r = {line}"))
-    assert found.results == tuple(inspect.Buffer(dtype, shape) for dtype, shape in results)
+    (found,) = hlo.parse(program(f"  ROOT %r = {line}"))
+    assert found.results == tuple(hlo.Buffer(dtype, shape) for dtype, shape in results)
 
 
 def test_what_is_no_collective_is_not_listed():
@@ -137,7 +137,7 @@ def test_what_is_no_collective_is_not_listed():
         "  %d = f32[8,16]{1,0} all-reduce-done(%f)\n"
         "  %s = (f32[8,16]{1,0}, u32[], token[]) send(%x, %t), channel_id=1"
     )
-    assert inspect.parse(text) == []
+    assert hlo.parse(text) == []
 
 
 ASYNC = {
@@ -167,7 +167,7 @@ WRAPPED = """
 @pytest.mark.parametrize("kind", ASYNC)
 def test_asynchronous_collectives_are_one_each(kind):
     lines = ASYNC[kind]
-    (found,) = inspect.parse(program(lines, computations=WRAPPED if "wrapped" in lines else ""))
+    (found,) = hlo.parse(program(lines, computations=WRAPPED if "wrapped" in lines else ""))
     assert (found.kind, found.bytes, found.times) == (kind, 512, 1)
     assert found.groups == (tuple(range(8)),)
 
@@ -177,7 +177,7 @@ def test_asynchronous_collectives_are_one_each(kind):
 )
 def test_calls_of_te_jax_that_communicate(groups):
     config = f'backend_config={{call = 0 : i64, group_size = 4 : i64, groups = {groups}, name = "a"}}'
-    gather, scatter = inspect.parse(
+    gather, scatter = hlo.parse(
         program(
             "  %w = f32[64,16]{1,0} parameter(1)\n"
             "  %g = (f32[32,64]{1,0}, u8[9]{0}) custom-call(%x, %w), "
@@ -199,7 +199,7 @@ def test_calls_of_te_jax_that_do_not_say_who_communicates():
         '  %g = f32[32,64]{1,0} custom-call(%x, %x), custom_call_target="te_all_gather_gemm", backend_config={a = 0}',
         '  %s = bf16[2,64]{1,0} custom-call(%x, %x), custom_call_target="te_gemm_reduce_scatter"',
     ]
-    found = inspect.parse(program("\n".join(lines)), mesh=AbstractMesh((8,), ("a",)))
+    found = hlo.parse(program("\n".join(lines)), mesh=AbstractMesh((8,), ("a",)))
     assert [(c.shape, c.groups, c.axis) for c in found] == [("f32[8,16]", (), None), ("bf16[2,64]", (), None)]
 
 
@@ -231,7 +231,7 @@ def ids(*shape, order=None):
 )
 def test_replica_groups(text, groups):
     line = f"  %r = f32[8,16]{{1,0}} all-reduce(%x), channel_id=1, replica_groups={text}, to_apply=%add"
-    (found,) = inspect.parse(program(line))
+    (found,) = hlo.parse(program(line))
     assert found.groups == tuple(tuple(int(i) for i in group) for group in groups)
 
 
@@ -245,7 +245,7 @@ def test_replica_groups_along_axes_of_random_meshes(rng):
         axes = ",".join(f"'{'abc'[i]}'" for i in along)
         groups = f"mesh[{named}], device_ids=({','.join(map(str, devices))}) {{{axes}}}"
         line = f"  %r = f32[8,16]{{1,0}} all-gather(%x), replica_groups={groups}, dimensions={{0}}"
-        (found,) = inspect.parse(program(line))
+        (found,) = hlo.parse(program(line))
         assert found.groups == tuple(map(tuple, expected.reshape(-1, sizes[along].prod()).tolist()))
 
 
@@ -265,9 +265,9 @@ def test_replica_groups_along_axes_of_random_meshes(rng):
 def test_axes_are_those_along_which_members_differ(groups, axis):
     kind = "collective-permute" if "pairs" in groups else "all-gather"
     text = program(f"  %r = f32[8,16]{{1,0}} {kind}(%x), {groups}")
-    assert inspect.parse(text, mesh=AbstractMesh((4, 2), ("a", "b")))[0].axis == axis
+    assert hlo.parse(text, mesh=AbstractMesh((4, 2), ("a", "b")))[0].axis == axis
     with pytest.raises(ValueError, match=r"mesh has shape .*'a': 2.*, but the program runs on 8 devices"):
-        inspect.parse(text, mesh=AbstractMesh((2,), ("a",)))
+        hlo.parse(text, mesh=AbstractMesh((2,), ("a",)))
 
 
 @pytest.mark.skipif(not native.available(), reason="needs te_jax's extension")
@@ -279,7 +279,7 @@ def test_own_calls_on_devices_in_another_order(rng, require_devices):
     for transport in ("p2p", "xla"):
         layer = functools.partial(all_gather_matmul, axis_name="t", transport=transport)
         mapped = jax.shard_map(layer, mesh=mesh, in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t"))
-        found = inspect.collectives(mapped, *(jnp.ones(shape) for shape in ((4, 4), (4, 8))), mesh=mesh)
+        found = hlo.collectives(mapped, *(jnp.ones(shape) for shape in ((4, 4), (4, 8))), mesh=mesh)
         (groups[transport],) = [c.groups for c in found if "all-gather" in c.kind]
         assert all(c.axis == ("t",) for c in found)
     assert groups["p2p"] == groups["xla"] == ((0, 1), (2, 3))
@@ -322,14 +322,14 @@ def test_both_forms_of_metadata(metadata, source):
     metadata = metadata.replace("CWD", os.getcwd())
     line = f"  %r = f32[8,16]{{1,0}} all-reduce(%x), replica_groups={{}}, to_apply=%add, metadata={metadata}"
     text = program(line).replace("num_partitions=8\n", f"num_partitions=8\n{TABLES}", 1)
-    (found,) = inspect.parse(text)
+    (found,) = hlo.parse(text)
     assert found.source == source
     assert found.op_name == "jit(f)/psum"
 
 
 @pytest.mark.parametrize("too_high", [0, 1])
 def test_lines_of_te_jax_are_passed_over_where_the_caller_is_known(too_high):
-    package = os.path.dirname(os.path.dirname(os.path.abspath(inspect.__file__)))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(hlo.__file__)))
     parents = [0, 1, 2, 0]
     frames = "\n".join(
         f"{i} {{file_location_id={i} parent_frame_id={parent + too_high}}}" for i, parent in enumerate(parents, 1)
@@ -355,7 +355,7 @@ StackFrames
     ]
     text = program("\n".join(lines)).replace("num_partitions=8\n", f"num_partitions=8\n{tables}", 1)
     own = os.path.relpath(f"{package}/ops/dense.py")
-    assert [c.source for c in inspect.parse(text)] == ["/home/user/train.py:11"] * 3 + [f"{own}:44"]
+    assert [c.source for c in hlo.parse(text)] == ["/home/user/train.py:11"] * 3 + [f"{own}:44"]
 
 
 def test_without_a_source_it_is_that_of_the_first_reader():
@@ -365,7 +365,7 @@ def test_without_a_source_it_is_that_of_the_first_reader():
         "  %b = f32[512]{0} bitcast(%g)\n"
         '  %f = f32[16]{0} fusion(%other, %b), calls=%add, metadata={op_name="s" source_file="reader.py" source_line=5}'
     )
-    assert inspect.parse(text)[0].source == "reader.py:5"
+    assert hlo.parse(text)[0].source == "reader.py:5"
 
 
 def test_times_multiply_in_nested_loops_and_add_up_over_callers():
@@ -378,7 +378,7 @@ def test_times_multiply_in_nested_loops_and_add_up_over_callers():
     ]
     text = program("\n".join([outer_while, *calls]), computations=inner_computations + outer_computations + called)
     # The inner body, its condition, which is true once more often than not, the outer body, and what is called twice.
-    assert [c.times for c in inspect.parse(text)] == [15, 18, 3, 2]
+    assert [c.times for c in hlo.parse(text)] == [15, 18, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -394,9 +394,9 @@ def test_unknown_times(branches):
         "  %d = f32[8,16]{1,0} call(%x), to_apply=%branch",
         computations=computations + branch + nowhere,
     )
-    found = inspect.parse(text)
+    found = hlo.parse(text)
     assert [c.times for c in found] == [None, None, None]
-    assert [line.split()[1] for line in inspect.table(found).splitlines()[2:]] == ["?", "?", "?"]
+    assert [line.split()[1] for line in hlo.table(found).splitlines()[2:]] == ["?", "?", "?"]
 
 
 @pytest.mark.parametrize("marks", [True, False])
@@ -427,44 +427,44 @@ def test_unknown_times(branches):
     ],
 )
 def test_inserted(op_name, attributes, inserted, marks, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("te_jax.inspect.collectives"), "_XLA_MARKS_INSERTED", marks)
+    monkeypatch.setattr(importlib.import_module("te_jax.hlo.collectives"), "_XLA_MARKS_INSERTED", marks)
     text = program(f'  %r = f32[8,16]{{1,0}} all-reduce(%x), {attributes}, metadata={{op_name="{op_name}"}}')
-    assert inspect.parse(text)[0].inserted == ((not marks) if inserted == "by groups" else inserted)
+    assert hlo.parse(text)[0].inserted == ((not marks) if inserted == "by groups" else inserted)
 
 
 def test_several_programs_in_one_text():
     text = program(ALL_REDUCE) + "\n\n" + program(ALL_REDUCE, header="replica_count=2")
-    assert [c.groups for c in inspect.parse(text)] == [(tuple(range(8)),), ((0, 1),)]
+    assert [c.groups for c in hlo.parse(text)] == [(tuple(range(8)),), ((0, 1),)]
 
 
 @pytest.mark.parametrize("text", ["", "module @jit_f {\n}", "ENTRY %main () -> f32[] {\n}"])
 def test_text_that_is_no_program_is_refused(text):
     with pytest.raises(ValueError, match="must begin with HloModule"):
-        inspect.parse(text)
+        hlo.parse(text)
 
 
 def test_text_that_was_torn_is_refused():
     with pytest.raises(ValueError, match="a bracket is never closed in 'f32"):
-        inspect.parse(program('  %r = f32[8] all-reduce(%x, f32[8] %y, ")"'))
+        hlo.parse(program('  %r = f32[8] all-reduce(%x, f32[8] %y, ")"'))
 
 
 def test_a_platform_without_text_is_refused(monkeypatch):
     compiled = jax.jit(jnp.sin).lower(jnp.ones(2)).compile()
     monkeypatch.setattr(type(compiled), "as_text", lambda _: None)
     with pytest.raises(ValueError, match="for a platform that gives no text"):
-        inspect.collectives(compiled)
+        hlo.collectives(compiled)
 
 
 @pytest.mark.parametrize("groups", ["[a]", "[8]", "[2,4]<=[8]T"])
 def test_groups_that_cannot_be_read_are_not_guessed(groups):
     text = program(f"  %r = f32[8,16]{{1,0}} all-reduce(%x), replica_groups={groups}, to_apply=%add")
     with pytest.raises(ValueError, match="cannot be read"):
-        inspect.parse(text)
+        hlo.parse(text)
 
 
 def test_an_operand_of_unknown_size_is_not_taken_for_nothing():
     with pytest.raises(ValueError, match="operand '%absent' is not in its computation"):
-        inspect.parse(program("  %r = f32[8,16]{1,0} all-reduce(%absent), replica_groups={}, to_apply=%add"))
+        hlo.parse(program("  %r = f32[8,16]{1,0} all-reduce(%absent), replica_groups={}, to_apply=%add"))
 
 
 def test_table():
@@ -474,7 +474,7 @@ def test_table():
         "  %p = f32[8,16]{1,0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}, "
         'metadata={op_name="ppermute" source_file="b.py" source_line=22}'
     )
-    lines = inspect.table(inspect.parse(text, mesh=AbstractMesh((4, 2), ("a", "b")))).splitlines()
+    lines = hlo.table(hlo.parse(text, mesh=AbstractMesh((4, 2), ("a", "b")))).splitlines()
     assert lines[0].split() == ["kind", "times", "bytes", "payload", "axis", "groups", "inserted", "source"]
     assert lines[2].split() == ["all-gather", "1", "512", "f32[8,16]", "b", "4", "of", "2", "yes", "a.py:1"]
     assert lines[3].split() == ["collective-permute", "1", "512", "f32[8,16]", "b", "2", "pairs", "no", "b.py:22"]
@@ -482,10 +482,10 @@ def test_table():
     assert all(line[start - 1] == " " and line[start] != " " for line in lines for start in starts)
     ends = [lines[0].index(heading) + len(heading) for heading in ("times", "bytes")]
     assert all(line[end - 1] != " " and line[end] == " " for line in lines for end in ends)
-    assert inspect.table([]) == "no collectives"
-    uneven = inspect.table(inspect.parse(program(ALL_REDUCE.replace("{}", "{{0,1,2},{3,4},{5,6,7}}"))))
+    assert hlo.table([]) == "no collectives"
+    uneven = hlo.table(hlo.parse(program(ALL_REDUCE.replace("{}", "{{0,1,2},{3,4},{5,6,7}}"))))
     assert " 3 of 2 or 3 " in uneven
-    unknown = inspect.table(inspect.parse(program(loop("a", None, "")[1] + "\n" + ALL_REDUCE)))
+    unknown = hlo.table(hlo.parse(program(loop("a", None, "")[1] + "\n" + ALL_REDUCE)))
     assert unknown.splitlines()[2].split() == ["all-reduce", "1", "512", "f32[8,16]", "?", "1", "of", "8", "yes", "?"]
 
 
@@ -504,8 +504,8 @@ def like(mesh, shape, *spec, dtype=jnp.float32):
 
 def test_elementwise_functions_need_none(mesh):
     x = like(mesh, (32, 16), "a", "b")
-    assert inspect.collectives(lambda x: jnp.sin(x) * 2, x) == []
-    inspect.assert_no_resharding(lambda x: jnp.sin(x) * 2, x)
+    assert hlo.collectives(lambda x: jnp.sin(x) * 2, x) == []
+    hlo.assert_no_resharding(lambda x: jnp.sin(x) * 2, x)
 
 
 def test_a_product_over_a_split_dimension_is_all_reduced(mesh):
@@ -513,23 +513,23 @@ def test_a_product_over_a_split_dimension_is_all_reduced(mesh):
         return x @ w
 
     x, w = like(mesh, (32, 16), None, "a"), like(mesh, (16, 8), "a", None, dtype=jnp.float32)
-    (found,) = inspect.collectives(product, x, w)
+    (found,) = hlo.collectives(product, x, w)
     assert (found.kind, found.axis, found.shape, found.bytes) == ("all-reduce", ("a",), "f32[32,8]", 1024)
     assert found.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert (found.source, found.times, found.inserted) == (line_of(product, 1), 1, True)
     assert found.dtype == "f32"
 
     with pytest.raises(AssertionError) as raised:
-        inspect.assert_no_resharding(product, x, w)
+        hlo.assert_no_resharding(product, x, w)
     message = str(raised.value)
     assert "the partitioner inserted 1 collective:\n" in message
     assert "all-reduce of f32[32,8], 1,024 bytes over 'a', for 'jit(product)/dot_general'" in message
     assert f"at {line_of(product, 1)}" in message
     assert "pass allowed=('all-reduce',)" in message
-    inspect.assert_no_resharding(product, x, w, allowed=("all-reduce",))
-    inspect.assert_no_resharding(product, x, w, allowed="all-reduce")
+    hlo.assert_no_resharding(product, x, w, allowed=("all-reduce",))
+    hlo.assert_no_resharding(product, x, w, allowed="all-reduce")
     with pytest.raises(AssertionError):
-        inspect.assert_no_resharding(product, x, w, allowed=("all-gather",))
+        hlo.assert_no_resharding(product, x, w, allowed=("all-gather",))
 
 
 def test_selecting_along_a_split_dimension_reshards(mesh):
@@ -537,9 +537,9 @@ def test_selecting_along_a_split_dimension_reshards(mesh):
         return x[i]
 
     i = like(mesh, (), dtype=jnp.int32)
-    inspect.assert_no_resharding(select, like(mesh, (32, 16), None, "a"), i)
+    hlo.assert_no_resharding(select, like(mesh, (32, 16), None, "a"), i)
     with pytest.raises(AssertionError, match=r"all-gather of f32\[8,16\], 512 bytes over 'a'") as raised:
-        inspect.assert_no_resharding(select, like(mesh, (32, 16), "a", None), i)
+        hlo.assert_no_resharding(select, like(mesh, (32, 16), "a", None), i)
     assert f"at {line_of(select, 1)}" in str(raised.value)
 
 
@@ -549,12 +549,12 @@ def test_a_ring_is_not_inserted(mesh):
 
     mapped = jax.shard_map(ring, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))
     x = like(mesh, (32, 16), "a", "b", dtype=jnp.bfloat16)
-    (found,) = inspect.collectives(mapped, x)
+    (found,) = hlo.collectives(mapped, x)
     assert (found.kind, found.axis) == ("collective-permute", ("a",))
     assert found.bytes == 8 * 8 * {"bf16": 2, "f32": 4}[found.dtype]  # XLA's CPU backend widens it
     assert set(found.groups) == {(2 * i + b, (2 * i + 2) % 8 + b) for i in range(4) for b in range(2)}
     assert (found.inserted, found.source) == (False, line_of(ring, 1))
-    inspect.assert_no_resharding(mapped, x)
+    hlo.assert_no_resharding(mapped, x)
 
 
 # What each device, which holds [8, 8], has afterwards.
@@ -574,7 +574,7 @@ def test_collectives_in_shard_map_are_not_inserted(kind, transform, mesh):
     rank = 3 if transform not in (jax.checkpoint, jax.named_call) and transform(fn) is not fn else 2
     x = like(mesh, (32, 16, 3)[:rank], "a", "b")
     mapped = jax.shard_map(transform(fn), mesh=mesh, in_specs=P("a", "b"), out_specs=out)
-    (found,) = inspect.collectives(mapped, x)
+    (found,) = hlo.collectives(mapped, x)
     assert (found.kind, found.axis, found.inserted) == (kind, ("a",), False)
     assert found.bytes == 8 * 8 * 4 * (3 if rank == 3 else 1)
     assert sum(array.elements for array in found.results) == elements * (3 if rank == 3 else 1)
@@ -584,7 +584,7 @@ def test_collectives_in_shard_map_are_not_inserted(kind, transform, mesh):
 @pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin, lax.pmean])
 def test_other_reductions_are_not_inserted(reduce, mesh):
     mapped = jax.shard_map(lambda x: reduce(x, ("a", "b")), mesh=mesh, in_specs=P("a", "b"), out_specs=P())
-    (found,) = inspect.collectives(mapped, like(mesh, (32, 16), "a", "b"))
+    (found,) = hlo.collectives(mapped, like(mesh, (32, 16), "a", "b"))
     assert (found.kind, found.axis, found.inserted) == ("all-reduce", ("a", "b"), False)
 
 
@@ -595,7 +595,7 @@ def test_gradients_of_collectives_are_not_inserted(mesh):
 
     mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P(("a", "b"))), out_specs=P())
     w, x = like(mesh, (16, 8)), like(mesh, (32, 16), ("a", "b"))
-    found = inspect.collectives(jax.grad(mapped), w, x)
+    found = hlo.collectives(jax.grad(mapped), w, x)
     assert "reduce-scatter" in kinds(found)
     assert not any(c.inserted for c in found)
 
@@ -606,15 +606,15 @@ def test_what_xla_merges_of_a_step_that_is_data_parallel_is_not_inserted(mesh):
 
     mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
     weights = {"up": jnp.ones((16, 8)), "down": jnp.ones((8, 4))}
-    inspect.assert_no_resharding(jax.value_and_grad(mapped), weights, jnp.ones((8, 16)))
+    hlo.assert_no_resharding(jax.value_and_grad(mapped), weights, jnp.ones((8, 16)))
 
 
 def test_what_is_resharded_at_the_edge_of_shard_map_is_inserted(mesh):
     mapped = jax.shard_map(lambda x: lax.psum(x, "a"), mesh=mesh, in_specs=P(None, "a"), out_specs=P())
-    inserted, by_hand = inspect.collectives(mapped, like(mesh, (32, 16), "a"))
+    inserted, by_hand = hlo.collectives(mapped, like(mesh, (32, 16), "a"))
     assert (inserted.kind, inserted.inserted, inserted.bytes) == ("all-to-all", True, 8 * 16 * 4)
     assert (by_hand.kind, by_hand.inserted) == ("all-reduce", False)
-    inspect.assert_no_resharding(mapped, like(mesh, (32, 16), None, "a"))
+    hlo.assert_no_resharding(mapped, like(mesh, (32, 16), None, "a"))
 
 
 def test_what_is_inserted_along_automatic_axes_for_a_collective_is_told_apart(mesh):
@@ -622,7 +622,7 @@ def test_what_is_inserted_along_automatic_axes_for_a_collective_is_told_apart(me
         return lax.all_gather(x @ w, "a", tiled=True).sum()[None]
 
     mapped = jax.shard_map(gathered, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"})
-    found = inspect.collectives(mapped, like(mesh, (32, 16), "a", "b"), like(mesh, (16, 8), None, "b"))
+    found = hlo.collectives(mapped, like(mesh, (32, 16), "a", "b"), like(mesh, (16, 8), None, "b"))
     assert [c.axis for c in found if not c.inserted] == [("a",)]
     assert {c.axis for c in found if c.inserted} == {("b",)}
 
@@ -632,7 +632,7 @@ def test_wishes_for_shardings_count_as_inserted(constrain, mesh):
     axis_type = AxisType.Explicit if constrain is jax.sharding.reshard else AxisType.Auto
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type,) * 2, devices=jax.devices()[:8])
     replicated = NamedSharding(mesh, P())
-    (found,) = inspect.collectives(lambda x: constrain(jnp.sin(x), replicated), like(mesh, (32, 16), "a"))
+    (found,) = hlo.collectives(lambda x: constrain(jnp.sin(x), replicated), like(mesh, (32, 16), "a"))
     assert (found.kind, found.axis, found.inserted) == ("all-gather", ("a",), True)
 
 
@@ -648,9 +648,9 @@ def test_partitioning_rules_write_their_own(mesh):
         return mesh, lower, NamedSharding(mesh, P(None)), (NamedSharding(mesh, P("a", None)),)
 
     total.def_partition(partition, sharding_rule="i j -> j")
-    (found,) = inspect.collectives(total, like(mesh, (32, 16), "a", None))
+    (found,) = hlo.collectives(total, like(mesh, (32, 16), "a", None))
     assert (found.kind, found.axis, found.inserted) == ("all-reduce", ("a",), False)
-    assert [c.inserted for c in inspect.collectives(total, like(mesh, (32, 16), "a", "b"))] == [True, False]
+    assert [c.inserted for c in hlo.collectives(total, like(mesh, (32, 16), "a", "b"))] == [True, False]
 
 
 def test_times_of_a_scan(mesh):
@@ -663,8 +663,8 @@ def test_times_of_a_scan(mesh):
     x = like(mesh, (32, 16), "a", "b")
     specs = P("a", "b")
     shard_map = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
-    (once,) = inspect.collectives(shard_map(lambda x: lax.scan(step, x, None, length=7)[0]), x)
-    (nested,) = inspect.collectives(shard_map(functools.partial(scans, count=5)), x)
+    (once,) = hlo.collectives(shard_map(lambda x: lax.scan(step, x, None, length=7)[0]), x)
+    (nested,) = hlo.collectives(shard_map(functools.partial(scans, count=5)), x)
     assert (once.times, nested.times) == (7, 15)
     assert (once.kind, once.source, once.inserted) == ("all-reduce", line_of(step, 1), False)
 
@@ -682,7 +682,7 @@ def test_messages_say_how_often(mesh):
     x, w = like(mesh, (16, 16), None, "a"), like(mesh, (16, 16), "a", None)
     for fn, times in ((product, "'a'"), (often, "'a', 3 times"), (unknown, "'a', an unknown number of times")):
         with pytest.raises(AssertionError, match=rf"bytes over {times}, for "):
-            inspect.assert_no_resharding(fn, x, w)
+            hlo.assert_no_resharding(fn, x, w)
 
 
 def test_times_that_depend_on_data(mesh):
@@ -695,7 +695,7 @@ def test_times_that_depend_on_data(mesh):
     x = like(mesh, (32, 16), "a", "b")
     for fn in (until, maybe):
         mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"), check_vma=False)
-        (found,) = inspect.collectives(mapped, x)
+        (found,) = hlo.collectives(mapped, x)
         assert (found.times, found.inserted) == (None, False)
 
 
@@ -706,23 +706,23 @@ def test_every_form_of_function_gives_the_same(mesh, rng):
     x, w = like(mesh, (32, 16), None, "a"), like(mesh, (8, 16), None, "a")
     jitted = jax.jit(product, static_argnames="flip")
     lowered = jitted.lower(x, w, flip=True)
-    expected = inspect.collectives(lambda x, w: product(x, w, flip=True), x, w)[0]
+    expected = hlo.collectives(lambda x, w: product(x, w, flip=True), x, w)[0]
     arrays = [jax.device_put(rng.normal(size=like.shape).astype(np.float32), like.sharding) for like in (x, w)]
     for found in (
-        inspect.collectives(jitted, x, w, flip=True),
-        inspect.collectives(jitted, *arrays, flip=True),
-        inspect.collectives(lowered),
-        inspect.collectives(lowered.compile()),
-        inspect.parse(lowered.compile().as_text() or "", mesh=mesh),
+        hlo.collectives(jitted, x, w, flip=True),
+        hlo.collectives(jitted, *arrays, flip=True),
+        hlo.collectives(lowered),
+        hlo.collectives(lowered.compile()),
+        hlo.parse(lowered.compile().as_text() or "", mesh=mesh),
     ):
         assert [(c.kind, c.payload, c.groups, c.axis, c.times, c.inserted) for c in found] == [
             (expected.kind, expected.payload, expected.groups, expected.axis, expected.times, expected.inserted)
         ]
     for compiled in (lowered, lowered.compile()):
         with pytest.raises(TypeError, match="it takes no arguments here; pass it alone"):
-            inspect.collectives(compiled, x, w)
+            hlo.collectives(compiled, x, w)
         with pytest.raises(TypeError, match="it takes no arguments here; pass it alone"):
-            inspect.collectives(compiled, flip=True)
+            hlo.collectives(compiled, flip=True)
 
 
 def test_where_axes_get_their_names(mesh):
@@ -731,16 +731,16 @@ def test_where_axes_get_their_names(mesh):
 
     renamed = jax.make_mesh((4, 2), ("p", "q"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
     x = like(mesh, (32, 16), "a")
-    assert {c.axis for c in inspect.collectives(lambda x: x.sum(), x)} == {("a",)}
-    assert {c.axis for c in inspect.collectives(lambda x: x.sum(), x, mesh=renamed)} == {("p",)}
+    assert {c.axis for c in hlo.collectives(lambda x: x.sum(), x)} == {("a",)}
+    assert {c.axis for c in hlo.collectives(lambda x: x.sum(), x, mesh=renamed)} == {("p",)}
     with jax.set_mesh(mesh):
-        assert {c.axis for c in inspect.collectives(total, jax.ShapeDtypeStruct((32, 16), jnp.float32))} == {("a",)}
+        assert {c.axis for c in hlo.collectives(total, jax.ShapeDtypeStruct((32, 16), jnp.float32))} == {("a",)}
     small = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="but the program runs on 8 devices"):
-        inspect.collectives(lambda x: x.sum(), x, mesh=small)
-    assert inspect.collectives(lambda x: x.sum(), jnp.ones(4)) == []
+        hlo.collectives(lambda x: x.sum(), x, mesh=small)
+    assert hlo.collectives(lambda x: x.sum(), jnp.ones(4)) == []
     line = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
-    found = inspect.collectives(lambda x, y: (x.sum(), y.sum()), x, like(line, (32,), "a"))
+    found = hlo.collectives(lambda x, y: (x.sum(), y.sum()), x, like(line, (32,), "a"))
     assert {c.axis for c in found} == {None}
 
 
@@ -748,17 +748,17 @@ def test_the_source_is_where_te_jax_was_called(mesh):
     def loss(logits, labels):
         return ops.softmax_cross_entropy(logits, labels, implementation="reference").sum()
 
-    found = inspect.collectives(loss, like(mesh, (32, 16), None, "a"), like(mesh, (32,), dtype=jnp.int32))
+    found = hlo.collectives(loss, like(mesh, (32, 16), None, "a"), like(mesh, (32,), dtype=jnp.int32))
     assert found
     assert {c.source for c in found} == {line_of(loss, 1)}
 
 
 def test_unknown_kinds_are_refused(mesh):
     with pytest.raises(ValueError, match="allowed has 'allreduce', which is no kind of collective; the kinds are a"):
-        inspect.assert_no_resharding(jnp.sin, like(mesh, (32, 16), "a"), allowed=("all-gather", "allreduce"))
+        hlo.assert_no_resharding(jnp.sin, like(mesh, (32, 16), "a"), allowed=("all-gather", "allreduce"))
 
 
 def test_it_is_there_where_te_jax_is_imported():
-    code = "import te_jax; te_jax.inspect.collectives"
+    code = "import te_jax; te_jax.hlo.collectives"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

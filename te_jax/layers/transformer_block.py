@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import sharding
-from te_jax.nn import norm
+from te_jax.layers import norm
 from te_jax.recipe import Recipe
 
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax.inspect import Buffer, buffers, collectives
+from te_jax.hlo import Buffer, buffers, collectives
 
 
 def test_buffers_of_compiled_programs():
