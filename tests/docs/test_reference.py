@@ -11,7 +11,7 @@ import te_jax
 
 PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "api").glob("*.rst"))
 PUBLIC = [name for name in (*te_jax.__all__, *te_jax._AT_FIRST_USE) if not name.startswith("__")]
-MODULES = [f"te_jax.{name}" for name in (*PUBLIC, "native", "quantized", "nn.moe")]
+MODULES = [f"te_jax.{name}" for name in (*PUBLIC, "native", "quantized")]
 _ENTRY = re.compile(r"^\.\. (?P<directive>currentmodule|auto(?!module)\w+|data):: (?P<name>[\w.]+)$", re.MULTILINE)
 
 

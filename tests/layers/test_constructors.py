@@ -56,7 +56,7 @@ def test_recipe_and_implementation(library, name, argument):
 
 
 def test_router():
-    message = r"router is 2; it must be a te_jax\.nn\.moe\.Router, such as Router\(top_k=2\)"
+    message = r"router is 2; it must be a te_jax\.layers\.Router, such as Router\(top_k=2\)"
     flax, of_nnx = ({**arguments, "router": 2} for arguments in MODULES["MoE"])
     with pytest.raises(ValueError, match=message):
         te_jax.flax.MoE(**flax)
