@@ -33,14 +33,14 @@ from te_jax.ops._activation_kernels import activated, activation_gradients_quant
 from te_jax.ops._quantize_kernels import Request
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
-from te_jax.reference.activation import Function
+from te_jax.reference.activation import Activation
 
 IMPLEMENTATIONS = ("te_jax", "unfused", "xla", "copy")
 PEERS = ("unfused", "xla")
 ERROR_BOUND = {"float8_e4m3fn": 0.04, "float8_e5m2": 0.08}
 """Relative L2 error of a copy beyond which no time is reported."""
 
-_SWIGLU = Function("silu")
+_SWIGLU = Activation("silu")
 _AMAXES = {"gate": 24.0, "up": 24.0, "y": 24.0}  # where scales are known beforehand
 _RECIPES: dict[str, Recipe] = {"block": BlockScaling(), "delayed": DelayedScaling(), "current": CurrentScaling()}
 

@@ -16,7 +16,7 @@ from te_jax.flax.norm import make_norm
 from te_jax.layers import gated_mlp, linear, norm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
-from te_jax.reference.activation import Kind
+from te_jax.reference.activation import Activation, ActivationName
 
 
 class GatedMLP(nn.Module):
@@ -28,7 +28,7 @@ class GatedMLP(nn.Module):
     Attributes:
       hidden_features: between the layers.
       out_features: None is the number of input features.
-      kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
+      activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
       norm: "rms", "layer", or None.
       epsilon, zero_centered, scale_axes: of the norm.
       use_bias: whether the three layers have biases.
@@ -42,10 +42,7 @@ class GatedMLP(nn.Module):
     hidden_features: int
     out_features: int | None = None
     _: dataclasses.KW_ONLY
-    kind: Kind = "silu"
-    alpha: float = 1.0
-    limit: float | None = None
-    offset: float = 0.0
+    activation: Activation | ActivationName = "silu"
     norm: norm.Kind | None = None
     epsilon: float = 1e-6
     zero_centered: bool = False
@@ -121,7 +118,7 @@ class GatedMLP(nn.Module):
             gate.held((features,)),
             up.held((features,)),
             down.held((self.hidden_features,)),
-            gated_mlp.Activation(self.kind, self.alpha, self.limit, self.offset),
+            Activation.of(self.activation),
             dtype=self.dtype,
             options=layer_options(gate),
         )

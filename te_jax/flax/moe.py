@@ -14,10 +14,9 @@ from te_jax import native
 from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.linear import Dense, Einsum, Initializer
 from te_jax.layers import linear, mixture
-from te_jax.layers.gated_mlp import Activation
 from te_jax.parallel.experts import Exchange, experts_of_device
 from te_jax.recipe import Recipe
-from te_jax.reference.activation import Kind
+from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
 
 ROUTER_STATE = "router_state"
@@ -52,7 +51,7 @@ class MoE(nn.Module):
       hidden_features: of each expert.
       router: how experts are chosen, a `te_jax.layers.Router`.
       out_features: None is the number of input features.
-      kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
+      activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
       weighted, capacity, axis_name, buffer_factor, exchange: as in `te_jax.layers.moe`.
       shared_features: hidden features of all shared experts together; None for no shared experts.
       expert_bias: whether there is a bias of the choice, `te_jax.ops.update_expert_bias`. It is zero at first.
@@ -74,10 +73,7 @@ class MoE(nn.Module):
     router: mixture.Router
     out_features: int | None = None
     _: dataclasses.KW_ONLY
-    kind: Kind = "silu"
-    alpha: float = 1.0
-    limit: float | None = None
-    offset: float = 0.0
+    activation: Activation | ActivationName = "silu"
     weighted: Literal["results", "inputs"] = "results"
     capacity: int | None = None
     axis_name: AxisName | None = None
@@ -133,7 +129,7 @@ class MoE(nn.Module):
         features = x.shape[-1]
         out_features = features if self.out_features is None else self.out_features
         quantized: Any = {"recipe": self.recipe, "implementation": self.implementation}
-        activation = Activation(self.kind, self.alpha, self.limit, self.offset)
+        activation = Activation.of(self.activation)
         layer: Any = {
             "use_bias": self.use_bias,
             "dtype": self.dtype,
@@ -185,7 +181,7 @@ class MoE(nn.Module):
         shared = GatedMLP(
             self.shared_features,
             out_features,
-            **vars(activation),
+            activation=activation,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             kernel_init=self.kernel_init,

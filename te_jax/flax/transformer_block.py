@@ -18,7 +18,7 @@ from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.norm import make_norm
 from te_jax.layers import linear, norm, transformer_block
 from te_jax.recipe import Recipe
-from te_jax.reference.activation import Kind
+from te_jax.reference.activation import Activation, ActivationName
 
 
 class TransformerBlock(nn.Module):
@@ -31,7 +31,7 @@ class TransformerBlock(nn.Module):
     Attributes:
       hidden_features: of the MLP.
       num_heads, num_kv_heads, head_dim, window, rope_theta, qk_norm, decode: of `Attention`.
-      kind: the activation of `GatedMLP`; "silu" is SwiGLU.
+      activation: of `GatedMLP`; "silu" is SwiGLU.
       norm: "rms" or "layer".
       epsilon, zero_centered: of all norms.
       dropout_rate: of the results of attention and MLP, before they are added.
@@ -49,7 +49,7 @@ class TransformerBlock(nn.Module):
     window: int | None = None
     rope_theta: float | None = 10_000.0
     qk_norm: bool = False
-    kind: Kind = "silu"
+    activation: Activation | ActivationName = "silu"
     norm: norm.Kind = "rms"
     epsilon: float = 1e-6
     zero_centered: bool = False
@@ -114,7 +114,7 @@ class TransformerBlock(nn.Module):
         )
         mlp = GatedMLP(
             self.hidden_features,
-            kind=self.kind,
+            activation=self.activation,
             dropout_rate=self.dropout_rate,
             recipe=recipes.mlp,
             axis_name=self.axis_name,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 from jax import Array
 
@@ -11,17 +9,7 @@ from te_jax import ops
 from te_jax.layers import linear
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.quantized import QuantizedArray
-from te_jax.reference.activation import Kind
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """Arguments of `te_jax.ops.gated_activation`."""
-
-    kind: Kind
-    alpha: float
-    limit: float | None
-    offset: float
+from te_jax.reference.activation import Activation
 
 
 def gated_mlp(
@@ -42,7 +30,7 @@ def gated_mlp(
         linear.cast(x, dtype),
         **dense_kernels([layer.kernel for layer in layers]),
         bias=tuple(layer.bias for layer in layers),
-        **vars(activation),
+        activation=activation,
         scaling_state=states or None,
         **vars(options),
     )

@@ -17,20 +17,18 @@ from te_jax._core.arguments import static_way_out
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
 from te_jax.layers import linear
-from te_jax.layers.gated_mlp import Activation
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
 from te_jax.ops.router_logits import router_logits
 from te_jax.parallel.experts import Exchange
 from te_jax.recipe import Quantization, Recipe
+from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
 
 __all__ = ["MoEResult", "Router", "moe"]
 
 Kernels = tuple[Any, Any, Any]
-
-SWIGLU = Activation("silu", 1.0, None, 0.0)
 
 EINSUM = "eti,eio->eto"
 """How layers that hold kernels [experts, in, out] describe them."""
@@ -97,7 +95,7 @@ def moe(
     expert_bias: jax.typing.ArrayLike | None = None,
     bias: tuple[Any, Any, Any] = (None, None, None),
     shared: Kernels | None = None,
-    activation: Activation = SWIGLU,
+    activation: Activation | ActivationName = "silu",
     weighted: Literal["results", "inputs"] = "results",
     capacity: int | None = None,
     axis_name: AxisName | None = None,
@@ -181,7 +179,7 @@ def moe(
     layer = functools.partial(
         _experts,
         fused=fused,
-        activation=activation,
+        activation=Activation.of(activation),
         weighted=weighted,
         options={"accumulate": accumulate, "recipe": recipe, "implementation": implementation},
     )
@@ -194,7 +192,7 @@ def moe(
         total = jax.checkpoint(functools.partial(_bias, weighted=weighted))(routing.weights, plan, bias[2])
         y = (y.astype(jnp.float32) + total).astype(y.dtype)
     if shared is not None:
-        y = y + ops.gated_mlp(x, shared, **vars(activation), recipe=recipe, implementation=implementation)
+        y = y + ops.gated_mlp(x, shared, activation=activation, recipe=recipe, implementation=implementation)
     return MoEResult(y, logits, routing, plan.dropped)
 
 
@@ -257,7 +255,7 @@ def _experts(
 ) -> Array:
     """The sum over the experts of each token, without the bias of the last product."""
     sizes = plan.group_sizes
-    run = functools.partial(experts_mlp, wgrad_accumulator=accumulators, **vars(activation), **options)
+    run = functools.partial(experts_mlp, wgrad_accumulator=accumulators, activation=activation, **options)
     if fused and isinstance(plan, ops.Permutation):
         return run(x, weights, sizes, plan, kernels)
     if isinstance(plan, parallel.DispatchPlan):
@@ -313,7 +311,7 @@ def _mlps(
         checkpoint_name(value, "te_moe_preactivation")
         for value in ops.grouped_dense(rows, kernels[:2], sizes, biases, wgrad_accumulator=accumulators[:2], **options)
     )
-    h = ops.gated_activation(gate, up, **vars(activation))
+    h = ops.gated_activation(gate, up, activation)
     if weighted == "results":
         h = times_weights(h)
     return ops.grouped_dense(h, kernels[2], sizes, wgrad_accumulator=accumulators[2], **options)

@@ -15,7 +15,7 @@ from te_jax.nnx.linear import Initializer, Linear
 from te_jax.nnx.norm import LayerNorm, RMSNorm, make_norm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
-from te_jax.reference.activation import Kind
+from te_jax.reference.activation import Activation, ActivationName
 
 
 class GatedMLP(nnx.Module):
@@ -27,7 +27,7 @@ class GatedMLP(nnx.Module):
     Args:
       in_features, hidden_features: of x, and between the layers.
       out_features: None is in_features.
-      kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
+      activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
       norm: "rms", "layer", or None.
       epsilon, zero_centered, scale_metadata: of the norm.
       use_bias: whether the three layers have biases.
@@ -47,10 +47,7 @@ class GatedMLP(nnx.Module):
         hidden_features: int,
         out_features: int | None = None,
         *,
-        kind: Kind = "silu",
-        alpha: float = 1.0,
-        limit: float | None = None,
-        offset: float = 0.0,
+        activation: Activation | ActivationName = "silu",
         norm: norm.Kind | None = None,
         epsilon: float = 1e-6,
         zero_centered: bool = False,
@@ -71,7 +68,7 @@ class GatedMLP(nnx.Module):
         implementation: native.Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        self.activation = gated_mlp.Activation(kind, alpha, limit, offset)
+        self.activation = Activation.of(activation)
         self.dtype = dtype
         shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "rngs": rngs}
         layer: Any = {"use_bias": use_bias, "bias_init": bias_init, "recipe": recipe, "axis_name": axis_name, **shared}

@@ -11,13 +11,12 @@ from flax import nnx
 
 from te_jax import native
 from te_jax.layers import linear, mixture
-from te_jax.layers.gated_mlp import Activation
 from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.linear import Einsum, Initializer, Linear
 from te_jax.nnx.variables import ExpertBias
 from te_jax.parallel.experts import Exchange
 from te_jax.recipe import Recipe
-from te_jax.reference.activation import Kind
+from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
 
 
@@ -50,7 +49,7 @@ class MoE(nnx.Module):
       hidden_features: of each expert.
       router: how experts are chosen, a `te_jax.layers.Router`.
       out_features: None is in_features.
-      kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
+      activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
       weighted, capacity, axis_name, buffer_factor, exchange: as in `te_jax.layers.moe`.
       shared_features: hidden features of all shared experts together; None for no shared experts.
       expert_bias: whether there is a bias of the choice, `te_jax.ops.update_expert_bias`. It is zero at first.
@@ -79,10 +78,7 @@ class MoE(nnx.Module):
         router: mixture.Router,
         out_features: int | None = None,
         *,
-        kind: Kind = "silu",
-        alpha: float = 1.0,
-        limit: float | None = None,
-        offset: float = 0.0,
+        activation: Activation | ActivationName = "silu",
         weighted: Literal["results", "inputs"] = "results",
         capacity: int | None = None,
         axis_name: AxisName | None = None,
@@ -114,7 +110,7 @@ class MoE(nnx.Module):
         (experts,) = linear.sizes("num_experts", num_experts)
         (hidden,) = linear.sizes("hidden_features", hidden_features)
         out_features = features if out_features is None else out_features
-        activation = Activation(kind, alpha, limit, offset)
+        activation = Activation.of(activation)
         quantized: Any = {"recipe": recipe, "implementation": implementation}
         self.dtype = dtype
         self.choice = router  # `router` is the layer
@@ -163,7 +159,7 @@ class MoE(nnx.Module):
                 features,
                 shared_features,
                 out_features,
-                **vars(activation),
+                activation=activation,
                 kernel_init=kernel_init,
                 down_kernel_init=down_kernel_init,
                 kernel_metadata=shared_kernel_metadata,

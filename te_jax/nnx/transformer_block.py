@@ -17,7 +17,7 @@ from te_jax.nnx.attention import Attention
 from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.norm import make_norm
 from te_jax.recipe import Recipe
-from te_jax.reference.activation import Kind
+from te_jax.reference.activation import Activation, ActivationName
 
 
 class TransformerBlock(nnx.Module):
@@ -31,7 +31,7 @@ class TransformerBlock(nnx.Module):
       in_features: number of features of x.
       hidden_features: of the MLP.
       num_heads, num_kv_heads, head_dim, window, rope_theta, qk_norm: of `Attention`.
-      kind: the activation of `GatedMLP`; "silu" is SwiGLU.
+      activation: of `GatedMLP`; "silu" is SwiGLU.
       norm: "rms" or "layer".
       epsilon, zero_centered: of all norms.
       dropout_rate: of the results of attention and MLP, before they are added.
@@ -56,7 +56,7 @@ class TransformerBlock(nnx.Module):
         window: int | None = None,
         rope_theta: float | None = 10_000.0,
         qk_norm: bool = False,
-        kind: Kind = "silu",
+        activation: Activation | ActivationName = "silu",
         norm: norm.Kind = "rms",
         epsilon: float = 1e-6,
         zero_centered: bool = False,
@@ -96,7 +96,7 @@ class TransformerBlock(nnx.Module):
         self.mlp = GatedMLP(
             in_features,
             hidden_features,
-            kind=kind,
+            activation=activation,
             dropout_rate=dropout_rate,
             recipe=self.recipes.mlp,
             axis_name=axis_name,

@@ -20,8 +20,10 @@ from te_jax.ops.router import (
     update_expert_bias,
 )
 from te_jax.ops.softmax_cross_entropy import softmax_cross_entropy
+from te_jax.reference.activation import Activation
 
 __all__ = [
+    "Activation",
     "GemmResult",
     "Permutation",
     "Routing",

@@ -28,13 +28,13 @@ from te_jax.ops._quantize_kernels import (
 from te_jax.ops.quantize import quantize_requested
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization
-from te_jax.reference.activation import Function
+from te_jax.reference.activation import Activation
 from te_jax.reference.quantize import QuantizedParts, blocked_groups
 
 Gradients = tuple[QuantizedParts, QuantizedParts | None, QuantizedArray | None]
 
 
-def activated(function: Function, gate: Array, up: Array | None = None, weights: Array | None = None) -> Array:
+def activated(function: Activation, gate: Array, up: Array | None = None, weights: Array | None = None) -> Array:
     """The result in the dtype of gate; up is None where the function is not gated. Weights are float32 [*rows]."""
     if weights is None:
         return reference.activation(gate, function) if up is None else reference.gated_activation(gate, up, function)
@@ -45,7 +45,7 @@ def activated(function: Function, gate: Array, up: Array | None = None, weights:
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
 @functools.partial(jax.jit, static_argnums=(0, 4, 5), inline=sharding.INLINE)
 def activate_quantized(
-    function: Function,
+    function: Activation,
     gate: Array,
     up: Array | None,
     amax: Array | None,
@@ -107,7 +107,7 @@ def activate_quantized(
 
 @functools.partial(jax.jit, static_argnums=(0, 7, 8, 9), inline=sharding.INLINE)
 def activation_gradients_quantized(
-    function: Function,
+    function: Activation,
     gate: Array,
     up: Array | None,
     dy: Array,
@@ -164,7 +164,7 @@ def activation_gradients_quantized(
 
 
 def _gradients_in_tensors(
-    function: Function,
+    function: Activation,
     operands: tuple[Array, Array | None, Array],
     amaxes: tuple[Array | None, Array | None, Array | None],
     request: Request,
@@ -210,7 +210,7 @@ def _gradients_in_tensors(
 
 
 def _gradients_in_blocks(
-    function: Function,
+    function: Activation,
     operands: tuple[Array, Array | None, Array],
     weights: Array | None,
     request: Request,
@@ -257,7 +257,7 @@ def _fused_family(weights: Array | None, *requests: Request | None) -> str | Non
     return next((family for family in known if families == {family}), None)
 
 
-def _amax(function: Function, gate: Array, up: Array | None, request: Request) -> Array:
+def _amax(function: Activation, gate: Array, up: Array | None, request: Request) -> Array:
     """The amax of the result."""
     kernels = Kernels(request, gate.ndim)
     operands = [(kernels.x, gate), (kernels.x, up)]
@@ -265,7 +265,7 @@ def _amax(function: Function, gate: Array, up: Array | None, request: Request) -
 
 
 def _amaxes_of_gradients(
-    function: Function, operands: tuple[Array, Array | None, Array], request: Request
+    function: Activation, operands: tuple[Array, Array | None, Array], request: Request
 ) -> list[Array | None]:
     kernels = Kernels(request, operands[0].ndim)
     return kernels.run(

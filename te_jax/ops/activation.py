@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, overload
 
 import jax
 from jax import Array
 
 from te_jax import native
-from te_jax._core.arguments import is_finite_number
 from te_jax._core.derivatives import without_gradient
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS
@@ -19,43 +17,41 @@ from te_jax.ops.operands import as_array
 from te_jax.ops.quantize import as_request
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization
-from te_jax.reference.activation import Function, Kind
+from te_jax.reference.activation import Activation, ActivationName
 from te_jax.reference.quantize import Copies, GroupAxes
-
-_KINDS = get_args(Kind)
 
 
 # fmt: off
 @overload
 def activation(
-    x: jax.typing.ArrayLike, kind: Kind = "gelu", *, alpha: float = 1.0, quantization: None = None,
+    x: jax.typing.ArrayLike, activation: Activation | ActivationName = "gelu", *, quantization: None = None,
 ) -> Array: ...
 @overload
 def activation(
-    x: jax.typing.ArrayLike, kind: Kind = "gelu", *, alpha: float = 1.0, quantization: Quantization,
+    x: jax.typing.ArrayLike, activation: Activation | ActivationName = "gelu", *, quantization: Quantization,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
     axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
     implementation: native.Implementation | None = None,
 ) -> QuantizedArray: ...
 @overload
 def activation(
-    x: jax.typing.ArrayLike, kind: Kind = "gelu", *, alpha: float = 1.0, quantization: Quantization,
+    x: jax.typing.ArrayLike, activation: Activation | ActivationName = "gelu", *, quantization: Quantization,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
     axis_name: GroupAxes | None = None, with_amax: Literal[True],
     implementation: native.Implementation | None = None,
 ) -> tuple[QuantizedArray, Array]: ...
 @overload
 def activation(
-    x: jax.typing.ArrayLike, kind: Kind = "gelu", *, alpha: float = 1.0, quantization: Quantization | None = None,
-    row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
-    axis_name: GroupAxes | None = None, with_amax: bool = False, implementation: native.Implementation | None = None,
+    x: jax.typing.ArrayLike, activation: Activation | ActivationName = "gelu", *,
+    quantization: Quantization | None = None, row_ndim: int | None = None, copies: Copies = "both",
+    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: bool = False,
+    implementation: native.Implementation | None = None,
 ) -> Any: ...
 # fmt: on
 def activation(
     x: jax.typing.ArrayLike,
-    kind: Kind = "gelu",
+    activation: Activation | ActivationName = "gelu",
     *,
-    alpha: float = 1.0,
     quantization: Quantization | None = None,
     row_ndim: int | None = None,
     copies: Copies = "both",
@@ -73,8 +69,7 @@ def activation(
 
     Args:
       x: [*rows, *cols], float32, bfloat16 or float16, sharded in any way; any shape without quantization.
-      kind: one of the names above.
-      alpha: of silu.
+      activation: one of the names above, or an `Activation`, such as `Activation("silu", alpha=1.702)`.
       quantization: None for a result in the dtype of x, which XLA computes and which has all derivatives. Otherwise the
         format and scaling of the result, which one kernel computes and quantizes; for example
         `recipe.quantization("activation")`. Current scaling reads x twice. Row scaling writes the result to memory
@@ -97,7 +92,7 @@ def activation(
       >>> te_jax.ops.activation(x, "squared_relu").tolist()
       [[0.0, 0.0, 4.0]]
     """
-    function = as_function(kind, alpha, None, 0.0)
+    function = Activation.of(activation)
     x = _as_float_array("x", x)
     options = {
         "row_ndim": row_ndim,
@@ -113,29 +108,29 @@ def activation(
 # fmt: off
 @overload
 def gated_activation(
-    gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, kind: Kind = "silu", *, alpha: float = 1.0,
-    limit: float | None = None, offset: float = 0.0, quantization: None = None,
+    gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, activation: Activation | ActivationName = "silu", *,
+    quantization: None = None,
 ) -> Array: ...
 @overload
 def gated_activation(
-    gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, kind: Kind = "silu", *, alpha: float = 1.0,
-    limit: float | None = None, offset: float = 0.0, quantization: Quantization,
+    gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, activation: Activation | ActivationName = "silu", *,
+    quantization: Quantization,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
     axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
     implementation: native.Implementation | None = None,
 ) -> QuantizedArray: ...
 @overload
 def gated_activation(
-    gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, kind: Kind = "silu", *, alpha: float = 1.0,
-    limit: float | None = None, offset: float = 0.0, quantization: Quantization,
+    gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, activation: Activation | ActivationName = "silu", *,
+    quantization: Quantization,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
     axis_name: GroupAxes | None = None, with_amax: Literal[True],
     implementation: native.Implementation | None = None,
 ) -> tuple[QuantizedArray, Array]: ...
 @overload
 def gated_activation(
-    gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, kind: Kind = "silu", *, alpha: float = 1.0,
-    limit: float | None = None, offset: float = 0.0, quantization: Quantization | None = None,
+    gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, activation: Activation | ActivationName = "silu", *,
+    quantization: Quantization | None = None,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
     axis_name: GroupAxes | None = None, with_amax: bool = False, implementation: native.Implementation | None = None,
 ) -> Any: ...
@@ -143,11 +138,8 @@ def gated_activation(
 def gated_activation(
     gate: jax.typing.ArrayLike,
     up: jax.typing.ArrayLike,
-    kind: Kind = "silu",
+    activation: Activation | ActivationName = "silu",
     *,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    offset: float = 0.0,
     quantization: Quantization | None = None,
     row_ndim: int | None = None,
     copies: Copies = "both",
@@ -160,16 +152,14 @@ def gated_activation(
 
         y = f(min(gate, limit)) · (clip(up, ±limit) + offset)
 
-    with f as in `activation`. gpt-oss has alpha 1.702, limit 7 and offset 1. Gradients are zero where a value was
-    clipped, and unchanged at the limit.
+    with f as in `activation`. Limit and offset are those of an `Activation`; a name alone has none. Gradients are zero
+    where a value was clipped, and unchanged at the limit.
 
     Args:
       gate, up: [*rows, *cols], of the same shape and dtype: float32, bfloat16 or float16, sharded in any way; any shape
         without quantization.
-      kind: of f: "silu", "gelu", "relu" or "squared_relu".
-      alpha: of silu.
-      limit: clips gate from above and up from both sides; None clips nothing.
-      offset: added to up.
+      activation: "silu", "gelu", "relu", "squared_relu", or an `Activation`, such as that of gpt-oss,
+        `Activation("silu", alpha=1.702, limit=7.0, offset=1.0)`.
       quantization: None for a result in the dtype of gate, which XLA computes and which has all derivatives. Otherwise
         the format and scaling of the result, which one kernel computes and quantizes; see `activation`.
       row_ndim, copies, amax, axis_name, with_amax, implementation: with quantization only, as in
@@ -190,10 +180,10 @@ def gated_activation(
     Examples:
       >>> import jax.numpy as jnp, te_jax
       >>> gate, up = jnp.array([[-1.0, 3.0]]), jnp.array([[5.0, 5.0]])
-      >>> te_jax.ops.gated_activation(gate, up, "relu", limit=2.0, offset=1.0).tolist()
+      >>> te_jax.ops.gated_activation(gate, up, te_jax.ops.Activation("relu", limit=2.0, offset=1.0)).tolist()
       [[0.0, 6.0]]
     """
-    function = as_function(kind, alpha, limit, offset)
+    function = Activation.of(activation)
     gate, up = _as_float_array("gate", gate), _as_float_array("up", up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
@@ -224,7 +214,7 @@ _OPTIONS = {
 def _activation(
     operation: str,
     name: str,
-    function: Function,
+    function: Activation,
     gate: Array,
     up: Array | None,
     quantization: Quantization | None,
@@ -257,21 +247,3 @@ def _as_float_array(name: str, x: jax.typing.ArrayLike) -> Array:
     if x.dtype not in FLOATS:
         raise ValueError(f"{name} has dtype {x.dtype}; it must be {FLOAT_NAMES}: cast it")
     return x
-
-
-def as_function(kind: Kind, alpha: float, limit: float | None, offset: float) -> Function:
-    """The function that arguments name.
-
-    Raises:
-      ValueError: they name none.
-    """
-    if kind not in _KINDS:
-        raise ValueError(f"kind is {kind!r}; it must be one of {_KINDS}")
-    for name, value in (("alpha", alpha), ("offset", offset)):
-        if not is_finite_number(value):
-            raise ValueError(f"{name} is {value!r}; it must be a finite number, known while tracing")
-    if kind != "silu" and alpha != 1:
-        raise ValueError(f"alpha is {alpha!r}, but kind is {kind!r}; only 'silu' has an alpha: leave it 1")
-    if limit is not None and not (is_finite_number(limit) and limit > 0):
-        raise ValueError(f"limit is {limit!r}; it must be a number above 0, known while tracing, or None for no limit")
-    return Function(kind, float(alpha), math.inf if limit is None else float(limit), float(offset))

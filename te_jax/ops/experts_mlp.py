@@ -16,7 +16,6 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops.activation import as_function
 from te_jax.ops.grouped_dense import NAME, problem_of, validate_kernel, validate_rows
 from te_jax.ops.linear.arguments import implementation_for
 from te_jax.ops.linear.gated import GatedMLP, gated
@@ -27,6 +26,7 @@ from te_jax.ops.operands import as_array
 from te_jax.ops.permute import Permutation, permute_weights
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
+from te_jax.reference.activation import Activation
 
 __all__ = ["experts_mlp", "is_fused"]
 
@@ -45,10 +45,7 @@ def experts_mlp(
     permutation: Permutation | None,
     kernel: tuple[Any, Any, Any],
     *,
-    kind: Any,
-    alpha: float,
-    limit: float | None,
-    offset: float,
+    activation: Activation,
     recipe: Recipe,
     wgrad_accumulator: tuple[Any, Any, Any],
     accumulate: bool,
@@ -60,7 +57,7 @@ def experts_mlp(
 
         rows = permute(x, permutation)
         gate, up = grouped_dense(rows, (gate, up), group_sizes, …)
-        h = gated_activation(gate, up, kind, …) * permute_weights(weights, permutation)[:, None]
+        h = gated_activation(gate, up, activation) * permute_weights(weights, permutation)[:, None]
         y = unpermute(grouped_dense(h, down, group_sizes, …), permutation)
 
     The residuals are x, weights, gate and up ("te_moe_preactivation"), and the kernels in FP8 ("te_dense_kernel").
@@ -71,8 +68,8 @@ def experts_mlp(
       weights: [*tokens, top_k], any float dtype, from `router`; without a permutation those of rows, [rows].
       group_sizes: integers [experts], multiples of 128.
       permutation: with these sizes, or None.
-      kernel: (gate, up, down), as in `grouped_dense`, as are all other arguments but those of the activation.
-      kind, alpha, limit, offset: see `gated_activation`.
+      kernel: (gate, up, down), as in `grouped_dense`, as are all other arguments but activation.
+      activation: of the experts, as in `gated_activation`.
       recipe: one that `is_fused`.
 
     Returns:
@@ -81,7 +78,6 @@ def experts_mlp(
     Raises:
       ValueError, NotImplementedError, NativeUnavailableError: as `grouped_dense`.
     """
-    function = as_function(kind, alpha, limit, offset)
     kernels = tuple(
         value if isinstance(value, QuantizedArray) else as_array(f"kernel[{i}]", value)
         for i, value in enumerate(kernel)
@@ -111,7 +107,7 @@ def experts_mlp(
         "accumulate": as_flag("accumulate", accumulate),
         "dtype": x.dtype,
     }
-    mlp = GatedMLP(GatheredProducts(**static), ScatteredProducts(**static), function, "te_moe_preactivation")
+    mlp = GatedMLP(GatheredProducts(**static), ScatteredProducts(**static), activation, "te_moe_preactivation")
     layers = tuple(map(Weight, kernels, (None,) * 3, accumulators))
     x, weights, layers = reverse_mode_only((x, weights, layers), REVERSE_MODE)
     return traced(_multiplied, mlp, *sharding.varying_together((x, weights, layers, Groups(group_sizes, permutation))))

@@ -11,7 +11,7 @@ from jax import Array, lax
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops.activation import as_function, gated_activation
+from te_jax.ops.activation import gated_activation
 from te_jax.ops.dense import dense
 from te_jax.ops.linear.arguments import (
     Operand,
@@ -31,7 +31,7 @@ from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array, one_for_each
 from te_jax.recipe import DelayedScalingState, Recipe
-from te_jax.reference.activation import Function, Kind
+from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName, regrouped
 
 _REVERSE_MODE = (
@@ -45,10 +45,7 @@ def gated_mlp(
     kernel: tuple[Operand, Operand, Operand],
     bias: tuple[jax.typing.ArrayLike | None, ...] | None = None,
     *,
-    kind: Kind = "silu",
-    alpha: float = 1.0,
-    limit: float | None = None,
-    offset: float = 0.0,
+    activation: Activation | ActivationName = "silu",
     recipe: Recipe | None = None,
     wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None,
     accumulate: bool = True,
@@ -61,7 +58,7 @@ def gated_mlp(
     It computes the same as these lines, with fewer passes over memory:
 
         gate, up = dense(x, (gate, up), …)
-        y = dense(gated_activation(gate, up, kind, …), down, …)
+        y = dense(gated_activation(gate, up, activation), down, …)
 
     CUDA kernels write h and the gradients of gate and up in FP8. h is no residual: the backward pass computes it again,
     transposed, together with these gradients. The residuals are x and the kernels in FP8 and the values before the
@@ -72,7 +69,7 @@ def gated_mlp(
       x: [*batch, in], float32, bfloat16 or float16, sharded in any way. Or a QuantizedArray, as in `dense`.
       kernel: (gate, up, down), [in, hidden], [in, hidden] and [hidden, out]; each as in `dense`.
       bias: ([hidden], [hidden], [out]), each of which may be None, or None.
-      kind, alpha, limit, offset: the activation, as in `gated_activation`; "silu" is SwiGLU.
+      activation: as in `gated_activation`; "silu" is SwiGLU.
       recipe: how to quantize; None multiplies in the dtype of x, by XLA.
       wgrad_accumulator, accumulate, scaling_state, axis_name, implementation: as in `dense` with three kernels.
 
@@ -94,7 +91,7 @@ def gated_mlp(
       >>> y.shape, float(y[0, 0])  # silu(32) · 32 · 64
       ((4, 16), 65536.0)
     """
-    function = as_function(kind, alpha, limit, offset)
+    activation = Activation.of(activation)
     if not isinstance(kernel, tuple | list) or len(kernel) != 3:
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
     options: Any = {
@@ -108,7 +105,7 @@ def gated_mlp(
     if recipe is None or (isinstance(recipe, Recipe) and recipe.scalings["activation"][0] == "row"):
         values = {name: [value for _, value in named] for name, named in each.items()}
         gate, up = dense(x, tuple(kernel[:2]), **{name: tuple(v[:2]) for name, v in values.items()}, **options)
-        h = gated_activation(gate, up, kind, alpha=alpha, limit=limit, offset=offset)
+        h = gated_activation(gate, up, activation)
         return dense(h, kernel[2], **{name: v[2] for name, v in values.items()}, **options)
 
     x = as_operand("x", x)
@@ -146,10 +143,10 @@ def gated_mlp(
         batch_ndim=x.ndim - 1,
     )
     weights = tuple(map(Weight, *(some.values() for some in (kernels, biases, accumulators, states))))
-    return traced(_multiplied, (layer, function), *reverse_mode_only((*split(x), weights), _REVERSE_MODE))
+    return traced(_multiplied, (layer, activation), *reverse_mode_only((*split(x), weights), _REVERSE_MODE))
 
 
-def _multiplied(static: tuple[LocalProducts, Function], x, x8, weights: tuple[Weight, ...]) -> Array:
+def _multiplied(static: tuple[LocalProducts, Activation], x, x8, weights: tuple[Weight, ...]) -> Array:
     """The MLP of a batch in a form that FP8 products take, and back; see `dense`."""
     (layer, function), like = static, x if x8 is None else x8
     recipe: Any = layer.recipe

@@ -10,7 +10,7 @@ from jax import Array
 
 from te_jax import native, sharding
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops.activation import as_function, gated_activation
+from te_jax.ops.activation import gated_activation
 from te_jax.ops.linear.arguments import Operand, as_operand
 from te_jax.ops.linear.gated import GatedMLP, gated
 from te_jax.ops.linear.products import Weight
@@ -27,7 +27,7 @@ from te_jax.parallel.collective_matmul import (
 )
 from te_jax.parallel.options import Residual, Transport
 from te_jax.recipe import DelayedScalingState, Recipe
-from te_jax.reference.activation import Kind
+from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
 
 _NAME = "te_jax.parallel.gated_mlp"
@@ -40,10 +40,7 @@ def gated_mlp(
     *,
     axis_name: AxisName,
     dimension: int = -2,
-    kind: Kind = "silu",
-    alpha: float = 1.0,
-    limit: float | None = None,
-    offset: float = 0.0,
+    activation: Activation | ActivationName = "silu",
     recipe: Recipe | None = None,
     scaling_state: tuple[DelayedScalingState, ...] | None = None,
     wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None,
@@ -57,7 +54,7 @@ def gated_mlp(
     For use inside `shard_map` and `pmap`. It computes the same as these lines, with fewer passes over memory:
 
         gate, up = all_gather_matmul(x, (gate, up), …)
-        y = matmul_reduce_scatter(gated_activation(gate, up, kind, …), down, …)
+        y = matmul_reduce_scatter(gated_activation(gate, up, activation), down, …)
 
     CUDA kernels write the activation and its gradients in FP8, as in `te_jax.ops.gated_mlp`; with CurrentScaling their
     scales are those of this device's features. With row scaling, and without a recipe, it runs those lines.
@@ -70,7 +67,7 @@ def gated_mlp(
       bias: ([hidden/D], [hidden/D], [out]), each of which may be None, or None. The last is the same on all devices.
       axis_name: the mesh axis of the devices, or several: the first varies slowest.
       dimension: that of x and y which is split, any but the last.
-      kind, alpha, limit, offset: the activation, as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
+      activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
       recipe, scaling_state, wgrad_accumulator, accumulate, transport, residual, implementation: as in
         `all_gather_matmul` with three kernels.
 
@@ -90,7 +87,7 @@ def gated_mlp(
       >>> jax.shard_map(mlp, mesh=mesh, in_specs=specs, out_specs=P("tensor"))(jnp.ones((64, 32)), kernels).shape
       (64, 16)
     """
-    function = as_function(kind, alpha, limit, offset)
+    activation = Activation.of(activation)
     if not isinstance(kernel, tuple | list) or len(kernel) != 3:
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
     options: Any = {"axis_name": axis_name, "recipe": recipe, "accumulate": accumulate, "transport": transport}
@@ -102,7 +99,7 @@ def gated_mlp(
         gate, up = all_gather_matmul(
             x, tuple(kernel[:2]), gather_dimension=dimension, residual=residual, **pair, **options
         )
-        h = gated_activation(gate, up, kind, alpha=alpha, limit=limit, offset=offset)
+        h = gated_activation(gate, up, activation)
         return matmul_reduce_scatter(h, kernel[2], scatter_dimension=dimension, **last, **options)
 
     x = as_operand("x", x)
@@ -128,7 +125,7 @@ def gated_mlp(
     operands = canonical(gate_up.spec, x, tuple(weights.values()))
     operands = reverse_mode_only(operands, REVERSE_MODE.format(name=_NAME))
     with jax.disable_jit(False):  # as for `all_gather_matmul`
-        y: Any = traced(_mlp, GatedMLP(gate_up, second, function, "te_collective_preactivation"), *operands)
+        y: Any = traced(_mlp, GatedMLP(gate_up, second, activation, "te_collective_preactivation"), *operands)
     return y.reshape(*rows, y.shape[-1])
 
 

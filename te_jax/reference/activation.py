@@ -4,40 +4,76 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-Kind = Literal["silu", "gelu", "relu", "squared_relu"]
+from te_jax._core.arguments import is_finite_number
+
+ActivationName = Literal["silu", "gelu", "relu", "squared_relu"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Function:
-    """An activation function: hashable, a static argument.
+class Activation:
+    """An activation function, where its name alone does not say everything; hashable, a static argument.
+
+        gpt_oss = te_jax.ops.Activation("silu", alpha=1.702, limit=7.0, offset=1.0)
 
     Attributes:
-      kind: f: "silu" is x · sigmoid(alpha x), "gelu" 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))), "relu" max(x, 0),
+      kind: "silu" is f(x) = x · sigmoid(alpha x), "gelu" 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))), "relu" max(x, 0),
         "squared_relu" its square.
       alpha: of silu.
-      limit: where a gated function clips gate and up; infinite for nowhere.
-      offset: what a gated function adds to up.
+      limit: a gated function clips gate at it from above, and up at ±limit; infinity clips nothing.
+      offset: a gated function adds it to up.
+
+    Raises:
+      ValueError: for another name, numbers that are not known while tracing or not finite, a limit that is not above 0,
+        and an alpha of another function than silu.
     """
 
-    kind: Kind
+    kind: ActivationName
     alpha: float = 1.0
     limit: float = math.inf
     offset: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ActivationName):
+            raise ValueError(f"activation is {self.kind!r}; it must be one of {get_args(ActivationName)}")
+        for field in ("alpha", "offset"):
+            if not is_finite_number(getattr(self, field)):
+                raise ValueError(
+                    f"{field} is {getattr(self, field)!r}; it must be a finite number, known while tracing"
+                )
+        if self.kind != "silu" and self.alpha != 1:
+            raise ValueError(
+                f"alpha is {self.alpha!r}, but the function is {self.kind!r}; only 'silu' has an alpha: leave it 1"
+            )
+        if self.limit != math.inf and not (is_finite_number(self.limit) and self.limit > 0):
+            raise ValueError(
+                f"limit is {self.limit!r}; it must be a number above 0, known while tracing, or infinity for no limit"
+            )
+        for field in ("alpha", "limit", "offset"):
+            object.__setattr__(self, field, float(getattr(self, field)))
 
-def activation(x: Array, function: Function) -> Array:
+    @classmethod
+    def of(cls, activation: Activation | ActivationName) -> Activation:
+        """The function that an argument is, or names.
+
+        Raises:
+          ValueError: it is and names none.
+        """
+        return activation if isinstance(activation, Activation) else cls(activation)
+
+
+def activation(x: Array, function: Activation) -> Array:
     """Definition of `te_jax.ops.activation`: computed in float32, returned in the dtype of x."""
     return _of(x.astype(jnp.float32), function).astype(x.dtype)
 
 
-def gated_activation(gate: Array, up: Array, function: Function) -> Array:
+def gated_activation(gate: Array, up: Array, function: Activation) -> Array:
     """Definition of `te_jax.ops.gated_activation`: computed in float32, returned in the dtype of gate."""
     wide_gate, wide_up = gate.astype(jnp.float32), up.astype(jnp.float32)
     if math.isfinite(function.limit):
@@ -48,7 +84,7 @@ def gated_activation(gate: Array, up: Array, function: Function) -> Array:
     return (_of(wide_gate, function) * (wide_up + np.float32(function.offset))).astype(gate.dtype)
 
 
-def _of(x: Array, function: Function) -> Array:
+def _of(x: Array, function: Activation) -> Array:
     if function.kind == "silu":
         return x * jax.nn.sigmoid(np.float32(function.alpha) * x)
     if function.kind == "gelu":

@@ -324,7 +324,10 @@ def reglu(kind, **fields):
         name=f"gated_activation, {kind}",
         draw=draw_gate_and_up,
         call=functools.partial(
-            ops.gated_activation, kind="relu", limit=3.0, offset=1.0, quantization=quantization, with_amax=True
+            ops.gated_activation,
+            activation=ops.Activation("relu", limit=3.0, offset=1.0),
+            quantization=quantization,
+            with_amax=True,
         ),
         oracle=oracle,
         dtypes=("float8_e4m3fn", "float32", "float8_e4m3fn", "float32", "float32"),
@@ -614,8 +617,8 @@ def experts_mlp(name, recipe, **fields):
     def call(x, weights, experts, kernel, implementation=None):
         permutation = ops.group_by_expert(experts, GROUPS, align=128)
         return fused_experts_mlp(
-            x, weights, permutation.group_sizes, permutation, kernel, recipe=recipe, kind="silu", alpha=1.0, limit=None,
-            offset=0.0, wgrad_accumulator=(None,) * 3, accumulate=True, implementation=implementation,
+            x, weights, permutation.group_sizes, permutation, kernel, recipe=recipe, activation=ops.Activation("silu"),
+            wgrad_accumulator=(None,) * 3, accumulate=True, implementation=implementation,
         )  # fmt: skip
 
     def oracle(x, weights, experts, kernel):

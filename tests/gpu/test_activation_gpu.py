@@ -18,9 +18,9 @@ from ops.quantize_oracle import E5M2, quantization_of
 
 from te_jax import ops
 from te_jax.hlo import buffers
+from te_jax.ops import Activation
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
 from te_jax.ops._quantize_kernels import Request
-from te_jax.reference.activation import Function
 
 pytestmark = pytest.mark.gpu
 
@@ -47,18 +47,18 @@ def test_kinds(kind, rng):
         for pair in ("tensor", "1x128 and square"):
             check_result(kind, *operands, quantization_of(pair), "native")
         for case in ("current", "blocks"):
-            check_gradients(Function(kind), *operands, dy, *GRADIENTS[case], True)
+            check_gradients(Activation(kind), *operands, dy, *GRADIENTS[case], True)
 
 
 @each_dtype
 @each_shape
 def test_gradients(shape, dtype, rng):
     gate, up, dy = draw(rng, shape, dtype, count=3)
-    function = Function("silu", **GPT_OSS)
+    function = Activation("silu", **GPT_OSS)
     for case in ("current", "blocks", "square blocks", "without y"):
         for copies in ("both", "data", "transposed"):
             check_gradients(function, gate, up, dy, *GRADIENTS[case], True, copies=copies)
-        check_gradients(Function("gelu"), gate, None, dy, *GRADIENTS[case], True)
+        check_gradients(Activation("gelu"), gate, None, dy, *GRADIENTS[case], True)
     amaxes = tuple(jnp.float32(amax) for amax in (1.0, 20.0, 3.0))
     check_gradients(function, gate, up, dy, *GRADIENTS["current"], True, amaxes=amaxes)
 
@@ -68,7 +68,7 @@ def test_gradients(shape, dtype, rng):
 def test_weights_of_rows(shape, dtype, rng):
     """Into memory that held NaN."""
     gate, up, dy = draw(rng, shape, dtype, count=3)
-    weights, function = draw_weights(rng, shape[0]), Function("silu", **GPT_OSS)
+    weights, function = draw_weights(rng, shape[0]), Activation("silu", **GPT_OSS)
 
     def poison():
         for size in (gate.size, weights.size * -(-shape[1] // 128)):
@@ -78,14 +78,14 @@ def test_weights_of_rows(shape, dtype, rng):
         for copies in ("both", "data", "transposed"):
             poison()
             check_weighted_result(function, gate, up, weights, quantization_of(pair), True, copies=copies)
-        check_weighted_result(Function("gelu"), gate, None, weights, quantization_of(pair, E5M2), True)
+        check_weighted_result(Activation("gelu"), gate, None, weights, quantization_of(pair, E5M2), True)
     for case in ("blocks", "square blocks", "without y"):
         for copies in ("both", "data", "transposed"):
             poison()
             check_gradients(
                 function, gate, up, dy, *GRADIENTS[case], True, copies=copies, weights=weights, with_amax=False
             )
-        check_gradients(Function("gelu"), gate, None, dy, *GRADIENTS[case], True, weights=weights, with_amax=False)
+        check_gradients(Activation("gelu"), gate, None, dy, *GRADIENTS[case], True, weights=weights, with_amax=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,9 +95,9 @@ def test_weights_with_kinds(kind, rng):
     for operands in ((gate, up), (gate, None)):
         for copies in ("both", "data"):
             check_weighted_result(
-                Function(kind), *operands, weights, quantization_of("1x128 and square"), True, copies=copies
+                Activation(kind), *operands, weights, quantization_of("1x128 and square"), True, copies=copies
             )
-        check_gradients(Function(kind), *operands, dy, *GRADIENTS["blocks"], True, weights=weights, with_amax=False)
+        check_gradients(Activation(kind), *operands, dy, *GRADIENTS["blocks"], True, weights=weights, with_amax=False)
 
 
 @pytest.mark.parametrize("shape", [(3, 200, 333), (5, 128, 256)], ids=str)
@@ -109,10 +109,10 @@ def test_weights_of_examples_of_a_vmap(shape, rng):
     def run(gate, up, dy, weights):
         return (
             activate_quantized(
-                Function("silu"), gate, up, None, Request(activation, 1, "data", (), (), False, False), True, weights
+                Activation("silu"), gate, up, None, Request(activation, 1, "data", (), (), False, False), True, weights
             ),
             activation_gradients_quantized(
-                Function("silu"), gate, up, dy, None, None, None, Request(gradient, 1, "both", (), (), False, True),
+                Activation("silu"), gate, up, dy, None, None, None, Request(gradient, 1, "both", (), (), False, True),
                 activation, True, weights,
             ),
         )  # fmt: skip
@@ -133,7 +133,7 @@ def test_weights_of_examples_of_a_vmap(shape, rng):
 def test_rows_that_hold_anything_leave_others_alone(rng):
     """In the copy as it is, and in the gradients of weights."""
     gate, up, dy = (np.array(x) for x in draw(rng, (200, 272), count=3))
-    weights, function = np.array(draw_weights(rng, 200)), Function("silu")
+    weights, function = np.array(draw_weights(rng, 200)), Activation("silu")
     request = Request(quantization_of("1x128"), 1, "data", (), (), False, False)
 
     def run():
@@ -161,7 +161,7 @@ def test_examples_of_a_vmap(shape, rng):
             return (
                 ops.gated_activation(gate, up, quantization=activation, with_amax=True, implementation="native"),
                 activation_gradients_quantized(
-                    Function("silu"), gate, up, dy, None, None, None, request, activation, True
+                    Activation("silu"), gate, up, dy, None, None, None, request, activation, True
                 ),
             )  # fmt: skip
 
@@ -182,7 +182,7 @@ def test_memory(weighted, rng):
 
         def run(gate, up, dy, request=request, activation=activation):
             return activation_gradients_quantized(
-                Function("silu"), gate, up, dy, None, None, None, request, activation, True, weights
+                Activation("silu"), gate, up, dy, None, None, None, request, activation, True, weights
             )
 
         compiled = jax.jit(run).lower(gate, up, dy).compile()

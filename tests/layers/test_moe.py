@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.layers.gated_mlp import Activation
-from te_jax.layers.mixture import SWIGLU, Router, moe
+from te_jax.layers import Router, moe
+from te_jax.ops import Activation
 from te_jax.recipe import BlockScaling, CurrentScaling
 from te_jax.testing import assert_close
 
@@ -58,13 +58,12 @@ def draw(rng, extra=(), dtype="float32", tokens=TOKENS):
 
 def mlp(x, kernels, biases, activation):
     gate, up = (x @ kernel + bias for kernel, bias in zip(kernels[:2], biases[:2], strict=True))
-    if activation.limit is not None:
-        gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+    gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
     return (gate * jax.nn.sigmoid(activation.alpha * gate) * (up + activation.offset)) @ kernels[2] + biases[2]
 
 
-def loop(routing, x, router_kernel, kernel, router, *, router_bias=0.0, bias=None, shared=None, activation=SWIGLU,
-         weighted="results", expert_bias=None):  # fmt: skip
+def loop(routing, x, router_kernel, kernel, router, *, router_bias=0.0, bias=None, shared=None,
+         activation=Activation("silu"), weighted="results", expert_bias=None):  # fmt: skip
     """y with the given choice of experts, whose weights are computed from the logits once more."""
     del expert_bias
     experts = routing.experts

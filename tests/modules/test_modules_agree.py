@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax_apis import LINEN, NNX, normal, perturbed, value_and_gradients
 
+from te_jax import ops
 from te_jax.layers import Router
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
@@ -14,7 +15,7 @@ DELAYED = DelayedScaling(history_len=4)
 BF16 = {"dtype": jnp.bfloat16}
 PACKED = {"segment_ids": np.array([[0] * 7 + [1] * 9, [0, 1] * 8]), "positions": np.arange(16)[::-1].copy()}
 BLOCK = {"num_kv_heads": 2, "rope_theta": 100.0}
-GPT_OSS = {"kind": "silu", "alpha": 1.702, "limit": 7.0, "offset": 1.0}
+GPT_OSS = {"activation": ops.Activation("silu", 1.702, 7.0, 1.0)}
 
 # Sizes, arguments, shape of x, arguments of the call.
 ROWS = {
@@ -61,7 +62,7 @@ ROWS = {
     ),
     "TransformerBlock in other ways": (
         (64, 96, 4),
-        {"norm": "layer", "kind": "gelu", "epsilon": 0.1, "zero_centered": True, "window": 5, "qk_norm": True}
+        {"norm": "layer", "activation": "gelu", "epsilon": 0.1, "zero_centered": True, "window": 5, "qk_norm": True}
         | {"head_dim": 32, "recipe": CurrentScaling(), "norm_arguments": {"use_scale": False}}
         | {"attention_arguments": {"use_bias": True}, "mlp_arguments": {"use_bias": True}, **BLOCK, **BF16},
         (2, 16, 64),

@@ -10,7 +10,7 @@ from flax_apis import both, normal, perturbed, sum_of_sines, value_and_gradients
 
 from te_jax import ops
 from te_jax.layers import Router, moe
-from te_jax.layers.gated_mlp import Activation
+from te_jax.ops import Activation
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +43,7 @@ def of_function(parameters, x, expert_bias):
 @both
 def test_it_is_the_function(rng, api):
     """Value and gradients, with all that a layer may have."""
-    arguments = {"capacity": 9, "shared_features": 64, "expert_bias": True, "use_bias": True, **vars(GPT_OSS)}
+    arguments = {"capacity": 9, "shared_features": 64, "expert_bias": True, "use_bias": True, "activation": GPT_OSS}
     x, bias = normal(rng, (2, 8, IN)), normal(rng, (EXPERTS,))
     model = perturbed(api, api.make(api.layer("MoE", IN, EXPERTS, HIDDEN, ROUTER, OUT, **arguments), rng, x), rng)
     assert not np.any(api.expert_bias(model))

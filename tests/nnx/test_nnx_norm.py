@@ -127,7 +127,7 @@ def test_norm_linear_is_a_norm_and_a_layer(norm, recipe, rng):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_gated_mlp_is_the_operation_behind_a_norm(recipe, rng):
     mlp = perturbed(
-        NNX, GatedMLP(64, 96, 32, kind="gelu", norm="rms", use_bias=True, recipe=recipe, rngs=nnx.Rngs(0)), rng
+        NNX, GatedMLP(64, 96, 32, activation="gelu", norm="rms", use_bias=True, recipe=recipe, rngs=nnx.Rngs(0)), rng
     )
     x, residual = normal(rng, (128, 64)), normal(rng, (128, 64))
     layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
@@ -138,7 +138,7 @@ def test_gated_mlp_is_the_operation_behind_a_norm(recipe, rng):
         normed,
         tuple(layer.kernel.get_value() for layer in layers),
         tuple(layer.bias.get_value() for layer in layers),
-        kind="gelu",
+        activation="gelu",
         recipe=recipe,
         scaling_state=tuple(layer.held().scaling_state for layer in layers) if delayed else None,
     )

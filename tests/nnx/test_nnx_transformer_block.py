@@ -52,7 +52,7 @@ VARIANTS = {
     "rms": {},
     "layer": {"norm": "layer", "epsilon": 1e-3},
     "zero-centered": {"zero_centered": True, "qk_norm": True, "epsilon": 1e-2},
-    "GeGLU": {"kind": "gelu", "window": 3, "qk_norm": True},
+    "GeGLU": {"activation": "gelu", "window": 3, "qk_norm": True},
 }
 
 

@@ -147,7 +147,7 @@ def request(quantization, *, row_ndim=1, copies="both", with_amax=False, with_db
 def check_result(kind, gate, up, quantization, implementation, *, row_ndim=None, copies="both", amax=None, **options):
     """A result in FP8 against that of the operation in its own dtype, and its amax; returns it."""
     operands, operation = ((gate,), ops.activation) if up is None else ((gate, up), ops.gated_activation)
-    run = functools.partial(operation, kind=kind, **options)
+    run = functools.partial(operation, activation=ops.Activation(kind, **options))
 
     def both(operands, amax):
         quantized = run(

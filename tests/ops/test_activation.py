@@ -30,8 +30,8 @@ from quantize_oracle import E4M3, E5M2, assert_bits, quantization_of
 
 from te_jax import native, ops
 from te_jax.hlo import collectives
+from te_jax.ops import Activation
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
-from te_jax.reference.activation import Function
 
 DTYPES = ("float32", "bfloat16", "float16")
 CLIPPED = {"limit": 1.5, "offset": 1.0}  # often
@@ -49,12 +49,14 @@ def test_results_and_gradients(kind, dtype, rng):
     gate, up, dy = draw(rng, (7, 3, 50), dtype, count=3, scale=3.0)
     alpha = 1.702 if kind == "silu" else 1.0
     for options in ({}, {"limit": 2.0, "offset": 1.0}):
-        call = functools.partial(ops.gated_activation, kind=kind, alpha=alpha, **options)
+        call = functools.partial(ops.gated_activation, activation=Activation(kind, alpha=alpha, **options))
         y, gradients = results_and_gradients(call, (gate, up), dy)
         expected = oracle(kind, gate, up, dy, alpha=alpha, **options)
         for found, wanted in zip((y, *gradients), (expected.y, expected.gate, expected.up), strict=True):
             assert_rounded(found, wanted, dtype)
-    y, gradients = results_and_gradients(functools.partial(ops.activation, kind=kind, alpha=alpha), (gate,), dy)
+    y, gradients = results_and_gradients(
+        functools.partial(ops.activation, activation=Activation(kind, alpha=alpha)), (gate,), dy
+    )
     expected = oracle(kind, gate, None, dy, alpha=alpha)
     assert_rounded(y, expected.y, dtype)
     assert_rounded(gradients[0], expected.gate, dtype)
@@ -75,7 +77,7 @@ def test_gradients_are_whole_at_the_limit():
     dy = np.ones_like(gate)
     expected = oracle("silu", gate, up, dy, **GPT_OSS)
     _, gradients = results_and_gradients(
-        functools.partial(ops.gated_activation, kind="silu", **GPT_OSS), (gate, up), dy
+        functools.partial(ops.gated_activation, activation=Activation("silu", **GPT_OSS)), (gate, up), dy
     )
     for found, wanted in zip(gradients, (expected.gate, expected.up), strict=True):
         assert_rounded(found, wanted, "float32")
@@ -97,7 +99,7 @@ def test_higher_derivatives(kind):
 
 def test_residuals_are_the_operands(rng):
     gate, up = draw(rng, (64, 32))
-    _, gradient = jax.vjp(functools.partial(ops.gated_activation, **GPT_OSS), gate, up)
+    _, gradient = jax.vjp(functools.partial(ops.gated_activation, activation=Activation("silu", **GPT_OSS)), gate, up)
     assert sum(x.nbytes for x in jax.tree.leaves(gradient)) <= gate.nbytes + up.nbytes
 
 
@@ -158,7 +160,7 @@ def test_values_that_are_not_finite(limit, implementation, rng):
     gate[0, 0], up[1, 1], gate[2, 200], up[3, 130] = np.nan, np.nan, np.inf, -np.inf
     quantization = quantization_of("tensor", E5M2)
     found, amax = ops.gated_activation(
-        gate, up, "silu", limit=limit, quantization=quantization, amax=jnp.float32(50), with_amax=True,
+        gate, up, Activation("silu", limit=limit), quantization=quantization, amax=jnp.float32(50), with_amax=True,
         implementation=implementation,
     )  # fmt: skip
     data = np.asarray(found.data).astype(np.float32)
@@ -167,7 +169,7 @@ def test_values_that_are_not_finite(limit, implementation, rng):
     infinite = [] if limit else [[2, 200], [3, 130]]
     np.testing.assert_array_equal(np.argwhere(np.isinf(data)).tolist(), infinite)
     blocks = ops.gated_activation(
-        gate, up, "silu", limit=limit, quantization=quantization_of("1x128"), copies="data",
+        gate, up, Activation("silu", limit=limit), quantization=quantization_of("1x128"), copies="data",
         implementation=implementation,
     )  # fmt: skip
     poisoned = np.argwhere(np.isnan(np.asarray(blocks.scale_inv)))  # [block of columns, row]
@@ -196,15 +198,15 @@ def test_quantized_gradients(case, kind, implementation, rng):
     gate, up, dy = draw(rng, (200, 260), count=3)
     use_native = implementation == "native"
     alpha = 1.702 if kind == "silu" else 1.0
-    check_gradients(Function(kind, alpha, 1.5, 1.0), gate, up, dy, *GRADIENTS[case], use_native)
-    check_gradients(Function(kind, alpha), gate, None, dy, *GRADIENTS[case], use_native)
+    check_gradients(Activation(kind, alpha, 1.5, 1.0), gate, up, dy, *GRADIENTS[case], use_native)
+    check_gradients(Activation(kind, alpha), gate, None, dy, *GRADIENTS[case], use_native)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_turns(((1, 130), (33, 17), (3, 128, 40), (17, 33)), DTYPES))
 def test_shapes_and_dtypes_of_gradients(shape, dtype, native_kernels, rng):
     gate, up, dy = draw(rng, shape, dtype, count=3)
     for case in ("current", "blocks"):
-        check_gradients(Function("silu"), gate, up, dy, *GRADIENTS[case], True, row_ndim=len(shape) - 1)
+        check_gradients(Activation("silu"), gate, up, dy, *GRADIENTS[case], True, row_ndim=len(shape) - 1)
 
 
 def test_gradients_with_given_amaxes(implementation, rng):
@@ -212,14 +214,16 @@ def test_gradients_with_given_amaxes(implementation, rng):
     amaxes = tuple(jnp.float32(amax) for amax in (1.0, 20.0, 3.0))
     use_native = implementation == "native"
     for copies in ("both", "data", "transposed"):
-        check_gradients(Function("silu"), gate, up, dy, *GRADIENTS["current"], use_native, amaxes=amaxes, copies=copies)
+        check_gradients(
+            Activation("silu"), gate, up, dy, *GRADIENTS["current"], use_native, amaxes=amaxes, copies=copies
+        )
 
 
 def test_gradients_at_the_limit(native_kernels):
     """In the kernels as in the definition: whole at the limit, and zero beyond it."""
     gate, up = (jax.device_put(x.astype(np.float32)) for x in np.meshgrid(AT_THE_LIMIT, AT_THE_LIMIT))
     for case in ("current", "blocks"):
-        check_gradients(Function("silu", **GPT_OSS), gate, up, jnp.ones_like(gate), *GRADIENTS[case], True)
+        check_gradients(Activation("silu", **GPT_OSS), gate, up, jnp.ones_like(gate), *GRADIENTS[case], True)
 
 
 # --------------------------------------------------------------------------------------------------- weights of rows
@@ -236,7 +240,7 @@ def test_weights_of_rows(case, kind, implementation, rng):
     """In the kernels with block scaling; else a product of its own."""
     gate, up, dy = draw(rng, (200, 260), count=3)
     weights, use_native = draw_weights(rng, 200), implementation == "native"
-    function = Function(kind, 1.702 if kind == "silu" else 1.0, 1.5, 1.0)
+    function = Activation(kind, 1.702 if kind == "silu" else 1.0, 1.5, 1.0)
     for operands in ((gate, up), (gate, None)):
         for copies in ("both", "data", "transposed"):
             check_weighted_result(function, *operands, weights, GRADIENTS[case][0], use_native, copies=copies)
@@ -248,7 +252,7 @@ def test_weights_of_rows(case, kind, implementation, rng):
 
 def test_weights_in_the_kernels(native_kernels, rng):
     gate, up, dy = draw(rng, (128, 256), count=3)
-    weights, function, quantization = draw_weights(rng, 128), Function("silu"), quantization_of("1x128")
+    weights, function, quantization = draw_weights(rng, 128), Activation("silu"), quantization_of("1x128")
 
     def run(gate, up, dy, weights):
         return (
@@ -268,7 +272,7 @@ def test_weights_in_the_kernels(native_kernels, rng):
 @pytest.mark.parametrize(("shape", "dtype"), in_turns(((1, 130), (33, 17), (130, 1), (3, 128, 40), (17, 1033)), DTYPES))
 def test_shapes_and_dtypes_with_weights(shape, dtype, native_kernels, rng):
     gate, up, dy = draw(rng, shape, dtype, count=3)
-    weights, function = draw_weights(rng, shape[:-1]), Function("silu", **GPT_OSS)
+    weights, function = draw_weights(rng, shape[:-1]), Activation("silu", **GPT_OSS)
     options = {"row_ndim": len(shape) - 1}
     check_weighted_result(function, gate, up, weights, quantization_of("1x128"), True, **options, copies="data")
     for case in ("blocks", "square blocks"):
@@ -285,9 +289,9 @@ def test_weights_of_one_are_no_weights(native_kernels, rng):
 
     def run(weights):
         return (
-            activate_quantized(Function("gelu"), gate, up, None, request(activation), True, weights),
+            activate_quantized(Activation("gelu"), gate, up, None, request(activation), True, weights),
             activation_gradients_quantized(
-                Function("gelu"), gate, up, dy, None, None, None, request(gradient), activation, True, weights
+                Activation("gelu"), gate, up, dy, None, None, None, request(gradient), activation, True, weights
             )[:3],
         )  # fmt: skip
 
@@ -301,9 +305,9 @@ def test_rows_that_hold_anything_leave_others_alone(implementation, rng):
     quantization = quantization_of("1x128")
 
     def run():
-        y = activate_quantized(Function("silu"), gate, up, None, request(quantization), use_native, weights).array
+        y = activate_quantized(Activation("silu"), gate, up, None, request(quantization), use_native, weights).array
         parts = activation_gradients_quantized(
-            Function("silu"), gate, up, dy, None, None, None, request(quantization), None, use_native, weights
+            Activation("silu"), gate, up, dy, None, None, None, request(quantization), None, use_native, weights
         )  # fmt: skip
         copies = [array.data for array in (y, parts[0].array, parts[1].array)]
         return [*(np.asarray(copy).astype(np.float32) for copy in copies), np.asarray(parts[3])]
@@ -328,7 +332,7 @@ def test_sharded(axis_type, pair, make_mesh, native_kernels, rng):
     """Scales are those of the whole array; devices exchange amaxes and dbias only."""
     mesh = make_mesh({"data": axis_type, "model": axis_type})
     gate, up, dy = draw(rng, (1024, 512), count=3)
-    function, quantization = Function("silu", **GPT_OSS), quantization_of(pair)
+    function, quantization = Activation("silu", **GPT_OSS), quantization_of(pair)
 
     def run(gate, up, dy):
         return (
@@ -364,9 +368,9 @@ def test_sharded_with_weights(axis_type, make_mesh, native_kernels, rng):
 
     def run(gate, up, dy, weights):
         return (
-            activate_quantized(Function("silu"), gate, up, None, request(quantization), True, weights),
+            activate_quantized(Activation("silu"), gate, up, None, request(quantization), True, weights),
             activation_gradients_quantized(
-                Function("silu"), gate, up, dy, None, None, None, request(quantization), quantization, True, weights
+                Activation("silu"), gate, up, dy, None, None, None, request(quantization), quantization, True, weights
             ),
         )  # fmt: skip
 
@@ -393,7 +397,7 @@ def test_weights_inside_shard_map(check_vma, make_mesh, implementation, rng):
 
     def local(gate, up, dy, weights):
         return activation_gradients_quantized(
-            Function("silu"), gate, up, dy, None, None, None, wanted, None, implementation == "native", weights
+            Activation("silu"), gate, up, dy, None, None, None, wanted, None, implementation == "native", weights
         )[3]
 
     spec = P("data", "model")

@@ -15,9 +15,9 @@ from te_jax.recipe import DelayedScaling
 from te_jax.testing import assert_close
 
 IN, HIDDEN, OUT = 256, 384, 128
-GPT_OSS = {"kind": "silu", "alpha": 1.702, "limit": 7.0, "offset": 1.0}
+GPT_OSS = {"activation": ops.Activation("silu", 1.702, 7.0, 1.0)}
 FORWARD, GRADIENT = 0.08, 0.13  # three products one after another, each with the errors of FP8
-ACTIVATIONS = {"silu": {}, "gpt-oss": GPT_OSS, "gelu": {"kind": "gelu"}}
+ACTIVATIONS = {"silu": {}, "gpt-oss": GPT_OSS, "gelu": {"activation": "gelu"}}
 
 
 def normal(rng, *shape, scale=1.0, dtype="float32"):
@@ -162,7 +162,7 @@ X, KERNEL = (
         ),
         ("kernel[2] has shape (256, 384), whose first dimensions (256,)", {"kernel": (*KERNEL[:2], KERNEL[0])}),
         ("bias[1] has shape (3,)", {"bias": (None, jnp.zeros(3), None)}),
-        ("kind is 'tanh'; it must be one of", {"kind": "tanh"}),
+        ("activation is 'tanh'; it must be one of", {"activation": "tanh"}),
         ("limit is -1.0; it must be a number above 0", {"limit": -1.0}),
         ("scaling_state[0] is None; DelayedScaling needs", {"recipe": DelayedScaling()}),
         ("kernel is a tuple of 3, so wgrad_accumulator must be one too", {"wgrad_accumulator": KERNEL[0]}),

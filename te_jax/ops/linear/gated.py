@@ -22,7 +22,7 @@ from te_jax.ops.linear.products import Products, Weight
 from te_jax.ops.linear.rule import Layouts, gradients_of, has_gradient, named_amaxes
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Role
-from te_jax.reference.activation import Function
+from te_jax.reference.activation import Activation
 from te_jax.sharding import Layout
 
 
@@ -38,7 +38,7 @@ class GatedMLP:
 
     gate_up: Products
     down: Products
-    function: Function
+    function: Activation
     preactivation: str = "te_dense_preactivation"
 
     def use_native(self, x: Array) -> bool:
