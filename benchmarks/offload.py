@@ -46,7 +46,8 @@ from benchmarks.harness import (
     spread_of,
     temporary_bytes,
 )
-from te_jax import layers, optim
+from te_jax import optim
+from te_jax.layers import apply_layers
 from te_jax.offload import LAYER_INPUT, Offload
 
 PEERS = ("xla_scan",)
@@ -148,7 +149,7 @@ def _layers(operation: str, name: str, case: shapes.OffloadShape) -> tuple[Candi
         if name == "xla_scan":
             y = _scanned(operation, params, x)
         else:
-            y = layers.apply_layers(_layer, params, x, remat=remat, offload=offload)
+            y = apply_layers(_layer, params, x, remat=remat, offload=offload)
         return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
     params, x = _drawn(case, stacked=name == "xla_scan")

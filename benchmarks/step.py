@@ -49,9 +49,9 @@ from benchmarks import flax_fp8, layer, shapes
 from benchmarks.harness import CaseResult, Family, Headline, Timing, compute_row, problem, reason_of, rounded
 from benchmarks.moe import plain_experts
 from benchmarks.profile import traced
-from te_jax import layers, models, optim
+from te_jax import models, optim
 from te_jax._core.devices import bf16_peak
-from te_jax.layers import Router
+from te_jax.layers import Router, accumulate_gradients
 from te_jax.models import DecoderConfig
 from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
@@ -423,7 +423,7 @@ def _te_jax(variant: _Variant, case: shapes.StepShape, depth: int) -> tuple[Call
     def step(state: State, tokens: jax.Array, targets: jax.Array) -> tuple[State, jax.Array]:
         params, scaling = state["params"], state["scaling"]
         operands = params if how is None else optim.merge_kernels(params, state["kernels"])
-        gradient = layers.accumulate_gradients(loss, in_place=models.is_head)
+        gradient = accumulate_gradients(loss, in_place=models.is_head)
         zeros = jax.tree.map(jnp.zeros_like, (params, scaling))
         value, (gradients, scaling) = _over_microbatches(
             functools.partial(gradient, (operands, scaling)), zeros, tokens, targets
