@@ -213,10 +213,10 @@ def _skip_without_native():
 
 @pytest.fixture
 def options_of_dense(monkeypatch):
-    """Keyword arguments with which a layer calls `ops.dense`, which runs without axis_name: it need not be there."""
+    """Keyword arguments with which a layer calls `ops.dense`, which runs without state_axis: it need not be there."""
 
-    def recorded(*operands, axis_name, **options):
-        given.update(options, axis_name=axis_name)
+    def recorded(*operands, state_axis, **options):
+        given.update(options, state_axis=state_axis)
         return dense(*operands, **options)
 
     given, dense = {}, ops.dense

@@ -37,7 +37,7 @@ class Attention(nn.Module):
       rope_theta: base of rotary positions, which turn the pairs (i, i + head_dim / 2); None for no positions.
       qk_norm: whether RMS norms over head_dim come before the rotary positions; Flax has layer norms there.
       epsilon, zero_centered, scale_axes: of these norms, as in `RMSNorm`.
-      dtype, param_dtype, recipe, axis_name, implementation: as in `DenseGeneral`, for all layers.
+      dtype, param_dtype, recipe, state_axis, implementation: as in `DenseGeneral`, for all layers.
       kernel_init, bias_init, kernel_axes, bias_axes: of "query", "key" and "value".
       out_kernel_init, out_bias_init: of "out"; None for the same.
       out_kernel_axes, out_bias_axes: of "out".
@@ -75,13 +75,13 @@ class Attention(nn.Module):
     deterministic: bool | None = None
     decode: bool = False
     recipe: Recipe | None = None
-    axis_name: str | tuple[str, ...] | None = None
+    state_axis: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
     attention_implementation: native.Implementation | None = None
     max_score_bytes: int = 2**30
 
     def __post_init__(self) -> None:
-        linear.Options(self.recipe, self.axis_name, self.implementation)
+        linear.Options(self.recipe, self.state_axis, self.implementation)
         super().__post_init__()
 
     @nn.compact
@@ -117,7 +117,7 @@ class Attention(nn.Module):
         settings = attention.Settings(
             self.causal, self.window, self.rope_theta, self.attention_implementation, self.max_score_bytes
         )
-        names = ("use_bias", "dtype", "param_dtype", "recipe", "axis_name", "implementation")
+        names = ("use_bias", "dtype", "param_dtype", "recipe", "state_axis", "implementation")
         shared: Any = {name: getattr(self, name) for name in names}
         projections = [
             DenseGeneral(

@@ -34,7 +34,7 @@ def convert(
     recipe: Recipe | None,
     *,
     rules: conversion.Rules = (),
-    axis_name: str | tuple[str, ...] | None = None,
+    state_axis: str | tuple[str, ...] | None = None,
     implementation: native.Implementation | None = None,
 ) -> Model:
     """Returns a module that computes the linear layers of the given one in FP8.
@@ -64,7 +64,7 @@ def convert(
       recipe: for all layers that no rule names; None to convert only those that a rule names.
       rules: pairs of a pattern and a recipe or None; the first pattern that matches the path of a layer applies. Paths
         are those of the parameters, joined by "/". `*` matches any characters, also "/".
-      axis_name, implementation: as in `DenseGeneral`.
+      state_axis, implementation: as in `DenseGeneral`.
 
     Returns:
       A module of a subclass of its class, with the same attributes and methods. Call these, not those of submodules
@@ -85,7 +85,7 @@ def convert(
             "with a rule for its path"
         )
     made = {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.init}
-    made["te_jax_conversion"] = _Conversion(recipe, rules, axis_name, implementation)
+    made["te_jax_conversion"] = _Conversion(recipe, rules, state_axis, implementation)
     base = type(module)
     return _converted_class(base.__bases__[0] if _conversion_of(module) else base)(**made)
 
@@ -151,14 +151,14 @@ class _Log:
 class _Conversion:
     recipe: Recipe | None
     rules: tuple[tuple[str, Recipe | None], ...]
-    axis_name: str | tuple[str, ...] | None
+    state_axis: str | tuple[str, ...] | None
     implementation: native.Implementation | None
     log: _Log = dataclasses.field(default_factory=_Log, compare=False, repr=False)
 
     def options_in_last_call(self, module: Any) -> linear.Options:
         """How a layer of Flax multiplied, with the recipe None if as Flax does."""
         recipe = self.log.layers[_path(module), ""].recipe
-        return linear.Options(recipe, self.axis_name, self.implementation)
+        return linear.Options(recipe, self.state_axis, self.implementation)
 
     def intercept(self, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext) -> Any:
         """Runs a method: that of a linear layer on te_jax's products."""
@@ -191,7 +191,7 @@ class _Conversion:
                 y = call(*args, **kwargs)
             else:
                 reason = conversion.replaced_precision(module.precision)
-                options = linear.Options(recipe, self.axis_name, self.implementation)
+                options = linear.Options(recipe, self.state_axis, self.implementation)
                 y = _compute(module, options, *args, **kwargs)
         self._note(module, "", module.get_variable("params", "kernel"), recipe, reason)
         return y

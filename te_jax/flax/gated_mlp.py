@@ -32,7 +32,7 @@ class GatedMLP(nn.Module):
       norm: "rms", "layer", or None.
       epsilon, zero_centered, scale_axes: of the norm.
       use_bias: whether the three layers have biases.
-      dtype, param_dtype, recipe, axis_name, implementation: as in `DenseGeneral`, for all layers.
+      dtype, param_dtype, recipe, state_axis, implementation: as in `DenseGeneral`, for all layers.
       kernel_init, bias_init, kernel_axes, bias_axes: of "gate_proj" and "up_proj".
       down_kernel_init, down_kernel_axes, down_bias_axes: of "down_proj"; None for the same initializer.
       dropout_rate: of the result; `flax.linen.Dropout`.
@@ -60,11 +60,11 @@ class GatedMLP(nn.Module):
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     recipe: Recipe | None = None
-    axis_name: str | tuple[str, ...] | None = None
+    state_axis: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
     def __post_init__(self) -> None:
-        linear.Options(self.recipe, self.axis_name, self.implementation)
+        linear.Options(self.recipe, self.state_axis, self.implementation)
         super().__post_init__()
 
     @nn.compact
@@ -89,7 +89,7 @@ class GatedMLP(nn.Module):
           ValueError: for shapes or dtypes that do not fit, naming the argument.
         """
         shared: Any = {name: getattr(self, name) for name in ("dtype", "param_dtype", "implementation")}
-        layer: Any = {name: getattr(self, name) for name in ("use_bias", "bias_init", "recipe", "axis_name")} | shared
+        layer: Any = {name: getattr(self, name) for name in ("use_bias", "bias_init", "recipe", "state_axis")} | shared
         wide: Any = {name: getattr(self, name) for name in ("kernel_init", "kernel_axes", "bias_axes")}
         before = None
         if self.norm is not None:

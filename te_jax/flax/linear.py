@@ -41,7 +41,7 @@ class DenseGeneral(nn.Module):
         None for parameters without names.
       recipe: how to quantize (`te_jax.recipe`), or None to compute in `dtype`.
       activation: "gelu", "relu", "silu", or None.
-      axis_name: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
+      state_axis: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
         `DelayedScaling` is the same; None elsewhere.
       implementation: None takes native kernels where they are installed, else the reference. On a GPU that cannot
         multiply as the recipe says it raises instead of being slow. "native" or "reference" never fall back.
@@ -59,7 +59,7 @@ class DenseGeneral(nn.Module):
     bias_axes: Sequence[str | None] | None = None
     recipe: Recipe | None = None
     activation: linear.Activation | None = None
-    axis_name: str | tuple[str, ...] | None = None
+    state_axis: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class Einsum(nn.Module):
       shape: of the kernel.
       einsum_str: names the dimensions of input, kernel and result; None to pass it to the call. The kernel must share
         one with the input alone and one with the result alone. Input and result may have an ellipsis.
-      use_bias, dtype, param_dtype, kernel_init, bias_init, kernel_axes, bias_axes, recipe, axis_name, implementation:
+      use_bias, dtype, param_dtype, kernel_init, bias_init, kernel_axes, bias_axes, recipe, state_axis, implementation:
         as in `DenseGeneral`, but initializers get the parameter's own shape. The bias has the dimensions that kernel
         and result share, in the order of the result.
     """
@@ -137,7 +137,7 @@ class Einsum(nn.Module):
     kernel_axes: Sequence[str | None] | None = None
     bias_axes: Sequence[str | None] | None = None
     recipe: Recipe | None = None
-    axis_name: str | tuple[str, ...] | None = None
+    state_axis: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
     def __post_init__(self) -> None:
@@ -182,11 +182,11 @@ class DotGeneral(nn.Module):
 
     Attributes:
       recipe: how to quantize, or None.
-      axis_name, implementation: as in `DenseGeneral`.
+      state_axis, implementation: as in `DenseGeneral`.
     """
 
     recipe: Recipe | None = None
-    axis_name: str | tuple[str, ...] | None = None
+    state_axis: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
     def __post_init__(self) -> None:
@@ -232,31 +232,31 @@ class DotGeneral(nn.Module):
 def make_dot_general_cls(
     recipe: Recipe | None,
     *,
-    axis_name: str | tuple[str, ...] | None = None,
+    state_axis: str | tuple[str, ...] | None = None,
     implementation: native.Implementation | None = None,
 ) -> Callable[[], DotGeneral]:
     """The `dot_general_cls` of `flax.linen.Dense`, `flax.linen.DenseGeneral` and others like them.
 
     Args:
       recipe: how to quantize, or None.
-      axis_name, implementation: as in `DenseGeneral`.
+      state_axis, implementation: as in `DenseGeneral`.
 
     Returns:
       A callable that creates a `DotGeneral`; the same object for the same arguments.
     """
-    return _dot_general_cls(recipe, axis_name, implementation)
+    return _dot_general_cls(recipe, state_axis, implementation)
 
 
 @functools.cache  # distinguishes keywords from positions, and hides the signature from type checkers
 def _dot_general_cls(
-    recipe: Recipe | None, axis_name: str | tuple[str, ...] | None, implementation: native.Implementation | None
+    recipe: Recipe | None, state_axis: str | tuple[str, ...] | None, implementation: native.Implementation | None
 ) -> Callable[[], DotGeneral]:
-    return functools.partial(DotGeneral, recipe=recipe, axis_name=axis_name, implementation=implementation)
+    return functools.partial(DotGeneral, recipe=recipe, state_axis=state_axis, implementation=implementation)
 
 
 def layer_options(module: DenseGeneral | Einsum | DotGeneral) -> linear.Options:
     """The options of a module for `te_jax.ops.dense`."""
-    return linear.Options(module.recipe, module.axis_name, module.implementation)
+    return linear.Options(module.recipe, module.state_axis, module.implementation)
 
 
 def held(module: Any, contracted: tuple[int, ...], recipe: Recipe | None) -> linear.Layer:

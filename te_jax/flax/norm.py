@@ -147,7 +147,7 @@ class NormLinear(nn.Module):
       norm: "rms" or "layer".
       epsilon, zero_centered, scale_axes: of the norm.
       dtype, param_dtype, implementation: of both.
-      use_bias, kernel_init, bias_init, kernel_axes, bias_axes, recipe, activation, axis_name: of the layer, as in
+      use_bias, kernel_init, bias_init, kernel_axes, bias_axes, recipe, activation, state_axis: of the layer, as in
         `DenseGeneral`.
     """
 
@@ -166,11 +166,11 @@ class NormLinear(nn.Module):
     bias_axes: Sequence[str | None] | None = None
     recipe: Recipe | None = None
     activation: Any = None
-    axis_name: str | tuple[str, ...] | None = None
+    state_axis: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
     def __post_init__(self) -> None:
-        linear.Options(self.recipe, self.axis_name, self.implementation)
+        linear.Options(self.recipe, self.state_axis, self.implementation)
         super().__post_init__()
 
     @nn.compact
@@ -199,5 +199,5 @@ _OF_LAYER = (
     "bias_axes",
     "recipe",
     "activation",
-    "axis_name",
+    "state_axis",
 )

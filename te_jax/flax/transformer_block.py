@@ -36,7 +36,7 @@ class TransformerBlock(nn.Module):
       epsilon, zero_centered: of all norms.
       dropout_rate: of the results of attention and MLP, before they are added.
       deterministic: as in `flax.linen.Dropout`; may be given to the call.
-      dtype, param_dtype, axis_name, implementation: as in `DenseGeneral`, for all layers.
+      dtype, param_dtype, state_axis, implementation: as in `DenseGeneral`, for all layers.
       recipe: a recipe, None, or recipes by role, {"attention": …, "mlp": …}.
       attention_arguments, mlp_arguments, norm_arguments: further arguments of the layers, such as {"kernel_axes": …}.
     """
@@ -59,7 +59,7 @@ class TransformerBlock(nn.Module):
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
     recipe: Recipe | Mapping[str, Recipe | None] | None = None
-    axis_name: str | tuple[str, ...] | None = None
+    state_axis: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
     attention_arguments: Mapping[str, Any] | None = None
     mlp_arguments: Mapping[str, Any] | None = None
@@ -67,7 +67,7 @@ class TransformerBlock(nn.Module):
 
     def __post_init__(self) -> None:
         for recipe in transformer_block.Recipes.of(self.recipe):
-            linear.Options(recipe, self.axis_name, self.implementation)
+            linear.Options(recipe, self.state_axis, self.implementation)
         super().__post_init__()
 
     @nn.compact
@@ -107,7 +107,7 @@ class TransformerBlock(nn.Module):
             dropout_rate=self.dropout_rate,
             decode=self.decode,
             recipe=recipes.attention,
-            axis_name=self.axis_name,
+            state_axis=self.state_axis,
             name="attention",
             **shared,
             **(self.attention_arguments or {}),
@@ -117,7 +117,7 @@ class TransformerBlock(nn.Module):
             activation=self.activation,
             dropout_rate=self.dropout_rate,
             recipe=recipes.mlp,
-            axis_name=self.axis_name,
+            state_axis=self.state_axis,
             name="mlp",
             **shared,
             **(self.mlp_arguments or {}),

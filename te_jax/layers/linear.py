@@ -33,7 +33,7 @@ class Options:
     """Options of `te_jax.ops.dense` that layers have."""
 
     recipe: Recipe | None
-    axis_name: str | tuple[str, ...] | None
+    state_axis: str | tuple[str, ...] | None
     implementation: native.Implementation | None
 
     def __post_init__(self) -> None:

@@ -283,7 +283,7 @@ def losses(
         options: Any = {"accumulate": arguments["accumulate"], "recipe": config.head_recipe}
         if parallel is not None:
             x = tensor_parallel.all_of_the_time(x, parallel)
-            options |= {"axis_name": parallel.axis_name, "reduction": "sum"}
+            options |= {"vocab_axis": parallel.axis_name, "reduction": "sum"}
             options["weight"] = tensor_parallel.shares_of_the_mean(targets, parallel)
         value = ops.linear_cross_entropy(
             x, kernel, targets, wgrad_accumulator=accumulator, implementation=implementation, **options

@@ -53,7 +53,7 @@ def mixture(
         recipe=config.recipe,
         implementation=implementation,
     )
-    over: Any = {"axis_name": token_axes}
+    over: Any = {"token_axis": token_axes}
     chosen = found.routing.experts
     auxiliary = jnp.zeros((), jnp.float32)
     if experts.balance_weight:

@@ -37,7 +37,7 @@ class Attention(nnx.Module):
       rope_theta: base of rotary positions, which turn the pairs (i, i + head_dim / 2); None for no positions.
       qk_norm: whether RMS norms over head_dim come before the rotary positions; Flax has layer norms there.
       epsilon, zero_centered, scale_metadata: of these norms, as in `RMSNorm`.
-      dtype, param_dtype, recipe, axis_name, implementation: as in `LinearGeneral`, for all layers.
+      dtype, param_dtype, recipe, state_axis, implementation: as in `LinearGeneral`, for all layers.
       kernel_init, bias_init, kernel_metadata, bias_metadata: of `query`, `key` and `value`.
       out_kernel_init, out_bias_init: of `out`; None for the same.
       out_kernel_metadata, out_bias_metadata: of `out`.
@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         dropout_rate: float = 0.0,
         decode: bool = False,
         recipe: Recipe | None = None,
-        axis_name: str | tuple[str, ...] | None = None,
+        state_axis: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
         attention_implementation: native.Implementation | None = None,
         max_score_bytes: int = 2**30,
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
             "dtype": dtype,
             "param_dtype": param_dtype,
             "recipe": recipe,
-            "axis_name": axis_name,
+            "state_axis": state_axis,
             "implementation": implementation,
             "rngs": rngs,
         }

@@ -35,7 +35,7 @@ def convert(
     recipe: Recipe | None,
     *,
     rules: conversion.Rules = (),
-    axis_name: str | tuple[str, ...] | None = None,
+    state_axis: str | tuple[str, ...] | None = None,
     implementation: native.Implementation | None = None,
 ) -> conversion.Report:
     """Puts the linear layers of a model into FP8, in place.
@@ -63,7 +63,7 @@ def convert(
       recipe: for all layers that no rule names; None to convert only those that a rule names.
       rules: pairs of a pattern and a recipe or None; the first pattern that matches the path of a layer applies. Paths
         are attributes and indices, joined by "/". `*` matches any characters, also "/".
-      axis_name, implementation: as in `LinearGeneral`.
+      state_axis, implementation: as in `LinearGeneral`.
 
     Returns:
       All kernels: the recipe of each, or the reason why it has none.
@@ -95,7 +95,7 @@ def convert(
             if chosen is None and _is_ours(module) and not reason.startswith("rule "):
                 chosen = module.options.recipe  # a recipe that someone gave to this very layer
             else:
-                changes.append((module, linear.Options(chosen, axis_name, implementation)))
+                changes.append((module, linear.Options(chosen, state_axis, implementation)))
             if chosen is not None:
                 reason = conversion.replaced_precision(getattr(module, "precision", None)) or reason
         kind = f"{_layer_class(module).__name__} {tuple(getattr(module.kernel, 'shape', ()))}"

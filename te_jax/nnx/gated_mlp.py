@@ -31,7 +31,7 @@ class GatedMLP(nnx.Module):
       norm: "rms", "layer", or None.
       epsilon, zero_centered, scale_metadata: of the norm.
       use_bias: whether the three layers have biases.
-      dtype, param_dtype, recipe, axis_name, implementation: as in `LinearGeneral`, for all layers.
+      dtype, param_dtype, recipe, state_axis, implementation: as in `LinearGeneral`, for all layers.
       kernel_init, bias_init, kernel_metadata, bias_metadata: of `gate_proj` and `up_proj`.
       down_kernel_init, down_kernel_metadata, down_bias_metadata: of `down_proj`; None for the same initializer.
       dropout_rate: of the result; `flax.nnx.Dropout`.
@@ -64,14 +64,15 @@ class GatedMLP(nnx.Module):
         down_bias_metadata: Mapping[str, Any] | None = None,
         dropout_rate: float = 0.0,
         recipe: Recipe | None = None,
-        axis_name: str | tuple[str, ...] | None = None,
+        state_axis: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         self.activation = Activation.of(activation)
         self.dtype = dtype
         shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "rngs": rngs}
-        layer: Any = {"use_bias": use_bias, "bias_init": bias_init, "recipe": recipe, "axis_name": axis_name, **shared}
+        layer: Any = {"use_bias": use_bias, "bias_init": bias_init, "recipe": recipe, **shared}
+        layer["state_axis"] = state_axis
         wide: Any = {"kernel_init": kernel_init, "kernel_metadata": kernel_metadata, "bias_metadata": bias_metadata}
         self.norm: RMSNorm | LayerNorm | None = nnx.data(None)
         if norm is not None:

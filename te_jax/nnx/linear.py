@@ -38,7 +38,7 @@ class LinearGeneral(nnx.Module):
       kernel_metadata, bias_metadata: metadata of the parameters, such as {"out_sharding": ("embed", "mlp")}.
       recipe: how to quantize (`te_jax.recipe`), or None to compute in `dtype`.
       activation: "gelu", "relu", "silu", or None.
-      axis_name: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
+      state_axis: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
         `DelayedScaling` is the same; None elsewhere.
       implementation: None takes native kernels where they are installed, else the reference. On a GPU that cannot
         multiply as the recipe says it raises instead of being slow. "native" or "reference" never fall back.
@@ -63,7 +63,7 @@ class LinearGeneral(nnx.Module):
         bias_metadata: Mapping[str, Any] | None = None,
         recipe: Recipe | None = None,
         activation: linear.Activation | None = None,
-        axis_name: str | tuple[str, ...] | None = None,
+        state_axis: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
         rngs: nnx.Rngs,
     ):
@@ -79,7 +79,7 @@ class LinearGeneral(nnx.Module):
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.activation: linear.Activation | None = activation
-        self.options = linear.Options(recipe, axis_name, implementation)
+        self.options = linear.Options(recipe, state_axis, implementation)
 
         matrix = (math.prod(rows), math.prod(cols))
         kernel = _reshaped(kernel_init(rngs.params(), matrix, param_dtype), (*rows, *cols))
@@ -153,7 +153,7 @@ class Einsum(nnx.Module):
         one with the input alone and one with the result alone. Input and result may have an ellipsis.
       kernel_shape: of the kernel.
       bias_shape: sizes of the dimensions that kernel and result share, in the order of the result; None for no bias.
-      dtype, param_dtype, recipe, axis_name, implementation, rngs: as in `LinearGeneral`.
+      dtype, param_dtype, recipe, state_axis, implementation, rngs: as in `LinearGeneral`.
       kernel_init, bias_init, kernel_metadata, bias_metadata: as in `LinearGeneral`, but initializers get the
         parameter's own shape.
     """
@@ -171,7 +171,7 @@ class Einsum(nnx.Module):
         kernel_metadata: Mapping[str, Any] | None = None,
         bias_metadata: Mapping[str, Any] | None = None,
         recipe: Recipe | None = None,
-        axis_name: str | tuple[str, ...] | None = None,
+        state_axis: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
         rngs: nnx.Rngs,
     ):
@@ -182,7 +182,7 @@ class Einsum(nnx.Module):
         self.bias_shape = None if bias_shape is None else linear.sizes("bias_shape", bias_shape)
         self.dtype = dtype
         self.param_dtype = param_dtype
-        self.options = linear.Options(recipe, axis_name, implementation)
+        self.options = linear.Options(recipe, state_axis, implementation)
         kernel = kernel_init(rngs.params(), self.kernel_shape, param_dtype)
         self.kernel: nnx.Variable[Any] = nnx.Param(kernel, **(kernel_metadata or {}))
         self.bias: nnx.Param[Any] | None = nnx.data(None)
@@ -230,17 +230,17 @@ class DotGeneral(nnx.Module):
 
     Args:
       recipe: how to quantize, or None.
-      axis_name, implementation: as in `LinearGeneral`.
+      state_axis, implementation: as in `LinearGeneral`.
     """
 
     def __init__(
         self,
         recipe: Recipe | None,
         *,
-        axis_name: str | tuple[str, ...] | None = None,
+        state_axis: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
     ):
-        self.options = linear.Options(recipe, axis_name, implementation)
+        self.options = linear.Options(recipe, state_axis, implementation)
         _add_scaling_state(self, recipe)
 
     def __call__(

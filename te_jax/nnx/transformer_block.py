@@ -35,7 +35,7 @@ class TransformerBlock(nnx.Module):
       norm: "rms" or "layer".
       epsilon, zero_centered: of all norms.
       dropout_rate: of the results of attention and MLP, before they are added.
-      dtype, param_dtype, axis_name, implementation: as in `LinearGeneral`, for all layers.
+      dtype, param_dtype, state_axis, implementation: as in `LinearGeneral`, for all layers.
       recipe: a recipe, None, or recipes by role, {"attention": …, "mlp": …}.
       attention_arguments, mlp_arguments, norm_arguments: further arguments of the layers, such as
         {"kernel_metadata": …}.
@@ -64,7 +64,7 @@ class TransformerBlock(nnx.Module):
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         recipe: Recipe | Mapping[str, Recipe | None] | None = None,
-        axis_name: str | tuple[str, ...] | None = None,
+        state_axis: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
         attention_arguments: Mapping[str, Any] | None = None,
         mlp_arguments: Mapping[str, Any] | None = None,
@@ -88,7 +88,7 @@ class TransformerBlock(nnx.Module):
             zero_centered=zero_centered,
             dropout_rate=dropout_rate,
             recipe=self.recipes.attention,
-            axis_name=axis_name,
+            state_axis=state_axis,
             **shared,
             **(attention_arguments or {}),
         )
@@ -99,7 +99,7 @@ class TransformerBlock(nnx.Module):
             activation=activation,
             dropout_rate=dropout_rate,
             recipe=self.recipes.mlp,
-            axis_name=axis_name,
+            state_axis=state_axis,
             **shared,
             **(mlp_arguments or {}),
         )

@@ -21,9 +21,11 @@ from te_jax.ops.router import (
 )
 from te_jax.ops.softmax_cross_entropy import softmax_cross_entropy
 from te_jax.reference.activation import Activation
+from te_jax.reference.softmax_cross_entropy import CrossEntropy
 
 __all__ = [
     "Activation",
+    "CrossEntropy",
     "GemmResult",
     "Permutation",
     "Routing",

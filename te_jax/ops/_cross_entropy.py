@@ -8,16 +8,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.core import Tracer
 
 from te_jax import native, sharding
-from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax.ops._quantize_kernels import Kernels, Request, block_attributes, quantized_array
 from te_jax.quantized import QuantizedArray
 from te_jax.reference.quantize import blocked_groups
-from te_jax.reference.softmax_cross_entropy import equals, in_vocabulary, nan_unless
+from te_jax.reference.softmax_cross_entropy import CrossEntropy, equals, in_vocabulary, nan_unless
 from te_jax.reference.softmax_cross_entropy import logits_gradient as reference_gradient
 from te_jax.reference.softmax_cross_entropy import row_statistics as reference_statistics
 from te_jax.sharding import AxisName
@@ -27,32 +24,23 @@ IGNORED = -1  # the row is not read
 ELSEWHERE = -2  # no target in this shard
 
 Reduction = Literal["mean", "sum", "none"]
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
-    """The static arguments of a loss, together: hashable, so that a loss is traced once."""
+class Loss(CrossEntropy):
+    """A cross-entropy, and the mesh axes that split its vocabulary."""
 
-    label_smoothing: float
-    ignore_index: int
-    z_loss: float
-    logit_softcap: float | None
-    axis_name: tuple[str, ...]
+    vocab_axis: tuple[str, ...] = ()
 
     @classmethod
-    def checked(
-        cls, label_smoothing: Any, ignore_index: Any, z_loss: Any, logit_softcap: Any, axis_name: AxisName | None
-    ) -> Loss:
-        """Raises ValueError where a parameter breaks a rule."""
-        if not is_whole_number(ignore_index):
-            raise ValueError(f"ignore_index is {ignore_index!r}; it must be an integer, such as -100")
-        label_smoothing = _number("label_smoothing", label_smoothing, "a number in [0, 1], 0 for none", 0, 1)
-        z_loss = _number("z_loss", z_loss, "a finite number of at least 0 that float32 holds, 0 for none", 0, _LARGEST)
-        if logit_softcap is not None:  # beyond these limits c or logits / c would be subnormal
-            logit_softcap = _number("logit_softcap", logit_softcap, "a number from 1e-30 to 1e30, or None", 1e-30, 1e30)
-        axes = () if axis_name in (None, (), []) else sharding.mapped_axes(axis_name)[0]
-        return cls(label_smoothing, int(ignore_index), z_loss, logit_softcap, axes)
+    def of(cls, loss: CrossEntropy, vocab_axis: AxisName | None) -> Loss:
+        """Raises ValueError where an argument breaks a rule."""
+        if not isinstance(loss, CrossEntropy):
+            raise ValueError(
+                f"loss is {loss!r}; it must be a te_jax.ops.CrossEntropy, such as CrossEntropy(z_loss=1e-4)"
+            )
+        axes = () if vocab_axis in (None, (), []) else sharding.mapped_axes(vocab_axis, "vocab_axis")[0]
+        return cls(**dataclasses.asdict(loss), vocab_axis=axes)
 
     @property
     def softcap(self) -> float:
@@ -62,11 +50,11 @@ class Loss:
     @property
     def split(self) -> dict[str, Any]:
         """The `axes`, `softcap` and `padding` of the calls below."""
-        return {"axes": {"v": self.axis_name} if self.axis_name else {}, "softcap": self.softcap, "padding": 0}
+        return {"axes": {"v": self.vocab_axis} if self.vocab_axis else {}, "softcap": self.softcap, "padding": 0}
 
     def whole_vocab(self, local_vocab: int) -> int:
-        """The size of the whole vocabulary, of which this device has a shard where axis_name says so."""
-        return local_vocab * (lax.axis_size(self.axis_name) if self.axis_name else 1)
+        """The size of the whole vocabulary, of which this device has a shard where vocab_axis says so."""
+        return local_vocab * (lax.axis_size(self.vocab_axis) if self.vocab_axis else 1)
 
     def codes(self, labels: Array, vocab: int) -> Array:
         """int32: each label's column, IGNORED, or ELSEWHERE for one outside the vocabulary."""
@@ -100,14 +88,6 @@ def validate_labels(name: str, shape: tuple[int, ...], labels: Array, reduction:
         raise ValueError(f"labels have shape {labels.shape}; for {name} of shape {shape} they must have {shape[:-1]}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
-
-
-def _number(name: str, value: Any, rule: str, least: float, most: float) -> float:
-    if isinstance(value, Tracer):
-        raise ValueError(f"{name} is traced; it must be {rule}, known while tracing: make it a static argument")
-    if not is_finite_number(value) or not least <= float(value) <= most:
-        raise ValueError(f"{name} is {value!r}; it must be {rule}")
-    return float(value)
 
 
 @sharding.per_shard("... v, ... -> ..., ..., ...", axes_of=("v",))

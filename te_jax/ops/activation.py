@@ -30,21 +30,21 @@ def activation(
 def activation(
     x: jax.typing.ArrayLike, activation: Activation | ActivationName = "gelu", *, quantization: Quantization,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
-    axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
+    amax_axis: GroupAxes | None = None, with_amax: Literal[False] = False,
     implementation: native.Implementation | None = None,
 ) -> QuantizedArray: ...
 @overload
 def activation(
     x: jax.typing.ArrayLike, activation: Activation | ActivationName = "gelu", *, quantization: Quantization,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
-    axis_name: GroupAxes | None = None, with_amax: Literal[True],
+    amax_axis: GroupAxes | None = None, with_amax: Literal[True],
     implementation: native.Implementation | None = None,
 ) -> tuple[QuantizedArray, Array]: ...
 @overload
 def activation(
     x: jax.typing.ArrayLike, activation: Activation | ActivationName = "gelu", *,
     quantization: Quantization | None = None, row_ndim: int | None = None, copies: Copies = "both",
-    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None, with_amax: bool = False,
+    amax: jax.typing.ArrayLike | None = None, amax_axis: GroupAxes | None = None, with_amax: bool = False,
     implementation: native.Implementation | None = None,
 ) -> Any: ...
 # fmt: on
@@ -56,7 +56,7 @@ def activation(
     row_ndim: int | None = None,
     copies: Copies = "both",
     amax: jax.typing.ArrayLike | None = None,
-    axis_name: GroupAxes | None = None,
+    amax_axis: GroupAxes | None = None,
     with_amax: bool = False,
     implementation: native.Implementation | None = None,
 ) -> Any:
@@ -74,7 +74,7 @@ def activation(
         format and scaling of the result, which one kernel computes and quantizes; for example
         `recipe.quantization("activation")`. Current scaling reads x twice. Row scaling writes the result to memory
         before it quantizes it.
-      row_ndim, copies, amax, axis_name, with_amax, implementation: with quantization only, as in
+      row_ndim, copies, amax, amax_axis, with_amax, implementation: with quantization only, as in
         `te_jax.ops.quantize`; amax is that of the result.
 
     Returns:
@@ -98,7 +98,7 @@ def activation(
         "row_ndim": row_ndim,
         "copies": copies,
         "amax": amax,
-        "axis_name": axis_name,
+        "amax_axis": amax_axis,
         "with_amax": with_amax,
         "implementation": implementation,
     }
@@ -116,7 +116,7 @@ def gated_activation(
     gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, activation: Activation | ActivationName = "silu", *,
     quantization: Quantization,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
-    axis_name: GroupAxes | None = None, with_amax: Literal[False] = False,
+    amax_axis: GroupAxes | None = None, with_amax: Literal[False] = False,
     implementation: native.Implementation | None = None,
 ) -> QuantizedArray: ...
 @overload
@@ -124,7 +124,7 @@ def gated_activation(
     gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, activation: Activation | ActivationName = "silu", *,
     quantization: Quantization,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
-    axis_name: GroupAxes | None = None, with_amax: Literal[True],
+    amax_axis: GroupAxes | None = None, with_amax: Literal[True],
     implementation: native.Implementation | None = None,
 ) -> tuple[QuantizedArray, Array]: ...
 @overload
@@ -132,7 +132,7 @@ def gated_activation(
     gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, activation: Activation | ActivationName = "silu", *,
     quantization: Quantization | None = None,
     row_ndim: int | None = None, copies: Copies = "both", amax: jax.typing.ArrayLike | None = None,
-    axis_name: GroupAxes | None = None, with_amax: bool = False, implementation: native.Implementation | None = None,
+    amax_axis: GroupAxes | None = None, with_amax: bool = False, implementation: native.Implementation | None = None,
 ) -> Any: ...
 # fmt: on
 def gated_activation(
@@ -144,7 +144,7 @@ def gated_activation(
     row_ndim: int | None = None,
     copies: Copies = "both",
     amax: jax.typing.ArrayLike | None = None,
-    axis_name: GroupAxes | None = None,
+    amax_axis: GroupAxes | None = None,
     with_amax: bool = False,
     implementation: native.Implementation | None = None,
 ) -> Any:
@@ -162,7 +162,7 @@ def gated_activation(
         `Activation("silu", alpha=1.702, limit=7.0, offset=1.0)`.
       quantization: None for a result in the dtype of gate, which XLA computes and which has all derivatives. Otherwise
         the format and scaling of the result, which one kernel computes and quantizes; see `activation`.
-      row_ndim, copies, amax, axis_name, with_amax, implementation: with quantization only, as in
+      row_ndim, copies, amax, amax_axis, with_amax, implementation: with quantization only, as in
         `te_jax.ops.quantize`; amax is that of the result.
 
     Returns:
@@ -194,7 +194,7 @@ def gated_activation(
         "row_ndim": row_ndim,
         "copies": copies,
         "amax": amax,
-        "axis_name": axis_name,
+        "amax_axis": amax_axis,
         "with_amax": with_amax,
         "implementation": implementation,
     }
@@ -205,7 +205,7 @@ _OPTIONS = {
     "row_ndim": None,
     "copies": "both",
     "amax": None,
-    "axis_name": None,
+    "amax_axis": None,
     "with_amax": False,
     "implementation": None,
 }

@@ -42,7 +42,7 @@ def dense(
     x: Operand, kernel: Operand, bias: jax.typing.ArrayLike | None = None, *, recipe: Recipe | None = None,
     contracting_ndim: int = 1, kernel_contracting: KernelContracting = "first", activation: Activation | None = None,
     wgrad_accumulator: jax.typing.ArrayLike | None = None, accumulate: bool = True,
-    scaling_state: DelayedScalingState | None = None, axis_name: AxisName | None = None,
+    scaling_state: DelayedScalingState | None = None, state_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> Array: ...
 @overload
@@ -51,7 +51,7 @@ def dense(
     recipe: Recipe | None = None, contracting_ndim: int = 1, kernel_contracting: KernelContracting = "first",
     activation: Activation | None = None, wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None,
     accumulate: bool = True, scaling_state: tuple[DelayedScalingState, ...] | None = None,
-    axis_name: AxisName | None = None, implementation: native.Implementation | None = None,
+    state_axis: AxisName | None = None, implementation: native.Implementation | None = None,
 ) -> tuple[Array, ...]: ...
 # fmt: on
 def dense(
@@ -66,7 +66,7 @@ def dense(
     wgrad_accumulator: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
     accumulate: bool = True,
     scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
-    axis_name: AxisName | None = None,
+    state_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> Any:
     r"""A linear layer, y = activation(x · kernel + bias), whose three GEMMs run in FP8.
@@ -99,7 +99,7 @@ def dense(
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
       scaling_state: for DelayedScaling, first `recipe.init()`. Its cotangent is the next state. If several layers or
         iterations share one, its newest amax is the sum of theirs. In a tuple, the first state gives the scale of x.
-      axis_name: for DelayedScaling inside `pmap`, or `shard_map` with check_vma=False: the mesh axes over which
+      state_axis: for DelayedScaling inside `pmap`, or `shard_map` with check_vma=False: the mesh axes over which
         scaling_state is the same. Take its gradient inside. Elsewhere leave it None. It sums no result.
       implementation: None takes the native kernels where they are installed, else the reference; "native" or
         "reference" never fall back.
@@ -134,7 +134,7 @@ def dense(
     )
     states = dict(one_for_each("scaling_state", scaling_state, count, several))
     accumulate = as_flag("accumulate", accumulate)
-    axis_names = state_axes(axis_name, recipe)
+    axis_names = state_axes(state_axis, recipe)
     if not kernels:
         raise ValueError("kernel is an empty tuple; pass one array at least")
     for named_kernel, *others in zip(
@@ -164,7 +164,7 @@ def dense(
             recipe=recipe,
             implementation=implementation_for(implementation, recipe),
             accumulate=accumulate,
-            axis_name=axis_names,
+            state_axis=axis_names,
             batch_ndim=x.ndim - int(contracting_ndim),
             activation=activation,
             **options,

@@ -50,7 +50,7 @@ def gated_mlp(
     wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None,
     accumulate: bool = True,
     scaling_state: tuple[DelayedScalingState, ...] | None = None,
-    axis_name: AxisName | None = None,
+    state_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> Array:
     r"""The MLP of Llama and similar models, y = h · down with h = f(x · gate) · (x · up), whose GEMMs run in FP8.
@@ -71,7 +71,7 @@ def gated_mlp(
       bias: ([hidden], [hidden], [out]), each of which may be None, or None.
       activation: as in `gated_activation`; "silu" is SwiGLU.
       recipe: how to quantize; None multiplies in the dtype of x, by XLA.
-      wgrad_accumulator, accumulate, scaling_state, axis_name, implementation: as in `dense` with three kernels.
+      wgrad_accumulator, accumulate, scaling_state, state_axis, implementation: as in `dense` with three kernels.
 
     Returns:
       [*batch, out] in the dtype of x.
@@ -97,7 +97,7 @@ def gated_mlp(
     options: Any = {
         "recipe": recipe,
         "accumulate": accumulate,
-        "axis_name": axis_name,
+        "state_axis": state_axis,
         "implementation": implementation,
     }
     several: dict[str, Any] = {"bias": bias, "wgrad_accumulator": wgrad_accumulator, "scaling_state": scaling_state}
@@ -115,7 +115,7 @@ def gated_mlp(
         for argument in ("bias", "wgrad_accumulator")
     )
     states = dict(each["scaling_state"])
-    axis_names = state_axes(axis_name, recipe)
+    axis_names = state_axes(state_axis, recipe)
     _, (up_name, up_kernel), (_, down) = kernels.items()
     if kernels["kernel[0]"].shape != up_kernel.shape:
         raise ValueError(
@@ -139,7 +139,7 @@ def gated_mlp(
         recipe=recipe,
         implementation=implementation_for(implementation, recipe),
         accumulate=as_flag("accumulate", accumulate),
-        axis_name=axis_names,
+        state_axis=axis_names,
         batch_ndim=x.ndim - 1,
     )
     weights = tuple(map(Weight, *(some.values() for some in (kernels, biases, accumulators, states))))

@@ -30,7 +30,7 @@ from te_jax.ops.linear.products import Weight
 from te_jax.ops.operands import as_array
 from te_jax.recipe import DelayedScaling, Product, Recipe
 from te_jax.reference.linear_cross_entropy import loss_of_logits, without_ignored
-from te_jax.reference.softmax_cross_entropy import equals
+from te_jax.reference.softmax_cross_entropy import CrossEntropy, equals
 from te_jax.sharding import AxisName
 
 _NAME = "te_jax.ops.linear_cross_entropy"
@@ -63,21 +63,21 @@ _ALIGNMENT = 16
 def linear_cross_entropy(
     x: jax.typing.ArrayLike, kernel: jax.typing.ArrayLike, labels: jax.typing.ArrayLike, *,
     bias: jax.typing.ArrayLike | None = None, kernel_contracting: KernelContracting = "first",
-    label_smoothing: float = 0.0, ignore_index: int = -100, z_loss: float = 0.0, logit_softcap: float | None = None,
+    loss: CrossEntropy = CrossEntropy(),
     reduction: Reduction = "mean", weight: jax.typing.ArrayLike | None = None, recipe: Recipe | None = None,
     fp8_products: Collection[Product] = ("dgrad", "wgrad"), chunk_tokens: int | None = None,
     wgrad_accumulator: jax.typing.ArrayLike | None = None, accumulate: bool = True, return_lse: Literal[False] = False,
-    axis_name: AxisName | None = None, implementation: native.Implementation | None = None,
+    vocab_axis: AxisName | None = None, implementation: native.Implementation | None = None,
 ) -> Array: ...
 @overload
 def linear_cross_entropy(
     x: jax.typing.ArrayLike, kernel: jax.typing.ArrayLike, labels: jax.typing.ArrayLike, *,
     bias: jax.typing.ArrayLike | None = None, kernel_contracting: KernelContracting = "first",
-    label_smoothing: float = 0.0, ignore_index: int = -100, z_loss: float = 0.0, logit_softcap: float | None = None,
+    loss: CrossEntropy = CrossEntropy(),
     reduction: Reduction = "mean", weight: jax.typing.ArrayLike | None = None, recipe: Recipe | None = None,
     fp8_products: Collection[Product] = ("dgrad", "wgrad"), chunk_tokens: int | None = None,
     wgrad_accumulator: jax.typing.ArrayLike | None = None, accumulate: bool = True, return_lse: Literal[True],
-    axis_name: AxisName | None = None, implementation: native.Implementation | None = None,
+    vocab_axis: AxisName | None = None, implementation: native.Implementation | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def linear_cross_entropy(
@@ -87,10 +87,7 @@ def linear_cross_entropy(
     *,
     bias: jax.typing.ArrayLike | None = None,
     kernel_contracting: KernelContracting = "first",
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
+    loss: CrossEntropy = CrossEntropy(),
     reduction: Reduction = "mean",
     weight: jax.typing.ArrayLike | None = None,
     recipe: Recipe | None = None,
@@ -99,7 +96,7 @@ def linear_cross_entropy(
     wgrad_accumulator: jax.typing.ArrayLike | None = None,
     accumulate: bool = True,
     return_lse: bool = False,
-    axis_name: AxisName | None = None,
+    vocab_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
     r"""`softmax_cross_entropy(x · kernel + bias, labels)` without an array of all logits.
@@ -112,10 +109,10 @@ def linear_cross_entropy(
       x: [*batch, in], float32, bfloat16 or float16: the hidden states. Sharded in any way.
       kernel: [in, vocab], or [vocab, in] for kernel_contracting="last", such as an embedding; float32, bfloat16 or
         float16. It is multiplied in the dtype of x.
-      labels: [*batch], any integer dtype, in [0, vocab) or `ignore_index`, as in `softmax_cross_entropy`.
+      labels: [*batch], any integer dtype, in [0, vocab) or `loss.ignore_index`, as in `softmax_cross_entropy`.
       bias: [vocab], or None.
       kernel_contracting: "first" or "last": which dimension of the kernel is `in`.
-      label_smoothing, ignore_index, z_loss, logit_softcap: as in `softmax_cross_entropy`.
+      loss: as in `softmax_cross_entropy`.
       reduction: "mean" over the tokens that are not ignored (at least 1), "sum", or "none" for [*batch].
       weight: float32 [*batch], or None for ones: factors of the tokens' losses. "mean" divides by their sum over the
         tokens that are not ignored. Those of ignored tokens are not read.
@@ -130,7 +127,7 @@ def linear_cross_entropy(
         accumulator afterwards, or use `weight`).
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
       return_lse: return the log-sum-exp too; it has no gradient.
-      axis_name: inside `shard_map` or `pmap`, the mesh axes that split the vocabulary of kernel and bias, as in
+      vocab_axis: inside `shard_map` or `pmap`, the mesh axes that split the vocabulary of kernel and bias, as in
         `softmax_cross_entropy`. Elsewhere leave it None.
       implementation: None uses the native kernels where there are any, else the reference, which without a recipe
         has all logits; "native" or "reference" never fall back.
@@ -150,7 +147,8 @@ def linear_cross_entropy(
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax
       >>> x, kernel, labels = jnp.ones((4, 8)), jnp.zeros((8, 16)), jnp.array([0, 3, 5, -100])
-      >>> loss = lambda x, kernel: te_jax.ops.linear_cross_entropy(x, kernel, labels, z_loss=1e-4)
+      >>> def loss(x, kernel, cross_entropy=te_jax.ops.CrossEntropy(z_loss=1e-4)):
+      ...     return te_jax.ops.linear_cross_entropy(x, kernel, labels, loss=cross_entropy)
       >>> value, (dx, dkernel) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, kernel)
       >>> round(float(value), 3), dkernel.shape, round(float(dkernel[0, 3]), 4)
       (2.773, (8, 16), -0.2708)
@@ -165,9 +163,11 @@ def linear_cross_entropy(
     _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, reduction)
     if chunk_tokens is not None and (not is_whole_number(chunk_tokens) or chunk_tokens < 1):
         raise ValueError(f"chunk_tokens is {chunk_tokens!r}; it must be a whole number of at least 1, or None")
-    loss = Loss.checked(label_smoothing, ignore_index, z_loss, logit_softcap, axis_name)
-    remedy = f"pass the device's shard of the vocabulary, by in_specs such as P(None, {axis_name!r}), or axis_name=None"
-    sharding.validate_split("kernel", kernel, loss.axis_name, remedy)
+    split = Loss.of(loss, vocab_axis)
+    remedy = (
+        f"pass the device's shard of the vocabulary, by in_specs such as P(None, {vocab_axis!r}), or vocab_axis=None"
+    )
+    sharding.validate_split("kernel", kernel, split.vocab_axis, remedy, "vocab_axis")
     products = () if recipe is None else _validate_fp8(x, recipe, fp8_products)
     if recipe is None:
         layer, use_native = None, native.use_native(implementation)
@@ -180,7 +180,7 @@ def linear_cross_entropy(
         )
         use_native = layer.implementation == "native"
     head = _Head(
-        loss,
+        split,
         kernel_contracting,
         layer,
         products,
@@ -294,14 +294,13 @@ def _linear_cross_entropy(x, kernel, bias, accumulator, weight, labels, head: _H
             kernel_contracting=head.kernel_contracting,
         )
         logits = multiplied_as_it_is((products, None), x, Weight(kernel, bias, accumulator))
-        options: dict[str, Any] = dataclasses.asdict(loss) | {"reduction": reduction, "weight": weight}
-        return loss_of_logits(logits, labels, **options)
+        return loss_of_logits(logits, labels, loss, weight=weight, reduction=reduction, vocab_axis=loss.vocab_axis)
     codes = loss.codes(labels, loss.whole_vocab(kernel.shape[head.vocab_axis]))
     counted = ~equals(labels, loss.ignore_index)
     factor = jnp.ones(labels.shape, jnp.float32)
     if weight is not None:
         factor = jnp.where(counted, weight.astype(jnp.float32), 0.0)
-    varying = sharding.varying_axes(x, kernel, bias, labels) - frozenset(loss.axis_name)
+    varying = sharding.varying_axes(x, kernel, bias, labels) - frozenset(loss.vocab_axis)
     factor = sharding.varying_over(sharding.split_as_last(factor, labels), varying)
     operands = sharding.varying_together((x, kernel, bias, accumulator))
     if reduction == "none":
@@ -376,7 +375,7 @@ def _total_backward(head: _Head, residuals, cotangents):
 def _over_replicas(head: _Head, cotangent: Any) -> Array:
     if isinstance(cotangent, SymbolicZero):
         cotangent = ad.zeros_like_aval(cotangent.aval)
-    return _cross_entropy.over_replicas(cotangent, head.loss.axis_name)
+    return _cross_entropy.over_replicas(cotangent, head.loss.vocab_axis)
 
 
 _total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
@@ -477,7 +476,7 @@ def _run(head: _Head, wanted: _Wanted, x, kernel, bias, accumulator, codes, fact
     }
     names = tuple(name for name, a in given.items() if a is not None)
     call = _per_shard(head, wanted, names, x.ndim - 1)
-    axes = {"v": head.loss.axis_name} if head.loss.axis_name else None
+    axes = {"v": head.loss.vocab_axis} if head.loss.vocab_axis else None
     losses, lse, *gradients = call(*(given[name] for name in names), axes=axes)
     named = dict(zip(wanted.names, gradients, strict=True))
     return _Found(losses, lse, _Gradients(*(named.get(field) for field in _Gradients._fields)))
@@ -607,7 +606,7 @@ class _Chunks:
         self.padding = -vocab % _ALIGNMENT if dtype.itemsize == 2 or head.layer else 0
         self.in_place = accumulator is not None and not self.padding and accumulator.dtype == jnp.float32
         self.with_wgrad = wanted.kernel or wanted.accumulator
-        # Of all devices: of the shards that Auto and Explicit axes make, and those that axis_name says.
+        # Of all devices: of the shards that Auto and Explicit axes make, and those that vocab_axis says.
         self.vocab = vocab * (lax.axis_size(vocab_axes) if vocab_axes else 1)
         kernel, bias = kernel.astype(dtype), None if bias is None else bias.astype(dtype)
         if self.padding:
@@ -655,7 +654,7 @@ class _Chunks:
 
     def summed(self, dx: Array) -> Array:
         """dx of all shards of the vocabulary. Inside shard_map JAX, or the user, adds up."""
-        return lax.psum(dx, self.vocab_axes) if self.vocab_axes and not self.head.loss.axis_name else dx
+        return lax.psum(dx, self.vocab_axes) if self.vocab_axes and not self.head.loss.vocab_axis else dx
 
     def _gradient(self, logits: Array, columns: Array, lse: Array, weight: Array, attributes: dict[str, Any]):
         """The gradient of the logits, as it is and in FP8, as far as products read it."""

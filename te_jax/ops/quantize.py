@@ -34,28 +34,28 @@ _COPIES = ("both", "data", "transposed")
 @overload
 def quantize(
     x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
-    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    amax: jax.typing.ArrayLike | None = None, amax_axis: GroupAxes | None = None,
     with_amax: Literal[False] = False, with_dbias: Literal[False] = False, straight_through: bool = False,
     implementation: native.Implementation | None = None,
 ) -> QuantizedArray: ...
 @overload
 def quantize(
     x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
-    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    amax: jax.typing.ArrayLike | None = None, amax_axis: GroupAxes | None = None,
     with_amax: Literal[True], with_dbias: Literal[False] = False, straight_through: bool = False,
     implementation: native.Implementation | None = None,
 ) -> tuple[QuantizedArray, Array]: ...
 @overload
 def quantize(
     x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
-    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    amax: jax.typing.ArrayLike | None = None, amax_axis: GroupAxes | None = None,
     with_amax: Literal[False] = False, with_dbias: Literal[True], straight_through: bool = False,
     implementation: native.Implementation | None = None,
 ) -> tuple[QuantizedArray, Array]: ...
 @overload
 def quantize(
     x: jax.typing.ArrayLike, quantization: Quantization, *, row_ndim: int | None = None, copies: Copies = "both",
-    amax: jax.typing.ArrayLike | None = None, axis_name: GroupAxes | None = None,
+    amax: jax.typing.ArrayLike | None = None, amax_axis: GroupAxes | None = None,
     with_amax: Literal[True], with_dbias: Literal[True], straight_through: bool = False,
     implementation: native.Implementation | None = None,
 ) -> tuple[QuantizedArray, Array, Array]: ...
@@ -67,7 +67,7 @@ def quantize(
     row_ndim: int | None = None,
     copies: Copies = "both",
     amax: jax.typing.ArrayLike | None = None,
-    axis_name: GroupAxes | None = None,
+    amax_axis: GroupAxes | None = None,
     with_amax: bool = False,
     with_dbias: bool = False,
     straight_through: bool = False,
@@ -96,7 +96,7 @@ def quantize(
       copies: "both", "data" (as it is) or "transposed".
       amax: float32 scalar, for tensor scaling: the scale follows from it in one pass over x, larger values saturate,
         and 0 gives a scale of 1. None: the scale follows from x itself in two passes.
-      axis_name: inside `shard_map` or `pmap`, the mesh axis or axes that split the rows, or {"rows": axes, "cols":
+      amax_axis: inside `shard_map` or `pmap`, the mesh axis or axes that split the rows, or {"rows": axes, "cols":
         axes}. Block scaling needs it only for amax and dbias. Under `jit` on Auto or Explicit meshes leave it None.
       with_amax: also returns the amax of x, from the same pass except with block scaling.
       with_dbias: also returns the sum of x over its rows, from the same pass.
@@ -126,7 +126,7 @@ def quantize(
     """
     x = as_array("x", x)
     request, amax = as_request(
-        "x", x, quantization, row_ndim, copies, amax, axis_name, with_amax=with_amax, with_dbias=with_dbias
+        "x", x, quantization, row_ndim, copies, amax, amax_axis, with_amax=with_amax, with_dbias=with_dbias
     )
     use_native = native.use_native(implementation) and x.size > 0
     operands = jax.tree.map(lambda operand: reverse_mode_only(operand, _NO_DERIVATIVE), (x, amax))
@@ -142,14 +142,14 @@ def quantize_parts(
     row_ndim: int | None = None,
     copies: Copies = "both",
     amax: jax.typing.ArrayLike | None = None,
-    axis_name: GroupAxes | None = None,
+    amax_axis: GroupAxes | None = None,
     with_amax: bool = False,
     with_dbias: bool = False,
     implementation: native.Implementation | None = None,
 ) -> QuantizedParts:
     """`quantize` for operations with derivatives of their own: its derivative is zero, without an error."""
     request, amax = as_request(
-        "x", x, quantization, row_ndim, copies, amax, axis_name, with_amax=with_amax, with_dbias=with_dbias
+        "x", x, quantization, row_ndim, copies, amax, amax_axis, with_amax=with_amax, with_dbias=with_dbias
     )
     return quantize_requested(x, amax, request, native.use_native(implementation) and x.size > 0)
 
@@ -161,7 +161,7 @@ def as_request(
     row_ndim: int | None,
     copies: Copies,
     amax: jax.typing.ArrayLike | None,
-    axis_name: GroupAxes | None,
+    amax_axis: GroupAxes | None,
     *,
     with_amax: bool,
     with_dbias: bool = False,
@@ -177,7 +177,7 @@ def as_request(
         quantization,
         x.ndim - 1 if row_ndim is None else int(row_ndim),
         copies,
-        *_mapped_axes(axis_name),
+        *_mapped_axes(amax_axis),
         as_flag("with_amax", with_amax),
         as_flag("with_dbias", with_dbias),
     )
@@ -185,14 +185,14 @@ def as_request(
     return request, None if amax is None else _validated_amax(amax, request)
 
 
-def _mapped_axes(axis_name: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _mapped_axes(amax_axis: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The mesh axes that split rows and cols."""
-    if isinstance(axis_name, Mapping) and set(axis_name) - {"rows", "cols"}:
-        raise ValueError(f'axis_name has keys {list(axis_name)}; they must be out of "rows" and "cols"')
-    for axes in axis_name.values() if isinstance(axis_name, Mapping) else (axis_name,):
-        if names := sharding.as_axis_names("axis_name", axes):
-            sharding.mapped_axes(names)
-    return mesh_axes(axis_name)
+    if isinstance(amax_axis, Mapping) and set(amax_axis) - {"rows", "cols"}:
+        raise ValueError(f'amax_axis has keys {list(amax_axis)}; they must be out of "rows" and "cols"')
+    for axes in amax_axis.values() if isinstance(amax_axis, Mapping) else (amax_axis,):
+        if names := sharding.as_axis_names("amax_axis", axes):
+            sharding.mapped_axes(names, "amax_axis")
+    return mesh_axes(amax_axis)
 
 
 def _validate(name: str, x: Array, request: Request) -> None:
@@ -243,7 +243,7 @@ def quantize_requested(x: Array, amax: Array | None, request: Request, use_nativ
         row_ndim=request.row_ndim,
         copies=request.copies,
         amax=amax,
-        axis_name={"rows": request.row_axes, "cols": request.col_axes},
+        amax_axis={"rows": request.row_axes, "cols": request.col_axes},
         with_amax=request.with_amax,
         with_dbias=request.with_dbias,
     )

@@ -197,8 +197,8 @@ def load_balancing_loss(
     score: Score = "softmax",
     per_sequence: bool = False,
     mask: jax.typing.ArrayLike | None = None,
-    axis_name: AxisName | None = None,
-    sequence_axis_name: AxisName | None = None,
+    token_axis: AxisName | None = None,
+    sequence_axis: AxisName | None = None,
 ) -> Array:
     r"""The auxiliary loss of a router: 1 where all experts are used evenly, and up to E where one has all tokens.
 
@@ -217,10 +217,10 @@ def load_balancing_loss(
       per_sequence: takes the loss of every sequence, over the last dimension of tokens, and of these the mean.
       mask: bool [*tokens], False for tokens that do not count, such as padding. Sequences without any that count are
         left out of the mean.
-      axis_name: inside `shard_map` or `pmap`, the mesh axis or axes that split the tokens. All counts and means are
+      token_axis: inside `shard_map` or `pmap`, the mesh axis or axes that split the tokens. All counts and means are
         then over the tokens of all devices, and so is the loss. Under `jit` leave it None. Under `pmap` and with
         check_vma=False, gradients taken inside are those of the sum of all devices' losses, as with JAX's own `psum`.
-      sequence_axis_name: those that split every sequence. With per_sequence, `axis_name` splits whole sequences.
+      sequence_axis: those that split every sequence. With per_sequence, `token_axis` splits whole sequences.
 
     Returns:
       float32 scalar; 0 where no token counts.
@@ -247,10 +247,10 @@ def load_balancing_loss(
     _validate_score(score)
     if (per_sequence := as_flag("per_sequence", per_sequence)) and logits.ndim < 2:
         raise ValueError(f"logits have shape {logits.shape}; per_sequence=True needs [*batch, sequence, experts]")
-    axes = _split_axes(logits, axis_name, "axis_name")
-    sequence_axes = _split_axes(logits, sequence_axis_name, "sequence_axis_name")
+    axes = _split_axes(logits, token_axis, "token_axis")
+    sequence_axes = _split_axes(logits, sequence_axis, "sequence_axis")
     if same := sorted(set(axes) & set(sequence_axes)):
-        raise ValueError(f"axis_name and sequence_axis_name both name {same}; each mesh axis splits one of them")
+        raise ValueError(f"token_axis and sequence_axis both name {same}; each mesh axis splits one of them")
     counted = _as_mask(mask, logits.shape[:-1])
 
     # Masked before the softmax: a token that does not count may have logits that are not finite.
@@ -278,14 +278,14 @@ def router_z_loss(
     logits: jax.typing.ArrayLike,
     *,
     mask: jax.typing.ArrayLike | None = None,
-    axis_name: AxisName | None = None,
+    token_axis: AxisName | None = None,
 ) -> Array:
     r"""The mean over tokens of (log Σ_e exp(logits_e))², which keeps the logits of a router from growing.
 
     Args:
       logits: [*tokens, experts], float32, bfloat16 or float16.
       mask: bool [*tokens], False for tokens that do not count.
-      axis_name: inside `shard_map` or `pmap`, the mesh axis or axes that split the tokens; the mean is over all of
+      token_axis: inside `shard_map` or `pmap`, the mesh axis or axes that split the tokens; the mean is over all of
         them. See `load_balancing_loss`.
 
     Returns:
@@ -304,7 +304,7 @@ def router_z_loss(
       (4.3241, 4.3241)
     """
     logits = _as_logits(logits)
-    axes = _split_axes(logits, axis_name, "axis_name")
+    axes = _split_axes(logits, token_axis, "token_axis")
     counted = _as_mask(mask, logits.shape[:-1])
     lse = jax.nn.logsumexp(jnp.where(counted[..., None], logits.astype(jnp.float32), 0.0), axis=-1)
     total = _psum(jnp.sum(jnp.where(counted, jnp.square(lse), 0.0)), axes)
@@ -319,7 +319,7 @@ def expert_counts(
     num_experts: int,
     *,
     mask: jax.typing.ArrayLike | None = None,
-    axis_name: AxisName | None = None,
+    token_axis: AxisName | None = None,
 ) -> Array:
     """The number of tokens that chose each expert.
 
@@ -327,7 +327,7 @@ def expert_counts(
       experts: integers [*tokens, top_k]. Those outside [0, num_experts) are no expert's.
       num_experts: number of experts.
       mask: bool [*tokens], False for tokens that do not count.
-      axis_name: inside `shard_map` or `pmap`, the mesh axis or axes that split the tokens.
+      token_axis: inside `shard_map` or `pmap`, the mesh axis or axes that split the tokens.
 
     Returns:
       int32 [num_experts].
@@ -345,7 +345,7 @@ def expert_counts(
     _validate_experts(experts)
     if not (is_whole_number(num_experts) and num_experts >= 1):
         raise ValueError(f"num_experts is {num_experts!r}; it must be an integer of at least 1")
-    axes = _split_axes(experts, axis_name, "axis_name", name="experts")
+    axes = _split_axes(experts, token_axis, "token_axis", name="experts")
     counted = _as_mask(mask, experts.shape[:-1])
     chosen = jnp.where(counted[..., None], _chosen(experts, int(num_experts)), 0)
     return _psum(jnp.sum(chosen, axis=tuple(range(chosen.ndim - 1)), dtype=jnp.int32), axes)
@@ -431,12 +431,12 @@ def _as_mask(mask: Any, tokens: tuple[int, ...]) -> Array:
     return mask
 
 
-def _split_axes(x: Array, axis_name: Any, argument: str, name: str = "logits") -> tuple[str, ...]:
-    if axis_name is None:
+def _split_axes(x: Array, token_axis: Any, argument: str, name: str = "logits") -> tuple[str, ...]:
+    if token_axis is None:
         return ()
-    axes, _ = sharding.mapped_axes(axis_name)
-    remedy = f"pass each device its own tokens, by in_specs such as P({axis_name!r}), or {argument}=None"
-    sharding.validate_split(name, x, axes, remedy)
+    axes, _ = sharding.mapped_axes(token_axis, argument)
+    remedy = f"pass each device its own tokens, by in_specs such as P({token_axis!r}), or {argument}=None"
+    sharding.validate_split(name, x, axes, remedy, argument)
     return axes
 
 

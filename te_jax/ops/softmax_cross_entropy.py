@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import cast
 
@@ -23,7 +22,7 @@ from te_jax.ops._cross_entropy import (
     where_counted,
 )
 from te_jax.ops.operands import as_array
-from te_jax.reference.softmax_cross_entropy import equals, reduce_tokens
+from te_jax.reference.softmax_cross_entropy import CrossEntropy, equals, reduce_tokens
 from te_jax.sharding import AxisName
 
 _REVERSE_MODE = (
@@ -35,21 +34,13 @@ _REVERSE_MODE = (
 def softmax_cross_entropy(
     logits: jax.typing.ArrayLike,
     labels: jax.typing.ArrayLike,
+    loss: CrossEntropy = CrossEntropy(),
     *,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
     reduction: Reduction = "mean",
-    axis_name: AxisName | None = None,
+    vocab_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> Array:
     r"""Cross-entropy of the softmax over the last dimension against integer labels.
-
-    With z = logits, or z = c · tanh(logits / c) for a soft cap c, with ε = label_smoothing and V the vocabulary:
-
-        lse  = log Σ_v exp(z_v)
-        loss = lse - (1 - ε) z[label] - ε/V Σ_v z_v + z_loss · lse²
 
     The forward pass reads the logits once and keeps one float32 `lse` a row (checkpoint name
     "softmax_cross_entropy_lse"). The backward pass reads them once more and writes the gradient, over the logits
@@ -58,15 +49,11 @@ def softmax_cross_entropy(
     Args:
       logits: [*batch, vocab], float32, bfloat16 or float16. They may be sharded in any way: over batch dimensions
         devices exchange nothing, over the vocabulary four floats a row.
-      labels: [*batch], any integer dtype, in [0, vocab) or `ignore_index`. Any other label makes its row's loss and
-        gradient NaN.
-      label_smoothing: ε in [0, 1]: probability that is spread evenly over the whole vocabulary. Σ_v z_v is summed in
-        float32: where it exceeds 3.4e38, the loss is not finite.
-      ignore_index: rows with this label have loss 0 and gradient 0, and are not read.
-      z_loss: weight of lse², at least 0; keeps the logits from drifting.
-      logit_softcap: c, from 1e-30 to 1e30, or None for none.
+      labels: [*batch], any integer dtype, in [0, vocab) or `loss.ignore_index`. Any other label makes its row's loss
+        and gradient NaN.
+      loss: label smoothing, ignored labels, z-loss and soft cap; see `CrossEntropy`.
       reduction: "mean" over the rows that are not ignored (at least 1), "sum", or "none" for [*batch].
-      axis_name: inside `shard_map` or `pmap`, the mesh axis or axes that split the vocabulary in equal shards, in
+      vocab_axis: inside `shard_map` or `pmap`, the mesh axis or axes that split the vocabulary in equal shards, in
         order. Labels then count over the whole vocabulary, and the loss is the same on every shard. Under `jit` on
         Auto or Explicit meshes leave it None. Under `pmap` and with check_vma=False, gradients taken inside are those
         of the sum of all shards' losses, as with JAX's own `psum`.
@@ -82,24 +69,25 @@ def softmax_cross_entropy(
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
     References:
-      Online softmax: arXiv:1805.02867. Label smoothing: arXiv:1512.00567. z-loss: arXiv:2204.02311. Soft cap:
-      arXiv:2408.00118.
+      Online softmax: arXiv:1805.02867.
 
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax
       >>> logits, labels = jnp.zeros((3, 4)), jnp.array([0, 2, -100])
-      >>> loss, gradient = jax.jit(jax.value_and_grad(te_jax.ops.softmax_cross_entropy))(logits, labels)
-      >>> bool(jnp.allclose(loss, jnp.log(4))), gradient[0, 0].item(), gradient[2, 0].item()
+      >>> value, gradient = jax.jit(jax.value_and_grad(te_jax.ops.softmax_cross_entropy))(logits, labels)
+      >>> bool(jnp.allclose(value, jnp.log(4))), gradient[0, 0].item(), gradient[2, 0].item()
       (True, -0.375, 0.0)
     """
     logits, labels = as_array("logits", logits), as_array("labels", labels)
     _validate(logits, labels, reduction)
-    loss = Loss.checked(label_smoothing, ignore_index, z_loss, logit_softcap, axis_name)
-    remedy = f"pass the device's shard of the vocabulary, by in_specs such as P(None, {axis_name!r}), or axis_name=None"
-    sharding.validate_split("logits", logits, loss.axis_name, remedy)
+    split = Loss.of(loss, vocab_axis)
+    remedy = (
+        f"pass the device's shard of the vocabulary, by in_specs such as P(None, {vocab_axis!r}), or vocab_axis=None"
+    )
+    sharding.validate_split("logits", logits, split.vocab_axis, remedy, "vocab_axis")
     if use_native := native.use_native(implementation):
         logits = reverse_mode_only(logits, _REVERSE_MODE)
-    return _softmax_cross_entropy(logits, labels, loss, reduction, use_native)
+    return _softmax_cross_entropy(logits, labels, split, reduction, use_native)
 
 
 def _validate(logits: Array, labels: Array, reduction: str) -> None:
@@ -114,7 +102,7 @@ def _validate(logits: Array, labels: Array, reduction: str) -> None:
 @functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=sharding.INLINE)
 def _softmax_cross_entropy(logits: Array, labels: Array, loss: Loss, reduction: str, use_native: bool) -> Array:
     if not use_native:
-        return reference.softmax_cross_entropy(logits, labels, reduction=reduction, **dataclasses.asdict(loss))
+        return reference.softmax_cross_entropy(logits, labels, loss, reduction=reduction, vocab_axis=loss.vocab_axis)
     losses = cast(Array, _per_token(logits, labels, loss))
     return reduce_tokens(losses, equals(sharding.split_as_last(labels, losses), loss.ignore_index), reduction)
 
@@ -137,7 +125,7 @@ def _forward(logits: Array, labels: Array, loss: Loss):
 @functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
 def _backward(loss: Loss, residuals, cotangent: Array):
     logits, codes, lse = residuals
-    weight = where_counted(codes, over_replicas(cotangent, loss.axis_name))
+    weight = where_counted(codes, over_replicas(cotangent, loss.vocab_axis))
     attributes = loss.gradient_attributes(loss.whole_vocab(logits.shape[-1]))
     (gradient,) = logits_gradient(logits, codes, lse, weight, **attributes, **loss.split)
     return gradient, None

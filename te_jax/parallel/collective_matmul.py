@@ -96,7 +96,7 @@ def all_gather_matmul(
     Args:
       x: [*lead, S/D, *mid, K], this device's shard of a tensor whose dimension of size S is split over D devices;
         float32, bfloat16 or float16. Or a QuantizedArray of it with row_ndim = all but the last dimension, from
-        `quantize(x, recipe.quantization("activation"), axis_name=axis_name, straight_through=True)` or an operation
+        `quantize(x, recipe.quantization("activation"), amax_axis=axis_name, straight_through=True)` or an operation
         that writes FP8: the cotangent of its straight_through is dx. Not for DelayedScaling.
       kernel: [K, *N], this device's part, float32, bfloat16 or float16; or several in a tuple, which share one gather
         (q, k and v; gate and up). Without a recipe they are cast to the dtype of x. Or a QuantizedArray, from
@@ -331,7 +331,7 @@ def prepared(
         recipe=recipe,
         implementation=chosen,
         accumulate=as_flag("accumulate", accumulate),
-        axis_name=axes,
+        state_axis=axes,
         spec=spec,
     )
     return products, (*lead, length * size if gathers else part, *mid)

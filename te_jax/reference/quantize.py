@@ -44,14 +44,14 @@ def quantize(
     row_ndim: int | None = None,
     copies: Copies = "both",
     amax: Array | None = None,
-    axis_name: GroupAxes | None = None,
+    amax_axis: GroupAxes | None = None,
     with_amax: bool = False,
     with_dbias: bool = False,
 ) -> QuantizedParts:
     """Definition of `te_jax.ops.quantize`; see there for the arguments."""
     row_ndim = x.ndim - 1 if row_ndim is None else row_ndim
     rows, cols = tuple(range(row_ndim)), tuple(range(row_ndim, x.ndim))
-    row_axes, col_axes = mesh_axes(axis_name)
+    row_axes, col_axes = mesh_axes(amax_axis)
     if x.dtype != jnp.float32:
         # Without it XLA may quantize the value that x had before it was rounded to its dtype.
         x = lax.optimization_barrier(x)
@@ -91,15 +91,15 @@ def quantize(
     )
 
 
-def mesh_axes(axis_name: GroupAxes | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def mesh_axes(amax_axis: GroupAxes | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The mesh axes over which rows and cols are split; a name alone is about rows."""
-    if not isinstance(axis_name, Mapping):
-        axis_name = {"rows": axis_name or ()}
+    if not isinstance(amax_axis, Mapping):
+        amax_axis = {"rows": amax_axis or ()}
 
     def names(axes: AxisName | None) -> tuple[str, ...]:
         return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
-    return names(axis_name.get("rows")), names(axis_name.get("cols"))
+    return names(amax_axis.get("rows")), names(amax_axis.get("cols"))
 
 
 def scalings_of(quantization: Quantization, copies: Copies) -> tuple[Scaling, ...]:

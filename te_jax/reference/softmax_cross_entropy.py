@@ -2,23 +2,75 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
+
+from te_jax._core.arguments import is_finite_number, is_whole_number
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy:
+    """What a cross-entropy adds up for a row; hashable, a static argument.
+
+        loss = te_jax.ops.CrossEntropy(label_smoothing=0.1, z_loss=1e-4)
+
+    With z the logits, or c · tanh(logits / c) for a soft cap c, with ε = label_smoothing and V the vocabulary:
+
+        lse  = log Σ_v exp(z_v)
+        loss = lse - (1 - ε) z[label] - ε/V Σ_v z_v + z_loss · lse²
+
+    Attributes:
+      label_smoothing: ε in [0, 1]: probability that is spread evenly over the whole vocabulary. Σ_v z_v is summed in
+        float32: where it exceeds 3.4e38, the loss is not finite.
+      ignore_index: rows with this label have loss 0 and gradient 0, and are not read.
+      z_loss: weight of lse², at least 0; keeps the logits from drifting.
+      logit_softcap: c, from 1e-30 to 1e30, or None for none.
+
+    Raises:
+      ValueError: for numbers out of these ranges, or not known while tracing.
+
+    References:
+      Label smoothing: arXiv:1512.00567. z-loss: arXiv:2204.02311. Soft cap: arXiv:2408.00118.
+    """
+
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+    z_loss: float = 0.0
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not is_whole_number(self.ignore_index):
+            raise ValueError(f"ignore_index is {self.ignore_index!r}; it must be an integer, such as -100")
+        object.__setattr__(self, "ignore_index", int(self.ignore_index))
+        self._check("label_smoothing", "a number in [0, 1], 0 for none", 0, 1)
+        self._check("z_loss", "a finite number of at least 0 that float32 holds, 0 for none", 0, _LARGEST)
+        if self.logit_softcap is not None:  # beyond these limits c or logits / c would be subnormal
+            self._check("logit_softcap", "a number from 1e-30 to 1e30, or None", 1e-30, 1e30)
+
+    def _check(self, name: str, rule: str, least: float, most: float) -> None:
+        value = getattr(self, name)
+        if isinstance(value, Tracer):
+            raise ValueError(f"{name} is traced; it must be {rule}, known while tracing: make it a static argument")
+        if not is_finite_number(value) or not least <= float(value) <= most:
+            raise ValueError(f"{name} is {value!r}; it must be {rule}")
+        object.__setattr__(self, name, float(value))
 
 
 def softmax_cross_entropy(
     logits: Array,
     labels: Array,
+    loss: CrossEntropy = CrossEntropy(),
     *,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
     reduction: str = "mean",
-    axis_name: tuple[str, ...] = (),
+    vocab_axis: tuple[str, ...] = (),
     return_lse: bool = False,
 ) -> Any:
     """Definition of `te_jax.ops.softmax_cross_entropy`; see there for the arguments. With return_lse also lse.
@@ -27,18 +79,18 @@ def softmax_cross_entropy(
     """
     z = logits.astype(jnp.float64 if logits.dtype == jnp.float64 else jnp.float32)
     # Before any arithmetic, so that a NaN in an ignored row does not reach its gradient as 0 · NaN.
-    ignored = equals(labels, ignore_index)
+    ignored = equals(labels, loss.ignore_index)
     z = jnp.where(ignored[..., None], 0.0, z)
-    unit = 1.0 if logit_softcap is None else logit_softcap  # of z
-    if logit_softcap is not None:
-        z = jnp.tanh(z / logit_softcap)
+    unit = 1.0 if loss.logit_softcap is None else loss.logit_softcap  # of z
+    if loss.logit_softcap is not None:
+        z = jnp.tanh(z / loss.logit_softcap)
 
     local_vocab = z.shape[-1]
-    vocab = local_vocab * lax.axis_size(axis_name) if axis_name else local_vocab
-    offset = lax.axis_index(axis_name) * local_vocab if axis_name else 0
+    vocab = local_vocab * lax.axis_size(vocab_axis) if vocab_axis else local_vocab
+    offset = lax.axis_index(vocab_axis) * local_vocab if vocab_axis else 0
 
     def over_shards(reduce, x):
-        return reduce(x, axis_name) if axis_name else x
+        return reduce(x, vocab_axis) if vocab_axis else x
 
     # The maximum only steadies the exponentials: no gradient flows through it.
     peak = over_shards(lax.pmax, lax.stop_gradient(jnp.max(z, axis=-1)))
@@ -53,15 +105,15 @@ def softmax_cross_entropy(
     hit = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) == column[..., None]
     target = unit * over_shards(lax.psum, jnp.sum(jnp.where(hit, z, 0.0), axis=-1))
 
-    loss = lse - (1.0 - label_smoothing) * target
-    if label_smoothing:
-        loss = loss - label_smoothing / vocab * unit * over_shards(lax.psum, jnp.sum(z, axis=-1))
-    if z_loss:
-        loss = loss + z_loss * lse * lse  # in this order it overflows only where the result does
+    value = lse - (1.0 - loss.label_smoothing) * target
+    if loss.label_smoothing:
+        value = value - loss.label_smoothing / vocab * unit * over_shards(lax.psum, jnp.sum(z, axis=-1))
+    if loss.z_loss:
+        value = value + loss.z_loss * lse * lse  # in this order it overflows only where the result does
     # A product rather than a choice: it makes the row's gradient NaN as well.
-    loss = jnp.where(ignored, 0.0, loss * nan_unless(valid | ignored).astype(loss.dtype))
-    loss = reduce_tokens(loss, ignored, reduction)
-    return (loss, jnp.where(ignored, 0.0, lse)) if return_lse else loss
+    value = jnp.where(ignored, 0.0, value * nan_unless(valid | ignored).astype(value.dtype))
+    value = reduce_tokens(value, ignored, reduction)
+    return (value, jnp.where(ignored, 0.0, lse)) if return_lse else value
 
 
 def row_statistics(

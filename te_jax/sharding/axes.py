@@ -26,8 +26,8 @@ def as_axis_names(name: str, axes: Any) -> Axes:
     return tuple(names)
 
 
-def mapped_axes(axis_name: Any) -> tuple[Axes, int]:
-    """The mesh axes that `axis_name` names, and the number of devices along them.
+def mapped_axes(axis_name: Any, argument: str = "axis_name") -> tuple[Axes, int]:
+    """The mesh axes that an argument names, and the number of devices along them.
 
     Raises:
       ValueError: it is no name or tuple of names, or one of them is not mapped here.
@@ -40,7 +40,7 @@ def mapped_axes(axis_name: Any) -> tuple[Axes, int]:
         or len(set(names)) < len(names)
     ):
         raise ValueError(
-            f"axis_name is {axis_name!r}; it must be the name of a mesh axis, or a tuple of several, each once"
+            f"{argument} is {axis_name!r}; it must be the name of a mesh axis, or a tuple of several, each once"
         )
     size = 1
     for name in names:
@@ -48,7 +48,7 @@ def mapped_axes(axis_name: Any) -> tuple[Axes, int]:
             size *= lax.axis_size(name)
         except NameError:
             raise ValueError(
-                f"axis_name is {axis_name!r}, but no axis {name!r} is mapped here; call it inside shard_map or "
+                f"{argument} is {axis_name!r}, but no axis {name!r} is mapped here; call it inside shard_map or "
                 "pmap over a mesh with that axis"
             ) from None
     return tuple(names), size
@@ -181,7 +181,7 @@ def validate_not_a_partial_sum(name: str, x: Array) -> None:
         )
 
 
-def validate_split(name: str, x: Any, axes: Sequence[str], remedy: str) -> None:
+def validate_split(name: str, x: Any, axes: Sequence[str], remedy: str, argument: str = "axis_name") -> None:
     """Checks that x is split over mesh axes, where JAX tracks that.
 
     Raises:
@@ -189,5 +189,5 @@ def validate_split(name: str, x: Any, axes: Sequence[str], remedy: str) -> None:
     """
     if axes and (same := sorted(tracked_axes(axes) - varying_axes(x))):
         raise ValueError(
-            f"{name} is the same on all devices along {same}, and axis_name says that it is split: {remedy}"
+            f"{name} is the same on all devices along {same}, and {argument} says that it is split: {remedy}"
         )

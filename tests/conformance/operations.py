@@ -44,7 +44,7 @@ def checked_by(operation):
 # ------------------------------------------------------------------------------------------------ softmax_cross_entropy
 
 ROWS, VOCABULARY = (8, 2), 64
-LOSS = {"label_smoothing": 0.2, "z_loss": 3e-3, "logit_softcap": 3.0}
+LOSS = {"loss": ops.CrossEntropy(label_smoothing=0.2, z_loss=3e-3, logit_softcap=3.0)}
 
 
 def draw_logits(rng, dtype="float32"):
@@ -87,11 +87,11 @@ CROSS_ENTROPY = Operation(
         "rows": rows_and_vocabulary("data", None, options={}, own=("data",)),
         "rows over both": rows_and_vocabulary(("data", "model"), None, options={}),
         "sequence": Layout({"logits": P("data", "model"), "labels": P("data", "model")}, P("data", "model"), small={}),
-        "vocabulary": rows_and_vocabulary(None, "model", options={"axis_name": "model"}),
+        "vocabulary": rows_and_vocabulary(None, "model", options={"vocab_axis": "model"}),
         "rows and vocabulary": rows_and_vocabulary(
-            "data", "model", options={"axis_name": "model"}, own=("data",), reference=True
+            "data", "model", options={"vocab_axis": "model"}, own=("data",), reference=True
         ),
-        "vocabulary over both": rows_and_vocabulary(None, ("model", "data"), options={"axis_name": ("model", "data")}),
+        "vocabulary over both": rows_and_vocabulary(None, ("model", "data"), options={"vocab_axis": ("model", "data")}),
         "nothing": rows_and_vocabulary(None, None),
     },
     small={"all-reduce": 4 * math.prod(ROWS) + 8},
@@ -111,7 +111,7 @@ MEAN_CROSS_ENTROPY = Operation(
         "rows": Layout({"logits": P("data"), "labels": P("data")}),
         "rows and vocabulary": Layout({"logits": P("data", None, "model"), "labels": P("data")}),
         "labels whole": Layout({"logits": P("data", None, "model")}),
-        "vocabulary": Layout({"logits": P(None, None, "model")}, options={"axis_name": "model"}),
+        "vocabulary": Layout({"logits": P(None, None, "model")}, options={"vocab_axis": "model"}),
     },
     small={"all-reduce": 4 * math.prod(ROWS) + 8},
     variant=True,
@@ -149,12 +149,12 @@ LINEAR_CROSS_ENTROPY = Operation(
     policy=jax.checkpoint_policies.save_only_these_names("linear_cross_entropy_lse"),
     layouts={
         "tokens": tokens_and_vocabulary("data", None, (("all-reduce", _DKERNEL),), options={}, own=("data",)),
-        "vocabulary": tokens_and_vocabulary(None, "model", (("all-reduce", _DX),), options={"axis_name": "model"}),
+        "vocabulary": tokens_and_vocabulary(None, "model", (("all-reduce", _DX),), options={"vocab_axis": "model"}),
         "tokens and vocabulary": tokens_and_vocabulary(
             "data",
             "model",
             (("all-reduce", _DX // 2), ("all-reduce", _DKERNEL // 2)),
-            options={"axis_name": "model"},
+            options={"vocab_axis": "model"},
             own=("data",),
         ),
         "nothing": tokens_and_vocabulary(None, None, ()),
@@ -178,7 +178,7 @@ MEAN_LINEAR_CROSS_ENTROPY = Operation(
             {"kernel": P(None, "model")},
             collectives=(("all-reduce", _DX),),
             small={"all-reduce": 4 * math.prod(ROWS) + 8},
-            options={"axis_name": "model"},
+            options={"vocab_axis": "model"},
         ),
     },
     variant=True,
@@ -273,7 +273,7 @@ def quantize(kind, *, delayed=False, **fields):
     def layout(rows, cols, **options):
         scales = {"tensor": (P(), P()), "row": (P(rows), P(cols))}.get(kind, (P(cols, rows), P(cols, rows)))
         results = (P(rows, cols), scales[0], P(cols, rows), scales[1], P(), P(cols))[:count]
-        return Layout({"x": P(rows, cols)}, results, options={"axis_name": {"rows": rows, "cols": cols}}, **options)
+        return Layout({"x": P(rows, cols)}, results, options={"amax_axis": {"rows": rows, "cols": cols}}, **options)
 
     return Operation(
         name=f"quantize, {'delayed' if delayed else kind}",
@@ -318,7 +318,7 @@ def reglu(kind, **fields):
         scales = P() if kind == "tensor" else P(cols, rows)
         operands = dict.fromkeys(("gate", "up"), P(rows, cols))
         results = (P(rows, cols), scales, P(cols, rows), scales, P())
-        return Layout(operands, results, options={"axis_name": {"rows": rows, "cols": cols}}, **options)
+        return Layout(operands, results, options={"amax_axis": {"rows": rows, "cols": cols}}, **options)
 
     return Operation(
         name=f"gated_activation, {kind}",

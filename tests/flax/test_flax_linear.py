@@ -64,7 +64,7 @@ def test_dot_general_contracts_any_dimensions(rng, lhs_shape, rhs_shape, contrac
 
 def test_dot_general_cls_is_one_object_for_each_recipe():
     assert make_dot_general_cls(CurrentScaling()) is make_dot_general_cls(CurrentScaling())
-    assert make_dot_general_cls(CurrentScaling()) is make_dot_general_cls(recipe=CurrentScaling(), axis_name=None)
+    assert make_dot_general_cls(CurrentScaling()) is make_dot_general_cls(recipe=CurrentScaling(), state_axis=None)
     assert make_dot_general_cls(CurrentScaling()) is not make_dot_general_cls(BlockScaling())
 
 

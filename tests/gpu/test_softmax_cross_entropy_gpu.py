@@ -44,7 +44,7 @@ def test_few_rows_of_a_large_vocabulary(vocab, rows, dtype, rng):
     logits, labels = draw(rng, rows, vocab, dtype)
     losses, vjp = jax.vjp(
         lambda x: ops.softmax_cross_entropy(
-            x, labels, label_smoothing=0.1, reduction="none", implementation="native"
+            x, labels, loss=ops.CrossEntropy(label_smoothing=0.1), reduction="none", implementation="native"
         ),
         logits,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def test_large_softcaps(softcap, vocab, rng):
 
     def losses(x):
         return ops.softmax_cross_entropy(
-            x, labels, logit_softcap=softcap, reduction="none", implementation="native"
+            x, labels, loss=ops.CrossEntropy(logit_softcap=softcap), reduction="none", implementation="native"
         )  # fmt: skip
 
     found, vjp = jax.vjp(losses, logits)
@@ -145,7 +145,7 @@ _HASHES = """
         def steps(logits):  # several launches in a row, so that XLA has something to put into a graph
             for _ in range(4):
                 loss, gradient = jax.value_and_grad(ops.softmax_cross_entropy)(
-                    logits, labels, label_smoothing=0.1, implementation="native"
+                    logits, labels, loss=ops.CrossEntropy(label_smoothing=0.1), implementation="native"
                 )
                 logits = logits - (8 * gradient).astype(logits.dtype)
             return loss, logits
@@ -172,7 +172,7 @@ def test_repeated_runs_give_the_same_bits(rng):
     """Also while another stream of work keeps the GPU busy, and thread blocks come in another order."""
     for rows, vocab in ((5, 262144), (512, 32003), (20000, 64)):
         logits, labels = draw(rng, rows, vocab)
-        run = jax.jit(lambda *a: loss_and_gradient(*a, label_smoothing=0.1, z_loss=1e-3))
+        run = jax.jit(lambda *a: loss_and_gradient(*a, loss=ops.CrossEntropy(label_smoothing=0.1, z_loss=1e-3)))
         first = [np.asarray(x).tobytes() for x in run(logits, labels)]
         for _ in range(20):
             assert [np.asarray(x).tobytes() for x in run(logits, labels)] == first

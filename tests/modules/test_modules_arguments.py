@@ -71,7 +71,7 @@ def test_names_of_dimensions(api, name):
     assert found == jax.tree.map(lambda names: P(*names), expected, is_leaf=lambda names: isinstance(names, tuple))
 
 
-OPTIONS = {"recipe": CurrentScaling(), "axis_name": "data", "implementation": "reference"}
+OPTIONS = {"recipe": CurrentScaling(), "state_axis": "data", "implementation": "reference"}
 WITH_OPTIONS = {
     "Linear": lambda api: api.layer("Linear", 32, 16, **OPTIONS),
     "products of Flax's layers": lambda api: api.flax_with_products(OPTIONS, 32, 16),

@@ -15,7 +15,7 @@ LAYERS = {
     "LinearGeneral": (("LinearGeneral", (3, 32), (4, 12)), {"axis": (1, 2)}),
     "Einsum": (("Einsum", "btd,df->btf", (32, 16), (16,)), {}),
 }
-OPTIONS = {"axis_name": "data", "implementation": "reference"}
+OPTIONS = {"state_axis": "data", "implementation": "reference"}
 
 
 def recipes(report):

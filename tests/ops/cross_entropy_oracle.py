@@ -7,17 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import ops
+from te_jax.ops import CrossEntropy
 from te_jax.testing import assert_close
 
 # name: keyword arguments that between them reach every term of the formula.
 OPTIONS = {
     "plain": {},
-    "smoothing": {"label_smoothing": 0.1},
-    "z_loss": {"z_loss": 1e-2},
-    "softcap": {"logit_softcap": 2.0},
-    "all": {"label_smoothing": 0.2, "z_loss": 3e-3, "logit_softcap": 3.0},
+    "smoothing": {"loss": CrossEntropy(label_smoothing=0.1)},
+    "z_loss": {"loss": CrossEntropy(z_loss=1e-2)},
+    "softcap": {"loss": CrossEntropy(logit_softcap=2.0)},
+    "all": {"loss": CrossEntropy(label_smoothing=0.2, z_loss=3e-3, logit_softcap=3.0)},
 }
-STATICS = ("label_smoothing", "ignore_index", "z_loss", "logit_softcap", "reduction", "axis_name", "implementation")
+STATICS = ("loss", "reduction", "vocab_axis", "implementation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,50 +38,48 @@ class Oracle:
 def oracle(
     logits,
     labels,
+    loss=CrossEntropy(),
     *,
-    label_smoothing=0.0,
-    ignore_index=-100,
-    z_loss=0.0,
-    logit_softcap=None,
     reduction="mean",
     cotangent=1.0,
 ) -> Oracle:
     """Loss, and its gradient times `cotangent`, a scalar or, for reduction="none", one number for each row."""
+    smoothing, c = loss.label_smoothing, loss.logit_softcap
     x = np.asarray(logits).astype(np.float64)
     batch, vocab = x.shape[:-1], x.shape[-1]
     x = x.reshape(-1, vocab)
     labels = np.asarray(labels).astype(object).reshape(-1)  # Python integers: no wrap-around, no sign to mind
-    ignored = np.array([label == ignore_index for label in labels], bool)
+    ignored = np.array([label == loss.ignore_index for label in labels], bool)
     inside = np.array([0 <= label < vocab for label in labels], bool)
     column = np.array([label if 0 <= label < vocab else 0 for label in labels], np.int64)
     rows = np.arange(len(labels))
     with np.errstate(all="ignore"):
-        tanh = np.tanh(x / logit_softcap) if logit_softcap else np.zeros_like(x)
-        z = logit_softcap * tanh if logit_softcap else x
+        tanh = np.tanh(x / c) if c else np.zeros_like(x)
+        z = c * tanh if c else x
         peak = z.max(axis=1)
         lse = peak + np.log(np.exp(z - peak[:, None]).sum(axis=1))
         target = z[rows, column]
-        smoothed = label_smoothing / vocab * z.sum(axis=1) if label_smoothing else 0.0
-        loss = lse - (1 - label_smoothing) * target - smoothed + z_loss * lse**2
+        smoothed = smoothing / vocab * z.sum(axis=1) if smoothing else 0.0
+        value = lse - (1 - smoothing) * target - smoothed + loss.z_loss * lse**2
         terms = np.abs(lse) + np.abs(target)
-        slope = np.exp(z - lse[:, None]) * (1 + 2 * z_loss * lse[:, None]) - label_smoothing / vocab
-        slope[rows, column] -= 1 - label_smoothing
+        slope = np.exp(z - lse[:, None]) * (1 + 2 * loss.z_loss * lse[:, None]) - smoothing / vocab
+        slope[rows, column] -= 1 - smoothing
         gradient = slope * (1 - tanh**2)
-    loss = np.where(ignored, 0.0, np.where(inside, loss, np.nan))
+    value = np.where(ignored, 0.0, np.where(inside, value, np.nan))
     terms = np.where(ignored | ~np.isfinite(terms), 0.0, terms)
     gradient = np.where(ignored[:, None], 0.0, np.where(inside[:, None], gradient, np.nan))
 
     divisor = max(1, int((~ignored).sum())) if reduction == "mean" else 1
-    weight = np.broadcast_to(np.asarray(cotangent, np.float64).reshape(-1), loss.shape) / divisor
+    weight = np.broadcast_to(np.asarray(cotangent, np.float64).reshape(-1), value.shape) / divisor
     gradient = np.where(ignored[:, None], 0.0, gradient * weight[:, None])
     gradient_terms = np.zeros_like(gradient)
     gradient_terms[rows, column] = np.where(ignored, 0.0, np.abs(weight))
     if reduction == "none":
-        loss, terms = loss.reshape(batch), terms.reshape(batch)
+        value, terms = value.reshape(batch), terms.reshape(batch)
     else:
-        loss, terms = loss.sum() / divisor, terms.sum() / divisor
+        value, terms = value.sum() / divisor, terms.sum() / divisor
     shape = (*batch, vocab)
-    return Oracle(loss, gradient.reshape(shape), terms, gradient_terms.reshape(shape))
+    return Oracle(value, gradient.reshape(shape), terms, gradient_terms.reshape(shape))
 
 
 def assert_loss(actual, expected: Oracle, *, tolerance=1e-5, equal_nan=False):

@@ -26,7 +26,7 @@ PAIRS = {
     "tensor and row": ("tensor", "row"),
     "block and tensor": ("block_1x128", "tensor"),
 }
-STATICS = ("quantization", "row_ndim", "copies", "axis_name", "with_amax", "with_dbias", "implementation")
+STATICS = ("quantization", "row_ndim", "copies", "amax_axis", "with_amax", "with_dbias", "implementation")
 
 
 def quantization_of(pair, dtype=E4M3, power_of_two_scales=False) -> Quantization:

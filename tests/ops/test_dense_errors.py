@@ -77,8 +77,8 @@ SHORT_STATE = DelayedScalingState(HISTORY, HISTORY, HISTORY[:1], jnp.ones(()))
             X,
             KERNEL,
             None,
-            {"recipe": DELAYED, "scaling_state": DELAYED.init(), "axis_name": 3},
-            "axis_name is 3; it must be the name of a mesh axis, a tuple of several, or None",
+            {"recipe": DELAYED, "scaling_state": DELAYED.init(), "state_axis": 3},
+            "state_axis is 3; it must be the name of a mesh axis, a tuple of several, or None",
         ),
         (
             X,
@@ -217,25 +217,25 @@ def test_an_axis_that_is_not_mapped_is_named():
     """By the gradient: modules are initialised and evaluated outside of `pmap` too."""
 
     def loss(state):
-        y = ops.dense(X, KERNEL, recipe=DELAYED, scaling_state=state, axis_name=("data",))
+        y = ops.dense(X, KERNEL, recipe=DELAYED, scaling_state=state, state_axis=("data",))
         return jnp.sum(y.astype(jnp.float32))
 
     assert loss(DELAYED.init()) == 0.0
     with pytest.raises(
-        ValueError, match=r"axis_name is \('data',\), but no axis 'data' is mapped here; call it inside"
+        ValueError, match=r"state_axis is \('data',\), but no axis 'data' is mapped here; call it inside"
     ):
         jax.grad(loss)(DELAYED.init())
 
 
 @pytest.mark.parametrize("mapped", ["shard_map", "pmap"])
 def test_a_misspelt_axis_is_named_where_others_are_mapped(mapped, make_mesh):
-    run = functools.partial(ops.dense, recipe=DELAYED, scaling_state=DELAYED.init(), axis_name="dat")
+    run = functools.partial(ops.dense, recipe=DELAYED, scaling_state=DELAYED.init(), state_axis="dat")
     if mapped == "pmap":
         run, x = jax.pmap(run, axis_name="data", in_axes=(0, None)), X[None]
     else:
         mesh = make_mesh({"data": AxisType.Auto})
         run, x = jax.shard_map(run, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False), X
-    with pytest.raises(ValueError, match=r"axis_name is \('dat',\), but no axis 'dat' is mapped here"):
+    with pytest.raises(ValueError, match=r"state_axis is \('dat',\), but no axis 'dat' is mapped here"):
         jax.eval_shape(run, x, KERNEL)
 
 
@@ -297,11 +297,11 @@ def test_a_gpu_without_the_kernels_of_a_recipe(layer, monkeypatch, native_kernel
 
 
 @pytest.mark.parametrize("recipe", [None, CURRENT, BLOCK])
-def test_axis_name_is_for_the_state_of_delayed_scaling(recipe):
+def test_state_axis_is_for_the_state_of_delayed_scaling(recipe):
     """It was ignored, and a result that lacked the sum over devices looked like one."""
     for layer in (LAYERS_IN_FP8["dense"], LAYERS_IN_FP8["gated_mlp"]):
-        with pytest.raises(ValueError, match=r"axis_name is 'tensor', and recipe is .* sums no result.*psum"):
-            layer(recipe=recipe, axis_name="tensor")
+        with pytest.raises(ValueError, match=r"state_axis is 'tensor', and recipe is .* sums no result.*psum"):
+            layer(recipe=recipe, state_axis="tensor")
 
 
 @pytest.mark.parametrize(("recipe", "capability"), [(CURRENT, (8, 0)), (BLOCK, (8, 9)), (BLOCK, (10, 0))])

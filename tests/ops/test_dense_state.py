@@ -470,7 +470,7 @@ def test_what_is_not_finite_on_one_device_is_remembered_on_none(kind, poison, ma
     else:
         tracked = kind == "shard_map"
         run = jax.shard_map(
-            lambda *a: jax.grad(loss, argnums=2)(*a, axis_name=None if tracked else "data"),
+            lambda *a: jax.grad(loss, argnums=2)(*a, state_axis=None if tracked else "data"),
             mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P(), check_vma=tracked,
         )  # fmt: skip
         found = jax.jit(run)(x, case.kernel, state, case.dy)
@@ -517,13 +517,13 @@ def test_states_of_devices_that_have_one_each(make_mesh, rng):
 
 
 @pytest.mark.parametrize("kind", ["pmap", "shard_map"])
-def test_axis_name_where_nothing_is_tracked(kind, make_mesh, rng):
+def test_state_axis_where_nothing_is_tracked(kind, make_mesh, rng):
     mesh = make_mesh({"data": AxisType.Auto})
     case = random_case(rng, (mesh.size, 16), (32,), (32,), with_bias=False)
     x = case.x.at[-1, 3, 3].set(77.0)
 
     def local(x, kernel, state, dy):
-        return jax.grad(loss, argnums=2)(x, kernel, state, dy, axis_name="data")
+        return jax.grad(loss, argnums=2)(x, kernel, state, dy, state_axis="data")
 
     if kind == "pmap":
         run = jax.pmap(local, axis_name="data", in_axes=(0, None, None, 0))

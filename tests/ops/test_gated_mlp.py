@@ -163,7 +163,6 @@ X, KERNEL = (
         ("kernel[2] has shape (256, 384), whose first dimensions (256,)", {"kernel": (*KERNEL[:2], KERNEL[0])}),
         ("bias[1] has shape (3,)", {"bias": (None, jnp.zeros(3), None)}),
         ("activation is 'tanh'; it must be one of", {"activation": "tanh"}),
-        ("limit is -1.0; it must be a number above 0", {"limit": -1.0}),
         ("scaling_state[0] is None; DelayedScaling needs", {"recipe": DelayedScaling()}),
         ("kernel is a tuple of 3, so wgrad_accumulator must be one too", {"wgrad_accumulator": KERNEL[0]}),
     ],

@@ -9,6 +9,7 @@ import pytest
 from cross_entropy_oracle import OPTIONS, oracle
 
 from te_jax import ops
+from te_jax.ops import CrossEntropy
 from te_jax.ops.linear_cross_entropy import chunk_tokens
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
@@ -102,14 +103,14 @@ def test_against_float64(options, dtype, reduction, last, chunk, implementation,
 def test_gradients_in_fp8(recipe, vocab, last, rng):
     case = draw(rng, batch=(300,), vocab=vocab, dtype="bfloat16", last=last)
     case = (case[0], case[1], jnp.zeros_like(case[2]), *case[3:])
-    found = run(case, last=last, recipe=RECIPES[recipe], chunk_tokens=128, z_loss=1e-3)
-    compare(found, expected(case, last=last, z_loss=1e-3), 1e-3, 0.08, 0.08, 0.01)
+    found = run(case, last=last, recipe=RECIPES[recipe], chunk_tokens=128, loss=CrossEntropy(z_loss=1e-3))
+    compare(found, expected(case, last=last, loss=CrossEntropy(z_loss=1e-3)), 1e-3, 0.08, 0.08, 0.01)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_reference_computes_it_in_fp8_too(recipe, rng, native_kernels):
     case = draw(rng, batch=(300,), vocab=134, dtype="bfloat16")
-    options = {"label_smoothing": 0.1, "logit_softcap": 3.0, "z_loss": 1e-3, "chunk_tokens": 128}
+    options = {"loss": CrossEntropy(label_smoothing=0.1, logit_softcap=3.0, z_loss=1e-3), "chunk_tokens": 128}
     for products in (("dgrad", "wgrad"), ("forward", "wgrad")):
         run_ = functools.partial(run, case, recipe=RECIPES[recipe], fp8_products=products, **options)
         compare(run_(implementation="reference"), run_(implementation="native"), 1e-3, 2e-2, 2e-2, 2e-2)
@@ -117,18 +118,19 @@ def test_the_reference_computes_it_in_fp8_too(recipe, rng, native_kernels):
 
 def test_all_products_in_fp8(rng):
     case = draw(rng, batch=(300,), vocab=384, dtype="bfloat16")
-    options = {"recipe": BlockScaling(), "chunk_tokens": 128, "label_smoothing": 0.1, "logit_softcap": 3.0}
-    wanted = expected(case, label_smoothing=0.1, logit_softcap=3.0)
+    loss = CrossEntropy(label_smoothing=0.1, logit_softcap=3.0)
+    options = {"recipe": BlockScaling(), "chunk_tokens": 128, "loss": loss}
+    wanted = expected(case, loss=loss)
     compare(run(case, fp8_products=("forward", "dgrad", "wgrad"), **options), wanted, 5e-3, 0.06, 0.06, 0.04)
     compare(run(case, fp8_products=("wgrad",), **options), wanted, 1e-3, 0.01, 0.05, 0.01)
     x, kernel, _, _, labels = case
 
     def per_token(x, kernel):
-        options = {"recipe": BlockScaling(), "chunk_tokens": 128, "reduction": "none", "logit_softcap": 3.0}
+        options = {"recipe": BlockScaling(), "chunk_tokens": 128, "reduction": "none", "loss": loss}
         return jnp.sum(ops.linear_cross_entropy(x, kernel, labels, **options))
 
     def as_a_sum(x, kernel):
-        options = {"recipe": BlockScaling(), "chunk_tokens": 128, "reduction": "sum", "logit_softcap": 3.0}
+        options = {"recipe": BlockScaling(), "chunk_tokens": 128, "reduction": "sum", "loss": loss}
         return ops.linear_cross_entropy(x, kernel, labels, **options)
 
     for a, b in zip(*(jax.jit(jax.grad(f, (0, 1)))(x, kernel) for f in (per_token, as_a_sum)), strict=True):
@@ -336,14 +338,14 @@ def test_chunks(tokens, vocab, in_fp8, wanted):
         ({"labels": jnp.zeros((3, 50))}, "labels have dtype float32"),
         ({"reduction": "max"}, "reduction is 'max'"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
-        ({"label_smoothing": 2.0}, "label_smoothing is 2.0"),
+        ({"loss": None}, "loss is None; it must be a te_jax.ops.CrossEntropy"),
         ({"recipe": DelayedScaling()}, "whose state a loss does not take"),
         ({"recipe": "block"}, "recipe is 'block'"),
         ({"recipe": BlockScaling(), "fp8_products": ()}, r"fp8_products is \(\)"),
         ({"recipe": BlockScaling(), "fp8_products": "wgrad"}, "fp8_products is 'wgrad'"),
         ({"x": jnp.zeros((3, 50, 8)), "kernel": jnp.zeros((8, 130)), "recipe": BlockScaling()}, "a multiple of 16"),
         ({"wgrad_accumulator": jnp.zeros((130, IN))}, r"wgrad_accumulator has shape \(130, 48\)"),
-        ({"axis_name": "model"}, "no axis 'model' is mapped here"),
+        ({"vocab_axis": "model"}, "no axis 'model' is mapped here"),
     ],
 )
 def test_errors_name_the_argument(change, message, rng):

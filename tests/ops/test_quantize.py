@@ -379,8 +379,8 @@ def test_straight_through_alone_has_the_gradient(implementation, rng):
             "x is a QuantizedArray; it must be a plain",
         ),
         (jnp.ones((4, 8)), {"amax": "largest"}, "amax is of type str; it must be an array"),
-        (jnp.ones((4, 8)), {"axis_name": 3}, "axis_name is 3; it must be the name of a mesh axis, a tuple of several"),
-        (jnp.ones((4, 8)), {"axis_name": {"cols": (3,)}}, "axis_name is (3,); it must be the name of a mesh axis"),
+        (jnp.ones((4, 8)), {"amax_axis": 3}, "amax_axis is 3; it must be the name of a mesh axis, a tuple of several"),
+        (jnp.ones((4, 8)), {"amax_axis": {"cols": (3,)}}, "amax_axis is (3,); it must be the name of a mesh axis"),
         (jnp.ones((4, 8)), {"with_amax": "no"}, "with_amax is 'no'; it must be True or False"),
     ],
 )
@@ -392,9 +392,9 @@ def test_what_is_no_array_axis_or_flag_is_named(x, options, message):
 @pytest.mark.parametrize("scaling", ["tensor", "1x128"])
 def test_an_axis_that_is_not_mapped_is_named(scaling, implementation):
     with pytest.raises(
-        ValueError, match=r"axis_name is \('data',\), but no axis 'data' is mapped here; call it inside"
+        ValueError, match=r"amax_axis is \('data',\), but no axis 'data' is mapped here; call it inside"
     ):
-        ops.quantize(jnp.ones((4, 8)), quantization_of(scaling), axis_name="data", implementation=implementation)
+        ops.quantize(jnp.ones((4, 8)), quantization_of(scaling), amax_axis="data", implementation=implementation)
 
 
 def test_a_program_holds_the_arithmetic_of_scales_once():

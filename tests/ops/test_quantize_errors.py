@@ -36,7 +36,7 @@ TENSOR, ROW, BLOCK = (quantization_of(name) for name in ("tensor", "row", "1x128
         (X, TENSOR, {"amax": jnp.zeros(2)}, "amax has shape (2,) and dtype float32; it must be a float32 scalar"),
         (X, TENSOR, {"amax": jnp.bfloat16(1)}, "amax has shape () and dtype bfloat16"),
         (X, ROW, {"amax": jnp.float32(1)}, "amax is given, but quantization has scaling 'row'"),
-        (X, TENSOR, {"axis_name": {"row": "data"}}, "axis_name has keys ['row']; they must be out of"),
+        (X, TENSOR, {"amax_axis": {"row": "data"}}, "amax_axis has keys ['row']; they must be out of"),
         (jnp.zeros((3, 5, 8)), BLOCK, {}, "x has rows of shape (3, 5); blocks of 128 along them need"),
         (jnp.zeros((3, 5, 8)), BLOCK, {"row_ndim": 1}, "x has cols of shape (5, 8); blocks of 128 along them need"),
         (X, TENSOR, {"straight_through": "yes"}, "straight_through is 'yes'; it must be True or False"),
@@ -53,9 +53,9 @@ def test_errors_come_while_tracing():
         jax.eval_shape(lambda x: ops.quantize(x, TENSOR, amax=jnp.zeros(3)), X)
 
 
-def test_unknown_axis_name_is_named(implementation):
+def test_unknown_axis_is_named(implementation):
     with pytest.raises(ValueError, match="no axis 'rows_axis' is mapped here"):
-        ops.quantize(X, TENSOR, axis_name="rows_axis", implementation=implementation)
+        ops.quantize(X, TENSOR, amax_axis="rows_axis", implementation=implementation)
 
 
 def test_numpy_arrays_and_numbers_are_taken(implementation):

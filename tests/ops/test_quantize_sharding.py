@@ -95,7 +95,7 @@ def test_the_reference_inside_shard_map(pair, make_mesh, rng):
     def local(x):
         axes = {"rows": "data", "cols": "model"}
         return ops.quantize(
-            x, quantization, axis_name=axes, with_amax=True, with_dbias=True, implementation="reference"
+            x, quantization, amax_axis=axes, with_amax=True, with_dbias=True, implementation="reference"
         )
 
     run = jax.shard_map(local, mesh=mesh, in_specs=P("data", "model"), out_specs=out_specs)
@@ -109,14 +109,14 @@ def test_names_of_axes(make_mesh, implementation, rng):
     """A name alone is about rows; several axes may split one group."""
     mesh = make_mesh({"data": AUTO, "model": AUTO})
     x, quantization = random_case(rng, SHAPE, "float32"), quantization_of("tensor")
-    for spec, axis_name in (
+    for spec, amax_axis in (
         (P("data"), "data"),
         (P(("data", "model")), ("data", "model")),
         (P(None, ("model", "data")), {"cols": ("model", "data")}),
     ):
         run = jax.shard_map(
-            lambda x, axis_name=axis_name: ops.quantize(
-                x, quantization, axis_name=axis_name, copies="data", with_dbias=True, implementation=implementation
+            lambda x, amax_axis=amax_axis: ops.quantize(
+                x, quantization, amax_axis=amax_axis, copies="data", with_dbias=True, implementation=implementation
             )[1],
             mesh=mesh, in_specs=spec, out_specs=P(*(*spec, None)[1:2]),
         )  # fmt: skip

@@ -230,9 +230,9 @@ def all_of(logits, bias, **options):
         ops.load_balancing_loss(
             logits, experts, score="sigmoid", per_sequence=True, mask=logits[..., 0] > -2.0, **options
         ),
-        ops.router_z_loss(logits, axis_name=tuple(name for name in options.values() if name) or None),
+        ops.router_z_loss(logits, token_axis=tuple(name for name in options.values() if name) or None),
     )
-    counts = ops.expert_counts(experts, EXPERTS, axis_name=tuple(name for name in options.values() if name) or None)
+    counts = ops.expert_counts(experts, EXPERTS, token_axis=tuple(name for name in options.values() if name) or None)
     return (experts, counts), (weights, *losses)
 
 
@@ -263,7 +263,7 @@ def test_shard_map(rng, require_devices):
         _, (_, *losses) = function(logits, bias)
         return sum((i + 1.0) * loss for i, loss in enumerate(losses))
 
-    local = functools.partial(all_of, axis_name="data", sequence_axis_name="sequence")
+    local = functools.partial(all_of, token_axis="data", sequence_axis="sequence")
     mapped = jax.shard_map(
         local,
         mesh=mesh_of(AxisType.Auto),
@@ -316,7 +316,7 @@ REFUSED = {
         lambda: ops.load_balancing_loss(jnp.zeros(8), jnp.zeros(2, jnp.int32), per_sequence=True),
         r"needs \[\*batch, sequence, experts\]",
     ),
-    "axis": (lambda: ops.router_z_loss(LOGITS, axis_name="data"), "no axis 'data' is mapped here"),
+    "axis": (lambda: ops.router_z_loss(LOGITS, token_axis="data"), "no axis 'data' is mapped here"),
     "counts": (lambda: ops.update_expert_bias(jnp.zeros(4), jnp.zeros(3)), r"counts have shape \(3,\)"),
     "bias dtype": (lambda: ops.update_expert_bias(jnp.zeros(4, jnp.bfloat16), jnp.zeros(4)), "it must be float32"),
     "rate": (lambda: ops.update_expert_bias(jnp.zeros(4), jnp.zeros(4), rate=-1.0), "rate is -1.0"),
@@ -335,7 +335,7 @@ def test_tokens_that_are_not_split_over_the_axis(require_devices):
     require_devices(4)
 
     def local(logits):
-        return ops.router_z_loss(logits, axis_name="data")
+        return ops.router_z_loss(logits, token_axis="data")
 
     with pytest.raises(ValueError, match="logits is the same on all devices along"):
         jax.shard_map(local, mesh=mesh_of(AxisType.Auto), in_specs=P(), out_specs=P())(LOGITS)

@@ -17,6 +17,7 @@ from parameters import in_turns
 
 import te_jax
 from te_jax import ops, reference
+from te_jax.ops import CrossEntropy
 from te_jax.testing import assert_close, relative_error
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -157,7 +158,7 @@ def test_ignore_index(labels_dtype, ignore_index, implementation, rng):
     limits = np.iinfo(labels_dtype)
     if limits.min <= ignore_index <= limits.max:
         labels = labels.at[::3].set(np.array(ignore_index, labels_dtype))
-    check(logits, labels, rng, implementation=implementation, ignore_index=ignore_index)
+    check(logits, labels, rng, implementation=implementation, loss=CrossEntropy(ignore_index=ignore_index))
 
 
 def test_codes_of_the_kernel_are_no_labels(implementation, rng):
@@ -204,7 +205,7 @@ def test_large_logits(options, implementation, rng):
 
 def test_large_logits_with_softcap(implementation, rng):
     logits, labels = random_case(rng, (16, 300), "float32", scale=1e4)
-    check(logits, labels, rng, implementation=implementation, reduction="none", logit_softcap=30.0)
+    check(logits, labels, rng, implementation=implementation, reduction="none", loss=CrossEntropy(logit_softcap=30.0))
 
 
 def test_equal_large_logits_do_not_overflow(implementation):
@@ -218,20 +219,37 @@ def test_softcap_of_small_and_large_logits(dtype, softcap, implementation, rng):
     """tanh where it is almost linear, where it bends, and where it is almost 1."""
     logits, labels = random_case(rng, (12, 200), "float32")
     logits = (logits * jnp.logspace(-4, 3, 12)[:, None]).astype(dtype)
-    check(logits, labels, rng, implementation=implementation, reduction="none", logit_softcap=softcap)
+    check(
+        logits,
+        labels,
+        rng,
+        implementation=implementation,
+        reduction="none",
+        loss=CrossEntropy(logit_softcap=softcap),
+    )
 
 
 @pytest.mark.parametrize(("softcap", "scale"), in_turns([1e8, 1e12, 1e20, 1e30], [0.25, 3.0]))
 def test_large_softcaps(softcap, scale, implementation, rng):
     """Logits of the cap's size, whose last digit is more than 1: an exponent off by it would be seen at once."""
     logits, labels = random_case(rng, (16, 1000), "float32", scale=scale * softcap)
-    check(logits, labels, rng, implementation=implementation, reduction="sum", tolerance=1e-4, logit_softcap=softcap)
+    check(
+        logits,
+        labels,
+        rng,
+        implementation=implementation,
+        reduction="sum",
+        tolerance=1e-4,
+        loss=CrossEntropy(logit_softcap=softcap),
+    )
 
 
 def test_z_loss_of_large_logits(implementation, rng):
     """lse² overflows float32, z_loss · lse² does not."""
     logits, labels = random_case(rng, (16, 300), "float32", scale=1e20)
-    loss, _ = check(logits, labels, rng, implementation=implementation, reduction="none", z_loss=1e-6)
+    loss, _ = check(
+        logits, labels, rng, implementation=implementation, reduction="none", loss=CrossEntropy(z_loss=1e-6)
+    )
     assert np.isfinite(loss).all()
 
 
@@ -240,7 +258,9 @@ def test_masked_vocabulary(dtype, implementation, rng):
     """-inf in some columns: they have no probability and no gradient."""
     logits, labels = random_case(rng, (8, 100), dtype)
     logits, labels = logits.at[:, 60:].set(-jnp.inf).at[:, 0].set(-jnp.inf), 1 + labels % 59
-    loss, gradient = check(logits, labels, rng, implementation=implementation, reduction="none", z_loss=1e-3)
+    loss, gradient = check(
+        logits, labels, rng, implementation=implementation, reduction="none", loss=CrossEntropy(z_loss=1e-3)
+    )
     assert np.isfinite(loss).all()
     np.testing.assert_array_equal(gradient[:, 60:].astype(jnp.float32), 0.0)
 
@@ -300,7 +320,11 @@ def test_ignored_rows_leak_nothing(bad, options, implementation, rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_repeated_runs_give_the_same_bits(dtype, native_kernels, rng):
     logits, labels = random_case(rng, (64, 4099), dtype)
-    run = jax.jit(jax.value_and_grad(lambda *a: ops.softmax_cross_entropy(*a, label_smoothing=0.1, z_loss=1e-3)))
+    run = jax.jit(
+        jax.value_and_grad(
+            lambda *a: ops.softmax_cross_entropy(*a, loss=CrossEntropy(label_smoothing=0.1, z_loss=1e-3))
+        )
+    )
     first = jax.tree.map(np.asarray, run(logits, labels))
     for _ in range(10):
         for again, once in zip(run(logits, labels), first, strict=True):
@@ -321,7 +345,7 @@ def test_one_thread_and_many_give_the_same_bits(rng):
         rng = np.random.default_rng(seed)
         logits = jax.device_put(rng.standard_normal((300, 5003), np.float32))
         labels = jax.device_put(np.asarray(rng.integers(0, 5003, 300), jnp.int32))
-        rows = lambda x: ops.softmax_cross_entropy(x, labels, label_smoothing=0.1, reduction="none")
+        rows = lambda x: ops.softmax_cross_entropy(x, labels, ops.CrossEntropy(label_smoothing=0.1), reduction="none")
         losses, vjp = jax.vjp(rows, logits)
         arrays = losses, vjp(jnp.linspace(1, 2, 300))[0]
         print(hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in arrays)).hexdigest())
@@ -342,7 +366,7 @@ def test_one_thread_and_many_give_the_same_bits(rng):
 def test_a_row_does_not_depend_on_its_neighbours(native_kernels, rng):
     """Whichever thread computes a row, and whatever else it computes: the same bits."""
     logits, labels = random_case(rng, (257, 1003), "float32")
-    options = {"label_smoothing": 0.1, "reduction": "none"}
+    options = {"loss": CrossEntropy(label_smoothing=0.1), "reduction": "none"}
     whole = np.asarray(loss_of(logits, labels, **options))
     for begin, end in ((0, 1), (100, 120), (256, 257)):
         part = loss_of(logits[begin:end], labels[begin:end], **options)

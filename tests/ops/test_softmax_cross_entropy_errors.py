@@ -32,28 +32,6 @@ LABELS = jnp.zeros(4, jnp.int32)
         (LOGITS, jnp.int32(0), {}, "labels have shape ()"),
         (None, LABELS, {}, "logits is None; it must be an array"),
         (LOGITS, "labels", {}, "labels is of type str; it must be an array"),
-        (LOGITS, LABELS, {"label_smoothing": -0.1}, "label_smoothing is -0.1; it must be"),
-        (LOGITS, LABELS, {"label_smoothing": 1.5}, "label_smoothing is 1.5"),
-        (LOGITS, LABELS, {"label_smoothing": float("nan")}, "label_smoothing is nan"),
-        (LOGITS, LABELS, {"label_smoothing": "a"}, "label_smoothing is 'a'; it must be a number in [0, 1], 0 for none"),
-        (LOGITS, LABELS, {"label_smoothing": True}, "label_smoothing is True"),
-        (LOGITS, LABELS, {"label_smoothing": None}, "label_smoothing is None"),
-        (LOGITS, LABELS, {"z_loss": "a"}, "z_loss is 'a'; it must be a finite number of at least 0 that float32 holds"),
-        (LOGITS, LABELS, {"z_loss": [1.0]}, "z_loss is [1.0]"),
-        (LOGITS, LABELS, {"z_loss": None}, "z_loss is None"),
-        (LOGITS, LABELS, {"z_loss": float("nan")}, "z_loss is nan"),
-        (LOGITS, LABELS, {"z_loss": -1e-4}, "z_loss is -0.0001; it must be"),
-        (LOGITS, LABELS, {"z_loss": float("inf")}, "z_loss is inf"),
-        (LOGITS, LABELS, {"z_loss": 1e39}, "z_loss is 1e+39"),
-        (LOGITS, LABELS, {"logit_softcap": 0.0}, "logit_softcap is 0.0; it must be"),
-        (LOGITS, LABELS, {"logit_softcap": "a"}, "logit_softcap is 'a'; it must be a number from 1e-30 to"),
-        (LOGITS, LABELS, {"logit_softcap": True}, "logit_softcap is True"),
-        (LOGITS, LABELS, {"logit_softcap": -3}, "logit_softcap is -3"),
-        (LOGITS, LABELS, {"logit_softcap": float("inf")}, "logit_softcap is inf"),
-        (LOGITS, LABELS, {"logit_softcap": 1e38}, "logit_softcap is 1e+38"),
-        (LOGITS, LABELS, {"logit_softcap": 1e39}, "logit_softcap is 1e+39"),
-        (LOGITS, LABELS, {"logit_softcap": 1e-40}, "logit_softcap is 1e-40"),
-        (LOGITS, LABELS, {"logit_softcap": 1e-50}, "logit_softcap is 1e-50"),
         (LOGITS, LABELS, {"reduction": "avg"}, "reduction is 'avg'; it must be 'mean', 'sum' or 'none'"),
         (LOGITS, LABELS, {"reduction": None}, "reduction is None"),
         (
@@ -62,17 +40,59 @@ LABELS = jnp.zeros(4, jnp.int32)
             {"implementation": "cuda"},
             "implementation is 'cuda'; it must be None,",
         ),
-        (LOGITS, LABELS, {"ignore_index": 1.5}, "ignore_index is 1.5; it must be an integer"),
-        (LOGITS, LABELS, {"ignore_index": True}, "ignore_index is True"),
-        (LOGITS, LABELS, {"ignore_index": "a"}, "ignore_index is 'a'"),
-        (LOGITS, LABELS, {"ignore_index": None}, "ignore_index is None"),
-        (LOGITS, LABELS, {"axis_name": 3}, "axis_name is 3; it must be the name of a mesh axis, or a tuple of several"),
-        (LOGITS, LABELS, {"axis_name": ""}, "axis_name is '', but no axis '' is mapped here"),
+        (
+            LOGITS,
+            LABELS,
+            {"vocab_axis": 3},
+            "vocab_axis is 3; it must be the name of a mesh axis, or a tuple of several",
+        ),
+        (LOGITS, LABELS, {"vocab_axis": ""}, "vocab_axis is '', but no axis '' is mapped here"),
     ],
 )
 def test_message_names_argument_value_and_rule(logits, labels, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ops.softmax_cross_entropy(logits, labels, **options)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"label_smoothing": -0.1}, "label_smoothing is -0.1; it must be"),
+        ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),
+        ({"label_smoothing": float("nan")}, "label_smoothing is nan"),
+        ({"label_smoothing": "a"}, "label_smoothing is 'a'; it must be a number in [0, 1], 0 for none"),
+        ({"label_smoothing": True}, "label_smoothing is True"),
+        ({"label_smoothing": None}, "label_smoothing is None"),
+        ({"z_loss": "a"}, "z_loss is 'a'; it must be a finite number of at least 0 that float32 holds"),
+        ({"z_loss": [1.0]}, "z_loss is [1.0]"),
+        ({"z_loss": None}, "z_loss is None"),
+        ({"z_loss": float("nan")}, "z_loss is nan"),
+        ({"z_loss": -1e-4}, "z_loss is -0.0001; it must be"),
+        ({"z_loss": float("inf")}, "z_loss is inf"),
+        ({"z_loss": 1e39}, "z_loss is 1e+39"),
+        ({"logit_softcap": 0.0}, "logit_softcap is 0.0; it must be"),
+        ({"logit_softcap": "a"}, "logit_softcap is 'a'; it must be a number from 1e-30 to"),
+        ({"logit_softcap": True}, "logit_softcap is True"),
+        ({"logit_softcap": -3}, "logit_softcap is -3"),
+        ({"logit_softcap": float("inf")}, "logit_softcap is inf"),
+        ({"logit_softcap": 1e38}, "logit_softcap is 1e+38"),
+        ({"logit_softcap": 1e39}, "logit_softcap is 1e+39"),
+        ({"logit_softcap": 1e-40}, "logit_softcap is 1e-40"),
+        ({"logit_softcap": 1e-50}, "logit_softcap is 1e-50"),
+        ({"ignore_index": 1.5}, "ignore_index is 1.5; it must be an integer"),
+        ({"ignore_index": True}, "ignore_index is True"),
+        ({"ignore_index": "a"}, "ignore_index is 'a'"),
+        ({"ignore_index": None}, "ignore_index is None"),
+    ],
+)
+def test_numbers_of_a_loss(numbers, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.CrossEntropy(**numbers)
+
+
+def test_a_loss_is_a_value():
+    with pytest.raises(ValueError, match=r"loss is 0.1; it must be a te_jax\.ops\.CrossEntropy, such as"):
+        ops.softmax_cross_entropy(LOGITS, LABELS, 0.1)
 
 
 def test_float64_logits_are_refused():
@@ -85,19 +105,19 @@ def test_errors_come_while_tracing():
         jax.eval_shape(ops.softmax_cross_entropy, LOGITS, LABELS[:2])
 
 
-def test_unknown_axis_name_is_named(implementation):
+def test_unknown_axis_is_named(implementation):
     message = (
-        "axis_name is 'vocabulary', but no axis 'vocabulary' is mapped here; call it inside shard_map or pmap over"
+        "vocab_axis is 'vocabulary', but no axis 'vocabulary' is mapped here; call it inside shard_map or pmap over"
     )
     with pytest.raises(ValueError, match=message):
-        ops.softmax_cross_entropy(LOGITS, LABELS, axis_name="vocabulary", implementation=implementation)
+        ops.softmax_cross_entropy(LOGITS, LABELS, vocab_axis="vocabulary", implementation=implementation)
 
 
 def test_axes_of_another_mesh(make_mesh):
     @jax.shard_map(mesh=make_mesh({"data": AxisType.Auto}), in_specs=P("data"), out_specs=P("data"))
     def loss(logits):
         return ops.softmax_cross_entropy(
-            logits, jnp.zeros(len(logits), jnp.int32), reduction="none", axis_name=("data", "model")
+            logits, jnp.zeros(len(logits), jnp.int32), reduction="none", vocab_axis=("data", "model")
         )
 
     with pytest.raises(ValueError, match="no axis 'model' is mapped here"):
@@ -109,45 +129,42 @@ def test_logits_that_are_the_same_on_all_devices(wrap, make_mesh, implementation
     """Each device would take them for a shard, and the loss would be off by the logarithm of the number of devices."""
     mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
 
-    def trace(spec, axis_name, check_vma=True):
-        loss = functools.partial(ops.softmax_cross_entropy, axis_name=axis_name, implementation=implementation)
+    def trace(spec, vocab_axis, check_vma=True):
+        loss = functools.partial(ops.softmax_cross_entropy, vocab_axis=vocab_axis, implementation=implementation)
         out_spec = spec if wrap is jax.grad else P()
         mapped = jax.shard_map(
             wrap(lambda x: loss(x, LABELS)), mesh=mesh, in_specs=spec, out_specs=out_spec, check_vma=check_vma
         )
         jax.eval_shape(mapped, LOGITS)
 
-    for spec, axis_name in ((P(), "model"), (P(None, "data"), ("data", "model"))):
+    for spec, vocab_axis in ((P(), "model"), (P(None, "data"), ("data", "model"))):
         message = (
-            "logits is the same on all devices along ['model'], and axis_name says that it is split: pass the device's "
-            f"shard of the vocabulary, by in_specs such as P(None, {axis_name!r}), or axis_name=None"
+            "logits is the same on all devices along ['model'], and vocab_axis says that it is split: pass the "
+            f"device's shard of the vocabulary, by in_specs such as P(None, {vocab_axis!r}), or vocab_axis=None"
         )
         with pytest.raises(ValueError, match=re.escape(message)):
-            trace(spec, axis_name)
-        trace(P(None, axis_name), axis_name)
+            trace(spec, vocab_axis)
+        trace(P(None, vocab_axis), vocab_axis)
     trace(P(), "model", check_vma=False)  # JAX does not know
 
 
 @pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "logit_softcap"])
 def test_numbers_that_are_traced(name):
     with pytest.raises(ValueError, match=f"{name} is traced; it must be .*, known while tracing: make it a static"):
-        jax.jit(lambda value: ops.softmax_cross_entropy(LOGITS, LABELS, **{name: value}))(0.5)
+        jax.jit(lambda value: ops.softmax_cross_entropy(LOGITS, LABELS, ops.CrossEntropy(**{name: value})))(0.5)
 
 
 def test_no_axes(implementation):
     loss = functools.partial(ops.softmax_cross_entropy, LOGITS, LABELS, implementation=implementation)
-    assert loss(axis_name=()) == loss()
+    assert loss(vocab_axis=()) == loss()
 
 
 def test_numbers_of_other_types_are_taken(implementation):
     loss = functools.partial(ops.softmax_cross_entropy, implementation=implementation)
-    plain = loss(LOGITS, LABELS, label_smoothing=0.5, z_loss=1.0, logit_softcap=2.0)
+    plain = loss(LOGITS, LABELS, ops.CrossEntropy(label_smoothing=0.5, z_loss=1.0, logit_softcap=2.0))
     others = loss(
         np.zeros((4, 8), np.float32),
         np.zeros(4, np.int64).astype(np.int32),
-        label_smoothing=np.float32(0.5),
-        z_loss=1,
-        logit_softcap=np.int64(2),
-        ignore_index=np.int32(-100),
+        ops.CrossEntropy(np.float32(0.5), np.int32(-100), 1, np.int64(2)),
     )
     assert plain == others

@@ -8,6 +8,7 @@ from cross_entropy_oracle import oracle, random_case
 
 from te_jax import ops
 from te_jax.hlo import buffers
+from te_jax.ops import CrossEntropy
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
@@ -22,7 +23,7 @@ def case(rng):
 
 def gradient(logits, labels):
     return jax.grad(ops.softmax_cross_entropy)(
-        logits, labels, label_smoothing=0.1, z_loss=1e-3, implementation="native"
+        logits, labels, loss=CrossEntropy(label_smoothing=0.1, z_loss=1e-3), implementation="native"
     )
 
 
@@ -60,7 +61,7 @@ def test_logits_that_are_kept_are_not_copied(case):
 
 
 def test_donated_logits_become_the_gradient(case):
-    expected = oracle(*case, label_smoothing=0.1, z_loss=1e-3).gradient
+    expected = oracle(*case, loss=CrossEntropy(label_smoothing=0.1, z_loss=1e-3)).gradient
     logits = case[0] + jnp.bfloat16(0)
     pointer, size = logits.unsafe_buffer_pointer(), logits.nbytes
     compiled = jax.jit(gradient, donate_argnums=0).lower(logits, case[1]).compile()
@@ -119,9 +120,10 @@ def test_logits_that_are_read_again_survive_their_gradient(rng):
     result, flipped = run(logits)
     assert_close(flipped, np.sin(np.asarray(logits, np.float64))[::-1], dtype="float32")
     assert_close(
-        result, oracle(np.sin(np.asarray(logits, np.float64)), labels, label_smoothing=0.1, z_loss=1e-3).gradient,
+        result,
+        oracle(np.sin(np.asarray(logits, np.float64)), labels, CrossEntropy(label_smoothing=0.1, z_loss=1e-3)).gradient,
         dtype="float32",
-    )  # fmt: skip
+    )
 
 
 def test_residuals_are_the_logits_and_two_numbers_a_row(case):

@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
+from te_jax.ops import CrossEntropy
 from te_jax.testing import assert_close
 
 
@@ -122,14 +123,14 @@ def test_smoothing_sums_over_the_whole_vocabulary(make_mesh, implementation, rng
 
     def local(logits, labels):
         loss = ops.softmax_cross_entropy(
-            logits, labels, label_smoothing=0.3, axis_name="v", implementation=implementation
+            logits, labels, loss=CrossEntropy(label_smoothing=0.3), vocab_axis="v", implementation=implementation
         )
         return loss[None]
 
     of_every_shard = jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=(P(None, "v"), P()), out_specs=P("v"), check_vma=False)
     )(logits, labels)
-    expected = oracle(logits, labels, label_smoothing=0.3).loss
+    expected = oracle(logits, labels, loss=CrossEntropy(label_smoothing=0.3)).loss
     assert_close(of_every_shard, np.full(mesh.size, expected), dtype="float32")
     assert len(set(np.asarray(of_every_shard).tolist())) == 1
 
@@ -144,7 +145,11 @@ def test_two_losses_from_the_same_logits(implementation, rng):
         def both(logits):
             first = ops.softmax_cross_entropy(logits, labels, implementation=implementation)
             second = ops.softmax_cross_entropy(
-                logits, others, label_smoothing=0.1, reduction="sum", implementation=implementation
+                logits,
+                others,
+                loss=CrossEntropy(label_smoothing=0.1),
+                reduction="sum",
+                implementation=implementation,
             )
             return 2.0 * first + second
 
@@ -152,6 +157,6 @@ def test_two_losses_from_the_same_logits(implementation, rng):
 
     expected = (
         2.0 * oracle(logits, labels).gradient
-        + oracle(logits, others, label_smoothing=0.1, reduction="sum").gradient
+        + oracle(logits, others, loss=CrossEntropy(label_smoothing=0.1), reduction="sum").gradient
     )  # fmt: skip
     assert_close(gradient_of(logits), expected, dtype="float32")

@@ -47,7 +47,7 @@ def test_gradient_inside_of_shard_map(mesh, loss, case, implementation):
 
     def local(logits, labels):
         def mean(logits):
-            total = lax.psum(loss(logits, labels, axis_name="model", reduction="sum"), "data")
+            total = lax.psum(loss(logits, labels, vocab_axis="model", reduction="sum"), "data")
             return total / lax.psum(jnp.sum(labels != -100), "data").astype(jnp.float32)
 
         return jax.value_and_grad(mean)(logits)
@@ -78,7 +78,7 @@ def test_special_rows_of_a_split_vocabulary(mesh, loss):
     expected.gradient[4] = 0.0
 
     def rows(logits):
-        local = functools.partial(loss, axis_name="model", reduction="none")
+        local = functools.partial(loss, vocab_axis="model", reduction="none")
         return jax.shard_map(local, mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=P())(logits, labels)
 
     @jax.jit
@@ -100,7 +100,7 @@ def test_manual_vocabulary_and_rows_that_jax_splits(outer, make_mesh, loss, case
     logits, labels = case
 
     def total(logits, labels):
-        local = functools.partial(loss, axis_name="model", reduction="sum", **OPTIONS["all"])
+        local = functools.partial(loss, vocab_axis="model", reduction="sum", **OPTIONS["all"])
         return jax.shard_map(
             local, mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=P(), axis_names={"model"}
         )(logits, labels)  # fmt: skip
@@ -134,7 +134,7 @@ def test_memory_of_shards(check_vma, donate, native_kernels, mesh, rng):
 
     def local(logits, labels):
         return jax.grad(
-            lambda x: ops.softmax_cross_entropy(x, labels, axis_name="model", reduction="sum", implementation="native")
+            lambda x: ops.softmax_cross_entropy(x, labels, vocab_axis="model", reduction="sum", implementation="native")
         )(logits)
 
     step = jax.shard_map(local, mesh=mesh, in_specs=(spec, P("data")), out_specs=spec, check_vma=check_vma)

@@ -74,21 +74,21 @@ def implementation_for(
     return "native"
 
 
-def state_axes(axis_name: Any, recipe: Any) -> sharding.Axes:
-    """The mesh axes over which the states of delayed scaling are the same, from the argument axis_name.
+def state_axes(state_axis: Any, recipe: Any) -> sharding.Axes:
+    """The mesh axes over which the states of delayed scaling are the same, from the argument state_axis.
 
     Raises:
       ValueError: the argument names no axes of the mesh, or the recipe has no state.
     """
-    axes = as_axis_names("axis_name", axis_name)
+    axes = as_axis_names("state_axis", state_axis)
     if axes and not isinstance(recipe, DelayedScaling):
         raise ValueError(
-            f"axis_name is {axis_name!r}, and recipe is {recipe!r}: axis_name says over which mesh axes the "
+            f"state_axis is {state_axis!r}, and recipe is {recipe!r}: state_axis says over which mesh axes the "
             "scaling_state of DelayedScaling is the same, and sums no result. Leave it out; where devices split the "
             "contracted dimension, add up y with jax.lax.psum, or use te_jax.parallel.matmul_reduce_scatter"
         )
     if axes and sharding.inside_shard_map():
-        sharding.mapped_axes(axes)  # elsewhere modules are initialised and evaluated
+        sharding.mapped_axes(axes, "state_axis")  # elsewhere modules are initialised and evaluated
     return axes
 
 

@@ -35,13 +35,13 @@ class Fp8:
       name: of the public function, for errors.
       recipe: of all operands.
       implementation: of quantization and products.
-      axis_name: mesh axes over which the scaling state is the same, where JAX does not track that.
+      state_axis: mesh axes over which the scaling state is the same, where JAX does not track that.
     """
 
     name: str
     recipe: Recipe
     implementation: native.Implementation
-    axis_name: sharding.Axes = ()
+    state_axis: sharding.Axes = ()
 
     def is_fast(self, product: Product) -> bool:
         """Whether the sums of a product may stay in the tensor cores."""
@@ -56,7 +56,7 @@ class Fp8:
         row_ndim: int,
         copies: Copies = "both",
         quantization: Quantization | None = None,
-        axis_name: GroupAxes | None = None,
+        amax_axis: GroupAxes | None = None,
         with_dbias: bool = False,
     ) -> QuantizedParts:
         """x in FP8, its amax where scaling is delayed, and dbias where asked for.
@@ -65,7 +65,7 @@ class Fp8:
           role: of x.
           x: plain, or a QuantizedArray, which is returned as it is.
           state: of delayed scaling; None for other recipes.
-          row_ndim, copies, axis_name, with_dbias: see `te_jax.ops.quantize`.
+          row_ndim, copies, amax_axis, with_dbias: see `te_jax.ops.quantize`.
           quantization: where it is not the role's own.
         """
         if isinstance(x, QuantizedArray):
@@ -77,7 +77,7 @@ class Fp8:
             row_ndim=row_ndim,
             copies=copies,
             amax=None if amax is None else differentiated_once(amax, self.name),
-            axis_name=None if amax is not None else axis_name,
+            amax_axis=None if amax is not None else amax_axis,
             with_amax=amax is not None,
             with_dbias=with_dbias,
             implementation=self.implementation,
@@ -177,7 +177,7 @@ def validate_advanced(state: Any, trained: bool) -> None:
 
 
 def next_state(
-    state: DelayedScalingState, amaxes: dict[Role, Array | None], axis_name: sharding.Axes = ()
+    state: DelayedScalingState, amaxes: dict[Role, Array | None], state_axis: sharding.Axes = ()
 ) -> DelayedScalingState:
     """The state after one use of it.
 
@@ -187,7 +187,7 @@ def next_state(
     Args:
       state: before it.
       amaxes: float32 scalars, combined over all devices along which they vary and the state does not.
-      axis_name: these axes, where JAX does not track that.
+      state_axis: these axes, where JAX does not track that.
     """
 
     def next_history(role: Role) -> Array:
@@ -195,7 +195,7 @@ def next_state(
         if amax is None:
             return jnp.concatenate([history[:1] / _count(state.uses), history[1:]])
         more = sharding.varying_axes(amax) - sharding.varying_axes(history)
-        axes = tuple(sorted(more or frozenset(axis_name) - sharding.tracked_axes(axis_name)))
+        axes = tuple(sorted(more or frozenset(state_axis) - sharding.tracked_axes(state_axis)))
         return _observe(history, amax_of_shards(amax, axes), state.uses)
 
     activation, kernel, gradient = map(next_history, ROLES)

@@ -65,7 +65,7 @@ class Products(abc.ABC):
       recipe: how operands are quantized; None multiplies them as they are.
       implementation: of quantization and products.
       accumulate: whether accumulators are added to, or written over.
-      axis_name: mesh axes over which scaling states are the same, where JAX does not track that.
+      state_axis: mesh axes over which scaling states are the same, where JAX does not track that.
       batch_ndim: number of dimensions of x before those that are contracted.
     """
 
@@ -73,7 +73,7 @@ class Products(abc.ABC):
     recipe: Recipe | None
     implementation: native.Implementation
     accumulate: bool = True
-    axis_name: sharding.Axes = ()
+    state_axis: sharding.Axes = ()
     batch_ndim: int = 1
 
     prefix: ClassVar[str] = "te_dense"
@@ -91,7 +91,7 @@ class Products(abc.ABC):
     @property
     def fp8(self) -> Fp8:
         assert self.recipe is not None
-        return Fp8(self.name, self.recipe, self.implementation, self.axis_name)
+        return Fp8(self.name, self.recipe, self.implementation, self.state_axis)
 
     @property
     def dgrad_copy(self) -> Copy:

@@ -177,8 +177,8 @@ def validate_differentiated(products: Products, x, x8, weights: tuple[Weight, ..
         validate_weight(products, name, weight, for_x=_perturbed(x))
         if _perturbed(weight[:3:2]):
             products.validate_x(x8, name)
-    if products.axis_name:
-        sharding.mapped_axes(products.axis_name)
+    if products.state_axis:
+        sharding.mapped_axes(products.state_axis, "state_axis")
 
 
 def validate_weight(products: Products, name: str, weight: Weight, *, for_x: bool) -> None:
@@ -267,5 +267,5 @@ def gradients_of(
         dkernel = target.apply(wgrad.product(out_dtype=target.dtype))
     state = weight.state
     if state is not None:
-        state = fp8.next_state(state, dict(zip(fp8.ROLES, amaxes, strict=True)), products.axis_name)
+        state = fp8.next_state(state, dict(zip(fp8.ROLES, amaxes, strict=True)), products.state_axis)
     return Weight(dkernel, None if layout.bias is None else layout.bias.apply(dbias), following, state)

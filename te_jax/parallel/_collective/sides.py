@@ -73,7 +73,7 @@ def sides_of(
         state,
         row_ndim=1,
         copies="both" if by_rows and transposed else "data" if by_rows else "transposed",
-        axis_name={split: spec.axis_name} if agreed else None,
+        amax_axis={split: spec.axis_name} if agreed else None,
         with_dbias=with_dbias,
     )
     rows = None if x8.data is None else _data_of(x8, lead)
