@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax.layers import Norm
+
 
 def rotated(x, positions, theta):
     """x [batch, time, heads, head_dim] whose pairs (i, i + head_dim / 2) are turned by positions [batch, time]."""
@@ -42,29 +44,31 @@ def attention_layer(params, x, mask, *, theta=None, positions=None, norm=lambda 
     return jnp.einsum("bnts,bsnh,nho->bto", weights, value, params["out"]["kernel"])
 
 
-def normalized(x, params, epsilon, zero_centered):
+def normalized(x, params, norm):
     """RMS norm, or layer norm where there is a bias."""
     if "bias" in params:
         x = x - x.mean(axis=-1, keepdims=True)
-    y = x / jnp.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon)
-    y = jnp.einsum("...i,i->...i", y, params["scale"] + (1.0 if zero_centered else 0.0))
+    y = x / jnp.sqrt((x * x).mean(axis=-1, keepdims=True) + norm.epsilon)
+    y = jnp.einsum("...i,i->...i", y, params["scale"] + (1.0 if norm.zero_centered else 0.0))
     return y + params["bias"].reshape((1,) * (y.ndim - 1) + (-1,)) if "bias" in params else y
 
 
-def transformer_block(
-    params, x, *, theta, kind="silu", window=None, epsilon=1e-6, zero_centered=False, norm="rms", qk_norm=False
-):
+def transformer_block(params, x, *, theta, activation="silu", window=None, norm="rms", qk_norm=None):
     """The block of `te_jax.nnx.TransformerBlock` with these parameters."""
-    assert ("bias" in params["attention_norm"]) == (norm == "layer")
+    norm = Norm.of(norm)
+    assert ("bias" in params["attention_norm"]) == (norm.kind == "layer")
 
-    def norm_of(name, x, params=params):
-        return normalized(x, params[name], epsilon, zero_centered)
+    def norm_of(name, x):
+        return normalized(x, params[name], norm)
 
     heads = params["attention"]
-    of_heads = (lambda name, x: norm_of(name, x, heads)) if qk_norm else (lambda name, x: x)
+
+    def of_heads(name, x):
+        return x if qk_norm is None else normalized(x, heads[name], Norm.of(qk_norm))
+
     mask = visible(*x.shape[:2], window=window)
     x = x + attention_layer(heads, norm_of("attention_norm", x), mask, theta=theta, norm=of_heads)
     h = norm_of("mlp_norm", x)
     gate, up, down = (params["mlp"][name]["kernel"] for name in ("gate_proj", "up_proj", "down_proj"))
-    activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[kind]
+    activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[activation]
     return x + (activation(h @ gate) * (h @ up)) @ down

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import native
-from te_jax.flax.linear import DenseGeneral, Initializer, layer_options
-from te_jax.flax.norm import RMSNorm
-from te_jax.layers import attention, linear
+from te_jax.flax.linear import DenseGeneral, Initializer, layer_options, without_names
+from te_jax.flax.norm import make_norm
+from te_jax.layers import attention, linear, norm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 
@@ -35,17 +34,16 @@ class Attention(nn.Module):
       causal: a token sees itself and those before it.
       window: a token sees only the last `window` of these tokens; None for all.
       rope_theta: base of rotary positions, which turn the pairs (i, i + head_dim / 2); None for no positions.
-      qk_norm: whether RMS norms over head_dim come before the rotary positions; Flax has layer norms there.
-      epsilon, zero_centered, scale_axes: of these norms, as in `RMSNorm`.
+      qk_norm: the norms over head_dim of query and key, before the rotary positions: "rms", "layer" as in Flax, a
+        `te_jax.layers.Norm`, or None.
       dtype, param_dtype, recipe, state_axis, implementation: as in `DenseGeneral`, for all layers.
-      kernel_init, bias_init, kernel_axes, bias_axes: of "query", "key" and "value".
-      out_kernel_init, out_bias_init: of "out"; None for the same.
-      out_kernel_axes, out_bias_axes: of "out".
+      kernel_init, bias_init: of "query", "key" and "value", as in `DenseGeneral`.
+      out_kernel_init, out_bias_init: of "out"; None for the same values, without names of axes.
       dropout_rate: of the result. Attention weights have no dropout.
       deterministic: as in `flax.linen.Dropout`; may be given to the call.
       decode: whether calls continue the tokens in the collection "cache", which must be mutable. `init` creates it with
         the number of sequences and tokens of its input.
-      attention_implementation, max_score_bytes: `implementation` and `max_score_bytes` of `te_jax.ops.attention`.
+      max_score_bytes: as in `te_jax.ops.attention`.
     """
 
     num_heads: int
@@ -57,27 +55,19 @@ class Attention(nn.Module):
     causal: bool = True
     window: int | None = None
     rope_theta: float | None = 10_000.0
-    qk_norm: bool = False
-    epsilon: float = 1e-6
-    zero_centered: bool = False
+    qk_norm: norm.Norm | norm.Kind | None = None
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
     out_kernel_init: Initializer | None = None
     bias_init: Initializer = nn.initializers.zeros_init()
     out_bias_init: Initializer | None = None
-    kernel_axes: Sequence[str | None] | None = None
-    out_kernel_axes: Sequence[str | None] | None = None
-    bias_axes: Sequence[str | None] | None = None
-    out_bias_axes: Sequence[str | None] | None = None
-    scale_axes: Sequence[str | None] | None = None
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     decode: bool = False
     recipe: Recipe | None = None
     state_axis: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
-    attention_implementation: native.Implementation | None = None
     max_score_bytes: int = 2**30
 
     def __post_init__(self) -> None:
@@ -115,7 +105,7 @@ class Attention(nn.Module):
         in_features = x.shape[-1]
         heads = attention.Heads.of(in_features, self.num_heads, self.num_kv_heads, self.head_dim)
         settings = attention.Settings(
-            self.causal, self.window, self.rope_theta, self.attention_implementation, self.max_score_bytes
+            self.causal, self.window, self.rope_theta, self.implementation, self.max_score_bytes
         )
         names = ("use_bias", "dtype", "param_dtype", "recipe", "state_axis", "implementation")
         shared: Any = {name: getattr(self, name) for name in names}
@@ -124,8 +114,6 @@ class Attention(nn.Module):
                 features,
                 kernel_init=self.kernel_init,
                 bias_init=self.bias_init,
-                kernel_axes=self.kernel_axes,
-                bias_axes=self.bias_axes,
                 name=name,
                 **shared,
             )
@@ -135,20 +123,19 @@ class Attention(nn.Module):
         query, key, value = attention.project(
             x, (of_query, of_key, of_value), heads, dtype=self.dtype, options=layer_options(projections[0])
         )
-        if self.qk_norm:
-            names = ("epsilon", "zero_centered", "scale_axes", "dtype", "param_dtype", "implementation")
-            of_norms: Any = {name: getattr(self, name) for name in names}
-            query, key = RMSNorm(name="query_ln", **of_norms)(query), RMSNorm(name="key_ln", **of_norms)(key)
+        if self.qk_norm is not None:
+            of_norms: Any = {name: getattr(self, name) for name in ("dtype", "param_dtype", "implementation")}
+            query, key = (
+                make_norm(self.qk_norm, name=name, **of_norms)(x) for name, x in (("query_ln", query), ("key_ln", key))
+            )
         mixed = self._attend(
             query, key, value, settings, segment_ids=segment_ids, key_lengths=key_lengths, positions=positions
         )
         y = DenseGeneral(
             in_features if self.out_features is None else self.out_features,
             axis=(-2, -1),
-            kernel_init=self.out_kernel_init or self.kernel_init,
-            bias_init=self.out_bias_init or self.bias_init,
-            kernel_axes=self.out_kernel_axes,
-            bias_axes=self.out_bias_axes,
+            kernel_init=self.out_kernel_init or without_names(self.kernel_init),
+            bias_init=self.out_bias_init or without_names(self.bias_init),
             name="out",
             **shared,
         )(mixed)

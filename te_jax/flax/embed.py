@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import native
-from te_jax.flax.linear import Initializer, named_initializer
+from te_jax.flax.linear import Initializer, reshaped
 from te_jax.layers import embed, linear
 from te_jax.recipe import Recipe
 
@@ -23,7 +22,6 @@ class Embed(nn.Module):
       num_embeddings, features: sizes of the table.
       dtype: of the results; None is that of the table, for logits what x and the table promote to.
       param_dtype, embedding_init: of the parameter "embedding".
-      embedding_axes: logical names of its axes, such as ("vocab", "embed").
       recipe: how `attend` quantizes; None, which most models want for logits, computes in `dtype`. Not DelayedScaling.
       implementation: as in `DenseGeneral`.
     """
@@ -34,7 +32,6 @@ class Embed(nn.Module):
     param_dtype: jax.typing.DTypeLike = jnp.float32
     embedding_init: Initializer = embed.INIT
     _: dataclasses.KW_ONLY
-    embedding_axes: Sequence[str | None] | None = None
     recipe: Recipe | None = None
     implementation: native.Implementation | None = None
 
@@ -45,7 +42,7 @@ class Embed(nn.Module):
 
     def setup(self) -> None:
         shape = self.num_embeddings, self.features
-        init = named_initializer("embedding_axes", self.embedding_init, shape, shape, self.embedding_axes)
+        init = reshaped("embedding_init", self.embedding_init, shape)
         self.embedding = self.param("embedding", init, shape, self.param_dtype)
 
     def __call__(self, inputs: jax.typing.ArrayLike) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import native
-from te_jax.flax.linear import Dense, Initializer, layer_options
+from te_jax.flax.linear import Dense, Initializer, layer_options, without_names
 from te_jax.flax.norm import make_norm
 from te_jax.layers import gated_mlp, linear, norm
 from te_jax.quantized import QuantizedArray
@@ -29,12 +28,11 @@ class GatedMLP(nn.Module):
       hidden_features: between the layers.
       out_features: None is the number of input features.
       activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
-      norm: "rms", "layer", or None.
-      epsilon, zero_centered, scale_axes: of the norm.
+      norm: "rms", "layer", a `te_jax.layers.Norm`, or None.
       use_bias: whether the three layers have biases.
       dtype, param_dtype, recipe, state_axis, implementation: as in `DenseGeneral`, for all layers.
-      kernel_init, bias_init, kernel_axes, bias_axes: of "gate_proj" and "up_proj".
-      down_kernel_init, down_kernel_axes, down_bias_axes: of "down_proj"; None for the same initializer.
+      kernel_init, bias_init: of "gate_proj" and "up_proj", as in `DenseGeneral`.
+      down_kernel_init, down_bias_init: of "down_proj"; None for the same values, without names of axes.
       dropout_rate: of the result; `flax.linen.Dropout`.
       deterministic: as in `flax.linen.Dropout`; may be given to the call.
     """
@@ -43,20 +41,14 @@ class GatedMLP(nn.Module):
     out_features: int | None = None
     _: dataclasses.KW_ONLY
     activation: Activation | ActivationName = "silu"
-    norm: norm.Kind | None = None
-    epsilon: float = 1e-6
-    zero_centered: bool = False
-    scale_axes: Sequence[str | None] | None = None
+    norm: norm.Norm | norm.Kind | None = None
     use_bias: bool = False
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
     down_kernel_init: Initializer | None = None
     bias_init: Initializer = nn.initializers.zeros_init()
-    kernel_axes: Sequence[str | None] | None = None
-    down_kernel_axes: Sequence[str | None] | None = None
-    bias_axes: Sequence[str | None] | None = None
-    down_bias_axes: Sequence[str | None] | None = None
+    down_bias_init: Initializer | None = None
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     recipe: Recipe | None = None
@@ -89,27 +81,17 @@ class GatedMLP(nn.Module):
           ValueError: for shapes or dtypes that do not fit, naming the argument.
         """
         shared: Any = {name: getattr(self, name) for name in ("dtype", "param_dtype", "implementation")}
-        layer: Any = {name: getattr(self, name) for name in ("use_bias", "bias_init", "recipe", "state_axis")} | shared
-        wide: Any = {name: getattr(self, name) for name in ("kernel_init", "kernel_axes", "bias_axes")}
-        before = None
-        if self.norm is not None:
-            before = make_norm(
-                self.norm,
-                epsilon=self.epsilon,
-                zero_centered=self.zero_centered,
-                scale_axes=self.scale_axes,
-                name="norm",
-                **shared,
-            )
+        layer: Any = {name: getattr(self, name) for name in ("use_bias", "recipe", "state_axis")} | shared
+        wide: Any = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
+        before = None if self.norm is None else make_norm(self.norm, name="norm", **shared)
         normed, total = norm.before(before, x, residual, self.recipe)
         features = normed.shape[-1]
         gate = Dense(self.hidden_features, name="gate_proj", **wide, **layer)
         up = Dense(self.hidden_features, name="up_proj", **wide, **layer)
         down = Dense(
             features if self.out_features is None else self.out_features,
-            kernel_init=self.down_kernel_init or self.kernel_init,
-            kernel_axes=self.down_kernel_axes,
-            bias_axes=self.down_bias_axes,
+            kernel_init=self.down_kernel_init or without_names(self.kernel_init),
+            bias_init=self.down_bias_init or without_names(self.bias_init),
             name="down_proj",
             **layer,
         )

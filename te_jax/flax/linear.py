@@ -36,9 +36,8 @@ class DenseGeneral(nn.Module):
       use_bias: whether to add a bias.
       dtype: of the computation and of y: float32, bfloat16 or float16. None is what input and parameters promote to.
       param_dtype: of the parameters.
-      kernel_init, bias_init: initializers; like Flax's they see the kernel as a matrix and the bias as a vector.
-      kernel_axes, bias_axes: logical names of the dimensions of kernel and bias, for `flax.linen.logical_axis_rules`;
-        None for parameters without names.
+      kernel_init, bias_init: initializers; like Flax's they see the kernel as a matrix and the bias as a vector. They
+        name the axes as Flax's do, `nn.with_logical_partitioning(init, ("embed", "mlp"))`: all axes of the parameter.
       recipe: how to quantize (`te_jax.recipe`), or None to compute in `dtype`.
       activation: "gelu", "relu", "silu", or None.
       state_axis: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
@@ -55,8 +54,6 @@ class DenseGeneral(nn.Module):
     param_dtype: jax.typing.DTypeLike = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
-    kernel_axes: Sequence[str | None] | None = None
-    bias_axes: Sequence[str | None] | None = None
     recipe: Recipe | None = None
     activation: linear.Activation | None = None
     state_axis: str | tuple[str, ...] | None = None
@@ -121,9 +118,9 @@ class Einsum(nn.Module):
       shape: of the kernel.
       einsum_str: names the dimensions of input, kernel and result; None to pass it to the call. The kernel must share
         one with the input alone and one with the result alone. Input and result may have an ellipsis.
-      use_bias, dtype, param_dtype, kernel_init, bias_init, kernel_axes, bias_axes, recipe, state_axis, implementation:
-        as in `DenseGeneral`, but initializers get the parameter's own shape. The bias has the dimensions that kernel
-        and result share, in the order of the result.
+      use_bias, dtype, param_dtype, kernel_init, bias_init, recipe, state_axis, implementation: as in
+        `DenseGeneral`, but initializers get the parameter's own shape. The bias has the dimensions that kernel and
+        result share, in the order of the result.
     """
 
     shape: Sequence[int]
@@ -134,8 +131,6 @@ class Einsum(nn.Module):
     param_dtype: jax.typing.DTypeLike = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
-    kernel_axes: Sequence[str | None] | None = None
-    bias_axes: Sequence[str | None] | None = None
     recipe: Recipe | None = None
     state_axis: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
@@ -296,16 +291,14 @@ def _kernel(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -
         kernel = module.get_variable("params", "kernel")
         if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
             return kernel
-    axes = getattr(module, "kernel_axes", None)
-    init = named_initializer("kernel_axes", module.kernel_init, drawn_shape, shape, axes)
+    init = reshaped("kernel_init", module.kernel_init, drawn_shape)
     return module.param("kernel", init, shape, module.param_dtype)
 
 
 def _bias(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Array | None:
     if not module.use_bias:
         return None
-    axes = getattr(module, "bias_axes", None)
-    init = named_initializer("bias_axes", module.bias_init, drawn_shape, shape, axes)
+    init = reshaped("bias_init", module.bias_init, drawn_shape)
     return module.param("bias", init, shape, module.param_dtype)
 
 
@@ -339,21 +332,25 @@ def unboxed(x: Any) -> Any:
     return x.unbox() if isinstance(x, meta.AxisMetadata) else x
 
 
-def named_initializer(
-    name: str,
-    init: Initializer,
-    flat: tuple[int, ...],
-    shape: tuple[int, ...],
-    axes: Sequence[str | None] | None,
-) -> Initializer:
-    """An initializer that draws an array of shape `flat`, reshapes it, and boxes it with the names of its axes."""
-    if axes is not None and len(axes) != len(shape):
-        raise ValueError(f"{name} is {tuple(axes)}; for shape {shape} it must have {len(shape)} names, or be None")
+def reshaped(name: str, init: Initializer, drawn_shape: tuple[int, ...]) -> Initializer:
+    """An initializer that draws an array of `drawn_shape` by the one of that name, and reshapes it, in its box.
 
-    def shaped(rng: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
-        value = init(rng, flat, dtype)
-        if isinstance(value, meta.AxisMetadata):
-            return value.replace_boxed(unboxed(value).reshape(shape))
-        return value.reshape(shape)
+    Raises:
+      ValueError: when it is called: the box has another number of names than the array has axes.
+    """
 
-    return shaped if axes is None else nn.with_logical_partitioning(shaped, tuple(axes))
+    def init_of(rng: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
+        value = init(rng, drawn_shape, dtype)
+        if not isinstance(value, meta.AxisMetadata):
+            return value.reshape(shape)
+        names = getattr(value, "names", shape)
+        if len(names) != len(shape):
+            raise ValueError(f"{name} names the axes {tuple(names)}; for shape {shape} it must name {len(shape)}")
+        return value.replace_boxed(unboxed(value).reshape(shape))
+
+    return init_of
+
+
+def without_names(init: Initializer) -> Initializer:
+    """An initializer that draws the same values, without names of axes."""
+    return lambda *arguments: unboxed(init(*arguments))

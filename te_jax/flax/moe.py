@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 
 from te_jax import native
 from te_jax.flax.gated_mlp import GatedMLP
-from te_jax.flax.linear import Dense, Einsum, Initializer
+from te_jax.flax.linear import Dense, Einsum, Initializer, without_names
 from te_jax.layers import linear, mixture
-from te_jax.parallel.experts import Exchange, experts_of_device
+from te_jax.parallel.experts import experts_of_device
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
@@ -41,10 +40,10 @@ class MoE(nn.Module):
 
     where `state` is variables["router_state"]. The optimizer gets variables["params"] alone.
 
-    With axis_name each device holds some of the experts, and tokens travel to them. Call `init` outside of `shard_map`:
-    it creates all experts, whatever axis_name is. Call `apply` inside, where kernels and biases of "gate_proj",
-    "up_proj" and "down_proj" are split along their first dimension, by PartitionSpec("expert") in `in_specs`, and all
-    other variables are whole; docs/experts.md has an example.
+    With expert_parallel each device holds some of the experts, and tokens travel to them. Call `init` outside of
+    `shard_map`: it creates all experts, whatever expert_parallel is. Call `apply` inside, where kernels and biases of
+    "gate_proj", "up_proj" and "down_proj" are split along their first dimension, by PartitionSpec("expert") in
+    `in_specs`, and all other variables are whole; docs/experts.md has an example.
 
     Attributes:
       num_experts: number of experts, without shared ones.
@@ -52,20 +51,17 @@ class MoE(nn.Module):
       router: how experts are chosen, a `te_jax.layers.Router`.
       out_features: None is the number of input features.
       activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
-      weighted, capacity, axis_name, buffer_factor, exchange: as in `te_jax.layers.moe`.
+      expert_parallel: as in `te_jax.layers.moe`.
       shared_features: hidden features of all shared experts together; None for no shared experts.
       expert_bias: whether there is a bias of the choice, `te_jax.ops.update_expert_bias`. It is zero at first.
       use_bias: whether the router and the experts have biases. Shared experts have none.
       dtype, param_dtype, implementation: as in `DenseGeneral`. The router computes in float32. Kernels of experts are
         rounded to `dtype` before they are quantized.
       recipe: of the experts and the shared ones, as in `te_jax.ops.grouped_dense`; None to compute in `dtype`.
-      kernel_init, bias_init: initializers. They see the kernel of one expert as a matrix, and its bias as a vector.
-      down_kernel_init, router_kernel_init: of "down_proj" and "router"; None for kernel_init.
-      kernel_axes, bias_axes: names of the dimensions in "gate_proj" and "up_proj", [experts, in, hidden] and [experts,
-        hidden], as in `DenseGeneral`.
-      down_kernel_axes, down_bias_axes: of "down_proj", [experts, hidden, out] and [experts, out].
-      router_kernel_axes, router_bias_axes: of "router", [in, experts] and [experts].
-      shared_kernel_axes, shared_down_kernel_axes: of "shared", [in, hidden] and [hidden, out].
+      kernel_init, bias_init: of "gate_proj" and "up_proj". They draw the kernel of one expert as a matrix, and its bias
+        as a vector; names of axes are those of all experts, ("expert", "embed", "mlp").
+      down_kernel_init, down_bias_init, router_kernel_init, shared_kernel_init, shared_down_kernel_init: of "down_proj",
+        "router" and "shared"; None for kernel_init or bias_init, without names of axes.
     """
 
     num_experts: int
@@ -74,11 +70,7 @@ class MoE(nn.Module):
     out_features: int | None = None
     _: dataclasses.KW_ONLY
     activation: Activation | ActivationName = "silu"
-    weighted: Literal["results", "inputs"] = "results"
-    capacity: int | None = None
-    axis_name: AxisName | None = None
-    buffer_factor: float | None = None
-    exchange: Exchange | None = None
+    expert_parallel: mixture.ExpertParallel | AxisName | None = None
     shared_features: int | None = None
     expert_bias: bool = False
     use_bias: bool = False
@@ -87,15 +79,10 @@ class MoE(nn.Module):
     kernel_init: Initializer = nn.initializers.lecun_normal()
     down_kernel_init: Initializer | None = None
     router_kernel_init: Initializer | None = None
+    shared_kernel_init: Initializer | None = None
+    shared_down_kernel_init: Initializer | None = None
     bias_init: Initializer = nn.initializers.zeros_init()
-    kernel_axes: Sequence[str | None] | None = None
-    down_kernel_axes: Sequence[str | None] | None = None
-    bias_axes: Sequence[str | None] | None = None
-    down_bias_axes: Sequence[str | None] | None = None
-    router_kernel_axes: Sequence[str | None] | None = None
-    router_bias_axes: Sequence[str | None] | None = None
-    shared_kernel_axes: Sequence[str | None] | None = None
-    shared_down_kernel_axes: Sequence[str | None] | None = None
+    down_bias_init: Initializer | None = None
     recipe: Recipe | None = None
     implementation: native.Implementation | None = None
 
@@ -119,12 +106,11 @@ class MoE(nn.Module):
         """
         x = linear.as_array("x", x)
         (experts,) = linear.sizes("num_experts", self.num_experts)
-        apart = (self.axis_name, self.buffer_factor, self.exchange)
-        held = experts
-        if self.is_initializing():
-            apart = (None, None, None)
-        elif self.axis_name is not None:
-            held = experts_of_device(experts, self.axis_name)
+        parallel, held = None, experts
+        if not self.is_initializing():
+            parallel = mixture.ExpertParallel.of(self.expert_parallel)
+        if parallel is not None:
+            held = experts_of_device(experts, parallel.axis_name)
         (hidden,) = linear.sizes("hidden_features", self.hidden_features)
         features = x.shape[-1]
         out_features = features if self.out_features is None else self.out_features
@@ -134,23 +120,20 @@ class MoE(nn.Module):
             "use_bias": self.use_bias,
             "dtype": self.dtype,
             "param_dtype": self.param_dtype,
-            "bias_init": mixture.for_each_expert(self.bias_init),
             **quantized,
         }
         wide: Any = {
             "kernel_init": mixture.for_each_expert(self.kernel_init),
-            "kernel_axes": self.kernel_axes,
-            "bias_axes": self.bias_axes,
+            "bias_init": mixture.for_each_expert(self.bias_init),
         }
-        down_kernel_init = self.down_kernel_init or self.kernel_init
+        kernel_init, bias_init = without_names(self.kernel_init), without_names(self.bias_init)
+        down_kernel_init = self.down_kernel_init or kernel_init
         router = Dense(
             experts,
             use_bias=self.use_bias,
             param_dtype=self.param_dtype,
-            kernel_init=self.router_kernel_init or self.kernel_init,
-            bias_init=self.bias_init,
-            kernel_axes=self.router_kernel_axes,
-            bias_axes=self.router_bias_axes,
+            kernel_init=self.router_kernel_init or kernel_init,
+            bias_init=bias_init,
             name="router",
         )
         gate = Einsum((held, features, hidden), mixture.EINSUM, name="gate_proj", **wide, **layer)
@@ -159,8 +142,7 @@ class MoE(nn.Module):
             (held, hidden, out_features),
             mixture.EINSUM,
             kernel_init=mixture.for_each_expert(down_kernel_init),
-            kernel_axes=self.down_kernel_axes,
-            bias_axes=self.down_bias_axes,
+            bias_init=mixture.for_each_expert(self.down_bias_init or bias_init),
             name="down_proj",
             **layer,
         )
@@ -174,7 +156,7 @@ class MoE(nn.Module):
             self.router,
             expert_bias=expert_bias,
             dtype=self.dtype,
-            options=mixture.Options(activation, self.weighted, self.capacity, *apart, **quantized),
+            options=mixture.Options(activation, parallel, **quantized),
         )
         if self.shared_features is None:
             return result
@@ -184,10 +166,8 @@ class MoE(nn.Module):
             activation=activation,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            down_kernel_init=down_kernel_init,
-            kernel_axes=self.shared_kernel_axes,
-            down_kernel_axes=self.shared_down_kernel_axes,
+            kernel_init=self.shared_kernel_init or kernel_init,
+            down_kernel_init=self.shared_down_kernel_init or without_names(down_kernel_init),
             name="shared",
             **quantized,
         )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import native
-from te_jax.flax.linear import DenseGeneral, Initializer, named_initializer
+from te_jax.flax.linear import DenseGeneral, Initializer, reshaped
 from te_jax.layers import linear, norm
 from te_jax.recipe import Quantization, Recipe
 
@@ -25,7 +25,6 @@ class RMSNorm(nn.Module):
       param_dtype: of the parameter.
       use_scale: whether to multiply by "scale".
       scale_init: initializer; None is ones, or zeros with zero_centered.
-      scale_axes: logical name of its axis, such as ("embed",).
       zero_centered: multiplies by 1 + scale, as Gemma does.
       implementation: as in `te_jax.ops.rms_norm`.
     """
@@ -36,7 +35,6 @@ class RMSNorm(nn.Module):
     use_scale: bool = True
     scale_init: Initializer | None = None
     _: dataclasses.KW_ONLY
-    scale_axes: Sequence[str | None] | None = None
     zero_centered: bool = False
     implementation: native.Implementation | None = None
 
@@ -79,8 +77,8 @@ class LayerNorm(nn.Module):
 
     Attributes:
       use_bias: whether to add "bias".
-      bias_init, bias_axes: initializer and logical name of "bias".
-      epsilon, dtype, param_dtype, use_scale, scale_init, scale_axes, zero_centered, implementation: as in `RMSNorm`.
+      bias_init: initializer of "bias".
+      epsilon, dtype, param_dtype, use_scale, scale_init, zero_centered, implementation: as in `RMSNorm`.
     """
 
     epsilon: float = 1e-6
@@ -91,8 +89,6 @@ class LayerNorm(nn.Module):
     bias_init: Initializer = nn.initializers.zeros_init()
     scale_init: Initializer | None = None
     _: dataclasses.KW_ONLY
-    bias_axes: Sequence[str | None] | None = None
-    scale_axes: Sequence[str | None] | None = None
     zero_centered: bool = False
     implementation: native.Implementation | None = None
 
@@ -109,8 +105,7 @@ class LayerNorm(nn.Module):
         scale, bias = _scale(self, x), None
         if self.use_bias:
             shape = x.shape[-1:]
-            init = named_initializer("bias_axes", self.bias_init, shape, shape, self.bias_axes)
-            bias = self.param("bias", init, shape, self.param_dtype)
+            bias = self.param("bias", reshaped("bias_init", self.bias_init, shape), shape, self.param_dtype)
         return norm.normalize(
             x,
             residual,
@@ -127,14 +122,14 @@ def _scale(module: RMSNorm | LayerNorm, x: jax.Array) -> Any:
         return None
     of_zeros = nn.initializers.zeros_init() if module.zero_centered else nn.initializers.ones_init()
     shape = x.shape[-1:]
-    init = named_initializer("scale_axes", module.scale_init or of_zeros, shape, shape, module.scale_axes)
+    init = reshaped("scale_init", module.scale_init or of_zeros, shape)
     return module.param("scale", init, shape, module.param_dtype)
 
 
-def make_norm(kind: norm.Kind, **arguments: Any) -> RMSNorm | LayerNorm:
-    """The norm of a kind, "rms" or "layer"."""
-    norm.check_kind(kind)
-    return (RMSNorm if kind == "rms" else LayerNorm)(**arguments)
+def make_norm(which: norm.Norm | norm.Kind, **arguments: Any) -> RMSNorm | LayerNorm:
+    """The norm as a module."""
+    which = norm.Norm.of(which)
+    return (RMSNorm if which.kind == "rms" else LayerNorm)(**which.arguments, **arguments)
 
 
 class NormLinear(nn.Module):
@@ -144,26 +139,19 @@ class NormLinear(nn.Module):
 
     Attributes:
       features: number of output features, or several numbers.
-      norm: "rms" or "layer".
-      epsilon, zero_centered, scale_axes: of the norm.
+      norm: "rms", "layer", or a `te_jax.layers.Norm`.
       dtype, param_dtype, implementation: of both.
-      use_bias, kernel_init, bias_init, kernel_axes, bias_axes, recipe, activation, state_axis: of the layer, as in
-        `DenseGeneral`.
+      use_bias, kernel_init, bias_init, recipe, activation, state_axis: of the layer, as in `DenseGeneral`.
     """
 
     features: int | Sequence[int]
     _: dataclasses.KW_ONLY
-    norm: norm.Kind = "rms"
-    epsilon: float = 1e-6
-    zero_centered: bool = False
-    scale_axes: Sequence[str | None] | None = None
+    norm: norm.Norm | norm.Kind = "rms"
     use_bias: bool = True
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
-    kernel_axes: Sequence[str | None] | None = None
-    bias_axes: Sequence[str | None] | None = None
     recipe: Recipe | None = None
     activation: Any = None
     state_axis: str | tuple[str, ...] | None = None
@@ -177,14 +165,7 @@ class NormLinear(nn.Module):
     def __call__(self, x: jax.typing.ArrayLike, residual: jax.typing.ArrayLike | None = None) -> Any:
         """y [*rows, *features] of x [*rows, in]; with a residual like x: (y of x + residual, this sum)."""
         shared: Any = {name: getattr(self, name) for name in ("dtype", "param_dtype", "implementation")}
-        before = make_norm(
-            self.norm,
-            epsilon=self.epsilon,
-            zero_centered=self.zero_centered,
-            scale_axes=self.scale_axes,
-            name="norm",
-            **shared,
-        )
+        before = make_norm(self.norm, name="norm", **shared)
         normed, total = norm.before(before, x, residual, None if self.activation else self.recipe)
         layer = {name: getattr(self, name) for name in _OF_LAYER}
         y = DenseGeneral(self.features, name="linear", **layer, **shared)(normed)
@@ -195,8 +176,6 @@ _OF_LAYER = (
     "use_bias",
     "kernel_init",
     "bias_init",
-    "kernel_axes",
-    "bias_axes",
     "recipe",
     "activation",
     "state_axis",

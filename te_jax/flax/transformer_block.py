@@ -32,13 +32,12 @@ class TransformerBlock(nn.Module):
       hidden_features: of the MLP.
       num_heads, num_kv_heads, head_dim, window, rope_theta, qk_norm, decode: of `Attention`.
       activation: of `GatedMLP`; "silu" is SwiGLU.
-      norm: "rms" or "layer".
-      epsilon, zero_centered: of all norms.
+      norm: "rms", "layer", or a `te_jax.layers.Norm`.
       dropout_rate: of the results of attention and MLP, before they are added.
       deterministic: as in `flax.linen.Dropout`; may be given to the call.
       dtype, param_dtype, state_axis, implementation: as in `DenseGeneral`, for all layers.
       recipe: a recipe, None, or recipes by role, {"attention": …, "mlp": …}.
-      attention_arguments, mlp_arguments, norm_arguments: further arguments of the layers, such as {"kernel_axes": …}.
+      attention_arguments, mlp_arguments: further arguments of these layers, such as {"kernel_init": …}.
     """
 
     hidden_features: int
@@ -48,11 +47,9 @@ class TransformerBlock(nn.Module):
     head_dim: int | None = None
     window: int | None = None
     rope_theta: float | None = 10_000.0
-    qk_norm: bool = False
+    qk_norm: norm.Norm | norm.Kind | None = None
     activation: Activation | ActivationName = "silu"
-    norm: norm.Kind = "rms"
-    epsilon: float = 1e-6
-    zero_centered: bool = False
+    norm: norm.Norm | norm.Kind = "rms"
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     decode: bool = False
@@ -63,7 +60,6 @@ class TransformerBlock(nn.Module):
     implementation: native.Implementation | None = None
     attention_arguments: Mapping[str, Any] | None = None
     mlp_arguments: Mapping[str, Any] | None = None
-    norm_arguments: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for recipe in transformer_block.Recipes.of(self.recipe):
@@ -89,12 +85,6 @@ class TransformerBlock(nn.Module):
             deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
         recipes = transformer_block.Recipes.of(self.recipe)
         shared: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "implementation": self.implementation}
-        of_norms: Any = {
-            "epsilon": self.epsilon,
-            "zero_centered": self.zero_centered,
-            **shared,
-            **(self.norm_arguments or {}),
-        }
         attention = Attention(
             self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -102,8 +92,6 @@ class TransformerBlock(nn.Module):
             window=self.window,
             rope_theta=self.rope_theta,
             qk_norm=self.qk_norm,
-            epsilon=self.epsilon,
-            zero_centered=self.zero_centered,
             dropout_rate=self.dropout_rate,
             decode=self.decode,
             recipe=recipes.attention,
@@ -125,9 +113,9 @@ class TransformerBlock(nn.Module):
 
         return transformer_block.apply(
             x,
-            make_norm(self.norm, name="attention_norm", **of_norms),
+            make_norm(self.norm, name="attention_norm", **shared),
             functools.partial(attention, **arguments, deterministic=deterministic),
-            make_norm(self.norm, name="mlp_norm", **of_norms),
+            make_norm(self.norm, name="mlp_norm", **shared),
             functools.partial(mlp, deterministic=deterministic),
             recipes,
         )

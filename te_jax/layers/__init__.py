@@ -1,7 +1,18 @@
 """Layers, and loops over layers, without a module system: for Linen, NNX and models that are plain functions."""
 
 from te_jax.layers.microbatches import accumulate_gradients, dense_kernels
-from te_jax.layers.mixture import MoEResult, Router, moe
+from te_jax.layers.mixture import ExpertParallel, MoEResult, Router, moe
+from te_jax.layers.norm import Norm
 from te_jax.layers.stack import apply_layers, residual_table
 
-__all__ = ["MoEResult", "Router", "accumulate_gradients", "apply_layers", "dense_kernels", "moe", "residual_table"]
+__all__ = [
+    "ExpertParallel",
+    "MoEResult",
+    "Norm",
+    "Router",
+    "accumulate_gradients",
+    "apply_layers",
+    "dense_kernels",
+    "moe",
+    "residual_table",
+]

@@ -65,7 +65,7 @@ class Settings:
     causal: bool
     window: int | None
     rope_theta: float | None
-    implementation: native.Implementation | None
+    implementation: native.Implementation | None  # of the layers; on a CPU attention has the reference alone
     max_score_bytes: int
 
     def __post_init__(self):
@@ -165,7 +165,8 @@ def attend(
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     elif positions is not None:
         raise ValueError("positions are given, but rope_theta is None, and nothing else reads them: leave them out")
-    options: Any = {"implementation": settings.implementation, "max_score_bytes": settings.max_score_bytes}
+    reference = "reference" if settings.implementation == "reference" else None
+    options: Any = {"implementation": reference, "max_score_bytes": settings.max_score_bytes}
     if cache is None:
         masks: Any = {"segment_ids": segment_ids, "key_lengths": key_lengths}
         masks |= {"causal": settings.causal, "window": settings.window}

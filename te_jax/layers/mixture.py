@@ -36,7 +36,16 @@ EINSUM = "eti,eio->eto"
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """Arguments of `te_jax.ops.router`."""
+    """How the experts of a token are chosen and weighted.
+
+    Attributes:
+      top_k, score, normalize, num_groups, top_groups, scaling_factor: as in `te_jax.ops.router`.
+      weighted: "results" multiplies the results of experts by the weights; "inputs" multiplies x, as Llama 4 does.
+      capacity: most tokens of an expert, from all devices together; None for all.
+
+    Raises:
+      ValueError: for another `weighted`.
+    """
 
     top_k: int
     score: Score = "softmax"
@@ -44,6 +53,17 @@ class Router:
     num_groups: int = 1
     top_groups: int = 1
     scaling_factor: float = 1.0
+    weighted: Literal["results", "inputs"] = "results"
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.weighted not in ("results", "inputs"):
+            raise ValueError(f"weighted is {self.weighted!r}; it must be 'results' or 'inputs'")
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Arguments of `te_jax.ops.router`."""
+        return {name: value for name, value in vars(self).items() if name not in ("weighted", "capacity")}
 
     @staticmethod
     def check(router: Any) -> None:
@@ -53,6 +73,25 @@ class Router:
                 f"router is {router!r}; it must be a te_jax.layers.Router, such as Router(top_k=2)"
                 f"{static_way_out(router)}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertParallel:
+    """The devices that divide the experts, for use inside `shard_map`.
+
+    Attributes:
+      axis_name: the mesh axis that splits tokens and experts, or several: the first varies slowest.
+      buffer_factor, exchange: as in `te_jax.parallel.plan_dispatch`.
+    """
+
+    axis_name: AxisName
+    buffer_factor: float | None = None
+    exchange: Exchange | None = None
+
+    @classmethod
+    def of(cls, experts: ExpertParallel | AxisName | None) -> ExpertParallel | None:
+        """What an argument says; a name is that of the axis."""
+        return experts if experts is None or isinstance(experts, ExpertParallel) else cls(experts)
 
 
 class MoEResult(NamedTuple):
@@ -76,11 +115,7 @@ class Options:
     """Arguments of `moe` that modules hold."""
 
     activation: Activation
-    weighted: Literal["results", "inputs"]
-    capacity: int | None
-    axis_name: AxisName | None
-    buffer_factor: float | None
-    exchange: Exchange | None
+    expert_parallel: ExpertParallel | None
     recipe: Recipe | None
     implementation: native.Implementation | None
 
@@ -96,11 +131,7 @@ def moe(
     bias: tuple[Any, Any, Any] = (None, None, None),
     shared: Kernels | None = None,
     activation: Activation | ActivationName = "silu",
-    weighted: Literal["results", "inputs"] = "results",
-    capacity: int | None = None,
-    axis_name: AxisName | None = None,
-    buffer_factor: float | None = None,
-    exchange: Exchange | None = None,
+    expert_parallel: ExpertParallel | AxisName | None = None,
     wgrad_accumulator: tuple[Any, Any, Any] = (None, None, None),
     accumulate: bool = True,
     recipe: Recipe | None = None,
@@ -117,11 +148,12 @@ def moe(
     ("te_moe_preactivation"), the weights and the permutation. The backward pass computes the rest again, without GEMMs.
 
     All tokens at hand are sorted together. Where they are split over devices, call this inside `shard_map`. With
-    axis_name each device then holds some of the experts only, and rows of tokens travel to them and back
+    expert_parallel each device then holds some of the experts only, and rows of tokens travel to them and back
     (`te_jax.parallel.dispatch`): results and gradients are those of one device with all tokens. Scales that many rows
     share, of CurrentScaling and of RowwiseScaling's weight gradients, follow from the rows of each device. What a
     device receives is kept for the backward pass as well ("te_dispatched_rows"). With a recipe that scales activations
-    by row or in blocks, by powers of two, rows travel in FP8 forward, except in float16 and with weighted="inputs".
+    by row or in blocks, by powers of two, rows travel in FP8 forward, except in float16 and with
+    Router(weighted="inputs").
 
     Args:
       x: [*tokens, in], float32, bfloat16 or float16.
@@ -134,11 +166,9 @@ def moe(
       bias: ([experts, hidden], [experts, hidden], [experts, out]), each of which may be None.
       shared: (gate, up, down) of the shared experts as one MLP, [in, hidden], [in, hidden] and [hidden, out], or None.
       activation: that of the MLPs; SwiGLU by default.
-      weighted: "results", or "inputs" for Llama-4, whose weights multiply x.
-      capacity: most tokens of an expert, from all devices of axis_name; None for all.
-      axis_name: inside `shard_map`, the mesh axis that splits tokens and experts, or several. Then kernel, bias and
-        wgrad_accumulator are this device's parts, [experts / devices, …]; all else is whole on every device.
-      buffer_factor, exchange: with axis_name, as in `te_jax.parallel.plan_dispatch`.
+      expert_parallel: the devices that divide the experts, as an `ExpertParallel` or the name of their mesh axis. Then
+        kernel, bias and wgrad_accumulator are this device's parts, [experts / devices, …]; all else is whole on every
+        device.
       wgrad_accumulator, accumulate: for the kernels of the experts, as in `te_jax.ops.grouped_dense`.
       recipe: of the experts' and the shared experts' GEMMs. The router is never quantized.
       implementation: see `te_jax.ops.grouped_dense`.
@@ -154,33 +184,28 @@ def moe(
     """
     Router.check(router)
     x = jnp.asarray(x)
-    if weighted not in ("results", "inputs"):
-        raise ValueError(f"weighted is {weighted!r}; it must be 'results' or 'inputs'")
     if not isinstance(kernel, tuple | list) or len(kernel) != 3:
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
     operands = reverse_mode_only((x, jnp.asarray(router_kernel).astype(jnp.float32)), _REVERSE_MODE)
     logits = router_logits(*operands, router_bias)
-    routing = ops.router(logits, expert_bias=expert_bias, **vars(router))
+    routing = ops.router(logits, expert_bias=expert_bias, **router.choice)
     experts: Any = {
         "num_experts": logits.shape[-1],
         "align": 1 if recipe is None else BLOCK,
-        "capacity": capacity,
+        "capacity": router.capacity,
     }
-    if axis_name is None:
-        for name, value in (("buffer_factor", buffer_factor), ("exchange", exchange)):
-            if value is not None:
-                raise ValueError(f"{name} is {value!r} without axis_name, which names the devices of the experts")
+    parallel_experts = ExpertParallel.of(expert_parallel)
+    if parallel_experts is None:
         plan = ops.group_by_expert(routing.experts, **experts)
     else:
-        experts |= {"axis_name": axis_name, "buffer_factor": buffer_factor, "exchange": exchange}
-        plan = parallel.plan_dispatch(routing.experts, **experts)
+        plan = parallel.plan_dispatch(routing.experts, **experts, **vars(parallel_experts))
         _validate_parts(kernel, plan)
-    fused = weighted == "results" and bias[0] is None and bias[1] is None and is_fused(recipe)
+    fused = router.weighted == "results" and bias[0] is None and bias[1] is None and is_fused(recipe)
     layer = functools.partial(
         _experts,
         fused=fused,
         activation=Activation.of(activation),
-        weighted=weighted,
+        weighted=router.weighted,
         options={"accumulate": accumulate, "recipe": recipe, "implementation": implementation},
     )
     if not fused or isinstance(plan, parallel.DispatchPlan):  # else the residuals are these anyway
@@ -189,7 +214,7 @@ def moe(
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
     y = layer(x, routing.weights, plan, tuple(kernel), tuple(bias[:2]), tuple(wgrad_accumulator))
     if bias[2] is not None:
-        total = jax.checkpoint(functools.partial(_bias, weighted=weighted))(routing.weights, plan, bias[2])
+        total = jax.checkpoint(functools.partial(_bias, weighted=router.weighted))(routing.weights, plan, bias[2])
         y = (y.astype(jnp.float32) + total).astype(y.dtype)
     if shared is not None:
         y = y + ops.gated_mlp(x, shared, activation=activation, recipe=recipe, implementation=implementation)
@@ -331,8 +356,8 @@ def _validate_parts(kernel: Kernels, plan: parallel.DispatchPlan) -> None:
     for i, part in enumerate(kernel):
         if jnp.shape(part)[:1] != (count,):
             raise ValueError(
-                f"kernel[{i}] has shape {jnp.shape(part)}; with axis_name each device has {count} experts, so it must "
-                f"be ({count}, in, out): pass it into shard_map split along its first dimension, by "
+                f"kernel[{i}] has shape {jnp.shape(part)}; with expert_parallel each device has {count} experts, so it "
+                f"must be ({count}, in, out): pass it into shard_map split along its first dimension, by "
                 f"PartitionSpec({plan.axis_name})"
             )
 

@@ -20,6 +20,51 @@ Kind = Literal["rms", "layer"]
 
 
 @dataclasses.dataclass(frozen=True)
+class Norm:
+    """The norm of a layer, where its kind alone does not say everything.
+
+        te_jax.nnx.NormLinear(64, 256, norm=te_jax.layers.Norm("layer", epsilon=1e-5), rngs=nnx.Rngs(0))
+
+    Attributes:
+      kind: "rms" or "layer".
+      epsilon: added to the mean square, or to the variance.
+      zero_centered: multiplies by 1 + scale, as Gemma does.
+      scale_init: initializer of the scale; None is ones, or zeros with zero_centered.
+      bias_init: initializer of a layer norm's bias; None is zeros.
+
+    Raises:
+      ValueError: for another kind, and a bias_init without a bias.
+    """
+
+    kind: Kind
+    epsilon: float = 1e-6
+    zero_centered: bool = False
+    scale_init: Callable[..., Any] | None = None
+    bias_init: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("rms", "layer"):
+            raise ValueError(f"norm is {self.kind!r}; it must be 'rms', 'layer' or a te_jax.layers.Norm")
+        if self.bias_init is not None and self.kind == "rms":
+            raise ValueError("bias_init is given, but an RMS norm has no bias: leave it out, or use Norm('layer')")
+
+    @classmethod
+    def of(cls, norm: Norm | Kind) -> Norm:
+        """The norm that an argument is, or names.
+
+        Raises:
+          ValueError: it is and names none.
+        """
+        return norm if isinstance(norm, Norm) else cls(norm)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the norm as a layer, without initializers that are None."""
+        given = {"epsilon": self.epsilon, "zero_centered": self.zero_centered, "scale_init": self.scale_init}
+        return given if self.bias_init is None else given | {"bias_init": self.bias_init}
+
+
+@dataclasses.dataclass(frozen=True)
 class Options:
     """Options of `te_jax.ops.rms_norm` or `te_jax.ops.layer_norm`.
 
@@ -32,15 +77,6 @@ class Options:
     epsilon: float
     zero_centered: bool
     implementation: native.Implementation | None
-
-    def __post_init__(self) -> None:
-        check_kind(self.kind)
-
-
-def check_kind(kind: Any) -> None:
-    """Raises a ValueError unless it is a `Kind`."""
-    if kind not in ("rms", "layer"):
-        raise ValueError(f"norm is {kind!r}; it must be 'rms' or 'layer'")
 
 
 def normalize(

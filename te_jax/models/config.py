@@ -17,7 +17,7 @@ _DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The mixture of experts in the place of every MLP: see `te_jax.layers.moe`. No token is dropped.
+    """The mixture of experts in the place of every MLP: see `te_jax.layers.moe`.
 
     Args:
       num_experts: MLPs of each block, of which a token meets `router.top_k`.

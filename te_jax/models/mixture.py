@@ -49,7 +49,7 @@ def mixture(
         (gate, up, down),
         experts.router,
         **kernels,
-        axis_name=expert_axes,
+        expert_parallel=expert_axes,
         recipe=config.recipe,
         implementation=implementation,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,9 +10,9 @@ from flax import nnx
 from jax import Array
 
 from te_jax import native
-from te_jax.layers import attention
-from te_jax.nnx.linear import Initializer, LinearGeneral
-from te_jax.nnx.norm import RMSNorm
+from te_jax.layers import attention, norm
+from te_jax.nnx.linear import Initializer, LinearGeneral, without_metadata
+from te_jax.nnx.norm import LayerNorm, RMSNorm, make_norm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 
@@ -35,15 +34,13 @@ class Attention(nnx.Module):
       causal: a token sees itself and those before it.
       window: a token sees only the last `window` of these tokens; None for all.
       rope_theta: base of rotary positions, which turn the pairs (i, i + head_dim / 2); None for no positions.
-      qk_norm: whether RMS norms over head_dim come before the rotary positions; Flax has layer norms there.
-      epsilon, zero_centered, scale_metadata: of these norms, as in `RMSNorm`.
+      qk_norm: the norms over head_dim of query and key, before the rotary positions: "rms", "layer" as in Flax, a
+        `te_jax.layers.Norm`, or None.
       dtype, param_dtype, recipe, state_axis, implementation: as in `LinearGeneral`, for all layers.
-      kernel_init, bias_init, kernel_metadata, bias_metadata: of `query`, `key` and `value`.
-      out_kernel_init, out_bias_init: of `out`; None for the same.
-      out_kernel_metadata, out_bias_metadata: of `out`.
+      kernel_init, bias_init: of `query`, `key` and `value`. They may have metadata, as from `nnx.with_partitioning`.
+      out_kernel_init, out_bias_init: of `out`; None for the same values, without metadata.
       dropout_rate: of the result. Attention weights have no dropout.
-      decode: whether calls continue the tokens in the cache, which `init_cache` creates.
-      attention_implementation, max_score_bytes: `implementation` and `max_score_bytes` of `te_jax.ops.attention`.
+      max_score_bytes: as in `te_jax.ops.attention`.
       rngs: `nnx.Rngs`, of which "params" is used, and "dropout" with a dropout_rate.
 
     Raises:
@@ -62,35 +59,26 @@ class Attention(nnx.Module):
         causal: bool = True,
         window: int | None = None,
         rope_theta: float | None = 10_000.0,
-        qk_norm: bool = False,
-        epsilon: float = 1e-6,
-        zero_centered: bool = False,
+        qk_norm: norm.Norm | norm.Kind | None = None,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         kernel_init: Initializer = nnx.initializers.lecun_normal(),
         out_kernel_init: Initializer | None = None,
         bias_init: Initializer = nnx.initializers.zeros_init(),
         out_bias_init: Initializer | None = None,
-        kernel_metadata: Mapping[str, Any] | None = None,
-        out_kernel_metadata: Mapping[str, Any] | None = None,
-        bias_metadata: Mapping[str, Any] | None = None,
-        scale_metadata: Mapping[str, Any] | None = None,
-        out_bias_metadata: Mapping[str, Any] | None = None,
         dropout_rate: float = 0.0,
-        decode: bool = False,
         recipe: Recipe | None = None,
         state_axis: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
-        attention_implementation: native.Implementation | None = None,
         max_score_bytes: int = 2**30,
         rngs: nnx.Rngs,
     ):
         self.in_features = in_features
         self.heads = attention.Heads.of(in_features, num_heads, num_kv_heads, head_dim)
-        self.settings = attention.Settings(causal, window, rope_theta, attention_implementation, max_score_bytes)
+        self.settings = attention.Settings(causal, window, rope_theta, implementation, max_score_bytes)
         self.dtype = dtype
         self.param_dtype = param_dtype
-        self.decode = decode
+        self.decode = False
         shared: Any = {
             "use_bias": use_bias,
             "dtype": dtype,
@@ -103,34 +91,23 @@ class Attention(nnx.Module):
         projection: Any = {
             "kernel_init": kernel_init,
             "bias_init": bias_init,
-            "kernel_metadata": kernel_metadata,
-            "bias_metadata": bias_metadata,
         }
         of_query, of_key, of_value = self.heads.features
         self.query = LinearGeneral(in_features, of_query, **projection, **shared)
         self.key = LinearGeneral(in_features, of_key, **projection, **shared)
         self.value = LinearGeneral(in_features, of_value, **projection, **shared)
-        self.query_ln: RMSNorm | None = nnx.data(None)
-        self.key_ln: RMSNorm | None = nnx.data(None)
-        if qk_norm:
-            of_norms: Any = {
-                "epsilon": epsilon,
-                "zero_centered": zero_centered,
-                "scale_metadata": scale_metadata,
-                "dtype": dtype,
-                "param_dtype": param_dtype,
-                "implementation": implementation,
-                "rngs": rngs,
-            }
-            self.query_ln, self.key_ln = (RMSNorm(self.heads.head_dim, **of_norms) for _ in range(2))
+        self.query_ln: RMSNorm | LayerNorm | None = nnx.data(None)
+        self.key_ln: RMSNorm | LayerNorm | None = nnx.data(None)
+        if qk_norm is not None:
+            names = ("dtype", "param_dtype", "implementation", "rngs")
+            of_norms: Any = {name: shared[name] for name in names}
+            self.query_ln, self.key_ln = (make_norm(qk_norm, self.heads.head_dim, **of_norms) for _ in range(2))
         self.out = LinearGeneral(
             of_query,
             in_features if out_features is None else out_features,
             axis=(-2, -1),
-            kernel_init=out_kernel_init or kernel_init,
-            bias_init=out_bias_init or bias_init,
-            kernel_metadata=out_kernel_metadata,
-            bias_metadata=out_bias_metadata,
+            kernel_init=out_kernel_init or without_metadata(kernel_init),
+            bias_init=out_bias_init or without_metadata(bias_init),
             **shared,
         )
         self.dropout: nnx.Dropout | None = nnx.Dropout(dropout_rate, rngs=rngs) if dropout_rate else nnx.data(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from flax import nnx
 
 from te_jax import native
 from te_jax.layers import gated_mlp, norm
-from te_jax.nnx.linear import Initializer, Linear
+from te_jax.nnx.linear import Initializer, Linear, without_metadata
 from te_jax.nnx.norm import LayerNorm, RMSNorm, make_norm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
@@ -28,12 +27,11 @@ class GatedMLP(nnx.Module):
       in_features, hidden_features: of x, and between the layers.
       out_features: None is in_features.
       activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
-      norm: "rms", "layer", or None.
-      epsilon, zero_centered, scale_metadata: of the norm.
+      norm: "rms", "layer", a `te_jax.layers.Norm`, or None.
       use_bias: whether the three layers have biases.
       dtype, param_dtype, recipe, state_axis, implementation: as in `LinearGeneral`, for all layers.
-      kernel_init, bias_init, kernel_metadata, bias_metadata: of `gate_proj` and `up_proj`.
-      down_kernel_init, down_kernel_metadata, down_bias_metadata: of `down_proj`; None for the same initializer.
+      kernel_init, bias_init: of `gate_proj` and `up_proj`. They may have metadata, as from `nnx.with_partitioning`.
+      down_kernel_init, down_bias_init: of `down_proj`; None for the same values, without metadata.
       dropout_rate: of the result; `flax.nnx.Dropout`.
       rngs: `nnx.Rngs`, of which "params" is used, and "dropout" with a dropout_rate.
 
@@ -48,20 +46,14 @@ class GatedMLP(nnx.Module):
         out_features: int | None = None,
         *,
         activation: Activation | ActivationName = "silu",
-        norm: norm.Kind | None = None,
-        epsilon: float = 1e-6,
-        zero_centered: bool = False,
-        scale_metadata: Mapping[str, Any] | None = None,
+        norm: norm.Norm | norm.Kind | None = None,
         use_bias: bool = False,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         kernel_init: Initializer = nnx.initializers.lecun_normal(),
         down_kernel_init: Initializer | None = None,
         bias_init: Initializer = nnx.initializers.zeros_init(),
-        kernel_metadata: Mapping[str, Any] | None = None,
-        down_kernel_metadata: Mapping[str, Any] | None = None,
-        bias_metadata: Mapping[str, Any] | None = None,
-        down_bias_metadata: Mapping[str, Any] | None = None,
+        down_bias_init: Initializer | None = None,
         dropout_rate: float = 0.0,
         recipe: Recipe | None = None,
         state_axis: str | tuple[str, ...] | None = None,
@@ -71,21 +63,18 @@ class GatedMLP(nnx.Module):
         self.activation = Activation.of(activation)
         self.dtype = dtype
         shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "rngs": rngs}
-        layer: Any = {"use_bias": use_bias, "bias_init": bias_init, "recipe": recipe, **shared}
-        layer["state_axis"] = state_axis
-        wide: Any = {"kernel_init": kernel_init, "kernel_metadata": kernel_metadata, "bias_metadata": bias_metadata}
+        layer: Any = {"use_bias": use_bias, "recipe": recipe, "state_axis": state_axis, **shared}
+        wide: Any = {"kernel_init": kernel_init, "bias_init": bias_init}
         self.norm: RMSNorm | LayerNorm | None = nnx.data(None)
         if norm is not None:
-            of_norm: Any = {"epsilon": epsilon, "zero_centered": zero_centered, "scale_metadata": scale_metadata}
-            self.norm = make_norm(norm, in_features, **of_norm, **shared)
+            self.norm = make_norm(norm, in_features, **shared)
         self.gate_proj = Linear(in_features, hidden_features, **wide, **layer)
         self.up_proj = Linear(in_features, hidden_features, **wide, **layer)
         self.down_proj = Linear(
             hidden_features,
             in_features if out_features is None else out_features,
-            kernel_init=down_kernel_init or kernel_init,
-            kernel_metadata=down_kernel_metadata,
-            bias_metadata=down_bias_metadata,
+            kernel_init=down_kernel_init or without_metadata(kernel_init),
+            bias_init=down_bias_init or without_metadata(bias_init),
             **layer,
         )
         self.dropout: nnx.Dropout | None = nnx.Dropout(dropout_rate, rngs=rngs) if dropout_rate else nnx.data(None)

@@ -297,6 +297,16 @@ def _scaling_state(module: nnx.Module, recipe: Recipe | None) -> DelayedScalingS
     )
 
 
+def without_metadata(init: Initializer) -> Initializer:
+    """An initializer that draws the same values, without metadata."""
+
+    def drawn(*arguments: Any) -> Any:
+        value = init(*arguments)
+        return value.raw_value if isinstance(value, variablelib.VariableMetadata) else value
+
+    return drawn
+
+
 def _reshaped(value: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(value, variablelib.VariableMetadata):  # from an initializer with metadata
         value.raw_value = value.raw_value.reshape(shape)

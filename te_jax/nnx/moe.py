@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import variablelib
 
 from te_jax import native
 from te_jax.layers import linear, mixture
 from te_jax.nnx.gated_mlp import GatedMLP
-from te_jax.nnx.linear import Einsum, Initializer, Linear
+from te_jax.nnx.linear import Einsum, Initializer, Linear, without_metadata
 from te_jax.nnx.variables import ExpertBias
-from te_jax.parallel.experts import Exchange
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
@@ -38,7 +37,7 @@ class MoE(nnx.Module):
         counts = ops.expert_counts(result.routing.experts, num_experts)
         layer.expert_bias.set_value(ops.update_expert_bias(layer.expert_bias.get_value(), counts))
 
-    With axis_name each device holds some of the experts, and tokens travel to them. Create the layer outside of
+    With expert_parallel each device holds some of the experts, and tokens travel to them. Create the layer outside of
     `shard_map`: it then has all experts. Inside call `nnx.merge(graphdef, state)(x)`, with a state whose kernels and
     biases of `gate_proj`, `up_proj` and `down_proj` are split along their first dimension, by PartitionSpec("expert")
     in `in_specs`, and all other variables whole; docs/experts.md has an example.
@@ -50,20 +49,17 @@ class MoE(nnx.Module):
       router: how experts are chosen, a `te_jax.layers.Router`.
       out_features: None is in_features.
       activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
-      weighted, capacity, axis_name, buffer_factor, exchange: as in `te_jax.layers.moe`.
+      expert_parallel: as in `te_jax.layers.moe`.
       shared_features: hidden features of all shared experts together; None for no shared experts.
       expert_bias: whether there is a bias of the choice, `te_jax.ops.update_expert_bias`. It is zero at first.
       use_bias: whether the router and the experts have biases. Shared experts have none.
       dtype, param_dtype, implementation: as in `LinearGeneral`. The router computes in float32. Kernels of experts are
         rounded to `dtype` before they are quantized.
       recipe: of the experts and the shared ones, as in `te_jax.ops.grouped_dense`; None to compute in `dtype`.
-      kernel_init, bias_init: initializers. They see the kernel of one expert as a matrix, and its bias as a vector.
-      down_kernel_init, router_kernel_init: of `down_proj` and `router`; None for kernel_init.
-      kernel_metadata, bias_metadata: of `gate_proj` and `up_proj`, [experts, in, hidden] and [experts, hidden], as in
-        `LinearGeneral`.
-      down_kernel_metadata, down_bias_metadata: of `down_proj`, [experts, hidden, out] and [experts, out].
-      router_kernel_metadata, router_bias_metadata: of `router`, [in, experts] and [experts].
-      shared_kernel_metadata, shared_down_kernel_metadata: of `shared`, [in, hidden] and [hidden, out].
+      kernel_init, bias_init: of `gate_proj` and `up_proj`. They draw the kernel of one expert as a matrix, and its bias
+        as a vector; metadata, as from `nnx.with_partitioning`, is that of all experts.
+      down_kernel_init, down_bias_init, router_kernel_init, shared_kernel_init, shared_down_kernel_init: of `down_proj`,
+        `router` and `shared`; None for kernel_init or bias_init, without metadata.
       rngs: `nnx.Rngs`, of which "params" is used.
 
     Raises:
@@ -79,11 +75,7 @@ class MoE(nnx.Module):
         out_features: int | None = None,
         *,
         activation: Activation | ActivationName = "silu",
-        weighted: Literal["results", "inputs"] = "results",
-        capacity: int | None = None,
-        axis_name: AxisName | None = None,
-        buffer_factor: float | None = None,
-        exchange: Exchange | None = None,
+        expert_parallel: mixture.ExpertParallel | AxisName | None = None,
         shared_features: int | None = None,
         expert_bias: bool = False,
         use_bias: bool = False,
@@ -92,15 +84,10 @@ class MoE(nnx.Module):
         kernel_init: Initializer = nnx.initializers.lecun_normal(),
         down_kernel_init: Initializer | None = None,
         router_kernel_init: Initializer | None = None,
+        shared_kernel_init: Initializer | None = None,
+        shared_down_kernel_init: Initializer | None = None,
         bias_init: Initializer = nnx.initializers.zeros_init(),
-        kernel_metadata: Mapping[str, Any] | None = None,
-        down_kernel_metadata: Mapping[str, Any] | None = None,
-        bias_metadata: Mapping[str, Any] | None = None,
-        down_bias_metadata: Mapping[str, Any] | None = None,
-        router_kernel_metadata: Mapping[str, Any] | None = None,
-        router_bias_metadata: Mapping[str, Any] | None = None,
-        shared_kernel_metadata: Mapping[str, Any] | None = None,
-        shared_down_kernel_metadata: Mapping[str, Any] | None = None,
+        down_bias_init: Initializer | None = None,
         recipe: Recipe | None = None,
         implementation: native.Implementation | None = None,
         rngs: nnx.Rngs,
@@ -110,45 +97,40 @@ class MoE(nnx.Module):
         (experts,) = linear.sizes("num_experts", num_experts)
         (hidden,) = linear.sizes("hidden_features", hidden_features)
         out_features = features if out_features is None else out_features
-        activation = Activation.of(activation)
         quantized: Any = {"recipe": recipe, "implementation": implementation}
         self.dtype = dtype
         self.choice = router  # `router` is the layer
         self.options = mixture.Options(
-            activation, weighted, capacity, axis_name, buffer_factor, exchange, recipe, implementation
+            Activation.of(activation), mixture.ExpertParallel.of(expert_parallel), recipe, implementation
         )
 
-        down_kernel_init = down_kernel_init or kernel_init
+        same_kernel, same_bias = without_metadata(kernel_init), without_metadata(bias_init)
+        down_kernel_init = down_kernel_init or same_kernel
         shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs, **quantized}
-        biased: Any = {"bias_init": mixture.for_each_expert(bias_init), **shared}
         wide: Any = {
             "kernel_shape": (experts, features, hidden),
             "bias_shape": (experts, hidden) if use_bias else None,
-            "kernel_init": mixture.for_each_expert(kernel_init),
-            "kernel_metadata": kernel_metadata,
-            "bias_metadata": bias_metadata,
+            "kernel_init": _for_each_expert(kernel_init),
+            "bias_init": _for_each_expert(bias_init),
         }
         self.router = Linear(
             features,
             experts,
             use_bias=use_bias,
             param_dtype=param_dtype,
-            kernel_init=router_kernel_init or kernel_init,
-            bias_init=bias_init,
-            kernel_metadata=router_kernel_metadata,
-            bias_metadata=router_bias_metadata,
+            kernel_init=router_kernel_init or same_kernel,
+            bias_init=same_bias,
             rngs=rngs,
         )
-        self.gate_proj = Einsum(mixture.EINSUM, **wide, **biased)
-        self.up_proj = Einsum(mixture.EINSUM, **wide, **biased)
+        self.gate_proj = Einsum(mixture.EINSUM, **wide, **shared)
+        self.up_proj = Einsum(mixture.EINSUM, **wide, **shared)
         self.down_proj = Einsum(
             mixture.EINSUM,
             (experts, hidden, out_features),
             (experts, out_features) if use_bias else None,
-            kernel_init=mixture.for_each_expert(down_kernel_init),
-            kernel_metadata=down_kernel_metadata,
-            bias_metadata=down_bias_metadata,
-            **biased,
+            kernel_init=_for_each_expert(down_kernel_init),
+            bias_init=_for_each_expert(down_bias_init or same_bias),
+            **shared,
         )
         self.expert_bias: ExpertBias | None = nnx.data(None)
         if expert_bias:
@@ -159,11 +141,9 @@ class MoE(nnx.Module):
                 features,
                 shared_features,
                 out_features,
-                activation=activation,
-                kernel_init=kernel_init,
-                down_kernel_init=down_kernel_init,
-                kernel_metadata=shared_kernel_metadata,
-                down_kernel_metadata=shared_down_kernel_metadata,
+                activation=self.options.activation,
+                kernel_init=shared_kernel_init or same_kernel,
+                down_kernel_init=shared_down_kernel_init or without_metadata(down_kernel_init),
                 **shared,
             )
 
@@ -190,3 +170,25 @@ class MoE(nnx.Module):
             options=self.options,
         )
         return result if self.shared is None else result._replace(y=result.y + self.shared(x))
+
+
+def _for_each_expert(init: Initializer) -> Initializer:
+    """`mixture.for_each_expert`, for initializers with metadata, too."""
+
+    def drawn(*arguments: Any) -> Any:
+        found: list[Any] = []
+
+        def of_one(*arguments: Any) -> Any:
+            value = init(*arguments)
+            if isinstance(value, variablelib.VariableMetadata):
+                found.append(value)
+                return value.raw_value
+            return value
+
+        values = mixture.for_each_expert(of_one)(*arguments)
+        if not found:
+            return values
+        found[0].raw_value = values
+        return found[0]
+
+    return drawn

@@ -132,10 +132,10 @@ def _scale(use_scale, num_features, init, zero_centered, dtype, metadata, rngs) 
     return nnx.Param(init(rngs.params(), (num_features,), dtype), **(metadata or {}))
 
 
-def make_norm(kind: norm.Kind, num_features: int, **arguments: Any) -> RMSNorm | LayerNorm:
-    """The norm of a kind, "rms" or "layer"."""
-    norm.check_kind(kind)
-    return (RMSNorm if kind == "rms" else LayerNorm)(num_features, **arguments)
+def make_norm(which: norm.Norm | norm.Kind, num_features: int, **arguments: Any) -> RMSNorm | LayerNorm:
+    """The norm as a module."""
+    which = norm.Norm.of(which)
+    return (RMSNorm if which.kind == "rms" else LayerNorm)(num_features, **which.arguments, **arguments)
 
 
 class NormLinear(nnx.Module):
@@ -146,8 +146,7 @@ class NormLinear(nnx.Module):
     Args:
       in_features: number of input features.
       out_features: number of output features, or several numbers.
-      norm: "rms" or "layer".
-      epsilon, zero_centered, scale_metadata: of the norm.
+      norm: "rms", "layer", or a `te_jax.layers.Norm`.
       dtype, param_dtype, implementation, rngs: of both.
       arguments: others of `LinearGeneral`, without axis: norm and layer work on the last one.
 
@@ -160,10 +159,7 @@ class NormLinear(nnx.Module):
         in_features: int,
         out_features: int | Sequence[int],
         *,
-        norm: norm.Kind = "rms",
-        epsilon: float = 1e-6,
-        zero_centered: bool = False,
-        scale_metadata: Mapping[str, Any] | None = None,
+        norm: norm.Norm | norm.Kind = "rms",
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         recipe: Recipe | None = None,
@@ -177,9 +173,8 @@ class NormLinear(nnx.Module):
                 f"axis is {arguments['axis']!r}, and the norm is of the last one: leave it out, or use a norm and a "
                 "LinearGeneral"
             )
-        of_norm: Any = {"epsilon": epsilon, "zero_centered": zero_centered, "scale_metadata": scale_metadata}
         self.recipe = recipe
-        self.norm = make_norm(norm, in_features, **of_norm, **shared)
+        self.norm = make_norm(norm, in_features, **shared)
         self.linear = LinearGeneral(in_features, out_features, recipe=recipe, **shared, **arguments)
 
     def __call__(self, x: jax.typing.ArrayLike, residual: jax.typing.ArrayLike | None = None) -> Any:

@@ -32,13 +32,11 @@ class TransformerBlock(nnx.Module):
       hidden_features: of the MLP.
       num_heads, num_kv_heads, head_dim, window, rope_theta, qk_norm: of `Attention`.
       activation: of `GatedMLP`; "silu" is SwiGLU.
-      norm: "rms" or "layer".
-      epsilon, zero_centered: of all norms.
+      norm: "rms", "layer", or a `te_jax.layers.Norm`.
       dropout_rate: of the results of attention and MLP, before they are added.
       dtype, param_dtype, state_axis, implementation: as in `LinearGeneral`, for all layers.
       recipe: a recipe, None, or recipes by role, {"attention": …, "mlp": …}.
-      attention_arguments, mlp_arguments, norm_arguments: further arguments of the layers, such as
-        {"kernel_metadata": …}.
+      attention_arguments, mlp_arguments: further arguments of these layers, such as {"kernel_init": …}.
       rngs: `nnx.Rngs`, of which "params" is used, and "dropout" with a dropout_rate.
 
     Raises:
@@ -55,11 +53,9 @@ class TransformerBlock(nnx.Module):
         head_dim: int | None = None,
         window: int | None = None,
         rope_theta: float | None = 10_000.0,
-        qk_norm: bool = False,
+        qk_norm: norm.Norm | norm.Kind | None = None,
         activation: Activation | ActivationName = "silu",
-        norm: norm.Kind = "rms",
-        epsilon: float = 1e-6,
-        zero_centered: bool = False,
+        norm: norm.Norm | norm.Kind = "rms",
         dropout_rate: float = 0.0,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
@@ -68,14 +64,12 @@ class TransformerBlock(nnx.Module):
         implementation: native.Implementation | None = None,
         attention_arguments: Mapping[str, Any] | None = None,
         mlp_arguments: Mapping[str, Any] | None = None,
-        norm_arguments: Mapping[str, Any] | None = None,
         rngs: nnx.Rngs,
     ):
         self.dtype = dtype
         self.recipes = transformer_block.Recipes.of(recipe)
         shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "rngs": rngs}
-        of_norms: Any = {"epsilon": epsilon, "zero_centered": zero_centered, **shared, **(norm_arguments or {})}
-        self.attention_norm = make_norm(norm, in_features, **of_norms)
+        self.attention_norm = make_norm(norm, in_features, **shared)
         self.attention = Attention(
             in_features,
             num_heads,
@@ -84,15 +78,13 @@ class TransformerBlock(nnx.Module):
             window=window,
             rope_theta=rope_theta,
             qk_norm=qk_norm,
-            epsilon=epsilon,
-            zero_centered=zero_centered,
             dropout_rate=dropout_rate,
             recipe=self.recipes.attention,
             state_axis=state_axis,
             **shared,
             **(attention_arguments or {}),
         )
-        self.mlp_norm = make_norm(norm, in_features, **of_norms)
+        self.mlp_norm = make_norm(norm, in_features, **shared)
         self.mlp = GatedMLP(
             in_features,
             hidden_features,

@@ -1,6 +1,7 @@
 """The API reference lists every public name once, and nothing else."""
 
 import importlib
+import inspect
 import re
 from collections import Counter
 from pathlib import Path
@@ -36,6 +37,25 @@ def test_every_public_name_has_one_entry(module):
 
 def test_there_are_no_entries_of_other_modules():
     assert {name.rpartition(".")[0] for name in LISTED} == set(MODULES)
+
+
+# Flax adds these to every Linen module.
+_OF_LINEN = {"parent", "name"}
+
+
+def parameters(value):
+    function = value.__init__ if inspect.isclass(value) else value
+    return set(inspect.signature(function).parameters) - _OF_LINEN - {"self"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_signatures_are_short(module):
+    """Options that belong together are one value, such as `te_jax.ops.CrossEntropy`."""
+    public = importlib.import_module(module)
+    for name in public.__all__:
+        value = getattr(public, name)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            assert len(parameters(value)) <= (22 if inspect.isclass(value) else 16), name
 
 
 def test_an_entry_that_is_missing_would_be_found():

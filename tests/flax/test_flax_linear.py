@@ -68,6 +68,12 @@ def test_dot_general_cls_is_one_object_for_each_recipe():
     assert make_dot_general_cls(CurrentScaling()) is not make_dot_general_cls(BlockScaling())
 
 
+def named(kernel=("embed", "mlp"), bias=("mlp",)):
+    """Initializers that name the axes of what they draw."""
+    inits = {"kernel_init": (nn.initializers.lecun_normal(), kernel), "bias_init": (nn.initializers.zeros, bias)}
+    return {name: nn.with_logical_partitioning(*init) for name, init in inits.items()}
+
+
 RULES = (("embed", None), ("mlp", "model"), ("heads", "model"), ("kv", None))
 
 
@@ -80,7 +86,7 @@ def test_sharded_by_logical_axes(request, rng, make_mesh, axis_type, recipe):
     if axis_type == AxisType.Explicit and recipe is not None:
         request.getfixturevalue("native_kernels")  # the reference of FP8 products is written for other meshes
     mesh = make_mesh({"data": axis_type, "model": axis_type})
-    module = Dense(512, kernel_axes=("embed", "mlp"), bias_axes=("mlp",), recipe=recipe)
+    module = Dense(512, **named(), recipe=recipe)
     x = normal(rng, (512 if isinstance(recipe, BlockScaling) else 64, 256))  # whole blocks of tokens on each device
     boxed = jax.jit(module.init)(jax.random.key(int(rng.integers(2**31))), x)
     variables = nn.unbox(boxed)
@@ -106,7 +112,7 @@ def test_sharded_by_logical_axes(request, rng, make_mesh, axis_type, recipe):
 def test_boxed_parameters_under_a_mesh(rng, make_mesh):
     """Parameters still in their boxes, as `init` under jit with out_shardings gives them."""
     mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
-    module = Dense(512, kernel_axes=("embed", "mlp"), bias_axes=("mlp",), recipe=CurrentScaling())
+    module = Dense(512, **named(), recipe=CurrentScaling())
     x, key = normal(rng, (64, 256)), jax.random.key(int(rng.integers(2**31)))
     expected = module.apply(module.init(key, x), x)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
@@ -142,8 +148,8 @@ def test_initializers_with_names_of_several_axes_under_a_mesh(rng, make_mesh):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kernel_axes": ("embed",)}, r"kernel_axes is \('embed',\); for shape \(16, 16\) it must have 2 names"),
-        ({"bias_axes": ("a", "b")}, "bias_axes is"),
+        (named(kernel=("embed",)), r"kernel_init names the axes \('embed',\); for shape \(16, 16\) it must name 2"),
+        (named(bias=("a", "b")), "bias_init names the axes"),
     ],
 )
 def test_names_that_do_not_fit(rng, arguments, message):

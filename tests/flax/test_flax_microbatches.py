@@ -150,7 +150,9 @@ def test_layers_stacked_along_another_dimension_are_refused(rng):
 def test_boxed_and_sharded_kernels(rng, make_mesh):
     mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
     rules = (("embed", None), ("mlp", "model"))
-    model = Dense(512, kernel_axes=("embed", "mlp"), bias_axes=("mlp",), recipe=CurrentScaling())
+    kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    bias_init = nn.with_logical_partitioning(nn.initializers.zeros, ("mlp",))
+    model = Dense(512, kernel_init=kernel_init, bias_init=bias_init, recipe=CurrentScaling())
     x = normal(rng, (64, 256))
     boxed = jax.jit(model.init)(jax.random.key(int(rng.integers(2**31))), x)
     variables = nn.unbox(boxed)

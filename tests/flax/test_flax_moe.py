@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from te_jax.flax import MoE
-from te_jax.layers import Router
+from te_jax.layers import ExpertParallel, Router
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.skipif(
@@ -26,11 +26,12 @@ def test_expert_parallel(rng, require_devices):
     """Created with all experts, applied to parts of them: value and gradients of the module on one device."""
     require_devices(2)
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    wide, narrow = ("expert", None, None), ("expert", None)
+    kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("expert", None, None))
+    bias_init = nn.with_logical_partitioning(nn.initializers.normal(0.1), ("expert", None))
     model = MoE(
-        EXPERTS, HIDDEN, ROUTER, OUT, axis_name="expert", buffer_factor=2.0, shared_features=64, expert_bias=True,
-        use_bias=True, bias_init=nn.initializers.normal(0.1),
-        kernel_axes=wide, down_kernel_axes=wide, bias_axes=narrow, down_bias_axes=narrow,
+        EXPERTS, HIDDEN, ROUTER, OUT, expert_parallel=ExpertParallel("expert", buffer_factor=2.0),
+        shared_features=64, expert_bias=True, use_bias=True, kernel_init=kernel_init, down_kernel_init=kernel_init,
+        bias_init=bias_init, down_bias_init=bias_init,
     )  # fmt: skip
     x = normal(rng, (4, 8, IN))
     boxed = jax.jit(model.init)(jax.random.key(0), x)
@@ -44,7 +45,7 @@ def test_expert_parallel(rng, require_devices):
         )(variables, x)  # fmt: skip
 
     def together(variables, x):
-        return model.clone(axis_name=None, buffer_factor=None).apply(variables, x).y
+        return model.clone(expert_parallel=None).apply(variables, x).y
 
     found, wanted = (
         jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sum(f(*a) ** 2)))(variables, x) for f in (apart, together)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.layers import Router, moe
+from te_jax.layers import ExpertParallel, Router, moe
 from te_jax.ops import Activation
 from te_jax.recipe import BlockScaling, CurrentScaling
 from te_jax.testing import assert_close
@@ -31,7 +31,7 @@ MODELS = {
         {},
         ("expert_bias", "shared"),
     ),
-    "llama4": (Router(1, score="sigmoid", normalize=False), {"weighted": "inputs"}, ("shared",)),
+    "llama4": (Router(1, score="sigmoid", normalize=False, weighted="inputs"), {}, ("shared",)),
     "gpt_oss": (Router(4), {"activation": GPT_OSS}, ("router_bias", "bias")),
 }
 
@@ -63,7 +63,7 @@ def mlp(x, kernels, biases, activation):
 
 
 def loop(routing, x, router_kernel, kernel, router, *, router_bias=0.0, bias=None, shared=None,
-         activation=Activation("silu"), weighted="results", expert_bias=None):  # fmt: skip
+         activation=Activation("silu"), expert_bias=None):  # fmt: skip
     """y with the given choice of experts, whose weights are computed from the logits once more."""
     del expert_bias
     experts = routing.experts
@@ -78,7 +78,7 @@ def loop(routing, x, router_kernel, kernel, router, *, router_bias=0.0, bias=Non
         weight = jnp.sum(jnp.where(experts == e, chosen, 0.0), axis=-1, keepdims=True)
         here = jnp.any(experts == e, axis=-1, keepdims=True)
         own = [k[e] for k in kernel], [0.0 if bias is None else b[e] for b in bias or (None,) * 3]
-        if weighted == "inputs":
+        if router.weighted == "inputs":
             y = y + jnp.where(here, mlp(x * weight, *own, activation), 0.0)
         else:
             y = y + jnp.where(here, weight * mlp(x, *own, activation), 0.0)
@@ -184,13 +184,13 @@ def test_capacity(rng):
     operands = draw(rng)
     operands["router_kernel"] = operands["router_kernel"].at[:, 0].set(0.0)
     operands["router_bias"] = jnp.zeros(EXPERTS).at[0].set(100.0)
-    result = moe(**operands, router=Router(1), capacity=5)
+    result = moe(**operands, router=Router(1, capacity=5))
     count = int(np.prod(TOKENS))
     assert result.dropped == count - 5
     flat = np.asarray(result.y).reshape(count, OUT)
     assert flat[:5].any(axis=1).all()
     assert not flat[5:].any()
-    biased = moe(**operands, router=Router(1), capacity=5, bias=(None, None, jnp.ones((EXPERTS, OUT))))
+    biased = moe(**operands, router=Router(1, capacity=5), bias=(None, None, jnp.ones((EXPERTS, OUT))))
     assert_close(biased.y.reshape(count, OUT)[:5], flat[:5] + 1.0, tolerance=1e-5)
     assert not biased.y.reshape(count, OUT)[5:].any()
 
@@ -240,11 +240,11 @@ def test_data_parallel(rng, recipe):
 
 PARTS = {"x": P("expert"), "kernel": P("expert"), "bias": P("expert")}
 EXPERT_PARALLEL = {
-    "gather, two devices": (2, Router(2), {"weighted": "inputs", "buffer_factor": 4.0}, ("shared",)),
+    "gather, two devices": (2, Router(2, weighted="inputs"), {"buffer_factor": 4.0}, ("shared",)),
     "exchange, capacity, four devices": (
         4,
-        Router(4),
-        {"capacity": 17, "exchange": "all_to_all"},
+        Router(4, capacity=17),
+        {"exchange": "all_to_all"},
         ("bias", "router_bias"),
     ),
     "fp8, an expert on each of eight": (
@@ -256,8 +256,8 @@ EXPERT_PARALLEL = {
     **{
         f"fp8, weighted inputs, {exchange}, four devices": (
             4,
-            Router(2, score="sigmoid", normalize=False),
-            {"recipe": BlockScaling(power_of_two_scales=True), "weighted": "inputs", "exchange": exchange},
+            Router(2, score="sigmoid", normalize=False, weighted="inputs"),
+            {"recipe": BlockScaling(power_of_two_scales=True), "exchange": exchange},
             ("bias",),
         )
         for exchange in ("all_to_all", "all_gather")
@@ -270,14 +270,14 @@ def test_expert_parallel(rng, require_devices, name):
     """Each device holds some of the experts: loss and all gradients are those of one device with all tokens."""
     devices, router, options, extra = EXPERT_PARALLEL[name]
     require_devices(devices)
-    apart = {name: options[name] for name in ("buffer_factor", "exchange") if name in options}
-    both = {name: options[name] for name in ("recipe", "weighted", "capacity") if name in options}
+    apart = ExpertParallel("expert", options.get("buffer_factor"), options.get("exchange"))
+    both = {name: options[name] for name in ("recipe",) if name in options}
     operands = draw(rng, extra, tokens=(8, 6), dtype=options.get("dtype", "float32"))
     cotangent = jnp.asarray(rng.standard_normal((8, 6, OUT)), jnp.float32)
     mesh = Mesh(np.array(jax.devices()[:devices]), ("expert",))
 
     def mapped(**operands):
-        local = functools.partial(moe, router=router, axis_name="expert", **apart, **both)
+        local = functools.partial(moe, router=router, expert_parallel=apart, **both)
         specs = {name: PARTS.get(name, P()) for name in operands}
         return jax.shard_map(
             lambda operands: (r := local(**operands))._replace(dropped=r.dropped[None]),
@@ -295,7 +295,7 @@ def test_expert_parallel(rng, require_devices, name):
     (_, wanted), wanted_gradients = step(functools.partial(moe, router=router, **both))(operands)
     np.testing.assert_array_equal(result.routing.experts, wanted.routing.experts)
     assert result.dropped.sum() == wanted.dropped
-    assert (wanted.dropped > 0) == ("capacity" in options)
+    assert (wanted.dropped > 0) == (router.capacity is not None)
     tolerance = 1e-2 if "dtype" in options else 1e-5  # sums over tokens in another order, rounded
     for one, other in zip(
         jax.tree.leaves((result.y, gradients)), jax.tree.leaves((wanted.y, wanted_gradients)), strict=True
@@ -314,10 +314,11 @@ def test_nothing_travels_twice(rng, require_devices, power_of_two_scales, weight
     operands = draw(rng, dtype="bfloat16")
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     specs = {name: PARTS.get(name, P()) for name in operands}
-    options = {"axis_name": "expert", "exchange": "all_to_all", "recipe": recipe, "implementation": "reference"}
+    apart = ExpertParallel("expert", exchange="all_to_all")
+    options = {"expert_parallel": apart, "recipe": recipe, "implementation": "reference"}
 
     def loss(operands):
-        local = functools.partial(moe, router=Router(2), weighted=weighted, **options)
+        local = functools.partial(moe, router=Router(2, weighted=weighted), **options)
         y = jax.shard_map(lambda o: local(**o).y, mesh=mesh, in_specs=(specs,), out_specs=P("expert"))(operands)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
@@ -361,16 +362,14 @@ def test_accumulators(rng):
 def test_refusals(rng):
     operands = draw(rng)
     with pytest.raises(ValueError, match="weighted is 'outputs'; it must be 'results' or 'inputs'"):
-        moe(**operands, router=Router(2), weighted="outputs")
+        Router(2, weighted="outputs")
     with pytest.raises(ValueError, match=r"kernel must be a tuple of three, \(gate, up, down\)"):
         moe(operands["x"], operands["router_kernel"], operands["kernel"][:2], Router(2))
-    with pytest.raises(ValueError, match="buffer_factor is 2 without axis_name"):
-        moe(**operands, router=Router(2), buffer_factor=2)
     mesh = Mesh(np.array(jax.devices()[:1]), ("expert",))
-    local = functools.partial(moe, router=Router(2), axis_name="expert")
+    local = functools.partial(moe, router=Router(2), expert_parallel="expert")
     mapped = jax.shard_map(lambda o: local(**o).y, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with pytest.raises(
-        ValueError, match=r"kernel\[0\] has shape \(4, 32, 48\); with axis_name each device has 8 experts"
+        ValueError, match=r"kernel\[0\] has shape \(4, 32, 48\); with expert_parallel each device has 8 experts"
     ):
         jax.eval_shape(mapped, {**operands, "kernel": tuple(k[:4] for k in operands["kernel"])})
     with pytest.raises(ValueError, match="top_k is 9; there are only 8 experts"):

@@ -7,7 +7,7 @@ import pytest
 from flax_apis import LINEN, NNX, normal, perturbed, value_and_gradients
 
 from te_jax import ops
-from te_jax.layers import Router
+from te_jax.layers import Norm, Router
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -15,6 +15,7 @@ DELAYED = DelayedScaling(history_len=4)
 BF16 = {"dtype": jnp.bfloat16}
 PACKED = {"segment_ids": np.array([[0] * 7 + [1] * 9, [0, 1] * 8]), "positions": np.arange(16)[::-1].copy()}
 BLOCK = {"num_kv_heads": 2, "rope_theta": 100.0}
+NORM = Norm("layer", epsilon=0.1, zero_centered=True)
 GPT_OSS = {"activation": ops.Activation("silu", 1.702, 7.0, 1.0)}
 
 # Sizes, arguments, shape of x, arguments of the call.
@@ -31,20 +32,20 @@ ROWS = {
     "LayerNorm": ((48,), {"epsilon": 0.1, "zero_centered": True}, (3, 48), {}),
     "NormLinear": (
         (64, (4, 16)),
-        {"norm": "layer", "epsilon": 0.1, "zero_centered": True, "recipe": BlockScaling(), "activation": "relu"},
+        {"norm": NORM, "recipe": BlockScaling(), "activation": "relu"},
         (128, 64),
         {},
     ),
     "GatedMLP": (
         (64, 96, 32),
-        {"norm": "layer", "epsilon": 0.1, "zero_centered": True, "use_bias": True, "recipe": DELAYED, **GPT_OSS},
+        {"norm": NORM, "use_bias": True, "recipe": DELAYED, **GPT_OSS},
         (128, 64),
         {},
     ),
     "Attention": (
         (64, 4),
-        {"head_dim": 32, "out_features": 48, "use_bias": True, "window": 5, "qk_norm": True, "zero_centered": True}
-        | {"epsilon": 0.1, "recipe": DELAYED, **BLOCK, **BF16},
+        {"head_dim": 32, "out_features": 48, "use_bias": True, "window": 5, "qk_norm": Norm("rms", 0.1, True)}
+        | {"recipe": DELAYED, **BLOCK, **BF16},
         (2, 16, 64),
         PACKED,
     ),
@@ -62,15 +63,15 @@ ROWS = {
     ),
     "TransformerBlock in other ways": (
         (64, 96, 4),
-        {"norm": "layer", "activation": "gelu", "epsilon": 0.1, "zero_centered": True, "window": 5, "qk_norm": True}
-        | {"head_dim": 32, "recipe": CurrentScaling(), "norm_arguments": {"use_scale": False}}
+        {"norm": NORM, "activation": "gelu", "window": 5, "qk_norm": "layer"}
+        | {"head_dim": 32, "recipe": CurrentScaling()}
         | {"attention_arguments": {"use_bias": True}, "mlp_arguments": {"use_bias": True}, **BLOCK, **BF16},
         (2, 16, 64),
         PACKED,
     ),
     "MoE": (
-        (32, 4, 48, Router(1)),
-        {"weighted": "inputs", "shared_features": 64, "recipe": BlockScaling(), **BF16},
+        (32, 4, 48, Router(1, weighted="inputs")),
+        {"shared_features": 64, "recipe": BlockScaling(), **BF16},
         (24, 32),
         {},
     ),

@@ -43,7 +43,7 @@ NAMES = {
     ),
     "Attention": (
         ("Attention", 32, 4),
-        {"use_bias": True, "qk_norm": True},
+        {"use_bias": True, "qk_norm": "rms"},
         {**NORM, **PROJECTION, **prefixed("out", PROJECTION_OUT)},
         {"query": PROJECTION, "key": PROJECTION, "value": PROJECTION, "out": PROJECTION_OUT}
         | {"query_ln": NORM, "key_ln": NORM},
@@ -98,7 +98,7 @@ def test_options_reach_the_operation(rng, api, name, options_of_dense, monkeypat
 def test_options_of_attention(rng, api, monkeypatch):
     seen = []
     monkeypatch.setattr(ops, "attention", lambda query, *_, **options: seen.append(options) or query)
-    options = {"attention_implementation": "reference", "max_score_bytes": 3, "window": 2}
+    options = {"implementation": "reference", "max_score_bytes": 3, "window": 2}
     jax.eval_shape(api.make(api.layer("Attention", 32, 4, **options), rng, X), X)
     expected = {"implementation": "reference", "max_score_bytes": 3, "window": 2, "causal": True}
     assert seen[-1].items() >= expected.items()
@@ -229,7 +229,7 @@ REFUSED = {
         "recipe is None, but x is a Quanti",
     ),
     "x of attention in FP8": (("Attention", 32, 4), {}, {"x": fp8(2, 6, 32)}, "recipe is None, but x is a Quantized"),
-    "norm": (("GatedMLP", 32, 48), {"norm": "batch"}, {}, "norm is 'batch'; it must be 'rms' or 'layer'"),
+    "norm": (("GatedMLP", 32, 48), {"norm": "batch"}, {}, "norm is 'batch'; it must be 'rms', 'layer' or a te_"),
     "residual": (("GatedMLP", 32, 48), {}, {"residual": X}, "residual is given, and there is no norm that adds it"),
     "x in FP8 before a norm": (
         ("NormLinear", 32, 16),
@@ -257,7 +257,6 @@ REFUSED = {
     "hidden features": (("MoE", 32, 4, -1, Router(2)), {}, {}, "hidden_features is -1"),
     "router": ((*MOE, 2), {}, {}, "router is 2; it must be a te_jax.layers.Router, such as"),
     "top_k": ((*MOE, Router(5)), {}, {}, "top_k is 5"),
-    "weighted": ((*MOE, Router(2)), {"weighted": "both"}, {}, "weighted is 'both'"),
     "recipe of experts": ((*MOE, Router(2)), {"recipe": DelayedScaling()}, {}, "recipe is DelayedScaling"),
     "dtype of experts": ((*MOE, Router(2)), {"dtype": jnp.int32}, {}, "dtype is int32"),
 }

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 EXPERTS, IN, HIDDEN, OUT = 4, 32, 48, 16
-ROUTER = Router(2, score="sigmoid", scaling_factor=2.5)
+ROUTER = Router(2, score="sigmoid", scaling_factor=2.5, capacity=9)
 GPT_OSS = Activation("silu", 1.702, 7.0, 1.0)
 
 
@@ -36,14 +36,13 @@ def of_function(parameters, x, expert_bias):
         expert_bias=expert_bias,
         shared=of_layers("kernel", parameters["shared"]),
         activation=GPT_OSS,
-        capacity=9,
     )
 
 
 @both
 def test_it_is_the_function(rng, api):
     """Value and gradients, with all that a layer may have."""
-    arguments = {"capacity": 9, "shared_features": 64, "expert_bias": True, "use_bias": True, "activation": GPT_OSS}
+    arguments = {"shared_features": 64, "expert_bias": True, "use_bias": True, "activation": GPT_OSS}
     x, bias = normal(rng, (2, 8, IN)), normal(rng, (EXPERTS,))
     model = perturbed(api, api.make(api.layer("MoE", IN, EXPERTS, HIDDEN, ROUTER, OUT, **arguments), rng, x), rng)
     assert not np.any(api.expert_bias(model))

@@ -33,7 +33,7 @@ def rngs_of(rng):
 
 def test_sizes(rng):
     layer = Attention(
-        48, 4, num_kv_heads=2, head_dim=8, out_features=16, use_bias=True, qk_norm=True, rngs=rngs_of(rng)
+        48, 4, num_kv_heads=2, head_dim=8, out_features=16, use_bias=True, qk_norm="rms", rngs=rngs_of(rng)
     )
     shapes = nnx.to_pure_dict(jax.tree.map(jnp.shape, nnx.state(layer)))
     assert shapes == {
@@ -69,7 +69,8 @@ def test_groups_and_rotary_positions(rng, name):
 
 
 def test_decode_may_be_an_attribute_and_the_cache_may_be_smaller(rng):
-    layer, x = Attention(32, 4, decode=True, rngs=rngs_of(rng)), normal(rng, (2, 4, 32))
+    layer, x = Attention(32, 4, rngs=rngs_of(rng)), normal(rng, (2, 4, 32))
+    layer.set_attributes(decode=True)
     layer.init_cache(2, 4, jnp.bfloat16)
     assert {type(v) for v in (layer.cached_key, layer.cached_value, layer.cache_index)} == {nnx.Cache}
     assert layer.cached_key.dtype == jnp.bfloat16
@@ -159,9 +160,12 @@ def test_on_an_explicit_mesh(rng, make_mesh):
     x, rows = normal(rng, (batch, 16, 64)), P("data", None, None)
     expected = Attention(64, 4, **arguments)(x)
     with jax.set_mesh(mesh):
-        columns, lines = ({"out_sharding": names} for names in ((None, "model", None), ("model", None, None)))
+        columns, lines = (
+            nnx.with_metadata(nnx.initializers.lecun_normal(), out_sharding=names)
+            for names in ((None, "model", None), ("model", None, None))
+        )
         arguments["rngs"] = nnx.Rngs(0)
-        layer = Attention(64, 4, **arguments, kernel_metadata=columns, out_kernel_metadata=lines)
+        layer = Attention(64, 4, **arguments, kernel_init=columns, out_kernel_init=lines)
         x = jax.device_put(x, NamedSharding(mesh, rows))
         layer.init_cache(batch, 16)
         for decode in (False, True):

@@ -23,14 +23,15 @@ def test_expert_parallel(rng, require_devices):
     """Created with all experts, merged with parts of them: the value of the layer on one device."""
     require_devices(2)
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    wide, narrow = {"out_sharding": ("expert", None, None)}, {"out_sharding": ("expert", None)}
+    kernel_init = nnx.with_metadata(nnx.initializers.lecun_normal(), out_sharding=("expert", None, None))
+    bias_init = nnx.with_metadata(nnx.initializers.normal(0.1), out_sharding=("expert", None))
     options = {
-        "use_bias": True, "expert_bias": True, "shared_features": 64, "bias_init": nnx.initializers.normal(0.1),
-        "kernel_metadata": wide, "down_kernel_metadata": wide, "bias_metadata": narrow, "down_bias_metadata": narrow,
+        "use_bias": True, "expert_bias": True, "shared_features": 64, "kernel_init": kernel_init,
+        "down_kernel_init": kernel_init, "bias_init": bias_init, "down_bias_init": bias_init,
     }  # fmt: skip
     with jax.set_mesh(mesh):
         layers = [
-            MoE(IN, EXPERTS, HIDDEN, ROUTER, OUT, axis_name=axis, **options, rngs=nnx.Rngs(0))
+            MoE(IN, EXPERTS, HIDDEN, ROUTER, OUT, expert_parallel=axis, **options, rngs=nnx.Rngs(0))
             for axis in ("expert", None)
         ]
     x = normal(rng, (4, 8, IN))

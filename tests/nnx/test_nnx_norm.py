@@ -85,14 +85,16 @@ def test_split_over_devices(axis_type, make_mesh, native_kernels, rng):
     mesh = make_mesh({"data": axis_type, "model": axis_type})
     x, residual = normal(rng, (512, 64)), normal(rng, (512, 64))
 
-    def mlp(**metadata):
-        return GatedMLP(64, 512, norm="rms", recipe=BlockScaling(), rngs=nnx.Rngs(0), **metadata)
+    def mlp(**inits):
+        return GatedMLP(64, 512, norm="rms", recipe=BlockScaling(), rngs=nnx.Rngs(0), **inits)
 
     expected = value_and_gradients(NNX, mlp(), x, residual)
     with jax.set_mesh(mesh):
-        split = mlp(
-            kernel_metadata={"out_sharding": (None, "model")}, down_kernel_metadata={"out_sharding": ("model", None)}
+        wide, down = (
+            nnx.with_metadata(nnx.initializers.lecun_normal(), out_sharding=names)
+            for names in ((None, "model"), ("model", None))
         )
+        split = mlp(kernel_init=wide, down_kernel_init=down)
         actual = value_and_gradients(
             NNX, split, *(jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, residual))
         )

@@ -10,6 +10,7 @@ from flax_apis import normal
 from layer_oracle import transformer_block
 
 from te_jax import ops
+from te_jax.layers import Norm
 from te_jax.nnx import (
     OverwriteWithGradient,
     TransformerBlock,
@@ -50,9 +51,9 @@ def gradients_of(block, x):
 
 VARIANTS = {
     "rms": {},
-    "layer": {"norm": "layer", "epsilon": 1e-3},
-    "zero-centered": {"zero_centered": True, "qk_norm": True, "epsilon": 1e-2},
-    "GeGLU": {"activation": "gelu", "window": 3, "qk_norm": True},
+    "layer": {"norm": Norm("layer", epsilon=1e-3)},
+    "zero-centered": {"norm": Norm("rms", 1e-2, True), "qk_norm": Norm("rms", 1e-2, True)},
+    "GeGLU": {"activation": "gelu", "window": 3, "qk_norm": "rms"},
 }
 
 
