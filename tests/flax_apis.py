@@ -82,21 +82,23 @@ class Linen:
     def __str__(self):
         return "linen"
 
-    def layer(self, name, *sizes, library=te_jax.flax, axes=None, **arguments):
+    def named(self, names):
+        """An initializer that names the dimensions of what it draws."""
+        return nn.with_logical_partitioning(nn.initializers.ones, names)
+
+    def layer(self, name, *sizes, library=te_jax.flax, **arguments):
         """A layer by its name in te_jax.nnx, with the first arguments that it has there.
 
         Args:
           library: that has the class, te_jax's or Flax's.
-          axes: the names of the dimensions of parameters, {"kernel": …}.
         """
         if name == "Einsum":
             string, kernel, bias = sizes
             sizes, arguments = (kernel, string), {"use_bias": bias is not None, **arguments}
         elif name != "Embed":
             sizes = sizes[1:]  # Linen takes the number of input features from the input
-        named = {f"{parameter}_axes": names for parameter, names in (axes or {}).items()}
         module = getattr(library, {"Linear": "Dense", "LinearGeneral": "DenseGeneral"}.get(name, name))
-        return functools.partial(module, *sizes, **named, **arguments)
+        return functools.partial(module, *sizes, **arguments)
 
     def flax(self, name, *sizes, **arguments):
         """A layer of Flax."""
@@ -263,12 +265,11 @@ class Nnx:
     def __str__(self):
         return "nnx"
 
-    def layer(self, name, *sizes, library=te_jax.nnx, axes=None, **arguments):
-        metadata = {
-            f"{parameter}_metadata": {"out_sharding": names, "eager_sharding": False}
-            for parameter, names in (axes or {}).items()
-        }
-        return functools.partial(getattr(library, name), *sizes, **metadata, **arguments)
+    def named(self, names):
+        return nnx.with_metadata(nnx.initializers.ones, out_sharding=names, eager_sharding=False)
+
+    def layer(self, name, *sizes, library=te_jax.nnx, **arguments):
+        return functools.partial(getattr(library, name), *sizes, **arguments)
 
     def flax(self, name, *sizes, **arguments):
         return self.layer(name, *sizes, library=nnx, **arguments)

@@ -8,7 +8,7 @@ from flax_apis import LINEN, NNX, both, normal
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.layers import Router
+from te_jax.layers import Norm, Router
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close
 
@@ -28,7 +28,7 @@ def prefixed(prefix, names):
     return {f"{prefix}_{parameter}": value for parameter, value in names.items()}
 
 
-# Class and sizes, arguments, names of dimensions as arguments, and those of the parameters.
+# Class and sizes, arguments, names of dimensions by initializers, and those of the parameters.
 NAMES = {
     "LinearGeneral": (("LinearGeneral", 32, (4, 8)), {}, PROJECTION, PROJECTION),
     "Einsum": (("Einsum", "btd,dhk->bhtk", (32, 4, 8), (4, 8)), {}, PROJECTION, PROJECTION),
@@ -37,13 +37,13 @@ NAMES = {
     "NormLinear": (("NormLinear", 32, 16), {}, {**NORM, **MLP}, {"norm": NORM, "linear": MLP}),
     "GatedMLP": (
         ("GatedMLP", 32, 48),
-        {"norm": "rms", "use_bias": True},
+        {"use_bias": True},
         {**NORM, **MLP, **prefixed("down", MLP_OUT)},
         {"norm": NORM, "gate_proj": MLP, "up_proj": MLP, "down_proj": MLP_OUT},
     ),
     "Attention": (
         ("Attention", 32, 4),
-        {"use_bias": True, "qk_norm": "rms"},
+        {"use_bias": True},
         {**NORM, **PROJECTION, **prefixed("out", PROJECTION_OUT)},
         {"query": PROJECTION, "key": PROJECTION, "value": PROJECTION, "out": PROJECTION_OUT}
         | {"query_ln": NORM, "key_ln": NORM},
@@ -51,14 +51,18 @@ NAMES = {
     "MoE": (
         ("MoE", 32, 8, 48, Router(2)),
         {"use_bias": True, "shared_features": 96},
-        {**OF_EXPERTS, **prefixed("down", OF_EXPERTS_OUT), "router_kernel": ("embed", None), "router_bias": ("router",)}
+        {**OF_EXPERTS, **prefixed("down", OF_EXPERTS_OUT), "router_kernel": ("embed", None)}
         | {"shared_kernel": ("embed", "shared"), "shared_down_kernel": ("shared", "embed")},
         {"gate_proj": OF_EXPERTS, "up_proj": OF_EXPERTS, "down_proj": OF_EXPERTS_OUT}
-        | {"router": {"kernel": ("embed", None), "bias": ("router",)}}
+        | {"router": {"kernel": ("embed", None), "bias": ()}}
         | {"shared": {"gate_proj": SHARED, "up_proj": SHARED, "down_proj": {"kernel": ("shared", "embed")}}},
     ),
     "Embed": (("Embed", 64, 32), {}, {"embedding": ("vocab", "embed")}, {"embedding": ("vocab", "embed")}),
 }
+
+
+# Which argument of a layer is a norm.
+OF_NORM = {"NormLinear": "norm", "GatedMLP": "norm", "Attention": "qk_norm"}
 
 
 @pytest.mark.parametrize(("api", "name"), [(api, name) for name in NAMES for api in (LINEN, NNX)], ids=str)
@@ -67,7 +71,10 @@ def test_names_of_dimensions(api, name):
     if name == "MoE":
         arguments = {**arguments, "implementation": "reference"}  # float32 has no kernel on a GPU
     x = jnp.zeros((2, 6), jnp.int32) if name == "Embed" else X
-    found = api.names(api.layer(*layer, **arguments, axes=axes), x)
+    inits = {f"{parameter}_init": api.named(names) for parameter, names in axes.items()}
+    if name in OF_NORM:
+        inits[OF_NORM[name]] = Norm("rms", scale_init=inits.pop("scale_init"))
+    found = api.names(api.layer(*layer, **arguments, **inits), x)
     assert found == jax.tree.map(lambda names: P(*names), expected, is_leaf=lambda names: isinstance(names, tuple))
 
 
