@@ -15,7 +15,7 @@ from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops.grouped_gemm import cuda_problem, grouped_native
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_reached
-from te_jax.ops.linear.arguments import implementation_for
+from te_jax.ops.linear.arguments import KernelContracting, implementation_for, validate_kernel_contracting
 from te_jax.ops.linear.grouped import REVERSE_MODE, GroupedProducts, Groups
 from te_jax.ops.linear.products import Weight
 from te_jax.ops.linear.rule import linear, traced
@@ -35,13 +35,14 @@ NAME = "te_jax.ops.grouped_dense"
 def grouped_dense(
     x: jax.typing.ArrayLike, kernel: Operand, group_sizes: jax.typing.ArrayLike,
     bias: jax.typing.ArrayLike | None = None, *, recipe: Recipe | None = None,
-    wgrad_accumulator: jax.typing.ArrayLike | None = None, accumulate: bool = True,
-    implementation: native.Implementation | None = None,
+    kernel_contracting: KernelContracting = "first", wgrad_accumulator: jax.typing.ArrayLike | None = None,
+    accumulate: bool = True, implementation: native.Implementation | None = None,
 ) -> Array: ...
 @overload
 def grouped_dense(
     x: jax.typing.ArrayLike, kernel: tuple[Operand, ...], group_sizes: jax.typing.ArrayLike,
     bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, *, recipe: Recipe | None = None,
+    kernel_contracting: KernelContracting = "first",
     wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None, accumulate: bool = True,
     implementation: native.Implementation | None = None,
 ) -> tuple[Array, ...]: ...
@@ -53,6 +54,7 @@ def grouped_dense(
     bias: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
     *,
     recipe: Recipe | None = None,
+    kernel_contracting: KernelContracting = "first",
     wgrad_accumulator: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
     accumulate: bool = True,
     implementation: native.Implementation | None = None,
@@ -69,16 +71,17 @@ def grouped_dense(
 
     Args:
       x: [rows, in], float32, bfloat16 or float16, sorted by expert (`permute`).
-      kernel: [experts, in, out], float32, bfloat16 or float16. Or a QuantizedArray of it, from a `jax.vmap` of
-        `quantize` with `recipe.quantization("kernel")`, which serves several microbatches and has no gradient of its
-        own: that goes to wgrad_accumulator. Or several in a tuple (gate and up), which share one quantized x; dx is the
-        sum over them.
+      kernel: [experts, in, out], or [experts, out, in] for kernel_contracting="last"; float32, bfloat16 or float16. Or
+        a QuantizedArray of it, from a `jax.vmap` of `quantize` with `recipe.quantization("kernel")`, which serves
+        several microbatches and has no gradient of its own: that goes to wgrad_accumulator. Or several in a tuple (gate
+        and up), which share one quantized x; dx is the sum over them.
       group_sizes: integers [experts], rows of each, in order.
       bias: [experts, out], or None; a tuple where kernel is one, as is wgrad_accumulator.
       recipe: how to quantize: block, row or current scaling, whose tensor is all of x, and of a kernel one expert's.
         A kernel is quantized from its own dtype. None multiplies in the dtype of x, to which kernels are rounded. With
         a recipe rows, in and out must be multiples of 16, and block scaling wants the rows of each expert to be one of
         128: `group_by_expert(…, align=128)`.
+      kernel_contracting: "first" or "last": where in the kernel the dimension `in` stands.
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, written in
         place where the buffer is donated; kernel's own cotangent is then zero.
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
@@ -122,13 +125,20 @@ def grouped_dense(
             f"group_sizes has shape {group_sizes.shape} and dtype {group_sizes.dtype}; it must be integers [experts]"
         )
     for named in zip(kernels.items(), biases.items(), accumulators.items(), strict=True):
-        validate_kernel(x, group_sizes, recipe, *named)
+        validate_kernel(x, group_sizes, recipe, kernel_contracting, *named)
     problem = problem_of(recipe, x, tuple(kernels.values()))
     if recipe is None:
         products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
     else:
         products = implementation_for(implementation, recipe, problem)
-    layer = GroupedProducts(name=NAME, recipe=recipe, implementation=products, accumulate=accumulate, dtype=x.dtype)
+    layer = GroupedProducts(
+        name=NAME,
+        recipe=recipe,
+        implementation=products,
+        accumulate=accumulate,
+        kernel_contracting=kernel_contracting,
+        dtype=x.dtype,
+    )
     weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators))))
     operands = sharding.varying_together((*reverse_mode_only((x, weights), REVERSE_MODE), Groups(group_sizes)))
     ys = traced(_multiplied, layer, *operands)
@@ -168,24 +178,32 @@ def validate_rows(recipe: Any, x: Array) -> None:
 
 
 def validate_kernel(
-    x: Array, group_sizes: Array, recipe: Recipe | None, named_kernel, named_bias, named_accumulator
+    x: Array,
+    group_sizes: Array,
+    recipe: Recipe | None,
+    kernel_contracting: KernelContracting,
+    named_kernel,
+    named_bias,
+    named_accumulator,
 ) -> None:
     (name, kernel), (bias_name, bias), (accumulator_name, accumulator) = named_kernel, named_bias, named_accumulator
-    experts, inner = group_sizes.shape[0], x.shape[1]
-    if kernel.ndim != 3 or kernel.shape[:2] != (experts, inner):
+    validate_kernel_contracting(kernel_contracting)
+    experts, inner, order = group_sizes.shape[0], x.shape[1], 1 if kernel_contracting == "first" else -1
+    if kernel.ndim != 3 or kernel.shape[0] != experts or kernel.shape[1:][::order][0] != inner:
+        sizes = ", ".join((str(inner), "out")[::order])
         raise ValueError(
             f"{name} has shape {kernel.shape}; for {experts} group_sizes and x of shape {x.shape} it must be "
-            f"({experts}, {inner}, out)"
+            f"({experts}, {sizes})"
         )
     if isinstance(kernel, QuantizedArray):
         if recipe is None:
             raise ValueError(f"{name} is a QuantizedArray and recipe is None; give the recipe that it was quantized by")
-        fp8.validate_quantized(name, kernel, recipe, "kernel", "transposed")
+        fp8.validate_quantized(name, kernel, recipe, "kernel", "transposed" if order == 1 else "data")
     elif kernel.dtype not in FLOATS:
         raise ValueError(f"{name} has dtype {kernel.dtype}; it must be {FLOAT_NAMES}: cast it")
     if accumulator is not None:
         validate_reached(accumulator_name)
-    outer = kernel.shape[2]
+    outer = kernel.shape[1:][::order][1]
     if recipe is not None and outer % FP8_ALIGNMENT:
         raise ValueError(
             f"{name} has {outer} values of `out`; FP8 products need a multiple of {FP8_ALIGNMENT}: pad it, or use "
@@ -193,7 +211,7 @@ def validate_kernel(
         )
     for label, array, expected in (
         (bias_name, bias, (experts, outer)),
-        (accumulator_name, accumulator, (experts, inner, outer)),
+        (accumulator_name, accumulator, kernel.shape),
     ):
         if array is not None and (array.shape != expected or array.dtype not in FLOATS):
             raise ValueError(

@@ -41,6 +41,44 @@ def checked_by(operation):
     return dict.fromkeys(("dtypes", "shapes", "what_is_no_array"), f"{operation} refuses its operands")
 
 
+def with_kernels_transposed(one):
+    """A layer whose kernels are [out, in], and with them accumulators."""
+    kernels = ("kernel", "wgrad_accumulator")
+    ndim = jax.tree.leaves(one.draw(np.random.default_rng(0))["kernel"])[0].ndim
+
+    def transposed(operands):
+        def swapped(x):
+            return jnp.array(np.swapaxes(np.asarray(x), -1, -2)) if isinstance(x, np.ndarray | jax.Array) else x
+
+        return {name: jax.tree.map(swapped, x) if name in kernels else x for name, x in operands.items()}
+
+    def spec_of(spec):
+        *others, inner, outer = (*spec, *(None,) * ndim)[:ndim]
+        return P(*others, outer, inner)
+
+    def layout(single):
+        operands = {
+            name: jax.tree.map(spec_of, spec, is_leaf=lambda x: isinstance(x, P)) if name in kernels else spec
+            for name, spec in single.operands.items()
+        }
+        return dataclasses.replace(single, operands=operands)
+
+    def oracle(kernel, **others):
+        return one.oracle(kernel=jax.tree.map(lambda x: x.mT, kernel), **others)
+
+    operation, variety = one.name.split(", ", 1)
+    return dataclasses.replace(
+        one,
+        name=f"{operation} of a transposed kernel, {variety}",
+        draw=lambda rng: transposed(one.draw(rng)),
+        call=functools.partial(one.call, kernel_contracting="last"),
+        oracle=oracle,
+        next_values=one.next_values
+        and (lambda operands, cotangents: transposed(one.next_values(transposed(operands), cotangents))),
+        layouts={name: layout(single) for name, single in one.layouts.items()},
+    )
+
+
 # ------------------------------------------------------------------------------------------------ softmax_cross_entropy
 
 ROWS, VOCABULARY = (8, 2), 64
@@ -611,11 +649,11 @@ def experts_mlp(name, recipe, **fields):
             "kernel": tuple(normal(rng, GROUPS, *shape, scale=shape[0] ** -0.5) for shape in shapes),
         }
 
-    def call(x, weights, experts, kernel, implementation=None):
+    def call(x, weights, experts, kernel, **options):
         permutation = ops.group_by_expert(experts, GROUPS, align=128)
         return fused_experts_mlp(
             x, weights, permutation.group_sizes, permutation, kernel, recipe=recipe, kind="silu", alpha=1.0, limit=None,
-            offset=0.0, wgrad_accumulator=(None,) * 3, accumulate=True, implementation=implementation,
+            offset=0.0, wgrad_accumulator=(None,) * 3, accumulate=True, **{"implementation": None, **options},
         )  # fmt: skip
 
     def oracle(x, weights, experts, kernel):
@@ -651,8 +689,10 @@ GROUPED = (
         grouped_gemm("block", "wgrad", variant=True),
         grouped_dense("block", BlockScaling()),
         grouped_dense("none, accumulator", None, dtype="bfloat16", accumulator=True, variant=True),
+        with_kernels_transposed(grouped_dense("block", BlockScaling(), variant=True)),
         grouped_dense_of_several("block", BlockScaling(), variant=True),
         experts_mlp("block", BlockScaling()),
+        with_kernels_transposed(experts_mlp("block", BlockScaling(), variant=True)),
     ]
 )
 
@@ -924,28 +964,6 @@ def dense_of_several(name, recipe, layouts, **fields):
         linear=("bias",),
         next_values=one.next_values and next_values,
         layouts={name: layout(name) for name in layouts},
-    )
-
-
-def dense_of_transposed(name, recipe, layouts, **fields):
-    """A layer whose kernel is [out, in]."""
-    one = dense(name, recipe, layouts, **fields)
-
-    def draw(rng):
-        operands = one.draw(rng)
-        return operands | {"kernel": jnp.array(np.asarray(operands["kernel"]).T)}
-
-    def layout(single):
-        inner, outer = (*single.operands["kernel"], None, None)[:2]
-        return dataclasses.replace(single, operands={**single.operands, "kernel": P(outer, inner)})
-
-    return dataclasses.replace(
-        one,
-        name=f"dense of a transposed kernel, {name}",
-        draw=draw,
-        call=functools.partial(one.call, kernel_contracting="last"),
-        oracle=lambda x, kernel, **others: one.oracle(x, kernel.T, **others),
-        layouts={name: layout(single) for name, single in one.layouts.items()},
     )
 
 
@@ -1316,7 +1334,7 @@ OPERATIONS = [
     with_kernels_quantized(
         dense("accumulator of a quantized kernel", CURRENT, TENSOR, accumulator=True, variant=True), CURRENT
     ),
-    dense_of_transposed("block", BlockScaling(), TENSOR, variant=True),
+    with_kernels_transposed(dense("block", BlockScaling(), TENSOR, variant=True)),
     dense_of_several("current", CURRENT, ("data parallel", *TENSOR, *FSDP)),
     dense_of_several("block", BlockScaling(), TENSOR, variant=True),
     dense_of_several("delayed", DelayedScaling(history_len=3), TENSOR, variant=True),
@@ -1329,6 +1347,7 @@ OPERATIONS = [
     with_kernels_quantized(
         gated_mlp("accumulators of quantized kernels", BlockScaling(), accumulator=True, variant=True), BlockScaling()
     ),
+    with_kernels_transposed(gated_mlp("block", BlockScaling(), accumulator=True, variant=True)),
     dense("none", None, (*TENSOR, *FSDP), bias=True, variant=True),
     dense("none, accumulator", None, ("row parallel", *FSDP), dtype="bfloat16", accumulator=True, variant=True),
     dense_of_several("none", None, TENSOR, variant=True),
@@ -1339,5 +1358,8 @@ OPERATIONS = [
     with_accumulator(all_gather_matmul("current", CURRENT, variant=True)),
     matmul_reduce_scatter("current", CURRENT, variant=True),
     with_accumulator(matmul_reduce_scatter("current", CURRENT, variant=True)),
+    with_kernels_transposed(all_gather_matmul("current", CURRENT, variant=True)),
+    with_kernels_transposed(matmul_reduce_scatter("current", CURRENT, variant=True)),
     collective_gated_mlp("current", CURRENT, variant=True),
+    with_kernels_transposed(collective_gated_mlp("current", CURRENT, variant=True)),
 ]

@@ -25,6 +25,8 @@ RECIPES = {"none": None, "block": BlockScaling(), "row": RowwiseScaling(), "curr
 FORWARD, GRADIENT = 0.055, 0.085  # what FP8 costs on normal data; see tests/ops/dense_oracle.py
 IMPLEMENTATIONS = ("native", "reference")
 
+sides = pytest.mark.parametrize("kernel_contracting", ["first", "last"])
+
 
 def draw(rng, dtype="float32", rows=ROWS):
     x, dy = random_array(rng, (rows, IN), dtype), random_array(rng, (rows, OUT), dtype)
@@ -72,18 +74,21 @@ def test_values_and_gradients(rng, recipe, implementation, sizes, dtype):
         assert size or not gradients[1][e].any(), "an expert without rows has a gradient"
 
 
-@pytest.mark.parametrize("recipe", ["block", "row"])
-def test_as_one_dense_for_each_expert(rng, recipe):
+@sides
+@pytest.mark.parametrize("recipe", ["block", "row", "none"])
+def test_as_one_dense_for_each_expert(rng, recipe, kernel_contracting):
     """Where experts begin at blocks, FP8 values and scales of blocks are those of layers of their own."""
     x, kernel, bias, dy = draw(rng)
-    y, (dx, dkernel, _) = step_of(recipe=RECIPES[recipe])(x, kernel, bias, dy, jnp.asarray(SIZES["aligned"]))
+    options = {"recipe": RECIPES[recipe], "kernel_contracting": kernel_contracting}
+    kernel = kernel if kernel_contracting == "first" else jnp.array(kernel.mT)
+    y, (dx, dkernel, _) = step_of(**options)(x, kernel, bias, dy, jnp.asarray(SIZES["aligned"]))
     for e, rows in ((0, slice(0, 128)), (2, slice(128, 384))):
-        dense = functools.partial(ops.dense, recipe=RECIPES[recipe])
+        dense = functools.partial(ops.dense, **options)
         alone, vjp = jax.vjp(jax.jit(dense), x[rows], kernel[e], bias[e])
         of_x, of_kernel, _ = vjp(dy[rows])
         assert_close(y[rows], alone, tolerance=1e-6)
         assert_close(dx[rows], of_x, tolerance=1e-6)
-        if recipe == "block":  # scales of rows of the transposed copies are over all tokens
+        if recipe != "row":  # scales of rows of the transposed copies are over all tokens
             assert_close(dkernel[e], of_kernel, tolerance=1e-6)
 
 
@@ -193,16 +198,18 @@ def test_accumulator(rng, recipe, accumulate):
         )(kernel)
 
 
-def test_quantized_kernel(rng):
+@sides
+def test_quantized_kernel(rng, kernel_contracting):
     """Quantized once, it serves several microbatches; its gradient goes to the accumulator."""
     recipe = BlockScaling()
     x, kernel, bias, dy = draw(rng)
-    sizes = jnp.asarray(SIZES["aligned"])
+    kernel = kernel if kernel_contracting == "first" else jnp.array(kernel.mT)
+    sizes, options = jnp.asarray(SIZES["aligned"]), {"recipe": recipe, "kernel_contracting": kernel_contracting}
     kernel8 = jax.vmap(lambda k: ops.quantize(k, recipe.quantization("kernel")))(kernel)
-    wanted, (dx, dkernel, _) = step_of(recipe=recipe)(x, kernel, bias, dy, sizes)
+    wanted, (dx, dkernel, _) = step_of(**options)(x, kernel, bias, dy, sizes)
 
     def layer(x, accumulator):
-        return ops.grouped_dense(x, kernel8, sizes, bias, recipe=recipe, wgrad_accumulator=accumulator)
+        return ops.grouped_dense(x, kernel8, sizes, bias, wgrad_accumulator=accumulator, **options)
 
     y, vjp = jax.vjp(jax.jit(layer), x, jnp.zeros_like(kernel))
     of_x, of_kernel = vjp(dy)
@@ -210,7 +217,7 @@ def test_quantized_kernel(rng):
     np.testing.assert_array_equal(of_x, dx)
     assert_close(of_kernel, dkernel, tolerance=1e-6)
     with pytest.raises(NotImplementedError, match="kernel is a QuantizedArray, which has no gradient"):
-        jax.grad(lambda k: ops.grouped_dense(x, k, sizes, recipe=recipe).sum(), allow_int=True)(kernel8)
+        jax.grad(lambda k: ops.grouped_dense(x, k, sizes, **options).sum(), allow_int=True)(kernel8)
 
 
 @pytest.mark.parametrize("recipe", ["none", "block"])
@@ -264,6 +271,14 @@ X, KERNEL, COUNTS = jnp.ones((32, 16)), jnp.ones((2, 16, 32)), jnp.array([16, 16
 REFUSED = {
     "x": (lambda: ops.grouped_dense(X[None], KERNEL, COUNTS), r"x has shape \(1, 32, 16\)"),
     "kernel": (lambda: ops.grouped_dense(X, KERNEL.mT, COUNTS), r"kernel has shape .*it must be \(2, 16, out\)"),
+    "transposed kernel": (
+        lambda: ops.grouped_dense(X, KERNEL, COUNTS, kernel_contracting="last"),
+        r"kernel has shape .*it must be \(2, out, 16\)",
+    ),
+    "kernel_contracting": (
+        lambda: ops.grouped_dense(X, KERNEL, COUNTS, kernel_contracting="rows"),
+        "kernel_contracting is 'rows'; it must be 'first' or 'last'",
+    ),
     "sizes": (lambda: ops.grouped_dense(X, KERNEL, COUNTS.astype(float)), "group_sizes has shape"),
     "dtype": (lambda: ops.grouped_dense(X, KERNEL.astype(jnp.int8), COUNTS), "kernel has dtype int8; it must be"),
     "bias": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, jnp.ones(32)), r"bias has shape \(32,\)"),

@@ -92,6 +92,11 @@ def state_axes(axis_name: Any, recipe: Any) -> sharding.Axes:
     return axes
 
 
+def validate_kernel_contracting(value: Any) -> None:
+    if value not in ("first", "last"):
+        raise ValueError(f"kernel_contracting is {value!r}; it must be 'first' or 'last'")
+
+
 class Shape(NamedTuple):
     """The sizes of the groups of dimensions."""
 
@@ -101,8 +106,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, x: Any, name: str, kernel: Any, contracting_ndim: int, kernel_contracting: str) -> Shape:
-        if kernel_contracting not in ("first", "last"):
-            raise ValueError(f"kernel_contracting is {kernel_contracting!r}; it must be 'first' or 'last'")
+        validate_kernel_contracting(kernel_contracting)
         integer = isinstance(contracting_ndim, numbers.Integral) and not isinstance(contracting_ndim, bool)
         if not integer or contracting_ndim < 1:
             raise ValueError(f"contracting_ndim is {contracting_ndim!r}; it must be an integer of at least 1")

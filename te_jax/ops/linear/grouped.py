@@ -48,7 +48,7 @@ class Groups(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedProducts(Products):
-    """Rows [rows, features]; kernels [groups, in, out] are plain, or quantized each by itself.
+    """Rows [rows, features]; kernels [groups, in, out], or [groups, out, in], are plain, or quantized each by itself.
 
     Attributes:
       dtype: of x.
@@ -78,7 +78,8 @@ class GroupedProducts(Products):
         """Rows in FP8, zeros in rows of no group."""
         counts = jnp.arange(x.shape[0], dtype=jnp.int32) < rows_in_groups(group.sizes, x.shape[0])
         x = jnp.where(counts[:, None], x, jnp.zeros((), x.dtype))
-        return self.fp8.quantize(role, x, None, row_ndim=1, copies=copies).array
+        quantization = self.quantization(role)
+        return self.fp8.quantize(role, x, None, row_ndim=1, copies=copies, quantization=quantization).array
 
     def _sum_of_rows(self, dy: Array, sizes: Array) -> Array:
         """Float32 [groups, out], as a product with ones, of as many columns as a GPU needs."""
@@ -101,13 +102,16 @@ class GroupedProducts(Products):
 
     def forward(self, x8, kernel8s, biases, layouts, group: Groups, *, differentiated):
         products = zip(kernel8s, (not_differentiated(bias, self.once) for bias in biases), strict=True)
-        ys = tuple(self.gemm(x8, kernel8, group, bias=bias, out_dtype=self.dtype) for kernel8, bias in products)
+        options: Any = {"rhs_contracting": "rows" if self.kernel_contracting == "first" else "cols"}
+        options["out_dtype"] = self.dtype
+        ys = tuple(self.gemm(x8, kernel8, group, bias=bias, **options) for kernel8, bias in products)
         return ys, x8, (None,) * len(ys)
 
     def dgrad(self, dy8s, kernel8s, group: Groups, layout: Layout):
         """One product for two kernels, such as gate and up."""
         pairs = list(zip(dy8s, kernel8s, strict=True))
-        options: Any = {"rhs_contracting": "cols", "out_dtype": layout.dtype}
+        options: Any = {"rhs_contracting": "cols" if self.kernel_contracting == "first" else "rows"}
+        options["out_dtype"] = layout.dtype
         if len(pairs) == 2:
             options["implementation"] = self.implementation
             return layout.apply(grouped_gemm_of_pairs(pairs[0], pairs[1], group.sizes, **options)), dy8s
@@ -118,7 +122,8 @@ class GroupedProducts(Products):
 
     def wgrads(self, x8, dy8s, group: Groups):
         product = functools.partial(self.gemm, group=group, lhs_contracting="rows")
-        return tuple(Wgrad(functools.partial(product, x8, dy8), (x8, dy8)) for dy8 in dy8s)
+        sides = (self.wgrad_sides(x8, dy8) for dy8 in dy8s)
+        return tuple(Wgrad(functools.partial(product, *pair), pair) for pair in sides)
 
 
 class _Tokens(NamedTuple):
