@@ -15,7 +15,15 @@ from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops.grouped_gemm import cuda_problem, grouped_native
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_reached
-from te_jax.ops.linear.arguments import KernelContracting, implementation_for, validate_kernel_contracting
+from te_jax.ops.linear.arguments import (
+    KernelContracting,
+    Operand,
+    as_operand,
+    implementation_for,
+    split,
+    validate_kernel_contracting,
+    validate_quantized_x,
+)
 from te_jax.ops.linear.grouped import REVERSE_MODE, GroupedProducts, Groups
 from te_jax.ops.linear.products import Weight
 from te_jax.ops.linear.rule import linear, traced
@@ -25,22 +33,20 @@ from te_jax.recipe import DelayedScaling, Recipe
 
 __all__ = ["grouped_dense"]
 
-Operand = QuantizedArray | jax.typing.ArrayLike
-
 NAME = "te_jax.ops.grouped_dense"
 
 
 # fmt: off
 @overload
 def grouped_dense(
-    x: jax.typing.ArrayLike, kernel: Operand, group_sizes: jax.typing.ArrayLike,
+    x: Operand, kernel: Operand, group_sizes: jax.typing.ArrayLike,
     bias: jax.typing.ArrayLike | None = None, *, recipe: Recipe | None = None,
     kernel_contracting: KernelContracting = "first", wgrad_accumulator: jax.typing.ArrayLike | None = None,
     accumulate: bool = True, implementation: native.Implementation | None = None,
 ) -> Array: ...
 @overload
 def grouped_dense(
-    x: jax.typing.ArrayLike, kernel: tuple[Operand, ...], group_sizes: jax.typing.ArrayLike,
+    x: Operand, kernel: tuple[Operand, ...], group_sizes: jax.typing.ArrayLike,
     bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, *, recipe: Recipe | None = None,
     kernel_contracting: KernelContracting = "first",
     wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None, accumulate: bool = True,
@@ -48,7 +54,7 @@ def grouped_dense(
 ) -> tuple[Array, ...]: ...
 # fmt: on
 def grouped_dense(
-    x: jax.typing.ArrayLike,
+    x: Operand,
     kernel: Operand | tuple[Operand, ...],
     group_sizes: jax.typing.ArrayLike,
     bias: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
@@ -70,7 +76,8 @@ def grouped_dense(
     experts without rows are zero.
 
     Args:
-      x: [rows, in], float32, bfloat16 or float16, sorted by expert (`permute`).
+      x: [rows, in], float32, bfloat16 or float16, sorted by expert (`permute`). Or a QuantizedArray of it, as in
+        `dense`, quantized with zeros in rows of no expert: they share scales with others.
       kernel: [experts, in, out], or [experts, out, in] for kernel_contracting="last"; float32, bfloat16 or float16. Or
         a QuantizedArray of it, from a `jax.vmap` of `quantize` with `recipe.quantization("kernel")`, which serves
         several microbatches and has no gradient of its own: that goes to wgrad_accumulator. Or several in a tuple (gate
@@ -94,7 +101,8 @@ def grouped_dense(
 
     Raises:
       ValueError: an argument breaks a rule above; the message names it.
-      NotImplementedError: for forward mode, second derivatives, and with respect to a QuantizedArray.
+      NotImplementedError: for forward mode, second derivatives, and with respect to a QuantizedArray, but for the
+        straight_through of x.
       te_jax.native.NativeUnavailableError: "native" cannot run here, or this GPU cannot multiply as the recipe says.
 
     Example:
@@ -109,7 +117,7 @@ def grouped_dense(
     count = len(kernel) if isinstance(kernel, tuple | list) else 1
     if not count:
         raise ValueError("kernel is an empty tuple; pass one array at least")
-    x, group_sizes = as_array("x", x), as_array("group_sizes", group_sizes)
+    x, group_sizes = as_operand("x", x), as_array("group_sizes", group_sizes)
     kernels = {
         name: value if isinstance(value, QuantizedArray) else as_array(name, value)
         for name, value in one_for_each("kernel", kernel, count, several)
@@ -120,6 +128,10 @@ def grouped_dense(
     )
     accumulate = as_flag("accumulate", accumulate)
     validate_rows(recipe, x)
+    if isinstance(x, QuantizedArray):
+        if recipe is None:
+            raise ValueError("recipe is None, but x is a QuantizedArray; name its recipe or pass x.dequantize()")
+        validate_quantized_x(x, recipe, kernel_contracting, row_ndim=1)
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
             f"group_sizes has shape {group_sizes.shape} and dtype {group_sizes.dtype}; it must be integers [experts]"
@@ -140,26 +152,27 @@ def grouped_dense(
         dtype=x.dtype,
     )
     weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators))))
-    operands = sharding.varying_together((*reverse_mode_only((x, weights), REVERSE_MODE), Groups(group_sizes)))
+    operands = reverse_mode_only((*split(x), weights), REVERSE_MODE)
+    operands = sharding.varying_together((*operands, Groups(group_sizes)))
     ys = traced(_multiplied, layer, *operands)
     return ys if several else ys[0]
 
 
-def _multiplied(layer: GroupedProducts, x: Array, weights: tuple[Weight, ...], groups: Groups) -> tuple[Array, ...]:
-    return linear(layer, x, None, weights, groups)
+def _multiplied(layer: GroupedProducts, x, x8, weights: tuple[Weight, ...], groups: Groups) -> tuple[Array, ...]:
+    return linear(layer, x, x8, weights, groups)
 
 
 # ----------------------------------------------------------------------------------------------------- arguments
 
 
-def problem_of(recipe: Recipe | None, x: Array, kernels: tuple[Any, ...]) -> str | None:
+def problem_of(recipe: Recipe | None, x: Array | QuantizedArray, kernels: tuple[Any, ...]) -> str | None:
     """Why a GPU cannot multiply these, forward and backward."""
     scaling = None if recipe is None else recipe.quantization("activation").scaling
     problems = (cuda_problem(scaling, x.dtype, *kernel.shape) for kernel in kernels)
     return next(filter(None, problems), None)
 
 
-def validate_rows(recipe: Any, x: Array) -> None:
+def validate_rows(recipe: Any, x: Array | QuantizedArray) -> None:
     if x.ndim != 2 or x.dtype not in FLOATS:
         raise ValueError(f"x has shape {x.shape} and dtype {x.dtype}; it must be [rows, in], {FLOAT_NAMES}")
     if recipe is None:
@@ -178,7 +191,7 @@ def validate_rows(recipe: Any, x: Array) -> None:
 
 
 def validate_kernel(
-    x: Array,
+    x: Array | QuantizedArray,
     group_sizes: Array,
     recipe: Recipe | None,
     kernel_contracting: KernelContracting,

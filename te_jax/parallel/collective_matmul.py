@@ -29,11 +29,10 @@ from te_jax.ops.linear.arguments import (
     Operand,
     as_operand,
     implementation_for,
-    quantization_of,
     split,
     validate_kernel_contracting,
     validate_parts,
-    validate_unobserved,
+    validate_quantized_x,
 )
 from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import linear, traced
@@ -419,9 +418,7 @@ def _validate_fp8(
             f"multiple of {BLOCK_PRODUCT_ROWS}: pad them, or use CurrentScaling or RowwiseScaling"
         )
     if isinstance(x, QuantizedArray):
-        validate_unobserved(x, spec.recipe)
-        quantization = quantization_of(spec.recipe, "activation", kernel_contracting)
-        fp8.validate_quantized("x", x, spec.recipe, "activation", "data", quantization)
+        validate_quantized_x(x, spec.recipe, kernel_contracting, row_ndim=x.ndim - 1)
         # Scales of rows and blocks travel with them; not so those of features, which the gradient of kernel reads.
         shared = {"tensor": x.scale_inv, "row": x.transposed_scale_inv}.get(spec.scaling)
         differing = sharding.varying_axes(shared) & set(spec.axis_name)
@@ -431,16 +428,14 @@ def _validate_fp8(
                 f"x has another scale on each device along {sorted(differing)}; scales of {kind} must agree: quantize "
                 "it with axis_name"
             )
-    for name, array in {"x": x, **kernels}.items():
-        row_ndim = array.ndim - 1 if name == "x" or kernel_contracting == "last" else 1
-        if isinstance(array, QuantizedArray) and (array.row_ndim, array.col_ndim) != (row_ndim, array.ndim - row_ndim):
-            raise ValueError(
-                f"{name} was quantized as {array.row_ndim} rows and {array.col_ndim} cols, shape {array.shape}; "
-                f"quantize it with row_ndim={row_ndim}"
-            )
     for name, kernel in kernels.items():
         if isinstance(kernel, QuantizedArray):
-            read = "transposed" if kernel_contracting == "first" else "data"
+            row_ndim, read = (1, "transposed") if kernel_contracting == "first" else (kernel.ndim - 1, "data")
+            if kernel.row_ndim != row_ndim:
+                raise ValueError(
+                    f"{name} was quantized as {kernel.row_ndim} rows and {kernel.col_ndim} cols, shape {kernel.shape}; "
+                    f"quantize it with row_ndim={row_ndim}"
+                )
             fp8.validate_quantized(name, kernel, spec.recipe, "kernel", read)
 
 

@@ -79,6 +79,25 @@ def with_kernels_transposed(one):
     )
 
 
+def with_x_quantized(one, recipe):
+    """A layer that gets x in FP8."""
+    row_ndim = one.draw(np.random.default_rng(0))["x"].ndim - 1
+
+    def call(x, implementation=None, **others):
+        quantization = recipe.quantization("activation")
+        x = ops.quantize(x, quantization, row_ndim=row_ndim, straight_through=True, implementation=implementation)
+        return one.call(x, **others, implementation=implementation)
+
+    operation, variety = one.name.split(", ", 1)
+    refused = "|".join((one.refuses["native"], "quantize has no derivative"))
+    return dataclasses.replace(
+        one,
+        name=f"{operation} of a quantized x, {variety}",
+        call=call,
+        refuses=dict.fromkeys(one.refuses, refused),
+    )
+
+
 # ------------------------------------------------------------------------------------------------ softmax_cross_entropy
 
 ROWS, VOCABULARY = (8, 2), 64
@@ -690,6 +709,7 @@ GROUPED = (
         grouped_dense("block", BlockScaling()),
         grouped_dense("none, accumulator", None, dtype="bfloat16", accumulator=True, variant=True),
         with_kernels_transposed(grouped_dense("block", BlockScaling(), variant=True)),
+        with_x_quantized(grouped_dense("block", BlockScaling(), variant=True), BlockScaling()),
         grouped_dense_of_several("block", BlockScaling(), variant=True),
         experts_mlp("block", BlockScaling()),
         with_kernels_transposed(experts_mlp("block", BlockScaling(), variant=True)),
@@ -981,21 +1001,6 @@ def with_kernels_quantized(one, recipe):
 
 def _drawn_again(rng, x):
     return normal(rng, IN, OUT, scale=IN**-0.5) if isinstance(x, jax.Array) else x
-
-
-def dense_of_quantized(name, recipe, layouts, **fields):
-    """A layer that gets x in FP8."""
-    one = dense(name, recipe, layouts, **fields)
-
-    def call(x, implementation=None, **others):
-        quantization = recipe.quantization("activation")
-        x = ops.quantize(x, quantization, row_ndim=2, straight_through=True, implementation=implementation)
-        return one.call(x, **others, implementation=implementation)
-
-    refused = "|".join((one.refuses["native"], "quantize has no derivative"))
-    return dataclasses.replace(
-        one, name=f"dense of a quantized x, {name}", call=call, refuses=dict.fromkeys(one.refuses, refused)
-    )
 
 
 def dense_of_norm(name, recipe, **fields):
@@ -1338,8 +1343,8 @@ OPERATIONS = [
     dense_of_several("current", CURRENT, ("data parallel", *TENSOR, *FSDP)),
     dense_of_several("block", BlockScaling(), TENSOR, variant=True),
     dense_of_several("delayed", DelayedScaling(history_len=3), TENSOR, variant=True),
-    dense_of_quantized("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),
-    dense_of_quantized("block", BlockScaling(), TENSOR, variant=True),
+    with_x_quantized(dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)), CURRENT),
+    with_x_quantized(dense("block", BlockScaling(), TENSOR, variant=True), BlockScaling()),
     dense_of_norm("block", BlockScaling()),
     dense_of_norm("current", CURRENT, variant=True),
     gated_mlp("block", BlockScaling()),

@@ -12,6 +12,7 @@ from ops.gemm_oracle import random_array, wide
 from parameters import in_turns
 
 from te_jax import ops
+from te_jax.ops.linear.arguments import quantization_of
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -220,6 +221,36 @@ def test_quantized_kernel(rng, kernel_contracting):
         jax.grad(lambda k: ops.grouped_dense(x, k, sizes, **options).sum(), allow_int=True)(kernel8)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kernel_contracting"), [("block", "first"), ("block", "last"), ("row", "last"), ("current", "first")]
+)
+def test_x_in_fp8(rng, recipe, kernel_contracting):
+    """Values and gradients are those of the plain x, bit for bit."""
+    x, kernel, bias, dy = draw(rng)
+    sizes, recipe = jnp.asarray(SIZES["uneven"]), RECIPES[recipe]
+    x = x.at[387:].set(0)  # rows of no expert share scales with others
+    kernel = kernel if kernel_contracting == "first" else jnp.array(kernel.mT)
+    options = {"recipe": recipe, "kernel_contracting": kernel_contracting}
+    quantization = quantization_of(recipe, "activation", kernel_contracting)
+
+    @jax.jit
+    def step(x, kernel, bias, dy):
+        def layer(x, kernel, bias):
+            x8 = ops.quantize(x, quantization, straight_through=True)
+            return ops.grouped_dense(x8, kernel, sizes, bias, **options)
+
+        y, vjp = jax.vjp(layer, x, kernel, bias)
+        return y, vjp(dy)
+
+    found, wanted = step(x, kernel, bias, dy), step_of(**options)(x, kernel, bias, dy, sizes)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    x8 = ops.quantize(x, quantization)
+    with pytest.raises(NotImplementedError, match="x is a QuantizedArray without straight_through"):
+        jax.grad(lambda x8: ops.grouped_dense(x8, kernel, sizes, **options).sum(), allow_int=True)(x8)
+    with pytest.raises(ValueError, match="x has no transposed copy, which the gradient with respect to kernel reads"):
+        jax.grad(lambda kernel: ops.grouped_dense(x8.without_transposed(), kernel, sizes, **options).sum())(kernel)
+
+
 @pytest.mark.parametrize("recipe", ["none", "block"])
 def test_vmap_over_one_of_two_kernels(rng, recipe):
     """What is the same for all examples counts once in each: x, the other kernel, and its result."""
@@ -268,6 +299,7 @@ def test_shard_map(rng, recipe):
 
 
 X, KERNEL, COUNTS = jnp.ones((32, 16)), jnp.ones((2, 16, 32)), jnp.array([16, 16])
+X8 = ops.quantize(X, CurrentScaling().quantization("activation"))
 REFUSED = {
     "x": (lambda: ops.grouped_dense(X[None], KERNEL, COUNTS), r"x has shape \(1, 32, 16\)"),
     "kernel": (lambda: ops.grouped_dense(X, KERNEL.mT, COUNTS), r"kernel has shape .*it must be \(2, 16, out\)"),
@@ -285,6 +317,14 @@ REFUSED = {
     "of several": (
         lambda: ops.grouped_dense(X, (KERNEL, KERNEL[:, :8]), COUNTS),
         r"kernel\[1\] has shape \(2, 8, 32\)",
+    ),
+    "x in FP8 without a recipe": (
+        lambda: ops.grouped_dense(X8, KERNEL, COUNTS),
+        "recipe is None, but x is a Quantized",
+    ),
+    "x in FP8 by another recipe": (
+        lambda: ops.grouped_dense(X8, KERNEL, COUNTS, recipe=BlockScaling()),
+        "x has 'tensor' and 'tensor' scaling, but recipe is BlockScaling",
     ),
     "none": (lambda: ops.grouped_dense(X, (), COUNTS), "kernel is an empty tuple"),
     "rows": (lambda: ops.grouped_dense(X[:31], KERNEL, COUNTS, recipe=BlockScaling()), "x has 31 rows"),

@@ -205,15 +205,7 @@ def validate_fp8(
                 f"{FP8_ALIGNMENT}: pad them or use recipe=None"
             )
     if isinstance(x, QuantizedArray):
-        validate_unobserved(x, recipe)
-        fp8.validate_quantized(
-            "x", x, recipe, "activation", "data", quantization_of(recipe, "activation", kernel_contracting)
-        )
-        if x.col_ndim != len(shape.inner):
-            raise ValueError(
-                f"x was quantized as {x.row_ndim} rows and {x.col_ndim} cols, shape {x.shape}; quantize it with "
-                f"row_ndim={len(shape.batch)}"
-            )
+        validate_quantized_x(x, recipe, kernel_contracting, row_ndim=len(shape.batch))
     if isinstance(kernel, QuantizedArray):
         if kernel.straight_through is not None:
             raise ValueError(
@@ -232,11 +224,20 @@ def validate_fp8(
     fp8.validate_state(recipe, state, label)
 
 
-def validate_unobserved(x: QuantizedArray, recipe: Any) -> None:
-    """Refuses an x that came quantized where a state needs its amax."""
+def validate_quantized_x(
+    x: QuantizedArray, recipe: Recipe, kernel_contracting: KernelContracting, *, row_ndim: int
+) -> None:
+    """Checks an x that came quantized; one whose amax a state needs is refused."""
     if isinstance(recipe, DelayedScaling):
         raise ValueError(
             f"x is a QuantizedArray, but recipe is {recipe!r}, whose state remembers the amax of x: pass x unquantized"
+        )
+    quantization = quantization_of(recipe, "activation", kernel_contracting)
+    fp8.validate_quantized("x", x, recipe, "activation", "data", quantization)
+    if x.row_ndim != row_ndim:
+        raise ValueError(
+            f"x was quantized as {x.row_ndim} rows and {x.col_ndim} cols, shape {x.shape}; quantize it with "
+            f"row_ndim={row_ndim}"
         )
 
 
