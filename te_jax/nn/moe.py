@@ -23,7 +23,7 @@ from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
 from te_jax.ops.router_logits import router_logits
 from te_jax.parallel.experts import Exchange
-from te_jax.recipe import Quantization, Recipe
+from te_jax.recipe import DelayedScaling, Quantization, Recipe
 from te_jax.sharding import AxisName
 
 __all__ = ["MoEResult", "Router", "moe"]
@@ -160,6 +160,10 @@ def moe(
         raise ValueError(f"weighted is {weighted!r}; it must be 'results' or 'inputs'")
     if not isinstance(kernel, tuple | list) or len(kernel) != 3:
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
+    if isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            "recipe is DelayedScaling, and experts have no scaling state; use BlockScaling or CurrentScaling"
+        )
     operands = reverse_mode_only((x, jnp.asarray(router_kernel).astype(jnp.float32)), _REVERSE_MODE)
     logits = router_logits(*operands, router_bias)
     routing = ops.router(logits, expert_bias=expert_bias, **vars(router))

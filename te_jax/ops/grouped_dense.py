@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from te_jax import native, sharding
+from te_jax import native
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
@@ -21,15 +21,17 @@ from te_jax.ops.linear.arguments import (
     as_operand,
     implementation_for,
     split,
+    state_axes,
     validate_kernel_contracting,
     validate_quantized_x,
 )
 from te_jax.ops.linear.grouped import REVERSE_MODE, GroupedProducts, Groups
-from te_jax.ops.linear.products import Weight
+from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import linear, traced
 from te_jax.ops.operands import as_array, one_for_each
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe import DelayedScalingState, Recipe
+from te_jax.sharding import AxisName
 
 __all__ = ["grouped_dense"]
 
@@ -42,7 +44,8 @@ def grouped_dense(
     x: Operand, kernel: Operand, group_sizes: jax.typing.ArrayLike,
     bias: jax.typing.ArrayLike | None = None, *, recipe: Recipe | None = None,
     kernel_contracting: KernelContracting = "first", wgrad_accumulator: jax.typing.ArrayLike | None = None,
-    accumulate: bool = True, implementation: native.Implementation | None = None,
+    accumulate: bool = True, scaling_state: DelayedScalingState | None = None, axis_name: AxisName | None = None,
+    implementation: native.Implementation | None = None,
 ) -> Array: ...
 @overload
 def grouped_dense(
@@ -50,6 +53,7 @@ def grouped_dense(
     bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, *, recipe: Recipe | None = None,
     kernel_contracting: KernelContracting = "first",
     wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None, accumulate: bool = True,
+    scaling_state: tuple[DelayedScalingState, ...] | None = None, axis_name: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> tuple[Array, ...]: ...
 # fmt: on
@@ -63,6 +67,8 @@ def grouped_dense(
     kernel_contracting: KernelContracting = "first",
     wgrad_accumulator: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
     accumulate: bool = True,
+    scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
+    axis_name: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> Any:
     r"""A linear layer of experts, y[r] = x[r] · kernel[e] + bias[e] for the rows r of expert e, and zeros for others.
@@ -83,15 +89,17 @@ def grouped_dense(
         several microbatches and has no gradient of its own: that goes to wgrad_accumulator. Or several in a tuple (gate
         and up), which share one quantized x; dx is the sum over them.
       group_sizes: integers [experts], rows of each, in order.
-      bias: [experts, out], or None; a tuple where kernel is one, as is wgrad_accumulator.
-      recipe: how to quantize: block, row or current scaling, whose tensor is all of x, and of a kernel one expert's.
-        A kernel is quantized from its own dtype. None multiplies in the dtype of x, to which kernels are rounded. With
-        a recipe rows, in and out must be multiples of 16, and block scaling wants the rows of each expert to be one of
-        128: `group_by_expert(…, align=128)`.
+      bias: [experts, out], or None; a tuple where kernel is one, as are wgrad_accumulator and scaling_state.
+      recipe: how to quantize. The tensor of CurrentScaling is all of x, and of a kernel one expert's. A kernel is
+        quantized from its own dtype. None multiplies in the dtype of x, to which kernels are rounded. With a recipe
+        rows, in and out must be multiples of 16, and block scaling wants the rows of each expert to be one of 128:
+        `group_by_expert(…, align=128)`.
       kernel_contracting: "first" or "last": where in the kernel the dimension `in` stands.
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, written in
         place where the buffer is donated; kernel's own cotangent is then zero.
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
+      scaling_state, axis_name: for DelayedScaling, as in `dense`. A state is one for all experts of a kernel, which
+        share its scale.
       implementation: None takes the native kernels where they are installed, else the reference; "native" or
         "reference" never fall back. See `grouped_gemm` about GPUs.
 
@@ -100,7 +108,7 @@ def grouped_dense(
       arguments; dkernel and dbias are rounded once, from float32 sums.
 
     Raises:
-      ValueError: an argument breaks a rule above; the message names it.
+      ValueError: an argument breaks a rule above, naming it; or you differentiate the kernel but not scaling_state.
       NotImplementedError: for forward mode, second derivatives, and with respect to a QuantizedArray, but for the
         straight_through of x.
       te_jax.native.NativeUnavailableError: "native" cannot run here, or this GPU cannot multiply as the recipe says.
@@ -126,7 +134,9 @@ def grouped_dense(
         {name: None if a is None else as_array(name, a) for name, a in one_for_each(argument, values, count, several)}
         for argument, values in (("bias", bias), ("wgrad_accumulator", wgrad_accumulator))
     )
+    states = dict(one_for_each("scaling_state", scaling_state, count, several))
     accumulate = as_flag("accumulate", accumulate)
+    axis_names = state_axes(axis_name, recipe)
     validate_rows(recipe, x)
     if isinstance(x, QuantizedArray):
         if recipe is None:
@@ -138,6 +148,8 @@ def grouped_dense(
         )
     for named in zip(kernels.items(), biases.items(), accumulators.items(), strict=True):
         validate_kernel(x, group_sizes, recipe, kernel_contracting, *named)
+    for label, state in states.items():
+        fp8.validate_state(recipe, state, label)
     problem = problem_of(recipe, x, tuple(kernels.values()))
     if recipe is None:
         products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
@@ -148,17 +160,17 @@ def grouped_dense(
         recipe=recipe,
         implementation=products,
         accumulate=accumulate,
+        axis_name=axis_names,
         kernel_contracting=kernel_contracting,
         dtype=x.dtype,
     )
-    weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators))))
-    operands = reverse_mode_only((*split(x), weights), REVERSE_MODE)
-    operands = sharding.varying_together((*operands, Groups(group_sizes)))
-    ys = traced(_multiplied, layer, *operands)
+    weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators, states))))
+    *rows, weights = reverse_mode_only((*split(x), weights), REVERSE_MODE)
+    ys = traced(_multiplied, layer, *together((*rows, Groups(group_sizes), weights)))
     return ys if several else ys[0]
 
 
-def _multiplied(layer: GroupedProducts, x, x8, weights: tuple[Weight, ...], groups: Groups) -> tuple[Array, ...]:
+def _multiplied(layer: GroupedProducts, x, x8, groups: Groups, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
     return linear(layer, x, x8, weights, groups)
 
 
@@ -178,10 +190,6 @@ def validate_rows(recipe: Any, x: Array | QuantizedArray) -> None:
     if recipe is None:
         return
     fp8.validate_recipe(recipe)
-    if isinstance(recipe, DelayedScaling):
-        raise ValueError(
-            "recipe is DelayedScaling, and experts have no scaling state; use BlockScaling or CurrentScaling"
-        )
     for name, size in (("rows", x.shape[0]), ("values of `in`", x.shape[1])):
         if size % FP8_ALIGNMENT:
             raise ValueError(

@@ -98,6 +98,26 @@ def with_x_quantized(one, recipe):
     )
 
 
+ROLES = ("activation", "kernel", "gradient")
+
+
+def warm(recipe, *amaxes):
+    """A state that knows these magnitudes of x, kernel and dy."""
+    state = recipe.init()
+    histories = {role: np.asarray(getattr(state, role)) + amax for role, amax in zip(ROLES, amaxes, strict=True)}
+    return dataclasses.replace(state, **jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), histories))
+
+
+def observed(state, *amaxes):
+    """The state after one use of it."""
+    histories = {role: np.append(amax, getattr(state, role)[:-1]) for role, amax in zip(ROLES, amaxes, strict=True)}
+    return dataclasses.replace(state, **histories, uses=np.ones(()))
+
+
+def largest(states):
+    return jax.tree.map(lambda *histories: functools.reduce(np.maximum, histories), *states)
+
+
 # ------------------------------------------------------------------------------------------------ softmax_cross_entropy
 
 ROWS, VOCABULARY = (8, 2), 64
@@ -565,6 +585,7 @@ def grouped_gemm(kind, form, *, dtype="float32", **fields):
 def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields):
     """A linear layer of experts."""
     rows, inner, outer = 128 * GROUPS, 256, 256
+    delayed = isinstance(recipe, DelayedScaling)
     tolerance = (None, None) if recipe is None else (0.055, 0.085)  # what FP8 costs on normal data
 
     def draw(rng):
@@ -576,9 +597,11 @@ def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields)
         }
         if accumulator:
             operands["wgrad_accumulator"] = normal(rng, GROUPS, inner, outer, scale=20.0)
+        if delayed:
+            operands["scaling_state"] = warm(recipe, 9.0, 0.6, 9.0)
         return operands
 
-    def oracle(x, kernel, group_sizes, bias, wgrad_accumulator=None):
+    def oracle(x, kernel, group_sizes, bias, **_):
         if accumulator:
             kernel = jax.lax.stop_gradient(kernel)
         mask = group_of_rows(group_sizes, rows).astype(x.dtype)
@@ -587,9 +610,14 @@ def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields)
     def next_values(operands, cotangents):
         mask = np.asarray(group_of_rows(operands["group_sizes"], rows))
         x, dy = (np.asarray(a).astype(np.float64) for a in (operands["x"], cotangents))
+        if delayed:
+            in_groups = mask.any(axis=1)
+            amaxes = (np.abs(a).max(initial=0) for a in (x[in_groups], np.asarray(operands["kernel"]), dy[in_groups]))
+            return {"scaling_state": observed(operands["scaling_state"], *amaxes)}
         wgrad = np.einsum("rk,rn,rg->gkn", x, dy, mask, optimize=True)
         return {"wgrad_accumulator": np.asarray(operands["wgrad_accumulator"], np.float64) + wgrad}
 
+    more = ("wgrad_accumulator",) * accumulator + ("scaling_state",) * delayed
     return Operation(
         name=f"grouped_dense, {name}",
         draw=draw,
@@ -597,13 +625,14 @@ def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields)
         oracle=oracle,
         dtypes=(dtype,),
         tolerance=tolerance,
-        differentiable=("x", "kernel", "bias", *(("wgrad_accumulator",) if accumulator else ())),
-        next_values=next_values if accumulator else None,
+        differentiable=("x", "kernel", "bias", *more),
+        next_values=next_values if more else None,
         refuses=dict.fromkeys(("native", "reference"), "grouped_dense"),
         linear=("bias",),
         policy=None if recipe is None else checkpoint_policies.save_fp8_operands,
         donates=("wgrad_accumulator",) if accumulator else (),
-        unshared=("wgrad_accumulator",),
+        unshared=("wgrad_accumulator", "scaling_state"),
+        merged={"scaling_state": largest} if delayed else {},
         layouts={
             "column parallel": Layout(
                 {"kernel": P(None, None, "model"), "bias": P(None, "model"),
@@ -709,6 +738,7 @@ GROUPED = (
         grouped_dense("block", BlockScaling()),
         grouped_dense("none, accumulator", None, dtype="bfloat16", accumulator=True, variant=True),
         with_kernels_transposed(grouped_dense("block", BlockScaling(), variant=True)),
+        grouped_dense("delayed", DelayedScaling(history_len=3), variant=True),
         with_x_quantized(grouped_dense("block", BlockScaling(), variant=True), BlockScaling()),
         grouped_dense_of_several("block", BlockScaling(), variant=True),
         experts_mlp("block", BlockScaling()),
@@ -1101,26 +1131,6 @@ def gated_mlp(name, recipe, *, accumulator=False, **fields):
         layouts={name: layout(*of) for name, of in MLP_LAYOUTS.items()},
         **fields,
     )
-
-
-ROLES = ("activation", "kernel", "gradient")
-
-
-def warm(recipe, *amaxes):
-    """A state that knows these magnitudes of x, kernel and dy."""
-    state = recipe.init()
-    histories = {role: np.asarray(getattr(state, role)) + amax for role, amax in zip(ROLES, amaxes, strict=True)}
-    return dataclasses.replace(state, **jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), histories))
-
-
-def observed(state, *amaxes):
-    """The state after one use of it."""
-    histories = {role: np.append(amax, getattr(state, role)[:-1]) for role, amax in zip(ROLES, amaxes, strict=True)}
-    return dataclasses.replace(state, **histories, uses=np.ones(()))
-
-
-def largest(states):
-    return jax.tree.map(lambda *histories: functools.reduce(np.maximum, histories), *states)
 
 
 # ------------------------------------------------------------------------------------------------- collective products

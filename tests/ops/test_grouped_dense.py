@@ -1,5 +1,6 @@
 """Linear layers of experts against a loop over experts."""
 
+import dataclasses
 import functools
 
 import jax
@@ -251,6 +252,44 @@ def test_x_in_fp8(rng, recipe, kernel_contracting):
         jax.grad(lambda kernel: ops.grouped_dense(x8.without_transposed(), kernel, sizes, **options).sum())(kernel)
 
 
+def test_delayed_scaling(rng):
+    """Where one expert has all rows that count, values, gradients and the next state are those of its layer alone; but
+    the state observes the kernels of all experts. Other rows are not observed, whatever they hold."""
+    x, kernel, bias, dy = draw(rng)
+    kernel, counted = kernel.at[2].mul(2), SIZES["all"][1] - 128
+    x, dy = x.at[counted:].set(jnp.nan), dy.at[counted:].set(jnp.inf)
+    recipe = DelayedScaling(history_len=2)
+    state = recipe.init()
+    histories = {role: jnp.full(2, amax) for role, amax in (("activation", 4.0), ("kernel", 3.5), ("gradient", 4.5))}
+    state = dataclasses.replace(state, **histories)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(layer, x, kernel, bias, state, dy):
+        y, vjp = jax.vjp(lambda x, k, b, s: layer(x, k, b, recipe=recipe, scaling_state=s), x, kernel, bias, state)
+        return y, vjp(dy)
+
+    def layer(x, kernel, bias, **options):
+        return ops.grouped_dense(x, kernel, jnp.array([0, counted, 0]), bias, **options)
+
+    y, (dx, dkernel, dbias, following) = step(layer, x, kernel, bias, state, dy)
+    alone, (of_x, of_kernel, of_bias, of_alone) = step(
+        ops.dense, x[:counted], kernel[1], bias[1], state, dy[:counted]
+    )  # fmt: skip
+    for found, wanted in ((y, alone), (dx, of_x)):
+        assert_close(found[:counted], wanted, tolerance=1e-6)
+        assert not found[counted:].any()
+    for found, wanted in ((dkernel, of_kernel), (dbias, of_bias)):
+        assert_close(found[1], wanted, tolerance=1e-5)
+        assert not found[jnp.array([0, 2])].any()
+    np.testing.assert_array_equal(following.activation, of_alone.activation)
+    np.testing.assert_array_equal(following.gradient, of_alone.gradient)
+    np.testing.assert_array_equal(following.kernel, [jnp.abs(kernel).max(), 3.5])
+    with pytest.raises(ValueError, match="scaling_state"):
+        jax.grad(lambda k: ops.grouped_dense(x, k, jnp.array([8, 8, 8]), recipe=recipe, scaling_state=state).sum())(
+            kernel
+        )
+
+
 @pytest.mark.parametrize("recipe", ["none", "block"])
 def test_vmap_over_one_of_two_kernels(rng, recipe):
     """What is the same for all examples counts once in each: x, the other kernel, and its result."""
@@ -329,7 +368,11 @@ REFUSED = {
     "none": (lambda: ops.grouped_dense(X, (), COUNTS), "kernel is an empty tuple"),
     "rows": (lambda: ops.grouped_dense(X[:31], KERNEL, COUNTS, recipe=BlockScaling()), "x has 31 rows"),
     "out": (lambda: ops.grouped_dense(X, KERNEL[..., :8], COUNTS, recipe=BlockScaling()), "kernel has 8 values of"),
-    "delayed": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, recipe=DelayedScaling()), "recipe is DelayedScaling"),
+    "delayed": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, recipe=DelayedScaling()), "scaling_state is None"),
+    "state": (
+        lambda: ops.grouped_dense(X, KERNEL, COUNTS, recipe=BlockScaling(), scaling_state=DelayedScaling().init()),
+        "scaling_state is given, but recipe is BlockScaling",
+    ),
     "recipe": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, recipe="fp8"), "recipe is 'fp8'; it must be a Recipe"),
     "accumulator": (
         lambda: ops.grouped_dense(X, KERNEL, COUNTS, wgrad_accumulator=jnp.ones((2, 16))),
