@@ -22,7 +22,7 @@ from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
 from te_jax.ops.router_logits import router_logits
 from te_jax.parallel.experts import Exchange
-from te_jax.recipe import Quantization, Recipe
+from te_jax.recipe import DelayedScaling, Quantization, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
 
@@ -186,6 +186,10 @@ def moe(
     x = jnp.asarray(x)
     if not isinstance(kernel, tuple | list) or len(kernel) != 3:
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
+    if isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            "recipe is DelayedScaling, and experts have no scaling state; use BlockScaling or CurrentScaling"
+        )
     operands = reverse_mode_only((x, jnp.asarray(router_kernel).astype(jnp.float32)), _REVERSE_MODE)
     logits = router_logits(*operands, router_bias)
     routing = ops.router(logits, expert_bias=expert_bias, **router.choice)

@@ -17,7 +17,7 @@ from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops.grouped_dense import NAME, problem_of, validate_kernel, validate_rows
-from te_jax.ops.linear.arguments import implementation_for
+from te_jax.ops.linear.arguments import KernelContracting, implementation_for
 from te_jax.ops.linear.gated import GatedMLP, gated
 from te_jax.ops.linear.grouped import REVERSE_MODE, GatheredProducts, Groups, ScatteredProducts
 from te_jax.ops.linear.products import Weight
@@ -47,6 +47,7 @@ def experts_mlp(
     *,
     activation: Activation,
     recipe: Recipe,
+    kernel_contracting: KernelContracting = "first",
     wgrad_accumulator: tuple[Any, Any, Any],
     accumulate: bool,
     implementation: native.Implementation | None,
@@ -91,20 +92,21 @@ def experts_mlp(
     gate, up, _ = kernels
     if gate.shape != up.shape:
         raise ValueError(
-            f"kernel[1] has shape {up.shape}, but kernel[0] has {gate.shape}; gate and up must have the same, "
-            "[experts, in, hidden]"
+            f"kernel[1] has shape {up.shape}, but kernel[0] has {gate.shape}; gate and up must have the same"
         )
     validate_rows(recipe, rows)
-    hidden: Any = jax.ShapeDtypeStruct((rows.shape[0], gate.shape[-1]), x.dtype)
+    width = gate.shape[-1 if kernel_contracting == "first" else 1]
+    hidden: Any = jax.ShapeDtypeStruct((rows.shape[0], width), x.dtype)
     for i, (operand, one, accumulator) in enumerate(zip((rows, rows, hidden), kernels, accumulators, strict=True)):
         named = (f"kernel[{i}]", one), ("bias", None), (f"wgrad_accumulator[{i}]", accumulator)
-        validate_kernel(operand, group_sizes, recipe, *named)
+        validate_kernel(operand, group_sizes, recipe, kernel_contracting, *named)
     which = implementation_for(implementation, recipe, problem_of(recipe, rows, kernels))
     static: Any = {
         "name": NAME,
         "recipe": recipe,
         "implementation": which,
         "accumulate": as_flag("accumulate", accumulate),
+        "kernel_contracting": kernel_contracting,
         "dtype": x.dtype,
     }
     mlp = GatedMLP(GatheredProducts(**static), ScatteredProducts(**static), activation, "te_moe_preactivation")

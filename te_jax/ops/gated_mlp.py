@@ -14,6 +14,7 @@ from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops.activation import gated_activation
 from te_jax.ops.dense import dense
 from te_jax.ops.linear.arguments import (
+    KernelContracting,
     Operand,
     Shape,
     as_operand,
@@ -47,6 +48,7 @@ def gated_mlp(
     *,
     activation: Activation | ActivationName = "silu",
     recipe: Recipe | None = None,
+    kernel_contracting: KernelContracting = "first",
     wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None,
     accumulate: bool = True,
     scaling_state: tuple[DelayedScalingState, ...] | None = None,
@@ -67,11 +69,13 @@ def gated_mlp(
 
     Args:
       x: [*batch, in], float32, bfloat16 or float16, sharded in any way. Or a QuantizedArray, as in `dense`.
-      kernel: (gate, up, down), [in, hidden], [in, hidden] and [hidden, out]; each as in `dense`.
+      kernel: (gate, up, down), [in, hidden], [in, hidden] and [hidden, out], or for kernel_contracting="last"
+        [hidden, in], [hidden, in] and [out, hidden]; each as in `dense`.
       bias: ([hidden], [hidden], [out]), each of which may be None, or None.
       activation: as in `gated_activation`; "silu" is SwiGLU.
       recipe: how to quantize; None multiplies in the dtype of x, by XLA.
-      wgrad_accumulator, accumulate, scaling_state, state_axis, implementation: as in `dense` with three kernels.
+      kernel_contracting, wgrad_accumulator, accumulate, scaling_state, state_axis, implementation: as in `dense` with
+        three kernels.
 
     Returns:
       [*batch, out] in the dtype of x.
@@ -96,6 +100,7 @@ def gated_mlp(
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
     options: Any = {
         "recipe": recipe,
+        "kernel_contracting": kernel_contracting,
         "accumulate": accumulate,
         "state_axis": state_axis,
         "implementation": implementation,
@@ -120,20 +125,21 @@ def gated_mlp(
     if kernels["kernel[0]"].shape != up_kernel.shape:
         raise ValueError(
             f"{up_name} has shape {up_kernel.shape}, but kernel[0] has {kernels['kernel[0]'].shape}; gate and up must "
-            "have the same, [in, hidden]"
+            "have the same"
         )
     if up_kernel.ndim != 2 or down.ndim != 2:
         raise ValueError(
             f"kernel has shapes {[k.shape for k in kernels.values()]}; they must be [in, hidden], [in, hidden] and "
-            "[hidden, out]"
+            "[hidden, out], or with kernel_contracting='last' [hidden, in], [hidden, in] and [out, hidden]"
         )
-    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up_kernel.shape[-1]), x.dtype)
+    (width,) = Shape.of(x, up_name, up_kernel, 1, kernel_contracting).outer
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype)
     varying = sharding.varying_axes(x, tuple(kernels.values()))
     named = zip(kernels.items(), biases.items(), accumulators.items(), states.items(), strict=True)
     for operand, (named_kernel, named_bias, named_accumulator, named_state) in zip((x, x, hidden), named, strict=True):
-        shape = Shape.of(operand, *named_kernel, 1, "first")
+        shape = Shape.of(operand, *named_kernel, 1, kernel_contracting)
         validate(operand, *named_kernel, shape, None, named_bias, named_accumulator, varying)
-        validate_fp8(operand, *named_kernel, shape, recipe, *named_state, "first")
+        validate_fp8(operand, *named_kernel, shape, recipe, *named_state, kernel_contracting)
     layer = LocalProducts(
         name="te_jax.ops.gated_mlp",
         recipe=recipe,
@@ -141,6 +147,7 @@ def gated_mlp(
         accumulate=as_flag("accumulate", accumulate),
         state_axis=axis_names,
         batch_ndim=x.ndim - 1,
+        kernel_contracting=kernel_contracting,
     )
     weights = tuple(map(Weight, *(some.values() for some in (kernels, biases, accumulators, states))))
     return traced(_multiplied, (layer, activation), *reverse_mode_only((*split(x), weights), _REVERSE_MODE))

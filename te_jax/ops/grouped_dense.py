@@ -8,24 +8,32 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from te_jax import native, sharding
+from te_jax import native
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops.grouped_gemm import cuda_problem, grouped_native
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_reached
-from te_jax.ops.linear.arguments import implementation_for
+from te_jax.ops.linear.arguments import (
+    KernelContracting,
+    Operand,
+    as_operand,
+    implementation_for,
+    split,
+    state_axes,
+    validate_kernel_contracting,
+    validate_quantized_x,
+)
 from te_jax.ops.linear.grouped import REVERSE_MODE, GroupedProducts, Groups
-from te_jax.ops.linear.products import Weight
+from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import linear, traced
 from te_jax.ops.operands import as_array, one_for_each
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe import DelayedScalingState, Recipe
+from te_jax.sharding import AxisName
 
 __all__ = ["grouped_dense"]
-
-Operand = QuantizedArray | jax.typing.ArrayLike
 
 NAME = "te_jax.ops.grouped_dense"
 
@@ -33,28 +41,34 @@ NAME = "te_jax.ops.grouped_dense"
 # fmt: off
 @overload
 def grouped_dense(
-    x: jax.typing.ArrayLike, kernel: Operand, group_sizes: jax.typing.ArrayLike,
+    x: Operand, kernel: Operand, group_sizes: jax.typing.ArrayLike,
     bias: jax.typing.ArrayLike | None = None, *, recipe: Recipe | None = None,
-    wgrad_accumulator: jax.typing.ArrayLike | None = None, accumulate: bool = True,
+    kernel_contracting: KernelContracting = "first", wgrad_accumulator: jax.typing.ArrayLike | None = None,
+    accumulate: bool = True, scaling_state: DelayedScalingState | None = None, state_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> Array: ...
 @overload
 def grouped_dense(
-    x: jax.typing.ArrayLike, kernel: tuple[Operand, ...], group_sizes: jax.typing.ArrayLike,
+    x: Operand, kernel: tuple[Operand, ...], group_sizes: jax.typing.ArrayLike,
     bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, *, recipe: Recipe | None = None,
+    kernel_contracting: KernelContracting = "first",
     wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None, accumulate: bool = True,
+    scaling_state: tuple[DelayedScalingState, ...] | None = None, state_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> tuple[Array, ...]: ...
 # fmt: on
 def grouped_dense(
-    x: jax.typing.ArrayLike,
+    x: Operand,
     kernel: Operand | tuple[Operand, ...],
     group_sizes: jax.typing.ArrayLike,
     bias: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
     *,
     recipe: Recipe | None = None,
+    kernel_contracting: KernelContracting = "first",
     wgrad_accumulator: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
     accumulate: bool = True,
+    scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
+    state_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> Any:
     r"""A linear layer of experts, y[r] = x[r] · kernel[e] + bias[e] for the rows r of expert e, and zeros for others.
@@ -68,20 +82,24 @@ def grouped_dense(
     experts without rows are zero.
 
     Args:
-      x: [rows, in], float32, bfloat16 or float16, sorted by expert (`permute`).
-      kernel: [experts, in, out], float32, bfloat16 or float16. Or a QuantizedArray of it, from a `jax.vmap` of
-        `quantize` with `recipe.quantization("kernel")`, which serves several microbatches and has no gradient of its
-        own: that goes to wgrad_accumulator. Or several in a tuple (gate and up), which share one quantized x; dx is the
-        sum over them.
+      x: [rows, in], float32, bfloat16 or float16, sorted by expert (`permute`). Or a QuantizedArray of it, as in
+        `dense`, quantized with zeros in rows of no expert: they share scales with others.
+      kernel: [experts, in, out], or [experts, out, in] for kernel_contracting="last"; float32, bfloat16 or float16. Or
+        a QuantizedArray of it, from a `jax.vmap` of `quantize` with `recipe.quantization("kernel")`, which serves
+        several microbatches and has no gradient of its own: that goes to wgrad_accumulator. Or several in a tuple (gate
+        and up), which share one quantized x; dx is the sum over them.
       group_sizes: integers [experts], rows of each, in order.
-      bias: [experts, out], or None; a tuple where kernel is one, as is wgrad_accumulator.
-      recipe: how to quantize: block, row or current scaling, whose tensor is all of x, and of a kernel one expert's.
-        A kernel is quantized from its own dtype. None multiplies in the dtype of x, to which kernels are rounded. With
-        a recipe rows, in and out must be multiples of 16, and block scaling wants the rows of each expert to be one of
-        128: `group_by_expert(…, align=128)`.
+      bias: [experts, out], or None; a tuple where kernel is one, as are wgrad_accumulator and scaling_state.
+      recipe: how to quantize. The tensor of CurrentScaling is all of x, and of a kernel one expert's. A kernel is
+        quantized from its own dtype. None multiplies in the dtype of x, to which kernels are rounded. With a recipe
+        rows, in and out must be multiples of 16, and block scaling wants the rows of each expert to be one of 128:
+        `group_by_expert(…, align=128)`.
+      kernel_contracting: "first" or "last": where in the kernel the dimension `in` stands.
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, written in
         place where the buffer is donated; kernel's own cotangent is then zero.
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
+      scaling_state, state_axis: for DelayedScaling, as in `dense`. A state is one for all experts of a kernel, which
+        share its scale.
       implementation: None takes the native kernels where they are installed, else the reference; "native" or
         "reference" never fall back. See `grouped_gemm` about GPUs.
 
@@ -90,8 +108,9 @@ def grouped_dense(
       arguments; dkernel and dbias are rounded once, from float32 sums.
 
     Raises:
-      ValueError: an argument breaks a rule above; the message names it.
-      NotImplementedError: for forward mode, second derivatives, and with respect to a QuantizedArray.
+      ValueError: an argument breaks a rule above, naming it; or you differentiate the kernel but not scaling_state.
+      NotImplementedError: for forward mode, second derivatives, and with respect to a QuantizedArray, but for the
+        straight_through of x.
       te_jax.native.NativeUnavailableError: "native" cannot run here, or this GPU cannot multiply as the recipe says.
 
     Example:
@@ -106,7 +125,7 @@ def grouped_dense(
     count = len(kernel) if isinstance(kernel, tuple | list) else 1
     if not count:
         raise ValueError("kernel is an empty tuple; pass one array at least")
-    x, group_sizes = as_array("x", x), as_array("group_sizes", group_sizes)
+    x, group_sizes = as_operand("x", x), as_array("group_sizes", group_sizes)
     kernels = {
         name: value if isinstance(value, QuantizedArray) else as_array(name, value)
         for name, value in one_for_each("kernel", kernel, count, several)
@@ -115,50 +134,62 @@ def grouped_dense(
         {name: None if a is None else as_array(name, a) for name, a in one_for_each(argument, values, count, several)}
         for argument, values in (("bias", bias), ("wgrad_accumulator", wgrad_accumulator))
     )
+    states = dict(one_for_each("scaling_state", scaling_state, count, several))
     accumulate = as_flag("accumulate", accumulate)
+    axis_names = state_axes(state_axis, recipe)
     validate_rows(recipe, x)
+    if isinstance(x, QuantizedArray):
+        if recipe is None:
+            raise ValueError("recipe is None, but x is a QuantizedArray; name its recipe or pass x.dequantize()")
+        validate_quantized_x(x, recipe, kernel_contracting, row_ndim=1)
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
             f"group_sizes has shape {group_sizes.shape} and dtype {group_sizes.dtype}; it must be integers [experts]"
         )
     for named in zip(kernels.items(), biases.items(), accumulators.items(), strict=True):
-        validate_kernel(x, group_sizes, recipe, *named)
+        validate_kernel(x, group_sizes, recipe, kernel_contracting, *named)
+    for label, state in states.items():
+        fp8.validate_state(recipe, state, label)
     problem = problem_of(recipe, x, tuple(kernels.values()))
     if recipe is None:
         products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
     else:
         products = implementation_for(implementation, recipe, problem)
-    layer = GroupedProducts(name=NAME, recipe=recipe, implementation=products, accumulate=accumulate, dtype=x.dtype)
-    weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators))))
-    operands = sharding.varying_together((*reverse_mode_only((x, weights), REVERSE_MODE), Groups(group_sizes)))
-    ys = traced(_multiplied, layer, *operands)
+    layer = GroupedProducts(
+        name=NAME,
+        recipe=recipe,
+        implementation=products,
+        accumulate=accumulate,
+        state_axis=axis_names,
+        kernel_contracting=kernel_contracting,
+        dtype=x.dtype,
+    )
+    weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators, states))))
+    *rows, weights = reverse_mode_only((*split(x), weights), REVERSE_MODE)
+    ys = traced(_multiplied, layer, *together((*rows, Groups(group_sizes), weights)))
     return ys if several else ys[0]
 
 
-def _multiplied(layer: GroupedProducts, x: Array, weights: tuple[Weight, ...], groups: Groups) -> tuple[Array, ...]:
-    return linear(layer, x, None, weights, groups)
+def _multiplied(layer: GroupedProducts, x, x8, groups: Groups, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
+    return linear(layer, x, x8, weights, groups)
 
 
 # ----------------------------------------------------------------------------------------------------- arguments
 
 
-def problem_of(recipe: Recipe | None, x: Array, kernels: tuple[Any, ...]) -> str | None:
+def problem_of(recipe: Recipe | None, x: Array | QuantizedArray, kernels: tuple[Any, ...]) -> str | None:
     """Why a GPU cannot multiply these, forward and backward."""
     scaling = None if recipe is None else recipe.quantization("activation").scaling
     problems = (cuda_problem(scaling, x.dtype, *kernel.shape) for kernel in kernels)
     return next(filter(None, problems), None)
 
 
-def validate_rows(recipe: Any, x: Array) -> None:
+def validate_rows(recipe: Any, x: Array | QuantizedArray) -> None:
     if x.ndim != 2 or x.dtype not in FLOATS:
         raise ValueError(f"x has shape {x.shape} and dtype {x.dtype}; it must be [rows, in], {FLOAT_NAMES}")
     if recipe is None:
         return
     fp8.validate_recipe(recipe)
-    if isinstance(recipe, DelayedScaling):
-        raise ValueError(
-            "recipe is DelayedScaling, and experts have no scaling state; use BlockScaling or CurrentScaling"
-        )
     for name, size in (("rows", x.shape[0]), ("values of `in`", x.shape[1])):
         if size % FP8_ALIGNMENT:
             raise ValueError(
@@ -168,24 +199,32 @@ def validate_rows(recipe: Any, x: Array) -> None:
 
 
 def validate_kernel(
-    x: Array, group_sizes: Array, recipe: Recipe | None, named_kernel, named_bias, named_accumulator
+    x: Array | QuantizedArray,
+    group_sizes: Array,
+    recipe: Recipe | None,
+    kernel_contracting: KernelContracting,
+    named_kernel,
+    named_bias,
+    named_accumulator,
 ) -> None:
     (name, kernel), (bias_name, bias), (accumulator_name, accumulator) = named_kernel, named_bias, named_accumulator
-    experts, inner = group_sizes.shape[0], x.shape[1]
-    if kernel.ndim != 3 or kernel.shape[:2] != (experts, inner):
+    validate_kernel_contracting(kernel_contracting)
+    experts, inner, order = group_sizes.shape[0], x.shape[1], 1 if kernel_contracting == "first" else -1
+    if kernel.ndim != 3 or kernel.shape[0] != experts or kernel.shape[1:][::order][0] != inner:
+        sizes = ", ".join((str(inner), "out")[::order])
         raise ValueError(
             f"{name} has shape {kernel.shape}; for {experts} group_sizes and x of shape {x.shape} it must be "
-            f"({experts}, {inner}, out)"
+            f"({experts}, {sizes})"
         )
     if isinstance(kernel, QuantizedArray):
         if recipe is None:
             raise ValueError(f"{name} is a QuantizedArray and recipe is None; give the recipe that it was quantized by")
-        fp8.validate_quantized(name, kernel, recipe, "kernel", "transposed")
+        fp8.validate_quantized(name, kernel, recipe, "kernel", "transposed" if order == 1 else "data")
     elif kernel.dtype not in FLOATS:
         raise ValueError(f"{name} has dtype {kernel.dtype}; it must be {FLOAT_NAMES}: cast it")
     if accumulator is not None:
         validate_reached(accumulator_name)
-    outer = kernel.shape[2]
+    outer = kernel.shape[1:][::order][1]
     if recipe is not None and outer % FP8_ALIGNMENT:
         raise ValueError(
             f"{name} has {outer} values of `out`; FP8 products need a multiple of {FP8_ALIGNMENT}: pad it, or use "
@@ -193,7 +232,7 @@ def validate_kernel(
         )
     for label, array, expected in (
         (bias_name, bias, (experts, outer)),
-        (accumulator_name, accumulator, (experts, inner, outer)),
+        (accumulator_name, accumulator, kernel.shape),
     ):
         if array is not None and (array.shape != expected or array.dtype not in FLOATS):
             raise ValueError(

@@ -25,12 +25,14 @@ from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.arguments import (
+    KernelContracting,
     Operand,
     as_operand,
     implementation_for,
     split,
+    validate_kernel_contracting,
     validate_parts,
-    validate_unobserved,
+    validate_quantized_x,
 )
 from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import linear, traced
@@ -52,7 +54,8 @@ REVERSE_MODE = (
 @overload
 def all_gather_matmul(
     x: Operand, kernel: Operand, *, axis_name: AxisName, bias: jax.typing.ArrayLike | None = None,
-    gather_dimension: int = -2, recipe: Recipe | None = None, scaling_state: DelayedScalingState | None = None,
+    gather_dimension: int = -2, recipe: Recipe | None = None, kernel_contracting: KernelContracting = "first",
+    scaling_state: DelayedScalingState | None = None,
     wgrad_accumulator: jax.typing.ArrayLike | None = None, accumulate: bool = True,
     transport: Transport = "auto", residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None,
     implementation: native.Implementation | None = None,
@@ -61,7 +64,8 @@ def all_gather_matmul(
 def all_gather_matmul(
     x: Operand, kernel: tuple[Operand, ...], *, axis_name: AxisName,
     bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, gather_dimension: int = -2,
-    recipe: Recipe | None = None, scaling_state: tuple[DelayedScalingState, ...] | None = None,
+    recipe: Recipe | None = None, kernel_contracting: KernelContracting = "first",
+    scaling_state: tuple[DelayedScalingState, ...] | None = None,
     wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None, accumulate: bool = True,
     transport: Transport = "auto", residual: Residual = "gathered", out_dtype: jax.typing.DTypeLike | None = None,
     implementation: native.Implementation | None = None,
@@ -75,6 +79,7 @@ def all_gather_matmul(
     bias: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
     gather_dimension: int = -2,
     recipe: Recipe | None = None,
+    kernel_contracting: KernelContracting = "first",
     scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
     wgrad_accumulator: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
     accumulate: bool = True,
@@ -98,14 +103,15 @@ def all_gather_matmul(
         float32, bfloat16 or float16. Or a QuantizedArray of it with row_ndim = all but the last dimension, from
         `quantize(x, recipe.quantization("activation"), amax_axis=axis_name, straight_through=True)` or an operation
         that writes FP8: the cotangent of its straight_through is dx. Not for DelayedScaling.
-      kernel: [K, *N], this device's part, float32, bfloat16 or float16; or several in a tuple, which share one gather
-        (q, k and v; gate and up). Without a recipe they are cast to the dtype of x. Or a QuantizedArray, from
-        `quantize(kernel, recipe.quantization("kernel"), row_ndim=1)`, which serves several microbatches and whose
-        gradient goes to wgrad_accumulator.
+      kernel: [K, *N], or [*N, K] for kernel_contracting="last", this device's part, float32, bfloat16 or float16; or
+        several in a tuple, which share one gather (q, k and v; gate and up). Without a recipe they are cast to the
+        dtype of x. Or a QuantizedArray, from `quantize(kernel, recipe.quantization("kernel"), row_ndim=…)`, which
+        serves several microbatches and whose gradient goes to wgrad_accumulator.
       axis_name: the mesh axis of the devices, or several: the first varies slowest.
       bias: [*N], or None; a tuple of them if kernel is one.
       gather_dimension: the dimension of x that is split, any but the last.
       recipe: how to quantize; None multiplies x and kernel as they are.
+      kernel_contracting: "first" or "last": where in the kernel the dimension K stands.
       scaling_state: for DelayedScaling, the same on all devices. A tuple of them if kernel is one; the first gives the
         scale of x. Its cotangent is the next state, see docs/collective_matmul.md.
       wgrad_accumulator, accumulate: as in `te_jax.ops.dense`, of this device's part of the kernel. It is written in
@@ -141,8 +147,8 @@ def all_gather_matmul(
     several = isinstance(kernel, tuple | list)
     ys = _multiplied(
         AllGatherProducts, ("gather_dimension", gather_dimension), x, kernel, bias, scaling_state, wgrad_accumulator,
-        axis_name=axis_name, recipe=recipe, accumulate=accumulate, transport=transport, residual=residual,
-        out_dtype=out_dtype, implementation=implementation,
+        axis_name=axis_name, recipe=recipe, kernel_contracting=kernel_contracting, accumulate=accumulate,
+        transport=transport, residual=residual, out_dtype=out_dtype, implementation=implementation,
     )  # fmt: skip
     return ys if several else ys[0]
 
@@ -155,6 +161,7 @@ def matmul_reduce_scatter(
     bias: jax.typing.ArrayLike | None = None,
     scatter_dimension: int = -2,
     recipe: Recipe | None = None,
+    kernel_contracting: KernelContracting = "first",
     scaling_state: DelayedScalingState | None = None,
     wgrad_accumulator: jax.typing.ArrayLike | None = None,
     accumulate: bool = True,
@@ -177,13 +184,13 @@ def matmul_reduce_scatter(
       x: [*lead, S, *mid, K/D], this device's part of a tensor whose last dimension is split over D devices; float32,
         bfloat16 or float16. Or a QuantizedArray of it with row_ndim = all but the last dimension, from
         `quantize(x, recipe.quantization("activation"), straight_through=True)`, as in `all_gather_matmul`.
-      kernel: [K/D, *N], the same part of the kernel, float32, bfloat16 or float16, or a QuantizedArray, as in
-        `all_gather_matmul`.
+      kernel: [K/D, *N], or [*N, K/D] for kernel_contracting="last", the same part of the kernel, float32, bfloat16 or
+        float16, or a QuantizedArray, as in `all_gather_matmul`.
       axis_name: the mesh axis of the devices, or several: the first varies slowest.
       bias: [*N], the same on all devices, added once, after the sum; or None.
       scatter_dimension: the dimension of x that the result is split along, any but the last; a multiple of D.
-      recipe, scaling_state, wgrad_accumulator, accumulate, transport, out_dtype, implementation: as in
-        `all_gather_matmul`.
+      recipe, kernel_contracting, scaling_state, wgrad_accumulator, accumulate, transport, out_dtype, implementation: as
+        in `all_gather_matmul`.
 
     Returns:
       y [*lead, S/D, *mid, *N].
@@ -211,8 +218,8 @@ def matmul_reduce_scatter(
     (y,) = _multiplied(
         ReduceScatterProducts, ("scatter_dimension", scatter_dimension), x, kernel, bias, scaling_state,
         wgrad_accumulator,
-        axis_name=axis_name, recipe=recipe, accumulate=accumulate, transport=transport, residual="shard",
-        out_dtype=out_dtype, implementation=implementation,
+        axis_name=axis_name, recipe=recipe, kernel_contracting=kernel_contracting, accumulate=accumulate,
+        transport=transport, residual="shard", out_dtype=out_dtype, implementation=implementation,
     )  # fmt: skip
     return y
 
@@ -231,12 +238,18 @@ def _multiplied(
     x = as_operand("x", x)
     weights = named_weights(kernel, bias, scaling_state, wgrad_accumulator)
     products, sizes = prepared(kind, dimension, x, weights, **options)
-    operands = canonical(products.spec, x, tuple(weights.values()))
+    operands = canonical(products, x, tuple(weights.values()))
     operands = reverse_mode_only(operands, REVERSE_MODE.format(name=products.name))
     # shard_map does not run rules of derivatives with symbolic zeros outside of jit.
     with jax.disable_jit(False):
         ys = traced(_linear, products, *operands)
-    return tuple(y.reshape(*sizes, *w.kernel.shape[1:]) for y, w in zip(ys, weights.values(), strict=True))
+    outers = (outer_of(products.kernel_contracting, weight.kernel) for weight in weights.values())
+    return tuple(y.reshape(*sizes, *outer) for y, outer in zip(ys, outers, strict=True))
+
+
+def outer_of(kernel_contracting: KernelContracting, kernel: Any) -> tuple[int, ...]:
+    """*N of a kernel."""
+    return kernel.shape[1:] if kernel_contracting == "first" else kernel.shape[:-1]
 
 
 def _linear(products: CollectiveProducts, x: Any, x8: Any, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
@@ -272,6 +285,7 @@ def prepared(
     *,
     axis_name: Any,
     recipe: Any,
+    kernel_contracting: KernelContracting,
     accumulate: Any,
     transport: Any,
     residual: Any,
@@ -285,7 +299,8 @@ def prepared(
       dimension: the name of the argument that says which dimension of x is gathered or scattered, and its value.
       x: an array, a QuantizedArray, or the shape and dtype of one.
       weights: by name.
-      axis_name, recipe, accumulate, transport, residual, out_dtype, implementation: see `all_gather_matmul`.
+      axis_name, recipe, kernel_contracting, accumulate, transport, residual, out_dtype, implementation: see
+        `all_gather_matmul`.
 
     Raises:
       ValueError, NativeUnavailableError: as `all_gather_matmul`.
@@ -303,7 +318,7 @@ def prepared(
         )
     part = length if gathers else length // size
     lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
-    _validate_operands(x, weights, recipe)
+    _validate_operands(x, weights, recipe, kernel_contracting)
     if recipe is None:
         chosen: native.Implementation = "native" if native.use_native(implementation) else "reference"
     else:
@@ -322,7 +337,7 @@ def prepared(
         residual=residual,
     )
     if recipe is not None:
-        _validate_fp8(spec, x, kernels, dimension[0])
+        _validate_fp8(spec, x, kernels, dimension[0], kernel_contracting)
     for name, weight in weights.items():
         _validate_state(spec, name.replace("kernel", "scaling_state"), weight.state)
     _validate_split(spec, x, kernels)
@@ -332,6 +347,7 @@ def prepared(
         implementation=chosen,
         accumulate=as_flag("accumulate", accumulate),
         state_axis=axes,
+        kernel_contracting=kernel_contracting,
         spec=spec,
     )
     return products, (*lead, length * size if gathers else part, *mid)
@@ -352,7 +368,8 @@ def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
     return int(axis) % x.ndim
 
 
-def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any) -> None:
+def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any, kernel_contracting: KernelContracting) -> None:
+    validate_kernel_contracting(kernel_contracting)
     kernels = {name: weight.kernel for name, weight in weights.items()}
     if recipe is not None:
         fp8.validate_recipe(recipe)
@@ -373,18 +390,23 @@ def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any) -> None:
             raise ValueError(f"{name} has shape {array.shape}; no dimension may be 0: leave out the call")
     varying = sharding.varying_axes(x, tuple(kernels.values()))
     for name, (kernel, bias, accumulator, _) in weights.items():
-        if kernel.ndim < 2 or kernel.shape[0] != x.shape[-1]:
+        place, shape = (0, f"[{x.shape[-1]}, …]") if kernel_contracting == "first" else (-1, f"[…, {x.shape[-1]}]")
+        if kernel.ndim < 2 or kernel.shape[place] != x.shape[-1]:
             raise ValueError(
-                f"{name} has shape {kernel.shape}; it must be [{x.shape[-1]}, …], with the last dimension of x, which "
+                f"{name} has shape {kernel.shape}; it must be {shape}, with the last dimension of x, which "
                 f"has shape {x.shape}, and at least one of its own"
             )
         of_bias, of_accumulator = (name.replace("kernel", argument) for argument in ("bias", "wgrad_accumulator"))
-        validate_parts(kernel, kernel.shape[1:], (of_bias, bias), (of_accumulator, accumulator), varying)
+        outer = outer_of(kernel_contracting, kernel)
+        validate_parts(kernel, outer, (of_bias, bias), (of_accumulator, accumulator), varying)
 
 
-def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimension: str) -> None:
+def _validate_fp8(
+    spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimension: str, kernel_contracting: KernelContracting
+) -> None:
+    assert spec.recipe is not None
     for name, kernel in kernels.items():
-        for side, size in (("in", kernel.shape[0]), ("out", math.prod(kernel.shape[1:]))):
+        for side, size in (("in", x.shape[-1]), ("out", math.prod(outer_of(kernel_contracting, kernel)))):
             if size % FP8_ALIGNMENT:
                 raise ValueError(
                     f"{name} has shape {kernel.shape}, {size} features {side} on this device; FP8 products need a "
@@ -396,8 +418,7 @@ def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimensi
             f"multiple of {BLOCK_PRODUCT_ROWS}: pad them, or use CurrentScaling or RowwiseScaling"
         )
     if isinstance(x, QuantizedArray):
-        validate_unobserved(x, spec.recipe)
-        fp8.validate_quantized("x", x, spec.fp8.recipe, "activation", "data")
+        validate_quantized_x(x, spec.recipe, kernel_contracting, row_ndim=x.ndim - 1)
         # Scales of rows and blocks travel with them; not so those of features, which the gradient of kernel reads.
         shared = {"tensor": x.scale_inv, "row": x.transposed_scale_inv}.get(spec.scaling)
         differing = sharding.varying_axes(shared) & set(spec.axis_name)
@@ -407,16 +428,15 @@ def _validate_fp8(spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimensi
                 f"x has another scale on each device along {sorted(differing)}; scales of {kind} must agree: quantize "
                 "it with axis_name"
             )
-    for name, array in {"x": x, **kernels}.items():
-        row_ndim = array.ndim - 1 if name == "x" else 1
-        if isinstance(array, QuantizedArray) and (array.row_ndim, array.col_ndim) != (row_ndim, array.ndim - row_ndim):
-            raise ValueError(
-                f"{name} was quantized as {array.row_ndim} rows and {array.col_ndim} cols, shape {array.shape}; "
-                f"quantize it with row_ndim={row_ndim}"
-            )
     for name, kernel in kernels.items():
         if isinstance(kernel, QuantizedArray):
-            fp8.validate_quantized(name, kernel, spec.fp8.recipe, "kernel", "transposed")
+            row_ndim, read = (1, "transposed") if kernel_contracting == "first" else (kernel.ndim - 1, "data")
+            if kernel.row_ndim != row_ndim:
+                raise ValueError(
+                    f"{name} was quantized as {kernel.row_ndim} rows and {kernel.col_ndim} cols, shape {kernel.shape}; "
+                    f"quantize it with row_ndim={row_ndim}"
+                )
+            fp8.validate_quantized(name, kernel, spec.recipe, "kernel", read)
 
 
 def _validate_state(spec: CollectiveSpec, name: str, state: Any) -> None:
@@ -440,28 +460,30 @@ def _validate_split(spec: CollectiveSpec, x: Any, kernels: dict[str, Any]) -> No
 # ----------------------------------------------------------------------------------------------------- canonical shapes
 
 
-def canonical(spec: CollectiveSpec, x: Any, weights: tuple[Weight, ...]) -> Any:
+def canonical(products: CollectiveProducts, x: Any, weights: tuple[Weight, ...]) -> Any:
     """Operands as products take them: x, or what its gradient goes through; x in FP8, where it came so; and weights of
-    kernels [K, N], whose biases [N] are float32, in which they are added and their gradients summed.
+    kernels [K, N], or [N, K], whose biases [N] are float32, in which they are added and their gradients summed.
 
     All vary over the same mesh axes: gradients are then summed outside, as those of JAX's own operations are. Quantized
     arrays are matrices.
     """
-    inner = x.shape[-1]
+    spec, inner = products.spec, x.shape[-1]
     x, x8 = split(x)
     rows = (spec.leading, spec.rows) if spec.name == "all_gather_matmul" else (spec.leading, spec.size, spec.rows)
     x = None if x is None else x.reshape(*rows, inner)
     x8 = None if x8 is None else _matrix(x8, math.prod(rows), inner)
-    return together((x, x8, tuple(map(_canonical_weight, weights))), sharding.tracked_axes(spec.axis_name))
+    weights = tuple(_canonical_weight(weight, products.kernel_contracting) for weight in weights)
+    return together((x, x8, weights), sharding.tracked_axes(spec.axis_name))
 
 
-def _canonical_weight(weight: Weight) -> Weight:
+def _canonical_weight(weight: Weight, kernel_contracting: KernelContracting) -> Weight:
     kernel, bias = weight.kernel, weight.bias
-    inner, outer = kernel.shape[0], math.prod(kernel.shape[1:])
+    rows = kernel.shape[0] if kernel_contracting == "first" else math.prod(kernel.shape[:-1])
+    cols = kernel.size // rows
     quantized = isinstance(kernel, QuantizedArray)
     return weight._replace(
-        kernel=_matrix(kernel, inner, outer) if quantized else kernel.reshape(inner, outer),
-        bias=None if bias is None else bias.astype(jnp.float32).reshape(outer),
+        kernel=_matrix(kernel, rows, cols) if quantized else kernel.reshape(rows, cols),
+        bias=None if bias is None else bias.astype(jnp.float32).reshape(-1),
     )
 
 

@@ -11,7 +11,7 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops.activation import gated_activation
-from te_jax.ops.linear.arguments import Operand, as_operand
+from te_jax.ops.linear.arguments import KernelContracting, Operand, as_operand, validate_kernel_contracting
 from te_jax.ops.linear.gated import GatedMLP, gated
 from te_jax.ops.linear.products import Weight
 from te_jax.ops.linear.rule import traced
@@ -42,6 +42,7 @@ def gated_mlp(
     dimension: int = -2,
     activation: Activation | ActivationName = "silu",
     recipe: Recipe | None = None,
+    kernel_contracting: KernelContracting = "first",
     scaling_state: tuple[DelayedScalingState, ...] | None = None,
     wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None,
     accumulate: bool = True,
@@ -62,14 +63,14 @@ def gated_mlp(
     Args:
       x: [*lead, S/D, *mid, in], this device's shard of a tensor whose dimension of size S is split over D devices, as
         in `all_gather_matmul`.
-      kernel: (gate, up, down), this device's parts: [in, hidden/D], [in, hidden/D] and [hidden/D, out]; each as in
-        `all_gather_matmul`.
+      kernel: (gate, up, down), this device's parts: [in, hidden/D], [in, hidden/D] and [hidden/D, out], or for
+        kernel_contracting="last" [hidden/D, in], [hidden/D, in] and [out, hidden/D]; each as in `all_gather_matmul`.
       bias: ([hidden/D], [hidden/D], [out]), each of which may be None, or None. The last is the same on all devices.
       axis_name: the mesh axis of the devices, or several: the first varies slowest.
       dimension: that of x and y which is split, any but the last.
       activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
-      recipe, scaling_state, wgrad_accumulator, accumulate, transport, residual, implementation: as in
-        `all_gather_matmul` with three kernels.
+      recipe, kernel_contracting, scaling_state, wgrad_accumulator, accumulate, transport, residual, implementation: as
+        in `all_gather_matmul` with three kernels.
 
     Returns:
       [*lead, S/D, *mid, out] in the dtype of x.
@@ -91,7 +92,7 @@ def gated_mlp(
     if not isinstance(kernel, tuple | list) or len(kernel) != 3:
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
     options: Any = {"axis_name": axis_name, "recipe": recipe, "accumulate": accumulate, "transport": transport}
-    options["implementation"] = implementation
+    options |= {"implementation": implementation, "kernel_contracting": kernel_contracting}
     named = {"bias": bias, "scaling_state": scaling_state, "wgrad_accumulator": wgrad_accumulator}
     if recipe is None or (isinstance(recipe, Recipe) and recipe.scalings["activation"][0] == "row"):
         each = {name: tuple(value for _, value in one_for_each(name, v, 3, True)) for name, v in named.items()}
@@ -108,21 +109,25 @@ def gated_mlp(
     if gate.kernel.shape != up.kernel.shape or up.kernel.ndim != 2 or down.kernel.ndim != 2:
         raise ValueError(
             f"kernel has shapes {[weight.kernel.shape for weight in weights.values()]}; they must be [in, hidden/D], "
-            "[in, hidden/D] and [hidden/D, out]"
+            "[in, hidden/D] and [hidden/D, out], or with kernel_contracting='last' [hidden/D, in], [hidden/D, in] and "
+            "[out, hidden/D]"
         )
-    if down.kernel.shape[0] != up.kernel.shape[1]:
+    validate_kernel_contracting(kernel_contracting)
+    inner, outer = (0, 1) if kernel_contracting == "first" else (1, 0)
+    width = up.kernel.shape[outer]
+    if down.kernel.shape[inner] != width:
         raise ValueError(
-            f"kernel[2] has shape {down.kernel.shape}, and kernel[1] {up.kernel.shape}; its first dimension must "
-            "be the last of kernel[1], this device's hidden features"
+            f"kernel[2] has shape {down.kernel.shape}, and kernel[1] {up.kernel.shape}; dimension {inner} of kernel[2] "
+            f"must be dimension {outer} of kernel[1], this device's hidden features"
         )
     options |= {"residual": residual, "out_dtype": None}
     pair = {name: weights[name] for name in ("kernel[0]", "kernel[1]")}
     gate_up, rows = prepared(AllGatherProducts, ("dimension", dimension), x, pair, **options)
     varying = sharding.tracked_axes(gate_up.spec.axis_name)
-    hidden = jax.eval_shape(lambda: sharding.varying_over(jnp.zeros((*rows, up.kernel.shape[1]), x.dtype), varying))
+    hidden = jax.eval_shape(lambda: sharding.varying_over(jnp.zeros((*rows, width), x.dtype), varying))
     last = {"kernel[2]": down}
     second, rows = prepared(ReduceScatterProducts, ("dimension", dimension), hidden, last, **options)
-    operands = canonical(gate_up.spec, x, tuple(weights.values()))
+    operands = canonical(gate_up, x, tuple(weights.values()))
     operands = reverse_mode_only(operands, REVERSE_MODE.format(name=_NAME))
     with jax.disable_jit(False):  # as for `all_gather_matmul`
         y: Any = traced(_mlp, GatedMLP(gate_up, second, activation, "te_collective_preactivation"), *operands)

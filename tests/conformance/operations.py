@@ -41,6 +41,83 @@ def checked_by(operation):
     return dict.fromkeys(("dtypes", "shapes", "what_is_no_array"), f"{operation} refuses its operands")
 
 
+def with_kernels_transposed(one):
+    """A layer whose kernels are [out, in], and with them accumulators."""
+    kernels = ("kernel", "wgrad_accumulator")
+    ndim = jax.tree.leaves(one.draw(np.random.default_rng(0))["kernel"])[0].ndim
+
+    def transposed(operands):
+        def swapped(x):
+            return jnp.array(np.swapaxes(np.asarray(x), -1, -2)) if isinstance(x, np.ndarray | jax.Array) else x
+
+        return {name: jax.tree.map(swapped, x) if name in kernels else x for name, x in operands.items()}
+
+    def spec_of(spec):
+        *others, inner, outer = (*spec, *(None,) * ndim)[:ndim]
+        return P(*others, outer, inner)
+
+    def layout(single):
+        operands = {
+            name: jax.tree.map(spec_of, spec, is_leaf=lambda x: isinstance(x, P)) if name in kernels else spec
+            for name, spec in single.operands.items()
+        }
+        return dataclasses.replace(single, operands=operands)
+
+    def oracle(kernel, **others):
+        return one.oracle(kernel=jax.tree.map(lambda x: x.mT, kernel), **others)
+
+    operation, variety = one.name.split(", ", 1)
+    return dataclasses.replace(
+        one,
+        name=f"{operation} of a transposed kernel, {variety}",
+        draw=lambda rng: transposed(one.draw(rng)),
+        call=functools.partial(one.call, kernel_contracting="last"),
+        oracle=oracle,
+        next_values=one.next_values
+        and (lambda operands, cotangents: transposed(one.next_values(transposed(operands), cotangents))),
+        layouts={name: layout(single) for name, single in one.layouts.items()},
+    )
+
+
+def with_x_quantized(one, recipe):
+    """A layer that gets x in FP8."""
+    row_ndim = one.draw(np.random.default_rng(0))["x"].ndim - 1
+
+    def call(x, implementation=None, **others):
+        quantization = recipe.quantization("activation")
+        x = ops.quantize(x, quantization, row_ndim=row_ndim, straight_through=True, implementation=implementation)
+        return one.call(x, **others, implementation=implementation)
+
+    operation, variety = one.name.split(", ", 1)
+    refused = "|".join((one.refuses["native"], "quantize has no derivative"))
+    return dataclasses.replace(
+        one,
+        name=f"{operation} of a quantized x, {variety}",
+        call=call,
+        refuses=dict.fromkeys(one.refuses, refused),
+    )
+
+
+ROLES = ("activation", "kernel", "gradient")
+
+
+def warm(recipe, *amaxes):
+    """A state that knows these magnitudes of x, kernel and dy."""
+    state = recipe.init()
+    histories = {role: np.asarray(getattr(state, role)) + amax for role, amax in zip(ROLES, amaxes, strict=True)}
+    return dataclasses.replace(state, **jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), histories))
+
+
+def observed(state, *amaxes):
+    """The state after one use of it."""
+    histories = {role: np.append(amax, getattr(state, role)[:-1]) for role, amax in zip(ROLES, amaxes, strict=True)}
+    return dataclasses.replace(state, **histories, uses=np.ones(()))
+
+
+def largest(states):
+    return jax.tree.map(lambda *histories: functools.reduce(np.maximum, histories), *states)
+
+
 # ------------------------------------------------------------------------------------------------ softmax_cross_entropy
 
 ROWS, VOCABULARY = (8, 2), 64
@@ -511,6 +588,7 @@ def grouped_gemm(kind, form, *, dtype="float32", **fields):
 def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields):
     """A linear layer of experts."""
     rows, inner, outer = 128 * GROUPS, 256, 256
+    delayed = isinstance(recipe, DelayedScaling)
     tolerance = (None, None) if recipe is None else (0.055, 0.085)  # what FP8 costs on normal data
 
     def draw(rng):
@@ -522,9 +600,11 @@ def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields)
         }
         if accumulator:
             operands["wgrad_accumulator"] = normal(rng, GROUPS, inner, outer, scale=20.0)
+        if delayed:
+            operands["scaling_state"] = warm(recipe, 9.0, 0.6, 9.0)
         return operands
 
-    def oracle(x, kernel, group_sizes, bias, wgrad_accumulator=None):
+    def oracle(x, kernel, group_sizes, bias, **_):
         if accumulator:
             kernel = jax.lax.stop_gradient(kernel)
         mask = group_of_rows(group_sizes, rows).astype(x.dtype)
@@ -533,9 +613,14 @@ def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields)
     def next_values(operands, cotangents):
         mask = np.asarray(group_of_rows(operands["group_sizes"], rows))
         x, dy = (np.asarray(a).astype(np.float64) for a in (operands["x"], cotangents))
+        if delayed:
+            in_groups = mask.any(axis=1)
+            amaxes = (np.abs(a).max(initial=0) for a in (x[in_groups], np.asarray(operands["kernel"]), dy[in_groups]))
+            return {"scaling_state": observed(operands["scaling_state"], *amaxes)}
         wgrad = np.einsum("rk,rn,rg->gkn", x, dy, mask, optimize=True)
         return {"wgrad_accumulator": np.asarray(operands["wgrad_accumulator"], np.float64) + wgrad}
 
+    more = ("wgrad_accumulator",) * accumulator + ("scaling_state",) * delayed
     return Operation(
         name=f"grouped_dense, {name}",
         draw=draw,
@@ -543,13 +628,14 @@ def grouped_dense(name, recipe, *, dtype="float32", accumulator=False, **fields)
         oracle=oracle,
         dtypes=(dtype,),
         tolerance=tolerance,
-        differentiable=("x", "kernel", "bias", *(("wgrad_accumulator",) if accumulator else ())),
-        next_values=next_values if accumulator else None,
+        differentiable=("x", "kernel", "bias", *more),
+        next_values=next_values if more else None,
         refuses=dict.fromkeys(("native", "reference"), "grouped_dense"),
         linear=("bias",),
         policy=None if recipe is None else checkpoint_policies.save_fp8_operands,
         donates=("wgrad_accumulator",) if accumulator else (),
-        unshared=("wgrad_accumulator",),
+        unshared=("wgrad_accumulator", "scaling_state"),
+        merged={"scaling_state": largest} if delayed else {},
         layouts={
             "column parallel": Layout(
                 {"kernel": P(None, None, "model"), "bias": P(None, "model"),
@@ -614,11 +700,11 @@ def experts_mlp(name, recipe, **fields):
             "kernel": tuple(normal(rng, GROUPS, *shape, scale=shape[0] ** -0.5) for shape in shapes),
         }
 
-    def call(x, weights, experts, kernel, implementation=None):
+    def call(x, weights, experts, kernel, **options):
         permutation = ops.group_by_expert(experts, GROUPS, align=128)
         return fused_experts_mlp(
             x, weights, permutation.group_sizes, permutation, kernel, recipe=recipe, activation=ops.Activation("silu"),
-            wgrad_accumulator=(None,) * 3, accumulate=True, implementation=implementation,
+            wgrad_accumulator=(None,) * 3, accumulate=True, **{"implementation": None, **options},
         )  # fmt: skip
 
     def oracle(x, weights, experts, kernel):
@@ -654,8 +740,12 @@ GROUPED = (
         grouped_gemm("block", "wgrad", variant=True),
         grouped_dense("block", BlockScaling()),
         grouped_dense("none, accumulator", None, dtype="bfloat16", accumulator=True, variant=True),
+        with_kernels_transposed(grouped_dense("block", BlockScaling(), variant=True)),
+        grouped_dense("delayed", DelayedScaling(history_len=3), variant=True),
+        with_x_quantized(grouped_dense("block", BlockScaling(), variant=True), BlockScaling()),
         grouped_dense_of_several("block", BlockScaling(), variant=True),
         experts_mlp("block", BlockScaling()),
+        with_kernels_transposed(experts_mlp("block", BlockScaling(), variant=True)),
     ]
 )
 
@@ -930,28 +1020,6 @@ def dense_of_several(name, recipe, layouts, **fields):
     )
 
 
-def dense_of_transposed(name, recipe, layouts, **fields):
-    """A layer whose kernel is [out, in]."""
-    one = dense(name, recipe, layouts, **fields)
-
-    def draw(rng):
-        operands = one.draw(rng)
-        return operands | {"kernel": jnp.array(np.asarray(operands["kernel"]).T)}
-
-    def layout(single):
-        inner, outer = (*single.operands["kernel"], None, None)[:2]
-        return dataclasses.replace(single, operands={**single.operands, "kernel": P(outer, inner)})
-
-    return dataclasses.replace(
-        one,
-        name=f"dense of a transposed kernel, {name}",
-        draw=draw,
-        call=functools.partial(one.call, kernel_contracting="last"),
-        oracle=lambda x, kernel, **others: one.oracle(x, kernel.T, **others),
-        layouts={name: layout(single) for name, single in one.layouts.items()},
-    )
-
-
 def with_kernels_quantized(one, recipe):
     """A layer with an accumulator, whose kernels come in FP8: all microbatches use what was quantized once."""
 
@@ -966,21 +1034,6 @@ def with_kernels_quantized(one, recipe):
 
 def _drawn_again(rng, x):
     return normal(rng, IN, OUT, scale=IN**-0.5) if isinstance(x, jax.Array) else x
-
-
-def dense_of_quantized(name, recipe, layouts, **fields):
-    """A layer that gets x in FP8."""
-    one = dense(name, recipe, layouts, **fields)
-
-    def call(x, implementation=None, **others):
-        quantization = recipe.quantization("activation")
-        x = ops.quantize(x, quantization, row_ndim=2, straight_through=True, implementation=implementation)
-        return one.call(x, **others, implementation=implementation)
-
-    refused = "|".join((one.refuses["native"], "quantize has no derivative"))
-    return dataclasses.replace(
-        one, name=f"dense of a quantized x, {name}", call=call, refuses=dict.fromkeys(one.refuses, refused)
-    )
 
 
 def dense_of_norm(name, recipe, **fields):
@@ -1081,26 +1134,6 @@ def gated_mlp(name, recipe, *, accumulator=False, **fields):
         layouts={name: layout(*of) for name, of in MLP_LAYOUTS.items()},
         **fields,
     )
-
-
-ROLES = ("activation", "kernel", "gradient")
-
-
-def warm(recipe, *amaxes):
-    """A state that knows these magnitudes of x, kernel and dy."""
-    state = recipe.init()
-    histories = {role: np.asarray(getattr(state, role)) + amax for role, amax in zip(ROLES, amaxes, strict=True)}
-    return dataclasses.replace(state, **jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), histories))
-
-
-def observed(state, *amaxes):
-    """The state after one use of it."""
-    histories = {role: np.append(amax, getattr(state, role)[:-1]) for role, amax in zip(ROLES, amaxes, strict=True)}
-    return dataclasses.replace(state, **histories, uses=np.ones(()))
-
-
-def largest(states):
-    return jax.tree.map(lambda *histories: functools.reduce(np.maximum, histories), *states)
 
 
 # ------------------------------------------------------------------------------------------------- collective products
@@ -1319,12 +1352,12 @@ OPERATIONS = [
     with_kernels_quantized(
         dense("accumulator of a quantized kernel", CURRENT, TENSOR, accumulator=True, variant=True), CURRENT
     ),
-    dense_of_transposed("block", BlockScaling(), TENSOR, variant=True),
+    with_kernels_transposed(dense("block", BlockScaling(), TENSOR, variant=True)),
     dense_of_several("current", CURRENT, ("data parallel", *TENSOR, *FSDP)),
     dense_of_several("block", BlockScaling(), TENSOR, variant=True),
     dense_of_several("delayed", DelayedScaling(history_len=3), TENSOR, variant=True),
-    dense_of_quantized("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),
-    dense_of_quantized("block", BlockScaling(), TENSOR, variant=True),
+    with_x_quantized(dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)), CURRENT),
+    with_x_quantized(dense("block", BlockScaling(), TENSOR, variant=True), BlockScaling()),
     dense_of_norm("block", BlockScaling()),
     dense_of_norm("current", CURRENT, variant=True),
     gated_mlp("block", BlockScaling()),
@@ -1332,6 +1365,7 @@ OPERATIONS = [
     with_kernels_quantized(
         gated_mlp("accumulators of quantized kernels", BlockScaling(), accumulator=True, variant=True), BlockScaling()
     ),
+    with_kernels_transposed(gated_mlp("block", BlockScaling(), accumulator=True, variant=True)),
     dense("none", None, (*TENSOR, *FSDP), bias=True, variant=True),
     dense("none, accumulator", None, ("row parallel", *FSDP), dtype="bfloat16", accumulator=True, variant=True),
     dense_of_several("none", None, TENSOR, variant=True),
@@ -1342,5 +1376,8 @@ OPERATIONS = [
     with_accumulator(all_gather_matmul("current", CURRENT, variant=True)),
     matmul_reduce_scatter("current", CURRENT, variant=True),
     with_accumulator(matmul_reduce_scatter("current", CURRENT, variant=True)),
+    with_kernels_transposed(all_gather_matmul("current", CURRENT, variant=True)),
+    with_kernels_transposed(matmul_reduce_scatter("current", CURRENT, variant=True)),
     collective_gated_mlp("current", CURRENT, variant=True),
+    with_kernels_transposed(collective_gated_mlp("current", CURRENT, variant=True)),
 ]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from te_jax import ops
 from te_jax.layers import ExpertParallel, Router, moe
 from te_jax.ops import Activation
-from te_jax.recipe import BlockScaling, CurrentScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.skipif(
@@ -126,7 +126,9 @@ def test_as_a_loop_over_experts(rng, model):
             assert_close(found, other, dtype="float32", tolerance=1e-4)
 
 
-@pytest.mark.parametrize("recipe", [BlockScaling(), CurrentScaling()], ids=["block", "current"])
+@pytest.mark.parametrize(
+    "recipe", [BlockScaling(), CurrentScaling(), RowwiseScaling()], ids=["block", "current", "row"]
+)
 def test_fp8(rng, recipe):
     router, options, extra = MODELS["deepseek_v3"]
     operands = draw(rng, extra, dtype="bfloat16")

@@ -542,12 +542,21 @@ def test_state_can_be_donated(case):
     assert histories(state)[0] == [amax(case.x)] * 3 + [0]
 
 
-def test_a_gradient_after_one_that_was_refused(case):
-    """The trace of a rule that raised must not be used again."""
-    step = jax.grad(loss, argnums=(1, 2))
+def gated_mlp(x, kernel, *, scaling_state, **options):
+    return ops.gated_mlp(x, (kernel, kernel, kernel.T), scaling_state=(scaling_state,) * 3, **options)
+
+
+@pytest.mark.parametrize("layer", [ops.dense, gated_mlp])
+def test_a_gradient_after_one_that_was_refused(layer, case):
+    """The trace of a derivative rule that raised must not be used again."""
+
+    def loss(kernel, state):
+        return layer(case.x, kernel, recipe=RECIPE, scaling_state=state).sum()
+
+    step = jax.grad(loss, argnums=(0, 1))
     state = state_of([4] * 4, [5] * 4, [6] * 4)
-    expected, _ = step(case.x, case.kernel, state, case.dy)
+    expected, _ = step(case.kernel, state)
     with pytest.raises(ValueError, match="scaling_state is not"):
-        jax.grad(loss, argnums=1)(case.x, case.kernel, state, case.dy)
-    found, _ = step(case.x, case.kernel, state, case.dy)
+        jax.grad(loss)(case.kernel, state)
+    found, _ = step(case.kernel, state)
     np.testing.assert_array_equal(wide(found), wide(expected))

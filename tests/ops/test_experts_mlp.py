@@ -116,6 +116,16 @@ def test_without_quantization_near(rng):
     assert_near(gradients, wanted_gradients, 0.12)
 
 
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_transposed_kernels(rng, implementation):
+    """[experts, out, in], as checkpoints have them."""
+    x, weights, kernels, *others = draw(rng)
+    operands = x, weights, tuple(jnp.array(kernel.mT) for kernel in kernels), *others
+    options = {"implementation": implementation, "kernel_contracting": "last"}
+    found, wanted = (step_of(layer, **options)(*operands) for layer in (fused, apart))
+    assert_near(found, wanted, FP8["bfloat16"])
+
+
 def test_one_program_for_all_loads(rng):
     step = jax.jit(lambda *operands: step_of(fused)(*operands))
     for load in LOADS:

@@ -40,8 +40,10 @@ def states_of(recipe):
     return (recipe.init(),) * 3 if isinstance(recipe, DelayedScaling) else None
 
 
-def layer_by_layer(x, kernels, biases, states, *, recipe, implementation=None, **activation):
-    options = {"recipe": recipe, "implementation": implementation}
+def layer_by_layer(
+    x, kernels, biases, states, *, recipe, implementation=None, kernel_contracting="first", **activation
+):
+    options = {"recipe": recipe, "implementation": implementation, "kernel_contracting": kernel_contracting}
     biases, states = biases or (None,) * 3, states or (None,) * 3
     gate, up = ops.dense(x, kernels[:2], biases[:2], scaling_state=states[:2], **options)
     h = ops.gated_activation(gate, up, **activation)
@@ -65,16 +67,20 @@ def assert_same(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "activation", "implementation"),
+    ("recipe", "activation", "implementation", "kernel_contracting"),
     [
-        *in_turns({**RECIPES, "none": None}, ACTIVATIONS, ("native",)),
-        *in_turns({name: RECIPES[name] for name in ("delayed", "block")}, ACTIVATIONS, ("reference",)),
+        *in_turns({**RECIPES, "none": None}, ACTIVATIONS, ("native",), ("first",)),
+        *in_turns({name: RECIPES[name] for name in ("delayed", "block")}, ACTIVATIONS, ("reference",), ("first",)),
+        *in_turns({**RECIPES, "none": None}, ACTIVATIONS, ("native",), ("last",)),
+        *in_turns({"block": RECIPES["block"]}, ACTIVATIONS, ("reference",), ("last",)),
     ],
 )
 @pytest.mark.usefixtures("native_kernels")
-def test_as_layer_by_layer(activation, recipe, implementation, rng):
-    case, states = random_case(rng), states_of(recipe)
-    options = {"recipe": recipe, "implementation": implementation, **activation}
+def test_as_layer_by_layer(activation, recipe, implementation, kernel_contracting, rng):
+    (x, kernels, *others), states = random_case(rng), states_of(recipe)
+    case = x, kernels if kernel_contracting == "first" else tuple(jnp.array(k.T) for k in kernels), *others
+    options = {"recipe": recipe, "implementation": implementation, "kernel_contracting": kernel_contracting}
+    options |= activation
     expected = step(layer_by_layer, case, states, **options)
     # Kernels round exponentials in another way than XLA: h then differs by a unit of bfloat16 here and there. On a GPU
     # XLA may keep h of the reference in float32 in one program and round it in the other, which moves more codes.

@@ -1,5 +1,6 @@
 """Linear layers of experts against a loop over experts."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from ops.gemm_oracle import random_array, wide
 from parameters import in_turns
 
 from te_jax import ops
+from te_jax.ops.linear.arguments import quantization_of
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -24,6 +26,8 @@ SIZES = {"aligned": [128, 0, 256], "uneven": [37, 100, 250], "all": [0, 512, 0]}
 RECIPES = {"none": None, "block": BlockScaling(), "row": RowwiseScaling(), "current": CurrentScaling()}
 FORWARD, GRADIENT = 0.055, 0.085  # what FP8 costs on normal data; see tests/ops/dense_oracle.py
 IMPLEMENTATIONS = ("native", "reference")
+
+sides = pytest.mark.parametrize("kernel_contracting", ["first", "last"])
 
 
 def draw(rng, dtype="float32", rows=ROWS):
@@ -72,18 +76,21 @@ def test_values_and_gradients(rng, recipe, implementation, sizes, dtype):
         assert size or not gradients[1][e].any(), "an expert without rows has a gradient"
 
 
-@pytest.mark.parametrize("recipe", ["block", "row"])
-def test_as_one_dense_for_each_expert(rng, recipe):
+@sides
+@pytest.mark.parametrize("recipe", ["block", "row", "none"])
+def test_as_one_dense_for_each_expert(rng, recipe, kernel_contracting):
     """Where experts begin at blocks, FP8 values and scales of blocks are those of layers of their own."""
     x, kernel, bias, dy = draw(rng)
-    y, (dx, dkernel, _) = step_of(recipe=RECIPES[recipe])(x, kernel, bias, dy, jnp.asarray(SIZES["aligned"]))
+    options = {"recipe": RECIPES[recipe], "kernel_contracting": kernel_contracting}
+    kernel = kernel if kernel_contracting == "first" else jnp.array(kernel.mT)
+    y, (dx, dkernel, _) = step_of(**options)(x, kernel, bias, dy, jnp.asarray(SIZES["aligned"]))
     for e, rows in ((0, slice(0, 128)), (2, slice(128, 384))):
-        dense = functools.partial(ops.dense, recipe=RECIPES[recipe])
+        dense = functools.partial(ops.dense, **options)
         alone, vjp = jax.vjp(jax.jit(dense), x[rows], kernel[e], bias[e])
         of_x, of_kernel, _ = vjp(dy[rows])
         assert_close(y[rows], alone, tolerance=1e-6)
         assert_close(dx[rows], of_x, tolerance=1e-6)
-        if recipe == "block":  # scales of rows of the transposed copies are over all tokens
+        if recipe != "row":  # scales of rows of the transposed copies are over all tokens
             assert_close(dkernel[e], of_kernel, tolerance=1e-6)
 
 
@@ -193,16 +200,18 @@ def test_accumulator(rng, recipe, accumulate):
         )(kernel)
 
 
-def test_quantized_kernel(rng):
+@sides
+def test_quantized_kernel(rng, kernel_contracting):
     """Quantized once, it serves several microbatches; its gradient goes to the accumulator."""
     recipe = BlockScaling()
     x, kernel, bias, dy = draw(rng)
-    sizes = jnp.asarray(SIZES["aligned"])
+    kernel = kernel if kernel_contracting == "first" else jnp.array(kernel.mT)
+    sizes, options = jnp.asarray(SIZES["aligned"]), {"recipe": recipe, "kernel_contracting": kernel_contracting}
     kernel8 = jax.vmap(lambda k: ops.quantize(k, recipe.quantization("kernel")))(kernel)
-    wanted, (dx, dkernel, _) = step_of(recipe=recipe)(x, kernel, bias, dy, sizes)
+    wanted, (dx, dkernel, _) = step_of(**options)(x, kernel, bias, dy, sizes)
 
     def layer(x, accumulator):
-        return ops.grouped_dense(x, kernel8, sizes, bias, recipe=recipe, wgrad_accumulator=accumulator)
+        return ops.grouped_dense(x, kernel8, sizes, bias, wgrad_accumulator=accumulator, **options)
 
     y, vjp = jax.vjp(jax.jit(layer), x, jnp.zeros_like(kernel))
     of_x, of_kernel = vjp(dy)
@@ -210,7 +219,75 @@ def test_quantized_kernel(rng):
     np.testing.assert_array_equal(of_x, dx)
     assert_close(of_kernel, dkernel, tolerance=1e-6)
     with pytest.raises(NotImplementedError, match="kernel is a QuantizedArray, which has no gradient"):
-        jax.grad(lambda k: ops.grouped_dense(x, k, sizes, recipe=recipe).sum(), allow_int=True)(kernel8)
+        jax.grad(lambda k: ops.grouped_dense(x, k, sizes, **options).sum(), allow_int=True)(kernel8)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernel_contracting"), [("block", "first"), ("block", "last"), ("row", "last"), ("current", "first")]
+)
+def test_x_in_fp8(rng, recipe, kernel_contracting):
+    """Values and gradients are those of the plain x, bit for bit."""
+    x, kernel, bias, dy = draw(rng)
+    sizes, recipe = jnp.asarray(SIZES["uneven"]), RECIPES[recipe]
+    x = x.at[387:].set(0)  # rows of no expert share scales with others
+    kernel = kernel if kernel_contracting == "first" else jnp.array(kernel.mT)
+    options = {"recipe": recipe, "kernel_contracting": kernel_contracting}
+    quantization = quantization_of(recipe, "activation", kernel_contracting)
+
+    @jax.jit
+    def step(x, kernel, bias, dy):
+        def layer(x, kernel, bias):
+            x8 = ops.quantize(x, quantization, straight_through=True)
+            return ops.grouped_dense(x8, kernel, sizes, bias, **options)
+
+        y, vjp = jax.vjp(layer, x, kernel, bias)
+        return y, vjp(dy)
+
+    found, wanted = step(x, kernel, bias, dy), step_of(**options)(x, kernel, bias, dy, sizes)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    x8 = ops.quantize(x, quantization)
+    with pytest.raises(NotImplementedError, match="x is a QuantizedArray without straight_through"):
+        jax.grad(lambda x8: ops.grouped_dense(x8, kernel, sizes, **options).sum(), allow_int=True)(x8)
+    with pytest.raises(ValueError, match="x has no transposed copy, which the gradient with respect to kernel reads"):
+        jax.grad(lambda kernel: ops.grouped_dense(x8.without_transposed(), kernel, sizes, **options).sum())(kernel)
+
+
+def test_delayed_scaling(rng):
+    """Where one expert has all rows that count, values, gradients and the next state are those of its layer alone; but
+    the state observes the kernels of all experts. Other rows are not observed, whatever they hold."""
+    x, kernel, bias, dy = draw(rng)
+    kernel, counted = kernel.at[2].mul(2), SIZES["all"][1] - 128
+    x, dy = x.at[counted:].set(jnp.nan), dy.at[counted:].set(jnp.inf)
+    recipe = DelayedScaling(history_len=2)
+    state = recipe.init()
+    histories = {role: jnp.full(2, amax) for role, amax in (("activation", 4.0), ("kernel", 3.5), ("gradient", 4.5))}
+    state = dataclasses.replace(state, **histories)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(layer, x, kernel, bias, state, dy):
+        y, vjp = jax.vjp(lambda x, k, b, s: layer(x, k, b, recipe=recipe, scaling_state=s), x, kernel, bias, state)
+        return y, vjp(dy)
+
+    def layer(x, kernel, bias, **options):
+        return ops.grouped_dense(x, kernel, jnp.array([0, counted, 0]), bias, **options)
+
+    y, (dx, dkernel, dbias, following) = step(layer, x, kernel, bias, state, dy)
+    alone, (of_x, of_kernel, of_bias, of_alone) = step(
+        ops.dense, x[:counted], kernel[1], bias[1], state, dy[:counted]
+    )  # fmt: skip
+    for found, wanted in ((y, alone), (dx, of_x)):
+        assert_close(found[:counted], wanted, tolerance=1e-6)
+        assert not found[counted:].any()
+    for found, wanted in ((dkernel, of_kernel), (dbias, of_bias)):
+        assert_close(found[1], wanted, tolerance=1e-5)
+        assert not found[jnp.array([0, 2])].any()
+    np.testing.assert_array_equal(following.activation, of_alone.activation)
+    np.testing.assert_array_equal(following.gradient, of_alone.gradient)
+    np.testing.assert_array_equal(following.kernel, [jnp.abs(kernel).max(), 3.5])
+    with pytest.raises(ValueError, match="scaling_state"):
+        jax.grad(lambda k: ops.grouped_dense(x, k, jnp.array([8, 8, 8]), recipe=recipe, scaling_state=state).sum())(
+            kernel
+        )
 
 
 @pytest.mark.parametrize("recipe", ["none", "block"])
@@ -261,9 +338,18 @@ def test_shard_map(rng, recipe):
 
 
 X, KERNEL, COUNTS = jnp.ones((32, 16)), jnp.ones((2, 16, 32)), jnp.array([16, 16])
+X8 = ops.quantize(X, CurrentScaling().quantization("activation"))
 REFUSED = {
     "x": (lambda: ops.grouped_dense(X[None], KERNEL, COUNTS), r"x has shape \(1, 32, 16\)"),
     "kernel": (lambda: ops.grouped_dense(X, KERNEL.mT, COUNTS), r"kernel has shape .*it must be \(2, 16, out\)"),
+    "transposed kernel": (
+        lambda: ops.grouped_dense(X, KERNEL, COUNTS, kernel_contracting="last"),
+        r"kernel has shape .*it must be \(2, out, 16\)",
+    ),
+    "kernel_contracting": (
+        lambda: ops.grouped_dense(X, KERNEL, COUNTS, kernel_contracting="rows"),
+        "kernel_contracting is 'rows'; it must be 'first' or 'last'",
+    ),
     "sizes": (lambda: ops.grouped_dense(X, KERNEL, COUNTS.astype(float)), "group_sizes has shape"),
     "dtype": (lambda: ops.grouped_dense(X, KERNEL.astype(jnp.int8), COUNTS), "kernel has dtype int8; it must be"),
     "bias": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, jnp.ones(32)), r"bias has shape \(32,\)"),
@@ -271,10 +357,22 @@ REFUSED = {
         lambda: ops.grouped_dense(X, (KERNEL, KERNEL[:, :8]), COUNTS),
         r"kernel\[1\] has shape \(2, 8, 32\)",
     ),
+    "x in FP8 without a recipe": (
+        lambda: ops.grouped_dense(X8, KERNEL, COUNTS),
+        "recipe is None, but x is a Quantized",
+    ),
+    "x in FP8 by another recipe": (
+        lambda: ops.grouped_dense(X8, KERNEL, COUNTS, recipe=BlockScaling()),
+        "x has 'tensor' and 'tensor' scaling, but recipe is BlockScaling",
+    ),
     "none": (lambda: ops.grouped_dense(X, (), COUNTS), "kernel is an empty tuple"),
     "rows": (lambda: ops.grouped_dense(X[:31], KERNEL, COUNTS, recipe=BlockScaling()), "x has 31 rows"),
     "out": (lambda: ops.grouped_dense(X, KERNEL[..., :8], COUNTS, recipe=BlockScaling()), "kernel has 8 values of"),
-    "delayed": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, recipe=DelayedScaling()), "recipe is DelayedScaling"),
+    "delayed": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, recipe=DelayedScaling()), "scaling_state is None"),
+    "state": (
+        lambda: ops.grouped_dense(X, KERNEL, COUNTS, recipe=BlockScaling(), scaling_state=DelayedScaling().init()),
+        "scaling_state is given, but recipe is BlockScaling",
+    ),
     "recipe": (lambda: ops.grouped_dense(X, KERNEL, COUNTS, recipe="fp8"), "recipe is 'fp8'; it must be a Recipe"),
     "accumulator": (
         lambda: ops.grouped_dense(X, KERNEL, COUNTS, wgrad_accumulator=jnp.ones((2, 16))),

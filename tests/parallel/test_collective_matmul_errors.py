@@ -60,6 +60,8 @@ def _two_devices(require_devices):
         ("x has dtype int32; it must be float32, bfloat16 or float16: cast it", {"x_dtype": jnp.int32}),
         ("kernel has dtype int8; it must be float32, bfloat16 or float16: cast it", {"w_dtype": jnp.int8}),
         (r"kernel has shape \(8, 16\); it must be \[16, …\]", {"w": (8, 16)}),
+        (r"kernel has shape \(16, 8\); it must be \[…, 16\]", {"w": (16, 8), "kernel_contracting": "last"}),
+        ("kernel_contracting is 'rows'; it must be 'first' or 'last'", {"kernel_contracting": "rows"}),
         (r"kernel has shape \(16,\); it must be \[16, …\]", {"w": (16,)}),
         (r"kernel has shape \(16, 0\); no dimension may be 0: leave out the call", {"w": (16, 0)}),
         (r"x has shape \(0, 16\); no dimension may be 0: leave out the call", {"x": (0, 16)}),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collective_oracle import FUNCTIONS, TRANSPORTS, check, computed, mesh_of, oracle, random_case, wide
+from compiled import results_and_gradients
 from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
@@ -110,6 +111,48 @@ def test_batches_of_a_scatter(recipe, transport, rng, require_devices):
     require_devices(2)
     case = fp8_case(rng, "matmul_reduce_scatter", 2, lead=(2,), rows=64, mid=(2,), inner=256, outers=((2, 128),))
     check(case, mesh_of({"tp": 2}), tolerance=BOUNDS, transport=transport, recipe=RECIPES[recipe])
+
+
+@last
+@pytest.mark.parametrize(
+    ("recipe", "name", "residual"),
+    [
+        ("none", NAMES[0], "gathered"),
+        ("none", NAMES[1], None),
+        ("current", NAMES[1], None),
+        ("rowwise", NAMES[0], "gathered"),
+        ("block", NAMES[0], "shard"),
+        ("block", NAMES[1], None),
+    ],
+)
+def test_transposed_kernels(recipe, name, residual, transport, rng, require_devices):
+    """[*N, K], as checkpoints have them, plain and quantized before: the same as one device computes."""
+    require_devices(2)
+    case = fp8_case(rng, name, 2, lead=(2,), outers=((2, 128),), dtype="float32")
+    weight, rowwise, recipe = jnp.moveaxis(case.weights[0], 0, -1), recipe == "rowwise", RECIPES.get(recipe)
+    options = {"recipe": recipe, "kernel_contracting": "last"}
+    x_spec, _, (bias_spec,) = case.specs
+    weight_spec = P("tp") if case.gathers else P(None, None, "tp")
+
+    def local(x, weight, bias, accumulator):
+        collective = {"transport": transport, **({"residual": residual} if residual else {})}
+        if accumulator is not None and recipe:
+            axes = {"rows" if case.gathers else "cols": "tp"} if recipe.scalings["kernel"][0] == "tensor" else None
+            weight = ops.quantize(weight, recipe.quantization("kernel"), row_ndim=2, axis_name=axes)
+        (y,) = case.call(x, (weight,), (bias,), wgrad_accumulator=accumulator, **options, **collective)
+        return y
+
+    def alone(x, weight, bias, accumulator):
+        return ops.dense(x, weight, bias, wgrad_accumulator=accumulator, **options)
+
+    for accumulator in (None, jnp.full_like(weight, 2.0)):
+        specs = x_spec, weight_spec, bias_spec, None if accumulator is None else weight_spec
+        mapped = jax.shard_map(local, mesh=mesh_of({"tp": 2}), in_specs=specs, out_specs=case.result_specs[0])
+        operands = case.x, weight, case.biases[0], accumulator
+        found, expected = (results_and_gradients(layer, operands, case.dys[0]) for layer in (mapped, alone))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            # On each device rows of dy have scales of its columns, where they are of rows.
+            assert_close(one, other, tolerance=BOUNDS[1] if rowwise else SUMS)
 
 
 @pytest.mark.parametrize(("recipe", "name"), in_turns(["rowwise", "block"], NAMES))

@@ -92,6 +92,11 @@ def state_axes(state_axis: Any, recipe: Any) -> sharding.Axes:
     return axes
 
 
+def validate_kernel_contracting(value: Any) -> None:
+    if value not in ("first", "last"):
+        raise ValueError(f"kernel_contracting is {value!r}; it must be 'first' or 'last'")
+
+
 class Shape(NamedTuple):
     """The sizes of the groups of dimensions."""
 
@@ -101,8 +106,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, x: Any, name: str, kernel: Any, contracting_ndim: int, kernel_contracting: str) -> Shape:
-        if kernel_contracting not in ("first", "last"):
-            raise ValueError(f"kernel_contracting is {kernel_contracting!r}; it must be 'first' or 'last'")
+        validate_kernel_contracting(kernel_contracting)
         integer = isinstance(contracting_ndim, numbers.Integral) and not isinstance(contracting_ndim, bool)
         if not integer or contracting_ndim < 1:
             raise ValueError(f"contracting_ndim is {contracting_ndim!r}; it must be an integer of at least 1")
@@ -201,15 +205,7 @@ def validate_fp8(
                 f"{FP8_ALIGNMENT}: pad them or use recipe=None"
             )
     if isinstance(x, QuantizedArray):
-        validate_unobserved(x, recipe)
-        fp8.validate_quantized(
-            "x", x, recipe, "activation", "data", quantization_of(recipe, "activation", kernel_contracting)
-        )
-        if x.col_ndim != len(shape.inner):
-            raise ValueError(
-                f"x was quantized as {x.row_ndim} rows and {x.col_ndim} cols, shape {x.shape}; quantize it with "
-                f"row_ndim={len(shape.batch)}"
-            )
+        validate_quantized_x(x, recipe, kernel_contracting, row_ndim=len(shape.batch))
     if isinstance(kernel, QuantizedArray):
         if kernel.straight_through is not None:
             raise ValueError(
@@ -228,11 +224,20 @@ def validate_fp8(
     fp8.validate_state(recipe, state, label)
 
 
-def validate_unobserved(x: QuantizedArray, recipe: Any) -> None:
-    """Refuses an x that came quantized where a state needs its amax."""
+def validate_quantized_x(
+    x: QuantizedArray, recipe: Recipe, kernel_contracting: KernelContracting, *, row_ndim: int
+) -> None:
+    """Checks an x that came quantized; one whose amax a state needs is refused."""
     if isinstance(recipe, DelayedScaling):
         raise ValueError(
             f"x is a QuantizedArray, but recipe is {recipe!r}, whose state remembers the amax of x: pass x unquantized"
+        )
+    quantization = quantization_of(recipe, "activation", kernel_contracting)
+    fp8.validate_quantized("x", x, recipe, "activation", "data", quantization)
+    if x.row_ndim != row_ndim:
+        raise ValueError(
+            f"x was quantized as {x.row_ndim} rows and {x.col_ndim} cols, shape {x.shape}; quantize it with "
+            f"row_ndim={row_ndim}"
         )
 
 

@@ -119,9 +119,10 @@ def _validate(mlp: GatedMLP, x, x8, row_weights, weights: tuple[Weight, ...], gr
     del group
     rule.validate_differentiated(mlp.gate_up, (x, row_weights), x8, weights[:2])
     rule.validate_weight(mlp.down, "kernel[2]", weights[2], for_x=False)
-    if isinstance(weights[2].kernel, QuantizedArray) and weights[2].kernel.data is None:
+    down, copy = weights[2].kernel, mlp.down.dgrad_copy
+    if isinstance(down, QuantizedArray) and getattr(down, copy) is None:
         raise ValueError(
-            "kernel[2] has no data copy, which the gradients of gate and up read; quantize it with copies='both'"
+            f"kernel[2] has no {copy} copy, which the gradients of gate and up read; quantize it with copies='both'"
         )
 
 

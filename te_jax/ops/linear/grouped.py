@@ -10,6 +10,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -19,12 +20,11 @@ from te_jax._core.derivatives import not_differentiated
 from te_jax.ops._grouped_product import rows_in_groups
 from te_jax.ops._quantize_rows import quantize_rows
 from te_jax.ops.grouped_gemm import cuda_problem, grouped_gemm, grouped_gemm_of_pairs
-from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.permute import Permutation, unpermute
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Role
+from te_jax.recipe import DelayedScalingState, Role
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout
 
@@ -48,7 +48,7 @@ class Groups(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedProducts(Products):
-    """Rows [rows, features]; kernels [groups, in, out] are plain, or quantized each by itself.
+    """Rows [rows, features]; kernels [groups, in, out], or [groups, out, in], are plain, or quantized each by itself.
 
     Attributes:
       dtype: of x.
@@ -67,18 +67,23 @@ class GroupedProducts(Products):
             x = not_differentiated(x, self.once)
             if self.recipe is None:
                 return QuantizedParts(x.astype(self.dtype), None, None)
-            x = quantize_kernel(x, self.recipe, row_ndim=1, stacked_ndim=1, implementation=self.implementation)
-            return QuantizedParts(x, None, None)
+            return self._kernels(x, state)
         dbias = self._sum_of_rows(x, group.sizes) if with_dbias else None
         if self.recipe is None:
             return QuantizedParts(not_differentiated(x, self.once), None, dbias)
-        return QuantizedParts(self._rows(role, x, group, "both" if second_copy else "data"), None, dbias)
+        return self._rows(role, x, state, group, "both" if second_copy else "data")._replace(dbias=dbias)
 
-    def _rows(self, role: Role, x: Array, group: Groups, copies: Copies) -> QuantizedArray:
+    def _kernels(self, kernels: Array, state: DelayedScalingState | None) -> QuantizedParts:
+        """Kernels in FP8. A state is one for all: they share its scale, and it observes the largest of them."""
+        parts = jax.vmap(lambda kernel: self.fp8.quantize("kernel", kernel, state, row_ndim=1))(kernels)
+        return parts if parts.amax is None else parts._replace(amax=jnp.max(parts.amax, initial=0.0))
+
+    def _rows(self, role: Role, x: Array, state: Any, group: Groups, copies: Copies) -> QuantizedParts:
         """Rows in FP8, zeros in rows of no group."""
         counts = jnp.arange(x.shape[0], dtype=jnp.int32) < rows_in_groups(group.sizes, x.shape[0])
         x = jnp.where(counts[:, None], x, jnp.zeros((), x.dtype))
-        return self.fp8.quantize(role, x, None, row_ndim=1, copies=copies).array
+        quantization = self.quantization(role)
+        return self.fp8.quantize(role, x, state, row_ndim=1, copies=copies, quantization=quantization)
 
     def _sum_of_rows(self, dy: Array, sizes: Array) -> Array:
         """Float32 [groups, out], as a product with ones, of as many columns as a GPU needs."""
@@ -101,13 +106,16 @@ class GroupedProducts(Products):
 
     def forward(self, x8, kernel8s, biases, layouts, group: Groups, *, differentiated):
         products = zip(kernel8s, (not_differentiated(bias, self.once) for bias in biases), strict=True)
-        ys = tuple(self.gemm(x8, kernel8, group, bias=bias, out_dtype=self.dtype) for kernel8, bias in products)
+        options: Any = {"rhs_contracting": "rows" if self.kernel_contracting == "first" else "cols"}
+        options["out_dtype"] = self.dtype
+        ys = tuple(self.gemm(x8, kernel8, group, bias=bias, **options) for kernel8, bias in products)
         return ys, x8, (None,) * len(ys)
 
     def dgrad(self, dy8s, kernel8s, group: Groups, layout: Layout):
         """One product for two kernels, such as gate and up."""
         pairs = list(zip(dy8s, kernel8s, strict=True))
-        options: Any = {"rhs_contracting": "cols", "out_dtype": layout.dtype}
+        options: Any = {"rhs_contracting": "cols" if self.kernel_contracting == "first" else "rows"}
+        options["out_dtype"] = layout.dtype
         if len(pairs) == 2:
             options["implementation"] = self.implementation
             return layout.apply(grouped_gemm_of_pairs(pairs[0], pairs[1], group.sizes, **options)), dy8s
@@ -118,7 +126,8 @@ class GroupedProducts(Products):
 
     def wgrads(self, x8, dy8s, group: Groups):
         product = functools.partial(self.gemm, group=group, lhs_contracting="rows")
-        return tuple(Wgrad(functools.partial(product, x8, dy8), (x8, dy8)) for dy8 in dy8s)
+        sides = (self.wgrad_sides(x8, dy8) for dy8 in dy8s)
+        return tuple(Wgrad(functools.partial(product, *pair), pair) for pair in sides)
 
 
 class _Tokens(NamedTuple):

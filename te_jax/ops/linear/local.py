@@ -17,13 +17,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import sharding
 from te_jax.ops.gemm import gemm
-from te_jax.ops.linear.arguments import KernelContracting, Shape, quantization_of, sequence_padding, whole_blocks
-from te_jax.ops.linear.fp8 import Copy
+from te_jax.ops.linear.arguments import Shape, sequence_padding, whole_blocks
 from te_jax.ops.linear.products import Products, Weight, Wgrad, together
 from te_jax.ops.linear.rule import linear
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Product, Quantization, Role
+from te_jax.recipe import Product, Role
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout, layout_of_product, regrouped, split_in_two
 
@@ -42,26 +41,16 @@ class LocalProducts(Products):
 
     Attributes:
       contracting_ndim: number of dimensions of x that are contracted.
-      kernel_contracting: where in the kernels these dimensions stand.
       activation: of every result.
     """
 
     contracting_ndim: int = 1
-    kernel_contracting: KernelContracting = "first"
     activation: Activation | None = None
-
-    @property
-    def dgrad_copy(self) -> Copy:
-        return "data" if self.kernel_contracting == "first" else "transposed"
 
     @property
     def gelu_is_fused(self) -> bool:
         assert self.recipe is not None
         return self.activation == "gelu" and self.recipe.scalings["activation"][0] == "tensor"
-
-    def quantization(self, role: Role) -> Quantization:
-        assert self.recipe is not None
-        return quantization_of(self.recipe, role, self.kernel_contracting)
 
     def quantize(self, role, x, state=None, group=None, *, second_copy, with_dbias=False) -> QuantizedParts:
         first = "transposed" if role == "kernel" and self.kernel_contracting == "first" else "data"
@@ -148,8 +137,7 @@ class LocalProducts(Products):
         return _sum(*products), dy8s
 
     def wgrads(self, x8, dy8s, group=None):
-        order = 1 if self.kernel_contracting == "first" else -1
-        sides = ((x8, dy8)[::order] for dy8 in dy8s)
+        sides = (self.wgrad_sides(x8, dy8) for dy8 in dy8s)
         return tuple(Wgrad(functools.partial(self._wgrad, *pair), pair) for pair in sides)
 
     def _wgrad(self, lhs, rhs, *, out_dtype: Any, accumulator: Any = None, accumulate: bool = True) -> Array:
@@ -216,7 +204,6 @@ class PlainProducts(Products):
     """Products in the dtype of x, by XLA; for attributes see `LocalProducts`."""
 
     contracting_ndim: int
-    kernel_contracting: KernelContracting
 
     @property
     def once(self) -> str:
@@ -250,8 +237,7 @@ class PlainProducts(Products):
     def _next_value(self, x: Array, dy: Array, *, out_dtype: Any, accumulator: Array, accumulate: bool) -> Array:
         """The next value of an accumulator. Without one the gradient of a kernel is XLA's."""
         tokens = tuple(range(x.ndim - self.contracting_ndim))
-        sides = (x, dy) if self.kernel_contracting == "first" else (dy, x)
-        wgrad = Layout.of(accumulator).apply(sharding.dot(*sides, (tokens, tokens), out_dtype))
+        wgrad = Layout.of(accumulator).apply(sharding.dot(*self.wgrad_sides(x, dy), (tokens, tokens), out_dtype))
         if accumulate:
             return accumulator + wgrad
         # The buffer is written over: an argument that is not mentioned at all would not be donated.

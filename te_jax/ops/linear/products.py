@@ -12,6 +12,7 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.derivatives import not_differentiated
 from te_jax.ops._quantize_kernels import Request
+from te_jax.ops.linear.arguments import KernelContracting, quantization_of
 from te_jax.ops.linear.fp8 import Copy, Fp8
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
@@ -67,6 +68,7 @@ class Products(abc.ABC):
       accumulate: whether accumulators are added to, or written over.
       state_axis: mesh axes over which scaling states are the same, where JAX does not track that.
       batch_ndim: number of dimensions of x before those that are contracted.
+      kernel_contracting: where in the kernels these dimensions stand.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Products(abc.ABC):
     accumulate: bool = True
     state_axis: sharding.Axes = ()
     batch_ndim: int = 1
+    kernel_contracting: KernelContracting = "first"
 
     prefix: ClassVar[str] = "te_dense"
     """The names of what is kept begin with it."""
@@ -96,7 +99,7 @@ class Products(abc.ABC):
     @property
     def dgrad_copy(self) -> Copy:
         """The copy of a quantized kernel that the gradient of x reads."""
-        return "data"
+        return "data" if self.kernel_contracting == "first" else "transposed"
 
     @abc.abstractmethod
     def quantize(
@@ -115,7 +118,7 @@ class Products(abc.ABC):
 
     def quantization(self, role: Role) -> Quantization:
         assert self.recipe is not None
-        return self.recipe.quantization(role)
+        return quantization_of(self.recipe, role, self.kernel_contracting)
 
     def request(self, role: Role, copies: Copies, *, with_amax: bool, with_dbias: bool = False) -> Request:
         """The arguments of a kernel that writes, in FP8, what these products multiply."""
@@ -153,6 +156,10 @@ class Products(abc.ABC):
     @abc.abstractmethod
     def wgrads(self, x8, dy8s, group) -> tuple[Wgrad, ...]:
         """For each kernel."""
+
+    def wgrad_sides(self, x8: Any, dy8: Any) -> tuple[Any, Any]:
+        """(lhs, rhs) of the product that lies as the kernel."""
+        return (x8, dy8) if self.kernel_contracting == "first" else (dy8, x8)
 
     def validate_x(self, x8: Any, trained: str) -> None:
         """Checks that an x that came quantized has what the gradient of the kernel `trained` reads.

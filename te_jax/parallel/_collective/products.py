@@ -45,15 +45,23 @@ class CollectiveProducts(Products):
     def sides(
         self, role: Role, x: Any, state: Any, lead: tuple[int, ...], split: Any, **options: Any
     ) -> QuantizedParts:
-        sides = sides_of(self.spec, role, x, lead, split, state, **options)
+        quantization = None if self.recipe is None else self.quantization(role)
+        sides = sides_of(self.spec, role, x, lead, split, state, quantization=quantization, **options)
         return QuantizedParts(sides, sides.amax, sides.dbias)  # pyright: ignore[reportArgumentType]
 
     def kernel(self, kernel: Any, state: Any, *, second_copy: bool) -> QuantizedParts:
-        """Its sides: `by_cols` the forward pass reads, `by_rows` the gradient of x."""
+        """Its sides as those of [K, N]: `by_cols` the forward pass reads, `by_rows` the gradient of x."""
+        first = self.kernel_contracting == "first"
         if self.recipe is None:
-            right = GemmOperand(kernel.astype(self.spec.x_dtype), summed_first=True)
-            return QuantizedParts(Sides(GemmOperand(kernel), right), None, None)  # pyright: ignore[reportArgumentType]
-        return self.sides("kernel", kernel, state, kernel.shape[:1], self.split, by_rows=second_copy)
+            right = GemmOperand(kernel.astype(self.spec.x_dtype), summed_first=first)
+            sides: Any = Sides(GemmOperand(kernel, summed_first=not first), right)
+            return QuantizedParts(sides, None, None)
+        if first:
+            return self.sides("kernel", kernel, state, kernel.shape[:1], self.split, by_rows=second_copy)
+        split = "rows" if self.split == "cols" else "cols"
+        parts: Any = self.sides("kernel", kernel, state, kernel.shape[:1], split, by_cols=second_copy)
+        sides = parts.array._replace(by_rows=parts.array.by_cols, by_cols=parts.array.by_rows)
+        return parts._replace(array=sides)
 
     def kept(self, x: Any, role: Role, *, is_argument: bool) -> Any:
         if role == "kernel":
@@ -68,7 +76,8 @@ class CollectiveProducts(Products):
         return tuple(dataclasses.replace(k, data=k.data.astype(self.spec.x_dtype)) for k in kernels)
 
     def wgrads_of(self, x: GemmOperand, dys: list[GemmOperand]) -> tuple[Wgrad, ...]:
-        return tuple(Wgrad(functools.partial(wgrad, self.spec, x, dy), (x, dy)) for dy in dys)
+        sides = (self.wgrad_sides(x, dy) for dy in dys)
+        return tuple(Wgrad(functools.partial(wgrad, self.spec, *pair), pair) for pair in sides)
 
     def validate_x(self, x8: Any, trained: str) -> None:
         if self.spec.blocks_span_shards:
@@ -115,7 +124,8 @@ class AllGatherProducts(CollectiveProducts):
             # Not before dy is there, and not as one with the gather of the forward pass: what it gathers would be kept.
             x8, _ = sharding.together(x8, dy8s[0].by_rows.data)
             x8 = gather(self.spec, x8)
-        return self.wgrads_of(in_order(self.spec, x8, square=False), [dy8.by_cols for dy8 in dy8s])
+        x8 = in_order(self.spec, x8, square=self.kernel_contracting == "last")
+        return self.wgrads_of(x8, [dy8.by_cols for dy8 in dy8s])
 
     def validate_x(self, x8: Any, trained: str) -> None:
         # What is gathered of a tensor with one scale is transposed afterwards.
@@ -159,7 +169,7 @@ class ReduceScatterProducts(CollectiveProducts):
         (dy,) = dy8s
         x8 = x8.by_cols if isinstance(x8, Sides) else x8
         dy = gather(self.spec, dy.by_cols) if isinstance(dy, Sides) else dy
-        return self.wgrads_of(x8, [in_order(self.spec, dy, square=True)])
+        return self.wgrads_of(x8, [in_order(self.spec, dy, square=self.kernel_contracting == "first")])
 
 
 def _all_gather_gemm(spec: CollectiveSpec, product: Product, x: GemmOperand, kernels, biases, extras, keep_gathered):

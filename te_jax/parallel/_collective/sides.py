@@ -14,7 +14,7 @@ from te_jax.ops.gemm import gemm
 from te_jax.parallel._collective.call import CollectiveSpec, scaling_of
 from te_jax.parallel.transports.exchange import GemmOperand, all_gather, dot, quantized
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Role
+from te_jax.recipe import DelayedScalingState, Quantization, Role
 
 
 class Sides(NamedTuple):
@@ -42,6 +42,7 @@ def sides_of(
     split: Literal["rows", "cols"],
     state: DelayedScalingState | None,
     *,
+    quantization: Quantization | None,
     by_rows: bool = True,
     by_cols: bool = True,
     gathered: bool = False,
@@ -56,6 +57,7 @@ def sides_of(
       lead: the dimensions before the last as products read them.
       split: "rows" or "cols": which of the whole matrix are split over the devices.
       state: of delayed scaling, the same on all devices; None for other recipes.
+      quantization: of x; None without a recipe.
       by_rows, by_cols: which sides are needed.
       gathered: the rows of other devices are gathered: scales of columns then have to agree.
       with_dbias: whether the sum over rows is asked for.
@@ -73,6 +75,7 @@ def sides_of(
         state,
         row_ndim=1,
         copies="both" if by_rows and transposed else "data" if by_rows else "transposed",
+        quantization=quantization,
         amax_axis={split: spec.axis_name} if agreed else None,
         with_dbias=with_dbias,
     )
@@ -147,17 +150,17 @@ def in_order(spec: CollectiveSpec, whole: GemmOperand, *, square: bool) -> GemmO
 
 def wgrad(
     spec: CollectiveSpec,
-    x: GemmOperand,
-    dy: GemmOperand,
+    lhs: GemmOperand,
+    rhs: GemmOperand,
     *,
     out_dtype: Any,
     accumulator: Array | None = None,
     accumulate: bool = True,
 ) -> Array:
-    """xᵀ · dy over all rows, [K, N]; or the next value of an accumulator of as many values."""
-    if x.scaling == "none":
-        lhs, rhs = (a.data.reshape(-1, a.data.shape[-1]) for a in (x, dy))
-        product = dot(lhs, rhs, (0,), (0,), out_dtype)
+    """lhsᵀ · rhs over all rows, x and dy or dy and x; or the next value of an accumulator of as many values."""
+    if lhs.scaling == "none":
+        left, right = (a.data.reshape(-1, a.data.shape[-1]) for a in (lhs, rhs))
+        product = dot(left, right, (0,), (0,), out_dtype)
         if accumulator is None:
             return product
         product = product.reshape(accumulator.shape)
@@ -165,12 +168,12 @@ def wgrad(
             return accumulator + product
         # The buffer is written over: an argument that is not mentioned at all would not be donated.
         return lax.dynamic_update_slice(accumulator, product, (0,) * product.ndim)
-    padding = -x.data.shape[1] % FP8_ALIGNMENT  # zeros change neither the sum nor the scales
-    x, dy = (dataclasses.replace(a, data=jnp.pad(a.data, ((0, 0), (0, padding)))) for a in (x, dy))
-    matrix = None if accumulator is None else accumulator.reshape(x.data.shape[0], dy.data.shape[0])
+    padding = -lhs.data.shape[1] % FP8_ALIGNMENT  # zeros change neither the sum nor the scales
+    lhs, rhs = (dataclasses.replace(a, data=jnp.pad(a.data, ((0, 0), (0, padding)))) for a in (lhs, rhs))
+    matrix = None if accumulator is None else accumulator.reshape(lhs.data.shape[0], rhs.data.shape[0])
     product = gemm(
-        quantized(x, left=True),
-        quantized(dy, left=False),
+        quantized(lhs, left=True),
+        quantized(rhs, left=False),
         rhs_contracting="cols",
         out_dtype=out_dtype,
         accumulator=matrix,
