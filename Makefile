@@ -8,6 +8,7 @@ JAX    ?=
 
 ifeq ($(PY),$(VENV)/bin/python)
 PACKAGE := $(VENV)/package.stamp
+TESTS   := $(VENV)/tests.stamp
 TOOLS   := $(VENV)/tools.stamp
 SITE    := $(VENV)/docs.stamp
 endif
@@ -49,8 +50,12 @@ $(VENV)/package.stamp: $(SOURCES) | $(VENV)/bin/python
 	@touch $@
 
 # Only pip 25.1 knows groups, and a $(VENV) that was here before may have an older one.
-$(VENV)/tools.stamp: pyproject.toml | $(VENV)/package.stamp
+$(VENV)/tests.stamp: pyproject.toml | $(VENV)/package.stamp
 	$(VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VENV)/bin/python -m pip install --quiet --group test $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
+	@touch $@
+
+$(VENV)/tools.stamp: pyproject.toml | $(VENV)/tests.stamp
 	$(VENV)/bin/python -m pip install --quiet --group dev $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 	@touch $@
 
@@ -62,7 +67,7 @@ demo: $(PACKAGE)
 	rm -rf $(RUN_OUT)
 	$(PY) -m te_jax.cli train --out $(RUN_OUT)
 
-test: $(PACKAGE) $(TOOLS)
+test: $(PACKAGE) $(TESTS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cpu $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all:
