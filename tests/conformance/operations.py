@@ -652,7 +652,7 @@ GROUPED = (
         grouped_dense("block", BlockScaling()),
         grouped_dense("none, accumulator", None, dtype="bfloat16", accumulator=True, variant=True),
         grouped_dense_of_several("block", BlockScaling(), variant=True),
-        experts_mlp("block", BlockScaling()),
+        experts_mlp("block", BlockScaling(), variant=True),
     ]
 )
 
@@ -1317,12 +1317,12 @@ OPERATIONS = [
         dense("accumulator of a quantized kernel", CURRENT, TENSOR, accumulator=True, variant=True), CURRENT
     ),
     dense_of_transposed("block", BlockScaling(), TENSOR, variant=True),
-    dense_of_several("current", CURRENT, ("data parallel", *TENSOR, *FSDP)),
+    dense_of_several("current", CURRENT, ("data parallel", *TENSOR, *FSDP), variant=True),
     dense_of_several("block", BlockScaling(), TENSOR, variant=True),
     dense_of_several("delayed", DelayedScaling(history_len=3), TENSOR, variant=True),
-    dense_of_quantized("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)),
+    dense_of_quantized("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP), variant=True),
     dense_of_quantized("block", BlockScaling(), TENSOR, variant=True),
-    dense_of_norm("block", BlockScaling()),
+    dense_of_norm("block", BlockScaling(), variant=True),
     dense_of_norm("current", CURRENT, variant=True),
     gated_mlp("block", BlockScaling()),
     gated_mlp("current", CURRENT, variant=True),
