@@ -33,14 +33,14 @@ FP8 = {"float32": 1e-3, "bfloat16": 0.03, "float16": 0.02}  # the activation is 
 
 def draw(rng, dtype="bfloat16", load="drawn"):
     def normal(*shape, scale=1.0):
-        return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32).astype(dtype)
+        return jax.device_put((scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype)))
 
     choices = np.argsort(rng.random((TOKENS, EXPERTS)), axis=1)[:, :TOP_K]
     choices = choices if LOADS[load] is None else LOADS[load](choices)
     shapes = ((IN, HIDDEN), (IN, HIDDEN), (HIDDEN, OUT))
     kernels = tuple(normal(EXPERTS, *shape, scale=shape[0] ** -0.5) for shape in shapes)
-    weights = jnp.asarray(rng.uniform(0.1, 1.0, (TOKENS, TOP_K)), jnp.float32)
-    return normal(TOKENS, IN), weights, kernels, jnp.asarray(choices, jnp.int32), normal(TOKENS, OUT)
+    weights = jax.device_put(rng.uniform(0.1, 1.0, (TOKENS, TOP_K)).astype(np.float32))
+    return normal(TOKENS, IN), weights, kernels, jax.device_put(choices.astype(np.int32)), normal(TOKENS, OUT)
 
 
 def permutation_of(choices, **options):
@@ -89,12 +89,12 @@ def assert_near(found, wanted, tolerance):
     ("dtype", "load", "function", "implementation"),
     [
         ("bfloat16", "drawn", "swiglu", "native"),
-        ("bfloat16", "one has all", "gpt_oss", "native"),
-        ("float32", "drawn", "gpt_oss", "native"),
-        ("float32", "none has any", "swiglu", "native"),
-        ("float16", "the last are empty", "geglu", "native"),
+        ("float32", "none has any", "gpt_oss", "native"),
         ("bfloat16", "the last are empty", "swiglu", "reference"),
-        ("float32", "drawn", "swiglu", "reference"),
+        pytest.param("bfloat16", "one has all", "gpt_oss", "native", marks=pytest.mark.slow),
+        pytest.param("float32", "drawn", "swiglu", "native", marks=pytest.mark.slow),
+        pytest.param("float16", "the last are empty", "geglu", "native", marks=pytest.mark.slow),
+        pytest.param("float32", "drawn", "swiglu", "reference", marks=pytest.mark.slow),
     ],
 )
 def test_values_and_gradients(rng, dtype, load, function, implementation):
@@ -168,7 +168,7 @@ def test_what_unused_rows_hold_changes_no_bit(rng):
 def test_accumulators_and_quantized_kernels(rng, accumulate):
     x, weights, kernels, choices, dy = draw(rng, "float32")
     permutation = permutation_of(choices)
-    accumulators = jax.tree.map(lambda k: jnp.asarray(rng.standard_normal(k.shape), jnp.float32), kernels)
+    accumulators = jax.tree.map(lambda k: rng.standard_normal(k.shape).astype(np.float32), kernels)
     quantize = functools.partial(ops.quantize, quantization=BlockScaling().quantization("kernel"))
     kernel8s = jax.tree.map(jax.jit(jax.vmap(quantize)), kernels)
 
@@ -185,7 +185,7 @@ def test_accumulators_and_quantized_kernels(rng, accumulate):
     assert_close(y, wanted, tolerance=1e-6)
     assert_close(dx, wanted_dx, tolerance=1e-6)
     for found, before, dkernel in zip(following, accumulators, dkernels, strict=True):
-        assert_close(found, before + dkernel if accumulate else dkernel, tolerance=1e-6)
+        assert_close(found, before + np.asarray(dkernel) if accumulate else dkernel, tolerance=1e-6)
     jax.tree.map(assert_bits, step(kernels, x, accumulators), (y, (dx, following)))
     with pytest.raises(NotImplementedError, match=re.escape("kernel[0] is a QuantizedArray, which has no gradient")):
         jax.grad(lambda k: fused(x, weights, k, permutation).sum(), allow_int=True)(kernel8s)
