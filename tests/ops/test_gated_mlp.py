@@ -1,6 +1,5 @@
 """The gated MLP: what it computes is what its layers compute one by one, and in float64."""
 
-import functools
 import re
 
 import jax
@@ -107,22 +106,6 @@ def test_against_float64(recipe, rng):
 def test_any_batch(recipe, batch, rng):
     case = random_case(rng, batch)
     assert_same(step(fused, case, None, recipe=recipe), step(layer_by_layer, case, None, recipe=recipe), tolerance=5e-3)
-
-
-@pytest.mark.parametrize("recipe", [RECIPES["block"], RECIPES["current"]], ids=["block", "current"])
-def test_quantized_kernels_and_accumulators(recipe, rng):
-    x, kernels, _, dy = random_case(rng)
-    quantize = jax.jit(functools.partial(ops.quantize, quantization=recipe.quantization("kernel")))
-    kernel8s = tuple(map(quantize, kernels))
-    accumulators = tuple(normal(rng, *k.shape) for k in kernels)
-
-    def run(x, kernels, accumulators):
-        return ops.gated_mlp(x, kernels, recipe=recipe, wgrad_accumulator=accumulators)
-
-    y, (dx, sums) = results_and_gradients(lambda x, a: run(x, kernel8s, a), (x, accumulators), dy)
-    expected_y, (expected_dx, dkernels, *_) = step(fused, (x, kernels, None, dy), None, recipe=recipe)
-    assert_same((y, dx), (expected_y, expected_dx))
-    assert_same(sums, jax.tree.map(lambda a, b: np.asarray(a) + np.asarray(b), accumulators, dkernels))
 
 
 def test_x_in_fp8(rng):

@@ -173,54 +173,6 @@ def test_several_kernels(rng, recipe):
         assert_close(found, wanted, tolerance=1e-6)
 
 
-@pytest.mark.parametrize("accumulate", [True, False])
-@pytest.mark.parametrize("recipe", ["none", "block"])
-def test_accumulator(rng, recipe, accumulate):
-    x, kernel, bias, dy = draw(rng, "bfloat16")
-    accumulator = random_array(rng, kernel.shape)
-    sizes, options = np.int32(SIZES["aligned"]), {"recipe": RECIPES[recipe]}
-    _, (_, dkernel, _) = step_of(**options)(x, kernel, bias, dy, sizes)
-
-    @jax.jit
-    def step(kernel, accumulator):
-        def layer(kernel, accumulator):
-            return ops.grouped_dense(
-                x, kernel, sizes, bias, wgrad_accumulator=accumulator, accumulate=accumulate, **options
-            )
-
-        return jax.vjp(layer, kernel, accumulator)[1](dy)
-
-    of_kernel, following = step(kernel, accumulator)
-    assert not np.any(of_kernel)
-    following, accumulator = np.asarray(following), np.asarray(accumulator)
-    before = accumulator if accumulate else np.float32(0)
-    assert_close(following - before, wide(dkernel), dtype="float32", tolerance=5e-3)
-    assert accumulate == np.array_equal(following[1], accumulator[1]), "expert 1 has no rows"
-    with pytest.raises(ValueError, match="wgrad_accumulator takes the gradient of kernel"):
-        jax.eval_shape(
-            jax.grad(lambda k: ops.grouped_dense(x, k, sizes, wgrad_accumulator=accumulator, **options).mean()), kernel
-        )
-
-
-def test_quantized_kernel(rng):
-    """Quantized once, it serves several microbatches; its gradient goes to the accumulator."""
-    recipe = BlockScaling()
-    x, kernel, bias, dy = draw(rng)
-    sizes = np.int32(SIZES["aligned"])
-    kernel8 = jax.jit(jax.vmap(lambda k: ops.quantize(k, recipe.quantization("kernel"))))(kernel)
-    wanted, (dx, dkernel, _) = step_of(recipe=recipe)(x, kernel, bias, dy, sizes)
-
-    def layer(x, accumulator):
-        return ops.grouped_dense(x, kernel8, sizes, bias, recipe=recipe, wgrad_accumulator=accumulator)
-
-    y, (of_x, of_kernel) = results_and_gradients(layer, (x, np.zeros_like(kernel)), dy)
-    np.testing.assert_array_equal(y, wanted)
-    np.testing.assert_array_equal(of_x, dx)
-    assert_close(of_kernel, dkernel, tolerance=1e-6)
-    with pytest.raises(NotImplementedError, match="kernel is a QuantizedArray, which has no gradient"):
-        jax.eval_shape(jax.grad(lambda k: ops.grouped_dense(x, k, sizes, recipe=recipe).sum(), allow_int=True), kernel8)
-
-
 @pytest.mark.parametrize("recipe", ["none", "block"])
 def test_vmap_over_one_of_two_kernels(rng, recipe):
     """What is the same for all examples counts once in each: x, the other kernel, and its result."""
