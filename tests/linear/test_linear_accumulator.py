@@ -1,6 +1,8 @@
 """Accumulators take the gradients of kernels, whatever layer has them. tests/ops/test_dense_accumulator.py has their
 memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,20 +15,19 @@ from te_jax.testing import assert_close
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
-@pytest.mark.parametrize("accumulate", [True, False], ids=["accumulate", "overwrite"])
 @every_layer
-def test_value(layer, accumulate, rng):
+def test_value(layer, rng):
     """What the gradient would have been is added to it, or overwrites it; nothing else changes."""
     x, kernels, before, dys = layer.draw(rng)
-    run = lambda x, kernels, before: layer(x, kernels, before, accumulate=accumulate)  # noqa: E731
-    ys, (dx, dkernels, after) = results_and_gradients(run, (x, kernels, before), dys)
     wanted, (wanted_dx, gradients) = results_and_gradients(layer, (x, kernels), dys)
-    jax.tree.map(lambda one, other: assert_close(one, other, tolerance=1e-6), (ys, dx), (wanted, wanted_dx))
-    for dkernel, found, old, gradient in zip(dkernels, after, before, gradients, strict=True):
-        assert not np.any(dkernel)
-        added = np.asarray(found) - old * np.float32(accumulate)
-        assert_close(added, gradient, tolerance=1e-5)
-        assert np.any(gradient)
+    for accumulate in (True, False):
+        run = functools.partial(layer, accumulate=accumulate)
+        ys, (dx, dkernels, after) = results_and_gradients(run, (x, kernels, before), dys)
+        jax.tree.map(lambda one, other: assert_close(one, other, tolerance=1e-6), (ys, dx), (wanted, wanted_dx))
+        for dkernel, found, old, gradient in zip(dkernels, after, before, gradients, strict=True):
+            assert not np.any(dkernel)
+            assert_close(np.asarray(found) - old * np.float32(accumulate), gradient, tolerance=1e-5)
+            assert np.any(gradient)
 
 
 @every_layer
