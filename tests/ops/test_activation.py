@@ -40,6 +40,11 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 
 
+def in_slow(rows):
+    """Functions beside silu, which test_results_and_gradients has in their own dtype."""
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
 # ------------------------------------------------------------------------------------------------- in their own dtype
 
 
@@ -107,9 +112,9 @@ def test_residuals_are_the_operands(rng):
 
 @pytest.mark.parametrize(
     ("pair", "kind", "implementation"),
-    [("1x128 and square", kind, "native") for kind in KINDS]
-    + [(pair, "silu", "native") for pair in PAIRS]
-    + [(pair, kind, "reference") for pair, kind in zip(PAIRS, KINDS, strict=False)],
+    [(pair, "silu", "native") for pair in PAIRS]
+    + [(pair, kind, "reference") for pair, kind in zip(PAIRS, KINDS, strict=False)]
+    + in_slow([("1x128 and square", kind, "native") for kind in KINDS]),
 )
 @pytest.mark.usefixtures("native_kernels")
 def test_quantized_results(pair, kind, implementation, rng):
@@ -188,9 +193,9 @@ def test_nothing_to_compute(implementation):
 
 @pytest.mark.parametrize(
     ("case", "kind", "implementation"),
-    [("blocks", kind, "native") for kind in KINDS[1:]]
-    + [(case, "silu", "native") for case in GRADIENTS]
-    + [(case, kind, "reference") for case, kind in zip(GRADIENTS, KINDS, strict=False)],
+    [(case, "silu", "native") for case in GRADIENTS]
+    + [(case, kind, "reference") for case, kind in zip(GRADIENTS, KINDS, strict=False)]
+    + in_slow([("blocks", kind, "native") for kind in KINDS[1:]]),
 )
 @pytest.mark.usefixtures("native_kernels")
 def test_quantized_gradients(case, kind, implementation, rng):
@@ -228,9 +233,9 @@ def test_gradients_at_the_limit(native_kernels):
 
 @pytest.mark.parametrize(
     ("case", "kind", "implementation"),
-    [("blocks", kind, "native") for kind in KINDS[1:]]
-    + [(case, "silu", "native") for case in GRADIENTS]
-    + [("blocks", "silu", "reference")],
+    [(case, "silu", "native") for case in GRADIENTS]
+    + [("blocks", "silu", "reference")]
+    + in_slow([("blocks", kind, "native") for kind in KINDS[1:]]),
 )
 @pytest.mark.usefixtures("native_kernels")
 def test_weights_of_rows(case, kind, implementation, rng):
