@@ -73,7 +73,7 @@ test: $(PACKAGE) $(TESTS)
 test-all:
 	$(MAKE) test ARGS="-m 'not product' $(ARGS)"
 
-GPU_TESTS ?= $(addprefix tests/,ops conformance native sharding hlo optim modules flax nnx layers offload models parallel gpu)
+GPU_TESTS ?= $(addprefix tests/,ops linear conformance native sharding hlo optim modules flax nnx layers offload models parallel gpu)
 test-gpu: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  $(PYTEST) -n auto --maxprocesses 14 $(GPU_TESTS) $(ARGS)

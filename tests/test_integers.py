@@ -33,14 +33,21 @@ def test_as_int32():
 
 @pytest.mark.parametrize("x64", [False, True], ids=["32 bits", "64 bits"])
 def test_in_one_dtype(x64):
+    dtypes = [name for name in DTYPES if x64 or "64" not in name]
+    pairs = list(itertools.product(dtypes, repeat=2))
+
+    @jax.jit
+    def all_pairs(arrays):
+        return [in_one_dtype(arrays[first], arrays[second]) for first, second in pairs]
+
     with jax.enable_x64(x64):
-        for first, second in itertools.product([name for name in DTYPES if x64 or "64" not in name], repeat=2):
-            numbers = [np.array(all_of(dtype), object) for dtype in (first, second)]
-            a, b = in_one_dtype(
-                *(jnp.asarray(x.astype(dtype)) for x, dtype in zip(numbers, (first, second), strict=True))
-            )
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a[:, None] == b[None], numbers[0][:, None] == numbers[1][None])
+        found = all_pairs({dtype: np.array(all_of(dtype), dtype) for dtype in dtypes})
+    for (a, b), pair in zip(found, pairs, strict=True):
+        assert a.dtype == b.dtype
+        numbers = [np.array(all_of(dtype), object) for dtype in pair]
+        np.testing.assert_array_equal(
+            np.asarray(a)[:, None] == np.asarray(b)[None], numbers[0][:, None] == numbers[1][None], err_msg=str(pair)
+        )
 
 
 def test_int32_costs_nothing():

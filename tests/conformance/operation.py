@@ -83,8 +83,8 @@ class Operation:
       small: {kind: elements in all} of collectives that are allowed beside those of matrices.
       left_to_xla: whether collectives on Auto meshes are XLA's choice, since the operation calls no kernel.
       collective: whether the call exists inside `shard_map` and `pmap` only; all layouts then have options.
-      variant: whether it shares its rules for transformations with the row before, and is spared those that do not
-        depend on what differs.
+      variant: whether it shares its rules for transformations with another row, and is spared those that do not depend
+        on what differs.
       without: {test: reason} for what the operation does not do.
     """
 

@@ -744,7 +744,7 @@ GROUPED = (
         grouped_dense("delayed", DelayedScaling(history_len=3), variant=True),
         with_x_quantized(grouped_dense("block", BlockScaling(), variant=True), BlockScaling()),
         grouped_dense_of_several("block", BlockScaling(), variant=True),
-        experts_mlp("block", BlockScaling()),
+        experts_mlp("block", BlockScaling(), variant=True),
         with_kernels_transposed(experts_mlp("block", BlockScaling(), variant=True)),
     ]
 )
@@ -1353,12 +1353,14 @@ OPERATIONS = [
         dense("accumulator of a quantized kernel", CURRENT, TENSOR, accumulator=True, variant=True), CURRENT
     ),
     with_kernels_transposed(dense("block", BlockScaling(), TENSOR, variant=True)),
-    dense_of_several("current", CURRENT, ("data parallel", *TENSOR, *FSDP)),
+    dense_of_several("current", CURRENT, ("data parallel", *TENSOR, *FSDP), variant=True),
     dense_of_several("block", BlockScaling(), TENSOR, variant=True),
     dense_of_several("delayed", DelayedScaling(history_len=3), TENSOR, variant=True),
-    with_x_quantized(dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP)), CURRENT),
+    with_x_quantized(
+        dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP), variant=True), CURRENT
+    ),
     with_x_quantized(dense("block", BlockScaling(), TENSOR, variant=True), BlockScaling()),
-    dense_of_norm("block", BlockScaling()),
+    dense_of_norm("block", BlockScaling(), variant=True),
     dense_of_norm("current", CURRENT, variant=True),
     gated_mlp("block", BlockScaling()),
     gated_mlp("current", CURRENT, variant=True),

@@ -19,12 +19,15 @@ pytestmark = pytest.mark.usefixtures("native_kernels")
 every = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 
 
-def variants_in_turn(turn):
-    """Every row; but of the variants a fifth, so that each is in one of five tests. `make test-all` has the others."""
-    variants = [row for row in OPERATIONS if row.variant]
-    left_out = [row for i, row in enumerate(variants) if i % 5 != turn]
-    rows = [pytest.param(row, id=row.name, marks=pytest.mark.slow if row in left_out else ()) for row in OPERATIONS]
-    return pytest.mark.parametrize("operation", rows)
+def in_turn(turn, *, variants=True):
+    """Every row; but `make test` has a third of them, and of the variants a fifth: each is in one of three or five
+    tests. `make test-all` has the others."""
+    parameters = []
+    for variant, share in ((False, 3), (True, 5))[: 1 + variants]:
+        for i, row in enumerate(row for row in OPERATIONS if row.variant == variant):
+            marks = pytest.mark.slow if i % share != turn % share else ()
+            parameters.append(pytest.param(row, id=row.name, marks=marks))
+    return pytest.mark.parametrize("operation", parameters)
 
 
 no_variants = pytest.mark.parametrize(
@@ -53,13 +56,13 @@ def test_jit(operation, rng):
         assert (leaf.shape, leaf.dtype, leaf.weak_type) == (promised.shape, promised.dtype, False)
 
 
-@no_variants
+@in_turn(0, variants=False)
 def test_reference(operation, rng):
     case = operation.case(rng)
     operation.assert_right(operation.alone("reference")(*case), *case)
 
 
-@every  # a variant may be the only one of its operation with integers
+@in_turn(1)
 def test_integers_of_any_dtype(operation, rng):
     """They count as the same integers in int32; what that cannot hold counts as its largest: nothing wraps."""
     operands, cotangents = operation.case(rng)
@@ -83,7 +86,7 @@ def test_integers_of_any_dtype(operation, rng):
             assert_close(leaf, wanted, equal_nan=True)
 
 
-@no_variants
+@in_turn(1, variants=False)
 def test_eager(operation, monkeypatch, rng):
     """And a second call runs what was compiled for the first."""
     case = operation.case(rng)
@@ -97,7 +100,7 @@ def test_eager(operation, monkeypatch, rng):
         operation.step()(*operation.case(rng))
 
 
-@no_variants
+@in_turn(2, variants=False)
 def test_value_and_grad(operation, rng):
     """By `jax.value_and_grad` of a scalar, with respect to one operand at a time: a choice changes no gradient."""
     if not operation.differentiable:
@@ -129,7 +132,7 @@ def _total(run, some, operands, cotangents):
 # ------------------------------------------------------------------------------------------------- vmap, pmap and scan
 
 
-@variants_in_turn(0)
+@in_turn(0)
 def test_vmap_of_gradients(operation, rng):
     """Every example is a call of its own."""
     cases = operation.cases(rng, 2)
@@ -138,7 +141,7 @@ def test_vmap_of_gradients(operation, rng):
         operation.assert_agree(take(found, i), operation.alone()(*case))
 
 
-@variants_in_turn(1)
+@in_turn(1)
 def test_gradients_of_vmap(operation, rng):
     """One operand mapped, along its last dimension, inside a vmap of one example; the other operands are shared. It is
     the first one, and of variants and where there are several results the last."""
@@ -165,7 +168,7 @@ def test_gradients_of_vmap(operation, rng):
         operation.assert_agree(gradients[name], stack(parts, mapped[name]) if name in mapped else total(parts))
 
 
-@variants_in_turn(2)
+@in_turn(2)
 def test_scan(operation, rng):
     """As the layers of a stack, whose gradients go back through the loop, and as a loop over whole steps."""
     cases = operation.cases(rng, 2)
@@ -182,7 +185,7 @@ def test_scan(operation, rng):
             operation.assert_agree(take(found, i), operation.alone()(*case))
 
 
-@no_variants
+@in_turn(0, variants=False)
 def test_pmap(operation, require_devices, rng):
     """Each device has a call of its own. Axes that an operation names are in test_meshes.py."""
     if operation.collective:
@@ -196,16 +199,15 @@ def test_pmap(operation, require_devices, rng):
 
 # ---------------------------------------------------------------------------------------------------------------- remat
 
-NOTHING, EVERYTHING = jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.everything_saveable
-
 
 def _inexact(x):
     return jnp.issubdtype(x.dtype, jnp.floating) and "float8" not in x.dtype.name
 
 
-@variants_in_turn(3)
+@in_turn(3)
 def test_remat(operation, rng):
-    """Under each policy the same values; and kernels run again only where what they computed was not kept."""
+    """Under its policy and under none the same values; and kernels run again only where what they computed was not
+    kept."""
     if not operation.differentiable:
         pytest.skip("it has no gradient")
     case = operation.case(rng)
@@ -214,21 +216,16 @@ def test_remat(operation, rng):
     def from_scratch(operands):
         return operation.run()({name: jax.tree.map(_unchanged, x) for name, x in operands.items()})
 
-    def step_under(policy):
-        return operation.step_of(jax.checkpoint(from_scratch, policy=policy))
+    def under(policy):
+        return jax.jit(operation.step_of(jax.checkpoint(from_scratch, policy=policy))).lower(*case)
 
-    def under(*policies):
-        return jax.jit(lambda *case: [step_under(policy)(*case) for policy in policies])
-
-    policies = [NOTHING, EVERYTHING, *([operation.policy] if operation.policy else [])]
-    for found in under(*policies)(*case):
-        operation.assert_agree(found, operation.alone()(*case))
-
-    plain = _kernels(jax.jit(operation.step()), case)
-    assert _kernels(under(EVERYTHING), case) == plain
-    if operation.policy is not None:
-        assert _kernels(under(operation.policy), case) == plain
-        assert _kernels(under(NOTHING), case) > plain
+    plain, nothing = jax.jit(operation.step()).lower(*case), under(jax.checkpoint_policies.nothing_saveable)
+    kept = under(operation.policy or jax.checkpoint_policies.everything_saveable)
+    assert _kernels(kept) == _kernels(plain)
+    for lowered in (nothing, kept) if operation.policy else (nothing,):
+        operation.assert_agree(lowered.compile()(*case), operation.alone()(*case))
+    if operation.policy:
+        assert _kernels(nothing) > _kernels(plain)
 
 
 def _unchanged(x):
@@ -236,9 +233,9 @@ def _unchanged(x):
     return lax.optimization_barrier(x) if _inexact(x) else x
 
 
-def _kernels(program, case):
+def _kernels(lowered):
     """How many calls of native kernels the program has before XLA merges equal ones."""
-    return program.lower(*case).as_text().count("custom_call @te_")
+    return lowered.as_text().count("custom_call @te_")
 
 
 @no_variants
@@ -246,7 +243,7 @@ def test_implementations(operation, rng):
     """Kernels run unless the reference is asked for."""
     case = operation.case(rng)
     native, default, reference = (
-        _kernels(jax.jit(operation.step(name)), case) for name in ("native", None, "reference")
+        _kernels(jax.jit(operation.step(name)).lower(*case)) for name in ("native", None, "reference")
     )
     assert native == default
     assert reference == 0
@@ -282,7 +279,7 @@ def test_donation(operation, rng):
         operation.assert_agree(found, expected)
 
 
-@no_variants
+@in_turn(1, variants=False)
 def test_export(operation, rng):
     """A serialized program runs as the one that it was made of."""
     case = operation.case(rng)
@@ -301,7 +298,7 @@ def test_export(operation, rng):
 
 
 @pytest.mark.parametrize("implementation", ["native", "reference"])
-@variants_in_turn(4)
+@in_turn(4)
 def test_derivatives_that_are_not_defined(implementation, operation, rng):
     """They are right, or refused with the error that the row names, whatever surrounds them."""
     if implementation == "reference" and operation.variant:
@@ -375,7 +372,7 @@ def test_forward_mode(operation, rng):
         jax.jit(forwards).lower(some)
 
 
-@no_variants
+@in_turn(2, variants=False)
 def test_derivatives_of_what_surrounds(operation, rng):
     """An outer derivative that does not pass the operation is none of its business."""
     if not operation.differentiable:
@@ -393,7 +390,7 @@ def test_derivatives_of_what_surrounds(operation, rng):
 # ------------------------------------------------------------------------------------------------------------ debugging
 
 
-@no_variants
+@in_turn(0, variants=False)
 def test_without_jit(operation, rng):
     """Under disable_jit, and with debug_nans, which stops at a NaN and nowhere else."""
     case = operation.case(rng)

@@ -385,5 +385,5 @@ def test_forward_mode_names_the_way_out(rng, recipe):
     def run(x):
         return moe(x, operands["router_kernel"], operands["kernel"], Router(2), recipe=recipe).y
 
-    with pytest.raises(NotImplementedError, match=r"te_jax\.nn\.moe\.moe has first derivatives in reverse mode"):
+    with pytest.raises(NotImplementedError, match=r"te_jax\.layers\.moe has first derivatives in reverse mode"):
         jax.jvp(run, (operands["x"],), (operands["x"],))

@@ -157,6 +157,7 @@ def test_gradient_is_the_slope_of_the_loss(rng):
         np.testing.assert_allclose(slope, norm**2, rtol=3e-2, err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_remat_changes_the_program_and_not_gradients(rng):
     config = dataclasses.replace(SMALL, num_layers=6)
     recomputing = dataclasses.replace(config, remat=True)
@@ -220,6 +221,7 @@ def test_flops_are_those_of_gemms_and_of_half_the_scores():
     assert PRESETS["8b"].flops_per_token(8192) == 3 * (2 * gemms + attention)
 
 
+@pytest.mark.slow
 def test_init_keeps_the_residual_stream_of_one_size():
     def last_residual_rms(layers):
         config = dataclasses.replace(PRESETS["nano"], num_layers=layers, hidden_size=64)
@@ -241,6 +243,7 @@ def test_init_keeps_the_residual_stream_of_one_size():
     assert not np.array_equal(other["layers"][0]["key"], other["layers"][1]["key"])
 
 
+@pytest.mark.slow
 def test_deeper_decoders_have_no_more_generators_to_compile():
     """With one for every kernel of every layer, XLA took minutes for the parameters of 18 layers on a GPU."""
 

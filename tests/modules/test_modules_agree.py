@@ -78,7 +78,11 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name",
+    # The second row of a module is `slow`.
+    [pytest.param(name, marks=pytest.mark.slow if " " in name else ()) for name in ROWS],
+)
 def test_values_and_gradients(rng, name):
     sizes, arguments, shape, call = ROWS[name]
     x = normal(rng, shape, arguments.get("dtype", jnp.float32))

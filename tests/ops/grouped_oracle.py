@@ -25,7 +25,7 @@ def random_operands(rng, rows, k, n, groups, kind, form, *, dtype="float32", lhs
     members = [
         random_quantized(rng, (rows_of_b,), (cols_of_b,), right, dtype=rhs_dtype, **options) for _ in range(groups)
     ]
-    return lhs, jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
+    return lhs, jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves)), *members)
 
 
 def options_of(form):
@@ -39,7 +39,9 @@ def options_of(form):
 def values(x, contracting):
     """The copy that a product over rows or cols reads, [*groups, rows, cols] in float64."""
     if x.ndim == 3:
-        return np.stack([values(jax.tree.map(lambda leaf, g=g: leaf[g], x), contracting) for g in range(x.shape[0])])
+        return np.stack(
+            [values(jax.tree.map(lambda leaf, g=g: np.asarray(leaf)[g], x), contracting) for g in range(x.shape[0])]
+        )
     value, _ = matrix(x, contracting)
     return value if contracting == "cols" else value.T
 

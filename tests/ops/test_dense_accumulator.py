@@ -1,4 +1,4 @@
-"""Weight gradients that are accumulated over microbatches, in place."""
+"""Weight gradients that are accumulated over microbatches, in place. tests/linear has what all layers do."""
 
 import functools
 
@@ -10,7 +10,6 @@ from dense_oracle import GRADIENT, PLAIN, RECIPES, oracle, random_case, wide
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from parameters import in_turns
 
 from te_jax import ops
 from te_jax.hlo import buffers, collectives
@@ -22,33 +21,14 @@ axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Expli
 few_recipes = pytest.mark.parametrize("recipe", [CURRENT, RECIPES["block"], None], ids=["current", "block", "none"])
 
 
-def loss(x, kernel, accumulator, dy, recipe=CURRENT, state=None, **options):
-    y = ops.dense(x, kernel, recipe=recipe, wgrad_accumulator=accumulator, scaling_state=state, **options)
+def loss(x, kernel, accumulator, dy, recipe=CURRENT, **options):
+    y = ops.dense(x, kernel, recipe=recipe, wgrad_accumulator=accumulator, **options)
     return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32))
-
-
-def _state(recipe):
-    return jax.tree.map(lambda h: h + 6, recipe.init()) if hasattr(recipe, "init") else None
 
 
 def draw(rng, like, dtype=jnp.float32):
     values = np.asarray(10 * rng.standard_normal(like.shape), jnp.dtype(dtype))
     return jnp.array(values)  # a copy: XLA does not write over what NumPy holds
-
-
-@pytest.mark.parametrize(("recipe", "kernel_contracting"), in_turns({**RECIPES, "none": None}, ("first", "last")))
-@pytest.mark.parametrize("accumulate", [True, False], ids=["accumulate", "overwrite"])
-def test_value(accumulate, kernel_contracting, recipe, rng):
-    case = random_case(rng, (4, 32), (64,), (48,), with_bias=False, kernel_contracting=kernel_contracting)
-    before = draw(rng, case.kernel)
-    options = {"recipe": recipe, "accumulate": accumulate, "kernel_contracting": kernel_contracting}
-    of_all = jax.grad(lambda *a: loss(*a[:3], case.dy, state=a[3], **options), argnums=(0, 1, 2, 3))
-    dx, dkernel, after, _ = jax.jit(of_all)(case.x, case.kernel, before, _state(recipe))
-    expected = oracle(case)
-    tolerance = PLAIN["bfloat16"] if recipe is None else GRADIENT
-    assert_close(after - before * np.float32(accumulate), expected.dkernel, dtype="float32", tolerance=tolerance)
-    assert_close(dx, expected.dx, dtype="bfloat16", tolerance=tolerance)
-    assert not np.any(wide(dkernel))
 
 
 @few_recipes
@@ -80,17 +60,6 @@ def test_groups_of_dimensions(recipe, rng):
     assert_close(
         after - before, oracle(case).dkernel, dtype="float32", tolerance=PLAIN["bfloat16"] if recipe is None else 0.08
     )
-
-
-def test_quantized_kernel(rng):
-    """Where the master copy lives elsewhere: the layer has FP8 values and the accumulator, and nothing in between."""
-    case = random_case(rng, (32,), (64,), (48,), with_bias=False)
-    before = draw(rng, case.kernel)
-    kernel = ops.quantize(case.kernel, CURRENT.quantization("kernel"))
-    dx, after = jax.grad(loss, argnums=(0, 2))(case.x, kernel, before, case.dy)
-    plain = jax.grad(loss, argnums=(0, 2))(case.x, case.kernel, before, case.dy)
-    np.testing.assert_array_equal(dx, plain[0])
-    np.testing.assert_array_equal(after, plain[1])
 
 
 @pytest.mark.parametrize("kernel_contracting", ["first", "last"])
@@ -147,28 +116,6 @@ def test_a_branch_that_need_not_be_taken_is_refused(rng):
         inside = jax.jit(lambda a, taken, f=layer: lax.cond(taken, jax.grad(f), lambda a: a, a))
         np.testing.assert_array_equal(inside(before, False), before, err_msg=name)
         assert not np.array_equal(inside(before, True), before), name
-
-
-@few_recipes
-def test_an_accumulator_that_is_not_differentiated_is_refused(recipe, rng):
-    """It would swallow the gradient of the kernel."""
-    case = random_case(rng, (32,), (32,), (48,), with_bias=False)
-    operands = case.x, case.kernel, jnp.zeros(case.kernel.shape), case.dy, recipe
-    with pytest.raises(ValueError, match="differentiate with respect to wgrad_accumulator"):
-        jax.grad(loss, argnums=1)(*operands)
-    assert jnp.any(jax.grad(loss, argnums=0)(*operands))
-
-
-@few_recipes
-def test_second_derivatives_are_refused(recipe, rng):
-    """As those of a gradient penalty are."""
-    case = random_case(rng, (32,), (32,), (48,), with_bias=False)
-
-    def penalty(x):
-        return jnp.sum(jax.grad(loss)(x, case.kernel, jnp.zeros(case.kernel.shape), case.dy, recipe) ** 2)
-
-    with pytest.raises(NotImplementedError, match=r"te_jax\.ops\.dense .* is differentiated once, by its own rules"):
-        jax.grad(penalty)(case.x)
 
 
 @pytest.mark.parametrize(

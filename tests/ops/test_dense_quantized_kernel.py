@@ -44,14 +44,6 @@ def test_value_and_input_gradient(kernel_contracting, recipe, implementation, rn
     assert_close(dx, expected.dx, dtype="bfloat16", tolerance=GRADIENT)
 
 
-@pytest.mark.parametrize("recipe", [CURRENT, BLOCK], ids=["current", "block"])
-def test_the_same_bits_as_a_kernel_that_is_quantized_inside(recipe, rng):
-    case = random_case(rng, (32,), (128,), (256,))
-    inside = ops.dense(case.x, case.kernel, case.bias, recipe=recipe)
-    for kernel in (quantized(case.kernel, recipe), jax.jit(functools.partial(quantized, recipe=recipe))(case.kernel)):
-        np.testing.assert_array_equal(ops.dense(case.x, kernel, case.bias, recipe=recipe), inside)
-
-
 def test_groups_of_dimensions(rng):
     case = random_case(rng, (32,), (2, 32), (3, 16), with_bias=False)
     kernel = quantized(case.kernel, CURRENT, row_ndim=2)

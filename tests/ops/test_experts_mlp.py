@@ -10,16 +10,16 @@ import pytest
 from ops.quantize_oracle import assert_bits
 
 from te_jax import ops
+from te_jax.ops import Activation
 from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
 TOKENS, TOP_K, IN, HIDDEN, OUT, EXPERTS = 160, 2, 192, 144, 128, 4
-PLAIN = {"kind": "silu", "alpha": 1.0, "limit": None, "offset": 0.0}
 FUNCTIONS = {
-    "swiglu": PLAIN,
-    "gpt_oss": PLAIN | {"alpha": 1.702, "limit": 7.0, "offset": 1.0},
-    "geglu": PLAIN | {"kind": "gelu"},
+    "swiglu": Activation("silu"),
+    "gpt_oss": Activation("silu", alpha=1.702, limit=7.0, offset=1.0),
+    "geglu": Activation("gelu"),
 }
 OPTIONS = {"recipe": BlockScaling(), "implementation": None, "accumulate": True}
 LOADS = {
@@ -33,31 +33,31 @@ FP8 = {"float32": 1e-3, "bfloat16": 0.03, "float16": 0.02}  # the activation is 
 
 def draw(rng, dtype="bfloat16", load="drawn"):
     def normal(*shape, scale=1.0):
-        return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32).astype(dtype)
+        return jax.device_put((scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype)))
 
     choices = np.argsort(rng.random((TOKENS, EXPERTS)), axis=1)[:, :TOP_K]
     choices = choices if LOADS[load] is None else LOADS[load](choices)
     shapes = ((IN, HIDDEN), (IN, HIDDEN), (HIDDEN, OUT))
     kernels = tuple(normal(EXPERTS, *shape, scale=shape[0] ** -0.5) for shape in shapes)
-    weights = jnp.asarray(rng.uniform(0.1, 1.0, (TOKENS, TOP_K)), jnp.float32)
-    return normal(TOKENS, IN), weights, kernels, jnp.asarray(choices, jnp.int32), normal(TOKENS, OUT)
+    weights = jax.device_put(rng.uniform(0.1, 1.0, (TOKENS, TOP_K)).astype(np.float32))
+    return normal(TOKENS, IN), weights, kernels, jax.device_put(choices.astype(np.int32)), normal(TOKENS, OUT)
 
 
 def permutation_of(choices, **options):
     return ops.group_by_expert(choices, EXPERTS, align=128, **options)
 
 
-def fused(x, weights, kernels, permutation, function=PLAIN, accumulators=(None,) * 3, **options):
-    options = OPTIONS | {"wgrad_accumulator": accumulators} | function | options
+def fused(x, weights, kernels, permutation, function=FUNCTIONS["swiglu"], accumulators=(None,) * 3, **options):
+    options = OPTIONS | {"wgrad_accumulator": accumulators, "activation": function} | options
     return experts_mlp(x, weights, permutation.group_sizes, permutation, kernels, **options)
 
 
-def apart(x, weights, kernels, permutation, function=PLAIN, accumulators=(None,) * 3, **options):
+def apart(x, weights, kernels, permutation, function=FUNCTIONS["swiglu"], accumulators=(None,) * 3, **options):
     options = OPTIONS | options
     of_rows, sizes = ops.permute_weights(weights, permutation)[:, None], permutation.group_sizes
     rows = ops.permute(x, permutation)
     gate, up = ops.grouped_dense(rows, kernels[:2], sizes, wgrad_accumulator=accumulators[:2], **options)
-    h = ops.gated_activation(gate, up, **function)
+    h = ops.gated_activation(gate, up, function)
     h = (h.astype(jnp.float32) * of_rows).astype(h.dtype)
     return ops.unpermute(
         ops.grouped_dense(h, kernels[2], sizes, wgrad_accumulator=accumulators[2], **options), permutation
@@ -89,12 +89,12 @@ def assert_near(found, wanted, tolerance):
     ("dtype", "load", "function", "implementation"),
     [
         ("bfloat16", "drawn", "swiglu", "native"),
-        ("bfloat16", "one has all", "gpt_oss", "native"),
-        ("float32", "drawn", "gpt_oss", "native"),
-        ("float32", "none has any", "swiglu", "native"),
-        ("float16", "the last are empty", "geglu", "native"),
+        ("float32", "none has any", "gpt_oss", "native"),
         ("bfloat16", "the last are empty", "swiglu", "reference"),
-        ("float32", "drawn", "swiglu", "reference"),
+        pytest.param("bfloat16", "one has all", "gpt_oss", "native", marks=pytest.mark.slow),
+        pytest.param("float32", "drawn", "swiglu", "native", marks=pytest.mark.slow),
+        pytest.param("float16", "the last are empty", "geglu", "native", marks=pytest.mark.slow),
+        pytest.param("float32", "drawn", "swiglu", "reference", marks=pytest.mark.slow),
     ],
 )
 def test_values_and_gradients(rng, dtype, load, function, implementation):
@@ -158,7 +158,7 @@ def test_what_unused_rows_hold_changes_no_bit(rng):
 
     @jax.jit
     def step(x, of_rows, kernels, dy):
-        options = OPTIONS | PLAIN | {"wgrad_accumulator": (None,) * 3}
+        options = OPTIONS | {"activation": FUNCTIONS["swiglu"], "wgrad_accumulator": (None,) * 3}
         y, vjp = jax.vjp(
             lambda *a: experts_mlp(*a[:2], permutation.group_sizes, None, a[2], **options), x, of_rows, kernels
         )
@@ -174,34 +174,16 @@ def test_what_unused_rows_hold_changes_no_bit(rng):
     jax.tree.map(assert_bits, ops.permute_weights(wanted_dweights, permutation), gradients[1])
 
 
-@pytest.mark.parametrize("accumulate", [True, False])
-def test_accumulators_and_quantized_kernels(rng, accumulate):
-    x, weights, kernels, choices, dy = draw(rng, "float32")
-    permutation = permutation_of(choices)
-    accumulators = jax.tree.map(lambda k: jnp.asarray(rng.standard_normal(k.shape), jnp.float32), kernels)
-    quantize = functools.partial(ops.quantize, quantization=BlockScaling().quantization("kernel"))
-    kernel8s = jax.tree.map(jax.jit(jax.vmap(quantize)), kernels)
+def test_a_copy_that_is_missing(rng):
+    x, weights, kernels, choices, _ = draw(rng, "float32")
+    quantize = functools.partial(ops.quantize, quantization=BlockScaling().quantization("kernel"), copies="transposed")
 
-    @jax.jit
-    def step(kernels, x, accumulators):
-        def run(x, accumulators):
-            return fused(x, weights, kernels, permutation, accumulators=accumulators, accumulate=accumulate)
+    def loss(x):
+        without_data = (*kernels[:2], jax.vmap(quantize)(kernels[2]))
+        return fused(x, weights, without_data, permutation_of(choices)).sum()
 
-        y, vjp = jax.vjp(run, x, accumulators)
-        return y, vjp(dy)
-
-    y, (dx, following) = step(kernel8s, x, accumulators)
-    wanted, (wanted_dx, _, dkernels) = step_of(fused)(x, weights, kernels, choices, dy)
-    assert_close(y, wanted, tolerance=1e-6)
-    assert_close(dx, wanted_dx, tolerance=1e-6)
-    for found, before, dkernel in zip(following, accumulators, dkernels, strict=True):
-        assert_close(found, before + dkernel if accumulate else dkernel, tolerance=1e-6)
-    jax.tree.map(assert_bits, step(kernels, x, accumulators), (y, (dx, following)))
-    with pytest.raises(NotImplementedError, match=re.escape("kernel[0] is a QuantizedArray, which has no gradient")):
-        jax.grad(lambda k: fused(x, weights, k, permutation).sum(), allow_int=True)(kernel8s)
-    without_data = (*kernels[:2], kernel8s[2].without_data())
     with pytest.raises(ValueError, match=re.escape("kernel[2] has no data copy")):
-        jax.grad(lambda x: fused(x, weights, without_data, permutation).sum())(x)
+        jax.eval_shape(jax.grad(loss), x)
 
 
 def test_passes_over_rows(rng):

@@ -82,13 +82,15 @@ def test_layouts_of_plain_arrays(dtype, lhs_contracting, rhs_contracting, implem
 
 def test_the_reference_has_the_same_defaults(rng):
     a, b = (jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32)) for shape in ((16, 32), (32, 16)))
-    a8, b8 = (reference.quantize(x, recipe.CurrentScaling().quantization("kernel")).array for x in (a, b))
-    assert_close(reference.gemm(a, b), ops.gemm(a, b))
-    ones, half = jnp.ones((16, 16)), a.astype(jnp.bfloat16)
+    quantize = jax.jit(lambda x: reference.quantize(x, recipe.CurrentScaling().quantization("kernel")).array)
+    a8, b8 = quantize(a), quantize(b)
+    assert_close(*jax.jit(lambda *ab: (reference.gemm(*ab), ops.gemm(*ab)))(a, b))
+    ones, half = jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((16, 32), "bfloat16")
     for gemm in (reference.gemm, ops.gemm):
-        assert gemm(half, half.T, accumulator=ones).dtype == jnp.float32
-        assert gemm(a.reshape(2, 8, 32), b).shape == (2, 8, 16)
-    assert_product(ops.gemm(a8, b8), reference.gemm(a8, b8), dtype="float32")
+        product = jax.eval_shape(lambda half, ones, gemm=gemm: gemm(half, half.T, accumulator=ones), half, ones)
+        assert product.dtype == jnp.float32
+        assert jax.eval_shape(lambda gemm=gemm: gemm(a.reshape(2, 8, 32), b)).shape == (2, 8, 16)
+    assert_product(*jax.jit(lambda *ab: (ops.gemm(*ab), reference.gemm(*ab)))(a8, b8), dtype="float32")
 
 
 @pytest.mark.parametrize("shape", [(1300, 1056, 1168), (4, 2064, 2064), (2052, 16, 48)], ids=str)

@@ -1,5 +1,6 @@
 """Values and gradients of softmax cross-entropy against a float64 oracle, over shapes, dtypes and options."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cross_entropy_oracle import OPTIONS, check, loss_of, oracle, random_case
+from cross_entropy_oracle import OPTIONS, changed, check, loss_and_gradient_of, loss_of, oracle, random_case
 from hypothesis import given
 from hypothesis import strategies as st
 from parameters import in_turns
@@ -57,8 +58,8 @@ def test_native_equals_the_reference(native_kernels, rng):
     logits, labels = random_case(rng, (7, 2, 1031), "float32", ignored=0.3)
     for options in OPTIONS.values():
         assert_close(
-            ops.softmax_cross_entropy(logits, labels, implementation="native", **options),
-            reference.softmax_cross_entropy(logits, labels, **options),
+            loss_of(logits, labels, implementation="native", **options),
+            jax.jit(functools.partial(reference.softmax_cross_entropy, **options))(logits, labels),
         )
 
 
@@ -66,7 +67,8 @@ def test_reference_is_exact_in_float64(rng):
     with jax.enable_x64(True):
         logits, labels = random_case(rng, (6, 301), "float64", ignored=0.3)
         for options in OPTIONS.values():
-            loss, gradient = jax.value_and_grad(reference.softmax_cross_entropy)(logits, labels, **options)
+            run = functools.partial(reference.softmax_cross_entropy, **options)
+            loss, gradient = jax.jit(jax.value_and_grad(run))(logits, labels)
             expected = oracle(logits, labels, **options)
             assert_close(loss, expected.loss, dtype="float64", tolerance=1e-12)
             assert_close(gradient, expected.gradient, dtype="float64", tolerance=1e-12)
@@ -111,7 +113,7 @@ def test_many_short_rows(dtype, vocab, implementation, rng):
 
 def test_vocabulary_of_one_has_no_loss(implementation, rng):
     logits, labels = random_case(rng, (5, 1), "float32")
-    loss, gradient = jax.value_and_grad(ops.softmax_cross_entropy)(logits, labels, implementation=implementation)
+    loss, gradient = loss_and_gradient_of(logits, labels, np.float32(1), implementation=implementation)
     np.testing.assert_allclose(loss, 0.0, atol=1e-6)
     np.testing.assert_allclose(gradient, 0.0, atol=1e-6)
 
@@ -140,7 +142,7 @@ def test_wide_label_dtypes(labels_dtype, implementation, rng):
 def test_labels_beyond_int32_do_not_wrap_around(implementation, rng):
     with jax.enable_x64(True):
         logits, _ = random_case(rng, (3, 10), "float32")
-        labels = jnp.asarray([2**32 + 3, 4, -(2**32) - 100], jnp.int64)
+        labels = np.array([2**32 + 3, 4, -(2**32) - 100])
         check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
 
 
@@ -157,14 +159,14 @@ def test_ignore_index(labels_dtype, ignore_index, implementation, rng):
     logits, labels = random_case(rng, (24, 9), "float32", labels_dtype=labels_dtype)
     limits = np.iinfo(labels_dtype)
     if limits.min <= ignore_index <= limits.max:
-        labels = labels.at[::3].set(np.array(ignore_index, labels_dtype))
+        labels = changed(labels, slice(None, None, 3), ignore_index)
     check(logits, labels, rng, implementation=implementation, loss=CrossEntropy(ignore_index=ignore_index))
 
 
 def test_codes_of_the_kernel_are_no_labels(implementation, rng):
     """-1 and -2 mean something to the kernel; to the caller they are labels outside the vocabulary."""
     logits, _ = random_case(rng, (4, 12), "float32")
-    labels = jnp.asarray([-1, 3, -2, -100], jnp.int32)
+    labels = np.array([-1, 3, -2, -100], np.int32)
     loss, _ = check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
     np.testing.assert_array_equal(np.isnan(loss), [True, False, True, False])
 
@@ -172,7 +174,7 @@ def test_codes_of_the_kernel_are_no_labels(implementation, rng):
 @pytest.mark.parametrize("bad", [-1, -99, 50, 51, 2**31 - 1, -(2**31)])
 def test_label_outside_the_vocabulary_gives_nan_in_its_row_only(bad, implementation, rng):
     logits, labels = random_case(rng, (6, 50), "float32", ignored=0.2)
-    labels = labels.at[2].set(bad)
+    labels = changed(labels, 2, bad)
     loss, gradient = check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
     np.testing.assert_array_equal(np.isnan(loss), np.arange(6) == 2)
     np.testing.assert_array_equal(np.isnan(gradient), np.broadcast_to((np.arange(6) == 2)[:, None], (6, 50)))
@@ -181,16 +183,16 @@ def test_label_outside_the_vocabulary_gives_nan_in_its_row_only(bad, implementat
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_label_outside_the_vocabulary_makes_the_whole_loss_nan(reduction, implementation, rng):
     logits, labels = random_case(rng, (6, 50), "bfloat16")
-    assert np.isnan(loss_of(logits, labels.at[3].set(50), reduction=reduction, implementation=implementation))
+    assert np.isnan(loss_of(logits, changed(labels, 3, 50), reduction=reduction, implementation=implementation))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_all_tokens_ignored(reduction, implementation, rng):
     logits, _ = random_case(rng, (3, 4, 70), "bfloat16")
-    labels = jnp.full((3, 4), -100, jnp.int32)
+    labels = np.full((3, 4), -100, np.int32)
     loss, gradient = check(logits, labels, rng, implementation=implementation, reduction=reduction)
     np.testing.assert_array_equal(loss, 0.0)
-    np.testing.assert_array_equal(gradient.astype(jnp.float32), 0.0)
+    assert not np.any(gradient)
 
 
 # ---------------------------------------------------------------------------------------------------- large, not finite
@@ -209,8 +211,8 @@ def test_large_logits_with_softcap(implementation, rng):
 
 
 def test_equal_large_logits_do_not_overflow(implementation):
-    logits = jnp.full((2, 1000), 3e38, jnp.float32)
-    loss = loss_of(logits, jnp.zeros(2, jnp.int32), reduction="none", implementation=implementation)
+    logits = np.full((2, 1000), 3e38, np.float32)
+    loss = loss_of(logits, np.zeros(2, np.int32), reduction="none", implementation=implementation)
     assert np.isfinite(loss).all()
 
 
@@ -218,14 +220,9 @@ def test_equal_large_logits_do_not_overflow(implementation):
 def test_softcap_of_small_and_large_logits(dtype, softcap, implementation, rng):
     """tanh where it is almost linear, where it bends, and where it is almost 1."""
     logits, labels = random_case(rng, (12, 200), "float32")
-    logits = (logits * jnp.logspace(-4, 3, 12)[:, None]).astype(dtype)
+    logits = (np.asarray(logits) * np.logspace(-4, 3, 12)[:, None]).astype(jnp.dtype(dtype))
     check(
-        logits,
-        labels,
-        rng,
-        implementation=implementation,
-        reduction="none",
-        loss=CrossEntropy(logit_softcap=softcap),
+        logits, labels, rng, implementation=implementation, reduction="none", loss=CrossEntropy(logit_softcap=softcap)
     )
 
 
@@ -257,19 +254,18 @@ def test_z_loss_of_large_logits(implementation, rng):
 def test_masked_vocabulary(dtype, implementation, rng):
     """-inf in some columns: they have no probability and no gradient."""
     logits, labels = random_case(rng, (8, 100), dtype)
-    logits, labels = logits.at[:, 60:].set(-jnp.inf).at[:, 0].set(-jnp.inf), 1 + labels % 59
+    logits, labels = changed(logits, np.s_[:, [0, *range(60, 100)]], -np.inf), 1 + np.asarray(labels) % 59
     loss, gradient = check(
         logits, labels, rng, implementation=implementation, reduction="none", loss=CrossEntropy(z_loss=1e-3)
     )
     assert np.isfinite(loss).all()
-    np.testing.assert_array_equal(gradient[:, 60:].astype(jnp.float32), 0.0)
+    assert not np.asarray(gradient)[:, 60:].any()
 
 
 def test_masked_label_has_infinite_loss(implementation, rng):
     logits, _ = random_case(rng, (3, 10), "float32")
-    loss = loss_of(
-        logits.at[1, 4].set(-jnp.inf), jnp.full(3, 4, jnp.int32), reduction="none", implementation=implementation
-    )
+    logits, labels = changed(logits, (1, 4), -np.inf), np.full(3, 4, np.int32)
+    loss = loss_of(logits, labels, reduction="none", implementation=implementation)
     np.testing.assert_array_equal(np.isposinf(loss), [False, True, False])
     assert not np.isnan(loss).any()
 
@@ -282,8 +278,8 @@ def test_nan_and_infinity_stay_in_their_row(dtype, bad, column, implementation, 
     """In whatever order a vector unit meets them, and also where the last element of a row is the bad one."""
     logits, labels = random_case(rng, (5, 131), dtype)
     loss, gradient = check(
-        logits.at[3, column].set(bad),
-        labels.at[3].set(17),
+        changed(logits, (3, column), bad),
+        changed(labels, 3, 17),
         rng,
         implementation=implementation,
         reduction="none",
@@ -295,7 +291,7 @@ def test_nan_and_infinity_stay_in_their_row(dtype, bad, column, implementation, 
 
 def test_row_without_any_probability_is_nan(implementation, rng):
     logits, labels = random_case(rng, (4, 40), "float32")
-    logits = logits.at[1].set(-jnp.inf)
+    logits = changed(logits, 1, -np.inf)
     loss, gradient = check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
     np.testing.assert_array_equal(np.isnan(loss), np.arange(4) == 1)
     np.testing.assert_array_equal(np.isnan(gradient).any(axis=1), np.arange(4) == 1)
@@ -304,14 +300,12 @@ def test_row_without_any_probability_is_nan(implementation, rng):
 @pytest.mark.parametrize(("options", "bad"), in_turns(OPTIONS, [np.nan, np.inf, -np.inf]))
 def test_ignored_rows_leak_nothing(bad, options, implementation, rng):
     logits, labels = random_case(rng, (4, 40), "float32")
-    logits, labels = logits.at[1].set(bad).at[2, 7].set(bad), labels.at[1:3].set(-100)
-    expected = oracle(jnp.where((labels == -100)[:, None], 0.0, logits), labels, **options)
-    loss, gradient = jax.value_and_grad(ops.softmax_cross_entropy)(
-        logits, labels, implementation=implementation, **options
-    )
+    logits, labels = changed(changed(logits, 1, bad), (2, 7), bad), changed(labels, slice(1, 3), -100)
+    expected = oracle(np.where((labels == -100)[:, None], 0.0, logits), labels, **options)
+    loss, gradient = loss_and_gradient_of(logits, labels, np.float32(1), implementation=implementation, **options)
     assert_close(loss, expected.loss, dtype="float32")
     assert_close(gradient, expected.gradient, dtype="float32")
-    np.testing.assert_array_equal(gradient[1:3], 0.0)
+    assert not np.asarray(gradient)[1:3].any()
 
 
 # ---------------------------------------------------------------------------------------------------------- determinism
@@ -369,5 +363,5 @@ def test_a_row_does_not_depend_on_its_neighbours(native_kernels, rng):
     options = {"loss": CrossEntropy(label_smoothing=0.1), "reduction": "none"}
     whole = np.asarray(loss_of(logits, labels, **options))
     for begin, end in ((0, 1), (100, 120), (256, 257)):
-        part = loss_of(logits[begin:end], labels[begin:end], **options)
+        part = loss_of(np.asarray(logits)[begin:end], np.asarray(labels)[begin:end], **options)
         assert np.asarray(part).tobytes() == whole[begin:end].tobytes()

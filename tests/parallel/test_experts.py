@@ -183,7 +183,9 @@ def program(case):
     return jax.jit(mapped)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(CASES)]
+)
 def test_as_loops(rng, require_devices, name):
     """Rows, counts, sums and gradients of every load by one executable, whatever padding holds."""
     case = CASES[name]
