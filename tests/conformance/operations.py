@@ -79,13 +79,16 @@ def with_kernels_transposed(one):
     )
 
 
-def with_x_quantized(one, recipe):
-    """A layer that gets x in FP8."""
+def with_x_quantized(one, recipe, amax_axis=None):
+    """A layer that gets x in FP8; with amax_axis devices quantize their parts of x with one scale."""
     row_ndim = one.draw(np.random.default_rng(0))["x"].ndim - 1
 
     def call(x, implementation=None, **others):
         quantization = recipe.quantization("activation")
-        x = ops.quantize(x, quantization, row_ndim=row_ndim, straight_through=True, implementation=implementation)
+        x = ops.quantize(
+            x, quantization, row_ndim=row_ndim, amax_axis=amax_axis, straight_through=True,
+            implementation=implementation,
+        )  # fmt: skip
         return one.call(x, **others, implementation=implementation)
 
     operation, variety = one.name.split(", ", 1)
@@ -1020,16 +1023,19 @@ def dense_of_several(name, recipe, layouts, **fields):
     )
 
 
-def with_kernels_quantized(one, recipe):
+def with_kernels_quantized(one, recipe, amax_axis=None):
     """A layer with an accumulator, whose kernels come in FP8: all microbatches use what was quantized once."""
 
     def call(kernel, implementation=None, **others):
         quantization = recipe.quantization("kernel")
-        quantize = functools.partial(ops.quantize, quantization=quantization, implementation=implementation)
+        options = {"amax_axis": amax_axis, "implementation": implementation}
+        quantize = functools.partial(ops.quantize, quantization=quantization, **options)
         return one.call(kernel=jax.tree.map(quantize, kernel), implementation=implementation, **others)
 
     # It is quantized outside of what is computed again.
-    return dataclasses.replace(one, call=call, policy=None, without=checked_by("quantize"))
+    name = one.name if "quantized" in one.name else f"{one.name} of a quantized kernel"
+    without = one.without | checked_by("quantize")
+    return dataclasses.replace(one, name=name, call=call, policy=None, without=without)
 
 
 def _drawn_again(rng, x):
@@ -1380,6 +1386,12 @@ OPERATIONS = [
     with_accumulator(matmul_reduce_scatter("current", CURRENT, variant=True)),
     with_kernels_transposed(all_gather_matmul("current", CURRENT, variant=True)),
     with_kernels_transposed(matmul_reduce_scatter("current", CURRENT, variant=True)),
+    with_x_quantized(all_gather_matmul("current", CURRENT, variant=True), CURRENT, "model"),
+    with_x_quantized(matmul_reduce_scatter("current", CURRENT, variant=True), CURRENT, {"cols": "model"}),
+    with_kernels_quantized(
+        with_accumulator(all_gather_matmul("current", CURRENT, variant=True)), CURRENT, {"cols": "model"}
+    ),
+    with_kernels_quantized(with_accumulator(matmul_reduce_scatter("current", CURRENT, variant=True)), CURRENT, "model"),
     collective_gated_mlp("current", CURRENT, variant=True),
     with_kernels_transposed(collective_gated_mlp("current", CURRENT, variant=True)),
 ]
