@@ -1244,6 +1244,32 @@ def with_accumulator(one):
     )
 
 
+def with_delayed_scaling(one, recipe):
+    """The same with the state of delayed scaling, which all devices share."""
+    name, (layout,) = one.name.split(",")[0], one.layouts.values()
+
+    def next_values(operands, cotangents):
+        amaxes = (np.abs(a).max() for a in (operands["x"], operands["kernel"], cotangents))
+        return {"scaling_state": observed(operands["scaling_state"], *amaxes)}
+
+    return dataclasses.replace(
+        one,
+        name=f"{name}, delayed",
+        draw=lambda rng: one.draw(rng) | {"scaling_state": warm(recipe, 9.0, 0.6, 9.0)},
+        call=functools.partial(one.call, recipe=recipe),
+        oracle=lambda scaling_state, **others: one.oracle(**others),
+        differentiable=(*one.differentiable, "scaling_state"),
+        next_values=next_values,
+        unshared=("scaling_state",),
+        merged={"scaling_state": largest},
+        layouts={
+            "tensor and sequence parallel": dataclasses.replace(
+                layout, operands={**layout.operands, "scaling_state": P()}
+            )
+        },
+    )
+
+
 def collective_gated_mlp(name, recipe, **fields):
     def draw(rng):
         shapes = (IN, HIDDEN), (IN, HIDDEN), (HIDDEN, OUT)
@@ -1386,6 +1412,8 @@ OPERATIONS = [
     with_accumulator(matmul_reduce_scatter("current", CURRENT, variant=True)),
     with_kernels_transposed(all_gather_matmul("current", CURRENT, variant=True)),
     with_kernels_transposed(matmul_reduce_scatter("current", CURRENT, variant=True)),
+    with_delayed_scaling(all_gather_matmul("current", CURRENT, variant=True), DelayedScaling(history_len=3)),
+    with_delayed_scaling(matmul_reduce_scatter("current", CURRENT, variant=True), DelayedScaling(history_len=3)),
     with_x_quantized(all_gather_matmul("current", CURRENT, variant=True), CURRENT, "model"),
     with_x_quantized(matmul_reduce_scatter("current", CURRENT, variant=True), CURRENT, {"cols": "model"}),
     with_kernels_quantized(
