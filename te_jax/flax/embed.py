@@ -42,7 +42,7 @@ class Embed(nn.Module):
 
     def setup(self) -> None:
         shape = self.num_embeddings, self.features
-        init = reshaped("embedding_init", self.embedding_init, shape)
+        init = reshaped(self.embedding_init, shape)
         self.embedding = self.param("embedding", init, shape, self.param_dtype)
 
     def __call__(self, inputs: jax.typing.ArrayLike) -> Array:

@@ -291,14 +291,14 @@ def _kernel(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -
         kernel = module.get_variable("params", "kernel")
         if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
             return kernel
-    init = reshaped("kernel_init", module.kernel_init, drawn_shape)
+    init = reshaped(module.kernel_init, drawn_shape)
     return module.param("kernel", init, shape, module.param_dtype)
 
 
 def _bias(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Array | None:
     if not module.use_bias:
         return None
-    init = reshaped("bias_init", module.bias_init, drawn_shape)
+    init = reshaped(module.bias_init, drawn_shape)
     return module.param("bias", init, shape, module.param_dtype)
 
 
@@ -332,21 +332,14 @@ def unboxed(x: Any) -> Any:
     return x.unbox() if isinstance(x, meta.AxisMetadata) else x
 
 
-def reshaped(name: str, init: Initializer, drawn_shape: tuple[int, ...]) -> Initializer:
-    """An initializer that draws an array of `drawn_shape` by the one of that name, and reshapes it, in its box.
-
-    Raises:
-      ValueError: when it is called: the box has another number of names than the array has axes.
-    """
+def reshaped(init: Initializer, drawn_shape: tuple[int, ...]) -> Initializer:
+    """An initializer that draws an array of `drawn_shape`, and reshapes it, in its box."""
 
     def init_of(rng: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
         value = init(rng, drawn_shape, dtype)
-        if not isinstance(value, meta.AxisMetadata):
-            return value.reshape(shape)
-        names = getattr(value, "names", shape)
-        if len(names) != len(shape):
-            raise ValueError(f"{name} names the axes {tuple(names)}; for shape {shape} it must name {len(shape)}")
-        return value.replace_boxed(unboxed(value).reshape(shape))
+        if isinstance(value, meta.AxisMetadata):
+            return value.replace_boxed(unboxed(value).reshape(shape))
+        return value.reshape(shape)
 
     return init_of
 

@@ -105,7 +105,7 @@ class LayerNorm(nn.Module):
         scale, bias = _scale(self, x), None
         if self.use_bias:
             shape = x.shape[-1:]
-            bias = self.param("bias", reshaped("bias_init", self.bias_init, shape), shape, self.param_dtype)
+            bias = self.param("bias", reshaped(self.bias_init, shape), shape, self.param_dtype)
         return norm.normalize(
             x,
             residual,
@@ -122,7 +122,7 @@ def _scale(module: RMSNorm | LayerNorm, x: jax.Array) -> Any:
         return None
     of_zeros = nn.initializers.zeros_init() if module.zero_centered else nn.initializers.ones_init()
     shape = x.shape[-1:]
-    init = reshaped("scale_init", module.scale_init or of_zeros, shape)
+    init = reshaped(module.scale_init or of_zeros, shape)
     return module.param("scale", init, shape, module.param_dtype)
 
 

@@ -426,7 +426,7 @@ def _validate_fp8(
             kind = "tensors" if spec.scaling == "tensor" else "features, of the transposed copy,"
             raise ValueError(
                 f"x has another scale on each device along {sorted(differing)}; scales of {kind} must agree: quantize "
-                "it with axis_name"
+                "it with amax_axis"
             )
     for name, kernel in kernels.items():
         if isinstance(kernel, QuantizedArray):

@@ -146,18 +146,6 @@ def test_initializers_with_names_of_several_axes_under_a_mesh(rng, make_mesh):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (named(kernel=("embed",)), r"kernel_init names the axes \('embed',\); for shape \(16, 16\) it must name 2"),
-        (named(bias=("a", "b")), "bias_init names the axes"),
-    ],
-)
-def test_names_that_do_not_fit(rng, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(Dense(16, **arguments).init, jax.random.key(0), normal(rng, (3, 16)))
-
-
-@pytest.mark.parametrize(
     ("numbers", "message"),
     [
         ((((2,), (1,)), ((0,), (0,))), "batch dimensions are not supported"),

@@ -174,7 +174,7 @@ def test_operands_that_are_the_same_on_all_devices(recipe, name):
     def call(x, w, *, varying=(), quantized=False):
         x, w = (jax.lax.pcast(a, "tp", to="varying") if key in varying else a for key, a in (("x", x), ("w", w)))
         if quantized:
-            x = ops.quantize(x, recipe.quantization("activation"), axis_name="tp")
+            x = ops.quantize(x, recipe.quantization("activation"), amax_axis="tp")
         return FUNCTIONS[name](x, w, axis_name="tp", recipe=recipe)
 
     def refuses(what, **options):
@@ -256,9 +256,9 @@ def quantized(x, recipe, role, **options):
         ("recipe is None, but kernel is a QuantizedArray", None, None, {}),
         ("x has no data copy, which the forward pass reads", CurrentScaling(), {"copies": "transposed"}, None),
         ("kernel has no transposed copy, which the forward pass reads", CurrentScaling(), None, {"copies": "data"}),
-        ("x has 'tensor' and 'tensor' scaling, but recipe is Rowwise", RowwiseScaling(), {"axis_name": "tp"}, None),
+        ("x has 'tensor' and 'tensor' scaling, but recipe is Rowwise", RowwiseScaling(), {"amax_axis": "tp"}, None),
         ("kernel has 'tensor' and 'tensor' scaling, but recipe is Block", BlockScaling(), None, {}),
-        ("x was quantized as 1 rows and 2 cols", CurrentScaling(), {"row_ndim": 1, "axis_name": "tp"}, None),
+        ("x was quantized as 1 rows and 2 cols", CurrentScaling(), {"row_ndim": 1, "amax_axis": "tp"}, None),
     ],
 )
 def test_quantized_operands(message, recipe, of_x, of_w, name):
@@ -284,7 +284,7 @@ def test_rows_and_cols_of_quantized_weights(name):
 @functions
 def test_formats_of_quantized_operands(name):
     def call(x, w):
-        x = quantized(x, CurrentScaling(), "gradient", axis_name="tp")
+        x = quantized(x, CurrentScaling(), "gradient", amax_axis="tp")
         return FUNCTIONS[name](x, w, axis_name="tp", recipe=CurrentScaling())
 
     with pytest.raises(ValueError, match="x was quantized to float8_e5m2, and activations of"):
@@ -292,12 +292,12 @@ def test_formats_of_quantized_operands(name):
 
 
 def test_scales_that_differ():
-    """Quantized without axis_name, each device has a scale of its own."""
+    """Quantized without amax_axis, each device has a scale of its own."""
 
     def call(x, w):
         return all_gather_matmul(
             quantized(x, CurrentScaling(), "activation"), w, axis_name="tp", recipe=CurrentScaling()
         )
 
-    with pytest.raises(ValueError, match=r"x has another scale on each device along \['tp'\].*quantize it with axis_n"):
+    with pytest.raises(ValueError, match=r"x has another scale on each device along \['tp'\].*quantize it with amax_a"):
         inside(call, zeros(4, 16), zeros(16, 16))

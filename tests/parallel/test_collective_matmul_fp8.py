@@ -138,7 +138,7 @@ def test_transposed_kernels(recipe, name, residual, transport, rng, require_devi
         collective = {"transport": transport, **({"residual": residual} if residual else {})}
         if accumulator is not None and recipe:
             axes = {"rows" if case.gathers else "cols": "tp"} if recipe.scalings["kernel"][0] == "tensor" else None
-            weight = ops.quantize(weight, recipe.quantization("kernel"), row_ndim=2, axis_name=axes)
+            weight = ops.quantize(weight, recipe.quantization("kernel"), row_ndim=2, amax_axis=axes)
         (y,) = case.call(x, (weight,), (bias,), wgrad_accumulator=accumulator, **options, **collective)
         return y
 
@@ -312,8 +312,8 @@ def test_quantized_operands(recipe, name, transport, rng, require_devices):
         sides = ("rows", "cols") if gathers else ("cols", "rows")
         axes = [{side: "tp"} if agreed or (gathers and role == 0) else None for role, side in enumerate(sides)]
         return (
-            ops.quantize(x, recipe.quantization("activation"), axis_name=axes[0]),
-            ops.quantize(w, recipe.quantization("kernel"), row_ndim=1, axis_name=axes[1]),
+            ops.quantize(x, recipe.quantization("activation"), amax_axis=axes[0]),
+            ops.quantize(w, recipe.quantization("kernel"), row_ndim=1, amax_axis=axes[1]),
         )
 
     def local(x, w, dy):
@@ -348,8 +348,8 @@ def test_quantized_operands_have_no_gradient_of_their_own(which, problem, name, 
 
     def gradients(x, w):
         x, w = (jax.lax.pcast(operand, "tp", to="varying") for operand in (x, w))
-        x8 = ops.quantize(x, recipe.quantization("activation"), axis_name="tp")
-        w8 = ops.quantize(w, recipe.quantization("kernel"), axis_name="tp")
+        x8 = ops.quantize(x, recipe.quantization("activation"), amax_axis="tp")
+        w8 = ops.quantize(w, recipe.quantization("kernel"), amax_axis="tp")
         found = jax.grad(lambda *operands: jnp.sum(call(*operands)), argnums=which)(x8, w8)
         return [leaf[None] for leaf in jax.tree.leaves(found)]
 
@@ -461,9 +461,9 @@ def test_an_x_whose_scales_do_not_agree(recipe, scales, require_devices):
             jax.shard_map(mapped, mesh=mesh_of({"tp": 2}), in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
         )(x, w)
 
-    with pytest.raises(ValueError, match=rf"along \['tp'\]; scales of {scales}.*quantize it with axis_name"):
+    with pytest.raises(ValueError, match=rf"along \['tp'\]; scales of {scales}.*quantize it with amax_axis"):
         run()
-    run(axis_name="tp")
+    run(amax_axis="tp")
 
 
 @functions
