@@ -52,9 +52,10 @@ _SLOW = {
     *("models/test_decoder_*.py", "models/test_tensor_parallel.py", "offload/test_stack.py", "offload/test_values.py"),
     *("optim/test_buckets.py", "optim/test_convert.py", "optim/test_offload.py", "optim/test_sharding.py"),
     *("optim/test_optax_manners.py", "optim/test_rounding.py", "optim/test_overwrite.py"),
+    *("optim/test_nonfinite.py", "optim/test_master.py"),
     # Modules share their arithmetic with the operations, and Linen's with NNX's.
     *("flax/*.py", "*/test_*_attention.py", "*/test_*_moe.py", "*/test_*_transformer_block.py", "layers/test_moe.py"),
-    *("nnx/test_nnx_einsum.py", "nnx/test_nnx_norm.py"),
+    *("nnx/test_nnx_einsum.py", "nnx/test_nnx_norm.py", "nnx/test_nnx_imports.py"),
     *("*/test_*_convert.py", "*/test_*_delayed_scaling.py", "*/test_*_microbatches.py"),
     # Of these, tests/conformance has a row or a mesh each.
     *("ops/test_dense_accumulator.py", "ops/test_dense_several_kernels.py", "ops/test_dense_state.py"),
@@ -62,7 +63,8 @@ _SLOW = {
     *("ops/test_experts_mlp.py", "ops/test_gated_mlp.py", "ops/test_grouped_dense.py", "ops/test_quantize_rows.py"),
     *("ops/*_of_pairs.py", "ops/*_regressions.py", "ops/*_sharding.py", "ops/*_shard_map.py"),
     *("parallel/test_p2p.py", "parallel/test_processes.py", "parallel/test_protocol.py", "parallel/*_segments.py"),
-    *("parallel/*_delayed.py", "parallel/*_fp8.py", "test_notebooks.py"),
+    *("parallel/*_delayed.py", "parallel/*_fp8.py", "parallel/test_experts.py", "test_notebooks.py"),
+    "sharding/test_per_shard.py",  # what all operations are made with, and so every row tests
 }
 
 # What tests that are not slow compile of each folder at most: a number of programs is the same on every machine, where
