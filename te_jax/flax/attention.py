@@ -43,7 +43,7 @@ class Attention(nn.Module):
       deterministic: as in `flax.linen.Dropout`; may be given to the call.
       decode: whether calls continue the tokens in the collection "cache", which must be mutable. `init` creates it with
         the number of sequences and tokens of its input.
-      max_score_bytes: as in `te_jax.ops.attention`.
+      max_score_bytes: as in `te_jax.ops.attention`, which runs its reference with implementation="reference".
     """
 
     num_heads: int
@@ -124,9 +124,10 @@ class Attention(nn.Module):
             x, (of_query, of_key, of_value), heads, dtype=self.dtype, options=layer_options(projections[0])
         )
         if self.qk_norm is not None:
+            heads_norm = norm.Norm.of(self.qk_norm, "qk_norm")
             of_norms: Any = {name: getattr(self, name) for name in ("dtype", "param_dtype", "implementation")}
             query, key = (
-                make_norm(self.qk_norm, name=name, **of_norms)(x) for name, x in (("query_ln", query), ("key_ln", key))
+                make_norm(heads_norm, name=name, **of_norms)(x) for name, x in (("query_ln", query), ("key_ln", key))
             )
         mixed = self._attend(
             query, key, value, settings, segment_ids=segment_ids, key_lengths=key_lengths, positions=positions

@@ -26,7 +26,7 @@ from te_jax.recipe import DelayedScaling, Quantization, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
 
-__all__ = ["MoEResult", "Router", "moe"]
+__all__ = ["ExpertParallel", "MoEResult", "Router", "moe"]
 
 Kernels = tuple[Any, Any, Any]
 
@@ -198,11 +198,11 @@ def moe(
         "align": 1 if recipe is None else BLOCK,
         "capacity": router.capacity,
     }
-    parallel_experts = ExpertParallel.of(expert_parallel)
-    if parallel_experts is None:
+    devices = ExpertParallel.of(expert_parallel)
+    if devices is None:
         plan = ops.group_by_expert(routing.experts, **experts)
     else:
-        plan = parallel.plan_dispatch(routing.experts, **experts, **vars(parallel_experts))
+        plan = parallel.plan_dispatch(routing.experts, **experts, **vars(devices))
         _validate_parts(kernel, plan)
     fused = router.weighted == "results" and bias[0] is None and bias[1] is None and is_fused(recipe)
     layer = functools.partial(

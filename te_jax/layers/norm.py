@@ -44,18 +44,22 @@ class Norm:
 
     def __post_init__(self) -> None:
         if self.kind not in ("rms", "layer"):
-            raise ValueError(f"norm is {self.kind!r}; it must be 'rms', 'layer' or a te_jax.layers.Norm")
+            raise ValueError(f"the kind of a norm is {self.kind!r}; it must be 'rms' or 'layer'")
         if self.bias_init is not None and self.kind == "rms":
             raise ValueError("bias_init is given, but an RMS norm has no bias: leave it out, or use Norm('layer')")
 
     @classmethod
-    def of(cls, norm: Norm | Kind) -> Norm:
+    def of(cls, norm: Norm | Kind, argument: str = "norm") -> Norm:
         """The norm that an argument is, or names.
 
         Raises:
           ValueError: it is and names none.
         """
-        return norm if isinstance(norm, Norm) else cls(norm)
+        if isinstance(norm, Norm):
+            return norm
+        if norm not in ("rms", "layer"):
+            raise ValueError(f"{argument} is {norm!r}; it must be 'rms', 'layer' or a te_jax.layers.Norm")
+        return cls(norm)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Attention(nnx.Module):
       kernel_init, bias_init: of `query`, `key` and `value`. They may have metadata, as from `nnx.with_partitioning`.
       out_kernel_init, out_bias_init: of `out`; None for the same values, without metadata.
       dropout_rate: of the result. Attention weights have no dropout.
-      max_score_bytes: as in `te_jax.ops.attention`.
+      max_score_bytes: as in `te_jax.ops.attention`, which runs its reference with implementation="reference".
       rngs: `nnx.Rngs`, of which "params" is used, and "dropout" with a dropout_rate.
 
     Raises:
@@ -99,9 +99,10 @@ class Attention(nnx.Module):
         self.query_ln: RMSNorm | LayerNorm | None = nnx.data(None)
         self.key_ln: RMSNorm | LayerNorm | None = nnx.data(None)
         if qk_norm is not None:
+            heads_norm = norm.Norm.of(qk_norm, "qk_norm")
             names = ("dtype", "param_dtype", "implementation", "rngs")
             of_norms: Any = {name: shared[name] for name in names}
-            self.query_ln, self.key_ln = (make_norm(qk_norm, self.heads.head_dim, **of_norms) for _ in range(2))
+            self.query_ln, self.key_ln = (make_norm(heads_norm, self.heads.head_dim, **of_norms) for _ in range(2))
         self.out = LinearGeneral(
             of_query,
             in_features if out_features is None else out_features,

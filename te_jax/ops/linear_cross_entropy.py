@@ -606,7 +606,7 @@ class _Chunks:
         self.padding = -vocab % _ALIGNMENT if dtype.itemsize == 2 or head.layer else 0
         self.in_place = accumulator is not None and not self.padding and accumulator.dtype == jnp.float32
         self.with_wgrad = wanted.kernel or wanted.accumulator
-        # Of all devices: of the shards that Auto and Explicit axes make, and those that vocab_axis says.
+        # The whole vocabulary: Auto and Explicit axes split it, or those of vocab_axis.
         self.vocab = vocab * (lax.axis_size(vocab_axes) if vocab_axes else 1)
         kernel, bias = kernel.astype(dtype), None if bias is None else bias.astype(dtype)
         if self.padding:

@@ -98,7 +98,7 @@ def of_experts(x, kernels, *, recipe, wgrad_accumulator=(None,) * 3, accumulate=
 
 
 def collective(function, shapes, *specs):
-    """Of one kernel, which these take without a tuple, or of several."""
+    """A collective product. One kernel is passed to it without a tuple."""
 
     def call(x, kernels, wgrad_accumulator=None, **options):
         one = len(shapes) == 1
