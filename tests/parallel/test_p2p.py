@@ -670,7 +670,7 @@ ATTRIBUTES = {
     "put": False,
 }
 OF_TWO = ATTRIBUTES | {"groups": np.arange(2), "group_size": 2}
-ABSENT, NO_WORKSPACE = jax.ShapeDtypeStruct((0,), F32), jax.ShapeDtypeStruct((0,), jnp.uint8)
+ABSENT, WORKSPACE = jax.ShapeDtypeStruct((0,), F32), jax.ShapeDtypeStruct((2**25,), jnp.uint8)
 
 
 def shapes(**given):
@@ -683,7 +683,7 @@ def gather_alone(left_out=(), **given):
     operands = {"x": jnp.ones((1, 2, 4)), "x_scale_inv": jnp.zeros(0)}
     operands |= {"w": jnp.ones((4, 4)), "w_scale_inv": jnp.zeros(0), "bias": jnp.zeros(0)}
     results = shapes(
-        y=((1, 2, 4), F32), gathered=((1, 2, 4), F32), scales=((0,), F32), workspace=((2**25,), jnp.uint8)
+        y=((1, 2, 4), F32), gathered=((1, 2, 4), F32), scales=((0,), F32), workspace=(WORKSPACE.shape, WORKSPACE.dtype)
     )  # fmt: skip
     return call_alone("te_all_gather_gemm", operands, results, given, left_out)
 
@@ -695,7 +695,7 @@ def scatter_alone(left_out=(), **given):
     operands |= {"w": jnp.ones((4, 4)), "w_scale_inv": jnp.zeros(0), "bias": jnp.zeros(0)}
     results = shapes(
         z=((1, 2, 4), F32), received=((1, 1, 2, 4), F32), outgoing=((0,), F32), sums=((0,), F32),
-        workspace=((2**25,), jnp.uint8),
+        workspace=(WORKSPACE.shape, WORKSPACE.dtype),
     )  # fmt: skip
     return call_alone("te_gemm_reduce_scatter", operands, results, given, left_out)
 
@@ -825,7 +825,7 @@ def gather(rows=1, pieces=1, others=(), put=False):
         x = jnp.broadcast_to(x[0, 0], (pieces, rows, 8))
         operands = x, jnp.zeros(0), *(jnp.zeros(size) for size in others)
         gathered = (pieces, 2 * rows, 8), (0,), *((2, size) for size in others)
-        results = *(jax.ShapeDtypeStruct(shape, F32) for shape in gathered), NO_WORKSPACE
+        results = *(jax.ShapeDtypeStruct(shape, F32) for shape in gathered), WORKSPACE
         found = native.call("te_all_gather_gemm", results, *operands, **OF_TWO | {"products": 0, "put": put})
         return sum(jnp.sum(result) for result in found[:-1])[None]
 
@@ -844,7 +844,7 @@ def scatter(rows):
             jnp.zeros(0),
         )
         z, received = (jax.ShapeDtypeStruct(shape, F32) for shape in ((1, rows, 8), (1, 1, rows, 8)))
-        results = z, received, ABSENT, ABSENT, NO_WORKSPACE
+        results = z, received, ABSENT, ABSENT, WORKSPACE
         return jnp.sum(native.call("te_gemm_reduce_scatter", results, *operands, **OF_TWO)[0])[None]
 
     return run
