@@ -1,6 +1,7 @@
 #include "collective_gemm/module.h"
 #include "common/module.h"
 #include "gemm/gemm.h"
+#include "offload/offload.h"
 
 namespace nb = nanobind;
 
@@ -14,6 +15,7 @@ void UseSgemm(nb::capsule sgemm) { te::gemm::UseSgemm(sgemm.data(), sgemm.name()
 NB_MODULE(_te_cpu, module) {
   te::DefineModule(module);
   te::collective_gemm::DefineModule(module);
+  module.def("disturb_offload", &te::offload::Disturb);
   module.def("build", &te::BuildFacts);
   module.def("use_sgemm", &UseSgemm);
 }

@@ -5,6 +5,7 @@
 
 #include "collective_gemm/module.h"
 #include "common/module.h"
+#include "offload/offload.h"
 
 namespace nb = nanobind;
 
@@ -52,6 +53,7 @@ nb::list PeerAccess() {
 NB_MODULE(_te_cuda, module) {
   te::DefineModule(module);
   te::collective_gemm::DefineModule(module);
+  module.def("disturb_offload", &te::offload::Disturb);
   module.def("build", &Build);
   module.def("peer_access", &PeerAccess);
 }

@@ -25,7 +25,12 @@
   X(te_norm_tensor)                           \
   X(te_norm_blocks)                           \
   X(te_norm_gradient)                         \
-  X(te_grouped_gemm)
+  X(te_grouped_gemm)                          \
+  X(te_offload_begin_store)                   \
+  X(te_offload_store)                         \
+  X(te_offload_begin_fetch)                   \
+  X(te_offload_fetch)                         \
+  X(te_offload_end_store)
 
 // Those among them that prepare on a GPU, before each execution of a program, by a second handler: <target>_initialize.
 #define TE_JAX_INITIALIZED_TARGETS(X) X(te_gemm) X(te_all_gather_gemm) X(te_gemm_reduce_scatter)

@@ -1,10 +1,14 @@
-"""A rule of `jax.vmap` for results of a `jax.custom_vjp`."""
+"""Rules of `jax.vmap` for results of a `jax.custom_vjp`, and for what has none."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+_Tree = TypeVar("_Tree")
 
 
 def batched_together(results: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -25,3 +29,22 @@ def _together(*results: Array) -> tuple[Array, ...]:
 def _(size: int, batched: list[bool], *results: Array):
     mapped = (x if has else jnp.broadcast_to(x, (size, *x.shape)) for x, has in zip(results, batched, strict=True))
     return _together(*mapped), (True,) * len(results)
+
+
+def refuse_batches(operands: _Tree, reason: str) -> _Tree:
+    """The operands, whose batches are an error.
+
+    Args:
+      operands: a tree of arrays.
+      reason: names the operation and the way out.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def same(operands: _Tree) -> _Tree:
+        return operands
+
+    @same.def_vmap
+    def _(size: int, batched: list[bool], operands: _Tree):
+        raise NotImplementedError(reason)
+
+    return same(operands)

@@ -3,7 +3,7 @@
 from te_jax.layers.microbatches import accumulate_gradients, dense_kernels
 from te_jax.layers.mixture import ExpertParallel, MoEResult, Router, moe
 from te_jax.layers.norm import Norm
-from te_jax.layers.stack import apply_layers, residual_table
+from te_jax.layers.stack import apply_layers, residual_table, scan_layers
 
 __all__ = [
     "ExpertParallel",
@@ -15,4 +15,5 @@ __all__ = [
     "dense_kernels",
     "moe",
     "residual_table",
+    "scan_layers",
 ]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax.offload import Offload
+from te_jax.offload.scan import run_scan
 from te_jax.offload.stack import describe, run_layers
 
 X = TypeVar("X")
@@ -65,13 +66,70 @@ def apply_layers(
       >>> [gradient["kernel"].shape for gradient in jax.grad(lambda *a: run(*a).sum())(layers, jnp.ones((1, 4)))]
       [(4, 4), (4, 4)]
     """
+    _check(remat, offload)
     layers, params = _layers(layer, params, remat)
     if offload is not None:
-        if not isinstance(offload, Offload):
-            raise ValueError(f"offload is {offload!r}: it must be a te_jax.offload.Offload, or None")
+        if offload.implementation == "native":
+            raise ValueError(
+                "offload has implementation='native': apply_layers unrolls its loop, where XLA hides its own copies. "
+                "te_jax.layers.scan_layers has native ones; leave implementation out here"
+            )
         return run_layers(layers, params, x, offload)
     for each, of_layer in zip(layers, params, strict=True):
         x = each(x, of_layer)
+    return x
+
+
+def scan_layers(
+    layer: Layer[X],
+    params: Any,
+    x: X,
+    *,
+    remat: bool | Policy | None = None,
+    offload: Offload | None = None,
+) -> X:
+    """Runs x through a stack of layers in a `jax.lax.scan`: the program is as large as that of one layer.
+
+    `apply_layers` is faster and compiles longer, by as many times as there are layers. A model that keeps its
+    parameters stacked, as `flax.linen.scan` and `flax.nnx.scan` make them, passes them as they are.
+
+    With offload, te_jax's own copies cross the iterations of the loop and hide behind its layers, and XLA's do not.
+    JAX's policies cannot have them: `jax.lax.scan` decides by itself what it keeps, and passes policies no loop. So a
+    `lax.scan`, `nn.scan` or `nnx.scan` of your own becomes this call.
+
+    Args:
+      layer: (x, parameters of one layer) -> x of the same structure, shapes and dtypes. It may close over arrays, whose
+        gradients are sums over layers.
+      params: a pytree of arrays whose first dimension is the layer. It may also hold the state of delayed scaling,
+        whose gradient is the next state, and quantized kernels.
+      x: a pytree.
+      remat: what the backward pass recomputes; see `apply_layers`.
+      offload: which residuals wait for the backward pass in host memory, among those that remat keeps; see
+        `te_jax.offload.Offload`. There is no forward-mode derivative then, and no `jax.vmap` of te_jax's own copies.
+
+    Returns:
+      The result of the last layer; x if there are no layers.
+
+    Raises:
+      ValueError: leaves of `params` have no first dimension of one size, or the layer returns an x of another type; or
+        what `apply_layers` refuses.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, te_jax
+      >>> from te_jax.offload import LAYER_INPUT, Offload
+      >>> offload = Offload(names=[LAYER_INPUT], min_size=0)
+      >>> def loss(kernels, x):
+      ...     layer = lambda x, kernel: jnp.tanh(x @ kernel)
+      ...     return te_jax.layers.scan_layers(layer, kernels, x, remat=True, offload=offload).sum()
+      >>> jax.grad(loss)(jnp.ones((3, 2, 2)), jnp.ones((1, 2))).shape
+      (3, 2, 2)
+    """
+    _check(remat, offload)
+    if count := _count(params):
+        if offload is not None:
+            return run_scan(_rematerialized(layer, remat), params, x, offload)
+        run = _rematerialized(layer, remat)
+        return lax.scan(lambda x, of_layer: (run(x, of_layer), None), x, params, length=count)[0]
     return x
 
 
@@ -109,14 +167,26 @@ def residual_table(
         device       2.1 MB  layer_input: float32[2048, 256]
       in all 4.2 MB on the host, 2.1 MB on the device
     """
+    _check(remat, offload)
     layers, params = _layers(layer, params, remat)
     return describe(layers, params, x, offload)
 
 
-def _layers(layer: Any, params: Any, remat: Any) -> tuple[list[Layer[Any]], Sequence[Any]]:
-    """One function and one pytree of parameters for each layer."""
+def _check(remat: Any, offload: Any) -> None:
     if not (remat is None or isinstance(remat, bool) or callable(remat)):
         raise ValueError(f"remat is {remat!r}: it must be None, True, or a policy of jax.checkpoint")
+    if not (offload is None or isinstance(offload, Offload)):
+        raise ValueError(f"offload is {offload!r}: it must be a te_jax.offload.Offload, or None")
+
+
+def _rematerialized(layer: Layer[Any], remat: Any) -> Layer[Any]:
+    # jit, so that JAX traces and differentiates the layer once. XLA inlines the calls.
+    run = jax.jit(layer)
+    return jax.checkpoint(run, policy=cast(Any, remat) if callable(remat) else None) if remat else run
+
+
+def _layers(layer: Any, params: Any, remat: Any) -> tuple[list[Layer[Any]], Sequence[Any]]:
+    """One function and one pytree of parameters for each layer."""
     params = _unstacked(params)
     given = list(layer) if isinstance(layer, list | tuple) else [layer] * len(params)
     if len(given) != len(params):
@@ -124,16 +194,26 @@ def _layers(layer: Any, params: Any, remat: Any) -> tuple[list[Layer[Any]], Sequ
     made: dict[Any, Layer[Any]] = {}
     for each in given:
         if each not in made:
-            # jit, so that JAX traces and differentiates the layer once. XLA inlines the calls.
-            run = jax.jit(each)
-            made[each] = jax.checkpoint(run, policy=cast(Any, remat) if callable(remat) else None) if remat else run
+            made[each] = _rematerialized(each, remat)
     return [made[each] for each in given], params
 
 
 def _unstacked(params: Any) -> Sequence[Any]:
     if isinstance(params, list | tuple) and not hasattr(params, "_fields"):  # a NamedTuple is a pytree of one layer
         return params
+    count = _count(params)
+    if count == 0:
+        return []
     leaves, structure = jax.tree.flatten(params)
+    # The gradient of split is one concatenation, which XLA fuses with what reads it; that of indices would be as many
+    # padded arrays as layers, and their sum.
+    parts = [[lax.squeeze(part, (0,)) for part in lax.split(jnp.asarray(leaf), (1,) * count)] for leaf in leaves]
+    return [structure.unflatten(of_layer) for of_layer in zip(*parts, strict=True)]
+
+
+def _count(params: Any) -> int:
+    """The number of layers of stacked parameters."""
+    leaves = jax.tree.leaves(params)
     sizes = {jnp.shape(leaf)[:1] for leaf in leaves}
     if len(sizes) != 1 or sizes == {()}:
         shapes = ", ".join(sorted({str(jnp.shape(leaf)) for leaf in leaves})) or "none"
@@ -142,9 +222,4 @@ def _unstacked(params: Any) -> Sequence[Any]:
             "of layers; parameters of single layers need a list"
         )
     ((count,),) = sizes
-    if count == 0:
-        return []
-    # The gradient of split is one concatenation, which XLA fuses with what reads it; that of indices would be as many
-    # padded arrays as layers, and their sum.
-    parts = [[lax.squeeze(part, (0,)) for part in lax.split(jnp.asarray(leaf), (1,) * count)] for leaf in leaves]
-    return [structure.unflatten(of_layer) for of_layer in zip(*parts, strict=True)]
+    return count

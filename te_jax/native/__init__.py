@@ -3,7 +3,7 @@
 An operation uses `use_native` to decide, and `call` to run a target on local arrays. Neither knows any operation.
 """
 
-from te_jax.native.call import call
+from te_jax.native.call import call, call_once
 from te_jax.native.extension import (
     ExtensionStatus,
     Implementation,
@@ -27,6 +27,7 @@ __all__ = [
     "NativeUnavailableError",
     "available",
     "call",
+    "call_once",
     "compute_capability",
     "export_checks",
     "extension_module",

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from te_jax import sharding
 from te_jax.native import extension
@@ -46,3 +48,30 @@ def call(
             vmap_method="sequential",
         )(*operands, **{name: _attribute(value) for name, value in attributes.items()})
     )
+
+
+def call_once(
+    target: str, results: Sequence[jax.ShapeDtypeStruct | Array], *operands: Array, **attributes: int | tuple[int, ...]
+) -> tuple[Array, ...]:
+    """`call`, of which XLA runs as many as there are: of two that are alike it would make one.
+
+    JAX still leaves out a call whose results nobody reads, as `jax.checkpoint` needs it: `jax.ffi`'s own side effects
+    are an error there. There is no rule for `jax.vmap`. Attributes are integers, and tuples of them.
+    """
+    extension.register()
+    types = tuple(sharding.result_type(result.shape, result.dtype, *operands) for result in results)
+    return tuple(_once_p.bind(*operands, target=target, types=types, attributes=tuple(attributes.items())))
+
+
+_once_p = Primitive("te_call_once")
+_once_p.multiple_results = True
+_once_p.def_abstract_eval(lambda *_, types, **others: list(types))
+_once_p.def_impl(lambda *operands, **params: jax.jit(lambda *operands: _once_p.bind(*operands, **params))(*operands))
+
+
+def _lower_once(ctx, *operands, target, types, attributes):
+    given = {name: np.int64(value) if isinstance(value, int) else np.array(value) for name, value in attributes}
+    return jax.ffi.ffi_lowering(target, has_side_effect=True)(ctx, *operands, **given)
+
+
+mlir.register_lowering(_once_p, _lower_once)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -51,6 +52,11 @@ class Offload:
       keep_last: how many of the last layers keep their residuals on the device. The backward pass begins with these,
         and the first fetch hides behind the last of them.
       required: whether a name that no residual of a layer has is an error. False: such layers keep what they have.
+      implementation: who copies. "xla": XLA, which hides copies in the unrolled loop of `apply_layers`, and none in a
+        scan. "native": te_jax's extension, in `scan_layers`, for arrays that are whole on a device, or inside of
+        `jax.shard_map`. None: the faster one that can run here.
+      slots: in `scan_layers`, how many layers' residuals wait on the device for their copies, each way. One hides
+        copies that last as long as a layer computes; two even out layers and copies that take now more, now less.
 
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax
@@ -67,6 +73,8 @@ class Offload:
     quantize: Sequence[str] | bool = ()
     keep_last: int = 1
     required: bool = True
+    implementation: Literal["native", "xla"] | None = None
+    slots: int = 2
 
     def __post_init__(self) -> None:
         for field in ("names", "quantize"):
@@ -88,6 +96,10 @@ class Offload:
                 "layer keeps at once"
             )
         as_flag("required", self.required)
+        if self.implementation not in (None, "native", "xla"):
+            raise ValueError(f"implementation is {self.implementation!r}: it must be 'native', 'xla' or None")
+        if not (is_whole_number(self.slots) and self.slots >= 1):
+            raise ValueError(f"slots is {self.slots!r}: it must be a whole number of 1 or more")
         if isinstance(self.names, tuple) and isinstance(self.quantize, tuple):
             stays = sorted(set(self.quantize) - set(self.names))
             if stays:

@@ -59,7 +59,7 @@ def test_copies_hide_and_memory_is_saved(remat, names, each, fp8, monkeypatch):
 def test_many_residuals_of_a_layer_hide_too(monkeypatch):
     """One copy for each layer: XLA begins a third only when the first has ended, and the GPU waits for that."""
     names = ("a", "b", "c", "d")
-    monkeypatch.setattr(stack, "_is_whole", lambda: True)  # as where JAX has one device
+    monkeypatch.setattr(stack, "is_whole", lambda: True)  # as where JAX has one device
 
     def run(x, params):
         for name in names:

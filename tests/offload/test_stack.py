@@ -1,5 +1,6 @@
-"""`te_jax.layers.apply_layers(offload=…)` against the same loop without it, and what leaves for the host."""
+"""`apply_layers` and `scan_layers` of te_jax.layers with offload, against themselves without, and what leaves."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from te_jax import ops
-from te_jax.layers import accumulate_gradients, apply_layers, dense_kernels, residual_table
+from te_jax import native, ops
+from te_jax.layers import accumulate_gradients, apply_layers, dense_kernels, residual_table, scan_layers
 from te_jax.offload import LAYER_INPUT, Offload, stack
 from te_jax.recipe import BlockScaling, DelayedScaling
 from te_jax.testing import assert_close
@@ -36,13 +37,34 @@ CASES = {
 every_case = pytest.mark.parametrize(("remat", "offload"), CASES.values(), ids=CASES)
 
 
+def scanned(layer, params, x, *, remat=None, offload=None, implementation=None):
+    """scan_layers as apply_layers is called: with a list of parameters."""
+    if offload is not None:
+        offload = dataclasses.replace(offload, implementation=implementation)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+    return scan_layers(layer, stacked, x, remat=remat, offload=offload)
+
+
+LOOPS = {
+    "loop": apply_layers,
+    "scan by xla": functools.partial(scanned, implementation="xla"),
+    "scan": functools.partial(scanned, implementation="native"),
+}
+
+
+@pytest.fixture(params=LOOPS.values(), ids=LOOPS)
+def loop(request):
+    """A call with the arguments of apply_layers."""
+    return request.param
+
+
 def layer(x, params):
     hidden = checkpoint_name(jnp.tanh(x["stream"] @ params["kernel"]), "hidden")
     return {"stream": x["stream"] + jnp.sin(hidden) * params["scale"], "count": x["count"] + 1}
 
 
-def total(params, stream, *, run=layer, **options):
-    return jnp.sum(jnp.cos(apply_layers(run, params, {"stream": stream, "count": 0}, **options)["stream"]))
+def total(params, stream, *, run=layer, loop=apply_layers, **options):
+    return jnp.sum(jnp.cos(loop(run, params, {"stream": stream, "count": jnp.int32(0)}, **options)["stream"]))
 
 
 def random_layers(rng, count=LAYERS):
@@ -83,9 +105,9 @@ def assert_equal(found, expected):
 
 @every_case
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_values_and_gradients_are_those_without_offload(jit, remat, offload, params, stream):
-    found = gradient(remat, offload)
-    assert_equal((jax.jit(found) if jit else found)(params, stream), gradient(remat, None)(params, stream))
+def test_values_and_gradients_are_those_without_offload(loop, jit, remat, offload, params, stream):
+    found = gradient(remat, offload, loop=loop)
+    assert_equal((jax.jit(found) if jit else found)(params, stream), gradient(remat, None, loop=loop)(params, stream))
 
 
 def equations(jaxpr):
@@ -112,7 +134,7 @@ def copies(function, *operands):
     [("input", 1), ("input and hidden", 2), ("hidden", 1), ("two stay", 1), ("all stay", 0), ("everything", None)],
 )
 def test_what_leaves_comes_back_once(case, leaves, params, stream, monkeypatch):
-    monkeypatch.setattr(stack, "_is_whole", lambda: False)
+    monkeypatch.setattr(stack, "is_whole", lambda: False)
     remat, offload = CASES[case]
     there, back = copies(gradient(remat, offload), params, stream)
     assert there == back
@@ -139,9 +161,9 @@ def test_many_residuals_of_a_layer_leave_as_one_array(quantize, params, stream, 
     keep = jax.checkpoint_policies.save_only_these_names("a", "b", "c", "d")
     offload = Offload(names=("a", "b", "c", "d"), min_size=0, quantize=("b",) if quantize else False)
     gradient = jax.grad(functools.partial(loss, offload=offload), argnums=(0, 1))
-    monkeypatch.setattr(stack, "_is_whole", lambda: False)
+    monkeypatch.setattr(stack, "is_whole", lambda: False)
     expected = gradient(params, stream)
-    monkeypatch.setattr(stack, "_is_whole", lambda: True)
+    monkeypatch.setattr(stack, "is_whole", lambda: True)
     one = ("float32", ((3 if quantize else 4) * stream.size,))
     fp8 = [("float8_e4m3fn", (ROWS, WIDTH))] if quantize else []
     there, back = copies(gradient, params, stream)
@@ -194,14 +216,15 @@ def test_one_array_in_another_order(order, params, stream):
     assert_equal(found, jax.grad(functools.partial(loss, offload=None), argnums=(0, 1))(params, stream))
 
 
-def test_fp8(rng):
+def test_fp8(loop, rng):
     """Gradients differ by the rounding of FP8, and not by less."""
     params = random_layers(rng)
     stream = jnp.asarray(rng.standard_normal((64, WIDTH)), jnp.float32)
     offload = Offload(names=["hidden"], min_size=0, quantize=True)
-    found = gradient(KEEP_HIDDEN, offload)
-    there, back = copies(found, params, stream)
-    assert there == back == [("float8_e4m3fn", (64, WIDTH))] * (LAYERS - 1)
+    found = gradient(KEEP_HIDDEN, offload, loop=loop)
+    if loop is apply_layers:
+        there, back = copies(found, params, stream)
+        assert there == back == [("float8_e4m3fn", (64, WIDTH))] * (LAYERS - 1)
     (value, gradients), (expected, exact) = jax.jit(found)(params, stream), gradient(KEEP_HIDDEN, None)(params, stream)
     assert float(value) == pytest.approx(float(expected), rel=1e-5, abs=1e-4)
     for one, other in zip(gradients[0], exact[0], strict=True):
@@ -209,7 +232,7 @@ def test_fp8(rng):
     assert np.any(np.abs(gradients[0][0]["kernel"] - exact[0][0]["kernel"]) > 1e-4)
 
 
-def test_each_layer_gets_its_own(params, stream):
+def test_each_layer_gets_its_own(loop, stream):
     """With values far apart, so that another layer's residuals could not be taken for its own."""
 
     def run(x, p):
@@ -217,7 +240,7 @@ def test_each_layer_gets_its_own(params, stream):
 
     scales = [jnp.float32(10.0**i) for i in range(LAYERS)]
     stream = jnp.abs(stream)  # whose sum in float32 cancels nothing
-    found = jax.grad(lambda s: jnp.sum(apply_layers(run, s, stream, remat=True, offload=ALL)))(scales)
+    found = jax.grad(lambda s: jnp.sum(loop(run, s, stream, remat=True, offload=ALL)))(scales)
     product = 10.0 ** sum(range(LAYERS)) * float(jnp.sum(stream))
     for i, of_layer in enumerate(found):
         assert_close(of_layer, jnp.float32(product / 10.0**i), tolerance=1e-5)
@@ -255,7 +278,7 @@ def test_layers_of_which_some_have_nothing_that_leaves(rng):
     assert len(copies(found, params, x)[0]) == 4
 
 
-def test_results_that_nothing_reads(rng):
+def test_results_that_nothing_reads(loop, rng):
     """Layers sum up something, such as a loss of their own, which the caller drops."""
 
     def layer(x, kernel):
@@ -266,7 +289,7 @@ def test_results_that_nothing_reads(rng):
     stream = jnp.asarray(rng.standard_normal((ROWS, WIDTH)), jnp.float32)
 
     def total(kernels, **options):
-        return jnp.sum(apply_layers(layer, kernels, (stream, jnp.float32(0.0)), **options)[0])
+        return jnp.sum(loop(layer, kernels, (stream, jnp.float32(0.0)), **options)[0])
 
     expected, found = (
         jax.jit(jax.grad(functools.partial(total, **options)))(kernels) for options in ({}, {"offload": ALL})
@@ -274,7 +297,7 @@ def test_results_that_nothing_reads(rng):
     jax.tree.map(functools.partial(assert_close, tolerance=1e-5), found, expected)
 
 
-def test_what_layers_close_over(params, stream):
+def test_what_layers_close_over(loop, params, stream):
     """Arrays with and without a gradient, integers, and a key."""
     key, table = jax.random.key(0), jnp.arange(ROWS)
 
@@ -283,7 +306,7 @@ def test_what_layers_close_over(params, stream):
             noise = jax.random.normal(key, x.shape)
             return jnp.tanh(x @ p["kernel"] + shift) * weight[None] + noise * table[:, None].astype(x.dtype)
 
-        return jnp.sum(apply_layers(run, params, stream, remat=True, offload=offload) ** 2)
+        return jnp.sum(loop(run, params, stream, remat=True, offload=offload) ** 2)
 
     for argnums in (0, (0, 1)):
         found = jax.jit(jax.grad(lambda s, w: loss(s, w, ALL), argnums=argnums))(0.3, jnp.ones(WIDTH))
@@ -302,30 +325,33 @@ def test_frozen_parameters_get_no_gradient(params, stream):
     assert products((0, 1)) - products(1) == LAYERS
 
 
-def test_transformations(params, stream, rng):
-    expected = jax.jit(gradient(True, None))
-    found = gradient(True, ALL)
+def test_transformations(loop, params, stream, rng):
+    expected = jax.jit(gradient(True, None, loop=loop))
+    found = gradient(True, ALL, loop=loop)
     streams = jnp.asarray(rng.standard_normal((3, ROWS, WIDTH)), jnp.float32)
-    assert_equal(
-        jax.jit(jax.vmap(found, (None, 0)))(params, streams),
-        jax.tree.map(lambda *leaves: jnp.stack(leaves), *(expected(params, s) for s in streams)),
-    )
+    mapped = jax.jit(jax.vmap(found, (None, 0)))
+    if loop is LOOPS["scan"]:
+        with pytest.raises(NotImplementedError, match="map inside of the layer"):
+            mapped(params, streams)
+    else:
+        wanted = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(expected(params, s) for s in streams))
+        assert_equal(mapped(params, streams), wanted)
     assert_equal(
         jax.jit(lambda p, s: lax.map(lambda s: found(p, s), s))(params, streams),
         jax.tree.map(lambda *leaves: jnp.stack(leaves), *(expected(params, s) for s in streams)),
     )
 
     def checkpointed(p, s):
-        return jax.value_and_grad(jax.checkpoint(lambda p, s: total(p, s, remat=True, offload=ALL)), argnums=(0, 1))(
-            p, s
-        )
+        return jax.value_and_grad(
+            jax.checkpoint(lambda p, s: total(p, s, remat=True, offload=ALL, loop=loop)), argnums=(0, 1)
+        )(p, s)
 
     assert_equal(jax.jit(checkpointed)(params, stream), expected(params, stream))
 
 
-def test_microbatches(params, stream):
+def test_microbatches(loop, params, stream):
     def loss(params, stream):
-        return total(params, stream, remat=True, offload=ALL)
+        return total(params, stream, remat=True, offload=ALL, loop=loop)
 
     value, gradients = jax.jit(
         lambda p, s: lax.scan(
@@ -338,13 +364,13 @@ def test_microbatches(params, stream):
     assert_equal((value, gradients), jax.tree.map(jnp.add, one, two))
 
 
-def test_two_stacks_in_one_program(params, stream, rng):
+def test_two_stacks_in_one_program(loop, params, stream, rng):
     others = random_layers(rng, 3)
 
     def both(offload):
         def loss(params, others, stream):
-            first = apply_layers(layer, params, {"stream": stream, "count": 0}, remat=True, offload=offload)
-            second = apply_layers(layer, others, {"stream": stream * 2, "count": 0}, remat=True, offload=offload)
+            first = loop(layer, params, {"stream": stream, "count": jnp.int32(0)}, remat=True, offload=offload)
+            second = loop(layer, others, {"stream": stream * 2, "count": jnp.int32(0)}, remat=True, offload=offload)
             return jnp.sum(first["stream"] * jnp.cos(second["stream"]))
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
@@ -352,8 +378,8 @@ def test_two_stacks_in_one_program(params, stream, rng):
     assert_equal(both(ALL)(params, others, stream), both(None)(params, others, stream))
 
 
-def test_threads_and_executions_in_flight(params, stream):
-    found, expected = jax.jit(gradient(True, ALL)), jax.jit(gradient(True, None))
+def test_threads_and_executions_in_flight(loop, params, stream):
+    found, expected = jax.jit(gradient(True, ALL, loop=loop)), jax.jit(gradient(True, None, loop=loop))
     wanted = [expected(params, stream * i) for i in range(8)]
     results = [None] * 8
 
@@ -372,7 +398,7 @@ def test_threads_and_executions_in_flight(params, stream):
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "auto", "explicit"])
-def test_several_devices(mode, params, rng, require_devices):
+def test_several_devices(loop, mode, params, rng, require_devices):
     require_devices(4)
     explicit = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((4,), ("data",), (explicit,), devices=jax.devices()[:4])
@@ -380,7 +406,7 @@ def test_several_devices(mode, params, rng, require_devices):
     expected = jax.grad(total)(params, rows)
 
     def loss(params, rows):
-        return total(params, rows, remat=True, offload=ALL)
+        return total(params, rows, remat=True, offload=ALL, loop=loop)
 
     if mode == "shard_map":
         mapped = jax.shard_map(
@@ -390,12 +416,17 @@ def test_several_devices(mode, params, rng, require_devices):
     else:
         with jax.set_mesh(mesh):
             split = jax.device_put(rows, jax.NamedSharding(mesh, P("data")))
-            found = jax.jit(jax.grad(loss))(jax.device_put(params, jax.NamedSharding(mesh, P())), split)
+            operands = jax.device_put(params, jax.NamedSharding(mesh, P())), split
+            if loop is LOOPS["scan"]:
+                with pytest.raises(native.NativeUnavailableError, match=r"Call it inside jax\.shard_map"):
+                    jax.jit(jax.grad(loss))(*operands)
+                return
+            found = jax.jit(jax.grad(loss))(*operands)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_close(one, other, tolerance=1e-5)
 
 
-def test_layers_in_fp8_with_state_and_kernels_quantized_once(rng):
+def test_layers_in_fp8_with_state_and_kernels_quantized_once(loop, rng):
     x = jnp.asarray(rng.standard_normal((32, WIDTH)), jnp.float32)
     kernels = [jnp.asarray(rng.standard_normal((WIDTH, WIDTH)) / 6, jnp.float32) for _ in range(3)]
     delayed = DelayedScaling(history_len=3)
@@ -404,7 +435,7 @@ def test_layers_in_fp8_with_state_and_kernels_quantized_once(rng):
         return jnp.tanh(ops.dense(x, p["kernel"], recipe=delayed, scaling_state=p["state"]))
 
     def loss(params, offload):
-        return jnp.sum(apply_layers(product, params, x, offload=offload) ** 2)
+        return jnp.sum(loop(product, params, x, offload=offload) ** 2)
 
     params = [{"kernel": kernel, "state": delayed.init()} for kernel in kernels]
     found = jax.jit(jax.grad(lambda p: loss(p, ALL)))(params)
@@ -418,7 +449,7 @@ def test_layers_in_fp8_with_state_and_kernels_quantized_once(rng):
             def run(x, kernel):
                 return jnp.tanh(ops.dense(x, **dense_kernels([kernel]), recipe=recipe)[0])
 
-            return jnp.sum(apply_layers(run, kernels, x, offload=offload) ** 2)
+            return jnp.sum(loop(run, kernels, x, offload=offload) ** 2)
 
         return jax.jit(lambda kernels, gradients: accumulate_gradients(loss)(kernels, gradients))
 
@@ -427,7 +458,9 @@ def test_layers_in_fp8_with_state_and_kernels_quantized_once(rng):
 
 
 def test_the_table(params, stream):
-    text = residual_table(layer, params, {"stream": stream, "count": 0}, remat=KEEP_HIDDEN, offload=CASES["hidden"][1])
+    text = residual_table(
+        layer, params, {"stream": stream, "count": jnp.int32(0)}, remat=KEEP_HIDDEN, offload=CASES["hidden"][1]
+    )
     assert text.splitlines()[0] == "layers 0 to 3, each"
     assert len(re.findall(rf"host .*hidden: float32\[{ROWS}, {WIDTH}\]", text)) == 1
     assert len(re.findall("device .*layer_input", text)) == 2
@@ -458,6 +491,8 @@ def test_a_name_that_nothing_has_is_refused(offload, words, params, stream):
         ({"min_size": -1}, "a number of bytes"),
         ({"keep_last": 0}, "it must be 1 or more"),
         ({"required": 2}, "True or False"),
+        ({"implementation": "te_jax"}, "'native', 'xla' or None"),
+        ({"slots": 0}, "1 or more"),
         ({"names": ["a"], "quantize": ["b"]}, r"quantize has \['b'\], which names does not"),
     ],
 )

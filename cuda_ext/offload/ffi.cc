@@ -1,0 +1,114 @@
+#include "common/ffi.h"
+
+#include <algorithm>
+
+#include "offload/offload.h"
+
+namespace te::offload {
+namespace {
+
+using ffi::AnyBuffer;
+using Result = ffi::Result<AnyBuffer>;
+
+char* BytesOf(const AnyBuffer& buffer) { return static_cast<char*>(buffer.untyped_data()); }
+
+// What the attributes and the slots, u8 [slots, row_bytes], say of the rows.
+std::optional<Layout> DecodeLayout(Rules& rules, const AnyBuffer& slots, int64_t stacked, int64_t last,
+                                   ffi::Span<const int64_t> sizes) {
+  rules.That(stacked >= 1 && last >= 0, "slots", slots, "come with a number of rows of 1 or more in the stack");
+  rules.That(sizes.size() > 0 && std::ranges::all_of(sizes, [](int64_t size) { return size > 0; }), "slots", slots,
+             "come with pieces of 1 byte or more");
+  rules.Type(ffi::U8, "slots", slots);
+  rules.That(slots.dimensions().size() == 2 && slots.dimensions()[0] >= 1, "slots", slots, "be one row or more");
+  if (rules.broken()) return std::nullopt;
+  Layout layout(stacked, last, slots.dimensions()[0], {sizes.begin(), sizes.end()});
+  rules.That(slots.dimensions()[1] == layout.row_bytes, "slots", slots,
+             "have rows of " + std::to_string(layout.row_bytes) + " bytes");
+  return rules.broken() ? std::nullopt : std::optional(layout);
+}
+
+void IsRows(Rules& rules, std::string_view name, const AnyBuffer& buffer, int64_t rows, int64_t row_bytes) {
+  rules.Type(ffi::U8, name, buffer).Elements(CountOf({rows, row_bytes}), name, buffer);
+}
+
+// The token orders calls, and nobody reads it. XLA has placed the stack of a GPU in host memory: only a CPU's is from
+// here.
+ffi::Error BeginStore(PlatformValue platform, AnyBuffer, Result, Result slots, Result last, Result stack,
+                      int64_t stacked, ffi::Span<const int64_t> sizes) {
+  constexpr std::string_view kName = "te_offload_begin_store";
+  Rules rules(kName);
+  const int64_t kept = last->dimensions().size() == 2 ? last->dimensions()[0] : -1;
+  std::optional<Layout> layout = DecodeLayout(rules, *slots, stacked, kept, sizes);
+  if (layout) IsRows(rules, "last", *last, kept, layout->row_bytes);
+  if (layout && CountOf(*stack) > 0) IsRows(rules, "stack", *stack, stacked, layout->row_bytes);
+  if (rules.broken()) return rules.error();
+  const Memory memory{nullptr, BytesOf(*slots), BytesOf(*last)};
+  return ToError(kName, Passes::All().Begin(MakeExecutor(platform), Direction::kStore, std::move(*layout), memory));
+}
+
+ffi::Error BeginFetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer last, Result, Result slots,
+                      int64_t stacked, ffi::Span<const int64_t> sizes) {
+  constexpr std::string_view kName = "te_offload_begin_fetch";
+  Rules rules(kName);
+  const int64_t kept = last.dimensions().size() == 2 ? last.dimensions()[0] : -1;
+  std::optional<Layout> layout = DecodeLayout(rules, *slots, stacked, kept, sizes);
+  if (layout) IsRows(rules, "last", last, kept, layout->row_bytes);
+  if (layout) IsRows(rules, "stack", stack, stacked, layout->row_bytes);
+  if (rules.broken()) return rules.error();
+  const Memory memory{BytesOf(stack), BytesOf(*slots), BytesOf(last)};
+  return ToError(kName, Passes::All().Begin(MakeExecutor(platform), Direction::kFetch, std::move(*layout), memory));
+}
+
+// The pass of these slots does step(pass).
+template <typename Step>
+ffi::Error In(std::string_view name, const AnyBuffer& slots, const Step& step) {
+  const std::shared_ptr<Pass> pass = Passes::All().Find(slots.untyped_data());
+  if (pass == nullptr) return ToError(name, Status::Failed("no pass was begun with these slots"));
+  return ToError(name, step(*pass));
+}
+
+ffi::Error Store(PlatformValue platform, AnyBuffer x, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer last,
+                 Result, int64_t piece) {
+  return In("te_offload_store", slots, [&](Pass& pass) {
+    const Memory memory{BytesOf(stack), BytesOf(slots), BytesOf(last)};
+    const auto bytes = static_cast<int64_t>(x.size_bytes());
+    return pass.Store(MakeExecutor(platform), memory, piece, x.untyped_data(), bytes);
+  });
+}
+
+ffi::Error EndStore(PlatformValue platform, AnyBuffer, AnyBuffer slots, Result) {
+  return In("te_offload_end_store", slots, [&](Pass& pass) {
+    Passes::All().Forget(slots.untyped_data());
+    return pass.EndStore(MakeExecutor(platform));
+  });
+}
+
+ffi::Error Fetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer last, Result, Result x,
+                 int64_t piece) {
+  return In("te_offload_fetch", slots, [&](Pass& pass) {
+    const Memory memory{BytesOf(stack), BytesOf(slots), BytesOf(last)};
+    const auto bytes = static_cast<int64_t>(x->size_bytes());
+    TE_JAX_TRY(pass.Fetch(MakeExecutor(platform), memory, piece, x->untyped_data(), bytes));
+    if (pass.complete()) Passes::All().Forget(slots.untyped_data());
+    return Status::Ok();
+  });
+}
+
+}  // namespace
+
+// None is for command buffers: a captured graph would keep the lanes' events of its first run.
+
+// token -> token, slots [slots, row_bytes], last [last, row_bytes], stack [stacked, row_bytes] or nothing
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_begin_store, BeginStore,
+                              (Buffers<1, 4>().Attr<int64_t>("stacked").Attr<ffi::Span<const int64_t>>("sizes")));
+// x, token, stack, slots, last -> token; writes stack, slots and last
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_store, Store, (Buffers<5, 1>().Attr<int64_t>("piece")));
+// token, stack, last -> token, slots
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_begin_fetch, BeginFetch,
+                              (Buffers<3, 2>().Attr<int64_t>("stacked").Attr<ffi::Span<const int64_t>>("sizes")));
+// token, stack, slots, last -> token, x; writes slots
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_fetch, Fetch, (Buffers<4, 2>().Attr<int64_t>("piece")));
+// token, slots -> token
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_end_store, EndStore, (Buffers<2, 1>()));
+
+}  // namespace te::offload

@@ -1,0 +1,126 @@
+// Copies between device and host memory beside the computation, and the pass of a loop over a stack of such copies.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "common/executor.h"
+#include "common/status.h"
+
+namespace te::offload {
+
+// The copies of a device run in order in each direction, and beside those of the other.
+enum class Lane { kToHost, kToDevice };
+
+// The end of a copy: CUDA events, or a flag of a thread.
+class Copied {
+ public:
+  Copied();
+  ~Copied();
+  Copied(Copied&&) noexcept;
+  Copied& operator=(Copied&&) = delete;
+
+ private:
+  friend Status CopyBeside(const Executor&, Lane, void*, const void*, int64_t, Copied&);
+  friend Status WaitFor(const Executor&, Copied&);
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// Begins a copy on a lane once all that the executor was given before is done, and does not wait for it. The copy that
+// `copied` was given before is done by then.
+Status CopyBeside(const Executor& executor, Lane lane, void* to, const void* from, int64_t bytes, Copied& copied);
+
+// What the executor is given from now on begins after the last copy that `copied` was given to, if there was one.
+Status WaitFor(const Executor& executor, Copied& copied);
+
+// A copy on the device, in the order of the executor.
+Status CopyInOrder(const Executor& executor, void* to, const void* from, int64_t bytes);
+
+// Before every copy of a lane, a random delay of up to so many microseconds, and slots filled with bytes of NaN when a
+// pass begins: tests see whether any copy is missed.
+void Disturb(int64_t microseconds);
+int64_t Disturbance();
+Status Poison(const Executor& executor, void* to, int64_t bytes);
+
+// Every layer has a row, and a row the same pieces one after another. Those of the first layers wait in host memory, in
+// a stack, and those of the last on the device. Row r reaches the stack, or comes from there, through slot
+// r mod (number of slots), which has the layout of a row.
+struct Layout {
+  int64_t stacked;  // rows in host memory
+  int64_t last;     // rows that stay on the device
+  int64_t slots;
+  std::vector<int64_t> sizes;  // of the pieces, in bytes
+  std::vector<int64_t> offsets;
+  int64_t row_bytes;
+
+  static constexpr int64_t kAlignment = 256;
+
+  Layout(int64_t stacked, int64_t last, int64_t slots, std::vector<int64_t> sizes);
+
+  int64_t rows() const { return stacked + last; }
+};
+
+enum class Direction { kStore, kFetch };
+
+// What a call brings along: the memory of the rows. It is the same in every call of a pass.
+struct Memory {
+  char* stack;
+  char* slots;
+  char* last;
+};
+
+// One way over all rows: a forward pass stores them, first to last, and a backward pass fetches them, last to first.
+// Calls come in that order for each piece, which the loop's own data flow sees to: the pass counts them, because a
+// handler does not see the loop's index. It refuses one too many, and another stack.
+class Pass {
+ public:
+  Pass(Direction direction, Layout layout);
+
+  // Where rows are to be fetched, fetches begin for as many as there are slots. `last` is not looked at.
+  Status Begin(const Executor& executor, const Memory& memory);
+  // x [sizes[piece]] becomes a piece of the next row.
+  Status Store(const Executor& executor, const Memory& memory, int64_t piece, const void* x, int64_t bytes);
+  // x becomes that piece of the next row.
+  Status Fetch(const Executor& executor, const Memory& memory, int64_t piece, void* x, int64_t bytes);
+  // All rows were stored: the executor waits for the last copies.
+  Status EndStore(const Executor& executor);
+  bool complete() const;
+
+ private:
+  Status Next(Direction direction, const char* stack, int64_t piece, int64_t bytes, int64_t& row);
+  Status FetchAhead(const Executor& executor, const Memory& memory, int64_t piece, int64_t row);
+  Copied& copied(int64_t row, int64_t piece);
+  char* Slot(const Memory& memory, int64_t row, int64_t piece) const;
+  // In the stack, or among the last.
+  char* Row(const Memory& memory, int64_t row, int64_t piece) const;
+
+  Direction direction_;
+  Layout layout_;
+  const char* stack_ = nullptr;  // of the first call that has one
+  std::vector<int64_t> done_;    // rows of each piece
+  std::vector<Copied> copied_;   // of each slot and piece
+};
+
+// The passes under way, by their slots: each execution of a loop has memory of its own for these while it runs, and
+// the loop hands them to every call. A pass that an error ended is replaced by the next one with that memory.
+class Passes {
+ public:
+  static Passes& All();
+
+  Status Begin(const Executor& executor, Direction direction, Layout layout, const Memory& memory);
+  // Null where none was begun.
+  std::shared_ptr<Pass> Find(const void* slots);
+  void Forget(const void* slots);
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const void*, std::shared_ptr<Pass>> by_slots_;
+};
+
+}  // namespace te::offload

@@ -1,0 +1,127 @@
+#include <algorithm>
+
+#include "offload/offload.h"
+
+namespace te::offload {
+
+Layout::Layout(int64_t stacked, int64_t last, int64_t slots, std::vector<int64_t> sizes)
+    : stacked(stacked), last(last), slots(slots), sizes(std::move(sizes)), row_bytes(0) {
+  for (const int64_t size : this->sizes) {
+    offsets.push_back(row_bytes);
+    row_bytes += (size + kAlignment - 1) / kAlignment * kAlignment;
+  }
+}
+
+Pass::Pass(Direction direction, Layout layout)
+    : direction_(direction),
+      layout_(std::move(layout)),
+      done_(layout_.sizes.size(), 0),
+      copied_(layout_.sizes.size() * layout_.slots) {}
+
+Copied& Pass::copied(int64_t row, int64_t piece) { return copied_[row % layout_.slots * layout_.sizes.size() + piece]; }
+
+char* Pass::Slot(const Memory& memory, int64_t row, int64_t piece) const {
+  return memory.slots + row % layout_.slots * layout_.row_bytes + layout_.offsets[piece];
+}
+
+char* Pass::Row(const Memory& memory, int64_t row, int64_t piece) const {
+  char* const begin = row < layout_.stacked ? memory.stack + row * layout_.row_bytes
+                                            : memory.last + (row - layout_.stacked) * layout_.row_bytes;
+  return begin + layout_.offsets[piece];
+}
+
+Status Pass::Begin(const Executor& executor, const Memory& memory) {
+  if (Disturbance() > 0) TE_JAX_TRY(Poison(executor, memory.slots, layout_.slots * layout_.row_bytes));
+  if (direction_ == Direction::kStore) return Status::Ok();
+  stack_ = memory.stack;
+  for (int64_t row = layout_.stacked - 1; row >= 0 && row >= layout_.stacked - layout_.slots; --row) {
+    for (size_t piece = 0; piece < layout_.sizes.size(); ++piece) {
+      TE_JAX_TRY(FetchAhead(executor, memory, static_cast<int64_t>(piece), row));
+    }
+  }
+  return Status::Ok();
+}
+
+Status Pass::FetchAhead(const Executor& executor, const Memory& memory, int64_t piece, int64_t row) {
+  return CopyBeside(executor, Lane::kToDevice, Slot(memory, row, piece), Row(memory, row, piece), layout_.sizes[piece],
+                    copied(row, piece));
+}
+
+Status Pass::Next(Direction direction, const char* stack, int64_t piece, int64_t bytes, int64_t& row) {
+  if (direction != direction_) {
+    return Status::Failed(direction == Direction::kStore ? "these slots are of a pass that fetches"
+                                                         : "these slots are of a pass that stores");
+  }
+  if (piece < 0 || piece >= static_cast<int64_t>(done_.size()) || bytes != layout_.sizes[piece]) {
+    return Status::Failed("rows have no piece " + std::to_string(piece) + " of " + std::to_string(bytes) + " bytes");
+  }
+  if (stack_ == nullptr) stack_ = stack;
+  if (stack_ != stack) return Status::Failed("the stack is another one than before in this pass");
+  if (done_[piece] == layout_.rows()) {
+    return Status::Failed("all " + std::to_string(layout_.rows()) + " rows were " +
+                          (direction == Direction::kStore ? "stored" : "fetched") + " before");
+  }
+  const int64_t count = done_[piece]++;
+  row = direction == Direction::kStore ? count : layout_.rows() - 1 - count;
+  return Status::Ok();
+}
+
+Status Pass::Store(const Executor& executor, const Memory& memory, int64_t piece, const void* x, int64_t bytes) {
+  int64_t row = 0;
+  TE_JAX_TRY(Next(Direction::kStore, memory.stack, piece, bytes, row));
+  if (row >= layout_.stacked) return CopyInOrder(executor, Row(memory, row, piece), x, bytes);
+  TE_JAX_TRY(WaitFor(executor, copied(row, piece)));
+  TE_JAX_TRY(CopyInOrder(executor, Slot(memory, row, piece), x, bytes));
+  return CopyBeside(executor, Lane::kToHost, Row(memory, row, piece), Slot(memory, row, piece), bytes,
+                    copied(row, piece));
+}
+
+Status Pass::Fetch(const Executor& executor, const Memory& memory, int64_t piece, void* x, int64_t bytes) {
+  int64_t row = 0;
+  TE_JAX_TRY(Next(Direction::kFetch, memory.stack, piece, bytes, row));
+  if (row >= layout_.stacked) return CopyInOrder(executor, x, Row(memory, row, piece), bytes);
+  TE_JAX_TRY(WaitFor(executor, copied(row, piece)));
+  TE_JAX_TRY(CopyInOrder(executor, x, Slot(memory, row, piece), bytes));
+  return row >= layout_.slots ? FetchAhead(executor, memory, piece, row - layout_.slots) : Status::Ok();
+}
+
+bool Pass::complete() const {
+  return std::ranges::all_of(done_, [this](int64_t rows) { return rows == layout_.rows(); });
+}
+
+Status Pass::EndStore(const Executor& executor) {
+  if (direction_ != Direction::kStore) return Status::Failed("these slots are of a pass that fetches");
+  if (!complete()) {
+    return Status::Failed("the pass ends after " + std::to_string(std::ranges::min(done_)) + " of " +
+                          std::to_string(layout_.rows()) + " rows");
+  }
+  for (Copied& copied : copied_) TE_JAX_TRY(WaitFor(executor, copied));
+  return Status::Ok();
+}
+
+Passes& Passes::All() {
+  static Passes* const passes = new Passes;  // never destroyed: CUDA may be gone by then
+  return *passes;
+}
+
+Status Passes::Begin(const Executor& executor, Direction direction, Layout layout, const Memory& memory) {
+  auto pass = std::make_shared<Pass>(direction, std::move(layout));
+  {
+    const std::lock_guard lock(mutex_);
+    by_slots_[memory.slots] = pass;
+  }
+  return pass->Begin(executor, memory);
+}
+
+std::shared_ptr<Pass> Passes::Find(const void* slots) {
+  const std::lock_guard lock(mutex_);
+  const auto found = by_slots_.find(slots);
+  return found == by_slots_.end() ? nullptr : found->second;
+}
+
+void Passes::Forget(const void* slots) {
+  const std::lock_guard lock(mutex_);
+  by_slots_.erase(slots);
+}
+
+}  // namespace te::offload

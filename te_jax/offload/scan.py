@@ -1,0 +1,410 @@
+"""A scan over layers whose residuals wait for the backward pass in host memory.
+
+A copy that XLA begins in the body of a loop ends there, so it hides behind nothing. Here the extension copies, on
+streams of its own, and its copies cross iterations:
+
+    forward    a residual is copied to a slot on the device, and from there to its row of the stack in host memory
+    backward   a row is fetched to a slot one layer ahead or more, and copied from there when its layer begins
+
+XLA owns all memory, as values that the loops close over: the stack, the slots, and the rows of the last layers, which
+stay on the device. Handlers write them unseen by XLA, for which they are operands. That is right because a value lives
+as long as anyone may use it: a token goes from call to call, and every call takes the values along.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from te_jax import native, sharding
+from te_jax._core.batching import refuse_batches
+from te_jax.offload._options import Offload
+from te_jax.offload._plan import (
+    NOTHING,
+    Layer,
+    Plan,
+    TracedLayer,
+    check_names,
+    instantiated,
+    is_symbolic_zero,
+    is_whole,
+    plan_of,
+    quantized,
+    trace,
+)
+from te_jax.quantized import QuantizedArray
+from te_jax.sharding import together, unmapped_axes
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def run_scan(layer: Layer, params: Any, x: Any, offload: Offload) -> Any:
+    """x through the layers, as `te_jax.layers.scan_layers` describes it."""
+    count = len(jax.tree.leaves(params)[0])
+    traced, constants = _trace(layer, params, x)
+    is_native = count > offload.keep_last and _is_native(offload)
+
+    @jax.custom_vjp
+    def run(constants: list[Array], params: Any, x: Any) -> Any:
+        return lax.scan(lambda x, of_layer: (traced(constants, of_layer, x), None), x, params)[0]
+
+    forward = functools.partial(_forward, traced, count, is_native, offload)
+    run.defvjp(forward, functools.partial(_backward, len(constants)), symbolic_zeros=True)
+    return jax.jit(run)(constants, params, x)
+
+
+def _is_native(offload: Offload) -> bool:
+    if offload.implementation == "xla":
+        return False
+    problem = None
+    # Where nothing says how arrays are split, "native" is a promise that they are not.
+    if unmapped_axes() or (offload.implementation is None and not is_whole()):
+        problem = (
+            "scan_layers with offload leaves copies to XLA, which hides none of them in a loop: arrays may be split "
+            "over devices here, and its own copies move what one device has. Call it inside jax.shard_map; or pass "
+            "Offload(implementation='native') if every array is whole on one device, or 'xla'"
+        )
+    return native.use_native(offload.implementation, problem)
+
+
+def _first(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: lax.index_in_dim(leaf, 0, keepdims=False), params)
+
+
+def _trace(layer: Layer, params: Any, x: Any) -> tuple[TracedLayer, list[Array]]:
+    """The layer, and what it closes over."""
+    found: list[tuple[list[TracedLayer], list[Array]]] = []
+    jax.eval_shape(lambda params, x: found.append(trace([layer], [_first(params)], x)), params, x)
+    ((traced,), constants) = found[0]
+    before, after = jax.tree.flatten(x), (traced.closed.out_avals, traced.output)
+    if before[1] != after[1] or [_type(leaf) for leaf in before[0]] != [_type(aval) for aval in after[0]]:
+        raise ValueError(
+            f"layer returns {_types(traced.output.unflatten(after[0]))} for an x of {_types(x)}: layers of a scan must "
+            "return an x of the type that they get; te_jax.layers.apply_layers takes others"
+        )
+    return traced, constants
+
+
+def _type(leaf: Any) -> tuple[Any, ...]:
+    type_ = leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
+    return type_.shape, type_.dtype
+
+
+def _types(tree: Any) -> str:
+    return str(jax.tree.map(lambda leaf: f"{_type(leaf)[1].name}{list(_type(leaf)[0])}", tree))
+
+
+# What leaves
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Rows:
+    """Where the residuals of a layer go.
+
+    Attributes:
+      plan: of the layer.
+      count: number of layers.
+      keep_last: how many of the last stay on the device, where the extension copies.
+      slots: through which rows pass.
+    """
+
+    plan: Plan
+    count: int
+    keep_last: int
+    slots: int
+
+    @functools.cached_property
+    def _inputs(self) -> dict[int, int]:
+        """The number of the operand, or of the leaf of x after those, that a residual is."""
+        jaxpr = self.plan.closed.jaxpr
+        numbers = {var: number for number, var in enumerate(jaxpr.invars)}
+        outputs = jaxpr.outvars[self.plan.output.num_leaves :]
+        # A literal is no input, and has no hash.
+        return {
+            place: numbers[var]
+            for place, var in enumerate(outputs)
+            if not hasattr(var, "val") and var in numbers and self.plan.sources[place] == place
+        }
+
+    @functools.cached_property
+    def operands(self) -> dict[int, int]:
+        """Residuals that are constants or parameters, and which: the backward pass has them already."""
+        count = self.plan.operands.num_leaves
+        return {place: number for place, number in self._inputs.items() if number < count}
+
+    @functools.cached_property
+    def leaves_of_x(self) -> dict[int, int]:
+        """Residuals that leave and are leaves of x, and which: they leave before the layer runs."""
+        count = self.plan.operands.num_leaves
+        return {
+            place: number - count
+            for place, number in self._inputs.items()
+            if number >= count and place in self.plan.leaving
+        }
+
+    @functools.cached_property
+    def here(self) -> tuple[int, ...]:
+        """Residuals that stay on the device."""
+        places = [place for place, source in enumerate(self.plan.sources) if place == source]
+        return tuple(place for place in places if place not in self.plan.leaving and place not in self.operands)
+
+    @functools.cached_property
+    def leaving(self) -> tuple[int, ...]:
+        """Residuals that leave, in their order in a row of the stack."""
+        return (*self.leaves_of_x, *sorted(self.plan.leaving - self.leaves_of_x.keys()))
+
+    def type_of(self, place: int) -> Any:
+        aval = self.plan.closed.out_avals[self.plan.output.num_leaves + place]
+        if place not in self.plan.in_fp8:
+            return aval
+        return aval.update(dtype=np.dtype(jnp.float8_e4m3fn))
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the pieces of a row."""
+        types = [self.type_of(place) for place in self.leaving]
+        return tuple(type_.size * type_.dtype.itemsize for type_ in types)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in self.sizes)
+
+
+_ALIGNMENT = 256
+"""Of pieces in a row, in bytes, as the extension has it."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class _XlaMemory:
+    """XLA has its memory, and its copies are results and operands of its loops."""
+
+    def end_store(self, after: Any) -> _XlaMemory:
+        return self
+
+    def begin_fetch(self, rows: _Rows) -> _XlaMemory:
+        return self
+
+    def store(self, piece: int, value: Array) -> tuple[_XlaMemory, Array | None]:
+        return self, jax.device_put(value, _HOST)
+
+    def fetch(self, piece: int, type_: Any, stored: Array | None) -> tuple[_XlaMemory, Array]:
+        assert stored is not None
+        return self, jax.device_put(stored, _DEVICE)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("token", "stack", "slots", "last"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """What the extension copies between.
+
+    Attributes:
+      token: int32[1], which orders its calls; the rest are the same values in all of them.
+      stack: uint8 [layers - keep_last, row_bytes], in host memory.
+      slots: uint8 [slots, row_bytes], or None between the passes.
+      last: uint8 [keep_last, row_bytes], the rows that stay on the device.
+    """
+
+    token: Array
+    stack: Array
+    slots: Array | None
+    last: Array
+
+    @classmethod
+    def begin_store(cls, rows: _Rows, axes: frozenset[str]) -> _Memory:
+        stacked, row = rows.count - rows.keep_last, rows.row_bytes
+
+        def begin(token: Array, in_host: int) -> tuple[Array, ...]:
+            shapes = (rows.slots, row), (rows.keep_last, row), (in_host, row)
+            results = (token, *(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes))
+            return native.call_once("te_offload_begin_store", results, token, stacked=stacked, sizes=rows.sizes)
+
+        def on_cuda(token: Array) -> tuple[Array, ...]:
+            *others, _ = begin(token, 0)
+            # XLA allocates it in host memory. The extension's own results are always on the device.
+            stack = sharding.varying_over(lax.empty((stacked, row), jnp.uint8), axes)
+            return *others, jax.device_put(stack, _HOST)
+
+        def elsewhere(token: Array) -> tuple[Array, ...]:
+            *others, stack = begin(token, stacked)
+            return *others, jax.device_put(stack, _HOST)
+
+        token = sharding.varying_over(jnp.zeros((1,), jnp.int32), axes)
+        token, slots, last, stack = lax.platform_dependent(token, cuda=on_cuda, default=elsewhere)
+        return cls(token, stack, slots, last)
+
+    def end_store(self, after: Any) -> _Memory:
+        """The last copies have ended, and may last until `after` is computed."""
+        assert self.slots is not None
+        token, _ = together(self.token, after)
+        (token,) = native.call("te_offload_end_store", (token,), token, self.slots)
+        return dataclasses.replace(self, token=token, slots=None)
+
+    def begin_fetch(self, rows: _Rows) -> _Memory:
+        results = self.token, jax.ShapeDtypeStruct((rows.slots, rows.row_bytes), jnp.uint8)
+        operands, stacked = (self.token, self.stack, self.last), rows.count - rows.keep_last
+        token, slots = native.call_once("te_offload_begin_fetch", results, *operands, stacked=stacked, sizes=rows.sizes)
+        return dataclasses.replace(self, token=token, slots=slots)
+
+    def store(self, piece: int, value: Array) -> tuple[_Memory, Array | None]:
+        # The barrier: XLA may give a call that reads a slice a kernel of its own, and call it twice.
+        value = lax.optimization_barrier(value)
+        operands = value, self.token, self.stack, self.slots, self.last
+        (token,) = native.call("te_offload_store", (self.token,), *operands, piece=piece)
+        return dataclasses.replace(self, token=token), None
+
+    def fetch(self, piece: int, type_: Any, stored: Array | None) -> tuple[_Memory, Array]:
+        operands = self.token, self.stack, self.slots, self.last
+        token, value = native.call("te_offload_fetch", (self.token, type_), *operands, piece=piece)
+        return dataclasses.replace(self, token=token), value
+
+
+# The passes
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("constants", "params", "here", "stored", "scales", "memory"),
+    meta_fields=("rows",),
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kept:
+    """What the backward pass needs.
+
+    Attributes:
+      constants, params: of all layers.
+      here: residuals on the device, stacked.
+      stored: those that XLA holds in host memory, stacked; None for others, in the order of `rows.leaving`.
+      scales: of those in FP8, by place, stacked; their data are among those that left.
+      memory: of the copies.
+      rows: where residuals went.
+    """
+
+    constants: list[Array]
+    params: Any
+    here: list[Array]
+    stored: list[Array | None]
+    scales: dict[int, QuantizedArray]
+    memory: _Memory | _XlaMemory
+    rows: _Rows
+
+
+def _forward(
+    layer: TracedLayer, count: int, is_native: bool, offload: Offload, constants: Any, params: Any, x: Any
+) -> tuple[Any, _Kept]:
+    wanted = tuple(leaf.perturbed for leaf in [constants[place] for place in layer.constants])
+    wanted += tuple(leaf.perturbed for leaf in jax.tree.leaves(params))
+    constants, params, x = jax.tree.map(lambda leaf: leaf.value, (constants, params, x))
+    x = (
+        refuse_batches(
+            x, "scan_layers with offload under jax.vmap: map inside of the layer, or pass Offload(implementation='xla')"
+        )
+        if is_native
+        else x
+    )
+    rows = _rows(layer, count, offload, wanted, constants, params, x)
+    own = [constants[place] for place in layer.constants]
+    axes = sharding.varying_axes(own, params, x)
+    memory = _Memory.begin_store(rows, axes) if is_native and rows.leaving else _XlaMemory()
+
+    def step(carry: tuple[Any, Any], of_layer: Any) -> tuple[Any, Any]:
+        x, memory = carry
+        stored: list[Array | None] = []
+        scales: dict[int, QuantizedArray] = {}
+
+        def leaves(piece: int, value: Array, memory: Any) -> Any:
+            place = rows.leaving[piece]
+            if place in rows.plan.in_fp8:
+                in_fp8 = quantized(value)
+                scales[place] = dataclasses.replace(in_fp8, data=None)
+                assert in_fp8.data is not None
+                value = in_fp8.data
+            memory, in_host = memory.store(piece, value)
+            stored.append(in_host)
+            return memory
+
+        leaves_of_x = jax.tree.leaves(x)
+        for piece, leaf in enumerate(rows.leaves_of_x.values()):
+            memory = leaves(piece, leaves_of_x[leaf], memory)
+        # Copies of x begin before the layer does.
+        x, memory = together(x, memory)
+        x, residuals = rows.plan.run(jax.tree.leaves((own, of_layer)), x)
+        for piece in range(len(rows.leaves_of_x), len(rows.leaving)):
+            memory = leaves(piece, residuals[rows.leaving[piece]], memory)
+        return (x, memory), ([residuals[place] for place in rows.here], stored, scales)
+
+    (x, memory), (here, stored, scales) = lax.scan(step, (x, memory), params)
+    return x, _Kept(constants, params, here, stored, scales, memory.end_store(x), rows)
+
+
+def _rows(
+    layer: TracedLayer,
+    count: int,
+    offload: Offload,
+    wanted: tuple[bool, ...],
+    constants: list[Array],
+    params: Any,
+    x: Any,
+) -> _Rows:
+    plans: list[Plan] = []
+
+    def run(constants: list[Array], params: Any, x: Any) -> None:
+        own = [constants[place] for place in layer.constants]
+        leaves = offload if count > offload.keep_last else NOTHING
+        plans.append(plan_of(layer, own, _first(params), x, wanted, leaves))
+
+    jax.eval_shape(run, constants, params, x)
+    if offload.required and isinstance(offload.names, tuple):
+        check_names(plans[0].residuals, offload.names, 0)
+    return _Rows(plans[0], count, min(offload.keep_last, count), offload.slots)
+
+
+def _backward(count: int, kept: _Kept, cotangent: Any) -> tuple[list[Any], Any, Any]:
+    rows, plan = kept.rows, kept.rows.plan
+    cotangent = jax.tree.map(instantiated, cotangent, is_leaf=is_symbolic_zero)
+    leaves, structure = jax.tree.flatten(cotangent)
+    floats = [place for place, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
+    own = [kept.constants[place] for place in plan.constants]
+    of_constants = [place for place in plan.differentiated if place < len(own)]
+    memory = kept.memory.begin_fetch(rows) if rows.leaving else kept.memory
+
+    def step(carry: tuple[Any, ...], of_layer: tuple[Any, ...]) -> tuple[Any, Any]:
+        of_x, sums, memory = carry
+        params, here, stored, scales = of_layer
+        whole: dict[int, Array] = dict(zip(rows.here, here, strict=True))
+        operands = jax.tree.leaves((own, params))
+        whole |= {place: operands[number] for place, number in rows.operands.items()}
+        for piece, place in enumerate(rows.leaving):
+            memory, value = memory.fetch(piece, rows.type_of(place), stored[piece])
+            whole[place] = value
+        # The next rows are on their way before the layer begins.
+        of_x, (memory, whole) = together(of_x, (memory, whole))
+        for place, of_place in scales.items():
+            whole[place] = dataclasses.replace(of_place, data=whole[place]).dequantize()
+        avals = plan.closed.out_avals[plan.output.num_leaves :]
+        residuals = [whole[source].reshape(aval.shape) for source, aval in zip(plan.sources, avals, strict=True)]
+        for place, leaf in zip(floats, of_x, strict=True):
+            leaves[place] = leaf
+        gradients, of_x = plan.backward.unflatten(residuals)(structure.unflatten(leaves))
+        of_operands = dict(zip(plan.differentiated, gradients, strict=True))
+        sums = [total + of_operands[place] for total, place in zip(sums, of_constants, strict=True)]
+        of_x = [leaf for leaf in jax.tree.leaves(of_x) if leaf.dtype != jax.dtypes.float0]
+        of_params = [of_operands.get(place) for place in range(len(own), plan.operands.num_leaves)]
+        return (of_x, sums, memory), of_params
+
+    zeros = [jnp.zeros_like(own[place]) for place in of_constants]
+    begin = [leaves[place] for place in floats], zeros, memory
+    xs = kept.params, kept.here, kept.stored, kept.scales
+    (of_x, sums, _), of_params = lax.scan(step, begin, xs, reverse=True)
+    for place, leaf in zip(floats, of_x, strict=True):
+        leaves[place] = leaf
+    found: list[Any] = [None] * count
+    for place, total in zip(of_constants, sums, strict=True):
+        found[plan.constants[place]] = total
+    return found, jax.tree.unflatten(jax.tree.structure(kept.params), of_params), structure.unflatten(leaves)

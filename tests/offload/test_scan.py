@@ -1,0 +1,222 @@
+"""The copies of `te_jax.layers.scan_layers`: delayed, through poisoned slots, and called in an order that is none."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax import native
+from te_jax.layers import scan_layers
+from te_jax.offload import LAYER_INPUT, Offload
+
+KEEP_HIDDEN = jax.checkpoint_policies.save_only_these_names("hidden")
+
+
+@pytest.fixture
+def delays():
+    """Every copy begins up to 2 ms late, and slots hold NaN before."""
+    disturb = native.extension_module(jax.default_backend()).disturb_offload
+    disturb(2000)
+    yield
+    disturb(0)
+
+
+def layer(x, params):
+    hidden = checkpoint_name(x @ params["up"], "hidden")
+    return x + jnp.tanh(hidden) @ params["down"]
+
+
+def loss(params, x, remat, offload):
+    return jnp.sum(jnp.sin(scan_layers(layer, params, x, remat=remat, offload=offload)))
+
+
+def gradient(remat, offload):
+    return jax.jit(jax.value_and_grad(functools.partial(loss, remat=remat, offload=offload), argnums=(0, 1)))
+
+
+def drawn(rng, layers=7, width=32, mlp=48, rows=16):
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, jnp.float32)
+
+    return {"up": normal(layers, width, mlp), "down": normal(layers, mlp, width)}, normal(rows, width)
+
+
+def assert_same_bits(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 9])
+@pytest.mark.parametrize(
+    ("remat", "options"),
+    [
+        (True, {"names": [LAYER_INPUT]}),
+        (KEEP_HIDDEN, {"names": ["hidden", LAYER_INPUT], "keep_last": 2}),
+        (KEEP_HIDDEN, {"names": ["hidden"], "quantize": True}),
+    ],
+    ids=["input", "two pieces, two stay", "FP8"],
+)
+def test_no_copy_is_read_or_overwritten_too_early(slots, remat, options, delays, rng):
+    """Several executions at a time, from several threads."""
+    operands = [drawn(rng) for _ in range(8)]
+    wanted = gradient(remat, Offload(min_size=0, implementation="xla", **options))
+    found = gradient(remat, Offload(min_size=0, implementation="native", slots=slots, **options))
+    results = [None] * len(operands)
+
+    def run(thread):
+        for place in range(thread, len(operands), 2):
+            results[place] = found(*operands[place])
+
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result, of in zip(results, operands, strict=True):
+        assert_same_bits(result, wanted(*of))
+
+
+def test_a_backward_pass_runs_twice(delays, rng):
+    """It takes rows from the stack and leaves them there."""
+    params, x = drawn(rng)
+    offload = Offload(min_size=0, implementation="native")
+    _, backward = jax.vjp(lambda *a: loss(*a, True, offload), params, x)
+    (first, second), expected = (backward(1.0), backward(1.0)), gradient(True, None)(params, x)[1]
+    for found in (first, second):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+
+    both = jax.jit(
+        lambda *a: (lambda backward: (backward(1.0), backward(1.0)))(jax.vjp(lambda *a: loss(*a, True, offload), *a)[1])
+    )
+    assert_same_bits(*both(params, x))
+
+
+def test_two_stacks_of_the_same_values(delays, rng):
+    """XLA would make one of two calls that are alike, and of two stacks."""
+    params, x = drawn(rng)
+    offload = Offload(min_size=0, implementation="native")
+
+    def twice(params, x):
+        return loss(params, x, True, offload) * loss(params, x, True, offload)
+
+    (value, gradients), (one, of_one) = jax.jit(jax.value_and_grad(twice))(params, x), gradient(True, None)(params, x)
+    np.testing.assert_allclose(value, one * one, rtol=1e-5)
+    expected = jax.tree.map(lambda leaf: 2 * one * leaf, of_one[0])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), gradients, expected)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_few_layers(layers, delays, rng):
+    params, x = drawn(rng, layers=layers)
+    found = gradient(KEEP_HIDDEN, Offload(min_size=0, implementation="native", keep_last=2, slots=5))
+    assert_same_bits(found(params, x), gradient(KEEP_HIDDEN, Offload(min_size=0, implementation="xla"))(params, x))
+
+
+def test_without_layers(rng):
+    params, x = drawn(rng, layers=0)
+    assert scan_layers(layer, params, x, offload=Offload()) is x
+
+
+def test_a_program_without_a_backward_pass_copies_nothing(rng):
+    offload = Offload(min_size=0, implementation="native")
+    forward = jax.jit(functools.partial(loss, remat=True, offload=offload)).lower(*drawn(rng)).compile().as_text()
+    assert "te_offload" not in forward
+
+
+def test_what_is_refused(rng):
+    params, x = drawn(rng)
+    with pytest.raises(ValueError, match=r"layer returns float32\[16, 48\] for an x of float32\[16, 32\]"):
+        scan_layers(lambda x, p: x @ p["up"], params, x, offload=Offload(implementation="xla"))
+    with pytest.raises(ValueError, match="stacked parameters need a first dimension of one size"):
+        scan_layers(layer, [params["up"], x], x)
+    with pytest.raises(ValueError, match=r"names \['hiden'\]"):
+        gradient(True, Offload(names=["hiden"], implementation="xla"))(params, x)
+
+
+ROWS, PIECE, TOKEN = 3, 256, jnp.zeros((1,), jnp.int32)
+
+
+def bytes_of(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.uint8)
+
+
+def begun(**attributes):
+    shapes = bytes_of(2, PIECE), bytes_of(1, PIECE), bytes_of(ROWS, PIECE)
+    attributes = {"stacked": ROWS, "sizes": (PIECE,)} | attributes
+    return native.call_once("te_offload_begin_store", (TOKEN, *shapes), TOKEN, **attributes)
+
+
+def stores(count, *, piece=0, size=PIECE, ends=True, another=False):
+    token, slots, last, stack = begun()
+    for number in range(count):
+        own = stack | jnp.uint8(1) if another and number else stack
+        operands = jnp.full((size,), number, jnp.uint8), token, own, slots, last
+        (token,) = native.call("te_offload_store", (TOKEN,), *operands, piece=piece)
+    return native.call("te_offload_end_store", (TOKEN,), token, slots) if ends else (token,)
+
+
+def never_begun():
+    slots = jnp.zeros((2, PIECE), jnp.uint8)
+    return native.call("te_offload_end_store", (TOKEN,), TOKEN, slots)
+
+
+def fetches(count):
+    token, stack, last = TOKEN, jnp.zeros((ROWS, PIECE), jnp.uint8), jnp.zeros((1, PIECE), jnp.uint8)
+    results, attributes = (TOKEN, bytes_of(2, PIECE)), {"stacked": ROWS, "sizes": (PIECE,)}
+    token, slots = native.call_once("te_offload_begin_fetch", results, token, stack, last, **attributes)
+    for _ in range(count):
+        token, _ = native.call("te_offload_fetch", (TOKEN, bytes_of(PIECE)), token, stack, slots, last, piece=0)
+    return (token,)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: stores(5), "all 4 rows were stored before"),
+        (lambda: stores(3), "the pass ends after 3 of 4 rows"),
+        (lambda: stores(1, piece=1, ends=False), "rows have no piece 1 of 256 bytes"),
+        (lambda: stores(1, size=128, ends=False), "rows have no piece 0 of 128 bytes"),
+        (lambda: stores(2, another=True), "the stack is another one"),
+        (lambda: fetches(5), "no pass was begun with these slots"),
+        (never_begun, "no pass was begun with these slots"),
+        (lambda: begun(stacked=0), "a number of rows of 1 or more"),
+        (lambda: begun(sizes=(0,)), "pieces of 1 byte or more"),
+        (lambda: begun(sizes=(257,)), "slots is U8.2,256.; it must have rows of 512 bytes"),
+        (lambda: begun(stacked=4), "stack is U8.3,256.; it must have 1024 elements"),
+    ],
+)
+def test_calls_of_no_order(call, words):
+    """Programs of te_jax make none of these."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the stack of a GPU is XLA's")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        jax.block_until_ready(jax.jit(call)())
+
+
+def test_a_layer_that_fails_leaves_nothing_behind(rng):
+    """The next execution runs, though passes of the one before have no end."""
+    params, x = drawn(rng)
+    offload, fail = Offload(min_size=0, implementation="native"), [True]
+
+    def check(value):
+        if fail[0]:
+            raise FloatingPointError("as asked")
+        return value
+
+    def failing(x, p):
+        y = layer(x, p)
+        return y + (jax.pure_callback(check, jax.ShapeDtypeStruct((), y.dtype), lax.stop_gradient(y[0, 0])) * 0)
+
+    def loss(params, x, offload):
+        return jnp.sum(jnp.sin(scan_layers(failing, params, x, offload=offload)))
+
+    found = jax.jit(jax.grad(functools.partial(loss, offload=offload)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="as asked"):
+        jax.block_until_ready(found(params, x))
+    fail[0] = False
+    expected = jax.jit(jax.grad(functools.partial(loss, offload=None)))(params, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found(params, x), expected)
