@@ -1,12 +1,15 @@
 """What host memory costs: layers whose residuals wait there for the backward pass, and AdamW whose state lives there.
 
-Layers are x + silu(x @ up) @ down in bfloat16, run by `te_jax.layers.apply_layers`; a call computes the gradients of x
-and of all kernels. Operations and their implementations:
+Layers are x + silu(x @ up) @ down in bfloat16, run by `te_jax.layers.apply_layers`, or by `scan_layers` where the name
+of an implementation ends in scan; a call computes the gradients of x and of all kernels. Operations and their
+implementations:
 
-- input: the backward pass recomputes all of a layer but its input. remat keeps the inputs on the device, te_jax in
-  host memory, and xla_scan as well, by JAX's own policy `save_and_offload_only_these_names` in a `lax.scan`.
-- hidden: it recomputes nothing. saved keeps all on the device; te_jax keeps x @ up in host memory, te_jax_fp8 in FP8
-  there, and xla_scan in bfloat16 by JAX's policy.
+- input: the backward pass recomputes all of a layer but its input. remat and remat_scan keep the inputs on the device,
+  te_jax and te_jax_scan in host memory, and xla_scan as well, by JAX's own policy `save_and_offload_only_these_names`
+  in a `lax.scan`.
+- hidden: it recomputes the activation only. saved and saved_scan keep the input and x @ up on the device; te_jax and
+  te_jax_scan keep x @ up in host memory, te_jax_fp8 and te_jax_fp8_scan in FP8 there, and xla_scan in bfloat16 by JAX's
+  policy. saved recomputes nothing.
 - optimizer: a step of AdamW with float32 parameters and moments, gradients given and all else donated. device keeps
   the moments on the device, te_jax in host memory (`te_jax.optim.offload`).
 
@@ -47,19 +50,20 @@ from benchmarks.harness import (
     temporary_bytes,
 )
 from te_jax import optim
-from te_jax.layers import apply_layers
+from te_jax.layers import apply_layers, scan_layers
 from te_jax.offload import LAYER_INPUT, Offload
 
 PEERS = ("xla_scan",)
-IMPLEMENTATIONS = ("remat", "saved", "device", "te_jax", "te_jax_fp8", *PEERS)
 OF_OPERATION = {
-    "input": ("remat", "te_jax", "xla_scan"),
-    "hidden": ("saved", "te_jax", "te_jax_fp8", "xla_scan"),
+    "input": ("remat", "te_jax", "remat_scan", "te_jax_scan", "xla_scan"),
+    "hidden": ("saved", "te_jax", "te_jax_fp8", "saved_scan", "te_jax_scan", "te_jax_fp8_scan", "xla_scan"),
     "optimizer": ("device", "te_jax"),
 }
-"""The implementations of each operation; the first is what others are compared with."""
+"""The implementations of each operation; the first is what others are compared with, and scans also with its scan."""
 
-BOUNDS = {"te_jax_fp8": 0.05, "xla_scan": 0.01}
+IMPLEMENTATIONS = tuple(dict.fromkeys(name for names in OF_OPERATION.values() for name in names))
+
+BOUNDS = {"te_jax_fp8": 0.05, "te_jax_fp8_scan": 0.05, "xla_scan": 0.01}
 """Largest differences; others are within 0.01 of layers, and bit-equal as an optimizer."""
 
 _KEEP_HIDDEN = jax.checkpoint_policies.save_only_these_names("hidden")
@@ -102,7 +106,11 @@ def _run_operation(
             "median_ms": rounded(median[name] * 1e3),
             "spread": spread_of(seconds[name]),
             "speedup_over": {peer: rounded(median[peer] / median[name]) for peer in peers if peer != name},
-            **({f"time_over_{first}": rounded(median[name] / median[first])} if first in median else {}),
+            **{
+                f"time_over_{other}": rounded(median[name] / median[other])
+                for other in (first, f"{first}_scan")
+                if other in median and (other == first or name.endswith("_scan"))
+            },
             "temporaries_gb": rounded((candidate.temporary_bytes or 0) / 1e9),
             "host_gb": rounded(host_bytes[name] / 1e9),
         }
@@ -123,7 +131,7 @@ def _run_operation(
         rows[name]["floor_ms"] = rounded(statistics.median(samples) * 1e3)
 
 
-_ON_DEVICE = ("remat", "saved", "device")
+_ON_DEVICE = ("remat", "remat_scan", "saved", "saved_scan", "device")
 """Implementations that use no host memory."""
 
 
@@ -137,28 +145,25 @@ def _layer(x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
 
 def _layers(operation: str, name: str, case: shapes.OffloadShape) -> tuple[Candidate, Any]:
     """The candidate, which reads values of the first and the last kernel's gradients, and its compiled program."""
-    remat, offload = {
-        ("input", "remat"): (True, None),
-        ("input", "te_jax"): (True, Offload(names=[LAYER_INPUT], min_size=0)),
-        ("hidden", "saved"): (None, None),
-        ("hidden", "te_jax"): (_KEEP_HIDDEN, Offload(names=["hidden"], min_size=0)),
-        ("hidden", "te_jax_fp8"): (_KEEP_HIDDEN, Offload(names=["hidden"], min_size=0, quantize=True)),
-    }.get((operation, name), (None, None))
+    scanned, kind = name.endswith("_scan"), name.removesuffix("_scan")
+    remat: Any = True if operation == "input" else _KEEP_HIDDEN if scanned or kind != "saved" else None
+    names = [LAYER_INPUT] if operation == "input" else ["hidden"]
+    offload = Offload(names=names, min_size=0, quantize=kind == "te_jax_fp8") if kind not in _ON_DEVICE else None
 
     def total(params: Any, x: jax.Array) -> jax.Array:
         if name == "xla_scan":
             y = _scanned(operation, params, x)
         else:
-            y = apply_layers(_layer, params, x, remat=remat, offload=offload)
+            y = (scan_layers if scanned else apply_layers)(_layer, params, x, remat=remat, offload=offload)
         return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
-    params, x = _drawn(case, stacked=name == "xla_scan")
+    params, x = _drawn(case, stacked=scanned)
     compiled = jax.jit(jax.grad(total, argnums=(0, 1))).lower(params, x).compile()
 
     def read(gradients: Any) -> np.ndarray:
         of_params = gradients[0]
-        last = of_params["down"][-1] if name == "xla_scan" else of_params[-1]["down"]
-        first = of_params["up"][0] if name == "xla_scan" else of_params[0]["up"]
+        last = of_params["down"][-1] if scanned else of_params[-1]["down"]
+        first = of_params["up"][0] if scanned else of_params[0]["up"]
         return np.stack([np.asarray(a[:64, :64].astype(jnp.float32)) for a in (first, last)])
 
     candidate = Candidate(

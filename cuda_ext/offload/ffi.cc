@@ -16,7 +16,9 @@ char* BytesOf(const AnyBuffer& buffer) { return static_cast<char*>(buffer.untype
 std::optional<Layout> DecodeLayout(Rules& rules, const AnyBuffer& slots, int64_t stacked, int64_t last,
                                    ffi::Span<const int64_t> sizes) {
   rules.That(stacked >= 1 && last >= 0, "slots", slots, "come with a number of rows of 1 or more in the stack");
-  rules.That(sizes.size() > 0 && std::ranges::all_of(sizes, [](int64_t size) { return size > 0; }), "slots", slots,
+  // As many bytes as no memory has: sums of a few stay below 2^63.
+  const auto fits = [](int64_t size) { return size > 0 && size < int64_t{1} << 48; };
+  rules.That(sizes.size() > 0 && sizes.size() < 4096 && std::ranges::all_of(sizes, fits), "slots", slots,
              "come with pieces of 1 byte or more");
   rules.Type(ffi::U8, "slots", slots);
   rules.That(slots.dimensions().size() == 2 && slots.dimensions()[0] >= 1, "slots", slots, "be one row or more");
@@ -59,34 +61,44 @@ ffi::Error BeginFetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuf
   return ToError(kName, Passes::All().Begin(MakeExecutor(platform), Direction::kFetch, std::move(*layout), memory));
 }
 
-// The pass of these slots does step(pass).
+ffi::Error NotBegun(std::string_view name) {
+  return ToError(name, Status::Failed("no pass was begun with these slots"));
+}
+
+// The pass of these slots does step(pass, memory), where all memory is as large as the pass needs it.
 template <typename Step>
-ffi::Error In(std::string_view name, const AnyBuffer& slots, const Step& step) {
+ffi::Error In(std::string_view name, const AnyBuffer& slots, const AnyBuffer& stack, const AnyBuffer& last,
+              const Step& step) {
   const std::shared_ptr<Pass> pass = Passes::All().Find(slots.untyped_data());
-  if (pass == nullptr) return ToError(name, Status::Failed("no pass was begun with these slots"));
-  return ToError(name, step(*pass));
+  if (pass == nullptr) return NotBegun(name);
+  const Layout& layout = pass->layout();
+  Rules rules(name);
+  IsRows(rules, "stack", stack, layout.stacked, layout.row_bytes);
+  IsRows(rules, "slots", slots, layout.slots, layout.row_bytes);
+  IsRows(rules, "last", last, layout.last, layout.row_bytes);
+  if (rules.broken()) return rules.error();
+  return ToError(name, step(*pass, Memory{BytesOf(stack), BytesOf(slots), BytesOf(last)}));
 }
 
 ffi::Error Store(PlatformValue platform, AnyBuffer x, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer last,
                  Result, int64_t piece) {
-  return In("te_offload_store", slots, [&](Pass& pass) {
-    const Memory memory{BytesOf(stack), BytesOf(slots), BytesOf(last)};
+  return In("te_offload_store", slots, stack, last, [&](Pass& pass, const Memory& memory) {
     const auto bytes = static_cast<int64_t>(x.size_bytes());
     return pass.Store(MakeExecutor(platform), memory, piece, x.untyped_data(), bytes);
   });
 }
 
 ffi::Error EndStore(PlatformValue platform, AnyBuffer, AnyBuffer slots, Result) {
-  return In("te_offload_end_store", slots, [&](Pass& pass) {
-    Passes::All().Forget(slots.untyped_data());
-    return pass.EndStore(MakeExecutor(platform));
-  });
+  constexpr std::string_view kName = "te_offload_end_store";
+  const std::shared_ptr<Pass> pass = Passes::All().Find(slots.untyped_data());
+  if (pass == nullptr) return NotBegun(kName);
+  Passes::All().Forget(slots.untyped_data());
+  return ToError(kName, pass->EndStore(MakeExecutor(platform)));
 }
 
 ffi::Error Fetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer last, Result, Result x,
                  int64_t piece) {
-  return In("te_offload_fetch", slots, [&](Pass& pass) {
-    const Memory memory{BytesOf(stack), BytesOf(slots), BytesOf(last)};
+  return In("te_offload_fetch", slots, stack, last, [&](Pass& pass, const Memory& memory) {
     const auto bytes = static_cast<int64_t>(x->size_bytes());
     TE_JAX_TRY(pass.Fetch(MakeExecutor(platform), memory, piece, x->untyped_data(), bytes));
     if (pass.complete()) Passes::All().Forget(slots.untyped_data());

@@ -91,6 +91,7 @@ class Pass {
   // All rows were stored: the executor waits for the last copies.
   Status EndStore(const Executor& executor);
   bool complete() const;
+  const Layout& layout() const { return layout_; }
 
  private:
   Status Next(Direction direction, const char* stack, int64_t piece, int64_t bytes, int64_t& row);

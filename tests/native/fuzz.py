@@ -68,6 +68,8 @@ class Call:
         """Results that calls need not write."""
         if self.target == "te_gemm":
             return {2}
+        if self.target.startswith("te_offload"):
+            return set(range(len(self.results)))
         if self.target == "te_gemm_reduce_scatter":
             return set(range(1, len(self.results)))
         if self.target == "te_all_gather_gemm":
@@ -556,6 +558,26 @@ def add_attribute(_: Draw, call: Call) -> None:
     call.attributes["another"] = 1
 
 
+def offload(draw: Draw) -> Call:
+    """The beginning of a pass, or a call of one that never began. A pass that fetches copies after its call: its slots
+    would be gone."""
+    stacked, last, slots = 1 + draw.extent(), draw.extent(), 1 + draw.extent()
+    sizes = [1 + draw.extent() for _ in range(draw.one([1, 1, 2, 3]))]
+    row = sum(-(-size // 256) * 256 for size in sizes)
+    token, memory = ((1,), S32), [((count, row), U8) for count in (slots, last, stacked)]
+    target = draw.one(["begin_store", "begin_store", "store", "fetch", "end_store"])
+    if target == "begin_store":
+        results = [token, *memory[:2], draw.one([memory[2], ((0, row), U8)])]
+        attributes = {"stacked": stacked, "sizes": np.array([min(size, 2**63 - 1) for size in sizes], np.int64)}
+        return Call("te_offload_begin_store", [token], results, attributes)
+    if target == "end_store":
+        return Call("te_offload_end_store", [token, memory[0]], [token], {})
+    x, others = ((sizes[0],), U8), [token, memory[2], memory[0], memory[1]]
+    if target == "store":
+        return Call("te_offload_store", [x, *others], [token], {"piece": 0})
+    return Call("te_offload_fetch", others, [token, x], {"piece": 0})
+
+
 CHANGES = (
     *(change_type, change_shape, change_shape, change_shape, change_count),
     *(change_attribute, change_attribute, change_attribute, change_integers),
@@ -574,7 +596,7 @@ def fits(array: Array) -> bool:
 def draw_call(seed: int, number: int) -> tuple[Call, Draw]:
     draw = Draw(seed, number)
     make: Callable[[Draw], Call] = draw.one(
-        [gemm, gemm, grouped_gemm, quantization, activation, norm, cross_entropy, *(collective,) * 2]
+        [gemm, gemm, grouped_gemm, quantization, activation, norm, cross_entropy, offload, *(collective,) * 2]
     )
     while True:
         call = make(draw)

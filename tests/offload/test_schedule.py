@@ -1,5 +1,8 @@
 """What XLA makes of offload on an H200: that every copy hides behind products, and that memory is saved."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,7 +11,8 @@ from h200 import compiled, copies, needs_compiler
 from jax.ad_checkpoint import checkpoint_name
 
 import te_jax.optim
-from te_jax.layers import apply_layers
+from te_jax import native
+from te_jax.layers import apply_layers, scan_layers
 from te_jax.offload import LAYER_INPUT, Offload, stack
 
 LAYERS, HIDDEN, MLP, TOKENS = 10, 1024, 4096, 8192
@@ -53,6 +57,44 @@ def test_copies_hide_and_memory_is_saved(remat, names, each, fp8, monkeypatch):
     kept = (LAYERS - 1) * (INPUT * (LAYER_INPUT in names) + WIDE * ("wide" in names))
     # Some are on the device at any time: what leaves while the next layer runs, or comes.
     assert without.temp_size_in_bytes - memory.temp_size_in_bytes > kept * (LAYERS - 8) / (LAYERS - 1)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("remat", "names", "each"),
+    [(True, [LAYER_INPUT], INPUT), (KEEP_WIDE, ["wide", LAYER_INPUT], INPUT + WIDE)],
+    ids=["input", "both"],
+)
+def test_a_scan_has_one_stack_in_host_memory_and_no_copy_of_it(remat, names, each, monkeypatch):
+    """XLA copies neither the stack nor the slots, which te_jax's calls write unseen by it."""
+    module = native.extension_module("cpu")
+    for target, handler in module.registrations().items():  # to compile only
+        if target.startswith("te_offload"):
+            jax.ffi.register_ffi_target(target, handler, platform="CUDA")
+    monkeypatch.setattr("te_jax.native.use_native", lambda *_: True)
+
+    def scan(offload, stacks=1):
+        def loss(params, x):
+            runs = [scan_layers(layer, params, x + i, remat=remat, offload=offload) for i in range(stacks)]
+            # A product, so that every stack is there before the first backward pass.
+            return math.prod(jnp.sum(jnp.square(y.astype(jnp.float32))) for y in runs)
+
+        up, down = (jnp.zeros((LAYERS, *shape), jnp.bfloat16) for shape in ((HIDDEN, MLP), (MLP, HIDDEN)))
+        x = jax.ShapeDtypeStruct((TOKENS, HIDDEN), jnp.bfloat16)
+        return compiled(jax.grad(loss, argnums=(0, 1)), {"up": up, "down": down}, x)
+
+    offload = Offload(names=names)
+    for stacks in (1, 2):
+        program = scan(offload, stacks)
+        text = program.as_text()
+        assert not re.search(r"S\(5\).* copy(-start)?\(|u8\[\d+,\d+\].* copy\(", text)
+        assert text.count('"AllocateBuffer"') == stacks
+        memory = program.memory_analysis()
+        assert memory.host_temp_size_in_bytes == stacks * (LAYERS - 1) * each
+    without = scan(None).memory_analysis()
+    saved = without.temp_size_in_bytes - scan(offload).memory_analysis().temp_size_in_bytes
+    # Without the slots and the last row, and what is on its way.
+    assert saved > LAYERS * each - (offload.slots + 2) * each
 
 
 @needs_compiler
