@@ -1,5 +1,6 @@
 """The copies of `te_jax.layers.scan_layers`: delayed, through poisoned slots, and called in an order that is none."""
 
+import contextlib
 import functools
 import threading
 
@@ -10,20 +11,28 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax import native
+from te_jax import native, testing
 from te_jax.layers import scan_layers
 from te_jax.offload import LAYER_INPUT, Offload
 
 KEEP_HIDDEN = jax.checkpoint_policies.save_only_these_names("hidden")
 
 
+@contextlib.contextmanager
+def late_copies():
+    """Every copy begins up to 2 ms late, and slots hold NaN before."""
+    disturb = native.extension_module("cuda" if jax.default_backend() == "gpu" else "cpu").disturb_offload
+    disturb(2000)
+    try:
+        yield
+    finally:
+        disturb(0)
+
+
 @pytest.fixture
 def delays():
-    """Every copy begins up to 2 ms late, and slots hold NaN before."""
-    disturb = native.extension_module(jax.default_backend()).disturb_offload
-    disturb(2000)
-    yield
-    disturb(0)
+    with late_copies():
+        yield
 
 
 def layer(x, params):
@@ -46,6 +55,12 @@ def drawn(rng, layers=7, width=32, mlp=48, rows=16):
     return {"up": normal(layers, width, mlp), "down": normal(layers, mlp, width)}, normal(rows, width)
 
 
+def assert_close(found, expected):
+    """Up to the order of sums, which XLA chooses for each program."""
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        testing.assert_close(one, other, tolerance=1e-3)
+
+
 def assert_same_bits(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -60,11 +75,13 @@ def assert_same_bits(found, expected):
     ],
     ids=["input", "two pieces, two stay", "FP8"],
 )
-def test_no_copy_is_read_or_overwritten_too_early(slots, remat, options, delays, rng):
-    """Several executions at a time, from several threads."""
+def test_no_copy_is_read_or_overwritten_too_early(slots, remat, options, rng):
+    """Several executions at a time, from several threads: the bits are those of one after another without delays."""
     operands = [drawn(rng) for _ in range(8)]
-    wanted = gradient(remat, Offload(min_size=0, implementation="xla", **options))
     found = gradient(remat, Offload(min_size=0, implementation="native", slots=slots, **options))
+    wanted = [jax.block_until_ready(found(*of)) for of in operands]
+    by_xla = gradient(remat, Offload(min_size=0, implementation="xla", **options))
+    assert_close(wanted[0], by_xla(*operands[0]))
     results = [None] * len(operands)
 
     def run(thread):
@@ -72,12 +89,13 @@ def test_no_copy_is_read_or_overwritten_too_early(slots, remat, options, delays,
             results[place] = found(*operands[place])
 
     threads = [threading.Thread(target=run, args=(thread,)) for thread in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result, of in zip(results, operands, strict=True):
-        assert_same_bits(result, wanted(*of))
+    with late_copies():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        jax.block_until_ready(results)
+    assert_same_bits(results, wanted)
 
 
 def test_a_backward_pass_runs_twice(delays, rng):
@@ -86,8 +104,8 @@ def test_a_backward_pass_runs_twice(delays, rng):
     offload = Offload(min_size=0, implementation="native")
     _, backward = jax.vjp(lambda *a: loss(*a, True, offload), params, x)
     (first, second), expected = (backward(1.0), backward(1.0)), gradient(True, None)(params, x)[1]
-    for found in (first, second):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+    assert_same_bits(first, second)
+    assert_close(first, expected)
 
     both = jax.jit(
         lambda *a: (lambda backward: (backward(1.0), backward(1.0)))(jax.vjp(lambda *a: loss(*a, True, offload), *a)[1])
@@ -106,14 +124,14 @@ def test_two_stacks_of_the_same_values(delays, rng):
     (value, gradients), (one, of_one) = jax.jit(jax.value_and_grad(twice))(params, x), gradient(True, None)(params, x)
     np.testing.assert_allclose(value, one * one, rtol=1e-5)
     expected = jax.tree.map(lambda leaf: 2 * one * leaf, of_one[0])
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), gradients, expected)
+    assert_close(gradients, expected)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_few_layers(layers, delays, rng):
     params, x = drawn(rng, layers=layers)
     found = gradient(KEEP_HIDDEN, Offload(min_size=0, implementation="native", keep_last=2, slots=5))
-    assert_same_bits(found(params, x), gradient(KEEP_HIDDEN, Offload(min_size=0, implementation="xla"))(params, x))
+    assert_close(found(params, x), gradient(KEEP_HIDDEN, Offload(min_size=0, implementation="xla"))(params, x))
 
 
 def test_without_layers(rng):
@@ -219,4 +237,4 @@ def test_a_layer_that_fails_leaves_nothing_behind(rng):
         jax.block_until_ready(found(params, x))
     fail[0] = False
     expected = jax.jit(jax.grad(functools.partial(loss, offload=None)))(params, x)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found(params, x), expected)
+    assert_close(found(params, x), expected)
