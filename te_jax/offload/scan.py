@@ -82,22 +82,18 @@ def _trace(layer: Layer, params: Any, x: Any) -> tuple[TracedLayer, list[Array]]
     found: list[tuple[list[TracedLayer], list[Array]]] = []
     jax.eval_shape(lambda params, x: found.append(trace([layer], [_first(params)], x)), params, x)
     ((traced,), constants) = found[0]
-    before, after = jax.tree.flatten(x), (traced.closed.out_avals, traced.output)
-    if before[1] != after[1] or [_type(leaf) for leaf in before[0]] != [_type(aval) for aval in after[0]]:
+    before = jax.tree.map(jax.typeof, x)
+    after = traced.output.unflatten(traced.closed.out_avals)
+    if _types(before) != _types(after):
         raise ValueError(
-            f"layer returns {_types(traced.output.unflatten(after[0]))} for an x of {_types(x)}: layers of a scan must "
-            "return an x of the type that they get; te_jax.layers.apply_layers takes others"
+            f"layer returns {_types(after)} for an x of {_types(before)}: layers of a scan must return an x of the "
+            "type that they get; te_jax.layers.apply_layers takes others"
         )
     return traced, constants
 
 
-def _type(leaf: Any) -> tuple[Any, ...]:
-    type_ = leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
-    return type_.shape, type_.dtype
-
-
-def _types(tree: Any) -> str:
-    return str(jax.tree.map(lambda leaf: f"{_type(leaf)[1].name}{list(_type(leaf)[0])}", tree))
+def _types(avals: Any) -> str:
+    return str(jax.tree.map(lambda aval: f"{aval.dtype.name}{list(aval.shape)}", avals))
 
 
 # What leaves
@@ -255,11 +251,13 @@ class _Memory:
     def store(self, piece: int, value: Array) -> tuple[_Memory, Array | None]:
         # The barrier: XLA may give a call that reads a slice a kernel of its own, and call it twice.
         value = lax.optimization_barrier(value)
+        assert self.slots is not None
         operands = value, self.token, self.stack, self.slots, self.last
         (token,) = native.call("te_offload_store", (self.token,), *operands, piece=piece)
         return dataclasses.replace(self, token=token), None
 
     def fetch(self, piece: int, type_: Any, stored: Array | None) -> tuple[_Memory, Array]:
+        assert self.slots is not None
         operands = self.token, self.stack, self.slots, self.last
         token, value = native.call("te_offload_fetch", (self.token, type_), *operands, piece=piece)
         return dataclasses.replace(self, token=token), value
