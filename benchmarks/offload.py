@@ -148,13 +148,15 @@ def _layers(operation: str, name: str, case: shapes.OffloadShape) -> tuple[Candi
     scanned, kind = name.endswith("_scan"), name.removesuffix("_scan")
     remat: Any = True if operation == "input" else _KEEP_HIDDEN if scanned or kind != "saved" else None
     names = [LAYER_INPUT] if operation == "input" else ["hidden"]
-    offload = Offload(names=names, min_size=0, quantize=kind == "te_jax_fp8") if kind not in _ON_DEVICE else None
+    implementation = "native" if scanned else None  # all arrays are on one device, however many there are
+    offload = Offload(names=names, min_size=0, quantize=kind == "te_jax_fp8", implementation=implementation)
 
     def total(params: Any, x: jax.Array) -> jax.Array:
         if name == "xla_scan":
             y = _scanned(operation, params, x)
         else:
-            y = (scan_layers if scanned else apply_layers)(_layer, params, x, remat=remat, offload=offload)
+            run = scan_layers if scanned else apply_layers
+            y = run(_layer, params, x, remat=remat, offload=None if kind in _ON_DEVICE else offload)
         return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
     params, x = _drawn(case, stacked=scanned)
