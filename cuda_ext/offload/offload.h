@@ -82,7 +82,7 @@ class Pass {
  public:
   Pass(Direction direction, Layout layout);
 
-  // Where rows are to be fetched, fetches begin for as many as there are slots. `last` is not looked at.
+  // A pass that fetches begins to fetch as many rows as there are slots.
   Status Begin(const Executor& executor, const Memory& memory);
   // x [sizes[piece]] becomes a piece of the next row.
   Status Store(const Executor& executor, const Memory& memory, int64_t piece, const void* x, int64_t bytes);

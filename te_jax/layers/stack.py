@@ -90,11 +90,11 @@ def scan_layers(
 ) -> X:
     """Runs x through a stack of layers in a `jax.lax.scan`: the program is as large as that of one layer.
 
-    `apply_layers` is faster and compiles longer, by as many times as there are layers. A model that keeps its
-    parameters stacked, as `flax.linen.scan` and `flax.nnx.scan` make them, passes them as they are.
+    `apply_layers` is faster and compiles longer. A model that keeps its parameters stacked, as `flax.linen.scan` and
+    `flax.nnx.scan` make them, passes them as they are.
 
     With offload, te_jax's own copies cross the iterations of the loop and hide behind its layers, and XLA's do not.
-    JAX's policies cannot have them: `jax.lax.scan` decides by itself what it keeps, and passes policies no loop. So a
+    JAX's checkpoint policies cannot have them, because `jax.lax.scan` stacks what a policy keeps by itself. So a
     `lax.scan`, `nn.scan` or `nnx.scan` of your own becomes this call.
 
     Args:

@@ -173,7 +173,7 @@ class _Rows:
 
 
 _ALIGNMENT = 256
-"""Of pieces in a row, in bytes, as the extension has it."""
+"""Of pieces in a row, in bytes: `Layout::kAlignment` of cuda_ext/offload."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
@@ -299,13 +299,10 @@ def _forward(
     wanted = tuple(leaf.perturbed for leaf in [constants[place] for place in layer.constants])
     wanted += tuple(leaf.perturbed for leaf in jax.tree.leaves(params))
     constants, params, x = jax.tree.map(lambda leaf: leaf.value, (constants, params, x))
-    x = (
-        refuse_batches(
+    if is_native:
+        x = refuse_batches(
             x, "scan_layers with offload under jax.vmap: map inside of the layer, or pass Offload(implementation='xla')"
         )
-        if is_native
-        else x
-    )
     rows = _rows(layer, count, offload, wanted, constants, params, x)
     own = [constants[place] for place in layer.constants]
     axes = sharding.varying_axes(own, params, x)

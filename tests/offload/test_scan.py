@@ -107,9 +107,11 @@ def test_a_backward_pass_runs_twice(delays, rng):
     assert_same_bits(first, second)
     assert_close(first, expected)
 
-    both = jax.jit(
-        lambda *a: (lambda backward: (backward(1.0), backward(1.0)))(jax.vjp(lambda *a: loss(*a, True, offload), *a)[1])
-    )
+    @jax.jit
+    def both(params, x):
+        _, backward = jax.vjp(lambda *a: loss(*a, True, offload), params, x)
+        return backward(1.0), backward(1.0)
+
     assert_same_bits(*both(params, x))
 
 
@@ -215,8 +217,8 @@ def test_calls_of_no_order(call, words):
         jax.block_until_ready(jax.jit(call)())
 
 
-def test_a_layer_that_fails_leaves_nothing_behind(rng):
-    """The next execution runs, though passes of the one before have no end."""
+def test_the_execution_after_one_that_failed(rng):
+    """It is right, though a pass of the one before has no end."""
     params, x = drawn(rng)
     offload, fail = Offload(min_size=0, implementation="native"), [True]
 
