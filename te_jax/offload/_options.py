@@ -52,8 +52,8 @@ class Offload:
       keep_last: how many of the last layers keep their residuals on the device. The backward pass begins with these,
         and the first fetch hides behind the last of them.
       required: whether a name that no residual of a layer has is an error. False: such layers keep what they have.
-      implementation: "xla" leaves the copies to XLA, which hides them in the unrolled loop of `apply_layers`, and not in
-        a scan. "native" makes them by te_jax's extension, in `scan_layers`, for arrays that are whole on a device, or
+      implementation: "xla" leaves the copies to XLA, which hides them in the unrolled loop of `apply_layers`, not in
+        a scan. "native" makes them by te_jax's extension, in `scan_layers`, for arrays that are whole on a device or
         inside of `jax.shard_map`. None: "native" in `scan_layers` where it can run, else "xla".
       slots: in `scan_layers`, how many layers' residuals wait on the device for their copies, each way. One hides
         copies that last as long as a layer computes; two even out layers and copies that take now more, now less.
