@@ -9,7 +9,7 @@ implementations:
   in a `lax.scan`.
 - hidden: it recomputes the activation only. saved and saved_scan keep the input and x @ up on the device; te_jax and
   te_jax_scan keep x @ up in host memory, te_jax_fp8 and te_jax_fp8_scan in FP8 there, and xla_scan in bfloat16 by JAX's
-  policy. saved recomputes nothing.
+  policy. With te_jax_keep and te_jax_keep_scan a third of the layers keep it on the device. saved recomputes nothing.
 - optimizer: a step of AdamW with float32 parameters and moments, gradients given and all else donated. device keeps
   the moments on the device, te_jax in host memory (`te_jax.optim.offload`).
 
@@ -56,7 +56,10 @@ from te_jax.offload import LAYER_INPUT, Offload
 PEERS = ("xla_scan",)
 OF_OPERATION = {
     "input": ("remat", "te_jax", "remat_scan", "te_jax_scan", "xla_scan"),
-    "hidden": ("saved", "te_jax", "te_jax_fp8", "saved_scan", "te_jax_scan", "te_jax_fp8_scan", "xla_scan"),
+    "hidden": (
+        *("saved", "te_jax", "te_jax_keep", "te_jax_fp8"),
+        *("saved_scan", "te_jax_scan", "te_jax_keep_scan", "te_jax_fp8_scan", "xla_scan"),
+    ),
     "optimizer": ("device", "te_jax"),
 }
 """The implementations of each operation; the first is what others are compared with, and scans also with its scan."""
@@ -149,7 +152,13 @@ def _layers(operation: str, name: str, case: shapes.OffloadShape) -> tuple[Candi
     remat: Any = True if operation == "input" else _KEEP_HIDDEN if scanned or kind != "saved" else None
     names = [LAYER_INPUT] if operation == "input" else ["hidden"]
     implementation = "native" if scanned else None  # all arrays are on one device, however many there are
-    offload = Offload(names=names, min_size=0, quantize=kind == "te_jax_fp8", implementation=implementation)
+    offload = Offload(
+        names=names,
+        min_size=0,
+        quantize=kind == "te_jax_fp8",
+        keep=max(1, case.layers // 3) if kind == "te_jax_keep" else 1,
+        implementation=implementation,
+    )
 
     def total(params: Any, x: jax.Array) -> jax.Array:
         if name == "xla_scan":

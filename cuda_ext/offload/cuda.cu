@@ -85,6 +85,13 @@ Status CopyInOrder(const Executor& executor, void* to, const void* from, int64_t
   return Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, executor.stream), "cudaMemcpyAsync");
 }
 
+void Settle() {
+  for (const Lane lane : {Lane::kToHost, Lane::kToDevice}) {
+    cudaStream_t stream = nullptr;
+    if (StreamOf(lane, stream).ok()) cudaStreamSynchronize(stream);
+  }
+}
+
 void Disturb(int64_t microseconds) { disturbance = microseconds; }
 int64_t Disturbance() { return disturbance; }
 

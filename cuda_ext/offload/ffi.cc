@@ -13,9 +13,9 @@ using Result = ffi::Result<AnyBuffer>;
 char* BytesOf(const AnyBuffer& buffer) { return static_cast<char*>(buffer.untyped_data()); }
 
 // What the attributes and the slots, u8 [slots, row_bytes], say of the rows.
-std::optional<Layout> DecodeLayout(Rules& rules, const AnyBuffer& slots, int64_t stacked, int64_t last,
+std::optional<Layout> DecodeLayout(Rules& rules, const AnyBuffer& slots, int64_t stacked, int64_t kept,
                                    ffi::Span<const int64_t> sizes) {
-  rules.That(stacked >= 1 && last >= 0, "slots", slots, "come with a number of rows of 1 or more in the stack");
+  rules.That(stacked >= 1 && kept >= 0, "slots", slots, "come with a number of rows of 1 or more in the stack");
   // As many bytes as no memory has: sums of a few stay below 2^63.
   const auto fits = [](int64_t size) { return size > 0 && size < int64_t{1} << 48; };
   rules.That(sizes.size() > 0 && sizes.size() < 4096 && std::ranges::all_of(sizes, fits), "slots", slots,
@@ -23,7 +23,7 @@ std::optional<Layout> DecodeLayout(Rules& rules, const AnyBuffer& slots, int64_t
   rules.Type(ffi::U8, "slots", slots);
   rules.That(slots.dimensions().size() == 2 && slots.dimensions()[0] >= 1, "slots", slots, "be one row or more");
   if (rules.broken()) return std::nullopt;
-  Layout layout(stacked, last, slots.dimensions()[0], {sizes.begin(), sizes.end()});
+  Layout layout(stacked, kept, slots.dimensions()[0], {sizes.begin(), sizes.end()});
   rules.That(slots.dimensions()[1] == layout.row_bytes, "slots", slots,
              "have rows of " + std::to_string(layout.row_bytes) + " bytes");
   return rules.broken() ? std::nullopt : std::optional(layout);
@@ -35,29 +35,29 @@ void IsRows(Rules& rules, std::string_view name, const AnyBuffer& buffer, int64_
 
 // The token orders calls, and nobody reads it. XLA has placed the stack of a GPU in host memory: only a CPU's is from
 // here.
-ffi::Error BeginStore(PlatformValue platform, AnyBuffer, Result, Result slots, Result last, Result stack,
+ffi::Error BeginStore(PlatformValue platform, AnyBuffer, Result, Result slots, Result kept, Result stack,
                       int64_t stacked, ffi::Span<const int64_t> sizes) {
   constexpr std::string_view kName = "te_offload_begin_store";
   Rules rules(kName);
-  const int64_t kept = last->dimensions().size() == 2 ? last->dimensions()[0] : -1;
-  std::optional<Layout> layout = DecodeLayout(rules, *slots, stacked, kept, sizes);
-  if (layout) IsRows(rules, "last", *last, kept, layout->row_bytes);
+  const int64_t count = kept->dimensions().size() == 2 ? kept->dimensions()[0] : -1;
+  std::optional<Layout> layout = DecodeLayout(rules, *slots, stacked, count, sizes);
+  if (layout) IsRows(rules, "kept", *kept, count, layout->row_bytes);
   if (layout && CountOf(*stack) > 0) IsRows(rules, "stack", *stack, stacked, layout->row_bytes);
   if (rules.broken()) return rules.error();
-  const Memory memory{nullptr, BytesOf(*slots), BytesOf(*last)};
+  const Memory memory{nullptr, BytesOf(*slots), BytesOf(*kept)};
   return ToError(kName, Passes::All().Begin(MakeExecutor(platform), Direction::kStore, std::move(*layout), memory));
 }
 
-ffi::Error BeginFetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer last, Result, Result slots,
+ffi::Error BeginFetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer kept, Result, Result slots,
                       int64_t stacked, ffi::Span<const int64_t> sizes) {
   constexpr std::string_view kName = "te_offload_begin_fetch";
   Rules rules(kName);
-  const int64_t kept = last.dimensions().size() == 2 ? last.dimensions()[0] : -1;
-  std::optional<Layout> layout = DecodeLayout(rules, *slots, stacked, kept, sizes);
-  if (layout) IsRows(rules, "last", last, kept, layout->row_bytes);
+  const int64_t count = kept.dimensions().size() == 2 ? kept.dimensions()[0] : -1;
+  std::optional<Layout> layout = DecodeLayout(rules, *slots, stacked, count, sizes);
+  if (layout) IsRows(rules, "kept", kept, count, layout->row_bytes);
   if (layout) IsRows(rules, "stack", stack, stacked, layout->row_bytes);
   if (rules.broken()) return rules.error();
-  const Memory memory{BytesOf(stack), BytesOf(*slots), BytesOf(last)};
+  const Memory memory{BytesOf(stack), BytesOf(*slots), BytesOf(kept)};
   return ToError(kName, Passes::All().Begin(MakeExecutor(platform), Direction::kFetch, std::move(*layout), memory));
 }
 
@@ -67,7 +67,7 @@ ffi::Error NotBegun(std::string_view name) {
 
 // The pass of these slots does step(pass, memory), where all memory is as large as the pass needs it.
 template <typename Step>
-ffi::Error In(std::string_view name, const AnyBuffer& slots, const AnyBuffer& stack, const AnyBuffer& last,
+ffi::Error In(std::string_view name, const AnyBuffer& slots, const AnyBuffer& stack, const AnyBuffer& kept,
               const Step& step) {
   const std::shared_ptr<Pass> pass = Passes::All().Find(slots.untyped_data());
   if (pass == nullptr) return NotBegun(name);
@@ -75,14 +75,16 @@ ffi::Error In(std::string_view name, const AnyBuffer& slots, const AnyBuffer& st
   Rules rules(name);
   IsRows(rules, "stack", stack, layout.stacked, layout.row_bytes);
   IsRows(rules, "slots", slots, layout.slots, layout.row_bytes);
-  IsRows(rules, "last", last, layout.last, layout.row_bytes);
+  IsRows(rules, "kept", kept, layout.kept, layout.row_bytes);
   if (rules.broken()) return rules.error();
-  return ToError(name, step(*pass, Memory{BytesOf(stack), BytesOf(slots), BytesOf(last)}));
+  const Status status = step(*pass, Memory{BytesOf(stack), BytesOf(slots), BytesOf(kept)});
+  if (!status.ok()) Settle();
+  return ToError(name, status);
 }
 
-ffi::Error Store(PlatformValue platform, AnyBuffer x, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer last,
+ffi::Error Store(PlatformValue platform, AnyBuffer x, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer kept,
                  Result, int64_t piece) {
-  return In("te_offload_store", slots, stack, last, [&](Pass& pass, const Memory& memory) {
+  return In("te_offload_store", slots, stack, kept, [&](Pass& pass, const Memory& memory) {
     const auto bytes = static_cast<int64_t>(x.size_bytes());
     return pass.Store(MakeExecutor(platform), memory, piece, x.untyped_data(), bytes);
   });
@@ -96,9 +98,9 @@ ffi::Error EndStore(PlatformValue platform, AnyBuffer, AnyBuffer slots, Result) 
   return ToError(kName, pass->EndStore(MakeExecutor(platform)));
 }
 
-ffi::Error Fetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer last, Result, Result x,
+ffi::Error Fetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer kept, Result, Result x,
                  int64_t piece) {
-  return In("te_offload_fetch", slots, stack, last, [&](Pass& pass, const Memory& memory) {
+  return In("te_offload_fetch", slots, stack, kept, [&](Pass& pass, const Memory& memory) {
     const auto bytes = static_cast<int64_t>(x->size_bytes());
     TE_JAX_TRY(pass.Fetch(MakeExecutor(platform), memory, piece, x->untyped_data(), bytes));
     if (pass.complete()) Passes::All().Forget(slots.untyped_data());
@@ -110,15 +112,15 @@ ffi::Error Fetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer s
 
 // None is for command buffers: a captured graph would keep the lanes' events of its first run.
 
-// token -> token, slots [slots, row_bytes], last [last, row_bytes], stack [stacked, row_bytes] or nothing
+// token -> token, slots [slots, row_bytes], kept [kept, row_bytes], stack [stacked, row_bytes] or nothing
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_begin_store, BeginStore,
                               (Buffers<1, 4>().Attr<int64_t>("stacked").Attr<ffi::Span<const int64_t>>("sizes")));
-// x, token, stack, slots, last -> token; writes stack, slots and last
+// x, token, stack, slots, kept -> token; writes stack, slots and kept
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_store, Store, (Buffers<5, 1>().Attr<int64_t>("piece")));
-// token, stack, last -> token, slots
+// token, stack, kept -> token, slots
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_begin_fetch, BeginFetch,
                               (Buffers<3, 2>().Attr<int64_t>("stacked").Attr<ffi::Span<const int64_t>>("sizes")));
-// token, stack, slots, last -> token, x; writes slots
+// token, stack, slots, kept -> token, x; writes slots
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_fetch, Fetch, (Buffers<4, 2>().Attr<int64_t>("piece")));
 // token, slots -> token
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_end_store, EndStore, (Buffers<2, 1>()));

@@ -39,21 +39,24 @@ Status CopyBeside(const Executor& executor, Lane lane, void* to, const void* fro
 // What the executor is given from now on begins after the last copy that `copied` was given to, if there was one.
 Status WaitFor(const Executor& executor, Copied& copied);
 
+// Waits here for all copies of a GPU: after an error XLA gives their memory to others. A CPU has copied by then.
+void Settle();
+
 // A copy on the device, in the order of the executor.
 Status CopyInOrder(const Executor& executor, void* to, const void* from, int64_t bytes);
 
 // Before every copy of a lane, a random delay of up to so many microseconds, and slots filled with bytes of NaN when a
-// pass begins: tests see whether any copy is missed.
+// pass begins: tests see whether any copy is missed. A CPU copies on threads only then.
 void Disturb(int64_t microseconds);
 int64_t Disturbance();
 Status Poison(const Executor& executor, void* to, int64_t bytes);
 
-// Every layer has a row, and a row the same pieces one after another. Those of the first layers wait in host memory, in
-// a stack, and those of the last on the device. Row r reaches the stack, or comes from there, through slot
-// r mod (number of slots), which has the layout of a row.
+// Every layer has a row, and a row the same pieces one after another. Some rows stay on the device, spread evenly over
+// the layers, the last one among them if there are any. The others wait in host memory, in a stack: row r of that
+// reaches it, or comes from there, through slot r mod (number of slots), which has the layout of a row.
 struct Layout {
   int64_t stacked;  // rows in host memory
-  int64_t last;     // rows that stay on the device
+  int64_t kept;     // rows that stay on the device
   int64_t slots;
   std::vector<int64_t> sizes;  // of the pieces, in bytes
   std::vector<int64_t> offsets;
@@ -61,9 +64,11 @@ struct Layout {
 
   static constexpr int64_t kAlignment = 256;
 
-  Layout(int64_t stacked, int64_t last, int64_t slots, std::vector<int64_t> sizes);
+  Layout(int64_t stacked, int64_t kept, int64_t slots, std::vector<int64_t> sizes);
 
-  int64_t rows() const { return stacked + last; }
+  int64_t rows() const { return stacked + kept; }
+  // How many rows of the first so many layers stay: `stays` of te_jax.offload.
+  int64_t KeptOf(int64_t layers) const { return layers * kept / rows(); }
 };
 
 enum class Direction { kStore, kFetch };
@@ -72,7 +77,7 @@ enum class Direction { kStore, kFetch };
 struct Memory {
   char* stack;
   char* slots;
-  char* last;
+  char* kept;
 };
 
 // One way over all rows: a forward pass stores them, first to last, and a backward pass fetches them, last to first.
@@ -90,16 +95,22 @@ class Pass {
   Status Fetch(const Executor& executor, const Memory& memory, int64_t piece, void* x, int64_t bytes);
   // All rows were stored: the executor waits for the last copies.
   Status EndStore(const Executor& executor);
+  Status WaitForAll(const Executor& executor);
   bool complete() const;
   const Layout& layout() const { return layout_; }
 
  private:
-  Status Next(Direction direction, const char* stack, int64_t piece, int64_t bytes, int64_t& row);
+  // A row of the stack, or of those that stay.
+  struct Place {
+    bool stays;
+    int64_t row;
+  };
+  Status Next(Direction direction, const char* stack, int64_t piece, int64_t bytes, Place& place);
   Status FetchAhead(const Executor& executor, const Memory& memory, int64_t piece, int64_t row);
+  // Of a row of the stack.
   Copied& copied(int64_t row, int64_t piece);
   char* Slot(const Memory& memory, int64_t row, int64_t piece) const;
-  // In the stack, or among the last.
-  char* Row(const Memory& memory, int64_t row, int64_t piece) const;
+  char* In(char* rows, int64_t row, int64_t piece) const;
 
   Direction direction_;
   Layout layout_;
@@ -109,7 +120,8 @@ class Pass {
 };
 
 // The passes under way, by their slots: each execution of a loop has memory of its own for these while it runs, and
-// the loop hands them to every call. A pass that an error ended is replaced by the next one with that memory.
+// the loop hands them to every call. A pass that an error ended is replaced by the next one with that memory, which
+// waits for its copies.
 class Passes {
  public:
   static Passes& All();

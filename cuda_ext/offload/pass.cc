@@ -4,8 +4,8 @@
 
 namespace te::offload {
 
-Layout::Layout(int64_t stacked, int64_t last, int64_t slots, std::vector<int64_t> sizes)
-    : stacked(stacked), last(last), slots(slots), sizes(std::move(sizes)), row_bytes(0) {
+Layout::Layout(int64_t stacked, int64_t kept, int64_t slots, std::vector<int64_t> sizes)
+    : stacked(stacked), kept(kept), slots(slots), sizes(std::move(sizes)), row_bytes(0) {
   for (const int64_t size : this->sizes) {
     offsets.push_back(row_bytes);
     row_bytes += (size + kAlignment - 1) / kAlignment * kAlignment;
@@ -20,14 +20,12 @@ Pass::Pass(Direction direction, Layout layout)
 
 Copied& Pass::copied(int64_t row, int64_t piece) { return copied_[row % layout_.slots * layout_.sizes.size() + piece]; }
 
-char* Pass::Slot(const Memory& memory, int64_t row, int64_t piece) const {
-  return memory.slots + row % layout_.slots * layout_.row_bytes + layout_.offsets[piece];
+char* Pass::In(char* rows, int64_t row, int64_t piece) const {
+  return rows + row * layout_.row_bytes + layout_.offsets[piece];
 }
 
-char* Pass::Row(const Memory& memory, int64_t row, int64_t piece) const {
-  char* const begin = row < layout_.stacked ? memory.stack + row * layout_.row_bytes
-                                            : memory.last + (row - layout_.stacked) * layout_.row_bytes;
-  return begin + layout_.offsets[piece];
+char* Pass::Slot(const Memory& memory, int64_t row, int64_t piece) const {
+  return In(memory.slots, row % layout_.slots, piece);
 }
 
 Status Pass::Begin(const Executor& executor, const Memory& memory) {
@@ -43,11 +41,11 @@ Status Pass::Begin(const Executor& executor, const Memory& memory) {
 }
 
 Status Pass::FetchAhead(const Executor& executor, const Memory& memory, int64_t piece, int64_t row) {
-  return CopyBeside(executor, Lane::kToDevice, Slot(memory, row, piece), Row(memory, row, piece), layout_.sizes[piece],
-                    copied(row, piece));
+  return CopyBeside(executor, Lane::kToDevice, Slot(memory, row, piece), In(memory.stack, row, piece),
+                    layout_.sizes[piece], copied(row, piece));
 }
 
-Status Pass::Next(Direction direction, const char* stack, int64_t piece, int64_t bytes, int64_t& row) {
+Status Pass::Next(Direction direction, const char* stack, int64_t piece, int64_t bytes, Place& place) {
   if (direction != direction_) {
     return Status::Failed(direction == Direction::kStore ? "these slots are of a pass that fetches"
                                                          : "these slots are of a pass that stores");
@@ -62,24 +60,29 @@ Status Pass::Next(Direction direction, const char* stack, int64_t piece, int64_t
                           (direction == Direction::kStore ? "stored" : "fetched") + " before");
   }
   const int64_t count = done_[piece]++;
-  row = direction == Direction::kStore ? count : layout_.rows() - 1 - count;
+  const int64_t layer = direction == Direction::kStore ? count : layout_.rows() - 1 - count;
+  const int64_t kept = layout_.KeptOf(layer);
+  const bool stays = layout_.KeptOf(layer + 1) > kept;
+  place = {stays, stays ? kept : layer - kept};
   return Status::Ok();
 }
 
 Status Pass::Store(const Executor& executor, const Memory& memory, int64_t piece, const void* x, int64_t bytes) {
-  int64_t row = 0;
-  TE_JAX_TRY(Next(Direction::kStore, memory.stack, piece, bytes, row));
-  if (row >= layout_.stacked) return CopyInOrder(executor, Row(memory, row, piece), x, bytes);
+  Place place{};
+  TE_JAX_TRY(Next(Direction::kStore, memory.stack, piece, bytes, place));
+  const int64_t row = place.row;
+  if (place.stays) return CopyInOrder(executor, In(memory.kept, row, piece), x, bytes);
   TE_JAX_TRY(WaitFor(executor, copied(row, piece)));
   TE_JAX_TRY(CopyInOrder(executor, Slot(memory, row, piece), x, bytes));
-  return CopyBeside(executor, Lane::kToHost, Row(memory, row, piece), Slot(memory, row, piece), bytes,
+  return CopyBeside(executor, Lane::kToHost, In(memory.stack, row, piece), Slot(memory, row, piece), bytes,
                     copied(row, piece));
 }
 
 Status Pass::Fetch(const Executor& executor, const Memory& memory, int64_t piece, void* x, int64_t bytes) {
-  int64_t row = 0;
-  TE_JAX_TRY(Next(Direction::kFetch, memory.stack, piece, bytes, row));
-  if (row >= layout_.stacked) return CopyInOrder(executor, x, Row(memory, row, piece), bytes);
+  Place place{};
+  TE_JAX_TRY(Next(Direction::kFetch, memory.stack, piece, bytes, place));
+  const int64_t row = place.row;
+  if (place.stays) return CopyInOrder(executor, x, In(memory.kept, row, piece), bytes);
   TE_JAX_TRY(WaitFor(executor, copied(row, piece)));
   TE_JAX_TRY(CopyInOrder(executor, x, Slot(memory, row, piece), bytes));
   return row >= layout_.slots ? FetchAhead(executor, memory, piece, row - layout_.slots) : Status::Ok();
@@ -95,6 +98,10 @@ Status Pass::EndStore(const Executor& executor) {
     return Status::Failed("the pass ends after " + std::to_string(std::ranges::min(done_)) + " of " +
                           std::to_string(layout_.rows()) + " rows");
   }
+  return WaitForAll(executor);
+}
+
+Status Pass::WaitForAll(const Executor& executor) {
   for (Copied& copied : copied_) TE_JAX_TRY(WaitFor(executor, copied));
   return Status::Ok();
 }
@@ -106,10 +113,12 @@ Passes& Passes::All() {
 
 Status Passes::Begin(const Executor& executor, Direction direction, Layout layout, const Memory& memory) {
   auto pass = std::make_shared<Pass>(direction, std::move(layout));
+  std::shared_ptr<Pass> former = pass;
   {
     const std::lock_guard lock(mutex_);
-    by_slots_[memory.slots] = pass;
+    std::swap(by_slots_[memory.slots], former);
   }
+  if (former != nullptr) TE_JAX_TRY(former->WaitForAll(executor));
   return pass->Begin(executor, memory);
 }
 

@@ -150,7 +150,7 @@ def residual_table(
       layer, params, x, remat, offload: as `apply_layers` takes them; arrays may be `jax.ShapeDtypeStruct`.
 
     Returns:
-      Lines of text.
+      Lines of text. The last says how long the copies of a layer take over PCIe 5, where one device has whole arrays.
 
     Raises:
       ValueError: what `apply_layers` refuses.
@@ -166,6 +166,7 @@ def residual_table(
       layer 2
         device       2.1 MB  layer_input: float32[2048, 256]
       in all 4.2 MB on the host, 2.1 MB on the device
+      copies hide behind a layer whose forward pass takes 0.0419 ms, at 50 GB/s
     """
     _check(remat, offload)
     layers, params = _layers(layer, params, remat)

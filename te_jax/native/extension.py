@@ -208,7 +208,7 @@ def available() -> bool:
 
 @functools.cache
 def _warn_once(problem: str) -> None:
-    warnings.warn(f"te_jax runs its reference implementations: {problem}", RuntimeWarning, stacklevel=4)
+    warnings.warn(f"te_jax runs no native kernel: {problem}", RuntimeWarning, stacklevel=4)
 
 
 def has_gpu() -> bool:

@@ -49,14 +49,14 @@ class Offload:
       min_size: bytes; smaller residuals stay on the device, for a copy of few bytes takes as long as one of many.
       quantize: the names of float residuals that are stored in FP8 (float8_e4m3fn, one scale for 128 values along the
         last dimension): half the bytes of bfloat16, and gradients with FP8's error. True: all that leave.
-      keep_last: how many of the last layers keep their residuals on the device. The backward pass begins with these,
-        and the first fetch hides behind the last of them.
+      keep: how many layers keep their residuals on the device: the last one, with which the backward pass begins, and
+        others evenly between the first and that. Keep more where copies take longer than layers compute.
       required: whether a name that no residual of a layer has is an error. False: such layers keep what they have.
       implementation: "xla" leaves the copies to XLA, which hides them in the unrolled loop of `apply_layers`, not in
         a scan. "native" makes them by te_jax's extension, in `scan_layers`, for arrays that are whole on a device or
         inside of `jax.shard_map`. None: "native" in `scan_layers` where it can run, else "xla".
-      slots: in `scan_layers`, how many layers' residuals wait on the device for their copies, each way. One hides
-        copies that last as long as a layer computes; two even out layers and copies that take now more, now less.
+      slots: how many layers' residuals wait on the device for their copies. One hides copies that last as long as a
+        layer computes; two even out layers and copies that take now more, now less.
 
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax
@@ -71,7 +71,7 @@ class Offload:
     names: Sequence[str] | Callable[[Residual], bool] | None = None
     min_size: int = 2**20
     quantize: Sequence[str] | bool = ()
-    keep_last: int = 1
+    keep: int = 1
     required: bool = True
     implementation: Literal["native", "xla"] | None = None
     slots: int = 2
@@ -90,9 +90,9 @@ class Offload:
                 raise ValueError(f"{field} is {value!r}: it must be {kinds}")
         if not (is_whole_number(self.min_size) and self.min_size >= 0):
             raise ValueError(f"min_size is {self.min_size!r}: it must be a number of bytes, 0 or more")
-        if not (is_whole_number(self.keep_last) and self.keep_last >= 1):
+        if not (is_whole_number(self.keep) and self.keep >= 1):
             raise ValueError(
-                f"keep_last is {self.keep_last!r}: it must be 1 or more, because the backward pass needs what the last "
+                f"keep is {self.keep!r}: it must be 1 or more, because the backward pass needs what the last "
                 "layer keeps at once"
             )
         as_flag("required", self.required)
@@ -114,6 +114,11 @@ class Offload:
         if callable(self.names):
             return bool(self.names(residual))
         return not residual.names.isdisjoint(self.names)
+
+    def stays(self, layer: int, count: int) -> bool:
+        """Whether layer number `layer` of `count` keeps its residuals on the device."""
+        keep = min(self.keep, count)
+        return (layer + 1) * keep // count > layer * keep // count
 
     def stores_in_fp8(self, residual: Residual) -> bool:
         """Whether the residual, which leaves, is stored in FP8."""

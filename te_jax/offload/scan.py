@@ -6,9 +6,9 @@ streams of its own, and its copies cross iterations:
     forward    a residual is copied to a slot on the device, and from there to its row of the stack in host memory
     backward   a row is fetched to a slot one layer ahead or more, and copied from there when its layer begins
 
-XLA owns all memory, as values that the loops close over: the stack, the slots, and the rows of the last layers, which
-stay on the device. Handlers write them unseen by XLA, for which they are operands. That is right because a value lives
-as long as anyone may use it: a token goes from call to call, and every call takes the values along.
+XLA owns all memory, as values that the loops close over: the stack, the slots, and the rows that stay on the device.
+Handlers write them unseen by XLA, for which they are operands. That is right because a value lives as long as anyone
+may use it: a token goes from call to call, and every call takes the values along.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run_scan(layer: Layer, params: Any, x: Any, offload: Offload) -> Any:
     """x through the layers, as `te_jax.layers.scan_layers` describes it."""
     count = len(jax.tree.leaves(params)[0])
     traced, constants = _trace(layer, params, x)
-    is_native = count > offload.keep_last and _is_native(offload)
+    is_native = count > offload.keep and _is_native(offload)
 
     @jax.custom_vjp
     def run(constants: list[Array], params: Any, x: Any) -> Any:
@@ -106,13 +106,13 @@ class _Rows:
     Attributes:
       plan: of the layer.
       count: number of layers.
-      keep_last: how many of the last stay on the device, where the extension copies.
+      keep: how many of them have their rows on the device, where the extension copies: see `Offload`.
       slots: through which rows pass.
     """
 
     plan: Plan
     count: int
-    keep_last: int
+    keep: int
     slots: int
 
     @functools.cached_property
@@ -195,29 +195,29 @@ class _XlaMemory:
         return self, jax.device_put(stored, _DEVICE)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("token", "stack", "slots", "last"), meta_fields=())
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("token", "stack", "slots", "kept"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class _Memory:
     """What the extension copies between.
 
     Attributes:
       token: int32[1], which orders its calls; the rest are the same values in all of them.
-      stack: uint8 [layers - keep_last, row_bytes], in host memory.
+      stack: uint8 [layers - keep, row_bytes], in host memory.
       slots: uint8 [slots, row_bytes], or None between the passes.
-      last: uint8 [keep_last, row_bytes], the rows that stay on the device.
+      kept: uint8 [keep, row_bytes], the rows that stay on the device.
     """
 
     token: Array
     stack: Array
     slots: Array | None
-    last: Array
+    kept: Array
 
     @classmethod
     def begin_store(cls, rows: _Rows, axes: frozenset[str]) -> _Memory:
-        stacked, row = rows.count - rows.keep_last, rows.row_bytes
+        stacked, row = rows.count - rows.keep, rows.row_bytes
 
         def begin(token: Array, in_host: int) -> tuple[Array, ...]:
-            shapes = (rows.slots, row), (rows.keep_last, row), (in_host, row)
+            shapes = (rows.slots, row), (rows.keep, row), (in_host, row)
             results = (token, *(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes))
             return native.call_once("te_offload_begin_store", results, token, stacked=stacked, sizes=rows.sizes)
 
@@ -232,8 +232,8 @@ class _Memory:
             return *others, jax.device_put(stack, _HOST)
 
         token = sharding.varying_over(jnp.zeros((1,), jnp.int32), axes)
-        token, slots, last, stack = lax.platform_dependent(token, cuda=on_cuda, default=elsewhere)
-        return cls(token, stack, slots, last)
+        token, slots, kept, stack = lax.platform_dependent(token, cuda=on_cuda, default=elsewhere)
+        return cls(token, stack, slots, kept)
 
     def end_store(self, after: Any) -> _Memory:
         """The last copies have ended, and may last until `after` is computed."""
@@ -244,7 +244,7 @@ class _Memory:
 
     def begin_fetch(self, rows: _Rows) -> _Memory:
         results = self.token, jax.ShapeDtypeStruct((rows.slots, rows.row_bytes), jnp.uint8)
-        operands, stacked = (self.token, self.stack, self.last), rows.count - rows.keep_last
+        operands, stacked = (self.token, self.stack, self.kept), rows.count - rows.keep
         token, slots = native.call_once("te_offload_begin_fetch", results, *operands, stacked=stacked, sizes=rows.sizes)
         return dataclasses.replace(self, token=token, slots=slots)
 
@@ -252,13 +252,13 @@ class _Memory:
         # The barrier: XLA may give a call that reads a slice a kernel of its own, and call it twice.
         value = lax.optimization_barrier(value)
         assert self.slots is not None
-        operands = value, self.token, self.stack, self.slots, self.last
+        operands = value, self.token, self.stack, self.slots, self.kept
         (token,) = native.call("te_offload_store", (self.token,), *operands, piece=piece)
         return dataclasses.replace(self, token=token), None
 
     def fetch(self, piece: int, type_: Any, stored: Array | None) -> tuple[_Memory, Array]:
         assert self.slots is not None
-        operands = self.token, self.stack, self.slots, self.last
+        operands = self.token, self.stack, self.slots, self.kept
         token, value = native.call("te_offload_fetch", (self.token, type_), *operands, piece=piece)
         return dataclasses.replace(self, token=token), value
 
@@ -351,13 +351,13 @@ def _rows(
 
     def run(constants: list[Array], params: Any, x: Any) -> None:
         own = [constants[place] for place in layer.constants]
-        leaves = offload if count > offload.keep_last else NOTHING
+        leaves = offload if count > offload.keep else NOTHING
         plans.append(plan_of(layer, own, _first(params), x, wanted, leaves))
 
     jax.eval_shape(run, constants, params, x)
     if offload.required and isinstance(offload.names, tuple):
         check_names(plans[0].residuals, offload.names, 0)
-    return _Rows(plans[0], count, min(offload.keep_last, count), offload.slots)
+    return _Rows(plans[0], count, min(offload.keep, count), offload.slots)
 
 
 def _backward(count: int, kept: _Kept, cotangent: Any) -> tuple[list[Any], Any, Any]:

@@ -70,7 +70,7 @@ def assert_same_bits(found, expected):
     ("remat", "options"),
     [
         (True, {"names": [LAYER_INPUT]}),
-        (KEEP_HIDDEN, {"names": ["hidden", LAYER_INPUT], "keep_last": 2}),
+        (KEEP_HIDDEN, {"names": ["hidden", LAYER_INPUT], "keep": 2}),
         (KEEP_HIDDEN, {"names": ["hidden"], "quantize": True}),
     ],
     ids=["input", "two pieces, two stay", "FP8"],
@@ -96,6 +96,22 @@ def test_no_copy_is_read_or_overwritten_too_early(slots, remat, options, rng):
             thread.join()
         jax.block_until_ready(results)
     assert_same_bits(results, wanted)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_random_stacks(number, delays, rng):
+    sizes = {
+        name: int(rng.integers(1, most)) for name, most in {"layers": 9, "width": 200, "mlp": 200, "rows": 20}.items()
+    }
+    operands = drawn(rng, **sizes)
+    names, keep = ["hidden", LAYER_INPUT][: rng.integers(1, 3)], int(rng.integers(1, 4))
+    options = {"names": names, "keep": keep, "min_size": int(rng.choice([0, 4096]))}
+    if rng.integers(2):
+        options["quantize"] = True
+    found = gradient(KEEP_HIDDEN, Offload(implementation="native", slots=int(rng.integers(1, 5)), **options))
+    expected = gradient(KEEP_HIDDEN, Offload(implementation="xla", **options))(*operands)
+    for _ in range(2):
+        assert_close(found(*operands), expected)
 
 
 def test_a_backward_pass_runs_twice(delays, rng):
@@ -132,7 +148,7 @@ def test_two_stacks_of_the_same_values(delays, rng):
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_few_layers(layers, delays, rng):
     params, x = drawn(rng, layers=layers)
-    found = gradient(KEEP_HIDDEN, Offload(min_size=0, implementation="native", keep_last=2, slots=5))
+    found = gradient(KEEP_HIDDEN, Offload(min_size=0, implementation="native", keep=2, slots=5))
     assert_close(found(params, x), gradient(KEEP_HIDDEN, Offload(min_size=0, implementation="xla"))(params, x))
 
 

@@ -60,6 +60,17 @@ def test_copies_hide_and_memory_is_saved(remat, names, each, fp8, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_copy_has_the_time_of_as_many_layers_as_there_are_slots(slots, monkeypatch):
+    monkeypatch.setattr("te_jax.native.use_native", lambda implementation: False)
+    found = copies(gradient(KEEP_WIDE, Offload(names=["wide"], keep=4, slots=slots)))
+    to_host = [copy.gemms for copy in found if copy.to_host]
+    assert len(to_host) == LAYERS - 4
+    of_layer = 2
+    assert all(of_layer * slots <= gemms <= of_layer * (slots + 1) for gemms in to_host[:-1])
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("remat", "names", "each"),
     [(True, [LAYER_INPUT], INPUT), (KEEP_WIDE, ["wide", LAYER_INPUT], INPUT + WIDE)],

@@ -30,8 +30,8 @@ CASES = {
     "input": (True, ALL),
     "input and hidden": (KEEP_HIDDEN, ALL),
     "hidden": (KEEP_HIDDEN, Offload(names=["hidden"], min_size=0)),
-    "two stay": (True, Offload(min_size=0, keep_last=2)),
-    "all stay": (True, Offload(min_size=0, keep_last=LAYERS)),
+    "two stay": (True, Offload(min_size=0, keep=2)),
+    "all stay": (True, Offload(min_size=0, keep=LAYERS)),
     "rule": (None, Offload(names=lambda residual: residual.shape == (ROWS, WIDTH), min_size=0)),
 }
 every_case = pytest.mark.parametrize(("remat", "offload"), CASES.values(), ids=CASES)
@@ -464,7 +464,15 @@ def test_the_table(params, stream):
     assert text.splitlines()[0] == "layers 0 to 3, each"
     assert len(re.findall(rf"host .*hidden: float32\[{ROWS}, {WIDTH}\]", text)) == 1
     assert len(re.findall("device .*layer_input", text)) == 2
-    assert text.splitlines()[-1].startswith("in all 0.0 MB on the host")
+    assert text.splitlines()[-2].startswith("in all 0.0 MB on the host")
+
+
+def test_layers_that_keep_theirs_are_spread(params, stream):
+    x, offload = {"stream": stream, "count": jnp.int32(0)}, Offload(min_size=0, keep=2)
+    text = residual_table(layer, params, x, remat=True, offload=offload)
+    of_layers = [line for line in text.splitlines() if line.startswith("layer")]
+    assert of_layers == ["layers 0 to 1, each", "layer 2", "layer 3", "layer 4"]
+    assert " 0.0 MB on the host" in residual_table(layer, params, x, remat=True, offload=Offload(min_size=0, keep=9))
 
 
 @pytest.mark.parametrize(
@@ -489,7 +497,7 @@ def test_a_name_that_nothing_has_is_refused(offload, words, params, stream):
         ({"names": 1}, "it must be names, a function or None"),
         ({"quantize": None}, "it must be names or a bool"),
         ({"min_size": -1}, "a number of bytes"),
-        ({"keep_last": 0}, "it must be 1 or more"),
+        ({"keep": 0}, "it must be 1 or more"),
         ({"required": 2}, "True or False"),
         ({"implementation": "te_jax"}, "'native', 'xla' or None"),
         ({"slots": 0}, "1 or more"),

@@ -106,7 +106,7 @@ def test_values_and_gradients(rng, dtype, load, function, implementation):
     assert_near(found, wanted, FP8[dtype])
 
 
-@pytest.mark.filterwarnings("ignore:te_jax runs its reference implementations:RuntimeWarning")  # float32 on a GPU
+@pytest.mark.filterwarnings("ignore:te_jax runs no native kernel:RuntimeWarning")  # float32 on a GPU
 def test_without_quantization_near(rng):
     """The error is that of FP8."""
     operands = draw(rng, "float32")
