@@ -85,8 +85,8 @@ def dense(
         FP8: the cotangent of its straight_through is dx. Not for DelayedScaling.
       kernel: [*in, *out], or [*out, *in] for kernel_contracting="last"; float32, bfloat16 or float16. Or a
         QuantizedArray from `quantize(kernel, recipe.quantization("kernel"), row_ndim=…)`, which serves several
-        microbatches and whose gradient goes to wgrad_accumulator. Or several in a tuple, each with its own `out`, which
-        share one quantized x (q, k and v; gate and up). dx is then the sum over them.
+        microbatches and whose gradient goes to wgrad_accumulator, or to its straight_through. Or several in a tuple,
+        each with its own `out`, which share one quantized x (q, k and v; gate and up). dx is then the sum over them.
       bias: [*out], or None. If kernel is a tuple, then so are bias, wgrad_accumulator and scaling_state.
       recipe: how to quantize; None multiplies in the dtype of x, by XLA.
       contracting_ndim: number of dimensions in `in`.

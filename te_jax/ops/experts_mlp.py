@@ -17,7 +17,7 @@ from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops.grouped_dense import NAME, problem_of, validate_kernel, validate_rows
-from te_jax.ops.linear.arguments import KernelContracting, implementation_for
+from te_jax.ops.linear.arguments import KernelContracting, implementation_for, with_gradient_through
 from te_jax.ops.linear.gated import GatedMLP, gated
 from te_jax.ops.linear.grouped import REVERSE_MODE, GatheredProducts, Groups, ScatteredProducts
 from te_jax.ops.linear.products import Weight
@@ -80,7 +80,7 @@ def experts_mlp(
       ValueError, NotImplementedError, NativeUnavailableError: as `grouped_dense`.
     """
     kernels = tuple(
-        value if isinstance(value, QuantizedArray) else as_array(f"kernel[{i}]", value)
+        with_gradient_through(value) if isinstance(value, QuantizedArray) else as_array(f"kernel[{i}]", value)
         for i, value in enumerate(kernel)
     )
     accumulators = tuple(

@@ -24,6 +24,7 @@ from te_jax.ops.linear.arguments import (
     state_axes,
     validate_kernel_contracting,
     validate_quantized_x,
+    with_gradient_through,
 )
 from te_jax.ops.linear.grouped import REVERSE_MODE, GroupedProducts, Groups
 from te_jax.ops.linear.products import Weight, together
@@ -127,7 +128,7 @@ def grouped_dense(
         raise ValueError("kernel is an empty tuple; pass one array at least")
     x, group_sizes = as_operand("x", x), as_array("group_sizes", group_sizes)
     kernels = {
-        name: value if isinstance(value, QuantizedArray) else as_array(name, value)
+        name: with_gradient_through(value) if isinstance(value, QuantizedArray) else as_array(name, value)
         for name, value in one_for_each("kernel", kernel, count, several)
     }
     biases, accumulators = (

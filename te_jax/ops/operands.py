@@ -10,7 +10,7 @@ from jax import Array
 from te_jax import sharding
 from te_jax._core.arguments import as_dtype, as_flag, kind_of, static_way_out
 from te_jax._core.integers import validate_integers
-from te_jax._core.types import FP8, FP8_NAMES
+from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8, FP8_NAMES
 from te_jax.quantized import QuantizedArray, scale_shape
 from te_jax.recipe import Quantization
 
@@ -80,9 +80,9 @@ def validate_quantized_array(name: str, x: QuantizedArray) -> None:
             "one array; quantize it with copies='both'"
         )
     through = x.straight_through
-    if through is not None and (through.shape, through.dtype) != (x.shape, x.dtype):
+    if through is not None and (through.shape != x.shape or through.dtype not in FLOATS):
         raise ValueError(
-            f"{name} has straight_through of shape {through.shape} and dtype {through.dtype}; it must be {x.dtype} "
+            f"{name} has straight_through of shape {through.shape} and dtype {through.dtype}; it must be {FLOAT_NAMES} "
             f"{x.shape}: quantize it with straight_through=True"
         )
 

@@ -508,4 +508,5 @@ def _matrix(x: QuantizedArray, rows: int, cols: int) -> QuantizedArray:
         x.scaling,
         x.transposed_scaling,
         x.dtype,
+        None if x.straight_through is None else x.straight_through.reshape(rows, cols),
     )

@@ -51,9 +51,9 @@ class Layer:
             x, kernels, accumulators
         )
 
-    def of_quantized(self, x, kernels, accumulators):
-        """The same, and all kernels are quantized before, each device its part."""
-        quantize = functools.partial(ops.quantize, quantization=self.recipe.quantization("kernel"))
+    def of_quantized(self, x, kernels, accumulators=None, **options):
+        """The same, and all kernels are quantized before, each device its part; with options of `ops.quantize`."""
+        quantize = functools.partial(ops.quantize, quantization=self.recipe.quantization("kernel"), **options)
         if self.specs is None:
             return self(x, jax.tree.map(jax.vmap(quantize) if self.experts else quantize, kernels), accumulators)
         quantize = functools.partial(quantize, amax_axis="tp")

@@ -31,5 +31,17 @@ def test_without_an_accumulator_its_gradient_is_refused(layer, rng):
     def loss(kernels):
         return sum(jnp.sum(y) for y in layer.of_quantized(x, kernels, None))
 
-    with pytest.raises(NotImplementedError, match=r"kernel\S* is a QuantizedArray, which has no gradient"):
+    with pytest.raises(NotImplementedError, match=r"kernel\S* is a QuantizedArray without straight_through"):
         jax.eval_shape(jax.grad(loss), kernels)
+
+
+@every_layer_in_fp8
+def test_its_gradient_goes_through_straight_through(layer, rng):
+    """To what was quantized, with the bits that it has where the layer quantizes."""
+    x, kernels, _, dys = layer.draw(rng)
+    found, wanted = (
+        results_and_gradients(run, (x, kernels), dys)
+        for run in (lambda x, kernels: layer.of_quantized(x, kernels, straight_through=True), layer)
+    )
+    jax.tree.map(assert_bits, found, wanted)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(found))

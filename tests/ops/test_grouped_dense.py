@@ -198,7 +198,7 @@ def test_quantized_kernel(rng, kernel_contracting):
     np.testing.assert_array_equal(y, wanted)
     np.testing.assert_array_equal(of_x, dx)
     assert_close(of_kernel, dkernel, tolerance=1e-6)
-    with pytest.raises(NotImplementedError, match="kernel is a QuantizedArray, which has no gradient"):
+    with pytest.raises(NotImplementedError, match="kernel is a QuantizedArray without straight_through"):
         jax.grad(lambda k: ops.grouped_dense(x, k, sizes, **options).sum(), allow_int=True)(kernel8)
 
 

@@ -32,15 +32,21 @@ def as_operand(name: str, x: Any) -> Array | QuantizedArray:
     if not isinstance(x, QuantizedArray):
         return as_array(name, x)
     validate_quantized_array(name, x)
-    return x
+    return with_gradient_through(x)
+
+
+def with_gradient_through(x: QuantizedArray) -> QuantizedArray:
+    """x, whose copies have no gradient where its straight_through has it."""
+    if x.straight_through is None:
+        return x
+    return dataclasses.replace(lax.stop_gradient(x), straight_through=x.straight_through)
 
 
 def split(x: Array | QuantizedArray) -> tuple[Array | None, QuantizedArray | None]:
     """What the gradient of x goes through, if anything, and x in FP8 if it came so."""
     if not isinstance(x, QuantizedArray):
         return x, None
-    x8 = dataclasses.replace(x, straight_through=None)
-    return x.straight_through, x8 if x.straight_through is None else lax.stop_gradient(x8)
+    return x.straight_through, dataclasses.replace(x, straight_through=None)
 
 
 def implementation_for(
@@ -207,11 +213,6 @@ def validate_fp8(
     if isinstance(x, QuantizedArray):
         validate_quantized_x(x, recipe, kernel_contracting, row_ndim=len(shape.batch))
     if isinstance(kernel, QuantizedArray):
-        if kernel.straight_through is not None:
-            raise ValueError(
-                f"{name} has straight_through, which is for x: the gradient of a kernel goes to wgrad_accumulator; "
-                "quantize it without"
-            )
         fp8.validate_quantized(
             name, kernel, recipe, "kernel", "transposed" if kernel_contracting == "first" else "data"
         )

@@ -63,7 +63,7 @@ class _Residuals(NamedTuple):
     gate: Array  # x · gate
     up: Array  # x · up
     row_weights: Array | None
-    weights: tuple[Weight, ...]  # accumulators and states
+    weights: tuple[Weight, ...]  # see `rule.without_values`
     h_amax: Array | None  # from which the scale of h follows
     amaxes: tuple[Any, ...]  # of x, h and the kernels, where scaling is delayed
     group: Any
@@ -145,7 +145,7 @@ def _forward(mlp: GatedMLP, *operands):
         gate,
         up,
         row_weights,
-        tuple(Weight(None, None, *weight[2:]) for weight in weights),
+        tuple(map(rule.without_values, weights)),
         h_amax,
         tuple(amaxes),
         group,

@@ -32,7 +32,9 @@ class Weight(NamedTuple):
     @property
     def is_trained(self) -> bool:
         """Whether there is anything that the gradient of the kernel can go to."""
-        return self.accumulator is not None or not isinstance(self.kernel, QuantizedArray)
+        if self.accumulator is not None or not isinstance(self.kernel, QuantizedArray):
+            return True
+        return self.kernel.straight_through is not None
 
 
 def together(operands: Any, axes: frozenset[str] = frozenset()) -> Any:

@@ -7,6 +7,7 @@ are quantized and multiplied is the business of `Products`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ class Layouts(NamedTuple):
 
 
 def _layout(x: Any) -> Layout | None:
+    x = x.straight_through if isinstance(x, QuantizedArray) else x
     return Layout.of(x) if isinstance(x, Array) else None
 
 
@@ -67,7 +69,7 @@ class _Residuals(NamedTuple):
     x: Any  # as wgrad reads it; None where no kernel has a gradient
     kernels: tuple[Any, ...]  # as dgrad reads them
     preactivations: tuple[Any, ...]
-    weights: tuple[Weight, ...]  # accumulators and states
+    weights: tuple[Weight, ...]  # what `gradients_of` reads of them
     amaxes: tuple[Any, ...]  # of x and of each kernel
     group: Any
 
@@ -109,7 +111,7 @@ def _forward(products: Products, *operands):
         None if x_kept is None else products.kept(x_kept, "activation", is_argument=False),
         kept_kernels(products, kernel8s, weights),
         preactivations,
-        tuple(Weight(None, None, *weight[2:]) for weight in weights),
+        tuple(map(without_values, weights)),
         named_amaxes(products, amaxes, weights),
         group,
     )
@@ -187,11 +189,11 @@ def validate_weight(products: Products, name: str, weight: Weight, *, for_x: boo
     quantized = weight.kernel if isinstance(weight.kernel, QuantizedArray) else None
     if weight.accumulator is not None:
         validate_accumulated(for_kernel, for_accumulator)
-    elif for_kernel and quantized is not None:
+    elif for_kernel and quantized is not None and quantized.straight_through is None:
         raise NotImplementedError(
-            f"{name} is a QuantizedArray, which has no gradient of its own: pass wgrad_accumulator and differentiate "
-            "with respect to it (accumulate_gradients in modules), or do not differentiate with respect to "
-            f"{name}"
+            f"{name} is a QuantizedArray without straight_through, and has no gradient of its own: pass "
+            "wgrad_accumulator and differentiate with respect to it (accumulate_gradients in modules), quantize it "
+            f"with straight_through=True, or do not differentiate with respect to {name}"
         )
     if for_x and quantized is not None and getattr(quantized, products.dgrad_copy) is None:
         raise ValueError(
@@ -207,7 +209,14 @@ def _perturbed(operand: Any) -> bool:
 
 def quantized_kernels(products: Products, weights: Iterable[Weight], group: Any, *, second_copy: bool):
     """(kernels as products read them, their amaxes)."""
-    parts = [products.quantize("kernel", w.kernel, w.state, group, second_copy=second_copy) for w in weights]
+    kernels = (
+        dataclasses.replace(w.kernel, straight_through=None) if isinstance(w.kernel, QuantizedArray) else w.kernel
+        for w in weights
+    )
+    parts = [
+        products.quantize("kernel", kernel, weight.state, group, second_copy=second_copy)
+        for kernel, weight in zip(kernels, weights, strict=True)
+    ]
     return tuple(part.array for part in parts), tuple(part.amax for part in parts)
 
 
@@ -225,6 +234,13 @@ def named_amaxes(products: Products, amaxes: tuple[Any, ...], weights: tuple[Wei
         None if amax is None else checkpoint_name(amax, f"{products.prefix}_{role}")
         for amax, role in zip(amaxes, roles, strict=True)
     )
+
+
+def without_values(weight: Weight) -> Weight:
+    """Accumulator and state of a weight, and the empty shell of a kernel that came quantized."""
+    kernel = weight.kernel
+    shell = jax.tree.map(lambda _: None, kernel) if isinstance(kernel, QuantizedArray) else None
+    return Weight(shell, None, weight.accumulator, weight.state)
 
 
 def zeros_of_unused(dys: Iterable[Any]) -> list[Array]:
@@ -249,7 +265,7 @@ def gradients_of(
 
     Args:
       products: of the layer.
-      weight: its accumulator and state.
+      weight: see `without_values`.
       layout: of its operands.
       wgrad: the gradient of its kernel; None where it is not computed.
       dbias: the sum of the gradients of y, or None.
@@ -265,6 +281,8 @@ def gradients_of(
         following = target.apply(following)
     elif wgrad is not None and (target := layout.kernel) is not None:
         dkernel = target.apply(wgrad.product(out_dtype=target.dtype))
+        if weight.kernel is not None:
+            dkernel = dataclasses.replace(weight.kernel, straight_through=dkernel)
     state = weight.state
     if state is not None:
         state = fp8.next_state(state, dict(zip(fp8.ROLES, amaxes, strict=True)), products.state_axis)
