@@ -45,6 +45,14 @@ class AccumulatedKernel:
     uses: Array
     accumulate: bool = True
 
+    def added(self) -> Array | QuantizedArray:
+        """The kernel, with a gradient that is added to the sum."""
+        kernel = jax.lax.stop_gradient(self.kernel)
+        if isinstance(kernel, QuantizedArray):
+            zeros = _added(jnp.zeros_like(self.gradient), self.gradient, self.uses, self.accumulate)
+            return dataclasses.replace(kernel, straight_through=zeros)
+        return _added(kernel, self.gradient, self.uses, self.accumulate)
+
     def __jax_array__(self) -> Array:
         raise TypeError(
             "a kernel whose gradient accumulate_gradients adds in place is no array: take it apart by "
@@ -291,6 +299,22 @@ _count_use.defvjp(
     lambda gradient, uses: (gradient, uses),
     lambda uses, next_gradient: (next_gradient, jnp.ones_like(uses)),
 )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _added(kernel: Array, gradient: Array, uses: Array, adds: bool) -> Array:
+    """The kernel, whose gradient is added to that of `gradient`, and whose uses are counted."""
+    del gradient, uses, adds
+    return kernel
+
+
+def _added_backward(adds, residuals, dkernel):
+    gradient, uses = residuals
+    dkernel = dkernel.astype(gradient.dtype)
+    return None, gradient + dkernel if adds else dkernel, jnp.ones_like(uses)
+
+
+_added.defvjp(lambda kernel, gradient, uses, adds: (kernel, (gradient, uses)), _added_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
+from te_jax import sharding
+from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.offload import Offload
 from te_jax.offload.scan import run_scan
 from te_jax.offload.stack import describe, run_layers
+from te_jax.parallel.fsdp import FSDP, prepare, shard_specs, spread_specs
 
 X = TypeVar("X")
 
@@ -27,6 +32,7 @@ def apply_layers(
     *,
     remat: bool | Policy | None = None,
     offload: Offload | None = None,
+    fsdp: FSDP | None = None,
 ) -> X:
     """Runs x through a stack of layers: x = layer(x, params[0]), then layer(x, params[1]), and so on.
 
@@ -48,13 +54,17 @@ def apply_layers(
         `jax.checkpoint`, such as those of `te_jax.checkpoint_policies`.
       offload: which residuals wait for the backward pass in host memory, among those that remat keeps; see
         `te_jax.offload.Offload`. There is no forward-mode derivative then.
+      fsdp: how devices share the parameters; see `te_jax.parallel.FSDP`. There is no forward-mode derivative then.
+        Under `jax.jit` with the mesh of `jax.set_mesh`, parameters that do not lie as `te_jax.parallel.shard_specs`
+        says are moved first, and every leaf of x is split along its first dimension, the batch. The layer sees one
+        device's part of x, as inside of `jax.shard_map`, where parameters and x are this device's parts.
 
     Returns:
       The result of the last layer; x if there are no layers.
 
     Raises:
       ValueError: `params` is one pytree, and its leaves do not have a first dimension of one size; or `remat` is none
-        of the above; or offload names what a layer does not keep.
+        of the above; or offload names what a layer does not keep; or fsdp fits neither mesh nor parameters.
 
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax
@@ -67,17 +77,57 @@ def apply_layers(
       [(4, 4), (4, 4)]
     """
     _check(remat, offload)
+    if not (fsdp is None or isinstance(fsdp, FSDP)):
+        raise ValueError(f"fsdp is {fsdp!r}: it must be a te_jax.parallel.FSDP, or None")
     layers, params = _layers(layer, params, remat)
+    if offload is not None and offload.implementation == "native":
+        raise ValueError(
+            "offload has implementation='native': apply_layers unrolls its loop, where XLA hides its own copies. "
+            "te_jax.layers.scan_layers has native ones; leave implementation out here"
+        )
+    if fsdp is not None and layers:
+        return _run_shared(layers, params, x, offload or Offload(names=()), fsdp)
     if offload is not None:
-        if offload.implementation == "native":
-            raise ValueError(
-                "offload has implementation='native': apply_layers unrolls its loop, where XLA hides its own copies. "
-                "te_jax.layers.scan_layers has native ones; leave implementation out here"
-            )
         return run_layers(layers, params, x, offload)
     for each, of_layer in zip(layers, params, strict=True):
         x = each(x, of_layer)
     return x
+
+
+def _run_shared(layers: list[Layer[Any]], params: Sequence[Any], x: Any, offload: Offload, fsdp: FSDP) -> Any:
+    params = [_gradients_added(of_layer) for of_layer in params]
+
+    def local(params: Sequence[Any], x: Any) -> Any:
+        prepared, shards = prepare(fsdp, params, x)
+        return run_layers(layers, prepared, x, offload, shards)
+
+    if sharding.inside_shard_map():
+        if fsdp.specs is None:
+            raise ValueError(
+                "fsdp has no specs, and inside of jax.shard_map nothing else says how parameters are split: pass FSDP "
+                "with the specs of a layer, as te_jax.parallel.shard_specs returned them for shard_map"
+            )
+        return local(params, x)
+    mesh = sharding.current_mesh()
+    if missing := [axis for axis in fsdp.batch_axes if axis not in mesh.axis_names]:
+        raise ValueError(
+            f"fsdp names the axes {missing}, and the mesh has {mesh.axis_names}: enter a mesh that has them by "
+            "jax.set_mesh"
+        )
+    if others := [axis for axis in sharding.unmapped_axes() if axis not in fsdp.batch_axes]:
+        raise ValueError(
+            f"the mesh has several devices along {others}, which fsdp does not name: call apply_layers inside of "
+            "jax.shard_map over all axes"
+        )
+    fsdp = dataclasses.replace(fsdp, specs=shard_specs(list(params), fsdp))
+    in_specs, batch = spread_specs(fsdp.specs, list(params)), PartitionSpec(fsdp.batch_axes)
+    return sharding.shard_map(local, mesh, (in_specs, batch), batch)(list(params), x)
+
+
+def _gradients_added(params: Any) -> Any:
+    """Parameters whose kernels have gradients of their own, where `accumulate_gradients` put its stand-ins."""
+    is_leaf = lambda leaf: isinstance(leaf, AccumulatedKernel)  # noqa: E731
+    return jax.tree.map(lambda leaf: leaf.added() if is_leaf(leaf) else leaf, params, is_leaf=is_leaf)
 
 
 def scan_layers(

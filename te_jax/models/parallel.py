@@ -26,6 +26,7 @@ from te_jax._core.arguments import is_whole_number
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.models.config import MLP, DecoderConfig
+from te_jax.parallel.fsdp import quantized_specs
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
 from te_jax.quantized import QuantizedArray
 
@@ -155,33 +156,9 @@ def operand_specs(specs: Any, operands: Any) -> Any:
     def of(value: Any, spec: PartitionSpec) -> Any:
         if isinstance(value, AccumulatedKernel):
             return dataclasses.replace(value, kernel=of(value.kernel, spec), gradient=spec, uses=PartitionSpec())
-        return _quantized_specs(value, spec) if isinstance(value, QuantizedArray) else spec
+        return quantized_specs(value, spec) if isinstance(value, QuantizedArray) else spec
 
     return jax.tree.map(of, operands, specs, is_leaf=lambda x: isinstance(x, QuantizedArray | AccumulatedKernel))
-
-
-def _quantized_specs(x: QuantizedArray, spec: PartitionSpec) -> QuantizedArray:
-    """The specs of both copies of a kernel [*stacked, rows, cols] and of their scales."""
-    count = x.ndim - x.row_ndim - x.col_ndim
-    entries = (*spec, *(None,) * (x.ndim - len(spec)))
-    stacked, rows, cols = entries[:count], entries[count], entries[count + 1]
-
-    def scales(scale_inv: Any, scaling: str, outer: Any, summed: Any) -> PartitionSpec | None:
-        by_scaling = {
-            "tensor": (),
-            "row": (outer,),
-            "block_1x128": (summed, outer),
-            "block_128x128": (outer, summed),
-        }
-        return None if scale_inv is None else PartitionSpec(*stacked, *by_scaling[scaling])
-
-    return dataclasses.replace(
-        x,
-        data=None if x.data is None else PartitionSpec(*stacked, rows, cols),
-        scale_inv=scales(x.scale_inv, x.scaling, rows, cols),
-        transposed=None if x.transposed is None else PartitionSpec(*stacked, cols, rows),
-        transposed_scale_inv=scales(x.transposed_scale_inv, x.transposed_scaling, cols, rows),
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.dtypes import float0
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from te_jax import ops
 from te_jax.offload._options import LAYER_INPUT, Offload, Residual
 from te_jax.offload._values import Value, values_of
+from te_jax.parallel.fsdp import Shards
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling
 from te_jax.sharding import inside_shard_map, unmapped_axes, varying_over
@@ -52,7 +54,9 @@ class TracedLayer:
         return self.output.unflatten(function(*jax.tree.leaves((params, x))))
 
 
-def trace(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> tuple[list[TracedLayer], list[Array]]:
+def trace(
+    layers: Sequence[Layer], params: Sequence[Any], x: Any, shards: Shards | None = None
+) -> tuple[list[TracedLayer], list[Array]]:
     """The layers, and all that they close over: derivatives and batches reach it as operands only."""
     constants: list[Array] = []
     traced: dict[Hashable, TracedLayer] = {}
@@ -66,7 +70,8 @@ def trace(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> tuple[list[
         return len(constants) - 1
 
     def run(params: list[Any], x: Any) -> None:
-        for layer, of_layer in zip(layers, params, strict=True):
+        for place, (layer, of_layer) in enumerate(zip(layers, params, strict=True)):
+            of_layer = of_layer if shards is None else shards.gather(place, of_layer)
             kind = (layer, *_types((of_layer, x)))
             if kind not in traced:
                 closed, output = jax.make_jaxpr(lambda p, x, f=layer: f(x, p), return_shape=True)(of_layer, x)
@@ -117,6 +122,32 @@ class Plan:
         out = jaxpr_as_fun(self.closed)(*operands, *jax.tree.leaves(x))
         count = self.output.num_leaves
         return self.output.unflatten(out[:count]), out[count:]
+
+    @functools.cached_property
+    def inputs(self) -> dict[int, int]:
+        """Residuals that are operands, or leaves of x after those, and their numbers there."""
+        jaxpr = self.closed.jaxpr
+        numbers = {var: number for number, var in enumerate(jaxpr.invars)}
+        outputs = jaxpr.outvars[self.output.num_leaves :]
+        # A literal is no input, and has no hash.
+        return {
+            place: numbers[var]
+            for place, var in enumerate(outputs)
+            if not hasattr(var, "val") and var in numbers and self.sources[place] == place
+        }
+
+    def of_operands(self, operands: Sequence[Array]) -> dict[int, Array]:
+        """The residuals that constants and parameters decide alone, by place."""
+        wanted = [
+            place for place, source in enumerate(self.sources) if source == place and self.residuals[place] is None
+        ]
+        found = {place: operands[self.inputs[place]] for place in wanted if place in self.inputs}
+        if len(found) < len(wanted):
+            # XLA computes of this what the others need.
+            like = self.closed.in_avals[len(operands) :]
+            _, residuals = self.run(operands, [lax.empty(aval.shape, aval.dtype) for aval in like])
+            found |= {place: residuals[place] for place in wanted if place not in found}
+        return found
 
 
 def plan_of(

@@ -116,23 +116,10 @@ class _Rows:
     slots: int
 
     @functools.cached_property
-    def _inputs(self) -> dict[int, int]:
-        """The number of the operand, or of the leaf of x after those, that a residual is."""
-        jaxpr = self.plan.closed.jaxpr
-        numbers = {var: number for number, var in enumerate(jaxpr.invars)}
-        outputs = jaxpr.outvars[self.plan.output.num_leaves :]
-        # A literal is no input, and has no hash.
-        return {
-            place: numbers[var]
-            for place, var in enumerate(outputs)
-            if not hasattr(var, "val") and var in numbers and self.plan.sources[place] == place
-        }
-
-    @functools.cached_property
     def operands(self) -> dict[int, int]:
         """Residuals that are constants or parameters, and which: the backward pass has them already."""
         count = self.plan.operands.num_leaves
-        return {place: number for place, number in self._inputs.items() if number < count}
+        return {place: number for place, number in self.plan.inputs.items() if number < count}
 
     @functools.cached_property
     def leaves_of_x(self) -> dict[int, int]:
@@ -140,7 +127,7 @@ class _Rows:
         count = self.plan.operands.num_leaves
         return {
             place: number - count
-            for place, number in self._inputs.items()
+            for place, number in self.plan.inputs.items()
             if number >= count and place in self.plan.leaving
         }
 

@@ -1,4 +1,4 @@
-"""A stack of layers whose residuals wait for the backward pass in host memory.
+"""A stack of layers whose residuals wait for the backward pass in host memory, and whose parameters devices share.
 
 XLA owns everything: residuals are values of memory space Host, and their copies are asynchronous pairs that run on
 streams of their own. Left alone, it would start stores as late as the backward pass, and save nothing, and fetches
@@ -9,6 +9,10 @@ right before their use, and hide nothing. Barriers place both:
 
 XLA has two copies under way at a time, and lets the GPU wait for the end of one before it begins a third. So a layer
 whose residuals are more than two arrays packs them into one for each dtype, where a device has whole arrays.
+
+Parameters that devices share travel in the same way: those of layer i+1 are gathered when layer i begins, and in the
+backward pass those of layer i-1; the sums of layer i's gradients have arrived when the backward pass of layer i-1 ends.
+Without barriers XLA would gather those of all layers before the first product, and once for both passes.
 """
 
 from __future__ import annotations
@@ -38,24 +42,29 @@ from te_jax.offload._plan import (
     quantized,
     trace,
 )
+from te_jax.parallel.fsdp import Shards
 from te_jax.quantized import QuantizedArray
 from te_jax.sharding import together, varying_axes
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def run_layers(layers: Sequence[Layer], params: Sequence[Any], x: Any, offload: Offload) -> Any:
+def run_layers(
+    layers: Sequence[Layer], params: Sequence[Any], x: Any, offload: Offload, shards: Shards | None = None
+) -> Any:
     """x through the layers, as `te_jax.layers.apply_layers` describes it."""
-    stack, constants = trace(layers, params, x)
+    stack, constants = trace(layers, params, x, shards)
 
     @jax.custom_vjp
     def run(constants: list[Array], params: list[Any], x: Any) -> Any:
-        for layer, of_layer in zip(stack, params, strict=True):
+        gathered = _Gathered(shards, params, range(len(stack)))
+        for place, layer in enumerate(stack):
+            of_layer, x = gathered.beside(place, x)
             x = layer(constants, of_layer, x)
         return x
 
-    forward = functools.partial(_forward, stack, offload)
-    run.defvjp(forward, functools.partial(_backward, len(constants)), symbolic_zeros=True)
+    forward = functools.partial(_forward, stack, offload, shards)
+    run.defvjp(forward, functools.partial(_backward, len(constants), shards), symbolic_zeros=True)
     # Calls outside of jit would run the barriers, and the copies between them, one by one.
     return jax.jit(run)(constants, list(params), x)
 
@@ -108,6 +117,7 @@ def _plans(
     x: Any,
     offload: Offload,
     wanted: tuple[list[bool], list[Any]],
+    shards: Shards | None = None,
 ) -> list[Plan]:
     """A plan for each layer; `wanted` says of each constant and parameter whether it has a gradient."""
     made: dict[Hashable, Plan] = {}
@@ -115,6 +125,7 @@ def _plans(
 
     def run(constants: list[Array], params: list[Any], x: Any) -> None:
         for place, (layer, of_layer) in enumerate(zip(stack, params, strict=True)):
+            of_layer = of_layer if shards is None else shards.gather(place, of_layer)
             flags = tuple(wanted[0][i] for i in layer.constants) + tuple(jax.tree.leaves(wanted[1][place]))
             stays = offload.stays(place, len(stack))
             kind = (layer.kind, flags, stays)
@@ -130,7 +141,30 @@ def _plans(
     return plans
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("here", "stored", "scales"), meta_fields=("plan",))
+class _Gathered:
+    """The parameters of layers, gathered in the order in which they are asked for; without shards all are there."""
+
+    def __init__(self, shards: Shards | None, params: Sequence[Any], order: Sequence[int]) -> None:
+        self._shards = shards
+        self._params = params
+        self._order = list(order)
+        self._ready: dict[int, Any] = {}
+
+    def beside(self, place: int, x: Any) -> tuple[Any, Any]:
+        """Those of a layer, and x; those of the next ones are gathered once x is there."""
+        if self._shards is None:
+            return self._params[place], x
+        most = self._shards.ahead(self._params[place]) + (place in self._ready or place in self._order)
+        while self._order and len(self._ready) < most:
+            next_ = self._order.pop(0)
+            part, x = together(self._params[next_], x)
+            self._ready[next_] = self._shards.gather(next_, part)
+        return self._ready.pop(place, None), x
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("here", "stored", "scales", "shards"), meta_fields=("plan",)
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Kept:
     """The residuals of a layer.
@@ -139,49 +173,63 @@ class _Kept:
       here: those on the device; None for the others.
       stored: those in host memory, by their places: one array, or several one after another in a vector.
       scales: of those in FP8, by place, on the device; their data are in `stored`.
+      shards: (constants of the layer, this device's parts of its parameters), from which the backward pass gathers what
+        `here` lacks of them; None where parameters are whole.
       plan: of the layer.
     """
 
     here: list[Array | None]
     stored: dict[tuple[int, ...], Array]
     scales: dict[int, QuantizedArray]
+    shards: tuple[list[Array], Any] | None
     plan: Plan
 
 
-def _forward(stack: Sequence[TracedLayer], offload: Offload, constants: Any, params: Any, x: Any) -> tuple[Any, Any]:
+def _forward(
+    stack: Sequence[TracedLayer], offload: Offload, shards: Shards | None, constants: Any, params: Any, x: Any
+) -> tuple[Any, Any]:
     wanted = jax.tree.map(lambda leaf: leaf.perturbed, (constants, params))
     constants, params, x = jax.tree.map(lambda leaf: leaf.value, (constants, params, x))
     kept: list[_Kept] = []
-    plans = _plans(stack, constants, params, x, offload, wanted)
-    for place, (plan, of_layer) in enumerate(zip(plans, params, strict=True)):
-        operands = jax.tree.leaves(([constants[place] for place in plan.constants], of_layer))
-        x, residuals = plan.run(operands, x)
+    gathered = _Gathered(shards, params, range(len(stack)))
+    for place, plan in enumerate(_plans(stack, constants, params, x, offload, wanted, shards)):
+        own = [constants[i] for i in plan.constants]
+        of_layer, x = gathered.beside(place, x)
+        x, residuals = plan.run(jax.tree.leaves((own, of_layer)), x)
         arrived = place if place + 1 == len(stack) else place - offload.slots + 1
         for before in range(max(place - offload.slots, 0), arrived):
             stored, x = together(kept[before].stored, x)
             kept[before] = dataclasses.replace(kept[before], stored=stored)
-        here = [None if source in plan.leaving else r for r, source in zip(residuals, plan.sources, strict=True)]
+        drops = shards is not None and not shards.keeps(place)
+        stays = [
+            source not in plan.leaving and not (drops and plan.residuals[source] is None) for source in plan.sources
+        ]
+        here = [residual if here else None for residual, here in zip(residuals, stays, strict=True)]
         leaving = {place: residuals[place] for place in sorted(plan.leaving)}
         in_fp8 = {place: quantized(residuals[place]) for place in sorted(plan.in_fp8)}
         # Quantized before the next layer: XLA would hold the residual itself until then.
         _, x = together(in_fp8, x)
         leaving |= {place: cast(Array, value.data) for place, value in in_fp8.items()}
         scales = {place: dataclasses.replace(value, data=None) for place, value in in_fp8.items()}
-        kept.append(_Kept(here, _store(leaving), scales, plan))
+        kept.append(_Kept(here, _store(leaving), scales, None if shards is None else (own, params[place]), plan))
     return x, kept
 
 
-def _backward(count: int, kept: list[_Kept], cotangent: Any) -> tuple[list[Any], list[Any], Any]:
+def _backward(count: int, shards: Shards | None, kept: list[_Kept], cotangent: Any) -> tuple[list[Any], list[Any], Any]:
     cotangent = jax.tree.map(instantiated, cotangent, is_leaf=is_symbolic_zero)
     of_constants: dict[int, Any] = {}
     of_params: list[Any] = []
+    parts = [layer.shards[1] if layer.shards else None for layer in kept]
+    again = [place for place in reversed(range(len(kept))) if shards is not None and not shards.keeps(place)]
+    gathered = _Gathered(shards, parts, again)
     fetched: dict[tuple[int, ...], Array] = {}
     for place in reversed(range(len(kept))):
         layer, arrived = kept[place], fetched
         stored, cotangent = together(kept[place - 1].stored if place else {}, cotangent)
         fetched = {places: jax.device_put(value, _DEVICE) for places, value in stored.items()}
-        backward = layer.plan.backward.unflatten(_residuals(layer, arrived))
-        gradients, cotangent = backward(cotangent)
+        of_layer, cotangent = gathered.beside(place, cotangent)
+        residuals = _residuals(layer, arrived, of_layer if place in again else None)
+        gradients, cotangent = layer.plan.backward.unflatten(residuals)(cotangent)
         # All gradients of this layer before the next: XLA would hold residuals for products that it puts off.
         gradients, cotangent = together(gradients, cotangent)
         plan = layer.plan
@@ -189,6 +237,10 @@ def _backward(count: int, kept: list[_Kept], cotangent: Any) -> tuple[list[Any],
         for index, gradient in zip(plan.differentiated, gradients, strict=True):
             leaves[index] = gradient
         own, of_layer = plan.operands.unflatten(leaves)
+        if shards is not None:
+            of_layer = shards.scatter(place, parts[place], of_layer)
+            if of_params:
+                of_params[0], cotangent = together(of_params[0], cotangent)
         of_params.insert(0, of_layer)
         for index, gradient in zip(plan.constants, own, strict=True):
             if gradient is not None:
@@ -196,9 +248,12 @@ def _backward(count: int, kept: list[_Kept], cotangent: Any) -> tuple[list[Any],
     return [of_constants.get(place) for place in range(count)], of_params, cotangent
 
 
-def _residuals(layer: _Kept, arrived: dict[tuple[int, ...], Array]) -> list[Any]:
+def _residuals(layer: _Kept, arrived: dict[tuple[int, ...], Array], params: Any) -> list[Any]:
+    """All of a layer, from what has arrived of the host, and from its parameters if these were gathered again."""
     shapes = [aval.shape for aval in layer.plan.closed.out_avals[layer.plan.output.num_leaves :]]
     whole: dict[int, Array] = {}
+    if layer.shards is not None and params is not None:
+        whole |= layer.plan.of_operands(jax.tree.leaves((layer.shards[0], params)))
     for places, value in arrived.items():
         parts = [value]
         if len(places) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -11,43 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from te_jax import native
-from te_jax._core.arguments import is_whole_number
-from te_jax.ops.linear.kernels import quantize_kernel
+from te_jax.ops.linear.kernels import Requantize, quantize_kernel
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Recipe
-
-
-@dataclasses.dataclass(frozen=True)
-class Requantize:
-    """How a kernel is quantized after each step.
-
-    Attributes:
-      recipe: of the layer that it belongs to.
-      row_ndim: number of dimensions of the kernel in its rows.
-      stacked_ndim: number of dimensions in front of them along which the kernels of several layers are stacked; each
-        has separate scales.
-      implementation: see `te_jax.ops.quantize`.
-
-    Raises:
-      ValueError: the recipe is none, or a number is out of range.
-    """
-
-    recipe: Recipe
-    row_ndim: int = 1
-    stacked_ndim: int = 0
-    implementation: native.Implementation | None = None
-
-    def __post_init__(self):
-        if not isinstance(self.recipe, Recipe):
-            raise ValueError(
-                f"recipe is {self.recipe!r}; it must be a recipe, such as te_jax.recipe.CurrentScaling(); for a kernel "
-                "that is not quantized, write None instead of a Requantize"
-            )
-        for name, smallest in (("row_ndim", 1), ("stacked_ndim", 0)):
-            value = getattr(self, name)
-            if not is_whole_number(value) or value < smallest:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {smallest}")
 
 
 def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:

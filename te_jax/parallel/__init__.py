@@ -1,11 +1,14 @@
-"""Layers that communicate, for use inside `shard_map`: matrix products, and the exchange of experts' tokens."""
+"""Layers that communicate inside `shard_map`: matrix products and the exchange of experts' tokens; and parameters that
+devices share."""
 
 from te_jax.parallel.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from te_jax.parallel.experts import DispatchPlan, combine, dispatch, plan_dispatch
+from te_jax.parallel.fsdp import FSDP, gather_params, shard_specs
 from te_jax.parallel.gated_mlp import gated_mlp
 from te_jax.parallel.options import P2P, Ring
 
 __all__ = [
+    "FSDP",
     "P2P",
     "DispatchPlan",
     "Ring",
@@ -13,6 +16,8 @@ __all__ = [
     "combine",
     "dispatch",
     "gated_mlp",
+    "gather_params",
     "matmul_reduce_scatter",
     "plan_dispatch",
+    "shard_specs",
 ]

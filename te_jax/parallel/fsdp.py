@@ -1,0 +1,451 @@
+"""Parameters of which every device has a part, and which are gathered for the layer that reads them.
+
+What travels is as small as what is computed with. Kernels that `quantize` names are quantized by the device that has
+the part, once a step, and gathered in FP8: one byte for a parameter, in the forward pass and again in the backward
+pass. Gradients leave their products in `reduce_dtype`, and each device gets the sum of its part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from te_jax import sharding
+from te_jax._core.arguments import as_dtype, is_whole_number
+from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS
+from te_jax.ops.linear.arguments import with_gradient_through
+from te_jax.ops.linear.kernels import Requantize, quantize_kernel
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import DelayedScaling, DelayedScalingState
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FSDP:
+    """Fully sharded data parallelism (ZeRO-3): devices share the batch, and the parameters too.
+
+    `te_jax.layers.apply_layers` runs a stack of layers with it: it gathers the parameters of a layer while the one
+    before computes, and drops them after it; the backward pass gathers them again, and the sums of gradients travel
+    while the next layer computes.
+
+    Args:
+      size: number N of devices along `axis_name`.
+      axis_name: the mesh axis that splits parameters and the batch.
+      replica_axis: a mesh axis that splits the batch only (HSDP): its devices have the same parts of parameters, whose
+        gradients they sum once a step.
+      quantize: which kernels of a layer are gathered in FP8: a pytree of the structure of its parameters, or the
+        beginning of it, with a `te_jax.optim.Requantize` for these and None elsewhere. The layer gets a
+        `te_jax.quantized.QuantizedArray`, which te_jax's layers take as they take the kernel.
+      gather_dtype: in which the other parameters of two and more dimensions travel; None for the dtype of x.
+      reduce_dtype: in which gradients of parameters of two and more dimensions travel. Each device adds them to float32
+        parameters in float32.
+      keep: for how many of the last layers the gathered parameters wait for the backward pass, which gathers those of
+        the others again. As many as there are layers gathers once and holds all.
+      prefetch_bytes: of gathered parameters that are on their way beside a layer; one layer's at least.
+      min_size: values; smaller parameters are whole on each device, and their gradients are summed once a step.
+      specs: the PartitionSpecs of a layer's parameters, where `apply_layers` is called inside of `jax.shard_map`, or a
+        list with those of each layer. Elsewhere they are those of `shard_specs`.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, te_jax
+      >>> from jax.sharding import NamedSharding
+      >>> mesh = jax.make_mesh((1,), ("fsdp",))
+      >>> fsdp = te_jax.parallel.FSDP(size=1)
+      >>> layers = [{"kernel": jnp.eye(256)}, {"kernel": 2 * jnp.eye(256)}]
+      >>> specs = te_jax.parallel.shard_specs(layers, fsdp)
+      >>> layers = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), layers, specs)
+      >>> def loss(layers, x):
+      ...     return te_jax.layers.apply_layers(lambda x, p: x @ p["kernel"], layers, x, remat=True, fsdp=fsdp).sum()
+      >>> with jax.set_mesh(mesh):
+      ...     jax.jit(jax.grad(loss))(layers, jnp.ones((8, 256)))[0]["kernel"].shape
+      (256, 256)
+    """
+
+    size: int
+    axis_name: str = "fsdp"
+    replica_axis: str | None = None
+    quantize: Any = None
+    gather_dtype: DTypeLike | None = None
+    reduce_dtype: DTypeLike = "bfloat16"
+    keep: int = 1
+    prefetch_bytes: int = 0
+    min_size: int = 2**16
+    specs: Any = None
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("size", 1), ("keep", 0), ("prefetch_bytes", 0), ("min_size", 0)):
+            value = getattr(self, name)
+            if not is_whole_number(value) or value < smallest:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {smallest}")
+        for name in ("axis_name", "replica_axis"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name == "replica_axis"):
+                raise ValueError(f"{name} is {value!r}; it must be the name of a mesh axis")
+        if self.axis_name == self.replica_axis:
+            raise ValueError(f"axis_name and replica_axis are both {self.axis_name!r}; name two axes")
+        for name in ("gather_dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            if value is not None or name == "reduce_dtype":
+                object.__setattr__(self, name, as_dtype(f"{name} is", value, FLOATS, FLOAT_NAMES))
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch."""
+        return (self.axis_name,) if self.replica_axis is None else (self.replica_axis, self.axis_name)
+
+
+def shard_specs(params: Any, fsdp: FSDP) -> Any:
+    """How parameters lie on a mesh: each is split along its first dimension whose parts are whole blocks of 128.
+
+    Blocks are what shares a scale in block scaling, so that every device quantizes its part alone. If no dimension has
+    whole blocks, the first one that devices divide is split; parameters of fewer than `fsdp.min_size` values are not.
+
+    Args:
+      params: a pytree of arrays or `jax.ShapeDtypeStruct`. Of a QuantizedArray the spec is that of what it stands for.
+      fsdp: the devices.
+
+    Returns:
+      A PartitionSpec for every array, in the same pytree.
+
+    Raises:
+      ValueError: devices divide no dimension of a parameter; the message names numbers of devices that do.
+
+    Examples:
+      >>> import jax.numpy as jnp, te_jax
+      >>> params = {"kernel": jnp.zeros((28672, 512)), "scale": jnp.zeros(512)}
+      >>> te_jax.parallel.shard_specs(params, te_jax.parallel.FSDP(size=4))
+      {'kernel': P('fsdp',), 'scale': P()}
+      >>> te_jax.parallel.shard_specs({"kernel": jnp.zeros((28672, 8192))}, te_jax.parallel.FSDP(size=64))
+      {'kernel': P(None, 'fsdp')}
+    """
+
+    def of(path: Any, leaf: Any) -> PartitionSpec:
+        shape = () if isinstance(leaf, DelayedScalingState) else jnp.shape(leaf)
+        if math.prod(shape) < max(fsdp.min_size, 1):
+            return PartitionSpec()
+        fitting = _dimension(shape, fsdp.size, BLOCK), _dimension(shape, fsdp.size, 1)
+        found = next((dim for dim in fitting if dim is not None), None)
+        if found is None:
+            sizes = [str(size) for size in range(2, fsdp.size) if _dimension(shape, size, 1) is not None]
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} has shape {shape}, of which size={fsdp.size} divides no dimension; "
+                f"sizes that do: {', '.join(sizes) or 'none'}. Use one of these with replica_axis for the other "
+                "devices, or min_size to leave it whole"
+            )
+        return PartitionSpec(*(None,) * found, fsdp.axis_name)
+
+    return jax.tree_util.tree_map_with_path(of, params, is_leaf=is_parameter)
+
+
+def quantized_specs(x: QuantizedArray, spec: PartitionSpec) -> QuantizedArray:
+    """The specs of all arrays of a kernel [*stacked, *rows, *cols], from that of the kernel."""
+    entries = (*spec, *(None,) * (x.ndim - len(spec)))
+    count = x.ndim - x.row_ndim - x.col_ndim
+    stacked, rows, cols = entries[:count], entries[count : count + x.row_ndim], entries[count + x.row_ndim :]
+
+    def scales(scale_inv: Any, scaling: str, outer: Any, summed: Any) -> PartitionSpec | None:
+        by_scaling = {
+            "tensor": (),
+            "row": outer,
+            "block_1x128": (*summed, *outer),
+            "block_128x128": (*outer, *summed),
+        }
+        return None if scale_inv is None else PartitionSpec(*stacked, *by_scaling[scaling])
+
+    return dataclasses.replace(
+        x,
+        data=None if x.data is None else PartitionSpec(*stacked, *rows, *cols),
+        scale_inv=scales(x.scale_inv, x.scaling, rows, cols),
+        transposed=None if x.transposed is None else PartitionSpec(*stacked, *cols, *rows),
+        transposed_scale_inv=scales(x.transposed_scale_inv, x.transposed_scaling, cols, rows),
+        straight_through=None if x.straight_through is None else PartitionSpec(*stacked, *rows, *cols),
+    )
+
+
+def spread_specs(specs: Any, params: Any) -> Any:
+    """A PartitionSpec for every array, from those of parameters that may be quantized or states of delayed scaling."""
+
+    def of(leaf: Any, spec: Any) -> Any:
+        if isinstance(leaf, DelayedScalingState):
+            return jax.tree.map(lambda _: PartitionSpec(), leaf)
+        return quantized_specs(leaf, spec) if isinstance(leaf, QuantizedArray) else spec
+
+    return jax.tree.map(of, params, specs, is_leaf=is_parameter)
+
+
+def _dimension(shape: tuple[int, ...], size: int, block: int) -> int | None:
+    """The first dimension whose parts are whole blocks."""
+    return next((dim for dim, count in enumerate(shape) if count and count % (size * block) == 0), None)
+
+
+# Inside of shard_map
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shards:
+    """The parameters of a stack of layers, of which this device has a part.
+
+    Attributes:
+      fsdp: the devices.
+      dims: for each layer the dimension along which each leaf is split, or None, in a list; QuantizedArrays and states
+        of delayed scaling are leaves.
+      dtype: in which kernels travel that are not quantized; None for their own.
+    """
+
+    fsdp: FSDP
+    dims: tuple[tuple[int | None, ...], ...]
+    dtype: Any
+
+    def gather(self, place: int, params: Any) -> Any:
+        """The whole parameters of a layer."""
+        return self._map(place, self._gathered, params)
+
+    def scatter(self, place: int, params: Any, gradients: Any) -> Any:
+        """The sums of gradients over devices, of this device's part. None stays None."""
+        return self._map(place, self._scattered, params, gradients)
+
+    def ahead(self, params: Any) -> int:
+        """How many layers' parameters are on their way beside a layer that has these."""
+        gathered = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) * self.fsdp.size
+        return max(1, self.fsdp.prefetch_bytes // max(gathered, 1))
+
+    def keeps(self, place: int) -> bool:
+        """Whether the gathered parameters of a layer wait for the backward pass."""
+        return place >= len(self.dims) - self.fsdp.keep
+
+    def _map(self, place: int, function: Any, params: Any, *others: Any) -> Any:
+        leaves, structure = jax.tree.flatten(params, is_leaf=is_parameter)
+        others = tuple(structure.flatten_up_to(other) for other in others)
+        return structure.unflatten([function(*each) for each in zip(self.dims[place], leaves, *others, strict=True)])
+
+    def _gathered(self, dim: int | None, leaf: Any) -> Any:
+        if dim is None:
+            return leaf
+        if isinstance(leaf, QuantizedArray):
+            return self._gathered_in_fp8(dim, leaf)
+        travels = leaf.astype(self.dtype or leaf.dtype) if _is_kernel(leaf) else leaf
+        return lax.all_gather(travels, self.fsdp.axis_name, axis=dim, tiled=True)
+
+    def _gathered_in_fp8(self, dim: int, kernel: QuantizedArray) -> QuantizedArray:
+        """One copy travels; the other is its transpose, as `validate_split` has made sure."""
+        rows, cols = kernel.row_ndim, kernel.col_ndim
+        batch = kernel.ndim - rows - cols
+        assert kernel.transposed is not None and kernel.transposed_scale_inv is not None
+        order = [*range(batch), *range(batch + cols, kernel.ndim), *range(batch, batch + cols)]
+        gather = functools.partial(lax.all_gather, axis_name=self.fsdp.axis_name, axis=order.index(dim), tiled=True)
+        transposed, scale_inv = gather(kernel.transposed), kernel.transposed_scale_inv
+        blocked = scale_inv.ndim == kernel.ndim
+        scale_inv = gather(scale_inv) if blocked else scale_inv
+        data, through = transposed.transpose(order), kernel.straight_through
+        if through is not None:
+            axes = sharding.varying_axes(data)
+            through = sharding.varying_over(lax.empty(data.shape, self.fsdp.reduce_dtype), axes)
+        return dataclasses.replace(
+            kernel,
+            data=data,
+            scale_inv=scale_inv.transpose(order) if blocked else scale_inv,
+            transposed=transposed,
+            transposed_scale_inv=scale_inv,
+            straight_through=through,
+        )
+
+    def _scattered(self, dim: int | None, leaf: Any, gradient: Any) -> Any:
+        if dim is None or gradient is None:
+            return gradient
+        if isinstance(leaf, QuantizedArray):
+            through = self._summed(dim, gradient.straight_through, leaf.straight_through)
+            return dataclasses.replace(gradient, straight_through=through)
+        return self._summed(dim, gradient, leaf)
+
+    def _summed(self, dim: int, gradient: Any, like: Any) -> Any:
+        if gradient is None:
+            return None
+        gradient = gradient.astype(self.fsdp.reduce_dtype if _is_kernel(like) else jnp.float32)
+        summed = lax.psum_scatter(gradient, self.fsdp.axis_name, scatter_dimension=dim, tiled=True)
+        return summed.astype(like.dtype)
+
+
+def is_parameter(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedArray | DelayedScalingState)
+
+
+def _is_kernel(leaf: Any) -> bool:
+    return leaf.ndim >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def prepare(fsdp: FSDP, params: Sequence[Any], x: Any) -> tuple[list[Any], Shards]:
+    """The parameters of layers as they travel, kernels of `fsdp.quantize` in FP8, and how they are split.
+
+    Args:
+      fsdp: with specs.
+      params: of each layer, this device's parts.
+      x: what the layers get, this device's part of the batch.
+
+    Raises:
+      ValueError: this is no place for `fsdp`, or it does not fit the parameters.
+    """
+    axis = fsdp.axis_name
+    _, size = sharding.mapped_axes(axis, "fsdp.axis_name")
+    if size != fsdp.size:
+        raise ValueError(f"fsdp.size is {fsdp.size}, and the mesh has {size} devices along {axis!r}")
+    if not sharding.tracked_axes(fsdp.batch_axes):
+        raise ValueError(
+            "fsdp is given where JAX does not track what varies over devices, and gradients of what they share would not "
+            "be summed: use shard_map with check_vma=True, its default"
+        )
+    sharding.validate_split("x", x, fsdp.batch_axes, "pass this device's part of the batch", "fsdp")
+    axes = sharding.varying_axes(x) | {axis}
+    given = fsdp.specs if isinstance(fsdp.specs, list | tuple) else [fsdp.specs] * len(params)
+    found, dims = [], []
+    for place, (of_layer, specs) in enumerate(zip(params, given, strict=True)):
+        leaves, structure = jax.tree_util.tree_flatten_with_path(of_layer, is_leaf=is_parameter)
+        hows = _broadcast(fsdp.quantize, of_layer, len(leaves))
+        prepared = [
+            _prepared(
+                fsdp, f"params[{place}]{jax.tree_util.keystr(path)}", leaf, _split_dimension(fsdp, spec), how, axes
+            )
+            for (path, leaf), spec, how in zip(leaves, structure.flatten_up_to(specs), hows, strict=True)
+        ]
+        found.append(structure.unflatten([leaf for leaf, _ in prepared]))
+        dims.append(tuple(dim for _, dim in prepared))
+    dtype = fsdp.gather_dtype or _dtype_of(x)
+    return found, Shards(fsdp, tuple(dims), dtype)
+
+
+def _dtype_of(x: Any) -> Any:
+    floats = [leaf.dtype for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return floats[0] if floats else None
+
+
+def _broadcast(quantize: Any, of_layer: Any, count: int) -> list[Any]:
+    """A Requantize or None for each leaf of a layer's parameters."""
+    if quantize is None:
+        return [None] * count
+    is_leaf = lambda x: x is None or isinstance(x, Requantize)  # noqa: E731
+    try:
+        spread = jax.tree.map(
+            lambda how, subtree: jax.tree.map(lambda _: how, subtree, is_leaf=is_parameter),
+            quantize,
+            of_layer,
+            is_leaf=is_leaf,
+        )
+    except ValueError as error:
+        raise ValueError(f"fsdp.quantize does not have the structure of a layer's parameters: {error}") from None
+    return jax.tree.leaves(spread, is_leaf=is_leaf)
+
+
+def _split_dimension(fsdp: FSDP, spec: Any) -> int | None:
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(
+            f"fsdp.specs has {spec!r} for a parameter; it must have a PartitionSpec for each, as shard_specs returns"
+        )
+    entries = [sharding.axes_of_entry(entry) for entry in spec]
+    return next((dim for dim, axes in enumerate(entries) if fsdp.axis_name in axes), None)
+
+
+def _prepared(fsdp: FSDP, name: str, leaf: Any, dim: int | None, how: Any, axes: frozenset[str]) -> tuple[Any, Any]:
+    """The leaf as it travels, and the dimension along which it is split."""
+    if isinstance(leaf, DelayedScalingState):
+        return leaf, None
+    if isinstance(leaf, QuantizedArray):
+        if leaf.data is None or leaf.transposed is None:
+            raise ValueError(
+                f"{name} has one copy, and the backward pass reads the other: quantize it with copies='both'"
+            )
+        _validate_split(name, leaf, dim)
+        return leaf, dim
+    leaf = jnp.asarray(leaf)
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf, dim
+    leaf = sharding.varying_over(leaf, axes)
+    if how is None or dim is None:
+        return leaf, dim
+    if isinstance(how.recipe, DelayedScaling):
+        raise ValueError(
+            f"fsdp.quantize has {how.recipe!r} for {name}, whose state remembers the kernel's amax: choose None there, "
+            "or another recipe"
+        )
+    group = "rows" if dim < how.stacked_ndim + how.row_ndim else "cols"
+    by_tensor = how.recipe.quantization("kernel").scaling == "tensor"
+    kernel = quantize_kernel(
+        leaf,
+        how.recipe,
+        row_ndim=how.row_ndim,
+        stacked_ndim=how.stacked_ndim,
+        amax_axis={group: fsdp.axis_name} if by_tensor else None,
+        straight_through=True,
+        implementation=how.implementation,
+    )
+    if kernel.ndim != leaf.ndim:  # a group became one dimension
+        starts = {0: 0, how.stacked_ndim: how.stacked_ndim}
+        starts[how.stacked_ndim + how.row_ndim] = how.stacked_ndim + kernel.row_ndim
+        if dim not in starts:
+            raise ValueError(
+                f"{name} of shape {leaf.shape} is split along dimension {dim}, and FP8 makes one dimension of those that "
+                "are contracted, and one of the others: split it along the first of these"
+            )
+        dim = starts[dim]
+    _validate_split(name, kernel, dim)
+    return with_gradient_through(kernel), dim
+
+
+def _validate_split(name: str, kernel: QuantizedArray, dim: int | None) -> None:
+    scalings = {kernel.scaling, kernel.transposed_scaling}
+    if dim is None or scalings == {"tensor"}:
+        return
+    if scalings != {"block_128x128"}:
+        raise ValueError(
+            f"{name} is quantized by {sorted(scalings)}: its two copies have scales of their own, and devices that have "
+            "parts cannot agree on them. Leave it out of fsdp.quantize, or use BlockScaling or CurrentScaling"
+        )
+    stacked = kernel.ndim - kernel.row_ndim - kernel.col_ndim
+    last = dim in (stacked + kernel.row_ndim - 1, kernel.ndim - 1)
+    if last and kernel.shape[dim] % BLOCK:
+        raise ValueError(
+            f"{name} has shape {kernel.shape} on a device, and dimension {dim} cuts blocks of {BLOCK}: split another "
+            "dimension, or over fewer devices with replica_axis for the others"
+        )
+
+
+def gather_params(fsdp: FSDP, params: Any, specs: Any) -> Any:
+    """Whole parameters from the parts that devices have, inside of `jax.shard_map`: for what is in no stack of layers.
+
+    The gradient is the sum over devices, of this device's part.
+
+    Args:
+      fsdp: the devices; `quantize` does not matter.
+      params: a pytree of this device's parts.
+      specs: the PartitionSpecs of the parameters.
+
+    Returns:
+      A pytree of whole parameters, those of two and more dimensions in `fsdp.gather_dtype`, or in their own dtype.
+
+    Raises:
+      ValueError: fsdp does not fit the mesh or the parameters.
+    """
+    here = jax.lax.axis_index(fsdp.batch_axes)
+    fsdp = dataclasses.replace(fsdp, specs=specs, quantize=None)
+    (params,), shards = prepare(fsdp, [params], here)
+    return _gathered(shards, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(shards: Shards, params: Any) -> Any:
+    return shards.gather(0, params)
+
+
+_gathered.defvjp(
+    lambda shards, params: (shards.gather(0, params), params),
+    lambda shards, params, gradients: (shards.scatter(0, params, gradients),),
+)
