@@ -60,7 +60,7 @@ def run_layers(
         gathered = _Gathered(shards, params, range(len(stack)))
         for place, layer in enumerate(stack):
             of_layer, x = gathered.beside(place, x)
-            x = layer(constants, of_layer, x)
+            x = gathered.next_before(layer(constants, of_layer, x))
         return x
 
     forward = functools.partial(_forward, stack, offload, shards)
@@ -157,9 +157,16 @@ class _Gathered:
         most = self._shards.ahead(self._params[place]) + (place in self._ready or place in self._order)
         while self._order and len(self._ready) < most:
             next_ = self._order.pop(0)
-            part, x = together(self._params[next_], x)
-            self._ready[next_] = self._shards.gather(next_, part)
+            params = self._params[next_]
+            sent, x = together(self._shards.sent(next_, params), x)
+            self._ready[next_] = self._shards.arrived(next_, params, sent)
         return self._ready.pop(place, None), x
+
+    def next_before(self, x: Any) -> Any:
+        """x, which is there when the parameters of the next layer are: XLA would begin to gather them when it ends."""
+        for place in list(self._ready)[:1]:
+            self._ready[place], x = together(self._ready[place], x)
+        return x
 
 
 @functools.partial(
@@ -196,6 +203,7 @@ def _forward(
         own = [constants[i] for i in plan.constants]
         of_layer, x = gathered.beside(place, x)
         x, residuals = plan.run(jax.tree.leaves((own, of_layer)), x)
+        x = gathered.next_before(x)
         arrived = place if place + 1 == len(stack) else place - offload.slots + 1
         for before in range(max(place - offload.slots, 0), arrived):
             stored, x = together(kept[before].stored, x)
@@ -238,6 +246,7 @@ def _backward(count: int, shards: Shards | None, kept: list[_Kept], cotangent: A
             leaves[index] = gradient
         own, of_layer = plan.operands.unflatten(leaves)
         if shards is not None:
+            cotangent = gathered.next_before(cotangent)
             of_layer = shards.scatter(place, parts[place], of_layer)
             if of_params:
                 of_params[0], cotangent = together(of_params[0], cotangent)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -139,8 +140,8 @@ def shard_specs(params: Any, fsdp: FSDP) -> Any:
         if found is None:
             sizes = [str(size) for size in range(2, fsdp.size) if _dimension(shape, size, 1) is not None]
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)} has shape {shape}, of which size={fsdp.size} divides no dimension; "
-                f"sizes that do: {', '.join(sizes) or 'none'}. Use one of these with replica_axis for the other "
+                f"params{jax.tree_util.keystr(path)} has shape {shape}, and size={fsdp.size} divides no dimension of "
+                f"that; sizes that do: {', '.join(sizes) or 'none'}. Use one of these with replica_axis for the other "
                 "devices, or min_size to leave it whole"
             )
         return PartitionSpec(*(None,) * found, fsdp.axis_name)
@@ -209,7 +210,15 @@ class Shards:
 
     def gather(self, place: int, params: Any) -> Any:
         """The whole parameters of a layer."""
-        return self._map(place, self._gathered, params)
+        return self.arrived(place, params, self.sent(place, params))
+
+    def sent(self, place: int, params: Any) -> Any:
+        """What devices send of a layer's parameters."""
+        return self._map(place, self._sent, params)
+
+    def arrived(self, place: int, params: Any, sent: Any) -> Any:
+        """The whole parameters of a layer, from what devices send."""
+        return self._map(place, self._arrived, params, sent)
 
     def scatter(self, place: int, params: Any, gradients: Any) -> Any:
         """The sums of gradients over devices, of this device's part. None stays None."""
@@ -229,34 +238,41 @@ class Shards:
         others = tuple(structure.flatten_up_to(other) for other in others)
         return structure.unflatten([function(*each) for each in zip(self.dims[place], leaves, *others, strict=True)])
 
-    def _gathered(self, dim: int | None, leaf: Any) -> Any:
+    def _sent(self, dim: int | None, leaf: Any) -> Any:
         if dim is None:
             return leaf
         if isinstance(leaf, QuantizedArray):
-            return self._gathered_in_fp8(dim, leaf)
-        travels = leaf.astype(self.dtype or leaf.dtype) if _is_kernel(leaf) else leaf
-        return lax.all_gather(travels, self.fsdp.axis_name, axis=dim, tiled=True)
+            # The copy whose parts lie one after the other.
+            split_rows = dim < leaf.ndim - leaf.col_ndim
+            return (leaf.data, leaf.scale_inv) if split_rows else (leaf.transposed, leaf.transposed_scale_inv)
+        return leaf.astype(self.dtype or leaf.dtype) if _is_kernel(leaf) else leaf
 
-    def _gathered_in_fp8(self, dim: int, kernel: QuantizedArray) -> QuantizedArray:
-        """One copy travels; the other is its transpose, as `validate_split` has made sure."""
-        rows, cols = kernel.row_ndim, kernel.col_ndim
-        batch = kernel.ndim - rows - cols
-        assert kernel.transposed is not None and kernel.transposed_scale_inv is not None
-        order = [*range(batch), *range(batch + cols, kernel.ndim), *range(batch, batch + cols)]
-        gather = functools.partial(lax.all_gather, axis_name=self.fsdp.axis_name, axis=order.index(dim), tiled=True)
-        transposed, scale_inv = gather(kernel.transposed), kernel.transposed_scale_inv
-        blocked = scale_inv.ndim == kernel.ndim
-        scale_inv = gather(scale_inv) if blocked else scale_inv
-        data, through = transposed.transpose(order), kernel.straight_through
+    def _arrived(self, dim: int | None, leaf: Any, sent: Any) -> Any:
+        if dim is None:
+            return sent
+        gather = functools.partial(lax.all_gather, axis_name=self.fsdp.axis_name, tiled=True)
+        if not isinstance(leaf, QuantizedArray):
+            return gather(sent, axis=dim)
+        # The other copy is the transpose: `_validate_split` has made sure.
+        count, cols = leaf.ndim, leaf.col_ndim
+        rows = count - cols
+        stacked = rows - leaf.row_ndim
+        to_transposed = (*range(stacked), *range(rows, count), *range(stacked, rows))
+        split_rows = dim < rows
+        axis, order = (dim, to_transposed) if split_rows else (to_transposed.index(dim), np.argsort(to_transposed))
+        arrays = [gather(x, axis=axis) if x.ndim == count else x for x in sent]
+        turned = [x.transpose(order) if x.ndim == count else x for x in arrays]
+        data, transposed = (arrays, turned) if split_rows else (turned, arrays)
+        through = leaf.straight_through
         if through is not None:
-            axes = sharding.varying_axes(data)
-            through = sharding.varying_over(lax.empty(data.shape, self.fsdp.reduce_dtype), axes)
+            axes = sharding.varying_axes(arrays)
+            through = sharding.varying_over(lax.empty(data[0].shape, self.fsdp.reduce_dtype), axes)
         return dataclasses.replace(
-            kernel,
-            data=data,
-            scale_inv=scale_inv.transpose(order) if blocked else scale_inv,
-            transposed=transposed,
-            transposed_scale_inv=scale_inv,
+            leaf,
+            data=data[0],
+            scale_inv=data[1],
+            transposed=transposed[0],
+            transposed_scale_inv=transposed[1],
             straight_through=through,
         )
 
@@ -301,8 +317,8 @@ def prepare(fsdp: FSDP, params: Sequence[Any], x: Any) -> tuple[list[Any], Shard
         raise ValueError(f"fsdp.size is {fsdp.size}, and the mesh has {size} devices along {axis!r}")
     if not sharding.tracked_axes(fsdp.batch_axes):
         raise ValueError(
-            "fsdp is given where JAX does not track what varies over devices, and gradients of what they share would not "
-            "be summed: use shard_map with check_vma=True, its default"
+            "fsdp is given where JAX does not track what varies over devices, and gradients of what they share would "
+            "not be summed: use shard_map with check_vma=True, its default"
         )
     sharding.validate_split("x", x, fsdp.batch_axes, "pass this device's part of the batch", "fsdp")
     axes = sharding.varying_axes(x) | {axis}
@@ -392,8 +408,8 @@ def _prepared(fsdp: FSDP, name: str, leaf: Any, dim: int | None, how: Any, axes:
         starts[how.stacked_ndim + how.row_ndim] = how.stacked_ndim + kernel.row_ndim
         if dim not in starts:
             raise ValueError(
-                f"{name} of shape {leaf.shape} is split along dimension {dim}, and FP8 makes one dimension of those that "
-                "are contracted, and one of the others: split it along the first of these"
+                f"{name} of shape {leaf.shape} is split along dimension {dim}, and FP8 makes one dimension of those "
+                "that are contracted, and one of the others: split it along the first of these"
             )
         dim = starts[dim]
     _validate_split(name, kernel, dim)
@@ -406,8 +422,8 @@ def _validate_split(name: str, kernel: QuantizedArray, dim: int | None) -> None:
         return
     if scalings != {"block_128x128"}:
         raise ValueError(
-            f"{name} is quantized by {sorted(scalings)}: its two copies have scales of their own, and devices that have "
-            "parts cannot agree on them. Leave it out of fsdp.quantize, or use BlockScaling or CurrentScaling"
+            f"{name} is quantized by {sorted(scalings)}: its two copies have scales of their own, and devices that "
+            "have parts cannot agree on them. Leave it out of fsdp.quantize, or use BlockScaling or CurrentScaling"
         )
     stacked = kernel.ndim - kernel.row_ndim - kernel.col_ndim
     last = dim in (stacked + kernel.row_ndim - 1, kernel.ndim - 1)
