@@ -154,6 +154,22 @@ class DecoderConfig:
         """Number of parameters that a token meets: of the experts, those of `router.top_k`. All without experts."""
         return self._parameters(1 if self.experts is None else self.experts.router.top_k)
 
+    @property
+    def kernel_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of a block's kernels, as `init` makes them."""
+        d, query, key = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        stacked = () if self.experts is None else (self.experts.num_experts,)
+        return {
+            "query": (d, query),
+            "key": (d, key),
+            "value": (d, key),
+            "out": (query, d),
+            "gate": (*stacked, d, self.mlp_size),
+            "up": (*stacked, d, self.mlp_size),
+            "down": (*stacked, self.mlp_size, d),
+            **({} if self.experts is None else {"router": (d, self.experts.num_experts)}),
+        }
+
     def _parameters(self, mlps: int) -> int:
         """With so many MLPs in a block."""
         attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim

@@ -19,20 +19,23 @@ With `config.experts`, every MLP is a mixture of experts (`te_jax.layers.moe`).
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from te_jax import ops, sharding
+from te_jax import ops
 from te_jax.layers.attention import rotary_tables, rotate
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.stack import apply_layers
 from te_jax.models import tensor_parallel
 from te_jax.models.config import MLP, DecoderConfig
 from te_jax.models.mixture import Balance
-from te_jax.models.parallel import TensorParallel
+from te_jax.models.parallel import TensorParallel, loop_specs, param_specs
 from te_jax.models.tensor_parallel import Projections
+from te_jax.parallel import FSDP
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
 __all__ = ["Losses", "apply", "init", "init_scaling_state", "loss", "losses", "requantize"]
@@ -78,24 +81,11 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
     """
     DecoderConfig.check(config)
     d, count = config.hidden_size, config.num_layers
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    experts = config.experts
-    stacked = () if experts is None else (experts.num_experts,)
-    shapes = {
-        "query": (d, q_size),
-        "key": (d, kv_size),
-        "value": (d, kv_size),
-        "out": (q_size, d),
-        "gate": (*stacked, d, config.mlp_size),
-        "up": (*stacked, d, config.mlp_size),
-        "down": (*stacked, config.mlp_size, d),
-        **({} if experts is None else {"router": (d, experts.num_experts)}),
-    }
     embedding_key, head_key, key = jax.random.split(key, 3)
     layers: list[dict[str, jax.Array]] = [
         {"attention_norm": jnp.ones((d,), jnp.float32), "mlp_norm": jnp.ones((d,), jnp.float32)} for _ in range(count)
     ]
-    for name, shape in shapes.items():
+    for name, shape in config.kernel_shapes.items():
         fan_in = shape[-2] * (2 * count if name in ("out", "down") else 1)
         kernels, key = _draw(key, count, shape, fan_in**-0.5)
         for layer, kernel in zip(layers, kernels, strict=True):
@@ -203,11 +193,14 @@ def apply(
       ValueError: `tokens` is not an integer array of two dimensions, or is empty; `scaling_state` is missing or has no
         use; a size does not fit FP8 products, or does not divide over devices.
     """
-    x, _, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
-    arguments = dense_kernels((head,))
-    if parallel is not None:
-        return tensor_parallel.logits(x, arguments["kernel"][0], parallel, implementation)
-    return ops.dense(x, **arguments, implementation=implementation)[0]
+
+    def logits(x: jax.Array, head: Any) -> jax.Array:
+        arguments = dense_kernels((head,))
+        if parallel is not None:
+            return tensor_parallel.logits(x, arguments["kernel"][0], parallel, implementation)
+        return ops.dense(x, **arguments, implementation=implementation)[0]
+
+    return _run(params, tokens, config, scaling_state, parallel, implementation, logits)[0]
 
 
 def loss(
@@ -276,8 +269,9 @@ def losses(
         raise ValueError(
             f"targets has shape {targets.shape} and tokens has shape {tokens.shape}: give one target for each token"
         )
-    x, balance, head = _hidden(params, tokens, config, scaling_state, parallel, implementation)
-    with jax.named_scope("loss"):
+
+    @jax.named_scope("loss")
+    def cross_entropy(x: jax.Array, head: Any) -> jax.Array:
         arguments = dense_kernels((head,))
         kernel, accumulator = arguments["kernel"][0], arguments["wgrad_accumulator"][0]
         options: Any = {"accumulate": arguments["accumulate"], "recipe": config.head_recipe}
@@ -290,20 +284,24 @@ def losses(
         )
         if parallel is not None and parallel.batch_axes:
             value = jax.lax.psum(value, parallel.batch_axes)
+        return value
+
+    value, balance = _run(params, tokens, config, scaling_state, parallel, implementation, cross_entropy)
     if balance is None:
         return Losses(value, value, None)
     return Losses(value + balance.auxiliary, value, balance.largest_load)
 
 
-def _hidden(
+def _run(
     params: dict[str, Any],
     tokens: jax.Array,
     config: DecoderConfig,
     scaling_state: ScalingState | None,
     parallel: TensorParallel | None,
     implementation: Implementation | None,
-) -> tuple[jax.Array, Balance | None, jax.Array]:
-    """The input of the head, the balance of the experts, and the head."""
+    of_head: Callable[[jax.Array, Any], jax.Array],
+) -> tuple[jax.Array, Balance | None]:
+    """of_head(hidden states, head), and the balance of the experts."""
     DecoderConfig.check(config)
     _check_tokens("tokens", tokens)
     if (scaling_state is not None) != isinstance(config.recipe, DelayedScaling):
@@ -325,15 +323,50 @@ def _hidden(
         y, own = projections.mlp(normed)
         return x + y, _together(balance, own)
 
-    x = sharding.take_rows(params["embedding"], tokens).astype(config.dtype)
-    if parallel is not None:
-        x = tensor_parallel.features_to_time(x, parallel)
+    def ending(carried: tuple[jax.Array, Balance | None], last: dict[str, Any]) -> tuple[jax.Array, Balance | None]:
+        x, balance = carried
+        x = ops.rms_norm(x, last["final_norm"], epsilon=config.norm_eps, implementation=implementation)
+        return of_head(x, last["head"]), balance
+
+    x = tensor_parallel.embed(params["embedding"], tokens, config.dtype, parallel)
     states = [None] * config.num_layers if scaling_state is None else scaling_state
     layers = list(zip(params["layers"], states, strict=True))
     balance = None if config.experts is None else Balance(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-    x, balance = apply_layers(block, layers, (x, balance), remat=config.remat, offload=config.offload)
-    x = ops.rms_norm(x, params["final_norm"], epsilon=config.norm_eps, implementation=implementation)
-    return x, balance, params["head"]
+    last = {name: params[name] for name in ("final_norm", "head")}
+    if parallel is None or parallel.fsdp is None:
+        return ending(apply_layers(block, layers, (x, balance), remat=config.remat, offload=config.offload), last)
+    # The head is gathered beside the last block, and its gradient travels beside the first one of the backward pass.
+    run = jax.checkpoint(jax.jit(block)) if config.remat else block
+    return apply_layers(
+        [*[run] * config.num_layers, ending],
+        [*layers, last],
+        (x, balance),
+        offload=config.offload,
+        fsdp=_bound(parallel.fsdp, config, parallel, scaling_state, implementation),
+    )
+
+
+def _bound(
+    fsdp: FSDP,
+    config: DecoderConfig,
+    parallel: TensorParallel,
+    scaling_state: ScalingState | None,
+    implementation: Implementation | None,
+) -> FSDP:
+    """FSDP of the blocks and the head, with what the decoder knows of them."""
+    specs, count = param_specs(config, parallel), config.num_layers
+    of_state = None if scaling_state is None else dict.fromkeys(scaling_state[0], PartitionSpec())
+    how = None
+    # With scales of rows or of a state's amax, whole kernels are quantized by the layers.
+    by = None if config.recipe is None or scaling_state is not None else config.recipe.scalings["kernel"][0]
+    if by in ("tensor", "block_128x128"):
+        how = (requantize(config, parallel=parallel, implementation=implementation)["layers"][0], None)
+    last = {name: specs[name] for name in ("final_norm", "head")}
+    return dataclasses.replace(
+        fsdp,
+        specs=[*[(loop_specs(config, parallel), of_state)] * count, last],
+        quantize=[*[how] * count, None],
+    )
 
 
 def _together(first: Balance | None, second: Balance | None) -> Balance | None:

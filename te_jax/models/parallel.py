@@ -7,6 +7,10 @@
     embedding                 each device has a part of the features; one all-to-all makes it a part of the time
     head and loss             each device has a part of the vocabulary
 
+With `TensorParallel.fsdp`, devices along another axis have parts of these parts, and of the batch. Blocks run in
+`te_jax.layers.apply_layers`, which gathers what they read; the head is gathered as a layer after them. The embedding is
+split by features over both axes, and one all-to-all makes these the features of a device's own tokens.
+
 A block gathers its time twice, for query, key and value together and for gate and up together, and scatters sums twice:
 `te_jax.parallel.all_gather_matmul` and `matmul_reduce_scatter`, whose transports hide that behind the products. Key and
 value kernels are split where every device gets whole heads of its own. Else all devices have all of them, and each uses
@@ -16,6 +20,7 @@ the heads that its query heads share; their gradients are summed over devices, l
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -23,12 +28,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from te_jax._core.arguments import is_whole_number
-from te_jax._core.types import FP8_ALIGNMENT
+from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.models.config import MLP, DecoderConfig
-from te_jax.parallel.fsdp import quantized_specs
+from te_jax.parallel.fsdp import FSDP, quantized_specs
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
 from te_jax.quantized import QuantizedArray
+from te_jax.sharding import axes_of_entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +50,9 @@ class TensorParallel:
       expert_axes: mesh axes that split the experts of `config.experts`, out of `axis_name` and `batch_axes`; None for
         `axis_name`. Devices along the others have the same experts.
       transport, residual: see `te_jax.parallel.all_gather_matmul`.
+      fsdp: the devices that have parts of these devices' parameters, and of the batch; their axes are added to
+        `batch_axes`. The decoder itself says what is quantized, and how parameters are split: `fsdp.quantize` and
+        `fsdp.specs` stay None. The head counts as the last layer of `fsdp.keep`.
 
     Raises:
       ValueError: `size` is no whole number of at least 1, an axis is no name or named twice, or what
@@ -56,6 +65,7 @@ class TensorParallel:
     expert_axes: tuple[str, ...] | None = None
     transport: Transport = "auto"
     residual: Residual = "gathered"
+    fsdp: FSDP | None = None
 
     def __post_init__(self):
         if not is_whole_number(self.size) or self.size < 1:
@@ -64,6 +74,15 @@ class TensorParallel:
         if not isinstance(self.batch_axes, tuple):
             example = (self.batch_axes,) if isinstance(self.batch_axes, str) else ("data",)
             raise ValueError(f"batch_axes is {self.batch_axes!r}: name mesh axes in a tuple, {example}")
+        if not (self.fsdp is None or isinstance(self.fsdp, FSDP)):
+            raise ValueError(f"fsdp is {self.fsdp!r}: it must be a te_jax.parallel.FSDP, or None")
+        if self.fsdp is not None:
+            if self.fsdp.quantize is not None or self.fsdp.specs is not None:
+                raise ValueError(
+                    "fsdp has quantize or specs, which the decoder's shape and recipe say: leave them None"
+                )
+            others = tuple(axis for axis in self.fsdp.batch_axes if axis not in self.batch_axes)
+            object.__setattr__(self, "batch_axes", self.batch_axes + others)
         names = (self.axis_name, *self.batch_axes)
         if not all(isinstance(name, str) for name in names):
             raise ValueError(
@@ -95,11 +114,23 @@ class TensorParallel:
         DecoderConfig.check(config)
         splits_experts = self.axis_name in (self.expert_axes or ())
         problem = _misfit(config, self.size, splits_experts)
+        if problem is None and self.fsdp is not None:
+            self._check_fsdp(config, self.fsdp)
         if problem is not None:
             sizes = range(1, config.num_heads + 1)
             fitting = [str(size) for size in sizes if _misfit(config, size, splits_experts) is None]
             raise ValueError(
                 f"parallel.size is {self.size}: {problem}; sizes that fit this decoder: {', '.join(fitting) or 'none'}"
+            )
+
+    def _check_fsdp(self, config: DecoderConfig, fsdp: FSDP) -> None:
+        problem = _fsdp_misfit(config, self, fsdp)
+        if problem is not None:
+            smaller = (dataclasses.replace(fsdp, size=size) for size in range(2, fsdp.size))
+            fitting = [str(other.size) for other in smaller if _fsdp_misfit(config, self, other) is None]
+            raise ValueError(
+                f"parallel.fsdp.size is {fsdp.size}: {problem}; smaller sizes that fit this decoder: "
+                f"{', '.join(fitting) or 'none'}. Use one of these, and replica_axis for the other devices"
             )
 
 
@@ -120,6 +151,7 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, An
     axis = parallel.axis_name
     rows, columns, everywhere = PartitionSpec(axis), PartitionSpec(None, axis), PartitionSpec()
     kv = columns if kv_heads(config, parallel.size).is_split else everywhere
+    embedding = columns
     layer = {
         "attention_norm": everywhere,
         "mlp_norm": everywhere,
@@ -133,12 +165,82 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, An
     }
     if config.experts is not None:
         layer |= {"router": everywhere, **dict.fromkeys(MLP, PartitionSpec(parallel.expert_axes or None))}
+    head = columns
+    if (fsdp := parallel.fsdp) is not None:
+        layer |= {name: _with_fsdp(name, layer[name], config, parallel, fsdp) for name in config.kernel_shapes}
+        embedding = PartitionSpec(None, (axis, fsdp.axis_name))
+        head = PartitionSpec(fsdp.axis_name, axis)
     return {
-        "embedding": columns,
+        "embedding": embedding,
         "layers": [layer] * config.num_layers,
         "final_norm": everywhere,
-        "head": columns,
+        "head": head,
     }
+
+
+def loop_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, PartitionSpec]:
+    """How the parameters of a block lie where `fsdp` gathers them: experts that its axis splits are not gathered."""
+    layer = param_specs(config, parallel)["layers"][0]
+    assert parallel.fsdp is not None
+    if config.experts is not None and parallel.fsdp.axis_name in (parallel.expert_axes or ()):
+        layer |= dict.fromkeys(MLP, PartitionSpec())
+    return layer
+
+
+def _with_fsdp(name: str, spec: PartitionSpec, config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP):
+    """The spec of a kernel whose parts are split once more."""
+    shape, entries = config.kernel_shapes[name], _entries(spec, config.kernel_shapes[name])
+    dim = _fsdp_dimension(name, entries, shape, parallel, fsdp)
+    if dim is None:
+        return spec
+    entries[dim] = (*entries[dim], fsdp.axis_name)
+    return PartitionSpec(*((axes[0] if len(axes) == 1 else axes) if axes else None for axes in entries))
+
+
+def _entries(spec: PartitionSpec, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+    return [axes_of_entry(entry) for entry in (*spec, *(None,) * (len(shape) - len(spec)))]
+
+
+def _fsdp_dimension(
+    name: str, entries: list[tuple[str, ...]], shape: tuple[int, ...], parallel: TensorParallel, fsdp: FSDP
+) -> int | None:
+    """The first dimension whose parts are whole blocks of 128, or else the first one that devices divide.
+
+    Of experts each has its own; those that the axis splits are not split again, and neither is the router.
+    """
+    if name == "router" or fsdp.axis_name in itertools.chain(*entries) or math.prod(shape) < fsdp.min_size:
+        return None
+    fitting = (
+        dim
+        for block in (BLOCK, 1)
+        for dim in range(len(shape) - 2, len(shape))
+        if _part(entries[dim], shape[dim], parallel) % (fsdp.size * block) == 0
+    )
+    return next(fitting, None)
+
+
+def _part(axes: tuple[str, ...], count: int, parallel: TensorParallel) -> int:
+    return count // parallel.size if parallel.axis_name in axes else count
+
+
+def _fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> str | None:
+    """Why devices cannot have parts of the parameters, or None."""
+    if config.hidden_size // parallel.size % fsdp.size:
+        return f"hidden_size is {config.hidden_size}, which {parallel.size} · {fsdp.size} does not divide"
+    by_blocks = config.recipe is not None and config.recipe.scalings["kernel"][0].startswith("block")
+    layer = param_specs(config, dataclasses.replace(parallel, fsdp=None))["layers"][0]
+    for name, shape in config.kernel_shapes.items():
+        if name == "router" or math.prod(shape) < fsdp.min_size:
+            continue
+        entries = _entries(layer[name], shape)
+        dim = _fsdp_dimension(name, entries, shape, parallel, fsdp)
+        if fsdp.axis_name in itertools.chain(*entries):
+            continue
+        if dim is None:
+            return f"{name} has shape {shape}, of which it divides no dimension"
+        if by_blocks and _part(entries[dim], shape[dim], parallel) // fsdp.size % BLOCK:
+            return f"{name} has shape {shape}, and no dimension has parts that are whole blocks of {BLOCK}"
+    return None
 
 
 def operand_specs(specs: Any, operands: Any) -> Any:

@@ -128,9 +128,20 @@ def _specs(
             f"parallel.size is {parallel.size}, and the mesh has {size} devices along {parallel.axis_name!r}: "
             "they must be the same"
         )
+    fsdp = parallel.fsdp
+    if fsdp is not None and mesh.shape[fsdp.axis_name] != fsdp.size:
+        raise ValueError(
+            f"parallel.fsdp.size is {fsdp.size}, and the mesh has {mesh.shape[fsdp.axis_name]} devices along "
+            f"{fsdp.axis_name!r}: they must be the same"
+        )
+    if fsdp is not None and fsdp.replica_axis is not None and mesh.shape[fsdp.replica_axis] == 1:
+        fsdp = dataclasses.replace(fsdp, replica_axis=None)
+    if fsdp is not None and fsdp.size == 1:
+        fsdp = None
     several = {parallel.axis_name, *(name for name in parallel.batch_axes if mesh.shape[name] > 1)}
     parallel = dataclasses.replace(
         parallel,
+        fsdp=fsdp,
         batch_axes=tuple(name for name in parallel.batch_axes if name in several),
         expert_axes=tuple(name for name in parallel.expert_axes or () if name in several),
     )

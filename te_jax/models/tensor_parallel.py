@@ -79,6 +79,19 @@ def quantized_in_layers(config: DecoderConfig, parallel: TensorParallel) -> tupl
     return left
 
 
+def embed(embedding: Array, tokens: Array, dtype: Any, parallel: TensorParallel | None) -> Array:
+    """The residual stream of tokens: [batch, time, D], or with `parallel` [batch, time/N, D]."""
+    if parallel is None:
+        return sharding.take_rows(embedding, tokens).astype(dtype)
+    if (fsdp := parallel.fsdp) is None:
+        return features_to_time(sharding.take_rows(embedding, tokens).astype(dtype), parallel)
+    # A device has some features of all tokens of its group, and sends each device those of its own tokens.
+    every = lax.all_gather(tokens, fsdp.axis_name, axis=0, tiled=True)
+    x = sharding.take_rows(embedding, every).astype(dtype)
+    x = lax.all_to_all(x, fsdp.axis_name, split_axis=0, concat_axis=2, tiled=True)
+    return features_to_time(x, parallel)
+
+
 def features_to_time(x: Array, parallel: TensorParallel) -> Array:
     """[batch, time, D/N] → [batch, time/N, D]."""
     return lax.all_to_all(x, parallel.axis_name, split_axis=_TIME_AXIS, concat_axis=2, tiled=True)

@@ -43,8 +43,8 @@ class FSDP:
       replica_axis: a mesh axis that splits the batch only (HSDP): its devices have the same parts of parameters, whose
         gradients they sum once a step.
       quantize: which kernels of a layer are gathered in FP8: a pytree of the structure of its parameters, or the
-        beginning of it, with a `te_jax.optim.Requantize` for these and None elsewhere. The layer gets a
-        `te_jax.quantized.QuantizedArray`, which te_jax's layers take as they take the kernel.
+        beginning of it, with a `te_jax.optim.Requantize` for these and None elsewhere; or a list with one for each
+        layer. The layer gets a `te_jax.quantized.QuantizedArray`, which te_jax's layers take as they take the kernel.
       gather_dtype: in which the other parameters of two and more dimensions travel; None for the dtype of x.
       reduce_dtype: in which gradients of parameters of two and more dimensions travel. Each device adds them to float32
         parameters in float32.
@@ -52,7 +52,7 @@ class FSDP:
         the others again. As many as there are layers gathers once and holds all.
       prefetch_bytes: of gathered parameters that are on their way beside a layer; one layer's at least.
       min_size: values; smaller parameters are whole on each device, and their gradients are summed once a step.
-      specs: the PartitionSpecs of a layer's parameters, where `apply_layers` is called inside of `jax.shard_map`, or a
+      specs: the PartitionSpecs of a layer's parameters, where `apply_layers` is called inside of `jax.shard_map`; or a
         list with those of each layer. Elsewhere they are those of `shard_specs`.
 
     Raises:
@@ -322,11 +322,11 @@ def prepare(fsdp: FSDP, params: Sequence[Any], x: Any) -> tuple[list[Any], Shard
         )
     sharding.validate_split("x", x, fsdp.batch_axes, "pass this device's part of the batch", "fsdp")
     axes = sharding.varying_axes(x) | {axis}
-    given = fsdp.specs if isinstance(fsdp.specs, list | tuple) else [fsdp.specs] * len(params)
     found, dims = [], []
-    for place, (of_layer, specs) in enumerate(zip(params, given, strict=True)):
+    of_layers = _for_each("specs", fsdp.specs, len(params)), _for_each("quantize", fsdp.quantize, len(params))
+    for place, (of_layer, specs, quantize) in enumerate(zip(params, *of_layers, strict=True)):
         leaves, structure = jax.tree_util.tree_flatten_with_path(of_layer, is_leaf=is_parameter)
-        hows = _broadcast(fsdp.quantize, of_layer, len(leaves))
+        hows = _broadcast(quantize, of_layer, len(leaves))
         prepared = [
             _prepared(
                 fsdp, f"params[{place}]{jax.tree_util.keystr(path)}", leaf, _split_dimension(fsdp, spec), how, axes
@@ -339,6 +339,14 @@ def prepare(fsdp: FSDP, params: Sequence[Any], x: Any) -> tuple[list[Any], Shard
     return found, Shards(fsdp, tuple(dims), dtype)
 
 
+def _for_each(name: str, value: Any, count: int) -> Sequence[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"fsdp.{name} has {len(value)} entries, and there are {count} layers: give one for each")
+    return value
+
+
 def _dtype_of(x: Any) -> Any:
     floats = [leaf.dtype for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return floats[0] if floats else None
@@ -348,17 +356,15 @@ def _broadcast(quantize: Any, of_layer: Any, count: int) -> list[Any]:
     """A Requantize or None for each leaf of a layer's parameters."""
     if quantize is None:
         return [None] * count
-    is_leaf = lambda x: x is None or isinstance(x, Requantize)  # noqa: E731
+    hows, structure = jax.tree.flatten(quantize, is_leaf=lambda x: x is None or isinstance(x, Requantize))
     try:
-        spread = jax.tree.map(
-            lambda how, subtree: jax.tree.map(lambda _: how, subtree, is_leaf=is_parameter),
-            quantize,
-            of_layer,
-            is_leaf=is_leaf,
-        )
+        subtrees = structure.flatten_up_to(of_layer)
     except ValueError as error:
         raise ValueError(f"fsdp.quantize does not have the structure of a layer's parameters: {error}") from None
-    return jax.tree.leaves(spread, is_leaf=is_leaf)
+    if wrong := [how for how in hows if not (how is None or isinstance(how, Requantize))]:
+        raise ValueError(f"fsdp.quantize has {wrong[0]!r}; it must have a te_jax.optim.Requantize or None")
+    counts = [len(jax.tree.leaves(subtree, is_leaf=is_parameter)) for subtree in subtrees]
+    return [how for how, count in zip(hows, counts, strict=True) for _ in range(count)]
 
 
 def _split_dimension(fsdp: FSDP, spec: Any) -> int | None:
