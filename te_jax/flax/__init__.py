@@ -12,7 +12,7 @@ from te_jax.flax.convert import convert, report
 from te_jax.flax.embed import Embed
 from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.linear import Dense, DenseGeneral, DotGeneral, Einsum, make_dot_general_cls
-from te_jax.flax.microbatches import merge_gradients, quantize_kernels
+from te_jax.flax.microbatches import merge_gradients, quantize_kernels, requantize
 from te_jax.flax.moe import MoE
 from te_jax.flax.norm import LayerNorm, NormLinear, RMSNorm
 from te_jax.flax.transformer_block import TransformerBlock
@@ -37,4 +37,5 @@ __all__ = [
     "merge_gradients",
     "quantize_kernels",
     "report",
+    "requantize",
 ]

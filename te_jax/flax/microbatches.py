@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ from flax.core import meta
 from te_jax.flax.convert import options_in_call
 from te_jax.flax.linear import Einsum, unboxed
 from te_jax.layers import linear, microbatches
+from te_jax.ops.linear.kernels import Requantize
 from te_jax.quantized import QuantizedArray
 
 Variables = Any
@@ -43,6 +45,39 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
       ValueError: model is no Linen module, a kernel is stacked along another dimension than the first, or the kernel of
         an `Einsum` has its dimensions in an order that cannot be quantized once.
     """
+    return _map_kernels(linear.quantize_kernel, lambda value: value, model, variables, args, kwargs)
+
+
+def requantize(model: nn.Module, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
+    """How the kernels of te_jax's layers are quantized, for `te_jax.parallel.FSDP` and `te_jax.optim.apply_updates`.
+
+    Args:
+      model, variables, args, kwargs: as for `quantize_kernels`; arrays may be `jax.ShapeDtypeStruct`.
+
+    Returns:
+      A tree like the variables, with a `te_jax.optim.Requantize` for each kernel of a layer that has a recipe, also of
+      a converted one, and None elsewhere.
+
+    Raises:
+      ValueError: what `quantize_kernels` refuses.
+    """
+
+    def how(value: Any, row_ndim: int, col_ndim: int, options: linear.Options) -> Requantize:
+        assert options.recipe is not None
+        return Requantize(options.recipe, row_ndim, value.ndim - row_ndim - col_ndim, options.implementation)
+
+    return _map_kernels(how, lambda _: None, model, variables, args, kwargs)
+
+
+def _map_kernels(
+    of_kernel: Callable[..., Any],
+    of_other: Callable[[Any], Any],
+    model: nn.Module,
+    variables: Variables,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Variables:
+    """of_kernel(kernel, its numbers of dimensions, options of its layer) where a layer has a recipe, else of_other."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is of type {type(model).__name__}; it must be a flax.linen.Module")
     layers: dict[tuple[str, ...], tuple[linear.Options, tuple[int, ...], tuple[int, int]]] = {}
@@ -67,14 +102,14 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
     def quantized(path: tuple[Any, ...], value: Any):
         keys = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
         if keys[:1] != ("params",) or keys[-1] != "kernel" or keys[1:-1] not in layers:
-            return value
+            return of_other(value)
         options, shape, ndims = layers[keys[1:-1]]
         if value.shape[value.ndim - len(shape) :] != shape:
             raise ValueError(
                 f"kernel {'/'.join(keys[1:])} has shape {value.shape}, and its layer sees {shape}: "
                 'stack the kernels of layers along the first dimension, variable_axes={"params": 0}'
             )
-        return linear.quantize_kernel(value, *ndims, options)
+        return of_kernel(value, *ndims, options)
 
     return jax.tree.map_with_path(quantized, _unboxed(variables), is_leaf=_is_quantized)
 

@@ -12,7 +12,7 @@ from te_jax.nnx.convert import convert, revert
 from te_jax.nnx.embed import Embed
 from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.linear import DotGeneral, Einsum, Linear, LinearGeneral
-from te_jax.nnx.microbatches import accumulate_gradients, merge_gradients, quantize_kernels
+from te_jax.nnx.microbatches import accumulate_gradients, merge_gradients, quantize_kernels, requantize
 from te_jax.nnx.moe import MoE
 from te_jax.nnx.norm import LayerNorm, NormLinear, RMSNorm
 from te_jax.nnx.transformer_block import TransformerBlock
@@ -39,5 +39,6 @@ __all__ = [
     "merge_gradients",
     "overwrite_with_gradient",
     "quantize_kernels",
+    "requantize",
     "revert",
 ]

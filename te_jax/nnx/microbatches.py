@@ -13,6 +13,7 @@ from flax import nnx
 from te_jax.layers import linear, microbatches
 from te_jax.nnx.linear import Einsum, LinearGeneral
 from te_jax.nnx.variables import OverwriteWithGradient, QuantizedKernel
+from te_jax.ops.linear.kernels import Requantize
 from te_jax.quantized import QuantizedArray
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -68,6 +69,30 @@ def quantize_kernels(model: Model) -> Model:
                 "it as it is: use recipe=None for the layer, or a kernel of its own"
             )
     return quantized
+
+
+def requantize(model: nnx.Module) -> nnx.State[Any, Any]:
+    """How the kernels of te_jax's layers are quantized, for `te_jax.parallel.FSDP` and `te_jax.optim.apply_updates`.
+
+    Args:
+      model: an NNX module or a container of modules. `nnx.vmap` must stack kernels along the first dimension.
+
+    Returns:
+      A state like `nnx.state(model)`, with a `te_jax.optim.Requantize` for each kernel of a layer that has a recipe,
+      and None elsewhere.
+
+    Raises:
+      ValueError: the kernel of an `Einsum` has its dimensions in an order that cannot be quantized once.
+    """
+    hows: dict[tuple[Any, ...], Requantize] = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, LinearGeneral | Einsum) and module.options.recipe is not None:
+            rows, cols = _kernel_ndims(module)
+            stacked = module.kernel.get_value().ndim - rows - cols
+            how = Requantize(module.options.recipe, rows, stacked, module.options.implementation)
+            hows[(*path, "kernel")] = how
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
+    return nnx.from_flat_state({path: variable.replace(hows.get(path)) for path, variable in flat.items()})
 
 
 def _kernel_ndims(module: LinearGeneral | Einsum) -> tuple[int, int]:

@@ -84,7 +84,9 @@ def test_loss_and_gradients_are_those_of_whole_parameters(case, rng, mesh_of):
     of_whole = dataclasses.replace(config, offload=None)
     expected = gradient_of(mesh, of_whole, whole(parallel))(placed(params, mesh, config, whole(parallel)), *batch)
     assert_same((value, found), expected)
-    for (path, leaf), spec in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(param_specs(config, parallel))):
+    for (path, leaf), spec in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(param_specs(config, parallel)), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim), path
 
 
