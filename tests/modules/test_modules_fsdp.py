@@ -53,7 +53,7 @@ def compare(layer, layers, quantize, require_devices):
     with jax.set_mesh(mesh):
         found = jax.jit(jax.grad(functools.partial(loss, fsdp=fsdp)))(shared)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert_close(jax.device_get(one), jax.device_get(other), tolerance=1e-3)  # where a rounding flips
+        assert_close(jax.device_get(one), jax.device_get(other), tolerance=1e-2)  # where roundings flip
 
 
 def test_linen(require_devices):
