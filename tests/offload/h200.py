@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from te_jax import native
 
 # What XLA asks a device for, from NVIDIA's data sheet and the CUDA programming guide (compute capability 9.0).
 _TARGET = """
@@ -38,9 +40,18 @@ needs_compiler = pytest.mark.skipif(
 
 
 @functools.cache
-def mesh():
-    devices = topologies.get_topology_desc(platform="cuda", target_config=_TARGET, topology="1x1x1").devices
-    return Mesh(np.array(devices), ("device",))
+def mesh(count=1, axis="device"):
+    """So many GPUs of one host."""
+    devices = topologies.get_topology_desc(platform="cuda", target_config=_TARGET, topology=f"1x1x{count}").devices
+    return Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
+
+
+@functools.cache
+def know_handlers():
+    """te_jax's calls can be compiled: XLA looks for their handlers, and takes those of the CPU."""
+    if not native.has_gpu():
+        for target, handler in native.extension_module("cpu").registrations().items():
+            jax.ffi.register_ffi_target(target, handler, platform="CUDA")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +67,12 @@ class Copy:
 def compiled(function, *operands, **options):
     sharding = NamedSharding(mesh(), PartitionSpec())
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands)
-    lowered = jax.jit(function, **options).lower(*types)
-    return lowered.compile({"xla_gpu_autotune_level": 0})  # which would need the GPU
+    return without_autotuning(jax.jit(function, **options).lower(*types))
+
+
+def without_autotuning(lowered):
+    """Compiled; autotuning would need the GPU."""
+    return lowered.compile({"xla_gpu_autotune_level": 0})
 
 
 def copies(program):

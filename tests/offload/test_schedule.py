@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from h200 import compiled, copies, needs_compiler
+from h200 import compiled, copies, know_handlers, needs_compiler
 from jax.ad_checkpoint import checkpoint_name
 
 import te_jax.optim
-from te_jax import native
 from te_jax.layers import apply_layers, scan_layers
 from te_jax.offload import LAYER_INPUT, Offload, stack
 
@@ -78,10 +77,7 @@ def test_a_copy_has_the_time_of_as_many_layers_as_there_are_slots(slots, monkeyp
 )
 def test_a_scan_has_one_stack_in_host_memory_and_no_copy_of_it(remat, names, each, monkeypatch):
     """XLA copies neither the stack nor the slots, which te_jax's calls write unseen by it."""
-    if not native.has_gpu():  # those of a CPU, to compile only
-        for target, handler in native.extension_module("cpu").registrations().items():
-            if target.startswith("te_offload"):
-                jax.ffi.register_ffi_target(target, handler, platform="CUDA")
+    know_handlers()
     monkeypatch.setattr("te_jax.native.use_native", lambda *_: True)
 
     def scan(offload, stacks=1):
