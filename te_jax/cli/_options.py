@@ -27,7 +27,7 @@ STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 # A resumed run compares the tokens of its text; the other options change no more than the rounding of numbers.
 _CHANGEABLE = (
-    *("text", "tokenizer", "checkpoint_every", "tp", "transport"),
+    *("text", "tokenizer", "checkpoint_every", "tp", "fsdp", "transport"),
     *("remat", "offload", "microbatches", "deterministic"),
 )
 
@@ -78,6 +78,9 @@ class Options:
     )
     tp: int = _option(
         1, "devices that share the model: each has a part of its heads, widths and vocabulary", metavar="N"
+    )
+    fsdp: int = _option(
+        1, "devices that share the parameters: each has a part of every one, and of the batch", metavar="N"
     )
     transport: Literal["auto", "xla", "ring", "p2p"] = _option(
         "auto", "how devices that share the model communicate", choices=("auto", "xla", "ring", "p2p")
@@ -132,7 +135,18 @@ class Options:
 
     def __post_init__(self):
         """Checks each option by itself, except for names of what `_plan` knows; raises UserError."""
-        for name in ("steps", "batch", "microbatches", "seq_len", "tp", "devices", "eval_every", "checkpoint_every"):
+        counts = (
+            "steps",
+            "batch",
+            "microbatches",
+            "seq_len",
+            "tp",
+            "fsdp",
+            "devices",
+            "eval_every",
+            "checkpoint_every",
+        )
+        for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")

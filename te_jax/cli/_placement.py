@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from te_jax.cli.errors import UserError
 from te_jax.models import DecoderConfig, Experts, TensorParallel, param_specs
 from te_jax.models.parallel import operand_specs
+from te_jax.parallel import FSDP
 from te_jax.parallel.options import TransportName
 from te_jax.quantized import QuantizedArray
 from te_jax.sharding import axes_of_entry
@@ -20,7 +21,7 @@ from te_jax.sharding import axes_of_entry
 if TYPE_CHECKING:
     from te_jax.cli._step import TrainState
 
-_BATCH_AXIS, _TENSOR_AXIS = "data", "tensor"
+_BATCH_AXIS, _FSDP_AXIS, _TENSOR_AXIS = "data", "fsdp", "tensor"
 _HOST_DEVICE_FLAG = "xla_force_host_platform_device_count"
 
 
@@ -38,7 +39,7 @@ class Placement(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Number of groups of devices that share a decoder."""
+        """Number of groups of devices that share a decoder or its parameters."""
         return self.mesh.shape[_BATCH_AXIS]
 
     @property
@@ -82,20 +83,25 @@ class Placement(NamedTuple):
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
 
-def take_devices(count: int | None, tp: int = 1) -> list[Any]:
+def take_devices(count: int | None, tp: int = 1, fsdp: int = 1) -> list[Any]:
     """The devices to train on. Starts JAX's backend.
 
     Args:
       count: the first so many GPUs, or so many CPU devices cut out of one host; None for all that JAX shows, or for
-        `tp` of them where devices share a decoder.
+        `tp` · `fsdp` of them where devices share a decoder or its parameters.
       tp: how many devices share a decoder.
+      fsdp: how many of these groups share the parameters.
 
     Raises:
-      UserError: there are fewer, or they cannot be divided into groups of `tp`.
+      UserError: there are fewer, or they cannot be divided into such groups.
     """
-    if count is not None and count % tp:
-        raise UserError(f"--devices {count} cannot be divided into groups of --tp {tp}: choose a multiple of {tp}")
-    wanted = tp if count is None and tp > 1 else count
+    group = tp * fsdp
+    options = [f"--tp {tp}"] * (tp > 1 or fsdp == 1) + [f"--fsdp {fsdp}"] * (fsdp > 1)
+    if count is not None and count % group:
+        raise UserError(
+            f"--devices {count} cannot be divided into groups of {' · '.join(options)}: choose a multiple of {group}"
+        )
+    wanted = group if count is None and group > 1 else count
     # JAX refuses both ways of asking for CPU devices at once; a user who set the flag has asked already.
     if wanted is not None and _HOST_DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
         # Raised where a backend runs in this process already: its devices are what there is.
@@ -104,7 +110,7 @@ def take_devices(count: int | None, tp: int = 1) -> list[Any]:
     devices = jax.devices()
     if wanted is not None and wanted > len(devices):
         platform = devices[0].platform
-        option = f"--devices {wanted}" if count is not None else f"--tp {tp}"
+        option = f"--devices {wanted}" if count is not None else " · ".join(options)
         way_out = f": start it with XLA_FLAGS=--{_HOST_DEVICE_FLAG}={wanted}" if platform == "cpu" else ""
         raise UserError(f"{option} is more than the {len(devices)} {platform} devices present{way_out}")
     return devices[:wanted]
@@ -117,25 +123,32 @@ def memory_of(devices: Sequence[Any]) -> int:
 
 
 def build_placement(
-    devices: Sequence[Any], tp: int = 1, transport: TransportName = "auto", experts: Experts | None = None
+    devices: Sequence[Any],
+    tp: int = 1,
+    transport: TransportName = "auto",
+    experts: Experts | None = None,
+    *,
+    fsdp: int = 1,
 ) -> Placement:
-    """Each group of `tp` devices that share a decoder has the whole state and an equal part of every batch.
+    """Each `tp` devices that share a decoder have an equal part of every batch, and each `fsdp` times as many the whole
+    state.
 
-    Experts are divided among all devices where their number allows it, else among those of a group.
+    Experts are divided among all devices where their number allows it, else among those that share a decoder.
     """
-    axes = (_BATCH_AXIS, _TENSOR_AXIS)
-    mesh = Mesh(np.asarray(devices).reshape(-1, tp), axes, axis_types=(AxisType.Auto,) * 2)
+    axes = (_BATCH_AXIS, _FSDP_AXIS, _TENSOR_AXIS)
+    mesh = Mesh(np.asarray(devices).reshape(-1, fsdp, tp), axes, axis_types=(AxisType.Auto,) * 3)
     by_all = experts is not None and experts.num_experts % len(devices) == 0
-    shared = tp > 1 or (experts is not None and len(devices) > 1)
+    shared = tp > 1 or fsdp > 1 or (experts is not None and len(devices) > 1)
     parallel = TensorParallel(
         tp,
         axis_name=_TENSOR_AXIS,
-        batch_axes=(_BATCH_AXIS,),
+        batch_axes=(_BATCH_AXIS, _FSDP_AXIS),
         expert_axes=axes if by_all else None,
         transport=transport,
+        fsdp=FSDP(fsdp, axis_name=_FSDP_AXIS, replica_axis=_BATCH_AXIS) if fsdp > 1 else None,
     )
     return Placement(
         state=NamedSharding(mesh, PartitionSpec()),
-        windows=NamedSharding(mesh, PartitionSpec(None, _BATCH_AXIS)),
+        windows=NamedSharding(mesh, PartitionSpec(None, (_BATCH_AXIS, _FSDP_AXIS))),
         parallel=parallel if shared else None,
     )

@@ -20,6 +20,7 @@ from te_jax.cli._run_folder import StoredRun
 from te_jax.cli.errors import UserError
 from te_jax.models import PRESETS, DecoderConfig, TensorParallel
 from te_jax.offload import LAYER_INPUT, Offload
+from te_jax.parallel import FSDP
 from te_jax.recipe import BlockScaling, DelayedScaling
 
 OFFLOAD_MIN_SIZE = 2**16
@@ -90,7 +91,7 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
     if stored is not None:
         _check_stored(stored, options, config, corpus)
     data = _text.split(corpus, options.seq_len)
-    devices = _placement.take_devices(options.devices, options.tp)
+    devices = _placement.take_devices(options.devices, options.tp, options.fsdp)
     _check_batch(options, len(devices) // options.tp)
     on_gpu = devices[0].platform == "gpu"
     by_platform = "bfloat16" if on_gpu else "float32"
@@ -102,7 +103,7 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
         learning_rate=options.learning_rate or 0.384 / config.hidden_size,
         warmup_steps=options.steps // 20 if options.warmup_steps is None else options.warmup_steps,
         checkpoint_every=options.checkpoint_every or (1000 if on_gpu else 100),
-        placement=_placement.build_placement(devices, options.tp, options.transport, config.experts),
+        placement=_placement.build_placement(devices, options.tp, options.transport, config.experts, fsdp=options.fsdp),
         implementation=_implementation(options, config),
         text=corpus.source,
         token=corpus.unit,
@@ -165,6 +166,13 @@ def _activations(remat: bool) -> Offload:
 
 def _check_parallel(options: Options, config: DecoderConfig) -> None:
     """Refuses a model and windows that as many devices as `--tp` asks for cannot share."""
+    if options.fsdp > 1:
+        fsdp = TensorParallel(options.tp, fsdp=FSDP(options.fsdp))
+        try:
+            fsdp.check(config)
+        except ValueError as error:
+            problem = str(error).removeprefix(f"parallel.fsdp.size is {options.fsdp}: ")
+            raise UserError(f"--fsdp {options.fsdp} does not fit --preset {options.preset}: {problem}") from None
     if options.tp == 1:
         if options.transport != "auto":
             raise UserError(f"--transport {options.transport} is for devices that share a model: add --tp N")

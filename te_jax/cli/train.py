@@ -73,6 +73,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.out is None:
             print(f"run in {folder.path}")
+        if plan.options.fsdp > 1:
+            print(
+                f"{len(plan.placement.devices)} {plan.placement.devices[0].platform} devices, "
+                f"{plan.options.fsdp * plan.options.tp} share the parameters"
+            )
         if plan.options.tp > 1:
             print(
                 f"{len(plan.placement.devices)} {plan.placement.devices[0].platform} devices, {plan.options.tp} share "
@@ -149,7 +154,7 @@ def _header(plan: Plan) -> dict[str, Any]:
         },
         "text": {"source": plan.text, f"{plan.token}s": plan.num_tokens, "sha256": plan.sha256},
         "implementation": plan.implementation,
-        "parallel": {"tp": plan.options.tp, "transport": plan.options.transport},
+        "parallel": {"tp": plan.options.tp, "fsdp": plan.options.fsdp, "transport": plan.options.transport},
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
         "versions": {
             "te_jax": te_jax.__version__,
@@ -287,6 +292,7 @@ def _conclude(plan: Plan, folder: RunFolder, cost: str) -> None:
     chosen += [] if options.optimizer_state == "f32" else [f"{options.optimizer_state} states"]
     chosen = chosen or ["te_jax"]
     label = chosen[0]  # what a twin lacks
+    chosen += [] if options.fsdp == 1 else [f"fsdp {options.fsdp}"]
     chosen += [] if options.tp == 1 else [f"tp {options.tp} ({options.transport})"]
     size = f"{config.num_parameters:,} parameters"
     size += "" if config.experts is None else f", {config.num_active_parameters:,} active"

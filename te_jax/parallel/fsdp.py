@@ -29,7 +29,7 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class FSDP:
     """Fully sharded data parallelism (ZeRO-3): devices share the batch, and the parameters too.
 

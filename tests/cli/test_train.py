@@ -136,7 +136,7 @@ def test_the_options_that_a_run_records_decide_the_same_plan(given, require_devi
 @pytest.mark.parametrize(("platform", "dtype", "steps"), [("cpu", "float32", 100), ("gpu", "bfloat16", 1000)])
 def test_the_platform_decides_what_is_left_open(platform, dtype, steps, monkeypatch):
     monkeypatch.setattr(_placement, "take_devices", lambda *_: [types.SimpleNamespace(platform=platform)])
-    monkeypatch.setattr(_placement, "build_placement", lambda *_: None)
+    monkeypatch.setattr(_placement, "build_placement", lambda *_, **__: None)
     plan, chosen = plan_of(preset="8b"), plan_of(dtype="float32", checkpoint_every=7)
     assert (plan.config.dtype, plan.checkpoint_every) == (dtype, steps)
     assert (chosen.config.dtype, chosen.checkpoint_every) == ("float32", 7)
@@ -733,7 +733,7 @@ def test_other_software_is_noted_on_resuming(whole, out, capsys):
         ('"steps": 40', '"stfps": 40', r"has options that te_jax \S+ does not know \(stfps\): go on with the version"),
         ('"dtype": "float32", "det', '"dtype": "flnat32", "det', "is damaged, dtype is 'flnat32': start another run"),
         ('"steps": 40', '"steps": "40"', "is damaged, steps is '40': start another run"),
-        ('"tp": 1, "transport": "auto", "rec', '"tp": 0, "transport": "auto", "rec', "--tp is 0"),
+        ('"tp": 1, "fsdp": 1, "transport": "auto", "rec', '"tp": 0, "fsdp": 1, "transport": "auto", "rec', "--tp is 0"),
         ('"text": {"source', '"texu": {"source', "is not, or no longer, what the run in"),
         ('"sha256"', '"sha257"', "is not, or no longer, what the run in"),
     ],

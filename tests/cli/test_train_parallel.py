@@ -63,11 +63,21 @@ def on_two_devices(tmp_path_factory):
 def test_two_devices_learn_what_one_does(on_one_device, on_two_devices):
     np.testing.assert_allclose(losses(on_two_devices), losses(on_one_device), rtol=1e-4)
     header = read_header(on_two_devices)
-    assert header["parallel"] == {"tp": 2, "transport": "ring"}
+    assert header["parallel"] == {"tp": 2, "fsdp": 1, "transport": "ring"}
     assert header["device"]["count"] == header["options"]["devices"] == 2
     shown = (on_two_devices.parent / "shown").read_text()
     assert "2 cpu devices, 2 share the model: transport ring" in shown
     assert re.search(rf"^{STEPS} steps with tp 2, transport ring, in ", shown, re.MULTILINE)
+
+
+def test_devices_that_share_the_parameters_learn_what_one_does(on_one_device, tmp_path, capsys):
+    """Two replicas of two devices, and after that four devices that have parts."""
+    argv = [*ARGV, "--devices", "4", "--out", str(tmp_path / "run")]
+    assert main([*argv, "--fsdp", "2"]) == 0
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(on_one_device), rtol=1e-4)
+    assert "4 cpu devices, 2 share the parameters" in capsys.readouterr().out
+    assert main(["train", "--resume", "--fsdp", "4", "--steps", str(STEPS + 1), "--out", str(tmp_path / "run")]) == 0
+    assert read_header(tmp_path / "run")["parallel"]["fsdp"] == 4
 
 
 @pytest.mark.parametrize(
@@ -81,7 +91,8 @@ def test_a_run_goes_on_with_more_or_with_fewer(begun, options, before, after, re
     out = without_last_checkpoint(request.getfixturevalue(begun), tmp_path / "run")
     assert main(["train", "--resume", *options, "--out", str(out)]) == 0
     np.testing.assert_allclose(losses(out), losses(on_one_device), rtol=1e-4)
-    note = "note: parallel changed from {{'tp': {}, 'transport': '{}'}} to {{'tp': {}, 'transport': '{}'}}"
+    parallel = "{{'tp': {}, 'fsdp': 1, 'transport': '{}'}}"
+    note = f"note: parallel changed from {parallel} to {parallel}"
     shown = capsys.readouterr()
     assert note.format(*before, *after) in shown.err
     assert f"'count': {after[0]}}}: losses may differ in their last bits" in shown.err
@@ -290,6 +301,9 @@ def test_the_twin_with_the_loss_of_optax(rng):
             ["--tp", "2", "--transport", "p2p", "--implementation", "reference"],
             "p2p is native, and --implementation is reference",
         ),
+        (["--fsdp", "0"], "--fsdp is 0: it must be at least 1"),
+        (["--fsdp", "3"], "--fsdp 3 does not fit --preset tiny: hidden_size is 128, which 1 · 3 does not divide"),
+        (["--fsdp", "2", "--devices", "3"], "--devices 3 cannot be divided into groups of --fsdp 2: choose a multiple"),
         (["--tp", "2", "--devices", "6"], "--batch 16 does not divide over 3 groups of --tp 2: choose a multiple of 3"),
     ],
 )
