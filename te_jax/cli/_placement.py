@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from te_jax.cli import _processes
 from te_jax.cli.errors import UserError
 from te_jax.models import DecoderConfig, Experts, TensorParallel, param_specs
 from te_jax.models.parallel import operand_specs
@@ -44,6 +45,11 @@ class Placement(NamedTuple):
     @property
     def devices(self) -> list[Any]:
         return list(self.mesh.devices.flat)
+
+    @property
+    def local_devices(self) -> list[Any]:
+        """Those of this process."""
+        return list(self.mesh.local_devices)
 
     def of_state(self, state: "TrainState", on_host: "TrainState", config: DecoderConfig) -> Any:
         """A tree of shardings like the state; `on_host` says which leaves are in host memory."""
@@ -87,26 +93,32 @@ def take_devices(count: int | None, tp: int = 1) -> list[Any]:
 
     Args:
       count: the first so many GPUs, or so many CPU devices cut out of one host; None for all that JAX shows, or for
-        `tp` of them where devices share a decoder.
+        `tp` of them where devices share a decoder. Several processes take all of them.
       tp: how many devices share a decoder.
 
     Raises:
-      UserError: there are fewer, or they cannot be divided into groups of `tp`.
+      UserError: there are fewer, they cannot be divided into groups of `tp`, or several processes have more.
     """
     if count is not None and count % tp:
         raise UserError(f"--devices {count} cannot be divided into groups of --tp {tp}: choose a multiple of {tp}")
-    wanted = tp if count is None and tp > 1 else count
+    processes = _processes.count()
+    wanted = tp if count is None and tp > 1 and processes == 1 else count
     # JAX refuses both ways of asking for CPU devices at once; a user who set the flag has asked already.
     if wanted is not None and _HOST_DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
         # Raised where a backend runs in this process already: its devices are what there is.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", wanted)
+            jax.config.update("jax_num_cpu_devices", -(-wanted // processes))
     devices = jax.devices()
     if wanted is not None and wanted > len(devices):
         platform = devices[0].platform
         option = f"--devices {wanted}" if count is not None else f"--tp {tp}"
-        way_out = f": start it with XLA_FLAGS=--{_HOST_DEVICE_FLAG}={wanted}" if platform == "cpu" else ""
+        way_out = f": start it with XLA_FLAGS=--{_HOST_DEVICE_FLAG}={-(-wanted // processes)}" * (platform == "cpu")
         raise UserError(f"{option} is more than the {len(devices)} {platform} devices present{way_out}")
+    if processes > 1 and (wanted not in (None, len(devices)) or len(devices) % tp):
+        raise UserError(
+            f"{processes} processes have {len(devices)} devices, all of which train: --devices must be {len(devices)}, "
+            f"and --tp, {tp}, divide it"
+        )
     return devices[:wanted]
 
 

@@ -156,11 +156,11 @@ def test_the_seed_is_that_of_parameters_data_and_rounding(toy_run, toy, out, mon
 
     seen = set()
     monkeypatch.setattr(_step, "build_learner", build_learner)
-    record_seed(_text, "training_windows", _text.training_windows)
+    record_seed(_text, "training_starts", _text.training_starts)
     record_seed(optim, "adamw", optim.adamw)
     whole, argv = toy_run
     assert main([*argv, "--seed", "7", "--out", str(out)]) == 0
-    assert seen == {("training_windows", 7), ("adamw", 7)}
+    assert seen == {("training_starts", 7), ("adamw", 7)}
     before, after = (records(run, "validation")[0]["loss"] for run in (whole, out))
     assert abs(after - before) > 1e-3
 
@@ -660,7 +660,6 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
         "--batch": "8",
         "--seq-len": "8",
         "--seed": "1",
-        "--devices": "2",
         "--learning-rate": "0.1",
         "--eval-every": "7",
         "--recipe": "block",
