@@ -267,11 +267,19 @@ class RunShare(RunFolder):
     Args:
       path: the folder.
       latest_step: that of process 0.
+
+    Raises:
+      UserError: this process does not see the folder of process 0.
     """
 
     def __init__(self, path: Path, latest_step: int):
         from te_jax.cli._checkpoints import Checkpoints
 
+        if not (path / _LOG).exists():
+            raise UserError(
+                f"process {_processes.index()} does not see {path / _LOG}, which process 0 has: --out must be on a "
+                "file system that all processes share"
+            )
         self.path = path
         self._latest_step = latest_step
         self._resources = contextlib.ExitStack()

@@ -120,7 +120,7 @@ def _open_folder(out: Path | None, stored: StoredRun | None, header: dict[str, A
         else:
             folder = RunFolder.resume(stored.path, header)
             _note_changes(stored.header, header)
-        return str(folder.path), folder.latest_step, header
+        return str(folder.path.absolute()), folder.latest_step, header
 
     folder: RunFolder | None = None
     path, latest_step, first = _processes.from_first(opened)

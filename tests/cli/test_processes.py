@@ -18,7 +18,7 @@ from processes import finish, start
 from runs import SMALL, losses, records, train_slowly, without_last_checkpoint
 
 from te_jax.cli import _processes
-from te_jax.cli._run_folder import RunFolder
+from te_jax.cli._run_folder import RunFolder, RunShare
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
 
@@ -199,6 +199,11 @@ def test_a_run_that_is_refused_ends_both_with_one_sentence(tmp_path):
     assert end_of(processes, 60) == [2, 2]
     (line,) = told(shown)
     assert "process 1 has other values of options than process 0: start all with the same arguments" in line
+
+
+def test_a_folder_that_another_host_does_not_see_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"does not see .*/run/log\.jsonl, .*: --out must be on a file system that all"):
+        RunShare(tmp_path / "run", 0)
 
 
 # ------------------------------------------------------------------------------------------------------- environment
