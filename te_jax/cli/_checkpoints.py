@@ -4,7 +4,8 @@
     STEP/checksums.json  CRC-32 of each file in default/; older versions of te_jax did not write it
 
 A checkpoint is written to STEP.tmp, which is renamed when all of this is in it. STEP is a number without leading zeros;
-entries of other names are left alone.
+entries of other names are left alone. Every process of a run writes and reads its parts of the arrays in default/, all
+else is done by process 0.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import re
 import shutil
 import sys
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from te_jax._core.terminal import reason_of
+from te_jax.cli import _processes
 from te_jax.cli.errors import DamagedError, UserError, is_out_of_memory
 
 __all__ = ["Checkpoints"]
@@ -45,21 +48,49 @@ class Checkpoints:
         self._path = path.absolute()
         self._path.mkdir(exist_ok=True)
         _silence_orbax()
-        self._orbax = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+        # Named processes meet in the job's key-value store, and not in a program on the devices that train.
+        processes = set(range(_processes.count())) if _processes.count() > 1 else None
+        options = ocp.options.MultiprocessingOptions(active_processes=processes)
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.StandardCheckpointHandler(multiprocessing_options=options),
+            multiprocessing_options=options,
+            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+        )
 
     @property
     def steps(self) -> list[int]:
         """Steps of the checkpoints, in order."""
         return sorted(int(path.name) for path in self._path.iterdir() if re.fullmatch(_STEP, path.name))
 
-    def save(self, step: int, state: Any) -> None:
-        """Writes a checkpoint, and removes those before the latest two and what is left of unfinished ones."""
-        for path in self._path.iterdir():
-            if re.fullmatch(rf"({_STEP})\.tmp", path.name):
-                _remove(path)
+    def begin(self, step: int, state: Any) -> None:
+        """Begins to write a checkpoint, and removes what is left of unfinished ones.
+
+        Arrays on devices are copied, and may be donated when this returns.
+        """
+        if _processes.is_first():
+            for path in self._path.iterdir():
+                if re.fullmatch(rf"({_STEP})\.tmp", path.name):
+                    _remove(path)
+        with self._cleaning_up(step):
+            self._orbax.save(self._path / f"{step}.tmp" / _STATE, args=ocp.args.StandardSave(state))
+
+    def finish(self, step: int) -> None:
+        """Waits until all processes have written a checkpoint, names it, and removes those before the latest two."""
+        with self._cleaning_up(step):
+            self._orbax.wait_until_finished()
+        if not _processes.is_first():
+            return
+        unfinished = self._path / f"{step}.tmp"
+        (unfinished / _CHECKSUMS).write_text(json.dumps(_checksums(unfinished / _STATE), indent=1))
+        unfinished.rename(self._path / str(step))
+        for former in self.steps[:-_KEPT]:
+            _remove((self._path / str(former)).rename(self._path / f"{former}.tmp"))
+
+    @contextlib.contextmanager
+    def _cleaning_up(self, step: int) -> Iterator[None]:
         unfinished = self._path / f"{step}.tmp"
         try:
-            self._orbax.save(unfinished / _STATE, args=ocp.args.StandardSave(state))
+            yield
         except Exception as error:
             with contextlib.suppress(OSError):
                 _remove(unfinished)  # which may be what fills the disk
@@ -67,10 +98,6 @@ class Checkpoints:
             if isinstance(error, ValueError) and (code := re.search(r"os_error_code='(\d+)'", str(error))):
                 raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
             raise
-        (unfinished / _CHECKSUMS).write_text(json.dumps(_checksums(unfinished / _STATE), indent=1))
-        unfinished.rename(self._path / str(step))
-        for former in self.steps[:-_KEPT]:
-            _remove((self._path / str(former)).rename(self._path / f"{former}.tmp"))
 
     def restore(self, step: int, like: Any) -> tuple[Any, bool]:
         """The state of a step, and whether it was verified: a checkpoint of an older te_jax has no checksums.
@@ -87,6 +114,7 @@ class Checkpoints:
                 (self._path / str(former) / _CHECKSUMS).exists() for former in self.steps if former < step
             ):
                 raise DamagedError(f"{_CHECKSUMS} is missing")
+            _processes.from_first(lambda: step)
             return self._read(path / _STATE, like), verified
         except PermissionError as error:
             raise UserError(f"{path} cannot be read: {error}") from error
@@ -94,10 +122,26 @@ class Checkpoints:
             if isinstance(error, DamagedError) or is_out_of_memory(error):
                 raise
             reason = reason_of(error)
-        if verified:
-            way_out = "go on with the version of te_jax that wrote it, or start another run"
-            raise UserError(f"{path} is intact, but cannot be restored ({reason}): {way_out}")
-        raise DamagedError(reason)
+        if not verified and _processes.count() == 1:
+            raise DamagedError(reason)
+        found = "is intact, but" if verified else "has no checksums, and"
+        way_out = "go on with the version of te_jax that wrote it, or start another run"
+        raise UserError(f"{path} {found} cannot be restored ({reason}): {way_out}")
+
+    def restore_with_first(self, like: Any) -> tuple[int, Any]:
+        """The step that process 0 restores, and its state.
+
+        Raises:
+          UserError: this process cannot read it.
+        """
+        step = _processes.from_first(lambda: 0)
+        path = self._path / str(step)
+        try:
+            return step, self._read(path / _STATE, like)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise UserError(f"process {_processes.index()} cannot restore {path}: {reason_of(error)}") from error
 
     def _read(self, path: Path, like: Any) -> Any:
         """A state, less the quantized kernels that older versions saved beside the parameters."""

@@ -27,7 +27,7 @@ STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 # A resumed run compares the tokens of its text; the other options change no more than the rounding of numbers.
 _CHANGEABLE = (
-    *("text", "tokenizer", "checkpoint_every", "tp", "fsdp", "transport"),
+    *("text", "tokenizer", "checkpoint_every", "devices", "tp", "fsdp", "transport"),
     *("remat", "offload", "microbatches", "deterministic"),
 )
 
@@ -205,7 +205,7 @@ def resolve(args: argparse.Namespace, stored: StoredRun | None) -> Options:
         return Options(**given)
     kept = _kept(stored)
     if "tp" in given:
-        # Parts of the batch stay what they are, and more or fewer devices share the model for each.
+        # Unless --devices says otherwise, parts of the batch stay what they are, and more or fewer devices share each.
         kept["devices"] = kept["devices"] // kept["tp"] * given["tp"]
         kept["transport"] = kept["transport"] if given["tp"] > 1 else "auto"
     for name, value in given.items():
@@ -213,11 +213,6 @@ def resolve(args: argparse.Namespace, stored: StoredRun | None) -> Options:
         if name in _CHANGEABLE or value in ("auto", before) or (name == "steps" and value > kept["steps"]):
             continue
         option = "--" + name.replace("_", "-")
-        if name == "devices" and "tp" in given:
-            raise UserError(
-                f"--devices is {value}, but the run in {stored.path} divides its batch so that --tp {given['tp']} "
-                f"needs {before} devices: leave --devices out"
-            )
         raise UserError(
             f"{option} is {value}, but the run in {stored.path} was started with {before}: "
             f"leave {option} out to continue it, or start another run without --resume"

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from te_jax.cli import _processes
 from te_jax.cli.errors import UserError
 from te_jax.models import DecoderConfig, Experts, TensorParallel, param_specs
 from te_jax.models.parallel import operand_specs
@@ -45,6 +46,11 @@ class Placement(NamedTuple):
     @property
     def devices(self) -> list[Any]:
         return list(self.mesh.devices.flat)
+
+    @property
+    def local_devices(self) -> list[Any]:
+        """Those of this process."""
+        return list(self.mesh.local_devices)
 
     def of_state(self, state: "TrainState", on_host: "TrainState", config: DecoderConfig) -> Any:
         """A tree of shardings like the state; `on_host` says which leaves are in host memory."""
@@ -88,12 +94,12 @@ def take_devices(count: int | None, tp: int = 1, fsdp: int = 1) -> list[Any]:
 
     Args:
       count: the first so many GPUs, or so many CPU devices cut out of one host; None for all that JAX shows, or for
-        `tp` · `fsdp` of them where devices share a decoder or its parameters.
+        `tp` · `fsdp` of them where devices share a decoder or its parameters. Several processes take all of them.
       tp: how many devices share a decoder.
       fsdp: how many of these groups share the parameters.
 
     Raises:
-      UserError: there are fewer, or they cannot be divided into such groups.
+      UserError: there are fewer, they cannot be divided into such groups, or several processes have more.
     """
     group = tp * fsdp
     options = [f"--tp {tp}"] * (tp > 1 or fsdp == 1) + [f"--fsdp {fsdp}"] * (fsdp > 1)
@@ -101,18 +107,24 @@ def take_devices(count: int | None, tp: int = 1, fsdp: int = 1) -> list[Any]:
         raise UserError(
             f"--devices {count} cannot be divided into groups of {' · '.join(options)}: choose a multiple of {group}"
         )
-    wanted = group if count is None and group > 1 else count
+    processes = _processes.count()
+    wanted = group if count is None and group > 1 and processes == 1 else count
     # JAX refuses both ways of asking for CPU devices at once; a user who set the flag has asked already.
     if wanted is not None and _HOST_DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
         # Raised where a backend runs in this process already: its devices are what there is.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", wanted)
+            jax.config.update("jax_num_cpu_devices", -(-wanted // processes))
     devices = jax.devices()
     if wanted is not None and wanted > len(devices):
         platform = devices[0].platform
         option = f"--devices {wanted}" if count is not None else " · ".join(options)
-        way_out = f": start it with XLA_FLAGS=--{_HOST_DEVICE_FLAG}={wanted}" if platform == "cpu" else ""
+        way_out = f": start it with XLA_FLAGS=--{_HOST_DEVICE_FLAG}={-(-wanted // processes)}" * (platform == "cpu")
         raise UserError(f"{option} is more than the {len(devices)} {platform} devices present{way_out}")
+    if processes > 1 and (wanted not in (None, len(devices)) or len(devices) % group):
+        raise UserError(
+            f"{processes} processes have {len(devices)} devices, all of which train: --devices must be {len(devices)}, "
+            f"and {' · '.join(options)} divide it"
+        )
     return devices[:wanted]
 
 

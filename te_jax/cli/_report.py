@@ -13,6 +13,7 @@ from typing import Any
 import tqdm
 
 from te_jax._core.devices import bf16_peak
+from te_jax.cli import _processes
 
 _INK, _MUTED, _BLUE, _ORANGE = "#1f2430", "#7a8294", "#2563c9", "#d9641e"
 
@@ -217,6 +218,7 @@ def _running_mean(values: Sequence[float], width: int) -> list[float]:
 
 
 def _memory_in_use(devices: Sequence[Any]) -> int:
-    """Bytes: the most that one device has held so far, or on a CPU what this process holds now."""
-    peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices)
+    """Bytes: the most that a device of this process has held so far, or on a CPU what the process holds now."""
+    own = [device for device in devices if device.process_index == _processes.index()]
+    peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in own)
     return peak or int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from te_jax.cli import _processes
 from te_jax.cli.errors import DamagedError, UserError, note
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "RunShare"]
 
 _LOG = "log.jsonl"
 _CHECKPOINTS = "checkpoints"
@@ -144,6 +145,10 @@ class RunFolder:
         if not os.path.samestat(present, os.fstat(self._log.fileno())):
             raise UserError(f"{self.path / _LOG} was replaced by another file {_GO_ON}")
 
+    def _write_log(self) -> None:
+        self._check_log()
+        os.fsync(self._log.fileno())
+
     def save(self, step: int, state: Any) -> None:
         """Writes a checkpoint: complete when this returns, and not there at all if the process is killed before.
 
@@ -154,10 +159,18 @@ class RunFolder:
         Raises:
           UserError: the folder cannot be written any more, or another program has replaced or removed the log.
         """
+        self._begin_saving(step, state)
+        self._finish_saving(step)
+
+    def _begin_saving(self, step: int, state: Any) -> None:
         with writing(self.path):
             self._check_log()
-            os.fsync(self._log.fileno())
-            self._checkpoints.save(step, state)
+            self._checkpoints.begin(step, state)
+
+    def _finish_saving(self, step: int) -> None:
+        with writing(self.path):
+            self._write_log()
+            self._checkpoints.finish(step)
             self._check_log()
 
     def save_behind(self, step: int, state: Any) -> None:
@@ -170,7 +183,11 @@ class RunFolder:
           UserError: the checkpoint before could not be written.
         """
         self.finish_saving()
-        self._saving = self._writer.submit(self.save, step, jax.device_get(state))
+        if _processes.count() == 1:
+            self._saving = self._writer.submit(self.save, step, jax.device_get(state))
+        else:  # each process copies what it writes
+            self._begin_saving(step, state)
+            self._saving = self._writer.submit(self._finish_saving, step)
 
     def finish_saving(self) -> None:
         """Waits until the last checkpoint is written; raises UserError if it cannot be."""
@@ -242,6 +259,51 @@ class RunFolder:
             self.append(self.header)
         problems = [f"line {line} is unreadable" for line in unreadable]
         return problems + [f"{step - len(recorded)} of {step} steps have no record"] * (len(recorded) < step)
+
+
+class RunShare(RunFolder):
+    """The part of another process than the first, which has the lock and the log: its shards of the checkpoints.
+
+    Args:
+      path: the folder.
+      latest_step: that of process 0.
+
+    Raises:
+      UserError: this process does not see the folder of process 0.
+    """
+
+    def __init__(self, path: Path, latest_step: int):
+        from te_jax.cli._checkpoints import Checkpoints
+
+        if not (path / _LOG).exists():
+            raise UserError(
+                f"process {_processes.index()} does not see {path / _LOG}, which process 0 has: --out must be on a "
+                "file system that all processes share"
+            )
+        self.path = path
+        self._latest_step = latest_step
+        self._resources = contextlib.ExitStack()
+        self._checkpoints = Checkpoints(path / _CHECKPOINTS)
+        self._resources.callback(self._checkpoints.close)
+        self._writer = ThreadPoolExecutor(max_workers=1)
+        self._saving = None
+
+    @property
+    def latest_step(self) -> int:
+        return self._latest_step
+
+    def append(self, record: dict[str, Any]) -> None:
+        pass
+
+    def _check_log(self) -> None:
+        pass
+
+    def _write_log(self) -> None:
+        pass
+
+    def restore(self, like: Any) -> Any:
+        self._latest_step, state = self._checkpoints.restore_with_first(like)
+        return state
 
 
 def _list(damaged: dict[int, str]) -> str:

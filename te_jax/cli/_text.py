@@ -9,7 +9,7 @@ import numpy as np
 
 from te_jax.cli.errors import UserError
 
-__all__ = ["DEFAULT_TEXT", "Corpus", "Tokenizer", "evaluation_windows", "load", "split", "training_windows"]
+__all__ = ["DEFAULT_TEXT", "Corpus", "Tokenizer", "evaluation_starts", "load", "split", "training_starts", "windows_at"]
 
 DEFAULT_TEXT = "pydoc_data.topics"
 """Name under which a run records that it read the language reference that ships with CPython."""
@@ -109,19 +109,22 @@ def split(corpus: Corpus, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     return corpus.data[: size - held_out], corpus.data[size - held_out :]
 
 
-def training_windows(data: np.ndarray, *, seed: int, step: int, batch: int, seq_len: int) -> np.ndarray:
-    """[batch, seq_len + 1], in the dtype of the tokens: the windows of a step, each from a uniformly random place.
+def training_starts(size: int, *, seed: int, step: int, batch: int, seq_len: int) -> np.ndarray:
+    """[batch]: where the windows of a step begin in `size` tokens, each in a uniformly random place.
 
     They follow from the arguments alone, so that a resumed run sees what it would have seen.
     """
-    starts = np.random.default_rng([seed, step]).integers(0, data.size - seq_len, size=batch)
-    return data[starts[:, None] + np.arange(seq_len + 1)]
+    return np.random.default_rng([seed, step]).integers(0, size - seq_len, size=batch)
 
 
-def evaluation_windows(data: np.ndarray, *, count: int, seq_len: int) -> np.ndarray:
-    """[count, seq_len + 1], in the dtype of the tokens: windows evenly spread from the beginning of data to its end."""
-    starts = np.linspace(0, data.size - seq_len - 1, count).astype(np.int64)
-    return data[starts[:, None] + np.arange(seq_len + 1)]
+def evaluation_starts(size: int, *, count: int, seq_len: int) -> np.ndarray:
+    """[count]: where windows begin that are evenly spread over `size` tokens, from the first to the last."""
+    return np.linspace(0, size - seq_len - 1, count).astype(np.int64)
+
+
+def windows_at(data: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
+    """[..., seq_len + 1], in the dtype of the tokens: the windows that begin at starts [...]."""
+    return data[starts[..., None] + np.arange(seq_len + 1)]
 
 
 def _language_reference() -> bytes:

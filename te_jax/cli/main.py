@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from te_jax._version import __version__
-from te_jax.cli import _options, bench, doctor
+from te_jax.cli import _options, _processes, bench, doctor
 from te_jax.cli.errors import UserError
 
 __all__ = ["main"]
@@ -43,6 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Not every locale has the dashes and arrows of a report.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
+    status = 1
+    try:
+        status = _status(argv)
+    finally:
+        _processes.leave(status)
+    return status
+
+
+def _status(argv: Sequence[str] | None) -> int:
     try:
         try:
             args = _parser().parse_args(argv)

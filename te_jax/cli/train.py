@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import platform
@@ -23,9 +24,9 @@ import optax
 
 import te_jax
 from te_jax._core.terminal import reason_of
-from te_jax.cli import _interruption, _options, _placement, _plan, _report, _run_folder, _step, _text
+from te_jax.cli import _interruption, _options, _placement, _plan, _processes, _report, _run_folder, _step, _text
 from te_jax.cli._plan import Plan
-from te_jax.cli._run_folder import RunFolder, StoredRun
+from te_jax.cli._run_folder import RunFolder, RunShare, StoredRun
 from te_jax.cli._step import Learner
 from te_jax.cli.errors import UserError, is_out_of_memory, note
 from te_jax.models import Losses
@@ -52,11 +53,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       UserError: an option cannot be met, or memory ran out.
     """
+    with _processes.joined():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     out = None if args.out is None else Path(args.out)
-    stored = None
-    if args.resume:
-        out = out or _run_folder.newest_path()
-        stored = StoredRun(out, _run_folder.read_header(out))
+    stored = _processes.from_first(lambda: _stored(out)) if args.resume else None
+    stored = None if stored is None else StoredRun(Path(stored[0]), stored[1])
     options = _options.resolve(args, stored)
     if options.deterministic:
         os.environ.setdefault("TE_JAX_AUTOTUNE", "0")  # another process could choose other GEMMs, with other bits
@@ -64,12 +68,7 @@ def run(args: argparse.Namespace) -> int:
     learners = {model.loss_name: _step.build_learner(plan, model) for model in plan.models}
     _check_memory(plan, learners)
 
-    header = _header(plan)
-    if stored is None:
-        folder = RunFolder.create(out or _run_folder.new_path(), header)
-    else:
-        folder = RunFolder.resume(stored.path, header)
-        _note_changes(stored.header, header)
+    folder = _open_folder(out, stored, _header(plan))
     try:
         if args.out is None:
             print(f"run in {folder.path}")
@@ -88,23 +87,68 @@ def run(args: argparse.Namespace) -> int:
             try:
                 step, cost = _train(plan, folder, learners, data, signals)
             except Exception as error:
+                if isinstance(error, UserError) or is_out_of_memory(error):
+                    raise
+                if _processes.count() > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+                    raise _lost_step(folder, error) from error
                 # A signal to the process group ends compilers that XLA has started, and what reads a pipe.
-                if not signals or isinstance(error, UserError) or is_out_of_memory(error):
+                if not signals:
                     raise
                 folder.finish_saving()
                 step, cost, stopped = folder.latest_step, "", f"stopped in a step ({reason_of(error)}); "
         if step < plan.options.steps:
             saved = f"step {step} of {plan.options.steps} is saved" if step else "no step is saved"
-            print(
-                f"te-jax: {signals[0].name}: {stopped}{saved}; continue with "
-                f"te-jax train --resume --out {shlex.quote(str(folder.path))}",
-                file=sys.stderr,
-            )
+            print(f"te-jax: {signals[0].name}: {stopped}{saved}; {_continue(folder)}", file=sys.stderr)
             return 128 + signals[0]
-        _conclude(plan, folder, cost)
+        if _processes.is_first():
+            _conclude(plan, folder, cost)
     finally:
-        folder.close()
+        # A process that fails among several would wait for a checkpoint that the others never finish.
+        if _processes.count() == 1 or sys.exc_info()[1] is None:
+            folder.close()
     return 0
+
+
+def _stored(out: Path | None) -> tuple[str, dict[str, Any]]:
+    """Path and header of the run to resume."""
+    path = out or _run_folder.newest_path()
+    return str(path), _run_folder.read_header(path)
+
+
+def _open_folder(out: Path | None, stored: StoredRun | None, header: dict[str, Any]) -> RunFolder:
+    """The folder of a run that starts or goes on. Process 0 holds it."""
+
+    def opened() -> tuple[str, int, dict[str, Any]]:
+        nonlocal folder
+        if stored is None:
+            folder = RunFolder.create(out or _run_folder.new_path(), header)
+        else:
+            folder = RunFolder.resume(stored.path, header)
+            _note_changes(stored.header, header)
+        return str(folder.path.absolute()), folder.latest_step, header
+
+    folder: RunFolder | None = None
+    path, latest_step, first = _processes.from_first(opened)
+    if folder is not None:
+        return folder
+    own = json.loads(json.dumps(header))
+    if differing := [subject for subject in own if own[subject] != first.get(subject)]:
+        raise UserError(
+            f"process {_processes.index()} has other values of {', '.join(differing)} than process 0: start all with "
+            "the same arguments, text, devices and versions"
+        )
+    return RunShare(Path(path), latest_step)
+
+
+def _lost_step(folder: RunFolder, error: Exception) -> UserError:
+    return UserError(
+        f"a step failed in process {_processes.index()} ({reason_of(error)}), as it does when another process has "
+        f"died: its last lines say why; {_continue(folder)}"
+    )
+
+
+def _continue(folder: RunFolder) -> str:
+    return f"continue with te-jax train --resume --out {shlex.quote(str(folder.path))}"
 
 
 def _check_memory(plan: Plan, learners: dict[str, Learner]) -> None:
@@ -112,7 +156,7 @@ def _check_memory(plan: Plan, learners: dict[str, Learner]) -> None:
     leaves = jax.tree.leaves([learner.abstract_state() for learner in learners.values()])
     on_device = [leaf for leaf in leaves if leaf.sharding.memory_kind != "pinned_host"]
     needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in on_device)
-    present = _placement.memory_of(plan.placement.devices)
+    present = _placement.memory_of(plan.placement.local_devices)
     if needed > present:
         held = "parameters and Adam's moments" if plan.config.recipe is None else "parameters, moments and the recipe"
         raise UserError(
@@ -193,7 +237,7 @@ def _train(
 ) -> tuple[int, str]:
     """Trains until the last step or a signal. Returns the last step that was taken and saved, and what its
     steps cost: "" where it took none."""
-    options, sharding = plan.options, plan.placement.windows
+    options = plan.options
     training, held_out = data
     if folder.latest_step:
         restored = folder.restore({name: each.stored(each.abstract_state()) for name, each in learners.items()})
@@ -203,13 +247,14 @@ def _train(
     done = step = folder.latest_step
     microbatch = options.batch // options.microbatches
     batches = math.ceil(_EVALUATION_WINDOWS / microbatch)
-    windows = _text.evaluation_windows(held_out, count=batches * microbatch, seq_len=options.seq_len)
-    windows = jax.device_put(windows.reshape(batches, microbatch, -1), sharding)
+    starts = _text.evaluation_starts(held_out.size, count=batches * microbatch, seq_len=options.seq_len)
+    windows = _windows(held_out, starts.reshape(batches, microbatch), plan)
 
     flops = len(learners) * plan.config.flops_per_token(options.seq_len)
     tokens = options.batch * options.seq_len
     progress = _report.Progress(options.steps, done, tokens, flops, plan.placement.devices)
     records = _Records(folder, progress)
+    vote = _processes.Vote(plan.placement.mesh)
 
     def evaluate(step: int) -> None:
         records.add("validation", step, {name: it.evaluate(states[name], windows) for name, it in learners.items()})
@@ -220,15 +265,17 @@ def _train(
             evaluate(0)
         for step in range(done + 1, options.steps + 1):
             # On the host this takes less than a millisecond, while devices compute the steps before.
-            batch = _text.training_windows(
-                training, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
+            starts = _text.training_starts(
+                training.size, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
             )
-            batch = jax.device_put(batch.reshape(options.microbatches, microbatch, -1), sharding)
+            batch = _windows(training, starts.reshape(options.microbatches, microbatch), plan)
             losses = {}
             for name, learner in learners.items():
                 states[name], losses[name] = learner.step(states[name], batch)
             records.add("train", step, losses)
-            stops = step == options.steps or bool(signals)
+            if (asked := vote(signals[0] if signals else 0)) and not signals:
+                signals.append(signal.Signals(asked))
+            stops = step == options.steps or asked > 0
             evaluates = step % options.eval_every == 0 or step == options.steps
             saves = step % plan.checkpoint_every == 0 or stops
             # Not timed: the first step, which waits for the compiler, validations, and copies for checkpoints.
@@ -245,6 +292,16 @@ def _train(
     finally:
         progress.close()
     return step, " · ".join(progress.speed_and_memory()) if step > done else ""
+
+
+def _windows(data: np.ndarray, starts: np.ndarray, plan: Plan) -> jax.Array:
+    """[batches, batch, seq_len + 1]: the windows that begin at starts [batches, batch]. Devices get only their own."""
+    seq_len = plan.options.seq_len
+
+    def of_device(index: Any) -> np.ndarray:
+        return _text.windows_at(data, starts[index[:2]], seq_len)
+
+    return jax.make_array_from_callback((*starts.shape, seq_len + 1), plan.placement.windows, of_device)
 
 
 class _Records:

@@ -156,11 +156,11 @@ def test_the_seed_is_that_of_parameters_data_and_rounding(toy_run, toy, out, mon
 
     seen = set()
     monkeypatch.setattr(_step, "build_learner", build_learner)
-    record_seed(_text, "training_windows", _text.training_windows)
+    record_seed(_text, "training_starts", _text.training_starts)
     record_seed(optim, "adamw", optim.adamw)
     whole, argv = toy_run
     assert main([*argv, "--seed", "7", "--out", str(out)]) == 0
-    assert seen == {("training_windows", 7), ("adamw", 7)}
+    assert seen == {("training_starts", 7), ("adamw", 7)}
     before, after = (records(run, "validation")[0]["loss"] for run in (whole, out))
     assert abs(after - before) > 1e-3
 
@@ -236,7 +236,7 @@ def test_the_speed_is_shown_as_part_of_the_peak_of_the_devices(capsys, monkeypat
     clock = itertools.count()
     monkeypatch.setattr(_report, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     device = types.SimpleNamespace(
-        device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: {"peak_bytes_in_use": 2**30}
+        device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: {"peak_bytes_in_use": 2**30}, process_index=0
     )
     progress = _report.Progress(2, 0, 1000, 989_000_000, [device] * 2)
     progress.time_steps()
@@ -283,12 +283,12 @@ def test_microbatches_have_the_gradient_of_the_batch(rng, monkeypatch):
 def test_microbatches_are_parts_of_the_same_batch(toy_run, toy, out, monkeypatch):
     """The toy learns from the mean of its windows. A resumed run may divide the batch otherwise."""
 
-    def device_put(array, sharding):
-        shapes.add(array.shape)
-        return put(array, sharding)
+    def make_array(shape, sharding, callback):
+        shapes.add(shape)
+        return make(shape, sharding, callback)
 
-    shapes, put = set(), jax.device_put
-    monkeypatch.setattr(jax, "device_put", device_put)
+    shapes, make = set(), jax.make_array_from_callback
+    monkeypatch.setattr(jax, "make_array_from_callback", make_array)
     whole, argv = toy_run
     assert main([*argv, "--microbatches", "2", "--out", str(out)]) == 0
     assert shapes == {(2, 2, 17), (32, 2, 17)}  # of the training, and of validations
@@ -660,7 +660,6 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
         "--batch": "8",
         "--seq-len": "8",
         "--seed": "1",
-        "--devices": "2",
         "--learning-rate": "0.1",
         "--eval-every": "7",
         "--recipe": "block",

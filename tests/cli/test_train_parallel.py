@@ -15,7 +15,6 @@ from runs import losses, plan_of, refused, without_last_checkpoint
 from te_jax import hlo, native
 from te_jax.cli import _options, _placement, _step
 from te_jax.cli._run_folder import RunFolder, StoredRun, read_header
-from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, init
 
@@ -179,17 +178,14 @@ def resolve(given, stored):
         ({"devices": 8, "tp": 2, "transport": "ring"}, {"tp": 4, "devices": 16}, (16, 4, "ring")),
         ({"devices": 8, "tp": 2, "transport": "ring"}, {"transport": "auto"}, (8, 2, "auto")),
         ({"devices": 4, "tp": 1, "transport": "auto"}, {"tp": 2, "transport": "p2p"}, (8, 2, "p2p")),
+        ({"devices": 4, "tp": 1, "transport": "auto"}, {"tp": 2, "devices": 4}, (4, 2, "auto")),
+        ({"devices": 4, "tp": 2, "transport": "ring"}, {"devices": 2}, (2, 2, "ring")),
     ],
 )
 def test_parts_of_the_batch_stay_what_they_are(stored, given, expected):
-    """And as many devices as are asked for share the model for each of them."""
+    """And as many devices as are asked for share the model for each of them, unless a number of devices is given."""
     options = resolve(given, stored)
     assert (options.devices, options.tp, options.transport) == expected
-
-
-def test_devices_that_do_not_go_with_tp_are_refused():
-    with pytest.raises(UserError, match="--devices is 4, but the run in run divides its batch so that --tp 2 needs 2"):
-        resolve({"tp": 2, "devices": 4}, {"devices": 1})
 
 
 def test_auto_leaves_a_run_what_it_has():

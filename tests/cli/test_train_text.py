@@ -165,32 +165,36 @@ def test_a_text_without_room_for_two_windows_is_refused():
         _text.split(corpus_of(19), 9)
 
 
+def training_windows(data, seq_len, **options):
+    return _text.windows_at(data, _text.training_starts(data.size, seq_len=seq_len, **options), seq_len)
+
+
 def test_training_windows_depend_on_seed_and_step_alone():
     data = np.random.default_rng().integers(0, 256, 500).astype(np.uint8)
     size = {"batch": 6, "seq_len": 20}
-    windows = _text.training_windows(data, seed=3, step=41, **size)
+    windows = training_windows(data, seed=3, step=41, **size)
     assert windows.shape == (6, 21)
     for window in windows:
         assert window.tobytes() in data.tobytes()
-    np.testing.assert_array_equal(windows, _text.training_windows(data, seed=3, step=41, **size))
-    assert (windows != _text.training_windows(data, seed=3, step=42, **size)).any()
-    assert (windows != _text.training_windows(data, seed=4, step=41, **size)).any()
-    assert (windows != _text.training_windows(data, seed=4, step=40, **size)).any()
+    np.testing.assert_array_equal(windows, training_windows(data, seed=3, step=41, **size))
+    assert (windows != training_windows(data, seed=3, step=42, **size)).any()
+    assert (windows != training_windows(data, seed=4, step=41, **size)).any()
+    assert (windows != training_windows(data, seed=4, step=40, **size)).any()
 
 
 def test_training_windows_reach_both_ends():
     data = np.arange(12, dtype=np.uint8)
-    windows = _text.training_windows(data, seed=0, step=1, batch=200, seq_len=9)
+    windows = training_windows(data, seed=0, step=1, batch=200, seq_len=9)
     assert set(windows[:, 0]) == {0, 1, 2}
-    exact = _text.training_windows(data[:10], seed=0, step=1, batch=2, seq_len=9)
+    exact = training_windows(data[:10], seed=0, step=1, batch=2, seq_len=9)
     np.testing.assert_array_equal(exact, [data[:10]] * 2)
 
 
 def test_evaluation_windows_spread_from_end_to_end():
     data = np.arange(200, dtype=np.uint8)
-    windows = _text.evaluation_windows(data, count=5, seq_len=10)
+    windows = _text.windows_at(data, _text.evaluation_starts(data.size, count=5, seq_len=10), 10)
     assert windows.shape == (5, 11)
     assert windows[0, 0] == 0
     assert windows[-1, -1] == 199
     assert (np.diff(windows[:, 0].astype(int)) > 40).all()
-    np.testing.assert_array_equal(_text.evaluation_windows(data[:11], count=3, seq_len=10), [data[:11]] * 3)
+    np.testing.assert_array_equal(_text.evaluation_starts(11, count=3, seq_len=10), [0, 0, 0])
