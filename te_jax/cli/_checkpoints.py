@@ -107,14 +107,15 @@ class Checkpoints:
           UserError: the files are, but they cannot be restored.
         """
         path = self._path / str(step)
-        verified = False
+        verified = shared = False
         try:
             verified = _verify(path)
             if not verified and any(
                 (self._path / str(former) / _CHECKSUMS).exists() for former in self.steps if former < step
             ):
                 raise DamagedError(f"{_CHECKSUMS} is missing")
-            _processes.from_first(lambda: step)
+            _processes.from_first(lambda: step)  # which the others await in `restore_with_first`
+            shared = _processes.count() > 1
             return self._read(path / _STATE, like), verified
         except PermissionError as error:
             raise UserError(f"{path} cannot be read: {error}") from error
@@ -122,7 +123,7 @@ class Checkpoints:
             if isinstance(error, DamagedError) or is_out_of_memory(error):
                 raise
             reason = reason_of(error)
-        if not verified and _processes.count() == 1:
+        if not verified and not shared:
             raise DamagedError(reason)
         found = "is intact, but" if verified else "has no checksums, and"
         way_out = "go on with the version of te_jax that wrote it, or start another run"

@@ -12,8 +12,9 @@ from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, 
 
 DESCRIPTION = """\
 Trains a small language model on text, on whatever devices JAX finds, and writes a log, checkpoints and the loss
-curves to a folder. Ctrl-C and SIGTERM save a checkpoint first. A run that was stopped or killed goes on with --resume,
-and ends with the same bits on CPUs and, with --deterministic, on GPUs."""
+curves to a folder. Processes that srun or mpirun starts train together. Ctrl-C and SIGTERM save a checkpoint first. A
+run that was stopped or killed goes on with --resume, and ends with the same bits on CPUs and, with --deterministic, on
+GPUs."""
 
 RECIPES: dict[str, Recipe | None] = {
     "block": BlockScaling(),
@@ -74,7 +75,9 @@ class Options:
     seq_len: int = _option(128, "tokens predicted per window")
     seed: int = _option(0, "seed of parameters, order of the data and stochastic rounding")
     devices: int | None = _option(
-        None, "GPUs to use, or CPU devices to divide this host into (all that JAX shows, or --tp)", type=int
+        None,
+        "GPUs to use, or CPU devices to divide this host into (all that JAX shows, or --tp; several processes use all)",
+        type=int,
     )
     tp: int = _option(
         1, "devices that share the model: each has a part of its heads, widths and vocabulary", metavar="N"

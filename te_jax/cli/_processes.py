@@ -43,10 +43,12 @@ _failed = False  # whether this process tells why the run ends
 
 
 def count() -> int:
+    """Number of processes."""
     return _count
 
 
 def index() -> int:
+    """Which of them this one is, from 0."""
     return _index
 
 
@@ -196,7 +198,7 @@ def _initialize() -> None:
             local_device_ids=[],
             heartbeat_timeout_seconds=_HEARTBEAT_S,
         )
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, IndexError, RuntimeError) as error:
         raise UserError(
             f"process {_index} of {_count} does not reach the others ({reason_of(error)}): set JAX_COORDINATOR_ADDRESS "
             "to HOST:PORT in all of them, with the host of process 0 and a port that is free there"

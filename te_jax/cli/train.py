@@ -92,7 +92,7 @@ def _run(args: argparse.Namespace) -> int:
                 if _processes.count() > 1 and isinstance(error, jax.errors.JaxRuntimeError):
                     raise _lost_step(folder, error) from error
                 # A signal to the process group ends compilers that XLA has started, and what reads a pipe.
-                if not signals:
+                if not signals or _processes.count() > 1:
                     raise
                 folder.finish_saving()
                 step, cost, stopped = folder.latest_step, "", f"stopped in a step ({reason_of(error)}); "
