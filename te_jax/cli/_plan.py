@@ -141,6 +141,7 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
         vocab_size=preset.vocab_size if vocab_size is None else -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
     )
     _check_parallel(options, config)
+    _check_fsdp(options, config)
     return config
 
 
@@ -164,15 +165,19 @@ def _activations(remat: bool) -> Offload:
     return Offload(names=names, min_size=OFFLOAD_MIN_SIZE)
 
 
+def _check_fsdp(options: Options, config: DecoderConfig) -> None:
+    """Refuses a model whose parameters as many devices as `--fsdp` asks for cannot share."""
+    if options.fsdp == 1:
+        return
+    try:
+        TensorParallel(options.tp, fsdp=FSDP(options.fsdp)).check(config)
+    except ValueError as error:
+        misfit = str(error).removeprefix(f"parallel.fsdp.size is {options.fsdp}: ")
+        raise UserError(f"--fsdp {options.fsdp} does not fit --preset {options.preset}: {misfit}") from None
+
+
 def _check_parallel(options: Options, config: DecoderConfig) -> None:
     """Refuses a model and windows that as many devices as `--tp` asks for cannot share."""
-    if options.fsdp > 1:
-        fsdp = TensorParallel(options.tp, fsdp=FSDP(options.fsdp))
-        try:
-            fsdp.check(config)
-        except ValueError as error:
-            problem = str(error).removeprefix(f"parallel.fsdp.size is {options.fsdp}: ")
-            raise UserError(f"--fsdp {options.fsdp} does not fit --preset {options.preset}: {problem}") from None
     if options.tp == 1:
         if options.transport != "auto":
             raise UserError(f"--transport {options.transport} is for devices that share a model: add --tp N")
