@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, merge
+from te_jax.sharding import varying_axes, varying_over
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Flax's name of the collection of variables whose gradient is their next value."""
@@ -49,8 +50,9 @@ class AccumulatedKernel:
         """The kernel, with a gradient that is added to the sum."""
         kernel = jax.lax.stop_gradient(self.kernel)
         if isinstance(kernel, QuantizedArray):
-            zeros = _added(jnp.zeros_like(self.gradient), self.gradient, self.uses, self.accumulate)
-            return dataclasses.replace(kernel, straight_through=zeros)
+            zeros: Any = _added(jnp.zeros_like(self.gradient), self.gradient, self.uses, self.accumulate)
+            # Rows or cols may have become one dimension each when the kernel was quantized.
+            return dataclasses.replace(kernel, straight_through=zeros.reshape(kernel.shape))
         return _added(kernel, self.gradient, self.uses, self.accumulate)
 
     def __jax_array__(self) -> Array:
@@ -154,7 +156,10 @@ def accumulate(
         return sum((anchor.astype(loss.dtype) for anchor in anchors), loss), aux
 
     adds = sums is not None
-    before = sums or {name: lax.empty(kernel.shape, kernel.dtype) for name, kernel in kernels.items()}
+    before = sums or {
+        name: varying_over(lax.empty(kernel.shape, kernel.dtype), varying_axes(kernel))
+        for name, kernel in kernels.items()
+    }
     uses = {name: jnp.zeros(_stacked(kernel), jnp.float32) for name, kernel in kernels.items()}
     differentiated = ({name: before[name] for name in kernels}, uses, rest)
     (loss, aux), gradients = jax.value_and_grad(anchored_loss, argnums=(0, 1, 2), has_aux=True)(*differentiated)

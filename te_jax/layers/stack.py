@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -16,7 +17,7 @@ from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.offload import Offload
 from te_jax.offload.scan import run_scan
 from te_jax.offload.stack import describe, run_layers
-from te_jax.parallel.fsdp import FSDP, prepare, shard_specs, spread_specs
+from te_jax.parallel.fsdp import FSDP, prepare, shard_specs, spread_specs, validate
 
 X = TypeVar("X")
 
@@ -77,8 +78,8 @@ def apply_layers(
       [(4, 4), (4, 4)]
     """
     _check(remat, offload)
-    if not (fsdp is None or isinstance(fsdp, FSDP)):
-        raise ValueError(f"fsdp is {fsdp!r}: it must be a te_jax.parallel.FSDP, or None")
+    if fsdp is not None:
+        validate(fsdp)
     layers, params = _layers(layer, params, remat)
     if offload is not None and offload.implementation == "native":
         raise ValueError(
@@ -119,6 +120,13 @@ def _run_shared(layers: list[Layer[Any]], params: Sequence[Any], x: Any, offload
             f"the mesh has several devices along {others}, which fsdp does not name: call apply_layers inside of "
             "jax.shard_map over all axes"
         )
+    devices = math.prod(mesh.shape[axis] for axis in fsdp.batch_axes)
+    for path, leaf in jax.tree.leaves_with_path(x):
+        if not jnp.shape(leaf) or jnp.shape(leaf)[0] % devices:
+            raise ValueError(
+                f"x{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, and its first dimension, the batch, is "
+                f"split over {devices} devices: pad it, or let the layer close over what is no part of the batch"
+            )
     fsdp = dataclasses.replace(fsdp, specs=shard_specs(list(params), fsdp))
     in_specs, batch = spread_specs(fsdp.specs, list(params)), PartitionSpec(fsdp.batch_axes)
     return sharding.shard_map(local, mesh, (in_specs, batch), batch)(list(params), x)

@@ -154,7 +154,7 @@ class _Gathered:
         """Those of a layer, and x; those of the next ones are gathered once x is there."""
         if self._shards is None:
             return self._params[place], x
-        most = self._shards.ahead(self._params[place]) + (place in self._ready or place in self._order)
+        most = self._shards.ahead(place, self._params[place]) + (place in self._ready or place in self._order)
         while self._order and len(self._ready) < most:
             next_ = self._order.pop(0)
             params = self._params[next_]

@@ -106,6 +106,11 @@ class FSDP:
         return (self.axis_name,) if self.replica_axis is None else (self.replica_axis, self.axis_name)
 
 
+def validate(fsdp: Any) -> None:
+    if not isinstance(fsdp, FSDP):
+        raise ValueError(f"fsdp is {fsdp!r}: it must be a te_jax.parallel.FSDP")
+
+
 def shard_specs(params: Any, fsdp: FSDP) -> Any:
     """How parameters lie on a mesh: each is split along its first dimension whose parts are whole blocks of 128.
 
@@ -130,6 +135,8 @@ def shard_specs(params: Any, fsdp: FSDP) -> Any:
       >>> te_jax.parallel.shard_specs({"kernel": jnp.zeros((28672, 8192))}, te_jax.parallel.FSDP(size=64))
       {'kernel': P(None, 'fsdp')}
     """
+
+    validate(fsdp)
 
     def of(path: Any, leaf: Any) -> PartitionSpec:
         shape = () if isinstance(leaf, DelayedScalingState) else jnp.shape(leaf)
@@ -224,9 +231,10 @@ class Shards:
         """The sums of gradients over devices, of this device's part. None stays None."""
         return self._map(place, self._scattered, params, gradients)
 
-    def ahead(self, params: Any) -> int:
+    def ahead(self, place: int, params: Any) -> int:
         """How many layers' parameters are on their way beside a layer that has these."""
-        gathered = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) * self.fsdp.size
+        sent = jax.eval_shape(lambda: self.sent(place, params))
+        gathered = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sent)) * self.fsdp.size
         return max(1, self.fsdp.prefetch_bytes // max(gathered, 1))
 
     def keeps(self, place: int) -> bool:
@@ -260,12 +268,13 @@ class Shards:
         to_transposed = (*range(stacked), *range(rows, count), *range(stacked, rows))
         split_rows = dim < rows
         axis, order = (dim, to_transposed) if split_rows else (to_transposed.index(dim), np.argsort(to_transposed))
-        arrays = [gather(x, axis=axis) if x.ndim == count else x for x in sent]
+        # Scales of tensors have the stacked dimensions alone.
+        arrays = [gather(x, axis=axis) if axis < x.ndim else x for x in sent]
         turned = [x.transpose(order) if x.ndim == count else x for x in arrays]
         data, transposed = (arrays, turned) if split_rows else (turned, arrays)
         through = leaf.straight_through
         if through is not None:
-            axes = sharding.varying_axes(arrays)
+            axes = sharding.varying_axes(through)
             through = sharding.varying_over(lax.empty(data[0].shape, self.fsdp.reduce_dtype), axes)
         return dataclasses.replace(
             leaf,
@@ -281,7 +290,8 @@ class Shards:
             return gradient
         if isinstance(leaf, QuantizedArray):
             through = self._summed(dim, gradient.straight_through, leaf.straight_through)
-            return dataclasses.replace(gradient, straight_through=through)
+            none = dict.fromkeys(("data", "scale_inv", "transposed", "transposed_scale_inv"))
+            return dataclasses.replace(gradient, **none, straight_through=through)
         return self._summed(dim, gradient, leaf)
 
     def _summed(self, dim: int, gradient: Any, like: Any) -> Any:
@@ -311,27 +321,17 @@ def prepare(fsdp: FSDP, params: Sequence[Any], x: Any) -> tuple[list[Any], Shard
     Raises:
       ValueError: this is no place for `fsdp`, or it does not fit the parameters.
     """
-    axis = fsdp.axis_name
-    _, size = sharding.mapped_axes(axis, "fsdp.axis_name")
-    if size != fsdp.size:
-        raise ValueError(f"fsdp.size is {fsdp.size}, and the mesh has {size} devices along {axis!r}")
-    if not sharding.tracked_axes(fsdp.batch_axes):
-        raise ValueError(
-            "fsdp is given where JAX does not track what varies over devices, and gradients of what they share would "
-            "not be summed: use shard_map with check_vma=True, its default"
-        )
+    _check_axes(fsdp)
     sharding.validate_split("x", x, fsdp.batch_axes, "pass this device's part of the batch", "fsdp")
-    axes = sharding.varying_axes(x) | {axis}
+    axes = sharding.varying_axes(x) | {fsdp.axis_name}
+    specs = _for_each_layer("specs", fsdp.specs, params, _specs_of)
+    requantize = _for_each_layer("quantize", fsdp.quantize, params, _requantize_of)
     found, dims = [], []
-    of_layers = _for_each("specs", fsdp.specs, len(params)), _for_each("quantize", fsdp.quantize, len(params))
-    for place, (of_layer, specs, quantize) in enumerate(zip(params, *of_layers, strict=True)):
+    for place, of_layer in enumerate(params):
         leaves, structure = jax.tree_util.tree_flatten_with_path(of_layer, is_leaf=is_parameter)
-        hows = _broadcast(quantize, of_layer, len(leaves))
         prepared = [
-            _prepared(
-                fsdp, f"params[{place}]{jax.tree_util.keystr(path)}", leaf, _split_dimension(fsdp, spec), how, axes
-            )
-            for (path, leaf), spec, how in zip(leaves, structure.flatten_up_to(specs), hows, strict=True)
+            _prepared(fsdp, f"params[{place}]{jax.tree_util.keystr(path)}", leaf, spec, how, axes)
+            for (path, leaf), spec, how in zip(leaves, specs[place], requantize[place], strict=True)
         ]
         found.append(structure.unflatten([leaf for leaf, _ in prepared]))
         dims.append(tuple(dim for _, dim in prepared))
@@ -339,58 +339,89 @@ def prepare(fsdp: FSDP, params: Sequence[Any], x: Any) -> tuple[list[Any], Shard
     return found, Shards(fsdp, tuple(dims), dtype)
 
 
-def _for_each(name: str, value: Any, count: int) -> Sequence[Any]:
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"fsdp.{name} has {len(value)} entries, and there are {count} layers: give one for each")
-    return value
-
-
 def _dtype_of(x: Any) -> Any:
     floats = [leaf.dtype for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return floats[0] if floats else None
 
 
-def _broadcast(quantize: Any, of_layer: Any, count: int) -> list[Any]:
-    """A Requantize or None for each leaf of a layer's parameters."""
-    if quantize is None:
-        return [None] * count
-    hows, structure = jax.tree.flatten(quantize, is_leaf=lambda x: x is None or isinstance(x, Requantize))
+def _check_axes(fsdp: FSDP) -> None:
+    _, size = sharding.mapped_axes(fsdp.axis_name, "fsdp.axis_name")
+    if fsdp.replica_axis is not None:
+        sharding.mapped_axes(fsdp.replica_axis, "fsdp.replica_axis")
+    if size != fsdp.size:
+        raise ValueError(
+            f"fsdp.size is {fsdp.size}, and the mesh has {size} devices along {fsdp.axis_name!r}: pass size={size}, "
+            "or enter another mesh"
+        )
+    if not sharding.tracked_axes(fsdp.batch_axes):
+        raise ValueError(
+            "fsdp is given where JAX does not track what varies over devices, in pmap or in shard_map with "
+            "check_vma=False, and gradients of what they share would not be summed: use shard_map with check_vma=True, "
+            "its default"
+        )
+
+
+def _for_each_layer(name: str, value: Any, params: Sequence[Any], spread: Any) -> list[list[Any]]:
+    """An entry for each parameter of each layer, from that of all layers or a list with those of each."""
     try:
-        subtrees = structure.flatten_up_to(of_layer)
+        return [spread(value, of_layer) for of_layer in params]
     except ValueError as error:
-        raise ValueError(f"fsdp.quantize does not have the structure of a layer's parameters: {error}") from None
-    if wrong := [how for how in hows if not (how is None or isinstance(how, Requantize))]:
-        raise ValueError(f"fsdp.quantize has {wrong[0]!r}; it must have a te_jax.optim.Requantize or None")
-    counts = [len(jax.tree.leaves(subtree, is_leaf=is_parameter)) for subtree in subtrees]
+        if not isinstance(value, list | tuple) or len(value) != len(params):
+            raise ValueError(
+                f"fsdp.{name} fits no layer's parameters, and is no list with an entry for each of {len(params)} "
+                f"layers: {error}"
+            ) from None
+    try:
+        return [spread(entry, of_layer) for entry, of_layer in zip(value, params, strict=True)]
+    except ValueError as error:
+        raise ValueError(f"fsdp.{name} does not have the structure of a layer's parameters: {error}") from None
+
+
+def _specs_of(specs: Any, of_layer: Any) -> list[PartitionSpec]:
+    found = jax.tree.structure(of_layer, is_leaf=is_parameter).flatten_up_to(specs)
+    for spec in found:
+        if not isinstance(spec, PartitionSpec):
+            raise ValueError(f"{spec!r} is no PartitionSpec; pass one for each parameter, as shard_specs returns them")
+    return found
+
+
+def _requantize_of(quantize: Any, of_layer: Any) -> list[Requantize | None]:
+    hows, structure = jax.tree.flatten(quantize, is_leaf=lambda x: x is None or isinstance(x, Requantize))
+    for how in hows:
+        if not (how is None or isinstance(how, Requantize)):
+            raise ValueError(f"{how!r} is neither a te_jax.optim.Requantize nor None")
+    parts = structure.flatten_up_to(of_layer)
+    counts = [len(jax.tree.leaves(part, is_leaf=is_parameter)) for part in parts]
     return [how for how, count in zip(hows, counts, strict=True) for _ in range(count)]
 
 
-def _split_dimension(fsdp: FSDP, spec: Any) -> int | None:
-    if not isinstance(spec, PartitionSpec):
-        raise ValueError(
-            f"fsdp.specs has {spec!r} for a parameter; it must have a PartitionSpec for each, as shard_specs returns"
-        )
-    entries = [sharding.axes_of_entry(entry) for entry in spec]
-    return next((dim for dim, axes in enumerate(entries) if fsdp.axis_name in axes), None)
-
-
-def _prepared(fsdp: FSDP, name: str, leaf: Any, dim: int | None, how: Any, axes: frozenset[str]) -> tuple[Any, Any]:
+def _prepared(
+    fsdp: FSDP, name: str, leaf: Any, spec: PartitionSpec, how: Requantize | None, axes: frozenset[str]
+) -> tuple[Any, int | None]:
     """The leaf as it travels, and the dimension along which it is split."""
     if isinstance(leaf, DelayedScalingState):
         return leaf, None
+    dim = next((dim for dim, entry in enumerate(spec) if fsdp.axis_name in sharding.axes_of_entry(entry)), None)
+    if dim is not None:
+        sharding.validate_split(name, leaf, (fsdp.axis_name,), "pass shard_map the same specs", "fsdp.specs")
     if isinstance(leaf, QuantizedArray):
         if leaf.data is None or leaf.transposed is None:
             raise ValueError(
                 f"{name} has one copy, and the backward pass reads the other: quantize it with copies='both'"
             )
         _validate_split(name, leaf, dim)
+        if leaf.straight_through is not None:
+            leaf = dataclasses.replace(leaf, straight_through=sharding.varying_over(leaf.straight_through, axes))
         return leaf, dim
     leaf = jnp.asarray(leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf, dim
     leaf = sharding.varying_over(leaf, axes)
+    if how is not None and how.row_ndim >= leaf.ndim - how.stacked_ndim:
+        raise ValueError(
+            f"fsdp.quantize has row_ndim={how.row_ndim} and stacked_ndim={how.stacked_ndim} for {name} of shape "
+            f"{leaf.shape}; rows and cols need a dimension each: use None for what is no kernel"
+        )
     if how is None or dim is None:
         return leaf, dim
     if isinstance(how.recipe, DelayedScaling):
@@ -399,13 +430,13 @@ def _prepared(fsdp: FSDP, name: str, leaf: Any, dim: int | None, how: Any, axes:
             "or another recipe"
         )
     group = "rows" if dim < how.stacked_ndim + how.row_ndim else "cols"
-    by_tensor = how.recipe.quantization("kernel").scaling == "tensor"
+    shares_scale = how.recipe.quantization("kernel").scaling == "tensor" and dim >= how.stacked_ndim
     kernel = quantize_kernel(
         leaf,
         how.recipe,
         row_ndim=how.row_ndim,
         stacked_ndim=how.stacked_ndim,
-        amax_axis={group: fsdp.axis_name} if by_tensor else None,
+        amax_axis={group: fsdp.axis_name} if shares_scale else None,
         straight_through=True,
         implementation=how.implementation,
     )
@@ -456,8 +487,10 @@ def gather_params(fsdp: FSDP, params: Any, specs: Any) -> Any:
     Raises:
       ValueError: fsdp does not fit the mesh or the parameters.
     """
-    here = jax.lax.axis_index(fsdp.batch_axes)
+    validate(fsdp)
     fsdp = dataclasses.replace(fsdp, specs=specs, quantize=None)
+    _check_axes(fsdp)
+    here = jax.lax.axis_index(fsdp.batch_axes)
     (params,), shards = prepare(fsdp, [params], here)
     return _gathered(shards, params)
 

@@ -1,0 +1,280 @@
+"""Layers whose parameters devices share: values and gradients of whole parameters, and what is refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from te_jax import layers, ops, optim
+from te_jax.layers import apply_layers
+from te_jax.offload import Offload
+from te_jax.optim import Requantize
+from te_jax.parallel import FSDP, gather_params, shard_specs
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.testing import assert_close
+
+WIDTH, MLP, COUNT, DEVICES = 256, 512, 3, 2
+BLOCK = Requantize(BlockScaling())
+QUANTIZE = {"scale": None, "up": BLOCK, "bias": None, "down": BLOCK}
+EXACT = FSDP(DEVICES, quantize=QUANTIZE, reduce_dtype="float32", min_size=1024)
+
+
+@pytest.fixture
+def mesh(require_devices):
+    require_devices(8)
+    return Mesh(np.array(jax.devices()[:DEVICES]), ("fsdp",), axis_types=(AxisType.Auto,))
+
+
+def layer(x, params, recipe=BlockScaling()):
+    """With a kernel that is split by columns too, and something of parameters alone."""
+    h = ops.dense(ops.rms_norm(x["h"], 1 + params["scale"]), params["up"], params["bias"], recipe=recipe)
+    h = checkpoint_name(jnp.where(x["mask"][..., None] > 0, jax.nn.silu(h), h), "hidden")
+    return {"h": x["h"] + ops.dense(h, params["down"], recipe=recipe), "mask": x["mask"]}
+
+
+plain = functools.partial(layer, recipe=None)
+
+
+def draw(rng, count=COUNT):
+    def normal(*shape, scale):
+        return jnp.asarray(rng.standard_normal(shape) * scale, jnp.float32)
+
+    params = [
+        {
+            "scale": normal(WIDTH, scale=0.1),
+            "up": normal(WIDTH, MLP, scale=WIDTH**-0.5),
+            "bias": normal(MLP, scale=0.1),
+            "down": normal(MLP, WIDTH, scale=MLP**-0.5),
+        }
+        for _ in range(count)
+    ]
+    return params, {"h": normal(4, 128, WIDTH, scale=1.0), "mask": jnp.asarray(rng.integers(0, 2, (4, 128)), jnp.int32)}
+
+
+def objective(y):
+    return jnp.sum(jnp.sin(y["h"].astype(jnp.float32)))
+
+
+def gradient(run, **options):
+    """Of params and of h, in x."""
+
+    def loss(params, h, mask):
+        return objective(apply_layers(run, params, {"h": h, "mask": mask}, **options))
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+def on_mesh(mesh, params, x, fsdp, run, **options):
+    place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
+    params = jax.tree.map(place, params, shard_specs(params, fsdp))
+    x = jax.tree.map(lambda leaf: place(leaf, P("fsdp")), x)
+    with jax.set_mesh(mesh):
+        return gradient(run, fsdp=fsdp, **options)(params, x["h"], x["mask"])
+
+
+def assert_same(found, expected, tolerance):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(jax.device_get(one), jax.device_get(other), tolerance=tolerance)
+
+
+CASES = {
+    "plain": ({"quantize": None}, plain, {}),
+    "all gathered once": ({"keep": COUNT}, layer, {"remat": True}),
+    "gathered again": ({"keep": 0, "prefetch_bytes": 2**30}, layer, {}),
+    "by a policy": ({}, layer, {"remat": jax.checkpoint_policies.save_only_these_names("hidden")}),
+    "offloaded": ({"keep": 2}, layer, {"remat": True, "offload": Offload(min_size=0)}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradients_of_whole_parameters(case, mesh, rng):
+    changes, run, options = CASES[case]
+    params, x = draw(rng)
+    found = on_mesh(mesh, params, x, dataclasses.replace(EXACT, **changes), run, **options)
+    expected = gradient(run, remat=options.get("remat"))(params, x["h"], x["mask"])
+    # XLA adds up in another order, and in FP8 that flips a rounding here and there.
+    assert_same(found, expected, 1e-5 if run is plain else 1e-2)
+    for leaf, spec in zip(jax.tree.leaves(found[1][0]), jax.tree.leaves(shard_specs(params, EXACT)), strict=True):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+
+
+def test_one_layer_has_the_bits_of_its_whole_kernels(mesh, rng):
+    """Where each device multiplies its rows by kernels that one of them has quantized."""
+    params, x = draw(rng, count=1)
+    found = on_mesh(mesh, params, x, dataclasses.replace(EXACT, quantize=QUANTIZE), layer)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("fsdp"), P("fsdp")), out_specs=(P(), (P(), P("fsdp")))
+    )
+    def whole(params, h, mask):
+        local = lambda params, h: objective(layer({"h": h, "mask": mask}, params[0]))  # noqa: E731
+        value, gradients = jax.value_and_grad(local, argnums=(0, 1))(params, h)
+        return jax.lax.psum(value, "fsdp"), gradients
+
+    assert_same(found, jax.jit(whole)(params, x["h"], x["mask"]), 1e-6)
+
+
+def test_gradients_on_a_wire_of_sixteen_bits(mesh, rng):
+    params, x = draw(rng)
+    found = on_mesh(mesh, params, x, dataclasses.replace(EXACT, reduce_dtype="bfloat16"), layer, remat=True)
+    exact = on_mesh(mesh, params, x, EXACT, layer, remat=True)
+    assert_same(found[0], exact[0], 0)
+    assert_same(found[1], exact[1], 2**-7)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_replicas(kind, mesh, rng):
+    params, x = draw(rng)
+    fsdp = dataclasses.replace(EXACT, replica_axis="replica")
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    with jax.set_mesh(Mesh(devices, ("replica", "fsdp"), axis_types=(kind,) * 2)):
+        found = gradient(layer, fsdp=fsdp, remat=True)(params, x["h"], x["mask"])
+    assert_same(found, gradient(layer, remat=True)(params, x["h"], x["mask"]), 1e-2)
+
+
+@pytest.mark.slow
+def test_microbatches_in_place(mesh, rng):
+    """Kernels that are quantized once, in parts, and sums of parts."""
+    params, x = draw(rng)
+    specs = shard_specs(params, EXACT)
+    placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
+    zeros = jax.tree.map(jnp.zeros_like, placed)
+    _, kernels = jax.jit(lambda p: optim.apply_updates(p, zeros, requantize=[QUANTIZE] * COUNT))(placed)
+    operands = optim.merge_kernels(placed, kernels)
+    accumulate = layers.accumulate_gradients(
+        lambda params, x: objective(apply_layers(accumulated, params, x, remat=True, fsdp=EXACT))
+    )
+
+    def accumulated(x, params):
+        return layer(x, params)
+
+    halves = [jax.tree.map(lambda leaf, part=part: leaf[part::2], x) for part in range(2)]
+
+    @jax.jit
+    def both(operands):
+        _, sums = accumulate(operands, None, halves[0])
+        return accumulate(operands, sums, halves[1])[1]
+
+    with jax.set_mesh(mesh):
+        sums = both(operands)
+    assert_same(sums, gradient(layer, remat=True)(params, x["h"], x["mask"])[1][0], 1e-2)
+
+
+def test_parameters_outside_of_a_stack(mesh, rng):
+    params = {"head": jnp.asarray(rng.standard_normal((WIDTH, MLP)), jnp.float32), "scale": jnp.ones(8)}
+    fsdp = FSDP(DEVICES, gather_dtype="bfloat16")
+    specs = shard_specs(params, fsdp)
+    assert specs == {"head": P("fsdp"), "scale": P()}
+
+    def loss(params):
+        whole = gather_params(fsdp, params, specs)
+        assert (whole["head"].shape, whole["head"].dtype) == ((WIDTH, MLP), jnp.bfloat16)
+        return jax.lax.psum(jnp.sum(whole["head"].astype(jnp.float32)) + jnp.sum(whole["scale"]), "fsdp")
+
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(specs,), out_specs=P())
+    found = jax.jit(jax.grad(mapped))(params)
+    assert_same(found, {"head": jnp.full((WIDTH, MLP), 2.0), "scale": jnp.full(8, 2.0)}, 0)
+
+
+def test_a_step_with_adam(mesh, rng):
+    params, x = draw(rng)
+    optimizer = optim.adamw(1e-2, mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def step(params, state, x, fsdp):
+        gradients = jax.grad(lambda p: objective(apply_layers(plain, p, x, remat=True, fsdp=fsdp)))(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return optim.apply_updates(params, updates), state
+
+    fsdp = dataclasses.replace(EXACT, quantize=None)
+    place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
+    shared = jax.tree.map(place, params, shard_specs(params, fsdp))
+    with jax.set_mesh(mesh):
+        found, state = step(shared, optimizer.init(shared), x, fsdp)
+    expected, _ = step(params, optimizer.init(params), x, None)
+    assert_same(found, expected, 1e-3)
+    moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (WIDTH, MLP)]
+    assert moments
+    assert all(leaf.sharding.shard_shape(leaf.shape) == (WIDTH // 2, MLP) for leaf in moments)
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def of(**changes):
+    return dataclasses.replace(EXACT, **changes)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "words"),
+    [
+        (2, "fsdp is 2: it must be a te_jax.parallel.FSDP"),
+        (of(size=4), r"fsdp.size is 4, and the mesh has 2 devices along 'fsdp': pass size=2"),
+        (of(axis_name="data"), r"fsdp names the axes \['data'\], and the mesh has \('fsdp',\)"),
+        (of(quantize={"up": BLOCK}), "fsdp.quantize fits no layer's parameters"),
+        (of(quantize=QUANTIZE | {"up": BlockScaling()}), "neither a te_jax.optim.Requantize nor None"),
+        (of(quantize=QUANTIZE | {"bias": BLOCK}), r"row_ndim=1 .* use None for what is no kernel"),
+        (of(quantize=QUANTIZE | {"up": Requantize(RowwiseScaling())}), "scales of their own"),
+        (of(quantize=QUANTIZE | {"up": Requantize(DelayedScaling())}), "whose state remembers the kernel's amax"),
+    ],
+)
+def test_what_does_not_fit(fsdp, words, mesh, rng):
+    params, x = draw(rng)
+    with pytest.raises(ValueError, match=words), jax.set_mesh(mesh):
+        jax.eval_shape(lambda params, x: apply_layers(layer, params, x, fsdp=fsdp), params, x)
+
+
+def test_places_where_parameters_cannot_be_shared(mesh, rng):
+    params, x = draw(rng)
+    run = lambda params, x, fsdp=EXACT: apply_layers(layer, params, x, fsdp=fsdp)  # noqa: E731
+    specs = shard_specs(params, EXACT)
+
+    def mapped(fsdp, in_specs, **options):
+        function = functools.partial(run, fsdp=fsdp)
+        shapes = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=P("fsdp"), **options)
+        jax.eval_shape(shapes, params, x)
+
+    with pytest.raises(ValueError, match=r"fsdp has no specs, and inside of jax.shard_map nothing else says"):
+        mapped(EXACT, (specs, P("fsdp")))
+    with pytest.raises(ValueError, match="x is the same on all devices"):
+        mapped(of(specs=specs), (specs, P()))
+    with pytest.raises(ValueError, match="does not track what varies over devices"):
+        mapped(of(specs=specs), (specs, P("fsdp")), check_vma=False)
+    with (
+        pytest.raises(ValueError, match=r"x\['h'\] has shape \(3, 128, 256\), .* split over 2 devices"),
+        jax.set_mesh(mesh),
+    ):
+        run(params, jax.tree.map(lambda leaf: leaf[:3], x))
+    others = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))
+    with pytest.raises(ValueError, match=r"several devices along \['tensor'\]"), jax.set_mesh(others):
+        run(params, x)
+
+
+def test_sizes_of_parts():
+    shapes = {"kernel": (28672, 8192), "scale": (8192,), "heads": (512, 8, 64)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    assert shard_specs(params, FSDP(4)) == {"kernel": P("fsdp"), "scale": P(), "heads": P("fsdp")}
+    assert shard_specs(params, FSDP(64))["kernel"] == P(None, "fsdp")
+    quantized = ops.quantize(jnp.ones((256, 512)), CurrentScaling().quantization("kernel"))
+    assert shard_specs([quantized], FSDP(2)) == [P("fsdp")]
+    with pytest.raises(
+        ValueError, match=r"params\['kernel'\] has shape \(100, 1000\), and size=3 .* sizes that do: 2\."
+    ):
+        shard_specs({"kernel": jnp.zeros((100, 1000))}, FSDP(3))
+    for wrong, words in (
+        ({"size": 0}, "size is 0"),
+        ({"keep": -1}, "keep is -1"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype is int8"),
+        ({"replica_axis": "fsdp"}, "name two axes"),
+        ({"axis_name": 1}, "axis_name is 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            FSDP(**{"size": 2} | wrong)
