@@ -212,7 +212,7 @@ def test_the_gradient_of_a_quantized_kernel_is_refused_by_name():
     def loss(kernel, x, quantized=quantized):
         return sum(y.astype(jnp.float32).sum() for y in ops.dense(x, (KERNEL, kernel), recipe=CURRENT))
 
-    with pytest.raises(NotImplementedError, match=r"kernel\[1\] is a QuantizedArray, which has no gradient of its own"):
+    with pytest.raises(NotImplementedError, match=r"kernel\[1\] is a QuantizedArray without straight_through"):
         jax.grad(loss)(quantized, X)
     with pytest.raises(ValueError, match=r"kernel\[1\] has no data copy, which the gradient with respect to x reads"):
         jax.grad(loss, argnums=1)(quantized.without_data(), X)
