@@ -157,6 +157,7 @@ def _layers(operation: str, name: str, case: shapes.OffloadShape) -> tuple[Candi
         min_size=0,
         quantize=kind == "te_jax_fp8",
         keep=max(1, case.layers // 3) if kind == "te_jax_keep" else 1,
+        slots=2 if kind == "te_jax_keep" else None,
         implementation=implementation,
     )
 

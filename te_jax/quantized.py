@@ -16,12 +16,17 @@ from jax import Array, export
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from te_jax._core.derivatives import without_gradient
 from te_jax._core.types import BLOCK
 from te_jax.recipe import Scaling
 from te_jax.sharding import INLINE, blocks
 
 __all__ = ["QuantizedArray", "scale_shape"]
 
+_NO_GRADIENT = (
+    "the values of a QuantizedArray with straight_through are read by dequantize() and differentiated: its gradient is "
+    "that of the layer which takes it; pass it to a layer, or wrap dequantize() in jax.lax.stop_gradient"
+)
 _DATA = ("data", "scale_inv", "transposed", "transposed_scale_inv", "straight_through")
 _META = ("row_ndim", "col_ndim", "scaling", "transposed_scaling", "dtype")
 
@@ -166,6 +171,9 @@ def _split(shape: tuple[int, ...], outer_ndim: int, summed_ndim: int):
 # One program where it is called eagerly.
 @functools.partial(jax.jit, inline=INLINE)
 def _dequantized(x: QuantizedArray) -> Array:
+    if x.straight_through is not None:
+        value = _dequantized(dataclasses.replace(x, straight_through=None))
+        return without_gradient(value, x.straight_through, _NO_GRADIENT)
     if x.data is not None:
         return _dequantize(x.data, x.scale_inv, x.scaling, x.row_ndim, x.col_ndim, x.dtype)
     value = _dequantize(

@@ -56,7 +56,8 @@ class Offload:
         a scan. "native" makes them by te_jax's extension, in `scan_layers`, for arrays that are whole on a device or
         inside of `jax.shard_map`. None: "native" in `scan_layers` where it can run, else "xla".
       slots: how many layers' residuals wait on the device for their copies. One hides copies that last as long as a
-        layer computes; two even out layers and copies that take now more, now less.
+        layer computes; two even out layers and copies that take now more, now less. None: one in `apply_layers`, two
+        in `scan_layers`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax
@@ -74,7 +75,7 @@ class Offload:
     keep: int = 1
     required: bool = True
     implementation: Literal["native", "xla"] | None = None
-    slots: int = 2
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("names", "quantize"):
@@ -98,8 +99,8 @@ class Offload:
         as_flag("required", self.required)
         if self.implementation not in (None, "native", "xla"):
             raise ValueError(f"implementation is {self.implementation!r}: it must be 'native', 'xla' or None")
-        if not (is_whole_number(self.slots) and self.slots >= 1):
-            raise ValueError(f"slots is {self.slots!r}: it must be a whole number of 1 or more")
+        if self.slots is not None and not (is_whole_number(self.slots) and self.slots >= 1):
+            raise ValueError(f"slots is {self.slots!r}: it must be a whole number of 1 or more, or None")
         if isinstance(self.names, tuple) and isinstance(self.quantize, tuple):
             stays = sorted(set(self.quantize) - set(self.names))
             if stays:

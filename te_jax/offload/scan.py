@@ -344,7 +344,7 @@ def _rows(
     jax.eval_shape(run, constants, params, x)
     if offload.required and isinstance(offload.names, tuple):
         check_names(plans[0].residuals, offload.names, 0)
-    return _Rows(plans[0], count, min(offload.keep, count), offload.slots)
+    return _Rows(plans[0], count, min(offload.keep, count), offload.slots or 2)
 
 
 def _backward(count: int, kept: _Kept, cotangent: Any) -> tuple[list[Any], Any, Any]:

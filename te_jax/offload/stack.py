@@ -7,8 +7,9 @@ right before their use, and hide nothing. Barriers place both:
     forward    the residuals of layer i have arrived when layer i + slots ends
     backward   those of layer i-1 are fetched when the backward pass of layer i begins
 
-XLA has two copies under way at a time, and lets the GPU wait for the end of one before it begins a third. So a layer
-whose residuals are more than two arrays packs them into one for each dtype, where a device has whole arrays.
+XLA has two copies under way at a time, and lets the GPU wait for the end of one before it begins a third. So layers
+whose residuals are more than two arrays in all slots pack them into one for each dtype, where a device has whole
+arrays.
 
 Parameters that devices share travel in the same way: those of layer i+1 are gathered when layer i begins, and in the
 backward pass those of layer i-1; the sums of layer i's gradients have arrived when the backward pass of layer i-1 ends.
@@ -198,14 +199,15 @@ def _forward(
     wanted = jax.tree.map(lambda leaf: leaf.perturbed, (constants, params))
     constants, params, x = jax.tree.map(lambda leaf: leaf.value, (constants, params, x))
     kept: list[_Kept] = []
+    slots = offload.slots or 1
     gathered = _Gathered(shards, params, range(len(stack)))
     for place, plan in enumerate(_plans(stack, constants, params, x, offload, wanted, shards)):
         own = [constants[i] for i in plan.constants]
         of_layer, x = gathered.beside(place, x)
         x, residuals = plan.run(jax.tree.leaves((own, of_layer)), x)
         x = gathered.next_before(x)
-        arrived = place if place + 1 == len(stack) else place - offload.slots + 1
-        for before in range(max(place - offload.slots, 0), arrived):
+        arrived = place if place + 1 == len(stack) else place - slots + 1
+        for before in range(max(place - slots, 0), arrived):
             stored, x = together(kept[before].stored, x)
             kept[before] = dataclasses.replace(kept[before], stored=stored)
         drops = shards is not None and not shards.keeps(place)
@@ -219,7 +221,7 @@ def _forward(
         _, x = together(in_fp8, x)
         leaving |= {place: cast(Array, value.data) for place, value in in_fp8.items()}
         scales = {place: dataclasses.replace(value, data=None) for place, value in in_fp8.items()}
-        kept.append(_Kept(here, _store(leaving), scales, None if shards is None else (own, params[place]), plan))
+        kept.append(_Kept(here, _store(leaving, slots), scales, None if shards is None else (own, params[place]), plan))
     return x, kept
 
 
@@ -277,11 +279,11 @@ def _residuals(layer: _Kept, arrived: dict[tuple[int, ...], Array], params: Any)
     ]
 
 
-def _store(values: dict[int, Array]) -> dict[tuple[int, ...], Array]:
-    """Values by place in host memory, those of a dtype in one vector where a layer has more than two."""
+def _store(values: dict[int, Array], slots: int) -> dict[tuple[int, ...], Array]:
+    """Values by place in host memory, those of a dtype in one vector where XLA would have too many under way."""
     groups: dict[Hashable, list[int]] = {}
     for place, value in values.items():
-        alone = len(values) <= _COPIES or not is_whole()
+        alone = len(values) * slots <= _COPIES or not is_whole()
         groups.setdefault(place if alone else (value.dtype, varying_axes(value)), []).append(place)
     return {
         tuple(places): jax.device_put(

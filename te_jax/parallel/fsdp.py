@@ -33,9 +33,8 @@ from te_jax.recipe import DelayedScaling, DelayedScalingState
 class FSDP:
     """Fully sharded data parallelism (ZeRO-3): devices share the batch, and the parameters too.
 
-    `te_jax.layers.apply_layers` runs a stack of layers with it: it gathers the parameters of a layer while the one
-    before computes, and drops them after it; the backward pass gathers them again, and the sums of gradients travel
-    while the next layer computes.
+    `te_jax.layers.apply_layers` runs a stack of layers with it: it gathers the parameters of a layer beside the one
+    before, and drops them after it; the backward pass gathers them again, and sums gradients beside the next layer.
 
     Args:
       size: number N of devices along `axis_name`.

@@ -168,6 +168,17 @@ def test_microbatches_in_place(mesh, rng):
     assert_same(sums, gradient(layer, remat=True)(params, x["h"], x["mask"])[1][0], 1e-2)
 
 
+@pytest.mark.parametrize("remat", [None, True])
+def test_values_of_a_quantized_kernel_have_no_gradient(remat, mesh, rng):
+    params, x = draw(rng)
+
+    def reads(x, params):
+        return layer(x, params) | {"h": x["h"] @ params["up"].dequantize()[:, :WIDTH]}
+
+    with pytest.raises(NotImplementedError, match=r"read by dequantize\(\) and differentiated"):
+        on_mesh(mesh, params, x, EXACT, reads, remat=remat)
+
+
 def test_parameters_outside_of_a_stack(mesh, rng):
     params = {"head": jnp.asarray(rng.standard_normal((WIDTH, MLP)), jnp.float32), "scale": jnp.ones(8)}
     fsdp = FSDP(DEVICES, gather_dtype="bfloat16")
