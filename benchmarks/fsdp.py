@@ -5,8 +5,8 @@ quantized kernels are split over the devices. In a case "…-remat" blocks are r
 names the sequences of all devices, and its TFLOP/s, MFU, tokens/s and memory are those of one. Implementations:
 
 - bf16, bf16_scan, flax_fp8, flax_fp8_scan: those of `benchmarks.step` under `jit`, as their best users shard them: each
-  parameter by its first dimension, activations constrained to the devices' own sequences at block borders, embedding
-  and head gathered in bfloat16.
+  kernel by its first dimension, the embedding by features, activations constrained to the devices' own sequences, and
+  the head gathered in bfloat16. Compiled for H100s, all of their gathers and scatters are asynchronous.
 - torch_fsdp2: torch's `fully_shard` of each block, with parameters in bfloat16 and gradients summed in float32, compiled
   blocks, and fused AdamW, in a process for each GPU; torch_fsdp2_fp8 gathers in FP8 and multiplies so, by torchao. See
   `benchmarks.fsdp_torch`.
@@ -50,9 +50,11 @@ class Sharded(step.OneDevice):
 
     Args:
       mesh: with axes `REPLICA`, `AXIS` and `TENSOR`.
+      embedding: how the embedding is split.
     """
 
     mesh: Mesh
+    embedding: P = P(None, AXIS)
 
     @property
     def devices(self) -> int:
@@ -62,13 +64,15 @@ class Sharded(step.OneDevice):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(AXIS)))
 
     def whole(self, kernel: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(kernel.astype(jnp.bfloat16), NamedSharding(self.mesh, P()))
+        # The barrier keeps XLA from gathering first.
+        rounded = lax.optimization_barrier(kernel.astype(jnp.bfloat16))
+        return lax.with_sharding_constraint(rounded, NamedSharding(self.mesh, P()))
 
     def parts(self, gradients: Any) -> Any:
         return lax.with_sharding_constraint(gradients, self.shardings({"params": gradients})["params"])
 
     def specs(self, params: Any) -> Any:
-        return shard_specs(params, FSDP(self.mesh.shape[AXIS])) | {"embedding": P(AXIS)}
+        return shard_specs(params, FSDP(self.mesh.shape[AXIS])) | {"embedding": self.embedding}
 
     def shardings(self, state: step.State) -> Any:
         params, kernels = state["params"], state.get("kernels")
@@ -108,7 +112,7 @@ class Shared(Sharded):
       keep: that of `FSDP`.
     """
 
-    config: DecoderConfig
+    config: DecoderConfig | None = None
     keep: int = 1
 
     @property
@@ -122,6 +126,7 @@ class Shared(Sharded):
         return None if self.mesh.shape[REPLICA] > 1 else models.is_head
 
     def specs(self, params: Any) -> Any:
+        assert self.config is not None
         return models.param_specs(self.config, self.parallel)
 
     def loss(self, config: DecoderConfig) -> Callable[..., jax.Array]:
@@ -193,9 +198,10 @@ def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any
         return step.plain_step(name, case, depth, on), on
     how = step.VARIANTS[variant]
     if layout == "jit":
-        on = Sharded(mesh)
+        on = Sharded(mesh, P(AXIS))  # by features, XLA would split activations so, too
     else:
-        on = Shared(mesh, step.config_of(case, depth), depth + 1 if layout == "keep" else 1)
+        keep = depth + 1 if layout == "keep" else 1  # with the head
+        on = Shared(mesh, config=step.config_of(case, depth), keep=keep)
     return step.te_jax_step(how, case, depth, on), on
 
 

@@ -126,7 +126,7 @@ class OneDevice:
         return x
 
     def whole(self, kernel: jax.Array) -> jax.Array:
-        """The embedding or the head, of plain JAX."""
+        """The head, of plain JAX."""
         return kernel
 
     def parts(self, gradients: Any) -> Any:
@@ -331,13 +331,13 @@ def _figures(program: Program) -> dict[str, Any]:
     """Memory of one device."""
     temporaries = temporary_bytes(program.step)
     return {
-        "peak_bytes": _peak_bytes(program.step),
+        "peak_bytes": peak_bytes(program.step),
         "device_peak_bytes": program.device_peak_bytes,
         **({} if temporaries is None else {"temporaries_gb": rounded(temporaries / 1e9)}),
     }
 
 
-def _peak_bytes(compiled: Any) -> int | None:
+def peak_bytes(compiled: Any) -> int | None:
     """What XLA plans for: results that take the place of a donated argument count once."""
     try:
         found = compiled.memory_analysis()
@@ -605,7 +605,7 @@ def plain_step(name: str, case: shapes.StepShape, depth: int, on: OneDevice = ON
 
     def loss(variables: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         params, scaling = variables
-        x = on.rows(jnp.take(on.whole(params["embedding"]), tokens, axis=0).astype(jnp.bfloat16))
+        x = on.rows(jnp.take(params["embedding"], tokens, axis=0).astype(jnp.bfloat16))
         if scanned:
             x, _ = lax.scan(lambda x, each: (block(x, each), None), x, (params["layers"], scaling))
         else:
