@@ -156,12 +156,13 @@ def run_case(
         result.skipped.append(problem(case.name, "step", "all", reason))
         return result
     elsewhere: dict[str, step.Elsewhere] = {}
-    for name in TORCH:
-        if name in implementations:
-            try:
-                elsewhere[name] = fsdp_torch.measured(case, step.drawn(case), timing, fp8=name.endswith("fp8"))
-            except Exception as error:
-                result.skipped.append(problem(case.name, "step", name, reason_of(error)))
+    for name in (name for name in TORCH if name in implementations):
+        try:
+            if (devices[0].memory_stats() or {}).get("peak_bytes_in_use", 0) > 2**30:
+                raise RuntimeError("JAX has the GPUs' memory since an earlier case: run each case alone, with --add")
+            elsewhere[name] = fsdp_torch.measured(case, step.drawn(case), timing, fp8=name.endswith("fp8"))
+        except Exception as error:
+            result.skipped.append(problem(case.name, "step", name, reason_of(error)))
     here = [name for name in implementations if name not in TORCH]
     step.run_depth(
         case, case.depths[0], here, timing, profile, result,
@@ -218,5 +219,5 @@ FAMILY = Family(
         implementations=("bf16", "flax_fp8", *TORCH, *OURS),
     ),
     profiles=True,
-    memory_fraction=0.9,
+    environment={**step.ENVIRONMENT, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # torch's processes come first
 )

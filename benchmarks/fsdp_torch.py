@@ -8,7 +8,9 @@ multiplies kernels of blocks with one scale a tensor and gathers them so.
 import contextlib
 import dataclasses
 import json
+import os
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,26 +18,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks import profile, shapes
+from benchmarks.collective_torch import ENVIRONMENT
 from benchmarks.harness import Timing, rounded
+from benchmarks.step import CHECKED_STEPS, Elsewhere
 from benchmarks.workers import Workers
 
 PATIENCE = 240.0  # blocks are compiled
 _NORM_EPS, _ROPE_THETA = 1e-5, 500_000.0
-_CHECKED_STEPS = 3
 
 
-@dataclasses.dataclass
-class Measured:
-    """What one process measured: see `benchmarks.step.Elsewhere`."""
-
-    seconds: list[float]
-    losses: list[float]
-    compile_seconds: float
-    figures: dict[str, Any]
-
-
-def measured(case: shapes.StepShape, batch: tuple[Any, Any], timing: Timing, *, fp8: bool) -> Measured:
-    """Trains on all GPUs, which torch's processes have until they end.
+def measured(case: shapes.StepShape, batch: tuple[Any, Any], timing: Timing, *, fp8: bool) -> Elsewhere:
+    """Trains on all GPUs, whose memory JAX must not have taken yet. The processes end with it.
 
     Args:
       case: on all devices.
@@ -62,6 +55,7 @@ class Rank:
     """
 
     def __init__(self, rank: int, count: int, file: str):
+        os.environ.update(ENVIRONMENT)  # read when torch is imported
         import torch  # pyright: ignore[reportMissingImports]
         import torch.distributed  # pyright: ignore[reportMissingImports]
 
@@ -76,7 +70,7 @@ class Rank:
 
     def train(
         self, case: shapes.StepShape, tokens: np.ndarray, targets: np.ndarray, samples: int, steps: int, fp8: bool
-    ) -> Measured:
+    ) -> Elsewhere:
         torch = self.torch
         per_device = case.batch // self.count
         own = slice(self.rank * per_device, (self.rank + 1) * per_device)
@@ -104,7 +98,7 @@ class Rank:
         with self._attention():
             losses, seconds = [], []
             start = time.perf_counter()
-            for number in range(_CHECKED_STEPS):
+            for number in range(CHECKED_STEPS):
                 loss = step()
                 torch.distributed.all_reduce(loss)
                 losses.append(rounded(loss.item() / self.count))
@@ -122,7 +116,7 @@ class Rank:
             if self.on_gpu:
                 figures["peak_bytes"] = torch.cuda.max_memory_allocated()
                 figures["breakdown_ms"] = self._breakdown(step)
-        return Measured(seconds, losses, compile_seconds - statistics.median(seconds), figures)
+        return Elsewhere(seconds, losses, compile_seconds - statistics.median(seconds), figures)
 
     def _wait(self) -> None:
         if self.on_gpu:
@@ -144,10 +138,10 @@ class Rank:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
             step()
             self._wait()
-        path = Path(f"/tmp/te_jax_torch_trace_{self.rank}.json")
-        trace.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        path.unlink()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            trace.export_chrome_trace(str(path))
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         streams = [
             {**event, "pid": 0, "tid": 0}
             for event in events
