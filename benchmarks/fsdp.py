@@ -7,9 +7,8 @@ names the sequences of all devices, and its TFLOP/s, MFU, tokens/s and memory ar
 - bf16, bf16_scan, flax_fp8, flax_fp8_scan: those of `benchmarks.step` under `jit`, as their best users shard them: each
   kernel by its first dimension, the embedding by features, activations constrained to the devices' own sequences, and
   the head gathered in bfloat16. Compiled for H100s, all of their gathers and scatters are asynchronous.
-- torch_fsdp2: torch's `fully_shard` of each block, with parameters in bfloat16 and gradients summed in float32, compiled
-  blocks, and fused AdamW, in a process for each GPU; torch_fsdp2_fp8 gathers in FP8 and multiplies so, by torchao. See
-  `benchmarks.fsdp_torch`.
+- torch_fsdp2: torch's `fully_shard` of compiled blocks, in a process for each GPU; torch_fsdp2_fp8 gathers kernels in
+  FP8 and multiplies so, by torchao. See `benchmarks.fsdp_torch`.
 - te_jax, te_jax_block, te_jax_block_fp8_head: those of `benchmarks.step` with `te_jax.parallel.FSDP`. And of the last
   …_keep: gathered kernels are kept for the backward pass; …_jit: sharded by `jit` and NamedSharding alone;
   …_tensor: each two devices share layers; …_replicas: each half of at least four devices has all parameters (HSDP).
@@ -50,15 +49,11 @@ class Sharded(step.OneDevice):
 
     Args:
       mesh: with axes `REPLICA`, `AXIS` and `TENSOR`.
-      embedding: how the embedding is split.
+      features: whether the embedding is split by features, and not by tokens.
     """
 
     mesh: Mesh
-    embedding: P = P(None, AXIS)
-
-    @property
-    def devices(self) -> int:
-        return self.mesh.size
+    features: bool = True
 
     def rows(self, x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(AXIS)))
@@ -72,7 +67,9 @@ class Sharded(step.OneDevice):
         return lax.with_sharding_constraint(gradients, self.shardings({"params": gradients})["params"])
 
     def specs(self, params: Any) -> Any:
-        return shard_specs(params, FSDP(self.mesh.shape[AXIS])) | {"embedding": self.embedding}
+        return shard_specs(params, FSDP(self.mesh.shape[AXIS])) | {
+            "embedding": P(None, AXIS) if self.features else P(AXIS)
+        }
 
     def shardings(self, state: step.State) -> Any:
         params, kernels = state["params"], state.get("kernels")
@@ -122,7 +119,7 @@ class Shared(Sharded):
 
     @property
     def sums_in_place(self) -> Callable[..., bool] | None:
-        # Replicas sum gradients in every microbatch.
+        # Replicas sum gradients in every microbatch, and devices quantize their parts themselves.
         return None if self.mesh.shape[REPLICA] > 1 else models.is_head
 
     def specs(self, params: Any) -> Any:
@@ -199,7 +196,7 @@ def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any
         return step.plain_step(name, case, depth, on), on
     how = step.VARIANTS[variant]
     if layout == "jit":
-        on = Sharded(mesh, P(AXIS))  # by features, XLA would split activations so, too
+        on = Sharded(mesh, features=False)  # XLA would split activations so, too
     else:
         keep = depth + 1 if layout == "keep" else 1  # with the head
         on = Shared(mesh, config=step.config_of(case, depth), keep=keep)

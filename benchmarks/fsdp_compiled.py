@@ -72,13 +72,8 @@ class Collective:
     size: int
 
 
-def collectives(program: str, devices: int) -> list[Collective]:
-    """Those of a compiled program, each as often as loops of known length run it.
-
-    Args:
-      program: its text.
-      devices: that share each array.
-    """
+def collectives(program: str) -> list[Collective]:
+    """Those of the text of a compiled program, each as often as loops of known length run it."""
     computations: dict[str, list[re.Match[str]]] = {}
     lines: list[re.Match[str]] = []
     for line in program.splitlines():
@@ -96,7 +91,7 @@ def collectives(program: str, devices: int) -> list[Collective]:
                 types = [(dtype, _size(dtype, shape)) for dtype, shape in _TYPE.findall(match["type"])]
                 if operation != kind and kind != "all-reduce":  # (operands, results)
                     types = types[: len(types) // 2] if kind == "reduce-scatter" else types[len(types) // 2 :]
-                parts = devices if operation == kind and kind == "reduce-scatter" else 1
+                parts = _group(rest) if operation == kind == "reduce-scatter" else 1
                 started = asynchronous or operation != kind
                 for number, (dtype, size) in enumerate(types):
                     yield kind, dtype, started, times * (number == 0), times * parts * size
@@ -123,6 +118,17 @@ def _size(dtype: str, shape: str) -> int:
     return _BYTES[dtype] * math.prod(int(count) for count in shape.split(",") if count)
 
 
+def _group(rest: str) -> int:
+    """How many devices share an array: {{0,1},{2,3}}, [2,2]<=[4], or axes of a mesh."""
+    if (mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", rest)) is not None:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
+    if (groups := re.search(r"replica_groups=\[\d+,(\d+)\]", rest)) is not None:
+        return int(groups[1])
+    first = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
+    return len(first[1].split(",")) if first else 1
+
+
 @functools.cache
 def prepare() -> None:
     """Lets te_jax's calls be lowered: XLA looks for their handlers, and takes those of the CPU."""
@@ -130,7 +136,7 @@ def prepare() -> None:
         for target, handler in native.extension_module("cpu").registrations().items():
             jax.ffi.register_ffi_target(target, handler, platform="CUDA")
         native.use_native = lambda *_: True
-    layer.Plain.attention = lambda _, query, key, value: ops.attention(query, key, value, causal=True)
+    layer.Plain.attention = lambda self, query, key, value: ops.attention(query, key, value, causal=True)
 
 
 def report(name: str, case: shapes.StepShape, hosts: int = 1) -> list[str]:
@@ -150,7 +156,9 @@ def report(name: str, case: shapes.StepShape, hosts: int = 1) -> list[str]:
     start = time.perf_counter()
     lowered = step.lowered(made, case, case.depths[0], on, (tokens, tokens))
     traced = time.perf_counter()
-    compiled = lowered.compile({"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False})
+    # Autotuning would need the GPU.
+    options: dict[str, Any] = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+    compiled = lowered.compile(options)
     seconds = traced - start, time.perf_counter() - traced
     memory: Any = compiled.memory_analysis()
     sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, step.peak_bytes(compiled) or 0
@@ -159,7 +167,7 @@ def report(name: str, case: shapes.StepShape, hosts: int = 1) -> list[str]:
         f"{name}: temporaries {temporaries}, arguments {arguments}, peak {peak} GiB; "
         f"traced in {seconds[0]:.0f} s, compiled in {seconds[1]:.0f} s"
     ]
-    for each in collectives(compiled.as_text(), on.mesh.shape[fsdp.AXIS]):
+    for each in collectives(compiled.as_text() or ""):
         calls = f"{each.asynchronous:4} asynchronous {each.synchronous:4} synchronous"
         lines.append(f"  {each.name:18} {each.dtype:8} {calls} {each.size / 2**20:9.1f} MiB")
     return lines

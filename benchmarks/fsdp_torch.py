@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -96,14 +95,15 @@ class Rank:
             return total
 
         with self._attention():
-            losses, seconds = [], []
-            start = time.perf_counter()
-            for number in range(CHECKED_STEPS):
+            losses: list[float] = []
+            spent: list[float] = []
+            for _ in range(CHECKED_STEPS):
+                start = time.perf_counter()
                 loss = step()
                 torch.distributed.all_reduce(loss)
                 losses.append(rounded(loss.item() / self.count))
-                if number == 0:
-                    compile_seconds = time.perf_counter() - start
+                spent.append(time.perf_counter() - start)
+            seconds: list[float] = []
             for _ in range(samples):
                 torch.distributed.barrier()
                 self._wait()
@@ -116,7 +116,7 @@ class Rank:
             if self.on_gpu:
                 figures["peak_bytes"] = torch.cuda.max_memory_allocated()
                 figures["breakdown_ms"] = self._breakdown(step)
-        return Elsewhere(seconds, losses, compile_seconds - statistics.median(seconds), figures)
+        return Elsewhere(seconds, losses, spent[0] - spent[-1], figures)
 
     def _wait(self) -> None:
         if self.on_gpu:

@@ -124,8 +124,10 @@ IMPLEMENTATIONS = (*PEERS, *VARIANTS)
 class OneDevice:
     """Where a step runs, and what that changes in it: nothing here. `benchmarks.fsdp` has devices that share it."""
 
-    devices = 1
-    sums_in_place: Callable[..., bool] | None = staticmethod(models.is_head)
+    @property
+    def sums_in_place(self) -> Callable[..., bool] | None:
+        """Which gradients besides those of quantized kernels microbatches add in place."""
+        return models.is_head
 
     def rows(self, x: jax.Array) -> jax.Array:
         """Activations [batch, …], of plain JAX."""
@@ -479,11 +481,9 @@ def config_of(case: shapes.StepShape, depth: int, recipe: Recipe | None = None) 
     )
 
 
-def _built(name: str, case: shapes.StepShape, depth: int, on: OneDevice = ONE_DEVICE) -> Program:
-    if name in VARIANTS:
-        made = te_jax_step(VARIANTS[name], case, depth, on)
-    else:
-        made = plain_step(name, case, depth, on)
+def _built(name: str, case: shapes.StepShape, depth: int) -> Program:
+    on = ONE_DEVICE
+    made = te_jax_step(VARIANTS[name], case, depth, on) if name in VARIANTS else plain_step(name, case, depth, on)
     return compiled(name, made, case, depth, on)
 
 
@@ -527,7 +527,7 @@ def _init(config: DecoderConfig, on: OneDevice) -> Callable[[], Any]:
     return jax.jit(init, out_shardings=None if shardings is None else shardings["params"])
 
 
-def te_jax_step(variant: Variant, case: shapes.StepShape, depth: int, on: OneDevice = ONE_DEVICE) -> Made:
+def te_jax_step(variant: Variant, case: shapes.StepShape, depth: int, on: OneDevice) -> Made:
     config = dataclasses.replace(
         config_of(case, depth, variant.recipe), head_recipe=variant.head_recipe, offload=variant.offload
     )
@@ -581,7 +581,7 @@ def _over_microbatches(
     return jnp.mean(values), sums
 
 
-def plain_step(name: str, case: shapes.StepShape, depth: int, on: OneDevice = ONE_DEVICE) -> Made:
+def plain_step(name: str, case: shapes.StepShape, depth: int, on: OneDevice) -> Made:
     """A step of plain JAX, of the name of a peer."""
     fp8, scanned = name.startswith("flax"), name.endswith("_scan")
     optimizer = optax.adamw(_RATE, **_ADAMW)

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from benchmarks import fsdp as family
-from benchmarks import fsdp_torch
+from benchmarks import fsdp_torch, step
 from benchmarks.fsdp_compiled import Collective, collectives
 from benchmarks.harness import QUICK
 from benchmarks.shapes import StepShape
@@ -41,7 +41,12 @@ def devices(monkeypatch, require_devices):
     ("count", "changes", "names"),
     [
         (2, {}, ("bf16", "bf16_scan", "te_jax_block_fp8_head")),
-        (2, {"microbatches": 2, "remat": False}, ("bf16", "te_jax_block_fp8_head_keep", "te_jax_block_fp8_head_jit")),
+        pytest.param(
+            2,
+            {"microbatches": 2, "remat": False},
+            ("bf16", "te_jax_block_fp8_head_keep", "te_jax_block_fp8_head_jit"),
+            marks=pytest.mark.slow,
+        ),
         (4, {"sequence": 256}, ("bf16", "te_jax_block_fp8_head_tensor", "te_jax_block_fp8_head_replicas")),
     ],
 )
@@ -68,15 +73,38 @@ def test_all_layouts_are_measured_and_right(count, changes, names, devices):
         assert arguments < row["peak_bytes"] - row["temporaries_gb"] * 1e9 < 1.5 * arguments
 
 
-def test_what_needs_more_devices_or_torch_says_so(devices, monkeypatch):
+def test_what_cannot_run_says_why(devices, monkeypatch):
+    def without_torch(*_, **__):
+        raise ImportError("no torch")
+
+    monkeypatch.setattr(fsdp_torch, "measured", without_torch)
+    monkeypatch.setattr(step, "run_depth", lambda *_, **__: None)
     devices(2)
-    monkeypatch.setattr(fsdp_torch, "measured", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(family.step, "run_depth", lambda *_, build, **__: build("te_jax_block_fp8_head_replicas", CASE, 1))
+    assert [problem["reason"] for problem in family.run_case(CASE, ("torch_fsdp2",), QUICK).skipped] == [
+        "ImportError: no torch"
+    ]
     with pytest.raises(ValueError, match="it needs a multiple of 4 devices, and there are 2"):
-        family.run_case(CASE, ("torch_fsdp2",), QUICK)
+        family.made_on("te_jax_block_fp8_head_replicas", CASE, 1, jax.local_devices())
     devices(1)
     (problem,) = family.run_case(CASE, ("bf16",), QUICK).skipped
     assert "it needs 2 devices" in problem["reason"]
+
+
+def test_what_torch_measured_has_a_row(devices, monkeypatch):
+    devices(2)
+    here = {"seconds": [2.0, 1.0, 3.0], "compile_seconds": 9.0, "figures": {"peak_bytes": 7}}
+    losses = {"torch_fsdp2": [4.6, 4.55, 4.5], "torch_fsdp2_fp8": [4.6, 4.6, 9.0]}
+
+    def measured(case, batch, timing, *, fp8):
+        assert case.devices == case.batch == batch[0].shape[1] == 2
+        return step.Elsewhere(**here, losses=losses["torch_fsdp2_fp8" if fp8 else "torch_fsdp2"])
+
+    monkeypatch.setattr(fsdp_torch, "measured", measured)
+    result = family.run_case(CASE, ("bf16", *family.TORCH), QUICK)
+    assert [problem["implementation"] for problem in result.wrong] == ["torch_fsdp2_fp8"]
+    bf16, torch = result.rows
+    assert (torch["implementation"], torch["median_ms"], torch["peak_bytes"]) == ("torch_fsdp2", 2000, 7)
+    assert bf16["time_over_torch_fsdp2"] == pytest.approx(bf16["median_ms"] / 2000, rel=1e-3)
 
 
 PROGRAM = """\
@@ -88,13 +116,15 @@ HloModule jit_step, is_scheduled=true
 }
 
 %wrapped (p: f32[8,4]) -> f32[2,4] {
-  %reduce-scatter.1 = f32[2,4]{1,0} reduce-scatter(%p), channel_id=2
+  %reduce-scatter.1 = f32[2,4]{1,0} reduce-scatter(%p), channel_id=2, replica_groups=[1,4]<=[4], dimensions={0}
 }
 
 ENTRY %main {
   %while = (s32[], bf16[8,4]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %start = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-start(%x), calls=%wrapped
   %all-gather.1 = (f8e4m3fn[8,4]{1,0}, f32[8,1]{1,0}) all-gather(%a, %b), channel_id=3
+  %reduce-scatter.2 = bf16[4,4]{1,0} reduce-scatter(%z), replica_groups=mesh['fsdp'=2,'tensor'=2] {'tensor'}
+  %reduce-scatter.3 = bf16[4,4]{1,0} reduce-scatter(%z), replica_groups={{0,1},{2,3}}, dimensions={0}
   ROOT %all-reduce.1 = f32[16]{0} all-reduce(%y), channel_id=4
 }
 """
@@ -102,10 +132,11 @@ ENTRY %main {
 
 def test_collectives_of_a_program():
     """As often as loops run them, and with the sizes of whole arrays."""
-    assert sorted(collectives(PROGRAM, 4), key=repr) == [
+    assert sorted(collectives(PROGRAM), key=repr) == [
         Collective("all-gather", "bf16", 3, 0, 3 * 2 * 32),
         Collective("all-gather", "f32", 0, 0, 4 * 8),  # the second result of one call
         Collective("all-gather", "f8e4m3fn", 0, 1, 32),
         Collective("all-reduce", "f32", 0, 1, 4 * 16),
+        Collective("reduce-scatter", "bf16", 0, 2, 2 * 2 * 32),
         Collective("reduce-scatter", "f32", 1, 0, 4 * 32),
     ]
