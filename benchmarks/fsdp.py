@@ -31,7 +31,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import fsdp_torch, shapes, step
+from benchmarks import flax_models, fsdp_torch, shapes, step
 from benchmarks.collective_matmul import too_few
 from benchmarks.harness import CaseResult, Family, Headline, Timing, problem, reason_of
 from te_jax import models
@@ -135,11 +135,23 @@ class Shared(Sharded):
         return models.requantize(config, parallel=self.parallel, implementation="native")
 
 
+@dataclasses.dataclass(frozen=True)
+class SharedModel(Sharded):
+    """A step of a user's Flax model, whose variables lie as `shard_specs` says."""
+
+    def shardings(self, state: step.State) -> Any:
+        if "params" in state:
+            return super().shardings(state)
+        specs = shard_specs(state, FSDP(self.mesh.shape[AXIS]))
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+
 OURS = ("te_jax", "te_jax_block", "te_jax_block_fp8_head")
 _BEST = OURS[-1]
 LAYOUTS = ("keep", "jit", "tensor", "replicas")
 TORCH = ("torch_fsdp2", "torch_fsdp2_fp8")
-IMPLEMENTATIONS = (*step.PEERS, *OURS, *(f"{_BEST}_{layout}" for layout in LAYOUTS), *TORCH)
+_OF_USERS = "nnx_loss"
+IMPLEMENTATIONS = (*step.PEERS, *OURS, _OF_USERS, *(f"{_BEST}_{layout}" for layout in LAYOUTS), *TORCH)
 
 
 def run_case(
@@ -175,7 +187,8 @@ def on_devices(case: shapes.StepShape, count: int) -> shapes.StepShape:
 
 def _built(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any]) -> step.Program:
     made, on = made_on(name, case, depth, devices)
-    return step.compiled(name, made, case, depth, on)
+    with jax.set_mesh(on.mesh):
+        return step.compiled(name, made, case, depth, on)
 
 
 def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any]) -> tuple[step.Made, Sharded]:
@@ -191,6 +204,10 @@ def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any
         raise ValueError(f"it needs a multiple of {least} devices, and there are {len(devices)}")
     shape = (2 if layout == "replicas" else 1, -1, 2 if layout == "tensor" else 1)
     mesh = Mesh(np.array(devices).reshape(shape), (REPLICA, AXIS, TENSOR), axis_types=(AxisType.Auto,) * 3)
+    if name == _OF_USERS:
+        on = SharedModel(mesh)
+        with jax.set_mesh(mesh):
+            return flax_models.nnx_made("nnx_loss", case, depth), on
     if variant not in step.VARIANTS:
         on = Sharded(mesh)
         return step.plain_step(name, case, depth, on), on

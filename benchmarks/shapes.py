@@ -465,6 +465,14 @@ STEP_GPU = (
     StepShape(depths=(4,), batch=1, sequence=8192, **_STEP_EXPERTS),
 )
 
+FLAX_MODELS_GPU = (
+    StepShape(depths=(8,), batch=1, sequence=8192, **_STEP_8B),
+    StepShape(depths=(8,), batch=4, sequence=2048, **_STEP_8B),
+    StepShape(depths=(8,), batch=1, sequence=8192, remat=True, **_STEP_8B),
+    StepShape(depths=(8,), batch=1, sequence=8192, microbatches=4, **_STEP_8B),
+    StepShape(depths=(4,), batch=1, sequence=8192, **_STEP_8B),
+)
+
 STEP_CPU = (
     StepShape(
         short="train",
@@ -480,6 +488,12 @@ STEP_CPU = (
         microbatches=2,
         model="te-jax train",
     ),
+)
+
+FLAX_MODELS_CPU = tuple(
+    replace(case, depths=(2,), microbatches=microbatches, remat=microbatches == 1)
+    for case in STEP_CPU
+    for microbatches in (1, 2)
 )
 
 

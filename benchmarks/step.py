@@ -78,8 +78,8 @@ _LEARNING_STEPS = 4
 """After which delayed scaling knows the sizes of all gradients, from a state that knows nothing."""
 
 _FAST = ("forward", "dgrad", "wgrad")
-_RATE = 1e-4
-_ADAMW: dict[str, Any] = {"b2": 0.95, "weight_decay": 0.1}
+RATE = 1e-4
+ADAMW: dict[str, Any] = {"b2": 0.95, "weight_decay": 0.1}
 _NORM_EPS, _ROPE_THETA = 1e-5, 500_000.0  # those of benchmarks.layer
 
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
@@ -267,7 +267,7 @@ def run_depth(
     names = dict.fromkeys(implementations if "bf16" in implementations else ("bf16", *implementations))
     for name in (*names, *elsewhere):
         try:
-            program = elsewhere.get(name) or (build or _built)(name, case, depth)
+            program = elsewhere.get(name) or (build or built)(name, case, depth)
             if isinstance(program, Program):
                 _learn_and_check(program)
         except Exception as error:  # one that is missing or out of memory must not cost the others theirs
@@ -313,7 +313,7 @@ def run_depth(
 
 def _row(case: shapes.StepShape, depth: int, name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
     flops = config_of(case, depth).flops_per_token(case.sequence) * case.tokens // case.devices
-    forms = FORMS | {peer: (peer,) for peer in seconds if peer.startswith("torch")}
+    forms = FORMS | {peer: (peer,) for peer in seconds if peer.startswith("torch") or peer in ("nnx", "linen")}
     row = compute_row(seconds, name, flops=flops, peers=tuple(itertools.chain(*forms.values())))
     fastest = {
         peer: min(statistics.median(seconds[form]) for form in of_peer if form in seconds)
@@ -481,7 +481,7 @@ def config_of(case: shapes.StepShape, depth: int, recipe: Recipe | None = None) 
     )
 
 
-def _built(name: str, case: shapes.StepShape, depth: int) -> Program:
+def built(name: str, case: shapes.StepShape, depth: int) -> Program:
     on = ONE_DEVICE
     made = te_jax_step(VARIANTS[name], case, depth, on) if name in VARIANTS else plain_step(name, case, depth, on)
     return compiled(name, made, case, depth, on)
@@ -532,7 +532,7 @@ def te_jax_step(variant: Variant, case: shapes.StepShape, depth: int, on: OneDev
         config_of(case, depth, variant.recipe), head_recipe=variant.head_recipe, offload=variant.offload
     )
     how, loss_of = on.requantize(config), on.loss(config)
-    optimizer = optim.adamw(_RATE, mu_dtype=variant.moments, nu_dtype=variant.moments, **_ADAMW)
+    optimizer = optim.adamw(RATE, mu_dtype=variant.moments, nu_dtype=variant.moments, **ADAMW)
 
     def complete(params: Any) -> State:
         state = {"params": params, "optimizer": optimizer.init(params), "scaling": models.init_scaling_state(config)}
@@ -584,7 +584,7 @@ def _over_microbatches(
 def plain_step(name: str, case: shapes.StepShape, depth: int, on: OneDevice) -> Made:
     """A step of plain JAX, of the name of a peer."""
     fp8, scanned = name.startswith("flax"), name.endswith("_scan")
-    optimizer = optax.adamw(_RATE, **_ADAMW)
+    optimizer = optax.adamw(RATE, **ADAMW)
 
     def complete(params: Any) -> State:
         scaling = None
