@@ -124,10 +124,10 @@ class TensorParallel:
             )
 
     def _check_fsdp(self, config: DecoderConfig, fsdp: FSDP) -> None:
-        problem = _fsdp_misfit(config, self, fsdp)
+        problem = fsdp_misfit(config, self, fsdp)
         if problem is not None:
             smaller = (dataclasses.replace(fsdp, size=size) for size in range(2, fsdp.size))
-            fitting = [str(other.size) for other in smaller if _fsdp_misfit(config, self, other) is None]
+            fitting = [str(other.size) for other in smaller if fsdp_misfit(config, self, other) is None]
             raise ValueError(
                 f"parallel.fsdp.size is {fsdp.size}: {problem}; smaller sizes that fit this decoder: "
                 f"{', '.join(fitting) or 'none'}. Use one of these, and replica_axis for the other devices"
@@ -223,7 +223,7 @@ def _part(axes: tuple[str, ...], count: int, parallel: TensorParallel) -> int:
     return count // parallel.size if parallel.axis_name in axes else count
 
 
-def _fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> str | None:
+def fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> str | None:
     """Why devices cannot have parts of the parameters, or None."""
     if config.hidden_size // parallel.size % fsdp.size:
         return f"hidden_size is {config.hidden_size}, which {parallel.size} · {fsdp.size} does not divide"
