@@ -337,13 +337,11 @@ def _run(
         return ending(apply_layers(block, layers, (x, balance), remat=config.remat, offload=config.offload), last)
     # The head is gathered beside the last block, and its gradient travels beside the first one of the backward pass.
     run = jax.checkpoint(jax.jit(block)) if config.remat else block
-    # The head has other residuals than those that `offload` names in blocks.
-    offload = None if config.offload is None else dataclasses.replace(config.offload, required=False)
     return apply_layers(
         [*[run] * config.num_layers, ending],
         [*layers, last],
         (x, balance),
-        offload=offload,
+        offload=config.offload,
         fsdp=_bound(parallel.fsdp, config, parallel, scaling_state, implementation),
     )
 
