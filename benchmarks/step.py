@@ -129,6 +129,10 @@ class OneDevice:
         """Which gradients besides those of quantized kernels microbatches add in place."""
         return models.is_head
 
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        return {}
+
     def rows(self, x: jax.Array) -> jax.Array:
         """Activations [batch, …], of plain JAX."""
         return x
@@ -497,7 +501,7 @@ def compiled(name: str, made: Made, case: shapes.StepShape, depth: int, on: OneD
     shardings = on.shardings(jax.eval_shape(complete, jax.eval_shape(init)))
     batch = on.put(drawn(case))
     start = time.perf_counter()
-    step = lowered(made, case, depth, on, batch).compile()
+    step = lowered(made, case, depth, on, batch).compile(on.compiler_options)
     seconds = time.perf_counter() - start
     donated = () if name.endswith("_scan") else (0,)  # a stack does not fit in the place of layers
     completed = jax.jit(complete, donate_argnums=donated, out_shardings=shardings)
