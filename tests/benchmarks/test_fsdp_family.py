@@ -41,18 +41,8 @@ def devices(monkeypatch, require_devices):
     ("count", "changes", "names"),
     [
         (2, {}, ("bf16", "bf16_scan", "te_jax_block_fp8_head_overlap")),
-        pytest.param(
-            2,
-            {"microbatches": 2, "remat": False},
-            ("bf16", "te_jax_block_fp8_head_keep", "te_jax_block_fp8_head_jit"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            4,
-            {"sequence": 256},
-            ("bf16", "te_jax_block_fp8_head_tensor", "te_jax_block_fp8_head_replicas"),
-            marks=pytest.mark.slow,
-        ),
+        (2, {"microbatches": 2, "remat": False}, ("bf16", "te_jax_block_fp8_head_keep", "te_jax_block_fp8_head_jit")),
+        (4, {"sequence": 256}, ("bf16", "te_jax_block_fp8_head_tensor", "te_jax_block_fp8_head_replicas")),
     ],
 )
 def test_all_layouts_are_measured_and_right(count, changes, names, devices):
