@@ -10,7 +10,7 @@ from benchmarks import dense
 from benchmarks.collective_layers import Layer, Operation
 from benchmarks.workers import PATIENCE, Workers
 
-_ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
+ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
 """Multicast over NVLink stays off: on a shared host it can put GPUs out of service."""
 
 
@@ -31,7 +31,7 @@ class TorchRank:
     """
 
     def __init__(self, rank: int, count: int, file: str):
-        os.environ.update(_ENVIRONMENT)  # read when torch is imported
+        os.environ.update(ENVIRONMENT)  # read when torch is imported
         import datetime
 
         import torch  # pyright: ignore[reportMissingImports]
@@ -44,7 +44,7 @@ class TorchRank:
         self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
         if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, rank):
-            raise RuntimeError(f"torch means to use NVLink multicast although the environment has {_ENVIRONMENT}")
+            raise RuntimeError(f"torch means to use NVLink multicast although the environment has {ENVIRONMENT}")
         torch.distributed.init_process_group(
             "nccl",
             store=torch.distributed.FileStore(file, count),

@@ -131,7 +131,7 @@ class Family:
       run_case: measures one case with the chosen implementations.
       headline: what README shows.
       profiles: whether `run_case` also takes `profile`, a folder for traces or None.
-      memory_fraction: of a GPU's memory that JAX may take, where its default is too little.
+      environment: variables that JAX reads when it starts, unless the user has set them.
     """
 
     description: str
@@ -141,7 +141,7 @@ class Family:
     run_case: Callable[..., CaseResult]
     headline: Headline
     profiles: bool = False
-    memory_fraction: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 # One operation

@@ -4,11 +4,13 @@
     profile.milliseconds  # {"GEMM": 94.1, "attention": 32.5, …, "idle": 0.8}, of one call
 
 A kernel's kind follows from its name. XLA names its own kernels after instructions of the optimized program, whose text
-says in which `jax.named_scope` an instruction was made: "optimizer" and "loss" are kinds of their own.
+says in which `jax.named_scope` an instruction was made: "optimizer" and "loss" are kinds of their own. Of NCCL's
+kernels, the time in which nothing else ran is one kind, and the rest another.
 """
 
 import collections
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -18,6 +20,8 @@ from typing import Any
 
 import jax
 
+NCCL = "NCCL beside others"
+NCCL_ALONE = "NCCL alone"
 IDLE = "idle"
 KINDS: tuple[str, ...] = (
     "GEMM",
@@ -27,12 +31,16 @@ KINDS: tuple[str, ...] = (
     "loss",
     "optimizer",
     "copies and loops",
+    NCCL,
+    NCCL_ALONE,
     IDLE,
 )
 
 # The first pattern that is found in a kernel's name decides.
 _KERNELS = (
+    (NCCL, r"nccl"),
     ("attention", r"sdpa|fmha|flash|attention"),
+    ("optimizer", r"multi_tensor_apply"),  # torch's
     ("quantization", r"AmaxOf|ClearValues|QuantizeTile|ComputeTiles|quantize"),
     ("loss", r"StatisticsOn|GradientOn|BothOfRow|\bSubtract\b|cross_entropy"),
     ("GEMM", r"gemm|cublas|cutlass|nvjet|xmma|wgmma|splitk|SpreadScales|\bMultiply\b"),
@@ -52,7 +60,7 @@ class Kernel:
     """All calls of one kernel.
 
     Attributes:
-      name, kind: its name in the trace, and one of `KINDS`.
+      name, kind: its name in the trace, and one of `KINDS`; of NCCL's kernels always `NCCL`.
       milliseconds, calls: of one call of the program.
     """
 
@@ -67,7 +75,8 @@ class Profile:
     """Time of one call of a program on a device, the mean over devices.
 
     Attributes:
-      milliseconds: by kind, all of `KINDS`. Kernels that run at the same time all count: the sum may exceed the span.
+      milliseconds: by kind, all of `KINDS`. Kernels that run at the same time all count, except for several of NCCL's:
+        the sum may exceed the span.
       span: from the first kernel's start to the last one's end, in milliseconds. "idle" is the part without a kernel.
       kernels: from the one that takes longest.
       trace: the file for ui.perfetto.dev.
@@ -122,13 +131,19 @@ def sorted_kernels(events: Iterable[dict[str, Any]], *, calls: int, program: str
         key = event["name"], _kind(event, instructions)
         time[key] += event["dur"]
         count[key] += 1
-    span, busy = 0.0, 0.0
+    span, busy, of_nccl, of_others = 0.0, 0.0, 0.0, 0.0
     for device in {event["pid"] for event in kernels}:
-        of_device = _span_and_busy([event for event in kernels if event["pid"] == device])
+        here = [event for event in kernels if event["pid"] == device]
+        nccl = [_kind(event, instructions) == NCCL for event in here]
+        of_device = _span_and_busy(here)
         span, busy = span + of_device[0], busy + of_device[1]
+        of_nccl += _span_and_busy(list(itertools.compress(here, nccl)))[1]
+        of_others += _span_and_busy([event for event, is_nccl in zip(here, nccl, strict=True) if not is_nccl])[1]
     milliseconds = dict.fromkeys(KINDS, 0.0)
     for (_, kind), microseconds in time.items():
         milliseconds[kind] += microseconds * per_call
+    milliseconds[NCCL_ALONE] = (busy - of_others) * per_call
+    milliseconds[NCCL] = (of_nccl - busy + of_others) * per_call
     milliseconds[IDLE] = (span - busy) * per_call
     return Profile(
         milliseconds,
@@ -168,7 +183,7 @@ def _kind(event: dict[str, Any], instructions: dict[str, str]) -> str:
 
 def _span_and_busy(kernels: list[dict[str, Any]]) -> tuple[float, float]:
     """From the first start to the last end, and the time in which anything ran, in microseconds."""
-    end = first = min(event["ts"] for event in kernels)
+    end = first = min((event["ts"] for event in kernels), default=0.0)
     busy = 0.0
     for event in sorted(kernels, key=lambda event: event["ts"]):
         start, stop = max(event["ts"], end), event["ts"] + event["dur"]

@@ -386,15 +386,17 @@ class LayerShape(_OfDecoder):
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape(_OfDecoder):
-    """A train step of a decoder of the Llama family on one device.
+    """A train step of a decoder of the Llama family.
 
     Attributes:
       short: names the model in the case's name.
       depths: numbers of layers. The first is the case's; the time of one layer follows from the last.
-      batch, sequence: sequences of a microbatch, and tokens of each.
+      batch, sequence: sequences of a microbatch on all devices, and tokens of each.
       vocab: number of tokens that there are.
       microbatches: whose gradients are added up before the optimizer's step.
       experts, top_k: of the mixture in the place of each MLP, whose width is then that of one expert; 0 for none.
+      remat: whether blocks are recomputed in the backward pass, and only their inputs kept.
+      devices: that share the step.
     """
 
     short: str
@@ -405,10 +407,13 @@ class StepShape(_OfDecoder):
     microbatches: int = 1
     experts: int = 0
     top_k: int = 0
+    remat: bool = False
+    devices: int = 1
 
     @property
-    def name(self) -> str:  # "8b-8x1x8192", "8b-8x1x8192-4microbatches"
+    def name(self) -> str:  # "8b-8x1x8192", "8b-8x1x8192-4microbatches-remat"
         tail = "" if self.microbatches == 1 else f"-{self.microbatches}microbatches"
+        tail += "-remat" * self.remat
         return f"{self.short}-{self.depths[0]}x{self.batch}x{self.sequence}{tail}"
 
     @property
@@ -473,6 +478,30 @@ STEP_CPU = (
         head_dim=16,
         vocab=512,
         microbatches=2,
+        model="te-jax train",
+    ),
+)
+
+
+# Sequences of one device.
+FSDP_GPU = (
+    StepShape(depths=(8,), batch=1, sequence=8192, remat=True, **_STEP_8B),
+    StepShape(depths=(8,), batch=1, sequence=8192, **_STEP_8B),
+    StepShape(depths=(8,), batch=1, sequence=8192, microbatches=4, remat=True, **_STEP_8B),
+)
+FSDP_CPU = (
+    StepShape(
+        short="train",
+        depths=(2,),
+        batch=1,
+        sequence=128,
+        hidden=512,
+        mlp=512,
+        heads=4,
+        kv_heads=4,
+        head_dim=128,
+        vocab=512,
+        remat=True,
         model="te-jax train",
     ),
 )

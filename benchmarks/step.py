@@ -36,7 +36,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,17 @@ import optax
 from jax import lax
 
 from benchmarks import flax_fp8, layer, shapes
-from benchmarks.harness import CaseResult, Family, Headline, Timing, compute_row, problem, reason_of, rounded
+from benchmarks.harness import (
+    CaseResult,
+    Family,
+    Headline,
+    Timing,
+    compute_row,
+    problem,
+    reason_of,
+    rounded,
+    temporary_bytes,
+)
 from benchmarks.moe import plain_experts
 from benchmarks.profile import traced
 from te_jax import models, optim
@@ -60,7 +70,10 @@ LOSS_BOUND = 0.06
 """Largest relative difference of a loss to that of bf16, of each of the first steps from the same state on the same
 tokens. The third loss is a fifth of the first: there scaling by tensor is behind bf16 by 3 to 5%."""
 
-_CHECKED_STEPS = 3
+LOSS_BOUND_ELSEWHERE = 0.15
+"""The same of another process, which draws its own parameters from the same distribution."""
+
+CHECKED_STEPS = 3
 _LEARNING_STEPS = 4
 """After which delayed scaling knows the sizes of all gradients, from a state that knows nothing."""
 
@@ -69,11 +82,14 @@ _RATE = 1e-4
 _ADAMW: dict[str, Any] = {"b2": 0.95, "weight_decay": 0.1}
 _NORM_EPS, _ROPE_THETA = 1e-5, 500_000.0  # those of benchmarks.layer
 
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
+"""JAX's default share of a GPU's memory is too little."""
+
 State = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Variant:
+class Variant:
     """How te_jax trains.
 
     Attributes:
@@ -91,13 +107,13 @@ class _Variant:
 
 _OFFLOAD = Offload(names=[LAYER_INPUT, "te_attention_operand", "te_attention_output"])
 VARIANTS = {
-    "te_jax": _Variant(None),
-    "te_jax_block": _Variant(BlockScaling()),
-    "te_jax_block_fp8_head": _Variant(BlockScaling(), head_recipe=BlockScaling()),
-    "te_jax_block_offload": _Variant(BlockScaling(), head_recipe=BlockScaling(), offload=_OFFLOAD),
-    "te_jax_block_float32_moments": _Variant(BlockScaling(), moments="float32"),
-    "te_jax_current": _Variant(CurrentScaling(fast_accumulation=_FAST)),
-    "te_jax_delayed": _Variant(DelayedScaling(fast_accumulation=_FAST)),
+    "te_jax": Variant(None),
+    "te_jax_block": Variant(BlockScaling()),
+    "te_jax_block_fp8_head": Variant(BlockScaling(), head_recipe=BlockScaling()),
+    "te_jax_block_offload": Variant(BlockScaling(), head_recipe=BlockScaling(), offload=_OFFLOAD),
+    "te_jax_block_float32_moments": Variant(BlockScaling(), moments="float32"),
+    "te_jax_current": Variant(CurrentScaling(fast_accumulation=_FAST)),
+    "te_jax_delayed": Variant(DelayedScaling(fast_accumulation=_FAST)),
 }
 FORMS = {"bf16": ("bf16", "bf16_scan"), "flax_fp8": ("flax_fp8", "flax_fp8_scan")}
 """The forms of a peer, of which the fastest counts."""
@@ -105,14 +121,62 @@ PEERS = tuple(itertools.chain(*FORMS.values()))
 IMPLEMENTATIONS = (*PEERS, *VARIANTS)
 
 
+class OneDevice:
+    """Where a step runs, and what that changes in it: nothing here. `benchmarks.fsdp` has devices that share it."""
+
+    @property
+    def sums_in_place(self) -> Callable[..., bool] | None:
+        """Which gradients besides those of quantized kernels microbatches add in place."""
+        return models.is_head
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        return {}
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """Activations [batch, …], of plain JAX."""
+        return x
+
+    def whole(self, kernel: jax.Array) -> jax.Array:
+        """The head, of plain JAX."""
+        return kernel
+
+    def parts(self, gradients: Any) -> Any:
+        """Gradients of all parameters."""
+        return gradients
+
+    def loss(self, config: DecoderConfig) -> Callable[..., jax.Array]:
+        """te_jax's (params, tokens, targets, scaling state) → loss."""
+
+        # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
+        def loss(params: Any, tokens: jax.Array, targets: jax.Array, scaling: Any) -> jax.Array:
+            return models.loss(params, tokens, targets, config, scaling, implementation="native")
+
+        return loss
+
+    def requantize(self, config: DecoderConfig) -> Any:
+        """Which kernels the optimizer quantizes."""
+        return None if config.recipe is None else models.requantize(config, implementation="native")
+
+    def shardings(self, state: State) -> Any:
+        """Those of a train state or of the part that has its parameters."""
+
+    def put(self, batch: Any) -> Any:
+        """Tokens and targets [microbatches, batch, sequence] on the devices."""
+        return batch
+
+
+ONE_DEVICE = OneDevice()
+
+
 @dataclasses.dataclass
-class _Program:
+class Program:
     """A compiled step, and how its state is made.
 
     Attributes:
       name: of the implementation.
-      complete: makes the first train state of the parameters given.
-      config: whose parameters.
+      first: makes the first train state, always the same.
+      batch: tokens and targets.
       step: compiled (state, tokens, targets) -> (state, loss); the state given is donated.
       compile_seconds: what tracing and compiling the step took.
       scaling: entries of the state that replace those of `first_state`, once they are known.
@@ -121,8 +185,8 @@ class _Program:
     """
 
     name: str
-    complete: Callable[[Any], State]
-    config: DecoderConfig
+    first: Callable[[], State]
+    batch: tuple[jax.Array, jax.Array]
     step: Any
     compile_seconds: float
     scaling: Any = None
@@ -130,11 +194,31 @@ class _Program:
     device_peak_bytes: int | None = None
 
     def start(self) -> State:
-        """The first train state, always the same."""
-        state = self.complete(_init(self.config)())
+        """The first train state, with scaling that is known."""
+        state = self.first()
         if self.scaling is not None:
-            state["scaling"] = jax.device_put(self.scaling)
+            known = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), self.scaling, state["scaling"])
+            state["scaling"] = known
         return state
+
+    def run(self, state: State) -> tuple[State, jax.Array]:
+        return self.step(state, *self.batch)
+
+
+@dataclasses.dataclass
+class Elsewhere:
+    """What another process measured.
+
+    Attributes:
+      seconds: of a step, one for each sample.
+      losses, compile_seconds: as those of a `Program`.
+      figures: more keys of the row.
+    """
+
+    seconds: list[float]
+    losses: list[float]
+    compile_seconds: float
+    figures: dict[str, Any]
 
 
 # Measuring
@@ -147,7 +231,7 @@ def run_case(
     result = CaseResult()
     layers = case.depths[0]
     for depth in case.depths:
-        _run_depth(case, depth, implementations, timing, profile, result)
+        run_depth(case, depth, implementations, timing, profile, result)
     if len(case.depths) > 1:
         time_of = {(row["operation"], row["implementation"]): row["median_ms"] for row in result.rows}
         fewer = case.depths[-1]
@@ -162,24 +246,34 @@ def _operation(case: shapes.StepShape, depth: int) -> str:
     return "step" if depth == case.depths[0] else f"step_{depth}_layer{'s' if depth > 1 else ''}"
 
 
-def _run_depth(
+def run_depth(
     case: shapes.StepShape,
     depth: int,
     implementations: Sequence[str],
     timing: Timing,
     profile: Path | None,
     result: CaseResult,
+    *,
+    build: Callable[[str, shapes.StepShape, int], Program] | None = None,
+    elsewhere: Mapping[str, Elsewhere] | None = None,
 ) -> None:
-    operation = _operation(case, depth)
+    """Measure one depth, and add rows and problems to the result.
 
-    tokens, targets = _drawn(case)
-    programs: dict[str, _Program] = {}
+    Args:
+      case, depth, implementations, timing, profile, result: those of `run_case`.
+      build: makes the program of a name; None for those of one device.
+      elsewhere: what was measured in other processes, by name.
+    """
+    operation = _operation(case, depth)
+    programs: dict[str, Program | Elsewhere] = {}
     expected: list[float] | None = None
+    elsewhere = elsewhere or {}
     names = dict.fromkeys(implementations if "bf16" in implementations else ("bf16", *implementations))
-    for name in names:
+    for name in (*names, *elsewhere):
         try:
-            program = _built(name, case, depth, tokens, targets)
-            _learn_and_check(program, tokens, targets)
+            program = elsewhere.get(name) or (build or _built)(name, case, depth)
+            if isinstance(program, Program):
+                _learn_and_check(program)
         except Exception as error:  # one that is missing or out of memory must not cost the others theirs
             result.skipped.append(problem(case.name, operation, name, reason_of(error)))
             del error
@@ -189,57 +283,74 @@ def _run_depth(
         if name == "bf16" or expected is None:
             expected = program.losses
         differences = [abs(a - b) / abs(b) for a, b in zip(program.losses, expected, strict=True)]
-        if all(difference <= LOSS_BOUND for difference in differences):  # which NaN is not
+        bound = LOSS_BOUND if isinstance(program, Program) else LOSS_BOUND_ELSEWHERE
+        if all(difference <= bound for difference in differences):  # which NaN is not
             programs[name] = program
         else:
             result.wrong.append(
                 problem(case.name, operation, name, f"losses {program.losses} differ from {expected}, those of bf16")
             )
 
-    seconds, failed = _measured(programs, tokens, targets, timing)
+    here = {name: program for name, program in programs.items() if isinstance(program, Program)}
+    seconds, failed = _measured(here, timing)
+    seconds |= {name: program.seconds for name, program in programs.items() if isinstance(program, Elsewhere)}
     result.skipped += [problem(case.name, operation, name, reason) for name, reason in failed.items()]
     for name in seconds:
+        program = programs[name]
         breakdown = None
-        if depth == case.depths[0]:
-            breakdown = _breakdown(programs[name], case, tokens, targets, profile)
-        result.rows.append(_row(case, depth, programs[name], seconds, breakdown))
+        if isinstance(program, Elsewhere):
+            figures = program.figures
+        else:
+            figures = _figures(program)
+            if depth == case.depths[0]:
+                breakdown = _breakdown(program, case, profile)
+        result.rows.append(
+            {
+                **_row(case, depth, name, seconds),
+                **figures,
+                "compile_seconds": rounded(program.compile_seconds),
+                "losses": program.losses,
+                **({} if breakdown is None else {"breakdown_ms": breakdown}),
+            }
+        )
 
 
-def _row(
-    case: shapes.StepShape,
-    depth: int,
-    program: _Program,
-    seconds: dict[str, list[float]],
-    breakdown: dict[str, float] | None,
-) -> dict[str, Any]:
-    flops = _config(case, depth).flops_per_token(case.sequence) * case.tokens
-    row = compute_row(seconds, program.name, flops=flops, peers=PEERS)
+def _row(case: shapes.StepShape, depth: int, name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    flops = config_of(case, depth).flops_per_token(case.sequence) * case.tokens // case.devices
+    forms = FORMS | {peer: (peer,) for peer in seconds if peer.startswith("torch")}
+    row = compute_row(seconds, name, flops=flops, peers=tuple(itertools.chain(*forms.values())))
     fastest = {
-        peer: min(statistics.median(seconds[form]) for form in forms if form in seconds)
-        for peer, forms in FORMS.items()
-        if any(form in seconds for form in forms)
+        peer: min(statistics.median(seconds[form]) for form in of_peer if form in seconds)
+        for peer, of_peer in forms.items()
+        if any(form in seconds for form in of_peer)
     }
-    median = statistics.median(seconds[program.name])
+    median = statistics.median(seconds[name])
     peak = bf16_peak(jax.devices()[0].device_kind)
     return {
         "case": case.name,
         "model": case.model,
         "operation": _operation(case, depth),
-        "implementation": program.name,
+        "implementation": name,
         **row,
         **{f"time_over_{peer}": rounded(median / best) for peer, best in fastest.items()},
         "layers": depth,
-        "tokens_per_second": rounded(case.tokens / median),
+        **({} if case.devices == 1 else {"devices": case.devices}),
+        "tokens_per_second": rounded(case.tokens / case.devices / median),
         **({} if peak is None else {"mfu": rounded(row["flops"] / median / peak)}),
-        "peak_bytes": _peak_bytes(program.step),
-        "device_peak_bytes": program.device_peak_bytes,
-        "compile_seconds": rounded(program.compile_seconds),
-        "losses": program.losses,
-        **({} if breakdown is None else {"breakdown_ms": breakdown}),
     }
 
 
-def _peak_bytes(compiled: Any) -> int | None:
+def _figures(program: Program) -> dict[str, Any]:
+    """Memory of one device."""
+    temporaries = temporary_bytes(program.step)
+    return {
+        "peak_bytes": peak_bytes(program.step),
+        "device_peak_bytes": program.device_peak_bytes,
+        **({} if temporaries is None else {"temporaries_gb": rounded(temporaries / 1e9)}),
+    }
+
+
+def peak_bytes(compiled: Any) -> int | None:
     """What XLA plans for: results that take the place of a donated argument count once."""
     try:
         found = compiled.memory_analysis()
@@ -249,19 +360,19 @@ def _peak_bytes(compiled: Any) -> int | None:
         return None
 
 
-def _learn_and_check(program: _Program, tokens: jax.Array, targets: jax.Array) -> None:
+def _learn_and_check(program: Program) -> None:
     """Runs the first steps: those after which scaling is known, and again from the first state, for their losses."""
     before = _peak_in_use()
     state = program.start()
     if jax.tree.leaves(state["scaling"]):
         for _ in range(_LEARNING_STEPS):
-            state, _ = program.step(state, tokens, targets)
+            state, _ = program.run(state)
         program.scaling = jax.device_get(state["scaling"])
         del state
         state = program.start()
     losses = []
-    for _ in range(_CHECKED_STEPS):
-        state, loss = program.step(state, tokens, targets)
+    for _ in range(CHECKED_STEPS):
+        state, loss = program.run(state)
         losses.append(loss)
     program.losses = [rounded(float(loss)) for loss in losses]
     program.device_peak_bytes = after if (after := _peak_in_use()) > before else None
@@ -272,21 +383,19 @@ def _peak_in_use() -> int:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
-def _measured(
-    programs: dict[str, _Program], tokens: jax.Array, targets: jax.Array, timing: Timing
-) -> tuple[dict[str, list[float]], dict[str, str]]:
+def _measured(programs: dict[str, Program], timing: Timing) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Seconds of a step, by implementation, and why others failed: in rounds, each in another order."""
     on_cpu = jax.default_backend() == "cpu"
     rounds = max(1, timing.samples // 3)
-    steps = 1 if on_cpu else max(1, 4 // tokens.shape[0])  # dispatch hides behind the first one
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     failed: dict[str, str] = {}
     for turn in range(rounds):
         for name in random.Random(turn).sample(list(programs), len(programs)):
             if name in failed:
                 continue
+            steps = 1 if on_cpu else max(1, 4 // programs[name].batch[0].shape[0])  # dispatch hides behind the first
             try:
-                seconds[name] += _steps_of(programs[name], tokens, targets, samples=1 if on_cpu else 2, steps=steps)
+                seconds[name] += _steps_of(programs[name], samples=1 if on_cpu else 2, steps=steps)
             except Exception as error:
                 failed[name] = reason_of(error)
                 del seconds[name], error
@@ -294,27 +403,21 @@ def _measured(
     return seconds, failed
 
 
-def _steps_of(program: _Program, tokens: jax.Array, targets: jax.Array, *, samples: int, steps: int) -> list[float]:
+def _steps_of(program: Program, *, samples: int, steps: int) -> list[float]:
     """Seconds of a step: samples of several steps that are enqueued together."""
     found = []
-    state, loss = program.step(program.start(), tokens, targets)
+    state, loss = program.run(program.start())
     jax.block_until_ready((state, loss))
     for _ in range(samples):
         start = time.perf_counter()
         for _ in range(steps):
-            state, loss = program.step(state, tokens, targets)
+            state, loss = program.run(state)
         jax.block_until_ready(loss)
         found.append((time.perf_counter() - start) / steps)
     return found
 
 
-def _breakdown(
-    program: _Program,
-    case: shapes.StepShape,
-    tokens: jax.Array,
-    targets: jax.Array,
-    profile: Path | None,
-) -> dict[str, float] | None:
+def _breakdown(program: Program, case: shapes.StepShape, profile: Path | None) -> dict[str, float] | None:
     """Milliseconds of a step by kind, None without a GPU. With a folder the trace stays, and a list of kernels."""
     if jax.default_backend() != "gpu" and profile is None:
         return None
@@ -322,14 +425,14 @@ def _breakdown(
         steps = 1 if case.microbatches > 1 else 2
         folder = Path(temporary) if profile is None else profile / case.name / program.name
         try:
-            state, _ = program.step(program.start(), tokens, targets)
+            state, _ = program.run(program.start())
             held = [jax.block_until_ready(state)]
             del state
 
             def run() -> Any:
                 loss = None
                 for _ in range(steps):
-                    held[0], loss = program.step(held[0], tokens, targets)
+                    held[0], loss = program.run(held[0])
                 return loss
 
             found = traced(run, calls=steps, folder=folder, program=program.step.as_text())
@@ -356,14 +459,14 @@ def _say(line: str) -> None:
 # Programs
 
 
-def _drawn(case: shapes.StepShape) -> tuple[jax.Array, jax.Array]:
+def drawn(case: shapes.StepShape) -> tuple[jax.Array, jax.Array]:
     """Tokens and targets, int32 [microbatches, batch, sequence]."""
     shape = case.microbatches, case.batch, case.sequence + 1
     text = jax.random.randint(jax.random.key(1), shape, 0, case.vocab, jnp.int32)
     return text[..., :-1], text[..., 1:]
 
 
-def _config(case: shapes.StepShape, depth: int, recipe: Recipe | None = None) -> DecoderConfig:
+def config_of(case: shapes.StepShape, depth: int, recipe: Recipe | None = None) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=case.vocab,
         num_layers=depth,
@@ -375,38 +478,64 @@ def _config(case: shapes.StepShape, depth: int, recipe: Recipe | None = None) ->
         rope_theta=_ROPE_THETA,
         norm_eps=_NORM_EPS,
         dtype="bfloat16",
+        remat=case.remat,
         recipe=recipe,
         # Without the losses of the router, which plain JAX would spell in many ways.
         experts=models.Experts(case.experts, Router(case.top_k), balance_weight=0.0) if case.experts else None,
     )
 
 
-def _built(name: str, case: shapes.StepShape, depth: int, tokens: jax.Array, targets: jax.Array) -> _Program:
-    if name in VARIANTS:
-        complete, step = _te_jax(VARIANTS[name], case, depth)
-    else:
-        complete, step = _plain(case, depth, fp8=name.startswith("flax"), scanned=name.endswith("_scan"))
-    config = _config(case, depth)
-    state = jax.eval_shape(complete, jax.eval_shape(_init(config)))
+def _built(name: str, case: shapes.StepShape, depth: int) -> Program:
+    on = ONE_DEVICE
+    made = te_jax_step(VARIANTS[name], case, depth, on) if name in VARIANTS else plain_step(name, case, depth, on)
+    return compiled(name, made, case, depth, on)
+
+
+Made = tuple[Callable[[Any], State], Callable[..., Any]]
+"""How a train state is made of parameters, and a step: (state, tokens, targets) -> (state, loss)."""
+
+
+def compiled(name: str, made: Made, case: shapes.StepShape, depth: int, on: OneDevice) -> Program:
+    complete, _ = made
+    init = _init(config_of(case, depth), on)
+    shardings = on.shardings(jax.eval_shape(complete, jax.eval_shape(init)))
+    batch = on.put(drawn(case))
     start = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=0).lower(state, tokens, targets).compile()
+    step = lowered(made, case, depth, on, batch).compile(on.compiler_options)
     seconds = time.perf_counter() - start
     donated = () if name.endswith("_scan") else (0,)  # a stack does not fit in the place of layers
-    return _Program(name, jax.jit(complete, donate_argnums=donated), config, compiled, seconds)
+    completed = jax.jit(complete, donate_argnums=donated, out_shardings=shardings)
+    return Program(name, lambda: completed(init()), batch, step, seconds)
+
+
+def lowered(made: Made, case: shapes.StepShape, depth: int, on: OneDevice, batch: Any) -> jax.stages.Lowered:
+    """The step, traced for a batch of arrays or `jax.ShapeDtypeStruct`."""
+    complete, step = made
+    state = jax.eval_shape(complete, jax.eval_shape(_init(config_of(case, depth), on)))
+    shardings = on.shardings(state)
+    if shardings is not None:
+        state = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, shardings
+        )
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, *batch)
 
 
 @functools.cache
-def _init(config: DecoderConfig) -> Callable[[], Any]:
+def _init(config: DecoderConfig, on: OneDevice) -> Callable[[], Any]:
     """Makes the first parameters, compiled once for all implementations."""
-    return jax.jit(lambda: models.init(config, jax.random.key(0)))
+
+    def init() -> Any:
+        return models.init(config, jax.random.key(0))
+
+    shardings = on.shardings({"params": jax.eval_shape(init)})
+    return jax.jit(init, out_shardings=None if shardings is None else shardings["params"])
 
 
-def _te_jax(variant: _Variant, case: shapes.StepShape, depth: int) -> tuple[Callable[[Any], State], Callable[..., Any]]:
+def te_jax_step(variant: Variant, case: shapes.StepShape, depth: int, on: OneDevice) -> Made:
     config = dataclasses.replace(
-        _config(case, depth, variant.recipe), head_recipe=variant.head_recipe, offload=variant.offload
+        config_of(case, depth, variant.recipe), head_recipe=variant.head_recipe, offload=variant.offload
     )
-    # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
-    how = None if variant.recipe is None else models.requantize(config, implementation="native")
+    how, loss_of = on.requantize(config), on.loss(config)
     optimizer = optim.adamw(_RATE, mu_dtype=variant.moments, nu_dtype=variant.moments, **_ADAMW)
 
     def complete(params: Any) -> State:
@@ -418,13 +547,13 @@ def _te_jax(variant: _Variant, case: shapes.StepShape, depth: int) -> tuple[Call
 
     def loss(variables: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         params, scaling = variables
-        return models.loss(params, tokens, targets, config, scaling, implementation="native")
+        return loss_of(params, tokens, targets, scaling)
 
     def step(state: State, tokens: jax.Array, targets: jax.Array) -> tuple[State, jax.Array]:
         params, scaling = state["params"], state["scaling"]
         operands = params if how is None else optim.merge_kernels(params, state["kernels"])
-        gradient = accumulate_gradients(loss, in_place=models.is_head)
-        zeros = jax.tree.map(jnp.zeros_like, (params, scaling))
+        gradient = accumulate_gradients(loss, in_place=on.sums_in_place)
+        zeros = on.parts(jax.tree.map(jnp.zeros_like, params)), jax.tree.map(jnp.zeros_like, scaling)
         value, (gradients, scaling) = _over_microbatches(
             functools.partial(gradient, (operands, scaling)), zeros, tokens, targets
         )
@@ -456,9 +585,9 @@ def _over_microbatches(
     return jnp.mean(values), sums
 
 
-def _plain(
-    case: shapes.StepShape, depth: int, *, fp8: bool, scanned: bool
-) -> tuple[Callable[[Any], State], Callable[..., Any]]:
+def plain_step(name: str, case: shapes.StepShape, depth: int, on: OneDevice) -> Made:
+    """A step of plain JAX, of the name of a peer."""
+    fp8, scanned = name.startswith("flax"), name.endswith("_scan")
     optimizer = optax.adamw(_RATE, **_ADAMW)
 
     def complete(params: Any) -> State:
@@ -477,20 +606,24 @@ def _plain(
     kind = layer.FlaxFp8 if fp8 else layer.Plain
     if case.experts:
         kind = _with_experts(kind, case.top_k)
+    kind = _with_rows(kind, on.rows)
 
     def block(x: jax.Array, params_and_scaling: Any) -> jax.Array:
-        return layer.applied(kind(*params_and_scaling), x, case, "block")
+        return layer.applied(kind(*params_and_scaling), on.rows(x), case, "block")
+
+    if case.remat:
+        block = jax.checkpoint(block, prevent_cse=not scanned)
 
     def loss(variables: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         params, scaling = variables
-        x = jnp.take(params["embedding"], tokens, axis=0).astype(jnp.bfloat16)
+        x = on.rows(jnp.take(params["embedding"], tokens, axis=0).astype(jnp.bfloat16))
         if scanned:
             x, _ = lax.scan(lambda x, each: (block(x, each), None), x, (params["layers"], scaling))
         else:
             for i in range(depth):
                 x = block(x, (params["layers"][i], None if scaling is None else scaling[i]))
         x, _ = layer.Plain(params, None).norm(x, "final_norm")
-        logits = x @ params["head"].astype(x.dtype)
+        logits = x @ on.whole(params["head"]).astype(x.dtype)
         with jax.named_scope("loss"):
             return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets))
 
@@ -499,11 +632,12 @@ def _plain(
 
         def gradient(sums: Any, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
             value, (gradients, after) = jax.value_and_grad(loss)((params, scaling), tokens, targets)
+            gradients = on.parts(gradients)
             if sums is not None:
                 gradients = jax.tree.map(jnp.add, sums[0], gradients)
             return value, (gradients, after)  # the next state of scaling, of the last microbatch
 
-        zeros = jax.tree.map(jnp.zeros_like, (params, scaling))
+        zeros = on.parts(jax.tree.map(jnp.zeros_like, params)), jax.tree.map(jnp.zeros_like, scaling)
         value, (gradients, scaling) = _over_microbatches(gradient, zeros, tokens, targets)
         if case.microbatches > 1:
             gradients = jax.tree.map(lambda sum_: sum_ / case.microbatches, gradients)
@@ -523,6 +657,17 @@ def _with_experts(kind: type[layer.Plain], top_k: int) -> type[layer.Plain]:
     return WithExperts
 
 
+def _with_rows(kind: type[layer.Plain], rows: Callable[[jax.Array], jax.Array]) -> type[layer.Plain]:
+    class WithRows(kind):
+        def project(self, x: Any, names: tuple[str, ...]) -> tuple[jax.Array, ...]:
+            return tuple(map(rows, super().project(x, names)))
+
+        def attention(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            return rows(super().attention(rows(query), rows(key), rows(value)))
+
+    return WithRows
+
+
 FAMILY = Family(
     description="whole train steps on one device: decoder, loss and AdamW, with one and four microbatches",
     cases={"gpu": shapes.STEP_GPU, "cpu": shapes.STEP_CPU},
@@ -536,5 +681,5 @@ FAMILY = Family(
         implementations=("bf16", "flax_fp8", "te_jax", "te_jax_current", "te_jax_block", "te_jax_delayed"),
     ),
     profiles=True,
-    memory_fraction=0.9,
+    environment=ENVIRONMENT,
 )

@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     for option, folder in (("--output", args.output), ("--profile", args.profile)):
         if folder is not None:
             _check_writable(option, folder)
-    if family.memory_fraction is not None:  # before JAX takes its share
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(family.memory_fraction))
+    for variable, value in family.environment.items():
+        os.environ.setdefault(variable, value)
 
     import jax
 

@@ -23,6 +23,7 @@ KERNELS = {
     "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n": "GEMM",
     "void te_jax::gemm::Multiply<128, 128>(Operands)": "GEMM",
     "gemm_fusion_dot_general_4": "GEMM",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "NCCL beside others",
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_1": "attention",
     "void te_jax::QuantizeTile<__nv_bfloat16>(Arguments)": "quantization",
     "loop_convert_fusion_1": "quantization",
@@ -32,6 +33,7 @@ KERNELS = {
     "void te_jax::Subtract<float>(Arguments)": "loss",
     "loop_subtract_fusion": "elementwise",
     "loop_add_fusion_3": "optimizer",
+    "void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>": "optimizer",
     "loop_reduce_fusion": "loss",
     "loop_multiply_fusion": "elementwise",
     "loop_add_fusion_4": "elementwise",
@@ -79,6 +81,19 @@ def test_idle_is_what_no_stream_fills():
     wanted = {"GEMM": 0.1, "copies and loops": 0.05, "idle": 0.025}
     assert found.milliseconds == pytest.approx(dict.fromkeys(KINDS, 0.0) | wanted)
     assert [(kernel.name, kernel.calls) for kernel in found.kernels] == [("nvjet", 1.0), ("MemcpyD2D", 0.5)]
+
+
+def test_of_nccl_what_runs_alone_is_told_from_what_runs_beside_others():
+    events = [
+        *names("/device:GPU:0"),
+        event("nvjet", 0, 100),
+        event("ncclDevKernel_AllGather", 80, 70, tid=1),  # 20 beside the GEMM
+        event("ncclDevKernel_ReduceScatter", 140, 20, tid=1),  # 10 beside the other one
+        event("nvjet", 155, 45),  # 5 of these as well
+    ]
+    found = sorted_kernels(events, calls=1).milliseconds
+    wanted = {"GEMM": 0.145, "NCCL beside others": 0.025, "NCCL alone": 0.055}
+    assert found == pytest.approx(dict.fromkeys(KINDS, 0.0) | wanted)
 
 
 def test_the_mean_over_devices():

@@ -79,7 +79,7 @@ def test_wrong_losses_are_not_timed_and_what_does_not_run_costs_the_others_nothi
 
 def test_shapes_of_models_have_their_parameters():
     layers = {"8b": 32, "70b": 80, "qwen3-1.7b": 28, "qwen3-30b-a3b": 48}
-    sizes = {case.short: family._config(case, layers[case.short]).num_parameters for case in STEP_GPU}
+    sizes = {case.short: family.config_of(case, layers[case.short]).num_parameters for case in STEP_GPU}
     assert sizes["8b"] == 8_030_261_248
     assert sizes["70b"] == pytest.approx(70.6e9, rel=1e-3)
     assert sizes["qwen3-1.7b"] == pytest.approx(1.72e9 + 151_936 * 2048, rel=1e-3)  # and the second embedding
