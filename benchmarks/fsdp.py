@@ -10,8 +10,9 @@ names the sequences of all devices, and its TFLOP/s, MFU, tokens/s and memory ar
 - torch_fsdp2: torch's `fully_shard` of compiled blocks, in a process for each GPU; torch_fsdp2_fp8 gathers kernels in
   FP8 and multiplies so, by torchao. See `benchmarks.fsdp_torch`.
 - te_jax, te_jax_block, te_jax_block_fp8_head: those of `benchmarks.step` with `te_jax.parallel.FSDP`. And of the last
-  …_keep: gathered kernels are kept for the backward pass; …_jit: sharded by `jit` and NamedSharding alone;
-  …_tensor: each two devices share layers; …_replicas: each half of at least four devices has all parameters (HSDP).
+  …_overlap: XLA lets two collectives be under way at a time; …_keep: gathered kernels are kept for the backward pass;
+  …_jit: sharded by `jit` and NamedSharding alone; …_tensor: each two devices share layers; …_replicas: each half of at
+  least four devices has all parameters (HSDP).
 
 Times by kind tell NCCL's kernels beside others from those alone, which nothing hides.
 
@@ -107,10 +108,17 @@ class Shared(Sharded):
     Args:
       config: of the decoder.
       keep: that of `FSDP`.
+      under_way: how many collectives XLA lets be under way at a time.
     """
 
     config: DecoderConfig | None = None
     keep: int = 1
+    under_way: int = 1
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        limit = {"xla_gpu_experimental_parallel_collective_overlap_limit": self.under_way}
+        return limit if self.under_way > 1 else {}
 
     @property
     def parallel(self) -> TensorParallel:
@@ -148,7 +156,7 @@ class SharedModel(Sharded):
 
 OURS = ("te_jax", "te_jax_block", "te_jax_block_fp8_head")
 _BEST = OURS[-1]
-LAYOUTS = ("keep", "jit", "tensor", "replicas")
+LAYOUTS = ("overlap", "keep", "jit", "tensor", "replicas")
 TORCH = ("torch_fsdp2", "torch_fsdp2_fp8")
 _OF_USERS = "nnx_loss"
 IMPLEMENTATIONS = (*step.PEERS, *OURS, _OF_USERS, *(f"{_BEST}_{layout}" for layout in LAYOUTS), *TORCH)
@@ -216,7 +224,8 @@ def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any
         on = Sharded(mesh, features=False)  # XLA would split activations so, too
     else:
         keep = depth + 1 if layout == "keep" else 1  # with the head
-        on = Shared(mesh, config=step.config_of(case, depth), keep=keep)
+        under_way = 2 if layout == "overlap" else 1
+        on = Shared(mesh, config=step.config_of(case, depth), keep=keep, under_way=under_way)
     return step.te_jax_step(how, case, depth, on), on
 
 

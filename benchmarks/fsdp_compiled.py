@@ -158,7 +158,7 @@ def report(name: str, case: shapes.StepShape, hosts: int = 1) -> list[str]:
     traced = time.perf_counter()
     # Autotuning would need the GPU.
     options: dict[str, Any] = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-    compiled = lowered.compile(options)
+    compiled = lowered.compile({**options, **on.compiler_options})
     seconds = traced - start, time.perf_counter() - traced
     memory: Any = compiled.memory_analysis()
     sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, step.peak_bytes(compiled) or 0

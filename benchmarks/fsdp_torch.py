@@ -115,7 +115,8 @@ class Rank:
             figures: dict[str, Any] = {}
             if self.on_gpu:
                 figures["peak_bytes"] = torch.cuda.max_memory_allocated()
-                figures["breakdown_ms"] = self._breakdown(step)
+                with contextlib.suppress(Exception):  # a trace that fails must not cost the times
+                    figures["breakdown_ms"] = self._breakdown(step)
         return Elsewhere(seconds, losses, spent[0] - spent[-1], figures)
 
     def _wait(self) -> None:

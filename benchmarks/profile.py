@@ -40,6 +40,7 @@ KINDS: tuple[str, ...] = (
 _KERNELS = (
     (NCCL, r"nccl"),
     ("attention", r"sdpa|fmha|flash|attention"),
+    ("optimizer", r"multi_tensor_apply"),  # torch's
     ("quantization", r"AmaxOf|ClearValues|QuantizeTile|ComputeTiles|quantize"),
     ("loss", r"StatisticsOn|GradientOn|BothOfRow|\bSubtract\b|cross_entropy"),
     ("GEMM", r"gemm|cublas|cutlass|nvjet|xmma|wgmma|splitk|SpreadScales|\bMultiply\b"),

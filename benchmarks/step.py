@@ -36,7 +36,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,10 @@ class OneDevice:
     def sums_in_place(self) -> Callable[..., bool] | None:
         """Which gradients besides those of quantized kernels microbatches add in place."""
         return models.is_head
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        return {}
 
     def rows(self, x: jax.Array) -> jax.Array:
         """Activations [batch, …], of plain JAX."""
@@ -250,8 +254,8 @@ def run_depth(
     profile: Path | None,
     result: CaseResult,
     *,
-    build: "Callable[[str, shapes.StepShape, int], Program] | None" = None,
-    elsewhere: "dict[str, Elsewhere] | None" = None,
+    build: Callable[[str, shapes.StepShape, int], Program] | None = None,
+    elsewhere: Mapping[str, Elsewhere] | None = None,
 ) -> None:
     """Measure one depth, and add rows and problems to the result.
 
@@ -275,7 +279,7 @@ def run_depth(
             del error
             gc.collect()  # its traceback held a train state
             continue
-        say(f"{case.name} {operation} {name}: compiled in {program.compile_seconds:.1f} s, losses {program.losses}")
+        _say(f"{case.name} {operation} {name}: compiled in {program.compile_seconds:.1f} s, losses {program.losses}")
         if name == "bf16" or expected is None:
             expected = program.losses
         differences = [abs(a - b) / abs(b) for a, b in zip(program.losses, expected, strict=True)]
@@ -433,7 +437,7 @@ def _breakdown(program: Program, case: shapes.StepShape, profile: Path | None) -
 
             found = traced(run, calls=steps, folder=folder, program=program.step.as_text())
         except Exception as error:
-            say(f"{program.name}: no profile, {reason_of(error)}")
+            _say(f"{program.name}: no profile, {reason_of(error)}")
             return None
         if profile is not None:
             lines = [
@@ -441,13 +445,13 @@ def _breakdown(program: Program, case: shapes.StepShape, profile: Path | None) -
                 for each in found.kernels
             ]
             (folder / "kernels.txt").write_text("".join(lines), encoding="utf-8")
-            say(f"{program.name}: trace for ui.perfetto.dev: {found.trace}; its kernels: {folder / 'kernels.txt'}")
+            _say(f"{program.name}: trace for ui.perfetto.dev: {found.trace}; its kernels: {folder / 'kernels.txt'}")
     if not found.kernels:
         return None
     return {kind: rounded(value) for kind, value in found.milliseconds.items()}
 
 
-def say(line: str) -> None:
+def _say(line: str) -> None:
     """Progress of a family that compiles for minutes."""
     print(f"  {line}", file=sys.stderr, flush=True)
 
@@ -497,7 +501,7 @@ def compiled(name: str, made: Made, case: shapes.StepShape, depth: int, on: OneD
     shardings = on.shardings(jax.eval_shape(complete, jax.eval_shape(init)))
     batch = on.put(drawn(case))
     start = time.perf_counter()
-    step = lowered(made, case, depth, on, batch).compile()
+    step = lowered(made, case, depth, on, batch).compile(on.compiler_options)
     seconds = time.perf_counter() - start
     donated = () if name.endswith("_scan") else (0,)  # a stack does not fit in the place of layers
     completed = jax.jit(complete, donate_argnums=donated, out_shardings=shardings)

@@ -28,7 +28,7 @@ STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 # A resumed run compares the tokens of its text; the other options change no more than the rounding of numbers.
 _CHANGEABLE = (
-    *("text", "tokenizer", "checkpoint_every", "devices", "tp", "fsdp", "transport"),
+    *("text", "tokenizer", "checkpoint_every", "devices", "replicas", "fsdp", "tp", "transport"),
     *("remat", "offload", "microbatches", "deterministic"),
 )
 
@@ -53,7 +53,8 @@ def _option(default: Any, text: str, **argument: Any) -> Any:
 class Options:
     """What defines a run: the same options give the same numbers. A run records them, and a resumed run keeps them.
 
-    `_plan.decide` decides those whose default is None by the text, the model and the devices.
+    `_plan.decide` decides those whose default is None by the text, the model and the devices; for a resumed run on
+    other devices `replicas` and `fsdp` again.
     """
 
     text: str | None = _option(
@@ -76,14 +77,25 @@ class Options:
     seed: int = _option(0, "seed of parameters, order of the data and stochastic rounding")
     devices: int | None = _option(
         None,
-        "GPUs to use, or CPU devices to divide this host into (all that JAX shows, or --tp; several processes use all)",
+        "GPUs to use, or CPU devices to divide this host into (all that JAX shows, on CPUs --replicas · --fsdp · --tp; "
+        "several processes use all)",
         type=int,
+    )
+    replicas: int | None = _option(
+        None,
+        "groups of devices that have the same parameters, and a part of the batch each (as few as --fsdp allows)",
+        type=int,
+        metavar="N",
+    )
+    fsdp: int | None = _option(
+        None,
+        "devices that share the parameters: each has a part of every one, and of the batch (as many as fit the model "
+        "and divide the devices)",
+        type=int,
+        metavar="N",
     )
     tp: int = _option(
         1, "devices that share the model: each has a part of its heads, widths and vocabulary", metavar="N"
-    )
-    fsdp: int = _option(
-        1, "devices that share the parameters: each has a part of every one, and of the batch", metavar="N"
     )
     transport: Literal["auto", "xla", "ring", "p2p"] = _option(
         "auto", "how devices that share the model communicate", choices=("auto", "xla", "ring", "p2p")
@@ -143,9 +155,10 @@ class Options:
             "batch",
             "microbatches",
             "seq_len",
-            "tp",
-            "fsdp",
             "devices",
+            "replicas",
+            "fsdp",
+            "tp",
             "eval_every",
             "checkpoint_every",
         )
@@ -169,6 +182,12 @@ class Options:
             raise UserError(
                 f"--offload is {self.offload}: choose activations, optimizer, activations,optimizer or none"
             )
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the mesh that are asked for, by their options."""
+        sizes = {"replicas": self.replicas, "fsdp": self.fsdp, "tp": self.tp if self.tp > 1 else None}
+        return {f"--{name}": size for name, size in sizes.items() if size is not None}
 
     @property
     def offloaded(self) -> frozenset[str]:
@@ -207,6 +226,8 @@ def resolve(args: argparse.Namespace, stored: StoredRun | None) -> Options:
     if stored is None:
         return Options(**given)
     kept = _kept(stored)
+    if any(given.get(name, kept[name]) != kept[name] for name in ("devices", "replicas", "fsdp", "tp")):
+        kept |= {"replicas": None, "fsdp": None}
     if "tp" in given:
         # Unless --devices says otherwise, parts of the batch stay what they are, and more or fewer devices share each.
         kept["devices"] = kept["devices"] // kept["tp"] * given["tp"]
@@ -226,7 +247,8 @@ def resolve(args: argparse.Namespace, stored: StoredRun | None) -> Options:
 
 def _kept(stored: StoredRun) -> dict[str, Any]:
     """Options of the run that is resumed, and defaults of those that are newer."""
-    kept = dataclasses.asdict(Options()) | stored.header["options"]
+    # A run without `fsdp` is older than that: its devices have all parameters.
+    kept = dataclasses.asdict(Options(fsdp=1)) | stored.header["options"]
     types = get_type_hints(Options)
     if unknown := sorted(kept.keys() - types.keys()):
         raise UserError(

@@ -11,18 +11,18 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from te_jax.cli import _processes
+from te_jax.cli._options import Options
 from te_jax.cli.errors import UserError
-from te_jax.models import DecoderConfig, Experts, TensorParallel, param_specs
-from te_jax.models.parallel import operand_specs
+from te_jax.models import DecoderConfig, TensorParallel, param_specs
+from te_jax.models.parallel import fsdp_misfit, operand_specs
 from te_jax.parallel import FSDP
-from te_jax.parallel.options import TransportName
 from te_jax.quantized import QuantizedArray
 from te_jax.sharding import axes_of_entry
 
 if TYPE_CHECKING:
     from te_jax.cli._step import TrainState
 
-_BATCH_AXIS, _FSDP_AXIS, _TENSOR_AXIS = "data", "fsdp", "tensor"
+_AXES = _REPLICA_AXIS, _FSDP_AXIS, _TENSOR_AXIS = "replica", "fsdp", "tensor"
 _HOST_DEVICE_FLAG = "xla_force_host_platform_device_count"
 
 
@@ -39,9 +39,14 @@ class Placement(NamedTuple):
         return self.state.mesh
 
     @property
-    def groups(self) -> int:
+    def replicas(self) -> int:
         """Number of groups of devices that share a decoder or its parameters."""
-        return self.mesh.shape[_BATCH_AXIS]
+        return self.mesh.shape[_REPLICA_AXIS]
+
+    @property
+    def fsdp(self) -> int:
+        """Number of devices that share the parameters, for each part of a decoder."""
+        return self.mesh.shape[_FSDP_AXIS]
 
     @property
     def devices(self) -> list[Any]:
@@ -89,43 +94,38 @@ class Placement(NamedTuple):
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
 
-def take_devices(count: int | None, tp: int = 1, fsdp: int = 1) -> list[Any]:
-    """The devices to train on. Starts JAX's backend.
+def take_devices(options: Options) -> list[Any]:
+    """The devices to train on: all that JAX shows, or the first `--devices`. Starts JAX's backend.
 
-    Args:
-      count: the first so many GPUs, or so many CPU devices cut out of one host; None for all that JAX shows, or for
-        `tp` · `fsdp` of them where devices share a decoder or its parameters. Several processes take all of them.
-      tp: how many devices share a decoder.
-      fsdp: how many of these groups share the parameters.
+    A host without GPUs is divided into as many CPU devices as are asked for. Several processes take all of theirs.
 
     Raises:
-      UserError: there are fewer, they cannot be divided into such groups, or several processes have more.
+      UserError: there are fewer, or several processes have more.
     """
-    group = tp * fsdp
-    options = [f"--tp {tp}"] * (tp > 1 or fsdp == 1) + [f"--fsdp {fsdp}"] * (fsdp > 1)
-    if count is not None and count % group:
-        raise UserError(
-            f"--devices {count} cannot be divided into groups of {' · '.join(options)}: choose a multiple of {group}"
-        )
     processes = _processes.count()
-    wanted = group if count is None and group > 1 and processes == 1 else count
+    wanted = options.devices or math.prod(options.mesh.values())
+    made = -(-wanted // processes)
     # JAX refuses both ways of asking for CPU devices at once; a user who set the flag has asked already.
-    if wanted is not None and _HOST_DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    if (options.devices or wanted > 1) and _HOST_DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
         # Raised where a backend runs in this process already: its devices are what there is.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", -(-wanted // processes))
+            jax.config.update("jax_num_cpu_devices", made)
     devices = jax.devices()
-    if wanted is not None and wanted > len(devices):
-        platform = devices[0].platform
-        option = f"--devices {wanted}" if count is not None else " · ".join(options)
-        way_out = f": start it with XLA_FLAGS=--{_HOST_DEVICE_FLAG}={-(-wanted // processes)}" * (platform == "cpu")
-        raise UserError(f"{option} is more than the {len(devices)} {platform} devices present{way_out}")
-    if processes > 1 and (wanted not in (None, len(devices)) or len(devices) % group):
+    platform = devices[0].platform
+    if wanted > len(devices):
+        asked = _described({"--devices": wanted} if options.devices else options.mesh)
+        way_out = f": start it with XLA_FLAGS=--{_HOST_DEVICE_FLAG}={made}" * (platform == "cpu")
+        raise UserError(f"{asked} is more than the {len(devices)} {platform} devices present{way_out}")
+    if processes > 1 and options.devices not in (None, len(devices)):
         raise UserError(
-            f"{processes} processes have {len(devices)} devices, all of which train: --devices must be {len(devices)}, "
-            f"and {' · '.join(options)} divide it"
+            f"{processes} processes have {len(devices)} {platform} devices, all of which train: --devices must be "
+            f"{len(devices)}"
         )
-    return devices[:wanted]
+    return devices[: options.devices]
+
+
+def _described(options: dict[str, int]) -> str:
+    return " · ".join(f"{name} {size}" for name, size in options.items())
 
 
 def memory_of(devices: Sequence[Any]) -> int:
@@ -134,33 +134,74 @@ def memory_of(devices: Sequence[Any]) -> int:
     return limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
 
 
-def build_placement(
-    devices: Sequence[Any],
-    tp: int = 1,
-    transport: TransportName = "auto",
-    experts: Experts | None = None,
-    *,
-    fsdp: int = 1,
-) -> Placement:
-    """Each `tp` devices that share a decoder have an equal part of every batch, and each `fsdp` times as many the whole
-    state.
+def build_placement(devices: Sequence[Any], options: Options, config: DecoderConfig) -> Placement:
+    """Each `--tp` devices that share a decoder have an equal part of every batch, and each `--fsdp` times as many the
+    whole state.
 
     Experts are divided among all devices where their number allows it, else among those that share a decoder.
+
+    Raises:
+      UserError: the sizes that are asked for do not fit the devices or the model.
     """
-    axes = (_BATCH_AXIS, _FSDP_AXIS, _TENSOR_AXIS)
-    mesh = Mesh(np.asarray(devices).reshape(-1, fsdp, tp), axes, axis_types=(AxisType.Auto,) * 3)
-    by_all = experts is not None and experts.num_experts % len(devices) == 0
-    shared = tp > 1 or fsdp > 1 or (experts is not None and len(devices) > 1)
-    parallel = TensorParallel(
-        tp,
-        axis_name=_TENSOR_AXIS,
-        batch_axes=(_BATCH_AXIS, _FSDP_AXIS),
-        expert_axes=axes if by_all else None,
-        transport=transport,
-        fsdp=FSDP(fsdp, axis_name=_FSDP_AXIS, replica_axis=_BATCH_AXIS) if fsdp > 1 else None,
-    )
+    fsdp = _fsdp_size(devices, options, config)
+    mesh = Mesh(np.asarray(devices).reshape(-1, fsdp, options.tp), _AXES, axis_types=(AxisType.Auto,) * 3)
+    shared = fsdp * options.tp > 1 or (config.experts is not None and len(devices) > 1)
     return Placement(
         state=NamedSharding(mesh, PartitionSpec()),
-        windows=NamedSharding(mesh, PartitionSpec(None, (_BATCH_AXIS, _FSDP_AXIS))),
-        parallel=parallel if shared else None,
+        windows=NamedSharding(mesh, PartitionSpec(None, (_REPLICA_AXIS, _FSDP_AXIS))),
+        parallel=_parallel(len(devices), fsdp, options, config) if shared else None,
+    )
+
+
+def describe(placement: Placement, options: Options, config: DecoderConfig) -> str:
+    """How the devices share the run, and why not all of them share the parameters if nobody asked for replicas."""
+    devices, replicas, fsdp = placement.devices, placement.replicas, placement.fsdp
+    line = f"{len(devices)} {devices[0].platform} devices: replicas {replicas}, fsdp {fsdp}, tp {options.tp}"
+    line += f", transport {options.transport}" * (options.tp > 1)
+    if replicas > 1 and options.replicas is None and options.fsdp is None:
+        line += f" (fsdp {replicas * fsdp} does not fit: {_misfit(len(devices), replicas * fsdp, options, config)})"
+    return line
+
+
+def _fsdp_size(devices: Sequence[Any], options: Options, config: DecoderConfig) -> int:
+    """The largest of the sizes that fit the devices, the model and what is asked for."""
+    count, platform = len(devices), devices[0].platform
+    if count % options.tp:
+        sizes = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+        raise UserError(
+            f"--tp {options.tp} does not divide {count} {platform} devices: choose --tp from {sizes}, or a multiple of "
+            f"{options.tp} for --devices"
+        )
+    groups = count // options.tp
+    dividing = [size for size in range(1, groups + 1) if groups % size == 0]
+    fitting = {size: groups // size for size in dividing if not _misfit(count, size, options, config)}
+    for fsdp in sorted(fitting, reverse=True):
+        if options.fsdp in (None, fsdp) and options.replicas in (None, fitting[fsdp]):
+            return fsdp
+    wanted = options.fsdp or max(1, groups // (options.replicas or 1))
+    problem = _misfit(count, wanted, options, config) or f"--replicas · --fsdp · --tp must be {count}"
+    fit = "; ".join(f"--replicas {replicas} --fsdp {fsdp}" for fsdp, replicas in fitting.items())
+    raise UserError(
+        f"{_described(options.mesh)} does not fit {count} {platform} devices and --preset {options.preset}: {problem}; "
+        f"sizes that fit: {fit}, or choose another --devices"
+    )
+
+
+def _misfit(count: int, fsdp: int, options: Options, config: DecoderConfig) -> str | None:
+    """Why devices cannot share the parameters, or None."""
+    parallel = _parallel(count, fsdp, options, config)
+    return None if parallel.fsdp is None else fsdp_misfit(config, parallel, parallel.fsdp)
+
+
+def _parallel(count: int, fsdp: int, options: Options, config: DecoderConfig) -> TensorParallel:
+    by_all = config.experts is not None and config.experts.num_experts % count == 0
+    # Gradients travel in the dtype of activations, so that in float32 losses do not depend on the number of devices.
+    shared = FSDP(fsdp, axis_name=_FSDP_AXIS, replica_axis=_REPLICA_AXIS, reduce_dtype=config.dtype)
+    return TensorParallel(
+        options.tp,
+        axis_name=_TENSOR_AXIS,
+        batch_axes=(_REPLICA_AXIS, _FSDP_AXIS),
+        expert_axes=_AXES if by_all else None,
+        transport=options.transport,
+        fsdp=shared if fsdp > 1 else None,
     )

@@ -20,7 +20,6 @@ from te_jax.cli._run_folder import StoredRun
 from te_jax.cli.errors import UserError
 from te_jax.models import PRESETS, DecoderConfig, TensorParallel
 from te_jax.offload import LAYER_INPUT, Offload
-from te_jax.parallel import FSDP
 from te_jax.recipe import BlockScaling, DelayedScaling
 
 OFFLOAD_MIN_SIZE = 2**16
@@ -69,6 +68,8 @@ class Plan:
             "text": self.text,
             "tokenizer": None if tokenizer is None else str(Path(tokenizer).resolve()),
             "devices": len(self.placement.devices),
+            "replicas": self.placement.replicas,
+            "fsdp": self.placement.fsdp,
             "checkpoint_every": self.checkpoint_every,
             "learning_rate": self.learning_rate,
             "dtype": self.config.dtype,
@@ -91,7 +92,7 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
     if stored is not None:
         _check_stored(stored, options, config, corpus)
     data = _text.split(corpus, options.seq_len)
-    devices = _placement.take_devices(options.devices, options.tp, options.fsdp)
+    devices = _placement.take_devices(options)
     _check_batch(options, len(devices) // options.tp)
     on_gpu = devices[0].platform == "gpu"
     by_platform = "bfloat16" if on_gpu else "float32"
@@ -103,7 +104,7 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
         learning_rate=options.learning_rate or 0.384 / config.hidden_size,
         warmup_steps=options.steps // 20 if options.warmup_steps is None else options.warmup_steps,
         checkpoint_every=options.checkpoint_every or (1000 if on_gpu else 100),
-        placement=_placement.build_placement(devices, options.tp, options.transport, config.experts, fsdp=options.fsdp),
+        placement=_placement.build_placement(devices, options, config),
         implementation=_implementation(options, config),
         text=corpus.source,
         token=corpus.unit,
@@ -141,7 +142,6 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
         vocab_size=preset.vocab_size if vocab_size is None else -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
     )
     _check_parallel(options, config)
-    _check_fsdp(options, config)
     return config
 
 
@@ -163,17 +163,6 @@ def _activations(remat: bool) -> Offload:
     """What a block keeps that takes long to compute again for its bytes."""
     names = [LAYER_INPUT] if remat else [LAYER_INPUT, "te_attention_operand", "te_attention_output"]
     return Offload(names=names, min_size=OFFLOAD_MIN_SIZE)
-
-
-def _check_fsdp(options: Options, config: DecoderConfig) -> None:
-    """Refuses a model whose parameters as many devices as `--fsdp` asks for cannot share."""
-    if options.fsdp == 1:
-        return
-    try:
-        TensorParallel(options.tp, fsdp=FSDP(options.fsdp)).check(config)
-    except ValueError as error:
-        misfit = str(error).removeprefix(f"parallel.fsdp.size is {options.fsdp}: ")
-        raise UserError(f"--fsdp {options.fsdp} does not fit --preset {options.preset}: {misfit}") from None
 
 
 def _check_parallel(options: Options, config: DecoderConfig) -> None:
@@ -229,7 +218,9 @@ def _check_batch(options: Options, parts: int) -> None:
     if options.batch % multiple:
         over = f"{parts} devices" if options.tp == 1 else f"{parts} groups of --tp {options.tp}"
         over = over if options.microbatches == 1 else f"--microbatches {options.microbatches} on {over}"
-        raise UserError(f"--batch {options.batch} does not divide over {over}: choose a multiple of {multiple}")
+        raise UserError(
+            f"--batch {options.batch} does not divide over {over}: choose a multiple of {multiple}, or other --devices"
+        )
 
 
 def _models(options: Options, config: DecoderConfig) -> tuple[Model, ...]:

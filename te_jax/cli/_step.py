@@ -115,8 +115,8 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     """The functions of a run that trains a model.
 
     With a recipe that has no state, each step quantizes all kernels once, for all microbatches of the next one, and
-    adds their gradients in place. Where several groups of devices share a batch, gradients are summed over the groups
-    in every microbatch, and devices quantize their parts themselves.
+    adds their gradients in place. Where replicas share a batch, and devices of each a model, gradients are summed over
+    replicas in every microbatch, and devices quantize their parts themselves.
 
     Deterministic runs on GPUs do without XLA's autotuning and atomic additions, which would keep a resumed run from
     repeating the bits of an uninterrupted one.
@@ -128,9 +128,9 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     jit = functools.partial(jax.jit, compiler_options=deterministic)
 
     parallel = placement.parallel
-    sums_groups = parallel is not None and placement.groups > 1
+    sums_replicas = parallel is not None and placement.replicas > 1
     how = None
-    if not sums_groups and not isinstance(config.recipe, DelayedScaling | None):
+    if not sums_replicas and not isinstance(config.recipe, DelayedScaling | None):
         how = requantize(config, parallel=parallel, implementation=plan.implementation)
 
     def kernels_of(params: Any) -> Any:
@@ -142,7 +142,7 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config), kernels_of(params))
 
     shardings = placement.of_state(*_types(init, jax.random.key(0)), config)
-    in_place = None if sums_groups else decoder.is_head
+    in_place = None if sums_replicas else decoder.is_head
 
     def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, Losses]:
         losses, gradients, scaling = _value_and_gradients(loss, state, windows, in_place)

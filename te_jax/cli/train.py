@@ -72,16 +72,8 @@ def _run(args: argparse.Namespace) -> int:
     try:
         if args.out is None:
             print(f"run in {folder.path}")
-        if plan.options.fsdp > 1:
-            print(
-                f"{len(plan.placement.devices)} {plan.placement.devices[0].platform} devices, "
-                f"{plan.options.fsdp * plan.options.tp} share the parameters"
-            )
-        if plan.options.tp > 1:
-            print(
-                f"{len(plan.placement.devices)} {plan.placement.devices[0].platform} devices, {plan.options.tp} share "
-                f"the model: transport {plan.options.transport}"
-            )
+        if len(plan.placement.devices) > 1:
+            print(_placement.describe(plan.placement, plan.options, plan.config))
         stopped = ""
         with _interruption.watching() as signals, _memory(plan):
             try:
@@ -162,7 +154,7 @@ def _check_memory(plan: Plan, learners: dict[str, Learner]) -> None:
         raise UserError(
             f"--preset {plan.options.preset} needs {needed / 2**30:,.2f} GiB on each device for {held}, and a device "
             f"has {present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, --offload optimizer, "
-            "or a larger --tp, which divides the model among devices"
+            "or more devices, which share them"
         )
 
 
@@ -198,7 +190,7 @@ def _header(plan: Plan) -> dict[str, Any]:
         },
         "text": {"source": plan.text, f"{plan.token}s": plan.num_tokens, "sha256": plan.sha256},
         "implementation": plan.implementation,
-        "parallel": {"tp": plan.options.tp, "fsdp": plan.options.fsdp, "transport": plan.options.transport},
+        "parallel": {"tp": plan.options.tp, "fsdp": plan.placement.fsdp, "transport": plan.options.transport},
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
         "versions": {
             "te_jax": te_jax.__version__,
@@ -349,7 +341,7 @@ def _conclude(plan: Plan, folder: RunFolder, cost: str) -> None:
     chosen += [] if options.optimizer_state == "f32" else [f"{options.optimizer_state} states"]
     chosen = chosen or ["te_jax"]
     label = chosen[0]  # what a twin lacks
-    chosen += [] if options.fsdp == 1 else [f"fsdp {options.fsdp}"]
+    chosen += [] if plan.placement.fsdp == 1 else [f"fsdp {plan.placement.fsdp}"]
     chosen += [] if options.tp == 1 else [f"tp {options.tp} ({options.transport})"]
     size = f"{config.num_parameters:,} parameters"
     size += "" if config.experts is None else f", {config.num_active_parameters:,} active"

@@ -31,7 +31,7 @@ from te_jax._core.arguments import is_whole_number
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.models.config import MLP, DecoderConfig
-from te_jax.parallel.fsdp import FSDP, quantized_specs
+from te_jax.parallel.fsdp import FSDP, quantized_specs, split_dimension
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
 from te_jax.quantized import QuantizedArray
 from te_jax.sharding import axes_of_entry
@@ -124,10 +124,10 @@ class TensorParallel:
             )
 
     def _check_fsdp(self, config: DecoderConfig, fsdp: FSDP) -> None:
-        problem = _fsdp_misfit(config, self, fsdp)
+        problem = fsdp_misfit(config, self, fsdp)
         if problem is not None:
             smaller = (dataclasses.replace(fsdp, size=size) for size in range(2, fsdp.size))
-            fitting = [str(other.size) for other in smaller if _fsdp_misfit(config, self, other) is None]
+            fitting = [str(other.size) for other in smaller if fsdp_misfit(config, self, other) is None]
             raise ValueError(
                 f"parallel.fsdp.size is {fsdp.size}: {problem}; smaller sizes that fit this decoder: "
                 f"{', '.join(fitting) or 'none'}. Use one of these, and replica_axis for the other devices"
@@ -178,21 +178,22 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, An
     }
 
 
-def loop_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, PartitionSpec]:
+def loop_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, PartitionSpec | None]:
     """How the parameters of a block lie where `fsdp` gathers them: experts that its axis splits are not gathered."""
     layer = param_specs(config, parallel)["layers"][0]
     assert parallel.fsdp is not None
     if config.experts is not None and parallel.fsdp.axis_name in (parallel.expert_axes or ()):
-        layer |= dict.fromkeys(MLP, PartitionSpec())
+        layer |= dict.fromkeys(MLP)
     return layer
 
 
 def _with_fsdp(name: str, spec: PartitionSpec, config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP):
     """The spec of a kernel whose parts are split once more."""
-    shape, entries = config.kernel_shapes[name], _entries(spec, config.kernel_shapes[name])
-    dim = _fsdp_dimension(name, entries, shape, parallel, fsdp)
-    if dim is None:
+    entries = _entries(spec, config.kernel_shapes[name])
+    found = _fsdp_dimension(entries, config.kernel_shapes[name], parallel, fsdp)
+    if not _is_gathered(name, entries, config, fsdp) or found is None:
         return spec
+    dim, _ = found
     entries[dim] = (*entries[dim], fsdp.axis_name)
     return PartitionSpec(*((axes[0] if len(axes) == 1 else axes) if axes else None for axes in entries))
 
@@ -201,44 +202,39 @@ def _entries(spec: PartitionSpec, shape: tuple[int, ...]) -> list[tuple[str, ...
     return [axes_of_entry(entry) for entry in (*spec, *(None,) * (len(shape) - len(spec)))]
 
 
+def _is_gathered(name: str, entries: list[tuple[str, ...]], config: DecoderConfig, fsdp: FSDP) -> bool:
+    """Not small kernels, the router, and experts that the axis splits, of which each device has its own."""
+    is_large = math.prod(config.kernel_shapes[name]) >= fsdp.min_size
+    return is_large and name != "router" and fsdp.axis_name not in itertools.chain(*entries)
+
+
 def _fsdp_dimension(
-    name: str, entries: list[tuple[str, ...]], shape: tuple[int, ...], parallel: TensorParallel, fsdp: FSDP
-) -> int | None:
-    """The first dimension whose parts are whole blocks of 128, or else the first one that devices divide.
-
-    Of experts each has its own; those that the axis splits are not split again, and neither is the router.
-    """
-    if name == "router" or fsdp.axis_name in itertools.chain(*entries) or math.prod(shape) < fsdp.min_size:
-        return None
-    fitting = (
-        dim
-        for block in (BLOCK, 1)
-        for dim in range(len(shape) - 2, len(shape))
-        if _part(entries[dim], shape[dim], parallel) % (fsdp.size * block) == 0
-    )
-    return next(fitting, None)
+    entries: list[tuple[str, ...]], shape: tuple[int, ...], parallel: TensorParallel, fsdp: FSDP
+) -> tuple[int, bool] | None:
+    """`split_dimension` of the rows and columns that devices along `parallel.axis_name` have."""
+    stacked = len(shape) - 2
+    matrix = [
+        count // parallel.size if parallel.axis_name in axes else count
+        for axes, count in zip(entries[stacked:], shape[stacked:], strict=True)
+    ]
+    found = split_dimension(matrix, fsdp.size)
+    return None if found is None else (stacked + found[0], found[1])
 
 
-def _part(axes: tuple[str, ...], count: int, parallel: TensorParallel) -> int:
-    return count // parallel.size if parallel.axis_name in axes else count
-
-
-def _fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> str | None:
+def fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> str | None:
     """Why devices cannot have parts of the parameters, or None."""
     if config.hidden_size // parallel.size % fsdp.size:
         return f"hidden_size is {config.hidden_size}, which {parallel.size} · {fsdp.size} does not divide"
     by_blocks = config.recipe is not None and config.recipe.scalings["kernel"][0].startswith("block")
     layer = param_specs(config, dataclasses.replace(parallel, fsdp=None))["layers"][0]
     for name, shape in config.kernel_shapes.items():
-        if name == "router" or math.prod(shape) < fsdp.min_size:
-            continue
         entries = _entries(layer[name], shape)
-        dim = _fsdp_dimension(name, entries, shape, parallel, fsdp)
-        if fsdp.axis_name in itertools.chain(*entries):
+        if not _is_gathered(name, entries, config, fsdp):
             continue
-        if dim is None:
+        found = _fsdp_dimension(entries, shape, parallel, fsdp)
+        if found is None:
             return f"{name} has shape {shape}, of which it divides no dimension"
-        if by_blocks and _part(entries[dim], shape[dim], parallel) // fsdp.size % BLOCK:
+        if by_blocks and not found[1]:
             return f"{name} has shape {shape}, and no dimension has parts that are whole blocks of {BLOCK}"
     return None
 

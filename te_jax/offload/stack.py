@@ -133,7 +133,7 @@ def _plans(
             if kind not in made:
                 own = [constants[i] for i in layer.constants]
                 made[kind] = plan_of(layer, own, of_layer, x, flags, NOTHING if stays else offload)
-                if offload.required and isinstance(offload.names, tuple):
+                if offload.required and isinstance(offload.names, tuple) and not stays:
                     check_names(made[kind].residuals, offload.names, place)
             plans.append(made[kind])
             x = layer(constants, of_layer, x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -52,7 +53,8 @@ class FSDP:
       prefetch_bytes: of gathered parameters that are on their way beside a layer; one layer's at least.
       min_size: values; smaller parameters are whole on each device, and their gradients are summed once a step.
       specs: the PartitionSpecs of a layer's parameters, where `apply_layers` is called inside of `jax.shard_map`; or a
-        list with those of each layer. Elsewhere they are those of `shard_specs`.
+        list with those of each layer. None stands for what the layer reads as this device has it, such as experts of
+        its own. Elsewhere they are those of `shard_specs`.
 
     Raises:
       ValueError: an argument is out of range.
@@ -113,12 +115,15 @@ def validate(fsdp: Any) -> None:
 def shard_specs(params: Any, fsdp: FSDP) -> Any:
     """How parameters lie on a mesh: each is split along its first dimension whose parts are whole blocks of 128.
 
-    Blocks are what shares a scale in block scaling, so that every device quantizes its part alone. If no dimension has
-    whole blocks, the first one that devices divide is split; parameters of fewer than `fsdp.min_size` values are not.
+    Blocks are what shares a scale in block scaling, so that every device quantizes its part alone. Where no dimension
+    has them by itself, kernels of `fsdp.quantize` are split along the first of several dimensions that are rows or
+    columns together, such as heads, or along those that stack kernels, such as experts. If these do not have whole
+    blocks either, the first dimension that devices divide is split; parameters of fewer than `fsdp.min_size` values are
+    not.
 
     Args:
       params: a pytree of arrays or `jax.ShapeDtypeStruct`. Of a QuantizedArray the spec is that of what it stands for.
-      fsdp: the devices.
+      fsdp: the devices. `quantize` counts where `params` are those of a layer, or a list of these.
 
     Returns:
       A PartitionSpec for every array, in the same pytree.
@@ -136,23 +141,48 @@ def shard_specs(params: Any, fsdp: FSDP) -> Any:
     """
 
     validate(fsdp)
+    is_list = isinstance(params, list | tuple) and not hasattr(params, "_fields")
+    layers = params if is_list else [params]
+    try:
+        hows = itertools.chain(*_for_each_layer("quantize", fsdp.quantize, layers, _requantize_of))
+    except ValueError:  # these are other parameters
+        hows = itertools.repeat(None)
 
-    def of(path: Any, leaf: Any) -> PartitionSpec:
+    def of(path: Any, leaf: Any, how: Requantize | None) -> PartitionSpec:
         shape = () if isinstance(leaf, DelayedScalingState) else jnp.shape(leaf)
         if math.prod(shape) < max(fsdp.min_size, 1):
             return PartitionSpec()
-        fitting = _dimension(shape, fsdp.size, BLOCK), _dimension(shape, fsdp.size, 1)
-        found = next((dim for dim in fitting if dim is not None), None)
+        found = split_dimension(shape, fsdp.size, how)
         if found is None:
-            sizes = [str(size) for size in range(2, fsdp.size) if _dimension(shape, size, 1) is not None]
+            sizes = [str(size) for size in range(2, fsdp.size) if split_dimension(shape, size) is not None]
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} has shape {shape}, and size={fsdp.size} divides no dimension of "
                 f"that; sizes that do: {', '.join(sizes) or 'none'}. Use one of these with replica_axis for the other "
                 "devices, or min_size to leave it whole"
             )
-        return PartitionSpec(*(None,) * found, fsdp.axis_name)
+        return PartitionSpec(*(None,) * found[0], fsdp.axis_name)
 
-    return jax.tree_util.tree_map_with_path(of, params, is_leaf=is_parameter)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_parameter)
+    return structure.unflatten([of(path, leaf, how) for (path, leaf), how in zip(leaves, hows, strict=False)])
+
+
+def split_dimension(shape: Sequence[int], size: int, how: Requantize | None = None) -> tuple[int, bool] | None:
+    """The dimension along which devices split a parameter, if they can, and whether its parts are whole blocks.
+
+    Args:
+      shape: of the parameter.
+      size: number of devices.
+      how: how it is quantized; None if it is not.
+    """
+    dividing = [dim for dim, count in enumerate(shape) if count and count % size == 0]
+    whole = [dim for dim in dividing if shape[dim] // size % BLOCK == 0]
+    if how is not None:
+        cols = how.stacked_ndim + how.row_ndim
+        # Of dimensions that are one in a kernel's matrix, parts along the first one are contiguous.
+        inner = {how.stacked_ndim: shape[how.stacked_ndim + 1 : cols], cols: shape[cols + 1 :]}
+        inner |= dict.fromkeys(range(how.stacked_ndim), (BLOCK,))  # kernels have blocks of their own
+        whole += [dim for dim in dividing if dim in inner and shape[dim] // size * math.prod(inner[dim]) % BLOCK == 0]
+    return ((whole or dividing)[0], bool(whole)) if dividing else None
 
 
 def quantized_specs(x: QuantizedArray, spec: PartitionSpec) -> QuantizedArray:
@@ -189,11 +219,6 @@ def spread_specs(specs: Any, params: Any) -> Any:
         return quantized_specs(leaf, spec) if isinstance(leaf, QuantizedArray) else spec
 
     return jax.tree.map(of, params, specs, is_leaf=is_parameter)
-
-
-def _dimension(shape: tuple[int, ...], size: int, block: int) -> int | None:
-    """The first dimension whose parts are whole blocks."""
-    return next((dim for dim, count in enumerate(shape) if count and count % (size * block) == 0), None)
 
 
 # Inside of shard_map
@@ -376,10 +401,10 @@ def _for_each_layer(name: str, value: Any, params: Sequence[Any], spread: Any) -
         raise ValueError(f"fsdp.{name} does not have the structure of a layer's parameters: {error}") from None
 
 
-def _specs_of(specs: Any, of_layer: Any) -> list[PartitionSpec]:
+def _specs_of(specs: Any, of_layer: Any) -> list[PartitionSpec | None]:
     found = jax.tree.structure(of_layer, is_leaf=is_parameter).flatten_up_to(specs)
     for spec in found:
-        if not isinstance(spec, PartitionSpec):
+        if not (spec is None or isinstance(spec, PartitionSpec)):
             raise ValueError(f"{spec!r} is no PartitionSpec; pass one for each parameter, as shard_specs returns them")
     return found
 
@@ -395,14 +420,20 @@ def _requantize_of(quantize: Any, of_layer: Any) -> list[Requantize | None]:
 
 
 def _prepared(
-    fsdp: FSDP, name: str, leaf: Any, spec: PartitionSpec, how: Requantize | None, axes: frozenset[str]
+    fsdp: FSDP, name: str, leaf: Any, spec: PartitionSpec | None, how: Requantize | None, axes: frozenset[str]
 ) -> tuple[Any, int | None]:
     """The leaf as it travels, and the dimension along which it is split."""
     if isinstance(leaf, DelayedScalingState):
         return leaf, None
-    dim = next((dim for dim, entry in enumerate(spec) if fsdp.axis_name in sharding.axes_of_entry(entry)), None)
-    if dim is not None:
-        sharding.validate_split(name, leaf, (fsdp.axis_name,), "pass shard_map the same specs", "fsdp.specs")
+    entries = enumerate(spec or ())
+    dim = next((dim for dim, entry in entries if fsdp.axis_name in sharding.axes_of_entry(entry)), None)
+    differs = fsdp.axis_name in sharding.varying_axes(leaf)
+    if spec is not None and differs != (dim is not None):
+        here = "differs from device to device" if differs else "is the same on all devices"
+        raise ValueError(
+            f"{name} {here} along {fsdp.axis_name!r}, and fsdp.specs has {spec} for it: pass shard_map the same specs, "
+            "or None for what the layer reads as this device has it"
+        )
     if isinstance(leaf, QuantizedArray):
         if leaf.data is None or leaf.transposed is None:
             raise ValueError(

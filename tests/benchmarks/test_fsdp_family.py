@@ -40,13 +40,8 @@ def devices(monkeypatch, require_devices):
 @pytest.mark.parametrize(
     ("count", "changes", "names"),
     [
-        (2, {}, ("bf16", "bf16_scan", "te_jax_block_fp8_head")),
-        pytest.param(
-            2,
-            {"microbatches": 2, "remat": False},
-            ("bf16", "te_jax_block_fp8_head_keep", "te_jax_block_fp8_head_jit"),
-            marks=pytest.mark.slow,
-        ),
+        (2, {}, ("bf16", "bf16_scan", "te_jax_block_fp8_head_overlap")),
+        (2, {"microbatches": 2, "remat": False}, ("bf16", "te_jax_block_fp8_head_keep", "te_jax_block_fp8_head_jit")),
         (4, {"sequence": 256}, ("bf16", "te_jax_block_fp8_head_tensor", "te_jax_block_fp8_head_replicas")),
     ],
 )

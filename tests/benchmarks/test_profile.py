@@ -33,6 +33,7 @@ KERNELS = {
     "void te_jax::Subtract<float>(Arguments)": "loss",
     "loop_subtract_fusion": "elementwise",
     "loop_add_fusion_3": "optimizer",
+    "void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>": "optimizer",
     "loop_reduce_fusion": "loss",
     "loop_multiply_fusion": "elementwise",
     "loop_add_fusion_4": "elementwise",

@@ -484,9 +484,11 @@ def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(out,
     monkeypatch.setattr(_placement, "memory_of", lambda devices: 2**30)
     error = refused(["--preset", "8b", "--devices", "1", "--out", str(out)], capsys)
     assert "--preset 8b needs 89.75 GiB on each device for parameters and Adam's moments" in error
-    ways_out = "a smaller --preset, --optimizer-state fp8, --offload optimizer, or a larger --tp"
+    ways_out = "a smaller --preset, --optimizer-state fp8, --offload optimizer, or more devices, which share them"
     assert f"has 1.00 GiB: choose {ways_out}" in error
-    error = refused(["--preset", "8b", "--tp", "2", "--optimizer-state", "fp8", "--out", str(out)], capsys)
+    error = refused(
+        ["--preset", "8b", "--tp", "2", "--devices", "2", "--optimizer-state", "fp8", "--out", str(out)], capsys
+    )
     assert "--preset 8b needs 22.67 GiB on each device" in error
     assert not out.exists()
 
@@ -732,7 +734,7 @@ def test_other_software_is_noted_on_resuming(whole, out, capsys):
         ('"steps": 40', '"stfps": 40', r"has options that te_jax \S+ does not know \(stfps\): go on with the version"),
         ('"dtype": "float32", "det', '"dtype": "flnat32", "det', "is damaged, dtype is 'flnat32': start another run"),
         ('"steps": 40', '"steps": "40"', "is damaged, steps is '40': start another run"),
-        ('"tp": 1, "fsdp": 1, "transport": "auto", "rec', '"tp": 0, "fsdp": 1, "transport": "auto", "rec', "--tp is 0"),
+        ('"tp": 1, "transport": "auto", "rec', '"tp": 0, "transport": "auto", "rec', "--tp is 0"),
         ('"text": {"source', '"texu": {"source', "is not, or no longer, what the run in"),
         ('"sha256"', '"sha257"', "is not, or no longer, what the run in"),
     ],

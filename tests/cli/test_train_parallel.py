@@ -1,8 +1,9 @@
-"""`te-jax train --tp`: devices that share a model learn what one does, and runs go on with more of them or fewer."""
+"""`te-jax train` on several devices: they learn what one does, and runs go on with more of them or fewer."""
 
 import argparse
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 from runs import losses, plan_of, refused, without_last_checkpoint
 
 from te_jax import hlo, native
-from te_jax.cli import _options, _placement, _step
+from te_jax.cli import _options, _placement, _plan, _step
+from te_jax.cli._options import Options
 from te_jax.cli._run_folder import RunFolder, StoredRun, read_header
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, init
@@ -65,18 +67,43 @@ def test_two_devices_learn_what_one_does(on_one_device, on_two_devices):
     assert header["parallel"] == {"tp": 2, "fsdp": 1, "transport": "ring"}
     assert header["device"]["count"] == header["options"]["devices"] == 2
     shown = (on_two_devices.parent / "shown").read_text()
-    assert "2 cpu devices, 2 share the model: transport ring" in shown
+    assert "2 cpu devices: replicas 1, fsdp 1, tp 2, transport ring\n" in shown
     assert re.search(rf"^{STEPS} steps with tp 2, transport ring, in ", shown, re.MULTILINE)
 
 
 def test_devices_that_share_the_parameters_learn_what_one_does(on_one_device, tmp_path, capsys):
-    """Two replicas of two devices, and after that four devices that have parts."""
-    argv = [*ARGV, "--devices", "4", "--out", str(tmp_path / "run")]
-    assert main([*argv, "--fsdp", "2"]) == 0
-    np.testing.assert_allclose(losses(tmp_path / "run"), losses(on_one_device), rtol=1e-4)
-    assert "4 cpu devices, 2 share the parameters" in capsys.readouterr().out
-    assert main(["train", "--resume", "--fsdp", "4", "--steps", str(STEPS + 1), "--out", str(tmp_path / "run")]) == 0
-    assert read_header(tmp_path / "run")["parallel"]["fsdp"] == 4
+    """Two replicas of two devices, after that all four as one does by default, and after that two."""
+    out = tmp_path / "run"
+    assert main([*ARGV, "--devices", "4", "--replicas", "2", "--out", str(out)]) == 0
+    np.testing.assert_allclose(losses(out), losses(on_one_device), rtol=1e-4)
+    shown = capsys.readouterr().out
+    for step, options in enumerate([["--replicas", "1"], ["--devices", "2"], []], start=STEPS + 1):
+        assert main(["train", "--resume", *options, "--steps", str(step), "--out", str(out)]) == 0
+        shown += capsys.readouterr().out
+    assert re.findall("cpu devices: (.*)", shown) == [
+        "replicas 2, fsdp 2, tp 1",
+        "replicas 1, fsdp 4, tp 1",
+        *["replicas 1, fsdp 2, tp 1"] * 2,
+    ]
+    assert read_header(out)["parallel"]["fsdp"] == 2
+
+
+@pytest.mark.parametrize("of_an_old_version", [["replicas"], ["replicas", "fsdp"]])
+def test_a_run_of_a_version_without_replicas_goes_on_as_it_was(of_an_old_version, tmp_path, capsys):
+    """Each device has all parameters, as without --fsdp at that time."""
+    out = tmp_path / "run"
+    assert main([*ARGV, "--devices", "4", "--fsdp", "1", "--steps", "2", "--out", str(out)]) == 0
+    log = out / "log.jsonl"
+    text = re.sub(r', "crc32": \d+', "", log.read_text())
+    for name in of_an_old_version:
+        text, count = re.subn(rf'"{name}": \d+, (?=.*"model": )', "", text)
+        assert count == 1
+    log.write_text(text)
+    capsys.readouterr()
+    assert main(["train", "--resume", "--steps", "3", "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert "4 cpu devices: replicas 4, fsdp 1, tp 1\n" in shown.out
+    assert "parallel" not in shown.err
 
 
 @pytest.mark.parametrize(
@@ -118,7 +145,8 @@ def test_a_checkpoint_fits_whatever_options_a_resumed_run_changes(preset, recipe
 
     def stored(**changes):
         given = {"preset": preset, "recipe": recipe, "optimizer_state": optimizer_state, "compare": recipe != "none"}
-        plan = plan_of(devices=changes.get("tp", 1), seq_len=256, **given, **changes)
+        devices = changes.get("tp", 1) * changes.get("fsdp", 1)
+        plan = plan_of(devices=devices, seq_len=256, **given, **changes)
         smaller = [model._replace(config=dataclasses.replace(model.config, num_layers=1)) for model in plan.models]
         learners = {model.loss_name: build_learner(plan, model) for model in smaller}
         return {name: kinds_of(each.stored(each.abstract_state())) for name, each in learners.items()}
@@ -126,7 +154,7 @@ def test_a_checkpoint_fits_whatever_options_a_resumed_run_changes(preset, recipe
     expected = stored()
     for changes in (
         {"tp": 2},
-        {"tp": 2, "offload": "activations,optimizer"},
+        {"tp": 2, "fsdp": 2, "offload": "activations,optimizer"},
         {"remat": True, "offload": "optimizer"},
         {"microbatches": 2, "deterministic": True},
     ):
@@ -188,6 +216,22 @@ def test_parts_of_the_batch_stay_what_they_are(stored, given, expected):
     assert (options.devices, options.tp, options.transport) == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (2, 4)),
+        ({"devices": 16, "steps": 300}, (2, 4)),
+        ({"devices": 8}, (None, None)),
+        ({"tp": 1}, (None, None)),
+        ({"fsdp": 8}, (None, 8)),
+        ({"replicas": 4}, (4, None)),
+    ],
+)
+def test_a_run_that_goes_on_keeps_its_mesh_unless_a_part_of_it_changes(given, expected):
+    options = resolve(given, {"devices": 16, "replicas": 2, "fsdp": 4, "tp": 2})
+    assert (options.replicas, options.fsdp) == expected
+
+
 def test_auto_leaves_a_run_what_it_has():
     stored = {"dtype": "bfloat16", "implementation": "reference"}
     options = resolve({"dtype": "auto", "implementation": "auto"}, stored)
@@ -203,7 +247,7 @@ def test_recipe_and_twin_on_a_mesh_of_data_and_parts(on_one_device, tmp_path, ca
     np.testing.assert_allclose(losses(out, name="float32_loss"), losses(on_one_device), rtol=1e-4)
     np.testing.assert_allclose(losses(out), losses(on_one_device), rtol=5e-2)
     assert (losses(out) != losses(out, name="float32_loss")).all()
-    assert "4 cpu devices, 2 share the model: transport auto" in capsys.readouterr().out
+    assert "4 cpu devices: replicas 1, fsdp 2, tp 2, transport auto\n" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ the compiled parts
@@ -254,8 +298,40 @@ def test_a_step_moves_no_parameters(rng):
 def test_devices_that_do_not_share_the_model_share_the_batch(require_devices):
     require_devices(4)
     for tp, windows in ((1, 2), (2, 4)):
-        placement = _placement.build_placement(jax.devices()[:4], tp)
+        placement = _placement.build_placement(jax.devices()[:4], Options(tp=tp), PRESETS["tiny"])
         assert placement.windows.shard_shape((3, 8, 33)) == (3, windows, 33)
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "expected"),
+    [
+        ({}, 8, "replicas 1, fsdp 8, tp 1"),
+        ({"tp": 2}, 8, "replicas 1, fsdp 4, tp 2, transport auto"),
+        ({"replicas": 2}, 8, "replicas 2, fsdp 4, tp 1"),
+        ({"fsdp": 2, "tp": 2}, 8, "replicas 2, fsdp 2, tp 2, transport auto"),
+        ({}, 6, "replicas 3, fsdp 2, tp 1 (fsdp 6 does not fit: hidden_size is 128, which 1 · 6 does not divide)"),
+        ({"preset": "small"}, 6, "replicas 1, fsdp 6, tp 1"),
+        (
+            {"preset": "small", "recipe": "block"},
+            8,
+            "replicas 4, fsdp 2, tp 1 "
+            "(fsdp 8 does not fit: query has shape (768, 768), and no dimension has parts that "
+            "are whole blocks of 128)",
+        ),
+    ],
+)
+def test_as_many_devices_as_fit_share_the_parameters(options, devices, expected):
+    options = Options(**options)
+    config = _plan.build_config(options)
+    placement = _placement.build_placement(jax.devices()[:devices], options, config)
+    assert _placement.describe(placement, options, config) == f"{devices} cpu devices: {expected}"
+
+
+def test_by_default_a_device_has_a_part_of_the_state():
+    plan = plan_of(preset="small", devices=8, batch=8)
+    params = build_learner(plan, *plan.models).abstract_state().params
+    sizes = [(math.prod(leaf.sharding.shard_shape(leaf.shape)), leaf.size) for leaf in jax.tree.leaves(params)]
+    assert all(part == size // 8 for part, size in sizes if size > 768)
 
 
 def test_the_twin_with_the_loss_of_optax(rng):
@@ -291,15 +367,24 @@ def test_the_twin_with_the_loss_of_optax(rng):
         (["--tp", "2", "--recipe", "block"], "does not divide over --tp 2 in blocks of 128: choose a multiple of 256"),
         (
             ["--tp", "2", "--devices", "3"],
-            "--devices 3 cannot be divided into groups of --tp 2: choose a multiple of 2",
+            "--tp 2 does not divide 3 cpu devices: choose --tp from 1, 3, or a multiple of 2 for --devices",
         ),
         (
             ["--tp", "2", "--transport", "p2p", "--implementation", "reference"],
             "p2p is native, and --implementation is reference",
         ),
         (["--fsdp", "0"], "--fsdp is 0: it must be at least 1"),
-        (["--fsdp", "3"], "--fsdp 3 does not fit --preset tiny: hidden_size is 128, which 1 · 3 does not divide"),
-        (["--fsdp", "2", "--devices", "3"], "--devices 3 cannot be divided into groups of --fsdp 2: choose a multiple"),
+        (["--replicas", "0"], "--replicas is 0: it must be at least 1"),
+        (
+            ["--fsdp", "3", "--devices", "6", "--batch", "6"],
+            "--fsdp 3 does not fit 6 cpu devices and --preset tiny: hidden_size is 128, which 1 · 3 does not divide; "
+            "sizes that fit: --replicas 6 --fsdp 1; --replicas 3 --fsdp 2, or choose another --devices",
+        ),
+        (
+            ["--replicas", "8", "--tp", "2", "--devices", "4"],
+            "--replicas 8 · --tp 2 does not fit 4 cpu devices and --preset tiny: --replicas · --fsdp · --tp must be 4; "
+            "sizes that fit: --replicas 2 --fsdp 1; --replicas 1 --fsdp 2, or choose",
+        ),
         (["--tp", "2", "--devices", "6"], "--batch 16 does not divide over 3 groups of --tp 2: choose a multiple of 3"),
     ],
 )
@@ -311,9 +396,9 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(argv, words, t
 def test_devices_are_all_that_there_are_unless_fewer_are_asked_for(require_devices):
     require_devices(2)
     devices = jax.devices()
-    assert _placement.take_devices(None) == _placement.take_devices(len(devices)) == devices
-    assert _placement.take_devices(1) == devices[:1]
-    assert _placement.take_devices(None, tp=2) == _placement.take_devices(2, tp=2) == devices[:2]
+    for options in ({}, {"devices": len(devices)}, {"tp": 2}, {"fsdp": 2}):
+        assert _placement.take_devices(Options(**options)) == devices
+    assert _placement.take_devices(Options(devices=2, tp=2)) == devices[:2]
 
 
 def test_too_few_devices_are_refused_with_the_flag_that_makes_them(tmp_path, capsys):

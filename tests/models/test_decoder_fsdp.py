@@ -47,6 +47,11 @@ CASES = {
     "by rows": ({"recipe": RowwiseScaling()}, {}, {"fsdp": 2, "tensor": 1}),
     "by tensors": ({"recipe": CurrentScaling()}, {}, {"fsdp": 2, "tensor": 1}),
     "offloaded": (BLOCK | {"offload": Offload(min_size=0)}, {}, {"fsdp": 2, "tensor": 1}),
+    "offloaded by names of a block": (
+        {"offload": Offload(["te_attention_output"], min_size=0)},
+        {},
+        {"fsdp": 2, "tensor": 1},
+    ),
     "tensor parallel": (BLOCK, {}, {"fsdp": 2, "tensor": 2}),
     "replicas": (BLOCK, {"replica_axis": "replica"}, {"replica": 2, "fsdp": 2, "tensor": 1}),
     "experts": (EXPERTS | BLOCK, {}, {"fsdp": 2, "tensor": 1}),
@@ -88,6 +93,20 @@ def test_loss_and_gradients_are_those_of_whole_parameters(case, rng, mesh_of):
         jax.tree.leaves_with_path(found), jax.tree.leaves(param_specs(config, parallel)), strict=True
     ):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim), path
+
+
+@pytest.mark.slow
+def test_experts_that_devices_have_are_not_gathered(rng, mesh_of):
+    """A device's own compute the tokens of all, so that their gradients are sums already."""
+    config, mesh = dataclasses.replace(CONFIG, **EXPERTS, recipe=BlockScaling()), mesh_of(fsdp=2, tensor=1)
+    parallel = TensorParallel(1, expert_axes=("fsdp", "tensor"), fsdp=SHARED)
+    replicated = dataclasses.replace(whole(parallel), expert_axes=parallel.expert_axes)
+    assert param_specs(config, parallel)["layers"][0]["gate"] == P(("fsdp", "tensor"))
+    params, batch = random_params(config, rng), random_batch(config, rng, (4, 256))
+    found, expected = (
+        gradient_of(mesh, config, how)(placed(params, mesh, config, how), *batch) for how in (parallel, replicated)
+    )
+    assert_same(found, expected)
 
 
 @pytest.mark.slow

@@ -57,6 +57,55 @@ def draw(rng, count=COUNT):
     return params, {"h": normal(4, 128, WIDTH, scale=1.0), "mask": jnp.asarray(rng.integers(0, 2, (4, 128)), jnp.int32)}
 
 
+HEADS, HEAD_DIM, EXPERTS = 4, 64, 4
+
+
+def attend(x, params):
+    """Kernels whose heads are one dimension with that of a head, where they are quantized."""
+    heads = ops.dense(x["h"], params["query"], recipe=BlockScaling())
+    heads = heads.reshape(*x["h"].shape[:-1], *params["out"].shape[:-1])
+    out = ops.dense(heads, params["out"], contracting_ndim=params["out"].ndim - 1, recipe=BlockScaling())
+    return x | {"h": x["h"] + out}
+
+
+def mix(x, params):
+    """Kernels of experts, each of which has its part of the tokens."""
+    rows = x["h"].reshape(-1, x["h"].shape[-1])
+    sizes = jnp.full(EXPERTS, len(rows) // EXPERTS, jnp.int32)
+    hidden = jax.nn.silu(ops.grouped_dense(rows, params["up"], sizes, recipe=BlockScaling()))
+    return x | {
+        "h": x["h"] + ops.grouped_dense(hidden, params["down"], sizes, recipe=BlockScaling()).reshape(x["h"].shape)
+    }
+
+
+# Layers whose kernels have no dimension with whole blocks on two devices; how these are quantized; shapes and specs.
+KINDS = {
+    "heads": (
+        attend,
+        {"query": BLOCK, "out": dataclasses.replace(BLOCK, row_ndim=2)},
+        {"query": (128, HEADS, HEAD_DIM), "out": (HEADS, HEAD_DIM, 128)},
+        {"query": P(None, "fsdp"), "out": P("fsdp")},
+    ),
+    "experts": (
+        mix,
+        dict.fromkeys(("up", "down"), dataclasses.replace(BLOCK, stacked_ndim=1)),
+        {"up": (EXPERTS, 128, 192), "down": (EXPERTS, 192, 128)},
+        {"up": P("fsdp"), "down": P("fsdp")},
+    ),
+}
+
+
+def draw_kind(rng, kind):
+    """A layer, how its kernels are shared, parameters of a stack, x, and specs of a layer."""
+    run, quantize, shapes, specs = KINDS[kind]
+    params = [
+        {name: jnp.asarray(rng.standard_normal(shape) / 16, jnp.float32) for name, shape in shapes.items()}
+        for _ in range(2)
+    ]
+    x = {"h": jnp.asarray(rng.standard_normal((4, 512, 128)), jnp.float32), "mask": jnp.zeros((4, 512), jnp.int32)}
+    return run, dataclasses.replace(EXACT, quantize=quantize), params, x, specs
+
+
 def objective(y):
     return jnp.sum(jnp.sin(y["h"].astype(jnp.float32)))
 
@@ -104,6 +153,68 @@ def test_the_gradients_of_whole_parameters(case, mesh, rng):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
 
 
+def sum_of(function, params, x):
+    """Of what each device has of the batch, one after the other."""
+    parts = [jax.tree.map(lambda leaf, part=part: jnp.split(leaf, DEVICES)[part], x) for part in range(DEVICES)]
+    return jax.tree.map(lambda *values: sum(values), *(function(params, part) for part in parts))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_that_are_no_matrices(kind, mesh, rng):
+    run, fsdp, params, x, specs = draw_kind(rng, kind)
+    assert shard_specs(params, fsdp) == [specs] * 2
+    (value, (found, _)) = on_mesh(mesh, params, x, fsdp, run, remat=True)
+    whole = jax.jit(jax.value_and_grad(lambda params, x: objective(apply_layers(run, params, x, remat=True))))
+    assert_same((value, found), sum_of(whole, params, x), 1e-3)
+    for leaf, spec in zip(jax.tree.leaves(found), jax.tree.leaves([specs] * 2), strict=True):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+
+
+LAYERS = {
+    "a list of functions": (
+        [layer, plain, layer],
+        {"quantize": [QUANTIZE, None, QUANTIZE]},
+        lambda run, params, x, **options: apply_layers(run, params, x, **options),
+    ),
+    "a branch in a layer": (
+        lambda x, params: jax.lax.cond(x["mask"].sum() > 0, lambda: layer(x, params), lambda: x),
+        {},
+        lambda run, params, x, **options: apply_layers(run, params, x, **options),
+    ),
+    "a branch around the stack": (
+        layer,
+        {},
+        lambda run, params, x, **options: jax.lax.cond(
+            x["h"].sum() > 1e9, lambda: x, lambda: apply_layers(run, params, x, **options)
+        ),
+    ),
+    "examples of vmap": (
+        layer,
+        {},
+        lambda run, params, x, **options: jax.tree.map(
+            lambda leaf: leaf[0],
+            jax.vmap(lambda scale, x: apply_layers(run, params, x | {"h": x["h"] * scale}, **options), (0, None))(
+                jnp.array([1.0, 2.0]), x
+            ),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers_in_other_programs(case, mesh, rng):
+    run, changes, stack = LAYERS[case]
+    params, x = draw(rng)
+    x["mask"] = x["mask"].at[:2].set(0)  # a branch that one device takes
+
+    def of(**options):
+        return jax.jit(jax.value_and_grad(lambda params, x: objective(stack(run, params, x, remat=True, **options))))
+
+    with jax.set_mesh(mesh):
+        found = of(fsdp=dataclasses.replace(EXACT, **changes))(params, x)
+    assert_same(found, sum_of(of(), params, x), 1e-2)
+
+
 def test_one_layer_has_the_bits_of_its_whole_kernels(mesh, rng):
     """Where each device multiplies its rows by kernels that one of them has quantized."""
     params, x = draw(rng, count=1)
@@ -140,22 +251,18 @@ def test_replicas(kind, mesh, rng):
     assert_same(found, gradient(layer, remat=True)(params, x["h"], x["mask"]), 1e-2)
 
 
-@pytest.mark.slow
-def test_microbatches_in_place(mesh, rng):
+@pytest.mark.parametrize("kind", [pytest.param("matrices", marks=pytest.mark.slow), *KINDS])
+def test_microbatches_in_place(kind, mesh, rng):
     """Kernels that are quantized once, in parts, and sums of parts."""
-    params, x = draw(rng)
-    specs = shard_specs(params, EXACT)
+    run, fsdp, params, x = (layer, EXACT, *draw(rng)) if kind == "matrices" else draw_kind(rng, kind)[:4]
+    specs = shard_specs(params, fsdp)
     placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
     zeros = jax.tree.map(jnp.zeros_like, placed)
-    _, kernels = jax.jit(lambda p: optim.apply_updates(p, zeros, requantize=[QUANTIZE] * COUNT))(placed)
+    _, kernels = jax.jit(lambda p: optim.apply_updates(p, zeros, requantize=[fsdp.quantize] * len(params)))(placed)
     operands = optim.merge_kernels(placed, kernels)
     accumulate = layers.accumulate_gradients(
-        lambda params, x: objective(apply_layers(accumulated, params, x, remat=True, fsdp=EXACT))
+        lambda params, x: objective(apply_layers(run, params, x, remat=True, fsdp=fsdp))
     )
-
-    def accumulated(x, params):
-        return layer(x, params)
-
     halves = [jax.tree.map(lambda leaf, part=part: leaf[part::2], x) for part in range(2)]
 
     @jax.jit
@@ -165,7 +272,11 @@ def test_microbatches_in_place(mesh, rng):
 
     with jax.set_mesh(mesh):
         sums = both(operands)
-    assert_same(sums, gradient(layer, remat=True)(params, x["h"], x["mask"])[1][0], 1e-2)
+    for leaf, spec in zip(jax.tree.leaves(sums), jax.tree.leaves(specs), strict=True):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+    of_whole = jax.jit(jax.grad(lambda params, x: objective(apply_layers(run, params, x, remat=True))))
+    expected = jax.tree.map(jnp.add, *(sum_of(of_whole, params, half) for half in halves))
+    assert_same(sums, jax.tree.map(lambda one, like: one.reshape(like.shape), expected, sums), 1e-2)
 
 
 @pytest.mark.parametrize("remat", [None, True])
@@ -199,7 +310,7 @@ def test_a_step_with_adam(mesh, rng):
     params, x = draw(rng)
     optimizer = optim.adamw(1e-2, mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16)
 
-    @functools.partial(jax.jit, static_argnums=3)
+    @functools.partial(jax.jit, static_argnums=3, donate_argnums=(0, 1))
     def step(params, state, x, fsdp):
         gradients = jax.grad(lambda p: objective(apply_layers(plain, p, x, remat=True, fsdp=fsdp)))(params)
         updates, state = optimizer.update(gradients, state, params)
@@ -207,10 +318,13 @@ def test_a_step_with_adam(mesh, rng):
 
     fsdp = dataclasses.replace(EXACT, quantize=None)
     place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
+    whole = jax.tree.map(jnp.copy, params)  # device_put lets arrays share memory
     shared = jax.tree.map(place, params, shard_specs(params, fsdp))
     with jax.set_mesh(mesh):
-        found, state = step(shared, optimizer.init(shared), x, fsdp)
-    expected, _ = step(params, optimizer.init(params), x, None)
+        given = shared, optimizer.init(shared)
+        found, state = step(*given, x, fsdp)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    expected, _ = step(whole, optimizer.init(whole), x, None)
     assert_same(found, expected, 1e-3)
     moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (WIDTH, MLP)]
     assert moments
@@ -257,6 +371,15 @@ def test_places_where_parameters_cannot_be_shared(mesh, rng):
         mapped(EXACT, (specs, P("fsdp")))
     with pytest.raises(ValueError, match="x is the same on all devices"):
         mapped(of(specs=specs), (specs, P()))
+    whole = [specs[0] | {"up": P()}] * COUNT
+    words = r"params\[0\]\['up'\] differs from device to device along 'fsdp', and fsdp.specs has P\(\) for it: pass"
+    with pytest.raises(ValueError, match=words):
+        mapped(of(specs=whole), (specs, P("fsdp")))
+    words = r"params\[0\]\['up'\] is the same on all devices along 'fsdp', and fsdp.specs has P\('fsdp',?\) for it"
+    with pytest.raises(ValueError, match=words):
+        mapped(of(specs=specs), (whole, P("fsdp")))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fsdp'"):
+        layers.scan_layers(layer, params[0], x, fsdp=EXACT)
     with pytest.raises(ValueError, match="does not track what varies over devices"):
         mapped(of(specs=specs), (specs, P("fsdp")), check_vma=False)
     with (
@@ -274,6 +397,13 @@ def test_sizes_of_parts():
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     assert shard_specs(params, FSDP(4)) == {"kernel": P("fsdp"), "scale": P(), "heads": P("fsdp")}
     assert shard_specs(params, FSDP(64))["kernel"] == P(None, "fsdp")
+    heads, experts = jnp.zeros((256, 8, 64)), jnp.zeros((8, 192, 256))
+    how = {"heads": BLOCK, "experts": dataclasses.replace(BLOCK, stacked_ndim=1)}
+    of_layer = {"heads": heads, "experts": experts}
+    expected = {"heads": P(None, "fsdp"), "experts": P("fsdp")}
+    for params, wanted in ((of_layer, expected), ([of_layer] * 2, [expected] * 2), ((of_layer,), (expected,))):
+        assert shard_specs(params, FSDP(4, quantize=how)) == wanted
+    assert shard_specs({"head": heads}, FSDP(4, quantize=how)) == {"head": P("fsdp")}
     quantized = ops.quantize(jnp.ones((256, 512)), CurrentScaling().quantization("kernel"))
     assert shard_specs([quantized], FSDP(2)) == [P("fsdp")]
     with pytest.raises(
