@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import native
-from te_jax.flax.linear import DenseGeneral, Initializer, dropped, layer_options, split_over, without_names
+from te_jax.flax.linear import DenseGeneral, Initializer, apply_dropout, layer_options, split_over, without_names
 from te_jax.flax.norm import make_norm
 from te_jax.layers import attention, linear, norm, tensor_parallel
 from te_jax.layers.tensor_parallel import TensorAxis, splits_kv_heads
@@ -173,7 +173,7 @@ class Attention(nn.Module):
                 options=layer_options(out),
                 tensor=tensor,
             )
-        return dropped(self, y, tensor, deterministic)
+        return apply_dropout(self, y, tensor, deterministic)
 
     def _attend(self, query: Array, key: Array, value: Array, settings: attention.Settings, **arguments: Any) -> Array:
         """`te_jax.layers.attention.attend`, with the cache as variables; `init` only makes them."""

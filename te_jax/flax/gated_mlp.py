@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import native
-from te_jax.flax.linear import Dense, Initializer, dropped, layer_options, split_over, without_names
+from te_jax.flax.linear import Dense, Initializer, apply_dropout, layer_options, split_over, without_names
 from te_jax.flax.norm import make_norm
 from te_jax.layers import gated_mlp, linear, norm, tensor_parallel
 from te_jax.layers.tensor_parallel import TensorAxis
@@ -119,5 +119,5 @@ class GatedMLP(nn.Module):
             options=layer_options(gate),
             tensor=tensor,
         )
-        y = dropped(self, y, tensor, deterministic)
+        y = apply_dropout(self, y, tensor, deterministic)
         return y if residual is None else (y, total)

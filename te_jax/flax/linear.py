@@ -365,7 +365,7 @@ def split_over(tensor_axis: Any, init: Initializer, *dimensions: Any) -> Initial
     return named
 
 
-def dropped(module: Any, y: Array, tensor: TensorAxis | None, deterministic: bool | None) -> Array:
+def apply_dropout(module: Any, y: Array, tensor: TensorAxis | None, deterministic: bool | None) -> Array:
     """The dropout of y, of which this device may have a part, inside of the module's compact method."""
     if not module.dropout_rate:
         return y

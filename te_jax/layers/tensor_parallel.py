@@ -15,13 +15,11 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from te_jax import sharding
-from te_jax._core.types import FP8_ALIGNMENT
+from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.parallel.fsdp import quantized_specs
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 from te_jax.sharding import axes_of_entry
-
-EVERYWHERE = PartitionSpec()
 
 
 def validate(tensor_axis: Any, state_axis: Any = None) -> None:
@@ -72,8 +70,8 @@ def refuse_decoding(tensor_axis: str | None) -> None:
     """Raises ValueError with a tensor_axis, in a call with decode=True."""
     if tensor_axis is not None:
         raise ValueError(
-            f"decode is True and tensor_axis {tensor_axis!r}, whose devices split the time, of which a token has none: "
-            "decode with a module without tensor_axis, which takes the same parameters, split or not"
+            f"decode is True and tensor_axis {tensor_axis!r}, whose devices split the time, but tokens come one by "
+            "one: decode with a module without tensor_axis, which takes the same parameters, split or not"
         )
 
 
@@ -108,8 +106,13 @@ class TensorAxis:
                 "jax.set_mesh(mesh), or inside shard_map, with a mesh that has this axis"
             )
         size = mesh.shape[tensor_axis]
-        if tensor_axis not in mesh.manual_axes:
+        if not mesh.manual_axes:
             return cls(tensor_axis, size, mesh)
+        if tensor_axis not in mesh.manual_axes:
+            raise ValueError(
+                f"tensor_axis is {tensor_axis!r} inside a shard_map over {sorted(mesh.manual_axes)}: let that map this "
+                "axis as well, or call the module outside"
+            )
         if not sharding.tracked_axes((tensor_axis,)):
             raise ValueError(
                 f"tensor_axis is {tensor_axis!r} where JAX does not track what varies over devices, and gradients of "
@@ -155,15 +158,15 @@ class TensorAxis:
                 axes, left = (*axes, axis), left // mesh.shape[axis]
         return axes
 
-    def stream_spec(self, x: Any, *features: str | None) -> PartitionSpec:
-        """The PartitionSpec of an array [*batch, time, *features] whose time is split, where x is [*batch, time, in].
+    def stream_spec(self, x: Any) -> PartitionSpec:
+        """The PartitionSpec of x [*batch, time, features], whose time is split.
 
         Raises:
           ValueError: devices cannot split it.
         """
         self.rows(x)
         batch = (self.batch_axes(x), *(None,) * (x.ndim - 3)) if x.ndim > 2 else ()
-        return PartitionSpec(*(entry or None for entry in batch), self.name, *features)
+        return PartitionSpec(*(entry or None for entry in batch), self.name)
 
     def call(
         self, local: Callable[..., Any], operands: tuple[Any, ...], in_specs: tuple[Any, ...], out_specs: Any
@@ -180,8 +183,8 @@ class TensorAxis:
         return sharding.shard_map(local, self.mesh, in_specs, out_specs)(*operands)
 
     def own_key(self, key: Array) -> Array:
-        """A key for random numbers of what this device has, from one that all devices have."""
-        return key if self.mesh is not None else jax.random.fold_in(key, lax.axis_index(self.name))
+        """Inside `shard_map`: a key for random numbers of this device, from one that all devices have."""
+        return jax.random.fold_in(key, lax.axis_index(self.name))
 
     def specs(self, name: str, array: Any, spec: PartitionSpec) -> Any:
         """The specs of an array that may be quantized, from that of its values.
@@ -191,13 +194,12 @@ class TensorAxis:
         """
         if not isinstance(array, QuantizedArray):
             return spec
-        specs = quantized_specs(array, spec)
-        if self.mesh is not None:
-            for leaf, of_leaf in zip(jax.tree.leaves(array), jax.tree.leaves(specs), strict=True):
-                for count, entry in zip(leaf.shape, of_leaf, strict=False):
-                    if count % math.prod(self.mesh.shape[axis] for axis in axes_of_entry(entry)):
-                        raise ValueError(
-                            f"{name} of shape {array.shape} is quantized in blocks, and the {self.size} devices along "
-                            f"tensor_axis {self.name!r} cannot have whole ones: do not quantize it beforehand"
-                        )
-        return specs
+        entries = (*spec, *(None,) * (array.ndim - len(spec)))
+        blocked = self.mesh is not None and any("block" in how for how in (array.scaling, array.transposed_scaling))
+        for last in (array.row_ndim - 1, array.ndim - 1):  # blocks divide the last dimension of rows and of cols
+            if blocked and entries[last] == self.name and array.shape[last] % (self.size * BLOCK):
+                raise ValueError(
+                    f"{name} has shape {array.shape} and is quantized in blocks of {BLOCK}, of which the {self.size} "
+                    f"devices along tensor_axis {self.name!r} cannot have whole ones: do not quantize it beforehand"
+                )
+        return quantized_specs(array, spec)

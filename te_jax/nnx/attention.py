@@ -12,7 +12,7 @@ from jax import Array
 from te_jax import native
 from te_jax.layers import attention, linear, norm, tensor_parallel
 from te_jax.layers.tensor_parallel import TensorAxis, splits_kv_heads
-from te_jax.nnx.linear import Initializer, LinearGeneral, dropped, split_over, without_metadata
+from te_jax.nnx.linear import Initializer, LinearGeneral, apply_dropout, split_over, without_metadata
 from te_jax.nnx.norm import LayerNorm, RMSNorm, make_norm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
@@ -187,7 +187,7 @@ class Attention(nnx.Module):
             for variable, new in zip(self._cache(), cache, strict=True):
                 variable.set_value(new)
         y = self.out(mixed, out_sharding) if tensor is None else self._scattered(mixed, tensor, out_sharding)
-        return dropped(self.dropout, y, tensor, deterministic, rngs)
+        return apply_dropout(self.dropout, y, tensor, deterministic, rngs)
 
     def _scattered(self, mixed: Array, tensor: TensorAxis, out_sharding: Any) -> Array:
         features = linear.as_tuple(self.out.out_features)

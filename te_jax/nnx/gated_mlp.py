@@ -11,7 +11,7 @@ from flax import nnx
 from te_jax import native
 from te_jax.layers import gated_mlp, norm, tensor_parallel
 from te_jax.layers.tensor_parallel import TensorAxis
-from te_jax.nnx.linear import Initializer, Linear, dropped, split_over, without_metadata
+from te_jax.nnx.linear import Initializer, Linear, apply_dropout, split_over, without_metadata
 from te_jax.nnx.norm import LayerNorm, RMSNorm, make_norm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
@@ -120,5 +120,5 @@ class GatedMLP(nnx.Module):
         normed, total = norm.before(self.norm, x, residual, options.recipe, tensor)
         layers = self.gate_proj.held(), self.up_proj.held(), self.down_proj.held()
         y = gated_mlp.gated_mlp(normed, *layers, self.activation, dtype=self.dtype, options=options, tensor=tensor)
-        y = dropped(self.dropout, y, tensor, deterministic, rngs)
+        y = apply_dropout(self.dropout, y, tensor, deterministic, rngs)
         return y if residual is None else (y, total)

@@ -320,7 +320,7 @@ def split_over(tensor_axis: Any, *dimensions: Any) -> dict[str, Any]:
     return {"out_sharding": dimensions, **({} if placed else {"eager_sharding": False})}
 
 
-def dropped(
+def apply_dropout(
     dropout: nnx.Dropout | None, y: Array, tensor: TensorAxis | None, deterministic: bool | None, rngs: Any
 ) -> Array:
     """The dropout of y, of which this device may have a part."""
@@ -329,7 +329,7 @@ def dropped(
     inactive = dropout.deterministic if deterministic is None else deterministic
     if tensor is not None and tensor.mesh is None and not inactive:
         stream: Any = dropout.rngs if rngs is None else rngs
-        key = stream.dropout() if isinstance(stream, nnx.Rngs) else stream() if callable(stream) else stream
+        key: Any = stream.dropout() if isinstance(stream, nnx.Rngs) else stream() if callable(stream) else stream
         rngs = tensor.own_key(key)
     return dropout(y, deterministic=deterministic, rngs=rngs)
 

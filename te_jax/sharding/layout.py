@@ -156,10 +156,8 @@ def shards_of(sharding: NamedSharding, entry: str | tuple[str, ...] | None) -> i
 
 
 def shard_map(local: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any) -> Any:
-    """`jax.shard_map` over all axes that are not mapped yet. It moves operands along Explicit axes to their in_specs,
-    as JAX does along Auto axes."""
-    free = frozenset(mesh.axis_names) - frozenset(mesh.abstract_mesh.manual_axes)
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free)
+    """`jax.shard_map` that moves operands along Explicit axes to their in_specs, as JAX does along Auto axes."""
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     explicit = mesh.abstract_mesh.explicit_axes
     if not explicit:
         return mapped

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax_apis import LINEN, NNX, both, mean_square, normal, perturbed, sum_of_sines, value_and_gradients
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import te_jax.nnx
 from te_jax import hlo
 from te_jax.layers import Router
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
@@ -92,7 +94,9 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("api", "axis_type", "axes"), MESHES)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "TransformerBlock" else pytest.mark.slow) for name in MODULES]
+)
 def test_under_jit(require_devices, api, axis_type, axes, name):
     model, x, expected = reference(api, name)
     mesh = mesh_of(require_devices, axis_type, **axes)
@@ -110,14 +114,28 @@ def test_under_jit(require_devices, api, axis_type, axes, name):
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), y.ndim)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_kernels_that_another_axis_splits_too(require_devices, axis_type):
+    """As FSDP does by PartitionSpecs alone."""
+    model, x, expected = reference(NNX, "GatedMLP")
+    named = {"kernel_init": NNX.named(("data", "tensor")), "down_kernel_init": NNX.named(("tensor", "data"))}
+    layer = layer_of(NNX, "GatedMLP", "tensor", **named)
+    with jax.set_mesh(mesh_of(require_devices, axis_type, data=2, tensor=2)):
+        tensor = shared(NNX, layer, model, x)
+        assert tensor.gate_proj.kernel.get_value().sharding.spec == P("data", "tensor")
+        found = value_and_gradients(NNX, tensor, jax.device_put(x, P("data", "tensor")))
+    assert_same(found, expected)
+
+
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("name", MODULES)
 def test_inside_shard_map(require_devices, api, name):
     """A mesh that a user's own shard_map has mapped, with all of the batch on every device."""
     model, x, (y, gradients, _, (dx,)) = reference(api, name)
     layer = layer_of(api, name, "tensor")
-    outs = P() if name == "NormLinear" else P(None, "tensor")
-    outs = P(None, None, "tensor") if name == "NormLinear" else outs
+    outs = P(None, None, "tensor") if name == "NormLinear" else P(None, "tensor")
     with jax.set_mesh(mesh_of(require_devices, tensor=2)):
         specs = specs_of(api, layer, x)
         tensor = api.make(layer, np.random.default_rng(1), x)
@@ -140,6 +158,7 @@ def test_inside_shard_map(require_devices, api, name):
     assert_same((result, of_parameters, of_x), (y, gradients, dx))
 
 
+# Wide enough for whole blocks on each device.
 WIDE = {"GatedMLP": ((64, 256), {"norm": "rms"}), "TransformerBlock": ((64, 256, 4), {"head_dim": 64})}
 RECIPES = [
     # Blocks are the same on one device; scales of tensors are those of a device's own part.
@@ -149,6 +168,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "tolerance"), RECIPES)
 @pytest.mark.parametrize(("api", "name"), [(NNX, "TransformerBlock"), (LINEN, "GatedMLP")])
 def test_recipes(require_devices, rng, api, name, recipe, tolerance):
@@ -163,6 +183,7 @@ def test_recipes(require_devices, rng, api, name, recipe, tolerance):
     assert bool(found[2]) == isinstance(recipe, DelayedScaling)
 
 
+@pytest.mark.slow
 @both
 def test_kernels_quantized_for_several_microbatches(require_devices, rng, api):
     layer = functools.partial(api.layer, "Attention", 64, 2, head_dim=128, recipe=BlockScaling())
@@ -181,6 +202,7 @@ def test_kernels_quantized_for_several_microbatches(require_devices, rng, api):
     assert_same(found, expected, 1e-2)
 
 
+@pytest.mark.slow
 @both
 def test_dropout(require_devices, rng, api):
     """Under jit it is that of one device; inside shard_map devices draw their own."""
@@ -228,15 +250,16 @@ def test_metadata(require_devices, api):
     assert found["gate_proj"] == found["up_proj"] == found["down_proj"] == experts
     assert found["router"] == {"kernel": P(), "bias": P()}
     assert found["shared"]["down_proj"] == {"kernel": rows}
-    (others,) = [specs_of(api, layer_of(api, "MoE", "tensor", expert_parallel=("data", "tensor")), x)["up_proj"]]
-    assert others["kernel"] == P(("data", "tensor"), None, None)
+    both_axes = layer_of(api, "MoE", "tensor", expert_parallel=("data", "tensor"))
+    assert specs_of(api, both_axes, x)["up_proj"]["kernel"] == P(("data", "tensor"), None, None)
     mine = layer_of(api, "GatedMLP", "tensor", kernel_init=api.named(("fsdp", "tensor")))
     assert specs_of(api, mine, x)["gate_proj"] == {"kernel": P("fsdp", "tensor"), "bias": P("tensor")}
 
 
 @both
 def test_a_stack_gathers_no_kernel(require_devices, rng, api):
-    """Of two blocks, with gradients: all that is gathered is the residual stream, 4 times a block and pass."""
+    """Each of two blocks gathers the residual stream four times, or its gradient, and scatters as often; gradients of
+    what devices share are summed, like the loss; and there is nothing else."""
     x = normal(rng, (1, 64, IN))
     layer = api.chain(**{f"block{i}": layer_of(api, "TransformerBlock", "tensor") for i in range(2)})
     mesh = mesh_of(require_devices, tensor=2)
@@ -245,19 +268,21 @@ def test_a_stack_gathers_no_kernel(require_devices, rng, api):
         model = api.replaced(model, placed(api, layer, api.parameters(model), x))
         x = jax.device_put(x, NamedSharding(mesh, P(None, "tensor")))
         found = hlo.collectives(lambda model, x: api.value_and_grad(mean_square)(model, x), model, x)
-    gathers = [result.shape for each in found if each.kind == "all-gather" for result in each.results]
-    assert gathers
-    assert {math.prod(shape) for shape in gathers} == {x.size}
-    assert sum(each.kind == "reduce-scatter" for each in found)
+    whole = {kind: [each for each in found if each.kind == kind] for kind in ("all-gather", "reduce-scatter")}
+    assert [len(each) for each in whole.values()] == [8, 8]
+    assert {math.prod(buffer.shape) for each in whole["all-gather"] for buffer in each.results} == {x.size}
+    assert {each.kind for each in found} - set(whole) == {"all-reduce"}
 
 
 @both
 def test_errors(require_devices, api):
-    x = jnp.zeros((BATCH, TIME, IN))
+    x = np.zeros((BATCH, TIME, IN), np.float32)
 
     def trace(name, *sizes, x=x, call=None, tensor_axis="tensor", **arguments):
-        model = api.make(api.layer(name, *sizes, **arguments, tensor_axis=tensor_axis), np.random.default_rng(0), x)
-        return jax.eval_shape(lambda x: model(x, **(call or {})), x)
+        layer = api.layer(name, *sizes, **arguments, tensor_axis=tensor_axis)
+        if api is NNX:
+            return nnx.eval_shape(lambda x: layer(rngs=nnx.Rngs(0))(x, **(call or {})), x)
+        return jax.eval_shape(lambda x: layer().apply(layer().init(jax.random.key(0), x), x), x)
 
     with pytest.raises(ValueError, match=r"tensor_axis is 'tensor', and the mesh here has the axes \(\)"):
         trace("GatedMLP", IN, HIDDEN)
@@ -286,6 +311,23 @@ def test_errors(require_devices, api):
     for name, (sizes, _) in MODULES.items():
         with pytest.raises(ValueError, match=r"tensor_axis is \('a', 'b'\); it must be the name"):
             trace(name, *sizes, tensor_axis=("a", "b"))
+
+
+def test_quantized_kernels_that_devices_cannot_split(require_devices):
+    def call(num_kv_heads, recipe):
+        sizes = {"num_kv_heads": num_kv_heads, "head_dim": 48, "recipe": recipe}
+
+        def result(x):
+            model = te_jax.nnx.Attention(IN, 4, **sizes, tensor_axis="tensor", rngs=nnx.Rngs(0))
+            return te_jax.nnx.quantize_kernels(model)(x)
+
+        nnx.eval_shape(result, jax.ShapeDtypeStruct((1, 256, IN), jnp.float32))
+
+    with jax.set_mesh(mesh_of(require_devices, tensor=2)):
+        with pytest.raises(ValueError, match=r"kernel has shape \(16, 192\) and is quantized in blocks of 128"):
+            call(2, BlockScaling())
+        with pytest.raises(ValueError, match="key or value is quantized beforehand"):
+            call(1, CurrentScaling())
 
 
 def test_what_shard_map_must_not_be(require_devices):
