@@ -37,7 +37,8 @@ def gated_mlp(
     dtype = linear.result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
     states = tuple(layer.scaling_state for layer in layers if layer.scaling_state is not None)
     x = linear.cast(x, dtype)
-    arguments: Any = dense_kernels([layer.kernel for layer in layers])
+    kernels = [layer.kernel for layer in layers]
+    arguments: Any = dense_kernels(kernels) if tensor is None else tensor.dense_kernels(kernels, x)
     arguments |= {"bias": tuple(layer.bias for layer in layers), "scaling_state": states or None}
     if tensor is None:
         return ops.gated_mlp(x, activation=activation, **arguments, **vars(options))

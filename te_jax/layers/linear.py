@@ -158,7 +158,7 @@ def gathered_linears(
     Kernels, biases and results are split along the first of a layer's features, of which there are `features`.
     """
     dtype = result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
-    arguments = dense_kernels([layer.kernel for layer in layers])
+    arguments = tensor.dense_kernels([layer.kernel for layer in layers], x)
     accumulate = arguments["accumulate"]
     parts = [(first // tensor.size, *others) for first, *others in features]
 
@@ -223,7 +223,7 @@ def scattered_linear(
     Kernels are split along the first of their rows. In the result the time is.
     """
     dtype = result_dtype(dtype, x, layer.kernel, layer.bias)
-    arguments = dense_kernels([layer.kernel])
+    arguments = tensor.dense_kernels([layer.kernel], x)
     accumulate = arguments["accumulate"]
     (kernel,), (accumulator,) = arguments["kernel"], arguments["wgrad_accumulator"]
 

@@ -244,7 +244,8 @@ def moe_of_layers(
     """
     x = linear.as_array("x", x)
     dtype = linear.result_dtype(dtype, x, *(array for layer in experts for array in (layer.kernel, layer.bias)))
-    arguments = dense_kernels([layer.kernel for layer in experts])
+    kernels = [layer.kernel for layer in experts]
+    arguments = dense_kernels(kernels) if tensor is None else tensor.dense_kernels(kernels, x)
     router_kernel: Any = router_layer.kernel  # never quantized
     gate, up, down = experts
     shared = {"router_kernel": router_kernel, "router_bias": router_layer.bias, "expert_bias": expert_bias}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from te_jax import sharding
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT
+from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.parallel.fsdp import quantized_specs
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
@@ -158,6 +159,16 @@ class TensorAxis:
                 axes, left = (*axes, axis), left // mesh.shape[axis]
         return axes
 
+    def dense_kernels(self, kernels: Sequence[Any], x: Any) -> dict[str, Any]:
+        """`te_jax.layers.dense_kernels` of layers that read x.
+
+        Where devices have parts of the batch, gradients are summed over these before they are added to those of other
+        microbatches: GEMMs could only add a device's own.
+        """
+        if self.batch_axes(x):
+            kernels = [kernel.added() if isinstance(kernel, AccumulatedKernel) else kernel for kernel in kernels]
+        return dense_kernels(kernels)
+
     def stream_spec(self, x: Any) -> PartitionSpec:
         """The PartitionSpec of x [*batch, time, features], whose time is split.
 
@@ -196,7 +207,8 @@ class TensorAxis:
             return spec
         entries = (*spec, *(None,) * (array.ndim - len(spec)))
         blocked = self.mesh is not None and any("block" in how for how in (array.scaling, array.transposed_scaling))
-        for last in (array.row_ndim - 1, array.ndim - 1):  # blocks divide the last dimension of rows and of cols
+        # Blocks divide the last dimension of rows and of cols.
+        for last in (array.ndim - array.col_ndim - 1, array.ndim - 1):
             if blocked and entries[last] == self.name and array.shape[last] % (self.size * BLOCK):
                 raise ValueError(
                     f"{name} has shape {array.shape} and is quantized in blocks of {BLOCK}, of which the {self.size} "

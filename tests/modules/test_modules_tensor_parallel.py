@@ -163,8 +163,8 @@ WIDE = {"GatedMLP": ((64, 256), {"norm": "rms"}), "TransformerBlock": ((64, 256,
 RECIPES = [
     # Blocks are the same on one device; scales of tensors are those of a device's own part.
     pytest.param(BlockScaling(), 1e-2, id="block"),
-    pytest.param(CurrentScaling(), 0.1, id="current"),
-    pytest.param(DelayedScaling(history_len=2), 0.1, id="delayed"),
+    pytest.param(CurrentScaling(), 0.2, id="current"),
+    pytest.param(DelayedScaling(history_len=2), 0.2, id="delayed"),
 ]
 
 
@@ -183,11 +183,20 @@ def test_recipes(require_devices, rng, api, name, recipe, tolerance):
     assert bool(found[2]) == isinstance(recipe, DelayedScaling)
 
 
+MICROBATCHES = {
+    "Attention": ((64, 2), {"head_dim": 128}),
+    "GatedMLP": WIDE["GatedMLP"],
+    "MoE": ((64, 4, 128, Router(2)), {}),
+}
+
+
 @pytest.mark.slow
-@both
-def test_kernels_quantized_for_several_microbatches(require_devices, rng, api):
-    layer = functools.partial(api.layer, "Attention", 64, 2, head_dim=128, recipe=BlockScaling())
-    x = normal(rng, (1, 256, 64))
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2, "tensor": 2}], ids=["tensor", "data-tensor"])
+@pytest.mark.parametrize(("api", "name"), [(NNX, "Attention"), (NNX, "MoE"), (LINEN, "Attention"), (LINEN, "GatedMLP")])
+def test_kernels_quantized_for_several_microbatches(require_devices, rng, api, name, axes):
+    sizes, others = MICROBATCHES[name]
+    layer = functools.partial(api.layer, name, *sizes, **others, recipe=BlockScaling())
+    x = normal(rng, (2, 256, 64))
     model = api.make(layer(), rng, x)
 
     def step(model, x):
@@ -197,9 +206,9 @@ def test_kernels_quantized_for_several_microbatches(require_devices, rng, api):
         return api.parameters(gradients)
 
     expected = api.jit(step)(model, x)
-    with jax.set_mesh(mesh_of(require_devices, tensor=2)):
+    with jax.set_mesh(mesh_of(require_devices, **axes)):
         found = api.jit(step)(shared(api, layer(tensor_axis="tensor"), model, x), x)
-    assert_same(found, expected, 1e-2)
+    assert_same(found, expected, 5e-2 if name == "MoE" else 1e-2)  # whose blocks of rows are those of devices
 
 
 @pytest.mark.slow
