@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import native
-from te_jax.flax.linear import DenseGeneral, Initializer, layer_options, without_names
+from te_jax.flax.linear import DenseGeneral, Initializer, apply_dropout, layer_options, split_over, without_names
 from te_jax.flax.norm import make_norm
-from te_jax.layers import attention, linear, norm
+from te_jax.layers import attention, linear, norm, tensor_parallel
+from te_jax.layers.tensor_parallel import TensorAxis, splits_kv_heads
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 
@@ -40,6 +41,10 @@ class Attention(nn.Module):
       kernel_init, bias_init: of "query", "key" and "value", as in `DenseGeneral`.
       out_kernel_init, out_bias_init: of "out"; None for the same values, without names of axes.
       dropout_rate: of the result. Attention weights have no dropout.
+      tensor_axis: the mesh axis whose devices split the heads, and between modules the time of x and of the result. The
+        calls of `te_jax.parallel.all_gather_matmul` and `matmul_reduce_scatter` overlap exchanges with GEMMs. If there
+        are too few heads of key and value, all devices have all of these parameters. None for no such axis. `init`
+        creates whole parameters.
       deterministic: as in `flax.linen.Dropout`; may be given to the call.
       decode: whether calls continue the tokens in the collection "cache", which must be mutable. `init` creates it with
         the number of sequences and tokens of its input.
@@ -63,6 +68,7 @@ class Attention(nn.Module):
     bias_init: Initializer = nn.initializers.zeros_init()
     out_bias_init: Initializer | None = None
     dropout_rate: float = 0.0
+    tensor_axis: str | None = None
     deterministic: bool | None = None
     decode: bool = False
     recipe: Recipe | None = None
@@ -72,6 +78,9 @@ class Attention(nn.Module):
 
     def __post_init__(self) -> None:
         linear.Options(self.recipe, self.state_axis, self.implementation)
+        tensor_parallel.validate(self.tensor_axis, self.state_axis)
+        if self.decode:
+            tensor_parallel.refuse_decoding(self.tensor_axis)
         super().__post_init__()
 
     @nn.compact
@@ -109,19 +118,29 @@ class Attention(nn.Module):
         )
         names = ("use_bias", "dtype", "param_dtype", "recipe", "state_axis", "implementation")
         shared: Any = {name: getattr(self, name) for name in names}
+        tensor_parallel.validate_sizes(self.tensor_axis, num_heads=heads.query)
+        tensor = None if self.is_initializing() else TensorAxis.of(self.tensor_axis)
+        held = heads if tensor is None else attention.heads_here(heads, tensor)
+        splits_kv = splits_kv_heads(self.tensor_axis, heads.key_value)
+        splits = {"query": self.tensor_axis} | dict.fromkeys(("key", "value"), self.tensor_axis if splits_kv else None)
         projections = [
             DenseGeneral(
                 features,
-                kernel_init=self.kernel_init,
-                bias_init=self.bias_init,
+                kernel_init=split_over(split, self.kernel_init, None, split, None),
+                bias_init=split_over(split, self.bias_init, split, None),
                 name=name,
                 **shared,
             )
-            for name, features in zip(("query", "key", "value"), heads.features, strict=True)
+            for (name, split), features in zip(splits.items(), held.features, strict=True)
         ]
         of_query, of_key, of_value = (layer.held((in_features,)) for layer in projections)
         query, key, value = attention.project(
-            x, (of_query, of_key, of_value), heads, dtype=self.dtype, options=layer_options(projections[0])
+            x,
+            (of_query, of_key, of_value),
+            heads,
+            dtype=self.dtype,
+            options=layer_options(projections[0]),
+            tensor=tensor,
         )
         if self.qk_norm is not None:
             heads_norm = norm.Norm.of(self.qk_norm, "qk_norm")
@@ -132,18 +151,29 @@ class Attention(nn.Module):
         mixed = self._attend(
             query, key, value, settings, segment_ids=segment_ids, key_lengths=key_lengths, positions=positions
         )
-        y = DenseGeneral(
-            in_features if self.out_features is None else self.out_features,
+        out_features = in_features if self.out_features is None else self.out_features
+        out_kernel_init = self.out_kernel_init or without_names(self.kernel_init)
+        out = DenseGeneral(
+            out_features,
             axis=(-2, -1),
-            kernel_init=self.out_kernel_init or without_names(self.kernel_init),
+            kernel_init=split_over(self.tensor_axis, out_kernel_init, self.tensor_axis, None, None),
             bias_init=self.out_bias_init or without_names(self.bias_init),
             name="out",
             **shared,
-        )(mixed)
-        if not self.dropout_rate:
-            return y
-        deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
-        return nn.Dropout(self.dropout_rate, name="dropout")(y, deterministic=deterministic)
+        )
+        if tensor is None:
+            y = out(mixed)
+        else:
+            y = linear.scattered_linear(
+                mixed,
+                out.held(mixed.shape[2:]),
+                axis=(2, 3),
+                features=linear.as_tuple(out_features),
+                dtype=self.dtype,
+                options=layer_options(out),
+                tensor=tensor,
+            )
+        return apply_dropout(self, y, tensor, deterministic)
 
     def _attend(self, query: Array, key: Array, value: Array, settings: attention.Settings, **arguments: Any) -> Array:
         """`te_jax.layers.attention.attend`, with the cache as variables; `init` only makes them."""

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import native
-from te_jax.flax.linear import Dense, Initializer, layer_options, without_names
+from te_jax.flax.linear import Dense, Initializer, apply_dropout, layer_options, split_over, without_names
 from te_jax.flax.norm import make_norm
-from te_jax.layers import gated_mlp, linear, norm
+from te_jax.layers import gated_mlp, linear, norm, tensor_parallel
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Activation, ActivationName
@@ -34,6 +35,9 @@ class GatedMLP(nn.Module):
       kernel_init, bias_init: of "gate_proj" and "up_proj", as in `DenseGeneral`.
       down_kernel_init, down_bias_init: of "down_proj"; None for the same values, without names of axes.
       dropout_rate: of the result; `flax.linen.Dropout`.
+      tensor_axis: the mesh axis whose devices split the hidden features, and between modules the time, dimension -2 of
+        x, residual and y. The call overlaps exchanges with GEMMs: `te_jax.parallel.gated_mlp`. None for no such axis.
+        `init` creates whole parameters.
       deterministic: as in `flax.linen.Dropout`; may be given to the call.
     """
 
@@ -50,6 +54,7 @@ class GatedMLP(nn.Module):
     bias_init: Initializer = nn.initializers.zeros_init()
     down_bias_init: Initializer | None = None
     dropout_rate: float = 0.0
+    tensor_axis: str | None = None
     deterministic: bool | None = None
     recipe: Recipe | None = None
     state_axis: str | tuple[str, ...] | None = None
@@ -57,6 +62,7 @@ class GatedMLP(nn.Module):
 
     def __post_init__(self) -> None:
         linear.Options(self.recipe, self.state_axis, self.implementation)
+        tensor_parallel.validate(self.tensor_axis, self.state_axis)
         super().__post_init__()
 
     @nn.compact
@@ -70,7 +76,7 @@ class GatedMLP(nn.Module):
         """Applies the MLP.
 
         Args:
-          x: [*batch, in], or without a norm a QuantizedArray from another one.
+          x: [*batch, in], or without a norm a QuantizedArray from another one; with tensor_axis [*batch, time, in].
           residual: like x; the norm first adds it to x.
           deterministic: see the attribute.
 
@@ -82,15 +88,23 @@ class GatedMLP(nn.Module):
         """
         shared: Any = {name: getattr(self, name) for name in ("dtype", "param_dtype", "implementation")}
         layer: Any = {name: getattr(self, name) for name in ("use_bias", "recipe", "state_axis")} | shared
-        wide: Any = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
+        axis, hidden = self.tensor_axis, self.hidden_features
+        tensor_parallel.validate_sizes(axis, self.recipe, hidden_features=hidden)
+        tensor = None if self.is_initializing() else TensorAxis.of(axis)
+        hidden = hidden if tensor is None else tensor.here(hidden)
+        wide: Any = {
+            "kernel_init": split_over(axis, self.kernel_init, None, axis),
+            "bias_init": split_over(axis, self.bias_init, axis),
+        }
+        down_kernel_init = self.down_kernel_init or without_names(self.kernel_init)
         before = None if self.norm is None else make_norm(self.norm, name="norm", **shared)
-        normed, total = norm.before(before, x, residual, self.recipe)
+        normed, total = norm.before(before, x, residual, self.recipe, tensor)
         features = normed.shape[-1]
-        gate = Dense(self.hidden_features, name="gate_proj", **wide, **layer)
-        up = Dense(self.hidden_features, name="up_proj", **wide, **layer)
+        gate = Dense(hidden, name="gate_proj", **wide, **layer)
+        up = Dense(hidden, name="up_proj", **wide, **layer)
         down = Dense(
             features if self.out_features is None else self.out_features,
-            kernel_init=self.down_kernel_init or without_names(self.kernel_init),
+            kernel_init=split_over(axis, down_kernel_init, axis, None),
             bias_init=self.down_bias_init or without_names(self.bias_init),
             name="down_proj",
             **layer,
@@ -99,12 +113,11 @@ class GatedMLP(nn.Module):
             normed,
             gate.held((features,)),
             up.held((features,)),
-            down.held((self.hidden_features,)),
+            down.held((hidden,)),
             Activation.of(self.activation),
             dtype=self.dtype,
             options=layer_options(gate),
+            tensor=tensor,
         )
-        if self.dropout_rate:
-            deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
-            y = nn.Dropout(self.dropout_rate, name="dropout")(y, deterministic=deterministic)
+        y = apply_dropout(self, y, tensor, deterministic)
         return y if residual is None else (y, total)

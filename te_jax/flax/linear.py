@@ -14,11 +14,14 @@ import jax.numpy as jnp
 from flax.core import meta
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import Array
+from jax.sharding import AxisType
 
 from te_jax import native
 from te_jax.layers import delayed_scaling, linear, microbatches
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
+from te_jax.sharding import current_mesh
 
 Initializer = Callable[..., Any]
 
@@ -291,15 +294,21 @@ def _kernel(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -
         kernel = module.get_variable("params", "kernel")
         if isinstance(kernel, (QuantizedArray, microbatches.AccumulatedKernel)):
             return kernel
-    init = reshaped(module.kernel_init, drawn_shape)
-    return module.param("kernel", init, shape, module.param_dtype)
+    return _param(module, "kernel", reshaped(module.kernel_init, drawn_shape), shape)
 
 
 def _bias(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Array | None:
     if not module.use_bias:
         return None
-    init = reshaped(module.bias_init, drawn_shape)
-    return module.param("bias", init, shape, module.param_dtype)
+    return _param(module, "bias", reshaped(module.bias_init, drawn_shape), shape)
+
+
+def _param(module: Any, name: str, init: Initializer, shape: tuple[int, ...]) -> Any:
+    """`module.param`, without the constraint by names of axes where JAX refuses it: inside `shard_map`, and while
+    parameters are created on Explicit meshes."""
+    value = module.param(name, init, shape, module.param_dtype, unbox=False)
+    constrains = all(kind == AxisType.Auto for kind in current_mesh().axis_types)
+    return meta.unbox(value) if constrains else unboxed(value)
 
 
 def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingState | None:
@@ -342,6 +351,29 @@ def reshaped(init: Initializer, drawn_shape: tuple[int, ...]) -> Initializer:
         return value.reshape(shape)
 
     return init_of
+
+
+def split_over(tensor_axis: Any, init: Initializer, *dimensions: Any) -> Initializer:
+    """An initializer of a parameter whose dimensions are split over these mesh axes, unless it names them itself."""
+    if tensor_axis is None:
+        return init
+
+    def named(*arguments: Any) -> Any:
+        value = init(*arguments)
+        return value if isinstance(value, meta.AxisMetadata) else nn.Partitioned(value, dimensions)
+
+    return named
+
+
+def apply_dropout(module: Any, y: Array, tensor: TensorAxis | None, deterministic: bool | None) -> Array:
+    """The dropout of y, of which this device may have a part, inside of the module's compact method."""
+    if not module.dropout_rate:
+        return y
+    deterministic = nn.merge_param("deterministic", module.deterministic, deterministic)
+    rng = None
+    if tensor is not None and tensor.mesh is None and not deterministic:
+        rng = tensor.own_key(module.make_rng("dropout"))
+    return nn.Dropout(module.dropout_rate, name="dropout")(y, deterministic=deterministic, rng=rng)
 
 
 def without_names(init: Initializer) -> Initializer:

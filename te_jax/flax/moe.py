@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from te_jax import native
 from te_jax.flax.gated_mlp import GatedMLP
-from te_jax.flax.linear import Dense, Einsum, Initializer, without_names
-from te_jax.layers import linear, mixture
+from te_jax.flax.linear import Dense, Einsum, Initializer, split_over, without_names
+from te_jax.layers import linear, mixture, tensor_parallel
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.parallel.experts import experts_of_device
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Activation, ActivationName
@@ -52,6 +53,9 @@ class MoE(nn.Module):
       out_features: None is the number of input features.
       activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
       expert_parallel: as in `te_jax.layers.moe`.
+      tensor_axis: the mesh axis whose devices split the time, dimension -2 of x and of results, and the hidden features
+        of shared experts: see `GatedMLP`. They divide the experts too, or the devices along the axes of expert_parallel
+        do, out of all that split x. A capacity is for the tokens of those devices. None for no such axis.
       shared_features: hidden features of all shared experts together; None for no shared experts.
       expert_bias: whether there is a bias of the choice, `te_jax.ops.update_expert_bias`. It is zero at first.
       use_bias: whether the router and the experts have biases. Shared experts have none.
@@ -71,6 +75,7 @@ class MoE(nn.Module):
     _: dataclasses.KW_ONLY
     activation: Activation | ActivationName = "silu"
     expert_parallel: mixture.ExpertParallel | AxisName | None = None
+    tensor_axis: str | None = None
     shared_features: int | None = None
     expert_bias: bool = False
     use_bias: bool = False
@@ -89,6 +94,7 @@ class MoE(nn.Module):
     def __post_init__(self) -> None:
         mixture.Router.check(self.router)
         linear.Options(self.recipe, None, self.implementation)
+        tensor_parallel.validate(self.tensor_axis)
         super().__post_init__()
 
     @nn.compact
@@ -106,10 +112,13 @@ class MoE(nn.Module):
         """
         x = linear.as_array("x", x)
         (experts,) = linear.sizes("num_experts", self.num_experts)
-        parallel, held = None, experts
+        devices = mixture.ExpertParallel.of(self.expert_parallel or self.tensor_axis)
+        parallel, tensor, held = None, None, experts
         if not self.is_initializing():
-            parallel = mixture.ExpertParallel.of(self.expert_parallel)
-        if parallel is not None:
+            parallel, tensor = devices, TensorAxis.of(self.tensor_axis)
+        split = devices.axis_name if self.tensor_axis is not None and devices is not None else None
+        tensor_parallel.validate_sizes(split, num_experts=experts)
+        if parallel is not None and (tensor is None or tensor.mesh is None):
             held = experts_of_device(experts, parallel.axis_name)
         (hidden,) = linear.sizes("hidden_features", self.hidden_features)
         features = x.shape[-1]
@@ -123,8 +132,8 @@ class MoE(nn.Module):
             **quantized,
         }
         wide: Any = {
-            "kernel_init": mixture.for_each_expert(self.kernel_init),
-            "bias_init": mixture.for_each_expert(self.bias_init),
+            "kernel_init": split_over(split, mixture.for_each_expert(self.kernel_init), split, None, None),
+            "bias_init": split_over(split, mixture.for_each_expert(self.bias_init), split, None),
         }
         kernel_init, bias_init = without_names(self.kernel_init), without_names(self.bias_init)
         down_kernel_init = self.down_kernel_init or kernel_init
@@ -141,8 +150,8 @@ class MoE(nn.Module):
         down = Einsum(
             (held, hidden, out_features),
             mixture.EINSUM,
-            kernel_init=mixture.for_each_expert(down_kernel_init),
-            bias_init=mixture.for_each_expert(self.down_bias_init or bias_init),
+            kernel_init=split_over(split, mixture.for_each_expert(down_kernel_init), split, None, None),
+            bias_init=split_over(split, mixture.for_each_expert(self.down_bias_init or bias_init), split, None),
             name="down_proj",
             **layer,
         )
@@ -157,6 +166,7 @@ class MoE(nn.Module):
             expert_bias=expert_bias,
             dtype=self.dtype,
             options=mixture.Options(activation, parallel, **quantized),
+            tensor=tensor,
         )
         if self.shared_features is None:
             return result
@@ -164,6 +174,7 @@ class MoE(nn.Module):
             self.shared_features,
             out_features,
             activation=activation,
+            tensor_axis=self.tensor_axis,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             kernel_init=self.shared_kernel_init or kernel_init,

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import native
-from te_jax.flax.linear import DenseGeneral, Initializer, reshaped
-from te_jax.layers import linear, norm
+from te_jax.flax.linear import DenseGeneral, Initializer, layer_options, reshaped, split_over
+from te_jax.layers import linear, norm, tensor_parallel
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.recipe import Quantization, Recipe
 
 
@@ -140,6 +141,9 @@ class NormLinear(nn.Module):
     Attributes:
       features: number of output features, or several numbers.
       norm: "rms", "layer", or a `te_jax.layers.Norm`.
+      tensor_axis: the mesh axis whose devices split the time of x, and the first output features: the call overlaps the
+        gather of x with GEMMs, `te_jax.parallel.all_gather_matmul`. None for no such axis. `init` creates whole
+        parameters.
       dtype, param_dtype, implementation: of both.
       use_bias, kernel_init, bias_init, recipe, activation, state_axis: of the layer, as in `DenseGeneral`.
     """
@@ -147,6 +151,7 @@ class NormLinear(nn.Module):
     features: int | Sequence[int]
     _: dataclasses.KW_ONLY
     norm: norm.Norm | norm.Kind = "rms"
+    tensor_axis: str | None = None
     use_bias: bool = True
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
@@ -159,6 +164,7 @@ class NormLinear(nn.Module):
 
     def __post_init__(self) -> None:
         linear.Options(self.recipe, self.state_axis, self.implementation)
+        tensor_parallel.validate(self.tensor_axis, self.state_axis)
         super().__post_init__()
 
     @nn.compact
@@ -166,9 +172,25 @@ class NormLinear(nn.Module):
         """y [*rows, *features] of x [*rows, in]; with a residual like x: (y of x + residual, this sum)."""
         shared: Any = {name: getattr(self, name) for name in ("dtype", "param_dtype", "implementation")}
         before = make_norm(self.norm, name="norm", **shared)
-        normed, total = norm.before(before, x, residual, None if self.activation else self.recipe)
-        layer = {name: getattr(self, name) for name in _OF_LAYER}
-        y = DenseGeneral(self.features, name="linear", **layer, **shared)(normed)
+        axis = self.tensor_axis
+        tensor = None if self.is_initializing() else TensorAxis.of(axis)
+        normed, total = norm.before(before, x, residual, None if self.activation else self.recipe, tensor)
+        options = {name: getattr(self, name) for name in _OF_LAYER}
+        first, *others = features = linear.sizes("features", self.features)
+        options |= {
+            "kernel_init": split_over(axis, self.kernel_init, None, axis, *(None for _ in others)),
+            "bias_init": split_over(axis, self.bias_init, axis, *(None for _ in others)),
+        }
+        tensor_parallel.validate_sizes(axis, features=first)
+        here = features if tensor is None else (tensor.here(first), *others)
+        layer = DenseGeneral(here, name="linear", **options, **shared)
+        if tensor is None:
+            y = layer(normed)
+        else:
+            held = layer.held(normed.shape[-1:])
+            y = linear.gathered_linear(
+                normed, held, features, self.activation, self.dtype, layer_options(layer), tensor
+            )
         return y if residual is None else (y, total)
 
 

@@ -16,7 +16,8 @@ from te_jax import native
 from te_jax.flax.attention import Attention
 from te_jax.flax.gated_mlp import GatedMLP
 from te_jax.flax.norm import make_norm
-from te_jax.layers import linear, norm, transformer_block
+from te_jax.layers import linear, norm, tensor_parallel, transformer_block
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Activation, ActivationName
 
@@ -34,6 +35,8 @@ class TransformerBlock(nn.Module):
       activation: of `GatedMLP`; "silu" is SwiGLU.
       norm: "rms", "layer", or a `te_jax.layers.Norm`.
       dropout_rate: of the results of attention and MLP, before they are added.
+      tensor_axis: the mesh axis whose devices split heads and hidden features, and between modules the time of x and of
+        the result; see `Attention` and `GatedMLP`.
       deterministic: as in `flax.linen.Dropout`; may be given to the call.
       dtype, param_dtype, state_axis, implementation: as in `DenseGeneral`, for all layers.
       recipe: a recipe, None, or recipes by role, {"attention": …, "mlp": …}.
@@ -51,6 +54,7 @@ class TransformerBlock(nn.Module):
     activation: Activation | ActivationName = "silu"
     norm: norm.Norm | norm.Kind = "rms"
     dropout_rate: float = 0.0
+    tensor_axis: str | None = None
     deterministic: bool | None = None
     decode: bool = False
     dtype: jax.typing.DTypeLike | None = None
@@ -64,6 +68,7 @@ class TransformerBlock(nn.Module):
     def __post_init__(self) -> None:
         for recipe in transformer_block.Recipes.of(self.recipe):
             linear.Options(recipe, self.state_axis, self.implementation)
+        tensor_parallel.validate(self.tensor_axis, self.state_axis)
         super().__post_init__()
 
     @nn.compact
@@ -94,6 +99,7 @@ class TransformerBlock(nn.Module):
             qk_norm=self.qk_norm,
             dropout_rate=self.dropout_rate,
             decode=self.decode,
+            tensor_axis=self.tensor_axis,
             recipe=recipes.attention,
             state_axis=self.state_axis,
             name="attention",
@@ -104,6 +110,7 @@ class TransformerBlock(nn.Module):
             self.hidden_features,
             activation=self.activation,
             dropout_rate=self.dropout_rate,
+            tensor_axis=self.tensor_axis,
             recipe=recipes.mlp,
             state_axis=self.state_axis,
             name="mlp",
@@ -118,4 +125,5 @@ class TransformerBlock(nn.Module):
             make_norm(self.norm, name="mlp_norm", **shared),
             functools.partial(mlp, deterministic=deterministic),
             recipes,
+            None if self.is_initializing() else TensorAxis.of(self.tensor_axis),
         )

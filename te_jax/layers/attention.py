@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,8 @@ from te_jax import native, ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax._core.integers import validate_integers
 from te_jax.layers import linear
+from te_jax.layers.microbatches import AccumulatedKernel
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.quantized import QuantizedArray
 
 
@@ -122,10 +125,60 @@ def project(
     *,
     dtype: jax.typing.DTypeLike | None,
     options: linear.Options,
+    tensor: TensorAxis | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Query [batch, time, heads, head_dim], key and value, from one quantized x."""
-    query, key, value = linear.linears(x, layers, features=heads.features, dtype=dtype, options=options)
+    """Query [batch, time, heads, head_dim], key and value, from one quantized x.
+
+    With a tensor axis the time of x is split over devices, and then the heads are. Where there are too few heads of key
+    and value, these are repeated.
+    """
+    if tensor is None:
+        query, key, value = linear.linears(x, layers, features=heads.features, dtype=dtype, options=options)
+        return query, key, value
+    of_query, of_key, of_value = layers
+    if repeats := kv_repeats(heads.key_value, tensor.size):
+        of_key, of_value = (_repeated(layer, repeats, tensor) for layer in (of_key, of_value))
+    features = dataclasses.replace(heads, key_value=heads.key_value * (repeats or 1)).features
+    layers = of_query, of_key, of_value
+    query, key, value = linear.gathered_linears(
+        x, layers, features=features, dtype=dtype, options=options, tensor=tensor
+    )
     return query, key, value
+
+
+def heads_here(heads: Heads, tensor: TensorAxis) -> Heads:
+    """The heads of the kernels in this place."""
+    repeats = kv_repeats(heads.key_value, tensor.size)
+    return Heads(tensor.here(heads.query), heads.key_value if repeats else tensor.here(heads.key_value), heads.head_dim)
+
+
+def kv_repeats(num_kv_heads: int, devices: int) -> int:
+    """How often each head of key and value stands in the list of those that devices use; 0 where they split the heads.
+
+    The list has the least number of heads that all devices can share, one after the other. It divides the number of
+    query heads, as both numbers do.
+    """
+    return math.lcm(num_kv_heads, devices) // num_kv_heads if num_kv_heads % devices else 0
+
+
+def _repeated(layer: linear.Layer, repeats: int, tensor: TensorAxis) -> linear.Layer:
+    """The layer of key or value with as many heads as devices split: of whole arrays all, else this device's."""
+    kernel = layer.kernel.added() if isinstance(layer.kernel, AccumulatedKernel) else layer.kernel
+    if isinstance(kernel, QuantizedArray):
+        raise ValueError(
+            f"key or value is quantized beforehand, and the {tensor.size} devices along tensor_axis {tensor.name!r} "
+            "cannot split its heads: leave it as it is, or use num_kv_heads that they divide"
+        )
+
+    def of_array(array: Array, axis: int) -> Array:
+        array = jnp.repeat(array, repeats, axis)
+        if tensor.mesh is not None:
+            return array
+        count = array.shape[axis] // tensor.size
+        array = sharding.varying_over(array, frozenset((tensor.name,)))
+        return lax.dynamic_slice_in_dim(array, lax.axis_index(tensor.name) * count, count, axis)
+
+    return layer._replace(kernel=of_array(kernel, 1), bias=None if layer.bias is None else of_array(layer.bias, 0))
 
 
 def attend(

@@ -1,15 +1,21 @@
-"""The arithmetic of gated MLPs of Linen and NNX: one call of `te_jax.ops.gated_mlp`."""
+"""The arithmetic of gated MLPs of Linen and NNX: one call of `te_jax.ops.gated_mlp` or `te_jax.parallel.gated_mlp`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax import Array
+from jax.sharding import PartitionSpec
 
-from te_jax import ops
+from te_jax import ops, parallel
 from te_jax.layers import linear
 from te_jax.layers.microbatches import dense_kernels
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.quantized import QuantizedArray
 from te_jax.reference.activation import Activation
+
+_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated_mlp(
@@ -21,16 +27,36 @@ def gated_mlp(
     *,
     dtype: jax.typing.DTypeLike | None,
     options: linear.Options,
+    tensor: TensorAxis | None = None,
 ) -> Array:
-    """The MLP of three layers, in the given dtype, or in what x, kernels and biases promote to. x may come in FP8."""
+    """The MLP of three layers, in the given dtype, or in what x, kernels and biases promote to. x may come in FP8.
+
+    With a tensor axis devices have parts of the hidden features, and of the time of x and the result.
+    """
     layers = gate, up, down
     dtype = linear.result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
     states = tuple(layer.scaling_state for layer in layers if layer.scaling_state is not None)
-    return ops.gated_mlp(
-        linear.cast(x, dtype),
-        **dense_kernels([layer.kernel for layer in layers]),
-        bias=tuple(layer.bias for layer in layers),
-        activation=activation,
-        scaling_state=states or None,
-        **vars(options),
-    )
+    x = linear.cast(x, dtype)
+    kernels = [layer.kernel for layer in layers]
+    arguments: Any = dense_kernels(kernels) if tensor is None else tensor.dense_kernels(kernels, x)
+    arguments |= {"bias": tuple(layer.bias for layer in layers), "scaling_state": states or None}
+    if tensor is None:
+        return ops.gated_mlp(x, activation=activation, **arguments, **vars(options))
+    accumulate = arguments.pop("accumulate")
+
+    def local(x: Any, arguments: dict[str, Any]) -> Array:
+        shared: Any = {"recipe": options.recipe, "implementation": options.implementation}
+        return parallel.gated_mlp(
+            x, axis_name=tensor.name, activation=activation, accumulate=accumulate, **arguments, **shared
+        )
+
+    rows, columns = PartitionSpec(tensor.name), PartitionSpec(None, tensor.name)
+    by_layer = columns, columns, rows
+    specs = {
+        "kernel": tuple(map(tensor.specs, _NAMES, arguments["kernel"], by_layer)),
+        "wgrad_accumulator": by_layer,
+        "bias": (rows, rows, PartitionSpec()),
+        "scaling_state": PartitionSpec(),
+    }
+    stream = tensor.stream_spec(x)
+    return tensor.call(local, (x, arguments), (tensor.specs("x", x, stream), specs), stream)

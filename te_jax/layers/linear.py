@@ -13,14 +13,18 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from te_jax import native, ops
 from te_jax._core.arguments import as_dtype, is_whole_number
 from te_jax._core.types import FLOAT_NAMES, FLOATS
 from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.ops.linear.arguments import KernelContracting
 from te_jax.ops.linear.fp8 import validate_recipe
 from te_jax.ops.linear.kernels import quantize_kernel as _quantize_kernel
+from te_jax.ops.linear.local import activate
+from te_jax.parallel.collective_matmul import all_gather_matmul, as_matrix, matmul_reduce_scatter
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.sharding import regrouped
@@ -138,6 +142,111 @@ def linears(
     return tuple(
         regrouped(y, (batch, cols), (batch, sizes)) for y, cols, sizes in zip(ys, columns, features, strict=True)
     )
+
+
+def gathered_linears(
+    x: Array | QuantizedArray,
+    layers: Sequence[Layer],
+    *,
+    features: Sequence[tuple[int, ...]],
+    dtype: jax.typing.DTypeLike | None,
+    options: Options,
+    tensor: TensorAxis,
+) -> tuple[Array, ...]:
+    """`linears` of an x [*batch, time, in] whose time is split over devices, each of which has a part of the features.
+
+    Kernels, biases and results are split along the first of a layer's features, of which there are `features`.
+    """
+    dtype = result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
+    arguments = tensor.dense_kernels([layer.kernel for layer in layers], x)
+    accumulate = arguments["accumulate"]
+    parts = [(first // tensor.size, *others) for first, *others in features]
+
+    def local(x: Any, kernels: Any, accumulators: Any, biases: Any, states: Any) -> tuple[Array, ...]:
+        columns = [kernel.shape[1:] for kernel in kernels]
+        for kernel, cols, sizes in zip(kernels, columns, parts, strict=True):
+            if math.prod(cols) != math.prod(sizes):
+                raise ValueError(
+                    f"a kernel has shape {kernel.shape} inside shard_map, where it must be this device's part with "
+                    f"{sizes} features: pass it in with the PartitionSpec that its metadata gives"
+                )
+        ys = all_gather_matmul(
+            x,
+            kernels,
+            axis_name=tensor.name,
+            bias=tuple(b if b is None else b.reshape(cols) for b, cols in zip(biases, columns, strict=True)),
+            recipe=options.recipe,
+            scaling_state=states,
+            wgrad_accumulator=accumulators,
+            accumulate=accumulate,
+            implementation=options.implementation,
+        )
+        return tuple(y.reshape(*y.shape[: x.ndim - 1], *sizes) for y, sizes in zip(ys, parts, strict=True))
+
+    kernels = arguments["kernel"]
+    columns = PartitionSpec(None, tensor.name)
+    of_kernels = tuple(tensor.specs("kernel", kernel, columns) for kernel in kernels)
+    stream = tensor.stream_spec(x)
+    in_specs = tensor.specs("x", x, stream), of_kernels, columns, PartitionSpec(tensor.name), PartitionSpec()
+    outs = PartitionSpec(*stream[:-1], None, tensor.name)
+    states = tuple(layer.scaling_state for layer in layers if layer.scaling_state is not None)
+    operands = cast(x, dtype), kernels, arguments["wgrad_accumulator"], tuple(layer.bias for layer in layers)
+    return tensor.call(local, (*operands, states or None), in_specs, outs)
+
+
+def gathered_linear(
+    x: Array | QuantizedArray,
+    layer: Layer,
+    features: tuple[int, ...],
+    activation: Activation | None,
+    dtype: jax.typing.DTypeLike | None,
+    options: Options,
+    tensor: TensorAxis,
+) -> Array:
+    """`gathered_linears` of one layer, and its activation."""
+    (y,) = gathered_linears(x, (layer,), features=(features,), dtype=dtype, options=options, tensor=tensor)
+    return y if activation is None else activate(activation, y)
+
+
+def scattered_linear(
+    x: Array,
+    layer: Layer,
+    *,
+    axis: tuple[int, ...],
+    features: tuple[int, ...],
+    dtype: jax.typing.DTypeLike | None,
+    options: Options,
+    tensor: TensorAxis,
+) -> Array:
+    """`linear` over the last dimensions `axis` of an x [*batch, time, *in], whose first one is split over devices.
+
+    Kernels are split along the first of their rows. In the result the time is.
+    """
+    dtype = result_dtype(dtype, x, layer.kernel, layer.bias)
+    arguments = tensor.dense_kernels([layer.kernel], x)
+    accumulate = arguments["accumulate"]
+    (kernel,), (accumulator,) = arguments["kernel"], arguments["wgrad_accumulator"]
+
+    def local(x: Array, kernel: Any, accumulator: Any, bias: Any, state: Any) -> Array:
+        batch, rows, cols = x.shape[: axis[0]], math.prod(x.shape[axis[0] :]), math.prod(features)
+        y = matmul_reduce_scatter(
+            x.reshape(*batch, rows),
+            as_matrix(kernel, rows, cols) if isinstance(kernel, QuantizedArray) else kernel.reshape(rows, cols),
+            axis_name=tensor.name,
+            bias=None if bias is None else bias.reshape(cols),
+            recipe=options.recipe,
+            scaling_state=state,
+            wgrad_accumulator=None if accumulator is None else accumulator.reshape(rows, cols),
+            accumulate=accumulate,
+            implementation=options.implementation,
+        )
+        return y.reshape(*y.shape[:-1], *features)
+
+    rows = PartitionSpec(tensor.name)
+    batch = PartitionSpec(tensor.batch_axes(x) or None, *(None,) * (axis[0] - 1))
+    in_specs = PartitionSpec(*batch, tensor.name), tensor.specs("kernel", kernel, rows), rows, PartitionSpec()
+    operands = x.astype(dtype), kernel, accumulator, layer.bias, layer.scaling_state
+    return tensor.call(local, operands, (*in_specs, PartitionSpec()), PartitionSpec(*batch[:-1], tensor.name))
 
 
 def einsum(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from te_jax import native, ops, parallel
 from te_jax._core.arguments import static_way_out
@@ -18,13 +19,14 @@ from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
 from te_jax.layers import linear
 from te_jax.layers.microbatches import dense_kernels
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
 from te_jax.ops.router_logits import router_logits
 from te_jax.parallel.experts import Exchange
 from te_jax.recipe import DelayedScaling, Quantization, Recipe
 from te_jax.reference.activation import Activation, ActivationName
-from te_jax.sharding import AxisName
+from te_jax.sharding import AxisName, axes_of_entry
 
 __all__ = ["ExpertParallel", "MoEResult", "Router", "moe"]
 
@@ -234,24 +236,35 @@ def moe_of_layers(
     expert_bias: Array | None,
     dtype: jax.typing.DTypeLike | None,
     options: Options,
+    tensor: TensorAxis | None = None,
 ) -> MoEResult:
-    """`moe` of what layers hold, in the given dtype, or in what x, kernels and biases of the experts promote to."""
+    """`moe` of what layers hold, in the given dtype, or in what x, kernels and biases of the experts promote to.
+
+    With a tensor axis the time of x is split over devices, which divide the experts as `options.expert_parallel` says.
+    """
     x = linear.as_array("x", x)
     dtype = linear.result_dtype(dtype, x, *(array for layer in experts for array in (layer.kernel, layer.bias)))
-    arguments = dense_kernels([layer.kernel for layer in experts])
+    kernels = [layer.kernel for layer in experts]
+    arguments = dense_kernels(kernels) if tensor is None else tensor.dense_kernels(kernels, x)
     router_kernel: Any = router_layer.kernel  # never quantized
     gate, up, down = experts
-    return moe(
-        x.astype(dtype),
-        router_kernel,
-        tuple(arguments.pop("kernel")),
-        router,
-        router_bias=router_layer.bias,
-        expert_bias=expert_bias,
-        bias=(gate.bias, up.bias, down.bias),
-        **arguments,
-        **vars(options),
-    )
+    shared = {"router_kernel": router_kernel, "router_bias": router_layer.bias, "expert_bias": expert_bias}
+    parts = {"kernel": tuple(arguments.pop("kernel")), "bias": (gate.bias, up.bias, down.bias)}
+    run = functools.partial(moe, router=router, accumulate=arguments.pop("accumulate"), **vars(options))
+    x, parts = x.astype(dtype), parts | arguments
+    if tensor is None or tensor.mesh is None:
+        return run(x, **shared, **parts)
+    assert options.expert_parallel is not None
+    stream, of_experts = tensor.stream_spec(x), PartitionSpec(options.expert_parallel.axis_name)
+    axes = tuple(axis for entry in stream for axis in axes_of_entry(entry))
+
+    def local(x: Array, shared: dict[str, Any], parts: dict[str, Any]) -> tuple[Any, ...]:
+        *of_tokens, dropped = run(x, **shared, **parts)
+        return *of_tokens, lax.psum(dropped, axes)
+
+    of_parts = {name: tuple(tensor.specs(name, part, of_experts) for part in each) for name, each in parts.items()}
+    outs = stream, stream, stream, PartitionSpec()
+    return MoEResult(*tensor.call(local, (x, shared, parts), (stream, PartitionSpec(), of_parts), outs))
 
 
 def for_each_expert(init: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from jax import Array
 from te_jax import native, ops
 from te_jax._core.types import BLOCK
 from te_jax.layers import linear
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, Quantization, Recipe
 
@@ -124,9 +125,16 @@ def normalize(
 
 
 def before(
-    norm: Callable[..., Any] | None, x: Any, residual: jax.typing.ArrayLike | None, recipe: Recipe | None
+    norm: Callable[..., Any] | None,
+    x: Any,
+    residual: jax.typing.ArrayLike | None,
+    recipe: Recipe | None,
+    tensor: TensorAxis | None = None,
 ) -> tuple[Array | QuantizedArray, Array | None]:
-    """(what a norm hands over to layers with this recipe, x + residual or None); x itself without a norm."""
+    """(what a norm hands over to layers with this recipe, x + residual or None); x itself without a norm.
+
+    With a tensor axis devices split the time of x.
+    """
     x = linear.as_input(x)
     if norm is None:
         if residual is not None:
@@ -134,17 +142,20 @@ def before(
         return x, None
     if isinstance(x, QuantizedArray):
         raise ValueError("x is a QuantizedArray, and there is a norm, which needs values: pass them, or norm=None")
-    found = norm(x, residual, quantization=handover(recipe, x))
+    found = norm(x, residual, quantization=handover(recipe, x, tensor))
     return (found, None) if residual is None else found
 
 
-def handover(recipe: Recipe | None, x: Any) -> Quantization | None:
+def handover(recipe: Recipe | None, x: Any, tensor: TensorAxis | None = None) -> Quantization | None:
     """How a norm quantizes its result for layers with a recipe; None where these quantize it themselves.
 
     They do with delayed scaling, whose state remembers the amax of a layer's input, for a single row, and with blocks
-    where these do not divide the rows of an x [*rows, features] in several dimensions.
+    where these do not divide the rows of an x [*rows, features] in several dimensions. Of devices that split the time
+    each needs whole blocks; on other scales than those of blocks they agree when they gather x.
     """
     if recipe is None or isinstance(recipe, DelayedScaling) or x.ndim < 2:
         return None
     blocked = recipe.scalings["activation"][0].startswith("block")
+    if tensor is not None:
+        return recipe.quantization("activation") if blocked and tensor.rows(x) % BLOCK == 0 else None
     return None if blocked and x.ndim > 2 and x.shape[-2] % BLOCK else recipe.quantization("activation")

@@ -11,6 +11,7 @@ from jax import Array
 
 from te_jax import sharding
 from te_jax.layers import norm
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.recipe import Recipe
 
 
@@ -40,12 +41,13 @@ def apply(
     mlp_norm: Callable[..., Any],
     mlp: Callable[[Any], Array],
     recipes: Recipes,
+    tensor: TensorAxis | None,
 ) -> Array:
     """s + mlp(mlp_norm(s)) with s = x + attention(attention_norm(x)), like x."""
     stream = jnp.asarray(x)
     layout = sharding.Layout.of(stream)
-    normed, _ = norm.before(attention_norm, stream, None, recipes.attention)
+    normed, _ = norm.before(attention_norm, stream, None, recipes.attention, tensor)
     y = layout.apply(attention(normed))
-    normed, total = norm.before(mlp_norm, y, stream, recipes.mlp)
+    normed, total = norm.before(mlp_norm, y, stream, recipes.mlp, tensor)
     assert total is not None
     return layout.apply(total) + layout.apply(mlp(normed))

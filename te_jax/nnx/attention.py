@@ -10,8 +10,9 @@ from flax import nnx
 from jax import Array
 
 from te_jax import native
-from te_jax.layers import attention, norm
-from te_jax.nnx.linear import Initializer, LinearGeneral, without_metadata
+from te_jax.layers import attention, linear, norm, tensor_parallel
+from te_jax.layers.tensor_parallel import TensorAxis, splits_kv_heads
+from te_jax.nnx.linear import Initializer, LinearGeneral, apply_dropout, split_over, without_metadata
 from te_jax.nnx.norm import LayerNorm, RMSNorm, make_norm
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
@@ -40,6 +41,9 @@ class Attention(nnx.Module):
       kernel_init, bias_init: of `query`, `key` and `value`. They may have metadata, as from `nnx.with_partitioning`.
       out_kernel_init, out_bias_init: of `out`; None for the same values, without metadata.
       dropout_rate: of the result. Attention weights have no dropout.
+      tensor_axis: the mesh axis whose devices split the heads, and between modules the time of x and of the result. The
+        calls of `te_jax.parallel.all_gather_matmul` and `matmul_reduce_scatter` overlap exchanges with GEMMs. If there
+        are too few heads of key and value, all devices have all of these parameters. None for no such axis.
       max_score_bytes: as in `te_jax.ops.attention`, which runs its reference with implementation="reference".
       rngs: `nnx.Rngs`, of which "params" is used, and "dropout" with a dropout_rate.
 
@@ -67,14 +71,17 @@ class Attention(nnx.Module):
         bias_init: Initializer = nnx.initializers.zeros_init(),
         out_bias_init: Initializer | None = None,
         dropout_rate: float = 0.0,
+        tensor_axis: str | None = None,
         recipe: Recipe | None = None,
         state_axis: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
         max_score_bytes: int = 2**30,
         rngs: nnx.Rngs,
     ):
-        self.in_features = in_features
+        tensor_parallel.validate(tensor_axis, state_axis)
+        self.in_features, self.tensor_axis = in_features, tensor_axis
         self.heads = attention.Heads.of(in_features, num_heads, num_kv_heads, head_dim)
+        tensor_parallel.validate_sizes(tensor_axis, num_heads=self.heads.query)
         self.settings = attention.Settings(causal, window, rope_theta, implementation, max_score_bytes)
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -88,14 +95,16 @@ class Attention(nnx.Module):
             "implementation": implementation,
             "rngs": rngs,
         }
-        projection: Any = {
-            "kernel_init": kernel_init,
-            "bias_init": bias_init,
+        by_head: Any = {
+            "kernel_metadata": split_over(tensor_axis, None, tensor_axis, None),
+            "bias_metadata": split_over(tensor_axis, tensor_axis, None),
         }
+        projection: Any = {"kernel_init": kernel_init, "bias_init": bias_init}
+        key_value = projection | (by_head if splits_kv_heads(tensor_axis, self.heads.key_value) else {})
         of_query, of_key, of_value = self.heads.features
-        self.query = LinearGeneral(in_features, of_query, **projection, **shared)
-        self.key = LinearGeneral(in_features, of_key, **projection, **shared)
-        self.value = LinearGeneral(in_features, of_value, **projection, **shared)
+        self.query = LinearGeneral(in_features, of_query, **projection, **by_head, **shared)
+        self.key = LinearGeneral(in_features, of_key, **key_value, **shared)
+        self.value = LinearGeneral(in_features, of_value, **key_value, **shared)
         self.query_ln: RMSNorm | LayerNorm | None = nnx.data(None)
         self.key_ln: RMSNorm | LayerNorm | None = nnx.data(None)
         if qk_norm is not None:
@@ -109,6 +118,7 @@ class Attention(nnx.Module):
             axis=(-2, -1),
             kernel_init=out_kernel_init or without_metadata(kernel_init),
             bias_init=out_bias_init or without_metadata(bias_init),
+            kernel_metadata=split_over(tensor_axis, tensor_axis, None, None),
             **shared,
         )
         self.dropout: nnx.Dropout | None = nnx.Dropout(dropout_rate, rngs=rngs) if dropout_rate else nnx.data(None)
@@ -146,6 +156,11 @@ class Attention(nnx.Module):
         Raises:
           ValueError: for shapes or dtypes that do not fit, naming the argument, and for a cache that is missing.
         """
+        decode = self.decode if decode is None else decode
+        if decode:
+            tensor_parallel.refuse_decoding(self.tensor_axis)
+        tensor_parallel.validate_sizes(self.tensor_axis, num_heads=self.heads.query)
+        tensor = TensorAxis.of(self.tensor_axis)
         x = attention.as_input(x, self.in_features)
         query, key, value = attention.project(
             x,
@@ -153,10 +168,11 @@ class Attention(nnx.Module):
             self.heads,
             dtype=self.dtype,
             options=self.query.options,
+            tensor=tensor,
         )
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        cache = self._cache() if (self.decode if decode is None else decode) else None
+        cache = self._cache() if decode else None
         mixed, cache = attention.attend(
             query,
             key,
@@ -170,8 +186,14 @@ class Attention(nnx.Module):
         if cache is not None:
             for variable, new in zip(self._cache(), cache, strict=True):
                 variable.set_value(new)
-        y = self.out(mixed, out_sharding)
-        return y if self.dropout is None else self.dropout(y, deterministic=deterministic, rngs=rngs)
+        y = self.out(mixed, out_sharding) if tensor is None else self._scattered(mixed, tensor, out_sharding)
+        return apply_dropout(self.dropout, y, tensor, deterministic, rngs)
+
+    def _scattered(self, mixed: Array, tensor: TensorAxis, out_sharding: Any) -> Array:
+        features = linear.as_tuple(self.out.out_features)
+        options: Any = {"dtype": self.dtype, "options": self.out.options, "tensor": tensor}
+        y = linear.scattered_linear(mixed, self.out.held(), axis=(2, 3), features=features, **options)
+        return y if out_sharding is None else jax.reshard(y, out_sharding)
 
     def init_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike | None = None) -> None:
         """Makes an empty cache for decoding, in variables of type `nnx.Cache`.

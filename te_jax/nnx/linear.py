@@ -14,9 +14,11 @@ from jax import Array
 
 from te_jax import native
 from te_jax.layers import delayed_scaling, linear
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.nnx.variables import OverwriteWithGradient
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
+from te_jax.sharding import axes_of_entry, current_mesh
 
 Initializer = Callable[..., Any]
 
@@ -305,6 +307,31 @@ def without_metadata(init: Initializer) -> Initializer:
         return value.raw_value if isinstance(value, variablelib.VariableMetadata) else value
 
     return drawn
+
+
+def split_over(tensor_axis: Any, *dimensions: Any) -> dict[str, Any]:
+    """Metadata of a parameter whose dimensions are split over these mesh axes; none without a tensor_axis."""
+    if tensor_axis is None:
+        return {}
+    axes = {axis for entry in dimensions for axis in axes_of_entry(entry)}
+    mesh = current_mesh()
+    # Where there is no such mesh yet, Flax would refuse to place the parameter on it.
+    placed = axes <= set(mesh.axis_names) - set(mesh.manual_axes)
+    return {"out_sharding": dimensions, **({} if placed else {"eager_sharding": False})}
+
+
+def apply_dropout(
+    dropout: nnx.Dropout | None, y: Array, tensor: TensorAxis | None, deterministic: bool | None, rngs: Any
+) -> Array:
+    """The dropout of y, of which this device may have a part."""
+    if dropout is None:
+        return y
+    inactive = dropout.deterministic if deterministic is None else deterministic
+    if tensor is not None and tensor.mesh is None and not inactive:
+        stream: Any = dropout.rngs if rngs is None else rngs
+        key: Any = stream.dropout() if isinstance(stream, nnx.Rngs) else stream() if callable(stream) else stream
+        rngs = tensor.own_key(key)
+    return dropout(y, deterministic=deterministic, rngs=rngs)
 
 
 def _reshaped(value: Any, shape: tuple[int, ...]) -> Any:

@@ -10,9 +10,10 @@ from flax import nnx
 from flax.nnx import variablelib
 
 from te_jax import native
-from te_jax.layers import linear, mixture
+from te_jax.layers import linear, mixture, tensor_parallel
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.nnx.gated_mlp import GatedMLP
-from te_jax.nnx.linear import Einsum, Initializer, Linear, without_metadata
+from te_jax.nnx.linear import Einsum, Initializer, Linear, split_over, without_metadata
 from te_jax.nnx.variables import ExpertBias
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Activation, ActivationName
@@ -50,6 +51,9 @@ class MoE(nnx.Module):
       out_features: None is in_features.
       activation: as in `te_jax.ops.gated_activation`; "silu" is SwiGLU.
       expert_parallel: as in `te_jax.layers.moe`.
+      tensor_axis: the mesh axis whose devices split the time, dimension -2 of x and of results, and the hidden features
+        of shared experts: see `GatedMLP`. They divide the experts too, or the devices along the axes of expert_parallel
+        do, out of all that split x. A capacity is for the tokens of those devices. None for no such axis.
       shared_features: hidden features of all shared experts together; None for no shared experts.
       expert_bias: whether there is a bias of the choice, `te_jax.ops.update_expert_bias`. It is zero at first.
       use_bias: whether the router and the experts have biases. Shared experts have none.
@@ -76,6 +80,7 @@ class MoE(nnx.Module):
         *,
         activation: Activation | ActivationName = "silu",
         expert_parallel: mixture.ExpertParallel | AxisName | None = None,
+        tensor_axis: str | None = None,
         shared_features: int | None = None,
         expert_bias: bool = False,
         use_bias: bool = False,
@@ -101,8 +106,16 @@ class MoE(nnx.Module):
         self.dtype = dtype
         self.choice = router  # `router` is the layer
         self.options = mixture.Options(
-            Activation.of(activation), mixture.ExpertParallel.of(expert_parallel), recipe, implementation
+            Activation.of(activation), mixture.ExpertParallel.of(expert_parallel or tensor_axis), recipe, implementation
         )
+        tensor_parallel.validate(tensor_axis)
+        self.tensor_axis = tensor_axis
+        devices = self.options.expert_parallel
+        by_expert = devices.axis_name if tensor_axis is not None and devices is not None else None
+        tensor_parallel.validate_sizes(by_expert, num_experts=experts)
+        self.num_experts, self.by_expert = experts, by_expert
+        split: Any = {"kernel_metadata": split_over(by_expert, by_expert, None, None)}
+        split |= {"bias_metadata": split_over(by_expert, by_expert, None)}
 
         same_kernel, same_bias = without_metadata(kernel_init), without_metadata(bias_init)
         down_kernel_init = down_kernel_init or same_kernel
@@ -112,6 +125,7 @@ class MoE(nnx.Module):
             "bias_shape": (experts, hidden) if use_bias else None,
             "kernel_init": _for_each_expert(kernel_init),
             "bias_init": _for_each_expert(bias_init),
+            **split,
         }
         self.router = Linear(
             features,
@@ -130,6 +144,7 @@ class MoE(nnx.Module):
             (experts, out_features) if use_bias else None,
             kernel_init=_for_each_expert(down_kernel_init),
             bias_init=_for_each_expert(down_bias_init or same_bias),
+            **split,
             **shared,
         )
         self.expert_bias: ExpertBias | None = nnx.data(None)
@@ -142,6 +157,7 @@ class MoE(nnx.Module):
                 shared_features,
                 out_features,
                 activation=self.options.activation,
+                tensor_axis=tensor_axis,
                 kernel_init=shared_kernel_init or same_kernel,
                 down_kernel_init=shared_down_kernel_init or without_metadata(down_kernel_init),
                 **shared,
@@ -160,6 +176,7 @@ class MoE(nnx.Module):
           ValueError: for shapes, dtypes or options that do not fit, naming the argument.
         """
         x = linear.as_array("x", x)
+        tensor_parallel.validate_sizes(self.by_expert, num_experts=self.num_experts)
         result = mixture.moe_of_layers(
             x,
             self.router.held(),
@@ -168,6 +185,7 @@ class MoE(nnx.Module):
             expert_bias=None if self.expert_bias is None else self.expert_bias.get_value(),
             dtype=self.dtype,
             options=self.options,
+            tensor=TensorAxis.of(self.tensor_axis),
         )
         return result if self.shared is None else result._replace(y=result.y + self.shared(x))
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from te_jax import native
-from te_jax.layers import linear, norm
-from te_jax.nnx.linear import Initializer, LinearGeneral
+from te_jax.layers import linear, norm, tensor_parallel
+from te_jax.layers.tensor_parallel import TensorAxis
+from te_jax.nnx.linear import Initializer, LinearGeneral, split_over
 from te_jax.recipe import Quantization, Recipe
 
 
@@ -147,6 +148,8 @@ class NormLinear(nnx.Module):
       in_features: number of input features.
       out_features: number of output features, or several numbers.
       norm: "rms", "layer", or a `te_jax.layers.Norm`.
+      tensor_axis: the mesh axis whose devices split the time of x, and the first output features: the call overlaps the
+        gather of x with GEMMs, `te_jax.parallel.all_gather_matmul`. None for no such axis.
       dtype, param_dtype, implementation, rngs: of both.
       arguments: others of `LinearGeneral`, without axis: norm and layer work on the last one.
 
@@ -160,6 +163,7 @@ class NormLinear(nnx.Module):
         out_features: int | Sequence[int],
         *,
         norm: norm.Norm | norm.Kind = "rms",
+        tensor_axis: str | None = None,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         recipe: Recipe | None = None,
@@ -173,12 +177,23 @@ class NormLinear(nnx.Module):
                 f"axis is {arguments['axis']!r}, and the norm is of the last one: leave it out, or use a norm and a "
                 "LinearGeneral"
             )
-        self.recipe = recipe
+        tensor_parallel.validate(tensor_axis, arguments.get("state_axis"))
+        tensor_parallel.validate_sizes(tensor_axis, out_features=linear.as_tuple(out_features)[0])
+        self.recipe, self.tensor_axis = recipe, tensor_axis
         self.norm = make_norm(norm, in_features, **shared)
+        others = (None,) * (len(linear.as_tuple(out_features)) - 1)
+        for name, split in (("kernel_metadata", (None, tensor_axis)), ("bias_metadata", (tensor_axis,))):
+            arguments[name] = split_over(tensor_axis, *split, *others) | dict(arguments.get(name) or {})
         self.linear = LinearGeneral(in_features, out_features, recipe=recipe, **shared, **arguments)
 
     def __call__(self, x: jax.typing.ArrayLike, residual: jax.typing.ArrayLike | None = None) -> Any:
         """y [*rows, *out_features] of x [*rows, in_features]; with a residual like x: (y of x + residual, this sum)."""
-        normed, total = norm.before(self.norm, x, residual, None if self.linear.activation else self.recipe)
-        y = self.linear(normed)
+        tensor, layer = TensorAxis.of(self.tensor_axis), self.linear
+        normed, total = norm.before(self.norm, x, residual, None if layer.activation else self.recipe, tensor)
+        if tensor is None:
+            y = layer(normed)
+        else:
+            features, options = linear.as_tuple(layer.out_features), layer.options
+            tensor_parallel.validate_sizes(tensor.name, out_features=features[0])
+            y = linear.gathered_linear(normed, layer.held(), features, layer.activation, layer.dtype, options, tensor)
         return y if residual is None else (y, total)

@@ -13,6 +13,7 @@ from jax import Array
 
 from te_jax import native
 from te_jax.layers import norm, transformer_block
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.nnx.attention import Attention
 from te_jax.nnx.gated_mlp import GatedMLP
 from te_jax.nnx.norm import make_norm
@@ -34,6 +35,8 @@ class TransformerBlock(nnx.Module):
       activation: of `GatedMLP`; "silu" is SwiGLU.
       norm: "rms", "layer", or a `te_jax.layers.Norm`.
       dropout_rate: of the results of attention and MLP, before they are added.
+      tensor_axis: the mesh axis whose devices split heads and hidden features, and between modules the time of x and of
+        the result; see `Attention` and `GatedMLP`.
       dtype, param_dtype, state_axis, implementation: as in `LinearGeneral`, for all layers.
       recipe: a recipe, None, or recipes by role, {"attention": …, "mlp": …}.
       attention_arguments, mlp_arguments: further arguments of these layers, such as {"kernel_init": …}.
@@ -57,6 +60,7 @@ class TransformerBlock(nnx.Module):
         activation: Activation | ActivationName = "silu",
         norm: norm.Norm | norm.Kind = "rms",
         dropout_rate: float = 0.0,
+        tensor_axis: str | None = None,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         recipe: Recipe | Mapping[str, Recipe | None] | None = None,
@@ -66,7 +70,7 @@ class TransformerBlock(nnx.Module):
         mlp_arguments: Mapping[str, Any] | None = None,
         rngs: nnx.Rngs,
     ):
-        self.dtype = dtype
+        self.dtype, self.tensor_axis = dtype, tensor_axis
         self.recipes = transformer_block.Recipes.of(recipe)
         shared: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "rngs": rngs}
         self.attention_norm = make_norm(norm, in_features, **shared)
@@ -79,6 +83,7 @@ class TransformerBlock(nnx.Module):
             rope_theta=rope_theta,
             qk_norm=qk_norm,
             dropout_rate=dropout_rate,
+            tensor_axis=tensor_axis,
             recipe=self.recipes.attention,
             state_axis=state_axis,
             **shared,
@@ -90,6 +95,7 @@ class TransformerBlock(nnx.Module):
             hidden_features,
             activation=activation,
             dropout_rate=dropout_rate,
+            tensor_axis=tensor_axis,
             recipe=self.recipes.mlp,
             state_axis=state_axis,
             **shared,
@@ -125,4 +131,5 @@ class TransformerBlock(nnx.Module):
             self.mlp_norm,
             functools.partial(self.mlp, **dropout),
             self.recipes,
+            TensorAxis.of(self.tensor_axis),
         )

@@ -471,7 +471,7 @@ def canonical(products: CollectiveProducts, x: Any, weights: tuple[Weight, ...])
     x, x8 = split(x)
     rows = (spec.leading, spec.rows) if spec.name == "all_gather_matmul" else (spec.leading, spec.size, spec.rows)
     x = None if x is None else x.reshape(*rows, inner)
-    x8 = None if x8 is None else _matrix(x8, math.prod(rows), inner)
+    x8 = None if x8 is None else as_matrix(x8, math.prod(rows), inner)
     weights = tuple(_canonical_weight(weight, products.kernel_contracting) for weight in weights)
     return together((x, x8, weights), sharding.tracked_axes(spec.axis_name))
 
@@ -482,12 +482,12 @@ def _canonical_weight(weight: Weight, kernel_contracting: KernelContracting) -> 
     cols = kernel.size // rows
     quantized = isinstance(kernel, QuantizedArray)
     return weight._replace(
-        kernel=_matrix(kernel, rows, cols) if quantized else kernel.reshape(rows, cols),
+        kernel=as_matrix(kernel, rows, cols) if quantized else kernel.reshape(rows, cols),
         bias=None if bias is None else bias.astype(jnp.float32).reshape(-1),
     )
 
 
-def _matrix(x: QuantizedArray, rows: int, cols: int) -> QuantizedArray:
+def as_matrix(x: QuantizedArray, rows: int, cols: int) -> QuantizedArray:
     """The same with one dimension of rows and one of cols. Blocks divide the last dimension of each group."""
 
     def scales(scale_inv: Array | None, scaling: str, outer: int, summed: int) -> Array | None:
