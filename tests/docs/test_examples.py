@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,5 +18,6 @@ def examples(page):
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=lambda page: page.name)
 def test_examples_run(page):
     namespace = {}
-    for number, example in enumerate(examples(page), start=1):
-        exec(compile(example, f"{page.name}, example {number}", "exec"), namespace)
+    with jax.numpy_dtype_promotion("standard"):  # as users have it, and Flax's norms need it in bfloat16
+        for number, example in enumerate(examples(page), start=1):
+            exec(compile(example, f"{page.name}, example {number}", "exec"), namespace)
