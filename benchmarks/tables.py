@@ -9,8 +9,9 @@ In README.md and docs/ what stands between two markers is generated:
     <!-- summary: softmax_cross_entropy nvidia-h200 -->
     <!-- /summary -->
 
-`summary` shows one line for each case of the family's headline figure, and
-`figure` that figure as a bar chart, whose SVG goes to docs/images. In a sentence stands a number of times,
+`summary` shows one line for each case of the family's headline figure, and `figure` that figure as a bar chart, whose
+SVG goes to docs/images. `<!-- gains -->` and `<!-- /gains -->` have the table of `GAINS` between them. In a sentence
+stands a number of times,
 
     <!-- ratio: FAMILY DEVICE OPERATION CASE IMPLEMENTATION PEER [FIGURE] -->1.43×<!-- /ratio -->
 
@@ -45,7 +46,34 @@ _RATIO = re.compile(
     r"(?P<content>[^\n]*?)"
     r"(?P<close><!-- /ratio -->)"
 )
-_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio)\b")
+_GAINS = re.compile(r"(?P<open><!-- gains -->\n)(?P<content>.*?)(?P<close><!-- /gains -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio|gains)\b")
+
+_STEP = ("step", "nvidia-h100-80gb-hbm3", "step", "8b-8x1x8192")
+_FSDP = ("fsdp", "nvidia-h100-80gb-hbm3", "step", "8b-8x2x8192-remat")
+_BLOCK = ("layer", "nvidia-h100-80gb-hbm3", "block", "4x2048x4096x14336")
+_HEAD = ("linear_cross_entropy", "nvidia-h100-80gb-hbm3", "master", "8192x4096x128256")
+_EXPERTS = ("moe", "nvidia-h100-80gb-hbm3", "layer", "64x262144x2048x1024-balanced")
+_GATHER = ("collective_matmul", "nvidia-h200", "all_gather_matmul", "16384x4096x14336")
+_BEST, _USERS = "te_jax_block_fp8_head", "nnx_loss"
+GAINS = (
+    ("train step, 8 layers of Llama 3 8B, 8192 tokens", "1 × H100", _STEP, _BEST, "bf16", "plain JAX, bfloat16"),
+    ("", "", _STEP, _BEST, "flax_fp8", "Flax's FP8"),
+    ("… with Adam's moments in float32, as the peers have them", "", _STEP, "te_jax_block_float32_moments", "bf16",
+     "plain JAX, bfloat16"),
+    ("the same step with FSDP and recomputation", "2 × H100", _FSDP, _BEST, "bf16", "plain JAX, bfloat16"),
+    ("", "", _FSDP, _BEST, "torch_fsdp2", "PyTorch's FSDP2, bfloat16"),
+    ("… of a plain Flax NNX model, after the three changes below", "", _FSDP, _USERS, "bf16", "plain JAX, bfloat16"),
+    ("a Llama 3 8B block with gradients, 4 × 2048 tokens", "1 × H100", _BLOCK, "te_jax_block", "bf16",
+     "plain JAX, bfloat16"),
+    ("output head and loss with gradients, vocabulary 128256", "1 × H100", _HEAD, "te_jax_fp8_backward", "optax",
+     "jnp and optax"),
+    ("a layer of 64 experts (OLMoE 7B) with gradients", "1 × H100", _EXPERTS, "te_jax_block", "te_jax",
+     "te_jax in bfloat16"),
+    ("all-gather and GEMM, tensor parallel, bfloat16", "4 × H200", _GATHER, "te_jax", "xla", "XLA"),
+    ("", "", _GATHER, "te_jax", "torch", "PyTorch"),
+)  # fmt: skip
+"""README's table: what, where, (family, device, operation, case), implementation, peer, and the peer in words."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,11 +116,12 @@ def generate(root: Path) -> dict[Path, str]:
         text = _read(page)
         if not _MARKER.search(text):
             continue
-        if len(_MARKER.findall(text)) != 2 * len(_PLACE.findall(text) + _RATIO.findall(text)):
+        if len(_MARKER.findall(text)) != 2 * sum(len(kind.findall(text)) for kind in (_PLACE, _RATIO, _GAINS)):
             raise ValueError(
-                f"{page.relative_to(root)} has a summary, figure or ratio marker without its partner, or one of another"
-                " kind"
+                f"{page.relative_to(root)} has a summary, figure, ratio or gains marker without its partner, or one of "
+                "another kind"
             )
+        text = _GAINS.sub(lambda place: f"{place['open']}{gains_table(root)}{place['close']}", text)
         text = _RATIO.sub(lambda place: f"{place['open']}{_times(place, root)}{place['close']}", text)
         wanted[page] = _PLACE.sub(lambda place, page=page: _filled(place, page.parent, root, wanted), text)
     return wanted
@@ -100,29 +129,53 @@ def generate(root: Path) -> dict[Path, str]:
 
 def _times(place: re.Match[str], root: Path) -> str:
     """The number of a `ratio`: how many times the implementation's figure goes into the peer's."""
-    results = _results(root, place)
+    results, figure = _results(root, place["device"], place["family"]), place["figure"] or "median_ms"
     if not results.is_file():
         return "(not measured yet)"
-    figure = place["figure"] or "median_ms"
-    of = {
-        row["implementation"]: row.get(figure)
-        for row in json.loads(results.read_text(encoding="utf-8"))["rows"]
-        if (row["operation"], row["case"]) == (place["operation"], place["case"])
-    }
-    ours, theirs = of.get(place["implementation"]), of.get(place["peer"])
+    ours, theirs = _both(results, place["operation"], place["case"], place["implementation"], place["peer"], figure)
     if not ours or not theirs:
         raise ValueError(f"{results.relative_to(root)} has no {figure} of both in {place['open']}")
     return f"{theirs / ours:.2f}×"
 
 
-def _results(root: Path, place: re.Match[str]) -> Path:
-    return root / "benchmarks" / "results" / place["device"] / f"{place['family']}.json"
+def _both(results: Path, operation: str, case: str, implementation: str, peer: str, figure: str) -> tuple[Any, Any]:
+    """A figure of an implementation and of its peer; None where there is none."""
+    of = {
+        row["implementation"]: row.get(figure)
+        for row in json.loads(results.read_text(encoding="utf-8"))["rows"]
+        if (row["operation"], row["case"]) == (operation, case)
+    }
+    return of.get(implementation), of.get(peer)
+
+
+def _results(root: Path, device: str, family: str) -> Path:
+    return root / "benchmarks" / "results" / device / f"{family}.json"
+
+
+def gains_table(root: Path) -> str:
+    """`GAINS`, with the memory of steps: XLA's plan of arguments, results and temporaries, for torch its peak."""
+    body = []
+    for what, where, (family, device, operation, case), implementation, peer, words in GAINS:
+        results = _results(root, device, family)
+        if not results.is_file():
+            continue
+        rows = operation, case, implementation, peer
+        ours, theirs = _both(results, *rows, "median_ms")
+        if not ours or not theirs:
+            raise ValueError(
+                f"{results.relative_to(root)} has no median_ms of both {implementation} and {peer}, {case}"
+            )
+        memory = _both(results, *rows, "peak_bytes")
+        link = f"[{words}](benchmarks/results/{device}/{family}.md)"
+        saved = f"{memory[0] / memory[1]:.2f}×" if all(memory) else ""
+        body.append([what, where, link, f"**{theirs / ours:.2f}×**", saved])
+    return _markdown_table(["", "on", "beside", "as fast", "in memory"], body, left=3)
 
 
 def _filled(place: re.Match[str], page_folder: Path, root: Path, wanted: dict[Path, str]) -> str:
     """A place with its content. Adds the figure, if it shows one, to `wanted`."""
     family, device = place["family"], place["device"]
-    results = _results(root, place)
+    results = _results(root, device, family)
     if not results.is_file():
         content = f"Not measured yet on {device}: run `te-jax bench {family}` there.\n"
     else:

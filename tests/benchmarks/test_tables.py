@@ -108,6 +108,25 @@ def test_a_summary_has_one_line_for_each_case_of_the_headline(root):
     assert "9.00" not in text
 
 
+def test_gains_are_in_times_as_fast_with_the_memory_of_both(root, monkeypatch):
+    page = root / "README.md"
+    page.write_text("Before.\n<!-- gains -->\nstale\n<!-- /gains -->\n")
+    place = ("demo", "gpu-x", "both", "small")
+    gains = ("a step", "1 × GPU", place, "te_jax", "peer", "the peer"), ("", "", place, "peer", "te_jax", "us")
+    monkeypatch.setattr(tables, "GAINS", gains)
+    assert tables.main([]) == 0
+    assert "stale" not in page.read_text()
+    document = copy.deepcopy(DOCUMENT)
+    document["rows"][0]["peak_bytes"], document["rows"][1]["peak_bytes"] = 30, 40
+    publish(root, document)
+    assert tables.main([]) == 0
+    text = page.read_text()
+    assert "| a step | 1 × GPU | [the peer](benchmarks/results/gpu-x/demo.md) | **4.25×** | 0.75× |" in text
+    assert "|  |  | [us](benchmarks/results/gpu-x/demo.md) | **0.24×** | 1.33× |" in text
+    monkeypatch.setattr(tables, "GAINS", (("a step", "", place, "te_jax", "never", "a peer that did not run"),))
+    assert tables.main([]) == 1
+
+
 SENTENCE = "It is <!-- ratio: demo gpu-x both {} te_jax peer{} -->stale<!-- /ratio --> as fast.\n"
 
 
@@ -203,12 +222,13 @@ def test_check_notices_an_edited_figure(root):
         "<!-- summary: demo -->\nx\n<!-- /summary -->\n",
         "<!-- /summary -->\n",
         "<!-- table: demo gpu-x -->\nx\n<!-- /table -->\n",
+        "<!-- gains -->\nopen\n",
     ],
 )
 def test_a_broken_marker_is_an_error_instead_of_a_forgotten_table(root, text, capsys):
     (root / "README.md").write_text(text)
     assert tables.main([]) == 1
-    assert "README.md has a summary, figure or ratio marker" in capsys.readouterr().err
+    assert "README.md has a summary, figure, ratio or gains marker" in capsys.readouterr().err
 
 
 def test_local_changes_are_admitted(root):

@@ -1,4 +1,4 @@
-"""The Python examples of README.md and docs/ run, in the order in which a page shows them."""
+"""The Python examples of README.md and docs/ run, in the order in which a page shows them, README's each alone."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def examples(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=lambda page: page.name)
 def test_examples_run(page):
-    namespace = {}
+    alone, namespace = page.name == "README.md", {}
     with jax.numpy_dtype_promotion("standard"):  # as users have it, and Flax's norms need it in bfloat16
         for number, example in enumerate(examples(page), start=1):
-            exec(compile(example, f"{page.name}, example {number}", "exec"), namespace)
+            exec(compile(example, f"{page.name}, example {number}", "exec"), {} if alone else namespace)
