@@ -13,6 +13,7 @@ TOOLS   := $(VENV)/tools.stamp
 SITE    := $(VENV)/docs.stamp
 endif
 
+comma   := ,
 SOURCES := $(shell find cuda_ext -type f) CMakeLists.txt pyproject.toml
 PYTEST   = $(PY) -m pytest
 RUN_OUT ?= runs/demo
@@ -43,10 +44,13 @@ help:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# jax[cuda13] only where there is a GPU to use it.
-EXTRAS := train$(shell nvidia-smi -L >/dev/null 2>&1 && echo ",cuda13")
+# jax[cuda13] and the CUDA extension, which takes minutes to compile, only where there is a GPU to use them.
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+EXTRAS := train$(if $(GPU),$(comma)cuda13)
+CUDA := $(or $(TE_JAX_CUDA),$(if $(GPU),AUTO,OFF))
 $(VENV)/package.stamp: $(SOURCES) | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --editable ".[$(EXTRAS)]" $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
+	@echo "Installing te_jax and JAX into $(VENV)$(if $(filter-out OFF,$(CUDA)),; compiling the CUDA extension takes minutes)"
+	TE_JAX_CUDA=$(CUDA) $(VENV)/bin/python -m pip install --quiet --editable ".[$(EXTRAS)]" $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 	@touch $@
 
 # Only pip 25.1 knows groups, and a $(VENV) that was here before may have an older one.
