@@ -101,6 +101,9 @@ class Options:
         "auto", "how devices that share the model communicate", choices=("auto", "xla", "ring", "p2p")
     )
     recipe: str = _option("none", f"FP8 recipe of the projections: {', '.join(RECIPES)}")
+    head_recipe: str = _option(
+        "none", f"FP8 recipe of the output head's gradients: {', '.join(name for name in RECIPES if name != 'delayed')}"
+    )
     optimizer_state: str = _option("f32", f"dtype of Adam's moments: {', '.join(STATE_DTYPES)}")
     remat: bool = _option(
         False,
@@ -115,7 +118,7 @@ class Options:
     )
     compare: bool = _option(
         False,
-        "also train a twin on the same data: without the recipe; if there is none, with float32 moments; if these are "
+        "also train a twin on the same data: without recipes; if there are none, with float32 moments; if these are "
         "float32 too, with optax's loss",
         action="store_true",
     )

@@ -124,7 +124,9 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
     Raises:
       UserError: options name what there is not, or do not go together.
     """
-    for name, known in (("preset", PRESETS), ("recipe", RECIPES), ("optimizer_state", STATE_DTYPES)):
+    of_head = [name for name in RECIPES if name != "delayed"]  # a loss has no state
+    names = ("preset", PRESETS), ("recipe", RECIPES), ("head_recipe", of_head), ("optimizer_state", STATE_DTYPES)
+    for name, known in names:
         if (value := getattr(options, name)) not in known:
             option = name.replace("_", "-")
             raise UserError(f"--{option} {value} is unknown: choose one of {', '.join(known)}")
@@ -135,6 +137,7 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
     config = dataclasses.replace(
         preset,
         recipe=RECIPES[options.recipe],
+        head_recipe=RECIPES[options.head_recipe],
         remat=remat,
         offload=_activations(remat) if "activations" in options.offloaded else None,
         # XLA stops with an IndexError where cuDNN's attention meets xla_gpu_deterministic_ops (jax 0.11.2).
@@ -152,10 +155,10 @@ def _check_experts(options: Options) -> None:
             f"--recipe delayed keeps no state for the experts of --preset {options.preset}: choose block, current, "
             "rowwise or none"
         )
-    if options.compare and options.recipe == "none" and options.optimizer_state == "f32":
+    if options.compare and options.recipe == options.head_recipe == "none" and options.optimizer_state == "f32":
         raise UserError(
-            f"--compare has no twin for --preset {options.preset}, since optax has no loss of experts: add --recipe or "
-            "--optimizer-state, or leave it out"
+            f"--compare has no twin for --preset {options.preset}, since optax has no loss of experts: add --recipe, "
+            "--head-recipe or --optimizer-state, or leave it out"
         )
 
 
@@ -228,8 +231,8 @@ def _models(options: Options, config: DecoderConfig) -> tuple[Model, ...]:
     if not options.compare:
         return (own,)
     # A twin differs in one thing, so that the distance of the two curves is what that costs.
-    if config.recipe is not None:
-        plain = dataclasses.replace(config, recipe=None)
+    if config.recipe is not None or config.head_recipe is not None:
+        plain = dataclasses.replace(config, recipe=None, head_recipe=None)
         return own, own._replace(loss_name=f"{config.dtype}_loss", config=plain)
     if options.optimizer_state != "f32":
         return own, own._replace(loss_name="f32_states_loss", state_dtype=STATE_DTYPES["f32"])
@@ -246,10 +249,13 @@ def _implementation(options: Options, config: DecoderConfig) -> native.Implement
             raise UserError("--transport p2p is native, and --implementation is reference: leave one of them out")
         with _available("--transport p2p"):
             native.use_native("native")
-    if (recipe := config.recipe) is not None:
+    of = {f"--recipe {options.recipe}": config.recipe, f"--head-recipe {options.head_recipe}": config.head_recipe}
+    for option, recipe in of.items():
+        if recipe is None:
+            continue
         state = recipe.init() if isinstance(recipe, DelayedScaling) else None
         layer = functools.partial(ops.dense, recipe=recipe, scaling_state=state, implementation=asked)
-        with _available(f"--recipe {options.recipe}"):  # not every GPU has kernels for it
+        with _available(option):  # not every GPU has kernels for it
             jax.eval_shape(layer, *[jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2)
     return "native" if use_native else "reference"
 

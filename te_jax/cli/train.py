@@ -185,6 +185,7 @@ def _header(plan: Plan) -> dict[str, Any]:
         "model": {
             **dataclasses.asdict(config),
             "recipe": _describe(config.recipe),
+            "head_recipe": _describe(config.head_recipe),
             "num_parameters": config.num_parameters,
             "num_active_parameters": config.num_active_parameters,
         },
@@ -337,7 +338,9 @@ def _conclude(plan: Plan, folder: RunFolder, cost: str) -> None:
         for kind in ("train", "validation")
     )
     figure = folder.path / "loss.png"
-    chosen = [] if config.recipe is None else [f"{options.recipe} scaling"]
+    recipes = [] if config.recipe is None else [f"{options.recipe} scaling"]
+    recipes += [] if config.head_recipe is None else [f"{options.head_recipe} head"]
+    chosen = [" and ".join(recipes)] if recipes else []
     chosen += [] if options.optimizer_state == "f32" else [f"{options.optimizer_state} states"]
     chosen = chosen or ["te_jax"]
     label = chosen[0]  # what a twin lacks

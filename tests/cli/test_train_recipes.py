@@ -62,10 +62,20 @@ def test_every_recipe_ends_where_the_run_without_one_does(recipe, whole, tmp_pat
         _check_twin(out, whole, capsys.readouterr().out)
 
 
-def _check_twin(out, whole, shown):
+@pytest.mark.slow
+def test_gradients_of_the_head_have_a_recipe_of_their_own(whole, tmp_path, capsys):
+    out = run(tmp_path / "run", "--head-recipe", "block", "--compare")
+    assert read_header(out)["model"]["head_recipe"]["name"] == "BlockScaling"
+    assert read_header(out)["model"]["recipe"] is None
+    np.testing.assert_allclose(losses(out, "validation"), losses(whole, "validation"), rtol=1e-2)
+    assert (losses(out, "train")[1:] != losses(whole, "train")[1:]).any()
+    _check_twin(out, whole, capsys.readouterr().out, "block head")
+
+
+def _check_twin(out, whole, shown, chosen="current scaling"):
     for kind in ("train", "validation"):
         np.testing.assert_allclose(losses(out, kind, name="float32_loss"), losses(whole, kind), rtol=1e-4)
-    for name, label in {"loss": "current scaling", "float32_loss": "float32 twin"}.items():
+    for name, label in {"loss": chosen, "float32_loss": "float32 twin"}.items():
         assert re.search(
             rf"^{label} .* → {losses(out, 'validation', name=name)[-1]:.6f} nats per byte$", shown, re.MULTILINE
         )
