@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax._core.arguments import is_whole_number
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT
+from te_jax.layers.attention import kv_repeats
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.models.config import MLP, DecoderConfig
 from te_jax.parallel.fsdp import FSDP, quantized_specs, split_dimension
@@ -277,10 +278,8 @@ class KeyValueHeads:
 
 
 def kv_heads(config: DecoderConfig, size: int) -> KeyValueHeads:
-    # The least number of heads that is a multiple of both: each device then has the same number, and each of these
-    # serves the same number of query heads. Both divide num_heads, so it does too.
-    total = math.lcm(config.num_kv_heads, size)
-    return KeyValueHeads(total // size, total // config.num_kv_heads)
+    repeats = kv_repeats(config.num_kv_heads, size) or 1
+    return KeyValueHeads(config.num_kv_heads * repeats // size, repeats)
 
 
 def _misfit(config: DecoderConfig, size: int, splits_experts: bool) -> str | None:

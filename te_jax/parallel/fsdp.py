@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from te_jax import sharding
@@ -28,6 +29,7 @@ from te_jax.ops.linear.arguments import with_gradient_through
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState
+from te_jax.sharding import axes_of_entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +125,7 @@ def shard_specs(params: Any, fsdp: FSDP) -> Any:
 
     Args:
       params: a pytree of arrays or `jax.ShapeDtypeStruct`. Of a QuantizedArray the spec is that of what it stands for.
+        What lies on a mesh that other axes split, such as those of tensor parallelism, stays split by these.
       fsdp: the devices. `quantize` counts where `params` are those of a layer, or a list of these.
 
     Returns:
@@ -150,20 +153,41 @@ def shard_specs(params: Any, fsdp: FSDP) -> Any:
 
     def of(path: Any, leaf: Any, how: Requantize | None) -> PartitionSpec:
         shape = () if isinstance(leaf, DelayedScalingState) else jnp.shape(leaf)
+        entries, parts = _split_by_others(leaf, shape, fsdp.axis_name)
         if math.prod(shape) < max(fsdp.min_size, 1):
-            return PartitionSpec()
-        found = split_dimension(shape, fsdp.size, how)
+            return _spec(entries)
+        found = split_dimension(parts, fsdp.size, how)
         if found is None:
-            sizes = [str(size) for size in range(2, fsdp.size) if split_dimension(shape, size) is not None]
+            sizes = [str(size) for size in range(2, fsdp.size) if split_dimension(parts, size) is not None]
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)} has shape {shape}, and size={fsdp.size} divides no dimension of "
+                f"params{jax.tree_util.keystr(path)} has shape {parts}, and size={fsdp.size} divides no dimension of "
                 f"that; sizes that do: {', '.join(sizes) or 'none'}. Use one of these with replica_axis for the other "
                 "devices, or min_size to leave it whole"
             )
-        return PartitionSpec(*(None,) * found[0], fsdp.axis_name)
+        entries[found[0]] += (fsdp.axis_name,)
+        return _spec(entries)
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_parameter)
     return structure.unflatten([of(path, leaf, how) for (path, leaf), how in zip(leaves, hows, strict=False)])
+
+
+def _split_by_others(
+    leaf: Any, shape: tuple[int, ...], axis_name: str
+) -> tuple[list[tuple[str, ...]], tuple[int, ...]]:
+    """The other mesh axes that split each dimension of an array, and the shape of its parts."""
+    on = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, Tracer) else None
+    if not isinstance(on, NamedSharding):
+        return [()] * len(shape), shape
+    spec = (*on.spec, *(None,) * (len(shape) - len(on.spec)))
+    entries = [tuple(axis for axis in axes_of_entry(entry) if axis != axis_name) for entry in spec]
+    devices = (math.prod(on.mesh.shape[axis] for axis in axes) for axes in entries)
+    return entries, tuple(count // number for count, number in zip(shape, devices, strict=True))
+
+
+def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """The PartitionSpec of mesh axes by dimension, without those at the end that have none."""
+    last = max((dim + 1 for dim, axes in enumerate(entries) if axes), default=0)
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries[:last]))
 
 
 def split_dimension(shape: Sequence[int], size: int, how: Requantize | None = None) -> tuple[int, bool] | None:

@@ -1,13 +1,16 @@
 """Plain Flax models, converted to FP8, whose blocks' parameters devices share: the gradients of one device."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import te_jax.flax
 import te_jax.nnx
@@ -69,3 +72,45 @@ def test_nnx(require_devices):
     graph = nnx.split(blocks[0])[0]
     layers = [nnx.state(block) for block in blocks]
     compare(lambda x, state: nnx.merge(graph, state)(x), layers, te_jax.nnx.requantize(blocks[0]), require_devices)
+
+
+@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "block"])
+def test_blocks_with_a_tensor_axis_share_what_is_left(recipe, require_devices):
+    """Parameters are split by both axes, and the layers by one."""
+    require_devices(4)
+    x = np.concatenate([X, X[::-1]], axis=1)  # whole blocks of the time of each device
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    arguments = {"num_heads": 4, "head_dim": 128, "recipe": recipe}
+    make = functools.partial(te_jax.nnx.TransformerBlock, WIDTH, MLP, **arguments)
+    plain = [make(rngs=nnx.Rngs(i)) for i in range(2)]
+    graph_of_plain, states = nnx.split(plain[0])[0], [nnx.state(block) for block in plain]
+
+    def loss(states, x):
+        for state in states:
+            x = nnx.merge(graph_of_plain, state)(x)
+        return jnp.mean(jnp.sin(x))
+
+    expected = jax.jit(jax.grad(loss))(states, x)
+    with jax.set_mesh(mesh):
+        graph, first = nnx.split(make(tensor_axis="tensor", rngs=nnx.Rngs(0)))
+    place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
+    structure = jax.tree.structure(first)
+    states = [structure.unflatten(jax.tree.leaves(state)) for state in states]
+    states = [jax.tree.map(place, state, nnx.get_partition_spec(first)) for state in states]
+    quantize = None if recipe is None else te_jax.nnx.requantize(nnx.merge(graph, first))
+    fsdp = FSDP(2, quantize=quantize, reduce_dtype="float32")
+    specs = shard_specs(states, fsdp)
+    assert specs[0]["mlp"]["up_proj"]["kernel"].get_value() == P("fsdp", "tensor")
+    assert specs[0]["mlp"]["down_proj"]["kernel"].get_value() == P(("tensor", "fsdp"))
+    fsdp = dataclasses.replace(fsdp, specs=specs)
+
+    def local(states, x):
+        y = apply_layers(lambda x, state: nnx.merge(graph, state)(x), states, x, remat=True, fsdp=fsdp)
+        return jax.lax.pmean(jnp.mean(jnp.sin(y)), ("fsdp", "tensor"))
+
+    shared = jax.shard_map(local, mesh=mesh, in_specs=(specs, P("fsdp", "tensor")), out_specs=P())
+    states = jax.tree.map(place, states, specs)
+    assert shard_specs(states, fsdp) == specs
+    found = jax.jit(jax.grad(shared))(states, place(x, P("fsdp", "tensor")))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(jax.device_get(one), jax.device_get(other), tolerance=1e-5 if recipe is None else 5e-2)
