@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import te_jax.flax
 import te_jax.nnx
@@ -45,6 +46,7 @@ _CHANGES = ("convert", "adam", "loss", "blocks")
 _NAMES = {library: (library, *(f"{library}_{change}" for change in _CHANGES)) for library in ("nnx", "linen")}
 _WAITING = ("nnx", "nnx_loss", "nnx_blocks")
 _REFERENCES = ("bf16", "bf16_scan", "te_jax_block_fp8_head")
+TENSOR_AXIS = "tensor"
 IMPLEMENTATIONS = (*_REFERENCES, *_NAMES["nnx"], *_NAMES["linen"])
 _EPSILON, _ROPE_THETA = 1e-5, 500_000.0
 
@@ -132,6 +134,21 @@ class SharedLlama(Llama):
         return self.norm(x)
 
 
+class TensorLlama(Llama):
+    """The same with te_jax's blocks, whose `tensor_axis` devices share them, and so embedding and head."""
+
+    def __init__(self, case: shapes.StepShape, depth: int, block: Callable[..., Any], rngs: nnx.Rngs):
+        super().__init__(case, depth, functools.partial(block, tensor_axis=TENSOR_AXIS), rngs)
+        self.embed.embedding.set_metadata("out_sharding", (None, TENSOR_AXIS))
+        self.lm_head.kernel.set_metadata("out_sharding", (None, TENSOR_AXIS))
+
+    def hidden(self, tokens: jax.Array) -> jax.Array:
+        x = jax.lax.with_sharding_constraint(self.embed(tokens), PartitionSpec(None, TENSOR_AXIS))
+        for layer in self.layers:
+            x = nnx.remat(lambda layer, x: layer(x))(layer, x) if self.remat else layer(x)
+        return self.norm(x)
+
+
 class LinenAttention(nn.Module):
     case: shapes.StepShape
 
@@ -195,8 +212,11 @@ def _options(case: shapes.StepShape) -> dict[str, Any]:
     return {"hidden_features": case.mlp, **heads, "rope_theta": _ROPE_THETA, "dtype": jnp.bfloat16}
 
 
-def _nnx_blocks(case: shapes.StepShape, rngs: nnx.Rngs) -> nnx.Module:
-    return te_jax.nnx.TransformerBlock(case.hidden, recipe=BlockScaling(), **_options(case), rngs=rngs)
+def _nnx_blocks(case: shapes.StepShape, rngs: nnx.Rngs, tensor_axis: str | None = None) -> nnx.Module:
+    options = _options(case)
+    return te_jax.nnx.TransformerBlock(
+        case.hidden, recipe=BlockScaling(), tensor_axis=tensor_axis, **options, rngs=rngs
+    )
 
 
 def _linen_blocks(case: shapes.StepShape) -> nn.Module:
@@ -240,8 +260,9 @@ def _from_decoder(params: Any, path: tuple[Any, ...], like: Any) -> jax.Array:
 
 def nnx_model(name: str, case: shapes.StepShape, depth: int) -> Llama:
     """The model of an implementation, with random parameters."""
-    kind = SharedLlama if case.devices > 1 else Llama
-    model = kind(case, depth, _nnx_blocks if _has(name, "blocks") else Block, nnx.Rngs(0))
+    blocks = _has(name, "blocks")
+    kind = Llama if case.devices == 1 else TensorLlama if blocks else SharedLlama
+    model = kind(case, depth, _nnx_blocks if blocks else Block, nnx.Rngs(0))
     if _has(name, "convert"):
         te_jax.nnx.convert(model, BlockScaling())
     if isinstance(model, SharedLlama):
@@ -289,7 +310,8 @@ def _nnx_step(name: str, microbatches: int) -> Callable[..., jax.Array]:
 
 
 def nnx_made(name: str, case: shapes.StepShape, depth: int) -> step.Made:
-    """The state and the step of an implementation, which several devices of a case share by `FSDP`."""
+    """The state and the step of an implementation. Several devices of a case share it by `FSDP`, and te_jax's blocks by
+    their `tensor_axis`."""
 
     def objects() -> tuple[Llama, nnx.Optimizer[Any]]:
         model = nnx_model(name, case, depth)

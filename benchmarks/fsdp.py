@@ -9,6 +9,8 @@ names the sequences of all devices, and its TFLOP/s, MFU, tokens/s and memory ar
   the head gathered in bfloat16. Compiled for H100s, all of their gathers and scatters are asynchronous.
 - torch_fsdp2: torch's `fully_shard` of compiled blocks, in a process for each GPU; torch_fsdp2_fp8 gathers kernels in
   FP8 and multiplies so, by torchao. See `benchmarks.fsdp_torch`.
+- nnx_loss, nnx_blocks_tensor: Flax models of `benchmarks.flax_models`: one of plain Flax with its blocks in
+  `apply_layers(fsdp=…)`, and one of te_jax's blocks with a `tensor_axis` of two devices.
 - te_jax, te_jax_block, te_jax_block_fp8_head: those of `benchmarks.step` with `te_jax.parallel.FSDP`. And of the last
   …_overlap: XLA lets two collectives be under way at a time; …_keep: gathered kernels are kept for the backward pass;
   …_jit: sharded by `jit` and NamedSharding alone; …_tensor: each two devices share layers; …_replicas: each half of at
@@ -28,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -145,12 +148,13 @@ class Shared(Sharded):
 
 @dataclasses.dataclass(frozen=True)
 class SharedModel(Sharded):
-    """A step of a user's Flax model, whose variables lie as `shard_specs` says."""
+    """A step of a user's Flax model, whose variables lie as their metadata or `shard_specs` say."""
 
     def shardings(self, state: step.State) -> Any:
         if "params" in state:
             return super().shardings(state)
-        specs = shard_specs(state, FSDP(self.mesh.shape[AXIS]))
+        by_metadata = self.mesh.shape[TENSOR] > 1
+        specs = nnx.get_partition_spec(state) if by_metadata else shard_specs(state, FSDP(self.mesh.shape[AXIS]))
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
@@ -158,8 +162,8 @@ OURS = ("te_jax", "te_jax_block", "te_jax_block_fp8_head")
 _BEST = OURS[-1]
 LAYOUTS = ("overlap", "keep", "jit", "tensor", "replicas")
 TORCH = ("torch_fsdp2", "torch_fsdp2_fp8")
-_OF_USERS = "nnx_loss"
-IMPLEMENTATIONS = (*step.PEERS, *OURS, _OF_USERS, *(f"{_BEST}_{layout}" for layout in LAYOUTS), *TORCH)
+_OF_USERS = {"nnx_loss": "nnx_loss", "nnx_blocks_tensor": "nnx_blocks"}
+IMPLEMENTATIONS = (*step.PEERS, *OURS, *_OF_USERS, *(f"{_BEST}_{layout}" for layout in LAYOUTS), *TORCH)
 
 
 def run_case(
@@ -196,7 +200,13 @@ def on_devices(case: shapes.StepShape, count: int) -> shapes.StepShape:
 def _built(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any]) -> step.Program:
     made, on = made_on(name, case, depth, devices)
     with jax.set_mesh(on.mesh):
-        return step.compiled(name, made, case, depth, on)
+        program = step.compiled(name, made, case, depth, on)
+
+    def first() -> step.State:  # which is traced in the first call
+        with jax.set_mesh(on.mesh):
+            return program.first()
+
+    return dataclasses.replace(program, first=first)
 
 
 def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any]) -> tuple[step.Made, Sharded]:
@@ -205,17 +215,17 @@ def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any
     Raises:
       ValueError: there are too few devices for it.
     """
-    layout = name.removeprefix(f"{_BEST}_") if name.startswith(f"{_BEST}_") else ""
+    layout = next((layout for layout in LAYOUTS if name.endswith(f"_{layout}")), "")
     variant = _BEST if layout else name
     least = {"tensor": 2, "replicas": 4}.get(layout, 1)
     if len(devices) % least:
         raise ValueError(f"it needs a multiple of {least} devices, and there are {len(devices)}")
     shape = (2 if layout == "replicas" else 1, -1, 2 if layout == "tensor" else 1)
     mesh = Mesh(np.array(devices).reshape(shape), (REPLICA, AXIS, TENSOR), axis_types=(AxisType.Auto,) * 3)
-    if name == _OF_USERS:
+    if name in _OF_USERS:
         on = SharedModel(mesh)
         with jax.set_mesh(mesh):
-            return flax_models.nnx_made("nnx_loss", case, depth), on
+            return flax_models.nnx_made(_OF_USERS[name], case, depth), on
     if variant not in step.VARIANTS:
         on = Sharded(mesh)
         return step.plain_step(name, case, depth, on), on

@@ -503,7 +503,8 @@ def compiled(name: str, made: Made, case: shapes.StepShape, depth: int, on: OneD
     start = time.perf_counter()
     step = lowered(made, case, depth, on, batch).compile(on.compiler_options)
     seconds = time.perf_counter() - start
-    donated = () if name.endswith("_scan") else (0,)  # a stack does not fit in the place of layers
+    # A stack, or what a user's model has of other shapes, does not fit in the place of layers.
+    donated = () if name.endswith("_scan") or name.startswith(("nnx", "linen")) else (0,)
     completed = jax.jit(complete, donate_argnums=donated, out_shardings=shardings)
     return Program(name, lambda: completed(init()), batch, step, seconds)
 

@@ -19,7 +19,7 @@ CASE = StepShape(
 
 @pytest.fixture(autouse=True)
 def _as_the_peers_need_it():
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
@@ -42,6 +42,7 @@ def devices(monkeypatch, require_devices):
     [
         (2, {}, ("bf16", "bf16_scan", "te_jax_block_fp8_head_overlap")),
         (2, {"microbatches": 2, "remat": False}, ("bf16", "te_jax_block_fp8_head_keep", "te_jax_block_fp8_head_jit")),
+        (2, {"sequence": 256}, ("bf16", "nnx_loss", "nnx_blocks_tensor")),
         (4, {"sequence": 256}, ("bf16", "te_jax_block_fp8_head_tensor", "te_jax_block_fp8_head_replicas")),
     ],
 )
