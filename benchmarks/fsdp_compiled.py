@@ -14,7 +14,6 @@ import collections
 import dataclasses
 import functools
 import math
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -154,7 +153,8 @@ def report(name: str, case: shapes.StepShape, hosts: int = 1) -> list[str]:
     sharding = NamedSharding(on.mesh, P(None, (fsdp.REPLICA, fsdp.AXIS)))
     tokens = jax.ShapeDtypeStruct((case.microbatches, case.batch, case.sequence), jnp.int32, sharding=sharding)
     start = time.perf_counter()
-    lowered = step.lowered(made, case, case.depths[0], on, (tokens, tokens))
+    with jax.set_mesh(on.mesh):
+        lowered = step.lowered(made, case, case.depths[0], on, (tokens, tokens))
     traced = time.perf_counter()
     # Autotuning would need the GPU.
     options: dict[str, Any] = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="instead of the case's")
     parser.add_argument("--names", default="bf16,te_jax_block_fp8_head_jit,te_jax_block_fp8_head")
     options = parser.parse_args()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", "cpu")
     case = next(case for case in shapes.FSDP_GPU if case.name == options.case)
     case = dataclasses.replace(case, depths=(options.layers or case.depths[0],))
     for name in options.names.split(","):
