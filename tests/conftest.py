@@ -63,6 +63,7 @@ _SLOW = {
     *("ops/test_experts_mlp.py", "ops/test_gated_mlp.py", "ops/test_grouped_dense.py", "ops/test_quantize_rows.py"),
     *("ops/*_of_pairs.py", "ops/*_regressions.py", "ops/*_sharding.py", "ops/*_shard_map.py"),
     *("parallel/test_p2p.py", "parallel/test_processes.py", "parallel/test_protocol.py", "parallel/*_segments.py"),
+    "offload/test_offload_protocol.py",
     *("parallel/*_delayed.py", "parallel/*_fp8.py", "parallel/test_experts.py", "test_notebooks.py"),
     "sharding/test_per_shard.py",  # what all operations are made with, and so every row tests
 }
