@@ -273,7 +273,10 @@ def nnx_model(name: str, case: shapes.StepShape, depth: int) -> Llama:
 def _nnx_loss(name: str) -> Callable[..., jax.Array]:
     def loss(model: Llama, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         if _has(name, "loss"):
-            return _loss_of_hidden(model.hidden(tokens), model.lm_head.kernel.get_value(), targets)
+            head = model.lm_head.kernel.get_value()
+            if isinstance(model, SharedLlama):
+                head = head.astype(jnp.bfloat16)  # which XLA gathers then
+            return _loss_of_hidden(model.hidden(tokens), head, targets)
         return _loss_of_logits(model(tokens), targets)
 
     return loss
