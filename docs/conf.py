@@ -29,6 +29,7 @@ html_theme = "furo"
 html_title = f"te_jax {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
 html_extra_path = ["_redirect"]  # the site's own index.html leads to docs/index.html
 html_show_copyright = False
 html_show_sourcelink = False
@@ -36,6 +37,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
+myst_html_meta = {"description": "te_jax trains transformers in FP8 on NVIDIA H100 and H200 GPUs from JAX."}
 suppress_warnings = ["mystnb.unknown_mime_type"]
 nb_execution_mode = "off"  # notebooks are stored with their outputs, which `make notebooks` writes
 nb_merge_streams = True
