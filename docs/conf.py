@@ -19,7 +19,8 @@ author = "The te_jax authors"
 copyright = author
 version = release = re.findall(r'__version__ = "(.*)"', (ROOT / "te_jax" / "_version.py").read_text())[0]
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx_copybutton"]
+extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "autosummary", "napoleon", "viewcode")]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "notebooks/*.ipynb", "benchmarks/results/*/*.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 exclude_patterns = ["**/.ipynb_checkpoints"]
@@ -62,6 +63,20 @@ _CODE = re.compile(r"(`[^`]*`)")
 _MARKUP = re.compile(r"(\*|\|(?=\S)|(?<=\w)_(?!\w))")
 
 
+_GROUP_OR_NAME = re.compile(r"^(.+)\n---+$|^\.\. auto(?:class|exception|function):: (\w+)$", re.MULTILINE)
+
+
+def with_summaries(app, docname, source):
+    """An API page in groups begins with a line on each of its functions and classes."""
+    found = _GROUP_OR_NAME.findall(source[0]) if docname.startswith("docs/api/") else []
+    if any(group for group, _ in found):
+        tables = ""
+        for group, name in found:
+            tables += f"\n**{group}**\n\n.. autosummary::\n   :nosignatures:\n\n" if group else f"   {name}\n"
+        head, first, rest = source[0].partition(f"{found[0][0]}\n---")
+        source[0] = f"{head}{tables}\n{first}{rest}"
+
+
 def as_restructured_text(app, what, name, obj, options, lines):
     """Docstrings are plain text: names in backticks, examples after >>>, formulas and tables indented behind an empty
     line. Nothing else in them is markup."""
@@ -102,6 +117,7 @@ def plain_signature(app, what, name, obj, options, signature, return_annotation)
 
 
 def setup(app):
+    app.connect("source-read", with_summaries)
     app.connect("autodoc-process-signature", plain_signature)
     app.connect("autodoc-skip-member", without_fields_of_tuples)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon
