@@ -305,7 +305,7 @@ def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, l
 _WIDTH, _MARGIN, _LABELS, _BAR, _GAP, _GROUP_GAP, _TOP = 720, 16, 200, 16, 4, 18, 44
 # White ground: an image does not know whether the page around it is dark, only whether the system is.
 _STYLE = (
-    "svg{background:#fff;border-radius:8px}text{font:13px system-ui,sans-serif;fill:#24292f}"
+    "svg{background:#fff}text{font:13px system-ui,sans-serif;fill:#24292f}"
     ".title,.case{font-weight:600}.small{font-size:11px}.te{fill:#0969da}.peer{fill:#8c959f}.axis{stroke:#8c959f}"
 )
 

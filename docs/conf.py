@@ -27,6 +27,7 @@ exclude_patterns = ["**/.ipynb_checkpoints"]
 
 # furo: pages are plain HTML that reads well on a phone and in the dark, with two tables of contents and no framework.
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the default underlines names of modules as if they were links
 html_title = f"te_jax {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
