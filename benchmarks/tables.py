@@ -131,6 +131,8 @@ def generate(root: Path) -> dict[Path, str]:
 
 def _times(place: re.Match[str], root: Path) -> str:
     """The number of a `ratio`: how many times the implementation's figure goes into the peer's."""
+    if place.string[: place.start()].endswith("\n"):
+        raise ValueError(f"{place['open']} begins a line, and Markdown ends the paragraph there: move a word before it")
     results, figure = _results(root, place["device"], place["family"]), place["figure"] or "median_ms"
     if not results.is_file():
         return "(not measured yet)"

@@ -166,6 +166,13 @@ def test_a_ratio_of_what_was_not_measured_is_an_error(root, sentence, capsys):
     assert "has no " in capsys.readouterr().err
 
 
+def test_a_ratio_that_would_end_its_paragraph_is_an_error(root, capsys):
+    (root / "README.md").write_text(SENTENCE.format("small", "").replace("is ", "is\n"))
+    publish(root)
+    assert tables.main([]) == 1
+    assert "begins a line" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("device", "where"),
     [({"driver": None}, "GPU X, driver unknown; "), ({"platform": "cpu", "driver": None}, "CPU: processor; ")],
