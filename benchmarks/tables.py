@@ -307,39 +307,44 @@ def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, l
 _WIDTH, _MARGIN, _LABELS, _BAR, _GAP, _GROUP_GAP, _TOP = 720, 16, 200, 16, 4, 18, 44
 # White ground: an image does not know whether the page around it is dark, only whether the system is.
 _STYLE = (
-    "svg{background:#fff}text{font:13px system-ui,sans-serif;fill:#24292f}"
-    ".title,.case{font-weight:600}.small{font-size:11px}.te{fill:#0969da}.peer{fill:#8c959f}.axis{stroke:#8c959f}"
+    "svg{background:#fff}text{font:13px system-ui,sans-serif;fill:#24292f;stroke:#fff;stroke-width:3px}"
+    "text{paint-order:stroke}.title,.case{font-weight:600}.small{font-size:11px}.te{fill:#0969da}.peer{fill:#8c959f}"
+    ".axis{stroke:#8c959f}.one{stroke-dasharray:3}"
 )
 
 
 def bar_chart(document: dict[str, Any]) -> str:
-    """The headline figure as an SVG: a group of horizontal bars for each case, shorter is better.
+    """The headline figure, a multiple, as an SVG: horizontal bars for each case, shorter is better, and a line at 1.
 
     Written without a plotting library, so that the same results give the same bytes everywhere and `--check` can
     compare them.
     """
     headline = document["headline"]
     cases, implementations, value = _headline_values(document)
-    scale = (_WIDTH - _LABELS - 70) / max(value.values(), default=1.0)
+    scale = (_WIDTH - _LABELS - 70) / max([1.0, *value.values()])
     shapes = [f'<text class="title" x="0" y="18">{escape(headline["label"])} (shorter is better)</text>']
     y = _TOP
     for case in cases:
         shapes.append(f'<text class="case" x="0" y="{y + 13}">{escape(case)}</text>')
         y += 22
-        top = y
+        top, bars = y, []
         for implementation in implementations:
             ratio = value.get((case, implementation))
             if ratio is None:
                 continue
             style = "te" if implementation.startswith("te_jax") else "peer"
             width = ratio * scale
-            shapes.append(
+            bars.append(
                 f'<text x="{_LABELS - 8}" y="{y + 13}" text-anchor="end">{escape(implementation)}</text>'
                 f'<rect class="{style}" x="{_LABELS}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="2"/>'
                 f'<text x="{_LABELS + width + 6:.1f}" y="{y + 13}">{ratio:.2f}</text>'
             )
             y += _BAR + _GAP
-        shapes.append(f'<line class="axis" x1="{_LABELS}" y1="{top}" x2="{_LABELS}" y2="{y - _GAP}"/>')
+        shapes += [
+            f'<line class="{style}" x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{y - _GAP}"/>'
+            for style, x in (("axis", _LABELS), ("axis one", _LABELS + scale))
+        ]
+        shapes += bars  # over the lines
         y += _GROUP_GAP
     device, _, software = provenance(document).partition("; ")
     shapes += [
