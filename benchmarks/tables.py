@@ -73,7 +73,7 @@ GAINS = (
     ("all-gather and GEMM, tensor parallel, bfloat16", "4 × H200", _GATHER, "te_jax", "xla", "XLA"),
     ("", "", _GATHER, "te_jax", "torch", "PyTorch"),
 )  # fmt: skip
-"""README's table: what, where, (family, device, operation, case), implementation, peer, and the peer in words."""
+"""The table of gains: what, where, (family, device, operation, case), implementation, peer, and the peer in words."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,7 +121,9 @@ def generate(root: Path) -> dict[Path, str]:
                 f"{page.relative_to(root)} has a summary, figure, ratio or gains marker without its partner, or one of "
                 "another kind"
             )
-        text = _GAINS.sub(lambda place: f"{place['open']}{gains_table(root)}{place['close']}", text)
+        text = _GAINS.sub(
+            lambda place, page=page: place["open"] + gains_table(root, page.parent) + place["close"], text
+        )
         text = _RATIO.sub(lambda place: f"{place['open']}{_times(place, root)}{place['close']}", text)
         wanted[page] = _PLACE.sub(lambda place, page=page: _filled(place, page.parent, root, wanted), text)
     return wanted
@@ -129,6 +131,8 @@ def generate(root: Path) -> dict[Path, str]:
 
 def _times(place: re.Match[str], root: Path) -> str:
     """The number of a `ratio`: how many times the implementation's figure goes into the peer's."""
+    if place.string[: place.start()].endswith("\n"):
+        raise ValueError(f"{place['open']} begins a line, and Markdown ends the paragraph there: move a word before it")
     results, figure = _results(root, place["device"], place["family"]), place["figure"] or "median_ms"
     if not results.is_file():
         return "(not measured yet)"
@@ -152,7 +156,7 @@ def _results(root: Path, device: str, family: str) -> Path:
     return root / "benchmarks" / "results" / device / f"{family}.json"
 
 
-def gains_table(root: Path) -> str:
+def gains_table(root: Path, page_folder: Path) -> str:
     """`GAINS`, with the memory of steps: XLA's plan of arguments, results and temporaries, for torch its peak."""
     body = []
     for what, where, (family, device, operation, case), implementation, peer, words in GAINS:
@@ -166,7 +170,7 @@ def gains_table(root: Path) -> str:
                 f"{results.relative_to(root)} has no median_ms of both {implementation} and {peer}, {case}"
             )
         memory = _both(results, *rows, "peak_bytes")
-        link = f"[{words}](benchmarks/results/{device}/{family}.md)"
+        link = f"[{words}]({_relative(results.with_suffix('.md'), page_folder)})"
         saved = f"{memory[0] / memory[1]:.2f}×" if all(memory) else ""
         body.append([what, where, link, f"**{theirs / ours:.2f}×**", saved])
     return _markdown_table(["", "on", "beside", "as fast", "in memory"], body, left=3)
@@ -183,11 +187,14 @@ def _filled(place: re.Match[str], page_folder: Path, root: Path, wanted: dict[Pa
         if place["kind"] == "figure":
             figure = root / "docs" / "images" / f"{family}-{device}.svg"
             wanted[figure] = bar_chart(document)
-            link = Path(os.path.relpath(figure, page_folder)).as_posix()
-            content = f"![{document['headline']['label']}]({link})\n"
+            content = f"![{document['headline']['label']}]({_relative(figure, page_folder)})\n"
         else:
             content = summary_table(document)
     return f"{place['open']}{content}{place['close']}"
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path, folder)).as_posix()
 
 
 def _read(path: Path) -> str:
@@ -211,7 +218,7 @@ def results_page(document: dict[str, Any]) -> str:
     for operation in operations:
         rows = [row for row in document["rows"] if row["operation"] == operation]
         peers = list(dict.fromkeys(peer for row in rows for peer in row["speedup_over"]))
-        columns = columns_of(rows)
+        columns = [column for column in columns_of(rows) if column.key != "breakdown_ms"]
         headings = ["case", "implementation", "ms", "IQR, ms", *(column.heading for column in columns)]
         headings += [f"{peer} ÷ it" for peer in peers]
         body = [
@@ -226,6 +233,8 @@ def results_page(document: dict[str, Any]) -> str:
             for row in rows
         ]
         parts.append(f"## {operation}\n\n{_markdown_table(headings, body, left=2)}")
+        if any(row.get("breakdown_ms") for row in rows):
+            parts.append(f"GPU time by kind, ms:\n\n{_times_by_kind(rows)}")
     if document["skipped"]:
         lines = dict.fromkeys(
             f"- {entry['case']}, {entry['operation']}, `{entry['implementation']}`: {entry['reason']}\n"
@@ -233,6 +242,17 @@ def results_page(document: dict[str, Any]) -> str:
         )
         parts.append("## Not measured\n\n" + "".join(lines))
     return "\n".join(parts)
+
+
+def _times_by_kind(rows: Sequence[dict[str, Any]]) -> str:
+    """A table of its own: nine numbers do not fit into a column."""
+    profiled = [(row, row["breakdown_ms"]) for row in rows if row.get("breakdown_ms")]
+    kinds = [kind for kind in profiled[0][1] if any(times.get(kind, 0) >= 0.05 for _, times in profiled)]
+    body = [
+        [row["case"], f"`{row['implementation']}`", *(f"{times.get(kind, 0):.1f}" for kind in kinds)]
+        for row, times in profiled
+    ]
+    return _markdown_table(["case", "implementation", *kinds], body, left=2)
 
 
 def summary_table(document: dict[str, Any]) -> str:
@@ -284,51 +304,58 @@ def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, l
 
 # The figure
 
-_WIDTH, _LABELS, _BAR, _GAP, _GROUP_GAP, _TOP = 720, 200, 16, 4, 18, 44
+_WIDTH, _MARGIN, _LABELS, _BAR, _GAP, _GROUP_GAP, _TOP = 720, 16, 200, 16, 4, 18, 44
+# White ground: an image does not know whether the page around it is dark, only whether the system is.
 _STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#24292f}.title,.case{font-weight:600}.small{font-size:11px}"
-    ".te{fill:#0969da}.peer{fill:#8c959f}.axis{stroke:#8c959f}"
-    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.te{fill:#4493f8}}"
+    "svg{background:#fff}text{font:13px system-ui,sans-serif;fill:#24292f;stroke:#fff;stroke-width:3px}"
+    "text{paint-order:stroke}.title,.case{font-weight:600}.small{font-size:11px}.te{fill:#0969da}.peer{fill:#8c959f}"
+    ".axis{stroke:#8c959f}.one{stroke-dasharray:3}"
 )
 
 
 def bar_chart(document: dict[str, Any]) -> str:
-    """The headline figure as an SVG: a group of horizontal bars for each case, shorter is better.
+    """The headline figure, a multiple, as an SVG: horizontal bars for each case, shorter is better, and a line at 1.
 
     Written without a plotting library, so that the same results give the same bytes everywhere and `--check` can
     compare them.
     """
     headline = document["headline"]
     cases, implementations, value = _headline_values(document)
-    scale = (_WIDTH - _LABELS - 70) / max(value.values(), default=1.0)
+    scale = (_WIDTH - _LABELS - 70) / max([1.0, *value.values()])
     shapes = [f'<text class="title" x="0" y="18">{escape(headline["label"])} (shorter is better)</text>']
     y = _TOP
     for case in cases:
         shapes.append(f'<text class="case" x="0" y="{y + 13}">{escape(case)}</text>')
         y += 22
+        top, bars = y, []
         for implementation in implementations:
             ratio = value.get((case, implementation))
             if ratio is None:
                 continue
             style = "te" if implementation.startswith("te_jax") else "peer"
             width = ratio * scale
-            shapes.append(
+            bars.append(
                 f'<text x="{_LABELS - 8}" y="{y + 13}" text-anchor="end">{escape(implementation)}</text>'
                 f'<rect class="{style}" x="{_LABELS}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="2"/>'
                 f'<text x="{_LABELS + width + 6:.1f}" y="{y + 13}">{ratio:.2f}</text>'
             )
             y += _BAR + _GAP
+        shapes += [
+            f'<line class="{style}" x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{y - _GAP}"/>'
+            for style, x in (("axis", _LABELS), ("axis one", _LABELS + scale))
+        ]
+        shapes += bars  # over the lines
         y += _GROUP_GAP
-    shapes.append(f'<line class="axis" x1="{_LABELS}" y1="{_TOP}" x2="{_LABELS}" y2="{y - _GROUP_GAP}"/>')
     device, _, software = provenance(document).partition("; ")
     shapes += [
         f'<text class="small" x="0" y="{y + line}">{escape(text)}</text>'
         for line, text in ((4, device), (20, software))
     ]
-    height = y + 28
+    width, height = _WIDTH + 2 * _MARGIN, y + 20 + 2 * _MARGIN
     body = "\n".join(shapes)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-_MARGIN} {-_MARGIN // 2} {width} {height}" '
+        f'width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(headline["label"], {chr(34): "&quot;"})}">\n'
         f"<style>{_STYLE}</style>\n{body}\n</svg>\n"
     )

@@ -19,16 +19,19 @@ author = "The te_jax authors"
 copyright = author
 version = release = re.findall(r'__version__ = "(.*)"', (ROOT / "te_jax" / "_version.py").read_text())[0]
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx_copybutton"]
+extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "autosummary", "napoleon", "viewcode")]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "notebooks/*.ipynb", "benchmarks/results/*/*.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 exclude_patterns = ["**/.ipynb_checkpoints"]
 
 # furo: pages are plain HTML that reads well on a phone and in the dark, with two tables of contents and no framework.
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the default underlines names of modules as if they were links
 html_title = f"te_jax {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
 html_extra_path = ["_redirect"]  # the site's own index.html leads to docs/index.html
 html_show_copyright = False
 html_show_sourcelink = False
@@ -36,6 +39,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
+myst_html_meta = {"description": "te_jax trains transformers in FP8 on NVIDIA H100 and H200 GPUs from JAX."}
 suppress_warnings = ["mystnb.unknown_mime_type"]
 nb_execution_mode = "off"  # notebooks are stored with their outputs, which `make notebooks` writes
 nb_merge_streams = True
@@ -58,6 +62,20 @@ nitpick_ignore_regex = [("py:.*", r"(?!te_jax\.).*")]
 
 _CODE = re.compile(r"(`[^`]*`)")
 _MARKUP = re.compile(r"(\*|\|(?=\S)|(?<=\w)_(?!\w))")
+
+
+_GROUP_OR_NAME = re.compile(r"^(.+)\n---+$|^\.\. auto(?:class|exception|function):: (\w+)$", re.MULTILINE)
+
+
+def with_summaries(app, docname, source):
+    """An API page in groups begins with a line on each of its functions and classes."""
+    found = _GROUP_OR_NAME.findall(source[0]) if docname.startswith("docs/api/") else []
+    if any(group for group, _ in found):
+        tables = ""
+        for group, name in found:
+            tables += f"\n**{group}**\n\n.. autosummary::\n   :nosignatures:\n\n" if group else f"   {name}\n"
+        head, first, rest = source[0].partition(f"{found[0][0]}\n---")
+        source[0] = f"{head}{tables}\n{first}{rest}"
 
 
 def as_restructured_text(app, what, name, obj, options, lines):
@@ -100,6 +118,7 @@ def plain_signature(app, what, name, obj, options, signature, return_annotation)
 
 
 def setup(app):
+    app.connect("source-read", with_summaries)
     app.connect("autodoc-process-signature", plain_signature)
     app.connect("autodoc-skip-member", without_fields_of_tuples)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon

@@ -72,7 +72,7 @@ def rms_norm(
     copies: Copies = "both",
     implementation: native.Implementation | None = None,
 ) -> Any:
-    r"""RMS normalization of rows, computed in float32:
+    r"""RMS normalization of rows, computed in float32.
 
         y = s / √(mean(s²) + epsilon) · scale,   s = x or x + residual
 
@@ -169,7 +169,7 @@ def layer_norm(
     copies: Copies = "both",
     implementation: native.Implementation | None = None,
 ) -> Any:
-    r"""Layer normalization of rows, computed in float32:
+    r"""Layer normalization of rows, computed in float32.
 
         y = (s - mean(s)) / √(var(s) + epsilon) · scale + bias,   s = x or x + residual
 

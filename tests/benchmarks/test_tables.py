@@ -97,6 +97,17 @@ def test_the_page_beside_a_result_file_has_every_row_and_what_was_not_measured(r
     assert "GPU X, driver 580.1; jax 0.11.2, optax 0.2.8; commit 0123456789ab; 2026-01-02." in text
 
 
+def test_times_by_kind_have_a_table_of_their_own():
+    document = copy.deepcopy(DOCUMENT)
+    document["rows"][0]["breakdown_ms"] = {"GEMM": 2.04, "NCCL": 0.0, "idle": 0.0}
+    document["rows"][2]["breakdown_ms"] = {"GEMM": 3.0, "NCCL": 0.04, "idle": 0.26}
+    text = tables.results_page(document)
+    wanted = "| case | implementation | GEMM | idle |\n| --- | --- | ---: | ---: |\n"
+    wanted += "| small | `te_jax` | 2.0 | 0.0 |\n| large | `te_jax` | 3.0 | 0.3 |\n\n"
+    assert f"GPU time by kind, ms:\n\n{wanted}" in text
+    assert text.count("GPU time by kind") == 1
+
+
 def test_a_summary_has_one_line_for_each_case_of_the_headline(root):
     path = page(root, "summary", "README.md")
     publish(root)
@@ -109,8 +120,9 @@ def test_a_summary_has_one_line_for_each_case_of_the_headline(root):
 
 
 def test_gains_are_in_times_as_fast_with_the_memory_of_both(root, monkeypatch):
-    page = root / "README.md"
-    page.write_text("Before.\n<!-- gains -->\nstale\n<!-- /gains -->\n")
+    page, home = root / "README.md", root / "docs" / "index.md"
+    for each in (page, home):
+        each.write_text("Before.\n<!-- gains -->\nstale\n<!-- /gains -->\n")
     place = ("demo", "gpu-x", "both", "small")
     gains = ("a step", "1 × GPU", place, "te_jax", "peer", "the peer"), ("", "", place, "peer", "te_jax", "us")
     monkeypatch.setattr(tables, "GAINS", gains)
@@ -123,6 +135,7 @@ def test_gains_are_in_times_as_fast_with_the_memory_of_both(root, monkeypatch):
     text = page.read_text()
     assert "| a step | 1 × GPU | [the peer](benchmarks/results/gpu-x/demo.md) | **4.25×** | 0.75× |" in text
     assert "|  |  | [us](benchmarks/results/gpu-x/demo.md) | **0.24×** | 1.33× |" in text
+    assert "[us](../benchmarks/results/gpu-x/demo.md)" in home.read_text()
     monkeypatch.setattr(tables, "GAINS", (("a step", "", place, "te_jax", "never", "a peer that did not run"),))
     assert tables.main([]) == 1
 
@@ -151,6 +164,13 @@ def test_a_ratio_of_what_was_not_measured_is_an_error(root, sentence, capsys):
     publish(root)
     assert tables.main([]) == 1
     assert "has no " in capsys.readouterr().err
+
+
+def test_a_ratio_that_would_end_its_paragraph_is_an_error(root, capsys):
+    (root / "README.md").write_text(SENTENCE.format("small", "").replace("is ", "is\n"))
+    publish(root)
+    assert tables.main([]) == 1
+    assert "begins a line" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

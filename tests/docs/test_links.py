@@ -84,7 +84,6 @@ def test_the_index_links_every_page_and_notebook():
     [
         ("fp8", "fp8_linear"),
         ("adam", "low_precision_adam"),
-        ("softmax_cross_entropy", "quickstart"),
         ("linear_cross_entropy", "quickstart"),
     ],
 )
