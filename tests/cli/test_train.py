@@ -666,6 +666,7 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
         "--learning-rate": "0.1",
         "--eval-every": "7",
         "--recipe": "block",
+        "--head-recipe": "block",
         "--implementation": "reference",
         "--dtype": "bfloat16",
         "--warmup-steps": "3",
