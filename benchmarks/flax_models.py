@@ -207,7 +207,7 @@ class LinenLlama(nn.Module):
 
 
 def _options(case: shapes.StepShape) -> dict[str, Any]:
-    """Of a `TransformerBlock`."""
+    """Arguments of a `TransformerBlock`."""
     heads = {"num_heads": case.heads, "num_kv_heads": case.kv_heads, "head_dim": case.head_dim}
     return {"hidden_features": case.mlp, **heads, "rope_theta": _ROPE_THETA, "dtype": jnp.bfloat16}
 

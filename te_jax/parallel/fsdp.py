@@ -159,9 +159,10 @@ def shard_specs(params: Any, fsdp: FSDP) -> Any:
         found = split_dimension(parts, fsdp.size, how)
         if found is None:
             sizes = [str(size) for size in range(2, fsdp.size) if split_dimension(parts, size) is not None]
+            left = "" if parts == shape else f", of which other axes leave {parts}"
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)} has shape {parts}, and size={fsdp.size} divides no dimension of "
-                f"that; sizes that do: {', '.join(sizes) or 'none'}. Use one of these with replica_axis for the other "
+                f"params{jax.tree_util.keystr(path)} has shape {shape}{left}, and size={fsdp.size} divides no dimension "
+                f"of that; sizes that do: {', '.join(sizes) or 'none'}. Use one of these with replica_axis for the other "
                 "devices, or min_size to leave it whole"
             )
         entries[found[0]] += (fsdp.axis_name,)
@@ -202,7 +203,7 @@ def split_dimension(shape: Sequence[int], size: int, how: Requantize | None = No
     whole = [dim for dim in dividing if shape[dim] // size % BLOCK == 0]
     if how is not None:
         cols = how.stacked_ndim + how.row_ndim
-        # Of dimensions that are one in a kernel's matrix, parts along the first one are contiguous.
+        # Heads and head_dim are one dimension of the matrix, in which parts along heads are contiguous.
         inner = {how.stacked_ndim: shape[how.stacked_ndim + 1 : cols], cols: shape[cols + 1 :]}
         inner |= dict.fromkeys(range(how.stacked_ndim), (BLOCK,))  # kernels have blocks of their own
         whole += [dim for dim in dividing if dim in inner and shape[dim] // size * math.prod(inner[dim]) % BLOCK == 0]

@@ -6,5 +6,5 @@ SOURCES = "tests/offload/protocol_test.cc", "cuda_ext/offload/pass.cc", "cuda_ex
 
 
 def test_no_copy_is_missed_or_out_of_order(tmp_path, rng):
-    """Of several executions at a time, with random rows, slots and delays; some passes are abandoned."""
+    """Several executions run at a time, with random rows, slots and delays, and abandon some passes."""
     thread_sanitizer.run(thread_sanitizer.built(tmp_path, *SOURCES), 60, rng)

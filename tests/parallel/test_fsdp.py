@@ -154,7 +154,7 @@ def test_the_gradients_of_whole_parameters(case, mesh, rng):
 
 
 def sum_of(function, params, x):
-    """Of what each device has of the batch, one after the other."""
+    """The sum of function(params, part) over the parts of the batch that devices have."""
     parts = [jax.tree.map(lambda leaf, part=part: jnp.split(leaf, DEVICES)[part], x) for part in range(DEVICES)]
     return jax.tree.map(lambda *values: sum(values), *(function(params, part) for part in parts))
 
