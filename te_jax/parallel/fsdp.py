@@ -161,9 +161,9 @@ def shard_specs(params: Any, fsdp: FSDP) -> Any:
             sizes = [str(size) for size in range(2, fsdp.size) if split_dimension(parts, size) is not None]
             left = "" if parts == shape else f", of which other axes leave {parts}"
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)} has shape {shape}{left}, and size={fsdp.size} divides no dimension "
-                f"of that; sizes that do: {', '.join(sizes) or 'none'}. Use one of these with replica_axis for the other "
-                "devices, or min_size to leave it whole"
+                f"params{jax.tree_util.keystr(path)} has shape {shape}{left}, and size={fsdp.size} divides no "
+                f"dimension of that; sizes that do: {', '.join(sizes) or 'none'}. Use one of these with replica_axis "
+                "for the other devices, or min_size to leave it whole"
             )
         entries[found[0]] += (fsdp.axis_name,)
         return _spec(entries)
