@@ -20,6 +20,7 @@ with what NNX does on the host: waited_jit_ms by `nnx.jit` of model and optimize
 """
 
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ from jax.sharding import PartitionSpec
 import te_jax.flax
 import te_jax.nnx
 from benchmarks import shapes, step
-from benchmarks.harness import CaseResult, Family, Headline, Timing, rounded
+from benchmarks.harness import CaseResult, Family, Headline, Timing, problem, reason_of, rounded
 from te_jax import ops, optim
 from te_jax.layers import apply_layers
 from te_jax.parallel import FSDP
@@ -401,32 +402,43 @@ def run_case(
     """Measure one case with the named implementations; see `harness.Family.run_case`."""
     result = CaseResult()
     depth = case.depths[0]
-    step.run_depth(case, depth, implementations, timing, profile, result, build=_built)
+    programs: dict[str, step.Program] = {}
+
+    def built(name: str, case: shapes.StepShape, depth: int) -> step.Program:
+        programs[name] = _built(name, case, depth)
+        return programs[name]
+
+    step.run_depth(case, depth, implementations, timing, profile, result, build=built)
     for row in result.rows:
-        if row["implementation"] in _WAITING:
-            row |= _waited(row["implementation"], case, depth, timing)
+        name = row["implementation"]
+        if name in _WAITING:
+            try:
+                row |= _waited(name, case, depth, timing, programs[name])
+            except Exception as error:  # out of memory, say: what else was measured stays
+                result.skipped.append(problem(case.name, row["operation"], f"{name}, waited for", reason_of(error)))
+                del error
+                gc.collect()
     return result
 
 
-def _waited(name: str, case: shapes.StepShape, depth: int, timing: Timing) -> dict[str, float]:
+def _waited(name: str, case: shapes.StepShape, depth: int, timing: Timing, program: step.Program) -> dict[str, float]:
     """Milliseconds of a step after each of which the host reads the loss, by the form of the user's loop."""
-    train, batch = _nnx_step(name, case.microbatches), step.drawn(case)
+    batch = step.drawn(case)
+    compiled = nnx.jit(_nnx_step(name, case.microbatches), donate_argnums=(0, 1))
 
     def objects() -> tuple[Llama, nnx.Optimizer[Any]]:
         model = nnx_model(name, case, depth)
         return model, nnx.Optimizer(model, _adamw(name), wrt=nnx.Param)
 
     def of_objects() -> Callable[[], jax.Array]:
-        compiled = nnx.jit(train, donate_argnums=(0, 1))
         model, optimizer = nnx.jit(objects)()
         return lambda: compiled(model, optimizer, *batch)
 
     def of_cached() -> Callable[[], jax.Array]:
-        compiled = nnx.cached_partial(nnx.jit(train, donate_argnums=(0, 1)), *nnx.jit(objects)())
-        return lambda: compiled(*batch)
+        cached = nnx.cached_partial(compiled, *nnx.jit(objects)())
+        return lambda: cached(*batch)
 
     def of_split() -> Callable[[], jax.Array]:
-        program = _built(name, case, depth)
         state = [program.start()]
 
         def run() -> jax.Array:
@@ -447,6 +459,7 @@ def _waited(name: str, case: shapes.StepShape, depth: int, timing: Timing) -> di
             seconds.append(time.perf_counter() - start)
         found[f"waited_{form}_ms"] = rounded(1e3 * statistics.median(seconds))
         del run
+        gc.collect()  # modules and their variables refer to each other
     return found
 
 
