@@ -491,16 +491,16 @@ def slug(device_kind: str) -> str:
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
-    """Commit, versions, device, driver and UTC date. `commit` is recorded where the checkout has no git history."""
+    """Commit, versions, device, driver and UTC date; `commit` stands for what git says, and nothing checks it then."""
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
-    recorded, dirty = _commit()
+    recorded, dirty = _commit() if commit is None else (commit, None)
     versions = {}
     for distribution in _VERSIONS_OF:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[distribution] = importlib.metadata.version(distribution)
     return {
-        "commit": recorded or commit or "unknown",
+        "commit": recorded or "unknown",
         "dirty": dirty,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "versions": {"python": platform.python_version(), "te_jax": te_jax.__version__, **versions},
@@ -560,7 +560,7 @@ def run_family(
       quick: few and short samples, and the first case alone unless `cases` names others.
       output: results folder; None for `benchmarks/results`, where only complete runs are written, so that a partial
         run never replaces published figures.
-      commit: recorded when the checkout carries no git history.
+      commit: recorded in the place of what git says, where the checkout has no history or another one.
       add: keep the other cases of the result file, which must be of the same commit, device and versions.
       profile: folder for a trace of every implementation; only for families that make some.
       say: receives each line of the report.

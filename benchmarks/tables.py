@@ -10,8 +10,8 @@ In README.md and docs/ what stands between two markers is generated:
     <!-- /summary -->
 
 `summary` shows one line for each case of the family's headline figure, and `figure` that figure as a bar chart, whose
-SVG goes to docs/images. `<!-- gains -->` and `<!-- /gains -->` have the table of `GAINS` between them. In a sentence
-stands a number of times,
+SVG goes to docs/images. `<!-- gains -->` and `<!-- /gains -->` have the table of `GAINS` between them, `changes` and
+`waiting` those of `CHANGES`. In a sentence stands a number of times,
 
     <!-- ratio: FAMILY DEVICE OPERATION CASE IMPLEMENTATION PEER [FIGURE] -->1.43×<!-- /ratio -->
 
@@ -46,11 +46,14 @@ _RATIO = re.compile(
     r"(?P<content>[^\n]*?)"
     r"(?P<close><!-- /ratio -->)"
 )
-_GAINS = re.compile(r"(?P<open><!-- gains -->\n)(?P<content>.*?)(?P<close><!-- /gains -->)", re.DOTALL)
-_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio|gains)\b")
+_OWN = re.compile(
+    r"(?P<open><!-- (?P<kind>gains|changes|waiting) -->\n)(?P<content>.*?)(?P<close><!-- /(?P=kind) -->)", re.DOTALL
+)
+_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio|gains|changes|waiting)\b")
 
 _STEP = ("step", "nvidia-h100-80gb-hbm3", "step", "8b-8x1x8192")
 _FSDP = ("fsdp", "nvidia-h100-80gb-hbm3", "step", "8b-8x2x8192-remat")
+_FLAX = ("flax_models", "nvidia-h100-80gb-hbm3", "step")
 _BLOCK = ("layer", "nvidia-h100-80gb-hbm3", "block", "4x2048x4096x14336")
 _HEAD = ("linear_cross_entropy", "nvidia-h100-80gb-hbm3", "master", "8192x4096x128256")
 _EXPERTS = ("moe", "nvidia-h100-80gb-hbm3", "layer", "64x262144x2048x1024-balanced")
@@ -61,9 +64,11 @@ GAINS = (
     ("", "", _STEP, _BEST, "flax_fp8", "Flax's FP8"),
     ("… with Adam's moments in float32, as the peers have them", "", _STEP, "te_jax_block_float32_moments", "bf16",
      "plain JAX, bfloat16"),
+    ("… of a plain Flax NNX model, after the three changes below", "", (*_FLAX, "8b-8x1x8192"), _USERS, "nnx",
+     "the model before"),
     ("the same step with FSDP and recomputation", "2 × H100", _FSDP, _BEST, "bf16", "plain JAX, bfloat16"),
     ("", "", _FSDP, _BEST, "torch_fsdp2", "PyTorch's FSDP2, bfloat16"),
-    ("… of a plain Flax NNX model, after the three changes below", "", _FSDP, _USERS, "bf16", "plain JAX, bfloat16"),
+    ("… of the NNX model, after the same changes", "", _FSDP, _USERS, "bf16", "plain JAX, bfloat16"),
     ("a Llama 3 8B block with gradients, 4 × 2048 tokens", "1 × H100", _BLOCK, "te_jax_block", "bf16",
      "plain JAX, bfloat16"),
     ("output head and loss with gradients, vocabulary 128256", "1 × H100", _HEAD, "te_jax_fp8_backward", "optax",
@@ -74,6 +79,15 @@ GAINS = (
     ("", "", _GATHER, "te_jax", "torch", "PyTorch"),
 )  # fmt: skip
 """The table of gains: what, where, (family, device, operation, case), implementation, peer, and the peer in words."""
+
+CHANGES = (
+    ("the plain model", ""),
+    ("1. `convert`", "_convert"),
+    ("2. `te_jax.optim.adamw`, moments in bfloat16", "_adam"),
+    ("3. `linear_cross_entropy`", "_loss"),
+    ("`TransformerBlock` in the place of the blocks", "_blocks"),
+)
+"""The changes of the fast step, each with those before it: in words, and in names of implementations."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,13 +130,13 @@ def generate(root: Path) -> dict[Path, str]:
         text = _read(page)
         if not _MARKER.search(text):
             continue
-        if len(_MARKER.findall(text)) != 2 * sum(len(kind.findall(text)) for kind in (_PLACE, _RATIO, _GAINS)):
+        if len(_MARKER.findall(text)) != 2 * sum(len(kind.findall(text)) for kind in (_PLACE, _RATIO, _OWN)):
             raise ValueError(
-                f"{page.relative_to(root)} has a summary, figure, ratio or gains marker without its partner, or one of "
-                "another kind"
+                f"{page.relative_to(root)} has a marker without its partner, or one that is no summary, figure, "
+                "ratio or table of this module"
             )
-        text = _GAINS.sub(
-            lambda place, page=page: place["open"] + gains_table(root, page.parent) + place["close"], text
+        text = _OWN.sub(
+            lambda place, page=page: place["open"] + _TABLES[place["kind"]](root, page.parent) + place["close"], text
         )
         text = _RATIO.sub(lambda place: f"{place['open']}{_times(place, root)}{place['close']}", text)
         wanted[page] = _PLACE.sub(lambda place, page=page: _filled(place, page.parent, root, wanted), text)
@@ -174,6 +188,66 @@ def gains_table(root: Path, page_folder: Path) -> str:
         saved = f"{memory[0] / memory[1]:.2f}×" if all(memory) else ""
         body.append([what, where, link, f"**{theirs / ours:.2f}×**", saved])
     return _markdown_table(["", "on", "beside", "as fast", "in memory"], body, left=3)
+
+
+def changes_table(root: Path, page_folder: Path) -> str:
+    """What each of `CHANGES` makes of the time and the memory of a step."""
+
+    def milliseconds(row: dict[str, Any], plain: dict[str, Any]) -> str:
+        return f"{row['median_ms']:.1f}"
+
+    def times(row: dict[str, Any], plain: dict[str, Any]) -> str:
+        return f"{plain['median_ms'] / row['median_ms']:.2f}×"
+
+    def memory(row: dict[str, Any], plain: dict[str, Any]) -> str:
+        return f"{row['peak_bytes'] / 1e9:.1f}"
+
+    columns = (
+        ("NNX, ms", "8b-8x1x8192", "nnx", milliseconds),
+        ("as fast", "8b-8x1x8192", "nnx", times),
+        ("GB", "8b-8x1x8192", "nnx", memory),
+        ("Linen, ms", "8b-8x1x8192", "linen", milliseconds),
+        ("4 × 2048 tokens", "8b-8x4x2048", "nnx", times),
+        ("4 layers", "8b-4x1x8192", "nnx", times),
+    )
+    return _of_changes(root, page_folder, columns)
+
+
+def waiting_table(root: Path, page_folder: Path) -> str:
+    """What a step takes if the host reads each loss before it begins the next step."""
+
+    def of(figure: str) -> Any:
+        return lambda row, plain: f"{row[figure]:.1f}" if figure in row else None
+
+    case = "8b-8x1x8192"
+    columns = (
+        ("ms: no loss is waited for", case, "nnx", of("median_ms")),
+        ("each is, `nnx.jit`", case, "nnx", of("waited_jit_ms")),
+        ("`nnx.cached_partial`", case, "nnx", of("waited_cached_ms")),
+        ("split once, `jax.jit`", case, "nnx", of("waited_split_ms")),
+    )
+    return _of_changes(root, page_folder, columns)
+
+
+def _of_changes(root: Path, page_folder: Path, columns: Sequence[tuple[str, str, str, Any]]) -> str:
+    """A line for each of `CHANGES` that has all figures; columns are a heading, a case, a library, and its figure."""
+    family, device, operation = _FLAX
+    results = _results(root, device, family)
+    if not results.is_file():
+        return f"Not measured yet on {device}: run `te-jax bench {family}` there.\n"
+    document = json.loads(results.read_text(encoding="utf-8"))
+    rows = {(row["case"], row["implementation"]): row for row in document["rows"] if row["operation"] == operation}
+    body = []
+    for words, change in CHANGES:
+        found = [figure(rows[case, library + change], rows[case, library]) for _, case, library, figure in columns]
+        if None not in found:
+            body.append([words, *found])
+    table = _markdown_table(["", *(heading for heading, *_ in columns)], body, left=1)
+    link = _relative(results.with_suffix(".md"), page_folder)
+    return f"{table}\n[All rows]({link}). {provenance(document)}\n"
+
+
+_TABLES = {"gains": gains_table, "changes": changes_table, "waiting": waiting_table}
 
 
 def _filled(place: re.Match[str], page_folder: Path, root: Path, wanted: dict[Path, str]) -> str:

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, metavar="DIR", help="also write a Perfetto trace of every implementation under DIR"
     )
     parser.add_argument(
-        "--commit", metavar="SHA", help="commit to record where the checkout carries no git history of its own"
+        "--commit", metavar="SHA", help="commit to record, where the checkout has no git history, or that of others"
     )
 
 

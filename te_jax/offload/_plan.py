@@ -90,13 +90,40 @@ def _types(operands: Any) -> tuple[Any, ...]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Backward:
+    """What `jax.vjp` returns, without its leaves.
+
+    Attributes:
+      structure: its structure.
+      empty: the types of leaves that have no values, by place, such as those of cuDNN's attention. They are no
+        residuals: XLA would end with a segmentation fault where one leaves a shard_map.
+    """
+
+    structure: Any
+    empty: dict[int, Any]
+
+    @classmethod
+    def split(cls, backward: Any) -> tuple[Backward, list[Array]]:
+        """What remains of it, and its residuals."""
+        leaves, structure = jax.tree.flatten(backward)
+        empty = {place: jax.typeof(leaf) for place, leaf in enumerate(leaves) if not leaf.size}
+        return cls(structure, empty), [leaf for leaf in leaves if leaf.size]
+
+    def joined(self, residuals: Sequence[Array]) -> Any:
+        leaves = list(residuals)
+        for place, kind in sorted(self.empty.items()):
+            leaves.insert(place, varying_over(lax.empty(kind.shape, kind.dtype), kind.manual_axis_type.varying))
+        return self.structure.unflatten(leaves)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """The forward pass of a layer, what it keeps, and where that waits.
 
     Attributes:
       closed: leaves of constants, of parameters and of x → leaves of x, and residuals.
       output: structure of x.
-      backward: structure of what `jax.vjp` returns, whose leaves are the residuals.
+      backward: what `jax.vjp` returns, from the residuals.
       differentiated: which leaves of constants and of parameters have a gradient.
       operands: structure of the layer's constants and parameters.
       constants: places of the layer's constants.
@@ -108,7 +135,7 @@ class Plan:
 
     closed: ClosedJaxpr
     output: Any
-    backward: Any
+    backward: Backward
     differentiated: tuple[int, ...]
     operands: Any
     constants: tuple[int, ...]
@@ -155,7 +182,7 @@ def plan_of(
 ) -> Plan:
     operands, structure = jax.tree.flatten((own, params))
     differentiated = tuple(place for place, needed in enumerate(wanted) if needed)
-    backwards: list[Any] = []
+    backwards: list[Backward] = []
 
     def forward(operands: list[Array], x: Any) -> tuple[Any, list[Array]]:
         def function(chosen: list[Array], x: Any) -> Any:
@@ -166,9 +193,9 @@ def plan_of(
             return layer.with_own(own, params, x)
 
         y, backward = jax.vjp(function, [operands[place] for place in differentiated], x)
-        leaves, structure_of_backward = jax.tree.flatten(backward)
-        backwards.append(structure_of_backward)
-        return y, leaves
+        rest, residuals = Backward.split(backward)
+        backwards.append(rest)
+        return y, residuals
 
     closed = jax.make_jaxpr(forward)(operands, x)
     inputs = [Value.new(marked=False) for _ in operands]

@@ -373,7 +373,7 @@ def _backward(count: int, kept: _Kept, cotangent: Any) -> tuple[list[Any], Any, 
         residuals = [whole[source].reshape(aval.shape) for source, aval in zip(plan.sources, avals, strict=True)]
         for place, leaf in zip(floats, of_x, strict=True):
             leaves[place] = leaf
-        gradients, of_x = plan.backward.unflatten(residuals)(structure.unflatten(leaves))
+        gradients, of_x = plan.backward.joined(residuals)(structure.unflatten(leaves))
         of_operands = dict(zip(plan.differentiated, gradients, strict=True))
         sums = [total + of_operands[place] for total, place in zip(sums, of_constants, strict=True)]
         of_x = [leaf for leaf in jax.tree.leaves(of_x) if leaf.dtype != jax.dtypes.float0]

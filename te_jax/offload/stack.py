@@ -239,7 +239,7 @@ def _backward(count: int, shards: Shards | None, kept: list[_Kept], cotangent: A
         fetched = {places: jax.device_put(value, _DEVICE) for places, value in stored.items()}
         of_layer, cotangent = gathered.beside(place, cotangent)
         residuals = _residuals(layer, arrived, of_layer if place in again else None)
-        gradients, cotangent = layer.plan.backward.unflatten(residuals)(cotangent)
+        gradients, cotangent = layer.plan.backward.joined(residuals)(cotangent)
         # All gradients of this layer before the next: XLA would hold residuals for products that it puts off.
         gradients, cotangent = together(gradients, cotangent)
         plan = layer.plan

@@ -484,9 +484,9 @@ def test_ratios_on_the_screen_are_blank_where_a_peer_was_not_measured():
 
 @pytest.mark.parametrize(
     ("here", "given", "recorded"),
-    [("0123", "abc", "0123"), (None, "abc", "abc"), (None, None, "unknown")],
+    [("0123", "abc", "abc"), ("0123", None, "0123"), (None, "abc", "abc"), (None, None, "unknown")],
 )
-def test_a_commit_is_given_where_the_checkout_has_none(here, given, recorded, monkeypatch):
+def test_a_commit_that_is_given_stands_for_what_git_says(here, given, recorded, monkeypatch):
     monkeypatch.setattr(harness, "_commit", lambda: (here, None))
     assert harness.environment(given)["commit"] == recorded
 

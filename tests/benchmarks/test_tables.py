@@ -61,8 +61,8 @@ def page(root, kind, name="docs/page.md"):
     return root / name
 
 
-def publish(root, document=DOCUMENT):
-    path = root / "benchmarks" / "results" / "gpu-x" / "demo.json"
+def publish(root, document=DOCUMENT, device="gpu-x"):
+    path = root / "benchmarks" / "results" / device / f"{document['family']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document))
 
@@ -138,6 +138,33 @@ def test_gains_are_in_times_as_fast_with_the_memory_of_both(root, monkeypatch):
     assert "[us](../benchmarks/results/gpu-x/demo.md)" in home.read_text()
     monkeypatch.setattr(tables, "GAINS", (("a step", "", place, "te_jax", "never", "a peer that did not run"),))
     assert tables.main([]) == 1
+
+
+def test_changes_are_beside_the_plain_model_and_lines_without_figures_are_left_out(root):
+    page = root / "docs" / "guide.md"
+    page.write_text("<!-- changes -->\n<!-- /changes -->\n\n<!-- waiting -->\n<!-- /waiting -->\n")
+    assert tables.main([]) == 0
+    assert page.read_text().count("Not measured yet on nvidia-h100-80gb-hbm3: run `te-jax bench flax_models`") == 2
+
+    def row(case, name, milliseconds, **figures):
+        times = {"median_ms": milliseconds, "spread": {"iqr_ms": 0.0}, "speedup_over": {}}
+        return {"operation": "step", "case": case, "implementation": name, **times, **figures}
+
+    cases = "8b-8x1x8192", "8b-8x4x2048", "8b-4x1x8192"
+    waited = {f"waited_{form}_ms": 12.0 for form in ("jit", "cached", "split")}
+    rows = [
+        row(case, library + change, 10.0 - place, peak_bytes=(9 - place) * 10**9, **({} if place else waited))
+        for case in cases
+        for library in ("nnx", "linen")
+        for place, (_, change) in enumerate(tables.CHANGES)
+    ]
+    publish(root, {**DOCUMENT, "family": "flax_models", "rows": rows}, "nvidia-h100-80gb-hbm3")
+    assert tables.main([]) == 0
+    changes, _, waiting = page.read_text().partition("<!-- waiting -->")
+    assert "| the plain model | 10.0 | 1.00× | 9.0 | 10.0 | 1.00× | 1.00× |" in changes
+    assert "| 2. `te_jax.optim.adamw`, moments in bfloat16 | 8.0 | 1.25× | 7.0 | 8.0 | 1.25× | 1.25× |" in changes
+    assert "| the plain model | 10.0 | 12.0 | 12.0 | 12.0 |" in waiting
+    assert "convert" not in waiting
 
 
 SENTENCE = "It is <!-- ratio: demo gpu-x both {} te_jax peer{} -->stale<!-- /ratio --> as fast.\n"
@@ -243,12 +270,13 @@ def test_check_notices_an_edited_figure(root):
         "<!-- /summary -->\n",
         "<!-- table: demo gpu-x -->\nx\n<!-- /table -->\n",
         "<!-- gains -->\nopen\n",
+        "<!-- changes -->\n<!-- /waiting -->\n",
     ],
 )
 def test_a_broken_marker_is_an_error_instead_of_a_forgotten_table(root, text, capsys):
     (root / "README.md").write_text(text)
     assert tables.main([]) == 1
-    assert "README.md has a summary, figure, ratio or gains marker" in capsys.readouterr().err
+    assert "README.md has a marker without its partner" in capsys.readouterr().err
 
 
 def test_local_changes_are_admitted(root):
