@@ -422,6 +422,46 @@ class StepShape(_OfDecoder):
         return self.microbatches * self.batch * self.sequence
 
 
+@dataclass(frozen=True)
+class AttentionShape(_OfModel):
+    """Causal attention of grouped queries in bfloat16.
+
+    Attributes:
+      batch, sequence: sequences, and tokens of each.
+      heads, kv_heads, head_dim: of query, of key and value, and features of each.
+      documents: tokens of those that each sequence consists of.
+    """
+
+    batch: int
+    sequence: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    documents: tuple[int, ...]
+
+    @property
+    def name(self) -> str:  # "1x8192x32x8x128", "1x8192x32x8x128-4documents"
+        tail = f"-{len(self.documents)}documents" if len(self.documents) > 1 else ""
+        return f"{self.batch}x{self.sequence}x{self.heads}x{self.kv_heads}x{self.head_dim}{tail}"
+
+    @property
+    def scores(self) -> int:
+        """That tokens see, of all heads, where half a document is hidden."""
+        return self.batch * self.heads * sum(count * count for count in self.documents) // 2
+
+
+_OF_8B = {"heads": 32, "kv_heads": 8, "head_dim": 128, "model": "Llama 3 8B"}
+ATTENTION_GPU = (
+    AttentionShape(batch=1, sequence=8192, documents=(8192,), **_OF_8B),
+    AttentionShape(batch=4, sequence=2048, documents=(2048,), **_OF_8B),
+    AttentionShape(batch=1, sequence=8192, documents=(2048,) * 4, **_OF_8B),
+    AttentionShape(batch=1, sequence=8192, documents=(131, 2900, 47, 512, 1389, 700, 64, 2003, 9, 250, 187), **_OF_8B),
+    AttentionShape(batch=4, sequence=8192, documents=(1024,) * 8, **_OF_8B),
+)
+ATTENTION_CPU = (
+    AttentionShape(batch=2, sequence=128, heads=4, kv_heads=2, head_dim=32, documents=(90, 38), model="te-jax train"),
+)
+
 _LLAMA_8B = {"hidden": 4096, "mlp": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128, "model": "Llama 3 8B"}
 LAYER_GPU = (
     LayerShape(batch=1, sequence=8192, operations=("mlp", "block"), **_LLAMA_8B),

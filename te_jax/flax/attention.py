@@ -89,6 +89,7 @@ class Attention(nn.Module):
         x: jax.typing.ArrayLike | QuantizedArray,
         *,
         segment_ids: Array | None = None,
+        max_segments_per_seq: int | None = None,
         key_lengths: Array | None = None,
         positions: Array | None = None,
         deterministic: bool | None = None,
@@ -99,6 +100,8 @@ class Attention(nn.Module):
           x: [batch, time, in_features], or a QuantizedArray of it from a norm that writes FP8. With decode=True these
             are the next tokens of each sequence, one or more.
           segment_ids: integers [batch, time] of packed sequences: a token sees only tokens with its own number.
+          max_segments_per_seq: how many there are in a sequence at most, each a run of equal numbers, as in
+            `te_jax.ops.attention`: cuDNN then computes them alone. None takes any, by a mask.
           key_lengths: integers [batch]: tokens from there on are padding, which no token sees.
           positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache. Packed
             sequences need no positions of their own, since rotary attention depends only on differences.
@@ -149,7 +152,14 @@ class Attention(nn.Module):
                 make_norm(heads_norm, name=name, **of_norms)(x) for name, x in (("query_ln", query), ("key_ln", key))
             )
         mixed = self._attend(
-            query, key, value, settings, segment_ids=segment_ids, key_lengths=key_lengths, positions=positions
+            query,
+            key,
+            value,
+            settings,
+            segment_ids=segment_ids,
+            max_segments_per_seq=max_segments_per_seq,
+            key_lengths=key_lengths,
+            positions=positions,
         )
         out_features = in_features if self.out_features is None else self.out_features
         out_kernel_init = self.out_kernel_init or without_names(self.kernel_init)

@@ -78,7 +78,7 @@ class TransformerBlock(nn.Module):
         Args:
           x: [batch, time, in_features].
           deterministic: see the attribute.
-          arguments: segment_ids, key_lengths and positions, as in `Attention`.
+          arguments: segment_ids, max_segments_per_seq, key_lengths and positions, as in `Attention`.
 
         Returns:
           An array like x.

@@ -188,6 +188,7 @@ def attend(
     settings: Settings,
     *,
     segment_ids: Array | None = None,
+    max_segments_per_seq: int | None = None,
     key_lengths: Array | None = None,
     positions: Any = None,
     cache: Cache | None = None,
@@ -198,7 +199,7 @@ def attend(
       query: [batch, time, heads, head_dim].
       key, value: [batch, time, kv_heads, head_dim].
       settings: of the layer.
-      segment_ids, key_lengths: as in `te_jax.ops.attention`; not with a cache.
+      segment_ids, max_segments_per_seq, key_lengths: as in `te_jax.ops.attention`; not with a cache.
       positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache.
       cache: of decoding.
 
@@ -221,8 +222,8 @@ def attend(
     reference = "reference" if settings.implementation == "reference" else None
     options: Any = {"implementation": reference, "max_score_bytes": settings.max_score_bytes}
     if cache is None:
-        masks: Any = {"segment_ids": segment_ids, "key_lengths": key_lengths}
-        masks |= {"causal": settings.causal, "window": settings.window}
+        masks: Any = {"segment_ids": segment_ids, "max_segments_per_seq": max_segments_per_seq}
+        masks |= {"key_lengths": key_lengths, "causal": settings.causal, "window": settings.window}
         return ops.attention(query, key, value, **masks, **options), None
 
     keys, values = (

@@ -76,6 +76,7 @@ class DecoderConfig:
         computes them in `dtype`.
       experts: a mixture of experts in the place of every MLP; None for one MLP.
       attention: the implementation of `te_jax.ops.attention`: "native", "reference", or None, which chooses.
+      max_segments_per_seq: of packed sequences: see `te_jax.ops.attention`. None takes any, by a mask.
 
     Raises:
       ValueError: a size is below 1, heads do not divide, a name is unknown, `recipe` is no recipe, `offload` no
@@ -98,6 +99,7 @@ class DecoderConfig:
     offload: Offload | None = None
     experts: Experts | None = None
     attention: native.Implementation | None = None
+    max_segments_per_seq: int | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
@@ -129,6 +131,11 @@ class DecoderConfig:
             raise ValueError(f"offload is {self.offload!r}: it needs to be a te_jax.offload.Offload, or None")
         if self.experts is not None and not isinstance(self.experts, Experts):
             raise ValueError(f"experts is {self.experts!r}: it needs to be a te_jax.models.Experts, or None")
+        segments = self.max_segments_per_seq
+        if segments is not None and (not is_whole_number(segments) or segments < 1):
+            raise ValueError(
+                f"max_segments_per_seq is {segments!r}: it needs to be a whole number of at least 1, or None"
+            )
         if self.attention not in (None, "native", "reference"):
             raise ValueError(f"attention is {self.attention!r}: choose 'native', 'reference' or None")
         if self.experts is not None and isinstance(self.recipe, DelayedScaling):

@@ -172,6 +172,7 @@ def apply(
     config: DecoderConfig,
     scaling_state: ScalingState | None = None,
     *,
+    segment_ids: jax.Array | None = None,
     parallel: TensorParallel | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -182,6 +183,8 @@ def apply(
       tokens: integer [batch, time], each in [0, vocab_size).
       config: the shape.
       scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
+      segment_ids: integer [batch, time] of packed sequences: a token sees only tokens with its own number; see
+        `DecoderConfig.max_segments_per_seq`. Rotary positions need no restart.
       parallel: inside `shard_map`, how the decoder is split over devices. `params` are then this device's parts, as
         `te_jax.models.param_specs` says, and `tokens` whole sequences, the same on all devices along its axis.
       implementation: passed to `te_jax.ops.dense` and `te_jax.parallel`: None, "native" or "reference".
@@ -200,7 +203,7 @@ def apply(
             return tensor_parallel.logits(x, arguments["kernel"][0], parallel, implementation)
         return ops.dense(x, **arguments, implementation=implementation)[0]
 
-    return _run(params, tokens, config, scaling_state, parallel, implementation, logits)[0]
+    return _run(params, tokens, config, scaling_state, segment_ids, parallel, implementation, logits)[0]
 
 
 def loss(
@@ -210,6 +213,7 @@ def loss(
     config: DecoderConfig,
     scaling_state: ScalingState | None = None,
     *,
+    segment_ids: jax.Array | None = None,
     parallel: TensorParallel | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -228,6 +232,7 @@ def loss(
       targets: integer [batch, time]: the token that follows each position, or -100 where none is to be predicted.
       config: the shape.
       scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
+      segment_ids: of packed sequences: see `apply`. `targets` behind the last token of a segment are -100.
       parallel: inside `shard_map`, how the decoder is split over devices: see `apply`. `targets` are like `tokens`.
       implementation: passed to `te_jax.ops.dense`, `te_jax.parallel` and the loss: None, "native" or "reference".
 
@@ -238,9 +243,8 @@ def loss(
       ValueError: `tokens` or `targets` is not an integer array of two dimensions, or is empty, or their shapes differ;
         or for what `apply` refuses.
     """
-    return losses(
-        params, tokens, targets, config, scaling_state, parallel=parallel, implementation=implementation
-    ).objective
+    options: Any = {"segment_ids": segment_ids, "parallel": parallel, "implementation": implementation}
+    return losses(params, tokens, targets, config, scaling_state, **options).objective
 
 
 def losses(
@@ -250,13 +254,14 @@ def losses(
     config: DecoderConfig,
     scaling_state: ScalingState | None = None,
     *,
+    segment_ids: jax.Array | None = None,
     parallel: TensorParallel | None = None,
     implementation: Implementation | None = None,
 ) -> Losses:
     """`loss`, its cross-entropy alone, and the load of experts: for logs and validations.
 
     Args:
-      params, tokens, targets, config, scaling_state, parallel, implementation: see `loss`.
+      params, tokens, targets, config, scaling_state, segment_ids, parallel, implementation: see `loss`.
 
     Returns:
       Losses(objective, cross_entropy, largest_load). Without experts the first two are the same.
@@ -286,7 +291,7 @@ def losses(
             value = jax.lax.psum(value, parallel.batch_axes)
         return value
 
-    value, balance = _run(params, tokens, config, scaling_state, parallel, implementation, cross_entropy)
+    value, balance = _run(params, tokens, config, scaling_state, segment_ids, parallel, implementation, cross_entropy)
     if balance is None:
         return Losses(value, value, None)
     return Losses(value + balance.auxiliary, value, balance.largest_load)
@@ -297,6 +302,7 @@ def _run(
     tokens: jax.Array,
     config: DecoderConfig,
     scaling_state: ScalingState | None,
+    segment_ids: jax.Array | None,
     parallel: TensorParallel | None,
     implementation: Implementation | None,
     of_head: Callable[[jax.Array, Any], jax.Array],
@@ -318,7 +324,7 @@ def _run(
         layer, state = layer_and_state
         projections = Projections(layer, state, config, parallel, implementation)
         normed, x = projections.norm(x, "attention_norm")
-        mixed = _attention(normed, projections, cos, sin, config)
+        mixed = _attention(normed, projections, cos, sin, segment_ids, config)
         normed, x = projections.norm(mixed, "mlp_norm", residual=x)
         y, own = projections.mlp(normed)
         return x + y, _together(balance, own)
@@ -401,11 +407,21 @@ def _check_tokens(name: str, tokens: jax.Array) -> None:
         raise ValueError(f"{name} has shape {tokens.shape}: the decoder needs at least one sequence of one token")
 
 
-def _attention(x: Any, projections: Projections, cos: jax.Array, sin: jax.Array, config: DecoderConfig) -> jax.Array:
+def _attention(
+    x: Any,
+    projections: Projections,
+    cos: jax.Array,
+    sin: jax.Array,
+    segment_ids: jax.Array | None,
+    config: DecoderConfig,
+) -> jax.Array:
     query, key, value = (
         projected.reshape(*projected.shape[:2], -1, config.head_dim)
         for projected in projections.from_stream(x, ("query", "key", "value"))
     )
     query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-    mixed = ops.attention(query, key, value, causal=True, implementation=config.attention)
+    packed: Any = {} if segment_ids is None else {"max_segments_per_seq": config.max_segments_per_seq}
+    mixed = ops.attention(
+        query, key, value, causal=True, segment_ids=segment_ids, implementation=config.attention, **packed
+    )
     return projections.to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")

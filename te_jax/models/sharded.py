@@ -29,22 +29,28 @@ def parallel_apply(
       implementation: see `te_jax.models.apply`.
 
     Returns:
-      (params, tokens [batch, time], scaling_state=None) → logits [batch, time, vocab_size], split over the vocabulary.
-      Parameters that do not lie as `te_jax.models.param_specs` says are moved first.
+      (params, tokens [batch, time], scaling_state=None, segment_ids=None) → logits [batch, time, vocab_size], split
+      over the vocabulary. Parameters that do not lie as `te_jax.models.param_specs` says are moved first.
 
     Raises:
       ValueError: `parallel` does not fit the mesh or the decoder; and, when called, for what `apply` refuses.
     """
     parallel, specs, batch = _specs(mesh, config, parallel)
+    options: Any = {"parallel": parallel, "implementation": implementation}
 
-    def local(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState | None) -> jax.Array:
-        return decoder.apply(params, tokens, config, scaling_state, parallel=parallel, implementation=implementation)
+    def local(params: dict[str, Any], tokens: jax.Array, scaling_state: Any, segment_ids: Any) -> jax.Array:
+        return decoder.apply(params, tokens, config, scaling_state, segment_ids=segment_ids, **options)
 
     logits = PartitionSpec(*batch, None, parallel.axis_name)
 
-    def whole(params: dict[str, Any], tokens: jax.Array, scaling_state: ScalingState | None = None) -> jax.Array:
-        in_specs = operand_specs(specs, params), batch, _EVERYWHERE
-        return sharding.shard_map(local, mesh, in_specs, logits)(params, tokens, scaling_state)
+    def whole(
+        params: dict[str, Any],
+        tokens: jax.Array,
+        scaling_state: ScalingState | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        in_specs = operand_specs(specs, params), batch, _EVERYWHERE, batch
+        return sharding.shard_map(local, mesh, in_specs, logits)(params, tokens, scaling_state, segment_ids)
 
     return jax.jit(whole)
 
@@ -65,8 +71,8 @@ def parallel_loss(
       mesh, config, parallel, implementation: as in `parallel_apply`.
 
     Returns:
-      (params, tokens [batch, time], targets [batch, time], scaling_state=None) → float32 scalar. Gradients lie where
-      the parameters do. The gradient with respect to scaling_state, which for delayed scaling is what
+      (params, tokens [batch, time], targets [batch, time], scaling_state=None, segment_ids=None) → float32 scalar.
+      Gradients lie where the parameters do. The one with respect to scaling_state, which for delayed scaling is what
       `te_jax.models.init_scaling_state` returned or a later one, is the state of the next step.
 
     Raises:
@@ -75,9 +81,13 @@ def parallel_loss(
     losses = parallel_losses(mesh, config, parallel, implementation=implementation)
 
     def whole(
-        params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState | None = None
+        params: dict[str, Any],
+        tokens: jax.Array,
+        targets: jax.Array,
+        scaling_state: ScalingState | None = None,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        return losses(params, tokens, targets, scaling_state).objective
+        return losses(params, tokens, targets, scaling_state, segment_ids).objective
 
     return jax.jit(whole)
 
@@ -91,25 +101,30 @@ def parallel_losses(
       mesh, config, parallel, implementation: as in `parallel_apply`.
 
     Returns:
-      (params, tokens [batch, time], targets [batch, time], scaling_state=None) → `te_jax.models.Losses`.
+      (params, tokens [batch, time], targets [batch, time], scaling_state=None, segment_ids=None) →
+      `te_jax.models.Losses`.
 
     Raises:
       ValueError: as for `parallel_loss`.
     """
     parallel, specs, batch = _specs(mesh, config, parallel)
+    options: Any = {"parallel": parallel, "implementation": implementation}
 
     def local(
-        params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState | None
+        params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: Any, segment_ids: Any
     ) -> decoder.Losses:
-        return decoder.losses(
-            params, tokens, targets, config, scaling_state, parallel=parallel, implementation=implementation
-        )
+        return decoder.losses(params, tokens, targets, config, scaling_state, segment_ids=segment_ids, **options)
 
     def whole(
-        params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: ScalingState | None = None
+        params: dict[str, Any],
+        tokens: jax.Array,
+        targets: jax.Array,
+        scaling_state: ScalingState | None = None,
+        segment_ids: jax.Array | None = None,
     ) -> decoder.Losses:
-        in_specs = operand_specs(specs, params), batch, batch, _EVERYWHERE
-        return sharding.shard_map(local, mesh, in_specs, _EVERYWHERE)(params, tokens, targets, scaling_state)
+        in_specs = operand_specs(specs, params), batch, batch, _EVERYWHERE, batch
+        run = sharding.shard_map(local, mesh, in_specs, _EVERYWHERE)
+        return run(params, tokens, targets, scaling_state, segment_ids)
 
     return jax.jit(whole)
 

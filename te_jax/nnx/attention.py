@@ -131,6 +131,7 @@ class Attention(nnx.Module):
         x: jax.typing.ArrayLike | QuantizedArray,
         *,
         segment_ids: Array | None = None,
+        max_segments_per_seq: int | None = None,
         key_lengths: Array | None = None,
         positions: Array | None = None,
         decode: bool | None = None,
@@ -143,6 +144,8 @@ class Attention(nnx.Module):
         Args:
           x: [batch, time, in_features], or a QuantizedArray of it from a norm that writes FP8.
           segment_ids: integers [batch, time] of packed sequences: a token sees only tokens with its own number.
+          max_segments_per_seq: how many there are in a sequence at most, each a run of equal numbers, as in
+            `te_jax.ops.attention`: cuDNN then computes them alone. None takes any, by a mask.
           key_lengths: integers [batch]: tokens from there on are padding, which no token sees.
           positions: integers [time] or [batch, time]; None counts from 0, or from the tokens in the cache. Packed
             sequences need no positions of their own, since rotary attention depends only on differences.
@@ -179,6 +182,7 @@ class Attention(nnx.Module):
             value,
             self.settings,
             segment_ids=segment_ids,
+            max_segments_per_seq=max_segments_per_seq,
             key_lengths=key_lengths,
             positions=positions,
             cache=None if cache is None else attention.Cache(*(variable.get_value() for variable in cache)),

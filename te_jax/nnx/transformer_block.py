@@ -115,7 +115,7 @@ class TransformerBlock(nnx.Module):
         Args:
           x: [batch, time, in_features].
           deterministic, rngs: as in `flax.nnx.Dropout`.
-          arguments: segment_ids, key_lengths, positions and decode, as in `Attention`.
+          arguments: segment_ids, max_segments_per_seq, key_lengths, positions and decode, as in `Attention`.
 
         Returns:
           An array like x.

@@ -39,6 +39,7 @@ class Masks:
     causal: bool
     window: int | None
     scale: float
+    max_segments_per_seq: int | None = None
 
     def visible(self, operands: Operands) -> Array | None:
         names = ("query_lengths", "key_lengths", "query_segment_ids", "key_segment_ids")
@@ -54,11 +55,14 @@ class Masks:
 # ------------------------------------------------------------------------------------------------- where it is no help
 
 
-def problem(operands: Operands, *, backward: bool, lse_cotangent: bool, max_mask_bytes: int) -> str | None:
+def problem(
+    operands: Operands, masks: Masks, *, backward: bool, lse_cotangent: bool, max_mask_bytes: int
+) -> str | None:
     """Why cuDNN cannot compute attention on these local arrays, or is known to do it wrongly; None if it can.
 
     Args:
       operands: of attention, by name.
+      masks: of attention.
       backward: whether it is about gradients.
       lse_cotangent: whether a cotangent of the log-sum-exp is among the operands of the gradients.
       max_mask_bytes: limit of the mask that segments need.
@@ -66,6 +70,7 @@ def problem(operands: Operands, *, backward: bool, lse_cotangent: bool, max_mask
     query, key = operands["query"], operands["key"]
     (*batch, t, heads, head_dim), s = query.shape, key.shape[-3]
     bias, segments = "bias" in operands, "query_segment_ids" in operands
+    masked = segments and masks.max_segments_per_seq is None
     if not all(isinstance(size, int) for size in (*query.shape, *key.shape)):
         return f"query has shape {query.shape}, and cuDNN needs sizes that are known: export it for each size"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
@@ -80,9 +85,17 @@ def problem(operands: Operands, *, backward: bool, lse_cotangent: bool, max_mask
         return "bias and segment_ids are both given, and cuDNN takes one mask: add a mask of the segments to the bias"
     if segments and ("query_lengths" in operands or "key_lengths" in operands):
         return "segment_ids are given with lengths: give padding a segment of its own instead"
-    if segments and (size := 2 * math.prod(batch) * t * s) > max_mask_bytes:
+    if masked and (size := 2 * math.prod(batch) * t * s) > max_mask_bytes:
         return f"segment_ids need a mask of {size} bytes, above max_score_bytes={max_mask_bytes}: raise it to that"
-    if (bias or segments) and (t % 2 or s % 2):
+    if segments and not masked:
+        if capability is not None and capability < (9, 0):
+            return "max_segments_per_seq is given, and cuDNN packs segments on Hopper and later: leave it out"
+        if math.prod(batch) * t * heads * (head_dim + _LSE_COLUMNS) >= 2**31:
+            return (
+                f"query has shape {query.shape}, and cuDNN's offsets of segments end at 2^31 values: use a smaller "
+                "batch, or leave max_segments_per_seq out"
+            )
+    if (bias or masked) and (t % 2 or s % 2):
         return f"query and key have lengths {t} and {s}, which with bias or segment_ids must be even: pad them"
     if lse_cotangent and head_dim + _LSE_COLUMNS > largest:
         most = largest - _LSE_COLUMNS
@@ -94,7 +107,7 @@ def problem(operands: Operands, *, backward: bool, lse_cotangent: bool, max_mask
         (version in ((9, 10, 0), (9, 10, 1)), "cuDNN 9.10.0 and 9.10.1 compute attention wrongly: upgrade cuDNN"),
         # pytorch#196678: dQ is NaN on sm90.
         (
-            backward and (bias or segments) and s % 128 == 64,
+            backward and (bias or masked) and s % 128 == 64,
             f"key has a length of {s}, and for 64 beyond a multiple of 128 cuDNN's gradients with bias or segment_ids "
             "are NaN: pad it",
         ),
@@ -121,8 +134,10 @@ def _device() -> tuple[tuple[int, int] | None, tuple[int, int, int] | None]:
 def forward(operands: Operands, masks: Masks) -> tuple[Array, Array]:
     """(output, float32 log-sum-exp [*batch, N, T]) of operands with any number of batch dimensions."""
     call = _Call.of(operands, masks)
-    lse_type = jax.ShapeDtypeStruct((call.batch, call.heads, call.t), jnp.float32)
+    lse_type = jax.ShapeDtypeStruct((call.batch * call.segments, call.heads, call.t), jnp.float32)
     out, lse = call.run(call.inputs[:1], [lse_type], *call.inputs, *call.bias, *call.lengths)
+    if call.packed is not None:
+        lse = call.packed.unpacked(lse)
     lead = operands["query"].shape[:-3]
     out, lse = out.reshape(operands["query"].shape), lse.reshape(*lead, call.heads, call.t)
     if (rows := _rows_with_keys(operands, masks)) is not None:
@@ -160,11 +175,12 @@ def backward(
     if dlse is not None:
         wide_out, wide_dout = _with_columns(out), _with_columns(dout, _summands(jnp.swapaxes(dlse, -1, -2), dout.dtype))
     call = _Call.of(operands if dlse is None else _with_lse_columns(operands), masks)
+    lse = lse.reshape(call.batch, call.heads, call.t)
     dquery, dkey, dvalue, *dbias = call.run(
         call.inputs,
         call.bias if "bias" in wanted else [],
         *call.inputs,
-        lse.reshape(call.batch, call.heads, call.t),
+        lse if call.packed is None else call.packed.packed(lse),
         call.folded(wide_dout),
         *call.bias,
         call.folded(wide_out),
@@ -201,6 +217,45 @@ def _with_lse_columns(operands: Operands) -> Operands:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Packed:
+    """Where segments are, one after the other, that many sequences consist of.
+
+    Attributes:
+      segment: int32 [B · T], that of each token.
+      offsets: int32 [S + 1], the tokens before each segment, and before the end for S - n that there are not.
+      time: tokens of a sequence.
+    """
+
+    segment: Array
+    offsets: Array
+    time: int
+
+    @classmethod
+    def of(cls, ids: Array, count: int) -> _Packed:
+        """From the numbers [B, T] of segments, which grow in a sequence, for `count` segments."""
+        begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        segment = jnp.cumsum(begins.ravel(), dtype=jnp.int32) - 1
+        places = lax.broadcasted_iota(jnp.int32, (count + 1, segment.size), 0)
+        return cls(segment, jnp.sum(segment[None] < places, axis=1, dtype=jnp.int32), ids.shape[1])
+
+    @property
+    def lengths(self) -> Array:
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def unpacked(self, of_segments: Array) -> Array:
+        """[B, N, T] of tokens, from [S, N, T] where each segment begins at 0."""
+        place = jnp.arange(self.segment.size, dtype=jnp.int32) - self.offsets[self.segment]
+        of_tokens = of_segments[self.segment, :, place]
+        return jnp.swapaxes(of_tokens.reshape(-1, self.time, of_segments.shape[1]), 1, 2)
+
+    def packed(self, of_tokens: Array) -> Array:
+        """[S, N, T] where each segment begins at 0, and what is behind its end has any values, from [B, N, T]."""
+        heads = jnp.swapaxes(of_tokens, 0, 1).reshape(of_tokens.shape[1], -1)
+        places = self.offsets[:-1, None] + lax.broadcasted_iota(jnp.int32, (self.offsets.size - 1, self.time), 1)
+        return jnp.swapaxes(heads[:, jnp.minimum(places, heads.shape[1] - 1)], 0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Call:
     """A custom call: its operands with one batch dimension, and its configuration."""
 
@@ -211,6 +266,8 @@ class _Call:
     inputs: tuple[Array, ...]
     bias: tuple[Array, ...]
     lengths: tuple[Array, ...]
+    segments: int
+    packed: _Packed | None
     masks: Masks
 
     @classmethod
@@ -234,8 +291,13 @@ class _Call:
                 else sharding.varying_together((jnp.full(batch, size, jnp.int32), query))[0]
                 for name, size in full.items()
             )
-        bias = ()
-        if "query_segment_ids" in operands:
+        bias, segments, packed = (), 1, None
+        if "query_segment_ids" in operands and masks.max_segments_per_seq is not None:
+            segments = max(masks.max_segments_per_seq, 2)  # one is a call without segments
+            packed = _Packed.of(folded(operands["query_segment_ids"], 1), batch * segments)
+            of_values = (packed.offsets * math.prod(operands[name].shape[-2:]) for name in ("query", "key"))
+            lengths = (packed.lengths, packed.lengths, *of_values)
+        elif "query_segment_ids" in operands:
             same = operands["query_segment_ids"][..., :, None] == operands["key_segment_ids"][..., None, :]
             bias = (folded(jnp.where(same, 0.0, _lowest(query.dtype))[..., None, :, :].astype(query.dtype), 3),)
         elif "bias" in operands:
@@ -243,7 +305,7 @@ class _Call:
             whole = given.ndim == 4 and given.shape[0] == 1  # cuDNN repeats it for all of the batch
             bias = (given if whole else folded(given, 3),)
         inputs = tuple(folded(operands[name], 3) for name in ("query", "key", "value"))
-        return cls(batch, t, s, heads, inputs, bias, lengths, masks)
+        return cls(batch, t, s, heads, inputs, bias, lengths, segments, packed, masks)
 
     def folded(self, x: Array) -> Array:
         return x.reshape(self.batch, *x.shape[-3:])
@@ -283,7 +345,7 @@ class _Call:
                 padded if self.lengths else plain,
                 jax_cudnn.AttentionLayout.BTNH.value,
                 self.masks.window,
-                1,  # max_seg_per_batch
+                self.segments,
                 False,  # is_paged_attention
                 backward,
             )
@@ -296,6 +358,8 @@ def _lowest(dtype) -> float:
 
 def _rows_with_keys(operands: Operands, masks: Masks) -> Array | None:
     """bool [*batch, T]: which queries see any key, where it may be that some see none."""
+    if masks.max_segments_per_seq is not None and not {"query_lengths", "key_lengths"} & set(operands):
+        return None  # all see themselves
     lengths_or_segments = {"query_lengths", "key_lengths", "query_segment_ids"} & set(operands)
     t, s = operands["query"].shape[-3], operands["key"].shape[-3]
     if not lengths_or_segments and not (masks.window is not None and t > s):

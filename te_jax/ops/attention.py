@@ -42,7 +42,8 @@ def attention(
     causal: bool = False, window: int | None = None,
     query_lengths: jax.typing.ArrayLike | None = None, key_lengths: jax.typing.ArrayLike | None = None,
     segment_ids: jax.typing.ArrayLike | None = None, key_segment_ids: jax.typing.ArrayLike | None = None,
-    scale: float | None = None, bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
+    max_segments_per_seq: int | None = None, scale: float | None = None,
+    bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
     return_lse: Literal[False] = False, max_score_bytes: int = 2**30,
     implementation: native.Implementation | None = None,
 ) -> Array: ...
@@ -52,7 +53,8 @@ def attention(
     causal: bool = False, window: int | None = None,
     query_lengths: jax.typing.ArrayLike | None = None, key_lengths: jax.typing.ArrayLike | None = None,
     segment_ids: jax.typing.ArrayLike | None = None, key_segment_ids: jax.typing.ArrayLike | None = None,
-    scale: float | None = None, bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
+    max_segments_per_seq: int | None = None, scale: float | None = None,
+    bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
     return_lse: Literal[True], max_score_bytes: int = 2**30,
     implementation: native.Implementation | None = None,
 ) -> tuple[Array, Array]: ...
@@ -68,6 +70,7 @@ def attention(
     key_lengths: jax.typing.ArrayLike | None = None,
     segment_ids: jax.typing.ArrayLike | None = None,
     key_segment_ids: jax.typing.ArrayLike | None = None,
+    max_segments_per_seq: int | None = None,
     scale: float | None = None,
     bias: jax.typing.ArrayLike | None = None,
     sinks: jax.typing.ArrayLike | None = None,
@@ -93,7 +96,10 @@ def attention(
       window: query t sees itself and the window - 1 keys before it. Needs causal=True.
       query_lengths, key_lengths: integers [B]: later tokens are padding, which sees no token and which no token sees.
       segment_ids, key_segment_ids: integers [B, T] and [B, S], by default the same: a query sees keys with its own
-        number. cuDNN needs a mask [B, T, S] for them, which counts against `max_score_bytes`.
+        number. cuDNN needs a mask [B, T, S] for them, which counts against `max_score_bytes`, and computes what it
+        hides.
+      max_segments_per_seq: with packed sequences, each run of equal segment_ids is a segment of its own, and a sequence
+        has at most so many; one with more gives NaN. cuDNN needs no mask then, and computes segments alone.
       scale: a number; None is H^-½.
       bias: added to the scores: floats of 2 to 4 dimensions that can be broadcast to [B, N, T, S]. It must not hide all
         keys from a query.
@@ -143,12 +149,22 @@ def attention(
         raise ValueError(f"scale is {scale!r}; it must be a finite number that is known while tracing, or None")
     if not is_whole_number(max_score_bytes) or max_score_bytes < 0:
         raise ValueError(f"max_score_bytes is {max_score_bytes!r}; it must be an integer of at least 0")
+    if max_segments_per_seq is not None:
+        if not is_whole_number(max_segments_per_seq) or max_segments_per_seq < 1:
+            raise ValueError(f"max_segments_per_seq is {max_segments_per_seq!r}; it must be an integer of at least 1")
+        if segment_ids is None or key_segment_ids is not None:
+            raise ValueError(
+                "max_segments_per_seq is given for runs of segment_ids that query and key share: pass segment_ids, and "
+                "no key_segment_ids"
+            )
+        max_segments_per_seq = int(max_segments_per_seq)
     (t, _, head_dim), s = arrays["query"].shape[1:], arrays["key"].shape[1]
     if window is not None and window >= t:
         window = None  # it hides nothing
-    masks = Masks(causal, None if window is None else int(window), head_dim**-0.5 if scale is None else float(scale))
+    factor = head_dim**-0.5 if scale is None else float(scale)
+    masks = Masks(causal, None if window is None else int(window), factor, max_segments_per_seq)
     settings = _Settings(masks, implementation, int(max_score_bytes))
-    operands = _prepared(arrays, t, s)
+    operands = _prepared(arrays, t, s, max_segments_per_seq)
     if implementation != "reference":
         operands = reverse_mode_only(operands, _REVERSE_MODE)
     out, lse = _run(operands, settings, return_lse)
@@ -213,8 +229,10 @@ def _validate(arrays: Operands) -> None:
         )
 
 
-def _prepared(arrays: Operands, t: int, s: int) -> dict[str, Array]:
+def _prepared(arrays: dict[str, Array], t: int, s: int, max_segments_per_seq: int | None) -> dict[str, Array]:
     """The operands in the dtypes and shapes that the functions below take."""
+    if max_segments_per_seq is not None:
+        arrays |= _numbered(arrays["query"], arrays["segment_ids"], max_segments_per_seq)
     operands = {name: checkpoint_name(arrays[name], "te_attention_operand") for name in ("query", "key", "value")}
     operands |= {name: arrays[name] for name in ("bias", "sinks") if name in arrays}
     for name in ("query_lengths", "key_lengths"):
@@ -229,6 +247,14 @@ def _prepared(arrays: Operands, t: int, s: int) -> dict[str, Array]:
     return sharding.varying_together(operands)
 
 
+def _numbered(query: Array, segment_ids: Array, most: int) -> dict[str, Array]:
+    """Runs of segment_ids, counted from 0. With too many in a sequence its query is NaN, and so is what follows."""
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))[:, : query.shape[1]]
+    runs = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+    fits = jnp.all(runs < most, axis=1)[:, None, None, None]
+    return {"query": jnp.where(fits, query, jnp.nan).astype(query.dtype), "segment_ids": jnp.minimum(runs, most - 1)}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Settings:
     """The static arguments, together."""
@@ -238,7 +264,8 @@ class _Settings:
     max_score_bytes: int
 
     def by_xla(self, operands: Operands) -> tuple[Array, Array]:
-        return reference.attention(**operands, **dataclasses.asdict(self.masks))
+        masks = self.masks
+        return reference.attention(**operands, causal=masks.causal, window=masks.window, scale=masks.scale)
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
@@ -411,7 +438,11 @@ def _by_platform(
 ) -> tuple[Array, ...]:
     """The results of cuDNN or of XLA, chosen when the program is lowered for a platform."""
     problem = _cudnn_attention.problem(
-        operands, backward=backward, lse_cotangent="dlse" in inputs, max_mask_bytes=settings.max_score_bytes
+        operands,
+        settings.masks,
+        backward=backward,
+        lse_cotangent="dlse" in inputs,
+        max_mask_bytes=settings.max_score_bytes,
     )
 
     def traced(function: Callable[[Operands], tuple[Array, ...]]) -> ClosedJaxpr:

@@ -109,6 +109,25 @@ def test_cudnn(name, extra, lse, rng):
     check(arguments, options, oracle.visible(B, T, S, **of_mask), rng, lse=lse)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 40}], ids=str)
+@pytest.mark.parametrize("extra", ["", "sinks", "lse"])
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "dtype"), [(8, 64, "bfloat16"), (2, 128, "bfloat16"), (1, 192, "float16")]
+)
+def test_packed_segments(kv_heads, head_dim, dtype, extra, options, rng):
+    """Of any lengths, as many as may be in one sequence and fewer in others."""
+    t, most = int(rng.integers(130, 400)), 9
+    counts = (most, *rng.integers(1, most, B - 1))
+    begins = [np.sort(rng.choice(np.arange(1, t), count - 1, replace=False)) for count in counts]
+    runs = np.stack([np.searchsorted(of_sequence, np.arange(t), side="right") for of_sequence in begins])
+    arguments = draw(rng, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, t=t, s=t)
+    if extra == "sinks":
+        arguments["sinks"] = normal(rng, 8)
+    mask = oracle.visible(B, t, t, **options, segments=(runs, runs))
+    packed = {"segment_ids": runs % 3, "max_segments_per_seq": most}
+    check(arguments, {**packed, **options}, mask, rng, lse=extra == "lse")
+
+
 @pytest.mark.parametrize("batch", [1, B])
 @pytest.mark.parametrize("heads", [1, 8])
 def test_shapes_of_a_bias(batch, heads, rng):

@@ -125,6 +125,19 @@ def test_a_token_changes_no_earlier_logits(rng):
     assert difference[8:].all()
 
 
+@pytest.mark.parametrize("most", [None, 3])
+def test_packed_documents_are_those_of_their_own(most, rng):
+    config = dataclasses.replace(SMALL, max_segments_per_seq=most)
+    params, tokens = random_params(SMALL, rng), random_tokens(SMALL, rng, (2, 9))
+    segment_ids = jax.device_put(np.asarray([[1] * 4 + [2] * 5, [1] * 2 + [2] * 6 + [0]], np.int32))
+    logits = jit_apply(params, tokens, config, segment_ids=segment_ids)
+    for row, start, stop in ((0, 0, 4), (0, 4, 9), (1, 0, 2), (1, 2, 8)):
+        expected = numpy_logits(params, tokens[row : row + 1, start:stop], SMALL)
+        assert relative_error(logits[row : row + 1, start:stop], expected) < 1e-5
+    values = [loss(params, tokens, tokens, each, segment_ids=segment_ids) for each in (SMALL, config)]
+    np.testing.assert_allclose(*values, rtol=1e-6)
+
+
 def test_loss_is_the_mean_over_tokens_that_have_a_target(rng):
     params, tokens = random_params(SMALL, rng), random_tokens(SMALL, rng, (3, 9))
     targets = random_tokens(SMALL, rng, (3, 9))

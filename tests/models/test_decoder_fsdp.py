@@ -96,6 +96,22 @@ def test_loss_and_gradients_are_those_of_whole_parameters(case, rng, mesh_of):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_packed_documents(tensor, rng, mesh_of):
+    config, mesh = dataclasses.replace(CONFIG, **BLOCK, max_segments_per_seq=4), mesh_of(fsdp=2, tensor=tensor)
+    parallel = TensorParallel(tensor, fsdp=SHARED)
+    params, batch = random_params(config, rng), random_batch(config, rng, (4, 256))
+    segment_ids = jnp.asarray(np.sort(rng.integers(0, 4, (4, 256)), axis=1), jnp.int32)
+    found, expected = (
+        gradient_of(mesh, config, how)(placed(params, mesh, config, how), *batch, None, segment_ids)
+        for how in (parallel, whole(parallel))
+    )
+    assert_same(found, expected)
+    without = gradient_of(mesh, config, parallel)(placed(params, mesh, config, parallel), *batch)
+    assert float(without[0]) != float(found[0])
+
+
+@pytest.mark.slow
 def test_experts_that_devices_have_are_not_gathered(rng, mesh_of):
     """A device's own compute the tokens of all, so that their gradients are sums already."""
     config, mesh = dataclasses.replace(CONFIG, **EXPERTS, recipe=BlockScaling()), mesh_of(fsdp=2, tensor=1)

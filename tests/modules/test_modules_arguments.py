@@ -106,9 +106,10 @@ def test_options_of_attention(rng, api, monkeypatch):
     seen = []
     monkeypatch.setattr(ops, "attention", lambda query, *_, **options: seen.append(options) or query)
     options = {"implementation": "reference", "max_score_bytes": 3, "window": 2}
-    jax.eval_shape(api.make(api.layer("Attention", 32, 4, **options), rng, X), X)
+    model, ids = api.make(api.layer("Attention", 32, 4, **options), rng, X), jnp.zeros(X.shape[:2], jnp.int32)
+    jax.eval_shape(lambda x: model(x, segment_ids=ids, max_segments_per_seq=5), X)
     expected = {"implementation": "reference", "max_score_bytes": 3, "window": 2, "causal": True}
-    assert seen[-1].items() >= expected.items()
+    assert seen[-1].items() >= (expected | {"max_segments_per_seq": 5}).items()
 
 
 INIT = {

@@ -1,7 +1,9 @@
 """Attention by XLA against float64, and what a program for CUDA calls: seen in its text, and emulated."""
 
+import dataclasses
 import functools
 import json
+import math
 import re
 
 import jax
@@ -45,6 +47,12 @@ SEGMENTS = {
     "segment_ids": jax.device_put(np.asarray(np.repeat([[0, 1], [3, 2], [5, 5]], 6, axis=1), jnp.int32)),
     "key_segment_ids": jax.device_put(np.asarray(np.repeat([[0, 1], [2, 3], [5, 6]], 10, axis=1), jnp.int32)),
 }
+# A number that returns begins another segment.
+PACKED = {
+    "segment_ids": jax.device_put(np.asarray([[4] * 3 + [2] * 8 + [4], [7] * 12, [*range(4)] + [9] * 8], np.int32)),
+    "max_segments_per_seq": 5,
+}
+RUNS = np.asarray([[0] * 3 + [1] * 8 + [2], [0] * 12, [*range(4)] + [4] * 8], np.int32)
 MASKS = {
     "all": ({}, {}),
     "causal": ({"causal": True}, {"causal": True}),
@@ -57,7 +65,18 @@ MASKS = {
     ),
     "no keys": ({"key_lengths": integers(20, 0, 3)}, {"k_lengths": [20, 0, 3]}),
     "segments": (SEGMENTS | {"causal": True}, {"segments": (*SEGMENTS.values(),), "causal": True}),
+    "packed": (PACKED, {"segments": (RUNS, RUNS)}),
+    "packed, causal": (PACKED | {"causal": True}, {"segments": (RUNS, RUNS), "causal": True}),
+    "packed and window": (
+        PACKED | {"causal": True, "window": 2},
+        {"segments": (RUNS, RUNS), "causal": True, "window": 2},
+    ),
 }
+
+
+def keys_of(options):
+    """How many keys there are: as many as queries where sequences are packed."""
+    return T if "max_segments_per_seq" in options else S
 
 
 def with_oracle(function, arguments, cotangents):
@@ -86,11 +105,12 @@ AROUND = [("", (B,), False), ("bias", (B,), True), ("bias", (2, B), False), ("si
 def test_values_and_gradients(name, kv_heads, extra, implementation, rng):
     """With a log-sum-exp that has a gradient, too."""
     options, of_mask = MASKS[name]
-    arguments = draw(rng, kv_heads=kv_heads)
+    keys = keys_of(options)
+    arguments = draw(rng, kv_heads=kv_heads, s=keys)
     if extra:
-        shapes = {"bias": [(4, T, S), (B, 1, 1, S), (1, T, 1), (T, S)], "sinks": [(4,)]}[extra]
+        shapes = {"bias": [(4, T, keys), (B, 1, 1, keys), (1, T, 1), (T, keys)], "sinks": [(4,)]}[extra]
         arguments[extra] = normal(rng, *shapes[rng.integers(len(shapes))])
-    mask = oracle.visible(B, T, S, **of_mask)
+    mask = oracle.visible(B, T, keys, **of_mask)
 
     def run(arguments):
         out, lse = ops.attention(**arguments, **options, return_lse=True, implementation=implementation)
@@ -105,6 +125,18 @@ def test_values_and_gradients(name, kv_heads, extra, implementation, rng):
     found = results, gradients
     for leaf, wanted in zip(*map(jax.tree.leaves, (found, with_oracle(expected, arguments, cotangents))), strict=True):
         assert_close(leaf, wanted, dtype="float32")
+
+
+@IMPLEMENTATIONS
+def test_a_sequence_of_too_many_segments_is_nan(implementation, rng):
+    arguments = draw(rng, s=T)
+    out, lse = ops.attention(
+        **arguments, **PACKED | {"max_segments_per_seq": 3}, causal=True, return_lse=True, implementation=implementation
+    )
+    assert jnp.isnan(out[2]).all()
+    assert jnp.isnan(lse[2]).all()
+    assert jnp.isfinite(out[:2]).all()
+    assert jnp.isfinite(lse[:2]).all()
 
 
 @IMPLEMENTATIONS
@@ -267,6 +299,32 @@ def test_calls_are_those_of_jax(name, kv_heads, monkeypatch, rng):
     assert len(found) == 2
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_calls_of_packed_segments_are_those_of_jax(window, monkeypatch, rng):
+    """JAX's offsets have other shapes, with values that count or not."""
+    arguments = draw(rng, kv_heads=2, dtype="bfloat16", s=T)
+    monkeypatch.setattr(_cudnn_attention.jax_cudnn, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(_cudnn_attention.jax_cudnn, "check_compute_capability", lambda _: True)
+    lengths, offsets = jnp.full((B, 5), 2, jnp.int32), jnp.full((B, 6), 2, jnp.int32)
+
+    def loss_by_jax(arguments):
+        out = _cudnn_attention.jax_cudnn.dot_product_attention(
+            *(arguments[name] for name in ("query", "key", "value")),
+            **dict.fromkeys(("q_seqlen", "kv_seqlen"), lengths),
+            **dict.fromkeys(("q_offsets", "kv_offsets"), offsets),
+            scale=0.5,
+            mask_type=_cudnn_attention.jax_cudnn.MaskType.PADDING_CAUSAL,
+            sliding_window_length=window,
+        )
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    ours = loss_of(causal=True, window=window, **PACKED, scale=0.5)
+    found, wanted = (described(for_cuda(jax.value_and_grad(loss), arguments)) for loss in (ours, loss_by_jax))
+    assert [call[:2] for call in found] == [call[:2] for call in wanted]
+    assert len(found) == 2
+    assert found[0][1]["cudnn_fmha_backend_config"]["max_seg_per_batch"] == 5
+
+
 @pytest.mark.parametrize("differentiated", [True, False])
 def test_a_constant_bias_has_no_gradient(differentiated, rng):
     """It would be as large as the bias."""
@@ -363,6 +421,14 @@ BF16 = {"query": (1, 256, 4, 64), "key": (1, 256, 2, 64)}
         ({"query_segment_ids": (1, 256), "key_lengths": (1,)}, {}, "padding a segment of its own"),
         ({"query_segment_ids": (1, 256)}, {"max_mask_bytes": 2 * 256**2 - 1}, "a mask of 131072 bytes"),
         ({"query_segment_ids": (1, 256)}, {"max_mask_bytes": 2 * 256**2}, None),
+        ({"query_segment_ids": (1, 257), "query": (1, 257, 4, 64)}, {"max_mask_bytes": 0, "segments": 4}, None),
+        ({"query_segment_ids": (1, 256)}, {"capability": (8, 9), "segments": 4}, "on Hopper and later: leave it out"),
+        ({"query_segment_ids": (1, 2**23)}, {"segments": 4}, None),
+        (
+            {"query_segment_ids": (1, 2**23), "query": (1, 2**23, 4, 64)},
+            {"segments": 4},
+            r"offsets of segments end at 2\^31 values: use a smaller batch",
+        ),
         ({}, {"version": (9, 10, 1)}, "9.10.0 and 9.10.1 compute attention wrongly: upgrade"),
         ({}, {"version": (9, 11, 0)}, None),
         ({"query": (1, 8, 4, 192), "key": (1, 8, 4, 192)}, {"capability": (8, 9)}, "up to 128"),
@@ -371,10 +437,11 @@ BF16 = {"query": (1, 256, 4, 64), "key": (1, 256, 2, 64)}
 def test_problems_of_cudnn(shapes, options, message, monkeypatch):
     options = {"backward": True, "lse_cotangent": False, "max_mask_bytes": 2**30, **options}
     device = options.pop("capability", None), options.pop("version", None)
+    masks = Masks(causal=False, window=None, scale=1.0, max_segments_per_seq=options.pop("segments", None))
     monkeypatch.setattr(_cudnn_attention, "_device", lambda: device)
     shapes = BF16 | shapes
     operands = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-    problem = _cudnn_attention.problem(operands, **options)
+    problem = _cudnn_attention.problem(operands, masks, **options)
     if message is None:
         assert problem is None
     else:
@@ -395,6 +462,9 @@ def test_problems_of_cudnn(shapes, options, message, monkeypatch):
             r"^segment_ids are given without key_segment_ids for 12 queries",
         ),
         ({"key_segment_ids": jnp.zeros((B, S), jnp.int32)}, r"^key_segment_ids are given without segment_ids"),
+        ({"max_segments_per_seq": 0}, r"^max_segments_per_seq is 0; it must be an integer of at least 1"),
+        ({"max_segments_per_seq": 2}, r"^max_segments_per_seq is given for runs of segment_ids .*: pass segment_ids"),
+        (SEGMENTS | {"max_segments_per_seq": 2}, r"^max_segments_per_seq is given .*, and no key_segment_ids"),
         ({"bias": jnp.zeros((3, T, S))}, r"^bias has shape \(3, 12, 20\); .*broadcast to the scores \(3, 4, 12, 20\)"),
         ({"sinks": jnp.zeros(3)}, r"^sinks has shape \(3,\).*must be \(4,\)"),
     ],
@@ -416,6 +486,8 @@ def emulated(target, types, *, legacy_backend_config, **_):
     """`jax.ffi.ffi_call` of cuDNN's attention: its formulas in NumPy, in float32, and NaN where it promises
     nothing."""
     config = json.loads(legacy_backend_config)["cudnn_fmha_backend_config"]
+    if config["max_seg_per_batch"] > 1:
+        return emulated_segments(target, types, config)
     backward, biased = "Backward" in target, "Bias" in target
     padded, causal = "PADDING" in config["mask_type"], "CAUSAL" in config["mask_type"]
     window = config["sliding_window_length"]
@@ -472,6 +544,43 @@ def emulated(target, types, *, legacy_backend_config, **_):
     return lambda *buffers: jax.pure_callback(call, tuple(types), *buffers)
 
 
+def emulated_segments(target, types, config):
+    """The same of packed segments: a padded sequence each, and NaN behind their ends."""
+    padded = json.dumps({"cudnn_fmha_backend_config": {**config, "max_seg_per_batch": 1}})
+    backward = "Backward" in target
+
+    def call(*buffers):
+        *buffers, q_lengths, _, q_offsets, k_offsets = map(np.asarray, buffers)
+        time, count = buffers[0].shape[1], int(np.sum(q_lengths > 0))
+        assert (q_lengths[count:] == 0).all()
+        places = q_offsets[:count, None] // math.prod(buffers[0].shape[2:]) + np.arange(time)
+        np.testing.assert_array_equal(k_offsets * buffers[0].shape[2], q_offsets * buffers[1].shape[2])
+        lengths = q_lengths[:count]
+        inside = np.arange(time) < lengths[:, None]
+
+        def apart(x):  # [B, T, N, H]
+            tokens = x.reshape(-1, *x.shape[2:])
+            return np.where(inside[..., None, None], tokens[np.minimum(places, len(tokens) - 1)], np.nan)
+
+        def joined(x, like):  # [S, N, T, H], like [B, N, T, H]
+            tokens = np.full((like.shape[0] * time, like.shape[1], like.shape[3]), np.nan, like.dtype)
+            tokens[places[inside]] = np.swapaxes(x, 1, 2)[inside]
+            return np.swapaxes(tokens.reshape(like.shape[0], time, *tokens.shape[1:]), 1, 2)
+
+        given = [apart(x) if x.ndim == 4 else x[:count] for x in buffers]
+        given = [np.where(np.isnan(x), 0, x) if x.ndim == 4 else x for x in given]
+        results = [jax.ShapeDtypeStruct((count, *type_.shape[1:]), type_.dtype) for type_ in types[:-1]]
+        run = emulated(target, [*results, types[-1]], legacy_backend_config=padded, padded_by=jax.pure_callback)
+        found = run(*given, lengths, lengths)
+        if backward:
+            return *map(joined, found[:3], types), np.zeros(types[-1].shape, types[-1].dtype)
+        stats = np.full(types[1].shape, np.nan, types[1].dtype)
+        stats[:count] = np.where(inside[:, None], found[1], np.nan)
+        return joined(found[0], types[0]), stats, found[-1]
+
+    return lambda *buffers: jax.pure_callback(call, tuple(types), *buffers)
+
+
 def names_of(arguments):
     """Arguments of the operation by the names that the functions below it use."""
     renamed = {"segment_ids": "query_segment_ids"}
@@ -485,9 +594,14 @@ def names_of(arguments):
 def test_what_surrounds_cudnn(name, lse_cotangent, lead, extra, monkeypatch, rng):
     """Sinks, a gradient through the log-sum-exp, sequences without keys, and more than one batch dimension."""
     options, of_mask = MASKS[name]
-    masks = Masks(options.get("causal", False), options.get("window"), H**-0.5)
-    arrays = names_of({key: x for key, x in options.items() if key not in ("causal", "window")})
-    cases = [names_of(draw(rng, kv_heads=2, dtype="float32")) | arrays for _ in range(2 if len(lead) > 1 else 1)]
+    options, keys = dict(options), keys_of(options)
+    masks = Masks(*(options.pop(key, other) for key, other in (("causal", False), ("window", None))), H**-0.5)
+    if (most := options.pop("max_segments_per_seq", None)) is not None:
+        masks = dataclasses.replace(masks, max_segments_per_seq=most)
+        options = dict.fromkeys(("segment_ids", "key_segment_ids"), RUNS)
+        extra = extra.replace("bias", "")  # cuDNN takes none then
+    arrays = names_of(options)
+    cases = [names_of(draw(rng, kv_heads=2, s=keys)) | arrays for _ in range(2 if len(lead) > 1 else 1)]
     for case in cases:
         case |= {"bias": {"bias": normal(rng, 1, 4, T, S)}, "sinks": {"sinks": normal(rng, 4)}, "": {}}[extra]
     operands = cases[0] if len(lead) == 1 else jax.tree.map(lambda *x: np.stack(x), *cases)
@@ -499,7 +613,7 @@ def test_what_surrounds_cudnn(name, lse_cotangent, lead, extra, monkeypatch, rng
     dlse = normal(rng, *lse.shape) if lse_cotangent else None
     backward = jax.jit(lambda *arrays: _cudnn_attention.backward(arrays[0], masks, *arrays[1:], wanted))
     gradients = backward(operands, out, lse, dout, dlse)
-    mask = oracle.visible(B, T, S, **of_mask)
+    mask = oracle.visible(B, T, keys, **of_mask)
 
     for i, case in enumerate(cases):
         own = (lambda x, i=i: np.asarray(x)) if len(lead) == 1 else (lambda x, i=i: np.asarray(x)[i])
