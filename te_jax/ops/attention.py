@@ -163,7 +163,7 @@ def attention(
         window = None  # it hides nothing
     factor = head_dim**-0.5 if scale is None else float(scale)
     masks = Masks(causal, None if window is None else int(window), factor, max_segments_per_seq)
-    settings = _Settings(masks, implementation, int(max_score_bytes))
+    settings = Settings(masks, implementation, int(max_score_bytes))
     operands = _prepared(arrays, t, s, max_segments_per_seq)
     if implementation != "reference":
         operands = reverse_mode_only(operands, _REVERSE_MODE)
@@ -256,12 +256,24 @@ def _numbered(query: Array, segment_ids: Array, most: int) -> dict[str, Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Settings:
+class Settings:
     """The static arguments, together."""
 
     masks: Masks
     implementation: native.Implementation | None
     max_score_bytes: int
+    part: bool = False
+
+    def forward(self, operands: dict[str, Array]) -> tuple[Array, ...]:
+        """The output and the log-sum-exp [B, N, T]."""
+        return _Split.of(operands).forward(*operands.values(), settings=self)
+
+    def backward(
+        self, operands: dict[str, Array], out: Array, lse: Array, dout: Array, wanted: tuple[str, ...]
+    ) -> tuple[Array, ...]:
+        """Gradients of the wanted operands; with `part` out and lse are those of all keys, and these a part of them."""
+        inputs = {**operands, "out": out, "lse": lse, "dout": dout}
+        return _Split.of(inputs, wanted).backward(*inputs.values(), settings=self)
 
     def by_xla(self, operands: Operands) -> tuple[Array, Array]:
         masks = self.masks
@@ -270,23 +282,23 @@ class _Settings:
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=sharding.INLINE)
-def _run(operands: dict[str, Array], settings: _Settings, return_lse: bool) -> tuple[Array, Array | None]:
+def _run(operands: dict[str, Array], settings: Settings, return_lse: bool) -> tuple[Array, Array | None]:
     attend = settings.by_xla if settings.implementation == "reference" else functools.partial(_attention, settings)
     out, lse = attend(operands)
     return out, jnp.swapaxes(lse, 1, 2) if return_lse else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings: _Settings, operands: dict[str, Array]) -> tuple[Array, Array]:
+def _attention(settings: Settings, operands: dict[str, Array]) -> tuple[Array, Array]:
     return _named_results(settings, operands)
 
 
-def _named_results(settings: _Settings, operands: dict[str, Array]) -> tuple[Array, Array]:
+def _named_results(settings: Settings, operands: dict[str, Array]) -> tuple[Array, Array]:
     out, lse = _Split.of(operands).forward(*operands.values(), settings=settings)
     return checkpoint_name(out, "te_attention_output"), checkpoint_name(lse, "te_attention_lse")
 
 
-def _forward(settings: _Settings, primals: dict[str, Any]):
+def _forward(settings: Settings, primals: dict[str, Any]):
     operands = {name: primal.value for name, primal in primals.items()}
     out, lse = _named_results(settings, cast(Any, not_differentiated)(operands, _REVERSE_MODE))
     # The gradient of a bias costs as much as the bias: None, which unlike a bool has no array, where no one wants it.
@@ -294,7 +306,7 @@ def _forward(settings: _Settings, primals: dict[str, Any]):
     return (out, lse), (operands, out, lse, constant_bias)
 
 
-def _backward(settings: _Settings, residuals, cotangents):
+def _backward(settings: Settings, residuals, cotangents):
     operands, out, lse, constant_bias = residuals
     dout, dlse = cotangents
     if isinstance(dout, SymbolicZero):
@@ -371,10 +383,10 @@ class _Split:
         whole = ("t", "s", "h", "alone", "one")
         return sharding.per_shard(self.rule(results), replicated=whole, sizes=sizes, **options)
 
-    def forward(self, *arrays: Array, settings: _Settings) -> tuple[Array, ...]:
+    def forward(self, *arrays: Array, settings: Settings) -> tuple[Array, ...]:
         return _forward_on_shards(self)(*arrays, split=self, settings=settings)
 
-    def backward(self, *arrays: Array, settings: _Settings) -> tuple[Array, ...]:
+    def backward(self, *arrays: Array, settings: Settings) -> tuple[Array, ...]:
         return _backward_on_shards(self)(*arrays, split=self, settings=settings)
 
 
@@ -388,14 +400,14 @@ def _backward_on_shards(split: _Split):
     return split.per_shard(split.wanted, axes_of=("b", "n"))(_local_backward)
 
 
-def _local_forward(*arrays: Array, axes, split: _Split, settings: _Settings) -> tuple[Array, ...]:
+def _local_forward(*arrays: Array, axes, split: _Split, settings: Settings) -> tuple[Array, ...]:
     del axes
     operands = dict(zip(split.names, sharding.varying_together(arrays), strict=True))
     by_cudnn = functools.partial(_cudnn_attention.forward, masks=settings.masks)
     return _by_platform(operands, operands, by_cudnn, settings.by_xla, settings)
 
 
-def _local_backward(*arrays: Array, axes, split: _Split, settings: _Settings) -> tuple[Array, ...]:
+def _local_backward(*arrays: Array, axes, split: _Split, settings: Settings) -> tuple[Array, ...]:
     if axes:  # gradients of what several devices hold are sums over them
         gradients = split.backward(*arrays, settings=settings)
         factors = (set(split.terms()[name].translate({ord("("): " "}).split()) for name in split.wanted)
@@ -413,9 +425,15 @@ def _local_backward(*arrays: Array, axes, split: _Split, settings: _Settings) ->
         # Scores once more instead of probabilities that were kept: what is kept must not depend on the platform.
         given = operands_of(inputs)
         wanted = {name: given[name] for name in split.wanted}
-        _, vjp = jax.vjp(lambda wanted: settings.by_xla({**given, **wanted}), wanted)
-        dlse = inputs["dlse"] if "dlse" in inputs else jnp.zeros_like(inputs["lse"])
-        (gradients,) = vjp((inputs["dout"], dlse))
+        (out, lse), vjp = jax.vjp(lambda wanted: settings.by_xla({**given, **wanted}), wanted)
+        dout, dlse = inputs["dout"], inputs["dlse"] if "dlse" in inputs else jnp.zeros_like(lse)
+        if settings.part:
+            # The whole output is the sum of its parts, each times exp(its log-sum-exp - that of all).
+            share = jnp.exp(lse - inputs["lse"])
+            wide, change = dout.astype(lse.dtype), out.astype(lse.dtype) - inputs["out"].astype(lse.dtype)
+            dout = (wide * jnp.swapaxes(share, -1, -2)[..., None]).astype(dout.dtype)
+            dlse = share * jnp.swapaxes(jnp.sum(wide * change, axis=-1), -1, -2)
+        (gradients,) = vjp((dout, dlse))
         return tuple(gradients[name] for name in split.wanted)
 
     def operands_of(inputs: Operands) -> Operands:
@@ -432,7 +450,7 @@ def _by_platform(
     operands: Operands,
     by_cudnn: Callable[[Operands], tuple[Array, ...]],
     by_xla: Callable[[Operands], tuple[Array, ...]],
-    settings: _Settings,
+    settings: Settings,
     *,
     backward: bool = False,
 ) -> tuple[Array, ...]:

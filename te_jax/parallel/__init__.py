@@ -6,6 +6,7 @@ from te_jax.parallel.experts import DispatchPlan, combine, dispatch, plan_dispat
 from te_jax.parallel.fsdp import FSDP, gather_params, shard_specs
 from te_jax.parallel.gated_mlp import gated_mlp
 from te_jax.parallel.options import P2P, Ring
+from te_jax.parallel.ring_attention import context_order, ring_attention
 
 __all__ = [
     "FSDP",
@@ -14,10 +15,12 @@ __all__ = [
     "Ring",
     "all_gather_matmul",
     "combine",
+    "context_order",
     "dispatch",
     "gated_mlp",
     "gather_params",
     "matmul_reduce_scatter",
     "plan_dispatch",
+    "ring_attention",
     "shard_specs",
 ]

@@ -1,0 +1,423 @@
+"""Attention to tokens of several devices, which send keys and values around a ring (context parallelism).
+
+Each device attends to its own tokens, then to those that its neighbour sends while it does, and so on; results are
+joined by their log-sum-exps in float32. With a causal mask device i of D has the chunks i and 2 D - 1 - i of a
+sequence, so that all have the same work in every step:
+
+    keys of an earlier device    both chunks of query see its first chunk
+    keys of a later device       the second chunk of query sees both
+
+which is two products of a chunk with a chunk, without a mask, in one call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+
+from te_jax import native, ops, sharding
+from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
+from te_jax._core.integers import as_int32
+from te_jax._core.reverse_mode import reverse_mode_only
+from te_jax.ops.attention import Masks, Settings
+
+__all__ = ["context_order", "ring_attention"]
+
+_REVERSE_MODE = "te_jax.parallel.ring_attention has first derivatives in reverse mode (jax.grad, jax.vjp) only"
+
+
+def context_order(length: int, size: int) -> np.ndarray:
+    """The order of tokens in which devices along an axis have the same work in causal `ring_attention`.
+
+    Args:
+      length: tokens of a sequence; a multiple of 2 size.
+      size: number of devices D.
+
+    Returns:
+      int32 [length]. Of x[:, order], split along its second dimension, device i has the chunks i and 2 D - 1 - i of
+      2 D. The numbers are the positions of the tokens, and `numpy.argsort` of them restores the order.
+
+    Raises:
+      ValueError: length is no multiple of 2 size.
+
+    Example:
+      >>> from te_jax.parallel import context_order
+      >>> context_order(8, size=2).tolist()
+      [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    if not is_whole_number(size) or size < 1:
+        raise ValueError(f"size is {size!r}; it must be a whole number of at least 1")
+    if not is_whole_number(length) or length < 1 or length % (2 * size):
+        raise ValueError(
+            f"length is {length!r}; it must be a multiple of {2 * size}, so that each of {size} devices has two "
+            "chunks: pad the sequence"
+        )
+    chunks = np.arange(length, dtype=np.int32).reshape(2 * size, -1)
+    return chunks[[chunk for device in range(size) for chunk in (device, 2 * size - 1 - device)]].ravel()
+
+
+def ring_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    *,
+    axis_name: str,
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: jax.typing.ArrayLike | None = None,
+    scale: float | None = None,
+    max_score_bytes: int = 2**30,
+    implementation: native.Implementation | None = None,
+) -> Array:
+    """`te_jax.ops.attention` inside of `jax.shard_map`, where devices along an axis split the time of all operands.
+
+    Args:
+      query: [B, T, N, H]: this device's T of the sequences' D T tokens. If causal, in `context_order`.
+      key, value: [B, T, K, H] of the same tokens.
+      axis_name: the mesh axis of the D devices.
+      causal: a token sees itself and those before it.
+      window: a token sees itself and the window - 1 tokens before it. Needs causal=True. All keys travel nevertheless.
+      segment_ids: integers [B, T] of this device's tokens: a query sees keys with its own number.
+      scale, max_score_bytes, implementation: as in `te_jax.ops.attention`. With window or segment_ids cuDNN needs masks
+        of T / 2 × T / 2 tokens, without causal of T × T.
+
+    Returns:
+      [B, T, N, H] in the dtype of query.
+
+    Raises:
+      ValueError: an argument breaks a rule above, or `axis_name` is no mapped axis.
+      NotImplementedError: forward mode and second derivatives.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from te_jax.parallel import context_order, ring_attention
+      >>> mesh = jax.make_mesh((1,), ("context",))
+      >>> attend = jax.shard_map(
+      ...     lambda q, k, v: ring_attention(q, k, v, axis_name="context"), mesh=mesh,
+      ...     in_specs=P(None, "context"), out_specs=P(None, "context"))
+      >>> x = jnp.ones((1, 8, 2, 16))[:, context_order(8, size=1)]
+      >>> attend(x, x, x).shape
+      (1, 8, 2, 16)
+
+    References:
+      Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889.
+    """
+    (axis, *others), size = sharding.mapped_axes(axis_name)
+    if others:
+        raise ValueError(f"axis_name is {axis_name!r}; a ring has one axis: name that of the devices that split time")
+    native.validate_implementation(implementation)
+    causal = as_flag("causal", causal)
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4 or x.shape[:2] != query.shape[:2]:
+            raise ValueError(
+                f"{name} has shape {x.shape} and query {query.shape}; all must be [batch, time, heads, head_dim] of "
+                "the same tokens"
+            )
+    if window is not None and (not is_whole_number(window) or window < 1 or not causal):
+        raise ValueError(
+            f"window is {window!r} with causal={causal}; it must be an integer of at least 1, with causal=True"
+        )
+    if scale is not None and (isinstance(scale, Tracer) or not is_finite_number(scale)):
+        raise ValueError(f"scale is {scale!r}; it must be a finite number that is known while tracing, or None")
+    operands = {"query": query, "key": key, "value": value}
+    if segment_ids is not None:
+        segment_ids = jnp.asarray(segment_ids)
+        if segment_ids.shape != query.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise ValueError(
+                f"segment_ids has shape {segment_ids.shape} and dtype {segment_ids.dtype}; it must be integers "
+                f"{query.shape[:2]}"
+            )
+        operands["segment_ids"] = as_int32(segment_ids)
+    sharding.validate_split("query", query, (axis,), "pass this device's tokens")
+    if size == 1:
+        options: Any = {"window": window, "scale": scale, "max_score_bytes": max_score_bytes}
+        options |= {"segment_ids": operands.get("segment_ids"), "implementation": implementation}
+        return ops.attention(query, key, value, causal=causal, **options)
+    if causal and query.shape[1] % 2:
+        raise ValueError(f"query has {query.shape[1]} tokens; with causal=True they are two chunks: pad the sequence")
+    factor = query.shape[3] ** -0.5 if scale is None else float(scale)
+    ring = _Ring(axis, size, causal, window, factor, int(max_score_bytes), implementation)
+    return _attention(ring, reverse_mode_only(sharding.varying_together(operands), _REVERSE_MODE))
+
+
+class _Keys(NamedTuple):
+    """What travels: the segments of tokens, and keys and values [B, T, 2 K, H] as one array, since XLA has one exchange
+    under way at a time."""
+
+    pair: Array
+    segment_ids: Array | None
+
+    @classmethod
+    def of(cls, operands: dict[str, Array]) -> _Keys:
+        return cls(_pair(operands["key"], operands["value"]), operands.get("segment_ids"))
+
+
+def _pair(key: Array, value: Array) -> Array:
+    return jnp.concatenate([key, value], 2)
+
+
+class _Gradients(NamedTuple):
+    """Of query, and of key and value as they travel, in float32."""
+
+    query: Array
+    pair: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """The static arguments, together."""
+
+    axis: str
+    size: int
+    causal: bool
+    window: int | None
+    scale: float
+    max_score_bytes: int
+    implementation: native.Implementation | None
+
+    def next(self, tree: Any) -> Any:
+        """What the device before has."""
+        order = [(device, (device + 1) % self.size) for device in range(self.size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, order), tree)
+
+    def settings(self, *, causal: bool) -> Settings:
+        masks = Masks(causal, None, self.scale)
+        return Settings(masks, self.implementation, self.max_score_bytes, part=True)
+
+    def blocks(self, operands: dict[str, Array]) -> list[_Block]:
+        """That of this device's own keys, and those of the steps after it."""
+        here = lax.axis_index(self.axis)
+        kinds = [_Own, *[_Half if self.causal else _Block] * (self.size - 1)]
+        return [
+            kind(self, operands["query"], operands.get("segment_ids"), step, here) for step, kind in enumerate(kinds)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Attention of this device's tokens to those of the device that is some steps before it.
+
+    Attributes:
+      ring: the devices.
+      query, segment_ids: of this device.
+      step: of the ring.
+      here: number of this device.
+    """
+
+    ring: _Ring
+    query: Array
+    segment_ids: Array | None
+    step: int
+    here: Array
+
+    @property
+    def there(self) -> Array:
+        """Number of the device whose keys these are."""
+        return (self.here - self.step) % self.ring.size
+
+    def forward(self, keys: _Keys) -> tuple[Array, Array]:
+        """float32 ([B, T, N, H], [B, N, T]): results of these keys alone, and their log-sum-exps."""
+        operands, rows = self.operands(keys)
+        out, lse = self.settings.forward(operands)
+        out = out.astype(jnp.float32)
+        if rows is not None:
+            out, lse = jnp.where(rows[..., None, None], out, 0.0), jnp.where(rows[:, None], lse, -jnp.inf)
+        return self.of_tokens(out, lse)
+
+    def backward(self, keys: _Keys, out: Array, lse: Array, dout: Array) -> _Gradients:
+        """The gradients, from the result and the log-sum-exp of all keys."""
+        operands, rows = self.operands(keys)
+        out, lse, dout = self.of_block(out, lse, dout)
+        if rows is not None:
+            dout, lse = jnp.where(rows[..., None, None], dout, 0.0), jnp.where(rows[:, None], lse, _NO_PART)
+        found = self.settings.backward(operands, out, lse, dout, ("query", "key", "value"))
+        of_query, of_key, of_value = (x.astype(jnp.float32) for x in found)
+        return self.gradients(_Gradients(of_query, _pair(of_key, of_value)))
+
+    # Here of all queries and keys, as they are.
+
+    @property
+    def settings(self) -> Settings:
+        return self.ring.settings(causal=False)
+
+    def operands(self, keys: _Keys) -> tuple[dict[str, Array], Array | None]:
+        """Those of `ops.attention`, and which queries see any key, if some may see none."""
+        return self.masked(self.query, keys.pair, self.visible(keys))
+
+    def visible(self, keys: _Keys) -> Array | None:
+        """bool [B, T, S], or None for all."""
+        return _same(self.segment_ids, keys.segment_ids)
+
+    def of_block(self, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+        return out, lse, dout
+
+    def of_tokens(self, out: Array, lse: Array) -> tuple[Array, Array]:
+        return out, lse
+
+    def gradients(self, found: _Gradients) -> _Gradients:
+        return found
+
+    def masked(self, query: Array, pair: Array, visible: Array | None) -> Any:
+        operands = {"query": query} | dict(zip(("key", "value"), jnp.split(pair, 2, 2), strict=True))
+        if visible is None:
+            return operands, None
+        rows = jnp.any(visible, axis=-1)
+        # A bias must not hide all keys: what such a query gets is left out.
+        seen = visible | ~rows[..., None]
+        operands["bias"] = jnp.where(seen, 0.0, -jnp.inf).astype(query.dtype)[:, None]
+        return sharding.varying_together(operands), rows
+
+
+class _Own(_Block):
+    """Of this device's own keys."""
+
+    @property
+    def settings(self) -> Settings:
+        return self.ring.settings(causal=self.ring.causal)
+
+    def visible(self, keys: _Keys) -> Array | None:
+        visible = _same(self.segment_ids, keys.segment_ids)
+        if self.ring.window is None:
+            return visible
+        time = self.query.shape[1]
+        chunks = self.here, 2 * self.ring.size - 1 - self.here
+        places = jnp.concatenate([_places(chunk, time // 2) for chunk in chunks])
+        near = _near(places, places, self.ring.window)[None]
+        return near if visible is None else near & visible
+
+
+class _Half(_Block):
+    """Of a device before or after this one, with a causal mask: two products of a chunk with a chunk.
+
+    The first chunk of keys is seen by the second of query. And if the keys are of an earlier device, by the first of
+    query, too; if not, the second chunk of keys is seen by the second of query.
+    """
+
+    @property
+    def earlier(self) -> Array:
+        return self.there < self.here
+
+    def queries(self, x: Array, axis: int = 1) -> Array:
+        first, second = jnp.split(x, 2, axis)
+        return jnp.concatenate([second, jnp.where(self.earlier, first, second)])
+
+    def keys(self, x: Array) -> Array:
+        first, second = jnp.split(x, 2, 1)
+        return jnp.concatenate([first, jnp.where(self.earlier, first, second)])
+
+    def operands(self, keys: _Keys) -> tuple[dict[str, Array], Array | None]:
+        return self.masked(self.queries(self.query), self.keys(keys.pair), self.visible(keys))
+
+    def visible(self, keys: _Keys) -> Array | None:
+        visible = None
+        if self.segment_ids is not None and keys.segment_ids is not None:
+            visible = _same(self.queries(self.segment_ids), self.keys(keys.segment_ids))
+        if self.ring.window is None:
+            return visible
+        chunk, last = self.query.shape[1] // 2, 2 * self.ring.size - 1
+        batch = self.query.shape[0]
+        of_query = last - self.here, jnp.where(self.earlier, self.here, last - self.here)
+        of_keys = self.there, jnp.where(self.earlier, self.there, last - self.there)
+        near = [
+            _near(_places(one, chunk), _places(other, chunk), self.ring.window)
+            for one, other in zip(of_query, of_keys, strict=True)
+        ]
+        whole = jnp.repeat(jnp.stack(near), batch, axis=0)
+        return whole if visible is None else whole & visible
+
+    def of_block(self, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+        return self.queries(out), self.queries(lse, 2), self.queries(dout)
+
+    def of_tokens(self, out: Array, lse: Array) -> tuple[Array, Array]:
+        (always, other), (of_always, of_other) = jnp.split(out, 2), jnp.split(lse, 2)
+        nothing = jnp.full_like(of_other, -jnp.inf)
+        always, of_always = _joined(always, of_always, other, jnp.where(self.earlier, nothing, of_other))
+        # What does not count has a log-sum-exp of -inf.
+        return jnp.concatenate([other, always], 1), jnp.concatenate(
+            [jnp.where(self.earlier, of_other, nothing), of_always], 2
+        )
+
+    def gradients(self, found: _Gradients) -> _Gradients:
+        def of_halves(x: Array, *, always_second: bool) -> Array:
+            always, other = jnp.split(x, 2)
+            nothing = jnp.zeros_like(other)
+            first, second = jnp.where(self.earlier, other, nothing), jnp.where(self.earlier, nothing, other)
+            halves = (first, second + always) if always_second else (first + always, second)
+            return jnp.concatenate(halves, 1)
+
+        return _Gradients(of_halves(found.query, always_second=True), of_halves(found.pair, always_second=False))
+
+
+_NO_PART = 1e30
+"""A log-sum-exp so large that no key has a part in it."""
+
+
+def _same(ids: Array | None, of_keys: Array | None) -> Array | None:
+    return None if ids is None or of_keys is None else ids[:, :, None] == of_keys[:, None, :]
+
+
+def _places(chunk: Array, length: int) -> Array:
+    """The positions of a chunk's tokens."""
+    return chunk * length + jnp.arange(length)
+
+
+def _near(places: Array, of_keys: Array, window: int) -> Array:
+    return places[:, None] - of_keys[None, :] < window
+
+
+def _joined(out: Array, lse: Array, other: Array, of_other: Array) -> tuple[Array, Array]:
+    """Results [B, T, N, H] of some keys and of others, as one of all, with the log-sum-exps [B, N, T]."""
+    both = jnp.logaddexp(lse, of_other)
+    steady = jnp.where(both == -jnp.inf, 0.0, both)
+    share, rest = (jnp.swapaxes(jnp.exp(part - steady), 1, 2)[..., None] for part in (lse, of_other))
+    return out * share + other * rest, both
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(ring: _Ring, operands: dict[str, Array]) -> Array:
+    return _forward(ring, operands)[0]
+
+
+def _forward(ring: _Ring, operands: dict[str, Array]) -> tuple[Array, Any]:
+    keys = _Keys.of(operands)
+    blocks = ring.blocks(operands)
+    found: tuple[Array, Array] | None = None
+    for block in blocks:
+        of_block = block.forward(keys)
+        if block is not blocks[-1]:
+            # The barrier: XLA takes calls for short, and would let nothing be under way beside them.
+            keys, of_block = sharding.together(ring.next(keys), of_block)
+        found = of_block if found is None else _joined(*found, *of_block)
+    assert found is not None
+    out, lse = found[0].astype(operands["query"].dtype), found[1]
+    return out, (operands, out, lse)
+
+
+def _backward(ring: _Ring, residuals: Any, dout: Array) -> tuple[dict[str, Array | None]]:
+    operands, out, lse = residuals
+    keys = _Keys.of(operands)
+    blocks = ring.blocks(operands)
+    # Gradients follow the keys that they are of, a step behind, and are at home after the last step.
+    of_query = of_keys = None
+    for block in blocks:
+        own = block.backward(keys, out, lse, dout)
+        under_way = (ring.next(keys) if block is not blocks[-1] else None), ring.next(of_keys)
+        (keys, of_keys), own = sharding.together(under_way, own)
+        of_query = own.query if of_query is None else of_query + own.query
+        of_keys = own.pair if of_keys is None else of_keys + own.pair
+    assert of_query is not None
+    found = dict(zip(("query", "key", "value"), (of_query, *jnp.split(ring.next(of_keys), 2, 2)), strict=True))
+    gradients = {name: x.astype(operands[name].dtype) for name, x in found.items()}
+    return ({**dict.fromkeys(operands), **gradients},)
+
+
+_attention.defvjp(_forward, _backward)

@@ -1,0 +1,168 @@
+"""Attention over devices that split time, against that of one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from te_jax import ops
+from te_jax.parallel import context_order, ring_attention
+from te_jax.testing import assert_close
+
+B, T, HEADS, KV_HEADS, HEAD_DIM = 2, 32, 4, 2, 8
+SPEC = P(None, "context")
+
+
+def drawn(rng, dtype="float32"):
+    shapes = [(B, T, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    return [jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(dtype) for shape in shapes]
+
+
+def whole(query, key, value, dout, ids, **options):
+    y, vjp = jax.vjp(lambda *a: ops.attention(*a, segment_ids=ids, **options), query, key, value)
+    return y, *vjp(dout)
+
+
+def split(mesh, query, key, value, dout, ids, *, spec=SPEC, check_vma=True, **options):
+    """In the order of devices, and back."""
+    size = mesh.shape["context"]
+    order = context_order(T, size) if options["causal"] else np.arange(T)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec,) * 3 + (SPEC,), out_specs=spec, check_vma=check_vma)
+    def attend(query, key, value, ids):
+        return ring_attention(query, key, value, axis_name="context", segment_ids=ids, **options)
+
+    def run(query, key, value, dout, ids):
+        there = [x[:, order] for x in (query, key, value)]
+        ids = None if ids is None else ids[:, order]
+        y, vjp = jax.vjp(lambda *a: attend(*a, ids), *there)
+        return [x[:, np.argsort(order)] for x in (y, *vjp(dout[:, order]))]
+
+    return jax.jit(run)(query, key, value, dout, ids)
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    for one, other in zip(found, expected, strict=True):
+        assert_close(np.asarray(one), np.asarray(other), tolerance=tolerance)
+
+
+@pytest.fixture
+def mesh(request, require_devices):
+    size = getattr(request, "param", 4)
+    require_devices(size)
+    return jax.make_mesh((size,), ("context",), (AxisType.Auto,), devices=jax.devices()[:size])
+
+
+OPTIONS = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 5},
+    "wide window": {"causal": True, "window": 19},
+    "scale": {"causal": True, "scale": 0.1},
+    "all": {"causal": False},
+}
+
+
+@pytest.mark.parametrize("segments", [False, True], ids=["", "segments"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_and_gradients_are_those_of_one_device(name, segments, mesh, rng):
+    operands = drawn(rng)
+    # Of any lengths, and one that begins again.
+    ids = jnp.asarray(np.sort(rng.integers(0, 4, (B, T)), axis=1) % 3, jnp.int32) if segments else None
+    assert_same(split(mesh, *operands, ids, **OPTIONS[name]), whole(*operands, ids, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("mesh", [1, 2, 8], indirect=True)
+def test_numbers_of_devices(mesh, rng):
+    operands = drawn(rng)
+    assert_same(split(mesh, *operands, None, causal=True), whole(*operands, None, causal=True))
+
+
+@pytest.mark.parametrize("mesh", [2, 4], indirect=True)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bfloat16(name, mesh, rng):
+    """Which is cuDNN's on GPUs."""
+    operands, ids = drawn(rng, "bfloat16"), jnp.asarray(np.sort(rng.integers(0, 4, (B, T)), axis=1), jnp.int32)
+    implementation = "native" if jax.default_backend() == "gpu" else None
+    found = split(mesh, *operands, ids, **OPTIONS[name], implementation=implementation)
+    assert all(x.dtype == jnp.bfloat16 for x in found)
+    expected = whole(*(x.astype(jnp.float32) for x in operands), ids, **OPTIONS[name])
+    for one, other in zip(found, expected, strict=True):
+        assert_close(np.asarray(one, np.float32), np.asarray(other), tolerance=2e-2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_batch_and_heads_may_be_split_too(check_vma, rng, require_devices):
+    require_devices(8)
+    axes = {"data": 2, "context": 2, "tensor": 2}
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * 3)
+    operands = drawn(rng)
+    spec = P("data", "context", "tensor")
+    found = split(mesh, *operands, None, spec=spec, check_vma=check_vma, causal=True)
+    assert_same(found, whole(*operands, None, causal=True))
+
+
+def test_large_scores_of_hidden_keys_stay_hidden(mesh, rng):
+    """Above the log-sum-exp of what is seen by more than float32 has exponents for."""
+    query, key, value, dout = drawn(rng)
+    ids = jnp.asarray(np.arange(T)[None].repeat(B, 0) // 4, jnp.int32)
+    key = key.at[:, ::4].multiply(1000)
+    operands = query, key, value, dout
+    found = split(mesh, *operands, ids, causal=True)
+    assert_same(found, whole(*operands, ids, causal=True), tolerance=1e-4)
+
+
+def test_keys_travel_once_and_gradients_with_them(mesh, rng):
+    """In each of three steps, forward and backward, and gradients home, as one array."""
+    order = context_order(T, 4)
+
+    def loss(*operands):
+        attend = functools.partial(ring_attention, axis_name="context")
+        return jnp.sum(jax.shard_map(attend, mesh=mesh, in_specs=SPEC, out_specs=SPEC)(*operands) ** 2)
+
+    query, key, value, _ = (x[:, order] for x in drawn(rng))
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(query, key, value).as_text()
+    assert program.count("stablehlo.collective_permute") == 3 + 3 + 4
+    assert "all_gather" not in program
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axis_name": ("a", "b")}, "no axis 'a' is mapped here"),
+        ({"axis_name": "other"}, "no axis 'other' is mapped here"),
+        ({"window": 3, "causal": False}, "window is 3 with causal=False"),
+        ({"scale": float("inf")}, "scale is inf"),
+        ({"segment_ids": jnp.zeros((B, 3), jnp.int32)}, r"segment_ids has shape \(2, 3\) .* integers \(2, 8\)"),
+    ],
+)
+def test_arguments(options, message, mesh, rng):
+    query, key, value, _ = drawn(rng)
+    options = {"axis_name": "context", **options}
+    with pytest.raises(ValueError, match=message):
+        jax.shard_map(
+            functools.partial(ring_attention, **options), mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False
+        )(query, key, value)
+
+
+def test_operands_are_parts(mesh, rng):
+    query, key, value, _ = drawn(rng)
+    with pytest.raises(ValueError, match="query is the same on all devices along"):
+        jax.shard_map(functools.partial(ring_attention, axis_name="context"), mesh=mesh, in_specs=P(), out_specs=SPEC)(
+            query, key, value
+        )
+
+
+@pytest.mark.parametrize(("length", "size"), [(12, 4), (0, 2), (8, 0)])
+def test_orders_that_there_are_not(length, size):
+    with pytest.raises(ValueError, match="it must be"):
+        context_order(length, size)
+
+
+def test_orders():
+    order = context_order(16, 4)
+    assert order.reshape(4, 4).tolist() == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    np.testing.assert_array_equal(order[np.argsort(order)], np.arange(16))
