@@ -124,6 +124,8 @@ def accumulate_gradients(
 
     @functools.wraps(loss_fn)
     def wrapped(model: nnx.Module, gradients: nnx.State[Any, Any], *args: Any, **kwargs: Any):
+        if not isinstance(gradients, nnx.State):
+            raise ValueError(f"gradients is of type {type(gradients).__name__}: start from {_ZEROS}")
         differentiable = nnx.Any(nnx.Param, OverwriteWithGradient)
         graphdef, quantized, trained, rest = nnx.split(model, QuantizedKernel, differentiable, ...)
         paths = {_name(path): path for path, _ in nnx.to_flat_state(quantized)}
