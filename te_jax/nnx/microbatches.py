@@ -79,7 +79,7 @@ def requantize(model: nnx.Module) -> nnx.State[Any, Any]:
 
     Returns:
       A state like `nnx.state(model)`, with a `te_jax.optim.Requantize` for each kernel of a layer that has a recipe,
-      and None elsewhere.
+      and None elsewhere; `nnx.filter_state(state, nnx.Param)` is that of parameters alone.
 
     Raises:
       ValueError: the kernel of an `Einsum` has its dimensions in an order that cannot be quantized once.

@@ -454,9 +454,11 @@ def _difference(quantize: Any, of_layer: Any) -> str:
     params = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(of_layer, is_leaf=is_parameter)]
     surplus = [entry for entry in entries if not any(param.startswith(entry) for param in params)]
     missing = [param for param in params if not any(param.startswith(entry) for entry in entries)]
-    if not (surplus or missing):
-        return "their containers differ, such as nnx.Param and QuantizedKernel; leave out kernels that are quantized"
-    return f"it has entries for {surplus} that the layer lacks, and none for the layer's {missing}"
+    if surplus:
+        return f"it has {surplus}, which the layer lacks"
+    if missing:
+        return f"it has nothing for the layer's {missing}"
+    return "their containers differ, such as nnx.Param and QuantizedKernel; leave out kernels that are quantized"
 
 
 def _prepared(
