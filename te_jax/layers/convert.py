@@ -105,7 +105,7 @@ def validate(recipe: Any, rules: Any) -> tuple[tuple[str, Recipe | None], ...]:
       ValueError: recipe is none, or rules are not pairs of a pattern and a recipe.
     """
     if not isinstance(recipe, Recipe | None):
-        raise ValueError(f"recipe is {recipe!r}; it must be a recipe of te_jax.recipe, or None")
+        raise ValueError(f"recipe is {recipe!r}; it must be a recipe, such as te_jax.recipe.BlockScaling(), or None")
     if isinstance(rules, Iterable) and not isinstance(rules, str):
         rules = tuple(tuple(rule) if isinstance(rule, Sequence) else rule for rule in rules)
         if all(_is_rule(rule) for rule in rules):

@@ -79,7 +79,7 @@ def requantize(model: nnx.Module) -> nnx.State[Any, Any]:
 
     Returns:
       A state like `nnx.state(model)`, with a `te_jax.optim.Requantize` for each kernel of a layer that has a recipe,
-      and None elsewhere.
+      and None elsewhere; `nnx.filter_state(state, nnx.Param)` is that of parameters alone.
 
     Raises:
       ValueError: the kernel of an `Einsum` has its dimensions in an order that cannot be quantized once.
@@ -124,6 +124,8 @@ def accumulate_gradients(
 
     @functools.wraps(loss_fn)
     def wrapped(model: nnx.Module, gradients: nnx.State[Any, Any], *args: Any, **kwargs: Any):
+        if not isinstance(gradients, nnx.State):
+            raise ValueError(f"gradients is of type {type(gradients).__name__}: start from {_ZEROS}")
         differentiable = nnx.Any(nnx.Param, OverwriteWithGradient)
         graphdef, quantized, trained, rest = nnx.split(model, QuantizedKernel, differentiable, ...)
         paths = {_name(path): path for path, _ in nnx.to_flat_state(quantized)}

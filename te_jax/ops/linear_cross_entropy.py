@@ -236,9 +236,13 @@ def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, 
         )
     width, vocab = kernel.shape if kernel_contracting == "first" else kernel.shape[::-1]
     if x.shape[-1] != width:
+        remedy = ""
+        if x.shape[-1] == vocab:
+            other = "last" if kernel_contracting == "first" else "first"
+            remedy = f": pass hidden states, not logits, or a kernel in this order with kernel_contracting={other!r}"
         raise ValueError(
             f"kernel has shape {kernel.shape}, whose {kernel_contracting} dimension is contracted; the last one of x "
-            f"must be the same, and x has shape {x.shape}"
+            f"must be the same, and x has shape {x.shape}{remedy}"
         )
     if 0 in kernel.shape:
         raise ValueError(f"kernel has shape {kernel.shape}; only the batch may be empty")

@@ -439,9 +439,26 @@ def _requantize_of(quantize: Any, of_layer: Any) -> list[Requantize | None]:
     for how in hows:
         if not (how is None or isinstance(how, Requantize)):
             raise ValueError(f"{how!r} is neither a te_jax.optim.Requantize nor None")
-    parts = structure.flatten_up_to(of_layer)
+    try:
+        parts = structure.flatten_up_to(of_layer)
+    except ValueError:  # JAX's message holds the whole layer
+        raise ValueError(_difference(quantize, of_layer)) from None
     counts = [len(jax.tree.leaves(part, is_leaf=is_parameter)) for part in parts]
     return [how for how, count in zip(hows, counts, strict=True) for _ in range(count)]
+
+
+def _difference(quantize: Any, of_layer: Any) -> str:
+    """Where entries of `quantize` and parameters of a layer do not meet."""
+    is_entry = lambda x: x is None or isinstance(x, Requantize)  # noqa: E731
+    entries = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(quantize, is_leaf=is_entry)]
+    params = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(of_layer, is_leaf=is_parameter)]
+    surplus = [entry for entry in entries if not any(param.startswith(entry) for param in params)]
+    missing = [param for param in params if not any(param.startswith(entry) for entry in entries)]
+    if surplus:
+        return f"it has {surplus}, which the layer lacks"
+    if missing:
+        return f"it has nothing for the layer's {missing}"
+    return "their containers differ, such as nnx.Param and QuantizedKernel; leave out kernels that are quantized"
 
 
 def _prepared(

@@ -1,4 +1,4 @@
-"""Functions of docs/transformer_engine.md that map parameters of transformer_engine.jax.flax: results are the same."""
+"""Functions of docs/transformer_engine.md that map parameters of TransformerEngine: results are the same."""
 
 import functools
 
@@ -18,9 +18,10 @@ KINDS = {"rms": ("scale",), "layer": ("scale", "ln_bias")}
 @pytest.fixture(scope="module")
 def page():
     """The functions that the page defines."""
-    (example,) = (each for each in examples(ROOT / "docs/transformer_engine.md") if "def from_te" in each)
     namespace = {"jax": jax, "jnp": jnp, "te_jax": te_jax}
-    exec(compile(example, "transformer_engine.md", "exec"), namespace)
+    for example in examples(ROOT / "docs/transformer_engine.md"):
+        if "def from_te" in example or "def block_from_torch" in example:
+            exec(compile(example, "transformer_engine.md", "exec"), namespace)
     return namespace
 
 
@@ -129,3 +130,38 @@ def test_a_transformer_layer_computes_the_same(page, rng, packed, group_method, 
     arguments = {"scale_attn_logits": scaled, "rotary_pos_emb_group_method": group_method}
     mapping = functools.partial(page["block_from_te"], head_dim=HEAD_DIM, **arguments)
     check(module, mapping, params, x, te_layer(params, x, **arguments))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_transformer_layer_of_pytorch_computes_the_same(page, rng, bias):
+    """Its kernels are the transposes of those of `transformer_engine.jax`, and gate and up are rows of one."""
+    wide, kv = HEADS * HEAD_DIM, HEADS // 2 * HEAD_DIM
+    kind = "layer" if bias else "rms"
+    attention = {
+        name: linear_params(rng, bias, WIDTH, out) for name, out in (("query", wide), ("key", kv), ("value", kv))
+    }
+    attention |= {"out": linear_params(rng, bias, wide, WIDTH)}
+    mlp, norm, x = mlp_params(rng, kind, bias), norm_params(rng, kind), normal(rng, 2, 8, WIDTH)
+    params = {"attention": attention | {"query": attention["query"] | norm}, "mlp": mlp}
+
+    names = {"scale": "layer_norm_weight", "ln_bias": "layer_norm_bias", "kernel": "weight", "bias": "bias"}
+    qkv = {f"{name}_{which}": attention[name][which] for name in ("query", "key", "value") for which in attention[name]}
+    groups = {
+        "self_attention.layernorm_qkv.": norm | qkv,
+        "self_attention.proj.": attention["out"],
+        "layernorm_mlp.": mlp,
+    }
+    state = {}
+    for prefix, group in groups.items():
+        for name, array in group.items():
+            stem, _, which = name.rpartition("_") if name not in names else ("", "", name)
+            layer = {"wi": "fc1_", "wo": "fc2_", "": ""}.get(stem, f"{stem}_")
+            if stem == "wi":
+                array = array.reshape(*array.shape[:-2], -1)
+            state[prefix + layer + names[which]] = array.T
+    expected = te_layer(params, x, scale_attn_logits=True, rotary_pos_emb_group_method="alternate")
+    with_bias = {"use_bias": bias}
+    module = te_jax.flax.TransformerBlock(
+        HIDDEN, HEADS, num_kv_heads=HEADS // 2, norm=kind, attention_arguments=with_bias, mlp_arguments=with_bias
+    )
+    check(module, functools.partial(page["block_from_torch"], head_dim=HEAD_DIM), state, x, expected)

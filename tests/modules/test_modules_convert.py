@@ -122,7 +122,9 @@ def test_the_report_says_which_precision_fp8_replaces(rng, api, precision, note)
 @both
 def test_arguments_that_do_not_fit_are_named(api):
     module = {LINEN: nn.Dense(3), NNX: nnx.Dict()}[api]
-    with pytest.raises(ValueError, match=r"recipe is 'block'; it must be a recipe of te_jax\.recipe, or None"):
+    with pytest.raises(
+        ValueError, match=r"recipe is 'block'; it must be a recipe, such as te_jax\.recipe\.BlockScaling\(\)"
+    ):
         api.library.convert(module, "block")
     for rules in ([("*", 1)], "*"):
         with pytest.raises(ValueError, match=r"rules are .*; they must be pairs of a pattern"):

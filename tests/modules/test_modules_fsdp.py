@@ -74,6 +74,46 @@ def test_nnx(require_devices):
     compare(lambda x, state: nnx.merge(graph, state)(x), layers, te_jax.nnx.requantize(blocks[0]), require_devices)
 
 
+class Stack(nnx.Module):
+    """Blocks that devices share, as docs/guides/fsdp.md has them."""
+
+    def __init__(self):
+        self.blocks = nnx.List([NNXBlock(nnx.Rngs(i)) for i in range(2)])
+        te_jax.nnx.convert(self.blocks, BlockScaling())
+
+    def __call__(self, x, fsdp):
+        graph, states = nnx.graphdef(self.blocks[0]), [nnx.state(block) for block in self.blocks]
+        return apply_layers(lambda x, state: nnx.merge(graph, state)(x), states, x, remat=True, fsdp=fsdp)
+
+
+def test_nnx_kernels_that_are_quantized_once_for_several_microbatches(require_devices):
+    require_devices(DEVICES)
+    model, microbatches = Stack(), X.reshape(2, 2, *X.shape[1:])
+    mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    quantizing = FSDP(DEVICES, quantize=te_jax.nnx.requantize(model.blocks[0]), reduce_dtype="float32")
+
+    def gradients_of(model, fsdp, once=True):
+        read = te_jax.nnx.quantize_kernels(model) if once else model
+        gradients = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+        loss = te_jax.nnx.accumulate_gradients(lambda model, x: jnp.mean(jnp.sin(model(x, fsdp))))
+        for x in microbatches:
+            gradients = loss(read, gradients, x)[1]
+        return gradients
+
+    expected = nnx.jit(functools.partial(gradients_of, fsdp=None))(model)
+    for block in model.blocks:
+        place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
+        state = nnx.state(block)
+        nnx.update(block, jax.tree.map(place, state, shard_specs(state, quantizing)))
+    with jax.set_mesh(mesh):
+        for fsdp, once in ((dataclasses.replace(quantizing, quantize=None), True), (quantizing, False)):
+            found = nnx.jit(functools.partial(gradients_of, fsdp=fsdp, once=once))(model)
+            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                assert_close(jax.device_get(one), jax.device_get(other), tolerance=1e-2)
+        with pytest.raises(ValueError, match=r"nnx\.Param and QuantizedKernel; leave out kernels that are"):
+            nnx.jit(functools.partial(gradients_of, fsdp=quantizing))(model)
+
+
 @pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "block"])
 def test_blocks_with_a_tensor_axis_share_what_is_left(recipe, require_devices):
     """Parameters are split by both axes, and the layers by one."""

@@ -120,6 +120,8 @@ def test_gradients_that_do_not_fit_are_refused(rng):
         with pytest.raises(ValueError, match=f"gradients have {message}.*: {remedy}"):
             function(quantized, gradients, x)
 
+    with pytest.raises(ValueError, match=r"gradients is of type NoneType: start from jax\.tree\.map"):
+        function(quantized, None, x)
     refuses(jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param)), "nothing for .*'activation_amax_history'")
     refuses(zeros(quantized), r"nothing for \['kernel'\]")
     everything = nnx.Any(TRAINED, QuantizedKernel)

@@ -348,6 +348,7 @@ def test_chunks(tokens, vocab, in_fp8, wanted):
     [
         ({"kernel": np.zeros((IN, 130, 1), np.float32)}, r"they must be \[\*batch, in\] and \[in, vocab\]"),
         ({"kernel": np.zeros((IN + 1, 130), np.float32)}, "whose first dimension is contracted"),
+        ({"kernel": np.zeros((130, IN), np.float32)}, r"not logits, or a kernel in this order .*='last'"),
         ({"kernel": np.zeros((IN, 0), np.float32)}, "only the batch may be empty"),
         ({"kernel_contracting": "middle"}, "kernel_contracting is 'middle'"),
         ({"x": np.zeros((3, 50, IN), np.int32)}, "x has dtype int32"),
