@@ -35,7 +35,8 @@ from te_jax.models.config import MLP, DecoderConfig
 from te_jax.models.mixture import Balance
 from te_jax.models.parallel import TensorParallel, loop_specs, param_specs
 from te_jax.models.tensor_parallel import Projections
-from te_jax.parallel import FSDP
+from te_jax.parallel import FSDP, ring_attention
+from te_jax.parallel.ring_attention import positions_here
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
 __all__ = ["Losses", "apply", "init", "init_scaling_state", "loss", "losses", "requantize"]
@@ -317,14 +318,17 @@ def _run(
         )
     if parallel is not None:
         params = tensor_parallel.enter(params, tokens, config, parallel)
-    cos, sin = rotary_tables(jnp.arange(tokens.shape[1]), config.head_dim, config.rope_theta)
+    context_axis = None if parallel is None else parallel.context_axis
+    time = tokens.shape[1]
+    positions = jnp.arange(time) if context_axis is None else positions_here(context_axis, time)
+    cos, sin = rotary_tables(positions, config.head_dim, config.rope_theta)
 
     def block(carried: tuple[jax.Array, Balance | None], layer_and_state: Any) -> tuple[jax.Array, Balance | None]:
         x, balance = carried
         layer, state = layer_and_state
         projections = Projections(layer, state, config, parallel, implementation)
         normed, x = projections.norm(x, "attention_norm")
-        mixed = _attention(normed, projections, cos, sin, segment_ids, config)
+        mixed = _attention(normed, projections, (cos, sin), segment_ids, context_axis)
         normed, x = projections.norm(mixed, "mlp_norm", residual=x)
         y, own = projections.mlp(normed)
         return x + y, _together(balance, own)
@@ -410,18 +414,20 @@ def _check_tokens(name: str, tokens: jax.Array) -> None:
 def _attention(
     x: Any,
     projections: Projections,
-    cos: jax.Array,
-    sin: jax.Array,
+    rotary: tuple[jax.Array, jax.Array],
     segment_ids: jax.Array | None,
-    config: DecoderConfig,
+    context_axis: str | None,
 ) -> jax.Array:
+    config = projections.config
     query, key, value = (
         projected.reshape(*projected.shape[:2], -1, config.head_dim)
         for projected in projections.from_stream(x, ("query", "key", "value"))
     )
-    query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-    packed: Any = {} if segment_ids is None else {"max_segments_per_seq": config.max_segments_per_seq}
-    mixed = ops.attention(
-        query, key, value, causal=True, segment_ids=segment_ids, implementation=config.attention, **packed
-    )
+    operands = rotate(query, *rotary), rotate(key, *rotary), value
+    options: Any = {"causal": True, "segment_ids": segment_ids, "implementation": config.attention}
+    if context_axis is not None:
+        mixed = ring_attention(*operands, axis_name=context_axis, **options)
+    else:
+        most = None if segment_ids is None else config.max_segments_per_seq
+        mixed = ops.attention(*operands, max_segments_per_seq=most, **options)
     return projections.to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")

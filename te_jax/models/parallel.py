@@ -48,6 +48,8 @@ class TensorParallel:
       axis_name: the mesh axis of these devices.
       batch_axes: mesh axes over which the batch is split besides; losses are means over them. Scales of FP8 tensors are
         those of a device's own part of the batch, except for delayed scaling, whose state is one for all.
+      context_axis: one of `batch_axes` that splits the time of tokens instead of the batch, in the order of
+        `te_jax.parallel.context_order`: attention is `te_jax.parallel.ring_attention`. It may be that of fsdp.
       expert_axes: mesh axes that split the experts of `config.experts`, out of `axis_name` and `batch_axes`; None for
         `axis_name`. Devices along the others have the same experts.
       transport, residual: see `te_jax.parallel.all_gather_matmul`.
@@ -67,6 +69,7 @@ class TensorParallel:
     transport: Transport = "auto"
     residual: Residual = "gathered"
     fsdp: FSDP | None = None
+    context_axis: str | None = None
 
     def __post_init__(self):
         if not is_whole_number(self.size) or self.size < 1:
@@ -93,6 +96,10 @@ class TensorParallel:
         if len(set(names)) < len(names):
             raise ValueError(
                 f"axis_name is {self.axis_name!r} and batch_axes is {self.batch_axes}: name each axis once"
+            )
+        if self.context_axis is not None and self.context_axis not in self.batch_axes:
+            raise ValueError(
+                f"context_axis is {self.context_axis!r} and batch_axes is {self.batch_axes}: name one of these, or add it"
             )
         if self.expert_axes is None:
             object.__setattr__(self, "expert_axes", (self.axis_name,))

@@ -35,13 +35,13 @@ def parallel_apply(
     Raises:
       ValueError: `parallel` does not fit the mesh or the decoder; and, when called, for what `apply` refuses.
     """
-    parallel, specs, batch = _specs(mesh, config, parallel)
+    parallel, specs, of_tokens = _specs(mesh, config, parallel)
     options: Any = {"parallel": parallel, "implementation": implementation}
 
     def local(params: dict[str, Any], tokens: jax.Array, scaling_state: Any, segment_ids: Any) -> jax.Array:
         return decoder.apply(params, tokens, config, scaling_state, segment_ids=segment_ids, **options)
 
-    logits = PartitionSpec(*batch, None, parallel.axis_name)
+    logits = PartitionSpec(*of_tokens, parallel.axis_name)
 
     def whole(
         params: dict[str, Any],
@@ -49,7 +49,7 @@ def parallel_apply(
         scaling_state: ScalingState | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        in_specs = operand_specs(specs, params), batch, _EVERYWHERE, batch
+        in_specs = operand_specs(specs, params), of_tokens, _EVERYWHERE, of_tokens
         return sharding.shard_map(local, mesh, in_specs, logits)(params, tokens, scaling_state, segment_ids)
 
     return jax.jit(whole)
@@ -107,7 +107,7 @@ def parallel_losses(
     Raises:
       ValueError: as for `parallel_loss`.
     """
-    parallel, specs, batch = _specs(mesh, config, parallel)
+    parallel, specs, of_tokens = _specs(mesh, config, parallel)
     options: Any = {"parallel": parallel, "implementation": implementation}
 
     def local(
@@ -122,7 +122,7 @@ def parallel_losses(
         scaling_state: ScalingState | None = None,
         segment_ids: jax.Array | None = None,
     ) -> decoder.Losses:
-        in_specs = operand_specs(specs, params), batch, batch, _EVERYWHERE, batch
+        in_specs = operand_specs(specs, params), of_tokens, of_tokens, _EVERYWHERE, of_tokens
         run = sharding.shard_map(local, mesh, in_specs, _EVERYWHERE)
         return run(params, tokens, targets, scaling_state, segment_ids)
 
@@ -153,11 +153,14 @@ def _specs(
         fsdp = dataclasses.replace(fsdp, replica_axis=None)
     if fsdp is not None and fsdp.size == 1:
         fsdp = None
+    context = parallel.context_axis
     several = {parallel.axis_name, *(name for name in parallel.batch_axes if mesh.shape[name] > 1)}
     parallel = dataclasses.replace(
         parallel,
         fsdp=fsdp,
         batch_axes=tuple(name for name in parallel.batch_axes if name in several),
         expert_axes=tuple(name for name in parallel.expert_axes or () if name in several),
+        context_axis=context if context in several else None,
     )
-    return parallel, param_specs(config, parallel), PartitionSpec(parallel.batch_axes or None)
+    batch = tuple(name for name in parallel.batch_axes if name != parallel.context_axis)
+    return parallel, param_specs(config, parallel), PartitionSpec(batch or None, parallel.context_axis)

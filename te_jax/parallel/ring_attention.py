@@ -63,6 +63,12 @@ def context_order(length: int, size: int) -> np.ndarray:
     return chunks[[chunk for device in range(size) for chunk in (device, 2 * size - 1 - device)]].ravel()
 
 
+def positions_here(axis_name: str, time: int) -> Array:
+    """int32 [time]: the positions of this device's tokens in `context_order`."""
+    here, last = lax.axis_index(axis_name), 2 * lax.axis_size(axis_name) - 1
+    return jnp.concatenate([_places(chunk, time // 2) for chunk in (here, last - here)])
+
+
 def ring_attention(
     query: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike,
@@ -99,7 +105,7 @@ def ring_attention(
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from te_jax.parallel import context_order, ring_attention
-      >>> mesh = jax.make_mesh((1,), ("context",))
+      >>> mesh = jax.make_mesh((1,), ("context",), (jax.sharding.AxisType.Auto,))
       >>> attend = jax.shard_map(
       ...     lambda q, k, v: ring_attention(q, k, v, axis_name="context"), mesh=mesh,
       ...     in_specs=P(None, "context"), out_specs=P(None, "context"))
@@ -288,9 +294,7 @@ class _Own(_Block):
         visible = _same(self.segment_ids, keys.segment_ids)
         if self.ring.window is None:
             return visible
-        time = self.query.shape[1]
-        chunks = self.here, 2 * self.ring.size - 1 - self.here
-        places = jnp.concatenate([_places(chunk, time // 2) for chunk in chunks])
+        places = positions_here(self.ring.axis, self.query.shape[1])
         near = _near(places, places, self.ring.window)[None]
         return near if visible is None else near & visible
 

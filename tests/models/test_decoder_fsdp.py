@@ -18,15 +18,17 @@ from te_jax.models import (
     DecoderConfig,
     Experts,
     TensorParallel,
+    apply,
     init_scaling_state,
     is_head,
+    loss,
     parallel_apply,
     parallel_loss,
     param_specs,
     requantize,
 )
 from te_jax.offload import Offload
-from te_jax.parallel import FSDP
+from te_jax.parallel import FSDP, context_order
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -109,6 +111,47 @@ def test_packed_documents(tensor, rng, mesh_of):
     assert_same(found, expected)
     without = gradient_of(mesh, config, parallel)(placed(params, mesh, config, parallel), *batch)
     assert float(without[0]) != float(found[0])
+
+
+CONTEXT = {
+    "own axis": (TensorParallel(1, batch_axes=("context",), context_axis="context"), {"context": 4, "tensor": 1}),
+    "with a batch and tensor parallelism": (
+        TensorParallel(2, batch_axes=("data", "context"), context_axis="context"),
+        {"data": 2, "context": 2, "tensor": 2},
+    ),
+    "of those that share parameters": (
+        TensorParallel(1, fsdp=FSDP(2, reduce_dtype="float32"), context_axis="fsdp"),
+        {"fsdp": 2, "tensor": 1},
+    ),
+    "beside those that share parameters": (
+        TensorParallel(1, batch_axes=("context",), fsdp=FSDP(2, reduce_dtype="float32"), context_axis="context"),
+        {"fsdp": 2, "context": 2, "tensor": 1},
+    ),
+    "one device": (TensorParallel(2, batch_axes=("context",), context_axis="context"), {"context": 1, "tensor": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CONTEXT)
+def test_devices_that_share_sequences(case, rng, mesh_of):
+    parallel, axes = CONTEXT[case]
+    config, mesh = dataclasses.replace(CONFIG, remat=True), mesh_of(**axes)
+    params, (tokens, targets) = random_params(config, rng), random_batch(config, rng, (4, 256))
+    segment_ids = jnp.asarray(np.sort(rng.integers(0, 3, (4, 256)), axis=1), jnp.int32)
+    order = context_order(256, axes[parallel.context_axis])
+    ordered = [x[:, order] for x in (tokens, targets)]
+    for ids in (None, segment_ids):
+        found = gradient_of(mesh, config, parallel)(
+            placed(params, mesh, config, parallel), *ordered, None, None if ids is None else ids[:, order]
+        )
+        assert_same(
+            found,
+            jax.jit(jax.value_and_grad(loss), static_argnums=3)(params, tokens, targets, config, segment_ids=ids),
+            1e-5,
+        )
+    logits = parallel_apply(mesh, config, parallel)(placed(params, mesh, config, parallel), ordered[0])
+    expected = apply(params, tokens, config)[:, order]
+    assert_close(np.asarray(logits), np.asarray(expected), tolerance=1e-5)
 
 
 @pytest.mark.slow

@@ -403,6 +403,7 @@ def test_presets_trace(name, size, promotion, mesh_of):
         ({"size": 2, "batch_axes": ("data", None)}, r"batch_axes is \('data', None\): axes go by their names"),
         ({"size": 2, "transport": "nccl"}, "transport is 'nccl'; it must be one of"),
         ({"size": 2, "residual": "x"}, "residual is 'x'; it must be 'gathered' or 'shard'"),
+        ({"size": 2, "context_axis": "data"}, r"context_axis is 'data' and batch_axes is \(\): name one of these"),
         ({"size": 2, "batch_axes": ("tensor",)}, "axis_name is 'tensor' and batch_axes .* once"),
     ],
 )
