@@ -5,11 +5,13 @@ In a case "…-4documents" each sequence has so many of them, and a token sees i
 - te_jax: `te_jax.ops.attention`, cuDNN's on a GPU; of documents with max_segments_per_seq, of as many as there are.
 - te_jax_spare: of four times as many. te_jax_mask: with segment_ids alone, which become a mask.
 - jax: `jax.nn.dot_product_attention`, by cuDNN on a GPU; of documents with a mask.
+- te_jax_ring: `te_jax.parallel.ring_attention` of all devices of the host, which share the sequences, of one document.
 - torch: `scaled_dot_product_attention` of torch, of documents its `varlen_attn`. torch_flex: its compiled
   `flex_attention`, with a block mask.
 
-FLOPs are those of scores that a token sees: 2 GEMMs forward and 5 backward. No time is reported for results that are
-wrong, by their relative errors against float32, of the first sequence and the query heads of its first key head.
+A time is that of all sequences, and FLOPs are those of scores that a token sees: 2 GEMMs forward and 5 backward. No time
+is reported for results that are wrong, by their relative errors against float32, of the first sequence and the query
+heads of its first key head.
 """
 
 import functools
@@ -19,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import shapes
 from benchmarks.harness import (
@@ -37,8 +40,9 @@ from benchmarks.harness import (
 )
 from benchmarks.torch_peer import as_torch, torch_on_gpu
 from te_jax import ops
+from te_jax.parallel import context_order, ring_attention
 
-IMPLEMENTATIONS = ("te_jax", "te_jax_spare", "te_jax_mask", "jax", "torch", "torch_flex")
+IMPLEMENTATIONS = ("te_jax", "te_jax_spare", "te_jax_mask", "te_jax_ring", "jax", "torch", "torch_flex")
 OPERATIONS = {"forward": 2, "forward_backward": 7}
 """And how many GEMMs they have."""
 _ERROR_BOUNDS = {"y_error": 0.01, "dquery_error": 0.02, "dkey_error": 0.02, "dvalue_error": 0.02}
@@ -53,7 +57,8 @@ def run_case(case: shapes.AttentionShape, implementations: Sequence[str], timing
     operands = _drawn(case)
     ids = jnp.asarray(np.tile(np.repeat(np.arange(len(case.documents)), case.documents), (case.batch, 1)), jnp.int32)
     expected = _expected(case, operands, ids)
-    names = [name for name in implementations if len(case.documents) > 1 or name not in _OF_DOCUMENTS]
+    left_out = ("te_jax_ring",) if len(case.documents) > 1 else _OF_DOCUMENTS
+    names = [name for name in implementations if name not in left_out]
     result = CaseResult()
     for operation, gemms in OPERATIONS.items():
         run_operation(
@@ -94,14 +99,17 @@ def _expected(case: shapes.AttentionShape, operands: Operands, ids: jax.Array) -
     query, key, value, dy = (x.astype(jnp.float32) for x in _parts(case, operands))
 
     @jax.jit
-    def run(query: jax.Array, key: jax.Array, value: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+    def of_head(query: jax.Array, key: jax.Array, value: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
         attend = functools.partial(ops.attention, causal=True, segment_ids=ids[:1], implementation="reference")
         y, vjp = jax.vjp(attend, query, key, value)
         return y, *vjp(dy)
 
-    with jax.default_matmul_precision("highest"):
-        found = run(query, key, value, dy)
-    return {name: np.asarray(x) for name, x in zip(_ERROR_BOUNDS, found, strict=True)}
+    with jax.default_matmul_precision("highest"):  # one head after the other, for their scores
+        heads = range(query.shape[2])
+        found = [of_head(query[:, :, i : i + 1], key, value, dy[:, :, i : i + 1]) for i in heads]
+    y, dquery, dkey, dvalue = (np.stack([np.asarray(x) for x in of_heads]) for of_heads in zip(*found, strict=True))
+    joined = (np.concatenate(x, axis=2) for x in (y, dquery))
+    return dict(zip(_ERROR_BOUNDS, (*joined, dkey.sum(0), dvalue.sum(0)), strict=True))
 
 
 def _checked(expected: dict[str, np.ndarray], name: str, output: list[np.ndarray], _: Any) -> Checked:
@@ -115,7 +123,11 @@ def _checked(expected: dict[str, np.ndarray], name: str, output: list[np.ndarray
 def _build(name: str, case: shapes.AttentionShape, backward: bool, operands: Operands, ids: jax.Array) -> Candidate:
     if name.startswith("torch"):
         return _build_torch(name, case, backward, operands)
-    attend = {"jax": _by_jax}.get(name, functools.partial(_by_te_jax, name))(case, ids)
+    order = np.arange(case.sequence)
+    if name == "te_jax_ring":
+        attend, operands, order = _shared(case, operands)
+    else:
+        attend = {"jax": _by_jax}.get(name, functools.partial(_by_te_jax, name))(case, ids)
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
         del dy
@@ -132,8 +144,26 @@ def _build(name: str, case: shapes.AttentionShape, backward: bool, operands: Ope
         lambda calls: [operands] * calls,
         most_calls=_most_calls(operands),
         temporary_bytes=temporary_bytes(compiled),
-        read=lambda results: [np.asarray(x) for x in _parts(case, results)],
+        read=lambda results: [np.asarray(x)[:, np.argsort(order)] for x in _parts(case, results)],
     )
+
+
+def _shared(case: shapes.AttentionShape, operands: Operands) -> tuple[Callable[..., jax.Array], Operands, np.ndarray]:
+    """Attention over all devices of the host, its operands there, and the order of their tokens."""
+    devices = jax.local_devices()
+    if len(devices) < 2:
+        raise RuntimeError("it needs two devices")
+    mesh, split = jax.sharding.Mesh(np.array(devices), ("context",)), PartitionSpec(None, "context")
+    order = context_order(case.sequence, len(devices))
+    ring = functools.partial(ring_attention, axis_name="context", implementation=_implementation())
+    attend = jax.shard_map(ring, mesh=mesh, in_specs=(split,) * 3, out_specs=split)
+    query, key, value, dy = (jax.device_put(x[:, order], NamedSharding(mesh, split)) for x in operands)
+    return attend, (query, key, value, dy), order
+
+
+def _implementation() -> Any:
+    """None stands for a CPU's only one: on a GPU cuDNN is named, lest XLA's time be published as its own."""
+    return "native" if jax.default_backend() == "gpu" else None
 
 
 def _most_calls(operands: Operands) -> int:
@@ -141,8 +171,7 @@ def _most_calls(operands: Operands) -> int:
 
 
 def _by_te_jax(name: str, case: shapes.AttentionShape, ids: jax.Array) -> Callable[..., jax.Array]:
-    # None stands for a CPU's only implementation: on a GPU cuDNN is named, lest XLA's time be published as its own.
-    options: dict[str, Any] = {"implementation": "native" if jax.default_backend() == "gpu" else None}
+    options: dict[str, Any] = {"implementation": _implementation()}
     if (count := len(case.documents)) > 1:
         options["segment_ids"] = ids
         if name != "te_jax_mask":

@@ -457,9 +457,11 @@ ATTENTION_GPU = (
     AttentionShape(batch=1, sequence=8192, documents=(2048,) * 4, **_OF_8B),
     AttentionShape(batch=1, sequence=8192, documents=(131, 2900, 47, 512, 1389, 700, 64, 2003, 9, 250, 187), **_OF_8B),
     AttentionShape(batch=4, sequence=8192, documents=(1024,) * 8, **_OF_8B),
+    AttentionShape(batch=1, sequence=32768, documents=(32768,), **_OF_8B),
 )
 ATTENTION_CPU = (
     AttentionShape(batch=2, sequence=128, heads=4, kv_heads=2, head_dim=32, documents=(90, 38), model="te-jax train"),
+    AttentionShape(batch=1, sequence=256, heads=4, kv_heads=2, head_dim=32, documents=(256,), model="te-jax train"),
 )
 
 _LLAMA_8B = {"hidden": 4096, "mlp": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128, "model": "Llama 3 8B"}

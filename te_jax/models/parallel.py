@@ -99,7 +99,8 @@ class TensorParallel:
             )
         if self.context_axis is not None and self.context_axis not in self.batch_axes:
             raise ValueError(
-                f"context_axis is {self.context_axis!r} and batch_axes is {self.batch_axes}: name one of these, or add it"
+                f"context_axis is {self.context_axis!r} and batch_axes is {self.batch_axes}: name one of these, or add "
+                "it"
             )
         if self.expert_axes is None:
             object.__setattr__(self, "expert_axes", (self.axis_name,))
