@@ -347,15 +347,18 @@ def test_the_twin_with_the_loss_of_optax(rng):
     config = PRESETS["nano"]
     params = jax.jit(init, static_argnums=0)(config, jax.random.key(0))
     tokens, targets = rng.integers(0, 256, (2, 4, 32), np.int32)
+    segments = np.arange(32) // np.array([[32], [8], [5], [1]])
 
     def loss_of(**options):
         plan = plan_of(compare=True, **options)
         return _step.build_loss(plan, plan.models[1])
 
-    found, expected = (jax.jit(loss_of(tp=tp, devices=tp))(params, None, tokens, targets) for tp in (2, 1))
-    assert float(found.objective) == pytest.approx(float(expected.objective), rel=1e-6)
+    for ids in (None, segments):
+        arguments = params, None, tokens, targets, ids
+        found, expected = (jax.jit(loss_of(tp=tp, devices=tp))(*arguments) for tp in (2, 1))
+        assert float(found.objective) == pytest.approx(float(expected.objective), rel=1e-6)
     in_bfloat16 = loss_of(dtype="bfloat16")
-    assert jax.eval_shape(in_bfloat16, params, None, tokens, targets).objective.dtype == "float32"
+    assert jax.eval_shape(in_bfloat16, params, None, tokens, targets, None).objective.dtype == "float32"
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused
