@@ -67,6 +67,12 @@ class Options:
         type=_path,
         metavar="FILE",
     )
+    pack: bool = _option(
+        False,
+        "a token sees only its own document, and the loss ignores the token behind a document's end; documents are the "
+        "files of a folder, or topics of the language reference (a window is one text)",
+        action="store_true",
+    )
     preset: str = _option("tiny", "shape of the model: nano, tiny, small or 8b; with experts: moe or moe-3b")
     steps: int = _option(200, "optimizer steps; with --resume, a larger number extends the run")
     batch: int = _option(16, "windows per step, over all devices")

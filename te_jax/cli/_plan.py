@@ -54,7 +54,8 @@ class Plan:
     text: str  # its path, or `_text.DEFAULT_TEXT`
     token: str  # what a token of the text is called, in the singular
     num_tokens: int  # of the text
-    sha256: str  # of these tokens
+    num_documents: int | None  # of the text; None without --pack
+    sha256: str  # of its tokens, and of where documents begin
 
     @property
     def config(self) -> DecoderConfig:
@@ -76,7 +77,7 @@ class Plan:
         }
 
 
-def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tuple[np.ndarray, np.ndarray]]:
+def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tuple[_text.Tokens, _text.Tokens]]:
     """The plan, and the tokens to train on and to validate on. Starts JAX's backend.
 
     Args:
@@ -88,7 +89,7 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
     """
     tokenizer = None if options.tokenizer is None else _text.Tokenizer(options.tokenizer)
     config = build_config(options, None if tokenizer is None else tokenizer.vocab_size)
-    corpus = _text.load(options.text, tokenizer)
+    corpus = _text.load(options.text, tokenizer, pack=options.pack)
     if stored is not None:
         _check_stored(stored, options, config, corpus)
     data = _text.split(corpus, options.seq_len)
@@ -96,7 +97,12 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
     _check_batch(options, len(devices) // options.tp)
     on_gpu = devices[0].platform == "gpu"
     by_platform = "bfloat16" if on_gpu else "float32"
-    config = dataclasses.replace(config, dtype=by_platform if options.dtype == "auto" else options.dtype)
+    begins = corpus.tokens.begins
+    config = dataclasses.replace(
+        config,
+        dtype=by_platform if options.dtype == "auto" else options.dtype,
+        max_segments_per_seq=None if begins is None else _max_segments(begins, options.seq_len),
+    )
     plan = Plan(
         options,
         models=_models(options, config),
@@ -108,7 +114,8 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
         implementation=_implementation(options, config),
         text=corpus.source,
         token=corpus.unit,
-        num_tokens=corpus.data.size,
+        num_tokens=corpus.tokens.ids.size,
+        num_documents=None if begins is None else int(begins.sum()),
         sha256=corpus.sha256,
     )
     return plan, data
@@ -146,6 +153,18 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
     )
     _check_parallel(options, config)
     return config
+
+
+def _max_segments(begins: np.ndarray, seq_len: int) -> int | None:
+    """`DecoderConfig.max_segments_per_seq`: a power of two, so that another text seldom changes the program.
+
+    None takes a mask: before Hopper, where cuDNN needs one, and if a window has more than one document for 64 tokens.
+    With a bound cuDNN visits bound · seq_len / 128 blocks in a head, most of them empty, and with a mask it computes
+    (seq_len / 128)² / 2. This is arithmetic, not a measurement.
+    """
+    bound = 1 << (_text.most_documents(begins, seq_len) - 1).bit_length()
+    hopper = (native.compute_capability() or (9, 0)) >= (9, 0)
+    return bound if hopper and 64 * bound <= seq_len else None
 
 
 def _check_experts(options: Options) -> None:

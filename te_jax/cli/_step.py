@@ -13,11 +13,14 @@ from te_jax import layers, optim
 from te_jax.cli import _plan
 from te_jax.cli._placement import Placement
 from te_jax.cli._plan import Model, Plan
+from te_jax.cli._text import Tokens
 from te_jax.models import DecoderConfig, Losses, decoder, parallel_apply, parallel_losses, requantize
 from te_jax.recipe import DelayedScaling
 
-LossFunction = Callable[[Any, Any, jax.Array, jax.Array], Losses]
-"""(params, scaling state, tokens [batch, time], targets [batch, time]) → losses."""
+LossFunction = Callable[[Any, Any, jax.Array, jax.Array, jax.Array | None], Losses]
+"""(params, scaling state, tokens [batch, time], targets [batch, time], segment ids [batch, time] or None) → losses."""
+
+_NO_TARGET = -100  # `ignore_index` of `te_jax.ops.linear_cross_entropy`
 
 
 class TrainState(NamedTuple):
@@ -46,8 +49,8 @@ class Learner(NamedTuple):
     """
 
     init: Callable[[jax.Array], TrainState]
-    step: Callable[[TrainState, jax.Array], tuple[TrainState, Losses]]
-    evaluate: Callable[[TrainState, jax.Array], Losses]
+    step: Callable[[TrainState, Tokens], tuple[TrainState, Losses]]
+    evaluate: Callable[[TrainState, Tokens], Losses]
     stored: Callable[[TrainState], TrainState]
     resumed: Callable[[TrainState], TrainState]
 
@@ -89,10 +92,12 @@ def build_loss(plan: Plan, model: Model) -> LossFunction:
         return _optax_loss(config, placement)
     if placement.parallel is not None:
         split = parallel_losses(placement.mesh, config, placement.parallel, implementation=implementation)
-        return lambda params, scaling, tokens, targets: split(params, tokens, targets, scaling)
+        return lambda params, scaling, tokens, targets, segments: split(params, tokens, targets, scaling, segments)
 
-    def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> Losses:
-        return decoder.losses(params, tokens, targets, config, scaling, implementation=implementation)
+    def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array, segments: jax.Array | None) -> Losses:
+        return decoder.losses(
+            params, tokens, targets, config, scaling, segment_ids=segments, implementation=implementation
+        )
 
     return loss
 
@@ -102,10 +107,15 @@ def _optax_loss(config: DecoderConfig, placement: Placement) -> LossFunction:
     if placement.parallel is not None:
         split = parallel_apply(placement.mesh, config, placement.parallel)
 
-    def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> Losses:
-        logits = decoder.apply(params, tokens, config, scaling) if split is None else split(params, tokens, scaling)
-        values = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-        cross_entropy = jnp.mean(values)
+    def loss(params: Any, scaling: Any, tokens: jax.Array, targets: jax.Array, segments: jax.Array | None) -> Losses:
+        if split is None:
+            logits = decoder.apply(params, tokens, config, scaling, segment_ids=segments)
+        else:
+            logits = split(params, tokens, scaling, segments)
+        counted = targets != _NO_TARGET
+        labels = jnp.where(counted, targets, 0)
+        values = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+        cross_entropy = jnp.mean(values, where=None if segments is None else counted)
         return Losses(cross_entropy, cross_entropy, None)
 
     return loss
@@ -117,6 +127,9 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     With a recipe that has no state, each step quantizes all kernels once, for all microbatches of the next one, and
     adds their gradients in place. Where replicas share a batch, and devices of each a model, gradients are summed over
     replicas in every microbatch, and devices quantize their parts themselves.
+
+    Microbatches of packed documents count by their targets. The head's gradients are then scaled before they are added,
+    and not added in place.
 
     Deterministic runs on GPUs do without XLA's autotuning and atomic additions, which would keep a resumed run from
     repeating the bits of an uninterrupted one.
@@ -142,17 +155,20 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config), kernels_of(params))
 
     shardings = placement.of_state(*_types(init, jax.random.key(0)), config)
-    in_place = None if sums_replicas else decoder.is_head
+    in_place = None if sums_replicas or plan.options.pack else decoder.is_head
 
-    def step(state: TrainState, windows: jax.Array) -> tuple[TrainState, Losses]:
+    def step(state: TrainState, windows: Tokens) -> tuple[TrainState, Losses]:
         losses, gradients, scaling = _value_and_gradients(loss, state, windows, in_place)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         params, kernels = _updated(state.params, updates, how)
         return TrainState(params, optimizer_state, scaling, kernels), losses
 
-    def evaluate(state: TrainState, windows: jax.Array) -> Losses:
-        losses = lax.map(lambda batch: loss(state.operands, state.scaling, *_tokens_and_targets(batch)), windows)
-        return jax.tree.map(jnp.mean, losses)
+    def evaluate(state: TrainState, windows: Tokens) -> Losses:
+        def of_batch(batch: tuple[Tokens, jax.Array | None]) -> Losses:
+            windows, share = batch
+            return _scaled(loss(state.operands, state.scaling, *_operands(windows)), share)
+
+        return jax.tree.map(jnp.mean, lax.map(of_batch, (windows, _shares(windows))))
 
     # Kernels follow from the parameters, and whether there are any from the devices, which a resumed run may change.
     def stored(state: TrainState) -> TrainState:
@@ -189,34 +205,55 @@ def _updated(params: Any, updates: Any, how: Any) -> tuple[Any, Any]:
 def _value_and_gradients(
     loss: LossFunction,
     state: TrainState,
-    windows: jax.Array,
+    windows: Tokens,
     in_place: Callable[[tuple[Any, ...], jax.Array], bool] | None = None,
 ) -> tuple[Losses, Any, Any]:
     """(mean losses, gradients, next scaling state) of microbatches of windows [microbatches, batch, seq_len + 1].
 
     `in_place` is that of `te_jax.layers.accumulate_gradients`.
     """
-    count = windows.shape[0]
+    count = windows.ids.shape[0]
 
     # The gradient of the scaling state is its next value, which the optimizer never sees.
-    def objective(variables: Any, *batch: jax.Array) -> tuple[jax.Array, Losses]:
-        losses = loss(*variables, *batch)
+    def objective(variables: Any, windows: Tokens, share: jax.Array | None) -> tuple[jax.Array, Losses]:
+        params, scaling = variables
+        losses = _scaled(loss(params, scaling, *_operands(windows)), share)
         return losses.objective, losses
 
     gradient = layers.accumulate_gradients(objective, has_aux=True, in_place=in_place)
 
-    def add(sums: Any, windows: jax.Array) -> tuple[Any, Losses]:
-        (value, losses), sums = gradient((state.operands, state.scaling), sums, *_tokens_and_targets(windows))
+    def add(sums: Any, batch: tuple[Tokens, jax.Array | None]) -> tuple[Any, Losses]:
+        (value, losses), sums = gradient((state.operands, state.scaling), sums, *batch)
         return sums, losses._replace(objective=value)  # NaN where a quantized kernel was used twice
 
     if count == 1:
-        (gradients, scaling), losses = add(None, windows[0])
+        (gradients, scaling), losses = add(None, (jax.tree.map(lambda array: array[0], windows), None))
         return losses, gradients, scaling
     zeros = jax.tree.map(jnp.zeros_like, (state.params, state.scaling))
-    (gradients, scaling), losses = lax.scan(add, zeros, windows)
+    (gradients, scaling), losses = lax.scan(add, zeros, (windows, _shares(windows)))
     return jax.tree.map(jnp.mean, losses), jax.tree.map(lambda total: total / count, gradients), scaling
 
 
-def _tokens_and_targets(windows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    windows = windows.astype(jnp.int32)
-    return windows[:, :-1], windows[:, 1:]
+def _operands(windows: Tokens) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Tokens, targets and segment ids of windows [batch, seq_len + 1]."""
+    ids, begins = windows.ids.astype(jnp.int32), windows.begins
+    if begins is None:
+        return ids[:, :-1], ids[:, 1:], None
+    targets = jnp.where(begins[:, 1:], _NO_TARGET, ids[:, 1:])
+    return ids[:, :-1], targets, jnp.cumsum(begins[:, :-1], axis=1, dtype=jnp.int32)
+
+
+def _shares(windows: Tokens) -> jax.Array | None:
+    """[batches]: factors that make the mean of means over targets one over the targets of all; None for ones."""
+    if windows.begins is None:
+        return None
+    targets = jnp.sum(~windows.begins[..., 1:], axis=(1, 2), dtype=jnp.float32)
+    return targets * (targets.size / jnp.maximum(jnp.sum(targets), 1))
+
+
+def _scaled(losses: Losses, share: jax.Array | None) -> Losses:
+    """Losses whose cross-entropy is multiplied by a share."""
+    if share is None:
+        return losses
+    more = (share - 1) * losses.cross_entropy
+    return losses._replace(objective=losses.objective + more, cross_entropy=losses.cross_entropy + more)

@@ -28,6 +28,7 @@ from te_jax.cli import _interruption, _options, _placement, _plan, _processes, _
 from te_jax.cli._plan import Plan
 from te_jax.cli._run_folder import RunFolder, RunShare, StoredRun
 from te_jax.cli._step import Learner
+from te_jax.cli._text import Tokens
 from te_jax.cli.errors import UserError, is_out_of_memory, note
 from te_jax.models import Losses
 from te_jax.recipe import Recipe
@@ -74,6 +75,8 @@ def _run(args: argparse.Namespace) -> int:
             print(f"run in {folder.path}")
         if len(plan.placement.devices) > 1:
             print(_placement.describe(plan.placement, plan.options, plan.config))
+        if plan.num_documents is not None:
+            print(f"{plan.num_documents:,} documents, packed")
         stopped = ""
         with _interruption.watching() as signals, _memory(plan):
             try:
@@ -189,7 +192,12 @@ def _header(plan: Plan) -> dict[str, Any]:
             "num_parameters": config.num_parameters,
             "num_active_parameters": config.num_active_parameters,
         },
-        "text": {"source": plan.text, f"{plan.token}s": plan.num_tokens, "sha256": plan.sha256},
+        "text": {
+            "source": plan.text,
+            f"{plan.token}s": plan.num_tokens,
+            **({} if plan.num_documents is None else {"documents": plan.num_documents}),
+            "sha256": plan.sha256,
+        },
         "implementation": plan.implementation,
         "parallel": {"tp": plan.options.tp, "fsdp": plan.placement.fsdp, "transport": plan.options.transport},
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
@@ -225,7 +233,7 @@ def _train(
     plan: Plan,
     folder: RunFolder,
     learners: dict[str, Learner],
-    data: tuple[np.ndarray, np.ndarray],
+    data: tuple[Tokens, Tokens],
     signals: list[signal.Signals],
 ) -> tuple[int, str]:
     """Trains until the last step or a signal. Returns the last step that was taken and saved, and what its
@@ -240,7 +248,7 @@ def _train(
     done = step = folder.latest_step
     microbatch = options.batch // options.microbatches
     batches = math.ceil(_EVALUATION_WINDOWS / microbatch)
-    starts = _text.evaluation_starts(held_out.size, count=batches * microbatch, seq_len=options.seq_len)
+    starts = _text.evaluation_starts(held_out.ids.size, count=batches * microbatch, seq_len=options.seq_len)
     windows = _windows(held_out, starts.reshape(batches, microbatch), plan)
 
     flops = len(learners) * plan.config.flops_per_token(options.seq_len)
@@ -259,7 +267,7 @@ def _train(
         for step in range(done + 1, options.steps + 1):
             # On the host this takes less than a millisecond, while devices compute the steps before.
             starts = _text.training_starts(
-                training.size, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
+                training.ids.size, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
             )
             batch = _windows(training, starts.reshape(options.microbatches, microbatch), plan)
             losses = {}
@@ -287,14 +295,17 @@ def _train(
     return step, " · ".join(progress.speed_and_memory()) if step > done else ""
 
 
-def _windows(data: np.ndarray, starts: np.ndarray, plan: Plan) -> jax.Array:
+def _windows(data: Tokens, starts: np.ndarray, plan: Plan) -> Tokens:
     """[batches, batch, seq_len + 1]: the windows that begin at starts [batches, batch]. Devices get only their own."""
     seq_len = plan.options.seq_len
 
-    def of_device(index: Any) -> np.ndarray:
-        return _text.windows_at(data, starts[index[:2]], seq_len)
+    def windows_of(array: np.ndarray) -> jax.Array:
+        def of_device(index: Any) -> np.ndarray:
+            return _text.windows_at(array, starts[index[:2]], seq_len)
 
-    return jax.make_array_from_callback((*starts.shape, seq_len + 1), plan.placement.windows, of_device)
+        return jax.make_array_from_callback((*starts.shape, seq_len + 1), plan.placement.windows, of_device)
+
+    return jax.tree.map(windows_of, data)
 
 
 class _Records:

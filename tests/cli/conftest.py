@@ -75,7 +75,7 @@ def programs_of_equal_runs():
 
     def build_learner(plan, model):
         options = dataclasses.replace(plan.options, text=None, compare=False, checkpoint_every=1, eval_every=1)
-        of_text = {"text": "", "num_tokens": 0, "sha256": ""}
+        of_text = {"text": "", "num_tokens": 0, "num_documents": None, "sha256": ""}
         plan = dataclasses.replace(plan, options=options, models=(), checkpoint_every=1, **of_text)
         return _learner_of(_step.build_optimizer, plan, model)
 

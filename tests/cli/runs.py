@@ -69,8 +69,8 @@ class Toy:
             return Losses(value, value, None)
 
         factor = self.factor
-        step = compiled(lambda state, windows: (state * factor + windows.mean() / 255, losses(jnp.abs(state).mean())))
-        evaluate = compiled(lambda state, windows: losses(jnp.abs(state).mean() + windows.mean()))
+        step = compiled(lambda state, text: (state * factor + text.ids.mean() / 255, losses(jnp.abs(state).mean())))
+        evaluate = compiled(lambda state, text: losses(jnp.abs(state).mean() + text.ids.mean()))
         init = compiled(lambda key: jax.random.normal(key, (1000,)))
         return _step.Learner(init, called_after("step", step), called_after("evaluate", evaluate), *(lambda x: x,) * 2)
 

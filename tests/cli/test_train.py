@@ -21,15 +21,16 @@ import numpy as np
 import optax
 import processes
 import pytest
-from runs import EVERY, SMALL, STEPS, Toy, plan_of, records, refused, train_slowly
+from runs import EVERY, SMALL, STEPS, Toy, plan_of, records, refused, train_slowly, without_last_checkpoint
 
 from te_jax import native, optim
 from te_jax.cli import _options, _placement, _plan, _report, _step, _text, train
 from te_jax.cli._report import draw_losses
 from te_jax.cli._run_folder import RunFolder, new_path, newest_path, read_header
+from te_jax.cli._text import Tokens
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
-from te_jax.models import Losses
+from te_jax.models import Losses, init
 from te_jax.native import extension
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "programs_of_equal_runs")
@@ -120,6 +121,7 @@ def test_the_figure_shows_means_in_the_middle_of_their_steps_and_how_far_above_t
         {},
         {"tp": 2, "devices": 2, "transport": "ring", "optimizer_state": "bf16", "compare": True, "learning_rate": 0.5},
         {"preset": "moe", "recipe": "current", "offload": "activations,optimizer", "deterministic": True},
+        {"pack": True, "seq_len": 4096},
     ],
 )
 def test_the_options_that_a_run_records_decide_the_same_plan(given, require_devices):
@@ -265,19 +267,102 @@ def test_without_a_terminal_the_first_step_and_one_a_minute_are_shown(seconds, s
     assert [line.partition(" · training loss 0.5000 · ")[0] for line in shown] == [f"step {step}" for step in steps]
 
 
-def test_microbatches_have_the_gradient_of_the_batch(rng, monkeypatch):
+def packed(rng, *shape):
+    """Windows of random bytes, in which some have many documents and others few."""
+    often = rng.permuted(np.linspace(0.02, 0.7, shape[-2] * shape[-3])).reshape(*shape[:-1], 1)
+    return Tokens(rng.integers(0, 256, shape).astype(np.uint8), rng.random(shape) < often)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_microbatches_have_the_gradient_of_the_batch(pack, rng, monkeypatch):
     """A step of 1 against the gradient shows it."""
     monkeypatch.setattr(_step, "build_optimizer", lambda *_: optax.sgd(1.0))
-    plan = plan_of(implementation="reference")
+    plan = plan_of(implementation="reference", pack=pack)
     learner = _step.build_learner(plan, *plan.models)
-    windows = rng.integers(0, 256, (4, 17)).astype(np.uint16)
+    windows = packed(rng, 1, 4, 17) if pack else Tokens(rng.integers(0, 256, (1, 4, 17)).astype(np.uint16))
     before = jax.device_get(learner.init(jax.random.key(0)).params)
-    steps = [learner.step(learner.init(jax.random.key(0)), windows.reshape(n, 4 // n, 17)) for n in (1, 4)]
+    batches = [jax.tree.map(lambda array, n=n: array.reshape(n, 4 // n, 17), windows) for n in (1, 4)]
+    one, four = (float(learner.evaluate(learner.init(jax.random.key(0)), batch).cross_entropy) for batch in batches)
+    assert four == pytest.approx(one, rel=1e-6)
+    steps = [learner.step(learner.init(jax.random.key(0)), batch) for batch in batches]
     (expected, expected_loss), (found, found_loss) = steps
     assert float(found_loss.objective) == pytest.approx(float(expected_loss.objective), rel=1e-6)
     for start, one, other in zip(*map(jax.tree.leaves, (before, expected.params, found.params)), strict=True):
         assert np.abs(one - start).max() > 1e-4
         np.testing.assert_allclose(other - start, one - start, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"recipe": "none", "compare": True}, {"preset": "moe"}])
+def test_a_packed_document_is_read_as_if_it_were_alone(options, rng):
+    """Its loss is that of its own tokens at positions from 0, and what follows its end does not count."""
+    plan = plan_of(pack=True, **options)
+    ids, lengths = rng.integers(0, 256, (2, 41)), [[7, 1, 16, 17], [17, 16, 1, 7]]
+    begins = np.array([np.isin(np.arange(41), np.cumsum(of_row)) for of_row in lengths])
+    for model in plan.models:
+        loss = _step.build_loss(plan, model)
+        params = init(model.config, jax.random.key(0))
+
+        def cross_entropy(*tokens, params=params, loss=loss):
+            return float(loss(params, None, *_step._operands(Tokens(*map(jnp.asarray, tokens)))).cross_entropy)
+
+        total = 0
+        for row, of_row in zip(ids, lengths, strict=True):
+            for document in np.split(row, np.cumsum(of_row)[:-1]):
+                if document.size > 1:
+                    total += (document.size - 1) * cross_entropy(document[None])
+        assert cross_entropy(ids, begins) == pytest.approx(total / (2 * 41 - 8), rel=1e-5)
+
+
+def test_a_packed_run_reads_the_windows_of_one_without_and_can_be_resumed(tmp_path, out, capsys, monkeypatch):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(9):
+        (text / f"{number}.txt").write_text(f"Document {number} is a text of its own. " * 5)
+    argv = [*SMALL, "--seq-len", "128", "--text", str(text), "--checkpoint-every", "2", "--steps"]
+    seen = []
+
+    def windows(*args):
+        seen.append(jax.device_get(make(*args)))
+        return seen[-1]
+
+    make = train._windows
+    monkeypatch.setattr(train, "_windows", windows)
+    assert main(["train", *argv, "4", "--pack", "--out", str(out)]) == 0
+    assert "9 documents, packed\n" in capsys.readouterr().out
+    header = read_header(out)
+    assert header["text"]["documents"] == 9
+    assert header["model"]["max_segments_per_seq"] == 2
+    ids, seen = [tokens.ids for tokens in seen], []
+    assert main(["train", *argv, "4", "--out", str(tmp_path / "plain")]) == 0
+    for found, expected in zip(seen, ids, strict=True):
+        assert found.begins is None
+        np.testing.assert_array_equal(found.ids, expected)
+    assert "documents" not in read_header(tmp_path / "plain")["text"]
+
+    resumed = without_last_checkpoint(out, tmp_path / "resumed")
+    assert main(["train", "--resume", "--out", str(resumed)]) == 0
+    assert (resumed / "log.jsonl").read_bytes() == (out / "log.jsonl").read_bytes()
+    joined = (text / "0.txt").read_text() + "\n\n" + (text / "1.txt").read_text()
+    (text / "0.txt").unlink()
+    (text / "1.txt").write_text(joined)  # the same bytes, and other documents
+    assert "is not, or no longer, what the run" in refused(["--resume", "--out", str(resumed)], capsys)
+    assert main(["train", "--resume", "--steps", "5", "--out", str(tmp_path / "plain")]) == 0
+
+
+def test_the_bound_of_documents_holds_for_every_window_and_is_left_out_where_a_mask_is_better(monkeypatch):
+    def bound(*begins, capability=None, seq_len=256):
+        monkeypatch.setattr(native, "compute_capability", lambda: capability)
+        return _plan._max_segments(np.isin(np.arange(1000), begins), seq_len)
+
+    assert bound(0) == 1
+    assert bound(0, 700) == 2
+    assert bound(0, 700, 954) == 4  # three, of which one has a single token
+    assert bound(0, 700, 955) == 2
+    assert bound(0, 700, 800, 900) == 4
+    assert bound(*range(600, 604)) is None
+    assert bound(*range(600, 604), seq_len=512) == 8
+    assert bound(0, 700, capability=(9, 0)) == 2
+    assert bound(0, 700, capability=(8, 0)) is None
 
 
 def test_microbatches_are_parts_of_the_same_batch(toy_run, toy, out, monkeypatch):
@@ -676,9 +761,12 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
         kept.discard(option)
         error = refused(["--resume", "--out", str(out), option, value], capsys)
         assert error.startswith(f"te-jax: error: {option} is "), error
-    assert refused(["--resume", "--out", str(out), "--compare"], capsys).startswith("te-jax: error: --compare")
+    for option in ("--compare", "--pack"):
+        kept.discard(option)
+        error = refused(["--resume", "--out", str(out), option], capsys)
+        assert error.startswith(f"te-jax: error: {option} is True, but the run in {out} was started with False")
     # test_train_parallel.py shows that a checkpoint fits whatever these are.
-    assert kept - {"--compare"} == {"--" + name.replace("_", "-") for name in _options._CHANGEABLE}
+    assert kept == {"--" + name.replace("_", "-") for name in _options._CHANGEABLE}
     assert "already holds a run" in refused([*SMALL, "--out", str(out)], capsys)
     same = [*SMALL, *text, "--steps", str(STEPS), "--checkpoint-every", "2", "--dtype", "auto"]
     assert main(["train", "--resume", "--out", str(out), *same]) == 0

@@ -17,6 +17,7 @@ from te_jax import hlo, native
 from te_jax.cli import _options, _placement, _plan, _step
 from te_jax.cli._options import Options
 from te_jax.cli._run_folder import RunFolder, StoredRun, read_header
+from te_jax.cli._text import Tokens
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, init
 
@@ -254,21 +255,29 @@ def test_recipe_and_twin_on_a_mesh_of_data_and_parts(on_one_device, tmp_path, ca
 
 
 def learner_of(tp, **options):
-    plan = plan_of(tp=tp, devices=tp, **{"seq_len": 256, "batch": 4, "steps": STEPS, **options})
+    plan = plan_of(tp=tp, **{"devices": tp, "seq_len": 256, "batch": 4, "steps": STEPS, **options})
     return build_learner(plan, *plan.models), plan.placement
 
 
 def steps_of(learner, placement, batches):
     state, found = learner.init(jax.random.key(0)), []
     for batch in batches:
-        state, losses = learner.step(state, jax.device_put(batch[None], placement.windows))
+        state, losses = learner.step(state, jax.device_put(batch, placement.windows))
         found.append(float(losses.objective))
     return state, found
 
 
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 1, "devices": 2}, {"tp": 1, "devices": 2, "fsdp": 1}])
+def test_packed_documents_are_learned_as_by_one_device(sizes, rng):
+    shape = 3, 1, 4, 33
+    batches = [*map(Tokens, rng.integers(0, 256, shape).astype(np.uint8), rng.random(shape) < 0.2)]
+    (_, expected), (_, found) = (steps_of(*learner_of(**each, pack=True), batches) for each in ({"tp": 1}, sizes))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 @pytest.mark.slow
 def test_the_states_of_adam_and_of_delayed_scaling_are_those_of_one_device(rng):
-    batches = rng.integers(0, 256, (3, 4, 33)).astype(np.uint8)
+    batches = [Tokens(ids) for ids in rng.integers(0, 256, (3, 1, 4, 33)).astype(np.uint8)]
     learners = (learner_of(tp, optimizer_state="fp8", recipe="delayed") for tp in (1, 2))
     (before, expected), (after, found) = (steps_of(*learner, batches) for learner in learners)
     np.testing.assert_allclose(found, expected, rtol=1e-2)
@@ -291,7 +300,7 @@ def test_the_states_of_adam_and_of_delayed_scaling_are_those_of_one_device(rng):
 
 def test_a_step_moves_no_parameters(rng):
     learner, placement = learner_of(2)
-    windows = jax.ShapeDtypeStruct((1, 4, 33), np.uint8, sharding=placement.windows)
+    windows = Tokens(jax.ShapeDtypeStruct((1, 4, 33), np.uint8, sharding=placement.windows))
     hlo.assert_no_resharding(learner.step, learner.abstract_state(), windows, allowed=("all-reduce",))
 
 
@@ -338,15 +347,18 @@ def test_the_twin_with_the_loss_of_optax(rng):
     config = PRESETS["nano"]
     params = jax.jit(init, static_argnums=0)(config, jax.random.key(0))
     tokens, targets = rng.integers(0, 256, (2, 4, 32), np.int32)
+    segments = np.arange(32) // np.array([[32], [8], [5], [1]])
 
     def loss_of(**options):
         plan = plan_of(compare=True, **options)
         return _step.build_loss(plan, plan.models[1])
 
-    found, expected = (jax.jit(loss_of(tp=tp, devices=tp))(params, None, tokens, targets) for tp in (2, 1))
-    assert float(found.objective) == pytest.approx(float(expected.objective), rel=1e-6)
+    for ids in (None, segments):
+        arguments = params, None, tokens, targets, ids
+        found, expected = (jax.jit(loss_of(tp=tp, devices=tp))(*arguments) for tp in (2, 1))
+        assert float(found.objective) == pytest.approx(float(expected.objective), rel=1e-6)
     in_bfloat16 = loss_of(dtype="bfloat16")
-    assert jax.eval_shape(in_bfloat16, params, None, tokens, targets).objective.dtype == "float32"
+    assert jax.eval_shape(in_bfloat16, params, None, tokens, targets, None).objective.dtype == "float32"
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused

@@ -25,7 +25,7 @@ from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
 
 ARGV = ["train", *SMALL, "--eval-every", "10", "--checkpoint-every", "10", "--devices", "4"]
-REAL = [*ARGV, "--steps", "12"]
+REAL = [*ARGV, "--steps", "12", "--pack"]
 LONG = [*ARGV, "--steps", "5000"]  # of train_slowly: nobody waits for its end
 
 

@@ -13,6 +13,7 @@ from runs import EVERY, SMALL, STEPS, losses, plan_of, without_last_checkpoint
 from te_jax import ops
 from te_jax.cli import _step
 from te_jax.cli._run_folder import RunFolder, read_header
+from te_jax.cli._text import Tokens
 from te_jax.cli.main import main
 from te_jax.models import PRESETS, Losses
 from te_jax.quantized import QuantizedArray
@@ -110,8 +111,8 @@ def test_a_step_advances_the_state_and_an_evaluation_does_not(delayed, rng):
     state = learner.init(jax.random.key(0))
     seen = [histories(state)]
     for batch in windows:
-        learner.evaluate(state, jax.device_put(windows, placement.windows))
-        former, (state, _) = state, learner.step(state, jax.device_put(batch[None], placement.windows))
+        learner.evaluate(state, jax.device_put(Tokens(windows), placement.windows))
+        former, (state, _) = state, learner.step(state, jax.device_put(Tokens(batch[None]), placement.windows))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(former.params))  # their memory is the next ones'
         seen.append(histories(state))
     assert all(
@@ -135,7 +136,7 @@ def test_an_evaluation_is_the_mean_over_its_batches(delayed, rng):
     state, windows = learner.init(jax.random.key(0)), rng.integers(0, 256, (3, 4, 17)).astype(np.uint8)
 
     def loss_of(windows):
-        return float(learner.evaluate(state, jax.device_put(windows, placement.windows)).cross_entropy)
+        return float(learner.evaluate(state, jax.device_put(Tokens(windows), placement.windows)).cross_entropy)
 
     assert loss_of(windows) == pytest.approx(np.mean([loss_of(windows[i : i + 1]) for i in range(3)]))
 
@@ -144,14 +145,14 @@ def test_microbatches_start_from_one_state_and_their_maximum_follows(rng):
     """In a loss of one layer. The second microbatch has the largest x, and the first the largest gradient."""
     recipe, kernel = DelayedScaling(history_len=2), rng.normal(size=(16, 16)).astype(np.float32)
 
-    def loss(params, scaling, tokens, targets):
+    def loss(params, scaling, tokens, targets, segments):
         y = ops.dense(tokens.astype(jnp.float32), params, recipe=recipe, scaling_state=scaling)
         value = jnp.mean(y * (100.0 - targets))
         return Losses(value, value, None)
 
     def after(windows):
         state = _step.TrainState(kernel, None, recipe.init(), None)
-        return jax.jit(functools.partial(_step._value_and_gradients, loss))(state, windows)
+        return jax.jit(functools.partial(_step._value_and_gradients, loss))(state, Tokens(windows))
 
     windows = rng.integers(1, 50, (2, 4, 17)).astype(np.uint8) + np.array([0, 40], np.uint8)[:, None, None]
     losses, gradient, scaling = after(windows)
@@ -177,7 +178,7 @@ def test_the_optimizer_knows_nothing_of_the_state(delayed, whole):
 
 def test_a_checkpoint_holds_the_state(delayed, tmp_path, rng):
     learner, placement = learner_of(delayed)
-    batch = jax.device_put(rng.integers(0, 256, (1, 4, 17)).astype(np.uint8), placement.windows)
+    batch = jax.device_put(Tokens(rng.integers(0, 256, (1, 4, 17)).astype(np.uint8)), placement.windows)
     state, _ = learner.step(learner.init(jax.random.key(0)), batch)
     folder = RunFolder.create(tmp_path / "run", {"kind": "header"})
     try:
@@ -204,7 +205,7 @@ def test_a_resumed_run_repeats_the_bits(recipe, tmp_path, request):
 
 def test_a_step_leaves_the_kernels_of_the_next_one_in_fp8(block, whole, rng):
     learner, placement = learner_of(block)
-    windows = jax.device_put(rng.integers(0, 256, (2, 2, 17)).astype(np.uint8), placement.windows)
+    windows = jax.device_put(Tokens(rng.integers(0, 256, (2, 2, 17)).astype(np.uint8)), placement.windows)
     first = learner.init(jax.random.key(0))
     for state in (jax.device_get(first), learner.step(first, windows)[0]):
         assert len(jax.tree.leaves(state.kernels, is_leaf=is_quantized)) == 2 * 7  # none for embedding, head and norms
@@ -219,7 +220,9 @@ def test_a_step_leaves_the_kernels_of_the_next_one_in_fp8(block, whole, rng):
 def test_microbatches_read_kernels_that_are_quantized_already(block):
     """A step quantizes them after all microbatches, and the loop over these has none of them as an array."""
     learner, _ = learner_of(block)
-    jaxpr = jax.make_jaxpr(learner.step)(learner.abstract_state(), jax.ShapeDtypeStruct((2, 2, 17), np.uint8)).jaxpr
+    jaxpr = jax.make_jaxpr(learner.step)(
+        learner.abstract_state(), Tokens(jax.ShapeDtypeStruct((2, 2, 17), np.uint8))
+    ).jaxpr
     (step,) = jaxpr.eqns
     body = step.params["jaxpr"].jaxpr
     (loop,) = [eqn for eqn in body.eqns if eqn.primitive.name == "scan"]

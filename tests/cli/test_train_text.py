@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from te_jax.cli import _text
+from te_jax.cli._text import Tokens
 from te_jax.cli.errors import UserError
 
 
 def test_the_default_is_the_language_reference_with_every_paragraph_once():
-    text = _text.load(None).data.tobytes().decode()
+    text = _text.load(None).tokens.ids.tobytes().decode()
     paragraphs = text.split("\n\n")
     assert len(paragraphs) == len(set(paragraphs))
     assert set(paragraphs) == {part.strip("\n") for topic in topics.values() for part in topic.split("\n\n")}
@@ -25,8 +26,8 @@ def test_a_file_is_read_byte_for_byte(tmp_path):
     path = tmp_path / "poem.txt"
     path.write_bytes("Über allen Gipfeln\r\nist Ruh".encode())
     corpus = _text.load(str(path))
-    assert corpus.data.tobytes() == path.read_bytes()
-    assert corpus.data.dtype == np.uint8
+    assert corpus.tokens.ids.tobytes() == path.read_bytes()
+    assert corpus.tokens.ids.dtype == np.uint8
     assert corpus.source == str(path)
 
 
@@ -43,7 +44,67 @@ def test_a_folder_is_its_text_files_in_order_of_their_paths(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
     os.mkfifo(tmp_path / "pipe")
-    assert _text.load(str(tmp_path)).data.tobytes() == b"first\n\nsecond"
+    assert _text.load(str(tmp_path)).tokens.ids.tobytes() == b"first\n\nsecond"
+
+
+def documents_of(corpus):
+    return np.split(corpus.tokens.ids, np.flatnonzero(corpus.tokens.begins)[1:])
+
+
+def test_packed_files_are_documents_that_end_with_what_is_between_them(tmp_path):
+    for name, text in {"a": "one", "b": "Über", "c": "three"}.items():
+        (tmp_path / name).write_text(text)
+    packed, plain = _text.load(str(tmp_path), pack=True), _text.load(str(tmp_path))
+    found = [document.tobytes().decode() for document in documents_of(packed)]
+    assert found == ["one\n\n", "Über\n\n", "three"]
+    assert packed.tokens.ids.tobytes() == plain.tokens.ids.tobytes()
+    assert plain.tokens.begins is None
+    assert packed.sha256 != plain.sha256
+    (tmp_path / "a").unlink()
+    (tmp_path / "b").write_text("one\n\nÜber")
+    fewer = _text.load(str(tmp_path), pack=True)
+    assert fewer.tokens.ids.tobytes() == plain.tokens.ids.tobytes()
+    assert fewer.sha256 != packed.sha256
+    alone = _text.load(str(tmp_path / "b"), pack=True)
+    assert [document.tobytes().decode() for document in documents_of(alone)] == ["one\n\nÜber"]
+
+
+def test_packed_topics_of_the_language_reference_are_documents():
+    packed = _text.load(None, pack=True)
+    assert packed.tokens.ids.tobytes() == _text.load(None).tokens.ids.tobytes()
+    found = [document.tobytes().decode() for document in documents_of(packed)]
+    topics_ = iter(topics.values())  # in their order; one that has nothing of its own is none
+    for document in found:
+        first = document.split("\n\n")[0]
+        assert any(first in topic for topic in topics_)
+    assert len(topics) / 2 < len(found) <= len(topics)
+
+
+def test_no_token_of_a_tokenizer_crosses_from_a_packed_document_into_the_next(tmp_path, monkeypatch):
+    for name, text in {"a": "one", "b": " two", "c": "-"}.items():
+        (tmp_path / name).write_text(text)
+    words = Words({"one": 7, "two": 8, "\n\n ": 1, "\n\n": 2, " ": 3, "\n\n-": 4, "-": 5, "\n": 6})
+    tokenizer = installed(monkeypatch, words)
+    assert _text.load(str(tmp_path), tokenizer).tokens.ids.tolist() == [7, 1, 8, 4]
+    found = _text.load(str(tmp_path), tokenizer, pack=True)
+    assert [document.tolist() for document in documents_of(found)] == [[7, 2], [3, 8, 2], [5]]
+    monkeypatch.setattr(_text, "_PIECE", 2)
+    (tmp_path / "b").write_text("one\n\none")
+    assert [document.tolist() for document in documents_of(_text.load(str(tmp_path), tokenizer, pack=True))] == [
+        [7, 6, 6], [7, 6, 6, 7, 6, 6], [5],
+    ]  # fmt: skip
+    silent = types.SimpleNamespace(get_vocab=words.get_vocab, encode_batch=lambda texts, add_special_tokens: [
+        types.SimpleNamespace(ids=[7] * (text != "-")) for text in texts
+    ])  # fmt: skip
+    found = _text.load(str(tmp_path), installed(monkeypatch, silent), pack=True)
+    assert found.tokens.begins.sum() == 2  # the last document has no tokens
+
+
+def test_the_window_with_the_most_documents_is_found(rng):
+    for size, often, seq_len in [(40, 0.3, 7), (40, 0.05, 7), (40, 0.9, 1), (40, 0.5, 2), (9, 0.0, 9), (30, 1.0, 5)]:
+        begins = rng.random(size) < often
+        windows = np.lib.stride_tricks.sliding_window_view(begins, seq_len)
+        assert _text.most_documents(begins, seq_len) == 1 + windows[:, 1:].sum(axis=1).max()
 
 
 def test_the_digest_tells_texts_apart(tmp_path):
@@ -116,8 +177,8 @@ def test_a_tokenizer_makes_tokens_of_text(largest, dtype, tmp_path, monkeypatch)
     path = tmp_path / "text"
     path.write_text("one two\none")
     corpus = _text.load(str(path), tokenizer)
-    assert corpus.data.dtype == dtype
-    assert corpus.data.tolist() == [7, 0, largest, 3, 7]
+    assert corpus.tokens.ids.dtype == dtype
+    assert corpus.tokens.ids.tolist() == [7, 0, largest, 3, 7]
     path.write_text("two two\none")
     assert _text.load(str(path), tokenizer).sha256 != corpus.sha256
     path.write_text("two")
@@ -130,9 +191,9 @@ def test_long_text_is_tokenized_line_by_line_in_parallel(monkeypatch):
     monkeypatch.setattr(_text, "_PIECES", 2)
     words = Words({"ab": 1, "cde": 2, "\n": 3})
     text = "\n".join(["ab", "cde", "ab", "ab", "cde", "cde", "ab"])
-    assert installed(monkeypatch, words).encode(text).tolist() == [1, 3, 2, 3, 1, 3, 1, 3, 2, 3, 2, 3, 1]
+    assert installed(monkeypatch, words).encode([text])[0].tolist() == [1, 3, 2, 3, 1, 3, 1, 3, 2, 3, 2, 3, 1]
     assert words.batches == [2, 2]
-    assert installed(monkeypatch, words).encode("").tolist() == []
+    assert installed(monkeypatch, words).encode([""])[0].tolist() == []
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused(monkeypatch):
@@ -149,15 +210,17 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(monkeypatch):
 
 
 def corpus_of(size):
-    return _text.Corpus(np.arange(size).astype(np.uint8), "text", "")
+    ids = np.arange(size).astype(np.uint8)
+    return _text.Corpus(Tokens(ids, ids % 7 == 0), "text", "")
 
 
 @pytest.mark.parametrize(("size", "seq_len", "held_out"), [(1000, 9, 100), (1009, 9, 100), (50, 9, 10), (20, 9, 10)])
 def test_a_tenth_and_at_least_one_window_is_held_out_at_the_end(size, seq_len, held_out):
     corpus = corpus_of(size)
     training, validation = _text.split(corpus, seq_len)
-    assert validation.size == held_out
-    np.testing.assert_array_equal(np.concatenate([training, validation]), corpus.data)
+    assert validation.ids.size == held_out
+    for whole, parts in zip(corpus.tokens, zip(training, validation, strict=True), strict=True):
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
 def test_a_text_without_room_for_two_windows_is_refused():
