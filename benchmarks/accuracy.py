@@ -5,7 +5,8 @@
     python -m benchmarks.tables                                      # table and figure
 
 Every run is a `te-jax train` in a folder of its own, RUNS/VARIANT-SEED. After `--seconds` those under way save their
-checkpoints and stop, within a minute, and the same command goes on with them. A finished run leaves its losses in
+checkpoints and stop, and the same command goes on with them. In the last 90 of these seconds no run is begun, because
+a run that is stopped while it compiles ends after its first step. A finished run leaves its losses in
 benchmarks/results/DEVICE/accuracy/VARIANT-SEED.json, and is not begun again while that file exists.
 
 Runs of one seed have the same initial parameters and the same batches.
@@ -42,6 +43,9 @@ VARIANTS = {
 OPTIONS = ("--preset", "small", "--batch", "32", "--seq-len", "1024", "--steps", "3052", "--eval-every", "100")
 
 _FINAL = 10  # the last tenth of the steps, in which the learning rate is below a twelfth of its peak
+_TO_FIRST_STEP = (
+    90.0  # seconds; a run that is stopped before it saves its first step, however long that takes to compile
+)
 _POINTS = 300  # of a curve, at most twice as many
 
 
@@ -89,7 +93,7 @@ def train(
       out: a folder; runs whose folder is in it go on.
       results: a folder for result files.
       record: of `harness.environment`.
-      seconds: after which runs are stopped by SIGTERM, and none is begun.
+      seconds: after which runs are stopped by SIGTERM; in the last 90 none is begun.
 
     Returns:
       0 if all runs are finished, 1 if one failed, 2 if time was up.
@@ -117,13 +121,13 @@ def train(
         outcomes = set(threads.map(finish, runs))
     if any(outcome.startswith("failed") for outcome in outcomes):
         return 1
-    return 2 if "stopped" in outcomes else 0
+    return 2 if outcomes - {"finished"} else 0
 
 
 def _train(run: Run, options: Sequence[str], folder: Path, gpu: int, deadline: float) -> str:
-    """Begins a run or goes on with it. Returns "finished", "stopped", or "failed: " and why."""
-    if time.monotonic() >= deadline:
-        return "stopped"
+    """Begins a run or goes on with it. Returns "finished", "stopped", "waits" or "failed: " and why."""
+    if time.monotonic() > deadline - _TO_FIRST_STEP:
+        return "waits"
     folder.mkdir(parents=True, exist_ok=True)
     log, output = folder / "log.jsonl", folder / "output.txt"
     command = [sys.executable, "-m", "te_jax.cli", "train", *options, "--seed", str(run.seed), "--out", str(folder)]

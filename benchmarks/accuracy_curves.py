@@ -1,6 +1,7 @@
 """The table and the figure of `benchmarks.accuracy`'s results, for `benchmarks.tables`."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -106,7 +107,7 @@ _STYLE = (
     "svg{background:#fff}text{font:12px system-ui,sans-serif;fill:#24292f}.title{font-weight:600;font-size:13px}"
     "polyline{fill:none;stroke-width:1.4}.axis{stroke:#d0d7de}"
 )
-LABEL = "Training loss in nats a token, and how far it is above bfloat16 with the same seed, in %"
+LABEL = "Training loss in nats a token, and how far it is above bfloat16 with the same seed, in %, by step"
 
 
 def curves(runs: Runs) -> str:
@@ -160,18 +161,26 @@ def _panel(
     def y(value: float) -> float:
         return top + _HEIGHT * (high - value) / (high - low)
 
-    for part in range(5):
-        value, step = low + (high - low) * part / 4, steps * part / 4
+    for value in _ticks(low, high):
         yield f'<line class="axis" x1="{_LEFT}" y1="{y(value):.1f}" x2="{_WIDTH}" y2="{y(value):.1f}"/>'
-        yield f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.2f}</text>'
-        anchor = "end" if part == 4 else "middle"
-        yield f'<text x="{x(step):.1f}" y="{top + _HEIGHT + 16}" text-anchor="{anchor}">{step:,.0f}</text>'
+        yield f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
+    for step in _ticks(0, steps):
+        anchor = "end" if x(step) > _WIDTH - 20 else "middle"
+        yield f'<text x="{x(step):.1f}" y="{top + _HEIGHT + 16}" text-anchor="{anchor}">{step:g}</text>'
     if low < 0 < high:
         yield f'<line x1="{_LEFT}" y1="{y(0):.1f}" x2="{_WIDTH}" y2="{y(0):.1f}" stroke="{_COLORS[BASELINE]}"/>'
     for (variant, seed), points in lines.items():
         shown = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points if low <= value <= high)
         dashes = f' stroke-dasharray="{6 - min(seed, 4)} 3"' if seed else ""
         yield f'<polyline stroke="{_COLORS[variant]}"{dashes} points="{shown}"/>'
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two, at least three."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 3))
+    size = max(factor * power for factor in (1, 2, 5) if factor * power <= (high - low) / 3)
+    first, last = math.ceil(low / size), math.floor(high / size)
+    return [round(size * tick, 9) for tick in range(first, last + 1)]
 
 
 def _points(values: Sequence[float], every: int) -> list[tuple[float, float]]:
