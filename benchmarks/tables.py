@@ -10,8 +10,9 @@ In README.md and docs/ what stands between two markers is generated:
     <!-- /summary -->
 
 `summary` shows one line for each case of the family's headline figure, and `figure` that figure as a bar chart, whose
-SVG goes to docs/images. `<!-- gains -->` and `<!-- /gains -->` have the table of `GAINS` between them, `changes` and
-`waiting` those of `CHANGES`. In a sentence stands a number of times,
+SVG goes to docs/images. The family accuracy is a folder of training runs: `summary` shows their final losses, `figure`
+their curves. `<!-- gains -->` and `<!-- /gains -->` have the table of `GAINS` between them, `changes` and
+`waiting` those of `CHANGES`, `errors` that of recipes. In a sentence stands a number of times,
 
     <!-- ratio: FAMILY DEVICE OPERATION CASE IMPLEMENTATION PEER [FIGURE] -->1.43×<!-- /ratio -->
 
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from benchmarks import accuracy_curves
 from benchmarks.harness import cell, columns_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,9 +49,10 @@ _RATIO = re.compile(
     r"(?P<close><!-- /ratio -->)"
 )
 _OWN = re.compile(
-    r"(?P<open><!-- (?P<kind>gains|changes|waiting) -->\n)(?P<content>.*?)(?P<close><!-- /(?P=kind) -->)", re.DOTALL
+    r"(?P<open><!-- (?P<kind>gains|changes|waiting|errors) -->\n)(?P<content>.*?)(?P<close><!-- /(?P=kind) -->)",
+    re.DOTALL,
 )
-_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio|gains|changes|waiting)\b")
+_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio|gains|changes|waiting|errors)\b")
 
 _STEP = ("step", "nvidia-h100-80gb-hbm3", "step", "8b-8x1x8192")
 _FSDP = ("fsdp", "nvidia-h100-80gb-hbm3", "step", "8b-8x2x8192-remat")
@@ -247,12 +250,32 @@ def _of_changes(root: Path, page_folder: Path, columns: Sequence[tuple[str, str,
     return f"{table}\n[All rows]({link}). {provenance(document)}\n"
 
 
-_TABLES = {"gains": gains_table, "changes": changes_table, "waiting": waiting_table}
+def errors_table(root: Path, page_folder: Path) -> str:
+    """Relative errors of an FP8 layer's result and gradients for each recipe."""
+    device, case = "nvidia-h100-80gb-hbm3", "8192x14336x4096"
+    results = _results(root, device, "dense")
+    if not results.is_file():
+        return f"Not measured yet on {device}: run `te-jax bench dense` there.\n"
+    document = json.loads(results.read_text(encoding="utf-8"))
+    body = [
+        [f"`{row['implementation']}`", *(f"{row[error]:.4f}" for error in ("y_error", "dx_error", "dkernel_error"))]
+        for row in document["rows"]
+        if (row["operation"], row["case"]) == ("forward_backward", case) and "dx_error" in row
+        if not row["implementation"].endswith(("_split", "_once"))  # whose errors are the same, but for 0.0001
+    ]
+    table = _markdown_table([case, "y", "dx", "dkernel"], body, left=1)
+    link = _relative(results.with_suffix(".md"), page_folder)
+    return f"{table}\n[All rows]({link}). {provenance(document)}\n"
+
+
+_TABLES = {"gains": gains_table, "changes": changes_table, "waiting": waiting_table, "errors": errors_table}
 
 
 def _filled(place: re.Match[str], page_folder: Path, root: Path, wanted: dict[Path, str]) -> str:
     """A place with its content. Adds the figure, if it shows one, to `wanted`."""
     family, device = place["family"], place["device"]
+    if family == "accuracy":
+        return f"{place['open']}{_losses(place['kind'], device, page_folder, root, wanted)}{place['close']}"
     results = _results(root, device, family)
     if not results.is_file():
         content = f"Not measured yet on {device}: run `te-jax bench {family}` there.\n"
@@ -265,6 +288,22 @@ def _filled(place: re.Match[str], page_folder: Path, root: Path, wanted: dict[Pa
         else:
             content = summary_table(document)
     return f"{place['open']}{content}{place['close']}"
+
+
+def _losses(kind: str, device: str, page_folder: Path, root: Path, wanted: dict[Path, str]) -> str:
+    """The tables or the figure of the training runs of `benchmarks.accuracy`."""
+    runs = accuracy_curves.load(root / "benchmarks" / "results" / device / "accuracy")
+    if not runs:
+        return f"Not measured yet on {device}: run `python -m benchmarks.accuracy` there.\n"
+    if kind == "figure":
+        figure = root / "docs" / "images" / f"accuracy-{device}.svg"
+        wanted[figure] = accuracy_curves.curves(runs)
+        return f"![{accuracy_curves.LABEL}]({_relative(figure, page_folder)})\n"
+    parts = []
+    for name in ("training", "validation"):
+        headings, rows = accuracy_curves.table(runs, f"final_{name}")
+        parts.append(_markdown_table([f"{name} loss", *headings[1:]], rows, left=1))
+    return "\n".join([*parts, accuracy_curves.sentences(runs), f"{provenance(next(iter(runs.values())))}\n"])
 
 
 def _relative(path: Path, folder: Path) -> str:
