@@ -43,9 +43,7 @@ VARIANTS = {
 OPTIONS = ("--preset", "small", "--batch", "32", "--seq-len", "1024", "--steps", "3052", "--eval-every", "100")
 
 _FINAL = 10  # the last tenth of the steps, in which the learning rate is below a twelfth of its peak
-_TO_FIRST_STEP = (
-    90.0  # seconds; a run that is stopped before it saves its first step, however long that takes to compile
-)
+_TO_FIRST_STEP = 90.0  # seconds; a run that is stopped while it compiles ends after its first step
 _POINTS = 300  # of a curve, at most twice as many
 
 

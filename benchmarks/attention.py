@@ -9,9 +9,9 @@ In a case "…-4documents" each sequence has so many of them, and a token sees i
 - torch: `scaled_dot_product_attention` of torch, of documents its `varlen_attn`. torch_flex: its compiled
   `flex_attention`, with a block mask.
 
-A time is that of all sequences, and FLOPs are those of scores that a token sees: 2 GEMMs forward and 5 backward. No time
-is reported for results that are wrong, by their relative errors against float32, of the first sequence and the query
-heads of its first key head.
+A time is that of all sequences, and FLOPs are those of scores that a token sees: 2 GEMMs forward and 5 backward. No
+time is reported for results that are wrong, by their relative errors against float32, of the first sequence and the
+query heads of its first key head.
 """
 
 import functools
