@@ -28,7 +28,7 @@ STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 # A resumed run compares the tokens of its text; the other options change no more than the rounding of numbers.
 _CHANGEABLE = (
-    *("text", "tokenizer", "checkpoint_every", "devices", "replicas", "fsdp", "tp", "transport"),
+    *("text", "tokenizer", "checkpoint_every", "devices", "replicas", "fsdp", "tp", "cp", "transport"),
     *("remat", "offload", "microbatches", "deterministic"),
 )
 
@@ -103,6 +103,12 @@ class Options:
     tp: int = _option(
         1, "devices that share the model: each has a part of its heads, widths and vocabulary", metavar="N"
     )
+    cp: int = _option(
+        1,
+        "devices that share each window, and have a part of its tokens each; in the place of --fsdp N they share the "
+        "parameters, too",
+        metavar="N",
+    )
     transport: Literal["auto", "xla", "ring", "p2p"] = _option(
         "auto", "how devices that share the model communicate", choices=("auto", "xla", "ring", "p2p")
     )
@@ -168,6 +174,7 @@ class Options:
             "replicas",
             "fsdp",
             "tp",
+            "cp",
             "eval_every",
             "checkpoint_every",
         )
@@ -175,6 +182,16 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+        if self.cp > 1 and self.fsdp not in (None, self.cp):
+            raise UserError(
+                f"--cp is {self.cp} and --fsdp {self.fsdp}: devices that share windows share the parameters, too; "
+                "leave --fsdp out"
+            )
+        if self.cp > 1 and self.seq_len % (2 * self.cp * self.tp):
+            raise UserError(
+                f"--seq-len is {self.seq_len}: with --cp {self.cp} --tp {self.tp} it must be a multiple of "
+                f"{2 * self.cp * self.tp}"
+            )
         if self.steps >= 2**31:
             raise UserError(f"--steps is {self.steps}: it must be below {2**31}")
         if not 0 <= self.seed < 2**32:
@@ -195,7 +212,8 @@ class Options:
     @property
     def mesh(self) -> dict[str, int]:
         """The sizes of the mesh that are asked for, by their options."""
-        sizes = {"replicas": self.replicas, "fsdp": self.fsdp, "tp": self.tp if self.tp > 1 else None}
+        shared = {"cp": self.cp} if self.cp > 1 else {"fsdp": self.fsdp}
+        sizes = {"replicas": self.replicas, **shared, "tp": self.tp if self.tp > 1 else None}
         return {f"--{name}": size for name, size in sizes.items() if size is not None}
 
     @property
@@ -235,7 +253,7 @@ def resolve(args: argparse.Namespace, stored: StoredRun | None) -> Options:
     if stored is None:
         return Options(**given)
     kept = _kept(stored)
-    if any(given.get(name, kept[name]) != kept[name] for name in ("devices", "replicas", "fsdp", "tp")):
+    if any(given.get(name, kept[name]) != kept[name] for name in ("devices", "replicas", "fsdp", "tp", "cp")):
         kept |= {"replicas": None, "fsdp": None}
     if "tp" in given:
         # Unless --devices says otherwise, parts of the batch stay what they are, and more or fewer devices share each.

@@ -136,7 +136,7 @@ def memory_of(devices: Sequence[Any]) -> int:
 
 def build_placement(devices: Sequence[Any], options: Options, config: DecoderConfig) -> Placement:
     """Each `--tp` devices that share a decoder have an equal part of every batch, and each `--fsdp` times as many the
-    whole state.
+    whole state. With `--cp` these have an equal part of the time of every window, in the place of the batch.
 
     Experts are divided among all devices where their number allows it, else among those that share a decoder.
 
@@ -148,7 +148,7 @@ def build_placement(devices: Sequence[Any], options: Options, config: DecoderCon
     shared = fsdp * options.tp > 1 or (config.experts is not None and len(devices) > 1)
     return Placement(
         state=NamedSharding(mesh, PartitionSpec()),
-        windows=NamedSharding(mesh, PartitionSpec(None, (_REPLICA_AXIS, _FSDP_AXIS))),
+        windows=NamedSharding(mesh, PartitionSpec(None, _REPLICA_AXIS if options.cp > 1 else _AXES[:2])),
         parallel=_parallel(len(devices), fsdp, options, config) if shared else None,
     )
 
@@ -158,7 +158,8 @@ def describe(placement: Placement, options: Options, config: DecoderConfig) -> s
     devices, replicas, fsdp = placement.devices, placement.replicas, placement.fsdp
     line = f"{len(devices)} {devices[0].platform} devices: replicas {replicas}, fsdp {fsdp}, tp {options.tp}"
     line += f", transport {options.transport}" * (options.tp > 1)
-    if replicas > 1 and options.replicas is None and options.fsdp is None:
+    line += f", each window by {options.cp}" * (options.cp > 1)
+    if replicas > 1 and options.replicas is None and options.fsdp is None and options.cp == 1:
         line += f" (fsdp {replicas * fsdp} does not fit: {_misfit(len(devices), replicas * fsdp, options, config)})"
     return line
 
@@ -175,10 +176,11 @@ def _fsdp_size(devices: Sequence[Any], options: Options, config: DecoderConfig) 
     groups = count // options.tp
     dividing = [size for size in range(1, groups + 1) if groups % size == 0]
     fitting = {size: groups // size for size in dividing if not _misfit(count, size, options, config)}
+    asked = options.cp if options.cp > 1 else options.fsdp
     for fsdp in sorted(fitting, reverse=True):
-        if options.fsdp in (None, fsdp) and options.replicas in (None, fitting[fsdp]):
+        if asked in (None, fsdp) and options.replicas in (None, fitting[fsdp]):
             return fsdp
-    wanted = options.fsdp or max(1, groups // (options.replicas or 1))
+    wanted = asked or max(1, groups // (options.replicas or 1))
     problem = _misfit(count, wanted, options, config) or f"--replicas · --fsdp · --tp must be {count}"
     fit = "; ".join(f"--replicas {replicas} --fsdp {fsdp}" for fsdp, replicas in fitting.items())
     raise UserError(
@@ -204,4 +206,5 @@ def _parallel(count: int, fsdp: int, options: Options, config: DecoderConfig) ->
         expert_axes=_AXES if by_all else None,
         transport=options.transport,
         fsdp=shared if fsdp > 1 else None,
+        context_axis=_FSDP_AXIS if options.cp > 1 else None,
     )

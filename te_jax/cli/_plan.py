@@ -94,7 +94,7 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
         _check_stored(stored, options, config, corpus)
     data = _text.split(corpus, options.seq_len)
     devices = _placement.take_devices(options)
-    _check_batch(options, len(devices) // options.tp)
+    _check_batch(options, len(devices) // (options.tp * options.cp))
     on_gpu = devices[0].platform == "gpu"
     by_platform = "bfloat16" if on_gpu else "float32"
     begins = corpus.tokens.begins
@@ -211,11 +211,13 @@ def _check_parallel(options: Options, config: DecoderConfig) -> None:
             f"{fitting}"
         )
     # Blocks of the weight gradients' operands lie along the time that a device has.
-    multiple = options.tp * (BLOCK if isinstance(config.recipe, BlockScaling) else 1)
+    blocks = isinstance(config.recipe, BlockScaling)
+    multiple = options.cp * options.tp * (BLOCK if blocks else 1)
     if options.seq_len % multiple:
+        shared = f"--cp {options.cp} --tp {options.tp}" if options.cp > 1 else f"--tp {options.tp}"
         raise UserError(
-            f"--seq-len {options.seq_len} does not divide over --tp {options.tp}"
-            f"{'' if multiple == options.tp else f' in blocks of {BLOCK}'}: choose a multiple of {multiple}"
+            f"--seq-len {options.seq_len} does not divide over {shared}{f' in blocks of {BLOCK}' if blocks else ''}: "
+            f"choose a multiple of {multiple}"
         )
 
 
@@ -238,7 +240,8 @@ def _check_batch(options: Options, parts: int) -> None:
     """Refuses a batch that groups of devices cannot share equally."""
     multiple = parts * options.microbatches
     if options.batch % multiple:
-        over = f"{parts} devices" if options.tp == 1 else f"{parts} groups of --tp {options.tp}"
+        group = " ".join(f"--{name} {size}" for name, size in (("cp", options.cp), ("tp", options.tp)) if size > 1)
+        over = f"{parts} groups of {group}" if group else f"{parts} devices"
         over = over if options.microbatches == 1 else f"--microbatches {options.microbatches} on {over}"
         raise UserError(
             f"--batch {options.batch} does not divide over {over}: choose a multiple of {multiple}, or other --devices"

@@ -15,6 +15,7 @@ from te_jax.cli._placement import Placement
 from te_jax.cli._plan import Model, Plan
 from te_jax.cli._text import Tokens
 from te_jax.models import DecoderConfig, Losses, decoder, parallel_apply, parallel_losses, requantize
+from te_jax.parallel import context_order
 from te_jax.recipe import DelayedScaling
 
 LossFunction = Callable[[Any, Any, jax.Array, jax.Array, jax.Array | None], Losses]
@@ -87,6 +88,20 @@ def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
 
 def build_loss(plan: Plan, model: Model) -> LossFunction:
     """The decoder with te_jax's fused cross-entropy, or with optax's, which knows no experts."""
+    loss = _loss(plan, model)
+    if plan.options.cp == 1:
+        return loss
+
+    def of_shared_windows(params: Any, scaling: Any, tokens: jax.Array, *others: jax.Array | None) -> Losses:
+        order = context_order(tokens.shape[1], plan.options.cp)
+        targets, segments = (None if x is None else x[:, order] for x in others)
+        assert targets is not None
+        return loss(params, scaling, tokens[:, order], targets, segments)
+
+    return of_shared_windows
+
+
+def _loss(plan: Plan, model: Model) -> LossFunction:
     config, implementation, placement = model.config, plan.implementation, plan.placement
     if model.by_optax:
         return _optax_loss(config, placement)

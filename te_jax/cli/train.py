@@ -199,7 +199,8 @@ def _header(plan: Plan) -> dict[str, Any]:
             "sha256": plan.sha256,
         },
         "implementation": plan.implementation,
-        "parallel": {"tp": plan.options.tp, "fsdp": plan.placement.fsdp, "transport": plan.options.transport},
+        "parallel": {"tp": plan.options.tp, "fsdp": plan.placement.fsdp, "transport": plan.options.transport}
+        | ({"cp": plan.options.cp} if plan.options.cp > 1 else {}),
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
         "versions": {
             "te_jax": te_jax.__version__,
@@ -356,6 +357,7 @@ def _conclude(plan: Plan, folder: RunFolder, cost: str) -> None:
     chosen = chosen or ["te_jax"]
     label = chosen[0]  # what a twin lacks
     chosen += [] if plan.placement.fsdp == 1 else [f"fsdp {plan.placement.fsdp}"]
+    chosen += [] if options.cp == 1 else [f"cp {options.cp}"]
     chosen += [] if options.tp == 1 else [f"tp {options.tp} ({options.transport})"]
     size = f"{config.num_parameters:,} parameters"
     size += "" if config.experts is None else f", {config.num_active_parameters:,} active"

@@ -89,6 +89,22 @@ def test_devices_that_share_the_parameters_learn_what_one_does(on_one_device, tm
     assert read_header(out)["parallel"]["fsdp"] == 2
 
 
+@pytest.mark.slow
+def test_devices_that_share_windows_learn_what_one_does(on_one_device, tmp_path, capsys):
+    """Two replicas of two devices, after that two devices, and after that one of which shares no window."""
+    out = tmp_path / "run"
+    assert main([*ARGV, "--devices", "4", "--cp", "2", "--out", str(out)]) == 0
+    np.testing.assert_allclose(losses(out), losses(on_one_device), rtol=1e-4)
+    assert read_header(out)["parallel"]["cp"] == 2
+    for step, options in enumerate([["--devices", "2"], ["--devices", "1", "--cp", "1"]], start=STEPS + 1):
+        assert main(["train", "--resume", *options, "--steps", str(step), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall("cpu devices: (.*)", shown) == [
+        "replicas 2, fsdp 2, tp 1, each window by 2",
+        "replicas 1, fsdp 2, tp 1, each window by 2",
+    ]
+
+
 @pytest.mark.parametrize("of_an_old_version", [["replicas"], ["replicas", "fsdp"]])
 def test_a_run_of_a_version_without_replicas_goes_on_as_it_was(of_an_old_version, tmp_path, capsys):
     """Each device has all parameters, as without --fsdp at that time."""
@@ -226,6 +242,7 @@ def test_parts_of_the_batch_stay_what_they_are(stored, given, expected):
         ({"tp": 1}, (None, None)),
         ({"fsdp": 8}, (None, 8)),
         ({"replicas": 4}, (4, None)),
+        ({"cp": 2}, (None, None)),
     ],
 )
 def test_a_run_that_goes_on_keeps_its_mesh_unless_a_part_of_it_changes(given, expected):
@@ -267,11 +284,22 @@ def steps_of(learner, placement, batches):
     return state, found
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 1, "devices": 2}, {"tp": 1, "devices": 2, "fsdp": 1}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2},
+        {"tp": 1, "devices": 2},
+        {"tp": 1, "devices": 2, "fsdp": 1},
+        {"tp": 1, "cp": 2, "devices": 2},
+        pytest.param({"tp": 2, "cp": 2, "devices": 4}, marks=pytest.mark.slow),
+    ],
+)
 def test_packed_documents_are_learned_as_by_one_device(sizes, rng):
     shape = 3, 1, 4, 33
-    batches = [*map(Tokens, rng.integers(0, 256, shape).astype(np.uint8), rng.random(shape) < 0.2)]
+    begins = np.arange(33) == rng.integers(1, 33, (*shape[:-1], 1))  # one in a window: more give NaN
+    batches = [*map(Tokens, rng.integers(0, 256, shape).astype(np.uint8), begins)]
     (_, expected), (_, found) = (steps_of(*learner_of(**each, pack=True), batches) for each in ({"tp": 1}, sizes))
+    assert np.isfinite(expected).all()
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
@@ -385,6 +413,10 @@ def test_the_twin_with_the_loss_of_optax(rng):
             ["--tp", "2", "--transport", "p2p", "--implementation", "reference"],
             "p2p is native, and --implementation is reference",
         ),
+        (["--cp", "0"], "--cp is 0: it must be at least 1"),
+        (["--cp", "2", "--fsdp", "4"], "--cp is 2 and --fsdp 4: devices that share windows share the parameters, too"),
+        (["--cp", "2", "--seq-len", "34"], "--seq-len is 34: with --cp 2 --tp 1 it must be a multiple of 4"),
+        (["--cp", "4", "--devices", "6"], "--cp 4 does not fit 6 cpu devices"),
         (["--fsdp", "0"], "--fsdp is 0: it must be at least 1"),
         (["--replicas", "0"], "--replicas is 0: it must be at least 1"),
         (
