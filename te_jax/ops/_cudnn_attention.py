@@ -216,7 +216,7 @@ def _with_lse_columns(operands: Operands) -> Operands:
     }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Packed:
     """Where segments are, one after the other, that many sequences consist of.
 

@@ -208,7 +208,7 @@ class _Ring:
         ]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Block:
     """Attention of this device's tokens to those of the device that is some steps before it.
 
