@@ -51,7 +51,7 @@ def test_import_starts_no_backend_and_loads_no_extension():
 
 
 def test_import_brings_nothing_but_te_jax_and_parts_of_jax():
-    """Which is why it takes half a second at most."""
+    """Which keeps it short."""
     found = run_python("""
         import json, sys
         import jax, numpy, jax.numpy, jax.experimental.custom_partitioning
