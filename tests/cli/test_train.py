@@ -824,7 +824,7 @@ def test_other_software_is_noted_on_resuming(whole, out, capsys):
         ('"steps": 40', '"stfps": 40', r"has options that te_jax \S+ does not know \(stfps\): go on with the version"),
         ('"dtype": "float32", "det', '"dtype": "flnat32", "det', "is damaged, dtype is 'flnat32': start another run"),
         ('"steps": 40', '"steps": "40"', "is damaged, steps is '40': start another run"),
-        ('"tp": 1, "transport": "auto", "rec', '"tp": 0, "transport": "auto", "rec', "--tp is 0"),
+        ('"tp": 1, "cp"', '"tp": 0, "cp"', "--tp is 0"),
         ('"text": {"source', '"texu": {"source', "is not, or no longer, what the run in"),
         ('"sha256"', '"sha257"', "is not, or no longer, what the run in"),
     ],
