@@ -90,7 +90,7 @@ def _drawn(case: shapes.AttentionShape) -> Operands:
 
 
 def _parts(case: shapes.AttentionShape, results: Sequence[Any]) -> list[Any]:
-    """Of the first sequence: the query heads of its first key head, and this head."""
+    """The results of the first sequence for its first key head and the query heads that share it."""
     group = case.heads // case.kv_heads
     return [x[:1, :, : group if x.shape[2] == case.heads else 1] for x in results]
 

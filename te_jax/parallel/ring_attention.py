@@ -172,7 +172,7 @@ def _pair(key: Array, value: Array) -> Array:
 
 
 class _Gradients(NamedTuple):
-    """Of query, and of key and value as they travel, in float32."""
+    """Gradients of query, and of key and value as they travel, in float32."""
 
     query: Array
     pair: Array
@@ -284,7 +284,7 @@ class _Block:
 
 
 class _Own(_Block):
-    """Of this device's own keys."""
+    """Attention to this device's own keys."""
 
     @property
     def settings(self) -> Settings:
@@ -300,7 +300,7 @@ class _Own(_Block):
 
 
 class _Half(_Block):
-    """Of a device before or after this one, with a causal mask: two products of a chunk with a chunk.
+    """Attention to the keys of another device, with a causal mask: two products of a chunk with a chunk.
 
     The first chunk of keys is seen by the second of query. And if the keys are of an earlier device, by the first of
     query, too; if not, the second chunk of keys is seen by the second of query.

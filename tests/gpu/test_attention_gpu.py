@@ -115,7 +115,7 @@ def test_cudnn(name, extra, lse, rng):
     ("kv_heads", "head_dim", "dtype"), [(8, 64, "bfloat16"), (2, 128, "bfloat16"), (1, 192, "float16")]
 )
 def test_packed_segments(kv_heads, head_dim, dtype, extra, options, rng):
-    """Of any lengths, as many as may be in one sequence and fewer in others."""
+    """Segments have any lengths; one sequence has as many as may be, and others have fewer."""
     t, most = int(rng.integers(130, 400)), 9
     counts = (most, *rng.integers(1, most, B - 1))
     begins = [np.sort(rng.choice(np.arange(1, t), count - 1, replace=False)) for count in counts]

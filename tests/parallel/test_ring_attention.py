@@ -70,7 +70,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients_are_those_of_one_device(name, segments, mesh, rng):
     operands = drawn(rng)
-    # Of any lengths, and one that begins again.
+    # Segments have any lengths, and one begins again.
     ids = jnp.asarray(np.sort(rng.integers(0, 4, (B, T)), axis=1) % 3, jnp.int32) if segments else None
     assert_same(split(mesh, *operands, ids, **OPTIONS[name]), whole(*operands, ids, **OPTIONS[name]))
 
@@ -146,6 +146,15 @@ def test_arguments(options, message, mesh, rng):
         jax.shard_map(
             functools.partial(ring_attention, **options), mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False
         )(query, key, value)
+
+
+def test_forward_mode_is_refused(mesh, rng):
+    query, key, value, _ = drawn(rng)
+    attend = jax.shard_map(
+        functools.partial(ring_attention, axis_name="context"), mesh=mesh, in_specs=SPEC, out_specs=SPEC
+    )
+    with pytest.raises(NotImplementedError, match="ring_attention has first derivatives in reverse mode"):
+        jax.jvp(attend, (query, key, value), (query, key, value))
 
 
 def test_operands_are_parts(mesh, rng):
