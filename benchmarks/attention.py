@@ -227,7 +227,7 @@ def _torch(torch: Any, case: shapes.AttentionShape) -> Callable[..., Any]:
     def packed(query: Any, key: Any, value: Any) -> Any:
         key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))  # it has no grouped queries
         flat = (x.flatten(0, 1) for x in (query, key, value))
-        return varlen_attn(*flat, offsets, offsets, longest, longest, is_causal=True).unflatten(0, query.shape[:2])
+        return varlen_attn(*flat, offsets, offsets, longest, longest, window_size=(-1, 0)).unflatten(0, query.shape[:2])
 
     return packed
 
