@@ -296,20 +296,20 @@ std::vector<int64_t> FirstTiles(std::span<const Piece> pieces, int64_t tile) {
 void RunTile(Sgemm sgemm, const Piece& piece, Range rows, Range columns, float* a_scratch, float* b_scratch,
              float* sums) {
   const Problem& p = piece.problem;
-  const int64_t k_blocks = (p.k + kBlockSize - 1) / kBlockSize;
   const bool blocks = p.scaling == Scaling::kBlock;
-  const auto multiply = [&](const Operand& of_a, const Operand& of_b, bool add) {
-    const BlockScales a_blocks{of_a.scales, 1, p.m, 1}, b_blocks{of_b.scales, k_blocks, 1, kBlockSize};
-    for (int64_t k = 0; k < piece.summed.count; k += kDepth) {
-      const Range summed{piece.summed.begin + k, std::min(kDepth, piece.summed.count - k)};
-      const Panel a = LoadPanel(of_a, p.m, p.k, rows, summed, blocks ? &a_blocks : nullptr, a_scratch);
-      const Panel b = LoadPanel(of_b, p.n, p.k, columns, summed, blocks ? &b_blocks : nullptr, b_scratch);
+  const auto multiply = [&](const OperandPair& pair, Range all_summed, bool add) {
+    const int64_t k_blocks = (pair.k + kBlockSize - 1) / kBlockSize;
+    const BlockScales a_blocks{pair.a.scales, 1, p.m, 1}, b_blocks{pair.b.scales, k_blocks, 1, kBlockSize};
+    for (int64_t k = 0; k < all_summed.count; k += kDepth) {
+      const Range summed{all_summed.begin + k, std::min(kDepth, all_summed.count - k)};
+      const Panel a = LoadPanel(pair.a, p.m, pair.k, rows, summed, blocks ? &a_blocks : nullptr, a_scratch);
+      const Panel b = LoadPanel(pair.b, p.n, pair.k, columns, summed, blocks ? &b_blocks : nullptr, b_scratch);
       MultiplyPanels(sgemm, a, b, rows.count, columns.count, summed.count, add || k > 0, sums);
     }
   };
   if (piece.summed.count == 0) std::memset(sums, 0, rows.count * columns.count * sizeof(float));
-  multiply(p.a, p.b, false);
-  if (piece.second) multiply(piece.second->a, piece.second->b, true);
+  multiply({p.a, p.b, p.k}, piece.summed, false);
+  for (const OperandPair& pair : piece.more) multiply(pair, {0, pair.k}, true);
   Finish(p, sums, rows, columns);
 }
 
@@ -357,6 +357,11 @@ Status Run(const Executor& executor, const Problem& p) {
     if (Status status = RunPieces(executor, {&piece, 1}); !status.ok()) return status;
   }
   return Status::Ok();
+}
+
+Status RunSum(const Executor& executor, const Problem& p, std::span<const OperandPair> more) {
+  const Piece piece{p, {0, p.m}, {0, p.k}, {more.begin(), more.end()}};
+  return RunPieces(executor, {&piece, 1});
 }
 
 }  // namespace te::gemm

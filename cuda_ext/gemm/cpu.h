@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
+#include <vector>
 
 #include "gemm/gemm.h"
 
@@ -15,13 +15,13 @@ struct Range {
 };
 
 // A part of a product: some rows of D, of the sums over some values of k. Pointers and sizes of the problem, which has
-// no batch, are those of the whole. Where nothing is summed, D gets what follows a product of zeros. The product of a
-// second pair of operands, which are like the first and plain or with scales of blocks, is added before that.
+// no batch, are those of the whole. Where nothing is summed, D gets what follows a product of zeros. The products
+// of more pairs of operands, which are like the first and plain or with scales of blocks, are added before that.
 struct Piece {
   Problem problem;
   Range rows;
   Range summed;
-  std::optional<OperandPair> second = std::nullopt;
+  std::vector<OperandPair> more = {};
 };
 
 // Computes all pieces. The threads share out the tiles of all of them, so that small ones cost no waiting.

@@ -20,12 +20,18 @@ bool UsesCublasLt(const Problem& p) {
   return OnSixteenBytes(p.a.scales) && OnSixteenBytes(p.b.scales) && !(p.bias != nullptr && p.d_type == Type::kFloat32);
 }
 
-Status RunOne(cudaStream_t stream, const Problem& p) {
-  if (UsesCublasLt(p)) return cublaslt::Run(stream, p);
-  if (p.k % 16 != 0 || p.n % 16 != 0 || (p.scaling == Scaling::kBlock && p.m % 4 != 0)) {
+// What the package's kernel needs of FP8 operands that sum over k values.
+Status Refusal(const Problem& p, int64_t k) {
+  if (k % 16 != 0 || p.n % 16 != 0 || (p.scaling == Scaling::kBlock && p.m % 4 != 0)) {
     return Status::Failed(
         "FP8 operands must have multiples of 16 summed values and of 16 outer ones in b, and with blocks of 4 in a");
   }
+  return Status::Ok();
+}
+
+Status RunOne(cudaStream_t stream, const Problem& p) {
+  if (UsesCublasLt(p)) return cublaslt::Run(stream, p);
+  if (Status status = Refusal(p, p.k); !status.ok()) return status;
   return hopper::Run(stream, p);
 }
 
@@ -40,6 +46,15 @@ Status Run(const Executor& executor, const Problem& p) {
     if (Status status = RunOne(executor.stream, MemberOf(p, i)); !status.ok()) return status;
   }
   return Status::Ok();
+}
+
+Status RunSum(const Executor& executor, const Problem& p, std::span<const OperandPair> more) {
+  if (Status status = Refusal(p, p.k); !status.ok()) return status;
+  for (const OperandPair& pair : more) {
+    if (Status status = Refusal(p, pair.k); !status.ok()) return status;
+  }
+  return more.size() == 1 ? hopper::RunSumOfTwo(executor.stream, p, more)
+                          : hopper::RunSumOfThree(executor.stream, p, more);
 }
 
 Status Prepare(const Executor& executor, const Problem& p) {

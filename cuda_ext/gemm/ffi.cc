@@ -1,3 +1,5 @@
+#include <vector>
+
 #include "gemm/ffi_types.h"
 
 namespace te::gemm {
@@ -6,7 +8,7 @@ namespace {
 using ffi::AnyBuffer;
 using Result = ffi::Result<AnyBuffer>;
 
-constexpr std::string_view kName = "te_gemm";
+constexpr std::string_view kName = "te_gemm", kSumName = "te_gemm_sum";
 
 // The groups of dimensions of an operand [*batch, *outer, *summed], or [*batch, *summed, *outer].
 struct Groups {
@@ -131,7 +133,65 @@ auto Binding() {
       .template Attr<std::string_view>("algorithm");
 }
 
+// Of a pair of matrices a [m, k] and b [n, k] with scales of blocks.
+struct PairBuffers {
+  AnyBuffer a, b, a_scales, b_scales;
+};
+
+// The problem with the operands of a pair, as its own where it has none yet.
+std::optional<OperandPair> DecodePair(Rules& rules, const PairBuffers& pair, const AnyBuffer& d, bool is_first,
+                                      Problem& problem) {
+  const Type a_type = problem.a.type, b_type = problem.b.type;
+  DecodeKind(rules, {"a", pair.a}, {"b", pair.b}, {"d", d}, "block", "te_jax", problem);
+  const auto left = DecodeGroups(rules, "a", pair.a, 0, 1, 1, false);
+  const auto right = DecodeGroups(rules, "b", pair.b, 0, 1, 1, false);
+  if (rules.broken()) return std::nullopt;
+  if (is_first) problem.m = left->outer, problem.n = right->outer;
+  problem.k = left->summed;
+  rules.That(is_first || (problem.a.type == a_type && left->outer == problem.m), "a", pair.a,
+             "have the type and the rows of the first pair's");
+  rules.That(is_first || (problem.b.type == b_type && right->outer == problem.n), "b", pair.b,
+             "have the type and the rows of the first pair's");
+  rules.That(right->summed == problem.k && problem.k > 0, "b", pair.b,
+             "sum over as many values as a does, of which "
+             "there is one or more");
+  const int64_t a_count = ScaleCount(problem, problem.m, false), b_count = ScaleCount(problem, problem.n, true);
+  rules.Type(ffi::F32, "a_scale_inv", pair.a_scales).Elements(a_count, "a_scale_inv", pair.a_scales);
+  rules.Type(ffi::F32, "b_scale_inv", pair.b_scales).Elements(b_count, "b_scale_inv", pair.b_scales);
+  if (rules.broken()) return std::nullopt;
+  return OperandPair{{pair.a.untyped_data(), Present<const float>(pair.a_scales), problem.a.type, false},
+                     {pair.b.untyped_data(), Present<const float>(pair.b_scales), problem.b.type, false},
+                     problem.k};
+}
+
+ffi::Error HandleSum(PlatformValue platform, AnyBuffer a, AnyBuffer b, AnyBuffer a_scales, AnyBuffer b_scales,
+                     AnyBuffer second_a, AnyBuffer second_b, AnyBuffer second_a_scales, AnyBuffer second_b_scales,
+                     AnyBuffer third_a, AnyBuffer third_b, AnyBuffer third_a_scales, AnyBuffer third_b_scales,
+                     Result d) {
+  Rules rules(kSumName);
+  Problem problem{};
+  std::optional<OperandPair> first = DecodePair(rules, {a, b, a_scales, b_scales}, *d, true, problem);
+  std::vector<OperandPair> more;
+  const auto add = [&](std::string_view name, const PairBuffers& pair) {
+    rules.Of(name);
+    if (const auto decoded = DecodePair(rules, pair, *d, false, problem)) more.push_back(*decoded);
+  };
+  if (first) add("second_", {second_a, second_b, second_a_scales, second_b_scales});
+  if (!rules.broken() && CountOf(third_a) != 0) {
+    add("third_", {third_a, third_b, third_a_scales, third_b_scales});
+  }
+  if (!rules.broken()) rules.Of("").Elements(CountOf({problem.m, problem.n}), "d", *d);
+  if (rules.broken()) return rules.error();
+  if (problem.m == 0 || problem.n == 0) return ffi::Error::Success();
+  problem.a = first->a, problem.b = first->b, problem.k = first->k;
+  problem.d = d->untyped_data();
+  return ToError(kSumName, RunSum(MakeExecutor(platform), problem, more));
+}
+
 }  // namespace
+
+// For each of up to three pairs, the last of which may be empty: a, b, a_scale_inv, b_scale_inv -> d
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_sum, HandleSum, (Buffers<12, 1>()), {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm, Handle<Run>{}, Binding<ffi::ExecutionStage::kExecute>(),
                               {ffi::Traits::kCmdBufferCompatible});

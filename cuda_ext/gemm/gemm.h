@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <type_traits>
 
@@ -42,9 +43,11 @@ struct Operand {
   bool summed_first;
 };
 
+// Operands whose product over k values is added to that of a problem's own, of the same types, m and n.
 struct OperandPair {
   Operand a;
   Operand b;
+  int64_t k;
 };
 
 // Strides are in values, from one product's to the next one's, and 0 where all have the same. Accumulator and
@@ -114,10 +117,14 @@ inline OperandPair MemberOf(const Problem& problem, const OperandPair& pair, int
   Problem of_pair = problem;
   of_pair.a = pair.a, of_pair.b = pair.b;
   const Problem member = MemberOf(of_pair, i);
-  return {member.a, member.b};
+  return {member.a, member.b, pair.k};
 }
 
 Status Run(const Executor& executor, const Problem& problem);
+
+// A product with kBlock and the products of one or two more pairs, all added up before D is rounded. No batch, and
+// nothing else is added.
+Status RunSum(const Executor& executor, const Problem& problem, std::span<const OperandPair> more);
 
 #ifdef TE_JAX_CUDA
 // Finds what Run will need, at leisure: never on the executor's stream, and without touching the problem's arrays.

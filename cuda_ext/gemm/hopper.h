@@ -3,6 +3,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+#include <span>
+
 #include "common/status.h"
 #include "gemm/gemm.h"
 
@@ -21,5 +24,13 @@ struct Groups {
 // every product of a batch but for scales, of which only a's must, and only with blocks. k is a multiple of 16, n of 8,
 // and with blocks m of 4.
 Status Run(cudaStream_t stream, const Problem& problem);
+
+// See te::gemm::RunSum: the products of one or two pairs more. One for each number, in files of their own: they compile
+// side by side.
+Status RunSumOfTwo(cudaStream_t stream, const Problem& problem, std::span<const OperandPair> more);
+Status RunSumOfThree(cudaStream_t stream, const Problem& problem, std::span<const OperandPair> more);
+
+// Values between the multiple of 16 bytes that TMA is told and b's scales.
+inline int ScalesBefore(const Operand& b) { return static_cast<int>(reinterpret_cast<uintptr_t>(b.scales) % 16 / 4); }
 
 }  // namespace te::gemm::hopper

@@ -26,13 +26,18 @@ struct Arguments {
   Groups groups;
 };
 
-// The arguments of a kernel that adds the products of two pairs of operands.
-struct PairsArguments : Arguments {
-  CUtensorMap second_a;
-  CUtensorMap second_b;
-  CUtensorMap second_a_scales, second_b_scales;
-  int steps;           // of each pair
-  int b_scales_apart;  // from where b's scales of the first pair would go on to where the second's begin
+// The arguments of a kernel that adds the products of several pairs of operands, the first of which is `Arguments`'
+// own.
+template <int kPairs>
+struct SumArguments : Arguments {
+  struct Pair {
+    CUtensorMap a;
+    CUtensorMap b;
+    CUtensorMap a_scales, b_scales;
+    int b_scales_before;  // as of Groups
+  };
+  Pair more[kPairs - 1];
+  int ends[kPairs];  // of each pair, in steps from the first one's begin
 };
 
 // The products that an instance computes.
@@ -60,7 +65,8 @@ struct Config {
   static constexpr Grouping kGrouping = kProduct.grouping;
   static constexpr bool kASummedFirst = kProduct.a_summed_first, kBSummedFirst = kProduct.b_summed_first;
   static constexpr int kPairs = kProduct.pairs;
-  static_assert(kPairs == 1 || (kPairs == 2 && kGrouping == Grouping::kRows && kMode != Mode::kPromote));
+  static_assert(kPairs == 1 || (kGrouping == Grouping::kRows && kMode != Mode::kPromote) ||
+                (kGrouping == Grouping::kNone && kMode == Mode::kBlock));
   static constexpr int kGroups = kTile.groups, kSubtiles = kTile.subtiles;
   static constexpr int kLine =
       128;  // bytes of a line of a tile: a row of it, or with the summed values first 64 of one

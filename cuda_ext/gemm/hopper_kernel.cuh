@@ -12,9 +12,11 @@
 // sums of a step are added. Scales of blocks come with the tiles they belong to.
 //
 // Rows may come in groups whose sizes are on the device (hopper_groups.cuh), and then operands may be bfloat16: 128
-// bytes of k are 64 values, and the instructions, registers and shared memory of a step are the same. Then also two
-// pairs of operands may be summed, as one product of twice as many steps: those of the second pair follow, with maps of
-// their own. What is left of a step at the end of k is zeros, so that the second pair begins with a whole one.
+// bytes of k are 64 values, and the instructions, registers and shared memory of a step are the same.
+//
+// The products of several pairs of operands may be summed, as one product of the steps of all: those of the next pair
+// follow, with maps of their own. What is left of a step at the end of k is zeros, so that a pair begins with a whole
+// one.
 //
 // FLOPs 2mnk; bytes mk + nk + mn · size of d, once each, as long as the tiles of concurrent blocks share their rows in
 // L2: blocks walk the results, one below the other, in bands of kBand cluster tiles. The floor is that of the tensor
@@ -95,30 +97,62 @@ __device__ __forceinline__ void LoadB(const CUtensorMap* map, uint32_t to, int k
 }
 
 template <typename C>
-using ArgumentsOf = std::conditional_t<C::kPairs == 1, Arguments, PairsArguments>;
+using ArgumentsOf = std::conditional_t<C::kPairs == 1, Arguments, SumArguments<C::kPairs>>;
 
-// Where b's scales of blocks of a product begin, in what TMA knows of them.
+// Steps of all pairs for a place.
 template <typename C>
-__device__ __forceinline__ int FirstColumnScale(const Arguments& arguments, int product) {
-  const int first = product * static_cast<int>(arguments.problem.batch.b_scales_stride);
-  return C::kGrouping == Grouping::kNone ? first : first + arguments.groups.b_scales_before;
+__device__ __forceinline__ int StepsOf(const ArgumentsOf<C>& arguments, const Place& place) {
+  if constexpr (C::kPairs == 1) {
+    return place.steps;
+  } else {
+    return place.steps == 0 ? 0 : arguments.ends[C::kPairs - 1];
+  }
 }
 
-// The tensor maps of a pair of operands, and how many values further b's scales begin than those of the first pair.
+// The pair that a step belongs to, and the first step of it.
+template <typename C>
+__device__ __forceinline__ int PairOf(const ArgumentsOf<C>& arguments, int step, int* first) {
+  int pair = 0;
+  *first = 0;
+  if constexpr (C::kPairs > 1) {
+#pragma unroll
+    for (int i = 0; i + 1 < C::kPairs; ++i) {
+      if (step >= arguments.ends[i]) pair = i + 1, *first = arguments.ends[i];
+    }
+  }
+  return pair;
+}
+
+// Where the scales of blocks begin of the columns from n0 on of b of a product, in what TMA knows of them. `all_steps`
+// are those of the first pair.
+template <typename C>
+__device__ __forceinline__ int FirstColumnScale(const ArgumentsOf<C>& arguments, int product, int n0, int all_steps,
+                                                int pair = 0) {
+  int first = product * static_cast<int>(arguments.problem.batch.b_scales_stride), steps = all_steps;
+  if constexpr (C::kPairs > 1) {
+    if (pair > 0) {
+      steps = arguments.ends[pair] - arguments.ends[pair - 1];
+      return first + arguments.more[pair - 1].b_scales_before + n0 / C::kBN * steps;
+    }
+  }
+  if (C::kGrouping != Grouping::kNone || C::kPairs > 1) first += arguments.groups.b_scales_before;
+  return first + n0 / C::kBN * steps;
+}
+
+// The tensor maps of a pair of operands.
 struct OperandMaps {
   const CUtensorMap *a, *b, *a_scales, *b_scales;
-  int scales_apart;
 };
 
 template <typename C>
-__device__ __forceinline__ OperandMaps OperandsOf(const ArgumentsOf<C>& arguments, bool is_second) {
-  if constexpr (C::kPairs == 2) {
-    if (is_second) {
-      return {&arguments.second_a, &arguments.second_b, &arguments.second_a_scales, &arguments.second_b_scales,
-              arguments.steps + arguments.b_scales_apart};
+__device__ __forceinline__ OperandMaps OperandsOf(const ArgumentsOf<C>& arguments, int pair) {
+  if constexpr (C::kPairs > 1) {
+    if (pair > 0) {
+      const auto& of_pair = arguments.more[pair - 1];
+      return {&of_pair.a, &of_pair.b, &of_pair.a_scales, &of_pair.b_scales};
     }
   }
-  return {&arguments.a, &arguments.b, &arguments.a_scales, &arguments.b_scales, 0};
+  return {&arguments.a, &arguments.b, &arguments.a_scales, &arguments.b_scales};
 }
 
 // Sets sums to zero by a product of zeros, which settles where they lie: the sums of a product start at an even
@@ -166,12 +200,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       PrefetchTensorMap(&arguments.a_scales);
       PrefetchTensorMap(&arguments.b_scales);
     }
-    if constexpr (C::kPairs == 2) {
-      PrefetchTensorMap(&arguments.second_a);
-      PrefetchTensorMap(&arguments.second_b);
-      if constexpr (C::kMode == Mode::kBlock) {
-        PrefetchTensorMap(&arguments.second_a_scales);
-        PrefetchTensorMap(&arguments.second_b_scales);
+    if constexpr (C::kPairs > 1) {
+      for (const auto& pair : arguments.more) {
+        PrefetchTensorMap(&pair.a);
+        PrefetchTensorMap(&pair.b);
+        if constexpr (C::kMode == Mode::kBlock) {
+          PrefetchTensorMap(&pair.a_scales);
+          PrefetchTensorMap(&pair.b_scales);
+        }
       }
     }
     for (int i = 0; i < C::kStages; ++i) {
@@ -204,20 +240,21 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       }();
       while (tiles.Next(p, &tile)) {
         const Place place = tiles.PlaceOf(p, tile);
-        const auto [product, m0, first_row, end_row, first_step, steps] = place;
+        const auto [product, m0, first_row, end_row, first_step, own_steps] = place;
+        const int steps = StepsOf<C>(arguments, place);
         const int n0 = tile.n0;
         const int of_a = kIsGrouped ? 0 : product;
         const int of_b = p.batch.b_stride != 0 ? product : 0;
         const int first_row_scale = product * static_cast<int>(p.batch.a_scales_stride) + m0;
-        const int first_column_scale = FirstColumnScale<C>(arguments, product) + n0 / C::kBN * all_steps;
         if constexpr (kIsGrouped) {
           if (!feeds) continue;
           slots.Tell(place, n0);
         }
-        for (int i = 0; i < C::kPairs * steps; ++i, ring.Advance()) {
-          const bool is_second = C::kPairs == 2 && i >= steps;
-          const auto [a, b, a_scales, b_scales, scales_apart] = OperandsOf<C>(arguments, is_second);
-          const int step = first_step + (is_second ? i - steps : i);
+        for (int i = 0; i < steps; ++i, ring.Advance()) {
+          int before_pair;
+          const int pair = PairOf<C>(arguments, i, &before_pair);
+          const auto [a, b, a_scales, b_scales] = OperandsOf<C>(arguments, pair);
+          const int step = first_step + i - before_pair;
           const uint32_t barrier = full + 8 * ring.stage;
           const uint32_t to_a = tiles_a + ring.stage * C::kBytesA, to_b = tiles_b + ring.stage * C::kBytesB;
           BarrierWait(empty + 8 * ring.stage, ring.parity ^ 1);
@@ -227,7 +264,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
           if constexpr (C::kMode == Mode::kBlock) {
             const uint32_t to = scales + ring.stage * C::kBytesScales;
             LoadBox(to, a_scales, first_row_scale + step * rows, 0, barrier);
-            LoadBox(to + C::kBytesRowScales, b_scales, (first_column_scale + scales_apart + step) & ~3, 0, barrier);
+            const int first_column_scale = FirstColumnScale<C>(arguments, product, n0, all_steps, pair);
+            LoadBox(to + C::kBytesRowScales, b_scales, (first_column_scale + step) & ~3, 0, barrier);
           }
         }
       }
@@ -289,7 +327,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     }();
     while (tiles.Next(p, &tile)) {
       const Place before = tiles.PlaceOf(p, tile);
-      const int steps = C::kPairs * before.steps, n0 = tile.n0;
+      const int steps = StepsOf<C>(arguments, before), n0 = tile.n0;
       if constexpr (C::kGrouping == Grouping::kRows) {
         // Others have the tensor cores to themselves where no row of this warpgroup is written.
         const int first = before.m0 + group_row;
@@ -333,9 +371,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         static_assert(C::kMode != Mode::kBlock || C::kBN == 128);
 #pragma unroll
         for (int s = 0; s < C::kSubtiles; ++s) ClearOutOfStep<C>(total[s], TileDescriptor(TileAddress(zeros), 0));
-        const int first_of_product = FirstColumnScale<C>(arguments, before.product) + before.first_step;
-        uint32_t column =
-            4 * (first_of_product + n0 / C::kBN * all_steps & 3);  // of the columns' scale in its box, in bytes
+        const int first_column_scale = FirstColumnScale<C>(arguments, before.product, n0, all_steps);
+        uint32_t column = 4 * (first_column_scale + before.first_step & 3);  // of their scale in its box, in bytes
         bool ready = BarrierTest(full + 8 * ring.stage, ring.parity);
         for (int step = 0; step < steps; ++step) {
           if (!ready) BarrierWait(full + 8 * ring.stage, ring.parity);
@@ -352,22 +389,27 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
               scale[1] = scale_b * LoadShared(of_rows + 4 * (s * 64 + 8));
             };
             // With two products a step, best while the first runs: among the additions before the second.
-            const bool before = C::kSubtiles == 1 || s > 0;
-            if (C::kMode == Mode::kBlock && before) read_scales();
+            const bool reads_first = C::kSubtiles == 1 || s > 0;
+            if (C::kMode == Mode::kBlock && reads_first) read_scales();
             Pin(partial);
             WgmmaFence();
             multiply(partial, s * 64, false);
             WgmmaCommit();
             Pin(partial);
-            if (C::kMode == Mode::kBlock && !before) read_scales();
+            if (C::kMode == Mode::kBlock && !reads_first) read_scales();
             WgmmaWait<0>();
             if (s == C::kSubtiles - 1) {
               release(ring.stage);
               ring.Advance();
-              if constexpr (C::kPairs == 2) {
-                if (step + 1 == arguments.steps) column += 4 * arguments.b_scales_apart;
-              }
               column = (column + 4) & 12;
+              if constexpr (C::kPairs > 1) {
+#pragma unroll
+                for (int pair = 1; pair < C::kPairs; ++pair) {
+                  if (step + 1 == arguments.ends[pair - 1]) {
+                    column = 4 * (FirstColumnScale<C>(arguments, before.product, n0, all_steps, pair) & 3);
+                  }
+                }
+              }
               ready = BarrierTest(full + 8 * ring.stage, ring.parity);
             }
 #pragma unroll

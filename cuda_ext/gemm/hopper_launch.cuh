@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include "common/cuda_status.h"
@@ -67,9 +68,11 @@ inline cudaError_t CurrentDevice(Device* device) {
 // Cycles that a problem takes, from those of a step and of an epilogue (docs/measurements.md): what decides between
 // configurations is how many rounds of clusters their tiles need.
 template <typename C>
-double Cycles(const Problem& problem, int clusters) {
+double Cycles(const Problem& problem, int clusters, std::span<const OperandPair> more = {}) {
   const double rounds = static_cast<double>((ClusterTiles<C>(problem) + clusters - 1) / clusters);
-  return rounds * (CeilDiv(problem.k, C::kBK) * C::kStepCycles + C::kTileCycles);
+  int steps = CeilDiv(problem.k, C::kBK);
+  for (const OperandPair& pair : more) steps += CeilDiv(pair.k, C::kBK);
+  return rounds * (steps * C::kStepCycles + C::kTileCycles);
 }
 
 // Describes the arrays of a batch of products, or of groups, each of which is one of them.
@@ -114,22 +117,44 @@ Status Start(cudaStream_t stream, const ArgumentsOf<C>& arguments, int clusters,
   return Check(cudaGetLastError(), "kernel launch");
 }
 
+// Describes the operands of further pairs, which are like the problem's own but for k.
 template <typename C>
-Status Launch(cudaStream_t stream, const Problem& problem, const Device& device) {
-  Arguments arguments{};
+Status DescribeMore(ArgumentsOf<C>& arguments, const Problem& problem, std::span<const OperandPair> more) {
+  if constexpr (C::kPairs > 1) {
+    int end = arguments.ends[0] = CeilDiv(problem.k, C::kBK);
+    for (int i = 0; i + 1 < C::kPairs; ++i) {
+      Problem of_pair = problem;
+      of_pair.a = more[i].a, of_pair.b = more[i].b, of_pair.k = more[i].k;
+      Arguments described{};
+      described.groups.b_scales_before = ScalesBefore(of_pair.b);
+      if (Status s = Describe<C>(described, of_pair); !s.ok()) return s;
+      arguments.more[i] = {described.a, described.b, described.a_scales, described.b_scales,
+                           described.groups.b_scales_before};
+      arguments.ends[i + 1] = end += CeilDiv(of_pair.k, C::kBK);
+    }
+  }
+  return Status::Ok();
+}
+
+template <typename C>
+Status Launch(cudaStream_t stream, const Problem& problem, const Device& device,
+              std::span<const OperandPair> more = {}) {
+  ArgumentsOf<C> arguments{};
+  if constexpr (C::kPairs > 1) arguments.groups.b_scales_before = ScalesBefore(problem.b);
   if (Status s = Describe<C>(arguments, problem); !s.ok()) return s;
+  if (Status s = DescribeMore<C>(arguments, problem, more); !s.ok()) return s;
   return Start<C>(stream, arguments, std::min(ClusterTiles<C>(problem), device.clusters), 0);
 }
 
 // The configuration of fewest cycles.
 template <typename First, typename Second>
-Status LaunchBest(cudaStream_t stream, const Problem& problem) {
+Status LaunchBest(cudaStream_t stream, const Problem& problem, std::span<const OperandPair> more = {}) {
   Device device;
   if (Status s = Check(CurrentDevice(&device), "cudaGetDevice"); !s.ok()) return s;
-  if (Cycles<Second>(problem, device.clusters) < Cycles<First>(problem, device.clusters)) {
-    return Launch<Second>(stream, problem, device);
+  if (Cycles<Second>(problem, device.clusters, more) < Cycles<First>(problem, device.clusters, more)) {
+    return Launch<Second>(stream, problem, device, more);
   }
-  return Launch<First>(stream, problem, device);
+  return Launch<First>(stream, problem, device, more);
 }
 
 // Three warpgroups with 64 rows each, or two with 128. Where one scale follows all sums and they are promoted, three
@@ -143,15 +168,16 @@ using Tile256 = Config<kProduct, TileShape{.groups = 2,
                                            .staged_boxes = kProduct.mode == Mode::kPromote ? 4 : 1}>;
 
 template <Product kProduct>
-Status RunProduct(cudaStream_t stream, const Problem& problem) {
-  return LaunchBest<Tile192<kProduct>, Tile256<kProduct>>(stream, problem);
+Status RunProduct(cudaStream_t stream, const Problem& problem, std::span<const OperandPair> more = {}) {
+  return LaunchBest<Tile192<kProduct>, Tile256<kProduct>>(stream, problem, more);
 }
 
-template <Mode kMode>
-Status RunFormats(cudaStream_t stream, const Problem& problem) {
-  if (problem.a.type == Type::kE5M2) return RunProduct<Product{Formats::kE5M2E4M3, kMode}>(stream, problem);
-  if (problem.b.type == Type::kE5M2) return RunProduct<Product{Formats::kE4M3E5M2, kMode}>(stream, problem);
-  return RunProduct<Product{Formats::kE4M3E4M3, kMode}>(stream, problem);
+template <Mode kMode, int kPairs = 1>
+Status RunFormats(cudaStream_t stream, const Problem& problem, std::span<const OperandPair> more = {}) {
+  constexpr auto product = [](Formats formats) { return Product{.formats = formats, .mode = kMode, .pairs = kPairs}; };
+  if (problem.a.type == Type::kE5M2) return RunProduct<product(Formats::kE5M2E4M3)>(stream, problem, more);
+  if (problem.b.type == Type::kE5M2) return RunProduct<product(Formats::kE4M3E5M2)>(stream, problem, more);
+  return RunProduct<product(Formats::kE4M3E4M3)>(stream, problem, more);
 }
 
 // One for each mode, in a file of its own: they compile side by side.

@@ -26,7 +26,7 @@ Piece Group(const Problem& example, int64_t group, Range rows) {
   const gemm::Problem member = gemm::MemberOf(example.product, group);
   if (!example.grouped_sums) {
     Piece piece{member, rows, {0, member.k}};
-    if (example.second) piece.second = gemm::MemberOf(example.product, *example.second, group);
+    if (example.second) piece.more = {gemm::MemberOf(example.product, *example.second, group)};
     return piece;
   }
   Piece piece{member, {0, member.m}, rows};

@@ -112,7 +112,7 @@ std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer 
   product.a = {a.untyped_data(), gemm::Present<const float>(a_scales), product.a.type, a_summed_first};
   product.b = {b.untyped_data(), gemm::Present<const float>(b_scales), product.b.type, b_summed_first};
   if (has_second) {
-    problem.second = {product.a, product.b};
+    problem.second = {product.a, product.b, product.k};
     problem.second->a.data = second.a.untyped_data();
     problem.second->a.scales = gemm::Present<const float>(second.a_scales);
     problem.second->b.data = second.b.untyped_data();

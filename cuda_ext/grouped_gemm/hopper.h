@@ -3,16 +3,11 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-
 #include "common/status.h"
 #include "gemm/gemm.h"
 #include "gemm/hopper.h"
 
 namespace te::gemm::hopper {
-
-// Values between the multiple of 16 bytes that TMA is told and b's scales.
-inline int ScalesBefore(const Operand& b) { return static_cast<int>(reinterpret_cast<uintptr_t>(b.scales) % 16 / 4); }
 
 // One example of a grouped_gemm::Problem, whose batch counts the groups: FP8 operands, not both E5M2, or bfloat16 ones.
 // Where sums are grouped, the latter have their summed values first. Arrays begin at multiples of 16 bytes, and so do

@@ -43,17 +43,7 @@ Status LaunchGrouped(cudaStream_t stream, const Problem& problem, Groups groups,
   ArgumentsOf<C> arguments{};
   arguments.groups = groups;
   if (Status s = Describe<C>(arguments, problem); !s.ok()) return s;
-  if constexpr (C::kPairs == 2) {
-    Problem other = problem;
-    other.a = second->a, other.b = second->b;
-    Arguments of_other{};
-    of_other.groups.b_scales_before = ScalesBefore(other.b);
-    if (Status s = Describe<C>(of_other, other); !s.ok()) return s;
-    arguments.second_a = of_other.a, arguments.second_b = of_other.b;
-    arguments.second_a_scales = of_other.a_scales, arguments.second_b_scales = of_other.b_scales;
-    arguments.steps = CeilDiv(problem.k, C::kBK);
-    arguments.b_scales_apart = of_other.groups.b_scales_before - groups.b_scales_before - arguments.steps;
-  }
+  if (Status s = DescribeMore<C>(arguments, problem, {second, second == nullptr ? 0u : 1u}); !s.ok()) return s;
   // As many parts at once as have room in shared memory.
   constexpr int kRanges = (kSharedBytes - C::kBytes) / (C::kGrouping == Grouping::kRows ? 8 : 4) - 1;
   const int parts_at_once = kRanges / (groups.count + 2), parts = groups.parts;

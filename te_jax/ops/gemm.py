@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, overload
 
 import jax
@@ -13,6 +14,7 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype, as_flag, is_whole_number
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT
+from te_jax.ops._gemm_sum import sharded_sum
 from te_jax.ops.gemm_product import (
     Algorithm,
     GemmSpec,
@@ -28,7 +30,7 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling
 from te_jax.reference.gemm import GemmResult
 
-__all__ = ["Algorithm", "GemmResult", "gemm", "unsupported"]
+__all__ = ["Algorithm", "GemmResult", "gemm", "gemm_sum", "unsupported"]
 
 Contracting = Literal["cols", "rows"]
 Operand = QuantizedArray | jax.typing.ArrayLike
@@ -195,6 +197,52 @@ def gemm(
     }
     results = _run({name: arrays[name] for name in spec.operands}, spec)
     return GemmResult(*results) if spec.save_preactivation else results[0]
+
+
+def gemm_sum(
+    pairs: Sequence[tuple[QuantizedArray, QuantizedArray]],
+    *,
+    rhs_contracting: Contracting = "rows",
+    out_dtype: jax.typing.DTypeLike,
+    implementation: native.Implementation | None = None,
+) -> Array:
+    """The sum of several products of blocks, rounded once. A pair is lhs and rhs of `gemm`; see there.
+
+    The native kernel adds up two or three in one pass: no product is written. Pairs have the same outer dimensions, and
+    each sums over dimensions of its own.
+    """
+    copies = [_copies(lhs, rhs, "cols", rhs_contracting, None) for lhs, rhs in pairs]
+    use_native = native.use_native(implementation, unsupported("block_1x128"))
+    for a, b in copies:
+        _validate_operands(a, b)
+    specs = tuple(
+        GemmSpec(
+            a_outer_ndim=len(a.outer),
+            b_outer_ndim=len(b.outer),
+            summed_ndim=len(a.summed),
+            a_summed_first=False,
+            b_summed_first=False,
+            scaling="block",
+            dtype=np.dtype(np.float32),
+            product_dtype=np.dtype(np.float32),
+            native=use_native,
+            bias=False,
+            activation=None,
+            save_preactivation=False,
+            accumulator=None,
+            fast_accumulation=False,
+            algorithm="te_jax",
+            whole=factors_kept_whole("block", {"m": a.outer, "n": b.outer, "k": a.summed}),
+        )
+        for a, b in copies
+    )
+    arrays = [{"a": a.values, "b": b.values, "a_scale_inv": a.scale_inv, "b_scale_inv": b.scale_inv} for a, b in copies]
+    return _run_sum(arrays, specs, np.dtype(out_dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=sharding.INLINE)
+def _run_sum(pairs: list[dict[str, Array]], specs: tuple[GemmSpec, ...], dtype: np.dtype) -> Array:
+    return sharded_sum(specs, dtype, pairs)
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.

@@ -37,7 +37,7 @@ _COPY_SCALINGS: dict[Scaling, tuple[CopyScaling, CopyScaling]] = {
     "block": ("block_1x128", "block_128x128"),
 }
 
-_BLOCK_ROW_MULTIPLE = 4
+BLOCK_ROW_MULTIPLE = 4
 """The kernel of blocks reads the scales of four rows at a time."""
 
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
@@ -164,10 +164,10 @@ def _per_shard(spec: GemmSpec) -> Callable[..., tuple[Array, ...]]:
     in_place = spec.native and spec.accumulator is not None and spec.product_dtype == spec.dtype
 
     @sharding.per_shard(
-        _rule(spec),
+        rule_of(spec),
         axes_of=over_k,
         replicated=spec.whole,
-        sizes={f"{group}_": size for group, size in _granularity(spec.scaling).items() if spec.factors(group)},
+        sizes={f"{group}_": size for group, size in shard_multiples(spec.scaling).items() if spec.factors(group)},
         reuse={names.index("accumulator"): _D} if in_place else None,
     )
     def local(*operands: Array, axes: Mapping[str, Sequence[str]], reuse: Mapping[int, int] | None = None):
@@ -288,7 +288,7 @@ def _aligned(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[GemmSpec, dic
     b_outer = _groups(spec, "b", arrays)[1]
     m, n, k = (math.prod(sizes) for sizes in (a_outer, b_outer, summed))
     # Not -k % 16: of that, symbolic sizes of jax.export do not know that the sum is a multiple.
-    row_multiple = _BLOCK_ROW_MULTIPLE if spec.scaling == "block" else 1
+    row_multiple = BLOCK_ROW_MULTIPLE if spec.scaling == "block" else 1
     more_m, more_k = (-(-size // step) * step - size for size, step in ((m, row_multiple), (k, FP8_ALIGNMENT)))
     if not (more_m or more_k):
         return None
@@ -335,7 +335,7 @@ def _row_lengths(spec: GemmSpec, arrays: Mapping[str, Array]) -> list[int]:
 # kernels can address; a compound factor of the last dimension of a group says so.
 
 
-def _granularity(scaling: Scaling) -> dict[Group, int]:
+def shard_multiples(scaling: Scaling) -> dict[Group, int]:
     """Multiples of which a shard must have, by group."""
     if scaling == "none":
         return {}
@@ -353,18 +353,18 @@ def factors_kept_whole(scaling: Scaling, sizes: Mapping[Group, tuple[int, ...]])
     """
     return tuple(
         f"{group}{i}"
-        for group, granularity in _granularity(scaling).items()
+        for group, multiple in shard_multiples(scaling).items()
         for i in range(len(sizes[group]) - 1)
-        if sizes[group][-1] % granularity
+        if sizes[group][-1] % multiple
     )
 
 
-def _rule(spec: GemmSpec) -> str:
-    granularity = _granularity(spec.scaling)
+def rule_of(spec: GemmSpec) -> str:
+    multiples = shard_multiples(spec.scaling)
 
     def dimensions(group: Group) -> str:
         factors = list(spec.factors(group))
-        if factors and group in granularity:
+        if factors and group in multiples:
             factors[-1] = f"({factors[-1]} {group}_)"
         return " ".join(factors)
 

@@ -175,6 +175,17 @@ def gemm(draw: Draw) -> Call:
     )
 
 
+def gemm_sum(draw: Draw) -> Call:
+    m, n, count, operands = draw.extent(), draw.extent(), draw.one([2, 3]), []
+    types = scaled_types(draw, "block")
+    for _ in range(count):
+        k = max(draw.extent(), 1)
+        scales = (scale_count("block", m, k),), (scale_count("block", n, k, square=True),)
+        operands += [((m, k), types[0]), ((n, k), types[1]), *((shape, F32) for shape in scales)]
+    operands += [((0,), F32)] * (12 - len(operands))
+    return Call("te_gemm_sum", operands, [((m, n), draw.one(PLAIN))], {})
+
+
 def grouped_gemm(draw: Draw) -> Call:
     scaling = draw.one(["none", "none", "tensor", "row", "block"])
     plain, batch, sums = scaling == "none", draw.shape(1), draw.chance(0.5)
@@ -596,7 +607,7 @@ def fits(array: Array) -> bool:
 def draw_call(seed: int, number: int) -> tuple[Call, Draw]:
     draw = Draw(seed, number)
     make: Callable[[Draw], Call] = draw.one(
-        [gemm, gemm, grouped_gemm, quantization, activation, norm, cross_entropy, offload, *(collective,) * 2]
+        [gemm, gemm, gemm_sum, grouped_gemm, quantization, activation, norm, cross_entropy, offload, *(collective,) * 2]
     )
     while True:
         call = make(draw)

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import sharding
-from te_jax.ops.gemm import gemm
+from te_jax.ops.gemm import gemm, gemm_sum
 from te_jax.ops.linear.arguments import Shape, sequence_padding, whole_blocks
 from te_jax.ops.linear.products import Products, Weight, Wgrad, together
 from te_jax.ops.linear.rule import linear
@@ -130,10 +130,12 @@ class LocalProducts(Products):
         return jax.vjp(functools.partial(activate, self.activation), preactivation)[1](dy)[0]
 
     def dgrad(self, dy8s, kernel8s, group, layout: Layout):
-        products = (
-            layout.apply(self.gemm("dgrad", dy8, kernel8, out_dtype=layout.dtype))
-            for dy8, kernel8 in zip(dy8s, kernel8s, strict=True)
-        )
+        pairs = list(zip(dy8s, kernel8s, strict=True))
+        if len(pairs) > 1 and dy8s[0].scaling == "block_1x128":
+            options: Any = {"out_dtype": layout.dtype, "implementation": self.implementation}
+            options["rhs_contracting"] = "rows" if self.kernel_contracting == "last" else "cols"
+            return layout.apply(gemm_sum(pairs, **options)), dy8s
+        products = (layout.apply(self.gemm("dgrad", *pair, out_dtype=layout.dtype)) for pair in pairs)
         return _sum(*products), dy8s
 
     def wgrads(self, x8, dy8s, group=None):
