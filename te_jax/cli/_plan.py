@@ -158,13 +158,11 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
 def _max_segments(begins: np.ndarray, seq_len: int) -> int | None:
     """`DecoderConfig.max_segments_per_seq`: a power of two, so that another text seldom changes the program.
 
-    None takes a mask: before Hopper, where cuDNN needs one, and if a window has more than one document for 64 tokens.
-    With a bound cuDNN visits bound · seq_len / 128 blocks in a head, most of them empty, and with a mask it computes
-    (seq_len / 128)² / 2. This is arithmetic, not a measurement.
+    None takes a mask, which cuDNN needs before Hopper; on an H100 it was slower for all bounds that were measured.
     """
-    bound = 1 << (_text.most_documents(begins, seq_len) - 1).bit_length()
-    hopper = (native.compute_capability() or (9, 0)) >= (9, 0)
-    return bound if hopper and 64 * bound <= seq_len else None
+    if (native.compute_capability() or (9, 0)) < (9, 0):
+        return None
+    return 1 << (_text.most_documents(begins, seq_len) - 1).bit_length()
 
 
 def _check_experts(options: Options) -> None:

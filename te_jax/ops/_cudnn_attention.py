@@ -30,6 +30,8 @@ Operands = Mapping[str, Array]
 MAX_HEAD_DIM = 256
 # The cotangent of the log-sum-exp needs three more columns; head_dim stays a multiple of 8.
 _LSE_COLUMNS = 8
+# The last of `_Call.tiers` takes all segments of up to so many tokens: cuDNN's blocks have as many.
+_SHORTEST_TIER = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,17 +178,21 @@ def backward(
         wide_out, wide_dout = _with_columns(out), _with_columns(dout, _summands(jnp.swapaxes(dlse, -1, -2), dout.dtype))
     call = _Call.of(operands if dlse is None else _with_lse_columns(operands), masks)
     lse = lse.reshape(call.batch, call.heads, call.t)
-    dquery, dkey, dvalue, *dbias = call.run(
-        call.inputs,
-        call.bias if "bias" in wanted else [],
-        *call.inputs,
-        lse if call.packed is None else call.packed.packed(lse),
-        call.folded(wide_dout),
-        *call.bias,
-        call.folded(wide_out),
-        *call.lengths,
-        backward=True,
-    )
+    results: list[Array] = []
+    for tier in call.tiers():
+        of_tier = tier.run(
+            tier.inputs,
+            tier.bias if "bias" in wanted else [],
+            *tier.inputs,
+            lse if tier.packed is None else tier.packed.packed(lse),
+            tier.folded(wide_dout),
+            *tier.bias,
+            tier.folded(wide_out),
+            *tier.lengths,
+            backward=True,
+        )
+        results = [*of_tier] if tier.packed is None or not results else tier.packed.select(of_tier, results)
+    dquery, dkey, dvalue, *dbias = results
     for name, gradient in (("query", dquery), ("key", dkey), ("value", dvalue)):
         gradients[name] = gradient[..., : out.shape[-1]].reshape(operands[name].shape)
     if rows is not None:
@@ -218,16 +224,18 @@ def _with_lse_columns(operands: Operands) -> Operands:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Packed:
-    """Where segments are, one after the other, that many sequences consist of.
+    """Where segments are in a batch of sequences: all of them, or those of a range of lengths.
 
     Attributes:
-      segment: int32 [B · T], that of each token.
+      segment: int32 [B · T], that of each token; S or more if the token is in none of these.
       offsets: int32 [S + 1], the tokens before each segment, and before the end for S - n that there are not.
-      time: tokens of a sequence.
+      lengths: int32 [S], the tokens of each segment.
+      time: the most tokens that a segment can have.
     """
 
     segment: Array
     offsets: Array
+    lengths: Array
     time: int
 
     @classmethod
@@ -236,11 +244,27 @@ class _Packed:
         begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         segment = jnp.cumsum(begins.ravel(), dtype=jnp.int32) - 1
         places = lax.broadcasted_iota(jnp.int32, (count + 1, segment.size), 0)
-        return cls(segment, jnp.sum(segment[None] < places, axis=1, dtype=jnp.int32), ids.shape[1])
+        offsets = jnp.sum(segment[None] < places, axis=1, dtype=jnp.int32)
+        return cls(segment, offsets, offsets[1:] - offsets[:-1], ids.shape[1])
 
-    @property
-    def lengths(self) -> Array:
-        return self.offsets[1:] - self.offsets[:-1]
+    def tier(self, shortest: int, longest: int, count: int) -> _Packed:
+        """The segments of `shortest` to `longest` tokens, of which there are at most `count`."""
+        inside = (self.lengths >= shortest) & (self.lengths <= longest)
+        ranks = jnp.cumsum(inside, dtype=jnp.int32)
+        places = lax.broadcasted_iota(jnp.int32, (count + 1, inside.size), 0)
+        indices = jnp.sum(ranks[None] <= places, axis=1, dtype=jnp.int32)  # S behind the last one
+        segment = jnp.where(inside, ranks - 1, count)[self.segment]
+        return _Packed(segment, self.offsets[indices], jnp.pad(self.lengths, (0, 1))[indices[:-1]], longest)
+
+    def operands(self, query: Array, key: Array) -> tuple[Array, ...]:
+        """Lengths and offsets as cuDNN takes them: the latter count values."""
+        return (self.lengths, self.lengths, *(self.offsets * math.prod(x.shape[-2:]) for x in (query, key)))
+
+    def select(self, of_these: Sequence[Array], of_others: Sequence[Array]) -> list[Array]:
+        """The former for tokens of these segments, for which alone they are defined, and the latter for others."""
+        inside = (self.segment < self.lengths.size).reshape(*of_others[0].shape[:2], 1, 1)
+        pairs = zip(of_these, of_others, strict=True)
+        return [jnp.where(inside, one.reshape(other.shape), other) for one, other in pairs]
 
     def unpacked(self, of_segments: Array) -> Array:
         """[B, N, T] of tokens, from [S, N, T] where each segment begins at 0."""
@@ -295,8 +319,7 @@ class _Call:
         if "query_segment_ids" in operands and masks.max_segments_per_seq is not None:
             segments = max(masks.max_segments_per_seq, 2)  # one is a call without segments
             packed = _Packed.of(folded(operands["query_segment_ids"], 1), batch * segments)
-            of_values = (packed.offsets * math.prod(operands[name].shape[-2:]) for name in ("query", "key"))
-            lengths = (packed.lengths, packed.lengths, *of_values)
+            lengths = packed.operands(query, operands["key"])
         elif "query_segment_ids" in operands:
             same = operands["query_segment_ids"][..., :, None] == operands["key_segment_ids"][..., None, :]
             bias = (folded(jnp.where(same, 0.0, _lowest(query.dtype))[..., None, :, :].astype(query.dtype), 3),)
@@ -307,8 +330,47 @@ class _Call:
         inputs = tuple(folded(operands[name], 3) for name in ("query", "key", "value"))
         return cls(batch, t, s, heads, inputs, bias, lengths, segments, packed, masks)
 
+    def tiers(self) -> list[_Call]:
+        """Calls of the backward pass, each for a range of lengths of segments, so that many need no more memory.
+
+        XLA does not tell cuDNN how many tokens there are, so the workspace has `longest` tokens for each slot. At most
+        T // (l + 1) segments of a sequence are longer than l tokens: with l = longest / 4 and a slot for each, the
+        workspace has at most 4 T tokens of a sequence.
+        """
+        calls, longest, t = [], self.t, self.t
+        while self.segments * longest > 4 * t:
+            shorter = max(longest // 4, _SHORTEST_TIER)
+            if t % shorter or 2 * shorter > longest:
+                break
+            calls.append(self._tier(shorter + 1, longest, t // (shorter + 1)))
+            longest = shorter
+        return [*calls, self._tier(1, longest, self.segments)] if calls else [self]
+
+    def _tier(self, shortest: int, longest: int, most: int) -> _Call:
+        """The call for segments of `shortest` to `longest` tokens, of which a sequence has at most `most`.
+
+        cuDNN takes the length of a sequence as the limit of a segment's: the same tokens are shorter sequences here.
+        """
+        assert self.packed is not None
+        batch = self.batch * self.t // longest
+        segments = max(-(-most * longest // self.t), 2)
+        packed = self.packed.tier(shortest, longest, batch * segments)
+        query, key, value = (x.reshape(batch, longest, *x.shape[-2:]) for x in self.inputs)
+        window = self.masks.window
+        return dataclasses.replace(
+            self,
+            batch=batch,
+            t=longest,
+            s=longest,
+            inputs=(query, key, value),
+            lengths=packed.operands(query, key),
+            segments=segments,
+            packed=packed,
+            masks=dataclasses.replace(self.masks, window=None if window is None or window >= longest else window),
+        )
+
     def folded(self, x: Array) -> Array:
-        return x.reshape(self.batch, *x.shape[-3:])
+        return x.reshape(self.batch, self.t, *x.shape[-2:])
 
     def run(
         self, like: Sequence[Array], others: Sequence[Any], *buffers: Array, backward: bool = False

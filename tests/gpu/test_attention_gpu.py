@@ -109,23 +109,42 @@ def test_cudnn(name, extra, lse, rng):
     check(arguments, options, oracle.visible(B, T, S, **of_mask), rng, lse=lse)
 
 
+def mask_of_runs(runs, *, causal=False, window=None):
+    """`oracle.visible` of long sequences, where pair by pair takes long."""
+    positions = np.arange(runs.shape[1])
+    distance = positions[:, None] - positions
+    near = (distance >= 0 if causal else True) & (distance < (window or positions.size))
+    return (runs[:, :, None] == runs[:, None]) & near
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 40}], ids=str)
 @pytest.mark.parametrize("extra", ["", "sinks", "lse"])
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "dtype"), [(8, 64, "bfloat16"), (2, 128, "bfloat16"), (1, 192, "float16")]
 )
-def test_packed_segments(kv_heads, head_dim, dtype, extra, options, rng):
-    """Segments have any lengths; one sequence has as many as may be, and others have fewer."""
-    t, most = int(rng.integers(130, 400)), 9
-    counts = (most, *rng.integers(1, most, B - 1))
-    begins = [np.sort(rng.choice(np.arange(1, t), count - 1, replace=False)) for count in counts]
-    runs = np.stack([np.searchsorted(of_sequence, np.arange(t), side="right") for of_sequence in begins])
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_packed_segments(calls, kv_heads, head_dim, dtype, extra, options, rng):
+    """Segments have any lengths; one sequence has as many as may be, another one, and the last fewer.
+
+    Their gradients take so many calls of cuDNN, each for a range of lengths.
+    """
+    t, most = {1: (int(rng.integers(130, 400)), 9), 2: (4 * int(rng.integers(128, 200)), 9), 3: (2048, 40)}[calls]
+    counts = most, 1, int(rng.integers(2, most))
+    runs = np.stack([oracle.random_runs(rng, t, count) for count in counts])
     arguments = draw(rng, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, t=t, s=t)
     if extra == "sinks":
         arguments["sinks"] = normal(rng, 8)
-    mask = oracle.visible(B, t, t, **options, segments=(runs, runs))
     packed = {"segment_ids": runs % 3, "max_segments_per_seq": most}
-    check(arguments, {**packed, **options}, mask, rng, lse=extra == "lse")
+    check(arguments, {**packed, **options}, mask_of_runs(runs, **options), rng, lse=extra == "lse")
+
+
+@pytest.mark.parametrize("length", [40, 300, 2048])
+def test_packed_segments_of_one_length(length, rng):
+    """Of the three calls for gradients two have no segments."""
+    runs = np.broadcast_to(np.arange(2048) // length, (B, 2048))
+    arguments = draw(rng, t=2048, s=2048)
+    packed = {"segment_ids": runs, "max_segments_per_seq": 64}
+    check(arguments, {**packed, "causal": True}, mask_of_runs(runs, causal=True), rng)
 
 
 @pytest.mark.parametrize("batch", [1, B])

@@ -21,6 +21,14 @@ def visible(batch, queries, keys, *, causal=False, window=None, q_lengths=None, 
     return mask
 
 
+def random_runs(rng, length, count):
+    """The numbers of `count` segments of a sequence, [length], whose lengths are of all magnitudes."""
+    weights = 1 / np.arange(1, length)
+    begins = rng.choice(np.arange(1, length), count - 1, replace=False, p=weights / weights.sum())
+    lengths = rng.permutation(np.diff(np.sort(begins), prepend=0, append=length))
+    return np.repeat(np.arange(count), lengths)
+
+
 def attention(query, key, value, mask, *, bias=None, sinks=None, scale=None):
     """(output [B, T, N, H], log-sum-exp [B, T, N]) in the dtype of query, of operands as in `te_jax.ops.attention`."""
     heads, group = query.shape[2], query.shape[2] // key.shape[2]

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 import re
 
 import jax
@@ -325,6 +324,52 @@ def test_calls_of_packed_segments_are_those_of_jax(window, monkeypatch, rng):
     assert found[0][1]["cudnn_fmha_backend_config"]["max_seg_per_batch"] == 5
 
 
+def sizes(program):
+    """(tokens of a sequence, slots for segments) of the calls of cuDNN."""
+    for _, configuration, _ in described(program):
+        config = configuration["cudnn_fmha_backend_config"]
+        batch, _, t, _ = map(int, config["intermediate_tensor_shape"]["dimensions"])
+        yield t, batch * config["max_seg_per_batch"]
+
+
+@pytest.mark.parametrize(
+    ("t", "most", "longest"),
+    [
+        (8192, 1, [8192]),
+        (8192, 4, [8192]),
+        (8192, 5, [8192, 2048]),
+        (8192, 16, [8192, 2048]),
+        (8192, 17, [8192, 2048, 512]),
+        (8192, 256, [8192, 2048, 512, 128]),
+        (4096, 128, [4096, 1024, 256, 128]),
+        (640, 16, [640, 160]),
+        (128, 4, [128]),
+    ],
+)
+@pytest.mark.parametrize("around", ["", "vmap", "shard_map"])
+def test_memory_of_gradients_of_packed_segments(around, t, most, longest, make_mesh):
+    """Their calls have room for at most four times the tokens that there are, however many segments."""
+    mesh = make_mesh({"data": AxisType.Auto})
+    lead = {"": (B,), "vmap": (2, B), "shard_map": (mesh.size * B,)}[around]
+    heads = {"query": 4, "key": 2, "value": 2}
+    arguments = {name: jax.ShapeDtypeStruct((*lead, t, n, 64), jnp.bfloat16) for name, n in heads.items()}
+    ids = jax.ShapeDtypeStruct((B, t), jnp.int32)
+
+    def step(arguments, ids):
+        options = {"causal": True, "window": 300, "segment_ids": ids, "max_segments_per_seq": most}
+        return jax.grad(loss_of(**options))(arguments)
+
+    if around == "vmap":
+        step = jax.vmap(step, in_axes=(0, None))
+    elif around == "shard_map":
+        step = jax.shard_map(step, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    forward, *backward = sizes(for_cuda(step, arguments, ids))
+    batch = 2 * B if around == "vmap" else B
+    assert forward == (t, batch * max(most, 2))
+    assert [time for time, _ in backward] == longest
+    assert all(slots * time <= 4 * batch * t for time, slots in backward)
+
+
 @pytest.mark.parametrize("differentiated", [True, False])
 def test_a_constant_bias_has_no_gradient(differentiated, rng):
     """It would be as large as the bias."""
@@ -483,102 +528,99 @@ def test_heads(rng):
 
 
 def emulated(target, types, *, legacy_backend_config, **_):
-    """`jax.ffi.ffi_call` of cuDNN's attention: its formulas in NumPy, in float32, and NaN where it promises
-    nothing."""
+    """`jax.ffi.ffi_call` of cuDNN's attention."""
     config = json.loads(legacy_backend_config)["cudnn_fmha_backend_config"]
-    if config["max_seg_per_batch"] > 1:
-        return emulated_segments(target, types, config)
+    compute = emulated_segments if config["max_seg_per_batch"] > 1 else emulated_sequences
+    return lambda *buffers: jax.pure_callback(
+        lambda *buffers: compute(target, types, config, *map(np.asarray, buffers)), tuple(types), *buffers
+    )
+
+
+@np.errstate(invalid="ignore")
+def emulated_sequences(target, types, config, *buffers):
+    """Its formulas in NumPy, in float32, and NaN where it promises nothing."""
     backward, biased = "Backward" in target, "Bias" in target
     padded, causal = "PADDING" in config["mask_type"], "CAUSAL" in config["mask_type"]
-    window = config["sliding_window_length"]
-
-    def call(*buffers):
-        buffers = [np.asarray(x) for x in buffers]
-        q, k, v = (x.astype(np.float32) for x in buffers[:3])
-        del buffers[:3]
-        stats, dout = (buffers.pop(0) for _ in range(2)) if backward else (None, None)
-        bias = buffers.pop(0) if biased else None
-        out = buffers.pop(0) if backward else None
-        lengths = buffers if padded else None
-        batch, t, heads, _ = q.shape
-        s, group = k.shape[1], heads // k.shape[2]
-        mask = oracle.visible(
-            batch,
-            t,
-            s,
-            causal=causal,
-            window=window or None,
-            q_lengths=lengths and lengths[0],
-            k_lengths=lengths and lengths[1],
-        )
-        assert lengths is None or (np.stack(lengths) > 0).all()  # cuDNN gives NaN
-        keys, values = (np.repeat(x, group, axis=2) for x in (k, v))
-        scores = config["fmha_scale"] * np.einsum("btnh,bsnh->bnts", q, keys)
-        if biased:
-            scores = scores + bias.astype(np.float32)
-        scores = np.where(mask[:, None], scores, np.float32(-np.inf))
-        empty = ~mask.any(-1)
-        workspace = np.zeros(types[-1].shape, types[-1].dtype)
-        if not backward:
-            lse = np.where(empty[:, None], np.float32(np.nan), np.logaddexp.reduce(scores, axis=-1))
-            out = np.einsum("bnts,bsnh->bnth", np.exp(scores - lse[..., None]), values)
-            return out.astype(types[0].dtype), lse, workspace
-        p = np.exp(scores - stats[..., None])
-        dp = np.einsum("btnh,bsnh->bnts", dout.astype(np.float32), values)
-        delta = np.sum(dout.astype(np.float32) * out.astype(np.float32), axis=-1)
-        ds = p * (dp - np.swapaxes(delta, 1, 2)[..., None])
-        dq = config["fmha_scale"] * np.einsum("bnts,bsnh->bnth", ds, keys)
-        dk = config["fmha_scale"] * np.einsum("bnts,btnh->bnsh", ds, q)
-        dv = np.einsum("bnts,btnh->bnsh", p, dout.astype(np.float32))
-        dk, dv = (x.reshape(batch, heads // group, group, s, -1).sum(2) for x in (dk, dv))
-        dq = np.where(empty[:, None, :, None], np.nan, dq)
-        if padded:
-            behind = (np.arange(s) >= lengths[1][:, None])[:, None, :, None]
-            dk, dv = (np.where(behind, np.nan, x) for x in (dk, dv))
-        gradients = [x.astype(type_.dtype) for x, type_ in zip((dq, dk, dv), types[:3], strict=True)]
-        if len(types) == 5:
-            over = tuple(i for i in range(2) if types[3].shape[i] == 1)
-            gradients.append(np.sum(ds, axis=over, keepdims=True).astype(types[3].dtype) if over else ds)
-        return *gradients, workspace
-
-    return lambda *buffers: jax.pure_callback(call, tuple(types), *buffers)
+    window, buffers = config["sliding_window_length"], list(buffers)
+    q, k, v = (x.astype(np.float32) for x in buffers[:3])
+    del buffers[:3]
+    stats, dout = (buffers.pop(0) for _ in range(2)) if backward else (None, None)
+    bias = buffers.pop(0) if biased else None
+    out = buffers.pop(0) if backward else None
+    lengths = buffers if padded else None
+    batch, t, heads, _ = q.shape
+    s, group = k.shape[1], heads // k.shape[2]
+    mask = oracle.visible(
+        batch,
+        t,
+        s,
+        causal=causal,
+        window=window or None,
+        q_lengths=lengths and lengths[0],
+        k_lengths=lengths and lengths[1],
+    )
+    assert lengths is None or (np.stack(lengths) > 0).all()  # cuDNN gives NaN
+    keys, values = (np.repeat(x, group, axis=2) for x in (k, v))
+    scores = config["fmha_scale"] * np.einsum("btnh,bsnh->bnts", q, keys)
+    if biased:
+        scores = scores + bias.astype(np.float32)
+    scores = np.where(mask[:, None], scores, np.float32(-np.inf))
+    empty = ~mask.any(-1)
+    workspace = np.zeros(types[-1].shape, types[-1].dtype)
+    if not backward:
+        lse = np.where(empty[:, None], np.float32(np.nan), np.logaddexp.reduce(scores, axis=-1))
+        out = np.einsum("bnts,bsnh->bnth", np.exp(scores - lse[..., None]), values)
+        return out.astype(types[0].dtype), lse, workspace
+    p = np.exp(scores - stats[..., None])
+    dp = np.einsum("btnh,bsnh->bnts", dout.astype(np.float32), values)
+    delta = np.sum(dout.astype(np.float32) * out.astype(np.float32), axis=-1)
+    ds = p * (dp - np.swapaxes(delta, 1, 2)[..., None])
+    dq = config["fmha_scale"] * np.einsum("bnts,bsnh->bnth", ds, keys)
+    dk = config["fmha_scale"] * np.einsum("bnts,btnh->bnsh", ds, q)
+    dv = np.einsum("bnts,btnh->bnsh", p, dout.astype(np.float32))
+    dk, dv = (x.reshape(batch, heads // group, group, s, -1).sum(2) for x in (dk, dv))
+    dq = np.where(empty[:, None, :, None], np.nan, dq)
+    if padded:
+        behind = (np.arange(s) >= lengths[1][:, None])[:, None, :, None]
+        dk, dv = (np.where(behind, np.nan, x) for x in (dk, dv))
+    gradients = [x.astype(type_.dtype) for x, type_ in zip((dq, dk, dv), types[:3], strict=True)]
+    if len(types) == 5:
+        over = tuple(i for i in range(2) if types[3].shape[i] == 1)
+        gradients.append(np.sum(ds, axis=over, keepdims=True).astype(types[3].dtype) if over else ds)
+    return *gradients, workspace
 
 
-def emulated_segments(target, types, config):
-    """The same of packed segments: a padded sequence each, and NaN behind their ends."""
-    padded = json.dumps({"cudnn_fmha_backend_config": {**config, "max_seg_per_batch": 1}})
-    backward = "Backward" in target
+def emulated_segments(target, types, config, *buffers):
+    """The same of packed segments, each a sequence alone, and NaN for tokens that are in none."""
+    *arrays, lengths, key_lengths, offsets, key_offsets = buffers
+    batch, time, heads, head_dim = arrays[0].shape
+    places = offsets // (heads * head_dim)
+    assert lengths.shape == (batch * config["max_seg_per_batch"],)
+    assert ((lengths >= 0) & (lengths <= time)).all()
+    assert (places[:-1] + lengths <= places[1:]).all()
+    assert places[-1] <= batch * time
+    assert config["sliding_window_length"] < time
+    assert (arrays[3] if "Backward" in target else types[1]).shape == (lengths.size, heads, time)
+    np.testing.assert_array_equal(key_lengths, lengths)
+    np.testing.assert_array_equal(key_offsets * heads, offsets * arrays[1].shape[2])
 
-    def call(*buffers):
-        *buffers, q_lengths, _, q_offsets, k_offsets = map(np.asarray, buffers)
-        time, count = buffers[0].shape[1], int(np.sum(q_lengths > 0))
-        assert (q_lengths[count:] == 0).all()
-        places = q_offsets[:count, None] // math.prod(buffers[0].shape[2:]) + np.arange(time)
-        np.testing.assert_array_equal(k_offsets * buffers[0].shape[2], q_offsets * buffers[1].shape[2])
-        lengths = q_lengths[:count]
-        inside = np.arange(time) < lengths[:, None]
+    def tokens(x):
+        return x.reshape(-1, *x.shape[-2:])
 
-        def apart(x):  # [B, T, N, H]
-            tokens = x.reshape(-1, *x.shape[2:])
-            return np.where(inside[..., None, None], tokens[np.minimum(places, len(tokens) - 1)], np.nan)
-
-        def joined(x, like):  # [S, N, T, H], like [B, N, T, H]
-            tokens = np.full((like.shape[0] * time, like.shape[1], like.shape[3]), np.nan, like.dtype)
-            tokens[places[inside]] = np.swapaxes(x, 1, 2)[inside]
-            return np.swapaxes(tokens.reshape(like.shape[0], time, *tokens.shape[1:]), 1, 2)
-
-        given = [apart(x) if x.ndim == 4 else x[:count] for x in buffers]
-        given = [np.where(np.isnan(x), 0, x) if x.ndim == 4 else x for x in given]
-        results = [jax.ShapeDtypeStruct((count, *type_.shape[1:]), type_.dtype) for type_ in types[:-1]]
-        run = emulated(target, [*results, types[-1]], legacy_backend_config=padded, padded_by=jax.pure_callback)
-        found = run(*given, lengths, lengths)
-        if backward:
-            return *map(joined, found[:3], types), np.zeros(types[-1].shape, types[-1].dtype)
-        stats = np.full(types[1].shape, np.nan, types[1].dtype)
-        stats[:count] = np.where(inside[:, None], found[1], np.nan)
-        return joined(found[0], types[0]), stats, found[-1]
-
-    return lambda *buffers: jax.pure_callback(call, tuple(types), *buffers)
+    results = [np.full(type_.shape, np.nan, type_.dtype) for type_ in types[:-1]]  # [B, N, T, H], or of segments
+    results = [np.swapaxes(x, 1, 2).copy() if x.ndim == 4 else x for x in results]
+    for slot in np.flatnonzero(lengths):
+        its = slice(places[slot], places[slot] + lengths[slot])
+        rows = slice(slot, slot + 1), slice(None), slice(lengths[slot])
+        alone = [tokens(x)[None, its] if x.ndim == 4 else x[rows] for x in arrays]
+        found = emulated_sequences(target, types, config, *alone, *[lengths[slot : slot + 1]] * 2)
+        for result, part in zip(results, found[:-1], strict=True):
+            if result.ndim == 4:
+                tokens(result)[its] = np.swapaxes(part, 1, 2)[0]
+            else:
+                result[rows] = part
+    results = [np.swapaxes(x, 1, 2) if x.ndim == 4 else x for x in results]
+    return *results, np.zeros(types[-1].shape, types[-1].dtype)
 
 
 def names_of(arguments):
@@ -632,6 +674,44 @@ def test_what_surrounds_cudnn(name, lse_cotangent, lead, extra, monkeypatch, rng
             np.testing.assert_allclose(
                 own(gradient), expected_gradients[key], rtol=1e-4, atol=1e-4
             )  # some are all zero
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 5}], ids=str)
+@pytest.mark.parametrize(
+    ("most", "lengths"),
+    [
+        *((most, None) for most in (1, 4, 5, 16, 17, 70)),
+        *((17, lengths) for lengths in ([64], [17, 17, 17, 13], [16] * 4, [5] * 12 + [4], [4] * 16)),
+    ],
+)
+def test_gradients_of_segments_by_their_lengths(most, lengths, options, monkeypatch, rng):
+    """Calls for segments of up to 64, 16 and 4 tokens, of each as many as there can be. One sequence is NaN."""
+    t = 64
+    counts = min(most, t), *rng.integers(1, min(most, t) + 1, B - 1)
+    runs = np.stack([oracle.random_runs(rng, t, count) for count in counts])
+    if lengths is not None:
+        runs = np.stack([np.repeat(np.arange(len(lengths)), lengths)] * B)
+    arguments = draw(rng, kv_heads=2, t=t, s=t)
+    arguments["query"] = arguments["query"].at[1].set(jnp.nan)
+    operands = arguments | dict.fromkeys(("query_segment_ids", "key_segment_ids"), jnp.asarray(runs))
+    masks = Masks(options.get("causal", False), options.get("window"), H**-0.5, most)
+    dout, dlse = normal(rng, B, t, 4, H), normal(rng, B, 4, t)
+    monkeypatch.setattr(jax.ffi, "ffi_call", emulated)
+    monkeypatch.setattr(_cudnn_attention, "_SHORTEST_TIER", 4)
+    monkeypatch.setattr(_cudnn_attention._Call, "_configuration", _configuration)
+
+    @jax.jit
+    def step(operands):
+        out, lse = _cudnn_attention.forward(operands, masks)
+        return _cudnn_attention.backward(operands, masks, out, lse, dout, dlse, tuple(arguments))
+
+    mask = oracle.visible(B, t, t, **options, segments=(runs, runs))
+    _, expected = with_oracle(
+        lambda arguments: oracle.attention(**arguments, mask=mask), arguments, (dout, np.swapaxes(dlse, 1, 2))
+    )
+    for name, gradient in zip(arguments, step(operands), strict=True):
+        assert np.isnan(gradient[1]).all()
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-4)
 
 
 _of_jax = _cudnn_attention._Call._configuration
