@@ -99,13 +99,13 @@ __device__ __forceinline__ void LoadB(const CUtensorMap* map, uint32_t to, int k
 template <typename C>
 using ArgumentsOf = std::conditional_t<C::kPairs == 1, Arguments, SumArguments<C::kPairs>>;
 
-// Steps of all pairs for a place.
+// The steps of a place up to the end of a pair.
 template <typename C>
-__device__ __forceinline__ int StepsOf(const ArgumentsOf<C>& arguments, const Place& place) {
+__device__ __forceinline__ int EndOf(const ArgumentsOf<C>& arguments, const Place& place, int pair) {
   if constexpr (C::kPairs == 1) {
     return place.steps;
   } else {
-    return place.steps == 0 ? 0 : arguments.ends[C::kPairs - 1];
+    return place.steps == 0 ? 0 : arguments.ends[pair];
   }
 }
 
@@ -241,7 +241,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       while (tiles.Next(p, &tile)) {
         const Place place = tiles.PlaceOf(p, tile);
         const auto [product, m0, first_row, end_row, first_step, own_steps] = place;
-        const int steps = StepsOf<C>(arguments, place);
+        const int steps = EndOf<C>(arguments, place, C::kPairs - 1);
         const int n0 = tile.n0;
         const int of_a = kIsGrouped ? 0 : product;
         const int of_b = p.batch.b_stride != 0 ? product : 0;
@@ -327,7 +327,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     }();
     while (tiles.Next(p, &tile)) {
       const Place before = tiles.PlaceOf(p, tile);
-      const int steps = StepsOf<C>(arguments, before), n0 = tile.n0;
+      const int steps = EndOf<C>(arguments, before, C::kPairs - 1), n0 = tile.n0;
       if constexpr (C::kGrouping == Grouping::kRows) {
         // Others have the tensor cores to themselves where no row of this warpgroup is written.
         const int first = before.m0 + group_row;
@@ -371,57 +371,55 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         static_assert(C::kMode != Mode::kBlock || C::kBN == 128);
 #pragma unroll
         for (int s = 0; s < C::kSubtiles; ++s) ClearOutOfStep<C>(total[s], TileDescriptor(TileAddress(zeros), 0));
-        const int first_column_scale = FirstColumnScale<C>(arguments, before.product, n0, all_steps);
-        uint32_t column = 4 * (first_column_scale + before.first_step & 3);  // of their scale in its box, in bytes
         bool ready = BarrierTest(full + 8 * ring.stage, ring.parity);
-        for (int step = 0; step < steps; ++step) {
-          if (!ready) BarrierWait(full + 8 * ring.stage, ring.parity);
-          keep_group(before, step);
-          const uint32_t of_rows = scales_of_rows + ring.stage * C::kBytesScales;
-          const uint32_t of_columns = scale_of_columns + ring.stage * C::kBytesScales + column;
-          float partial[C::kBN / 2];
+        int step = 0;
+        // Pairs in a loop of their own, so that nothing of them lies between two products.
+#pragma unroll 1
+        for (int pair = 0; pair < C::kPairs; ++pair) {
+          const int first_column_scale = FirstColumnScale<C>(arguments, before.product, n0, all_steps, pair);
+          uint32_t column = 4 * (first_column_scale + before.first_step & 3);  // of their scale in its box, in bytes
+          const int end = EndOf<C>(arguments, before, pair);
+          for (; step < end; ++step) {
+            if (!ready) BarrierWait(full + 8 * ring.stage, ring.parity);
+            keep_group(before, step);
+            const uint32_t of_rows = scales_of_rows + ring.stage * C::kBytesScales;
+            const uint32_t of_columns = scale_of_columns + ring.stage * C::kBytesScales + column;
+            float partial[C::kBN / 2];
 #pragma unroll
-          for (int s = 0; s < C::kSubtiles; ++s) {
-            float scale[2] = {};
-            auto read_scales = [&] {
-              const float scale_b = LoadShared(of_columns);
-              scale[0] = scale_b * LoadShared(of_rows + 4 * (s * 64));
-              scale[1] = scale_b * LoadShared(of_rows + 4 * (s * 64 + 8));
-            };
-            // With two products a step, best while the first runs: among the additions before the second.
-            const bool reads_first = C::kSubtiles == 1 || s > 0;
-            if (C::kMode == Mode::kBlock && reads_first) read_scales();
-            Pin(partial);
-            WgmmaFence();
-            multiply(partial, s * 64, false);
-            WgmmaCommit();
-            Pin(partial);
-            if (C::kMode == Mode::kBlock && !reads_first) read_scales();
-            WgmmaWait<0>();
-            if (s == C::kSubtiles - 1) {
-              release(ring.stage);
-              ring.Advance();
-              column = (column + 4) & 12;
-              if constexpr (C::kPairs > 1) {
-#pragma unroll
-                for (int pair = 1; pair < C::kPairs; ++pair) {
-                  if (step + 1 == arguments.ends[pair - 1]) {
-                    column = 4 * (FirstColumnScale<C>(arguments, before.product, n0, all_steps, pair) & 3);
-                  }
-                }
+            for (int s = 0; s < C::kSubtiles; ++s) {
+              float scale[2] = {};
+              auto read_scales = [&] {
+                const float scale_b = LoadShared(of_columns);
+                scale[0] = scale_b * LoadShared(of_rows + 4 * (s * 64));
+                scale[1] = scale_b * LoadShared(of_rows + 4 * (s * 64 + 8));
+              };
+              // With two products a step, best while the first runs: among the additions before the second.
+              const bool reads_first = C::kSubtiles == 1 || s > 0;
+              if (C::kMode == Mode::kBlock && reads_first) read_scales();
+              Pin(partial);
+              WgmmaFence();
+              multiply(partial, s * 64, false);
+              WgmmaCommit();
+              Pin(partial);
+              if (C::kMode == Mode::kBlock && !reads_first) read_scales();
+              WgmmaWait<0>();
+              if (s == C::kSubtiles - 1) {
+                release(ring.stage);
+                ring.Advance();
+                column = (column + 4) & 12;
+                ready = BarrierTest(full + 8 * ring.stage, ring.parity);
               }
-              ready = BarrierTest(full + 8 * ring.stage, ring.parity);
-            }
 #pragma unroll
-            for (int i = 0; i < C::kBN / 8; ++i) {
-              if constexpr (C::kMode == Mode::kBlock) {
-                total[s][4 * i] += scale[0] * partial[4 * i];
-                total[s][4 * i + 1] += scale[0] * partial[4 * i + 1];
-                total[s][4 * i + 2] += scale[1] * partial[4 * i + 2];
-                total[s][4 * i + 3] += scale[1] * partial[4 * i + 3];
-              } else {
+              for (int i = 0; i < C::kBN / 8; ++i) {
+                if constexpr (C::kMode == Mode::kBlock) {
+                  total[s][4 * i] += scale[0] * partial[4 * i];
+                  total[s][4 * i + 1] += scale[0] * partial[4 * i + 1];
+                  total[s][4 * i + 2] += scale[1] * partial[4 * i + 2];
+                  total[s][4 * i + 3] += scale[1] * partial[4 * i + 3];
+                } else {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) total[s][4 * i + j] += partial[4 * i + j];
+                  for (int j = 0; j < 4; ++j) total[s][4 * i + j] += partial[4 * i + j];
+                }
               }
             }
           }
