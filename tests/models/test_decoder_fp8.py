@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"recipe is 'block': it needs to be a Recipe"):
         dataclasses.replace(PLAIN, recipe="block")
     for products in ((), "forward", ("forwards",)):
-        with pytest.raises(ValueError, match="head_fp8_products is .*: it needs to be one or more names out of"):
+        with pytest.raises(ValueError, match=r"head_fp8_products is .*: it needs to be one or more names out of"):
             dataclasses.replace(PLAIN, head_fp8_products=products)
     odd = dataclasses.replace(PLAIN, mlp_size=40, recipe=CurrentScaling())
     with pytest.raises(ValueError, match=r"kernel\[0\] has shape \(32, 40\), 40 features out; .* multiple of 16"):
