@@ -6,6 +6,7 @@ In a case "…-4documents" each sequence has so many of them, and a token sees i
 - te_jax_spare: of four times as many. te_jax_mask: with segment_ids alone, which become a mask.
 - jax: `jax.nn.dot_product_attention`, by cuDNN on a GPU; of documents with a mask.
 - te_jax_ring: `te_jax.parallel.ring_attention` of all devices of the host, which share the sequences, of one document.
+- fa3: FlashAttention 3 by the package flash-attn3-jax, of documents with the offsets of these; on Hopper alone.
 - torch: `scaled_dot_product_attention` of torch, of documents its `varlen_attn`. torch_flex: its compiled
   `flex_attention`, with a block mask.
 
@@ -42,7 +43,7 @@ from benchmarks.torch_peer import as_torch, torch_on_gpu
 from te_jax import ops
 from te_jax.parallel import context_order, ring_attention
 
-IMPLEMENTATIONS = ("te_jax", "te_jax_spare", "te_jax_mask", "te_jax_ring", "jax", "torch", "torch_flex")
+IMPLEMENTATIONS = ("te_jax", "te_jax_spare", "te_jax_mask", "te_jax_ring", "jax", "fa3", "torch", "torch_flex")
 OPERATIONS = {"forward": 2, "forward_backward": 7}
 """And how many GEMMs they have."""
 _ERROR_BOUNDS = {"y_error": 0.01, "dquery_error": 0.02, "dkey_error": 0.02, "dvalue_error": 0.02}
@@ -127,7 +128,7 @@ def _build(name: str, case: shapes.AttentionShape, backward: bool, operands: Ope
     if name == "te_jax_ring":
         attend, operands, order = _shared(case, operands)
     else:
-        attend = {"jax": _by_jax}.get(name, functools.partial(_by_te_jax, name))(case, ids)
+        attend = {"jax": _by_jax, "fa3": _by_fa3}.get(name, functools.partial(_by_te_jax, name))(case, ids)
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
         del dy
@@ -189,6 +190,26 @@ def _by_jax(case: shapes.AttentionShape, ids: jax.Array) -> Callable[..., jax.Ar
     return attend
 
 
+def _by_fa3(case: shapes.AttentionShape, ids: jax.Array) -> Callable[..., jax.Array]:
+    import flash_attn3_jax  # pyright: ignore[reportMissingImports]
+
+    if len(case.documents) == 1:
+        return functools.partial(flash_attn3_jax.flash_mha, is_causal=True)
+    offsets, longest = jnp.asarray(_offsets(case)), max(case.documents)
+
+    def packed(query: jax.Array, *key_value: jax.Array) -> jax.Array:
+        flat = (x.reshape(-1, *x.shape[2:]) for x in (query, *key_value))
+        y = flash_attn3_jax.flash_mha_varlen(*flat, offsets, max_seqlen_q=longest, max_seqlen_k=longest, is_causal=True)
+        return y.reshape(query.shape)
+
+    return packed
+
+
+def _offsets(case: shapes.AttentionShape) -> np.ndarray:
+    """Where the documents of all sequences begin and end."""
+    return np.cumsum([0, *case.documents * case.batch], dtype=np.int32)
+
+
 def _build_torch(name: str, case: shapes.AttentionShape, backward: bool, operands: Operands) -> Candidate:
     torch = torch_on_gpu()
     tensors = [as_torch(x).requires_grad_(place < 3 and backward) for place, x in enumerate(operands)]
@@ -220,8 +241,7 @@ def _torch(torch: Any, case: shapes.AttentionShape) -> Callable[..., Any]:
         return attend
     from torch.nn.attention.varlen import varlen_attn  # pyright: ignore[reportMissingImports]
 
-    ends = np.cumsum([0, *case.documents * case.batch])
-    offsets = torch.as_tensor(ends, dtype=torch.int32, device="cuda")
+    offsets = torch.as_tensor(_offsets(case), device="cuda")
     longest, group = max(case.documents), case.heads // case.kv_heads
 
     def packed(query: Any, key: Any, value: Any) -> Any:
@@ -260,6 +280,6 @@ FAMILY = Family(
         operation="forward_backward",
         figure="time_over_jax",
         label="Attention with gradients, time as a multiple of jax.nn's by cuDNN",
-        implementations=("te_jax", "te_jax_mask", "torch", "torch_flex"),
+        implementations=("te_jax", "te_jax_mask", "fa3", "torch", "torch_flex"),
     ),
 )

@@ -37,7 +37,7 @@ from te_jax._core.terminal import aligned, reason_of
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-_VERSIONS_OF = ("jax", "jaxlib", "optax", "numpy", "torch", "triton", "jax-cuda13-plugin")
+_VERSIONS_OF = ("jax", "jaxlib", "optax", "numpy", "torch", "triton", "jax-cuda13-plugin", "flash-attn3-jax")
 
 
 class SelectionError(ValueError):
@@ -495,6 +495,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
     recorded, dirty = _commit() if commit is None else (commit, None)
+    extensions = {status.module: dict(status.build) for status in native.status() if status.loaded}
     versions = {}
     for distribution in _VERSIONS_OF:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -503,7 +504,12 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "commit": recorded or "unknown",
         "dirty": dirty,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "versions": {"python": platform.python_version(), "te_jax": te_jax.__version__, **versions},
+        "versions": {
+            "python": platform.python_version(),
+            "te_jax": te_jax.__version__,
+            **versions,
+            **native.cuda_library_versions(),  # which the extensions load where JAX has not
+        },
         "device": {
             "kind": device.device_kind,
             "platform": device.platform,
@@ -511,7 +517,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
             "driver": host.driver_version() if on_gpu else None,
             "host": host.processor(),
         },
-        "extensions": {status.module: dict(status.build) for status in native.status() if status.loaded},
+        "extensions": extensions,
     }
 
 

@@ -1,7 +1,8 @@
 """Whole train steps of a decoder on one device: te_jax in FP8 against plain JAX in bfloat16, and Flax's own FP8.
 
-A step is forward, backward and AdamW of a decoder with its embedding, head and loss; parameters are float32,
-activations bfloat16, and the train state is donated. With several microbatches a `lax.scan` adds up their gradients in
+A step is forward, backward and AdamW of a decoder with its embedding, head and loss; parameters are float32 unless a
+name says otherwise, activations bfloat16, and the train state is donated. In a case "…-remat" blocks keep only their
+inputs. With several microbatches a `lax.scan` adds up their gradients in
 float32. Operation "step" has the case's number of layers, and "step_4_layers" four of them: the time of a layer is the
 difference divided by the number of layers between. Implementations:
 
@@ -14,6 +15,11 @@ difference divided by the number of layers between. Implementations:
 - te_jax_block, te_jax_current, te_jax_delayed: the same with a recipe. The optimizer quantizes kernels once a step
   (`te_jax.optim.Requantize`); their FP8 copies are part of the state.
 - te_jax_block_fp8_head: te_jax_block with the gradients of the head in FP8 (`DecoderConfig.head_recipe`).
+- te_jax_block_fp8_logits: te_jax_block_fp8_head with the forward GEMM of the head in FP8, too, which loses most of the
+  head's accuracy: see `benchmarks.linear_cross_entropy` (`DecoderConfig.head_fp8_products`).
+- te_jax_block_bf16_params: te_jax_block_fp8_head with parameters in bfloat16, the rest of the float32 numbers in int16
+  beside the moments (`te_jax.optim.adamw(master_dtype="int16")`), and gradients in bfloat16. Those of several
+  microbatches still add up in float32.
 - te_jax_block_offload: te_jax_block_fp8_head with inputs of blocks, and what attention reads and returns, in host
   memory until the backward pass (`DecoderConfig.offload`).
 - te_jax_block_float32_moments: te_jax_block with the moments of optax: what the kernels gain without the optimizer.
@@ -64,7 +70,7 @@ from te_jax._core.devices import bf16_peak
 from te_jax.layers import Router, accumulate_gradients
 from te_jax.models import DecoderConfig
 from te_jax.offload import LAYER_INPUT, Offload
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Product, Recipe
 
 LOSS_BOUND = 0.06
 """Largest relative difference of a loss to that of bf16, of each of the first steps from the same state on the same
@@ -77,7 +83,7 @@ CHECKED_STEPS = 3
 _LEARNING_STEPS = 4
 """After which delayed scaling knows the sizes of all gradients, from a state that knows nothing."""
 
-_FAST = ("forward", "dgrad", "wgrad")
+_ALL: tuple[Product, ...] = ("forward", "dgrad", "wgrad")
 RATE = 1e-4
 ADAMW: dict[str, Any] = {"b2": 0.95, "weight_decay": 0.1}
 _NORM_EPS, _ROPE_THETA = 1e-5, 500_000.0  # those of benchmarks.layer
@@ -95,13 +101,17 @@ class Variant:
     Attributes:
       recipe: of the products of blocks; None for bfloat16.
       moments: dtype of Adam's moments.
-      head_recipe: of the gradients of the output head.
+      head_recipe: of the output head.
+      head_fp8_products: of the products that it quantizes.
+      master_dtype: of what completes bfloat16 parameters; None for float32 ones.
       offload: what blocks keep in host memory.
     """
 
     recipe: Recipe | None
     moments: str = "bfloat16"
     head_recipe: Recipe | None = None
+    head_fp8_products: tuple[Product, ...] = ("dgrad", "wgrad")
+    master_dtype: str | None = None
     offload: Offload | None = None
 
 
@@ -110,10 +120,12 @@ VARIANTS = {
     "te_jax": Variant(None),
     "te_jax_block": Variant(BlockScaling()),
     "te_jax_block_fp8_head": Variant(BlockScaling(), head_recipe=BlockScaling()),
+    "te_jax_block_fp8_logits": Variant(BlockScaling(), head_recipe=BlockScaling(), head_fp8_products=_ALL),
+    "te_jax_block_bf16_params": Variant(BlockScaling(), head_recipe=BlockScaling(), master_dtype="int16"),
     "te_jax_block_offload": Variant(BlockScaling(), head_recipe=BlockScaling(), offload=_OFFLOAD),
     "te_jax_block_float32_moments": Variant(BlockScaling(), moments="float32"),
-    "te_jax_current": Variant(CurrentScaling(fast_accumulation=_FAST)),
-    "te_jax_delayed": Variant(DelayedScaling(fast_accumulation=_FAST)),
+    "te_jax_current": Variant(CurrentScaling(fast_accumulation=_ALL)),
+    "te_jax_delayed": Variant(DelayedScaling(fast_accumulation=_ALL)),
 }
 FORMS = {"bf16": ("bf16", "bf16_scan"), "flax_fp8": ("flax_fp8", "flax_fp8_scan")}
 """The forms of a peer, of which the fastest counts."""
@@ -503,8 +515,8 @@ def compiled(name: str, made: Made, case: shapes.StepShape, depth: int, on: OneD
     start = time.perf_counter()
     step = lowered(made, case, depth, on, batch).compile(on.compiler_options)
     seconds = time.perf_counter() - start
-    # A stack, or what a user's model has of other shapes, does not fit in the place of layers.
-    donated = () if name.endswith("_scan") or name.startswith(("nnx", "linen")) else (0,)
+    # A stack, other dtypes, or what a user's model has of other shapes, does not fit in the place of layers.
+    donated = () if name.endswith(("_scan", "_bf16_params")) or name.startswith(("nnx", "linen")) else (0,)
     completed = jax.jit(complete, donate_argnums=donated, out_shardings=shardings)
     return Program(name, lambda: completed(init()), batch, step, seconds)
 
@@ -534,13 +546,23 @@ def _init(config: DecoderConfig, on: OneDevice) -> Callable[[], Any]:
 
 def te_jax_step(variant: Variant, case: shapes.StepShape, depth: int, on: OneDevice) -> Made:
     config = dataclasses.replace(
-        config_of(case, depth, variant.recipe), head_recipe=variant.head_recipe, offload=variant.offload
+        config_of(case, depth, variant.recipe),
+        head_recipe=variant.head_recipe,
+        head_fp8_products=variant.head_fp8_products,
+        offload=variant.offload,
     )
     how, loss_of = on.requantize(config), on.loss(config)
-    optimizer = optim.adamw(RATE, mu_dtype=variant.moments, nu_dtype=variant.moments, **ADAMW)
+    optimizer = optim.adamw(
+        RATE, mu_dtype=variant.moments, nu_dtype=variant.moments, master_dtype=variant.master_dtype, **ADAMW
+    )
 
     def complete(params: Any) -> State:
-        state = {"params": params, "optimizer": optimizer.init(params), "scaling": models.init_scaling_state(config)}
+        moments: Any = optimizer.init(params)
+        if variant.master_dtype is not None:
+            # With the remainders of these numbers: from rounded ones, the first steps would change no parameter.
+            exact, params = params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+            moments = optim.convert_state(optimizer, moments._replace(master=exact), params)
+        state = {"params": params, "optimizer": moments, "scaling": models.init_scaling_state(config)}
         if how is not None:
             zeros = jax.tree.map(jnp.zeros_like, params)
             _, state["kernels"] = optim.apply_updates(params, zeros, requantize=how)
@@ -554,7 +576,8 @@ def te_jax_step(variant: Variant, case: shapes.StepShape, depth: int, on: OneDev
         params, scaling = state["params"], state["scaling"]
         operands = params if how is None else optim.merge_kernels(params, state["kernels"])
         gradient = accumulate_gradients(loss, in_place=on.sums_in_place)
-        zeros = on.parts(jax.tree.map(jnp.zeros_like, params)), jax.tree.map(jnp.zeros_like, scaling)
+        sums = on.parts(jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), params))
+        zeros = sums, jax.tree.map(jnp.zeros_like, scaling)
         value, (gradients, scaling) = _over_microbatches(
             functools.partial(gradient, (operands, scaling)), zeros, tokens, targets
         )

@@ -381,9 +381,8 @@ def summary_table(document: dict[str, Any]) -> str:
 
 def provenance(document: dict[str, Any]) -> str:
     """One line: device, driver, versions, commit and date of a result file."""
-    versions = ", ".join(
-        f"{name} {document['versions'][name]}" for name in ("jax", "optax", "torch") if name in document["versions"]
-    )
+    software = ("jax", "optax", "torch", "flash-attn3-jax", "cuBLAS", "cuDNN")
+    versions = ", ".join(f"{name} {document['versions'][name]}" for name in software if name in document["versions"])
     device = document["device"]
     on_gpu = f"{device['kind']}, driver {device['driver'] or 'unknown'}"
     where = f"CPU: {device['host']}" if device["platform"] == "cpu" else on_gpu

@@ -116,6 +116,11 @@ class Options:
     head_recipe: str = _option(
         "none", f"FP8 recipe of the output head's gradients: {', '.join(name for name in RECIPES if name != 'delayed')}"
     )
+    fp8_logits: bool = _option(
+        False,
+        "with --head-recipe: the logits, too, are computed in FP8, which is faster and loses most of the accuracy",
+        action="store_true",
+    )
     optimizer_state: str = _option("f32", f"dtype of Adam's moments: {', '.join(STATE_DTYPES)}")
     remat: bool = _option(
         False,

@@ -137,6 +137,8 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
         if (value := getattr(options, name)) not in known:
             option = name.replace("_", "-")
             raise UserError(f"--{option} {value} is unknown: choose one of {', '.join(known)}")
+    if options.fp8_logits and options.head_recipe == "none":
+        raise UserError("--fp8-logits needs a recipe of the output head: add --head-recipe, such as block")
     preset = PRESETS[options.preset]
     if preset.experts is not None:
         _check_experts(options)
@@ -145,6 +147,7 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
         preset,
         recipe=RECIPES[options.recipe],
         head_recipe=RECIPES[options.head_recipe],
+        head_fp8_products=("forward",) * options.fp8_logits + preset.head_fp8_products,
         remat=remat,
         offload=_activations(remat) if "activations" in options.offloaded else None,
         # XLA stops with an IndexError where cuDNN's attention meets xla_gpu_deterministic_ops (jax 0.11.2).

@@ -94,6 +94,7 @@ class Report:
     cuda_backend_error: str | None
     devices: tuple[Device, ...]
     extensions: tuple[native.ExtensionStatus, ...]
+    cuda_libraries: dict[str, str]
     jaxlib_ffi_api: tuple[int, int] | None
     peer_access: tuple[tuple[bool, ...], ...]
     host_memory: HostMemory | None
@@ -152,6 +153,7 @@ def gather() -> Report:
         cuda_backend_error=_cuda_backend_error() if backend is not None else None,
         devices=attempt("devices", lambda: tuple(map(_describe, jax.devices())), ()) if backend is not None else (),
         extensions=attempt("extensions", native.status, ()),
+        cuda_libraries=attempt("CUDA libraries", native.cuda_library_versions, {}),
         jaxlib_ffi_api=attempt("FFI API of jaxlib", native.runtime_ffi_api, None),
         peer_access=attempt("peer access", native.peer_access, ()),
         host_memory=attempt("host memory", _host_memory, None) if backend is not None else None,
@@ -361,7 +363,8 @@ def _cuda_text(report: Report) -> str:
     pairs.append(("nvcc", f"{report.nvcc[1]}, {report.nvcc[0]}" if report.nvcc else "not on PATH"))
     for extension in report.extensions:
         if extension.platform == "cuda":
-            pairs += [(key, value) for key, value in extension.build.items() if "cuda" in key or "cublas" in key]
+            pairs += [(key, value) for key, value in extension.build.items() if "cuda" in key]
+    pairs += report.cuda_libraries.items()
     for number, gpu in enumerate(report.host_gpus):
         memory = f", {gpu.memory_mib / 1024:.1f} GiB" if gpu.memory_mib else ""
         capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""

@@ -351,7 +351,8 @@ def _conclude(plan: Plan, folder: RunFolder, cost: str) -> None:
     )
     figure = folder.path / "loss.png"
     recipes = [] if config.recipe is None else [f"{options.recipe} scaling"]
-    recipes += [] if config.head_recipe is None else [f"{options.head_recipe} head"]
+    logits = " with logits" * options.fp8_logits
+    recipes += [] if config.head_recipe is None else [f"{options.head_recipe} head{logits}"]
     chosen = [" and ".join(recipes)] if recipes else []
     chosen += [] if options.optimizer_state == "f32" else [f"{options.optimizer_state} states"]
     chosen = chosen or ["te_jax"]

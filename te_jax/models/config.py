@@ -1,13 +1,13 @@
 """The shape of a decoder, and shapes with names."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 from te_jax import native
 from te_jax._core.arguments import is_finite_number, is_whole_number, static_way_out
 from te_jax.layers.mixture import Router
 from te_jax.offload import Offload
-from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe import DelayedScaling, Product, Recipe
 
 MLP = ("gate", "up", "down")
 """The names of a block's kernels that a mixture of experts has one of for each expert."""
@@ -72,8 +72,10 @@ class DecoderConfig:
         are those that take the longest to recompute for their bytes.
       recipe: how the projections of attention and MLP are quantized to FP8 (`te_jax.recipe`), whose sizes must then be
         multiples of 16; None computes them in `dtype`. Kernels are quantized from float32.
-      head_recipe: how the gradients of the output head are quantized: see `te_jax.ops.linear_cross_entropy`. None
-        computes them in `dtype`.
+      head_recipe: how the products of the output head in `te_jax.models.loss` are quantized; None computes them in
+        `dtype`. Logits of `te_jax.models.apply` are always in `dtype`.
+      head_fp8_products: which of "forward", "dgrad" and "wgrad" these are: see `te_jax.ops.linear_cross_entropy`.
+        "forward" in FP8 loses most of the accuracy.
       experts: a mixture of experts in the place of every MLP; None for one MLP.
       attention: the implementation of `te_jax.ops.attention`: "native", "reference", or None, which chooses.
       max_segments_per_seq: of packed sequences: see `te_jax.ops.attention`. None takes any, by a mask.
@@ -96,6 +98,7 @@ class DecoderConfig:
     remat: bool = False
     recipe: Recipe | None = None
     head_recipe: Recipe | None = None
+    head_fp8_products: tuple[Product, ...] = ("dgrad", "wgrad")
     offload: Offload | None = None
     experts: Experts | None = None
     attention: native.Implementation | None = None
@@ -127,6 +130,10 @@ class DecoderConfig:
                 raise ValueError(
                     f"{name} is {value!r}: it needs to be a Recipe, such as te_jax.recipe.CurrentScaling(), or None"
                 )
+        products, known = self.head_fp8_products, get_args(Product)
+        if not isinstance(products, tuple | list | set | frozenset) or not products or not set(products) <= set(known):
+            raise ValueError(f"head_fp8_products is {products!r}: it needs to be one or more names out of {known}")
+        object.__setattr__(self, "head_fp8_products", tuple(name for name in known if name in products))
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise ValueError(f"offload is {self.offload!r}: it needs to be a te_jax.offload.Offload, or None")
         if self.experts is not None and not isinstance(self.experts, Experts):

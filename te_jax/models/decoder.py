@@ -5,8 +5,8 @@ parameters of its own, in a list, and `te_jax.layers.apply_layers` runs them. No
 `te_jax.ops.rms_norm`, `attention` and `gated_mlp`.
 
 With a recipe, the projections of attention and MLP run in FP8. The output head stays in `dtype`, where the rounding of
-FP8 would reach every logit directly; its gradients run in FP8 where `head_recipe` says so. `loss` never holds
-all logits.
+FP8 would reach every logit directly; the GEMMs of its gradients, or all of them, run in FP8 where `head_recipe` and
+`head_fp8_products` say so. `loss` never holds all logits.
 
 The output head is not tied to the embedding, as in the large shapes of `PRESETS`: it is then a projection of the same
 layout as the others, and split over devices in the same way.
@@ -281,6 +281,7 @@ def losses(
         arguments = dense_kernels((head,))
         kernel, accumulator = arguments["kernel"][0], arguments["wgrad_accumulator"][0]
         options: Any = {"accumulate": arguments["accumulate"], "recipe": config.head_recipe}
+        options["fp8_products"] = config.head_fp8_products
         if parallel is not None:
             x = tensor_parallel.all_of_the_time(x, parallel)
             options |= {"vocab_axis": parallel.axis_name, "reduction": "sum"}

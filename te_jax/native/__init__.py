@@ -4,6 +4,7 @@ An operation uses `use_native` to decide, and `call` to run a target on local ar
 """
 
 from te_jax.native.call import call, call_once
+from te_jax.native.cuda_libraries import versions as cuda_library_versions
 from te_jax.native.extension import (
     ExtensionStatus,
     Implementation,
@@ -29,6 +30,7 @@ __all__ = [
     "call",
     "call_once",
     "compute_capability",
+    "cuda_library_versions",
     "export_checks",
     "extension_module",
     "has_gpu",

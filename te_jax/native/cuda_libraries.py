@@ -1,4 +1,4 @@
-"""Finding the CUDA libraries that the CUDA extension links: in the toolkit, or in the wheels of `jax[cuda13]`."""
+"""The CUDA libraries that the CUDA extension links, in the toolkit or in the wheels of `jax[cuda13]`; and versions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from pathlib import Path
 
 # In the order in which they depend on each other.
 _LIBRARIES = ("libcudart.so.13", "libcublasLt.so.13")
+_GET_VERSION = {
+    "cuBLAS": ("libcublasLt.so.13", "cublasLtGetVersion"),
+    "cuDNN": ("libcudnn.so.9", "cudnnGetVersion"),
+}
 _TOOLKITS = ("CUDA_HOME", "CUDA_PATH")
 
 
@@ -41,6 +45,20 @@ def load() -> str | None:
                 'pip install "jax[cuda13]", or install the CUDA 13 toolkit and set CUDA_HOME'
             )
     return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of cuBLAS and cuDNN, of those that the process has loaded: JAX does so when its CUDA backend starts."""
+    found = {}
+    for name, (library, function) in _GET_VERSION.items():
+        try:
+            get_version = getattr(ctypes.CDLL(library, mode=os.RTLD_NOLOAD), function)
+        except (OSError, AttributeError):
+            continue
+        get_version.restype = ctypes.c_size_t
+        number = get_version()
+        found[name] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return found
 
 
 def _open(library: str) -> bool:

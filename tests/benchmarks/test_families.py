@@ -5,6 +5,8 @@ Below them is what families compute beside that. Those that start processes or s
 
 import dataclasses
 import re
+import sys
+import types
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import pytest
 from benchmarks import (
     activation,
     adam,
+    attention,
     collective_matmul,
     dense,
     elementwise,
@@ -31,7 +34,7 @@ from benchmarks import (
     softmax_cross_entropy,
 )
 from benchmarks.harness import Timing
-from te_jax import optim
+from te_jax import ops, optim
 from te_jax.native import extension
 
 FEW = Timing(samples=2, sample_seconds=1e-6)
@@ -66,6 +69,9 @@ MATRIX = shapes.MatrixShape(rows=128, cols=256, dtype="bfloat16", model="test")
 GEMM = shapes.GemmShape(m=96, n=128, k=256, model="test")
 EXPERTS = shapes.ExpertsShape(
     ("forward", "dgrad", "wgrad"), experts=4, tokens=96, top_k=1, hidden=64, mlp=48, load="zipf", model="test"
+)
+PACKED = shapes.AttentionShape(
+    batch=2, sequence=128, heads=4, kv_heads=2, head_dim=32, documents=(90, 38), model="test"
 )
 LAYER = shapes.LayerShape(
     batch=1, sequence=128, hidden=128, mlp=256, heads=8, kv_heads=4, head_dim=16, operations=("mlp",), model="test"
@@ -176,6 +182,14 @@ FAMILIES = {
         {"block": ("bf16", "te_jax_block_once")},
         {"": {"flops": 3 * (2 * 128 * 128 * (2 * 128 + 2 * 64 + 3 * 256) + 4 * 128 * 129 // 2 * 128)}},
         unchecked=r"\['state'\]",
+    ),
+    "attention": Family(
+        attention,
+        PACKED,
+        ("te_jax_mask", "jax", "te_jax", "te_jax_ring"),  # which is not of documents
+        dict.fromkeys(attention.OPERATIONS, ("te_jax_mask", "jax", "te_jax")),
+        {"forward": {"flops": 4 * 2 * 4 * (90**2 + 38**2) // 2 * 32}},
+        no_reference="",  # on a CPU it is the only one
     ),
     "linear_cross_entropy": Family(
         linear_cross_entropy,
@@ -365,6 +379,34 @@ def test_where_full_logits_do_not_fit_they_are_left_out():
     applies = {name for name in linear_cross_entropy.IMPLEMENTATIONS if linear_cross_entropy._applies(name, case)}
     assert applies >= {"te_jax", "maxtext_tiling"}
     assert not applies & {"full_logits", "optax"}
+
+
+@pytest.mark.parametrize("documents", [PACKED.documents, (128,)])
+def test_flash_attention_has_the_documents_of_all_sequences(documents, monkeypatch):
+    """By a stand-in with the signatures of flash-attn3-jax 0.2.3."""
+
+    def flash_mha(q, k, v, softmax_scale=None, is_causal=False, window_size=(-1, -1)):
+        return ops.attention(q, k, v, causal=is_causal, scale=softmax_scale)
+
+    def flash_mha_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=-1, max_seqlen_k=-1, **options
+    ):
+        assert max_seqlen_q == max_seqlen_k == np.diff(cu_seqlens_q).max()
+        assert cu_seqlens_q.dtype == jnp.int32
+        ids = np.repeat(np.arange(len(cu_seqlens_q) - 1), np.diff(cu_seqlens_q))
+        return ops.attention(q[None], k[None], v[None], causal=options["is_causal"], segment_ids=ids[None])[0]
+
+    package = types.SimpleNamespace(flash_mha=flash_mha, flash_mha_varlen=flash_mha_varlen)
+    monkeypatch.setitem(sys.modules, "flash_attn3_jax", package)
+    case = dataclasses.replace(PACKED, documents=documents)
+    with jax.numpy_dtype_promotion("standard"):
+        result = attention.run_case(case, ("fa3", "jax"), FEW)
+        monkeypatch.setitem(sys.modules, "flash_attn3_jax", None)
+        (problem, _) = attention.run_case(case, ("fa3", "jax"), FEW).skipped
+    assert not result.wrong
+    assert not result.skipped
+    assert [row["implementation"] for row in result.rows] == ["fa3", "jax"] * 2
+    assert problem["reason"].startswith("ModuleNotFoundError")
 
 
 def test_products_are_measured_after_rests_on_a_gpu(monkeypatch):

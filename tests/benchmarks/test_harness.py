@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.harness import Candidate, CaseResult, Family, Headline, Timing
+from te_jax import native
 
 FEW = Timing(samples=6, sample_seconds=1e-9)
 
@@ -338,7 +339,8 @@ def results(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
-def test_a_complete_run_is_written_with_its_environment(results):
+def test_a_complete_run_is_written_with_its_environment(results, monkeypatch):
+    monkeypatch.setattr(native, "cuda_library_versions", lambda: {"cuDNN": "9.19.1"})
     status = harness.run_family(
         "demo", family_of(lambda case, *_: CaseResult(rows=[row_of(case)])), commit="abc", say=lambda _: None
     )
@@ -347,6 +349,7 @@ def test_a_complete_run_is_written_with_its_environment(results):
     assert status == 0
     assert [row["case"] for row in document["rows"]] == ["small", "large"]
     assert document["versions"]["jax"] == jax.__version__
+    assert document["versions"]["cuDNN"] == "9.19.1"
     assert document["device"]["kind"] == jax.devices()[0].device_kind
     assert document["date"].endswith("Z")
     assert document["headline"]["figure"] == "ratio_to_copy"

@@ -3,6 +3,8 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import step as family
@@ -45,6 +47,31 @@ def test_all_kinds_are_measured_and_right(microbatches):
         assert ("layer_ms" in row) == (row["operation"] == "step" and microbatches == 1)
         if row["implementation"].startswith("bf16"):
             assert row["time_over_bf16"] == 1
+
+
+@pytest.mark.usefixtures("native_kernels")
+def test_parameters_in_bfloat16_learn_as_those_in_float32_and_logits_in_fp8_differ():
+    names = ("te_jax_block_fp8_head", "te_jax_block_fp8_logits", "te_jax_block_bf16_params")
+    result = family.run_case(dataclasses.replace(CASE, remat=True), ("bf16", *names), QUICK)
+    assert not result.wrong
+    assert not result.skipped
+    _, exact, logits, rounded = (np.array(row["losses"]) for row in result.rows)
+    np.testing.assert_allclose(rounded, exact, rtol=2e-3)
+    assert rounded[0] - rounded[2] == pytest.approx(exact[0] - exact[2], rel=0.3)  # none if masters begin rounded
+    assert abs(logits[0] - exact[0]) > 1e-4 * exact[0]
+
+
+@pytest.mark.usefixtures("native_kernels")
+def test_gradients_of_parameters_in_bfloat16_add_up_in_float32():
+    case = dataclasses.replace(CASE, microbatches=2)
+    complete, step = family.te_jax_step(family.VARIANTS["te_jax_block_bf16_params"], case, 1, family.ONE_DEVICE)
+    params = jax.eval_shape(lambda: models.init(family.config_of(case, 1), jax.random.key(0)))
+    state = jax.eval_shape(complete, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state["params"])} == {np.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state["optimizer"].master)} == {np.dtype(np.int16)}
+    (loop,) = [eqn for eqn in jax.make_jaxpr(step)(state, *family.drawn(case)).eqns if eqn.primitive.name == "scan"]
+    sums = [var.aval for var in loop.outvars[: loop.params["num_carry"]]]
+    assert sorted((x.shape, x.dtype) for x in sums) == sorted((x.shape, x.dtype) for x in jax.tree.leaves(params))
 
 
 @pytest.mark.usefixtures("native_kernels")

@@ -209,6 +209,11 @@ def test_a_gpu_whose_driver_is_not_known_is_no_cpu(device, where):
     assert tables.provenance(document).startswith(where)
 
 
+def test_libraries_are_named_where_a_result_knows_them():
+    document = DOCUMENT | {"versions": DOCUMENT["versions"] | {"cuBLAS": "13.1.1", "cuDNN": "9.19.1"}}
+    assert "jax 0.11.2, optax 0.2.8, cuBLAS 13.1.1, cuDNN 9.19.1; commit" in tables.provenance(document)
+
+
 @pytest.mark.parametrize("kind", ["summary", "figure"])
 def test_a_row_without_the_figure_of_the_headline_is_left_out(root, kind):
     path = page(root, kind)

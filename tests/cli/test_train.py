@@ -613,6 +613,7 @@ def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(out,
         ),
         (["--recipe", ""], "--recipe  is unknown: choose one of block"),
         (["--head-recipe", "delayed"], "--head-recipe delayed is unknown: choose one of block, current, rowwise, none"),
+        (["--fp8-logits"], "--fp8-logits needs a recipe of the output head: add --head-recipe"),
         (["--optimizer-state", "float32"], "--optimizer-state float32 is unknown: choose one of f32, bf16, fp8\n"),
         (
             ["--preset", "moe", "--recipe", "delayed"],
@@ -760,7 +761,7 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
         kept.discard(option)
         error = refused(["--resume", "--out", str(out), option, value], capsys)
         assert error.startswith(f"te-jax: error: {option} is "), error
-    for option in ("--compare", "--pack"):
+    for option in ("--compare", "--pack", "--fp8-logits"):
         kept.discard(option)
         error = refused(["--resume", "--out", str(out), option], capsys)
         assert error.startswith(f"te-jax: error: {option} is True, but the run in {out} was started with False")

@@ -64,13 +64,15 @@ def test_every_recipe_ends_where_the_run_without_one_does(recipe, whole, tmp_pat
 
 
 @pytest.mark.slow
-def test_gradients_of_the_head_have_a_recipe_of_their_own(whole, tmp_path, capsys):
-    out = run(tmp_path / "run", "--head-recipe", "block", "--compare")
+@pytest.mark.parametrize("logits", [(), ("--fp8-logits",)])
+def test_the_head_has_a_recipe_of_its_own(logits, whole, tmp_path, capsys):
+    out = run(tmp_path / "run", "--head-recipe", "block", *logits, "--compare")
+    assert ("forward" in read_header(out)["model"]["head_fp8_products"]) == bool(logits)
     assert read_header(out)["model"]["head_recipe"]["name"] == "BlockScaling"
     assert read_header(out)["model"]["recipe"] is None
     np.testing.assert_allclose(losses(out, "validation"), losses(whole, "validation"), rtol=1e-2)
     assert (losses(out, "train")[1:] != losses(whole, "train")[1:]).any()
-    _check_twin(out, whole, capsys.readouterr().out, "block head")
+    _check_twin(out, whole, capsys.readouterr().out, "block head with logits" if logits else "block head")
 
 
 def _check_twin(out, whole, shown, chosen="current scaling"):

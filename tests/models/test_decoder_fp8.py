@@ -80,6 +80,24 @@ def test_projections_of_blocks_are_in_fp8_and_nothing_else_is(rng):
     assert not any(PLAIN.vocab_size in shape for shape in shapes)
 
 
+def test_products_of_the_head_in_fp8_are_those_that_are_named(rng):
+    """The forward GEMM in FP8 changes the loss, and those of the gradients do not."""
+    params, tokens, targets = random_params(rng), random_tokens(rng), random_tokens(rng)
+
+    def losses_of(**options):
+        config = dataclasses.replace(PLAIN, dtype="bfloat16", **options)
+        with jax.numpy_dtype_promotion("standard"):
+            value, (gradients, _) = value_and_grad(params, tokens, targets, config, None)
+        return float(value), gradients["head"]
+
+    plain, plain_gradient = losses_of()
+    backward, backward_gradient = losses_of(head_recipe=BlockScaling())
+    everything, _ = losses_of(head_recipe=BlockScaling(), head_fp8_products=["wgrad", "forward", "dgrad"])
+    assert backward == pytest.approx(plain, rel=1e-5)
+    assert 1e-3 < relative_error(backward_gradient, plain_gradient) < 0.1
+    assert 1e-5 * plain < abs(everything - plain) < 2e-2 * plain
+
+
 def test_the_reference_runs_no_kernel(native_kernels, rng):
     params, tokens = random_params(rng), random_tokens(rng)
     config = dataclasses.replace(PLAIN, recipe=CurrentScaling())
@@ -196,6 +214,9 @@ def test_what_does_not_fit_is_refused():
     tokens = jnp.zeros((1, 4), jnp.int32)
     with pytest.raises(ValueError, match=r"recipe is 'block': it needs to be a Recipe"):
         dataclasses.replace(PLAIN, recipe="block")
+    for products in ((), "forward", ("forwards",)):
+        with pytest.raises(ValueError, match=r"head_fp8_products is .*: it needs to be one or more names out of"):
+            dataclasses.replace(PLAIN, head_fp8_products=products)
     odd = dataclasses.replace(PLAIN, mlp_size=40, recipe=CurrentScaling())
     with pytest.raises(ValueError, match=r"kernel\[0\] has shape \(32, 40\), 40 features out; .* multiple of 16"):
         jax.eval_shape(lambda key: apply(init(odd, key), tokens, odd), jax.random.key(0))

@@ -184,12 +184,16 @@ def test_bfloat16(promotion, rng, mesh_of):
 FOR_FP8 = dataclasses.replace(CONFIG, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, mlp_size=64)
 
 
-@pytest.mark.parametrize("head_recipe", [None, BlockScaling()], ids=["head", "head in FP8"])
+@pytest.mark.parametrize(
+    "head",
+    [{}, {"head_recipe": BlockScaling(), "head_fp8_products": ("forward", "dgrad", "wgrad")}],
+    ids=["head", "head in FP8"],
+)
 @pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
-def test_fp8_is_as_accurate_as_on_one_device(recipe, head_recipe, rng, mesh_of):
+def test_fp8_is_as_accurate_as_on_one_device(recipe, head, rng, mesh_of):
     """Scales are those of one device, but for blocks that devices cut, and for one scale of the MLP's activation: each
     device has features with a scale of their own."""
-    config, mesh = dataclasses.replace(FOR_FP8, recipe=recipe, head_recipe=head_recipe), mesh_of(tensor=2)
+    config, mesh = dataclasses.replace(FOR_FP8, recipe=recipe, **head), mesh_of(tensor=2)
     params, batch = random_params(config, rng), random_batch(config, rng, (1, 256))
     _, exact = on_one_device(FOR_FP8)(params, *batch)
     _, alone = on_one_device(config)(params, *batch)

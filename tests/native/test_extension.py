@@ -1,5 +1,6 @@
 """Loading, checking and registering the extensions, and what happens where they are missing or do not fit."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -413,3 +414,17 @@ def test_the_build_asks_for_the_wheels_of_the_compiler_named(monkeypatch, tmp_pa
         backend._cuda_wheels(None)
     monkeypatch.setenv("TE_JAX_CUDA", "OFF")
     assert backend._cuda_wheels(None) == []
+
+
+def test_versions_are_those_of_the_cuda_libraries_that_are_loaded(monkeypatch):
+    """And none is loaded for the sake of its version."""
+
+    def opened(library, mode):
+        assert mode == os.RTLD_NOLOAD
+        if "cudnn" in library:
+            return types.SimpleNamespace(cudnnGetVersion=unittest.mock.Mock(return_value=91901))
+        raise OSError(f"{library}: cannot open shared object file")
+
+    assert native.cuda_library_versions() == {} or native.has_gpu()
+    monkeypatch.setattr(ctypes, "CDLL", opened)
+    assert native.cuda_library_versions() == {"cuDNN": "9.19.1"}
