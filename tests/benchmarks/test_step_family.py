@@ -57,7 +57,7 @@ def test_parameters_in_bfloat16_learn_as_those_in_float32_and_logits_in_fp8_diff
     assert not result.skipped
     _, exact, logits, rounded = (np.array(row["losses"]) for row in result.rows)
     np.testing.assert_allclose(rounded, exact, rtol=2e-3)
-    assert rounded[0] - rounded[2] == pytest.approx(exact[0] - exact[2], rel=0.3)  # none if masters begin rounded
+    assert rounded[0] - rounded[2] > 0.7 * (exact[0] - exact[2])  # less than half if masters begin rounded
     assert abs(logits[0] - exact[0]) > 1e-4 * exact[0]
 
 
