@@ -15,11 +15,11 @@ difference divided by the number of layers between. Implementations:
 - te_jax_block, te_jax_current, te_jax_delayed: the same with a recipe. The optimizer quantizes kernels once a step
   (`te_jax.optim.Requantize`); their FP8 copies are part of the state.
 - te_jax_block_fp8_head: te_jax_block with the gradients of the head in FP8 (`DecoderConfig.head_recipe`).
-- te_jax_block_fp8_logits: te_jax_block_fp8_head with the forward GEMM of the head in FP8, too, which loses most of the
-  head's accuracy: see `benchmarks.linear_cross_entropy` (`DecoderConfig.head_fp8_products`).
 - te_jax_block_bf16_params: te_jax_block_fp8_head with parameters in bfloat16, the rest of the float32 numbers in int16
   beside the moments (`te_jax.optim.adamw(master_dtype="int16")`), and gradients in bfloat16. Those of several
   microbatches still add up in float32.
+- te_jax_block_fp8_logits: te_jax_block_bf16_params with the forward GEMM of the head in FP8, too, which loses most of
+  the head's accuracy: see `benchmarks.linear_cross_entropy` (`DecoderConfig.head_fp8_products`).
 - te_jax_block_offload: te_jax_block_fp8_head with inputs of blocks, and what attention reads and returns, in host
   memory until the backward pass (`DecoderConfig.offload`).
 - te_jax_block_float32_moments: te_jax_block with the moments of optax: what the kernels gain without the optimizer.
@@ -120,8 +120,10 @@ VARIANTS = {
     "te_jax": Variant(None),
     "te_jax_block": Variant(BlockScaling()),
     "te_jax_block_fp8_head": Variant(BlockScaling(), head_recipe=BlockScaling()),
-    "te_jax_block_fp8_logits": Variant(BlockScaling(), head_recipe=BlockScaling(), head_fp8_products=_ALL),
     "te_jax_block_bf16_params": Variant(BlockScaling(), head_recipe=BlockScaling(), master_dtype="int16"),
+    "te_jax_block_fp8_logits": Variant(
+        BlockScaling(), head_recipe=BlockScaling(), master_dtype="int16", head_fp8_products=_ALL
+    ),
     "te_jax_block_offload": Variant(BlockScaling(), head_recipe=BlockScaling(), offload=_OFFLOAD),
     "te_jax_block_float32_moments": Variant(BlockScaling(), moments="float32"),
     "te_jax_current": Variant(CurrentScaling(fast_accumulation=_ALL)),
@@ -516,7 +518,8 @@ def compiled(name: str, made: Made, case: shapes.StepShape, depth: int, on: OneD
     step = lowered(made, case, depth, on, batch).compile(on.compiler_options)
     seconds = time.perf_counter() - start
     # A stack, other dtypes, or what a user's model has of other shapes, does not fit in the place of layers.
-    donated = () if name.endswith(("_scan", "_bf16_params")) or name.startswith(("nnx", "linen")) else (0,)
+    others = name.endswith(("_scan", "_bf16_params", "_fp8_logits")) or name.startswith(("nnx", "linen"))
+    donated = () if others else (0,)
     completed = jax.jit(complete, donate_argnums=donated, out_shardings=shardings)
     return Program(name, lambda: completed(init()), batch, step, seconds)
 
