@@ -350,16 +350,18 @@ def test_a_packed_run_reads_the_windows_of_one_without_and_can_be_resumed(tmp_pa
 
 
 def test_the_bound_of_documents_holds_for_every_window_and_is_left_out_where_a_mask_is_needed(monkeypatch):
-    def bound(*begins, capability=None):
+    def bound(*begins, capability=None, seq_len=256):
         monkeypatch.setattr(native, "compute_capability", lambda: capability)
-        return _plan._max_segments(np.isin(np.arange(1000), begins), 256)
+        return _plan._max_segments(np.isin(np.arange(1000), begins), seq_len)
 
     assert bound(0) == 1
     assert bound(0, 700) == 2
     assert bound(0, 700, 954) == 4  # three, of which one has a single token
     assert bound(0, 700, 955) == 2
     assert bound(0, 700, 800, 900) == 4
-    assert bound(*range(600, 650)) == 64
+    assert bound(*range(600, 607)) == 8
+    assert bound(*range(600, 608)) is None
+    assert bound(*range(600, 603), seq_len=64) == 4
     assert bound(0, 700, capability=(9, 0)) == 2
     assert bound(0, 700, capability=(8, 0)) is None
 
