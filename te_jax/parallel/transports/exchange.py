@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from te_jax.ops.gemm import gemm
+from te_jax.ops.gemm import gemm, gemm_sum
 from te_jax.ops.gemm_product import Scaling, allowed_dtype
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.quantized import QuantizedArray
@@ -168,6 +168,15 @@ def sum_of_products(
     """Σᵢ xᵢ · kernelsᵢ + bias, of xᵢ [A, R, Kᵢ]: [A, R, N] in out_dtype; several are added up in float32."""
     if len(xs) == 1:
         return multiply(spec, xs[0], kernels[0], bias=bias)
+    if xs[0].scaling == "block":
+        pairs = [
+            (quantized(x.merged(0), left=True), quantized(kernel, left=False))
+            for x, kernel in zip(xs, kernels, strict=True)
+        ]
+        options: Any = {"rhs_contracting": "cols", "implementation": spec.implementation}
+        options["out_dtype"] = spec.out_dtype if bias is None else np.dtype(np.float32)
+        y = gemm_sum(pairs, **options).reshape(*xs[0].data.shape[:2], -1)
+        return with_bias(y, bias, spec.out_dtype)
     total = None
     for x, kernel in zip(xs, kernels, strict=True):
         total = multiply(spec, x, kernel, dtype=np.dtype(np.float32), accumulator=total)
