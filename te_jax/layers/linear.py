@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import re
-import string
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +18,7 @@ from te_jax._core.types import FLOAT_NAMES, FLOATS
 from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.ops.linear.arguments import KernelContracting
+from te_jax.ops.linear.einsum import Einsum
 from te_jax.ops.linear.fp8 import validate_recipe
 from te_jax.ops.linear.kernels import quantize_kernel as _quantize_kernel
 from te_jax.ops.linear.local import activate
@@ -261,136 +259,15 @@ def einsum(
 ) -> Array:
     """The einsum of inputs and kernel, plus bias.
 
-    Each index of the dimensions that inputs, kernel and result share is a product of its own, under `jax.vmap`. The
-    dtype of the result, and the kernel's quantization, are as in `linear`.
+    The dtype of the result, and the kernel's quantization, are as in `linear`.
     """
-    inputs, result = names.without_ellipsis(x.ndim)
-    sizes = dict(zip(names.kernel, names.kernel_shape, strict=True))
-    if len(inputs) != x.ndim or any(sizes.get(n, size) != size for n, size in zip(inputs, x.shape, strict=True)):
-        raise ValueError(
-            f"einsum_str is '{names}', where the kernel has shape {names.kernel_shape}; inputs of shape {x.shape} do "
-            "not fit"
-        )
-    tokens = "".join(name for name in inputs if name not in names.kernel)
+
+    def product(x: Array, kernel: Any, bias: Array | None, **arguments: Any) -> Array:
+        return _dense(x, kernel, bias, scaling_state=scaling_state, options=options, **arguments)
+
     x = x.astype(result_dtype(dtype, x, kernel, bias))
-    x = _renamed(x, inputs, names.shared + tokens + names.contracted)
-    if bias is not None:
-        if bias.size != math.prod(names.bias_shape):
-            raise ValueError(
-                f"bias has shape {bias.shape}; for einsum_str '{names}' and kernel shape {names.kernel_shape} it must "
-                f"be {names.bias_shape}"
-            )
-        bias = _renamed(bias.reshape(names.bias_shape), names.bias, names.shared + names.features)
-    last = names.kernel == names.shared + names.features + names.contracted
-    if not last and not isinstance(kernel, QuantizedArray | AccumulatedKernel):  # `kernel_ndims` has checked these
-        kernel = _renamed(kernel, names.kernel, names.shared + names.contracted + names.features)
-    product = functools.partial(
-        _dense,
-        scaling_state=scaling_state,
-        contracting_ndim=len(names.contracted),
-        features=tuple(sizes[name] for name in names.features),
-        kernel_contracting="last" if last else "first",
-        options=options,
-    )
-    for _ in names.shared:
-        product = jax.vmap(product)
-    return _renamed(product(x, kernel, bias), names.shared + tokens + names.features, result)
-
-
-@dataclasses.dataclass(frozen=True)
-class Einsum:
-    """An einsum string for inputs and a kernel, in which each dimension has a letter.
-
-    Attributes:
-      inputs, kernel, result: the three parts of the string.
-      kernel_shape: the kernel's sizes.
-    """
-
-    inputs: str
-    kernel: str
-    result: str
-    kernel_shape: tuple[int, ...]
-
-    @classmethod
-    def parse(cls, einsum_str: str | None, kernel_shape: tuple[int, ...]) -> Einsum:
-        """Reads a string such as "btd,df->btf".
-
-        Raises:
-          ValueError: it is not that of inputs and a kernel of this shape.
-        """
-        with_dots = r"([a-zA-Z]*(?:\.\.\.)?[a-zA-Z]*)"
-        match = re.fullmatch(f"{with_dots},([a-zA-Z]+)->{with_dots}", str(einsum_str).replace(" ", ""))
-        if match is None:
-            raise ValueError(
-                f"einsum_str is {einsum_str!r}; it must name the dimensions of inputs, kernel and result, as "
-                "'btd,df->btf' does; only inputs and result may have an ellipsis"
-            )
-        inputs, kernel, result = match.groups()
-        self = cls(inputs, kernel, result, kernel_shape)
-        if len(self.kernel) != len(kernel_shape):
-            raise ValueError(
-                f"einsum_str is {einsum_str!r}, where the kernel has {len(self.kernel)} dimensions; its shape is "
-                f"{kernel_shape}"
-            )
-        letters = [part.replace("...", "") for part in (inputs, kernel, result)]
-        repeated = any(len(set(part)) != len(part) for part in letters)
-        expected = set(inputs + kernel) - set(self.contracted)
-        if repeated or set(result) != expected or not self.contracted or not self.features:
-            raise ValueError(
-                f"einsum_str is {einsum_str!r}; inputs and kernel must share a dimension that the result lacks, the "
-                "kernel must have one that the inputs lack, and the result must have all other dimensions, none of "
-                "them twice: use jnp.einsum for other sums"
-            )
-        return self
-
-    def __str__(self) -> str:
-        return f"{self.inputs},{self.kernel}->{self.result}"
-
-    @property
-    def shared(self) -> str:
-        """The kernel's dimensions that inputs and result have too."""
-        return "".join(name for name in self.kernel if name in self.inputs and name in self.result)
-
-    @property
-    def contracted(self) -> str:
-        """The kernel's dimensions that only the inputs have too, in the kernel's order."""
-        return "".join(name for name in self.kernel if name in self.inputs and name not in self.result)
-
-    @property
-    def features(self) -> str:
-        """The kernel's dimensions that only the result has too, in the kernel's order."""
-        return "".join(name for name in self.kernel if name not in self.inputs)
-
-    @property
-    def bias(self) -> str:
-        """The dimensions of a bias: those that kernel and result share, in the order of the result."""
-        return "".join(name for name in self.result if name in self.kernel)
-
-    @property
-    def bias_shape(self) -> tuple[int, ...]:
-        return tuple(self.kernel_shape[self.kernel.index(name)] for name in self.bias)
-
-    @property
-    def kernel_ndims(self) -> tuple[int, int]:
-        """How many dimensions the rows and the columns of a quantized kernel have.
-
-        Raises:
-          ValueError: neither a quantized kernel nor its transposed copy would be laid out as a product needs it.
-        """
-        if self.kernel == self.shared + self.contracted + self.features:
-            return len(self.contracted), len(self.features)
-        if self.kernel == self.shared + self.features + self.contracted:
-            return len(self.features), len(self.contracted)
-        raise ValueError(
-            f"einsum_str is '{self}'; quantize_kernels needs a kernel with the dimensions "
-            f"'{self.shared + self.contracted + self.features}' in this order: change it, or use recipe=None"
-        )
-
-    def without_ellipsis(self, ndim: int) -> tuple[str, str]:
-        """The letters of inputs with `ndim` dimensions, and those of the result, with letters for the ellipsis."""
-        free = [name for name in string.ascii_letters if name not in self.inputs + self.kernel]
-        names = "".join(free[: max(0, ndim + len("...") - len(self.inputs))])
-        return self.inputs.replace("...", names), self.result.replace("...", names)
+    in_order = isinstance(kernel, QuantizedArray | AccumulatedKernel)  # `kernel_ndims` has checked these
+    return names.apply(product, x, kernel, bias, in_order=in_order)
 
 
 def dot_general(
@@ -548,10 +425,6 @@ def _contracted_last(x: Array, axes: tuple[int, ...]) -> Array:
 
 def _others(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     return tuple(axis for axis in range(ndim) if axis not in axes)
-
-
-def _renamed(x: Array, names: str, order: str) -> Array:
-    return _moved(x, tuple(names.index(name) for name in order))
 
 
 def _moved(x: Array, order: tuple[int, ...]) -> Array:

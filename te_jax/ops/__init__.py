@@ -3,6 +3,7 @@
 from te_jax.ops.activation import activation, gated_activation
 from te_jax.ops.attention import attention
 from te_jax.ops.dense import dense
+from te_jax.ops.einsum import einsum
 from te_jax.ops.gated_mlp import gated_mlp
 from te_jax.ops.gemm import GemmResult, gemm
 from te_jax.ops.grouped_dense import grouped_dense
@@ -32,6 +33,7 @@ __all__ = [
     "activation",
     "attention",
     "dense",
+    "einsum",
     "expert_counts",
     "gated_activation",
     "gated_mlp",

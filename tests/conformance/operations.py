@@ -1008,7 +1008,10 @@ def dense_of_several(name, recipe, layouts, **fields):
         small = {kind: 2 * size + OUT for kind, size in single.small.items()}  # and the gradient of the bias
         # With parts of their own along "model", devices sum both products of dx before they exchange it.
         own = tuple(axis for axis in single.own if axis == "data")
-        return dataclasses.replace(single, collectives=single.collectives * 2, small=small, own=own)
+        collectives = list(single.collectives * 2)
+        if name == "column parallel" and isinstance(recipe, BlockScaling):
+            collectives.remove(("all-reduce", TOKENS // 2 * IN))  # one product for the gradient of x
+        return dataclasses.replace(single, collectives=tuple(collectives), small=small, own=own)
 
     return dataclasses.replace(
         one,
@@ -1119,8 +1122,10 @@ def gated_mlp(name, recipe, *, accumulator=False, **fields):
         (gradients,) = vjp(jnp.asarray(cotangents, jnp.float32))
         return {"wgrad_accumulator": jax.tree.map(jnp.add, operands["wgrad_accumulator"], gradients)}
 
-    def layout(x, kernels, collectives):
+    def layout(name, x, kernels, collectives):
         small = dict.fromkeys(("all-reduce", "all-gather"), 4 * (TOKENS + IN + HIDDEN + OUT))
+        if name == "tensor parallel" and isinstance(recipe, BlockScaling):
+            collectives = collectives[:-1]  # one product of gate and up for the gradient of x
         return Layout({"x": x, "kernel": kernels, "wgrad_accumulator": kernels}, x, tuple(collectives), small)
 
     return Operation(
@@ -1137,7 +1142,7 @@ def gated_mlp(name, recipe, *, accumulator=False, **fields):
         policy=checkpoint_policies.save_fp8_operands_and_preactivations,
         donates=("wgrad_accumulator",) if accumulator else (),
         unshared=("wgrad_accumulator",),
-        layouts={name: layout(*of) for name, of in MLP_LAYOUTS.items()},
+        layouts={name: layout(name, *of) for name, of in MLP_LAYOUTS.items()},
         **fields,
     )
 
@@ -1400,6 +1405,11 @@ OPERATIONS = [
         gated_mlp("accumulators of quantized kernels", BlockScaling(), accumulator=True, variant=True), BlockScaling()
     ),
     with_kernels_transposed(gated_mlp("block", BlockScaling(), accumulator=True, variant=True)),
+    dataclasses.replace(
+        dense("current", CURRENT, TENSOR, variant=True),
+        name="einsum, current",
+        call=functools.partial(ops.einsum, "bti,io->bto", recipe=CURRENT),
+    ),
     dense("none", None, (*TENSOR, *FSDP), bias=True, variant=True),
     dense("none, accumulator", None, ("row parallel", *FSDP), dtype="bfloat16", accumulator=True, variant=True),
     dense_of_several("none", None, TENSOR, variant=True),

@@ -11,7 +11,7 @@ from te_jax.recipe import CurrentScaling
 def test_kernels_that_cannot_be_quantized_once_are_refused(rng):
     model, x = Einsum((4, 16, 8), "bthk,hdk->btd", recipe=CurrentScaling()), normal(rng, (3, 5, 4, 8))
     variables = jax.jit(model.init)(jax.random.key(0), x)
-    with pytest.raises(ValueError, match=r"quantize_kernels needs a kernel with the dimensions 'hkd' in this order"):
+    with pytest.raises(ValueError, match=r"needs the dimensions 'hkd' in this order"):
         quantize_kernels(model, variables, x)
 
 

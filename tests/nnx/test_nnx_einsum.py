@@ -115,7 +115,7 @@ def test_kernels_that_are_quantized_once(rng, name, recipe):
 @pytest.mark.parametrize(
     ("string", "kernel", "message"),
     [
-        ("bthk,hdk->btd", (4, 16, 8), r"quantize_kernels needs a kernel with the dimensions 'hkd' in this order"),
+        ("bthk,hdk->btd", (4, 16, 8), r"needs the dimensions 'hkd' in this order"),
         (None, (16, 16), "einsum_str is None; it must name the dimensions"),
     ],
 )
@@ -146,8 +146,8 @@ def test_sums_that_are_no_product_of_input_and_kernel_are_refused(string):
         (lambda rngs: Einsum("bi,io,o->bo", (16, 16), rngs=rngs), "it must name the dimensions"),
         (lambda rngs: Einsum("bi,i...->b...", (16, 16), rngs=rngs), "only inputs and result may have an ellipsis"),
         (lambda rngs: Einsum("bi,io->bo", (16, 4, 4), rngs=rngs), r"the kernel has 2 dimensions; its shape is"),
-        (lambda rngs: Einsum("bti,io->bto", (16, 16), rngs=rngs), r"inputs of shape \(3, 16\) do not fit"),
-        (lambda rngs: Einsum("bi,io->bo", (32, 16), rngs=rngs), r"inputs of shape \(3, 16\) do not fit"),
+        (lambda rngs: Einsum("bti,io->bto", (16, 16), rngs=rngs), r"does not fit inputs of shape \(3, 16\)"),
+        (lambda rngs: Einsum("bi,io->bo", (32, 16), rngs=rngs), r"does not fit inputs of shape \(3, 16\)"),
         (lambda rngs: Einsum("bi,io->bo", (16, 16), (8,), rngs=rngs), r"bias has shape \(8,\); .* \(16,\)"),
         (lambda rngs: Einsum("bi,io->bo", (16, 0), rngs=rngs), r"kernel_shape is \(16, 0\); it must be"),
         (lambda rngs: Einsum("bi,io->bo", (16, 20), recipe=CurrentScaling(), rngs=rngs), "multiple of 16"),
