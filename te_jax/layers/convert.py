@@ -198,7 +198,7 @@ WRAPPED_BY_QWIX = "its model is one of qwix, which computes the products"
 def no_linear_layer(layer: type, linear_layers: str) -> str:
     """The reason for which the kernels of a class that is no linear layer are left alone."""
     name = f"{layer.__module__}.{layer.__qualname__}"
-    return f"{name} is none of {linear_layers}: use one of these in it, or te_jax.ops.dense"
+    return f"{name} is none of {linear_layers}: use one of these in it, or te_jax.ops.einsum"
 
 
 def is_composite(module: Any, linear_layers: tuple[type, ...]) -> bool:

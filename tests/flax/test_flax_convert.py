@@ -182,7 +182,7 @@ def test_it_multiplies_in_fp8_with_the_same_parameters(rng, name, recipe):
     assert 1e-3 < relative_error(found, expected) < 0.3
 
 
-OTHERS = "nn.Dense, nn.DenseGeneral and nn.Einsum: use one of these in it, or te_jax.ops.dense"
+OTHERS = "nn.Dense, nn.DenseGeneral and nn.Einsum: use one of these in it, or te_jax.ops.einsum"
 
 
 class Experts(nn.Module):

@@ -211,7 +211,7 @@ def test_names_of_heads_and_routers(path, skipped):
     assert convert(model, None, rules=[(path, BlockScaling())]).converted  # a rule overrides it
 
 
-OTHERS = "nnx.Linear, nnx.LinearGeneral and nnx.Einsum: use one of these in it, or te_jax.ops.dense"
+OTHERS = "nnx.Linear, nnx.LinearGeneral and nnx.Einsum: use one of these in it, or te_jax.ops.einsum"
 
 
 class OwnCall(nnx.Linear):
