@@ -166,7 +166,7 @@ def _max_segments(begins: np.ndarray, seq_len: int) -> int | None:
     """
     bound = 1 << (_text.most_documents(begins, seq_len) - 1).bit_length()
     hopper = (native.compute_capability() or (9, 0)) >= (9, 0)
-    return bound if hopper and bound <= max(4, seq_len // 32) else None
+    return bound if hopper and 32 * bound <= seq_len else None
 
 
 def _check_experts(options: Options) -> None:

@@ -277,7 +277,7 @@ def packed(rng, *shape):
 def test_microbatches_have_the_gradient_of_the_batch(pack, rng, monkeypatch):
     """A step of 1 against the gradient shows it."""
     monkeypatch.setattr(_step, "build_optimizer", lambda *_: optax.sgd(1.0))
-    plan = plan_of(implementation="reference", pack=pack)
+    plan = plan_of(implementation="reference", pack=pack, seq_len=16)
     learner = _step.build_learner(plan, *plan.models)
     windows = packed(rng, 1, 4, 17) if pack else Tokens(rng.integers(0, 256, (1, 4, 17)).astype(np.uint16))
     before = jax.device_get(learner.init(jax.random.key(0)).params)
@@ -350,9 +350,9 @@ def test_a_packed_run_reads_the_windows_of_one_without_and_can_be_resumed(tmp_pa
 
 
 def test_the_bound_of_documents_holds_for_every_window_and_is_left_out_where_a_mask_is_needed(monkeypatch):
-    def bound(*begins, capability=None, seq_len=256):
+    def bound(*begins, capability=None):
         monkeypatch.setattr(native, "compute_capability", lambda: capability)
-        return _plan._max_segments(np.isin(np.arange(1000), begins), seq_len)
+        return _plan._max_segments(np.isin(np.arange(1000), begins), 256)
 
     assert bound(0) == 1
     assert bound(0, 700) == 2
@@ -361,7 +361,6 @@ def test_the_bound_of_documents_holds_for_every_window_and_is_left_out_where_a_m
     assert bound(0, 700, 800, 900) == 4
     assert bound(*range(600, 607)) == 8
     assert bound(*range(600, 608)) is None
-    assert bound(*range(600, 603), seq_len=64) == 4
     assert bound(0, 700, capability=(9, 0)) == 2
     assert bound(0, 700, capability=(8, 0)) is None
 
