@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ _VARIABLES = (
 )
 _HEARTBEAT_S = 10  # without a sign of life, after which JAX ends the others
 _GOODBYE_MS = 3000
+_MOMENT_S = 0.5
 _FOREVER_MS = 10**9
 
 _T = TypeVar("_T")
@@ -159,8 +161,11 @@ def _watch() -> None:
 
 
 def _say_goodbye() -> None:
-    """Process 0 keeps the store, and stays until all have read there that they end."""
+    """Process 0 keeps the store, and stays until all have read there that they end, and a moment longer: JAX aborts a
+    process that sees the store go."""
     _store().wait_at_barrier("te_jax/goodbye", _GOODBYE_MS)
+    if is_first():
+        time.sleep(_MOMENT_S)
 
 
 def _is_first_to_fail() -> bool:
