@@ -2,9 +2,9 @@
 
 A step is forward, backward and AdamW of a decoder with its embedding, head and loss; parameters are float32 unless a
 name says otherwise, activations bfloat16, and the train state is donated. In a case "…-remat" blocks keep only their
-inputs. With several microbatches a `lax.scan` adds up their gradients in
-float32. Operation "step" has the case's number of layers, and "step_4_layers" four of them: the time of a layer is the
-difference divided by the number of layers between. Implementations:
+inputs. With several microbatches a `lax.scan` adds up their gradients in float32. Operation "step" has the case's
+number of layers, and "step_4_layers" four of them: the time of a layer is the difference divided by the number of
+layers between. Implementations:
 
 - bf16, bf16_scan: plain JAX as its best users write it: kernels cast to bfloat16 in the call, attention by cuDNN (by
   XLA on a CPU), logits in bfloat16 and optax's cross-entropy in float32, `optax.adamw`. Layers are unrolled, from a

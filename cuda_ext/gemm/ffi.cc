@@ -133,7 +133,7 @@ auto Binding() {
       .template Attr<std::string_view>("algorithm");
 }
 
-// Of a pair of matrices a [m, k] and b [n, k] with scales of blocks.
+// The operands of one GEMM of a sum: matrices a [m, k] and b [n, k] with scales of blocks.
 struct PairBuffers {
   AnyBuffer a, b, a_scales, b_scales;
 };
@@ -153,8 +153,7 @@ std::optional<OperandPair> DecodePair(Rules& rules, const PairBuffers& pair, con
   rules.That(is_first || (problem.b.type == b_type && right->outer == problem.n), "b", pair.b,
              "have the type and the rows of the first pair's");
   rules.That(right->summed == problem.k && problem.k > 0, "b", pair.b,
-             "sum over as many values as a does, of which "
-             "there is one or more");
+             "sum over as many values as a does, one or more");
   const int64_t a_count = ScaleCount(problem, problem.m, false), b_count = ScaleCount(problem, problem.n, true);
   rules.Type(ffi::F32, "a_scale_inv", pair.a_scales).Elements(a_count, "a_scale_inv", pair.a_scales);
   rules.Type(ffi::F32, "b_scale_inv", pair.b_scales).Elements(b_count, "b_scale_inv", pair.b_scales);

@@ -140,7 +140,7 @@ def test_packed_segments(calls, kv_heads, head_dim, dtype, extra, options, rng):
 
 @pytest.mark.parametrize("length", [40, 300, 2048])
 def test_packed_segments_of_one_length(length, rng):
-    """Of the three calls for gradients two have no segments."""
+    """Two of the three calls for gradients have no segments."""
     runs = np.broadcast_to(np.arange(2048) // length, (B, 2048))
     arguments = draw(rng, t=2048, s=2048)
     packed = {"segment_ids": runs, "max_segments_per_seq": 64}

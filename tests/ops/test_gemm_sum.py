@@ -126,10 +126,9 @@ def test_two_devices(rng, split, reductions, axis_type, native_kernels, require_
 
     def put(pair, spec):
         (lhs, rhs), (of_lhs, of_rhs) = jax.device_put(pair, P()), spec
-        place = functools.partial(jax.device_put)
         return (
-            dataclasses.replace(lhs, data=place(lhs.data, NamedSharding(mesh, of_lhs))),
-            dataclasses.replace(rhs, transposed=place(rhs.transposed, NamedSharding(mesh, of_rhs))),
+            dataclasses.replace(lhs, data=jax.device_put(lhs.data, NamedSharding(mesh, of_lhs))),
+            dataclasses.replace(rhs, transposed=jax.device_put(rhs.transposed, NamedSharding(mesh, of_rhs))),
         )
 
     with jax.set_mesh(mesh):
@@ -143,7 +142,7 @@ def test_two_devices(rng, split, reductions, axis_type, native_kernels, require_
 
 
 def test_gradient_of_gate_and_up_is_one_product(rng, native_kernels):
-    """Of x, in `ops.dense` and `ops.gated_mlp`."""
+    """The gradient of x, in `ops.dense` and `ops.gated_mlp`."""
     x = jnp.asarray(rng.standard_normal((256, 128)), jnp.bfloat16)
     kernels = [jnp.asarray(rng.standard_normal((128, 256)), jnp.float32) for _ in range(2)]
     down = jnp.asarray(rng.standard_normal((256, 128)), jnp.float32)
