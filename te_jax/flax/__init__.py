@@ -16,6 +16,7 @@ from te_jax.flax.microbatches import merge_gradients, quantize_kernels, requanti
 from te_jax.flax.moe import MoE
 from te_jax.flax.norm import LayerNorm, NormLinear, RMSNorm
 from te_jax.flax.transformer_block import TransformerBlock
+from te_jax.layers.convert import EinsumLayer
 from te_jax.layers.microbatches import accumulate_gradients
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "DenseGeneral",
     "DotGeneral",
     "Einsum",
+    "EinsumLayer",
     "Embed",
     "GatedMLP",
     "LayerNorm",

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -18,7 +19,7 @@ from flax.linen.module import InterceptorContext
 from jax import Array
 
 from te_jax import native
-from te_jax.flax import linear as layers
+from te_jax.flax import linear as modules
 from te_jax.layers import convert as conversion
 from te_jax.layers import linear
 from te_jax.recipe import Recipe
@@ -26,7 +27,7 @@ from te_jax.recipe import Recipe
 Model = TypeVar("Model", bound=nn.Module)
 
 _FLAX = (nn.Dense, nn.DenseGeneral, nn.Einsum)
-_OURS = (layers.DenseGeneral, layers.Einsum)
+_OURS = (modules.DenseGeneral, modules.Einsum)
 
 
 def convert(
@@ -34,6 +35,7 @@ def convert(
     recipe: Recipe | None,
     *,
     rules: conversion.Rules = (),
+    layers: conversion.Layers = MappingProxyType({}),
     state_axis: str | tuple[str, ...] | None = None,
     implementation: native.Implementation | None = None,
 ) -> Model:
@@ -46,9 +48,10 @@ def convert(
     `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum`, wherever the module creates or calls them, and classes of yours that
     inherit their `__call__`, compute like te_jax's layers of these names. Layers of te_jax get the recipe. Parameters
     keep their names, shapes and initial values. `DelayedScaling` adds its state in the collection
-    "_overwrite_with_gradient": `nn.scan` and `nn.vmap` must name it in their `variable_axes`. FP8 replaces a
-    layer's `precision`, and the report says so. Convert a model once, outside of functions that run often: JAX traces
-    each conversion separately.
+    "_overwrite_with_gradient": `nn.scan` and `nn.vmap` must name it in their `variable_axes`. Classes of yours that
+    multiply by themselves are converted if `layers` says how; DeepMind's gemma is known. FP8 replaces a layer's
+    `precision`, and the report says so. Convert a model once, outside of functions that run often: JAX traces each
+    conversion separately.
 
     Unless a rule names a recipe for them, `convert` leaves output heads alone (a part of the path is "head", "lm_head",
     "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output"), and routers ("router", or
@@ -64,6 +67,8 @@ def convert(
       recipe: for all layers that no rule names; None to convert only those that a rule names.
       rules: pairs of a pattern and a recipe or None; the first pattern that matches the path of a layer applies. Paths
         are those of the parameters, joined by "/". `*` matches any characters, also "/".
+      layers: an `EinsumLayer` for classes of yours, by class or by full name ("my_models.layers.Einsum"). Classes that
+        inherit their `__call__` are meant, too. Each call runs that of the class first, whose result `jit` removes.
       state_axis, implementation: as in `DenseGeneral`.
 
     Returns:
@@ -71,9 +76,10 @@ def convert(
       that `bind` returns, which are not intercepted. After it has run, `report` lists the converted layers.
 
     Raises:
-      ValueError: module is no Linen module or bound, or recipe or rules are invalid.
+      ValueError: module is no Linen module or bound, or recipe, rules or layers are invalid. Later, in a call: a class
+        of `layers` gives another shape than its subscripts.
     """
-    rules = conversion.validate(recipe, rules)
+    rules, known = conversion.validate(recipe, rules), conversion.validate_layers(layers)
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"module is of type {type(module).__name__}; it must be a flax.linen.Module; "
@@ -85,7 +91,7 @@ def convert(
             "with a rule for its path"
         )
     made = {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.init}
-    made["te_jax_conversion"] = _Conversion(recipe, rules, state_axis, implementation)
+    made["te_jax_conversion"] = _Conversion(recipe, rules, known, state_axis, implementation)
     base = type(module)
     return _converted_class(base.__bases__[0] if _conversion_of(module) else base)(**made)
 
@@ -126,7 +132,7 @@ def options_in_call(context: InterceptorContext) -> linear.Options | None:
     if not _has_kernel(context):
         return None
     if isinstance(module, _OURS):
-        options = layers.layer_options(module)
+        options = modules.layer_options(module)
     else:
         options = None if _running.conversion is None else _running.conversion.options_in_last_call(module)
     return None if options is None or options.recipe is None else options
@@ -151,6 +157,7 @@ class _Log:
 class _Conversion:
     recipe: Recipe | None
     rules: tuple[tuple[str, Recipe | None], ...]
+    layers: conversion.Layers = dataclasses.field(hash=False)
     state_axis: str | tuple[str, ...] | None
     implementation: native.Implementation | None
     log: _Log = dataclasses.field(default_factory=_Log, compare=False, repr=False)
@@ -175,6 +182,8 @@ class _Conversion:
                 return call(*args, **kwargs)
             finally:
                 _running.composite = None
+        if (how := self._einsum_layer(context)) is not None:
+            return self._einsum(how, call, args, kwargs, context)
         if not _has_kernel(context):
             y = call(*args, **kwargs)
             if context.method_name == "__call__" and not isinstance(module, _OURS):
@@ -196,6 +205,52 @@ class _Conversion:
         self._note(module, "", module.get_variable("params", "kernel"), recipe, reason)
         return y
 
+    def _einsum_layer(self, context: InterceptorContext) -> conversion.EinsumLayer | None:
+        module: Any = context.module
+        inherited = module is _running.einsum_layer  # its __call__ calls that of its base
+        if context.method_name != "__call__" or inherited or isinstance(module, (*_FLAX, *_OURS)):
+            return None
+        return conversion.einsum_layer(self.layers, type(module))
+
+    def _einsum(
+        self, how: conversion.EinsumLayer, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext
+    ) -> Any:
+        """Runs the call of a class that `layers` names, and its product in FP8 in the place of its own result."""
+        module: Any = context.module
+        outer, _running.einsum_layer = _running.einsum_layer, module
+        try:
+            own = call(*args, **kwargs)  # makes the parameters
+        finally:
+            _running.einsum_layer = outer
+        name, *biases = how.variables(module)
+        found = modules.unboxed(module.get_variable("params", name))
+        x, subscripts, others = how.operands(type(module), module, args, kwargs)
+        shape = getattr(found, "shape", ())
+        experts = conversion.has_experts(subscripts, shape)
+        if not hasattr(found, "dtype"):
+            obstacle = f"it has no {name}, which its EinsumLayer names as the kernel"
+        elif others:
+            obstacle = f"it is called with {', '.join(others)} beside its input"
+        else:
+            obstacle = _foreign_part(module, call, context)
+            obstacle = obstacle or conversion.obstacle_in_subscripts(subscripts, shape, found.dtype)
+        paths = _path(module), "/".join(filter(None, (_path(module), name)))
+        recipe, reason = conversion.decide(paths, self.recipe, self.rules, obstacle, experts=experts)
+        self._note(module, "" if name == "kernel" else name, found, recipe, reason)
+        if recipe is None:
+            return own
+        bias = modules.unboxed(module.get_variable("params", biases[0])) if biases else None
+        y = linear.einsum(
+            linear.Einsum.parse(subscripts, shape, "subscripts"),
+            linear.as_array("x", x),
+            found,
+            bias,
+            modules.scaling_state(module, recipe, prefix=f"{name}_"),  # several may share a scope
+            dtype=jnp.result_type(own),
+            options=linear.Options(recipe, self.state_axis, self.implementation),
+        )
+        return conversion.as_its_own(y, own, subscripts, type(module))
+
     def _decide(self, module: Any, obstacle: str | None, args: Any, kwargs: Any) -> tuple[Recipe | None, str]:
         experts = obstacle is None and _has_experts(module, *args, **kwargs)
         return conversion.decide((_path(module),), self.recipe, self.rules, obstacle, experts=experts)
@@ -208,7 +263,7 @@ class _Conversion:
 
     def _note_other(self, module: nn.Module) -> None:
         for name, value in module.variables.get("params", {}).items():
-            value = layers.unboxed(value)
+            value = modules.unboxed(value)
             shared = (_path(module), "" if name == "kernel" else name) in self.log.layers  # noted with its scope
             if name not in ("scale", "bias") and getattr(value, "ndim", 0) >= 2 and not shared:
                 embedding = isinstance(module, nn.Embed) or "emb" in name
@@ -216,7 +271,7 @@ class _Conversion:
                 self._note(module, name, value, None, "an embedding" if embedding else other)
 
     def _note(self, module: nn.Module, name: str, kernel: Any, recipe: Recipe | None, reason: str) -> None:
-        shape = getattr(layers.unboxed(kernel), "shape", None)  # of a quantized kernel, none in some calls
+        shape = getattr(modules.unboxed(kernel), "shape", None)  # of a quantized kernel, none in some calls
         kind = type(module).__name__ if shape is None else f"{type(module).__name__} {shape}"
         key = _path(module), name
         if shape is not None or key not in self.log.layers:
@@ -224,11 +279,13 @@ class _Conversion:
 
 
 class _Running(threading.local):
-    """The conversion that runs in this thread, the path of its module, and the module of te_jax whose layers run."""
+    """What runs in this thread: the conversion and the path of its module, a module of te_jax with layers, or the
+    `__call__` of a class that `layers` names."""
 
     conversion: _Conversion | None = None
     root: tuple[str, ...] = ()
     composite: type[nn.Module] | None = None
+    einsum_layer: nn.Module | None = None
 
 
 _running = _Running()
@@ -299,12 +356,12 @@ def _compute(
 ) -> Array:
     """The result of a layer of Flax, by te_jax's products."""
     if isinstance(module, nn.Einsum):
-        return layers.einsum(module, inputs, einsum_str, options)
+        return modules.einsum(module, inputs, einsum_str, options)
     inputs = jnp.asarray(inputs)
     axis = _axis(module, inputs)
     return linear.linear(
         inputs,
-        *layers.held(module, tuple(inputs.shape[i] for i in axis), options.recipe),
+        *modules.held(module, tuple(inputs.shape[i] for i in axis), options.recipe),
         axis=axis,
         features=linear.as_tuple(module.features),
         dtype=module.dtype,
@@ -341,16 +398,16 @@ def _obstacle(module: Any, inputs: Any = None, einsum_str: str | None = None) ->
     """Why FP8 cannot take a layer for these inputs, if so. For `DenseGeneral.held` these are the contracted sizes."""
     if obstacle := conversion.obstacle_in_dtype(module.dtype, module.param_dtype):
         return obstacle
-    if isinstance(module, nn.Einsum | layers.Einsum):
+    if isinstance(module, nn.Einsum | modules.Einsum):
         return conversion.obstacle_in_einsum(einsum_str or module.einsum_str, linear.as_tuple(module.shape))
-    if not isinstance(module, layers.DenseGeneral):
+    if not isinstance(module, modules.DenseGeneral):
         inputs = tuple(jnp.shape(inputs)[i] for i in _axis(module, inputs))
     return conversion.obstacle_in_sizes(inputs, linear.as_tuple(module.features))
 
 
 def _has_experts(module: Any, inputs: Any = None, einsum_str: str | None = None) -> bool:
     del inputs
-    if not isinstance(module, nn.Einsum | layers.Einsum):
+    if not isinstance(module, nn.Einsum | modules.Einsum):
         return False
     return conversion.has_experts(einsum_str or module.einsum_str, linear.as_tuple(module.shape))
 

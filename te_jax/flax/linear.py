@@ -220,7 +220,7 @@ class DotGeneral(nn.Module):
             lhs,
             rhs,
             dimension_numbers,
-            _scaling_state(self, self.recipe),
+            scaling_state(self, self.recipe),
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
             options=layer_options(self),
@@ -262,7 +262,7 @@ def held(module: Any, contracted: tuple[int, ...], recipe: Recipe | None) -> lin
     features = linear.sizes("features", module.features)
     kernel = _kernel(module, (math.prod(contracted), math.prod(features)), (*contracted, *features))
     bias = _bias(module, (math.prod(features),), features)
-    return linear.Layer(kernel, bias, _scaling_state(module, recipe))
+    return linear.Layer(kernel, bias, scaling_state(module, recipe))
 
 
 def einsum(module: Any, inputs: jax.typing.ArrayLike, einsum_str: str | None, options: linear.Options) -> Array:
@@ -285,7 +285,7 @@ def _einsum_names(module: Any, einsum_str: str | None) -> linear.Einsum:
 def _held_by_einsum(module: Any, names: linear.Einsum, recipe: Recipe | None) -> linear.Layer:
     kernel = _kernel(module, names.kernel_shape, names.kernel_shape)
     bias = _bias(module, names.bias_shape, names.bias_shape)
-    return linear.Layer(kernel, bias, _scaling_state(module, recipe))
+    return linear.Layer(kernel, bias, scaling_state(module, recipe))
 
 
 def _kernel(module: Any, drawn_shape: tuple[int, ...], shape: tuple[int, ...]) -> Any:
@@ -311,11 +311,11 @@ def _param(module: Any, name: str, init: Initializer, shape: tuple[int, ...]) ->
     return meta.unbox(value) if constrains else unboxed(value)
 
 
-def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingState | None:
-    """The state of delayed scaling; `init` creates its variables."""
+def scaling_state(module: nn.Module, recipe: Recipe | None, prefix: str = "") -> DelayedScalingState | None:
+    """The state of delayed scaling; `init` creates its variables, whose names begin with the prefix."""
     if not isinstance(recipe, DelayedScaling):
         return None
-    kept = module.has_variable(OVERWRITE_WITH_GRADIENT, delayed_scaling.USES)
+    kept = module.has_variable(OVERWRITE_WITH_GRADIENT, prefix + delayed_scaling.USES)
     if not kept and not module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
         name = "/".join(module.path) or "the layer"
         if module.is_initializing():
@@ -330,7 +330,7 @@ def _scaling_state(module: nn.Module, recipe: Recipe | None) -> DelayedScalingSt
         )
     initial = delayed_scaling.initial_state(recipe).items()
     return delayed_scaling.scaling_state(
-        {name: module.variable(OVERWRITE_WITH_GRADIENT, name, lambda v=value: v).value for name, value in initial}
+        {name: module.variable(OVERWRITE_WITH_GRADIENT, prefix + name, lambda v=v: v).value for name, v in initial}
     )
 
 

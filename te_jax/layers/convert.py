@@ -6,13 +6,15 @@ import copyreg
 import dataclasses
 import fnmatch
 import functools
+import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from te_jax._core.types import FP8_ALIGNMENT
@@ -26,6 +28,64 @@ _HEADS = {
     *("classifier", "unembed", "unembedding"),
 }
 _ROUTERS = {"router", "routers"}
+
+
+@dataclasses.dataclass(frozen=True)
+class EinsumLayer:
+    """For `layers=` of `convert`: where a class of yours has its kernel, and how it multiplies by it.
+
+        layers={MyEinsum: EinsumLayer(kernel="w", subscripts="einsum_str")}
+        layers={MyProjection: EinsumLayer(kernel="kernel", subscripts="...d,df->...f", bias="bias")}
+
+    The `__call__` of the class must return `jnp.einsum(subscripts, x, kernel) + bias` of its argument x, in any dtype.
+
+    Attributes:
+      kernel: the attribute (NNX) or parameter (Linen) that is the kernel, or an attribute that has its name.
+      subscripts: those of `te_jax.ops.einsum`; or the attribute that has them; or, in Linen, the argument of `__call__`
+        that has them.
+      bias: as kernel, with the dimensions that kernel and result share; None for no bias.
+    """
+
+    kernel: str
+    subscripts: str
+    bias: str | None = None
+
+    def variables(self, module: Any) -> tuple[str, ...]:
+        """The names of kernel and bias in a module."""
+        names = (self.kernel,) if self.bias is None else (self.kernel, self.bias)
+        values = ((name, getattr(module, name, None)) for name in names)
+        return tuple(value if isinstance(value, str) else name for name, value in values)
+
+    def operands(self, layer: type, module: Any, args: Any, kwargs: Any) -> Operands:
+        """What the `__call__` of a class was given."""
+        given = inspect.signature(layer.__call__).bind(module, *args, **kwargs).arguments
+        _, *rest = given.items()
+        passed = dict(rest)
+        subscripts = passed.pop(self.subscripts, None) or self.subscripts_of(module)
+        x, *others = passed.items()
+        return Operands(x[1], subscripts, tuple(name for name, _ in others))
+
+    def subscripts_of(self, module: Any) -> str | None:
+        """The subscripts that a module has before it is called, if it has them."""
+        return self.subscripts if "->" in self.subscripts else getattr(module, self.subscripts, None)
+
+
+class Operands(NamedTuple):
+    """What a layer was called with: its input, the subscripts, and the names of all other arguments."""
+
+    x: Any
+    subscripts: str | None
+    others: tuple[str, ...]
+
+
+Layers = Mapping[type | str, EinsumLayer]
+
+_GEMMA, _TUNIX = EinsumLayer("weight_name", "eqn"), EinsumLayer("w", "einsum_str")
+_KNOWN: Layers = {
+    "gemma.gm.nn._layers.Einsum": _GEMMA,
+    **{f"tunix.models.{name}.model.Einsum": _TUNIX for name in ("gemma", "gemma3", "llama3", "qwen2", "qwen3")},
+}
+"""Classes of libraries, by name: nothing is imported for them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +176,53 @@ def validate(recipe: Any, rules: Any) -> tuple[tuple[str, Recipe | None], ...]:
     )
 
 
+def validate_layers(layers: Any) -> Layers:
+    """The layers, with those of libraries that we know.
+
+    Raises:
+      ValueError: it does not give an `EinsumLayer` for classes or their names.
+    """
+    pairs = layers.items() if isinstance(layers, Mapping) else ((None, layers),)
+    for layer, how in pairs:
+        if not isinstance(layer, type | str) or not isinstance(how, EinsumLayer):
+            raise ValueError(
+                f"layers is {layers!r}; it must give an EinsumLayer for each class or its full name, such as "
+                "{MyEinsum: EinsumLayer(kernel='w', subscripts='einsum_str')}"
+            )
+    return {**_KNOWN, **layers}
+
+
+def einsum_layer(layers: Layers, layer: type) -> EinsumLayer | None:
+    """The entry of a class, or of one that it inherits `__call__` from."""
+    for base in layer.__mro__:
+        name = f"{base.__module__}.{base.__qualname__}"
+        for key in (base, name):
+            if key in layers:
+                return layers[key] if layer.__call__ is base.__call__ else None
+    return None
+
+
+def obstacle_in_subscripts(
+    subscripts: str | None, kernel_shape: Sequence[int], kernel_dtype: jax.typing.DTypeLike
+) -> str | None:
+    """Why FP8 cannot take an `EinsumLayer` with such a kernel, if so."""
+    return obstacle_in_dtype(kernel_dtype) or obstacle_in_einsum(subscripts, kernel_shape, "subscripts")
+
+
+def as_its_own(y: jax.Array, own: Any, subscripts: str | None, layer: type) -> jax.Array:
+    """The result of an `EinsumLayer` in FP8.
+
+    Raises:
+      ValueError: it has another shape than that of the class itself.
+    """
+    if y.shape != jnp.shape(own):
+        raise ValueError(
+            f"layers says that {layer.__module__}.{layer.__qualname__} computes {subscripts!r}, which gives shape "
+            f"{y.shape} where its own __call__ gives {jnp.shape(own)}: correct its entry, or leave it out"
+        )
+    return y
+
+
 def decide(
     paths: Sequence[str], recipe: Recipe | None, rules: Rules, obstacle: str | None, *, experts: bool
 ) -> tuple[Recipe | None, str]:
@@ -147,12 +254,12 @@ def obstacle_in_sizes(rows: Sequence[int], cols: Sequence[int]) -> str | None:
     return None
 
 
-def obstacle_in_einsum(einsum_str: str | None, kernel_shape: Sequence[int]) -> str | None:
+def obstacle_in_einsum(einsum_str: str | None, kernel_shape: Sequence[int], argument: str = "einsum_str") -> str | None:
     """Why FP8 cannot compute an einsum with such a kernel, if so."""
     try:
         names = linear.Einsum.parse(einsum_str, tuple(kernel_shape))
     except ValueError:
-        return f"einsum_str {einsum_str!r} is no product of inputs and a kernel as te_jax's Einsum computes them"
+        return f"{argument} {einsum_str!r} is no product of inputs and a kernel as te_jax's Einsum computes them"
     size = dict(zip(names.kernel, kernel_shape, strict=True))
     return obstacle_in_sizes([size[name] for name in names.contracted], [size[name] for name in names.features])
 
@@ -198,7 +305,7 @@ WRAPPED_BY_QWIX = "its model is one of qwix, which computes the products"
 def no_linear_layer(layer: type, linear_layers: str) -> str:
     """The reason for which the kernels of a class that is no linear layer are left alone."""
     name = f"{layer.__module__}.{layer.__qualname__}"
-    return f"{name} is none of {linear_layers}: use one of these in it, or te_jax.ops.einsum"
+    return f"{name} is none of {linear_layers}: give convert its EinsumLayer, or use te_jax.ops.einsum in it"
 
 
 def is_composite(module: Any, linear_layers: tuple[type, ...]) -> bool:

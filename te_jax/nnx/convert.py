@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax import lax
 from te_jax import native
 from te_jax.layers import convert as conversion
 from te_jax.layers import delayed_scaling, linear
-from te_jax.nnx.linear import Einsum, Linear, LinearGeneral
+from te_jax.nnx.linear import Einsum, Linear, LinearGeneral, scaling_state
 from te_jax.nnx.variables import OverwriteWithGradient
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, Recipe
@@ -35,6 +35,7 @@ def convert(
     recipe: Recipe | None,
     *,
     rules: conversion.Rules = (),
+    layers: conversion.Layers = types.MappingProxyType({}),
     state_axis: str | tuple[str, ...] | None = None,
     implementation: native.Implementation | None = None,
 ) -> conversion.Report:
@@ -46,7 +47,8 @@ def convert(
     `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum`, and classes of yours that inherit their `__call__`, become
     te_jax's layers of these names. Their variables stay the same objects, so optimizers, sharding and checkpoints keep
     working. Shared layers stay shared, and layers that `nnx.vmap` stacked stay stacked. `DelayedScaling` adds its state
-    as `OverwriteWithGradient` variables. FP8 replaces a layer's `precision`, and the report says so. Layers of te_jax
+    as `OverwriteWithGradient` variables. Classes of yours that multiply by themselves are converted if `layers` says
+    how; the Einsums of Tunix are known. FP8 replaces a layer's `precision`, and the report says so. Layers of te_jax
     get the recipe too. A second call changes recipes: recipe and rules say what the model is afterwards, whatever it
     was before.
 
@@ -63,23 +65,35 @@ def convert(
       recipe: for all layers that no rule names; None to convert only those that a rule names.
       rules: pairs of a pattern and a recipe or None; the first pattern that matches the path of a layer applies. Paths
         are attributes and indices, joined by "/". `*` matches any characters, also "/".
+      layers: an `EinsumLayer` for classes of yours, by class or by full name ("my_models.layers.Einsum"). Classes that
+        inherit their `__call__` are meant, too.
       state_axis, implementation: as in `LinearGeneral`.
 
     Returns:
       All kernels: the recipe of each, or the reason why it has none.
 
     Raises:
-      ValueError: model holds no NNX module, or recipe or rules are invalid; the model is then unchanged.
+      ValueError: model holds no NNX module, or recipe, rules or layers are invalid; the model is then unchanged.
+        Later, in a call: a class of `layers` gives another shape than its subscripts, or has further arguments.
     """
-    rules = conversion.validate(recipe, rules)
-    layers: list[conversion.Layer] = []
-    changes: list[tuple[Any, linear.Options]] = []
+    rules, known = conversion.validate(recipe, rules), conversion.validate_layers(layers)
+    rows: list[conversion.Layer] = []
+    changes: list[tuple[Any, linear.Options | _Converted]] = []
     module: Any
     modules = list(_modules(model))
-    composites = {paths[0]: type(m) for paths, m in modules if conversion.is_composite(m, (LinearGeneral, Einsum))}
+    linear_layers = (LinearGeneral, Einsum, _EinsumLayer)
+    composites = {paths[0]: type(m) for paths, m in modules if conversion.is_composite(m, linear_layers)}
     for paths, module in modules:
         if not _is_linear(module):
-            layers += _kernels_of_another_class(paths, module)
+            how = conversion.einsum_layer(known, _layer_class(module)) or _how(module)
+            if how is None:
+                rows += _kernels_of_another_class(paths, module)
+                continue
+            chosen, reason = _decide_einsum(paths, module, how, recipe, rules)
+            changes.append((module, _Converted(how, linear.Options(chosen, state_axis, implementation))))
+            kernel = getattr(module, how.variables(module)[0], None)
+            kind = f"{_layer_class(module).__name__} {tuple(getattr(kernel, 'shape', ()))}"
+            rows.append(conversion.Layer(paths[0], kind, chosen, reason, paths[1:]))
             continue
         if (foreign := _foreign_part(module)) is not None:
             chosen, reason = None, foreign
@@ -99,10 +113,13 @@ def convert(
             if chosen is not None:
                 reason = conversion.replaced_precision(getattr(module, "precision", None)) or reason
         kind = f"{_layer_class(module).__name__} {tuple(getattr(module.kernel, 'shape', ()))}"
-        layers.append(conversion.Layer(paths[0], kind, chosen, reason, paths[1:]))
-    for module, options in changes:
-        _set(module, options)
-    return conversion.report(layers, rules)
+        rows.append(conversion.Layer(paths[0], kind, chosen, reason, paths[1:]))
+    for module, change in changes:
+        if isinstance(change, _Converted):
+            _set_einsum(module, change)
+        else:
+            _set(module, change)
+    return conversion.report(rows, rules)
 
 
 def revert(model: Any) -> None:
@@ -115,7 +132,8 @@ def revert(model: Any) -> None:
     """
     module: Any
     for paths, module in _modules(model):
-        if _before(module) is not None and isinstance(module.kernel.get_value(), QuantizedArray):
+        ours = isinstance(module, LinearGeneral | Einsum) and _before(module) is not None
+        if ours and isinstance(module.kernel.get_value(), QuantizedArray):
             raise ValueError(f"the kernel of {paths[0]} is quantized; revert the model that quantize_kernels was given")
     for _, module in _modules(model):
         if (before := _before(module)) is not None:
@@ -170,6 +188,77 @@ def _modules(model: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
         yield tuple("/".join(map(str, path)) for path in dict.fromkeys(paths)), module
 
 
+@dataclasses.dataclass(frozen=True)
+class _Converted:
+    """How a class that `layers` names multiplies, and its options."""
+
+    how: conversion.EinsumLayer
+    options: linear.Options
+
+
+class _EinsumLayer(nnx.Module):
+    """What such a class becomes, beside itself: its product, by `te_jax.ops`."""
+
+    te_jax_einsum: _Converted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        how, options = self.te_jax_einsum.how, self.te_jax_einsum.options
+        layer = _layer_class(self)
+        x, subscripts, others = how.operands(layer, self, args, kwargs)
+        if others:
+            raise ValueError(
+                f"{layer.__name__} is called with {', '.join(others)} beside its input, which its product in FP8 does "
+                "not take: leave it out of the layers of te_jax.nnx.convert, or give it a rule with None"
+            )
+        own: Any = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        held = self.held()
+        kernel: Any = held.kernel
+        names = linear.Einsum.parse(subscripts, kernel.shape, "subscripts")
+        y = linear.einsum(names, linear.as_array("x", x), *held, dtype=jnp.result_type(own), options=options)
+        return conversion.as_its_own(y, own, subscripts, layer)
+
+    def held(self) -> linear.Layer:
+        """The values of its variables."""
+        kernel, *biases = (getattr(self, name) for name in self.te_jax_einsum.how.variables(self))
+        bias = biases[0].get_value() if biases and biases[0] is not None else None
+        return linear.Layer(kernel.get_value(), bias, scaling_state(self, self.te_jax_einsum.options.recipe))
+
+
+def _how(module: nnx.Module) -> conversion.EinsumLayer | None:
+    return module.te_jax_einsum.how if isinstance(module, _EinsumLayer) else None
+
+
+def _decide_einsum(
+    paths: tuple[str, ...],
+    module: Any,
+    how: conversion.EinsumLayer,
+    recipe: Recipe | None,
+    rules: tuple[tuple[str, Recipe | None], ...],
+) -> tuple[Recipe | None, str]:
+    names = how.variables(module)
+    variables = [getattr(module, name, None) for name in names]
+    subscripts = how.subscripts_of(module)
+    experts = False
+    if missing := [n for n, v in zip(names, variables, strict=True) if not isinstance(v, nnx.Variable | None)]:
+        obstacle = f"its {missing[0]} is no nnx.Variable"
+    elif variables[0] is None:
+        obstacle = f"it has no {names[0]}, which its EinsumLayer names as the kernel"
+    elif subscripts is None:
+        obstacle = f"it has no {how.subscripts}, which its EinsumLayer names for the subscripts"
+    else:
+        kernel = variables[0].get_value()
+        shape = _one_of_stack(subscripts, kernel.shape)
+        obstacle = _added_part(module, names) or conversion.obstacle_in_subscripts(subscripts, shape, kernel.dtype)
+        experts = conversion.has_experts(subscripts, shape)
+    return conversion.decide(paths, recipe, rules, obstacle, experts=experts)
+
+
+def _one_of_stack(subscripts: str | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a kernel without the dimensions along which `nnx.vmap` stacked it: the first ones."""
+    kernel = str(subscripts).replace(" ", "").partition("->")[0].partition(",")[2]
+    return tuple(shape[max(0, len(shape) - len(kernel)) :])
+
+
 def _is_linear(module: nnx.Module) -> bool:
     return issubclass(_layer_class(module), (*_OURS, LinearGeneral, Einsum)) and hasattr(module, "kernel")
 
@@ -203,14 +292,19 @@ def _foreign_part(module: Any) -> str | None:
     """A part that another library added to a layer of Flax, if any: te_jax's product would disconnect it."""
     if isinstance(module, LinearGeneral | Einsum):
         return None
-    if hasattr(module, "qwix_path"):  # qwix marks all modules of its models
-        return conversion.WRAPPED_BY_QWIX
     if not isinstance(module.kernel, nnx.Variable):
         return f"its kernel is of type {type(module.kernel).__name__}, which is no nnx.Variable"
+    return _added_part(module, ("kernel", "bias"))
+
+
+def _added_part(module: Any, expected: Sequence[str]) -> str | None:
+    if hasattr(module, "qwix_path"):  # qwix marks all modules of its models
+        return conversion.WRAPPED_BY_QWIX
+    expected = (*expected, *(delayed_scaling.STATE_NAMES if isinstance(module, _EinsumLayer) else ()))
     others = [
         name
         for name, variable in _own_variables(module)
-        if name not in ("kernel", "bias") and not isinstance(variable, nnx.RngState | nnx.Intermediate)
+        if name not in expected and not isinstance(variable, nnx.RngState | nnx.Intermediate)
     ]
     return f"it has variables besides kernel and bias: {', '.join(sorted(others))}" if others else None
 
@@ -258,6 +352,10 @@ def _flax_class(layer: type[nnx.Module]) -> type[nnx.Module] | None:
 
 def _stacked_shape(module: Any) -> tuple[int, ...] | None:
     """The dimensions along which `nnx.vmap` stacked the layer, if they are the first ones."""
+    if isinstance(module, _EinsumLayer):
+        how = module.te_jax_einsum.how
+        shape = getattr(module, how.variables(module)[0]).get_value().shape
+        return shape[: len(shape) - len(_one_of_stack(how.subscripts_of(module), shape))]
     shape = module.kernel.get_value().shape
     if _is_einsum(module):
         own = tuple(module.kernel_shape)
@@ -289,6 +387,21 @@ def _set(module: Any, options: linear.Options) -> None:
     _set_scaling_state(module, options.recipe)
 
 
+def _set_einsum(module: Any, converted: _Converted) -> None:
+    """Gives a layer that `layers` names its recipe. Without one it becomes what it was."""
+    before = _before(module)
+    if converted.options.recipe is None:
+        if before is not None:
+            _restore(module, before)
+            _remove(module, "_before_conversion")
+        return
+    if before is None:
+        module._before_conversion = _Before(type(module), None)
+        object.__setattr__(module, "__class__", _converted_class(type(module)))
+    module.te_jax_einsum = converted
+    _set_scaling_state(module, converted.options.recipe)
+
+
 def _restore(module: Any, before: _Before) -> None:
     if before.options is not None:
         module.options = before.options
@@ -296,6 +409,9 @@ def _restore(module: Any, before: _Before) -> None:
         return
     _set_scaling_state(module, None)
     object.__setattr__(module, "__class__", before.layer)
+    if hasattr(module, "te_jax_einsum"):
+        _remove(module, "te_jax_einsum")
+        return
     _remove(module, "options", "activation", *(() if isinstance(module, nnx.LinearGeneral) else ("axis",)))
 
 
@@ -323,9 +439,11 @@ def _converted_class(layer: type[nnx.Module]) -> type[nnx.Module]:
     if layer in _OURS:
         return _OURS[layer]
     flax = _flax_class(layer)
-    assert flax is not None
     metaclass = conversion.metaclass_for_pickle(type(layer), _converted_class)
     names = {"__module__": layer.__module__, "__qualname__": layer.__qualname__}
     return types.new_class(
-        layer.__name__, (_OURS[flax], layer), {"metaclass": metaclass}, lambda body: body.update(names)
+        layer.__name__,
+        (_EinsumLayer if flax is None else _OURS[flax], layer),
+        {"metaclass": metaclass},
+        lambda body: body.update(names),
     )

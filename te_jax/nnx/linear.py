@@ -273,7 +273,7 @@ class DotGeneral(nnx.Module):
             lhs,
             rhs,
             dimension_numbers,
-            _scaling_state(self, self.options.recipe),
+            scaling_state(self, self.options.recipe),
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
             options=self.options,
@@ -282,7 +282,7 @@ class DotGeneral(nnx.Module):
 
 def _held(module: LinearGeneral | Einsum) -> linear.Layer:
     bias = None if module.bias is None else module.bias.get_value()
-    return linear.Layer(module.kernel.get_value(), bias, _scaling_state(module, module.options.recipe))
+    return linear.Layer(module.kernel.get_value(), bias, scaling_state(module, module.options.recipe))
 
 
 def _add_scaling_state(module: nnx.Module, recipe: Recipe | None) -> None:
@@ -291,7 +291,7 @@ def _add_scaling_state(module: nnx.Module, recipe: Recipe | None) -> None:
             setattr(module, name, OverwriteWithGradient(value))
 
 
-def _scaling_state(module: nnx.Module, recipe: Recipe | None) -> DelayedScalingState | None:
+def scaling_state(module: nnx.Module, recipe: Recipe | None) -> DelayedScalingState | None:
     if not isinstance(recipe, DelayedScaling):
         return None
     return delayed_scaling.scaling_state(

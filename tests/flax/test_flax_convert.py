@@ -182,7 +182,7 @@ def test_it_multiplies_in_fp8_with_the_same_parameters(rng, name, recipe):
     assert 1e-3 < relative_error(found, expected) < 0.3
 
 
-OTHERS = "nn.Dense, nn.DenseGeneral and nn.Einsum: use one of these in it, or te_jax.ops.einsum"
+OTHERS = "nn.Dense, nn.DenseGeneral and nn.Einsum: give convert its EinsumLayer, or use te_jax.ops.einsum in it"
 
 
 class Experts(nn.Module):
@@ -611,6 +611,95 @@ def test_the_report_needs_a_run():
         report(Compact())
     jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 32)))
     assert len(report(model).converted) == 2
+
+
+class OwnEinsum(nn.Module):
+    """DeepMind's gemma has one like it: the subscripts come with the call, and the name of the kernel from outside."""
+
+    shape: tuple[int, ...]
+    weight_name: str = "w"
+
+    @nn.compact
+    def __call__(self, eqn, x):
+        return jnp.einsum(eqn, x, self.param(self.weight_name, nn.initializers.lecun_normal(), self.shape))
+
+
+class OwnMlp(nn.Module):
+    """Two kernels in the scope of a module, and one in a scope of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        up, down = OwnEinsum((2, 32, 48), "gating_einsum"), OwnEinsum((48, 32), "linear")
+        nn.share_scope(self, up)
+        gate = up("...F,NFH->...NH", x)
+        nn.share_scope(self, down)
+        y = down("...H,HF->...F", nn.gelu(gate[..., 0, :]) * gate[..., 1, :])
+        return OwnEinsum((32, 40), name="odd")("bd,df->bf", y)
+
+
+OWN = te_jax.flax.EinsumLayer("weight_name", "eqn")
+
+
+@pytest.mark.parametrize("recipe", [BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
+def test_einsum_layers_of_another_class(rng, recipe):
+    model, x = convert(OwnMlp(), recipe, layers={OwnEinsum: OWN}), normal(rng, (16, 32))
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    params = OwnMlp().init(jax.random.key(0), x)["params"]
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
+    assert recipes(model) == {"gating_einsum": recipe, "linear": recipe, "odd": None}
+    assert report(model).skipped[0].reason.startswith("32 features in, 40 out: FP8 products need multiples of 16")
+
+    def loss(apply):
+        return jax.value_and_grad(lambda variables: jnp.sum(jnp.square(apply(variables, x))))
+
+    (value, gradients), (exact, plain) = loss(model.apply)(variables), loss(OwnMlp().apply)({"params": params})
+    assert value != exact
+    assert abs(value / exact - 1) < 0.1
+    errors = jax.tree.map(relative_error, gradients["params"], plain["params"])
+    assert max(jax.tree.leaves(errors)) < 0.15
+    if recipe is DELAYED:
+        after = gradients[OVERWRITE]
+        assert {name for name in after if name.endswith("uses")} == {"gating_einsum_uses", "linear_uses"}
+        assert after["linear_uses"] == 1
+        assert after["linear_kernel_amax_history"][0] == jnp.max(jnp.abs(params["linear"]))
+
+
+def test_einsum_layers_are_ops_einsum(rng):
+    model, x = convert(OwnEinsum((4, 32, 16)), BlockScaling(), layers={OwnEinsum: OWN}), normal(rng, (16, 32))
+    variables = jax.jit(functools.partial(model.init, eqn="bd,hdk->bhk"))(jax.random.key(0), x=x)
+    expected = te_jax.ops.einsum("bd,hdk->bhk", x, variables["params"]["w"], recipe=BlockScaling())
+    np.testing.assert_array_equal(model.apply(variables, "bd,hdk->bhk", x), expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        (te_jax.flax.EinsumLayer("v", "eqn"), "it has no v, which its EinsumLayer names as the kernel"),
+        (te_jax.flax.EinsumLayer("w", "bd,dh->bh"), "it is called with x beside its input"),
+        (te_jax.flax.EinsumLayer("w", "subscripts"), "it is called with x beside its input"),
+    ],
+)
+def test_einsum_layers_that_are_something_else_are_left_alone_and_reported(rng, how, reason):
+    model, x = convert(OwnEinsum((32, 16)), BlockScaling(), layers={OwnEinsum: how}), normal(rng, (16, 32))
+    variables = OwnEinsum((32, 16)).init(jax.random.key(0), "bd,df->bf", x)
+    np.testing.assert_array_equal(
+        model.apply(variables, "bd,df->bf", x), OwnEinsum((32, 16)).apply(variables, "bd,df->bf", x)
+    )
+    assert report(model).skipped[0].reason == reason
+
+
+def test_einsum_layers_with_another_result_say_so(rng):
+    class Transposed(OwnEinsum):
+        @nn.compact
+        def __call__(self, x):
+            return super().__call__("bd,df->fb", x)
+
+    how = te_jax.flax.EinsumLayer("w", "bd,df->bf")
+    model = convert(Transposed((32, 48)), BlockScaling(), layers={Transposed: how})
+    with pytest.raises(ValueError, match=r"Transposed computes 'bd,df->bf', which gives shape \(16, 48\) where its"):
+        model.init(jax.random.key(0), normal(rng, (16, 32)))
+    with pytest.raises(ValueError, match=r"layers is .*; it must give an EinsumLayer for each class or its full name"):
+        convert(model, BlockScaling(), layers={Transposed: "w"})
 
 
 @pytest.mark.parametrize(

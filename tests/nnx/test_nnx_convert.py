@@ -15,7 +15,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+import te_jax.layers.delayed_scaling
 import te_jax.nnx
+from te_jax import ops
 from te_jax.hlo import collectives
 from te_jax.nnx import OverwriteWithGradient, convert, overwrite_with_gradient, quantize_kernels, revert
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
@@ -211,7 +213,7 @@ def test_names_of_heads_and_routers(path, skipped):
     assert convert(model, None, rules=[(path, BlockScaling())]).converted  # a rule overrides it
 
 
-OTHERS = "nnx.Linear, nnx.LinearGeneral and nnx.Einsum: use one of these in it, or te_jax.ops.einsum"
+OTHERS = "nnx.Linear, nnx.LinearGeneral and nnx.Einsum: give convert its EinsumLayer, or use te_jax.ops.einsum in it"
 
 
 class OwnCall(nnx.Linear):
@@ -571,6 +573,148 @@ def test_what_pickle_stores_it_stores_after_the_conversion(rng, recipe):
         np.testing.assert_array_equal(again.layer(x), model.layer(x))
         revert(again)
         assert type(again.layer) is OwnMethod
+
+
+class OwnEinsum(nnx.Module):
+    """Another library's layer: its own names, a dtype for the product, and a method besides `__call__`."""
+
+    def __init__(self, subscripts, shape, bias_shape=None, *, rngs):
+        self.subscripts, self.dtype = subscripts, jnp.bfloat16
+        self.w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), shape))
+        self.b = nnx.Param(rngs.params.normal(bias_shape)) if bias_shape else None
+
+    def __call__(self, x):
+        y = jnp.einsum(self.subscripts, x.astype(self.dtype), self.w[...].astype(self.dtype))
+        return y if self.b is None else y + jnp.broadcast_to(self.b[...].astype(self.dtype), y.shape)
+
+    def size(self):
+        return self.w.size
+
+
+class OwnEinsums(nnx.Module):
+    def __init__(self, rngs):
+        self.up = OwnEinsum("btd,dhk->bthk", (32, 3, 16), (3, 16), rngs=rngs)
+        self.down = OwnEinsum("...hk, hkd -> ...d", (3, 16, 32), rngs=rngs)
+        self.lm_head = OwnEinsum("btd,dv->btv", (32, 64), rngs=rngs)
+
+    def __call__(self, x):
+        return self.lm_head(self.down(self.up(x)))
+
+
+OWN = te_jax.nnx.EinsumLayer("w", "subscripts", "b")
+
+
+@pytest.mark.parametrize("recipe", [BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
+def test_einsum_layers_of_another_class_compute_like_ops_einsum(rng, recipe):
+    model, x = made(rng, OwnEinsums), jnp.asarray(rng.standard_normal((2, 8, 32)), jnp.float32)
+    plain, before = apply(model, x), variables(model)
+    assert reasons(convert(model, recipe))["up/w"].endswith(f"OwnEinsum is none of {OTHERS}")
+    report = convert(model, recipe, layers={OwnEinsum: OWN})
+    assert {layer.path: layer.kind for layer in report.converted} == {
+        "up": "OwnEinsum (32, 3, 16)",
+        "down": "OwnEinsum (3, 16, 32)",
+    }
+    assert reasons(report) == {"lm_head": "an output head by its name"}
+    assert all(variable is before[path] for path, variable in variables(model).items())
+    assert isinstance(model.up, OwnEinsum)
+    assert model.up.size() == 32 * 48
+    y = apply(model, x)
+    assert y.dtype == plain.dtype == jnp.bfloat16
+    assert relative_error(y, plain) < 0.1
+    state = None if recipe is not DELAYED else te_jax.layers.delayed_scaling.scaling_state(
+        {name: getattr(model.up, name)[...] for name in te_jax.layers.delayed_scaling.STATE_NAMES}
+    )  # fmt: skip
+    expected = ops.einsum(
+        "btd,dhk->bthk", x.astype(jnp.bfloat16), model.up.w[...], model.up.b[...], recipe=recipe, scaling_state=state
+    )
+    np.testing.assert_array_equal(apply(model.up, x), expected)
+    gradients = gradients_of(model, x)
+    convert(model, None)  # the second call knows the class, though it is not told again
+    assert type(model.up) is OwnEinsum
+    np.testing.assert_array_equal(apply(model, x), plain)
+    exact = gradients_of(model, x)
+    for path in ("up", "down"):
+        assert relative_error(gradients[path]["w"][...], exact[path]["w"][...]) < 0.15
+    assert "activation_amax_history" not in vars(model.up)
+
+
+def test_an_einsum_layer_in_a_stack_a_pickle_and_back(rng):
+    model = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: OwnEinsum("bd,df->bf", (32, 32), rngs=rngs)))(
+        nnx.Rngs(int(rng.integers(2**31)))
+    )
+    stack, x = nnx.Dict(stack=model), jnp.asarray(rng.standard_normal((16, 32)), jnp.bfloat16)
+    convert(stack, DELAYED, layers={f"{OwnEinsum.__module__}.OwnEinsum": te_jax.nnx.EinsumLayer("w", "subscripts")})
+    assert stack.stack.activation_amax_history.shape == (3, 4)
+    run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    again = pickle.loads(pickle.dumps(stack))
+    np.testing.assert_array_equal(run(x, again.stack), run(x, stack.stack))
+    revert(stack)
+    assert type(stack.stack) is OwnEinsum
+    assert not {"te_jax_einsum", "_before_conversion", "activation_amax_history"} & set(vars(stack.stack))
+
+
+def test_einsum_layers_of_libraries_are_known_by_name(rng):
+    del rng
+    known = {"__module__": "tunix.models.llama3.model", "__qualname__": "Einsum"}
+
+    class Einsum(nnx.Module):
+        locals().update(known)
+
+        def __init__(self, rngs):
+            self.einsum_str, self.w = "BTD,DF->BTF", nnx.Param(rngs.params.normal((32, 48)))
+
+        def __call__(self, x):
+            return jnp.einsum(self.einsum_str, x, self.w[...])
+
+    class Wider(Einsum):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    model = nnx.Dict(a=Einsum(nnx.Rngs(0)), b=Wider(nnx.Rngs(0)), c=type("Same", (Einsum,), {})(nnx.Rngs(0)))
+    assert {layer.path for layer in convert(model, BlockScaling()).converted} == {"a", "c"}
+
+
+def adapted(layer):
+    layer.w_lora_a = nnx.Param(jnp.ones((32, 4)))
+    return layer
+
+
+LEFT_EINSUMS = {
+    "added": (adapted, OWN, "it has variables besides kernel and bias: w_lora_a"),
+    "kernel": (lambda layer: layer, te_jax.nnx.EinsumLayer("v", "subscripts"), "it has no v, which its EinsumLayer"),
+    "subscripts": (lambda layer: layer, te_jax.nnx.EinsumLayer("w", "eqn"), "it has no eqn, which its EinsumLayer na"),
+    "no_product": (lambda layer: layer, te_jax.nnx.EinsumLayer("w", "bd,fd->b", "b"), "subscripts 'bd,fd->b' is no"),
+    "no_variable": (lambda layer: layer, te_jax.nnx.EinsumLayer("size", "subscripts"), "its size is no nnx.Variable"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_EINSUMS)
+def test_einsum_layers_that_are_something_else_are_left_alone_and_reported(name):
+    change, how, reason = LEFT_EINSUMS[name]
+    layer = change(OwnEinsum("bd,df->bf", (32, 48), (48,), rngs=nnx.Rngs(0)))
+    report = convert(layer, BlockScaling(), layers={OwnEinsum: how})
+    assert type(layer) is OwnEinsum
+    assert reasons(report)[""].startswith(reason)
+
+
+def test_einsum_layers_with_wrong_entries_say_so():
+    class Transposed(OwnEinsum):
+        def __call__(self, x, scale=1.0):
+            return scale * (x @ self.w[...]).T
+
+    layer = Transposed("bd,df->bf", (32, 48), rngs=nnx.Rngs(0))
+    convert(layer, BlockScaling(), layers={Transposed: OWN})
+    with pytest.raises(ValueError, match=r"Transposed computes 'bd,df->bf', which gives shape \(16, 48\) where its"):
+        layer(jnp.ones((16, 32)))
+    with pytest.raises(ValueError, match="Transposed is called with scale beside its input, which its product in FP8"):
+        layer(jnp.ones((16, 32)), scale=2.0)
+
+
+@pytest.mark.parametrize("layers", [{OwnEinsum: "w"}, {3: OWN}, OWN, [(OwnEinsum, OWN)]], ids=str)
+def test_layers_that_do_not_fit_are_named(layers):
+    model = OwnEinsum("bd,df->bf", (32, 48), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"layers is .*; it must give an EinsumLayer for each class or its full name"):
+        convert(model, BlockScaling(), layers=layers)
 
 
 @pytest.mark.parametrize(
