@@ -210,7 +210,7 @@ def obstacle_in_subscripts(
 
 
 def as_its_own(y: jax.Array, own: Any, subscripts: str | None, layer: type) -> jax.Array:
-    """The result of an `EinsumLayer` in FP8.
+    """The result of an `EinsumLayer` in FP8, with the sharding that the class gives it on Explicit meshes.
 
     Raises:
       ValueError: it has another shape than that of the class itself.
@@ -220,7 +220,8 @@ def as_its_own(y: jax.Array, own: Any, subscripts: str | None, layer: type) -> j
             f"layers says that {layer.__module__}.{layer.__qualname__} computes {subscripts!r}, which gives shape "
             f"{y.shape} where its own __call__ gives {jnp.shape(own)}: correct its entry, or leave it out"
         )
-    return y
+    sharding = jax.typeof(own).sharding
+    return y if jax.typeof(y).sharding == sharding else jax.reshard(y, sharding)
 
 
 def decide(

@@ -29,6 +29,7 @@ def einsum(
     accumulate: bool = True,
     scaling_state: DelayedScalingState | None = None,
     state_axis: AxisName | None = None,
+    out_sharding: Any = None,
     implementation: native.Implementation | None = None,
 ) -> Array:
     """`jnp.einsum(subscripts, x, kernel) + bias` as a linear layer, whose three GEMMs run in FP8.
@@ -45,6 +46,7 @@ def einsum(
         those that all three share first, and the summed ones either behind these or last.
       bias: the dimensions that kernel and result share, in the order of the result.
       recipe, wgrad_accumulator, accumulate, scaling_state, state_axis, implementation: as in `dense`.
+      out_sharding: of the result, as in `jnp.einsum`; for Explicit meshes.
 
     Returns:
       The result in the dtype of x.
@@ -86,4 +88,5 @@ def einsum(
             **dimensions,
         )
 
-    return names.apply(product, x, (kernel, accumulator) if in_order else kernel, bias, in_order=in_order)
+    y = names.apply(product, x, (kernel, accumulator) if in_order else kernel, bias, in_order=in_order)
+    return y if out_sharding is None else jax.reshard(y, out_sharding)

@@ -653,6 +653,40 @@ def test_an_einsum_layer_in_a_stack_a_pickle_and_back(rng):
     assert not {"te_jax_einsum", "_before_conversion", "activation_amax_history"} & set(vars(stack.stack))
 
 
+def test_the_product_of_the_class_itself_is_not_in_the_program(rng):
+    def stacked(make):
+        return nnx.split_rngs(splits=2)(nnx.vmap(make))(nnx.Rngs(int(rng.integers(2**31))))
+
+    def compiled(stack):
+        convert(stack, BlockScaling(), layers={OwnEinsum: te_jax.nnx.EinsumLayer("w", "subscripts")})
+        graphdef, state = nnx.split(stack)
+
+        def loss(state, x):
+            y, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graphdef, layer)(x), None), x, state)
+            return jnp.sum(y.astype(jnp.float32))
+
+        return jax.jit(jax.grad(loss)).lower(state, jnp.ones((16, 32), jnp.bfloat16)).compile()
+
+    own = compiled(stacked(lambda rngs: OwnEinsum("bd,df->bf", (32, 32), rngs=rngs)))
+    flax = compiled(stacked(lambda rngs: nnx.Einsum("bd,df->bf", (32, 32), dtype=jnp.bfloat16, rngs=rngs)))
+    assert own.as_text().count(" dot(") == flax.as_text().count(" dot(")
+    assert own.memory_analysis().temp_size_in_bytes == flax.memory_analysis().temp_size_in_bytes
+
+
+def test_an_einsum_layer_shards_its_result_as_the_class_does(rng, make_mesh):
+    class Sharded(OwnEinsum):
+        def __call__(self, x):
+            return jax.reshard(super().__call__(x), jax.P("data", None, "model"))
+
+    mesh = make_mesh({"data": AxisType.Explicit, "model": AxisType.Explicit})
+    with jax.set_mesh(mesh):
+        layer = Sharded("btd,df->btf", (32, 64), rngs=nnx.Rngs(0))
+        convert(layer, BlockScaling(), layers={Sharded: te_jax.nnx.EinsumLayer("w", "subscripts")})
+        x = jnp.asarray(rng.standard_normal((8 * mesh.shape["data"], 2, 32)), jnp.bfloat16)
+        y = apply(layer, jax.reshard(x, jax.P("data")))
+    assert y.sharding.spec == jax.P("data", None, "model")
+
+
 def test_einsum_layers_of_libraries_are_known_by_name(rng):
     del rng
     known = {"__module__": "tunix.models.llama3.model", "__qualname__": "Einsum"}

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from parameters import in_turns
 
 from te_jax import ops
@@ -114,3 +115,16 @@ def test_a_state_of_delayed_scaling(rng):
 def test_errors(rng, subscripts, shape, options, message):
     with pytest.raises(ValueError, match=message):
         ops.einsum(subscripts, normal(rng, (3, 16, 32)), normal(rng, shape), recipe=BlockScaling(), **options)
+
+
+def test_the_sharding_of_the_result_on_an_explicit_mesh(rng, make_mesh):
+    mesh = make_mesh({"data": AxisType.Explicit, "model": AxisType.Explicit})
+    batch = 8 * mesh.shape["data"]
+    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((batch, 2, 32), (4, 32, 16)))
+    subscripts, recipe, spec = "btd,hdk->bthk", BlockScaling(), jax.P("data", None, "model", None)
+    expected = ops.einsum(subscripts, x, kernel, recipe=recipe)
+    with jax.set_mesh(mesh):
+        x = jax.reshard(x, jax.P("data"))
+        y = jax.jit(lambda x: ops.einsum(subscripts, x, kernel, recipe=recipe, out_sharding=spec))(x)
+    assert y.sharding.spec == spec
+    assert relative_error(y, expected) < 1e-6
