@@ -306,7 +306,8 @@ WRAPPED_BY_QWIX = "its model is one of qwix, which computes the products"
 def no_linear_layer(layer: type, linear_layers: str) -> str:
     """The reason for which the kernels of a class that is no linear layer are left alone."""
     name = f"{layer.__module__}.{layer.__qualname__}"
-    return f"{name} is none of {linear_layers}: give convert its EinsumLayer, or use te_jax.ops.einsum in it"
+    ways = "use one of these or te_jax.ops.einsum in it, or give convert an EinsumLayer for it if it is one product"
+    return f"{name} is none of {linear_layers}: {ways}"
 
 
 def is_composite(module: Any, linear_layers: tuple[type, ...]) -> bool:

@@ -182,7 +182,8 @@ def test_it_multiplies_in_fp8_with_the_same_parameters(rng, name, recipe):
     assert 1e-3 < relative_error(found, expected) < 0.3
 
 
-OTHERS = "nn.Dense, nn.DenseGeneral and nn.Einsum: give convert its EinsumLayer, or use te_jax.ops.einsum in it"
+WAYS = "use one of these or te_jax.ops.einsum in it, or give convert an EinsumLayer for it if it is one product"
+OTHERS = f"nn.Dense, nn.DenseGeneral and nn.Einsum: {WAYS}"
 
 
 class Experts(nn.Module):

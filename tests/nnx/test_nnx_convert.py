@@ -213,7 +213,8 @@ def test_names_of_heads_and_routers(path, skipped):
     assert convert(model, None, rules=[(path, BlockScaling())]).converted  # a rule overrides it
 
 
-OTHERS = "nnx.Linear, nnx.LinearGeneral and nnx.Einsum: give convert its EinsumLayer, or use te_jax.ops.einsum in it"
+WAYS = "use one of these or te_jax.ops.einsum in it, or give convert an EinsumLayer for it if it is one product"
+OTHERS = f"nnx.Linear, nnx.LinearGeneral and nnx.Einsum: {WAYS}"
 
 
 class OwnCall(nnx.Linear):
