@@ -1,5 +1,7 @@
 """`ops.einsum` against `jnp.einsum`; tests of the layers `Einsum` have more strings."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,11 +122,12 @@ def test_errors(rng, subscripts, shape, options, message):
 def test_the_sharding_of_the_result_on_an_explicit_mesh(rng, make_mesh):
     mesh = make_mesh({"data": AxisType.Explicit, "model": AxisType.Explicit})
     batch = 8 * mesh.shape["data"]
-    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((batch, 2, 32), (4, 32, 16)))
-    subscripts, recipe, spec = "btd,hdk->bthk", BlockScaling(), jax.P("data", None, "model", None)
-    expected = ops.einsum(subscripts, x, kernel, recipe=recipe)
+    x, kernel = (rng.standard_normal(shape, np.float32) for shape in ((batch, 2, 32), (4, 32, 16)))
+    spec = jax.P("data", None, "model", None)
+    einsum = functools.partial(ops.einsum, "btd,hdk->bthk", recipe=BlockScaling())
+    expected = jax.jit(einsum)(x, kernel)
     with jax.set_mesh(mesh):
-        x = jax.reshard(x, jax.P("data"))
-        y = jax.jit(lambda x: ops.einsum(subscripts, x, kernel, recipe=recipe, out_sharding=spec))(x)
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        y = jax.jit(functools.partial(einsum, out_sharding=spec))(x, kernel)
     assert y.sharding.spec == spec
     assert relative_error(y, expected) < 1e-6
