@@ -2,7 +2,8 @@
 
 The step is that of `benchmarks.step`, with as many sequences on each device as the case says. Parameters, moments and
 quantized kernels are split over the devices. In a case "…-remat" blocks are recomputed from their inputs. A row's case
-names the sequences of all devices, and its TFLOP/s, MFU, tokens/s and memory are those of one. Implementations:
+names the sequences of all devices, and its TFLOP/s, MFU, tokens/s and memory are those of one. In a case "…-context"
+all devices share one sequence (`te_jax.parallel.ring_attention`): plain JAX gathers its keys. Implementations:
 
 - bf16, bf16_scan, flax_fp8, flax_fp8_scan: those of `benchmarks.step` under `jit`, as their best users shard them: each
   kernel by its first dimension, the embedding by features, activations constrained to the devices' own sequences, and
@@ -41,7 +42,7 @@ from benchmarks.harness import CaseResult, Family, Headline, Timing, problem, re
 from te_jax import models
 from te_jax.models import DecoderConfig, TensorParallel
 from te_jax.models.parallel import operand_specs
-from te_jax.parallel import FSDP, shard_specs
+from te_jax.parallel import FSDP, context_order, shard_specs
 from te_jax.quantized import QuantizedArray
 
 REPLICA, AXIS, TENSOR = "replica", "fsdp", "tensor"
@@ -54,13 +55,16 @@ class Sharded(step.OneDevice):
     Args:
       mesh: with axes `REPLICA`, `AXIS` and `TENSOR`.
       features: whether the embedding is split by features, and not by tokens.
+      one_sequence: whether devices share each sequence.
     """
 
     mesh: Mesh
     features: bool = True
+    one_sequence: bool = False
 
     def rows(self, x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(AXIS)))
+        spec = P(None, AXIS) if self.one_sequence else P(AXIS)
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def whole(self, kernel: jax.Array) -> jax.Array:
         # The barrier keeps XLA from gathering first.
@@ -101,7 +105,8 @@ class Sharded(step.OneDevice):
         return specs | {"layers": jax.tree.map(lambda spec: P(None, *spec), specs["layers"])}
 
     def put(self, batch: Any) -> Any:
-        return jax.device_put(batch, NamedSharding(self.mesh, P(None, (REPLICA, AXIS))))
+        spec = P(None, REPLICA, AXIS) if self.one_sequence else P(None, (REPLICA, AXIS))
+        return jax.device_put(batch, NamedSharding(self.mesh, spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +131,14 @@ class Shared(Sharded):
     @property
     def parallel(self) -> TensorParallel:
         shape = self.mesh.shape
-        return TensorParallel(shape[TENSOR], fsdp=FSDP(shape[AXIS], replica_axis=REPLICA, keep=self.keep))
+        fsdp = FSDP(shape[AXIS], replica_axis=REPLICA, keep=self.keep)
+        return TensorParallel(shape[TENSOR], fsdp=fsdp, context_axis=AXIS if self.one_sequence else None)
+
+    def put(self, batch: Any) -> Any:
+        if self.one_sequence:
+            order = context_order(batch[0].shape[-1], size=self.mesh.shape[AXIS])
+            batch = jax.tree.map(lambda x: x[..., order], batch)
+        return super().put(batch)
 
     @property
     def sums_in_place(self) -> Callable[..., bool] | None:
@@ -177,7 +189,7 @@ def run_case(
         result.skipped.append(problem(case.name, "step", "all", reason))
         return result
     elsewhere: dict[str, step.Elsewhere] = {}
-    for name in (name for name in TORCH if name in implementations):
+    for name in (name for name in TORCH if name in implementations and not case.one_sequence):
         try:
             if (devices[0].memory_stats() or {}).get("peak_bytes_in_use", 0) > 2**30:
                 raise RuntimeError("JAX has the GPUs' memory since an earlier case: run each case alone, with --add")
@@ -193,7 +205,9 @@ def run_case(
 
 
 def on_devices(case: shapes.StepShape, count: int) -> shapes.StepShape:
-    """The case of so many devices, with the sequences of all of them."""
+    """The case of so many devices, with the sequences or the parts of all of them."""
+    if case.one_sequence:
+        return dataclasses.replace(case, sequence=case.sequence * count, devices=count)
     return dataclasses.replace(case, batch=case.batch * count, devices=count)
 
 
@@ -216,6 +230,8 @@ def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any
       ValueError: there are too few devices for it.
     """
     layout = next((layout for layout in LAYOUTS if name.endswith(f"_{layout}")), "")
+    if case.one_sequence and (name in _OF_USERS or layout in ("jit", "replicas")):
+        raise ValueError("its devices cannot share a sequence")
     variant = _BEST if layout else name
     least = {"tensor": 2, "replicas": 4}.get(layout, 1)
     if len(devices) % least:
@@ -227,7 +243,7 @@ def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any
         with jax.set_mesh(mesh):
             return flax_models.nnx_made(_OF_USERS[name], case, depth), on
     if variant not in step.VARIANTS:
-        on = Sharded(mesh)
+        on = Sharded(mesh, one_sequence=case.one_sequence)
         return step.plain_step(name, case, depth, on), on
     how = step.VARIANTS[variant]
     if layout == "jit":
@@ -235,7 +251,8 @@ def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any
     else:
         keep = depth + 1 if layout == "keep" else 1  # with the head
         under_way = 2 if layout == "overlap" else 1
-        on = Shared(mesh, config=step.config_of(case, depth), keep=keep, under_way=under_way)
+        config = step.config_of(case, depth)
+        on = Shared(mesh, config=config, keep=keep, under_way=under_way, one_sequence=case.one_sequence)
     return step.te_jax_step(how, case, depth, on), on
 
 

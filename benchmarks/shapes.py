@@ -397,6 +397,7 @@ class StepShape(_OfDecoder):
       experts, top_k: of the mixture in the place of each MLP, whose width is then that of one expert; 0 for none.
       remat: whether blocks are recomputed in the backward pass, and only their inputs kept.
       devices: that share the step.
+      one_sequence: whether the devices share each sequence, and not the batch.
     """
 
     short: str
@@ -409,11 +410,12 @@ class StepShape(_OfDecoder):
     top_k: int = 0
     remat: bool = False
     devices: int = 1
+    one_sequence: bool = False
 
     @property
     def name(self) -> str:  # "8b-8x1x8192", "8b-8x1x8192-4microbatches-remat"
         tail = "" if self.microbatches == 1 else f"-{self.microbatches}microbatches"
-        tail += "-remat" * self.remat
+        tail += "-remat" * self.remat + "-context" * self.one_sequence
         return f"{self.short}-{self.depths[0]}x{self.batch}x{self.sequence}{tail}"
 
     @property
@@ -506,6 +508,7 @@ STEP_GPU = (
     StepShape(depths=(28,), batch=4, sequence=2048, **_STEP_QWEN),
     StepShape(depths=(4,), batch=1, sequence=8192, **_STEP_EXPERTS),
     StepShape(depths=(8,), batch=1, sequence=8192, remat=True, **_STEP_8B),
+    StepShape(depths=(8,), batch=1, sequence=32768, remat=True, **_STEP_8B),
 )
 
 FLAX_MODELS_GPU = (
@@ -540,11 +543,12 @@ FLAX_MODELS_CPU = tuple(
 )
 
 
-# Sequences of one device.
+# Sequences of one device, or its part of one.
 FSDP_GPU = (
     StepShape(depths=(8,), batch=1, sequence=8192, remat=True, **_STEP_8B),
     StepShape(depths=(8,), batch=1, sequence=8192, **_STEP_8B),
     StepShape(depths=(8,), batch=1, sequence=8192, microbatches=4, remat=True, **_STEP_8B),
+    StepShape(depths=(8,), batch=1, sequence=16384, remat=True, one_sequence=True, **_STEP_8B),
 )
 FSDP_CPU = (
     StepShape(

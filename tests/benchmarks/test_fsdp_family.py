@@ -43,6 +43,7 @@ def devices(monkeypatch, require_devices):
         (2, {}, ("bf16", "bf16_scan", "te_jax_block_fp8_head_overlap")),
         (2, {"microbatches": 2, "remat": False}, ("bf16", "te_jax_block_fp8_head_keep", "te_jax_block_fp8_head_jit")),
         (2, {"sequence": 256}, ("bf16", "nnx_loss", "nnx_blocks_tensor")),
+        (2, {"one_sequence": True}, ("bf16", "te_jax_block_fp8_head")),
         (4, {"sequence": 256}, ("bf16", "te_jax_block_fp8_head_tensor", "te_jax_block_fp8_head_replicas")),
     ],
 )
@@ -54,12 +55,14 @@ def test_all_layouts_are_measured_and_right(count, changes, names, devices):
     assert not result.skipped
     assert [row["implementation"] for row in result.rows] == list(names)
     kernels = 256 * (4 * 256 + 3 * 256 + 64)
+    shared = {"sequence": case.sequence * count} if case.one_sequence else {"batch": count}
+    on_devices = dataclasses.replace(case, **shared)
     for row in result.rows:
-        assert row["case"] == dataclasses.replace(case, batch=count).name
+        assert row["case"] == on_devices.name
         assert row["devices"] == count
         assert row["losses"] == pytest.approx(result.rows[0]["losses"], rel=0.01)
         assert row["losses"][2] < row["losses"][0]
-        pairs = case.sequence**2 // 2
+        pairs = on_devices.sequence**2 // 2 // (count if case.one_sequence else 1)
         assert row["flops"] == case.microbatches * 3 * (2 * case.sequence * kernels + 4 * pairs * 256)
         assert row["tokens_per_second"] == pytest.approx(case.tokens * 1e3 / row["median_ms"], rel=1e-3)
         # Each device has its part of the parameters, and of both moments.
