@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
@@ -226,6 +227,31 @@ def attend(
         masks |= {"key_lengths": key_lengths, "causal": settings.causal, "window": settings.window}
         return ops.attention(query, key, value, **masks, **options), None
 
+    return attend_cached(query, key, value, cache, window=settings.window, **options)
+
+
+def attend_cached(
+    query: Array,
+    key: Array,
+    value: Array,
+    cache: Cache,
+    *,
+    window: int | None,
+    sinks: Array | None = None,
+    **options: Any,
+) -> tuple[Array, Cache]:
+    """Causal attention to the tokens that a cache holds and to these, with rotary positions.
+
+    Args:
+      query, key, value: of new tokens, [batch, time, heads or kv_heads, head_dim].
+      cache: of the tokens before them.
+      window, sinks: see `te_jax.ops.attention`.
+      options: other arguments of it.
+
+    Returns:
+      ([batch, time, heads, head_dim], the cache with these tokens). With more tokens than the cache takes: NaN.
+    """
+    time = query.shape[1]
     keys, values = (
         lax.dynamic_update_slice_in_dim(cached, sharding.Layout.of(cached).apply(new), cache.filled, axis=1)
         for cached, new in ((cache.key, key), (cache.value, value))
@@ -234,10 +260,11 @@ def attend(
     place = cache.filled + lax.broadcasted_iota(jnp.int32, (time, keys.shape[1]), 0)
     seen = lax.broadcasted_iota(jnp.int32, place.shape, 1)
     visible = seen <= place
-    if settings.window is not None and settings.window < keys.shape[1]:
-        visible &= seen > place - int(settings.window)
+    if window is not None and window < keys.shape[1]:
+        visible &= seen > place - int(window)
     bias = jnp.where(visible, 0.0, -jnp.inf).astype(query.dtype)
-    mixed = ops.attention(query, keys.astype(query.dtype), values.astype(query.dtype), bias=bias, **options)
+    keys_here, values_here = keys.astype(query.dtype), values.astype(query.dtype)
+    mixed = ops.attention(query, keys_here, values_here, bias=bias, sinks=sinks, **options)
     filled = cache.filled + time
     return jnp.where(filled <= keys.shape[1], mixed, jnp.nan), Cache(keys, values, filled)
 
@@ -272,15 +299,110 @@ def _as_positions(positions: Any, query: Array) -> Array:
     return positions
 
 
-def rotary_tables(positions: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary positions are stretched, so that a model reads longer sequences than it was pre-trained on.
+
+    With f_i = theta^(-2i / head_dim), the frequencies of pairs, and wavelengths 2π / f_i:
+
+    - "linear" divides all by `factor`.
+    - "llama3" divides those of wavelengths above original_length / low_freq_factor by `factor`, leaves those below
+      original_length / high_freq_factor, and passes from one to the other in between.
+    - "yarn" does the same between the pairs that turn `beta_slow` and `beta_fast` times within original_length, and
+      multiplies cos and sin by `attention_factor`.
+
+    Args:
+      kind: "linear", "llama3" or "yarn".
+      factor: how much longer sequences are; at least 1.
+      original_length: tokens in a sequence of pre-training; of "llama3" and "yarn".
+      low_freq_factor, high_freq_factor: of "llama3".
+      beta_fast, beta_slow, truncate: of "yarn"; truncate rounds the two pairs to whole numbers.
+      attention_factor: of "yarn"; None is 0.1 · ln(factor) + 1.
+
+    Raises:
+      ValueError: an argument breaks a rule above.
+
+    References:
+      Peng et al., YaRN: Efficient Context Window Extension of Large Language Models, arXiv:2309.00071.
+
+    Examples:
+      >>> te_jax.models.RopeScaling("llama3", factor=8.0, original_length=8192).low_freq_factor
+      1.0
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_length: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+    def __post_init__(self):
+        if self.kind not in ("linear", "llama3", "yarn"):
+            raise ValueError(f"kind is {self.kind!r}: choose 'linear', 'llama3' or 'yarn'")
+        numbers = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+        for name in (*numbers, *(() if self.attention_factor is None else ("attention_factor",))):
+            value = getattr(self, name)
+            if not is_finite_number(value) or value <= 0:
+                raise ValueError(f"{name} is {value!r}: it needs to be a finite number above 0")
+            object.__setattr__(self, name, float(value))
+        if self.factor < 1:
+            raise ValueError(f"factor is {self.factor}: it needs to be at least 1")
+        length = self.original_length
+        if self.kind != "linear" and (not is_whole_number(length) or length is None or length < 1):
+            raise ValueError(f"original_length is {length!r}: kind {self.kind!r} needs a whole number of at least 1")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor is {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}: the first "
+                "needs to be the smaller one"
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """What multiplies cos and sin."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0
+
+    def frequencies(self, theta: float, head_dim: int) -> np.ndarray:
+        """Float32 [head_dim / 2], of every pair."""
+        plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        if self.kind == "linear":
+            return (plain / self.factor).astype(np.float32)
+        assert self.original_length is not None
+        if self.kind == "llama3":
+            turns = self.original_length * plain / (2 * math.pi)
+            kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        else:
+            first, last = (
+                head_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+                for turns in (self.beta_fast, self.beta_slow)
+            )
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
+            kept = 1 - (np.arange(head_dim // 2) - first) / max(last - first, 1e-3)
+        kept = np.clip(kept, 0, 1)
+        return (plain / self.factor * (1 - kept) + plain * kept).astype(np.float32)
+
+
+def rotary_tables(
+    positions: Array, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Array, Array]:
     """cos and sin of the angles of rotary positions, float32 [batch or 1, time, 1, head_dim / 2].
 
-    The angle of pair i at position p is p · theta^(-2i / head_dim).
+    The angle of pair i at position p is p · theta^(-2i / head_dim), unless `scaling` says otherwise.
 
     Args:
       positions: [time] or [batch, time].
       head_dim: features of a head.
       theta: the longest period is about 2π · theta tokens.
+      scaling: how positions are stretched; None for not at all.
 
     Raises:
       ValueError: head_dim is odd.
@@ -292,10 +414,16 @@ def rotary_tables(positions: Array, head_dim: int, theta: float) -> tuple[Array,
         raise ValueError(
             f"head_dim is {head_dim}, and rotary positions turn pairs of features; make it even, or use rope_theta=None"
         )
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    else:
+        frequencies = jnp.asarray(scaling.frequencies(theta, head_dim))
     angles = positions.astype(jnp.float32)[..., None, None] * lax.expand_dims(frequencies, range(positions.ndim + 1))
     angles = angles if positions.ndim == 2 else angles[None]
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if scaling is not None and scaling.magnitude != 1:
+        cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
+    return cos, sin
 
 
 # One program where a layer runs eagerly.

@@ -1,17 +1,26 @@
 """Reference models: what `te-jax train`, the notebooks and the benchmarks share."""
 
+from te_jax.layers.attention import RopeScaling
 from te_jax.models.config import PRESETS, DecoderConfig, Experts
 from te_jax.models.decoder import Losses, apply, init, init_scaling_state, is_head, loss, losses, requantize
+from te_jax.models.generation import generate
+from te_jax.models.huggingface import config_from_hf, from_hf, to_hf
 from te_jax.models.parallel import TensorParallel, param_specs
+from te_jax.models.safetensors import FolderError
 from te_jax.models.sharded import parallel_apply, parallel_loss, parallel_losses
 
 __all__ = [
     "PRESETS",
     "DecoderConfig",
     "Experts",
+    "FolderError",
     "Losses",
+    "RopeScaling",
     "TensorParallel",
     "apply",
+    "config_from_hf",
+    "from_hf",
+    "generate",
     "init",
     "init_scaling_state",
     "is_head",
@@ -22,4 +31,5 @@ __all__ = [
     "parallel_losses",
     "param_specs",
     "requantize",
+    "to_hf",
 ]

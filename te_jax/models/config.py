@@ -1,13 +1,19 @@
 """The shape of a decoder, and shapes with names."""
 
 import dataclasses
-from typing import Any, get_args
+import math
+from typing import Any, Literal, get_args
 
 from te_jax import native
 from te_jax._core.arguments import is_finite_number, is_whole_number, static_way_out
+from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
 from te_jax.offload import Offload
 from te_jax.recipe import DelayedScaling, Product, Recipe
+from te_jax.reference.activation import Activation, ActivationName
+
+ATTENTION = ("query", "key", "value", "out")
+"""The names of a block's kernels around attention."""
 
 MLP = ("gate", "up", "down")
 """The names of a block's kernels that a mixture of experts has one of for each expert."""
@@ -22,6 +28,7 @@ class Experts:
     Args:
       num_experts: MLPs of each block, of which a token meets `router.top_k`.
       router: how they are chosen.
+      biases: whether the router and the experts add biases: `router_bias`, `gate_bias`, `up_bias` and `down_bias`.
       balance_weight: factor of each block's `te_jax.ops.load_balancing_loss` in `te_jax.models.loss`.
       z_weight: factor of each block's `te_jax.ops.router_z_loss` there.
 
@@ -33,6 +40,7 @@ class Experts:
     router: Router
     balance_weight: float = 1e-2
     z_weight: float = 0.0
+    biases: bool = False
 
     def __post_init__(self):
         if not isinstance(self.router, Router):
@@ -63,6 +71,7 @@ class DecoderConfig:
       head_dim: width of one head; even, because rotary positions turn pairs.
       mlp_size: width F between the gated projections; with `experts`, of one expert.
       rope_theta: base of the rotary wavelengths; position angles are t · rope_theta^(-2i / head_dim).
+      rope_scaling: how these are stretched for sequences longer than those of pre-training; None leaves them.
       norm_eps: added to the mean square in RMSNorm.
       dtype: "float32" or "bfloat16": what activations and projections are computed in. Parameters are always float32;
         norms, rotations and the softmax of attention are computed in float32.
@@ -79,6 +88,15 @@ class DecoderConfig:
       experts: a mixture of experts in the place of every MLP; None for one MLP.
       attention: the implementation of `te_jax.ops.attention`: "native", "reference", or None, which chooses.
       max_segments_per_seq: of packed sequences: see `te_jax.ops.attention`. None takes any, by a mask.
+      window: a token sees itself and the window - 1 tokens before it. One number for all blocks, or a tuple of one for
+        each; None is no window.
+      activation: of the gated MLP, or of the experts: see `te_jax.ops.gated_mlp`.
+      attention_biases: which of "query", "key", "value" and "out" add a bias.
+      attention_sinks: whether softmax has a learned score more in each head, without a value.
+      qk_norm: whether query and key are normalized by RMSNorm, each head by itself, before they are rotated.
+      zero_centered_norms: whether norms multiply by 1 + scale, as Gemma's do.
+      scaled_embedding: whether the embedding is multiplied by √hidden_size, rounded to `dtype`, as Gemma's is.
+      tied_head: whether the output head is the transposed embedding, and no parameter of its own.
 
     Raises:
       ValueError: a size is below 1, heads do not divide, a name is unknown, `recipe` is no recipe, `offload` no
@@ -103,6 +121,15 @@ class DecoderConfig:
     experts: Experts | None = None
     attention: native.Implementation | None = None
     max_segments_per_seq: int | None = None
+    rope_scaling: RopeScaling | None = None
+    window: int | tuple[int | None, ...] | None = None
+    activation: Activation | ActivationName = "silu"
+    attention_biases: tuple[Literal["query", "key", "value", "out"], ...] = ()
+    attention_sinks: bool = False
+    qk_norm: bool = False
+    zero_centered_norms: bool = False
+    scaled_embedding: bool = False
+    tied_head: bool = False
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
@@ -145,10 +172,31 @@ class DecoderConfig:
             )
         if self.attention not in (None, "native", "reference"):
             raise ValueError(f"attention is {self.attention!r}: choose 'native', 'reference' or None")
+        self._check_variants()
         if self.experts is not None and isinstance(self.recipe, DelayedScaling):
             raise ValueError(
                 "recipe is DelayedScaling, and experts have no scaling state: choose BlockScaling() or CurrentScaling()"
             )
+
+    def _check_variants(self) -> None:
+        """Checks what models of the family do differently."""
+        if not (self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)):
+            raise ValueError(f"rope_scaling is {self.rope_scaling!r}: it needs to be a te_jax.models.RopeScaling")
+        window = self.window
+        if isinstance(window, tuple | list):
+            object.__setattr__(self, "window", window := tuple(window))
+            if len(window) != self.num_layers:
+                raise ValueError(
+                    f"window has {len(window)} entries, and num_layers is {self.num_layers}: give each one"
+                )
+        for each in window if isinstance(window, tuple) else (window,):
+            if each is not None and (not is_whole_number(each) or each < 1):
+                raise ValueError(f"window is {window!r}: it needs whole numbers of at least 1, or None")
+        Activation.of(self.activation)
+        biases = self.attention_biases
+        if not isinstance(biases, tuple | list | set | frozenset) or not set(biases) <= set(ATTENTION):
+            raise ValueError(f"attention_biases is {biases!r}: it needs to be names out of {ATTENTION}")
+        object.__setattr__(self, "attention_biases", tuple(name for name in ATTENTION if name in biases))
 
     @staticmethod
     def check(config: Any) -> None:
@@ -184,12 +232,36 @@ class DecoderConfig:
             **({} if self.experts is None else {"router": (d, self.experts.num_experts)}),
         }
 
-    def _parameters(self, mlps: int) -> int:
-        """With so many MLPs in a block."""
-        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
-        router = 0 if self.experts is None else self.hidden_size * self.experts.num_experts
-        block = attention + router + mlps * 3 * self.hidden_size * self.mlp_size + 2 * self.hidden_size
-        return 2 * self.vocab_size * self.hidden_size + self.num_layers * block + self.hidden_size
+    @property
+    def vector_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of a block's other parameters: scales of norms, biases and sinks."""
+        d, heads = self.hidden_size, self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"attention_norm": (d,), "mlp_norm": (d,)}
+        if self.qk_norm:
+            shapes |= {"query_norm": (heads,), "key_norm": (heads,)}
+        shapes |= {f"{name}_bias": self.kernel_shapes[name][1:] for name in self.attention_biases}
+        if self.attention_sinks:
+            shapes["sinks"] = (self.num_heads,)
+        if self.experts is not None and self.experts.biases:
+            each, inner = self.experts.num_experts, self.mlp_size
+            shapes |= {"router_bias": (each,), "gate_bias": (each, inner), "up_bias": (each, inner)}
+            shapes["down_bias"] = (each, d)
+        return shapes
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each block."""
+        return self.window if isinstance(self.window, tuple) else (self.window,) * self.num_layers
+
+    def _parameters(self, experts: int) -> int:
+        """With so many experts in a block."""
+        shapes = self.kernel_shapes | self.vector_shapes
+        if self.experts is not None:
+            of_experts = [name for name in shapes if name.removesuffix("_bias") in MLP]
+            shapes |= {name: (experts, *shapes[name][1:]) for name in of_experts}
+        block = sum(map(math.prod, shapes.values()))
+        tables = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
+        return tables + self.num_layers * block + self.hidden_size
 
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs of a token in training, forward and backward: those of GEMMs and of causal attention, without `remat`.
@@ -200,10 +272,20 @@ class DecoderConfig:
         Args:
           seq_len: tokens in a sequence.
         """
-        norms = (2 * self.num_layers + 1) * self.hidden_size
-        kernels = self.num_active_parameters - self.vocab_size * self.hidden_size - norms
-        attention = self.num_layers * self.num_heads * self.head_dim * seq_len  # scores and values, half of each
-        return 6 * (kernels + attention)
+        ratio = 1.0 if self.experts is None else self.experts.router.top_k / self.experts.num_experts
+        sizes = {name: math.prod(shape) for name, shape in self.kernel_shapes.items()}
+        of_experts = sum(size for name, size in sizes.items() if name in MLP)
+        block = sum(sizes.values()) - of_experts + round(of_experts * ratio)
+        kernels = self.num_layers * block + self.vocab_size * self.hidden_size
+        # Scores and values, half of each where nothing else is hidden.
+        pairs = sum(_mean_pairs(seq_len, window) for window in self.windows)
+        return 6 * kernels + round(12 * self.num_heads * self.head_dim * pairs)
+
+
+def _mean_pairs(seq_len: int, window: int | None) -> float:
+    """The tokens that a token sees in the mean, counted as half of the sequence without a window."""
+    width = seq_len if window is None else min(window, seq_len)
+    return width - width * width / (2 * seq_len)
 
 
 PRESETS: dict[str, DecoderConfig] = {

@@ -1,15 +1,15 @@
 """A decoder-only transformer of the Llama family as pure functions: `init`, `apply` and `loss`.
 
-RMSNorm before each block, rotary positions, grouped-query attention, a SiLU-gated MLP, no biases. Each layer has
-parameters of its own, in a list, and `te_jax.layers.apply_layers` runs them. Norms, attention and MLP are
-`te_jax.ops.rms_norm`, `attention` and `gated_mlp`.
+RMSNorm before each block, rotary positions, grouped-query attention, a gated MLP, and what `DecoderConfig` names of
+other models of the family. Each layer has parameters of its own, in a list, and `te_jax.layers.apply_layers` runs them.
+Norms, attention and MLP are `te_jax.ops.rms_norm`, `attention` and `gated_mlp`.
 
 With a recipe, the projections of attention and MLP run in FP8. The output head stays in `dtype`, where the rounding of
 FP8 would reach every logit directly; the GEMMs of its gradients, or all of them, run in FP8 where `head_recipe` and
 `head_fp8_products` say so. `loss` never holds all logits.
 
-The output head is not tied to the embedding, as in the large shapes of `PRESETS`: it is then a projection of the same
-layout as the others, and split over devices in the same way.
+The output head is a projection of the same layout as the others, and split over devices in the same way. Where it is
+tied to the embedding, its part is made of that of the embedding.
 
 Inside `shard_map`, `apply` and `loss` take `parallel`, and run on a part of every parameter: see
 `te_jax.models.TensorParallel`. `te_jax.models.parallel_loss` is the same for whole arrays on a mesh.
@@ -31,9 +31,9 @@ from te_jax.layers.attention import rotary_tables, rotate
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.stack import apply_layers
 from te_jax.models import tensor_parallel
-from te_jax.models.config import MLP, DecoderConfig
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig
 from te_jax.models.mixture import Balance
-from te_jax.models.parallel import TensorParallel, loop_specs, param_specs
+from te_jax.models.parallel import TensorParallel, head_spec, loop_specs, param_specs
 from te_jax.models.tensor_parallel import Projections
 from te_jax.parallel import FSDP, ring_attention
 from te_jax.parallel.ring_attention import positions_here
@@ -41,7 +41,7 @@ from te_jax.recipe import DelayedScaling, DelayedScalingState
 
 __all__ = ["Losses", "apply", "init", "init_scaling_state", "loss", "losses", "requantize"]
 
-_PROJECTIONS = ("query", "key", "value", "out", *MLP)
+_PROJECTIONS = (*ATTENTION, *MLP)
 
 Implementation = Literal["native", "reference"]
 ScalingState = list[dict[str, DelayedScalingState]]
@@ -67,8 +67,8 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
     """Random parameters.
 
     Kernels are normal with variance 1 / fan_in, and 1 / (2 · num_layers · fan_in) for the two projections of a block
-    that write to the residual stream, so that its variance does not grow with depth. The embedding has variance 1 and
-    norms start at 1.
+    that write to the residual stream, so that its variance does not grow with depth. The embedding has variance 1, or
+    1 / D where it is scaled or tied to the head; norms start as factors of 1, biases and sinks at 0.
 
     Args:
       config: the shape.
@@ -79,24 +79,32 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
       `embedding` [V, D], `final_norm` [D], `head` [D, V] and `layers`, a list of L dicts of `attention_norm` and
       `mlp_norm` [D], `query` [D, H·head_dim], `key` and `value` [D, K·head_dim], `out` [H·head_dim, D], `gate` and
       `up` [D, F], `down` [F, D]. With E experts these three are [E, D, F] and [E, F, D], and `router` is [D, E].
+      What else there is, `config.vector_shapes` tells: `query_norm` and `key_norm` [head_dim], `query_bias` and others
+      [N], `sinks` [H], and biases of experts [E, N]. A tied head is no parameter.
     """
     DecoderConfig.check(config)
     d, count = config.hidden_size, config.num_layers
     embedding_key, head_key, key = jax.random.split(key, 3)
+    of_norm = jnp.zeros if config.zero_centered_norms else jnp.ones
     layers: list[dict[str, jax.Array]] = [
-        {"attention_norm": jnp.ones((d,), jnp.float32), "mlp_norm": jnp.ones((d,), jnp.float32)} for _ in range(count)
+        {
+            name: (of_norm if name.endswith("_norm") else jnp.zeros)(shape, jnp.float32)
+            for name, shape in config.vector_shapes.items()
+        }
+        for _ in range(count)
     ]
     for name, shape in config.kernel_shapes.items():
         fan_in = shape[-2] * (2 * count if name in ("out", "down") else 1)
         kernels, key = _draw(key, count, shape, fan_in**-0.5)
         for layer, kernel in zip(layers, kernels, strict=True):
             layer[name] = kernel
-    return {
-        "embedding": jax.random.normal(embedding_key, (config.vocab_size, d), jnp.float32),
-        "layers": layers,
-        "final_norm": jnp.ones((d,), jnp.float32),
-        "head": jax.random.normal(head_key, (d, config.vocab_size), jnp.float32) * d**-0.5,
-    }
+    embedding = jax.random.normal(embedding_key, (config.vocab_size, d), jnp.float32)
+    params = {"embedding": embedding, "layers": layers, "final_norm": of_norm((d,), jnp.float32)}
+    if config.scaled_embedding or config.tied_head:
+        params["embedding"] *= d**-0.5
+    if not config.tied_head:
+        params["head"] = jax.random.normal(head_key, (d, config.vocab_size), jnp.float32) * d**-0.5
+    return params
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -157,14 +165,15 @@ def requantize(
     if config.recipe is None:
         raise ValueError("config.recipe is None: only a recipe says how kernels are quantized")
     how = Requantize(config.recipe, implementation=implementation)
-    layer = {"attention_norm": None, "mlp_norm": None, **dict.fromkeys(_PROJECTIONS, how)}
+    layer = {**dict.fromkeys(config.vector_shapes), **dict.fromkeys(_PROJECTIONS, how)}
     if config.experts is not None:
         of_experts = dataclasses.replace(how, stacked_ndim=1)
         layer |= {"router": None, **dict.fromkeys(MLP, of_experts)}
     if parallel is not None:
         left = tensor_parallel.quantized_in_layers(config, parallel)
         layer |= dict.fromkeys(left)
-    return {"embedding": None, "layers": [layer] * config.num_layers, "final_norm": None, "head": None}
+    head = {} if config.tied_head else {"head": None}
+    return {"embedding": None, "layers": [layer] * config.num_layers, "final_norm": None, **head}
 
 
 def apply(
@@ -270,7 +279,7 @@ def losses(
     Raises:
       ValueError: what `loss` refuses.
     """
-    _check_tokens("targets", targets)
+    check_tokens("targets", targets)
     if targets.shape != tokens.shape:
         raise ValueError(
             f"targets has shape {targets.shape} and tokens has shape {tokens.shape}: give one target for each token"
@@ -311,7 +320,7 @@ def _run(
 ) -> tuple[jax.Array, Balance | None]:
     """of_head(hidden states, head), and the balance of the experts."""
     DecoderConfig.check(config)
-    _check_tokens("tokens", tokens)
+    check_tokens("tokens", tokens)
     if (scaling_state is not None) != isinstance(config.recipe, DelayedScaling):
         raise ValueError(
             f"scaling_state is {'missing' if scaling_state is None else 'given'}, and config.recipe is "
@@ -322,34 +331,47 @@ def _run(
     context_axis = None if parallel is None else parallel.context_axis
     time = tokens.shape[1]
     positions = jnp.arange(time) if context_axis is None else positions_here(context_axis, time)
-    cos, sin = rotary_tables(positions, config.head_dim, config.rope_theta)
+    rotary = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
-    def block(carried: tuple[jax.Array, Balance | None], layer_and_state: Any) -> tuple[jax.Array, Balance | None]:
+    def block(
+        window: int | None, carried: tuple[jax.Array, Balance | None], layer_and_state: Any
+    ) -> tuple[jax.Array, Balance | None]:
         x, balance = carried
         layer, state = layer_and_state
         projections = Projections(layer, state, config, parallel, implementation)
-        normed, x = projections.norm(x, "attention_norm")
-        mixed = _attention(normed, projections, (cos, sin), segment_ids, context_axis)
-        normed, x = projections.norm(mixed, "mlp_norm", residual=x)
-        y, own = projections.mlp(normed)
-        return x + y, _together(balance, own)
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> jax.Array:
+            options: Any = {"causal": True, "window": window, "segment_ids": segment_ids}
+            options["implementation"] = config.attention
+            if context_axis is not None:
+                if sinks is not None:
+                    raise ValueError("config.attention_sinks is True, which devices that share a sequence do not take")
+                return ring_attention(query, key, value, axis_name=context_axis, **options)
+            most = None if segment_ids is None else config.max_segments_per_seq
+            return ops.attention(query, key, value, sinks=sinks, max_segments_per_seq=most, **options)
+
+        x, own = run_block(x, projections, rotary, attend)
+        return x, _together(balance, own)
 
     def ending(carried: tuple[jax.Array, Balance | None], last: dict[str, Any]) -> tuple[jax.Array, Balance | None]:
         x, balance = carried
-        x = ops.rms_norm(x, last["final_norm"], epsilon=config.norm_eps, implementation=implementation)
+        x = final_norm(x, last["final_norm"], config, implementation)
         return of_head(x, last["head"]), balance
 
-    x = tensor_parallel.embed(params["embedding"], tokens, config.dtype, parallel)
+    x = tensor_parallel.embed(params["embedding"], tokens, config, parallel)
     states = [None] * config.num_layers if scaling_state is None else scaling_state
     layers = list(zip(params["layers"], states, strict=True))
     balance = None if config.experts is None else Balance(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-    last = {name: params[name] for name in ("final_norm", "head")}
+    last = {"final_norm": params["final_norm"], "head": head_of(params, config, parallel)}
+    of_window = {window: functools.partial(block, window) for window in config.windows}
+    blocks = [of_window[window] for window in config.windows]
     if parallel is None or parallel.fsdp is None:
-        return ending(apply_layers(block, layers, (x, balance), remat=config.remat, offload=config.offload), last)
+        return ending(apply_layers(blocks, layers, (x, balance), remat=config.remat, offload=config.offload), last)
     # The head is gathered beside the last block, and its gradient travels beside the first one of the backward pass.
-    run = jax.checkpoint(jax.jit(block)) if config.remat else block
+    if config.remat:
+        of_window = {window: jax.checkpoint(jax.jit(run)) for window, run in of_window.items()}
     return apply_layers(
-        [*[run] * config.num_layers, ending],
+        [*(of_window[window] for window in config.windows), ending],
         [*layers, last],
         (x, balance),
         offload=config.offload,
@@ -372,7 +394,7 @@ def _bound(
     by = None if config.recipe is None or scaling_state is not None else config.recipe.scalings["kernel"][0]
     if by in ("tensor", "block_128x128"):
         how = (requantize(config, parallel=parallel, implementation=implementation)["layers"][0], None)
-    last = {name: specs[name] for name in ("final_norm", "head")}
+    last = {"final_norm": specs["final_norm"], "head": head_spec(parallel)}
     return dataclasses.replace(
         fsdp,
         specs=[*[(loop_specs(config, parallel), of_state)] * count, last],
@@ -402,7 +424,7 @@ def is_head(path: tuple[Any, ...], leaf: Any) -> bool:
     return path[-1:] == (jax.tree_util.DictKey("head"),)
 
 
-def _check_tokens(name: str, tokens: jax.Array) -> None:
+def check_tokens(name: str, tokens: jax.Array) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: the decoder reads integers [batch, time]; "
@@ -412,23 +434,43 @@ def _check_tokens(name: str, tokens: jax.Array) -> None:
         raise ValueError(f"{name} has shape {tokens.shape}: the decoder needs at least one sequence of one token")
 
 
-def _attention(
-    x: Any,
+def run_block(
+    x: jax.Array,
     projections: Projections,
     rotary: tuple[jax.Array, jax.Array],
-    segment_ids: jax.Array | None,
-    context_axis: str | None,
-) -> jax.Array:
-    config = projections.config
+    attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array],
+) -> tuple[jax.Array, Balance | None]:
+    """The residual stream after a block, and the balance of its experts.
+
+    Args:
+      x: the residual stream before it.
+      projections: the block's parameters.
+      rotary: cos and sin, of `rotary_tables`.
+      attend: attention of query, key and value [batch, time, heads, head_dim], with the scores of sinks [heads].
+    """
+    config, layer = projections.config, projections.layer
+    normed, x = projections.norm(x, "attention_norm")
     query, key, value = (
         projected.reshape(*projected.shape[:2], -1, config.head_dim)
-        for projected in projections.from_stream(x, ("query", "key", "value"))
+        for projected in projections.from_stream(normed, ("query", "key", "value"))
     )
-    operands = rotate(query, *rotary), rotate(key, *rotary), value
-    options: Any = {"causal": True, "segment_ids": segment_ids, "implementation": config.attention}
-    if context_axis is not None:
-        mixed = ring_attention(*operands, axis_name=context_axis, **options)
-    else:
-        most = None if segment_ids is None else config.max_segments_per_seq
-        mixed = ops.attention(*operands, max_segments_per_seq=most, **options)
-    return projections.to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")
+    if config.qk_norm:
+        query, key = projections.norm_heads(query, "query_norm"), projections.norm_heads(key, "key_norm")
+    mixed = attend(rotate(query, *rotary), rotate(key, *rotary), value, layer.get("sinks"))
+    mixed = projections.to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")
+    normed, x = projections.norm(mixed, "mlp_norm", residual=x)
+    y, balance = projections.mlp(normed)
+    return x + y, balance
+
+
+def final_norm(
+    x: jax.Array, scale: jax.Array, config: DecoderConfig, implementation: Implementation | None
+) -> jax.Array:
+    """What the head reads."""
+    options: Any = {"epsilon": config.norm_eps, "zero_centered": config.zero_centered_norms}
+    return ops.rms_norm(x, scale, implementation=implementation, **options)
+
+
+def head_of(params: dict[str, Any], config: DecoderConfig, parallel: TensorParallel | None = None) -> Any:
+    """The kernel of the output head [D, V], or this device's part of it."""
+    return tensor_parallel.tied_head(params["embedding"], parallel) if config.tied_head else params["head"]

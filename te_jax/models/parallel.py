@@ -160,10 +160,9 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, An
     axis = parallel.axis_name
     rows, columns, everywhere = PartitionSpec(axis), PartitionSpec(None, axis), PartitionSpec()
     kv = columns if kv_heads(config, parallel.size).is_split else everywhere
-    embedding = columns
+    embedding: PartitionSpec = columns
     layer = {
-        "attention_norm": everywhere,
-        "mlp_norm": everywhere,
+        **dict.fromkeys(config.vector_shapes, everywhere),
         "query": columns,
         "key": kv,
         "value": kv,
@@ -172,19 +171,31 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, An
         "up": columns,
         "down": rows,
     }
+    # A device has the biases of its columns, and the sinks of its heads of query.
+    layer |= {f"{name}_bias": PartitionSpec(*layer[name][1:]) for name in config.attention_biases}
+    if config.attention_sinks:
+        layer["sinks"] = rows
     if config.experts is not None:
-        layer |= {"router": everywhere, **dict.fromkeys(MLP, PartitionSpec(parallel.expert_axes or None))}
-    head = columns
+        of_experts = PartitionSpec(parallel.expert_axes or None)
+        layer |= {"router": everywhere, **dict.fromkeys(MLP, of_experts)}
+        if config.experts.biases:
+            layer |= dict.fromkeys((f"{name}_bias" for name in MLP), of_experts)
     if (fsdp := parallel.fsdp) is not None:
         layer |= {name: _with_fsdp(name, layer[name], config, parallel, fsdp) for name in config.kernel_shapes}
-        embedding = PartitionSpec(None, (axis, fsdp.axis_name))
-        head = PartitionSpec(fsdp.axis_name, axis)
+        # A tied head's rows are those of one device of fsdp, one after the other.
+        axes = (fsdp.axis_name, axis) if config.tied_head else (axis, fsdp.axis_name)
+        embedding = PartitionSpec(None, axes)
     return {
         "embedding": embedding,
         "layers": [layer] * config.num_layers,
         "final_norm": everywhere,
-        "head": head,
+        **({} if config.tied_head else {"head": head_spec(parallel)}),
     }
+
+
+def head_spec(parallel: TensorParallel) -> PartitionSpec:
+    """How the output head lies on a mesh."""
+    return PartitionSpec(None if parallel.fsdp is None else parallel.fsdp.axis_name, parallel.axis_name)
 
 
 def loop_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, PartitionSpec | None]:

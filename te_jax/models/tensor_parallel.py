@@ -79,17 +79,32 @@ def quantized_in_layers(config: DecoderConfig, parallel: TensorParallel) -> tupl
     return left
 
 
-def embed(embedding: Array, tokens: Array, dtype: Any, parallel: TensorParallel | None) -> Array:
+def embed(embedding: Array, tokens: Array, config: DecoderConfig, parallel: TensorParallel | None) -> Array:
     """The residual stream of tokens: [batch, time, D], or with `parallel` [batch, time/N, D]."""
+
+    def of(tokens: Array) -> Array:
+        x = sharding.take_rows(embedding, tokens).astype(config.dtype)
+        return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scaled_embedding else x
+
     if parallel is None:
-        return sharding.take_rows(embedding, tokens).astype(dtype)
+        return of(tokens)
     if (fsdp := parallel.fsdp) is None:
-        return features_to_time(sharding.take_rows(embedding, tokens).astype(dtype), parallel)
+        return features_to_time(of(tokens), parallel)
     # A device has some features of all tokens of its group, and sends each device those of its own tokens.
-    every = lax.all_gather(tokens, fsdp.axis_name, axis=0, tiled=True)
-    x = sharding.take_rows(embedding, every).astype(dtype)
+    x = of(lax.all_gather(tokens, fsdp.axis_name, axis=0, tiled=True))
     x = lax.all_to_all(x, fsdp.axis_name, split_axis=0, concat_axis=2, tiled=True)
-    return features_to_time(x, parallel)
+    x = features_to_time(x, parallel)
+    if config.tied_head and parallel.size > 1:  # its features lie the other way round: see `param_specs`
+        parts = x.reshape(*x.shape[:2], parallel.size, fsdp.size, -1)
+        x = jnp.swapaxes(parts, 2, 3).reshape(x.shape)
+    return x
+
+
+def tied_head(embedding: Array, parallel: TensorParallel | None) -> Array:
+    """The part of the head that a device has of a tied embedding: [D, V], or [D/M, V/N] with M devices of FSDP."""
+    if parallel is not None and parallel.size > 1:
+        embedding = lax.all_to_all(embedding, parallel.axis_name, split_axis=0, concat_axis=1, tiled=True)
+    return embedding.T
 
 
 def features_to_time(x: Array, parallel: TensorParallel) -> Array:
@@ -126,6 +141,7 @@ class Projections:
             x,
             self.layer[name],
             epsilon=self.config.norm_eps,
+            zero_centered=self.config.zero_centered_norms,
             residual=residual,
             quantization=self._handover(name, x),
             implementation=self.implementation,
@@ -140,30 +156,43 @@ class Projections:
         blocked = quantization is not None and quantization.scaling.startswith("block")
         return quantization if blocked or not self.is_split else None
 
+    def norm_heads(self, x: Array, name: str) -> Array:
+        """The RMS norm of every head of x [batch, time, heads, head_dim]."""
+        options: Any = {"epsilon": self.config.norm_eps, "zero_centered": self.config.zero_centered_norms}
+        return ops.rms_norm(x, self.layer[name], implementation=self.implementation, **options)
+
     def from_stream(self, x: Any, names: tuple[str, ...]) -> tuple[Array, ...]:
-        """A norm's result [batch, time, D] times kernels [D, N]: [batch, time, N] for each."""
+        """A norm's result [batch, time, D] times kernels [D, N], and biases: [batch, time, N] for each."""
+        of = self._of(names)
         if not self.is_split:
-            return ops.dense(x, **self._of(names))
-        return all_gather_matmul(
-            x, gather_dimension=_TIME_AXIS, residual=self._shared.residual, **self._exchange, **self._of(names)
-        )
+            projected = ops.dense(x, **of)
+        else:
+            options: Any = self._exchange | of
+            projected = all_gather_matmul(x, gather_dimension=_TIME_AXIS, residual=self._shared.residual, **options)
+        return tuple(self._biased(y, name) for y, name in zip(projected, names, strict=True))
 
     def to_stream(self, x: Array, name: str) -> Array:
-        """[batch, time, N] times a kernel [N, D]: what is added to the residual stream."""
+        """[batch, time, N] times a kernel [N, D], and a bias: what is added to the residual stream."""
         of = self._of((name,))
         if not self.is_split:
-            return ops.dense(x, **of)[0]
+            return self._biased(ops.dense(x, **of)[0], name)
         of |= {key: None if of[key] is None else of[key][0] for key in ("kernel", "wgrad_accumulator", "scaling_state")}
-        return matmul_reduce_scatter(x, scatter_dimension=_TIME_AXIS, **self._exchange, **of)
+        return self._biased(matmul_reduce_scatter(x, scatter_dimension=_TIME_AXIS, **self._exchange, **of), name)
+
+    def _biased(self, y: Array, name: str) -> Array:
+        # Beside the products, since XLA adds it where it rotates, normalizes or adds the stream.
+        bias = self._part(f"{name}_bias", self.layer.get(f"{name}_bias"))
+        return y if bias is None else y + bias.astype(y.dtype)
 
     def mlp(self, x: Any) -> tuple[Array, Balance | None]:
         """The gated MLP or the experts of a norm's result: what is added to the residual stream; of experts also how
         they share the tokens."""
         if self.config.experts is not None:
             return mixture(x, self.layer, self.config, self.parallel, self.implementation)
+        of: Any = self._of(MLP) | {"activation": self.config.activation}
         if not self.is_split:
-            return ops.gated_mlp(x, **self._of(MLP)), None
-        options: Any = self._exchange | self._of(MLP)
+            return ops.gated_mlp(x, **of), None
+        options: Any = self._exchange | of
         return gated_mlp(x, dimension=_TIME_AXIS, residual=self._shared.residual, **options), None
 
     def _of(self, names: tuple[str, ...]) -> dict[str, Any]:
@@ -185,8 +214,12 @@ class Projections:
         return {"axis_name": self._shared.axis_name, "transport": self._shared.transport}
 
     def _kernel(self, name: str) -> Any:
-        kernel = self.layer[name]
-        if name not in ("key", "value") or not self.is_split:
+        return self._part(name, self.layer[name])
+
+    def _part(self, name: str, kernel: Any) -> Any:
+        """This device's part of a kernel or bias, of which all devices have those of key and value where these cannot
+        be split."""
+        if kernel is None or name.removesuffix("_bias") not in ("key", "value") or not self.is_split:
             return kernel
         heads = kv_heads(self.config, self._shared.size)
         if heads.is_split:
@@ -200,10 +233,10 @@ class Projections:
         first, width = lax.axis_index(self._shared.axis_name) * heads.per_device, self.config.head_dim
         return jnp.concatenate(
             [
-                lax.dynamic_slice_in_dim(kernel, (first + i) // heads.repeats * width, width, axis=1)
+                lax.dynamic_slice_in_dim(kernel, (first + i) // heads.repeats * width, width, axis=-1)
                 for i in range(heads.per_device)
             ],
-            axis=1,
+            axis=-1,
         )
 
 

@@ -1,0 +1,478 @@
+"""Models of Hugging Face that the decoder can be: their config.json, and the names of their tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+from te_jax.layers.attention import RopeScaling
+from te_jax.layers.mixture import Router
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts
+from te_jax.models.safetensors import FolderError
+from te_jax.reference.activation import Activation
+
+_UNUSED = (
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings"),
+    *("max_window_layers", "output_router_logits", "return_dict", "output_attentions", "output_hidden_states"),
+)
+"""Fields that change nothing in the model itself."""
+
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+_BIASES = ("query", "key", "value")
+
+
+class Fields:
+    """The fields of a config.json that are not read yet.
+
+    Args:
+      given: all of them.
+      path: of the file, for errors.
+    """
+
+    def __init__(self, given: dict[str, Any], path: Any):
+        self._left = {name: value for name, value in given.items() if name not in _UNUSED}
+        self._given, self._path = given, path
+
+    def error(self, problem: str) -> FolderError:
+        return FolderError(f"{self._path}: {problem}")
+
+    def take(self, *names: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
+        """The field with the first of several names that is there, and not null unless that is the default.
+
+        Raises:
+          FolderError: it is missing and has no default, or is of another type.
+        """
+        found = [(name, self._left.pop(name)) for name in names if name in self._left]
+        found = [(name, value) for name, value in found if value is not None]
+        if not found:
+            if default is ...:
+                raise self.error(f"{names[0]} is missing")
+            return default
+        name, value = found[0]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            raise self.error(f"{name} is {_shown(value)}: it must be of type {' or '.join(k.__name__ for k in kinds)}")
+        return value
+
+    def expect(self, name: str, *values: Any) -> None:
+        """Reads a field of which the decoder knows one value: the first of `values`, which it has where it is missing.
+
+        Raises:
+          FolderError: it has another value.
+        """
+        if (value := self._left.pop(name, values[0])) not in values:
+            raise self.error(f"{name} is {_shown(value)}, and te_jax.models knows {values[0]!r} alone")
+
+    def look(self, name: str) -> Any:
+        """A field that others depend on, read or not."""
+        return self._given.get(name)
+
+    def finish(self) -> None:
+        """Refuses what nobody read, which may change the model.
+
+        Raises:
+          FolderError: there is something, by its name.
+        """
+        if self._left:
+            names = ", ".join(sorted(map(_shown, self._left))[:5])
+            raise self.error(
+                f"{names} {'is' if len(self._left) == 1 else 'are'} unknown to te_jax.models and may change the "
+                "model: remove from a copy of the file what does not"
+            )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def read(given: dict[str, Any], path: Any) -> tuple[Family, DecoderConfig]:
+    """What a config.json says.
+
+    Args:
+      given: its fields.
+      path: of the file, for errors.
+
+    Raises:
+      FolderError: the decoder cannot be this model; the message names the field.
+    """
+    fields = Fields(given, path)
+    if given.get("quantization_config") is not None:
+        raise fields.error(
+            "the model is quantized (quantization_config): load it with transformers, dequantized to bfloat16, and "
+            "save_pretrained it"
+        )
+    fields.expect("quantization_config", None)
+    kind = fields.take("model_type", kind=str)
+    if kind not in FAMILIES:
+        raise fields.error(f"model_type is {_shown(kind)}: te_jax.models knows {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    fields.expect("attention_dropout", 0.0)
+    found = _common(fields, family.tied) | family.read(fields)
+    fields.finish()
+    try:
+        return family, DecoderConfig(**found)
+    except ValueError as error:
+        raise fields.error(str(error)) from error
+
+
+def family_of(config: DecoderConfig) -> Family:
+    """The first family that has such models.
+
+    Raises:
+      ValueError: none has.
+    """
+    for family in FAMILIES.values():
+        try:
+            _, again = read(describe(family, config), "")
+        except (FolderError, TypeError, AttributeError):
+            continue
+        if architecture(again) == architecture(config):
+            return family
+    raise ValueError(f"config is {config!r}, and none of {', '.join(FAMILIES)} has such models")
+
+
+def architecture(config: DecoderConfig) -> DecoderConfig:
+    """A config without what is no property of the model."""
+    experts = config.experts and dataclasses.replace(config.experts, balance_weight=0.0, z_weight=0.0)
+    defaults = {"dtype": "float32", "remat": False, "head_fp8_products": ("dgrad", "wgrad"), "experts": experts}
+    without = ("recipe", "head_recipe", "offload", "attention", "max_segments_per_seq")
+    return dataclasses.replace(
+        config, **defaults, **dict.fromkeys(without), window=config.windows, activation=Activation.of(config.activation)
+    )
+
+
+def describe(family: Family, config: DecoderConfig) -> dict[str, Any]:
+    """The fields of a config.json."""
+    activation = Activation.of(config.activation)
+    names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_size,
+        "hidden_act": names.get(activation.kind, activation.kind),
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else _describe_scaling(config.rope_scaling),
+        "tie_word_embeddings": config.tied_head,
+        **family.describe(config),
+    }
+
+
+def _common(fields: Fields, tied: bool) -> dict[str, Any]:
+    hidden, heads = (fields.take(name, kind=int) for name in ("hidden_size", "num_attention_heads"))
+    # The first Gemma's files say "gelu" and mean its approximation.
+    act = fields.take("hidden_activation", "hidden_act", kind=str, default="silu")
+    names = _ACTIVATIONS | ({"gelu": "gelu"} if fields.look("model_type") == "gemma" else {})
+    if act not in names:
+        raise fields.error(f"hidden_act is {_shown(act)}: te_jax.models knows {', '.join(names)}")
+    theta, scaling = _rope(fields)
+    return {
+        "vocab_size": fields.take("vocab_size", kind=int),
+        "num_layers": fields.take("num_hidden_layers", kind=int),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": fields.take("num_key_value_heads", kind=int, default=heads),
+        "head_dim": fields.take("head_dim", kind=int, default=max(hidden // max(heads, 1), 1)),
+        "mlp_size": fields.take("intermediate_size", kind=int),
+        "activation": names[act],
+        "norm_eps": fields.take("rms_norm_eps", kind=(float, int), default=1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tied_head": fields.take("tie_word_embeddings", kind=bool, default=tied),
+    }
+
+
+def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
+    """The base of rotary wavelengths and how they are stretched: of rope_parameters, or of older fields."""
+    given = fields.take("rope_parameters", "rope_scaling", kind=dict, default={})
+    own = Fields(given, f"{fields._path}, of rotary positions")
+    theta = fields.take("rope_theta", kind=(float, int), default=10_000.0)
+    theta = own.take("rope_theta", kind=(float, int), default=theta)
+    kind = own.take("rope_type", "type", kind=str, default="default")
+    number: dict[str, Any] = {"kind": (float, int)}
+    found: dict[str, Any] = {}
+    if kind == "llama3":
+        found = {name: own.take(name, **number) for name in ("low_freq_factor", "high_freq_factor")}
+    elif kind == "yarn":
+        found = {"beta_fast": own.take("beta_fast", default=32.0, **number)}
+        found["beta_slow"] = own.take("beta_slow", default=1.0, **number)
+        found["truncate"] = own.take("truncate", kind=bool, default=True)
+        found["attention_factor"] = own.take("attention_factor", default=None, **number)
+    elif kind not in ("default", "linear"):
+        raise own.error(f"rope_type is {_shown(kind)}: te_jax.models knows default, linear, llama3 and yarn")
+    if kind != "default":
+        found["factor"] = own.take("factor", **number)
+    length = own.take("original_max_position_embeddings", kind=int, default=fields.look("max_position_embeddings"))
+    own.finish()
+    if kind == "default":
+        return theta, None
+    try:
+        return theta, RopeScaling(kind, original_length=None if kind == "linear" else length, **found)
+    except ValueError as error:
+        raise own.error(str(error)) from error
+
+
+def _describe_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "truncate")}
+    found = {"rope_type": scaling.kind, "factor": scaling.factor}
+    found |= {name: getattr(scaling, name) for name in names.get(scaling.kind, ())}
+    if scaling.original_length is not None:
+        found["original_max_position_embeddings"] = scaling.original_length
+    if scaling.attention_factor is not None:
+        found["attention_factor"] = scaling.attention_factor
+    return found
+
+
+def _windows(fields: Fields, used: bool = True) -> dict[str, Any]:
+    """The window of all blocks, or of each."""
+    width = fields.take("sliding_window", kind=int, default=None)
+    kinds = fields.take("layer_types", kind=list, default=None)
+    if not used or width is None:
+        return {"window": None}
+    count = fields.look("num_hidden_layers")
+    if kinds is None:
+        first = fields.look("max_window_layers") or 0  # of Qwen: blocks before it have no window
+        if not first:
+            return {"window": width}
+        kinds = [("full", "sliding")[i >= first] + "_attention" for i in range(min(count, 10_000))]
+    if not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
+        raise fields.error("layer_types names others than full_attention and sliding_attention")
+    if len(kinds) != count:
+        raise fields.error(f"layer_types has {len(kinds)} entries, and num_hidden_layers is {count}")
+    windows = tuple(width if kind == "sliding_attention" else None for kind in kinds)
+    return {"window": width if windows == (width,) * count else windows}
+
+
+def _describe_windows(config: DecoderConfig, *, by_types: bool = True) -> dict[str, Any]:
+    widths = {width for width in config.windows if width is not None}
+    if len(widths) > 1:
+        raise AttributeError("blocks have several windows")
+    width = next(iter(widths), None)
+    kinds = ["full_attention" if each is None else "sliding_attention" for each in config.windows]
+    return {"sliding_window": width} | ({"layer_types": kinds} if by_types else {})
+
+
+def _router(fields: Fields, *, count: tuple[str, ...], normalize: bool, biases: bool = False) -> dict[str, Any]:
+    num_experts = fields.take(*count, kind=int)
+    top_k = fields.take("num_experts_per_tok", "experts_per_token", kind=int)
+    weight = fields.take("router_aux_loss_coef", kind=(float, int), default=0.0)
+    fields.expect("router_jitter_noise", 0.0, None)
+    try:
+        router = Router(top_k, normalize=normalize)
+        return {"experts": Experts(num_experts, router, balance_weight=weight, biases=biases)}
+    except ValueError as error:
+        raise fields.error(str(error)) from error
+
+
+def _describe_router(config: DecoderConfig, count: str = "num_local_experts") -> dict[str, Any]:
+    experts = config.experts
+    if experts is None:
+        raise AttributeError("there are no experts")
+    return {
+        count: experts.num_experts,
+        "num_experts_per_tok": experts.router.top_k,
+        "router_aux_loss_coef": experts.balance_weight,
+    }
+
+
+# Families
+
+
+def _llama(fields: Fields) -> dict[str, Any]:
+    fields.expect("mlp_bias", False)
+    fields.expect("pretraining_tp", 1)
+    return {"attention_biases": ATTENTION if fields.take("attention_bias", kind=bool, default=False) else ()}
+
+
+def _describe_biases(config: DecoderConfig) -> dict[str, Any]:
+    return {"attention_bias": bool(config.attention_biases)}
+
+
+def _qwen2(fields: Fields) -> dict[str, Any]:
+    used = fields.take("use_sliding_window", kind=bool, default=False)
+    return {"attention_biases": _BIASES} | _windows(fields, used)
+
+
+def _describe_qwen(config: DecoderConfig) -> dict[str, Any]:
+    windows = _describe_windows(config)
+    return windows | {"use_sliding_window": windows["sliding_window"] is not None}
+
+
+def _qwen3(fields: Fields) -> dict[str, Any]:
+    used = fields.take("use_sliding_window", kind=bool, default=False)
+    biases = ATTENTION if fields.take("attention_bias", kind=bool, default=False) else ()
+    return {"qk_norm": True, "attention_biases": biases} | _windows(fields, used)
+
+
+def _gemma(fields: Fields) -> dict[str, Any]:
+    fields.expect("use_bidirectional_attention", None, False)
+    biases = ATTENTION if fields.take("attention_bias", kind=bool, default=False) else ()
+    return {"zero_centered_norms": True, "scaled_embedding": True, "attention_biases": biases}
+
+
+def _qwen3_moe(fields: Fields) -> dict[str, Any]:
+    fields.expect("decoder_sparse_step", 1)
+    fields.expect("mlp_only_layers", [], None)
+    normalize = fields.take("norm_topk_prob", kind=bool, default=False)
+    experts = _router(fields, count=("num_experts", "num_local_experts"), normalize=normalize)
+    return _qwen3(fields) | experts | {"mlp_size": fields.take("moe_intermediate_size", kind=int)}
+
+
+def _describe_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
+    experts = _describe_router(config, "num_experts")
+    assert config.experts is not None
+    more = {"moe_intermediate_size": config.mlp_size, "norm_topk_prob": config.experts.router.normalize}
+    return _describe_biases(config) | _describe_qwen(config) | experts | more | {"decoder_sparse_step": 1}
+
+
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    for name in ("initial_context_length", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta"):
+        fields.take(name, kind=(float, int), default=None)  # which rope_parameters say again
+    limit = fields.take("swiglu_limit", kind=(float, int), default=7.0)
+    activation = Activation("silu", fields.take("swiglu_alpha", kind=float, default=1.702), limit, 1.0)
+    fields.expect("attention_bias", True)
+    experts = _router(fields, count=("num_local_experts",), normalize=True, biases=True)
+    found = {"activation": activation, "attention_biases": ATTENTION, "attention_sinks": True}
+    return found | experts | _windows(fields)
+
+
+def _describe_gpt_oss(config: DecoderConfig) -> dict[str, Any]:
+    activation = Activation.of(config.activation)
+    found = {"swiglu_alpha": activation.alpha, "swiglu_limit": activation.limit, "attention_bias": True}
+    return found | _describe_router(config) | _describe_windows(config)
+
+
+class Tensor(NamedTuple):
+    """A tensor of a model, and the parameters that it holds.
+
+    Attributes:
+      name: in safetensors.
+      paths: of parameters of the decoder.
+      form: "plain" as it is, or "transposed"; "pairs" holds two parameters, whose last dimensions alternate.
+      expert: of a parameter [experts, …], the one that it holds; None for all.
+    """
+
+    name: str
+    paths: tuple[tuple[Any, ...], ...]
+    form: Literal["plain", "transposed", "pairs"]
+    expert: int | None = None
+
+
+def tensors(family: Family, config: DecoderConfig) -> Iterator[Tensor]:
+    """All tensors of a model of a family."""
+    yield Tensor("model.embed_tokens.weight", (("embedding",),), "plain")
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        for name in (*config.kernel_shapes, *config.vector_shapes):
+            if config.experts is not None and name.removesuffix("_bias") in (*MLP, "router"):
+                continue
+            place, suffix = _PLACES[name.removesuffix("_bias")], "bias" if name.endswith("_bias") else "weight"
+            form = "transposed" if name in config.kernel_shapes else "plain"
+            suffix = place if name == "sinks" else f"{place}.{suffix}"
+            yield Tensor(prefix + suffix, (("layers", layer, name),), form)
+        if config.experts is not None:
+            yield from family.experts(prefix, layer, config.experts)
+    yield Tensor("model.norm.weight", (("final_norm",),), "plain")
+    if not config.tied_head:
+        yield Tensor("lm_head.weight", (("head",),), "transposed")
+
+
+_PLACES = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
+    "sinks": "self_attn.sinks",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def _one_by_one(where: str, names: dict[str, str]) -> Callable[[str, int, Experts], Iterator[Tensor]]:
+    """The tensors of experts that have one each."""
+
+    def of(prefix: str, layer: int, experts: Experts) -> Iterator[Tensor]:
+        prefix += where
+        yield Tensor(f"{prefix}.gate.weight", (("layers", layer, "router"),), "transposed")
+        for expert in range(experts.num_experts):
+            for name, theirs in names.items():
+                full = f"{prefix}.experts.{expert}.{theirs}.weight"
+                yield Tensor(full, (("layers", layer, name),), "transposed", expert)
+
+    return of
+
+
+def _of_gpt_oss(prefix: str, layer: int, experts: Experts) -> Iterator[Tensor]:
+    del experts
+
+    def path(name: str) -> tuple[Any, ...]:
+        return ("layers", layer, name)
+
+    prefix += "mlp."
+    yield Tensor(f"{prefix}router.weight", (path("router"),), "transposed")
+    yield Tensor(f"{prefix}router.bias", (path("router_bias"),), "plain")
+    yield Tensor(f"{prefix}experts.gate_up_proj", (path("gate"), path("up")), "pairs")
+    yield Tensor(f"{prefix}experts.gate_up_proj_bias", (path("gate_bias"), path("up_bias")), "pairs")
+    yield Tensor(f"{prefix}experts.down_proj", (path("down"),), "plain")
+    yield Tensor(f"{prefix}experts.down_proj_bias", (path("down_bias"),), "plain")
+
+
+class Family(NamedTuple):
+    """Models of one model_type.
+
+    Attributes:
+      model_type, architecture: in config.json.
+      read: fields of their own → arguments of a DecoderConfig.
+      describe: the other way; a TypeError or AttributeError says that such a decoder is none of them.
+      tied: whether the head is tied where config.json does not say.
+      experts: the tensors of a block's experts.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[Fields], dict[str, Any]]
+    describe: Callable[[DecoderConfig], dict[str, Any]]
+    tied: bool = False
+    experts: Callable[[str, int, Experts], Iterator[Tensor]] = _of_gpt_oss
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", "LlamaForCausalLM", _llama, _describe_biases),
+        Family("mistral", "MistralForCausalLM", _windows, lambda config: _describe_windows(config, by_types=False)),
+        Family("qwen2", "Qwen2ForCausalLM", _qwen2, _describe_qwen),
+        Family("qwen3", "Qwen3ForCausalLM", _qwen3, lambda c: {**_describe_qwen(c), **_describe_biases(c)}),
+        Family("gemma", "GemmaForCausalLM", _gemma, _describe_biases, tied=True),
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            lambda fields: _router(fields, count=("num_local_experts",), normalize=True) | _windows(fields),
+            lambda config: _describe_router(config) | _describe_windows(config, by_types=False),
+            experts=_one_by_one("block_sparse_moe", {"gate": "w1", "down": "w2", "up": "w3"}),
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            _qwen3_moe,
+            _describe_qwen3_moe,
+            experts=_one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
+        ),
+        Family("gpt_oss", "GptOssForCausalLM", _gpt_oss, _describe_gpt_oss),
+    )
+}
+"""By model_type, those with the fewest parts first."""

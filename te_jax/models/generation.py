@@ -1,0 +1,182 @@
+"""Text from a decoder: tokens that follow a prompt, one after the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from te_jax import ops
+from te_jax._core.arguments import is_finite_number, is_whole_number
+from te_jax.layers.attention import Cache, Heads, attend_cached, rotary_tables
+from te_jax.models import tensor_parallel
+from te_jax.models.config import DecoderConfig
+from te_jax.models.decoder import Implementation, check_tokens, final_norm, head_of, run_block
+from te_jax.models.tensor_parallel import Projections
+from te_jax.recipe import DelayedScaling
+
+__all__ = ["generate"]
+
+
+def generate(
+    params: dict[str, Any],
+    tokens: jax.typing.ArrayLike,
+    config: DecoderConfig,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    key: Array | None = None,
+    stop_tokens: Collection[int] = (),
+    implementation: Implementation | None = None,
+) -> Array:
+    """The tokens that follow a prompt.
+
+    The prompt runs through the decoder at once, and then each token by itself, with keys and values of those before it
+    in a cache [batch, time + max_new_tokens, kv_heads, head_dim] of each block. Parameters in bfloat16 are read in half
+    the time of float32 ones. They may be split over devices by `jax.sharding`, which XLA then divides the work over.
+
+    Args:
+      params: of the decoder; no kernel is quantized beforehand.
+      tokens: integer [batch, time], prompts of one length.
+      config: the shape. With experts, a `router.capacity` counts the tokens of each step.
+      max_new_tokens: how many follow, at most.
+      temperature: divides the logits before a token is drawn; 0 takes the most likely one.
+      top_p: tokens are drawn from the most likely ones, as few as have at least this probability together.
+      key: a `jax.random.key`, where temperature is not 0.
+      stop_tokens: those that end a text, after which they repeat. Nothing is computed when all texts have ended.
+      implementation: see `te_jax.models.apply`.
+
+    Returns:
+      int32 [batch, max_new_tokens].
+
+    Raises:
+      ValueError: an argument breaks a rule above, or `config.recipe` is DelayedScaling, whose state is one of training.
+
+    References:
+      Holtzman et al., The Curious Case of Neural Text Degeneration (top_p), arXiv:1904.09751.
+
+    Examples:
+      >>> config = te_jax.models.PRESETS["nano"]
+      >>> params = te_jax.models.init(config, jax.random.key(0))
+      >>> te_jax.models.generate(params, jnp.array([[1, 2, 3]]), config, max_new_tokens=5).shape
+      (1, 5)
+    """
+    DecoderConfig.check(config)
+    tokens = jnp.asarray(tokens)
+    check_tokens("tokens", tokens)
+    if not is_whole_number(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}: it needs to be a whole number of at least 1")
+    if not is_finite_number(temperature) or temperature < 0:
+        raise ValueError(f"temperature is {temperature!r}: it needs to be a finite number of at least 0")
+    if not is_finite_number(top_p) or not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p!r}: it needs to be a number above 0 and at most 1")
+    if temperature and key is None:
+        raise ValueError("key is None, and temperature is not 0: tokens are drawn with a jax.random.key")
+    if isinstance(config.recipe, DelayedScaling):
+        raise ValueError("config.recipe is DelayedScaling, whose state is one of training: use another recipe or None")
+    if not all(is_whole_number(token) for token in stop_tokens):
+        raise ValueError(f"stop_tokens is {stop_tokens!r}: it needs to be whole numbers")
+    return _generate(
+        params,
+        tokens.astype(jnp.int32),
+        jax.random.key(0) if key is None else key,
+        jnp.float32(temperature or 1.0),
+        jnp.float32(top_p),
+        config=config,
+        count=int(max_new_tokens),
+        draws=temperature > 0,
+        stop=tuple(sorted(map(int, stop_tokens))),
+        implementation=implementation,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "count", "draws", "stop", "implementation"))
+def _generate(
+    params: dict[str, Any],
+    prompt: Array,
+    key: Array,
+    temperature: Array,
+    top_p: Array,
+    *,
+    config: DecoderConfig,
+    count: int,
+    draws: bool,
+    stop: tuple[int, ...],
+    implementation: Implementation | None,
+) -> Array:
+    batch, time = prompt.shape
+    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+    caches = [Cache.empty(batch, time + count, heads, config.dtype) for _ in range(config.num_layers)]
+
+    def chosen(logits: Array, place: Array) -> Array:
+        if not draws:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return _drawn(logits.astype(jnp.float32) / temperature, top_p, jax.random.fold_in(key, place))
+
+    def ends(tokens: Array) -> Array:
+        return jnp.isin(tokens, jnp.array(stop, jnp.int32)) if stop else jnp.zeros(tokens.shape, bool)
+
+    def unfinished(carried: tuple[Any, ...]) -> Array:
+        _, done, *_, ended = carried
+        return (done < count) & ~jnp.all(ended)
+
+    def step(carried: tuple[Any, ...]) -> tuple[Any, ...]:
+        found, done, token, caches, ended = carried
+        logits, caches = _run(params, token[:, None], caches, config, implementation)
+        token = jnp.where(ended, token, chosen(logits, done))
+        found = lax.dynamic_update_slice_in_dim(found, token[:, None], done, axis=1)
+        return found, done + 1, token, caches, ended | ends(token)
+
+    logits, caches = _run(params, prompt, caches, config, implementation)
+    token = chosen(logits, jnp.int32(0))
+    found = jnp.broadcast_to(token[:, None], (batch, count))
+    found, done, token, *_ = lax.while_loop(unfinished, step, (found, jnp.int32(1), token, caches, ends(token)))
+    return jnp.where(jnp.arange(count) < done, found, token[:, None])
+
+
+def _drawn(logits: Array, top_p: Array, key: Array) -> Array:
+    """Tokens drawn from the most likely ones of logits [batch, V]."""
+    likely = jnp.sort(logits, axis=-1, descending=True)
+    probabilities = jax.nn.softmax(likely, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    least = jnp.min(likely, axis=-1, where=before < top_p, initial=jnp.inf, keepdims=True)
+    return jax.random.categorical(key, jnp.where(logits >= least, logits, -jnp.inf)).astype(jnp.int32)
+
+
+def _run(
+    params: dict[str, Any],
+    tokens: Array,
+    caches: list[Cache],
+    config: DecoderConfig,
+    implementation: Implementation | None,
+) -> tuple[Array, list[Cache]]:
+    """Logits [batch, V] after the last of tokens [batch, time], and the caches with them. Several tokens are the first
+    ones."""
+    time, filled = tokens.shape[1], []
+    positions = caches[0].filled + jnp.arange(time)
+    rotary = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+    x = tensor_parallel.embed(params["embedding"], tokens, config, None)
+    for layer, cache, window in zip(params["layers"], caches, config.windows, strict=True):
+
+        def attend(
+            query: Array,
+            key: Array,
+            value: Array,
+            sinks: Array | None,
+            cache: Cache = cache,
+            window: int | None = window,
+        ) -> Array:
+            options: Any = {"window": window, "sinks": sinks, "implementation": config.attention}
+            mixed, after = attend_cached(query, key, value, cache, **options)
+            filled.append(after)
+            # Without a mask for those that are not there yet, which cuDNN would have to read.
+            return ops.attention(query, key, value, causal=True, **options) if time > 1 else mixed
+
+        x, _ = run_block(x, Projections(layer, None, config, None, implementation), rotary, attend)
+    x = final_norm(x[:, -1:], params["final_norm"], config, implementation)
+    return ops.dense(x, head_of(params, config), implementation=implementation)[:, 0], filled

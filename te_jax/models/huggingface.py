@@ -1,0 +1,260 @@
+"""Models of Hugging Face as parameters of the decoder, and back: folders with config.json and safetensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from te_jax.models import _hf_families as families
+from te_jax.models import decoder
+from te_jax.models._hf_families import Tensor
+from te_jax.models.config import DecoderConfig
+from te_jax.models.safetensors import FolderError, Tensors, parse_json, write
+
+__all__ = ["config_from_hf", "from_hf", "to_hf"]
+
+_CONFIG = "config.json"
+_MOST_CONFIG_BYTES = 10_000_000
+_FLOATS = ("float32", "bfloat16", "float16")
+
+_BESIDE = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+)
+"""Files of a folder that a model which was trained on keeps."""
+
+
+def config_from_hf(folder: str | Path, **changes: Any) -> DecoderConfig:
+    """The shape of a model of Hugging Face.
+
+    Llama, Mistral, Qwen 2 and 3, Gemma (the first), Mixtral, Qwen 3 MoE and gpt-oss, by the model_type of config.json.
+    A field that the decoder does not know is an error, since it may change the model.
+
+    Args:
+      folder: with config.json.
+      changes: fields of `DecoderConfig` that say how the model is computed and not what it is, such as dtype, remat and
+        recipe.
+
+    Raises:
+      ValueError: there is no such file, it is damaged, or the decoder cannot be this model; the message, of a
+        `te_jax.models.FolderError`, names the field. Or a change is none, or does not fit.
+
+    Examples:
+      >>> config = te_jax.models.config_from_hf(folder, dtype="bfloat16")  # doctest: +SKIP
+    """
+    return dataclasses.replace(_read_config(Path(folder))[1], **changes)
+
+
+def from_hf(
+    folder: str | Path,
+    *,
+    param_dtype: jax.typing.DTypeLike = jnp.float32,
+    shardings: Callable[[DecoderConfig], Any] | None = None,
+    **changes: Any,
+) -> tuple[DecoderConfig, dict[str, Any]]:
+    """A model of Hugging Face: the decoder's shape and its parameters.
+
+        config, params = te_jax.models.from_hf("Llama-3.2-1B", dtype="bfloat16", recipe=te_jax.recipe.BlockScaling())
+        logits = te_jax.models.apply(params, tokens, config)
+
+    Tensors go one at a time from the file to the devices that need them, which transpose and convert them: neither the
+    host nor a device ever holds a second copy of the model. Files are safetensors; nothing in them is executed.
+
+    Args:
+      folder: with config.json and model.safetensors, or an index and the files that it names: what `save_pretrained`
+        of transformers writes, or a snapshot of the hub.
+      param_dtype: float dtype of the parameters.
+      shardings: the config → a `jax.sharding.Sharding` for every parameter, in the dicts of `te_jax.models.init`; for
+        example by `te_jax.models.param_specs`. None puts all on the default device.
+      changes: as in `config_from_hf`.
+
+    Returns:
+      (config, parameters as of `te_jax.models.init`).
+
+    Raises:
+      ValueError: as for `config_from_hf`; or a tensor is missing, unknown, or of another shape than config.json says.
+    """
+    folder = Path(folder)
+    family, config = _read_config(folder)
+    tensors = Tensors.open(folder)
+    if config.num_layers > len(tensors.types):
+        raise FolderError(f"{folder}: num_hidden_layers is {config.num_layers}, of {len(tensors.types)} tensors")
+    if config.experts is not None and config.experts.num_experts > 100_000:
+        raise FolderError(f"{folder}: there are {config.experts.num_experts} experts, of which one has no tensors")
+    expected = list(families.tensors(family, config))
+    shapes = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+    _check(folder, tensors, expected, shapes)
+    places = None if shardings is None else shardings(config)
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}
+    for tensor in expected:
+        for path in tensor.paths:
+            groups.setdefault(path, []).append(tensor)
+
+    def load(path: Sequence[Any], shape: jax.ShapeDtypeStruct, place: Sharding | None) -> jax.Array:
+        names = tuple(entry.key if isinstance(entry, jax.tree_util.DictKey) else entry.idx for entry in path)
+        return _load(tensors, names, groups[names], jnp.dtype(param_dtype), place)
+
+    if places is None:
+        params = jax.tree.map_with_path(lambda path, shape: load(path, shape, None), shapes)
+    else:
+        params = jax.tree.map_with_path(load, shapes, places)
+    return dataclasses.replace(config, **changes), params
+
+
+def to_hf(
+    folder: str | Path,
+    config: DecoderConfig,
+    params: dict[str, Any],
+    *,
+    like: str | Path | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> None:
+    """Writes parameters of the decoder as a model of Hugging Face, which `from_hf` and transformers read.
+
+    Args:
+      folder: is made; it holds no model yet.
+      config, params: of the decoder. Parameters may be split over devices of this process.
+      like: a folder with such a model: its config.json is kept but for dtype, and its tokenizer is copied. Without it
+        config.json names the first architecture that has such models.
+      dtype: of the tensors; None for that of each parameter.
+
+    Raises:
+      ValueError: no architecture has such models, `like` holds another one, or `folder` cannot be written or holds a
+        model already.
+
+    Examples:
+      >>> te_jax.models.to_hf("finetuned", config, params, like="Llama-3.2-1B", dtype="bfloat16")  # doctest: +SKIP
+    """
+    folder, like = Path(folder), None if like is None else Path(like)
+    if like is None:
+        family = families.family_of(config)
+        fields = families.describe(family, config)
+    else:
+        family, theirs = _read_config(like)
+        if families.architecture(theirs) != families.architecture(config):
+            raise ValueError(f"config is {config!r}, and like, {like}, has {theirs!r}: leave like out")
+        fields = _fields(like / _CONFIG)
+    expected = {tensor.name: tensor for tensor in families.tensors(family, config)}
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, tensor in expected.items():
+        param = _at(params, tensor.paths[0])
+        shapes[name] = jax.ShapeDtypeStruct(_file_shape(tensor, param.shape), dtype or param.dtype)
+
+    def values(name: str) -> np.ndarray:
+        tensor = expected[name]
+        found = [_at(params, path) for path in tensor.paths]
+        if tensor.expert is not None:
+            found = [param[tensor.expert] for param in found]
+        found = [np.asarray(jnp.astype(param, shapes[name].dtype, copy=True)) for param in found]
+        if tensor.form == "pairs":
+            return np.stack(found, axis=-1).reshape(shapes[name].shape)
+        return found[0].T if tensor.form == "transposed" else found[0]
+
+    write(folder, shapes, values)
+    of_all = {shape.dtype.name for shape in shapes.values()}
+    fields = {name: value for name, value in fields.items() if name != "dtype"}
+    fields["torch_dtype"] = next(iter(of_all)) if len(of_all) == 1 else "float32"
+    (folder / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    for name in _BESIDE if like is not None else ():
+        if (like / name).is_file():
+            shutil.copyfile(like / name, folder / name)
+
+
+def _read_config(folder: Path) -> tuple[families.Family, DecoderConfig]:
+    return families.read(_fields(folder / _CONFIG), folder / _CONFIG)
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise FolderError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(text) > _MOST_CONFIG_BYTES:
+        raise FolderError(f"{path} has more than {_MOST_CONFIG_BYTES} bytes, which no model needs")
+    return parse_json(path, text)
+
+
+def _check(folder: Path, tensors: Tensors, expected: Sequence[Tensor], params: dict[str, Any]) -> None:
+    """Refuses tensors that are not those of the parameters."""
+    names = {tensor.name for tensor in expected}
+    if missing := [name for name in names if name not in tensors.types]:
+        raise FolderError(f"{folder} lacks {_some(missing)}, which config.json asks for")
+    # Of older files, and of a head that is tied.
+    unused = {name for name in tensors.types if name.endswith("rotary_emb.inv_freq")} | {"lm_head.weight"}
+    if others := tensors.types.keys() - names - unused:
+        raise FolderError(f"{folder} has {_some(others)}, which config.json does not ask for")
+    for tensor in expected:
+        found, param = tensors.types[tensor.name], _at(params, tensor.paths[0])
+        if found.shape != (shape := _file_shape(tensor, param.shape)):
+            raise FolderError(f"{folder}: {tensor.name} has shape {found.shape}, and config.json asks for {shape}")
+        if found.dtype not in _FLOATS:
+            raise FolderError(
+                f"{folder}: {tensor.name} has dtype {found.dtype}, and te_jax.models reads {', '.join(_FLOATS)}"
+            )
+
+
+def _some(names: Any) -> str:
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _file_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor, from that of its first parameter."""
+    shape = shape if tensor.expert is None else shape[1:]
+    if tensor.form == "pairs":
+        return (*shape[:-1], 2 * shape[-1])
+    return shape[::-1] if tensor.form == "transposed" else shape
+
+
+def _at(params: Any, path: Sequence[Any]) -> Any:
+    return functools.reduce(lambda tree, entry: tree[entry], path, params)
+
+
+def _load(
+    tensors: Tensors, path: tuple[Any, ...], parts: Sequence[Tensor], dtype: np.dtype, place: Sharding | None
+) -> jax.Array:
+    """A parameter from the tensors that hold it: as they are in the file, then turned on the devices."""
+    views, form = [tensors.read(part.name) for part in parts], parts[0].form
+    if form == "pairs":
+        views = [view[..., part.paths.index(path) :: 2] for view, part in zip(views, parts, strict=True)]
+    stacked = parts[0].expert is not None
+    source = _source(place, transposed=form == "transposed", stacked=stacked)
+    arrays = [_put(view, source) for view in views]
+    return _turned(form == "transposed", stacked, dtype, place)(*arrays)
+
+
+def _source(place: Sharding | None, *, transposed: bool, stacked: bool) -> Sharding | None:
+    """Where the values of a file go, for a parameter that lies as `place` says."""
+    if place is None or isinstance(place, SingleDeviceSharding):
+        return place
+    if not isinstance(place, NamedSharding):
+        raise ValueError(f"shardings has {place!r}: it needs to be a NamedSharding or a SingleDeviceSharding")
+    entries = [*place.spec, *(None,) * 3][: 3 if stacked else 2]
+    entries = entries[1:] if stacked else entries
+    return NamedSharding(place.mesh, PartitionSpec(*(entries[::-1] if transposed else place.spec)))
+
+
+def _put(view: np.ndarray, place: Sharding | None) -> jax.Array:
+    if place is None:
+        return jax.device_put(view)
+    return jax.make_array_from_callback(view.shape, place, lambda index: view[index])
+
+
+@functools.lru_cache(maxsize=1024)
+def _turned(transposed: bool, stacked: bool, dtype: np.dtype, place: Sharding | None) -> Callable[..., jax.Array]:
+    def turn(*arrays: jax.Array) -> jax.Array:
+        turned = [(x.T if transposed else x).astype(dtype) for x in arrays]
+        return jnp.stack(turned) if stacked else turned[0]
+
+    return jax.jit(turn, out_shardings=place)
