@@ -144,6 +144,19 @@ class Checkpoints:
                 raise
             raise UserError(f"process {_processes.index()} cannot restore {path}: {reason_of(error)}") from error
 
+    def restore_part(self, step: int, like: Any) -> Any:
+        """Some arrays of a checkpoint: of the whole state's dicts and tuples, those that `like` has.
+
+        Raises:
+          DamagedError: it is not what was saved.
+        """
+        path = self._path / str(step)
+        _verify(path)
+        restorer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        placed = ocp.checkpoint_utils.construct_restore_args(like)
+        args = ocp.args.PyTreeRestore(item=like, restore_args=placed, partial_restore=True)
+        return restorer.restore(path / _STATE, args=args)
+
     def _read(self, path: Path, like: Any) -> Any:
         """A state, less the quantized kernels that older versions saved beside the parameters."""
         metadata: Any = self._orbax.metadata(path).item_metadata

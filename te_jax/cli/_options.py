@@ -26,9 +26,10 @@ RECIPES: dict[str, Recipe | None] = {
 
 STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
-# A resumed run compares the tokens of its text; the other options change no more than the rounding of numbers.
+# A resumed run compares the tokens of its text and the size of its model; the other options change no more than the
+# rounding of numbers.
 _CHANGEABLE = (
-    *("text", "tokenizer", "checkpoint_every", "devices", "replicas", "fsdp", "tp", "cp", "transport"),
+    *("text", "tokenizer", "from_", "checkpoint_every", "devices", "replicas", "fsdp", "tp", "cp", "transport"),
     *("remat", "offload", "microbatches", "deterministic"),
 )
 
@@ -60,10 +61,17 @@ class Options:
     text: str | None = _option(
         None, "what to train on (the language reference that ships with Python)", type=_path, metavar="FILE_OR_DIR"
     )
+    lora: int | None = _option(
+        None,
+        "with --from: train adapters of this rank beside the kernels, which stay as they are, and with a recipe in FP8 "
+        "alone",
+        type=int,
+        metavar="RANK",
+    )
     tokenizer: str | None = _option(
         None,
         "tokenizer.json of Hugging Face, read with the package tokenizers; the model's vocabulary becomes its own, "
-        "rounded up to a multiple of 128 (tokens are bytes)",
+        "rounded up to a multiple of 128 (tokens are bytes; with --from, that of its folder)",
         type=_path,
         metavar="FILE",
     )
@@ -74,13 +82,20 @@ class Options:
         action="store_true",
     )
     preset: str = _option("tiny", "shape of the model: nano, tiny, small or 8b; with experts: moe or moe-3b")
+    from_: str | None = _option(
+        None,
+        "start from a model of Hugging Face, in the place of --preset: a folder with config.json, safetensors and "
+        "tokenizer.json",
+        type=_path,
+        metavar="DIR",
+    )
     steps: int = _option(200, "optimizer steps; with --resume, a larger number extends the run")
     batch: int = _option(16, "windows per step, over all devices")
     microbatches: int = _option(
         1, "equal parts of the batch that are computed one after the other: less memory for the same step", metavar="N"
     )
     seq_len: int = _option(128, "tokens predicted per window")
-    seed: int = _option(0, "seed of parameters, order of the data and stochastic rounding")
+    seed: int = _option(0, "seed of parameters or adapters, order of the data and stochastic rounding")
     devices: int | None = _option(
         None,
         "GPUs to use, or CPU devices to divide this host into (all that JAX shows, on CPUs --replicas · --fsdp · --tp; "
@@ -143,7 +158,11 @@ class Options:
         None, "steps between checkpoints (1000 on GPUs, 100 on CPUs)", type=int, metavar="STEPS"
     )
     eval_every: int = _option(50, "steps between validations", metavar="STEPS")
-    learning_rate: float | None = _option(None, "peak of the schedule (0.384 / width of the model)", type=float)
+    learning_rate: float | None = _option(
+        None,
+        "peak of the schedule (0.384 / width of the model; with --from 0.00002, with --lora 0.0002)",
+        type=float,
+    )
     warmup_steps: int | None = _option(
         None,
         "steps until the peak, after which the rate falls along a cosine (a twentieth of --steps)",
@@ -182,11 +201,12 @@ class Options:
             "cp",
             "eval_every",
             "checkpoint_every",
+            "lora",
         )
         for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+                raise UserError(f"{flag(name)} is {value}: it must be at least 1")
         if self.cp > 1 and self.fsdp not in (None, self.cp):
             raise UserError(
                 f"--cp is {self.cp} and --fsdp {self.fsdp}: devices that share windows share the parameters, too; "
@@ -197,6 +217,10 @@ class Options:
                 f"--seq-len is {self.seq_len}: with --cp {self.cp} --tp {self.tp} it must be a multiple of "
                 f"{2 * self.cp * self.tp}"
             )
+        if self.from_ is not None and self.preset != "tiny":
+            raise UserError(f"--from has a model, and --preset {self.preset} names another: leave one of them out")
+        if self.lora is not None and self.from_ is None:
+            raise UserError(f"--lora {self.lora} trains adapters of a model that was trained before: add --from DIR")
         if self.steps >= 2**31:
             raise UserError(f"--steps is {self.steps}: it must be below {2**31}")
         if not 0 <= self.seed < 2**32:
@@ -213,6 +237,11 @@ class Options:
             raise UserError(
                 f"--offload is {self.offload}: choose activations, optimizer, activations,optimizer or none"
             )
+
+    @property
+    def model(self) -> str:
+        """The option that names the model, with its value."""
+        return f"--preset {self.preset}" if self.from_ is None else f"--from {self.from_}"
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -239,7 +268,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for field in dataclasses.fields(Options):
         # None stands for "not given": a resumed run takes what was not given from the run itself.
-        parser.add_argument("--" + field.name.replace("_", "-"), **{"default": None, **field.metadata})
+        parser.add_argument(flag(field.name), dest=field.name, **{"default": None, **field.metadata})
+
+
+def flag(name: str) -> str:
+    """The option of a field; `from_` stands for a word of Python."""
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 def resolve(args: argparse.Namespace, stored: StoredRun | None) -> Options:
@@ -268,7 +302,7 @@ def resolve(args: argparse.Namespace, stored: StoredRun | None) -> Options:
         before = kept.get(name)
         if name in _CHANGEABLE or value in ("auto", before) or (name == "steps" and value > kept["steps"]):
             continue
-        option = "--" + name.replace("_", "-")
+        option = flag(name)
         raise UserError(
             f"{option} is {value}, but the run in {stored.path} was started with {before}: "
             f"leave {option} out to continue it, or start another run without --resume"

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from te_jax.cli import _processes
 from te_jax.cli._options import Options
 from te_jax.cli.errors import UserError
-from te_jax.models import DecoderConfig, TensorParallel, param_specs
+from te_jax.models import DecoderConfig, TensorParallel, init, param_specs, split_adapters
 from te_jax.models.parallel import fsdp_misfit, operand_specs
 from te_jax.parallel import FSDP
 from te_jax.quantized import QuantizedArray
@@ -68,7 +68,11 @@ class Placement(NamedTuple):
     def _on_device(self, state: "TrainState", config: DecoderConfig) -> Any:
         if self.parallel is None:
             return self.state
-        specs, structure = param_specs(config, self.parallel), jax.tree.structure(state.params)
+        specs, frozen = param_specs(config, self.parallel), None
+        if config.lora is not None:
+            specs, of_frozen = split_adapters(specs)
+            frozen = operand_specs(of_frozen, state.frozen)
+        structure = jax.tree.structure(state.params)
 
         def one_for_each_parameter(part: Any) -> bool:
             return jax.tree.structure(part) == structure
@@ -82,8 +86,17 @@ class Placement(NamedTuple):
             lambda kernel, spec: None if kernel is None else operand_specs(spec, kernel),
             state.kernels, specs, is_leaf=lambda x: x is None or isinstance(x, QuantizedArray),
         )  # fmt: skip
-        found = jax.tree.map(shardings, state._replace(kernels=None), is_leaf=one_for_each_parameter)
-        return found._replace(kernels=jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), kernels))
+        rest = state._replace(kernels=None, frozen=None)
+        found = jax.tree.map(shardings, rest, is_leaf=one_for_each_parameter)
+        kernels, frozen = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), (kernels, frozen))
+        return found._replace(kernels=kernels, frozen=frozen)
+
+    def of_params(self, config: DecoderConfig) -> Any:
+        """A tree of shardings like the parameters of a decoder."""
+        shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+        if self.parallel is None:
+            return jax.tree.map(lambda _: self.state, shapes)
+        return jax.tree.map(self._like_parameter, shapes, param_specs(config, self.parallel))
 
     def _like_parameter(self, leaf: Any, spec: PartitionSpec) -> NamedSharding:
         """The sharding of a parameter, a moment or the bounds of its blocks, which may be too few to be split."""
@@ -184,7 +197,7 @@ def _fsdp_size(devices: Sequence[Any], options: Options, config: DecoderConfig) 
     problem = _misfit(count, wanted, options, config) or f"--replicas · --fsdp · --tp must be {count}"
     fit = "; ".join(f"--replicas {replicas} --fsdp {fsdp}" for fsdp, replicas in fitting.items())
     raise UserError(
-        f"{_described(options.mesh)} does not fit {count} {platform} devices and --preset {options.preset}: {problem}; "
+        f"{_described(options.mesh)} does not fit {count} {platform} devices and {options.model}: {problem}; "
         f"sizes that fit: {fit}, or choose another --devices"
     )
 

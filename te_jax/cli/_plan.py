@@ -18,7 +18,8 @@ from te_jax.cli._options import RECIPES, STATE_DTYPES, Options
 from te_jax.cli._placement import Placement
 from te_jax.cli._run_folder import StoredRun
 from te_jax.cli.errors import UserError
-from te_jax.models import PRESETS, DecoderConfig, TensorParallel
+from te_jax.models import PRESETS, DecoderConfig, FolderError, Lora, TensorParallel, config_from_hf
+from te_jax.models.config import ATTENTION
 from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.recipe import BlockScaling, DelayedScaling
 
@@ -68,6 +69,7 @@ class Plan:
         return dataclasses.asdict(self.options) | {
             "text": self.text,
             "tokenizer": None if tokenizer is None else str(Path(tokenizer).resolve()),
+            "from_": None if self.options.from_ is None else str(Path(self.options.from_).resolve()),
             "devices": len(self.placement.devices),
             "replicas": self.placement.replicas,
             "fsdp": self.placement.fsdp,
@@ -87,6 +89,8 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
     Raises:
       UserError: options name what there is not, do not go together, or need another text or other devices.
     """
+    if options.from_ is not None and options.tokenizer is None:
+        options = dataclasses.replace(options, tokenizer=tokenizer_of(options.from_))
     tokenizer = None if options.tokenizer is None else _text.Tokenizer(options.tokenizer)
     config = build_config(options, None if tokenizer is None else tokenizer.vocab_size)
     corpus = _text.load(options.text, tokenizer, pack=options.pack)
@@ -106,8 +110,7 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
     plan = Plan(
         options,
         models=_models(options, config),
-        # Falls with the width, as the gradients of wider layers add up: 0.003 for `tiny`, 0.0005 for `small`.
-        learning_rate=options.learning_rate or 0.384 / config.hidden_size,
+        learning_rate=options.learning_rate or _learning_rate(options, config),
         warmup_steps=options.steps // 20 if options.warmup_steps is None else options.warmup_steps,
         checkpoint_every=options.checkpoint_every or (1000 if on_gpu else 100),
         placement=_placement.build_placement(devices, options, config),
@@ -119,6 +122,26 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
         sha256=corpus.sha256,
     )
     return plan, data
+
+
+def _learning_rate(options: Options, config: DecoderConfig) -> float:
+    """Falls with the width, as the gradients of wider layers add up: 0.003 for `tiny`, 0.0005 for `small`. A model that
+    was trained before takes smaller steps."""
+    if options.from_ is None:
+        return 0.384 / config.hidden_size
+    return 2e-5 if config.lora is None else 2e-4
+
+
+def tokenizer_of(folder: str) -> str:
+    """The file with the tokenizer of a model of Hugging Face.
+
+    Raises:
+      UserError: there is none.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"--from {folder} has no tokenizer.json, which reads the text: add --tokenizer FILE")
+    return str(path)
 
 
 def build_config(options: Options, vocab_size: int | None = None) -> DecoderConfig:
@@ -139,23 +162,54 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
             raise UserError(f"--{option} {value} is unknown: choose one of {', '.join(known)}")
     if options.fp8_logits and options.head_recipe == "none":
         raise UserError("--fp8-logits needs a recipe of the output head: add --head-recipe, such as block")
-    preset = PRESETS[options.preset]
-    if preset.experts is not None:
+    model = _model(options, vocab_size)
+    if model.experts is not None:
         _check_experts(options)
-    remat = preset.remat or options.remat
+    remat = model.remat or options.remat
     config = dataclasses.replace(
-        preset,
+        model,
         recipe=RECIPES[options.recipe],
         head_recipe=RECIPES[options.head_recipe],
-        head_fp8_products=("forward",) * options.fp8_logits + preset.head_fp8_products,
+        head_fp8_products=("forward",) * options.fp8_logits + model.head_fp8_products,
         remat=remat,
         offload=_activations(remat) if "activations" in options.offloaded else None,
         # XLA stops with an IndexError where cuDNN's attention meets xla_gpu_deterministic_ops (jax 0.11.2).
         attention="reference" if options.deterministic else None,
-        vocab_size=preset.vocab_size if vocab_size is None else -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
+        lora=None if options.lora is None else _lora(options.lora, model),
     )
     _check_parallel(options, config)
     return config
+
+
+def _lora(rank: int, model: DecoderConfig) -> Lora:
+    """Adapters of all kernels that can have one."""
+    return Lora(rank) if model.experts is None else Lora(rank, names=ATTENTION)
+
+
+def _model(options: Options, vocab_size: int | None) -> DecoderConfig:
+    """The shape that options name, for a tokenizer of so many tokens."""
+    if options.from_ is None:
+        preset = PRESETS[options.preset]
+        rounded = preset.vocab_size if vocab_size is None else -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        return dataclasses.replace(preset, vocab_size=rounded)
+    with reading(options.from_):
+        config = config_from_hf(options.from_)
+    if vocab_size is not None and vocab_size > config.vocab_size:
+        raise UserError(
+            f"--tokenizer {options.tokenizer} has {vocab_size} tokens, and the model of --from {options.from_} knows "
+            f"{config.vocab_size}: give the model's own tokenizer"
+        )
+    return config
+
+
+@contextlib.contextmanager
+def reading(folder: str | Path) -> Iterator[None]:
+    """Turns what is wrong with a folder of Hugging Face into an error of the command."""
+    try:
+        yield
+    except FolderError as error:
+        named = "" if str(folder) in str(error) else f"{folder}: "
+        raise UserError(f"{named}{error}") from error
 
 
 def _max_segments(begins: np.ndarray, seq_len: int) -> int | None:
@@ -173,12 +227,12 @@ def _check_experts(options: Options) -> None:
     """Refuses what a model with experts cannot do."""
     if options.recipe == "delayed":
         raise UserError(
-            f"--recipe delayed keeps no state for the experts of --preset {options.preset}: choose block, current, "
+            f"--recipe delayed keeps no state for the experts of {options.model}: choose block, current, "
             "rowwise or none"
         )
     if options.compare and options.recipe == options.head_recipe == "none" and options.optimizer_state == "f32":
         raise UserError(
-            f"--compare has no twin for --preset {options.preset}, since optax has no loss of experts: add --recipe, "
+            f"--compare has no twin for {options.model}, since optax has no loss of experts: add --recipe, "
             "--head-recipe or --optimizer-state, or leave it out"
         )
 
@@ -200,18 +254,19 @@ def _check_parallel(options: Options, config: DecoderConfig) -> None:
     if options.tokenizer is not None:
         same["vocab_size"] = config.vocab_size
 
-    def problem(preset: str) -> str | None:
+    def problem(model: DecoderConfig) -> str | None:
         try:
-            parallel.check(dataclasses.replace(PRESETS[preset], **same))
+            parallel.check(model)
         except ValueError as error:
             return str(error).removeprefix(f"parallel.size is {options.tp}: ")  # --tp, on the command line
 
-    if misfit := problem(options.preset):
-        fitting = ", ".join(preset for preset in PRESETS if not problem(preset)) or "none"
-        raise UserError(
-            f"--tp {options.tp} does not fit --preset {options.preset}: {misfit}; presets that {options.tp} fits: "
-            f"{fitting}"
-        )
+    if misfit := problem(config):
+        named = f"--tp {options.tp} does not fit {options.model}: {misfit}"
+        if options.from_ is not None:
+            raise UserError(named)
+        presets = {name: dataclasses.replace(preset, **same) for name, preset in PRESETS.items()}
+        fitting = ", ".join(name for name, preset in presets.items() if not problem(preset)) or "none"
+        raise UserError(f"{named}; presets that {options.tp} fits: {fitting}")
     # Blocks of the weight gradients' operands lie along the time that a device has.
     blocks = isinstance(config.recipe, BlockScaling)
     multiple = options.cp * options.tp * (BLOCK if blocks else 1)
@@ -230,7 +285,13 @@ def _check_stored(stored: StoredRun, options: Options, config: DecoderConfig, co
         raise UserError(
             f"--text {corpus.source}{by} is not, or no longer, what the run in {stored.path} was trained on"
         )
-    before = stored.header.get("model", {}).get("vocab_size", config.vocab_size)
+    model = stored.header.get("model", {})
+    if options.from_ is not None and model.get("num_parameters", config.num_parameters) != config.num_parameters:
+        raise UserError(
+            f"--from {options.from_} has {config.num_parameters:,} parameters, and the model of the run in "
+            f"{stored.path} {model['num_parameters']:,}: give the folder that the run began with"
+        )
+    before = model.get("vocab_size", config.vocab_size)
     if config.vocab_size != before:
         raise UserError(
             f"--tokenizer {options.tokenizer} needs a vocabulary of {config.vocab_size}, and the model of the run in "

@@ -356,6 +356,30 @@ def read_header(path: Path) -> dict[str, Any]:
     return headers[-1]
 
 
+def read_params(path: Path, like: Any) -> tuple[int, Any]:
+    """The last step that a run saved, and the parameters of its model then. The run may go on meanwhile.
+
+    Args:
+      path: of the run.
+      like: pytree of `jax.ShapeDtypeStruct` with shardings.
+
+    Raises:
+      UserError: no checkpoint is intact.
+    """
+    from te_jax.cli._checkpoints import Checkpoints
+
+    if not _has_checkpoints(path):
+        raise UserError(f"{path} holds no checkpoint yet: train for longer, or let the run end")
+    with contextlib.closing(Checkpoints(path / _CHECKPOINTS)) as checkpoints:
+        damaged: dict[int, str] = {}
+        for step in reversed(checkpoints.steps):
+            try:
+                return step, checkpoints.restore_part(step, {"loss": {"params": like}})["loss"]["params"]
+            except DamagedError as error:
+                damaged[step] = str(error)
+    raise UserError(f"{path} holds no intact checkpoint ({_list(damaged)}): train it again")
+
+
 def _has_checkpoints(path: Path) -> bool:
     return any((path / _CHECKPOINTS).glob("[0-9]*"))
 

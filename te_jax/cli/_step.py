@@ -1,5 +1,6 @@
 """The compiled parts of a training run: optimizer, train step and evaluation."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -27,33 +28,44 @@ _NO_TARGET = -100  # `ignore_index` of `te_jax.ops.linear_cross_entropy`
 class TrainState(NamedTuple):
     """What one step turns into the next."""
 
-    params: Any  # of the decoder, float32
+    params: Any  # that are trained, float32: those of the decoder, or its adapters
     optimizer: Any  # of the optax transform
     scaling: Any  # amax histories of delayed scaling; None with every other recipe
     kernels: Any  # like params: a QuantizedArray for each kernel that the optimizer quantized, None elsewhere
+    frozen: Any = None  # with adapters, all that the decoder reads besides
 
     @property
     def operands(self) -> Any:
-        """What the decoder reads: quantized kernels, and all other parameters."""
+        """What the decoder reads of `params`: quantized kernels, and all other parameters."""
         return optim.merge_kernels(self.params, self.kernels)
+
+    def whole(self, operands: Any) -> Any:
+        """All that the decoder reads."""
+        return operands if self.frozen is None else decoder.join_adapters(operands, self.frozen)
 
 
 class Learner(NamedTuple):
     """The jitted functions of a run.
 
     Args:
-      init: key → TrainState.
+      init: key → TrainState of random parameters.
       step: (state, windows [microbatches, batch, seq_len + 1]) → (state, mean losses); the state given is donated.
       evaluate: (state, windows [batches, batch, seq_len + 1]) → mean losses.
       stored: state → what a checkpoint holds of it, without copies. Shapes in place of arrays are fine.
-      resumed: what a checkpoint holds → state.
+      resumed: (what a checkpoint holds, with adapters the model that they belong to, else None) → state.
+      begin: parameters of a model → TrainState.
+      param_shardings: where the parameters of a model lie, in a tree like theirs.
+      config: of the decoder.
     """
 
     init: Callable[[jax.Array], TrainState]
     step: Callable[[TrainState, Tokens], tuple[TrainState, Losses]]
     evaluate: Callable[[TrainState, Tokens], Losses]
     stored: Callable[[TrainState], TrainState]
-    resumed: Callable[[TrainState], TrainState]
+    resumed: Callable[[TrainState, Any], TrainState]
+    begin: Callable[[Any], TrainState]
+    param_shardings: Any
+    config: DecoderConfig | None = None
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without computing it."""
@@ -155,19 +167,29 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     deterministic = {"xla_gpu_deterministic_ops": True} if plan.options.deterministic and on_gpu else None
     jit = functools.partial(jax.jit, compiler_options=deterministic)
 
-    parallel = placement.parallel
+    parallel, base = placement.parallel, dataclasses.replace(config, lora=None)
     sums_replicas = parallel is not None and placement.replicas > 1
     how = None
     if not sums_replicas and not isinstance(config.recipe, DelayedScaling | None):
-        how = requantize(config, parallel=parallel, implementation=plan.implementation)
+        how = requantize(base, parallel=parallel, implementation=plan.implementation)
 
     def kernels_of(params: Any) -> Any:
         # Adding -0.0 changes no bit, that of zeros included.
         return _updated(params, jax.tree.map(lambda param: jnp.full_like(param, -0.0), params), how)[1]
 
+    def frozen_of(params: Any) -> Any:
+        return optim.merge_kernels(params, kernels_of(params))
+
+    def begin(params: Any) -> TrainState:
+        scaling = decoder.init_scaling_state(config)
+        if config.lora is None:
+            return TrainState(params, optimizer.init(params), scaling, kernels_of(params))
+        adapters, _ = decoder.split_adapters(decoder.init(config, jax.random.key(plan.options.seed)))
+        kernels = jax.tree.map(lambda _: None, adapters)
+        return TrainState(adapters, optimizer.init(adapters), scaling, kernels, frozen_of(params))
+
     def init(key: jax.Array) -> TrainState:
-        params = decoder.init(config, key)
-        return TrainState(params, optimizer.init(params), decoder.init_scaling_state(config), kernels_of(params))
+        return begin(decoder.init(base, key))
 
     shardings = placement.of_state(*_types(init, jax.random.key(0)), config)
     in_place = None if sums_replicas or plan.options.pack else decoder.is_head
@@ -175,23 +197,26 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     def step(state: TrainState, windows: Tokens) -> tuple[TrainState, Losses]:
         losses, gradients, scaling = _value_and_gradients(loss, state, windows, in_place)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        params, kernels = _updated(state.params, updates, how)
-        return TrainState(params, optimizer_state, scaling, kernels), losses
+        params, kernels = _updated(state.params, updates, how if config.lora is None else None)
+        return TrainState(params, optimizer_state, scaling, kernels, state.frozen), losses
 
     def evaluate(state: TrainState, windows: Tokens) -> Losses:
         def of_batch(batch: tuple[Tokens, jax.Array | None]) -> Losses:
             windows, share = batch
-            return _scaled(loss(state.operands, state.scaling, *_operands(windows)), share)
+            return _scaled(loss(state.whole(state.operands), state.scaling, *_operands(windows)), share)
 
         return jax.tree.map(jnp.mean, lax.map(of_batch, (windows, _shares(windows))))
 
     # Kernels follow from the parameters, and whether there are any from the devices, which a resumed run may change.
     def stored(state: TrainState) -> TrainState:
-        return state._replace(kernels=None)
+        return state._replace(kernels=None, frozen=None)
 
     quantize = jit(kernels_of, out_shardings=shardings.kernels)
+    freeze = jit(frozen_of, out_shardings=shardings.frozen)
 
-    def resumed(state: TrainState) -> TrainState:
+    def resumed(state: TrainState, params: Any) -> TrainState:
+        if config.lora is not None:
+            return state._replace(kernels=jax.tree.map(lambda _: None, state.params), frozen=freeze(params))
         return state._replace(kernels=quantize(state.params))
 
     return Learner(
@@ -200,6 +225,9 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         evaluate=jit(evaluate, out_shardings=placement.state),
         stored=stored,
         resumed=resumed,
+        begin=jit(begin, donate_argnums=() if config.lora else 0, out_shardings=shardings),
+        param_shardings=placement.of_params(base),
+        config=config,
     )
 
 
@@ -231,8 +259,8 @@ def _value_and_gradients(
 
     # The gradient of the scaling state is its next value, which the optimizer never sees.
     def objective(variables: Any, windows: Tokens, share: jax.Array | None) -> tuple[jax.Array, Losses]:
-        params, scaling = variables
-        losses = _scaled(loss(params, scaling, *_operands(windows)), share)
+        operands, scaling = variables
+        losses = _scaled(loss(state.whole(operands), scaling, *_operands(windows)), share)
         return losses.objective, losses
 
     gradient = layers.accumulate_gradients(objective, has_aux=True, in_place=in_place)

@@ -74,6 +74,14 @@ class Tokenizer:
         """One more than the largest token."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
+    def prompt(self, text: str) -> list[int]:
+        """Tokens of a text, with the special ones that a model begins with."""
+        return self._tokenizer.encode(text).ids
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return self._tokenizer.decode(list(tokens))
+
     def encode(self, documents: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of all documents, one after the other and without special ones, and their number in each.
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from te_jax._version import __version__
-from te_jax.cli import _options, _processes, bench, doctor
+from te_jax.cli import _options, _processes, bench, doctor, export, generate
 from te_jax.cli.errors import UserError
 
 __all__ = ["main"]
@@ -21,6 +21,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Modules with `add_arguments`. `run` is in the module of the command's name, which is imported when it is called.
 _COMMANDS = {
     "train": (_options, "train a small language model on text"),
+    "generate": (generate, "continue a text by a trained model"),
+    "export": (export, "write the model of a run as one of Hugging Face"),
     "doctor": (doctor, "report what works on this machine and how to get what does not"),
     "bench": (bench, "measure an operation against its peers"),
 }
@@ -103,8 +105,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.command == "train" and (missing := [_PACKAGES[name] for name in _PACKAGES if not find_spec(name)]):
-        raise UserError(f"te-jax train needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    if args.command in ("train", "export", "generate") and (
+        missing := [_PACKAGES[name] for name in _PACKAGES if not find_spec(name)]
+    ):
+        raise UserError(f"te-jax {args.command} needs {', '.join(missing)}: pip install {' '.join(missing)}")
     return importlib.import_module(f"te_jax.cli.{args.command}").run(args)
 
 

@@ -25,12 +25,13 @@ import optax
 import te_jax
 from te_jax._core.terminal import reason_of
 from te_jax.cli import _interruption, _options, _placement, _plan, _processes, _report, _run_folder, _step, _text
+from te_jax.cli._options import Options
 from te_jax.cli._plan import Plan
 from te_jax.cli._run_folder import RunFolder, RunShare, StoredRun
-from te_jax.cli._step import Learner
+from te_jax.cli._step import Learner, TrainState
 from te_jax.cli._text import Tokens
 from te_jax.cli.errors import UserError, is_out_of_memory, note
-from te_jax.models import Losses
+from te_jax.models import Losses, from_hf
 from te_jax.recipe import Recipe
 
 __all__ = ["run"]
@@ -155,7 +156,7 @@ def _check_memory(plan: Plan, learners: dict[str, Learner]) -> None:
     if needed > present:
         held = "parameters and Adam's moments" if plan.config.recipe is None else "parameters, moments and the recipe"
         raise UserError(
-            f"--preset {plan.options.preset} needs {needed / 2**30:,.2f} GiB on each device for {held}, and a device "
+            f"{plan.options.model} needs {needed / 2**30:,.2f} GiB on each device for {held}, and a device "
             f"has {present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, --offload optimizer, "
             "or more devices, which share them"
         )
@@ -174,7 +175,7 @@ def _memory(plan: Plan) -> Iterator[None]:
         others += [] if options.optimizer_state == "fp8" else ["--optimizer-state fp8"]
         others += [] if len(options.offloaded) == 2 else ["--offload activations,optimizer"]
         raise UserError(
-            f"--preset {options.preset} with --batch {options.batch} and --seq-len {options.seq_len} is out of memory "
+            f"{options.model} with --batch {options.batch} and --seq-len {options.seq_len} is out of memory "
             f"({reason_of(error)}): choose a smaller --preset, --batch or --seq-len, or "
             f"{', '.join([*others, 'a larger --microbatches or --tp'])}"
         ) from error
@@ -243,9 +244,12 @@ def _train(
     training, held_out = data
     if folder.latest_step:
         restored = folder.restore({name: each.stored(each.abstract_state()) for name, each in learners.items()})
-        states = {name: learner.resumed(restored[name]) for name, learner in learners.items()}
+        states = {
+            name: learner.resumed(restored[name], _model(learner, options) if options.lora else None)
+            for name, learner in learners.items()
+        }
     else:
-        states = {name: learner.init(jax.random.key(options.seed)) for name, learner in learners.items()}
+        states = {name: _first_state(learner, options) for name, learner in learners.items()}
     done = step = folder.latest_step
     microbatch = options.batch // options.microbatches
     batches = math.ceil(_EVALUATION_WINDOWS / microbatch)
@@ -294,6 +298,21 @@ def _train(
     finally:
         progress.close()
     return step, " · ".join(progress.speed_and_memory()) if step > done else ""
+
+
+def _first_state(learner: Learner, options: Options) -> TrainState:
+    """Of random parameters, or of those of a model that was trained before."""
+    if options.from_ is None:
+        return learner.init(jax.random.key(options.seed))
+    return learner.begin(_model(learner, options))
+
+
+def _model(learner: Learner, options: Options) -> Any:
+    """The parameters of the model that --from names, in float32 if they are trained."""
+    assert options.from_ is not None
+    dtype = "float32" if options.lora is None else learner.config.dtype
+    with _plan.reading(options.from_):
+        return from_hf(options.from_, param_dtype=dtype, shardings=lambda _: learner.param_shardings)[1]
 
 
 def _windows(data: Tokens, starts: np.ndarray, plan: Plan) -> Tokens:
@@ -360,9 +379,10 @@ def _conclude(plan: Plan, folder: RunFolder, cost: str) -> None:
     chosen += [] if plan.placement.fsdp == 1 else [f"fsdp {plan.placement.fsdp}"]
     chosen += [] if options.cp == 1 else [f"cp {options.cp}"]
     chosen += [] if options.tp == 1 else [f"tp {options.tp} ({options.transport})"]
+    name = options.preset if options.from_ is None else Path(options.from_).resolve().name
     size = f"{config.num_parameters:,} parameters"
     size += "" if config.experts is None else f", {config.num_active_parameters:,} active"
-    title = f"te-jax train · {options.preset}, {size} · {', '.join(chosen)}"
+    title = f"te-jax train · {name}, {size} · {', '.join(chosen)}"
     files = ["log.jsonl", "checkpoints"]
     if training and validation:  # a damaged log may have neither
         if cost or not figure.exists():  # a finished run keeps the figure with what its steps cost

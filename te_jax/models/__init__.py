@@ -1,8 +1,20 @@
 """Reference models: what `te-jax train`, the notebooks and the benchmarks share."""
 
 from te_jax.layers.attention import RopeScaling
-from te_jax.models.config import PRESETS, DecoderConfig, Experts
-from te_jax.models.decoder import Losses, apply, init, init_scaling_state, is_head, loss, losses, requantize
+from te_jax.models.config import PRESETS, DecoderConfig, Experts, Lora
+from te_jax.models.decoder import (
+    Losses,
+    apply,
+    init,
+    init_scaling_state,
+    is_head,
+    join_adapters,
+    loss,
+    losses,
+    merge_adapters,
+    requantize,
+    split_adapters,
+)
 from te_jax.models.generation import generate
 from te_jax.models.huggingface import config_from_hf, from_hf, to_hf
 from te_jax.models.parallel import TensorParallel, param_specs
@@ -14,6 +26,7 @@ __all__ = [
     "DecoderConfig",
     "Experts",
     "FolderError",
+    "Lora",
     "Losses",
     "RopeScaling",
     "TensorParallel",
@@ -24,12 +37,15 @@ __all__ = [
     "init",
     "init_scaling_state",
     "is_head",
+    "join_adapters",
     "loss",
     "losses",
+    "merge_adapters",
     "parallel_apply",
     "parallel_loss",
     "parallel_losses",
     "param_specs",
     "requantize",
+    "split_adapters",
     "to_hf",
 ]

@@ -15,12 +15,16 @@ from te_jax.reference.activation import Activation
 _UNUSED = (
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings"),
-    *("max_window_layers", "output_router_logits", "return_dict", "output_attentions", "output_hidden_states"),
+    *("output_router_logits", "return_dict", "output_attentions", "output_hidden_states", "attn_implementation"),
+    *("_attn_implementation", "_attn_implementation_autoset", "torchscript", "tokenizer_class", "problem_type"),
+    *("id2label", "label2id", "task_specific_params", "chunk_size_feed_forward", "transformers.js_config"),
+    *("unsloth_fixed", "unsloth_version", "pretraining_tp"),  # of which the last orders sums
 )
 """Fields that change nothing in the model itself."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 _BIASES = ("query", "key", "value")
+_MOST_LAYERS = 10_000
 
 
 class Fields:
@@ -104,16 +108,21 @@ def read(given: dict[str, Any], path: Any) -> tuple[Family, DecoderConfig]:
             "the model is quantized (quantization_config): load it with transformers, dequantized to bfloat16, and "
             "save_pretrained it"
         )
-    fields.expect("quantization_config", None)
     kind = fields.take("model_type", kind=str)
     if kind not in FAMILIES:
         raise fields.error(f"model_type is {_shown(kind)}: te_jax.models knows {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
+    fields = Fields({**family.defaults, **given}, path)
+    fields.expect("model_type", kind)
+    fields.expect("quantization_config", None)
     fields.expect("attention_dropout", 0.0)
-    found = _common(fields, family.tied) | family.read(fields)
-    fields.finish()
+    fields.expect("is_encoder_decoder", False)
     try:
+        found = _common(fields) | family.read(fields)
+        fields.finish()
         return family, DecoderConfig(**found)
+    except FolderError:
+        raise
     except ValueError as error:
         raise fields.error(str(error)) from error
 
@@ -167,10 +176,10 @@ def describe(family: Family, config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _common(fields: Fields, tied: bool) -> dict[str, Any]:
+def _common(fields: Fields) -> dict[str, Any]:
     hidden, heads = (fields.take(name, kind=int) for name in ("hidden_size", "num_attention_heads"))
-    # The first Gemma's files say "gelu" and mean its approximation.
     act = fields.take("hidden_activation", "hidden_act", kind=str, default="silu")
+    # The first Gemma's files say "gelu" and mean its approximation.
     names = _ACTIVATIONS | ({"gelu": "gelu"} if fields.look("model_type") == "gemma" else {})
     if act not in names:
         raise fields.error(f"hidden_act is {_shown(act)}: te_jax.models knows {', '.join(names)}")
@@ -187,7 +196,7 @@ def _common(fields: Fields, tied: bool) -> dict[str, Any]:
         "norm_eps": fields.take("rms_norm_eps", kind=(float, int), default=1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "tied_head": fields.take("tie_word_embeddings", kind=bool, default=tied),
+        "tied_head": fields.take("tie_word_embeddings", kind=bool, default=False),
     }
 
 
@@ -232,18 +241,23 @@ def _describe_scaling(scaling: RopeScaling) -> dict[str, Any]:
     return found
 
 
+def _window(fields: Fields) -> dict[str, Any]:
+    """The window of all blocks."""
+    return {"window": fields.take("sliding_window", kind=int, default=None)}
+
+
 def _windows(fields: Fields, used: bool = True) -> dict[str, Any]:
     """The window of all blocks, or of each."""
     width = fields.take("sliding_window", kind=int, default=None)
     kinds = fields.take("layer_types", kind=list, default=None)
-    if not used or width is None:
-        return {"window": None}
+    first = fields.take("max_window_layers", kind=int, default=0)  # of Qwen: blocks before it have no window
     count = fields.look("num_hidden_layers")
+    if not used or width is None or (kinds is None and first >= count):
+        return {"window": None}
     if kinds is None:
-        first = fields.look("max_window_layers") or 0  # of Qwen: blocks before it have no window
-        if not first:
-            return {"window": width}
-        kinds = [("full", "sliding")[i >= first] + "_attention" for i in range(min(count, 10_000))]
+        if count > _MOST_LAYERS:
+            raise fields.error(f"num_hidden_layers is {count}, and te_jax.models knows at most {_MOST_LAYERS}")
+        kinds = [("full", "sliding")[i >= first] + "_attention" for i in range(count)]
     if not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
         raise fields.error("layer_types names others than full_attention and sliding_attention")
     if len(kinds) != count:
@@ -252,13 +266,17 @@ def _windows(fields: Fields, used: bool = True) -> dict[str, Any]:
     return {"window": width if windows == (width,) * count else windows}
 
 
-def _describe_windows(config: DecoderConfig, *, by_types: bool = True) -> dict[str, Any]:
+def _describe_window(config: DecoderConfig) -> dict[str, Any]:
+    """Of the first block; `family_of` reads it and sees whether it is that of all."""
+    return {"sliding_window": config.windows[0]}
+
+
+def _describe_windows(config: DecoderConfig) -> dict[str, Any]:
     widths = {width for width in config.windows if width is not None}
     if len(widths) > 1:
         raise AttributeError("blocks have several windows")
-    width = next(iter(widths), None)
     kinds = ["full_attention" if each is None else "sliding_attention" for each in config.windows]
-    return {"sliding_window": width} | ({"layer_types": kinds} if by_types else {})
+    return {"sliding_window": next(iter(widths), None), "layer_types": kinds}
 
 
 def _router(fields: Fields, *, count: tuple[str, ...], normalize: bool, biases: bool = False) -> dict[str, Any]:
@@ -266,11 +284,8 @@ def _router(fields: Fields, *, count: tuple[str, ...], normalize: bool, biases: 
     top_k = fields.take("num_experts_per_tok", "experts_per_token", kind=int)
     weight = fields.take("router_aux_loss_coef", kind=(float, int), default=0.0)
     fields.expect("router_jitter_noise", 0.0, None)
-    try:
-        router = Router(top_k, normalize=normalize)
-        return {"experts": Experts(num_experts, router, balance_weight=weight, biases=biases)}
-    except ValueError as error:
-        raise fields.error(str(error)) from error
+    experts = Experts(num_experts, Router(top_k, normalize=normalize), balance_weight=weight, biases=biases)
+    return {"experts": experts}
 
 
 def _describe_router(config: DecoderConfig, count: str = "num_local_experts") -> dict[str, Any]:
@@ -289,7 +304,7 @@ def _describe_router(config: DecoderConfig, count: str = "num_local_experts") ->
 
 def _llama(fields: Fields) -> dict[str, Any]:
     fields.expect("mlp_bias", False)
-    fields.expect("pretraining_tp", 1)
+    fields.expect("rope_interleaved", False)
     return {"attention_biases": ATTENTION if fields.take("attention_bias", kind=bool, default=False) else ()}
 
 
@@ -298,6 +313,7 @@ def _describe_biases(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _qwen2(fields: Fields) -> dict[str, Any]:
+    fields.expect("use_mrope", False)
     used = fields.take("use_sliding_window", kind=bool, default=False)
     return {"attention_biases": _BIASES} | _windows(fields, used)
 
@@ -309,8 +325,12 @@ def _describe_qwen(config: DecoderConfig) -> dict[str, Any]:
 
 def _qwen3(fields: Fields) -> dict[str, Any]:
     used = fields.take("use_sliding_window", kind=bool, default=False)
+    return _normalized(fields) | _windows(fields, used)
+
+
+def _normalized(fields: Fields) -> dict[str, Any]:
     biases = ATTENTION if fields.take("attention_bias", kind=bool, default=False) else ()
-    return {"qk_norm": True, "attention_biases": biases} | _windows(fields, used)
+    return {"qk_norm": True, "attention_biases": biases}
 
 
 def _gemma(fields: Fields) -> dict[str, Any]:
@@ -324,14 +344,19 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     fields.expect("mlp_only_layers", [], None)
     normalize = fields.take("norm_topk_prob", kind=bool, default=False)
     experts = _router(fields, count=("num_experts", "num_local_experts"), normalize=normalize)
-    return _qwen3(fields) | experts | {"mlp_size": fields.take("moe_intermediate_size", kind=int)}
+    fields.take("max_window_layers", kind=int, default=None)  # which transformers reads no more
+    window = _window(fields) if fields.take("use_sliding_window", kind=bool, default=False) else {}
+    fields.take("sliding_window", kind=int, default=None)
+    return _normalized(fields) | experts | window | {"mlp_size": fields.take("moe_intermediate_size", kind=int)}
 
 
 def _describe_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
     experts = _describe_router(config, "num_experts")
     assert config.experts is not None
     more = {"moe_intermediate_size": config.mlp_size, "norm_topk_prob": config.experts.router.normalize}
-    return _describe_biases(config) | _describe_qwen(config) | experts | more | {"decoder_sparse_step": 1}
+    window = _describe_window(config)
+    more |= {"decoder_sparse_step": 1, "use_sliding_window": window["sliding_window"] is not None}
+    return _describe_biases(config) | window | experts | more
 
 
 def _gpt_oss(fields: Fields) -> dict[str, Any]:
@@ -342,6 +367,8 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     fields.expect("attention_bias", True)
     experts = _router(fields, count=("num_local_experts",), normalize=True, biases=True)
     found = {"activation": activation, "attention_biases": ATTENTION, "attention_sinks": True}
+    if fields.look("layer_types") is None:
+        raise fields.error("layer_types is missing")
     return found | experts | _windows(fields)
 
 
@@ -372,7 +399,7 @@ def tensors(family: Family, config: DecoderConfig) -> Iterator[Tensor]:
     yield Tensor("model.embed_tokens.weight", (("embedding",),), "plain")
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        for name in (*config.kernel_shapes, *config.vector_shapes):
+        for name in (*config.kernel_shapes, *config.other_shapes):
             if config.experts is not None and name.removesuffix("_bias") in (*MLP, "router"):
                 continue
             place, suffix = _PLACES[name.removesuffix("_bias")], "bias" if name.endswith("_bias") else "weight"
@@ -438,7 +465,7 @@ class Family(NamedTuple):
       model_type, architecture: in config.json.
       read: fields of their own → arguments of a DecoderConfig.
       describe: the other way; a TypeError or AttributeError says that such a decoder is none of them.
-      tied: whether the head is tied where config.json does not say.
+      defaults: of fields that config.json may leave out, where they are not those of the other families.
       experts: the tensors of a block's experts.
     """
 
@@ -446,33 +473,50 @@ class Family(NamedTuple):
     architecture: str
     read: Callable[[Fields], dict[str, Any]]
     describe: Callable[[DecoderConfig], dict[str, Any]]
-    tied: bool = False
+    defaults: dict[str, Any] = {}  # noqa: RUF012, nobody writes to it
     experts: Callable[[str, int, Experts], Iterator[Tensor]] = _of_gpt_oss
 
+
+_OF_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
+_OF_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 FAMILIES = {
     family.model_type: family
     for family in (
         Family("llama", "LlamaForCausalLM", _llama, _describe_biases),
-        Family("mistral", "MistralForCausalLM", _windows, lambda config: _describe_windows(config, by_types=False)),
-        Family("qwen2", "Qwen2ForCausalLM", _qwen2, _describe_qwen),
-        Family("qwen3", "Qwen3ForCausalLM", _qwen3, lambda c: {**_describe_qwen(c), **_describe_biases(c)}),
-        Family("gemma", "GemmaForCausalLM", _gemma, _describe_biases, tied=True),
+        Family("mistral", "MistralForCausalLM", _window, _describe_window, {"sliding_window": 4096}),
+        Family("qwen2", "Qwen2ForCausalLM", _qwen2, _describe_qwen, _OF_QWEN),
+        Family("qwen3", "Qwen3ForCausalLM", _qwen3, lambda c: {**_describe_qwen(c), **_describe_biases(c)}, _OF_QWEN),
+        Family(
+            "gemma",
+            "GemmaForCausalLM",
+            _gemma,
+            _describe_biases,
+            {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+        ),
         Family(
             "mixtral",
             "MixtralForCausalLM",
-            lambda fields: _router(fields, count=("num_local_experts",), normalize=True) | _windows(fields),
-            lambda config: _describe_router(config) | _describe_windows(config, by_types=False),
-            experts=_one_by_one("block_sparse_moe", {"gate": "w1", "down": "w2", "up": "w3"}),
+            lambda fields: _router(fields, count=("num_local_experts",), normalize=True) | _window(fields),
+            lambda config: _describe_router(config) | _describe_window(config),
+            {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+            _one_by_one("block_sparse_moe", {"gate": "w1", "down": "w2", "up": "w3"}),
         ),
         Family(
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
             _qwen3_moe,
             _describe_qwen3_moe,
-            experts=_one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
+            {"sliding_window": 4096},
+            _one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
         ),
-        Family("gpt_oss", "GptOssForCausalLM", _gpt_oss, _describe_gpt_oss),
+        Family(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            _gpt_oss,
+            _describe_gpt_oss,
+            {"rms_norm_eps": 1e-5, "rope_theta": 1.5e5, "rope_scaling": _OF_GPT_OSS_ROPE, "sliding_window": 128},
+        ),
     )
 }
 """By model_type, those with the fewest parts first."""

@@ -45,6 +45,8 @@ class Experts:
     def __post_init__(self):
         if not isinstance(self.router, Router):
             raise ValueError(f"router is {self.router!r}: it needs to be a te_jax.layers.Router, as Router(top_k=2) is")
+        if not is_whole_number(self.router.top_k) or self.router.top_k < 1:
+            raise ValueError(f"router.top_k is {self.router.top_k!r}: it needs to be a whole number of at least 1")
         if not is_whole_number(self.num_experts) or self.num_experts < self.router.top_k:
             raise ValueError(
                 f"num_experts is {self.num_experts!r}: it needs to be a whole number of at least router.top_k, "
@@ -56,6 +58,46 @@ class Experts:
             if not is_finite_number(value) or value < 0:
                 raise ValueError(f"{name} is {value!r}: it needs to be a finite number of at least 0")
             object.__setattr__(self, name, float(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Adapters beside the kernels of blocks, which are trained in their place: y = x · kernel + scale · (x · a) · b.
+
+    Args:
+      rank: columns of a, rows of b.
+      alpha: the scale is alpha / rank; None is 2 · rank.
+      names: kernels that have one, out of "query", "key", "value", "out", "gate", "up" and "down"; with experts the
+        first four alone.
+
+    Raises:
+      ValueError: a number is out of range, or a name unknown.
+
+    References:
+      Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, arXiv:2106.09685.
+    """
+
+    rank: int
+    alpha: float | None = None
+    names: tuple[str, ...] = (*ATTENTION, *MLP)
+
+    def __post_init__(self):
+        if not is_whole_number(self.rank) or self.rank < 1:
+            raise ValueError(f"rank is {self.rank!r}: it needs to be a whole number of at least 1")
+        alpha = 2.0 * self.rank if self.alpha is None else self.alpha
+        if not is_finite_number(alpha) or alpha <= 0:
+            raise ValueError(f"alpha is {alpha!r}: it needs to be a finite number above 0, or None")
+        known = (*ATTENTION, *MLP)
+        if not isinstance(self.names, tuple | list) or not self.names or not set(self.names) <= set(known):
+            raise ValueError(f"names is {self.names!r}: it needs to be one or more names out of {known}")
+        object.__setattr__(self, "alpha", float(alpha))
+        object.__setattr__(self, "names", tuple(name for name in known if name in self.names))
+
+    @property
+    def scale(self) -> float:
+        """What multiplies x · a · b."""
+        assert self.alpha is not None
+        return self.alpha / self.rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +139,7 @@ class DecoderConfig:
       zero_centered_norms: whether norms multiply by 1 + scale, as Gemma's do.
       scaled_embedding: whether the embedding is multiplied by √hidden_size, rounded to `dtype`, as Gemma's is.
       tied_head: whether the output head is the transposed embedding, and no parameter of its own.
+      lora: adapters beside the kernels; see `te_jax.models.split_adapters`. None for none.
 
     Raises:
       ValueError: a size is below 1, heads do not divide, a name is unknown, `recipe` is no recipe, `offload` no
@@ -130,6 +173,7 @@ class DecoderConfig:
     zero_centered_norms: bool = False
     scaled_embedding: bool = False
     tied_head: bool = False
+    lora: Lora | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
@@ -182,6 +226,8 @@ class DecoderConfig:
         """Checks what models of the family do differently."""
         if not (self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)):
             raise ValueError(f"rope_scaling is {self.rope_scaling!r}: it needs to be a te_jax.models.RopeScaling")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta is {self.rope_theta}: with yarn it needs to be above 1")
         window = self.window
         if isinstance(window, tuple | list):
             object.__setattr__(self, "window", window := tuple(window))
@@ -193,6 +239,14 @@ class DecoderConfig:
             if each is not None and (not is_whole_number(each) or each < 1):
                 raise ValueError(f"window is {window!r}: it needs whole numbers of at least 1, or None")
         Activation.of(self.activation)
+        if not (self.lora is None or isinstance(self.lora, Lora)):
+            raise ValueError(
+                f"lora is {self.lora!r}: it needs to be a te_jax.models.Lora, as Lora(rank=16) is, or None"
+            )
+        if self.lora is not None and self.experts is not None and set(self.lora.names) & set(MLP):
+            raise ValueError(
+                f"lora.names is {self.lora.names}, and experts have no adapters: choose out of {ATTENTION}"
+            )
         biases = self.attention_biases
         if not isinstance(biases, tuple | list | set | frozenset) or not set(biases) <= set(ATTENTION):
             raise ValueError(f"attention_biases is {biases!r}: it needs to be names out of {ATTENTION}")
@@ -233,8 +287,8 @@ class DecoderConfig:
         }
 
     @property
-    def vector_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of a block's other parameters: scales of norms, biases and sinks."""
+    def other_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of a block's other parameters: scales of norms, biases, sinks and adapters."""
         d, heads = self.hidden_size, self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"attention_norm": (d,), "mlp_norm": (d,)}
         if self.qk_norm:
@@ -246,6 +300,9 @@ class DecoderConfig:
             each, inner = self.experts.num_experts, self.mlp_size
             shapes |= {"router_bias": (each,), "gate_bias": (each, inner), "up_bias": (each, inner)}
             shapes["down_bias"] = (each, d)
+        for name in () if self.lora is None else self.lora.names:
+            rows, columns = self.kernel_shapes[name]
+            shapes |= {f"{name}_a": (rows, self.lora.rank), f"{name}_b": (self.lora.rank, columns)}
         return shapes
 
     @property
@@ -255,7 +312,7 @@ class DecoderConfig:
 
     def _parameters(self, experts: int) -> int:
         """With so many experts in a block."""
-        shapes = self.kernel_shapes | self.vector_shapes
+        shapes = self.kernel_shapes | self.other_shapes
         if self.experts is not None:
             of_experts = [name for name in shapes if name.removesuffix("_bias") in MLP]
             shapes |= {name: (experts, *shapes[name][1:]) for name in of_experts}
@@ -266,8 +323,9 @@ class DecoderConfig:
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs of a token in training, forward and backward: those of GEMMs and of causal attention, without `remat`.
 
-        Two for each multiplication with a kernel or the head, and as many for each of the two gradients; of experts
-        only those that the token meets. In the mean a token attends to half of its sequence.
+        Two for each multiplication with a kernel or the head, and as many for each of the two gradients, of which there
+        is one beside adapters; of experts only those that the token meets. In the mean a token attends to half of its
+        sequence.
 
         Args:
           seq_len: tokens in a sequence.
@@ -279,7 +337,13 @@ class DecoderConfig:
         kernels = self.num_layers * block + self.vocab_size * self.hidden_size
         # Scores and values, half of each where nothing else is hidden.
         pairs = sum(_mean_pairs(seq_len, window) for window in self.windows)
-        return 6 * kernels + round(12 * self.num_heads * self.head_dim * pairs)
+        adapters = 0
+        if self.lora is not None:
+            shapes = self.other_shapes
+            each = (shapes[f"{name}_{part}"] for name in self.lora.names for part in "ab")
+            adapters = self.num_layers * sum(map(math.prod, each))
+        passes = 6 if self.lora is None else 4
+        return passes * kernels + 6 * adapters + round(12 * self.num_heads * self.head_dim * pairs)
 
 
 def _mean_pairs(seq_len: int, window: int | None) -> float:

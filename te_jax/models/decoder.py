@@ -39,7 +39,18 @@ from te_jax.parallel import FSDP, ring_attention
 from te_jax.parallel.ring_attention import positions_here
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
-__all__ = ["Losses", "apply", "init", "init_scaling_state", "loss", "losses", "requantize"]
+__all__ = [
+    "Losses",
+    "apply",
+    "init",
+    "init_scaling_state",
+    "join_adapters",
+    "loss",
+    "losses",
+    "merge_adapters",
+    "requantize",
+    "split_adapters",
+]
 
 _PROJECTIONS = (*ATTENTION, *MLP)
 
@@ -79,7 +90,7 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
       `embedding` [V, D], `final_norm` [D], `head` [D, V] and `layers`, a list of L dicts of `attention_norm` and
       `mlp_norm` [D], `query` [D, H·head_dim], `key` and `value` [D, K·head_dim], `out` [H·head_dim, D], `gate` and
       `up` [D, F], `down` [F, D]. With E experts these three are [E, D, F] and [E, F, D], and `router` is [D, E].
-      What else there is, `config.vector_shapes` tells: `query_norm` and `key_norm` [head_dim], `query_bias` and others
+      What else there is, `config.other_shapes` tells: `query_norm` and `key_norm` [head_dim], `query_bias` and others
       [N], `sinks` [H], and biases of experts [E, N]. A tied head is no parameter.
     """
     DecoderConfig.check(config)
@@ -89,10 +100,15 @@ def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
     layers: list[dict[str, jax.Array]] = [
         {
             name: (of_norm if name.endswith("_norm") else jnp.zeros)(shape, jnp.float32)
-            for name, shape in config.vector_shapes.items()
+            for name, shape in config.other_shapes.items()
         }
         for _ in range(count)
     ]
+    for name in () if config.lora is None else config.lora.names:  # the other one, b, starts as 0
+        rows, rank = config.other_shapes[f"{name}_a"]
+        adapters, key = _draw(key, count, (rows, rank), rows**-0.5)
+        for layer, adapter in zip(layers, adapters, strict=True):
+            layer[f"{name}_a"] = adapter
     for name, shape in config.kernel_shapes.items():
         fan_in = shape[-2] * (2 * count if name in ("out", "down") else 1)
         kernels, key = _draw(key, count, shape, fan_in**-0.5)
@@ -165,7 +181,7 @@ def requantize(
     if config.recipe is None:
         raise ValueError("config.recipe is None: only a recipe says how kernels are quantized")
     how = Requantize(config.recipe, implementation=implementation)
-    layer = {**dict.fromkeys(config.vector_shapes), **dict.fromkeys(_PROJECTIONS, how)}
+    layer = {**dict.fromkeys(config.other_shapes), **dict.fromkeys(_PROJECTIONS, how)}
     if config.experts is not None:
         of_experts = dataclasses.replace(how, stacked_ndim=1)
         layer |= {"router": None, **dict.fromkeys(MLP, of_experts)}
@@ -407,6 +423,68 @@ def _together(first: Balance | None, second: Balance | None) -> Balance | None:
     if first is None or second is None:
         return None
     return Balance(first.auxiliary + second.auxiliary, jnp.maximum(first.largest_load, second.largest_load))
+
+
+def split_adapters(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The adapters of a decoder with `DecoderConfig.lora`, and all other parameters.
+
+    Training differentiates with respect to the adapters alone, so that no product computes the gradient of a kernel:
+
+        adapters, frozen = te_jax.models.split_adapters(params)
+
+        @jax.grad
+        def gradient(adapters):
+            return te_jax.models.loss(te_jax.models.join_adapters(adapters, frozen), tokens, targets, config)
+
+    Args:
+      params: as of `init`.
+
+    Returns:
+      (adapters, frozen): {"layers": […]} with `query_a`, `query_b` and others of each block, and what is left.
+    """
+
+    def is_adapter(name: str) -> bool:
+        return name.endswith(("_a", "_b"))
+
+    adapters = [{name: x for name, x in layer.items() if is_adapter(name)} for layer in params["layers"]]
+    frozen = [{name: x for name, x in layer.items() if not is_adapter(name)} for layer in params["layers"]]
+    return {"layers": adapters}, params | {"layers": frozen}
+
+
+def join_adapters(adapters: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of which `split_adapters` made two parts."""
+    layers = [of_layer | own for of_layer, own in zip(frozen["layers"], adapters["layers"], strict=True)]
+    return frozen | {"layers": layers}
+
+
+def merge_adapters(config: DecoderConfig, params: dict[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
+    """The decoder without adapters that computes the same: kernel + scale · a · b, in the dtype of the kernel.
+
+    Args:
+      config: the shape, with `lora`.
+      params: as of `init`; no kernel is quantized.
+
+    Returns:
+      (config without lora, parameters).
+
+    Raises:
+      ValueError: `config` has no lora.
+    """
+    DecoderConfig.check(config)
+    if (lora := config.lora) is None:
+        raise ValueError("config.lora is None: there are no adapters to merge")
+    adapters, frozen = split_adapters(params)
+
+    @jax.jit
+    def merged(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        product = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
+        return (kernel.astype(jnp.float32) + lora.scale * product).astype(kernel.dtype)
+
+    layers = [
+        layer | {name: merged(layer[name], own[f"{name}_a"], own[f"{name}_b"]) for name in lora.names}
+        for layer, own in zip(frozen["layers"], adapters["layers"], strict=True)
+    ]
+    return dataclasses.replace(config, lora=None), frozen | {"layers": layers}
 
 
 def is_head(path: tuple[Any, ...], leaf: Any) -> bool:

@@ -121,6 +121,8 @@ class TensorParallel:
           ValueError: a size does not divide; the message names sizes that fit.
         """
         DecoderConfig.check(config)
+        if config.lora is not None and self.size > 1:
+            raise ValueError(f"parallel.size is {self.size}: adapters (config.lora) are not split; use 1, and fsdp")
         splits_experts = self.axis_name in (self.expert_axes or ())
         problem = _misfit(config, self.size, splits_experts)
         if problem is None and self.fsdp is not None:
@@ -162,7 +164,7 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, An
     kv = columns if kv_heads(config, parallel.size).is_split else everywhere
     embedding: PartitionSpec = columns
     layer = {
-        **dict.fromkeys(config.vector_shapes, everywhere),
+        **dict.fromkeys(config.other_shapes, everywhere),
         "query": columns,
         "key": kv,
         "value": kv,

@@ -151,6 +151,9 @@ class Projections:
     def _handover(self, name: str, x: Array) -> Quantization | None:
         if name == "mlp_norm" and self.config.experts is not None:  # the router reads values
             return None
+        readers = ("gate", "up") if name == "mlp_norm" else ("query", "key", "value")
+        if self._adapted(*readers):  # and so do adapters
+            return None
         quantization = handover(self.config.recipe, x)
         # Devices would have to agree on other scales than those of blocks before they quantize.
         blocked = quantization is not None and quantization.scaling.startswith("block")
@@ -165,7 +168,7 @@ class Projections:
         """A norm's result [batch, time, D] times kernels [D, N], and biases: [batch, time, N] for each."""
         of = self._of(names)
         if not self.is_split:
-            projected = ops.dense(x, **of)
+            projected = tuple(self._with_adapter(y, x, name) for y, name in zip(ops.dense(x, **of), names, strict=True))
         else:
             options: Any = self._exchange | of
             projected = all_gather_matmul(x, gather_dimension=_TIME_AXIS, residual=self._shared.residual, **options)
@@ -175,20 +178,34 @@ class Projections:
         """[batch, time, N] times a kernel [N, D], and a bias: what is added to the residual stream."""
         of = self._of((name,))
         if not self.is_split:
-            return self._biased(ops.dense(x, **of)[0], name)
+            return self._biased(self._with_adapter(ops.dense(x, **of)[0], x, name), name)
         of |= {key: None if of[key] is None else of[key][0] for key in ("kernel", "wgrad_accumulator", "scaling_state")}
         return self._biased(matmul_reduce_scatter(x, scatter_dimension=_TIME_AXIS, **self._exchange, **of), name)
+
+    def _adapted(self, *names: str) -> bool:
+        return self.config.lora is not None and not set(names).isdisjoint(self.config.lora.names)
+
+    def _with_adapter(self, y: Array, x: Array, name: str) -> Array:
+        """y = x · kernel, and what the adapter of the kernel adds. x is no adapter's where none has a part in it."""
+        if not self._adapted(name):
+            return y
+        assert self.config.lora is not None
+        a, b = (self.layer[f"{name}_{part}"].astype(x.dtype) for part in "ab")
+        return y + ops.dense(ops.dense(x, a), b * jnp.asarray(self.config.lora.scale, b.dtype))
 
     def _biased(self, y: Array, name: str) -> Array:
         # Beside the products, since XLA adds it where it rotates, normalizes or adds the stream.
         bias = self._part(f"{name}_bias", self.layer.get(f"{name}_bias"))
-        return y if bias is None else y + bias.astype(y.dtype)
+        return y if bias is None else y + jnp.expand_dims(bias.astype(y.dtype), (0, 1))
 
     def mlp(self, x: Any) -> tuple[Array, Balance | None]:
         """The gated MLP or the experts of a norm's result: what is added to the residual stream; of experts also how
         they share the tokens."""
         if self.config.experts is not None:
             return mixture(x, self.layer, self.config, self.parallel, self.implementation)
+        if self._adapted(*MLP):
+            gate, up = self.from_stream(x, ("gate", "up"))
+            return self.to_stream(ops.gated_activation(gate, up, self.config.activation), "down"), None
         of: Any = self._of(MLP) | {"activation": self.config.activation}
         if not self.is_split:
             return ops.gated_mlp(x, **of), None

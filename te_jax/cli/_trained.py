@@ -1,0 +1,124 @@
+"""Models that were trained: those of runs of `te-jax train`, and those of Hugging Face."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from te_jax._core.terminal import reason_of
+from te_jax.cli import _plan, _run_folder, _text
+from te_jax.cli.errors import UserError
+from te_jax.layers import Router
+from te_jax.models import (
+    DecoderConfig,
+    Experts,
+    Lora,
+    RopeScaling,
+    decoder,
+    from_hf,
+    join_adapters,
+    merge_adapters,
+    split_adapters,
+)
+from te_jax.ops import Activation
+
+
+class Trained(NamedTuple):
+    """A model with what reads its text.
+
+    Attributes:
+      config: its shape, without recipes.
+      params: its parameters.
+      tokenizer: None for bytes.
+      folder: that of Hugging Face which it comes from, if any.
+      name: what it is called, for messages.
+    """
+
+    config: DecoderConfig
+    params: Any
+    tokenizer: str | None
+    folder: Path | None
+    name: str
+
+
+def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
+    """The model of a run at its last checkpoint, on one device.
+
+    Args:
+      path: the folder; None for the latest of runs/train-….
+      dtype: of the parameters.
+
+    Raises:
+      UserError: there is no run, or no checkpoint of it.
+    """
+    path = _run_folder.newest_path() if path is None else path
+    header = _run_folder.read_header(path)
+    try:
+        config, options = _config_of(header["model"]), header["options"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the header of the run in {path} is damaged or of another version ({reason_of(error)})"
+        ) from error
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place),
+        jax.eval_shape(lambda: decoder.init(config, jax.random.key(0))),
+    )
+    folder = options.get("from_")
+    folder = Path(folder) if folder is not None and Path(folder).is_dir() else None
+    if config.lora is None:
+        step, params = _run_folder.read_params(path, like)
+    elif folder is None:
+        raise UserError(f"{path} has adapters of {options.get('from_')}, which is not there: bring the folder back")
+    else:
+        step, adapters = _run_folder.read_params(path, split_adapters(like)[0])
+        frozen = of_folder(folder, dtype).params
+        config, params = merge_adapters(config, join_adapters(adapters, frozen))
+    return Trained(config, params, options.get("tokenizer"), folder, f"{path}, step {step}")
+
+
+def _config_of(model: dict[str, Any]) -> DecoderConfig:
+    """The shape in the header of a run, without what says how it was trained."""
+    names = {field.name for field in dataclasses.fields(DecoderConfig)} - {"recipe", "head_recipe", "offload"}
+    given = {name: value for name, value in model.items() if name in names}
+    if (experts := given.get("experts")) is not None:
+        given["experts"] = Experts(**{**experts, "router": Router(**experts["router"])})
+    if (scaling := given.get("rope_scaling")) is not None:
+        given["rope_scaling"] = RopeScaling(**scaling)
+    if (lora := given.get("lora")) is not None:
+        given["lora"] = Lora(**{**lora, "names": tuple(lora["names"])})
+    if isinstance(activation := given.get("activation"), dict):
+        given["activation"] = Activation(**activation)
+    return DecoderConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+
+
+def of_folder(path: Path, dtype: jax.typing.DTypeLike) -> Trained:
+    """A model of Hugging Face, on one device.
+
+    Raises:
+      UserError: the folder holds none that te_jax reads, or has no tokenizer.
+    """
+    tokenizer = _plan.tokenizer_of(str(path))
+    with _plan.reading(path):
+        config, params = from_hf(path, param_dtype=dtype)
+    return Trained(config, params, tokenizer, path, str(path))
+
+
+def dtype_of(name: str) -> jnp.dtype:
+    """A dtype by its name on the command line, where auto is bfloat16 on GPUs and float32 on CPUs."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def tokenizer_of(trained: Trained) -> _text.Tokenizer | None:
+    """What reads the text of a model.
+
+    Raises:
+      UserError: its file cannot be read.
+    """
+    return None if trained.tokenizer is None else _text.Tokenizer(trained.tokenizer)

@@ -1,0 +1,122 @@
+"""`te-jax generate`: a text, continued by a trained model."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from te_jax.cli.errors import UserError
+
+_DESCRIPTION = """\
+Continues a text by a model of te-jax train or of Hugging Face, with keys and values of what was read in a cache. The
+most likely token follows, unless --temperature draws others."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `te-jax generate` to a parser."""
+    parser.description = _DESCRIPTION
+    parser.add_argument("prompt", metavar="TEXT", help="text to continue; - reads it from stdin")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="folder of a run of te-jax train, at its last checkpoint (the runs/train-… of the highest number)",
+    )
+    source.add_argument(
+        "--from",
+        dest="from_",
+        type=Path,
+        metavar="DIR",
+        help="folder of a model of Hugging Face: config.json, safetensors and tokenizer.json",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="tokens to add at most (100)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="draw tokens by their probability at it; 0 takes the likeliest (0)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="with --temperature: draw from the likeliest tokens alone, which together have this probability (1)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="with --temperature: seed of what is drawn (0)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="dtype of parameters and activations; auto is bfloat16 on GPUs and float32 on CPUs (auto)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the prompt and what follows.
+
+    Args:
+      args: parsed options of `add_arguments`.
+
+    Returns:
+      0.
+
+    Raises:
+      UserError: there is no such model, or an option cannot be met.
+    """
+    import dataclasses
+
+    import jax
+    import numpy as np
+
+    from te_jax.cli import _trained
+    from te_jax.models import generate
+
+    if not 0 <= args.seed < 2**32:
+        raise UserError(f"--seed is {args.seed}: it must lie between 0 and {2**32 - 1}")
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    dtype = _trained.dtype_of(args.dtype)
+    trained = _trained.of_run(args.run, dtype) if args.from_ is None else _trained.of_folder(args.from_, dtype)
+    tokenizer = _trained.tokenizer_of(trained)
+    tokens = list(prompt.encode()) if tokenizer is None else tokenizer.prompt(prompt)
+    if not tokens:
+        raise UserError("the text to continue is empty: give at least one character")
+    if max(tokens) >= trained.config.vocab_size:
+        raise UserError(
+            f"the tokenizer gives token {max(tokens)}, and {trained.name} knows {trained.config.vocab_size}"
+        )
+    config = dataclasses.replace(trained.config, dtype=dtype.name)
+    stop = _ends(trained.folder)
+    try:
+        found = generate(
+            trained.params,
+            np.array([tokens], np.int32),
+            config,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            key=jax.random.key(args.seed),
+            stop_tokens=stop,
+        )
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise UserError(f"--{name.replace('_', '-')} {rest}") from error
+    new = np.asarray(found)[0].tolist()
+    new = new[: next((i for i, token in enumerate(new) if token in stop), len(new))]
+    print(bytes(tokens + new).decode(errors="replace") if tokenizer is None else tokenizer.text(tokens + new))
+    return 0
+
+
+def _ends(folder: Path | None) -> tuple[int, ...]:
+    """The tokens that end a text, as the folder of a model says."""
+    for name in ("generation_config.json", "config.json") if folder is not None else ():
+        try:
+            found: Any = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        found = found if isinstance(found, list) else [found]
+        if ends := tuple(token for token in found if type(token) is int and 0 <= token < 2**31):
+            return ends
+    return ()

@@ -1,0 +1,182 @@
+"""`te-jax train --from`, `generate` and `export`: from one folder of Hugging Face to another."""
+
+import dataclasses
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from runs import losses, records, without_last_checkpoint
+
+from te_jax import models
+from te_jax.cli._run_folder import read_header
+from te_jax.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "tokenizers")
+
+MODEL = Path(__file__).parents[1] / "models" / "hf" / "llama_tied"
+TOKENS = 64
+ARGV = ["--seq-len", "16", "--batch", "4", "--steps", "6", "--checkpoint-every", "3", "--recipe", "block"]
+
+
+class Bytes:
+    """In place of a tokenizer of the package: each byte is a token, or a control character."""
+
+    @classmethod
+    def from_file(cls, path):
+        assert path.endswith("tokenizer.json")
+        return cls()
+
+    def get_vocab(self, with_added_tokens):
+        return {"last": TOKENS - 1}
+
+    def encode(self, text):
+        return types.SimpleNamespace(ids=[byte % TOKENS for byte in text.encode()])
+
+    def encode_batch(self, texts, add_special_tokens):
+        assert not add_special_tokens
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Bytes))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model in bfloat16, with a tokenizer."""
+    path = shutil.copytree(MODEL, tmp_path_factory.mktemp("hf") / "small")
+    (path / "tokenizer.json").write_text("{}")
+    (path / "generation_config.json").write_text('{"eos_token_id": [10, 11]}')
+    return path
+
+
+def trained(folder, out, *options):
+    assert main(["train", "--from", str(folder), *ARGV, "--devices", "1", *options, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def all_parameters(folder, tmp_path_factory, as_in_a_process_of_its_own, tokenizers):
+    return trained(folder, tmp_path_factory.mktemp("runs") / "all", "--learning-rate", "0.01")
+
+
+@pytest.fixture(scope="module")
+def adapters(folder, tmp_path_factory, as_in_a_process_of_its_own, tokenizers):
+    return trained(folder, tmp_path_factory.mktemp("runs") / "lora", "--learning-rate", "0.01", "--lora", "2")
+
+
+def exported(run, path, dtype="float32"):
+    assert main(["export", str(path), "--run", str(run), "--dtype", dtype]) == 0
+    return models.from_hf(path)[1]
+
+
+def generated(capsys, *argv):
+    capsys.readouterr()
+    assert main(["generate", "The lambda", "--max-new-tokens", "8", *argv]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_model_and_ends_as_one(folder, all_parameters, tmp_path, capsys):
+    before, header = models.from_hf(folder)[1], read_header(all_parameters)
+    assert header["model"]["num_parameters"] == models.config_from_hf(folder).num_parameters
+    unmoved = trained(folder, tmp_path / "unmoved", "--learning-rate", "1e-30")
+    after = exported(unmoved, tmp_path / "same", "bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert (tmp_path / "same" / "tokenizer.json").read_text() == "{}"
+    assert losses(all_parameters)[0] == losses(unmoved)[0]
+    assert losses(all_parameters)[-1] < losses(unmoved)[-1]
+    exported(all_parameters, tmp_path / "new")
+    assert main(["export", str(tmp_path / "new"), "--run", str(all_parameters)]) == 2
+    assert "new already holds a model: choose another folder" in capsys.readouterr().err
+    of_run = generated(capsys, "--run", str(all_parameters))
+    assert of_run == generated(capsys, "--from", str(tmp_path / "new"))
+    assert len(of_run) > len("The lambda\n")
+
+
+@pytest.mark.slow
+def test_adapters_leave_the_model_as_it_is(folder, adapters, tmp_path):
+    before, after = models.from_hf(folder)[1], exported(adapters, tmp_path / "merged")
+    np.testing.assert_array_equal(after["embedding"], before["embedding"])
+    for name in ("query", "down"):
+        added = np.asarray(after["layers"][1][name] - before["layers"][1][name], np.float64)
+        values = np.linalg.svd(added, compute_uv=False)
+        assert values[1] > 1e-4 > 10 * values[2]
+    assert losses(adapters)[-1] < losses(adapters)[0]
+
+
+@pytest.mark.slow
+def test_a_run_of_adapters_that_was_stopped_ends_with_the_same_bits(adapters, tmp_path):
+    out = without_last_checkpoint(adapters, tmp_path / "killed")
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    assert records(out) == records(adapters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--lora", "2")])
+def test_devices_share_a_model_that_was_trained_before(
+    options, folder, all_parameters, adapters, tmp_path, require_devices
+):
+    require_devices(2)
+    argv = ["--learning-rate", "0.01", "--recipe", "none", "--dtype", "float32", *options]
+    one, two = (trained(folder, tmp_path / f"{count}", *argv, "--devices", f"{count}") for count in (1, 2))
+    np.testing.assert_allclose(losses(two), losses(one), rtol=1e-5)
+
+
+def test_a_text_ends_where_the_model_says_so(folder, tmp_path, capsys, monkeypatch):
+    found = [66, 10, 65, 65, 65, 65, 65, 65]
+    monkeypatch.setattr(models, "generate", lambda *_, stop_tokens, **__: np.array([found]) * (stop_tokens == (10, 11)))
+    prompt = [byte % TOKENS for byte in b"The lambda"]
+    assert generated(capsys, "--from", str(folder)) == bytes([*prompt, 66]).decode() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["train", "--from", "FOLDER", "--preset", "small"], "--from has a model, and --preset small names another"),
+        (["train", "--lora", "4"], "--lora 4 trains adapters of a model that was trained before: add --from DIR"),
+        (["train", "--from", "FOLDER", "--lora", "0"], "--lora is 0: it must be at least 1"),
+        (["train", "--from", "FOLDER", "--lora", "2", "--tp", "2"], "--tp 2 does not fit --from FOLDER: adapters"),
+        (["train", "--from", "FOLDER", "--tp", "3"], "--tp 3 does not fit --from FOLDER: num_heads is 4"),
+        (["train", "--from", "nowhere"], "--from nowhere has no tokenizer.json, which reads the text"),
+        (["generate", "x", "--from", "nowhere"], "--from nowhere has no tokenizer.json, which reads the text"),
+        (["generate", "", "--from", "FOLDER"], "the text to continue is empty: give at least one character"),
+        (["generate", "x", "--from", "FOLDER", "--max-new-tokens", "0"], "--max-new-tokens is 0: it needs to be"),
+        (["generate", "x", "--from", "FOLDER", "--top-p", "0"], "--top-p is 0.0: it needs to be a number above 0"),
+        (["generate", "x", "--from", "FOLDER", "--seed", "-1"], "--seed is -1: it must lie between 0 and 4294967295"),
+        (["generate", "x", "--run", "nowhere"], "--out nowhere holds no run"),
+        (["export", "FOLDER", "--run", "nowhere"], "--out nowhere holds no run"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_sentence(argv, sentence, folder, capsys):
+    argv = [str(folder) if word == "FOLDER" else word for word in argv]
+    assert main([*argv, *(["--devices", "2"] if "--tp" in argv else [])]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("te-jax: error: " + sentence.replace("FOLDER", str(folder)))
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_another_model_does_not_go_on_with_a_run(folder, all_parameters, tmp_path, capsys):
+    other = tmp_path / "other"
+    config = dataclasses.replace(models.config_from_hf(folder), mlp_size=32)
+    models.to_hf(other, config, models.init(config, jax.random.key(0)))
+    (other / "tokenizer.json").write_text("{}")
+    out = without_last_checkpoint(all_parameters, tmp_path / "out")
+    assert main(["train", "--resume", "--out", str(out), "--from", str(other)]) == 2
+    assert "give the folder that the run began with" in capsys.readouterr().err
+    damaged = json.loads((other / "config.json").read_text()) | {"model_type": "bert"}
+    (other / "config.json").write_text(json.dumps(damaged))
+    assert main(["train", "--from", str(other)]) == 2
+    assert "model_type is 'bert': te_jax.models knows llama, mistral" in capsys.readouterr().err
