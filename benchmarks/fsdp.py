@@ -132,7 +132,10 @@ class Shared(Sharded):
     def parallel(self) -> TensorParallel:
         shape = self.mesh.shape
         fsdp = FSDP(shape[AXIS], replica_axis=REPLICA, keep=self.keep)
-        return TensorParallel(shape[TENSOR], fsdp=fsdp, context_axis=AXIS if self.one_sequence else None)
+        context, experts = AXIS if self.one_sequence else None, None
+        if self.config is not None and self.config.experts is not None:
+            experts = (AXIS, TENSOR)
+        return TensorParallel(shape[TENSOR], fsdp=fsdp, context_axis=context, expert_axes=experts)
 
     def put(self, batch: Any) -> Any:
         if self.one_sequence:
@@ -258,7 +261,7 @@ def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any
 
 FAMILY = Family(
     description="whole train steps on all devices, which have parts of the parameters: FSDP, with and without remat",
-    cases={"gpu": shapes.FSDP_GPU, "cpu": shapes.FSDP_CPU},
+    cases={"gpu": shapes.FSDP_GPU, "cpu": shapes.FSDP_CPU, "by name alone": shapes.FSDP_BY_NAME},
     implementations=IMPLEMENTATIONS,
     peers=tuple(name for name in IMPLEMENTATIONS if name != "bf16"),
     run_case=run_case,

@@ -508,8 +508,8 @@ STEP_GPU = (
     StepShape(depths=(28,), batch=4, sequence=2048, **_STEP_QWEN),
     StepShape(depths=(4,), batch=1, sequence=8192, **_STEP_EXPERTS),
     StepShape(depths=(8,), batch=1, sequence=8192, remat=True, **_STEP_8B),
-    StepShape(depths=(8,), batch=1, sequence=32768, remat=True, **_STEP_8B),
 )
+STEP_BY_NAME = (StepShape(depths=(8,), batch=1, sequence=32768, remat=True, **_STEP_8B),)
 
 FLAX_MODELS_GPU = (
     StepShape(depths=(8,), batch=1, sequence=8192, **_STEP_8B),
@@ -548,7 +548,12 @@ FSDP_GPU = (
     StepShape(depths=(8,), batch=1, sequence=8192, remat=True, **_STEP_8B),
     StepShape(depths=(8,), batch=1, sequence=8192, **_STEP_8B),
     StepShape(depths=(8,), batch=1, sequence=8192, microbatches=4, remat=True, **_STEP_8B),
+)
+# For four GPUs and more, except the second.
+FSDP_BY_NAME = (
+    StepShape(depths=(32,), batch=1, sequence=8192, remat=True, **_STEP_8B),
     StepShape(depths=(8,), batch=1, sequence=16384, remat=True, one_sequence=True, **_STEP_8B),
+    StepShape(depths=(4,), batch=1, sequence=8192, remat=True, **_STEP_EXPERTS),
 )
 FSDP_CPU = (
     StepShape(

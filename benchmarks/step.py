@@ -697,7 +697,7 @@ def _with_rows(kind: type[layer.Plain], rows: Callable[[jax.Array], jax.Array]) 
 
 FAMILY = Family(
     description="whole train steps on one device: decoder, loss and AdamW, with one and four microbatches",
-    cases={"gpu": shapes.STEP_GPU, "cpu": shapes.STEP_CPU},
+    cases={"gpu": shapes.STEP_GPU, "cpu": shapes.STEP_CPU, "by name alone": shapes.STEP_BY_NAME},
     implementations=IMPLEMENTATIONS,
     peers=tuple(name for name in IMPLEMENTATIONS if name != "bf16"),
     run_case=run_case,
